@@ -5,13 +5,12 @@ with a row for each rank. Then come the place, for looking it up, and what to do
 here, so that they look alike:
 
     RoundMismatch: the ranks wait for one another in different places, so nobody can go on
-      rank 0 (host-a, pid 811)  waits 0.6 s  in forward of layer1.bn2, step 3
-      rank 1 (host-b, pid 812)  waits 0.6 s  in backward of layer1.bn1, step 3
+      rank 0 (host-a, pid 811)  waits 0.6 s  in forward of layer 'layer1.bn2', step 3
+      rank 1 (host-b, pid 812)  waits 0.6 s  in backward of layer 'layer1.bn1', step 3
       in job 'digits', group 'world', epoch 0
     Run the same layers in the same order on every rank, equally often; ...
 """
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -29,8 +28,6 @@ FEW_ROWS = 3
 # What a first line may end with, if possible; it is not cut there before this many letters.
 _ENDS = ("; ", ". ", ": ", ", ")
 _SHORTEST = 40
-
-_A_PATH = re.compile(r"[^\W\d]\w*(\.\w+)*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +93,15 @@ def in_brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def layer_in_words(layer: str) -> str:
-    """Returns a layer's name as it stands in a sentence: a path as it is, anything else in quotes."""
-    return layer if _A_PATH.fullmatch(layer) else f"layer {layer!r}"
+def without_traceback(text: str) -> str:
+    """Returns an exception's text without the traceback of another process in it, as a worker of a DataLoader adds."""
+    lines = text.strip().split("\n")
+    begins = [number for number, line in enumerate(lines) if line.endswith("Traceback (most recent call last):")]
+    if not begins:
+        return text
+    inside = [number for number, line in enumerate(lines) if number >= begins[0] and line[:1] in {"", " "}]
+    before, after = lines[: begins[0]], lines[max(inside, default=begins[0]) + 1 :]
+    return " ".join("\n".join(part) for part in (before, after) if part)
 
 
 def in_log(error: BaseException | str) -> str:

@@ -3,11 +3,15 @@
 import re
 from collections.abc import Mapping
 from itertools import islice
+from types import MappingProxyType
 
 from statsd_bn.members import Members
 
 # How many are named one by one.
 TOLD_OF = 8
+
+# Nothing is known of where ranks run.
+NOWHERE: Mapping[int, str] = MappingProxyType({})
 
 _NAMED = re.compile(r"rank (\d+) \(([^()]+)\)")
 
@@ -22,8 +26,10 @@ def rank_in_words(number: int, places: Mapping[int, str]) -> str:
     return f"rank {number} ({places[number]})" if number in places else f"rank {number}"
 
 
-def ranks_in_words(numbers: Members, places: Mapping[int, str]) -> str:
+def ranks_in_words(numbers: Members, places: Mapping[int, str] = NOWHERE) -> str:
     """Returns some ranks in words, by number only where nothing is known of them."""
+    if not numbers:
+        return "no rank"
     first = list(islice(numbers, TOLD_OF))
     if not any(number in places for number in first):
         return f"rank{'s' * (len(numbers) > 1)} {numbers}"

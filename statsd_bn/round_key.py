@@ -5,7 +5,6 @@ from typing import Any, NamedTuple, Self
 
 from statsd_bn import limits
 from statsd_bn.checks import check_integer, check_name
-from statsd_bn.error_text import layer_in_words
 
 FORWARD = "forward"
 
@@ -108,7 +107,7 @@ class RoundKey(_KeyFields):
         """Returns where in the model and when a round takes place, for a row of an error's table."""
         call = f", call {self.call}" if with_call else ""
         group = f", group {self.group!r}" if with_group else ""
-        return f"{self.phase} of {layer_in_words(self.layer)}{call}, step {self.step}{group}"
+        return f"{self.phase} of layer {self.layer!r}{call}, step {self.step}{group}"
 
     def of_phase(self, phase: str) -> Self:
         """Returns the key of another exchange of the same call."""
@@ -150,4 +149,4 @@ def first_non_finite(key: RoundKey, who: str, what: str, *, has_steps: bool = Tr
     """
     step = f", step {key.step}" if has_steps else ""
     phase = FORWARD if key.is_forward else key.phase
-    return f"first non-finite: layer {key.layer}, {phase}{step}, {who}, {what}"
+    return f"first non-finite: layer {key.layer!r}, {phase}{step}, {who}, {what}"

@@ -144,7 +144,7 @@ def _error(aggregate: Aggregate, places: Mapping[int, str]) -> NonFinite:
     whose, what = aggregate.non_finite, not_finite(aggregate.values)
     names = [rank_in_words(rank, places) for rank in whose]
     table = [Place([Row((name,)) for name in names[:MOST_ROWS]], len(names), "brought them")]
-    text = f"{ranks_in_words(whose, {})} brought values that are not finite: {what}"
+    text = f"{ranks_in_words(whose)} brought values that are not finite: {what}"
     return NonFinite(
         error_text(text, table=table, where=str(aggregate.key), advice=ADVICE),
         **aggregate.key.fields,

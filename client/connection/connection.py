@@ -83,7 +83,7 @@ class Connection:
         self.member = member
         self.rounds = 0
         self.transport = transport
-        unused = partial(self._warn_of_no_layer, f"it has been open for {UNUSED_SECONDS:.0f} s")
+        unused = partial(self._warn_of_no_layer, f"its connection has been open for {UNUSED_SECONDS:.0f} s")
         self._has_warned = False
         self._sessions = Sessions(transport, member, unused)
         self._world = groups.world(member.world_size)
@@ -112,10 +112,13 @@ class Connection:
         self.close(cause=cause_of(error))
 
     def __repr__(self) -> str:
-        who = self.member
         state = "closed" if self._closed else "open"
         at = self.endpoint if self.is_in_process else f"to {self.endpoint}"
-        return f"<Connection {at}: job {who.job!r}, rank {who.rank} of {who.world_size}, {state}>"
+        return f"<Connection {at}: {self._name}, {state}>"
+
+    @property
+    def _name(self) -> str:
+        return f"job {self.member.job!r}, rank {self.member.rank} of {self.member.world_size}"
 
     @property
     def endpoint(self) -> str:
@@ -385,6 +388,9 @@ class Connection:
         switching.begin()
         try:
             aggregate = (way or self.over_server)(session, key, rows)
+        except StatsdBNError as error:
+            self._sessions.job.raises(error)
+            raise
         finally:
             switching.end()
         seconds = time.perf_counter() - started
@@ -416,7 +422,7 @@ class Connection:
             rest.callback(self.transport.close)
             rest.callback(self._sessions.leave, cause)
             if not (self.rounds or cause):
-                rest.callback(self._warn_of_no_layer, "it ends")
+                rest.callback(self._warn_of_no_layer, "its connection ends")
             for call in reversed(self.at_end):
                 rest.callback(call)
 
@@ -425,9 +431,9 @@ class Connection:
         if self.member.world_size > 1 and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%r has synchronised no layer, and %s: was the model given to client.convert_model(), and are its "
+                "%s has synchronised no layer, and %s: was the model given to client.convert_model(), and are its "
                 "batch norms in training mode?",
-                self,
+                self._name,
                 when,
             )
 
@@ -443,9 +449,9 @@ class Connection:
 
     def _check_usable(self) -> None:
         if self._closed:
-            raise ConnectionClosed(f"{self!r}: expected an open connection")
+            raise ConnectionClosed(f"{self._name}: expected an open connection, and it was closed")
         if not self.is_own:
             raise ConnectionClosed(
-                f"{self!r} was opened by process {self._process} and cannot be used by its forked child "
-                f"{os.getpid()}; evaluate there, or call client.connect(rank=0, world_size=1) to train alone there"
+                f"connection of process {self._process} cannot be used by its forked child {os.getpid()}; "
+                f"evaluate there, or call client.connect(rank=0, world_size=1) to train alone there; {self._name}"
             )

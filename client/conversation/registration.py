@@ -6,7 +6,7 @@ from client.conversation.machine import Turn
 from client.conversation.member import Member
 from client.conversation.session import Session
 from statsd_bn.endpoints import silent
-from statsd_bn.error_text import error_text, in_brief
+from statsd_bn.error_text import error_text, in_brief, without_traceback
 from statsd_bn.errors import DuplicateMember, GroupIncomplete, ServerUnreachable, StatsdBNError
 from statsd_bn.messages import WORLD, Participation, Registered, missing_members
 
@@ -35,7 +35,7 @@ def cause_of(error: BaseException | None) -> str:
         return ""
     if isinstance(error, StatsdBNError):
         return in_brief(error)
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
+    return f"{type(error).__name__}: {without_traceback(str(error))}".removesuffix(": ")
 
 
 NOT_CONNECTED = "Look at the logs of the missing ranks: did they start, with the same endpoint and job name?"

@@ -124,7 +124,7 @@ class RoundTrip:
     def _tell_changes(self, before: Members, answer: Aggregate) -> None:
         """Nothing is dropped silently; in a strict group only members whose data has ended come and go."""
         if self._session.member.is_elastic and answer.members != before:
-            logger.warning("%s: from now on ranks %s, not %s", answer.key, answer.members, before)
+            logger.warning("%s: from now on ranks %s, before ranks %s", answer.key, answer.members, before)
 
     def _introduction(self, now: float) -> list[bytes]:
         logger.info("the server at %s has been restarted; taking part again", self._endpoint)
@@ -150,7 +150,7 @@ class RoundTrip:
         return (
             f"{self._key}: the server at {self._endpoint} has not answered for {seconds:.0f} s; waiting for it, or for "
             f"another one there, for {left:.0f} s more"
-        ) + (f". In shared memory the round waits for {ranks_in_words(late, {})}" if late else "")
+        ) + (f". In shared memory the round waits for {ranks_in_words(late)}" if late else "")
 
     def _warn(self, seconds: float, text: str, least: float) -> None:
         if seconds >= least:

@@ -39,6 +39,7 @@ from statsd_bn.messages import (
     StackReport,
     StackRequest,
 )
+from statsd_bn.ranks_in_words import ranks_in_words
 from statsd_bn.round_key import FORWARD, RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.skew_samples import Sample, told_by
@@ -303,7 +304,7 @@ class Session:
 
     def _take(self, aggregate: Aggregate) -> None:
         if self.member.rank not in aggregate.members:
-            raise self._taken_for_lost(aggregate.key, f"ranks {aggregate.members} have gone on without it")
+            raise self._taken_for_lost(aggregate.key, f"{ranks_in_words(aggregate.members)} went on without it")
         self.members = aggregate.members
         self._results.append(aggregate)
 

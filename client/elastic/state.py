@@ -27,6 +27,8 @@ from client.elastic.sampler import ElasticSampler
 from client.serialization import packing
 from statsd_bn.checks import shown
 from statsd_bn.errors import ConfigurationError, ProtocolError
+from statsd_bn.members import Members
+from statsd_bn.ranks_in_words import ranks_in_words
 from statsd_bn.text import told
 
 logger = logging.getLogger("statsd_bn.client")
@@ -48,7 +50,13 @@ class MembersChanged(Exception):
 
     def __init__(self, lost: Iterable[int], joined: Iterable[int]) -> None:
         self.lost, self.joined = sorted(lost), sorted(joined)
-        super().__init__(f"ranks {self.lost} are lost, and ranks {self.joined} have joined; return to run_elastic()")
+        super().__init__(f"{self.what}; return to run_elastic()")
+
+    @property
+    def what(self) -> str:
+        """Who was lost and who joined, in words."""
+        lost, joined = (ranks_in_words(Members.of(ranks)) for ranks in (self.lost, self.joined))
+        return f"{lost} lost, {joined} joined"
 
 
 class ElasticState:
@@ -275,7 +283,7 @@ def run_elastic(train: Callable[[ElasticState], Result], state: ElasticState) ->
         try:
             return train(state)
         except MembersChanged as change:
-            logger.warning("ranks %s are lost, ranks %s have joined; going on", change.lost, change.joined)
+            logger.warning("%s; going on", change.what)
 
 
 def _reports(connection: Connection, report: bytes) -> Reports:

@@ -20,6 +20,9 @@ from statsd_bn.errors import ConfigurationError
 
 LAST_PORT = 65_535
 
+# What torchrun calls a run that was given no id, unless it makes one up.
+NO_RUN_ID = ("", "none")
+
 # A name, or an address of IPv4.
 _NAME = re.compile(r"[\w.-]+")
 
@@ -58,7 +61,8 @@ def world_size(environ: Mapping[str, str]) -> Setting[int] | None:
 
 def job(environ: Mapping[str, str]) -> Setting[str] | None:
     """Returns the run's name; None where no launcher has given it one."""
-    return found("job", environ.get("TORCHELASTIC_RUN_ID") or None, "TORCHELASTIC_RUN_ID") or found(
+    run_id = environ.get("TORCHELASTIC_RUN_ID")
+    return found("job", None if run_id in NO_RUN_ID else run_id, "TORCHELASTIC_RUN_ID") or found(
         "job", slurm.job(environ), "SLURM_JOB_ID"
     )
 

@@ -13,14 +13,12 @@ from client.launch.sources import DEFAULT, Setting
 from client.launch.store import ANSWER_SECONDS, of_process_group, with_timeout
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.members import Members
+from statsd_bn.ranks_in_words import ranks_in_words
 
 # The name of the round, and of the token in the store. No layer has such a name: that of a module has no brackets.
 TOKEN = "client.connect()"  # noqa: S105 - no secret
 
 _TOKEN_BYTES = 8
-
-# What torchrun calls a run that has a rendezvous of its own and was given no id.
-_UNNAMED = ("none", "TORCHELASTIC_RUN_ID")
 
 
 def check(connection: Connection, job: Setting[str]) -> None:
@@ -32,16 +30,16 @@ def check(connection: Connection, job: Setting[str]) -> None:
         ConfigurationError: they are of several runs.
     """
     who = connection.member
-    is_named = job.source != DEFAULT and (job.value, job.source) != _UNNAMED
-    if is_named or who.is_elastic or who.world_size == 1:
+    if job.source != DEFAULT or who.is_elastic or who.world_size == 1:
         return
     group = process_group.find()
     mine = _token() if group and group.size == who.world_size else b""
     said = connection.gather_in(connection.group(None), TOKEN, mine)
     if others := [rank for rank, token in enumerate(said) if token and mine and token != mine]:
         raise ConfigurationError(
-            f"job {job.value!r}: expected the ranks of one run, got ranks {Members.of(others)} of another one; give "
-            "each run that shares a server a name of its own: connect(job=...), STATSD_BN_JOB or torchrun's --rdzv-id"
+            f"job {job.value!r}: expected the ranks of one run, got {ranks_in_words(Members.of(others))} of "
+            "another one; give each run that shares a server a name of its own: connect(job=...), STATSD_BN_JOB or "
+            "torchrun's --rdzv-id"
         )
 
 

@@ -21,7 +21,9 @@ from client.lanes.choose import company_in, lane_over
 from client.lanes.lane import Lane
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
+from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
+from statsd_bn.ranks_in_words import ranks_in_words
 from statsd_bn.reduction import FloatArray
 from statsd_bn.rows import Rows
 
@@ -81,10 +83,10 @@ def _tell_of_absent(connection: Connection, part: Aggregate) -> None:
     if absent and not who.is_elastic and connection not in _told:
         _told.add(connection)
         logger.warning(
-            "%s: ranks %s have ended their pass in client.join and get no gradients: their weights stay as they are, "
+            "job %r: %s ended their pass in client.join and get no gradients: their weights stay as they are, "
             "while those of the others move",
-            connection,
-            absent,
+            who.job,
+            ranks_in_words(Members.of(absent)),
         )
 
 

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from client.whereabouts import collectives
 from client.whereabouts.look import Look, Looks
-from statsd_bn.error_text import in_log
+from statsd_bn.error_text import in_brief, in_log
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.text import plain
 
@@ -79,6 +79,7 @@ class BrokenJob:
         self._news: StatsdBNError | None = None
         self._has_come = threading.Event()
         self._is_told = False
+        self._raised: str | None = None
         self._held: tuple[tuple[object, ...], float] | None = None
         self._has_aborted = False
 
@@ -87,6 +88,15 @@ class BrokenJob:
         if self._news is None or (has_left_in_order(self._news) and not has_left_in_order(error)):
             self._news = error
             self._has_come.set()
+
+    def raises(self, error: StatsdBNError) -> None:
+        """Takes note of an error that the main thread is about to raise: the log does not repeat it."""
+        self._raised = in_brief(error)
+
+    @property
+    def is_logged(self) -> bool:
+        """Whether the log says why the job is broken."""
+        return self._is_told and logger.isEnabledFor(logging.ERROR)
 
     @property
     def has_news(self) -> bool:
@@ -128,7 +138,8 @@ class BrokenJob:
             self._end(f"{self._name} {since}, and ends now: {in_log(error)}")
 
     def _tell(self, error: StatsdBNError, look: Look) -> None:
-        if self._is_told:
+        # What ended another rank was raised here as well, if it was a mismatch.
+        if self._is_told or (self._raised and self._raised in {in_brief(error), error.fields.get("cause")}):
             return
         self._is_told = True
         where = f"; {self._name} is in {look.place.stack}" if look.place.stack else ""

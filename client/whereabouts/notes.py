@@ -33,18 +33,21 @@ def explain(error: BaseException, job: BrokenJob) -> None:
     if not _comes_from_torch(error):
         news = job.wait(0.0)
         if news and not has_left_in_order(news):
-            _add(error, news)
+            _add(error, news, job)
         return
     with _termination_waits() as asked_to_end:
         if news := job.wait(NEWS_SECONDS):
-            _add(error, news)
+            _add(error, news, job)
         if asked_to_end:
             traceback.print_exception(error)
             sys.stderr.flush()
 
 
-def _add(error: Exception, news: StatsdBNError) -> None:
-    note = f"statsd_bn: {type(news).__name__}: {readable(str(news))}"
+def _add(error: Exception, news: StatsdBNError, job: BrokenJob) -> None:
+    name = type(news).__name__
+    note = (
+        f"statsd_bn: caused by the {name} in the log" if job.is_logged else f"statsd_bn: {name}: {readable(str(news))}"
+    )
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
 

@@ -16,6 +16,7 @@ from statsd_bn.errors import AuthenticationRefused, ConfigurationError, Protocol
 from statsd_bn.keys import ClientKeys
 from statsd_bn.members import Members
 from statsd_bn.messages import WORLD, Failure, Status, StatusRequest, missing_members
+from statsd_bn.ranks_in_words import ranks_in_words
 from statsd_bn.text import plain, readable_within
 from statsd_bn.wire import decode
 
@@ -209,7 +210,7 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
     if left_out := group.get("members_left_out"):
         lines.append(f"  and {left_out} ranks more than a report can hold")
     lines += [
-        f"  waiting {round_['seconds']:.1f} s for ranks {_missing(round_)}: {round_['round']}"
+        f"  waiting {round_['seconds']:.1f} s for {_missing(round_)}: {round_['round']}"
         for round_ in group["waiting"]
         if round_["seconds"] >= WAIT_SECONDS
     ]
@@ -226,7 +227,9 @@ def _describe_lanes(group: dict[str, Any]) -> list[str]:
             users.setdefault(lane, []).append(told["member"])
     if not users:
         return []
-    told = [lane if len(users) == 1 else f"{lane} of ranks {Members.of(ranks)}" for lane, ranks in users.items()]
+    told = [
+        lane if len(users) == 1 else f"{lane} of {ranks_in_words(Members.of(ranks))}" for lane, ranks in users.items()
+    ]
     why = group.get("why_not_faster")
     return [f"  lane {', '.join(told)}" + (f": {why}" if why else "")]
 
@@ -246,4 +249,4 @@ def _without_place(text: str, of: dict[str, Any]) -> str:
 
 def _missing(round_: dict[str, Any]) -> str:
     left_out = round_.get("missing_left_out")
-    return f"{round_['missing']} and {left_out} more" if left_out else str(round_["missing"])
+    return ranks_in_words(Members.of(round_["missing"])) + (f" and {left_out} more" if left_out else "")

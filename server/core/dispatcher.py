@@ -348,7 +348,7 @@ class Dispatcher:
         replies: list[Reply] = []
         for waits in self._mismatches.find(now, dict(self._registry.masters), self._inquiry.asked()):
             table = deadlock.Table(waits, now)
-            logger.warning("%s", in_log(table.error(waits[0])))
+            logger.info("%s", in_log(table.error(waits[0])))  # each of the ranks raises it
             for wait in waits:
                 wait.master.logged_cause = in_brief(table.error(wait))
             replies += [reply for wait in waits for reply in self._end_wait(now, wait, table.error(wait))]

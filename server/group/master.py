@@ -28,6 +28,7 @@ from statsd_bn.errors import (
     ReplicaLost,
     StatsdBNError,
 )
+from statsd_bn.members import Members
 from statsd_bn.messages import (
     Aggregate,
     Contribution,
@@ -36,6 +37,7 @@ from statsd_bn.messages import (
     Register,
     Registered,
 )
+from statsd_bn.ranks_in_words import ranks_in_words
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.tokens import digest
@@ -347,7 +349,7 @@ class SyncMaster:
         except (LimitExceeded, ContributionConflict) as error:
             return [(peer, failure(error, key))]
         absent = self.membership.absent
-        whom = f"ranks {absent}" if absent else "all ranks"
+        whom = ranks_in_words(Members.of(absent)) if absent else "all ranks"
         text = f"waiting for {whom} to come back to a restarted server"
         return [(peer, pending(key, 0, text))] if contribution.attempt else []
 

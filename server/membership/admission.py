@@ -10,6 +10,7 @@ from statsd_bn.error_text import error_text
 from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost, StatsdBNError, WorldSizeMismatch
 from statsd_bn.members import Members
 from statsd_bn.messages import WORLD, Register
+from statsd_bn.ranks_in_words import ranks_in_words
 
 
 class Group(Protocol):
@@ -75,14 +76,14 @@ def _check_terms(group: Group, register: Register) -> None:
         raise _mismatch(
             group,
             register,
-            f"expected world_size {group.world_size}, as ranks {list(group.present)} have it, "
+            f"expected world_size {group.world_size}, as {ranks_in_words(group.present)} asked for, "
             f"got {register.world_size}",
             register.world_size,
         )
     if register.min_members != group.min_members:
         raise RegistrationRefused(
-            f"{group.name}: expected policy {_policy(group.min_members)}, as ranks {list(group.present)} have it, "
-            f"got {_policy(register.min_members)} from rank {register.member} ({register.place})"
+            f"{group.name}: expected policy {_policy(group.min_members)}, as {ranks_in_words(group.present)} asked "
+            f"for, got {_policy(register.min_members)} from rank {register.member} ({register.place})"
         )
 
 
@@ -136,14 +137,14 @@ def _check_room(group: Group, register: Register, move: Move) -> None:
         raise _mismatch(
             group,
             register,
-            f"expected a number in [0, {group.world_size}), as ranks {list(group.present)} have it, got {number}",
+            f"expected a number in [0, {group.world_size}), as {ranks_in_words(group.present)} asked for, got {number}",
             number + 1,
         )
     if len(group.contributors) == group.world_size or move.told is Told.REFUSED_FULL:
         raise _mismatch(
             group,
             register,
-            f"expected {group.world_size} ranks, and {list(group.present)} are there, got one more",
+            f"expected {group.world_size} ranks, and {ranks_in_words(group.present)} registered, got one more",
             group.world_size + 1,
         )
 

@@ -17,6 +17,7 @@ from statsd_bn.error_text import error_text
 from statsd_bn.errors import ReplicaLost, StatsdBNError
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Participation, Register
+from statsd_bn.ranks_in_words import ranks_in_words
 
 
 class Membership(Standing):
@@ -177,7 +178,7 @@ class Membership(Standing):
         late = self.recovery.late(now, self._returned) if self.recovery else []
         if late:
             cause = "did not come back after the server was restarted"
-            loss = self._loss(late[0], self.told_step, f"ranks {late} {cause}", cause)
+            loss = self._loss(late[0], self.told_step, f"{ranks_in_words(Members.of(late))} {cause}", cause)
             self._break_if_told(self._move(Event.SOME_ARE_LATE), loss)
         return bool(late)
 

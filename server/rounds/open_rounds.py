@@ -29,6 +29,7 @@ from statsd_bn.errors import (
 )
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Contribution, Pending
+from statsd_bn.ranks_in_words import ranks_in_words
 from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import RoundKey
 from statsd_bn.skew_samples import KNOWN_BYTES
@@ -298,7 +299,7 @@ class OpenRounds:
     def _late(self, round_: Round) -> str:
         """Whom a round waits for, in few words; a table has the rest."""
         are_several = self._membership.suffices and len(round_.missing) > 1
-        return f"ranks {Members.of(round_.missing)}" if are_several else self._awaited(round_)
+        return ranks_in_words(Members.of(round_.missing)) if are_several else self._awaited(round_)
 
     def _pending(self, now: float, round_: Round) -> bytes:
         """Frame that tells a member that asks again whom its round waits for."""
@@ -315,13 +316,13 @@ class OpenRounds:
         return f"{late} and {len(round_.missing) - TOLD_OF} more" if len(round_.missing) > TOLD_OF else late
 
     def _where(self, round_: Round, now: float) -> str:
-        """Where the late members are, as far as they have answered; one sentence for each."""
+        """Where the late members are, as far as they have answered; one sentence each, since `_awaited` names them."""
         if not self._membership.suffices:
             return ""
         late = (self._membership.contributors[member] for member in round_.missing)
         # Most have answered nothing: a few are asked.
         seen = islice(((contributor, where) for contributor in late if (where := contributor.where(now))), TOLD_OF)
-        return "; ".join(f"{contributor} {where}" for contributor, where in seen)
+        return "; ".join(f"rank {contributor.member} {where}" for contributor, where in seen)
 
 
 def pending(key: RoundKey, seconds: int, text: str, where: str = "") -> bytes:

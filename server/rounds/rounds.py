@@ -24,6 +24,7 @@ from statsd_bn.errors import (
 )
 from statsd_bn.members import Members
 from statsd_bn.messages import Failure
+from statsd_bn.ranks_in_words import ranks_in_words
 from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import GATHER, RoundKey
 from statsd_bn.rows import Rows
@@ -277,13 +278,14 @@ class Round:
         if shape == self.shape:
             return
         (vectors, channels), (got_vectors, got_channels) = self.shape, shape
+        others = ranks_in_words(Members.of(self.waiting))
         what = (
-            f"expected {channels} channels, got {got_channels}"
+            f"expected {channels} channels, as {others} sent, got {got_channels}"
             if channels != got_channels
-            else f"expected {vectors} vectors, got {got_vectors}"
+            else f"expected {vectors} vectors, as {others} sent, got {got_vectors}"
         )
         raise RoundMismatch(
-            error_text(f"{what} from rank {member}; ranks {Members.of(self.waiting)} came first", where=str(self.key)),
+            error_text(f"{what} from rank {member}", where=str(self.key)),
             **self.key.fields,
             expected=list(self.shape),
             got=list(shape),

@@ -8,6 +8,7 @@ from statsd_bn import limits
 from statsd_bn.checks import check_integer, check_name, check_text, check_token, shown
 from statsd_bn.errors import ProtocolError
 from statsd_bn.members import NOBODY, Members
+from statsd_bn.ranks_in_words import ranks_in_words
 
 # The group of all members of a job; they are numbered from 0.
 WORLD = "world"
@@ -242,5 +243,6 @@ class StackReport:
 def missing_members(group: str, size: int, present: Members, missing: int) -> str:
     """Returns in words whom a group still waits for: by number only in the world, where the numbers are known."""
     if group == WORLD and len(present) + missing == size:
-        return f"ranks {sorted(set(range(size)).difference(present))}"
-    return f"{missing} rank{'' if missing == 1 else 's'} besides {list(present)}"
+        return ranks_in_words(Members.of(set(range(size)).difference(present)))
+    besides = f" besides {ranks_in_words(present)}" if present else ""
+    return f"{missing} rank{'s' * (missing != 1)}{besides}"

@@ -42,9 +42,9 @@ def test_ranks_that_begin_in_different_layers_are_all_told_where_the_others_are(
         first, *rows = text.splitlines()
         assert first == "RoundMismatch: the ranks have come to different rounds, so nobody can go on"
         assert [row.split("  ") for row in rows[:3]] == [
-            ["", "rank 0", "in first forward of stem.bn, call 0, step 0, 3 channels, 2 vectors"],
-            ["", "rank 2", "in first forward of stem.bn, call 0, step 0, 3 channels, 2 vectors"],
-            ["", "rank 1", "in first forward of head.bn, call 0, step 0, 3 channels, 2 vectors"],
+            ["", "rank 0", "in first forward of layer 'stem.bn', call 0, step 0, 3 channels, 2 vectors"],
+            ["", "rank 2", "in first forward of layer 'stem.bn', call 0, step 0, 3 channels, 2 vectors"],
+            ["", "rank 1", "in first forward of layer 'head.bn', call 0, step 0, 3 channels, 2 vectors"],
         ]
 
 

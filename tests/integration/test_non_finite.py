@@ -49,7 +49,7 @@ def test_the_first_one_is_told_with_its_ranks(steps_over, lane, value, bearers):
         ((level, text),) = told
         is_own = rank in bearers
         assert level == ("ERROR" if is_own else "WARNING")
-        assert f"layer {non_finite_programs.NAME}, forward, step 1, " in text
+        assert f"layer {non_finite_programs.NAME!r}, forward, step 1, " in text
         if is_own:
             assert names[rank] in text
             assert ("and 1 more" in text) == (len(bearers) == 2)
@@ -159,5 +159,5 @@ def test_of_several_replicas_of_a_process_the_one_is_named(caplog):
     told = [record for record in caplog.records if "non-finite" in record.getMessage()]
     assert [record.levelname for record in told] == ["ERROR"]
     text = told[0].getMessage()
-    assert text.startswith("first non-finite: layer bn, forward, rank 0 (")
+    assert text.startswith("first non-finite: layer 'bn', forward, rank 0 (")
     assert text.endswith(", replica 2), 1 of 4 channels (inf)")

@@ -41,16 +41,16 @@ def test_ranks_in_different_layers_are_all_told_where_the_others_are(ranks):
         first, *rows = text.splitlines()
         assert first == "RoundMismatch: the ranks have come to different rounds, so nobody can go on"
         assert [row.split("  ") for row in rows[:3]] == [
-            ["", "rank 0", "in forward of stem.bn, call 0, step 0, 3 channels, 2 vectors"],
-            ["", "rank 2", "in forward of stem.bn, call 0, step 0, 3 channels, 2 vectors"],
-            ["", "rank 1", "in forward of head.bn, call 0, step 0, 3 channels, 2 vectors"],
+            ["", "rank 0", "in forward of layer 'stem.bn', call 0, step 0, 3 channels, 2 vectors"],
+            ["", "rank 2", "in forward of layer 'stem.bn', call 0, step 0, 3 channels, 2 vectors"],
+            ["", "rank 1", "in forward of layer 'head.bn', call 0, step 0, 3 channels, 2 vectors"],
         ]
 
 
 def test_ranks_with_other_channels_are_all_told_the_numbers(ranks):
     for text in ranks(2, process_group_programs.come_with_channels, [4, 8]):
-        assert "rank 0  in forward of bn, call 0, step 0, 4 channels, 2 vectors" in text
-        assert "rank 1  in forward of bn, call 0, step 0, 8 channels, 2 vectors" in text
+        assert "rank 0  in forward of layer 'bn', call 0, step 0, 4 channels, 2 vectors" in text
+        assert "rank 1  in forward of layer 'bn', call 0, step 0, 8 channels, 2 vectors" in text
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_rank_that_is_alone_in_its_process_group_is_named_as_in_the_job(ranks)
 def test_a_rank_that_gathers_while_another_is_in_a_layer_is_told_and_so_is_that(ranks):
     for text in ranks(2, process_group_programs.gather_beside_a_layer):
         assert text.startswith("RoundMismatch: the ranks have come to different rounds")
-        assert "rank 0  in forward of bn" in text
+        assert "rank 0  in forward of layer 'bn'" in text
         assert "rank 1  in gather of layer 'mp_sync()'" in text
 
 

@@ -204,7 +204,7 @@ def test_what_comes_before_all_are_back_is_answered_when_they_are():
     assert world.read(first) == []
     (pending,) = world.read(second)
     assert isinstance(pending, Pending)
-    assert "waiting for ranks [2] to come back to a restarted server" in pending.message
+    assert "waiting for rank 2 to come back to a restarted server" in pending.message
     world.say(third, *third.introduction())
     for session in world.members:
         *_, registered = (answer for answer in world.read(session) if isinstance(answer, Registered))
@@ -289,7 +289,7 @@ def test_a_member_that_does_not_come_back_is_named_when_it_would_be_lost():
         lost, news = sorted(world.read(session), key=lambda told: told.key is None)
         assert (lost.code, lost.key, lost.fields["member"]) == ("replica_lost", key, 2)
         assert (news.code, news.key, news.fields) == ("replica_lost", None, lost.fields)
-        assert "ranks [2] did not come back after the server was restarted" in lost.message
+        assert "rank 2 did not come back after the server was restarted" in lost.message
     world.say(first, first.register())
     assert codes(world.read(first)) == ["replica_lost"]
 

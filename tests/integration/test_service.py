@@ -260,7 +260,7 @@ def test_the_status_command_says_what_the_server_is_doing(start, dial):
     assert head.startswith("server ")
     assert head.endswith("2 messages, 0 bad frames")
     assert groups == [
-        "job 'job', group 'world', epoch 0: 1 of 2 ranks, waiting for ranks [1]; 0 rounds done",
+        "job 'job', group 'world', epoch 0: 1 of 2 ranks, waiting for rank 1; 0 rounds done",
         "  rank 0 (host 7), step 0, 0 replicas",
     ]
 
@@ -302,7 +302,7 @@ def test_of_sums_beyond_float64_the_server_writes_one_line(start, dial, tmp_path
     assert command.end() == 0
     (line,) = command.errors.splitlines()
     assert line.endswith(
-        "first non-finite: layer bn, forward, step 0, rank 0 (place 0), rank 1 (place 1), 1 of 1 channels (NaN)"
+        "first non-finite: layer 'bn', forward, step 0, rank 0 (place 0), rank 1 (place 1), 1 of 1 channels (NaN)"
     )
 
 

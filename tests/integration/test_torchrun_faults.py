@@ -15,6 +15,7 @@ from conftest import running_server
 from support import newer_torch
 from support.launched import PROC, WAIT_SECONDS, Launched
 from support.paths import TESTS
+from support.ports import free_port
 
 PROGRAM = TESTS / "programs" / "fault_programs.py"
 
@@ -107,13 +108,14 @@ def _runs(number: int) -> bool:
 
 @cases("wrapper", now=[(BROADCAST,)], later=[(NOTHING,)])
 def test_one_forward_more_on_one_rank_is_a_mismatch_that_says_who_waits_where(tmp_path, wrapper):
-    with Faulty(tmp_path, "extra", 1, wrapper) as run:
+    with Faulty(tmp_path, "extra", 1, wrapper, "--master-addr", "127.0.0.1", "--master-port", str(free_port())) as run:
         said = run.survivor_ends(0)
         assert "layer '1'" in said
         assert "rank 1 (" in said
-        assert "the ranks wait for one another in different places" in said
-        assert "RoundMismatch" in said
-        assert "RoundMismatch" in run.stderr(1)
+        for told in (said, run.stderr(1)):
+            assert told.count("the ranks wait for one another in different places") == 1
+            assert "RoundMismatch" in told
+        assert "job 'default'" in said
         if wrapper == BROADCAST:
             assert "_sync_buffers, called from fault_programs.py" in run.stderr(1)
 
@@ -227,7 +229,7 @@ def test_a_killed_rank_is_named_by_the_other(tmp_path, wrapper, victim):
 def test_a_late_rank_is_said_to_be_where_it_is_if_it_tells_and_the_training_goes_on(tmp_path, tells_stacks):
     with Faulty(tmp_path, "late", 0, NOTHING, STATSD_BN_STACKS=str(int(tells_stacks))) as run:
         assert run.end() == 0, run.stderr(1)
-        place = r"rank 0 \(.*\) is in fault_programs.py:\d+ load_a_batch, for \d+ s"
+        place = r"rank 0 is in fault_programs.py:\d+ load_a_batch, for \d+ s"
         assert bool(re.search(place, run.stderr(1))) == tells_stacks
         assert ("load_a_batch" in run.stderr(1)) == tells_stacks
 
@@ -237,7 +239,7 @@ def test_a_rank_whose_interpreter_is_held_is_said_not_to_answer(tmp_path, server
     """Its heartbeats stop too: a server with its default of 3.5 s would take it for lost."""
     with Faulty(tmp_path, "holds the lock", 0, NOTHING, FAULT_ENDPOINT=server_that_waits) as run:
         assert run.end() == 0, run.stderr(1)
-        assert re.search(r"rank 0 \(.*\) does not answer when asked where it is, for \d+ s", run.stderr(1))
+        assert re.search(r"rank 0 does not answer when asked where it is, for \d+ s", run.stderr(1))
 
 
 @pytest.mark.long
@@ -249,6 +251,4 @@ def test_a_question_changes_nothing_in_any_way_to_wrap_a_model(tmp_path):
         assert run.end() == 0, run.errors
         assert sorted(said) == sorted([f"{way} same" for way in WAYS] * 2)
         # Rank 1 has been told, so rank 0 has been asked, in each of them.
-        assert len(re.findall(r"rank 0 \(.*?\) is in asked_program.py:\d+ forward", run.errors)) >= len(WAYS), (
-            run.errors
-        )
+        assert len(re.findall(r"rank 0 is in asked_program.py:\d+ forward", run.errors)) >= len(WAYS), run.errors

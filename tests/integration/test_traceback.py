@@ -60,8 +60,8 @@ def test_a_short_line_says_what_and_a_row_for_each_rank_who_waits_where(told, ra
     assert len(lines[first]) <= 120
     zero, one, where, advice, see = lines[first + 1 : first + 6]
     # Rank 1 is done with a layer less: it is in the backward pass already.
-    assert re.fullmatch(r"  rank 0 \(.*, pid \d+\)  waits [\d.]+ s  in forward of second, step 2", zero)
-    assert re.fullmatch(r"  rank 1 \(.*, pid \d+\)  waits [\d.]+ s  in backward of first, step 2", one)
+    assert re.fullmatch(r"  rank 0 \(.*, pid \d+\)  waits [\d.]+ s  in forward of layer 'second', step 2", zero)
+    assert re.fullmatch(r"  rank 1 \(.*, pid \d+\)  waits [\d.]+ s  in backward of layer 'first', step 2", one)
     assert zero.index("waits") == one.index("waits")
     assert where.startswith("  in job '")
     assert advice.startswith("Run the same layers in the same order")

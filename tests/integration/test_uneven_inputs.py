@@ -226,7 +226,7 @@ def test_whoever_averages_on_without_another_is_told_once_that_its_weights_stay(
     first, second = members(2, uneven_programs.average_in_a_pass)
     assert first == []
     assert len(second) == 1
-    assert "ranks [0] have ended their pass in client.join and get no gradients" in second[0]
+    assert "rank 0 ended their pass in client.join and get no gradients" in second[0]
 
 
 def test_a_step_before_the_first_pass_does_not_take_place_without_those_who_wait_for_it(members):
@@ -368,4 +368,4 @@ def test_members_that_do_not_come_back_are_named_at_the_deadline():
     error, _ = in_threads([waiting, elsewhere])
     assert isinstance(error, GroupIncomplete)
     assert error.fields["missing"] == [1]
-    assert str(error).startswith("ranks [1] did not come back from client.join within 0.3 s")
+    assert str(error).startswith("rank 1 did not come back from client.join within 0.3 s")

@@ -158,7 +158,7 @@ def test_a_browser_shows_a_training_as_it_goes(tmp_path):
         rows = driver.find_elements(By.CSS_SELECTOR, "tr[data-rank]")
         assert [row.get_attribute("data-rank") for row in rows] == ["0", "1", "2", "3"]
         assert all(f"pid {rank.pid}" in row.text for rank, row in zip(ranks, rows, strict=True))
-        non_finite = "first non-finite: layer 2, forward, step 20, rank 2 ("
+        non_finite = "first non-finite: layer '2', forward, step 20, rank 2 ("
         wait_for_soon(driver, endpoint, of_group("non_finite"), non_finite)
         skewed = f"rank 1 ({socket.gethostname()}, pid {ranks[1].pid}): input "
         (finding,) = wait_for_soon(driver, endpoint, of_group("findings"), skewed)

@@ -89,7 +89,7 @@ def snapshot(fetch):
 
 def test_the_page_of_a_running_job_has_its_ranks_and_its_first_non_finite_row(server, job):
     with planted_job(server.endpoint, job), viewing(server.endpoint) as fetch:
-        wait_for(lambda: fetch("events"), f'"{job}"', "first non-finite: layer stem.bn, forward, step 0, rank 1 (")
+        wait_for(lambda: fetch("events"), f'"{job}"', "first non-finite: layer 'stem.bn', forward, step 0, rank 1 (")
         (group,) = [group for group in snapshot(fetch)["groups"] if group["job"] == job]
         assert [member["member"] for member in group["members"]] == [0, 1]
         assert "statsd_bn_members" in fetch("metrics")

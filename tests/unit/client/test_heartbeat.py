@@ -454,8 +454,8 @@ def test_a_rank_whose_model_was_not_converted_is_warned_once(server, job, monkey
             wait_until(lambda: len(warned()) == 2)
 
     in_threads([partial(train, rank) for rank in range(2)])
-    assert [f"rank {rank} of 2, " in text for rank, text in enumerate(sorted(warned()))] == [True, True]
-    expected = "no layer, and it has been open for 60 s: was the model given to client.convert_model(), and"
+    assert [f"rank {rank} of 2 " in text for rank, text in enumerate(sorted(warned()))] == [True, True]
+    expected = "no layer, and its connection has been open for 60 s: was the model given to client.convert_model(), and"
     assert all(expected in text for text in warned())
 
 

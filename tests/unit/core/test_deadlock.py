@@ -106,8 +106,8 @@ def test_members_in_other_layer_orders_are_told_who_waits_where():
     assert mismatches(told) == {b"0", b"1"}
     text = (
         "the ranks wait for one another in different places, so nobody can go on\n"
-        "  rank 0 (host 0, process 00)  waits 0.5 s  in forward of layer1.bn, call 0, step 7\n"
-        "  rank 1 (host 1, process 10)  waits 0.5 s  in forward of layer2.bn, call 3, step 7\n"
+        "  rank 0 (host 0, process 00)  waits 0.5 s  in forward of layer 'layer1.bn', call 0, step 7\n"
+        "  rank 1 (host 1, process 10)  waits 0.5 s  in forward of layer 'layer2.bn', call 3, step 7\n"
         "  in job 'job', group 'world', epoch 0\n"
         "Run the same layers in the same order on every rank, equally often; "
         "a rank without rows passes an empty (0, C) tensor."
@@ -142,7 +142,7 @@ def test_one_member_elsewhere_stops_all_and_all_are_told(odd):
     for each in told.values():
         rows = [line for line in each.message.splitlines() if line.startswith("  rank ")]
         assert [row[:29] for row in rows] == [f"  rank {rank} (host {rank}, process {rank}0)" for rank in range(4)]
-        assert all("  waits 0.5 s  in forward of layer1.bn," in row for row in rows[:3])
+        assert all("  waits 0.5 s  in forward of layer 'layer1.bn'," in row for row in rows[:3])
 
 
 def test_while_one_member_runs_nobody_is_stuck_until_the_deadline():
@@ -302,8 +302,8 @@ def test_members_of_two_groups_may_wait_for_one_another():
     job.bring(1, A)
     told = job.wait(QUIET)
     assert mismatches(told) == {b"0", b"1"}
-    assert "waits 0.5 s  in forward of layer1.bn, step 0, group 'pair'" in told[b"0"].message
-    assert "waits 0.5 s  in forward of layer1.bn, step 0, group 'world'" in told[b"0"].message
+    assert "waits 0.5 s  in forward of layer 'layer1.bn', step 0, group 'pair'" in told[b"0"].message
+    assert "waits 0.5 s  in forward of layer 'layer1.bn', step 0, group 'world'" in told[b"0"].message
     assert [told[whom].key for whom in (b"0", b"1")] == [PAIR, A]
 
 
@@ -420,11 +420,11 @@ def test_a_thousand_members_are_told_in_a_few_words():
     assert len(mismatches(told)) == 1000
     text = told[b"999"].message
     assert text.splitlines()[1:6] == [
-        "  rank 0 (host 0, process 00)  waits 0.5 s  in forward of layer1.bn, step 0",
-        "  rank 1 (host 1, process 10)  waits 0.5 s  in forward of layer1.bn, step 0",
-        "  rank 2 (host 2, process 20)  waits 0.5 s  in forward of layer1.bn, step 0",
-        "  ... and 996 more ranks in forward of layer1.bn, step 0",
-        "  rank 7 (host 7, process 70)  waits 0.5 s  in forward of layer2.bn, step 0",
+        "  rank 0 (host 0, process 00)  waits 0.5 s  in forward of layer 'layer1.bn', step 0",
+        "  rank 1 (host 1, process 10)  waits 0.5 s  in forward of layer 'layer1.bn', step 0",
+        "  rank 2 (host 2, process 20)  waits 0.5 s  in forward of layer 'layer1.bn', step 0",
+        "  ... and 996 more ranks in forward of layer 'layer1.bn', step 0",
+        "  rank 7 (host 7, process 70)  waits 0.5 s  in forward of layer 'layer2.bn', step 0",
     ]
     row, odd = told[b"999"].fields["table"]
     assert (row["nr_members"], row["members"]) == (999, [*range(7), *range(8, 65)])

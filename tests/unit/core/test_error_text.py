@@ -3,7 +3,7 @@
 import pytest
 
 from statsd_bn import limits
-from statsd_bn.error_text import FIRST_LINE, MOST_ROWS, Place, Row, error_text, first_line, in_log, layer_in_words
+from statsd_bn.error_text import FIRST_LINE, MOST_ROWS, Place, Row, error_text, first_line, in_log
 from statsd_bn.errors import BY_CODE
 
 
@@ -86,17 +86,3 @@ def test_a_log_has_it_on_one_line():
     expected = "no; rank 0 (host) waits 1.0 s in a; rank 10 (host) waits 1.0 s in a; in job 'j'; Stop."
     assert in_log(error) == expected
     assert first_line(error) == "no"
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("layer4.1.bn2",) * 2,
-        ("bn", "bn"),
-        ("3", "layer '3'"),
-        ("1.bn", "layer '1.bn'"),
-        ("a b", "layer 'a b'"),
-    ],
-)
-def test_a_path_stands_as_it_is_and_other_names_in_quotes(name, words):
-    assert layer_in_words(name) == words

@@ -39,10 +39,10 @@ def test_what_it_answers_is_told_to_those_who_wait_and_in_the_status():
     job.processes[1] = Process(LINE)
     job.bring(0)
     job.pass_time(1.5)
-    assert job.pending(0).stacks == f"rank 1 (place 1) is in {LINE}, for 0 s"
+    assert job.pending(0).stacks == f"rank 1 is in {LINE}, for 0 s"
     job.pass_time(12.0)
     assert "has waited 13 s for rank 1 (place 1), rank 2 (place 2)" in job.pending(0).message
-    assert job.pending(0).stacks.startswith(f"rank 1 (place 1) is in {LINE}, for 12 s; rank 2")
+    assert job.pending(0).stacks.startswith(f"rank 1 is in {LINE}, for 12 s; rank 2")
     assert job.report()["members"][1]["where"] == f"is in {LINE}, for 12 s"
     assert "where" not in job.report()["members"][0]
 
@@ -62,7 +62,7 @@ def test_a_member_that_does_not_answer_is_said_not_to():
     job = Job(2)
     job.bring(0)
     job.pass_time(1.0 + SILENT_SECONDS + 10 * TICK_SECONDS)
-    assert job.pending(0).stacks == "rank 1 (place 1) does not answer when asked where it is, for 4 s"
+    assert job.pending(0).stacks == "rank 1 does not answer when asked where it is, for 4 s"
 
 
 def test_a_timeout_says_where_the_late_member_is():
@@ -159,7 +159,7 @@ def test_a_rank_in_a_round_and_one_in_a_collective_that_needs_it_are_told_within
     for text in (told[1].message, job.told[0][0].message):
         assert "rank 0 (place 0)  waits 1.5 s  in a collective of torch\n" in text
         assert f"rank 0 (place 0) is in {LINE}, for 2 s\n" in text
-        assert "rank 1 (place 1)  waits 2.5 s  in forward of bn1, step 3\n" in text
+        assert "rank 1 (place 1)  waits 2.5 s  in forward of layer 'bn1', step 3\n" in text
     assert [row.get("stack") for row in told[1].fields["table"]] == [LINE, None]
     assert job.told[0][0].key is None
 

@@ -272,7 +272,7 @@ def test_contributions_that_do_not_fit_break_the_round_for_everyone():
     assert set(failures) == everyone(0, 1)
     for failure_ in failures.values():
         assert (failure_.code, failure_.key) == ("mismatch", KEY)
-        assert "expected 64 channels, got 32 from rank 1" in failure_.message
+        assert "expected 64 channels, as rank 0 sent, got 32 from rank 1" in failure_.message
     # Who comes late is told as well, and so is who asks again.
     assert told(group.bring(2, rows(1.0, channels=64)))[peer(2)].code == "mismatch"
     assert told(group.bring(1, rows(1.0, channels=32)))[peer(1)].code == "mismatch"
@@ -332,9 +332,9 @@ def test_a_round_past_its_deadline_fails_and_names_who_did_not_arrive():
         assert (failure_.code, failure_.key) == ("timeout", KEY)
         assert failure_.message.splitlines()[:4] == [
             "rank 1 (place 1) did not arrive within 10 s",
-            "  rank 1 (place 1)  has not come  to forward of bn, step 0",
-            "  rank 0 (place 0)  waits 1.0 s   in forward of bn, step 0",
-            "  rank 2 (place 2)  waits 10.0 s  in forward of bn, step 0",
+            "  rank 1 (place 1)  has not come  to forward of layer 'bn', step 0",
+            "  rank 0 (place 0)  waits 1.0 s   in forward of layer 'bn', step 0",
+            "  rank 2 (place 2)  waits 10.0 s  in forward of layer 'bn', step 0",
         ]
         assert (failure_.fields["missing"], failure_.fields["waiting"]) == ([1], [0, 2])
     assert group.master.expire(16.0) == []

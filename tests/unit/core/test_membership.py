@@ -8,7 +8,9 @@ from server.membership.contributor import Contributor
 from server.membership.membership import Membership
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import DuplicateMember, ReplicaLost, WorldSizeMismatch
+from statsd_bn.members import Members
 from statsd_bn.messages import Register
+from statsd_bn.ranks_in_words import ranks_in_words
 from support.strategies import register
 
 
@@ -40,7 +42,7 @@ def test_a_group_takes_the_members_it_has_room_for_and_no_other(name, size, numb
         else:
             with pytest.raises(WorldSizeMismatch, match=re.escape(f"rank {number} (place {number})")) as caught:
                 admit(group, register(number, size, group=name), b"")
-            assert str(sorted(fit)) in str(caught.value)
+            assert ranks_in_words(Members.of(fit)) in str(caught.value)
             assert caught.value.fields["got"] > caught.value.fields["expected"] == size
         assert list(group.present) == sorted(fit)
         assert (group.missing, group.is_open) == (size - len(fit), len(fit) == size)

@@ -99,8 +99,8 @@ def test_the_first_one_of_each_direction_is_logged_and_in_the_status(caplog):
             play.round(key(layer), 1.0, INF)
             play.round(key(layer, phase=BACKWARD), NAN, NAN)
     expected = [
-        "first non-finite: layer b, forward, step 0, rank 1 (place 1), 1 of 2 channels (inf)",
-        "first non-finite: layer b, backward, step 0, rank 0 (place 0), rank 1 (place 1), 1 of 2 channels (NaN)",
+        "first non-finite: layer 'b', forward, step 0, rank 1 (place 1), 1 of 2 channels (inf)",
+        "first non-finite: layer 'b', backward, step 0, rank 0 (place 0), rank 1 (place 1), 1 of 2 channels (NaN)",
     ]
     assert play.told == expected
     told = [(record.levelname, record.getMessage()) for record in caplog.records if "non-finite" in record.getMessage()]
@@ -120,7 +120,7 @@ def test_gradients_that_overflow_now_and_then_are_no_finding():
         assert play.told == []
 
 
-GRADIENTS = "first non-finite: layer b, backward, step 0, rank 1 (place 1), 1 of 2 channels (NaN)"
+GRADIENTS = "first non-finite: layer 'b', backward, step 0, rank 1 (place 1), 1 of 2 channels (NaN)"
 
 
 def test_gradients_are_told_of_and_logged_once_a_forward_pass_has_it_too(caplog):
@@ -129,7 +129,7 @@ def test_gradients_are_told_of_and_logged_once_a_forward_pass_has_it_too(caplog)
     assert play.told == []
     with caplog.at_level(logging.WARNING, "statsd_bn.server"):
         play.round(key("a", step=1), NAN, NAN)
-    forward = "first non-finite: layer a, forward, step 1, rank 0 (place 0), rank 1 (place 1), 1 of 2 channels (NaN)"
+    forward = "first non-finite: layer 'a', forward, step 1, rank 0 (place 0), rank 1 (place 1), 1 of 2 channels (NaN)"
     assert play.told == [GRADIENTS, forward]
     told = [record.getMessage() for record in caplog.records if "non-finite" in record.getMessage()]
     assert told == [f"job 'job', group 'world': {text}" for text in (GRADIENTS, forward)]
@@ -158,7 +158,7 @@ def test_of_a_round_among_the_members_one_of_them_tells(caplog):
     play = Group()
     with caplog.at_level(logging.WARNING, "statsd_bn.server"):
         assert play.say(key("b"), [1], "1 of 2 channels (inf)") == []
-    expected = "first non-finite: layer b, forward, step 0, rank 1 (place 1), 1 of 2 channels (inf)"
+    expected = "first non-finite: layer 'b', forward, step 0, rank 1 (place 1), 1 of 2 channels (inf)"
     assert play.told == [expected]
     assert f"job 'job', group 'world': {expected}" in caplog.text
     play.say(key("c"), [0], "2 of 2 channels (NaN)")

@@ -114,7 +114,7 @@ def test_a_strict_group_is_broken_by_those_who_do_not_come_back():
     assert group.give_up_waiting(SILENCE)
     assert isinstance(group.lost, ReplicaLost)
     assert str(group.lost) == (
-        "ranks [1, 2] did not come back after the server was restarted\n  in job 'job', group 'world', step 5"
+        "ranks 1-2 did not come back after the server was restarted\n  in job 'job', group 'world', step 5"
     )
     assert (group.lost.fields["member"], group.lost.fields["step"]) == (1, 5)
     assert not group.settle(SILENCE)

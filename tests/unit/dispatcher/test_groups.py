@@ -98,7 +98,7 @@ def test_members_of_any_number_form_a_group_and_one_more_is_refused(play):
     assert set(play.join(4, 2, group="pair")) == {peer(4), peer(7)}
     answers = play.join(5, 2, group="pair")
     assert codes(answers) == {peer(5): "world_size"}
-    assert "expected 2 ranks, and [4, 7] are there, got one more from rank 5 (place 5)" in answers[peer(5)].message
+    assert "expected 2 ranks, and ranks 4, 7 registered, got one more from rank 5 (place 5)" in answers[peer(5)].message
     assert answers[peer(5)].fields == {"job": "job", "group": "pair", "member": 5, "expected": 2, "got": 3}
     play.bring(7, 1e16, key(group="pair"))
     assert play.bring(4, 1.0, key(group="pair"))[peer(7)].values.item() == 1.0 + 1e16

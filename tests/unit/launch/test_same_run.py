@@ -51,13 +51,10 @@ def meet(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(
-    "job", [DEFAULT_NAME, Setting("job", "none", "TORCHELASTIC_RUN_ID")], ids=["of no launcher", "of torchrun"]
-)
-def test_ranks_of_two_runs_are_told_to_take_names(meet, job):
-    found = meet(HashStore(), HashStore(), job=job)
+def test_ranks_of_two_runs_are_told_to_take_names(meet):
+    found = meet(HashStore(), HashStore(), job=DEFAULT_NAME)
     assert [type(error) for error in found] == [ConfigurationError] * 2
-    assert f"job '{job.value}': expected the ranks of one run, got ranks 1 of another one" in str(found[0])
+    assert f"job '{DEFAULT_NAME.value}': expected the ranks of one run, got rank 1 of another one" in str(found[0])
 
 
 def test_ranks_of_one_run_go_on_however_often_they_connect(meet):

@@ -115,6 +115,7 @@ def test_a_launchers_variables_win_over_defaults_and_torchruns_over_slurms():
         (8, "SLURM_STEP_NUM_TASKS"),
         (3, "SLURM_RESTART_COUNT"),
     ]
+    assert sources({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"})[1] == ("default", "default")
     assert sources({**SLURM, **TORCHRUN})[1:5] == [
         ("run-7", "TORCHELASTIC_RUN_ID"),
         (1, "RANK"),

@@ -48,7 +48,7 @@ def test_a_report_reads_as_text():
         "job 'resnet', group 'world', epoch 3: 2 of 2 ranks, open; 17 rounds done, 1 failed\n"
         "  rank 0 (host 1), step 0, 4 replicas\n"
         "  rank 1 (host 2), step 5, 0 replicas\n"
-        "  waiting 12.3 s for ranks [1]: layer 'bn1'"
+        "  waiting 12.3 s for rank 1: layer 'bn1'"
     )
 
 
@@ -65,7 +65,7 @@ def test_lanes_get_a_line_once_the_members_have_said_them():
     assert said("shared_memory", "shared_memory") == ["  lane shared_memory"]
     assert said("zeromq", "zeromq", why_not_faster="rank 1: no") == ["  lane zeromq: rank 1: no"]
     assert said("shared_memory", "zeromq", why_not_faster="x") == [
-        "  lane shared_memory of ranks 0, zeromq of ranks 1: x"
+        "  lane shared_memory of rank 0, zeromq of rank 1: x"
     ]
 
 
@@ -101,14 +101,14 @@ def test_why_a_job_broke_does_not_say_again_which_job_it_is():
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"missing": 1, "members": GROUP["members"][:1]}, "1 of 2 ranks, waiting for ranks [1];"),
+        ({"missing": 1, "members": GROUP["members"][:1]}, "1 of 2 ranks, waiting for rank 1;"),
         (
             {"group": "pair", "missing": 1, "members": GROUP["members"][1:]},
-            "1 of 2 ranks, waiting for 1 rank besides [1];",
+            "1 of 2 ranks, waiting for 1 rank besides rank 1;",
         ),
         (
             {"group": "pair", "world_size": 4, "missing": 2},
-            "2 of 4 ranks, waiting for 2 ranks besides [0, 1];",
+            "2 of 4 ranks, waiting for 2 ranks besides ranks 0-1;",
         ),
         ({"lost": "member 1 left"}, "2 of 2 ranks, broken: member 1 left;"),
     ],

@@ -124,6 +124,6 @@ def test_rows_that_are_not_finite_are_told_at_once_and_not_in_a_digest():
         return text
 
     texts = run_members(3, program, master, lane=SHARED_MEMORY)
-    assert set(texts) == {"first non-finite: layer stem, forward, step 1, rank 2 (thread 2), 1 of 5 channels (NaN)"}
+    assert set(texts) == {"first non-finite: layer 'stem', forward, step 1, rank 2 (thread 2), 1 of 5 channels (NaN)"}
     # The first step went over the server, the second one was not finite.
     assert [one.step for one in digests(frames)] == [2]

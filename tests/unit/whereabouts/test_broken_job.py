@@ -70,6 +70,24 @@ def test_a_process_that_a_collective_holds_is_told_at_once_and_ended_after_a_whi
     assert text.endswith(in_log(LOST))
 
 
+@pytest.mark.parametrize(
+    ("raised", "news"),
+    [
+        (
+            RoundMismatch("expected 16 channels, got 8 from rank 1\n  in job 'j'"),
+            "RoundMismatch: expected 16 channels, got 8 from rank 1",
+        ),
+        (LOST, "ValueError: boom"),
+    ],
+    ids=["the error that ended the other rank", "the news itself"],
+)
+def test_an_error_that_this_rank_has_raised_is_not_logged_as_well(play, caplog, raised, news):
+    play.job.raises(raised)
+    play.job.take(ReplicaLost(LOST.message, job="j", cause=news))
+    play.job.step(0.0)
+    assert caplog.records == []
+
+
 def test_a_process_that_gets_from_one_collective_to_the_next_is_never_ended(play):
     play.job.take(LOST)
     for now in range(100):

@@ -54,7 +54,7 @@ def test_what_is_about_a_round_is_passed_over(asking):
 
 
 def test_whoever_has_left_is_named_as_the_server_has_told_of_it():
-    text = "first non-finite: layer b, forward, step 0, rank 1 (host-b, pid 812), rank 7, 1 of 2 channels (inf)"
+    text = "first non-finite: layer 'b', forward, step 0, rank 1 (host-b, pid 812), rank 7, 1 of 2 channels (inf)"
     told = answer(members=[{"member": 0, "place": WHERE[0]}], non_finite=[text])
     assert of_job(told.report, "job") == WHERE
     assert of_job(told.report, "other") == {}
