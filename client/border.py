@@ -21,7 +21,6 @@ ResultT = TypeVar("ResultT")
 # Of the packages beside this one, and of the standard library's futures, in which an error passes between threads.
 _PACKAGES = Path(__file__).parents[1]
 _HIDDEN = tuple(f"{folder}{os.sep}" for folder in (_PACKAGES / "client", _PACKAGES / "statsd_bn"))
-_ZMQ = f"{os.sep}zmq{os.sep}"
 _STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
 _INSTALLED = f"-packages{os.sep}"
 _FUTURES = f"{os.sep}concurrent{os.sep}futures{os.sep}"
@@ -77,7 +76,7 @@ def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
 def _is_inside(trace: TracebackType) -> bool:
     """Whether a frame is of ours, or of what we call: the standard library and ZeroMQ, of which some is no file."""
     file = trace.tb_frame.f_code.co_filename
-    if _is_ours(trace) or file.startswith(_ZMQ.lstrip(os.sep)) or _ZMQ in file:
+    if _is_ours(trace) or trace.tb_frame.f_globals.get("__name__", "").startswith("zmq."):
         return True
     return file.startswith(_STANDARD_LIBRARY) and _INSTALLED not in file
 
