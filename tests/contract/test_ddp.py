@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from programs import contract_ddp_programs as programs
-from programs.contract_ddp_programs import Mode
+from programs.ddp_programs import Mode, network
 from support.comparison import assert_close, share_of
 
 MODES = {
@@ -36,7 +36,7 @@ def test_ranks_train_as_one_process_on_the_whole_batch(ranks, mode, either):
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_every_mode_moves_all_weights_and_statistics(mode):
     """Else equal would be easy."""
-    before = programs.state(programs.network(mode))
+    before = programs.state(network(mode))
     for name, value in programs.on_the_whole_batch(mode).items():
         if name in before:
             assert not torch.equal(value, before[name]), name

@@ -8,7 +8,7 @@ from torch import nn
 
 import client
 from programs import contract_ddp_programs as programs
-from programs.contract_ddp_programs import Mode
+from programs.ddp_programs import Mode
 from support.comparison import assert_close, share_of
 
 MODES = {

@@ -6,6 +6,7 @@ from torch import nn
 
 from programs import fsdp_programs
 from programs.ddp_programs import train_on_the_whole_batch
+from programs.member_programs import state
 from statsd_bn.text import unfolded
 from support.newer_torch import needs
 from support.whole_batch import assert_equal
@@ -20,9 +21,9 @@ TOLERANCE = 1e-8
 )
 def test_after_20_steps_weights_and_buffers_are_those_of_the_whole_batch(members, tmp_path, way):
     found = members(2, fsdp_programs.train, str(tmp_path / "store"), way)
-    expected = train_on_the_whole_batch(fsdp_programs.TRAINING)
-    for state in found:
-        assert_equal(state, expected, TOLERANCE)
+    model, _ = train_on_the_whole_batch(fsdp_programs.MODE, fsdp_programs.STEPS)
+    for one in found:
+        assert_equal(one, state(model), TOLERANCE)
 
 
 @pytest.mark.parametrize("way", fsdp_programs.WAYS)

@@ -13,15 +13,16 @@ import client
 from client.lanes import process_group
 from client.lanes.named_process_group import NamedProcessGroup
 from programs import ddp_programs, process_group_programs
+from programs.member_programs import state
 from statsd_bn.text import unfolded
 from support.whole_batch import Case, assert_equal, assert_equal_to_whole_batch, joined
 
 
 def test_a_compiled_model_trains_as_on_the_whole_batch(ranks):
-    training = ddp_programs.Training(sizes=(1, 5))
-    expected = ddp_programs.train_on_the_whole_batch(training)
-    for found in ranks(2, process_group_programs.train_under_ddp, training, "aot_eager"):
-        assert_equal(found, expected, 1e-9)
+    mode, steps = ddp_programs.Mode(shares=(1, 5)), 20
+    model, _ = ddp_programs.train_on_the_whole_batch(mode, steps)
+    for found in ranks(2, process_group_programs.train_under_ddp, mode, steps, "aot_eager"):
+        assert_equal(found, state(model), 1e-9)
 
 
 @pytest.mark.parametrize("how", ["convert_model", "convert_sync_batchnorm", "nn.SyncBatchNorm", "copy", "pickle"])

@@ -8,7 +8,6 @@ import client
 from client.training import smart_ddp
 from client.training.smart_ddp import arguments_for, check_version
 from programs import smart_ddp_programs
-from programs.ddp_programs import Training
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.text import unfolded
 from support.sentences import says
@@ -19,8 +18,7 @@ STORE = "store"
 
 def test_a_graph_that_changes_fails_with_a_static_graph(members, tmp_path):
     """A branch that the first step does not use, as in yolov5#10410."""
-    training = Training(branch=True)
-    for told in members(2, smart_ddp_programs.train, str(tmp_path / "static"), training):
+    for told in members(2, smart_ddp_programs.train, str(tmp_path / STORE)):
         assert "not compatible with static_graph" in told
 
 
@@ -34,12 +32,9 @@ def test_micro_batches_under_no_sync_move_the_statistics_once(members, tmp_path)
 
 
 def test_what_is_refused_and_warned_of_with_a_process_group(members, tmp_path):
-    for refused, warned in members(2, smart_ddp_programs.wrap, str(tmp_path / STORE)):
-        frozen, empty, scattered = map(unfolded, refused)
-        assert "expected a parameter that learns, got 4 parameters and none with requires_grad" in frozen
-        assert "expected a parameter that learns, got 0 parameters" in empty
-        assert "expected all parameters on one device, got cpu, meta" in scattered
-        assert all(text.endswith(" []") for text in refused), "nothing was converted"
+    for refusal, kind, warned in members(2, smart_ddp_programs.wrap, str(tmp_path / STORE)):
+        assert "expected all parameters on one device, got cpu, meta" in unfolded(refusal)
+        assert kind == "BatchNorm1d"
         assert len(warned) == 1
         assert warned[0].startswith("smart_ddp_programs.py: convert_model left 1 layer unsynchronised: '1' (Special")
 

@@ -4,83 +4,23 @@ Every number is compared in float64: outputs, the gradients of inputs and of wei
 end.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import client
 from programs.contract_training_programs import Job, perhaps
-from programs.ddp_programs import keep
-
-STEPS = 3
-FEATURES = 5
-
-# What a rank has seen: by name and step, and its state at the end.
-Seen = dict[str, Tensor]
-
-Batch = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class Mode:
-    """How a model is trained.
-
-    Attributes:
-        options: of DistributedDataParallel, as pairs.
-        shares: samples of each rank in each micro-batch.
-        micro_batches: per step; all but the last run under `no_sync`.
-        branch: every other step uses a branch, whose layers the first step leaves out.
-    """
-
-    options: tuple[tuple[str, Any], ...] = ()
-    shares: tuple[int, ...] = (3, 3)
-    micro_batches: int = 1
-    branch: bool = False
-
-
-class Network(nn.Module):
-    """A batch norm for images, one for features, and one that some steps do not use.
-
-    No layer has a bias that the batch norm behind it cancels: its gradient would be rounding errors.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.images = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.SiLU())
-        self.branch = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4), nn.Tanh())
-        self.features = nn.Sequential(nn.Flatten(), nn.Linear(16, FEATURES, bias=False), nn.BatchNorm1d(FEATURES))
-
-    def forward(self, x: Tensor, *, branch: bool) -> Tensor:
-        x = self.images(x)
-        return self.features(x + self.branch(x) if branch else x)
-
-
-def network(mode: Mode) -> Network:
-    torch.manual_seed(0)
-    made = Network().double()
-    if not mode.branch:
-        made.branch = None
-    return made
-
-
-def batch(number: int, samples: int) -> Batch:
-    """Inputs and the factors of the loss; each sample has a mean of its own, so that shares differ from the whole."""
-    generator = torch.Generator().manual_seed(number)
-    x = torch.randn(samples, 1, 4, 4, generator=generator, dtype=torch.float64)
-    factors = torch.randn(samples, FEATURES, generator=generator, dtype=torch.float64)
-    return x + torch.arange(samples).view(-1, 1, 1, 1), factors / samples
+from programs.ddp_programs import Batch, Mode, Seen, batch, keep, network, train_on_the_whole_batch, train_share
 
 
 def on_the_whole_batch(mode: Mode) -> Seen:
-    """`nn.BatchNorm` in one process, with all samples of each micro-batch."""
-    model = network(mode)
-    return _train(model, model, mode, lambda number: batch(number, sum(mode.shares)), 1)
+    """`nn.BatchNorm` in one process."""
+    model, seen = train_on_the_whole_batch(mode)
+    return seen | state(model)
 
 
 def under_ddp(rank: Any, mode: Mode, job: Job | None) -> Seen:
@@ -88,56 +28,14 @@ def under_ddp(rank: Any, mode: Mode, job: Job | None) -> Seen:
     with perhaps(job):
         model = client.convert_model(network(mode))
         parallel = keep(DistributedDataParallel(model, bucket_cap_mb=0.0005, **dict(mode.options)))
-        return _train(parallel, model, mode, _share(rank.rank, mode), len(mode.shares))
+        return train_share(parallel, model, mode, rank.rank) | state(model)
 
 
 def under_smart_ddp(rank: Any, mode: Mode, job: Job | None, spelling: str) -> Seen:
     """The same in one call."""
     with perhaps(job):
-        model = network(mode)
-        parallel = keep(getattr(client, spelling)(model, **dict(mode.options)))
-        return _train(parallel, parallel.module, mode, _share(rank.rank, mode), len(mode.shares))
-
-
-def _share(rank: int, mode: Mode) -> Callable[[int], Batch]:
-    def share(number: int) -> Batch:
-        x, factors = (whole.split(mode.shares)[rank] for whole in batch(number, sum(mode.shares)))
-        return x, factors
-
-    return share
-
-
-def _train(run: Any, model: nn.Module, mode: Mode, data: Callable[[int], Batch], ranks: int) -> Seen:
-    """Trains `model` through `run`, which averages over so many ranks."""
-    seen: Seen = {}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for part in range(mode.micro_batches):
-            number = step * mode.micro_batches + part
-            x, factors = data(number)
-            with run.no_sync() if _accumulates(run, step, part, mode) else nullcontext():
-                y = run(x.requires_grad_(), branch=mode.branch and step % 2 == 1)
-                ((y * factors).sum() * ranks).backward()
-            seen |= {f"output {number}": y.detach(), f"input gradient {number}": x.grad / ranks}
-        seen |= _gradients(model, step)
-        optimizer.step()
-    return seen | state(model)
-
-
-def _accumulates(run: Any, step: int, part: int, mode: Mode) -> bool:
-    """The last micro-batch never does; nor do those of the first step where the graph is static, as torch demands."""
-    is_last = part == mode.micro_batches - 1
-    is_first_of_static = step == 0 and "static_graph" in dict(mode.options)
-    return isinstance(run, DistributedDataParallel) and not is_last and not is_first_of_static
-
-
-def _gradients(model: nn.Module, step: int) -> Seen:
-    """Nothing where a parameter has none: DDP makes it zero, and a plain model leaves it out."""
-    return {
-        f"gradient {step} of {name}": torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        for name, parameter in model.named_parameters()
-    }
+        parallel = keep(getattr(client, spelling)(network(mode), **dict(mode.options)))
+        return train_share(parallel, parallel.module, mode, rank.rank) | state(parallel.module)
 
 
 def state(model: nn.Module) -> Seen:

@@ -2,21 +2,25 @@
 
 import atexit
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import client
-from programs.member_programs import Buffers, state
 
-STEPS = 20
+STEPS = 3
 SECONDS = 30.0
+
+# What a rank has seen: by name and step, and its state at the end.
+Seen = dict[str, Tensor]
+
+Batch = tuple[Tensor, Tensor]
 
 # Whoever frees the last reference to a gloo group holds the interpreter's lock and waits for gloo's threads, one of
 # which may wait for that lock, for ever. So nobody frees any; the process ends without tearing down, see below.
@@ -32,20 +36,27 @@ def keep(holder: T) -> T:
 
 
 @dataclass(frozen=True)
-class Training:
-    """How 20 steps are trained.
+class Mode:
+    """How a model is trained.
 
     Attributes:
-        sizes: samples per member.
-        branch: the model has a branch that some steps do not use.
+        options: of DistributedDataParallel, as pairs.
+        shares: samples of each rank in each micro-batch.
+        micro_batches: per step; all but the last run under `no_sync`.
+        branch: every other step uses a branch, whose layers the first step leaves out.
     """
 
-    sizes: tuple[int, ...] = (3, 3)
+    options: tuple[tuple[str, Any], ...] = ()
+    shares: tuple[int, ...] = (3, 3)
+    micro_batches: int = 1
     branch: bool = False
 
 
 class Network(nn.Module):
-    """Smooth everywhere: where a ReLU bends, a rounding error could become a jump."""
+    """Smooth everywhere: where a ReLU bends, a rounding error could become a jump.
+
+    No layer has a bias that the batch norm behind it cancels: its gradient would be rounding errors.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,40 +65,42 @@ class Network(nn.Module):
         self.branch = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4), nn.Tanh())
         self.head = nn.Sequential(nn.Flatten(), nn.Linear(64, 5, bias=False), nn.BatchNorm1d(5))
 
-    def forward(self, x: torch.Tensor, *, branch: bool) -> torch.Tensor:
+    def forward(self, x: Tensor, *, branch: bool) -> Tensor:
         x = self.stem(x)
         x = self.body(x) + self.branch(x) if branch else self.body(x)
         return self.head(x)
 
 
-def network(training: Training) -> Network:
+def network(mode: Mode) -> Network:
     torch.manual_seed(0)
     made = Network().double()
-    if not training.branch:
+    if not mode.branch:
         made.branch = None
     return made
 
 
-def train_on_the_whole_batch(training: Training) -> Buffers:
-    model = network(training)
-    optimizer = optimizer_for(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        x, factors = _batch(training, step)
-        _loss(model(x, branch=_uses_branch(training, step)), factors, training).backward()
-        optimizer.step()
-    return state(model)
+def batch(number: int, samples: int) -> Batch:
+    """Inputs and the factors of the loss; each sample has a mean of its own, so that shares differ from the whole."""
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(samples, 1, 6, 6, generator=generator, dtype=torch.float64)
+    factors = torch.randn(samples, 5, generator=generator, dtype=torch.float64)
+    return x + torch.arange(samples).view(-1, 1, 1, 1), factors / samples
 
 
-def train_shard(
-    parallel: DistributedDataParallel, optimizer: torch.optim.Optimizer, training: Training, rank: int
-) -> None:
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        x, factors = (whole.split(training.sizes)[rank] for whole in _batch(training, step))
-        output = parallel(x, branch=_uses_branch(training, step))
-        (_loss(output, factors, training) * len(training.sizes)).backward()
-        optimizer.step()
+def train_on_the_whole_batch(mode: Mode, steps: int = STEPS) -> tuple[Network, Seen]:
+    """`nn.BatchNorm` in one process, with all samples of each micro-batch."""
+    model = network(mode)
+    return model, _train(model, model, mode, lambda number: batch(number, sum(mode.shares)), 1, steps)
+
+
+def train_share(run: Any, model: nn.Module, mode: Mode, rank: int, steps: int = STEPS) -> Seen:
+    """One rank's share, through `run`."""
+
+    def share(number: int) -> Batch:
+        x, factors = (whole.split(mode.shares)[rank] for whole in batch(number, sum(mode.shares)))
+        return x, factors
+
+    return _train(run, model, mode, share, len(mode.shares), steps)
 
 
 @contextmanager
@@ -116,22 +129,34 @@ def process_group_of(store: str, rank: int, size: int) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+def _train(run: Any, model: nn.Module, mode: Mode, data: Callable[[int], Batch], ranks: int, steps: int) -> Seen:
+    """Trains `model` through `run`, which averages over so many ranks."""
+    seen: Seen = {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for part in range(mode.micro_batches):
+            number = step * mode.micro_batches + part
+            x, factors = data(number)
+            with run.no_sync() if _accumulates(run, step, part, mode) else nullcontext():
+                y = run(x.requires_grad_(), branch=mode.branch and step % 2 == 1)
+                ((y * factors).sum() * ranks).backward()
+            seen |= {f"output {number}": y.detach(), f"input gradient {number}": x.grad / ranks}
+        seen |= _gradients(model, step)
+        optimizer.step()
+    return seen
 
 
-def _batch(training: Training, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    n = sum(training.sizes)
-    x = torch.randn(n, 1, 6, 6, generator=generator, dtype=torch.float64)
-    return x, torch.randn(n, 5, generator=generator, dtype=torch.float64)
+def _accumulates(run: Any, step: int, part: int, mode: Mode) -> bool:
+    """The last micro-batch never does; nor do those of the first step where the graph is static, as torch demands."""
+    is_last = part == mode.micro_batches - 1
+    is_first_of_static = step == 0 and "static_graph" in dict(mode.options)
+    return isinstance(run, DistributedDataParallel) and not is_last and not is_first_of_static
 
 
-def _uses_branch(training: Training, step: int) -> bool:
-    """The first step does not, so that its layers come as news later."""
-    return training.branch and step % 3 > 0
-
-
-def _loss(output: torch.Tensor, factors: torch.Tensor, training: Training) -> torch.Tensor:
-    """This shard's part of the mean over the whole batch."""
-    return (output * factors).sum() / sum(training.sizes)
+def _gradients(model: nn.Module, step: int) -> Seen:
+    """Nothing where a parameter has none: DDP makes it zero, and a plain model leaves it out."""
+    return {
+        f"gradient {step} of {name}": torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+    }

@@ -11,15 +11,16 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import client
-from programs.ddp_programs import Training, network, optimizer_for, process_group, train_shard
+from programs.ddp_programs import Mode, network, process_group, train_share
 from programs.member_programs import Buffers
 
-TRAINING = Training()
+MODE = Mode()
+STEPS = 20
 
 
 def by_fully_shard(model: nn.Module) -> nn.Module:
     """A shard of its own for each layer, batch norms included, freed between forward and backward."""
-    mesh = init_device_mesh("cpu", (len(TRAINING.sizes),))
+    mesh = init_device_mesh("cpu", (len(MODE.shares),))
     for layer in model.modules():
         if next(layer.parameters(recurse=False), None) is not None:
             fully_shard(layer, mesh=mesh)
@@ -27,7 +28,7 @@ def by_fully_shard(model: nn.Module) -> nn.Module:
 
 
 def by_fully_shard_as_one(model: nn.Module) -> nn.Module:
-    return fully_shard(model, mesh=init_device_mesh("cpu", (len(TRAINING.sizes),)))
+    return fully_shard(model, mesh=init_device_mesh("cpu", (len(MODE.shares),)))
 
 
 def by_fully_sharded_data_parallel(model: nn.Module) -> nn.Module:
@@ -43,10 +44,10 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 def train(connection: client.Connection, store: str, way: str) -> Buffers:
     """One member's shard of the batch, with its share of the parameters."""
-    model = client.convert_model(network(TRAINING))
+    model = client.convert_model(network(MODE))
     with process_group(store, connection):
         sharded = WAYS[way](model)
-        train_shard(sharded, optimizer_for(sharded), TRAINING, connection.rank)
+        train_share(sharded, sharded, MODE, connection.rank, STEPS)
         state = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
     return {name: value.numpy() for name, value in state.items()}
 
@@ -55,7 +56,7 @@ def convert_what_is_sharded(connection: client.Connection, store: str, way: str)
     """Of conversion, and of conversion back: whether each layer stayed the same, and what was told."""
     found = []
     with process_group(store, connection):
-        for model, change in ((network(TRAINING), client.convert_model), (_converted(), client.revert_model)):
+        for model, change in ((network(MODE), client.convert_model), (_converted(), client.revert_model)):
             sharded = WAYS[way](model)
             before = list(sharded.modules())
             with warnings.catch_warnings(record=True) as told:
@@ -69,7 +70,7 @@ def convert_what_is_sharded(connection: client.Connection, store: str, way: str)
 def convert_a_part(connection: client.Connection, store: str) -> tuple[bool, list[str]]:
     """Of a part of a model that is sharded as one: whether conversion left its layer, and what was told."""
     with process_group(store, connection):
-        part = by_fully_shard_as_one(network(TRAINING)).stem
+        part = by_fully_shard_as_one(network(MODE)).stem
         before = part[1]
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -92,4 +93,4 @@ def give_a_dtensor(connection: client.Connection, store: str) -> tuple[str, torc
 
 
 def _converted() -> nn.Module:
-    return client.convert_model(network(TRAINING))
+    return client.convert_model(network(MODE))

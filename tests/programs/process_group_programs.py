@@ -21,7 +21,7 @@ from client.autograd import non_finite
 from client.lanes import group_insight, process_group
 from programs import ddp_programs
 from programs.ddp_programs import keep
-from programs.member_programs import Buffers
+from programs.member_programs import Buffers, state
 from server.cli.status import ask
 from statsd_bn import skew
 from statsd_bn import skew_samples as samples
@@ -29,13 +29,12 @@ from statsd_bn.errors import NonFinite, StatsdBNError
 from support import whole_batch
 
 
-def train_under_ddp(rank: Any, training: ddp_programs.Training, backend: str) -> Buffers:
+def train_under_ddp(rank: Any, mode: ddp_programs.Mode, steps: int, backend: str) -> Buffers:
     """Nothing but `convert_model` and the wrapper; returns the state."""
-    model = client.convert_model(ddp_programs.network(training))
-    optimizer = ddp_programs.optimizer_for(model)
+    model = client.convert_model(ddp_programs.network(mode))
     run = torch.compile(keep(DistributedDataParallel(model)), backend=backend)
-    ddp_programs.train_shard(run, optimizer, training, rank.rank)
-    return {name: value.detach().numpy() for name, value in model.state_dict().items()}
+    ddp_programs.train_share(run, model, mode, rank.rank, steps)
+    return state(model)
 
 
 def in_pairs(rank: Any, case: whole_batch.Case, how: str) -> whole_batch.Result:
