@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from support.contract_seed import WAIT_SECONDS, environment, run, serving
 from support.paths import ROOT
 
-WAIT_SECONDS = 60.0
+PATH = {"PYTHONPATH": str(ROOT)}
 
 # What pip writes into the script `statsd-bn`.
 MODULE, FUNCTION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["statsd-bn"].split(":")
@@ -21,23 +22,6 @@ SCRIPT = f"import sys; sys.argv[0] = 'statsd-bn'; from {MODULE} import {FUNCTION
 
 def command(*arguments: str, first: str = "") -> list[str]:
     return [sys.executable, "-P", "-c", first + SCRIPT, *arguments]
-
-
-def environment(**changed: str) -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("STATSD_BN_")}
-    return {**inherited, "PYTHONPATH": str(ROOT), **changed}
-
-
-def run(*arguments: str, cwd: Path, first: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments, first=first),
-        cwd=cwd,
-        env=environment(**environ),
-        capture_output=True,
-        text=True,
-        timeout=WAIT_SECONDS,
-        check=False,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -52,22 +36,14 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def endpoint(folder) -> Iterator[str]:
     """A server that was started there by `statsd-bn serve`, with that folder on PYTHONPATH too."""
-    started = subprocess.Popen(
-        command("serve", "--bind", f"ipc://{folder}/s"),
-        cwd=folder,
-        env=environment(PYTHONPATH=f"{folder}{os.pathsep}{ROOT}"),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    yield started.stdout.readline().removeprefix("listening on ").strip()
-    started.terminate()
-    assert started.wait(WAIT_SECONDS) == 0
-    started.stdout.close()
+    serve = command("serve", "--bind", f"ipc://{folder}/s")
+    with serving(serve, folder, PYTHONPATH=f"{folder}{os.pathsep}{ROOT}") as server:
+        yield server.endpoint
 
 
 def test_it_serves_where_a_server_py_lies(endpoint, folder):
     assert endpoint.startswith("ipc://")
-    assert run("check", endpoint, cwd=folder).returncode == 0
+    assert run(*command("check", endpoint), cwd=folder, **PATH).returncode == 0
 
 
 @pytest.mark.parametrize("arguments", [["status"], ["status", "--json"]])
@@ -78,7 +54,7 @@ def test_a_reader_that_has_had_enough_is_no_error(endpoint, folder, arguments):
         done = subprocess.run(
             command(*arguments, endpoint),
             cwd=folder,
-            env=environment(),
+            env=environment(**PATH),
             stdout=writing,
             stderr=subprocess.PIPE,
             text=True,
@@ -93,7 +69,7 @@ def test_status_is_watched_until_ctrl_c(endpoint, folder):
     watching = subprocess.Popen(
         command("status", "--watch", endpoint),
         cwd=folder,
-        env=environment(),
+        env=environment(**PATH),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -106,7 +82,8 @@ def test_status_is_watched_until_ctrl_c(endpoint, folder):
 
 
 def test_a_server_that_is_not_ours_is_told(folder):
-    said = run("--version", cwd=folder, first=f"import sys; sys.path.insert(0, {str(folder)!r}); import server; ")
+    first = f"import sys; sys.path.insert(0, {str(folder)!r}); import server; "
+    said = run(*command("--version", first=first), cwd=folder, **PATH)
     assert said.returncode == 2
     assert said.stdout == "mine\n"
     assert said.stderr.startswith(f"statsd_bn: the module 'server' is not ours but {folder}/server.py")

@@ -1,18 +1,15 @@
 """Peers that say what no client says, each of which ended the whole server once, or took another's answers."""
 
-import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 
 import pytest
 
+from conftest import running_server
 from server.cli.status import ask
 from server.limits.quota import Quota
 from server.network import service as network_service
-from statsd_bn.errors import StatsdBNError
-from statsd_bn.keys import ClientKeys
 from statsd_bn.messages import NO_SERVER, Registered, Status, StatusRequest
 from statsd_bn.wire import decode, encode
 from support.raw_zmtp import PING, RawPeer, greeting, is_closed, message
@@ -25,61 +22,34 @@ ANY_PORT = "tcp://127.0.0.1:*"
 CLAIMS, PLACES = 24, 4
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
-    """Starts a server of its own, since it may be ended; says where it listens."""
-    servers: list[subprocess.Popen[str]] = []
-
-    def run(*arguments: str) -> tuple[subprocess.Popen[str], str]:
-        command = [sys.executable, "-m", "server", "--insecure", "--bind", ANY_PORT, "--log-level", "error", *arguments]
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        servers.append(server)
-        return server, server.stdout.readline().split()[-1]
-
-    yield run
-    for server in servers:
-        server.kill()
-        server.wait()
-        server.stdout.close()
-
-
-def serves(server: subprocess.Popen[str], endpoint: str, keys: ClientKeys | None = None) -> bool:
-    """Whether a server still answers."""
-    try:
-        ask(endpoint, keys=keys)
-    except StatsdBNError:
-        return False
-    return server.poll() is None
-
-
 @pytest.mark.parametrize("delay_bytes", [0, 2**14, 2**18])
-def test_a_heartbeat_in_a_flood_that_breaks_off_does_not_end_the_server(start, delay_bytes):
+def test_a_heartbeat_in_a_flood_that_breaks_off_does_not_end_the_server(delay_bytes):
     """libzmq answers a heartbeat at once, and ends the process if the connection has broken meanwhile."""
-    server, endpoint = start("--max-refusals", str(2**20), "--max-bad-frames", str(2**20))
     flood = (message(b"x") * 100 + PING * 3) * 12
-    for _ in range(30):
-        try:
-            peer = RawPeer(endpoint)
-            peer.socket.sendall(flood + bytes(message(b"x") * (delay_bytes // 10)))
-            peer.reset()
-        except OSError:
-            break
-    assert serves(server, endpoint)
-    assert server.poll() != -signal.SIGABRT
+    options = "--insecure", "--max-refusals", str(2**20), "--max-bad-frames", str(2**20)
+    with running_server(*options, bind=ANY_PORT) as server:
+        for _ in range(30):
+            try:
+                peer = RawPeer(server.endpoint)
+                peer.socket.sendall(flood + bytes(message(b"x") * (delay_bytes // 10)))
+                peer.reset()
+            except OSError:
+                break
+        ask(server.endpoint)
 
 
-def test_to_end_a_flood_with_heartbeats_does_not_end_the_server(start):
-    server, endpoint = start()
+def test_to_end_a_flood_with_heartbeats_does_not_end_the_server():
     flood = (message(b"x") * 300 + PING * 3) * 40
-    for _ in range(5):
-        try:
-            with RawPeer(endpoint) as peer:
-                for _ in range(1000):
-                    peer.socket.sendall(flood)
-                raise AssertionError("the flood was not ended")
-        except OSError:
-            pass
-    assert serves(server, endpoint)
+    with running_server("--insecure", bind=ANY_PORT) as server:
+        for _ in range(5):
+            try:
+                with RawPeer(server.endpoint) as peer:
+                    for _ in range(1000):
+                        peer.socket.sendall(flood)
+                    raise AssertionError("the flood was not ended")
+            except OSError:
+                pass
+        ask(server.endpoint)
 
 
 def answer(peer: RawPeer) -> object:

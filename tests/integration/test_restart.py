@@ -2,10 +2,10 @@
 
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections import defaultdict
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +24,7 @@ from statsd_bn.messages import Aggregate, Failure, Pending, Registered, Result
 from statsd_bn.rows import Rows
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
+from support.launched import Launched
 from support.memory_members import SERVER, MemoryMaster, wait_until
 from support.memory_members import run_members as run_in_memory
 
@@ -40,25 +41,17 @@ def endpoint(tmp_path):
 
 
 @pytest.fixture
-def servers(endpoint):
+def servers(endpoint, tmp_path):
     """Starts servers on one endpoint, one after the other."""
-    started = []
+    command = [sys.executable, "-m", "server", "--bind", endpoint, "--log-level", "error", "--silence-seconds", "60"]
+    with ExitStack() as stack:
 
-    def start():
-        process = subprocess.Popen(
-            [sys.executable, "-m", "server", "--bind", endpoint, "--log-level", "error", "--silence-seconds", "60"],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        assert process.stdout.readline().startswith("listening on ")
-        return process
+        def start():
+            started = stack.enter_context(Launched(command, {}, tmp_path / "errors"))
+            started.line("listening on ")
+            return started.process
 
-    yield start
-    for process in started:
-        process.kill()
-        process.wait(timeout=10)
-        process.stdout.close()
+        yield start
 
 
 def run_members(pool, endpoint, job, n, lane=ZEROMQ):
@@ -159,6 +152,19 @@ def codes(answers):
     return [answer.code for answer in answers]
 
 
+def restarted(**given):
+    """A world whose members have had a round, and wait for another one that a new server does not know."""
+    world = World(**given)
+    world.exchange("bn")
+    key, *_ = [session.forward_key("bn2") for session in world.members]
+    world.restart(b"server-1")
+    return world, key
+
+
+def come_back(world, session, key):
+    world.say(session, *session.introduction(), session.contribution(key, rows_of(session.member.rank)))
+
+
 def test_a_round_that_one_member_had_an_answer_to_and_another_not_is_answered_with_the_same_bytes():
     """The old master answered member 0 and died before it answered the others."""
     world = World()
@@ -191,10 +197,7 @@ def test_a_round_that_one_member_had_an_answer_to_and_another_not_is_answered_wi
 
 
 def test_what_comes_before_all_are_back_is_answered_when_they_are():
-    world = World()
-    world.exchange("bn")
-    world.restart(b"server-1")
-    key, *_ = [session.forward_key("bn2") for session in world.members]
+    world, key = restarted()
     first, second, third = world.members
     for session in (first, second):
         world.say(session, *session.introduction())
@@ -214,14 +217,11 @@ def test_what_comes_before_all_are_back_is_answered_when_they_are():
 
 
 def test_a_contribution_that_was_deferred_is_forgotten_with_its_member():
-    world = World()
-    world.exchange("bn")
-    world.restart(b"server-1")
+    world, key = restarted()
     first, second, _ = world.members
-    world.say(first, *first.introduction())
-    world.say(second, *second.introduction())
-    for number, session in enumerate((first, second)):
-        world.say(session, session.contribution(session.forward_key("bn2"), rows_of(number)))
+    for session in (first, second):
+        come_back(world, session, key)
+    for session in (first, second):
         world.read(session)
     world.say(first, first.leave("boom"))
     assert world.read(first) == []
@@ -276,8 +276,8 @@ def test_a_member_that_does_not_come_back_is_named_when_it_would_be_lost():
     world.restart(b"server-1")
     first, second, _ = world.members
     key, *_ = [session.forward_key("bn2") for session in world.members]
-    for number, session in enumerate((first, second)):
-        world.say(session, *session.introduction(), session.contribution(key, rows_of(number)))
+    for session in (first, second):
+        come_back(world, session, key)
         world.read(session)
     for world.now in np.arange(10.5, 13.5, 0.5):
         world.heartbeats(first, second)
@@ -295,13 +295,10 @@ def test_a_member_that_does_not_come_back_is_named_when_it_would_be_lost():
 
 
 def test_members_with_different_results_of_one_round_break_the_group():
-    world = World()
-    world.exchange("bn")
-    world.restart(b"server-1")
-    key, *_ = [session.forward_key("bn2") for session in world.members]
+    world, key = restarted()
     first, second, third = world.members
-    for number, session in enumerate((first, second)):
-        world.say(session, *session.introduction(), session.contribution(key, rows_of(number)))
+    for session in (first, second):
+        come_back(world, session, key)
         world.read(session)
     register, result = map(decode, third.introduction())
     other = replace(result.aggregate, values=result.aggregate.values + 1.0)
@@ -312,19 +309,6 @@ def test_members_with_different_results_of_one_round_break_the_group():
         assert (failure.code, failure.key) == ("conflict", key)
         assert "rank 2 (place 2) was given another aggregate than others were" in failure.message
         assert failure.fields["member"] == 2
-
-
-def restarted(**given):
-    """A world whose members have had a round, and wait for another one that a new server does not know."""
-    world = World(**given)
-    world.exchange("bn")
-    key, *_ = [session.forward_key("bn2") for session in world.members]
-    world.restart(b"server-1")
-    return world, key
-
-
-def come_back(world, session, key):
-    world.say(session, *session.introduction(), session.contribution(key, rows_of(session.member.rank)))
 
 
 def test_the_rows_of_all_members_go_before_a_result_that_differs_from_their_sum(caplog):

@@ -111,6 +111,16 @@ def join_all(dealers: list[Dealer], **given: Any) -> None:
             pass
 
 
+def beginning_a_round(command: Command, dial: Callable[[str], Dealer]) -> tuple[str, list[Dealer]]:
+    """The endpoint of a server, and two members of which the second waits for the first."""
+    endpoint = command.endpoint()
+    dealers = [dial(endpoint) for _ in range(2)]
+    join_all(dealers)
+    dealers[1].send(contribution(1))
+    assert dealers[1].report()["groups"][0]["waiting"]
+    return endpoint, dealers
+
+
 # The process: flags, lines, exit codes, signals.
 
 
@@ -152,11 +162,7 @@ def test_help_names_every_flag_and_its_twin(start):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_after_a_signal_members_wait_for_the_next_server(start, dial, number):
     command = start("--insecure", "--bind", ANY_PORT)
-    endpoint = command.endpoint()
-    dealers = [dial(endpoint) for _ in range(2)]
-    join_all(dealers)
-    dealers[1].send(contribution(1))
-    assert dealers[1].report()["groups"][0]["waiting"]
+    endpoint, dealers = beginning_a_round(command, dial)
     command.process.send_signal(number)
     assert command.end() == 0
     assert "stopped; 2 ranks had not left" in command.errors
@@ -167,11 +173,7 @@ def test_after_a_signal_members_wait_for_the_next_server(start, dial, number):
 
 def test_a_server_of_one_run_tells_who_waits_since_nobody_starts_it_again(start, dial):
     command = start("--insecure", "--bind", ANY_PORT, "--parent", str(os.getpid()))
-    endpoint = command.endpoint()
-    dealers = [dial(endpoint) for _ in range(2)]
-    join_all(dealers)
-    dealers[1].send(contribution(1))
-    assert dealers[1].report()["groups"][0]["waiting"]
+    _, dealers = beginning_a_round(command, dial)
     command.process.terminate()
     assert [dealer.receive().code for dealer in dealers] == ["master_stopped"] * 2
     assert command.end() == 0

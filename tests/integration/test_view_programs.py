@@ -26,6 +26,7 @@ from statsd_bn.wire import encode
 from support.paths import ROOT
 from support.ports import free_port
 from support.strategies import contribution, key, register, session_of
+from support.view_pages import view_page
 
 pytest.importorskip("uvicorn", reason="needs the extra view")
 
@@ -65,22 +66,17 @@ def wait_for(look, *facts, seconds=WAIT_SECONDS):
 @contextlib.contextmanager
 def viewing(*arguments):
     """Serves the page; returns what fetches an address of it, as text."""
-    command = [sys.executable, "-m", "server", "view", *arguments, "--http", "127.0.0.1:0"]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            link, _, token = process.stderr.readline().removeprefix("statsd_bn view: ").strip().partition("?token=")
+    with view_page(*arguments) as (_, port, token):
 
-            def fetch(path, **query):
-                address = f"{link}{path}?{urllib.parse.urlencode(query)}"
-                asked = urllib.request.Request(address, headers={"Authorization": f"Bearer {token}"})  # noqa: S310 - ours
-                with urllib.request.urlopen(asked, timeout=WAIT_SECONDS) as answer:  # noqa: S310
-                    # The stream goes on; its first line is the newest snapshot.
-                    told = answer.readline() if path == "events" else answer.read()
-                return told.decode()
+        def fetch(path, **query):
+            address = f"http://127.0.0.1:{port}/{path}?{urllib.parse.urlencode(query)}"
+            asked = urllib.request.Request(address, headers={"Authorization": f"Bearer {token}"})
+            with urllib.request.urlopen(asked, timeout=WAIT_SECONDS) as answer:  # noqa: S310
+                # The stream goes on; its first line is the newest snapshot.
+                told = answer.readline() if path == "events" else answer.read()
+            return told.decode()
 
-            yield fetch
-        finally:
-            process.kill()
+        yield fetch
 
 
 def snapshot(fetch):

@@ -53,10 +53,12 @@ def environment(**changed: str) -> dict[str, str]:
     return {**inherited, **changed}
 
 
-def run(*command: str | Path, seconds: float = WAIT_SECONDS, **changed: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: str | Path, seconds: float = WAIT_SECONDS, cwd: Path | None = None, **changed: str
+) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end in `environment(**changed)`; one that takes longer than `seconds` hangs."""
     return subprocess.run(
-        command, env=environment(**changed), capture_output=True, text=True, timeout=seconds, check=False
+        command, cwd=cwd, env=environment(**changed), capture_output=True, text=True, timeout=seconds, check=False
     )
 
 
@@ -79,10 +81,10 @@ class RunningServer:
 
 
 @contextmanager
-def serving(command: Sequence[str | Path], **changed: str) -> Iterator[RunningServer]:
+def serving(command: Sequence[str | Path], cwd: Path | None = None, **changed: str) -> Iterator[RunningServer]:
     """Runs a command that serves; SIGTERM has to end it with 0, if the caller has not ended it already."""
     with subprocess.Popen(
-        command, env=environment(**changed), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=cwd, env=environment(**changed), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
             line = process.stdout.readline()

@@ -1,19 +1,15 @@
 """The page of `view` asks for a token, on every address: the one that it prints, or that it was given."""
 
-import os
-import re
-import subprocess
-import sys
 import time
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from http.client import HTTPConnection
 
 import pytest
 
 from server.__main__ import main
 from statsd_bn.text import unfolded
-from support.paths import ROOT
 from support.ports import free_port
+from support.view_pages import view_page
 
 pytest.importorskip("uvicorn", reason="needs the extra view")
 
@@ -24,23 +20,6 @@ GIVEN = "of-the-test-0123"
 
 # Of 32 bytes in base64.
 LETTERS = 43
-
-
-@contextmanager
-def page(endpoint, host, token=""):
-    """Serves the page; returns its port, and the token in the link that it prints."""
-    port = free_port()
-    command = [sys.executable, "-m", "server", "view", endpoint, "--http", f"{host}:{port}"]
-    environment = {**os.environ, "STATSD_BN_VIEW_TOKEN": token}
-    started = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-    try:
-        link = started.stderr.readline()
-        found = re.fullmatch(rf"statsd_bn view: http://{re.escape(host)}:{port}/\?token=(\S+)\n", link)
-        assert found, link
-        yield port, found[1]
-    finally:
-        started.kill()
-        started.communicate()
 
 
 def answer(port, address, at="127.0.0.1", **headers):
@@ -63,7 +42,7 @@ def status(port, address, at="127.0.0.1", **headers):
 
 @pytest.mark.parametrize(("host", "at"), [("127.0.0.1",) * 2, ("localhost", "127.0.0.1"), (EVERYWHERE, "127.0.0.1")])
 def test_each_address_asks_for_the_token_on_loopback_too(server, host, at):
-    with page(server.endpoint, host) as (port, token):
+    with view_page(server.endpoint, host=host) as (_, port, token):
         assert {status(port, address, at) for address in ADDRESSES} == {401}
         assert status(port, "/metrics", at, Authorization="Bearer x") == 401
         assert status(port, "/metrics", at, Authorization=f"Bearer {token}") == 200
@@ -72,7 +51,7 @@ def test_each_address_asks_for_the_token_on_loopback_too(server, host, at):
 def test_each_run_makes_a_token(server):
     tokens = set()
     for _ in range(2):
-        with page(server.endpoint, "127.0.0.1") as (_, token):
+        with view_page(server.endpoint) as (*_, token):
             assert len(token) >= LETTERS
             tokens.add(token)
     assert len(tokens) == 2
@@ -80,7 +59,7 @@ def test_each_run_makes_a_token(server):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", EVERYWHERE])
 def test_a_given_token_is_asked_for_everywhere(server, host):
-    with page(server.endpoint, host, GIVEN) as (port, token):
+    with view_page(server.endpoint, host=host, token=GIVEN) as (_, port, token):
         assert token == GIVEN
         assert status(port, "/") == 401
         assert status(port, "/", Authorization=f"Bearer {GIVEN}") == 200
@@ -88,7 +67,7 @@ def test_a_given_token_is_asked_for_everywhere(server, host):
 
 def test_a_token_of_letters_that_mean_something_in_a_link_or_a_cookie_opens_the_page(server):
     odd = "ab+c/d=e&%41;#\"'"
-    with page(server.endpoint, EVERYWHERE, f"{odd}\n") as (port, token):
+    with view_page(server.endpoint, host=EVERYWHERE, token=f"{odd}\n") as (_, port, token):
         code, headers = answer(port, f"/?token={token}")
         assert code == 303
         assert status(port, "/", Cookie=headers["Set-Cookie"].partition(";")[0]) == 200

@@ -3,15 +3,13 @@
 import contextlib
 import resource
 import socket
-import subprocess
-import sys
 import time
 from http.client import HTTPConnection
 
 import pytest
 
 from server.view.guard import MAX_WAITING, REQUEST_SECONDS
-from support.paths import ROOT
+from support.view_pages import view_page
 
 pytest.importorskip("uvicorn", reason="needs the extra view")
 
@@ -22,17 +20,9 @@ FILES, CONNECTIONS = 256, 300
 ANSWER_SECONDS = 5.0
 
 
-@contextlib.contextmanager
 def page(endpoint):
-    """Serves the page with few files; returns its port, and the file of what it logs."""
-    command = [sys.executable, "-m", "server", "view", endpoint, "--http", "127.0.0.1:0"]
-    limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))  # noqa: E731 - it is said once
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=limit) as process:  # noqa: PLW1509 - no threads yet
-        try:
-            link = process.stderr.readline()
-            yield int(link.partition("127.0.0.1:")[2].partition("/")[0]), process
-        finally:
-            process.kill()
+    """The page, which may have few files open."""
+    return view_page(endpoint, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES)))
 
 
 def half_sent(port):
@@ -64,7 +54,7 @@ def is_dropped(connection, seconds):
 
 
 def test_hundreds_of_them_leave_room_for_others_and_are_dropped_without_many_words(server):
-    with page(server.endpoint) as (port, process), contextlib.ExitStack() as stack:
+    with page(server.endpoint) as (process, port, _), contextlib.ExitStack() as stack:
         opened = [stack.enter_context(half_sent(port)) for _ in range(CONNECTIONS)]
         began = time.monotonic()
         assert [status(port) for _ in range(20)] == [401] * 20
@@ -76,7 +66,7 @@ def test_hundreds_of_them_leave_room_for_others_and_are_dropped_without_many_wor
 
 
 def test_a_request_that_comes_letter_by_letter_is_dropped(server):
-    with page(server.endpoint) as (port, _), half_sent(port) as opened:
+    with page(server.endpoint) as (_, port, _), half_sent(port) as opened:
         began = time.monotonic()
         with pytest.raises((ConnectionResetError, BrokenPipeError)):  # noqa: PT012 - some letters go through
             while time.monotonic() < began + REQUEST_SECONDS + ANSWER_SECONDS:
@@ -94,13 +84,13 @@ def test_a_request_that_comes_letter_by_letter_is_dropped(server):
     ids=["second request", "body"],
 )
 def test_nothing_is_waited_for_behind_the_first_request(server, sent, status):
-    with page(server.endpoint) as (port, _), socket.create_connection(("127.0.0.1", port), ANSWER_SECONDS) as opened:
+    with page(server.endpoint) as (_, port, _), socket.create_connection(("127.0.0.1", port), ANSWER_SECONDS) as opened:
         opened.sendall(sent)
         assert whole(opened).startswith(b"HTTP/1.1 " + status)
 
 
 def test_garbage_is_not_logged(server):
-    with page(server.endpoint) as (port, process):
+    with page(server.endpoint) as (process, port, _):
         for _ in range(2 * MAX_WAITING):
             with socket.create_connection(("127.0.0.1", port), ANSWER_SECONDS) as opened:
                 opened.sendall(b"\x00garbage\r\n\r\n")
