@@ -18,15 +18,7 @@ from typing import Any
 import zmq
 
 from attacks import servers
-from attacks.fuzz_frames import (
-    BETWEEN_FENCES,
-    BURST,
-    FENCE,
-    FENCE_ANSWER,
-    NO_MARK,
-    identities,
-    random_frames,
-)
+from attacks.fuzz_frames import BETWEEN_FENCES, BURST, FENCE, FENCE_ANSWER, NO_MARK, identities, random_frames
 from attacks.honest import Workers
 from attacks.peers import Peers
 from attacks.servers import Attacked

@@ -15,21 +15,7 @@ import client.comm
 import client.replicate
 import server
 from statsd_bn import Rows, StatsdBNError
-from support.contract_seed import (
-    BACKWARD,
-    COUNTS,
-    FORWARD,
-    REPLICAS,
-    SILENCE_SECONDS,
-    WAIT_SECONDS,
-    Received,
-    Total,
-    as_rank,
-    exchange_by_hand,
-    private_folder,
-    server_on_a_socket,
-    serving,
-)
+from support import contract_seed as seed
 from support.starter import STARTER
 
 
@@ -42,9 +28,9 @@ def rank_1():
 
 def exchange_as_two(endpoint, job, rank_1):
     """What both ranks receive in a forward and a backward round by hand."""
-    there = rank_1.submit(as_rank, endpoint, job, 1, exchange_by_hand)
-    here = as_rank(endpoint, job, 0, exchange_by_hand)
-    return here, there.result(WAIT_SECONDS)
+    there = rank_1.submit(seed.as_rank, endpoint, job, 1, seed.exchange_by_hand)
+    here = seed.as_rank(endpoint, job, 0, seed.exchange_by_hand)
+    return here, there.result(seed.WAIT_SECONDS)
 
 
 def assert_is_the_sum(received, rows):
@@ -54,12 +40,12 @@ def assert_is_the_sum(received, rows):
 
 @pytest.mark.processes
 def test_two_pipes_get_the_sums_of_both_forward_and_backward(rank_1):
-    with server_on_a_socket() as running:
+    with seed.server_on_a_socket() as running:
         here, there = exchange_as_two(running.endpoint, "by hand", rank_1)
     assert here == there
     forward, backward = here
-    assert_is_the_sum(forward, FORWARD)
-    assert_is_the_sum(backward, BACKWARD)
+    assert_is_the_sum(forward, seed.FORWARD)
+    assert_is_the_sum(backward, seed.BACKWARD)
     assert (forward.key[-1], backward.key[-1]) == ("forward", "backward")
 
 
@@ -96,9 +82,9 @@ class Watched:
 def watched(monkeypatch):
     """A `server.Service` in a thread of this process, whose masters are watched."""
     found = Watched(monkeypatch)
-    quota = replace(server.Config().quota, silence_seconds=SILENCE_SECONDS)
+    quota = replace(server.Config().quota, silence_seconds=seed.SILENCE_SECONDS)
     with (
-        private_folder() as folder,
+        seed.private_folder() as folder,
         server.Service(server.Config((f"ipc://{folder}/server",), quota=quota)) as service,
     ):
         thread = threading.Thread(target=service.run, daemon=True)
@@ -108,7 +94,7 @@ def watched(monkeypatch):
             yield found
         finally:
             service.stop()
-            thread.join(WAIT_SECONDS)
+            thread.join(seed.WAIT_SECONDS)
 
 
 @pytest.mark.processes
@@ -123,32 +109,32 @@ def test_a_round_has_a_future_for_each_slave_which_run_master_reduces(watched, r
     (forward, backward), _ = exchange_as_two(watched.endpoint, "reduced", rank_1)
     assert len(watched.put) == 4
     assert all(isinstance(future, server.FutureResult) and future.done for future in watched.put)
-    assert [Received.of(server.SyncMaster.run_master(round_)) for round_ in watched.rounds] == [forward, backward]
+    assert [seed.Received.of(server.SyncMaster.run_master(round_)) for round_ in watched.rounds] == [forward, backward]
 
 
 def test_a_future_holds_the_first_contribution_and_refuses_another():
-    future, rows = server.FutureResult(), Rows(COUNTS[0], FORWARD[0])
+    future, rows = server.FutureResult(), Rows(seed.COUNTS[0], seed.FORWARD[0])
     assert not future.done
     with pytest.raises(LookupError):
         future.get()
     assert future.put(rows, b"peer")
-    assert future.put(Rows(COUNTS[0], FORWARD[0].copy()), b"peer again")
-    assert not future.put(Rows(COUNTS[0], BACKWARD[0]), b"peer")
+    assert future.put(Rows(seed.COUNTS[0], seed.FORWARD[0].copy()), b"peer again")
+    assert not future.put(Rows(seed.COUNTS[0], seed.BACKWARD[0]), b"peer")
     assert future.done
     assert future.get() is rows
 
 
 def test_run_master_serves_until_sigterm():
-    with private_folder() as folder:
+    with seed.private_folder() as folder:
         program = f"import server; server.run_master(server.Config(('ipc://{folder}/server',), log_level='error'))"
-        with serving([sys.executable, "-c", program]) as running:
+        with seed.serving([sys.executable, "-c", program]) as running:
             assert running.endpoint == f"ipc://{folder}/server"
             assert (folder / "server").is_socket()
             assert running.terminate() == 0
 
 
 def test_a_sync_master_answers_replicas_and_gradients_flow_through_it():
-    model = client.DataParallelWithCallback(Total(), REPLICAS)
+    model = client.DataParallelWithCallback(seed.Total(), seed.REPLICAS)
     x = torch.arange(6.0).view(6, 1).requires_grad_()
     output = model(x)
     assert output.tolist() == [[15.0]] * 6
@@ -179,12 +165,12 @@ def test_a_sync_master_gets_the_messages_its_own_first_and_gives_each_slave_its_
         thread.start()
     assert master.run_master("from master") == "to 0"
     for thread in threads:
-        thread.join(WAIT_SECONDS)
+        thread.join(seed.WAIT_SECONDS)
     assert seen == [(0, "from master"), ("b", "from b"), ("a", "from a")]
     assert answers == {"b": "to b", "a": "to a"}
 
 
-class Failing(Total):
+class Failing(seed.Total):
     """The last replica raises in place of sending its message."""
 
     def forward(self, x):
@@ -195,7 +181,7 @@ class Failing(Total):
 
 def test_a_slave_that_raises_ends_the_wait_of_all_others():
     with pytest.raises((MemoryError, StatsdBNError), match="no room"):
-        client.DataParallelWithCallback(Failing(), REPLICAS)(torch.ones(3, 1))
+        client.DataParallelWithCallback(Failing(), seed.REPLICAS)(torch.ones(3, 1))
 
 
 def test_a_future_of_comm_hands_one_result_from_one_thread_to_another():
@@ -203,7 +189,7 @@ def test_a_future_of_comm_hands_one_result_from_one_thread_to_another():
     thread = threading.Thread(target=lambda: found.append(future.get()), daemon=True)
     thread.start()
     future.put("result")
-    thread.join(WAIT_SECONDS)
+    thread.join(seed.WAIT_SECONDS)
     assert found == ["result"]
 
 

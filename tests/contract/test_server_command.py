@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from support.contract_seed import (
-    WAIT_SECONDS,
-    private_folder,
-    run,
-    run_server_command,
-    server_command,
-    serving,
-)
+from support.contract_seed import WAIT_SECONDS, private_folder, run, run_server_command, server_command, serving
 
 # Where pip puts what pyproject.toml names under [project.scripts].
 SCRIPT = Path(sys.executable).with_name("statsd-bn")

@@ -19,21 +19,7 @@ from client.launch import connect as launch
 from client.launch.settings import resolve
 from programs import member_programs
 from server.core.received import Received
-from statsd_bn import PROTOCOL_VERSION, Rows, endpoints, limits
-from statsd_bn.errors import (
-    ConfigurationError,
-    ConnectionClosed,
-    DuplicateMember,
-    GroupIncomplete,
-    MasterStopped,
-    RegistrationRefused,
-    ReplicaLost,
-    RoundTimeout,
-    ServerUnreachable,
-    StaleEpoch,
-    VersionMismatch,
-    WorldSizeMismatch,
-)
+from statsd_bn import PROTOCOL_VERSION, Rows, endpoints, errors, limits
 from support.memory_members import MemoryMaster, in_threads, outcome, run_members, wait_until
 from support.sentences import says
 
@@ -64,7 +50,7 @@ CHILD_SECONDS = 60
     ],
 )
 def test_a_wrong_value_is_named(environ, arguments, message):
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(errors.ConfigurationError, match=message):
         resolve(environ, **arguments).member()
 
 
@@ -85,7 +71,7 @@ def test_without_an_endpoint_and_a_server_of_this_user_it_says_so(monkeypatch, t
     monkeypatch.setattr(endpoints, "RUNTIME_FOLDERS", tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(
-        ServerUnreachable,
+        errors.ServerUnreachable,
         check=says(rf"no server of this user .* ipc://{tmp_path}/.*start `python -m server`.*torchrun"),
     ):
         client.connect(rank=0, world_size=2)
@@ -100,7 +86,7 @@ def test_the_endpoint_comes_from_the_environment(monkeypatch, server, job):
 
 
 def test_a_process_connects_once(server, job):
-    with client.connect(server.endpoint, job=job), pytest.raises(ConfigurationError, match="already connected"):
+    with client.connect(server.endpoint, job=job), pytest.raises(errors.ConfigurationError, match="already connected"):
         client.connect(server.endpoint, job=job)
 
 
@@ -113,7 +99,9 @@ def test_disconnecting_twice_or_without_a_connection_is_harmless(server, job):
 def test_no_server_at_the_endpoint_is_an_error_that_names_it(monkeypatch, tmp_path):
     monkeypatch.setattr(registration, "ANSWER_SECONDS", 0.2)
     endpoint = f"ipc://{tmp_path}/nobody"
-    with pytest.raises(ServerUnreachable, match=rf"^nobody listens at\n    {endpoint} \(there is no such file\)\n"):
+    with pytest.raises(
+        errors.ServerUnreachable, match=rf"^nobody listens at\n    {endpoint} \(there is no such file\)\n"
+    ):
         client.connect(endpoint)
 
 
@@ -124,7 +112,7 @@ def test_it_does_not_wait_longer_than_seconds_for_a_server():
 def test_a_second_process_with_the_same_number_is_refused_and_the_first_goes_on():
     master = MemoryMaster()
     with master.connect(0, 1) as first:
-        with pytest.raises(DuplicateMember, match="there is a rank 0 already: thread 0 is registered") as caught:
+        with pytest.raises(errors.DuplicateMember, match="there is a rank 0 already: thread 0 is registered") as caught:
             master.connect(0, 1)
         assert caught.value.fields["member"] == 0
         assert first.exchange("bn", ROW).count == 1
@@ -145,21 +133,21 @@ def test_a_member_that_expects_another_world_is_refused_and_the_others_go_on():
 
     count, (refused, same_count) = in_threads([member_0, member_1])
     assert count == same_count == 2
-    assert isinstance(refused, WorldSizeMismatch)
+    assert isinstance(refused, errors.WorldSizeMismatch)
     assert "expected world_size 2" in str(refused)
     assert "got 3 from rank 1" in str(refused)
 
 
 def test_connect_waits_until_all_members_are_there_and_names_who_is_missing():
     master = MemoryMaster()
-    with pytest.raises(GroupIncomplete, match=r"^ranks 1-2 did not connect within 0.1 s") as caught:
+    with pytest.raises(errors.GroupIncomplete, match=r"^ranks 1-2 did not connect within 0.1 s") as caught:
         master.connect(0, 3, round_timeout=0.1)
     assert caught.value.fields == {"job": "job", "group": "world", "size": 3, "present": [0], "missing": [1, 2]}
     assert master.dispatcher.report(0.0)["groups"] == []
 
 
 def test_the_group_has_its_own_time_to_fill(server, job):
-    with pytest.raises(GroupIncomplete, match=r"rank 1 did not connect within 0.2 s"):
+    with pytest.raises(errors.GroupIncomplete, match=r"rank 1 did not connect within 0.2 s"):
         client.connect(server.endpoint, job=job, world_size=2, round_timeout=50.0, join_timeout=0.2)
 
 
@@ -174,7 +162,7 @@ def test_a_server_that_is_asked_again_at_the_last_moment_is_not_unreachable(monk
         return []
 
     monkeypatch.setattr(master.transport, "_receive", answer_later)
-    with pytest.raises(GroupIncomplete, match=r"rank 1 did not connect within 0.15 s"):
+    with pytest.raises(errors.GroupIncomplete, match=r"rank 1 did not connect within 0.15 s"):
         master.connect(0, 2, round_timeout=0.15)
 
 
@@ -203,7 +191,7 @@ OSError: truncated file
         (ValueError("full"), "ValueError: full"),
         (KeyboardInterrupt(), "KeyboardInterrupt"),
         (OSError(OF_A_WORKER), "OSError: Caught OSError in DataLoader worker process 0. OSError: truncated file"),
-        (ReplicaLost("rank 1 is lost\n  in job 'x'"), "ReplicaLost: rank 1 is lost"),
+        (errors.ReplicaLost("rank 1 is lost\n  in job 'x'"), "ReplicaLost: rank 1 is lost"),
     ],
 )
 def test_the_cause_that_others_are_told_is_the_class_and_its_text(error, cause):
@@ -213,7 +201,7 @@ def test_the_cause_that_others_are_told_is_the_class_and_its_text(error, cause):
 def test_a_long_wait_for_the_group_to_fill_is_told(monkeypatch, caplog):
     monkeypatch.setattr(registration, "WARN_SECONDS", 0.1)
     monkeypatch.setattr(registration, "ANSWER_SECONDS", 0.05)
-    with pytest.raises(GroupIncomplete), caplog.at_level("WARNING", "statsd_bn.client"):
+    with pytest.raises(errors.GroupIncomplete), caplog.at_level("WARNING", "statsd_bn.client"):
         MemoryMaster().connect(0, 2, round_timeout=0.6)
     told = [record.getMessage() for record in caplog.records if record.name == "statsd_bn.client"]
     assert told[0] == "job 'job', group 'world': has waited 0 s for rank 1 to connect"
@@ -235,7 +223,7 @@ def test_a_server_of_another_version_is_named(tmp_path):
         peer, frame = router.recv_multipart()
         router.send_multipart([peer, frame[:3] + b"\x63" + frame[4:]])
         thread.join(timeout=20)
-    assert isinstance(results[0], VersionMismatch)
+    assert isinstance(results[0], errors.VersionMismatch)
     assert results[0].fields == {"expected": PROTOCOL_VERSION, "got": 99}
 
 
@@ -243,7 +231,7 @@ def test_an_exception_in_one_member_reaches_the_others_with_its_cause(members):
     results = members(3, member_programs.fail_on_member_1)
     assert results[1] == "ValueError: out of memory, say"
     for survivor in (results[0], results[2]):
-        assert isinstance(survivor, ReplicaLost)
+        assert isinstance(survivor, errors.ReplicaLost)
         assert "failed with ValueError: out of memory, say" in str(survivor)
         assert survivor.fields["member"] == 1
 
@@ -255,28 +243,34 @@ def test_a_member_that_leaves_early_is_named_to_those_who_wait():
         return None if connection.rank else outcome(lambda: connection.exchange("bn", ROW))
 
     lost, _ = run_members(2, leave, master)
-    assert isinstance(lost, ReplicaLost)
+    assert isinstance(lost, errors.ReplicaLost)
     assert "rank 1 (thread 1) left while others went on" in str(lost)
+
+
+def rank_0_alone(master, layer, then):
+    """The outcome of a round that rank 1 stays away from; `then` is called as soon as rank 0 waits."""
+    done = threading.Event()
+
+    def program(connection):
+        if connection.rank == 1:
+            done.wait(20)
+            return None
+        result = outcome(lambda: connection.exchange(layer, ROW))
+        done.set()
+        return result
+
+    def disturb():
+        wait_until(lambda: any(group["waiting"] for group in master.dispatcher.report(0.0)["groups"]))
+        then()
+
+    (result, _), _ = in_threads([lambda: run_members(2, program, master), disturb])
+    return result
 
 
 def test_a_member_that_does_not_arrive_is_named_at_the_deadline():
     master = MemoryMaster()
-    arrived = threading.Event()
-
-    def first(connection):
-        if connection.rank == 1:
-            arrived.wait(20)
-            return None
-        result = outcome(lambda: connection.exchange("layer1.0.bn2", ROW))
-        arrived.set()
-        return result
-
-    def clock():
-        wait_until(lambda: any(group["waiting"] for group in master.dispatcher.report(0.0)["groups"]))
-        master.pass_time(21.0)
-
-    (late, _), _ = in_threads([lambda: run_members(2, first, master), clock])
-    assert isinstance(late, RoundTimeout)
+    late = rank_0_alone(master, "layer1.0.bn2", lambda: master.pass_time(21.0))
+    assert isinstance(late, errors.RoundTimeout)
     assert str(late).startswith("rank 1 (thread 1) did not arrive within 20 s\n")
     assert "rank 0 (thread 0)  waits 21.0 s  in forward of layer 'layer1.0.bn2', step 0" in str(late)
     assert (late.fields["layer"], late.fields["missing"], late.fields["waiting"]) == ("layer1.0.bn2", [1], [0])
@@ -287,36 +281,21 @@ def test_a_master_that_falls_silent_is_given_up_after_the_deadline(monkeypatch):
     master = MemoryMaster()
     connection = master.connect(0, 1, round_timeout=0.1)
     monkeypatch.setattr(master.dispatcher, "receive", lambda *_: Received([]))
-    with pytest.raises(RoundTimeout, match=r"no aggregate from the server at memory:// within 0.2 s"):
+    with pytest.raises(errors.RoundTimeout, match=r"no aggregate from the server at memory:// within 0.2 s"):
         connection.exchange("bn", ROW)
     connection.close()
 
 
 def test_a_stopping_master_tells_those_who_wait():
     master = MemoryMaster()
-
-    def stop():
-        wait_until(lambda: any(group["waiting"] for group in master.dispatcher.report(0.0)["groups"]))
-        master.transport.deliver(master.dispatcher.stop())
-
-    stopped = threading.Event()
-
-    def wait(connection):
-        if connection.rank == 1:
-            stopped.wait(20)
-            return None
-        result = outcome(lambda: connection.exchange("bn", ROW))
-        stopped.set()
-        return result
-
-    (error, _), _ = in_threads([lambda: run_members(2, wait, master), stop])
-    assert isinstance(error, MasterStopped)
+    error = rank_0_alone(master, "bn", lambda: master.transport.deliver(master.dispatcher.stop()))
+    assert isinstance(error, errors.MasterStopped)
 
 
 def test_a_closed_connection_says_so():
     connection = MemoryMaster().connect(0, 1)
     connection.close()
-    with pytest.raises(ConnectionClosed, match="expected an open connection"):
+    with pytest.raises(errors.ConnectionClosed, match="expected an open connection"):
         connection.exchange("bn", ROW)
 
 
@@ -386,9 +365,9 @@ def test_processes_that_are_started_anew_replace_those_before_and_late_ones_are_
         return Connection(ZmqTransport(server.endpoint), resolve(environ, round_timeout=20.0).member())
 
     with connect("0") as before, connect("1") as after:
-        with pytest.raises(RegistrationRefused, match="a new run of the group was begun by rank 0"):
+        with pytest.raises(errors.RegistrationRefused, match="a new run of the group was begun by rank 0"):
             before.exchange("bn", ROW)
-        with pytest.raises(StaleEpoch, match="expected epoch 1 or later, got 0 from rank 0") as caught:
+        with pytest.raises(errors.StaleEpoch, match="expected epoch 1 or later, got 0 from rank 0") as caught:
             connect("0")
         assert caught.value.fields["got"] == 0
         assert after.exchange("bn", ROW).count == 1
@@ -397,5 +376,5 @@ def test_processes_that_are_started_anew_replace_those_before_and_late_ones_are_
 def test_an_uncaught_exception_at_the_end_of_a_script_is_the_cause_the_others_see(members, server, job):
     """Without `with`: the interpreter's end says goodbye."""
     (told,) = members(1, member_programs.wait_for_a_crashing_script, server.endpoint, f"{job}-crash", job=f"{job}-a")
-    assert isinstance(told, ReplicaLost)
+    assert isinstance(told, errors.ReplicaLost)
     assert "failed with RuntimeError: the script crashed" in str(told)

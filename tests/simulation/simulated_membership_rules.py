@@ -6,19 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from client.lanes.round_in_memory import ESCALATE_SECONDS
 from server.membership.recovery import RECONNECT_SECONDS
+from simulation import simulated_rules as rules
 from simulation.simulated_beginnings import may_meet_another_beginning, newcomers_may_come_first, opened
 from simulation.simulated_frames import decode_once
 from simulation.simulated_memory import LISTEN_SECONDS
-from simulation.simulated_rules import (
-    AGGREGATE,
-    CONTRIBUTION,
-    ENDS,
-    NEWS_SECONDS,
-    is_long_cut,
-    is_mute,
-    kind_of,
-    nap_seconds,
-)
 from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate, Contribution, Message
@@ -107,8 +98,8 @@ def _is_a_new_beginning(world: "World") -> bool:
 def _has_gone(process: "Process") -> bool:
     """Whether it has ended, or the server may have taken it for lost: it was silent or cut off for too long."""
     facts = process.world.facts
-    cut = any(one.member == process.number and one.when >= process.began and is_long_cut(one) for one in facts)
-    return process.result is not None or is_mute(process) or cut
+    cut = any(one.member == process.number and one.when >= process.began and rules.is_long_cut(one) for one in facts)
+    return process.result is not None or rules.is_mute(process) or cut
 
 
 def _has_a_double(process: "Process") -> bool:
@@ -130,7 +121,7 @@ def _is_excused(process: "Process") -> bool:
     """Whether something has befallen it for which an elastic group may go on without it."""
     world = process.world
     facts = (fact for fact in world.facts if fact.member == process.number and fact.when >= process.began)
-    befallen = is_mute(process) or any(fact.how in {*ENDS, "frozen", "cut"} for fact in facts)
+    befallen = rules.is_mute(process) or any(fact.how in {*rules.ENDS, "frozen", "cut"} for fact in facts)
     is_displaced = _has_a_double(process) or newcomers_may_come_first(world) or _is_unknown_and_late(process)
     is_displaced = is_displaced or _was_told_nothing(process)
     return bool(world.plan.min_members) and (befallen or is_displaced)
@@ -179,7 +170,7 @@ def _registered(world: "World", key: RoundKey) -> set[int]:
     if not (world.plan.passes or world.plan.has_newcomers or world.server.outages):
         return set()
     when = world.sent_at.get(key, world.clock.now)
-    news = NEWS_SECONDS + nap_seconds(world)
+    news = rules.NEWS_SECONDS + rules.nap_seconds(world)
     return {one.number for one in world.processes if one.has_connected and when - one.ended < news}
 
 
@@ -199,7 +190,7 @@ def check_restarted(world: "World", process: "Process") -> None:
     if world.plan.min_members or process.epoch > 0 or process.life == 0:
         return
     earlier = [other for other in world.processes if other.number == process.number and other is not process]
-    end = min(fact.when for fact in world.facts if fact.member == process.number and fact.how in ENDS)
+    end = min(fact.when for fact in world.facts if fact.member == process.number and fact.how in rules.ENDS)
     others = [other for other in world.processes if other.life == 0 and other.result is None]
     if any(other.rounds for other in others) and earlier and any(opened(other, end) for other in others):
         world.find("a strict group takes in nobody anew", f"{process} was taken in")
@@ -222,7 +213,7 @@ def check_promptness(world: "World", process: "Process", key: RoundKey) -> None:
 
 def note_arrival(world: "World", frame: bytes) -> None:
     """The server is about to take a contribution of somebody that it knows."""
-    message = _sound(frame, CONTRIBUTION, decode_request)
+    message = _sound(frame, rules.CONTRIBUTION, decode_request)
     if not isinstance(message, Contribution):
         return
     record = world.server.dispatcher._registry.sessions.get(message.session)
@@ -232,7 +223,7 @@ def note_arrival(world: "World", frame: bytes) -> None:
 
 def note_sent(world: "World", frame: bytes) -> None:
     """The server answers: what had come from members is in it, whoever is lost since."""
-    message = _sound(frame, AGGREGATE, decode_once)
+    message = _sound(frame, rules.AGGREGATE, decode_once)
     if not isinstance(message, Aggregate):
         return
     members = tuple(message.members)
@@ -269,7 +260,7 @@ def _is_forgotten(world: "World", key: RoundKey, when: float) -> bool:
 
 
 def _sound(frame: bytes, kind: int, decode: Callable[[bytes], Message]) -> Any:
-    if kind_of(frame) != kind:
+    if rules.kind_of(frame) != kind:
         return None
     try:
         return decode(frame)

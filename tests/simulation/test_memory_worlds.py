@@ -1,6 +1,7 @@
 """The worlds of shared memory: none of them fails, and each slip that is planted is found."""
 
 import importlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from unittest import mock
 
@@ -39,26 +40,16 @@ def arrival_before_rows() -> AbstractContextManager[object]:
     return mock.patch.object(Region, "bring", early)
 
 
-def one_slot() -> AbstractContextManager[object]:
+def one_in_place_of_two(*names: str) -> Callable[[], AbstractContextManager[object]]:
     """Who is quick writes over what another reads."""
     begin = Region.__init__
 
     def begin_with_one(self, *arguments):
         begin(self, *arguments)
-        self._own, self._slots = self._own[:1] * 2, self._slots[:1] * 2
+        for name in names:
+            setattr(self, name, getattr(self, name)[:1] * 2)
 
-    return mock.patch.object(Region, "__init__", begin_with_one)
-
-
-def one_time() -> AbstractContextManager[object]:
-    """Who is quick writes when it came over what another reads."""
-    begin = Region.__init__
-
-    def begin_with_one(self, *arguments):
-        begin(self, *arguments)
-        self._came = self._came[:1] * 2
-
-    return mock.patch.object(Region, "__init__", begin_with_one)
+    return lambda: mock.patch.object(Region, "__init__", begin_with_one)
 
 
 def time_after_arrival() -> AbstractContextManager[object]:
@@ -145,8 +136,8 @@ def no_look_after_the_word() -> AbstractContextManager[object]:
         pytest.param(no_fence_in(Region.bring, 2), id="no fence behind an arrival"),
         pytest.param(no_fence_in(Region.have_all_come), id="no fence in have_all_come"),
         pytest.param(no_fence_in(GroupMemory.wait), id="no fence in wait"),
-        one_slot,
-        one_time,
+        pytest.param(one_in_place_of_two("_own", "_slots"), id="one slot"),
+        pytest.param(one_in_place_of_two("_came"), id="one time"),
         time_after_arrival,
         counts_not_written_again,
         shape_not_written_again,

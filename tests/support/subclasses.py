@@ -314,3 +314,7 @@ SYNCHRONISED = [
     Centred,
     Standardising,
 ]
+
+
+# One for each way to come to `batch_norm`; some turn autocast off, or have float32 after it.
+OWN_FORWARDS = [Activated, Functional, Operator, Helped, Decorated, Scaled, ByName, Centred, OfAnyDimension]

@@ -3,27 +3,10 @@
 import pytest
 import torch
 
-from support import shards
-from support.precision import (
-    AUTOCAST,
-    HALVES,
-    RESOLUTION,
-    assert_equal_to_torch_and_to_the_exact_result,
-    autocast_on_the_whole_batch,
-    rounded,
-)
+from support import precision, shards
+from support.precision import AUTOCAST, HALVES, RESOLUTION
 from support.shards import IMAGES, Shards, as_virtual_replicas, assert_equal, everywhere, on_the_whole_batch
-from support.subclasses import (
-    Activated,
-    ByName,
-    Centred,
-    Decorated,
-    Functional,
-    Helped,
-    OfAnyDimension,
-    Operator,
-    Scaled,
-)
+from support.subclasses import OWN_FORWARDS, Activated, Decorated, Functional, Scaled
 from support.whole_batch import KINDS
 
 
@@ -32,7 +15,7 @@ def test_a_layer_of_any_type_equals_torchs(members, dtype):
     """Unequal shards, one of them empty; parameters and buffers of the same type as the input."""
     cases = [Shards(kind, (3, 0, 2), dtype) for kind in KINDS]
     for case, found in zip(cases, everywhere(members, cases), strict=True):
-        assert_equal_to_torch_and_to_the_exact_result(found, case)
+        precision.assert_equal_to_torch_and_to_the_exact_result(found, case)
 
 
 def test_a_half_precision_running_variance_outlives_a_batch_whose_own_would_overflow(members):
@@ -49,7 +32,7 @@ def test_half_input_with_float32_parameters_as_torch_has_it(members, dtype):
     # float16 ends at 65,504: counts and sums go beyond it.
     cases.append(Shards("1d of (N, C, L)", (14_000, 0, 9), "float32", offset=20.0, input_dtypes=(dtype,) * 3))
     for case, found in zip(cases, everywhere(members, cases), strict=True):
-        assert_equal_to_torch_and_to_the_exact_result(found, case)
+        precision.assert_equal_to_torch_and_to_the_exact_result(found, case)
         assert {value.dtype for value in found.parameters.values()} == {torch.float32}
 
 
@@ -74,18 +57,14 @@ def test_replicas_may_differ_in_type_within_a_round(members, dtypes):
         for name, value in found.named().items()
         if name in found.buffers or name in {"weight gradient", "bias gradient"}
     }
-    assert_equal(rest, rounded({name: exact.named()[name] for name in rest}, rest), 1e-5)
+    assert_equal(rest, precision.rounded({name: exact.named()[name] for name in rest}, rest), 1e-5)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_autocast_members_equal_the_whole_batch(members, dtype):
     """Convolution and layer in one autocast region."""
     ((first, second),) = autocast_on_members(members, dtype)
-    assert_equal(together(first, second), autocast_on_the_whole_batch("cpu", dtype), AUTOCAST[dtype])
-
-
-# One for each way to come to `batch_norm`; some turn autocast off, or have float32 after it.
-OWN_FORWARDS = [Activated, Functional, Operator, Helped, Decorated, Scaled, ByName, Centred, OfAnyDimension]
+    assert_equal(together(first, second), precision.autocast_on_the_whole_batch("cpu", dtype), AUTOCAST[dtype])
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,7 @@ from client.lanes.in_process import LocalPipe
 from client.lanes.zeromq import SlavePipe
 from server.cli.status import ask
 from statsd_bn import Rows
-from statsd_bn.errors import (
-    ConfigurationError,
-    ConnectionClosed,
-    GroupIncomplete,
-    ReplicaLost,
-    WorldSizeMismatch,
-)
+from statsd_bn.errors import ConfigurationError, ConnectionClosed, GroupIncomplete, ReplicaLost, WorldSizeMismatch
 from statsd_bn.round_key import BACKWARD, FORWARD
 from support.memory_members import MemoryMaster, in_threads, outcome, run_members, wait_until
 from support.sentences import says

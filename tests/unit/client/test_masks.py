@@ -8,18 +8,9 @@ from torch import nn
 
 import client
 from statsd_bn.text import unfolded
+from support import shards
 from support.sentences import says
-from support.shards import (
-    Shards,
-    as_virtual_replicas,
-    assert_equal,
-    assert_same_bits,
-    by_formula,
-    everywhere,
-    on_the_whole_batch,
-    packed,
-    refused,
-)
+from support.shards import Shards, assert_equal, everywhere, on_the_whole_batch, packed
 
 # Which masks fit which input: samples, sequences, images.
 FITTING = [("1d of (N, C)", "some"), ("1d of (N, C, L)", "lengths"), ("2d", "sizes"), ("2d", "some"), ("3d", "some")]
@@ -56,7 +47,7 @@ def test_masked_positions_are_normalised_and_their_gradients_follow_the_chain_ru
         Shards(kind, (3, 4, 2), masks=masks, loss_at_masked=True) for masks in [(mask,) * 3, (mask, "none", "all")]
     ]
     for case, found in zip(cases, everywhere(members, cases), strict=True):
-        expected = by_formula(case)
+        expected = shards.by_formula(case)
         hidden = torch.cat([~shard.counted.flatten() for shard in case.shards()])
         assert hidden.any()
         assert not hidden.all()
@@ -78,7 +69,7 @@ def test_all_positions_everywhere_masked_is_refused_on_every_member(members):
         Shards("2d", (2, 1, 3), masks=("none",) * 3),
         Shards("1d of (N, C)", (1, 2, 2), masks=("some", "none", "none")),
     ]
-    for told in members(3, refused, cases):
+    for told in members(3, shards.refused, cases):
         assert [kept for _, kept in told] == [True, True]
         for count, (error, _) in enumerate(told):
             expected = (
@@ -87,7 +78,7 @@ def test_all_positions_everywhere_masked_is_refused_on_every_member(members):
             assert unfolded(error).startswith(expected)
     for case in cases:
         with pytest.raises(ValueError, match="expected more than 1 value per channel over all replicas"):
-            as_virtual_replicas(case)
+            shards.as_virtual_replicas(case)
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -100,7 +91,7 @@ def test_what_pads_the_input_does_not_spread(members, bad, dtype):
         (found,) = everywhere(members, [case])
         found = packed(found, case).named()
         assert all(value.isfinite().all() for value in found.values())
-        assert_same_bits(found, packed(as_virtual_replicas(clean), clean).named())
+        shards.assert_same_bits(found, packed(shards.as_virtual_replicas(clean), clean).named())
 
 
 def test_what_pads_the_input_does_not_spread_into_second_gradients():
@@ -114,7 +105,7 @@ def test_what_pads_the_input_does_not_spread_into_second_gradients():
         gradient.square().sum().backward()
         return {"leaf": shard.leaf.grad, "weight": layer.weight.grad}
 
-    assert_same_bits(run(float("nan")), run(1.0))
+    shards.assert_same_bits(run(float("nan")), run(1.0))
 
 
 @pytest.mark.parametrize(("kind", "mask"), FITTING)
@@ -190,4 +181,4 @@ def test_a_mask_that_does_not_fit_is_named(mask, error, message, training):
     before = {name: value.clone() for name, value in layer.state_dict().items()}
     with pytest.raises(error, check=says(message)):
         layer(torch.ones(2, 3, 4), mask)
-    assert_same_bits(layer.state_dict(), before)
+    shards.assert_same_bits(layer.state_dict(), before)

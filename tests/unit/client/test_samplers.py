@@ -5,14 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    SequentialSampler,
-    WeightedRandomSampler,
-)
+from torch.utils import data
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from client import DDPHandler
@@ -121,7 +115,7 @@ def test_a_loader_without_batches_gives_single_samples_of_one_member():
             "expected a dataset with a length, .* got OfUnknownLength without __len__",
         ),
         (
-            DataLoader(SAMPLES, batch_sampler=BatchSampler(SequentialSampler(SAMPLES), 2, drop_last=False)),
+            DataLoader(SAMPLES, batch_sampler=data.BatchSampler(data.SequentialSampler(SAMPLES), 2, drop_last=False)),
             "expected batches made by batch_size, .* the batch_sampler BatchSampler, which chooses their",
         ),
     ],
@@ -168,7 +162,7 @@ def test_loaders_split_again_are_shuffled_as_before_and_told_the_epoch_once():
 
 
 def test_a_sampler_that_gets_lost_is_warned_of():
-    loop = train_loop(train=DataLoader(SAMPLES, sampler=WeightedRandomSampler([1.0] * 10, 5)))
+    loop = train_loop(train=DataLoader(SAMPLES, sampler=data.WeightedRandomSampler([1.0] * 10, 5)))
     with pytest.warns(UserWarning, match="train_loader: expected a sequential or random sampler, got Weighted") as told:
         DDPHandler(loop).add_distributed_samplers(2, 0)
     assert told[0].filename == __file__

@@ -1,16 +1,8 @@
 """Fair share: while several ask, whoever takes the most waits; nobody waits for ever."""
 
+from server.limits import fair_share
 from server.limits.account import Account
-from server.limits.fair_share import (
-    MOST_WAIT_SECONDS,
-    PAYER_BYTES,
-    PEER_FRAMES,
-    READS_BETWEEN,
-    SMALL_BYTES,
-    TAKEN_BETWEEN,
-    WINDOW_SECONDS,
-    FairShare,
-)
+from server.limits.fair_share import FairShare
 
 
 class Play:
@@ -100,7 +92,7 @@ def test_few_frames_are_taken_before_one_that_waits_and_has_credit():
     while not play.shares.is_due(play.now):
         play.come("small", "s", "s")
         count += 1
-    assert count <= TAKEN_BETWEEN < READS_BETWEEN
+    assert count <= fair_share.TAKEN_BETWEEN < fair_share.READS_BETWEEN
 
 
 def test_when_nobody_else_asks_any_more_all_that_waits_is_taken():
@@ -108,7 +100,7 @@ def test_when_nobody_else_asks_any_more_all_that_waits_is_taken():
     play.make_greedy()
     for number in range(20):
         play.come("greedy", "g", str(number), 0.02)
-    play.now += 2 * WINDOW_SECONDS
+    play.now += 2 * fair_share.WINDOW_SECONDS
     while play.take_waiting(0.005):
         pass
     assert play.taken == [str(number) for number in range(20)]
@@ -133,11 +125,11 @@ def test_payers_and_their_peers_take_turns_and_each_keeps_its_order():
 def test_only_so_many_frames_of_a_connection_wait():
     play = Play()
     play.make_greedy("greedy", "first")
-    for number in range(2 * PEER_FRAMES):
+    for number in range(2 * fair_share.PEER_FRAMES):
         play.shares.wait(play.now, "greedy", b"first", 10, str(number))
-    assert play.shares.dropped == PEER_FRAMES
+    assert play.shares.dropped == fair_share.PEER_FRAMES
     play.shares.wait(play.now, "greedy", b"other", 10, "another's")
-    assert play.shares.dropped == PEER_FRAMES
+    assert play.shares.dropped == fair_share.PEER_FRAMES
 
 
 def test_large_frames_leave_room_for_small_ones():
@@ -145,10 +137,10 @@ def test_large_frames_leave_room_for_small_ones():
     play.make_greedy()
     for number in range(200):
         play.shares.wait(play.now, "greedy", b"%d" % number, 2**20, "large")
-    assert play.account.held <= PAYER_BYTES * 3 // 4
+    assert play.account.held <= fair_share.PAYER_BYTES * 3 // 4
     dropped = play.shares.dropped
     assert dropped > 100
-    play.shares.wait(play.now, "greedy", b"small", SMALL_BYTES // 2, "small")
+    play.shares.wait(play.now, "greedy", b"small", fair_share.SMALL_BYTES // 2, "small")
     assert play.shares.dropped == dropped
 
 
@@ -165,7 +157,7 @@ def test_what_has_waited_too_long_is_dropped():
     play = Play()
     play.make_greedy()
     play.shares.wait(play.now, "greedy", b"g", 10, "old")
-    play.now += MOST_WAIT_SECONDS + 0.01
+    play.now += fair_share.MOST_WAIT_SECONDS + 0.01
     play.shares.wait(play.now, "greedy", b"g", 10, "new")
     assert play.take_waiting()
     assert (play.taken, play.shares.dropped) == (["new"], 1)
@@ -175,6 +167,6 @@ def test_who_took_much_a_while_ago_has_as_much_right_as_anybody():
     play = Play()
     play.make_greedy()
     assert not play.come("greedy", "other", "frame")
-    play.now += 3 * WINDOW_SECONDS
+    play.now += 3 * fair_share.WINDOW_SECONDS
     assert play.come("small", "s", "s")
     assert play.come("greedy", "third", "frame")

@@ -7,11 +7,7 @@ import torch
 from torch import nn
 
 import client
-from client import (
-    SynchronizedBatchNorm1d,
-    convert_model,
-    set_sbn_eps_mode,
-)
+from client import SynchronizedBatchNorm1d, convert_model, set_sbn_eps_mode
 from client import comm as comm_module
 from client.layers.synchronized import Synchronized
 from support.subclasses import Activated
