@@ -8,14 +8,16 @@ from contextlib import suppress
 from functools import partial
 
 from server.arguments import Parser, host_and_port, meant
+from server.cli.asking import expects_key
 from server.cli.plain_logs import PlainFormatter
 from server.cli.sparing_logs import Sparing
 from server.cli.status import CHECK_SECONDS, ask, describe, own_endpoint
 from server.cli.watch import as_json, watch
 from server.config import from_arguments
 from server.network.service import run_master
+from server.secrets.key_source import load_asking
 from server.secrets.keygen import generate, write_secret
-from statsd_bn.endpoints import check_key, check_server
+from statsd_bn.endpoints import check_key, check_server, needs_keys
 from statsd_bn.environment import boolean
 from statsd_bn.error_text import broken, in_log
 from statsd_bn.errors import (
@@ -24,7 +26,7 @@ from statsd_bn.errors import (
     ConfigurationError,
     ServerUnreachable,
 )
-from statsd_bn.keys import ClientKeys, load_client
+from statsd_bn.keys import ClientKeys
 
 # Where the page of `view` listens by default.
 PAGE = "127.0.0.1:8321"
@@ -129,13 +131,14 @@ def _add_curve(parser: Parser) -> None:
         "--curve",
         metavar="FILE",
         default=os.environ.get("STATSD_BN_CURVE") or None,
-        help="a client's secret key, for a server with --curve (STATSD_BN_CURVE)",
+        help="for a server with --curve: a client's secret key, or the server's own folder, whose key sees all jobs "
+        "(STATSD_BN_CURVE)",
     )
 
 
 def _keys(endpoint: str, curve: str | None) -> ClientKeys | None:
     check_server(endpoint)
-    keys = load_client(curve) if curve else None
+    keys = load_asking(curve) if curve else None
     check_key(endpoint, has_key=keys is not None, insecure=boolean(os.environ, "STATSD_BN_INSECURE"))
     return keys
 
@@ -178,15 +181,22 @@ def _check(arguments: list[str]) -> int:
     parser = Parser(
         "check",
         description="Exits with 0 if a server answers, with 4 if not, and with 2 if that is no endpoint; for health "
-        "checks and probes.",
+        "checks and probes. Without a key it sees only that a server that expects one is there, which counts a refused "
+        "connection.",
     )
     _add_endpoint(parser, "as STATSD_BN_BIND or STATSD_BN_ENDPOINT says, else this user's own server")
+    _add_curve(parser)
+    found = parser.parse_args(arguments)
     # On the server's own host the first one is right, where both are set.
     elsewhere = "" if os.environ.get("STATSD_BN_BIND") else os.environ.get("STATSD_BN_ENDPOINT")
-    endpoint = parser.parse_args(arguments).endpoint or elsewhere or own_endpoint(os.environ)
-    # It needs no key: it learns only whether a server answers, as one does that asks for a key.
-    with suppress(AuthenticationRefused):
-        ask(endpoint, CHECK_SECONDS)
+    endpoint = found.endpoint or elsewhere or own_endpoint(os.environ)
+    check_server(endpoint)
+    keys = load_asking(found.curve) if found.curve else None
+    may_ask = keys or boolean(os.environ, "STATSD_BN_INSECURE") or not needs_keys(endpoint)
+    if may_ask or not expects_key(endpoint):
+        # A refusal is an answer too.
+        with suppress(AuthenticationRefused):
+            ask(endpoint, CHECK_SECONDS, keys)
     return 0
 
 

@@ -6,7 +6,7 @@ A server that ends may take a question with it; the one that is started in its p
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -23,6 +23,14 @@ ANSWER_SECONDS = 5.0
 
 # After this long an attempt to connect is given up for a new one, over another port.
 CONNECT_MILLISECONDS = 1000
+
+# ZeroMQ's thread answers a greeting in milliseconds, however busy the server is.
+GREETING_SECONDS = 1.0
+
+# ZMTP (RFC 23): a greeting's signature and version, which the peer waits for; its length, and where the mechanism is.
+_GREETING = b"\xff" + bytes(8) + b"\x7f\3\0"
+_GREETING_BYTES = 64
+_MECHANISM = slice(12, 32)
 
 Ask = Callable[[Message], bytes]
 """Sends a question, and returns the frame that comes next."""
@@ -64,6 +72,24 @@ def asking(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | No
             return answer
 
         yield ask
+
+
+def expects_key(endpoint: str) -> bool:
+    """Whether a server at a TCP endpoint greets as one with keys; it counts at most one refused connection.
+
+    ZeroMQ would connect several times before it tells.
+    """
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    expiry = time.monotonic() + GREETING_SECONDS
+    got = b""
+    with (
+        suppress(OSError, ValueError),  # as a port of *
+        socket.create_connection((host.strip("[]"), int(port)), GREETING_SECONDS) as plain,
+    ):
+        plain.sendall(_GREETING)
+        while len(got) < _GREETING_BYTES and time.monotonic() < expiry and (part := plain.recv(_GREETING_BYTES)):
+            got += part
+    return got[:1] == _GREETING[:1] and got[_MECHANISM].rstrip(b"\0") == b"CURVE"
 
 
 @contextmanager

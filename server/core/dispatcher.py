@@ -258,6 +258,11 @@ class Dispatcher:
 
     def _check_owner(self, message: Request, record: SessionRecord | None, tenant: Tenant) -> None:
         """Refuse a session that registered with another key, and a job that this key is not for."""
+        if tenant.only_asks:
+            raise RegistrationRefused(
+                "expected a client's key, got the server's own, which may only ask for the status; give "
+                "secrets/NAME.key_secret"
+            )
         if isinstance(message, Register) and not tenant.may(message.job):
             raise RegistrationRefused(
                 f"job {message.job!r}: expected a job that the key of {tenant.name!r} is for, "

@@ -10,6 +10,9 @@ from statsd_bn.keys import PublicKey
 # Cause of the loss of a member whose key is no longer let in, or no longer for its job.
 REVOKED = "its key was revoked"
 
+# No client can have this name.
+OPERATOR = "(operator)"
+
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
@@ -20,12 +23,14 @@ class Tenant:
         key: its public key; empty where the server asks for none.
         jobs: patterns of the names of jobs that it may join and see.
         account: the name that its bytes and its time are counted under; several keys may share one.
+        only_asks: whether it may join no job, only see them.
     """
 
     name: str
     key: str
     jobs: tuple[str, ...]
     account: str = ""
+    only_asks: bool = False
 
     def may(self, job: str) -> bool:
         """Whether it may join a job, and see it."""
@@ -45,12 +50,16 @@ class Access:
 
     Args:
         clients: one for each key.
+        operator: the public key that may ask about all jobs and join none; "" for none.
+
+    Attributes:
+        names: of the clients that are let in.
 
     Raises:
         ConfigurationError: two clients have one key.
     """
 
-    def __init__(self, clients: Iterable[PublicKey]) -> None:
+    def __init__(self, clients: Iterable[PublicKey], operator: str = "") -> None:
         self._tenants: dict[str, Tenant] = {}
         for client in clients:
             if other := self._tenants.get(client.key):
@@ -58,15 +67,13 @@ class Access:
                     f"curve: expected a key of its own for each client, got one for {other.name!r} and {client.name!r}"
                 )
             self._tenants[client.key] = Tenant(client.name, client.key, client.jobs, client.tenant)
-
-    @property
-    def names(self) -> set[str]:
-        """Names of the clients that are let in."""
-        return {tenant.name for tenant in self._tenants.values()}
+        self.names = {tenant.name for tenant in self._tenants.values()}
+        if operator:
+            self._tenants[operator] = Tenant(OPERATOR, operator, ("*",), only_asks=True)
 
     @property
     def keys(self) -> set[str]:
-        """Their public keys."""
+        """All public keys that are let in."""
         return set(self._tenants)
 
     def tenant(self, key: str) -> Tenant | None:

@@ -64,10 +64,12 @@ class Service:
     def __init__(self, config: Config) -> None:
         self._curve = config.curve
         self._access: Access | None = None
+        self._operator = ""
         pair = None
         if config.curve:
             pair, clients = key_source.load(config.curve)
-            self._access = Access(clients)
+            self._operator = key_source.operator(pair).public
+            self._access = Access(clients, self._operator)
         self._listener = Listener(config.quota, pair, self._is_let_in)
         self._socket = self._listener.socket
         self._next_tick = 0.0
@@ -251,13 +253,13 @@ class Service:
         for problem in problems:
             logger.error("a key is not let in: %s", in_log(problem))
         access = self._let_in(clients)
-        logger.info("lets in %d keys from now on: %s", len(access.keys), ", ".join(sorted(access.names)))
+        logger.info("lets in %d keys from now on: %s", len(access.names), ", ".join(sorted(access.names)))
         self._sender.send(self._dispatcher.expel(time.monotonic(), access))
         self._watch.end_others(access.keys)
 
     def _let_in(self, clients: Iterable[PublicKey]) -> Access:
         """Let in these clients from now on; the owner of each member's key is looked up again at its next frame."""
-        self._access = Access(clients)
+        self._access = Access(clients, self._operator)
         self._members.clear()
         return self._access
 

@@ -18,12 +18,15 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 import client
+import server.__main__ as command
 from client.connection.connection import Connection
 from client.connection.curve import secure
 from client.connection.transport import ZmqTransport
 from client.conversation.member import Member
-from server import Service
+from server import Config, Service
 from server.cli.status import ask
+from server.network.listener import LOOK_SECONDS
+from server.secrets.key_source import load_asking
 from server.secrets.keygen import generate
 from statsd_bn.errors import AuthenticationRefused, RegistrationRefused, ReplicaLost, ServerUnreachable
 from statsd_bn.keys import ClientKeys, load_client
@@ -242,6 +245,40 @@ def test_refused_connections_are_counted(service, keys, tmp_path):
     for who in strangers(keys, tmp_path).values():
         assert isinstance(outcome(lambda who=who: ask(service.endpoints[0], keys=who)), AuthenticationRefused)
     assert ask(service.endpoints[0], keys=load_client(secret(keys, "alice")))["refused_connections"] >= 3
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+def test_a_check_with_the_servers_folder_is_no_refused_connection(serve, keys, tmp_path, monkeypatch, capsys, scheme):
+    service = serve("tcp://127.0.0.1:*" if scheme == "tcp" else f"ipc://{tmp_path}/s", curve=keys)
+    endpoint, alice = service.endpoints[0], load_client(secret(keys, "alice"))
+    service.reload()
+    monkeypatch.setenv("STATSD_BN_CURVE", str(keys))
+    assert [command.main(["check", endpoint]) for _ in range(3)] == [0] * 3
+    with join(endpoint, alice, job="alice-1"):
+        assert command.main(["status", endpoint]) == 0
+        assert "job 'alice-1'" in capsys.readouterr().out
+        operator = load_asking(str(keys))
+        with pytest.raises(RegistrationRefused, match="may only ask"):
+            join(endpoint, operator, job="alice-1")
+    time.sleep(2 * LOOK_SECONDS)
+    assert ask(endpoint, keys=alice)["refused_connections"] == 0
+
+
+def test_a_check_without_a_key_is_one_refused_connection(service, keys, caplog):
+    caplog.set_level("INFO", "statsd_bn.server")
+    endpoint, alice = service.endpoints[0], load_client(secret(keys, "alice"))
+    assert [command.main(["check", endpoint]) for _ in range(3)] == [0] * 3
+    wait_until(lambda: ask(endpoint, keys=alice)["refused_connections"] >= 3)
+    time.sleep(2 * LOOK_SECONDS)
+    assert ask(endpoint, keys=alice)["refused_connections"] == 3
+    assert caplog.text == ""
+
+
+def test_a_check_with_a_key_fails_where_the_servers_loop_hangs(keys, monkeypatch, capsys):
+    monkeypatch.setattr(command, "CHECK_SECONDS", 0.5)
+    with Service(Config((ANY_PORT,), curve=str(keys))) as hung:
+        assert command.main(["check", hung.endpoints[0], "--curve", str(keys)]) == 4
+    assert "no answer" in capsys.readouterr().err
 
 
 def test_a_revocation_beside_a_file_that_is_not_sound_takes_effect(service, keys, caplog):

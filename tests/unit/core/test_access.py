@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from server.core.dispatcher import Dispatcher
-from server.limits.access import ANYBODY, REVOKED, Access, Tenant
+from server.limits.access import ANYBODY, OPERATOR, REVOKED, Access, Tenant
 from server.limits.quota import Quota
 from statsd_bn import messages
 from statsd_bn.errors import ConfigurationError
-from statsd_bn.keys import PublicKey
+from statsd_bn.keys import PublicKey, check_name
 from statsd_bn.wire import decode, encode
 from support.strategies import contribution, key, register, rows, session_of
 
@@ -94,6 +94,18 @@ def test_a_foreign_heartbeat_keeps_nobody_alive():
     assert len(world.group["members"]) == 2
     world.dispatcher.tick(3.6)
     assert world.dispatcher.report(3.6)["groups"] == []
+
+
+@pytest.mark.parametrize("message", [*SAID, register(0, job="new")], ids=lambda message: type(message).__name__)
+def test_the_operator_may_only_ask(world, message):
+    operator = Access([], "its key").tenant("its key")
+    before = world.group
+    (answer,) = world.say(message, operator).values()
+    assert (answer.code, answer.message.count("only ask")) == ("refused", 1)
+    assert world.group == before
+    assert world.say(messages.StatusRequest(), operator)[b"bob"].report["groups"] == [before]
+    with pytest.raises(ConfigurationError):
+        check_name(OPERATOR)
 
 
 def test_the_status_shows_a_tenant_its_jobs_only(world):
