@@ -25,7 +25,7 @@ HUNG_UP_SECONDS = 2.0
 
 
 class Handshakes:
-    """What the monitors of a client's sockets have told; those of one transport share it.
+    """What the monitors of a client's sockets have told; those of one channel pool share it.
 
     Args:
         endpoint: where the server is, for people.

@@ -18,10 +18,10 @@ import numpy as np
 
 from client.border import at_border, make_readable
 from client.connection import driver, groups
+from client.connection.channel_pool import ChannelPool
 from client.connection.groups import Group
 from client.connection.sessions import Sessions
 from client.connection.switch_interval import switching
-from client.connection.transport import Transport
 from client.conversation import all_gather
 from client.conversation.member import SHARED_MEMORY, ZEROMQ, LaneInUse, Member
 from client.conversation.pulse import UNUSED_SECONDS
@@ -61,12 +61,12 @@ class Connection:
     It belongs to the group of all members from the beginning, and to any other group from when that is first used.
 
     Args:
-        transport: how to reach the server.
+        channel_pool: how to reach the server.
         member: who this process is.
 
     Attributes:
         member: who this process is.
-        transport: how it reaches the server.
+        channel_pool: how it reaches the server.
         rounds: how many rounds it has taken part in, in all its groups.
         is_latecomer: whether the job was under way already when this member came.
         is_told_alone: whether it needs no server because `connect(world_size=1)` said that its job has one member.
@@ -79,13 +79,13 @@ class Connection:
         RegistrationRefused: the server does not take this member, or the group did not fill in time.
     """
 
-    def __init__(self, transport: Transport, member: Member) -> None:
+    def __init__(self, channel_pool: ChannelPool, member: Member) -> None:
         self.member = member
         self.rounds = 0
-        self.transport = transport
+        self.channel_pool = channel_pool
         unused = partial(self._warn_of_no_layer, f"its connection has been open for {UNUSED_SECONDS:.0f} s")
         self._has_warned = False
-        self._sessions = Sessions(transport, member, unused)
+        self._sessions = Sessions(channel_pool, member, unused)
         self._world = groups.world(member.world_size)
         self._of_this_host = groups.GroupOfThisHost(member, self._gather_machines)
         self._lock = threading.Lock()
@@ -123,7 +123,7 @@ class Connection:
     @property
     def endpoint(self) -> str:
         """Where its server listens, such as `ipc:///run/user/1000/statsd_bn/server`; "in process" if it has none."""
-        return self.transport.endpoint
+        return self.channel_pool.endpoint
 
     @property
     def is_in_process(self) -> bool:
@@ -316,13 +316,13 @@ class Connection:
 
     def run(self, trip: RoundTrip) -> Aggregate:
         """Runs what takes part in a round over the server to its end."""
-        with self.transport.channel() as channel:
+        with self.channel_pool.channel() as channel:
             return driver.run(trip, channel)
 
     def round_trip(self, session: Session, key: RoundKey, rows: Rows) -> RoundTrip:
         """Returns what takes part in a round over the server, not yet begun."""
-        trip = RoundTrip(session, self.transport.endpoint, key, rows, session.contribution(key, rows))
-        trip.is_gone = lambda: self.transport.is_gone
+        trip = RoundTrip(session, self.channel_pool.endpoint, key, rows, session.contribution(key, rows))
+        trip.is_gone = lambda: self.channel_pool.is_gone
         return trip
 
     def gather_in(self, group: Group, name: str, data: bytes) -> list[bytes]:
@@ -419,7 +419,7 @@ class Connection:
         self._closed = True
         with ExitStack() as rest:
             # Whatever one of them raises, the others still see the end, the last ones first.
-            rest.callback(self.transport.close)
+            rest.callback(self.channel_pool.close)
             rest.callback(self._sessions.leave, cause)
             if not (self.rounds or cause):
                 rest.callback(self._warn_of_no_layer, "its connection ends")

@@ -3,7 +3,7 @@
 import time
 from typing import TypeVar
 
-from client.connection.transport import Channel
+from client.connection.channel_pool import Channel
 from client.conversation.machine import Machine, Turn
 
 ResultT = TypeVar("ResultT")
@@ -18,7 +18,7 @@ def run(machine: Machine[ResultT], channel: Channel) -> ResultT:
 
     Raises:
         StatsdBNError: how the machine ended otherwise.
-        ConnectionClosed: another thread closed the transport.
+        ConnectionClosed: another thread closed the channel pool.
     """
     monotonic = time.monotonic
     turn = machine.begin(monotonic())

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from client.connection import driver
+from client.connection.channel_pool import ChannelPool
 from client.connection.groups import Group
 from client.connection.heartbeat import Heartbeat
-from client.connection.transport import Transport
 from client.conversation.last_settled import LastSettled
 from client.conversation.member import BY_JOIN, Member
 from client.conversation.registration import Registration, cause_of
@@ -40,7 +40,7 @@ class Sessions:
     """This process's sessions, one for each group that it has used.
 
     Args:
-        transport: how to reach the server.
+        channel_pool: how to reach the server.
         member: who this process is.
         unused: called, from another thread, if no layer has begun a round for long after the job has opened.
 
@@ -48,8 +48,8 @@ class Sessions:
         job: what is known of the job's end.
     """
 
-    def __init__(self, transport: Transport, member: Member, unused: Callable[[], None]) -> None:
-        self._transport = transport
+    def __init__(self, channel_pool: ChannelPool, member: Member, unused: Callable[[], None]) -> None:
+        self._channel_pool = channel_pool
         self._member = member
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
@@ -57,10 +57,10 @@ class Sessions:
         self._last_settled = LastSettled()
         # Those that need no lock and no wait any more, which is what all rounds but the first find.
         self._open_sessions: dict[Group, Session] = {}
-        beacon = transport.beacon()
+        beacon = channel_pool.beacon()
         looks = Looks(tells_stacks=member.tells_stacks, rank=member.rank)
         self.job = BrokenJob(looks, f"rank {member.rank} ({member.host_and_pid})", member.abort_after)
-        self._heartbeat = Heartbeat(beacon, self.all, transport.close_idle, unused, self.job) if beacon else None
+        self._heartbeat = Heartbeat(beacon, self.all, channel_pool.close_idle, unused, self.job) if beacon else None
 
     def of(self, group: Group) -> Session:
         """Returns the session of a group; the first use of the group registers, and waits until it is open.
@@ -120,7 +120,7 @@ class Sessions:
         """Has the others wait for a member that waits for them no longer."""
         if session.participation is Participation.REJOINING:
             session.participation = Participation.PAUSED
-            with suppress(StatsdBNError), self._transport.channel() as channel:
+            with suppress(StatsdBNError), self._channel_pool.channel() as channel:
                 channel.send(session.register())
 
     def all(self) -> list[Session]:
@@ -154,15 +154,15 @@ class Sessions:
 
     def _register(self, session: Session, timeout: float) -> None:
         try:
-            with self._transport.channel() as channel:
-                driver.run(Registration(session, self._transport.endpoint, timeout), channel)
+            with self._channel_pool.channel() as channel:
+                driver.run(Registration(session, self._channel_pool.endpoint, timeout), channel)
         except ServerUnreachable as error:
             seconds = cast("float", error.fields["seconds"])
-            raise ServerUnreachable(self._transport.why_silent(seconds), **error.fields) from None
+            raise ServerUnreachable(self._channel_pool.why_silent(seconds), **error.fields) from None
 
     def _give_up(self, entry: _Entry, error: BaseException) -> None:
         with self._lock:
-            # Under the lock, so that no goodbye is said on a transport that another thread has closed meanwhile.
+            # Under the lock, so that no goodbye is said on a channel pool that another thread has closed meanwhile.
             if not self._closed:
                 del self._entries[entry.group.name]
                 self._say_goodbye([entry], cause_of(error))
@@ -171,7 +171,7 @@ class Sessions:
     def _say_goodbye(self, entries: list[_Entry], cause: str) -> None:
         if not entries:
             return
-        with self._transport.channel() as channel:
+        with self._channel_pool.channel() as channel:
             for entry in entries:
                 if entry.session.lane.rounds_in_memory:
                     channel.send(entry.session.heartbeat())  # the server counts the last ones too

@@ -179,7 +179,7 @@ class FutureResult:
     """A place for one result, which one thread puts there and another takes."""
 
     def __init__(self) -> None:
-        # No SimpleQueue, which may wait for ever where a signal comes: see `client.connection.transport`.
+        # No SimpleQueue, which may wait for ever where a signal comes: see `client.connection.channel_pool`.
         self._results: Queue[Any] = Queue()
 
     def put(self, result: Any) -> None:

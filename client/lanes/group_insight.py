@@ -51,7 +51,7 @@ class ToServer:
         who, session = connection.member, connection.session(None)
         what = str(not_finite(aggregate.values))
         of_job = RoundKey(who.job, session.member.group, who.epoch, key.step, key.layer, key.call, key.phase)
-        with connection.transport.channel() as channel:
+        with connection.channel_pool.channel() as channel:
             channel.send(encode(NonFiniteRound(session.token, of_job, aggregate.non_finite, what)))
 
 

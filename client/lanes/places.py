@@ -65,7 +65,7 @@ def places(connection: Connection) -> dict[int, str]:
     if connection.rank >= MOST_ASKING or connection.closed:
         return {}
     try:
-        with connection.transport.channel() as channel:
+        with connection.channel_pool.channel() as channel:
             return driver.run(Asking(connection.member), channel)
     except StatsdBNError as error:
         logger.debug("where the other ranks run is not known: %s", error)

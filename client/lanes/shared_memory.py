@@ -107,7 +107,7 @@ def _waited(round_: RoundInMemory, memory: GroupMemory, connection: Connection) 
         frames, due, found = round_.step(now(), None)
     if found is not None and not frames:
         return found
-    with connection.transport.channel() as channel:
+    with connection.channel_pool.channel() as channel:
         while True:
             for frame in frames:
                 channel.send(frame)

@@ -5,8 +5,8 @@ connection can do has to work there as anywhere else. So such a connection goes 
 this module gives the answers that a server would give to the only member of a strict job.
 """
 
+from client.connection.channel_pool import MemoryChannelPool
 from client.connection.connection import IN_PROCESS
-from client.connection.transport import MemoryTransport
 from statsd_bn import limits
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Contribution, Message, Participation, Register, Registered
@@ -21,9 +21,9 @@ _SERVER = bytes(limits.TOKEN_BYTES - 1) + b"\1"
 _ONLY = Members.of([0])
 
 
-def transport() -> MemoryTransport:
-    """Returns a transport to nobody: the process itself answers."""
-    return MemoryTransport(_receive, IN_PROCESS)
+def channel_pool() -> MemoryChannelPool:
+    """Returns a channel pool to nobody: the process itself answers."""
+    return MemoryChannelPool(_receive, IN_PROCESS)
 
 
 def _receive(peer: bytes, frame: bytes) -> list[tuple[bytes, bytes]]:

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 
 from client.border import at_border
+from client.connection.channel_pool import ZmqChannelPool
 from client.connection.connection import Connection
 from client.connection.current import current_connection, hold
-from client.connection.transport import ZmqTransport
 from client.conversation.member import (
     BY_ELASTIC,
     DEFAULT_ABORT_AFTER,
@@ -210,7 +210,7 @@ def _alone(settings: Settings) -> Connection:
         )
     else:
         logger.info("this process is alone, as far as anything says, and needs no server")
-    connection = Connection(alone.transport(), settings.member())
+    connection = Connection(alone.channel_pool(), settings.member())
     connection.is_told_alone = settings.world_size.source == ARGUMENT
     return connection
 
@@ -235,7 +235,7 @@ def _lane(connection: Connection) -> str:
 def _join(endpoint: str, keys: ClientKeys | None, who: Member, *, insecure: bool = False) -> Connection:
     check_server(endpoint)
     check_key(endpoint, has_key=keys is not None, insecure=insecure)
-    return Connection(ZmqTransport(endpoint, keys), who)
+    return Connection(ZmqChannelPool(endpoint, keys), who)
 
 
 def _own_server() -> str:

@@ -10,9 +10,9 @@ import subprocess
 import sys
 
 import msgpack
+from client.connection.transport import ZmqTransport
 
 from client.connection.connection import Connection
-from client.connection.transport import ZmqTransport
 from client.conversation.session import Member
 from statsd_bn.errors import StatsdBNError
 

@@ -67,8 +67,8 @@ def contributions() -> np.ndarray:
 
 def play(endpoint: str, secret: Path | None, job: str, member: int, folder: Path, min_members: int = 0) -> Played:
     """Takes part in rounds until the file `stop` is there; makes the file `begun` after the first ones."""
+    from client.connection.channel_pool import ZmqChannelPool  # noqa: PLC0415
     from client.connection.connection import Connection  # noqa: PLC0415 - torch comes with it, which a test needs not
-    from client.connection.transport import ZmqTransport  # noqa: PLC0415
     from client.conversation.session import Member  # noqa: PLC0415
     from statsd_bn import Rows  # noqa: PLC0415
     from statsd_bn.keys import load_client  # noqa: PLC0415
@@ -79,7 +79,7 @@ def play(endpoint: str, secret: Path | None, job: str, member: int, folder: Path
     expected = [turn[0] + turn[1] for turn in brought]
     who = Member(job, "world", 0, member, 2, DEADLINE, f"honest member {member}", min_members)
     try:
-        with Connection(ZmqTransport(endpoint, load_client(secret) if secret else None), who) as connection:
+        with Connection(ZmqChannelPool(endpoint, load_client(secret) if secret else None), who) as connection:
             for number in range(10**9):
                 turn = number % DIFFERENT
                 mine = brought[turn, member][None].copy()

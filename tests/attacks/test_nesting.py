@@ -14,8 +14,8 @@ import pytest
 from attacks.peers import Peers, job_of
 from attacks.servers import ROOT, Attacked, environment
 from attacks.variants import first_is_quick
+from client.connection.channel_pool import ZmqChannelPool
 from client.connection.connection import Connection
-from client.connection.transport import ZmqTransport
 from client.conversation.member import Member
 from client.serialization import packing
 from statsd_bn.messages import Failure, StatusRequest
@@ -79,7 +79,7 @@ def gather_with_victim(server: Attacked, job: str, structure: bytes) -> tuple[in
     with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as victim:
         try:
             who = Member(job, "world", 0, 1, 2, JOIN_SECONDS, "hostile", 1)
-            with Connection(ZmqTransport(server.endpoint, server.keys_of("alice")), who) as hostile:
+            with Connection(ZmqChannelPool(server.endpoint, server.keys_of("alice")), who) as hostile:
                 data = struct.pack("<I", len(structure)) + structure + parts(packing.pack([]))[1]
                 outcome(lambda: hostile.all_gather("mp_sync()", data))
             said, _ = victim.communicate(timeout=60)

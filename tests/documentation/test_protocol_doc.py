@@ -12,7 +12,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from client.connection import heartbeat_socket, transport
+from client.connection import channel_pool, heartbeat_socket
 from client.conversation import registration, round_trip
 from client.launch import connect
 from server.core import collectives, deadlock, ended, liveness, quiet
@@ -533,8 +533,8 @@ def test_the_life_of_a_round_is_the_codes_table():
 def test_deadlines_and_queues_have_the_codes_values():
     whose = {
         "server": [service, results, deadlock, liveness, ended, disconnect_probe, quota],
-        "client": [heartbeat_socket, connect, registration, round_trip, transport],
-        "both": [listener, transport],
+        "client": [heartbeat_socket, connect, registration, round_trip, channel_pool],
+        "both": [listener, channel_pool],
     }
     for name, value, side in table("Deadlines"):
         found = [getattr(module, name) for module in whose[side] if hasattr(module, name)]

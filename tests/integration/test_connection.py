@@ -11,8 +11,8 @@ import pytest
 import zmq
 
 import client
+from client.connection.channel_pool import ZmqChannelPool
 from client.connection.connection import Connection
-from client.connection.transport import ZmqTransport
 from client.conversation import registration, round_trip
 from client.conversation.member import Member
 from client.launch import connect as launch
@@ -154,14 +154,14 @@ def test_the_group_has_its_own_time_to_fill(server, job):
 def test_a_server_that_is_asked_again_at_the_last_moment_is_not_unreachable(monkeypatch):
     """However little time the member has left for the group to fill, the server has its time to answer."""
     master = MemoryMaster()
-    answer = master.transport._receive
+    answer = master.channel_pool._receive
 
     def answer_later(peer, frame):
         told = answer(peer, frame)
-        threading.Timer(0.1, master.transport.deliver, [told]).start()
+        threading.Timer(0.1, master.channel_pool.deliver, [told]).start()
         return []
 
-    monkeypatch.setattr(master.transport, "_receive", answer_later)
+    monkeypatch.setattr(master.channel_pool, "_receive", answer_later)
     with pytest.raises(errors.GroupIncomplete, match=r"rank 1 did not connect within 0.15 s"):
         master.connect(0, 2, round_timeout=0.15)
 
@@ -217,7 +217,7 @@ def test_a_server_of_another_version_is_named(tmp_path):
         who = Member("job", "world", 0, 0, 1, 5.0, "here")
         results = []
         thread = threading.Thread(
-            target=lambda: results.append(outcome(lambda: Connection(ZmqTransport(endpoint), who)))
+            target=lambda: results.append(outcome(lambda: Connection(ZmqChannelPool(endpoint), who)))
         )
         thread.start()
         peer, frame = router.recv_multipart()
@@ -288,7 +288,7 @@ def test_a_master_that_falls_silent_is_given_up_after_the_deadline(monkeypatch):
 
 def test_a_stopping_master_tells_those_who_wait():
     master = MemoryMaster()
-    error = rank_0_alone(master, "bn", lambda: master.transport.deliver(master.dispatcher.stop()))
+    error = rank_0_alone(master, "bn", lambda: master.channel_pool.deliver(master.dispatcher.stop()))
     assert isinstance(error, errors.MasterStopped)
 
 
@@ -362,7 +362,7 @@ def test_processes_that_are_started_anew_replace_those_before_and_late_ones_are_
 
     def connect(restarts):
         environ = {"STATSD_BN_JOB": job, "TORCHELASTIC_RESTART_COUNT": restarts}
-        return Connection(ZmqTransport(server.endpoint), resolve(environ, round_timeout=20.0).member())
+        return Connection(ZmqChannelPool(server.endpoint), resolve(environ, round_timeout=20.0).member())
 
     with connect("0") as before, connect("1") as after:
         with pytest.raises(errors.RegistrationRefused, match="a new run of the group was begun by rank 0"):

@@ -21,7 +21,6 @@ import client
 import server.__main__ as command
 from client.connection.connection import Connection
 from client.connection.curve import secure
-from client.connection.transport import ZmqTransport
 from client.conversation.member import Member
 from server import Config, Service
 from server.cli.status import ask
@@ -66,7 +65,7 @@ def join(
     endpoint: str, keys: ClientKeys | None, member: int = 0, n: int = 1, job: str = "job", **given: Any
 ) -> Connection:
     who = Member(job, "world", 0, member, n, 20.0, f"place {member}", **given)
-    return Connection(ZmqTransport(endpoint, keys), who)
+    return Connection(ZmqChannelPool(endpoint, keys), who)
 
 
 def names(service: Service, keys: ClientKeys) -> list[str]:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import zmq
 
+from client.connection.channel_pool import ZmqChannelPool
 from client.connection.connection import Connection
-from client.connection.transport import ZmqTransport
 from client.launch import job_secret, restarts, server_process
 from client.launch.server_process import ServerProcess
 from client.launch.settings import resolve
@@ -44,7 +44,7 @@ def start():
 
 
 def member(endpoint, keys=None):
-    return Connection(ZmqTransport(endpoint, keys), resolve({}, round_timeout=20.0).member())
+    return Connection(ZmqChannelPool(endpoint, keys), resolve({}, round_timeout=20.0).member())
 
 
 def has_ended(master):
@@ -117,8 +117,8 @@ def test_it_ends_when_its_members_have_left(start):
 def test_it_stays_while_a_member_is_there_however_many_have_left(start):
     master = start()
     who = {"round_timeout": 20.0, "world_size": 1}
-    first = Connection(ZmqTransport(master.endpoint), resolve({}, job="a", **who).member())
-    with Connection(ZmqTransport(master.endpoint), resolve({}, job="b", **who).member()):
+    first = Connection(ZmqChannelPool(master.endpoint), resolve({}, job="a", **who).member())
+    with Connection(ZmqChannelPool(master.endpoint), resolve({}, job="b", **who).member()):
         first.close()
         wait_until(lambda: [group["job"] for group in ask(master.endpoint)["groups"]] == ["b"])
         assert master._process.poll() is None

@@ -384,7 +384,7 @@ def test_a_member_that_its_own_server_took_for_lost_is_told_so():
 def test_members_in_rounds_return_by_themselves():
     """The master answers member 1 and dies; both go on, and get what an undisturbed run gets."""
     undisturbed, master = MemoryMaster(), MemoryMaster()
-    deliver = master.transport.deliver
+    deliver = master.channel_pool.deliver
 
     def deliver_to_one(replies):
         replies = list(replies)
@@ -394,7 +394,7 @@ def test_members_in_rounds_return_by_themselves():
             master.dispatcher = Dispatcher(b"server-1", 0.0)
         deliver(replies)
 
-    master.transport.deliver = deliver_to_one
+    master.channel_pool.deliver = deliver_to_one
 
     def program(connection):
         rounds = [connection.exchange(layer, rows_of(connection.rank)) for layer in ("bn", "bn2")]

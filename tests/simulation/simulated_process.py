@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from client.connection.transport import WATCH_SECONDS
+from client.connection.channel_pool import WATCH_SECONDS
 from client.conversation.machine import Machine
 from client.conversation.pulse import Pulse
 from client.whereabouts.place import Place
@@ -19,7 +19,7 @@ ROUNDING_SECONDS = 1e-6
 
 
 class SimulatedProcess:
-    """Does in virtual time what `driver.run`, `Transport.channel` and `Heartbeat` do.
+    """Does in virtual time what `driver.run`, `ChannelPool.channel` and `Heartbeat` do.
 
     Attributes:
         alive: whether it has not been killed.

@@ -1,4 +1,4 @@
-"""Elastic members as threads, over the in-memory transport: they die in the middle of any round, and others come.
+"""Elastic members as threads, over the in-memory channel pool: they die in the middle of any round, and others come.
 
 What they train shows what they were given: the gradient of a sample is 1 in the sample's own weight, so that afterwards
 each weight is the number of times that its sample was learnt.

@@ -1,12 +1,12 @@
-"""Several members in one process, over the in-memory transport and the real, pure dispatcher."""
+"""Several members in one process, over the in-memory channel pool and the real, pure dispatcher."""
 
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from client.connection.channel_pool import MemoryChannelPool
 from client.connection.connection import Connection
-from client.connection.transport import MemoryTransport
 from client.conversation.member import ZEROMQ, Member
 from server.core.dispatcher import Dispatcher
 
@@ -19,7 +19,9 @@ class MemoryMaster:
     def __init__(self) -> None:
         self.now = 0.0
         self.dispatcher = Dispatcher(SERVER, self.now)
-        self.transport = MemoryTransport(lambda peer, frame: self.dispatcher.receive(self.now, peer, frame).replies)
+        self.channel_pool = MemoryChannelPool(
+            lambda peer, frame: self.dispatcher.receive(self.now, peer, frame).replies
+        )
 
     def connect(
         self,
@@ -32,11 +34,11 @@ class MemoryMaster:
         lane: str = ZEROMQ,
     ) -> Connection:
         who = Member(job, "world", 0, member, world_size, round_timeout, f"thread {member}", min_members, lane=lane)
-        return Connection(self.transport, who)
+        return Connection(self.channel_pool, who)
 
     def report(self, group: str) -> dict[str, Any]:
         """What the status report says of a job's group; taken between two messages, as a server takes it."""
-        with self.transport._master:
+        with self.channel_pool._master:
             report = self.dispatcher.report(self.now)
         found = [entry for entry in report["groups"] if entry["group"] == group]
         return found[0] if found else {"members": [], "waiting": []}
@@ -46,10 +48,10 @@ class MemoryMaster:
         return [contributor["member"] for contributor in self.report(group)["members"]]
 
     def pass_time(self, seconds: float) -> None:
-        with self.transport._master:
+        with self.channel_pool._master:
             self.now += seconds
             replies = self.dispatcher.tick(self.now)
-        self.transport.deliver(replies)
+        self.channel_pool.deliver(replies)
 
 
 def in_threads(programs: list[Callable[[], Any]], seconds: float = 30.0) -> list[Any]:

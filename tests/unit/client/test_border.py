@@ -12,7 +12,7 @@ import client
 from client import border
 from client.border import at_border, make_readable
 from client.connection import connection, current
-from client.connection.transport import ZmqTransport
+from client.connection.channel_pool import ZmqChannelPool
 from statsd_bn.errors import ConfigurationError, RoundMismatch
 from support.memory_members import MemoryMaster
 
@@ -105,7 +105,7 @@ def test_a_bad_endpoint_has_no_context():
     shown = "".join(traceback.format_exception(caught.value))
     assert "deque" not in shown
     with pytest.raises(ConfigurationError) as caught:
-        ZmqTransport("nonsense")
+        ZmqChannelPool("nonsense")
     assert not isinstance(caught.value.__context__, IndexError)
 
 

@@ -16,10 +16,10 @@ import pytest
 import zmq
 
 import client
+from client.connection.channel_pool import ZmqChannelPool
 from client.connection.connection import Connection
 from client.connection.heartbeat import Heartbeat
 from client.connection.heartbeat_socket import Beacon
-from client.connection.transport import ZmqTransport
 from client.conversation import pulse as pulse_module
 from client.conversation.member import Member
 from client.conversation.pulse import Pulse
@@ -333,11 +333,11 @@ UNTIDY = """
 import sys, client
 from client.connection.connection import Connection
 from client.conversation.member import Member
-from client.connection.transport import ZmqTransport
+from client.connection.channel_pool import ZmqChannelPool
 if sys.argv[2] == "connected":
     client.connect(sys.argv[1], job=sys.argv[3])
 else:
-    left = Connection(ZmqTransport(sys.argv[1]), Member(sys.argv[3], "world", 0, 0, 1, 30.0, "here"))
+    left = Connection(ZmqChannelPool(sys.argv[1]), Member(sys.argv[3], "world", 0, 0, 1, 30.0, "here"))
 """
 
 
@@ -450,7 +450,7 @@ def test_a_rank_whose_model_was_not_converted_is_warned_once(server, job, monkey
 
     def train(rank):
         who = Member(job, "world", 0, rank, 2, 30.0, "here")
-        with Connection(ZmqTransport(server.endpoint), who):
+        with Connection(ZmqChannelPool(server.endpoint), who):
             wait_until(lambda: len(warned()) == 2)
 
     in_threads([partial(train, rank) for rank in range(2)])

@@ -36,14 +36,14 @@ def fresh(monkeypatch):
 @pytest.mark.usefixtures("fresh")
 def test_a_round_has_the_short_interval_and_leaves_the_usual_one(usual, monkeypatch):
     master = MemoryMaster()
-    receive = master.transport._receive
+    receive = master.channel_pool._receive
     seen = []
 
     def watch(peer, frame):
         seen.append(sys.getswitchinterval())
         return receive(peer, frame)
 
-    monkeypatch.setattr(master.transport, "_receive", watch)
+    monkeypatch.setattr(master.channel_pool, "_receive", watch)
     with master.connect(0, 1) as connection:
         connection.exchange("bn", Rows((1,), np.ones((1, 2, 3))))
         assert sys.getswitchinterval() == usual

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import zmq
 
+from client.connection.channel_pool import ZmqChannelPool
 from client.connection.connection import Connection
-from client.connection.transport import ZmqTransport
 from client.conversation.member import Member
 from server import Service
 from server.cli.status import ask
@@ -68,7 +68,7 @@ def test_a_connection_over_which_no_member_speaks_is_ended_and_a_members_is_not(
     monkeypatch.setattr(connections, "IDLE_SECONDS", 0.5)
     service = serve(max_refusals=2**20, max_bad_frames=2**20)
     who = Member("job", "world", 0, 0, 1, 20.0, "here")
-    with Connection(ZmqTransport(service.endpoints[0]), who) as member:
+    with Connection(ZmqChannelPool(service.endpoints[0]), who) as member:
         # The member may have its answer before the server has noted whose connection it is.
         wait_until(lambda: len(service._watch.members) > 0, WAIT_SECONDS)
         before = len(service._watch.members)
@@ -87,7 +87,7 @@ def test_a_member_that_has_gone_leaves_nothing_behind(serve):
     service = serve()
     who = Member("job", "world", 0, 0, 1, 20.0, "here")
     for _ in range(3):
-        Connection(ZmqTransport(service.endpoints[0]), who).close()
+        Connection(ZmqChannelPool(service.endpoints[0]), who).close()
     wait_until(lambda: not service._watch.members)
 
 
@@ -174,7 +174,7 @@ def test_a_member_may_be_refused_once_for_each_group_after_a_restart(serve, dial
 def test_a_client_is_told_of_a_limit_by_its_error(serve):
     service = serve(max_channels=2)
     who = Member("job", "world", 0, 0, 1, 20.0, "here")
-    with Connection(ZmqTransport(service.endpoints[0]), who) as member:
+    with Connection(ZmqChannelPool(service.endpoints[0]), who) as member:
         with pytest.raises(LimitExceeded, match="expected at most 2 channels, got 3") as caught:
             member.exchange("bn", rows(1.0, channels=3))
         assert caught.value.fields["limit"] == 2

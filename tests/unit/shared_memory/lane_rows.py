@@ -16,11 +16,11 @@ def rows_of(member: int, size: int) -> Rows:
 
 def frames_of(master: MemoryMaster) -> list[bytes]:
     """All that comes to the server from now on."""
-    seen, receive = [], master.transport._receive
+    seen, receive = [], master.channel_pool._receive
 
     def watched(peer: bytes, frame: bytes):
         seen.append(frame)
         return receive(peer, frame)
 
-    master.transport._receive = watched
+    master.channel_pool._receive = watched
     return seen

@@ -50,9 +50,9 @@ class Told:
         for session in self._pulse.due(time.monotonic(), [self._session]):
             self._pulse.sent(session)
         for frame in self._pulse.figures(time.monotonic(), [self._session]):
-            with self._master.transport._master:
+            with self._master.channel_pool._master:
                 self._master.now += 1.0
-                self._master.transport._receive(b"beacon", frame)
+                self._master.channel_pool._receive(b"beacon", frame)
 
 
 def train(members, master, *, replicas=1, scales=None):

@@ -101,7 +101,7 @@ def test_whoever_brings_nan_and_leaves_at_once_is_known_still():
 
 def test_a_server_that_does_not_answer_costs_a_moment_and_nothing_else():
     with MemoryMaster().connect(0, 1) as connection, mock.patch.object(places, "SECONDS", 0.01):
-        silent = mock.patch.object(connection.transport, "_call")
+        silent = mock.patch.object(connection.channel_pool, "_call")
         with silent:
             assert SlavePipe(connection, "bn").places() == {}
         assert SlavePipe(connection, "bn").places() == {0: "thread 0"}

@@ -61,7 +61,7 @@ def test_a_thread_in_a_call_of_ours_is_known_though_it_waits_in_a_library():
     found = []
     file, module = "/x/site-packages/zmq/sugar/poll.py", "zmq.sugar.poll"
     library = run_as("def poll(): here()", file, module, here=lambda: found.append(sys._getframe(1)))
-    run_as("poll()", "/x/client/connection/transport.py", "client.connection.transport", poll=library["poll"])
+    run_as("poll()", "/x/client/connection/channel_pool.py", "client.connection.channel_pool", poll=library["poll"])
     assert stack.is_in_call(found[0])
     assert not stack.is_in_call(sys._getframe())
 

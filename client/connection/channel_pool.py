@@ -1,9 +1,9 @@
-"""Transport: how frames travel between a member and its server.
+"""Channel pool: how frames travel between a member and its server.
 
-The interface is small: a transport lends out *channels*, and a channel sends a frame and waits for one. A channel
+The interface is small: a channel pool lends out *channels*, and a channel sends a frame and waits for one. A channel
 belongs to one thread while it is lent, which is all that ZeroMQ asks for, so threads that exchange at the same
-time hold a channel each and never wait for one another. `ZmqTransport` goes over a socket, `MemoryTransport` calls a
-function; tests and demos use it to run several members in one process.
+time hold a channel each and never wait for one another. `ZmqChannelPool` goes over a socket, `MemoryChannelPool` calls
+a function; tests and demos use it to run several members in one process.
 """
 
 import itertools
@@ -92,7 +92,7 @@ class Loan:
             self._channel.close()
 
 
-class Transport:
+class ChannelPool:
     """A pool of channels to one server.
 
     A channel that saw an error is closed rather than lent again: a late answer may still come through it.
@@ -148,7 +148,7 @@ class Transport:
         raise NotImplementedError
 
 
-class ZmqTransport(Transport):
+class ZmqChannelPool(ChannelPool):
     """Channels over ZeroMQ DEALER sockets.
 
     Args:
@@ -173,7 +173,7 @@ class ZmqTransport(Transport):
             raise
 
     def beacon(self) -> Beacon:
-        """Opens a socket for signs of life; whoever asks for it closes it before the transport."""
+        """Opens a socket for signs of life; whoever asks for it closes it before the channel pool."""
         return Beacon(self._context, self.endpoint, self._keys)
 
     @property
@@ -295,7 +295,7 @@ def _closed() -> ConnectionClosed:
     return ConnectionClosed("the connection was closed by another thread while this one waited")
 
 
-class MemoryTransport(Transport):
+class MemoryChannelPool(ChannelPool):
     """Channels that call a server in the same process; many members may share one.
 
     Args:
@@ -332,13 +332,13 @@ class MemoryTransport(Transport):
 
 
 class _MemoryChannel:
-    def __init__(self, transport: MemoryTransport, peer: bytes, inbox: queue.Queue[bytes]) -> None:
-        self._transport = transport
+    def __init__(self, channel_pool: MemoryChannelPool, peer: bytes, inbox: queue.Queue[bytes]) -> None:
+        self._channel_pool = channel_pool
         self._peer = peer
         self._inbox = inbox
 
     def send(self, frame: bytes) -> None:
-        self._transport._call(self._peer, frame)  # noqa: SLF001 - the two halves of one class
+        self._channel_pool._call(self._peer, frame)  # noqa: SLF001 - the two halves of one class
 
     def receive_soon(self) -> bytes | None:
         return self.receive(SHORT_SECONDS)

@@ -10,14 +10,14 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from client.connection.transport import MemoryTransport, Transport, ZmqTransport
+from client.connection.channel_pool import ChannelPool, MemoryChannelPool, ZmqChannelPool
 from statsd_bn.errors import ConnectionClosed
 from support.interruption import WAIT_SECONDS, interrupted
 from support.memory_members import outcome, wait_until
 
 
-class Recording(Transport):
-    """A transport whose channels remember whether they were closed."""
+class Recording(ChannelPool):
+    """A channel pool whose channels remember whether they were closed."""
 
     def __init__(self) -> None:
         super().__init__("recording://")
@@ -31,30 +31,30 @@ class Recording(Transport):
 
 def test_a_channel_that_saw_an_error_is_closed_and_not_lent_again():
     """A late answer may still come through it."""
-    transport = Recording()
-    with pytest.raises(ZeroDivisionError), transport.channel() as first:
+    channel_pool = Recording()
+    with pytest.raises(ZeroDivisionError), channel_pool.channel() as first:
         raise ZeroDivisionError
     assert first.closed
-    with transport.channel() as second:
+    with channel_pool.channel() as second:
         assert second is not first
 
 
 def test_closing_closes_the_idle_channels():
-    transport = Recording()
-    with transport.channel() as channel:
+    channel_pool = Recording()
+    with channel_pool.channel() as channel:
         pass
-    transport.close()
+    channel_pool.close()
     assert channel.closed
 
 
 def test_idle_channels_can_be_closed_while_one_is_lent():
-    transport = Recording()
-    with transport.channel() as lent:
-        with transport.channel() as idle:
+    channel_pool = Recording()
+    with channel_pool.channel() as lent:
+        with channel_pool.channel() as idle:
             pass
-        transport.close_idle()
+        channel_pool.close_idle()
         assert (lent.closed, idle.closed) == (False, True)
-    with transport.channel() as again:
+    with channel_pool.channel() as again:
         assert again is lent
 
 
@@ -82,55 +82,55 @@ def echo(tmp_path):
 
 
 def test_closing_wakes_a_thread_that_waits(echo):
-    transport = ZmqTransport(echo)
+    channel_pool = ZmqChannelPool(echo)
     results = []
 
     def wait():
-        with transport.channel() as channel:
+        with channel_pool.channel() as channel:
             results.append("waiting")
             channel.receive(60.0)
 
     thread = threading.Thread(target=lambda: results.append(outcome(wait)))
     thread.start()
     wait_until(lambda: bool(results))
-    transport.close()
+    channel_pool.close()
     thread.join(timeout=10)
     assert isinstance(results[1], ConnectionClosed)
 
 
 def test_closing_wakes_a_thread_that_just_looks_whether_the_master_has_come_back(tmp_path, monkeypatch):
-    transport = ZmqTransport(f"ipc://{tmp_path}/nobody")
+    channel_pool = ZmqChannelPool(f"ipc://{tmp_path}/nobody")
 
     def close_first(socket):
-        transport.close()
+        channel_pool.close()
         return recv_monitor_message(socket)
 
     def wait():
-        with transport.channel() as channel:
+        with channel_pool.channel() as channel:
             monkeypatch.setattr(channel._monitor, "poll", lambda _: True)
             channel.receive(60.0)
 
-    monkeypatch.setattr("client.connection.transport.CLOSE_SECONDS", 0.1)  # it waits for the channel
-    monkeypatch.setattr("client.connection.transport.recv_monitor_message", close_first)
+    monkeypatch.setattr("client.connection.channel_pool.CLOSE_SECONDS", 0.1)  # it waits for the channel
+    monkeypatch.setattr("client.connection.channel_pool.recv_monitor_message", close_first)
     assert isinstance(outcome(wait), ConnectionClosed)
 
 
 def test_a_closed_transport_opens_no_channel(tmp_path):
-    transport = ZmqTransport(f"ipc://{tmp_path}/nobody")
-    transport.close()
-    with pytest.raises(ConnectionClosed), transport.channel():
+    channel_pool = ZmqChannelPool(f"ipc://{tmp_path}/nobody")
+    channel_pool.close()
+    with pytest.raises(ConnectionClosed), channel_pool.channel():
         pass
 
 
 def test_a_transport_that_is_being_closed_opens_no_channel(tmp_path, monkeypatch):
     """It waits for the channels that are lent."""
-    monkeypatch.setattr("client.connection.transport.CLOSE_SECONDS", 0.1)
-    transport = ZmqTransport(f"ipc://{tmp_path}/nobody")
+    monkeypatch.setattr("client.connection.channel_pool.CLOSE_SECONDS", 0.1)
+    channel_pool = ZmqChannelPool(f"ipc://{tmp_path}/nobody")
 
     def open_late():
-        with transport.channel():
-            transport.close()
-            with transport.channel():
+        with channel_pool.channel():
+            channel_pool.close()
+            with channel_pool.channel():
                 pass
 
     assert isinstance(outcome(open_late), ConnectionClosed)
@@ -138,10 +138,10 @@ def test_a_transport_that_is_being_closed_opens_no_channel(tmp_path, monkeypatch
 
 def test_sending_to_a_master_that_is_away_for_long_does_not_block(tmp_path):
     """ZeroMQ holds a thousand frames for it; a member with a long deadline asks again more often than that."""
-    transport = ZmqTransport(f"ipc://{tmp_path}/nobody")
+    channel_pool = ZmqChannelPool(f"ipc://{tmp_path}/nobody")
 
     def ask_again_and_again():
-        with transport.channel() as channel:
+        with channel_pool.channel() as channel:
             for _ in range(3000):
                 channel.send(b"is anybody there?")
 
@@ -150,31 +150,31 @@ def test_sending_to_a_master_that_is_away_for_long_does_not_block(tmp_path):
         try:
             asking.result(timeout=10)
         finally:
-            transport.close()
+            channel_pool.close()
 
 
 def test_frames_travel_in_memory_to_whom_they_are_for():
-    transport = MemoryTransport(lambda peer, frame: [(peer, frame + b"!"), (b"nobody", b"lost")])
-    with transport.channel() as one, transport.channel() as other:
+    channel_pool = MemoryChannelPool(lambda peer, frame: [(peer, frame + b"!"), (b"nobody", b"lost")])
+    with channel_pool.channel() as one, channel_pool.channel() as other:
         one.send(b"one")
         assert one.receive(1.0) == b"one!"
         assert other.receive(0.0) is None
 
 
 def test_a_signal_does_not_make_a_wait_endless():
-    transport = MemoryTransport(lambda peer, _: [(peer, b"came after all")])
-    with transport.channel() as channel, interrupted(lambda: channel.send(b"")):
+    channel_pool = MemoryChannelPool(lambda peer, _: [(peer, b"came after all")])
+    with channel_pool.channel() as channel, interrupted(lambda: channel.send(b"")):
         assert channel.receive(WAIT_SECONDS) is None
 
 
 def test_threads_that_open_channels_at_the_same_time_get_their_own_answers(monkeypatch):
     monkeypatch.setattr(queue, "Queue", _slow_to_make(queue.Queue))
-    transport = MemoryTransport(lambda peer, frame: [(peer, frame)])
+    channel_pool = MemoryChannelPool(lambda peer, frame: [(peer, frame)])
     together = threading.Barrier(4)
 
     def echo(number: int) -> bytes | None:
         together.wait(60.0)
-        with transport.channel() as channel:
+        with channel_pool.channel() as channel:
             together.wait(60.0)
             channel.send(bytes([number]))
             return channel.receive(1.0)
@@ -196,8 +196,8 @@ def _slow_to_make(kind: Callable[[], Any]) -> Callable[[], Any]:
 def test_a_wait_ends_early_when_the_master_has_come_back(tmp_path):
     """What was sent to the master before is lost then, so it is time to ask again."""
     endpoint = f"ipc://{tmp_path}/master"
-    transport = ZmqTransport(endpoint)
-    with zmq.Context() as context, transport.channel() as channel:
+    channel_pool = ZmqChannelPool(endpoint)
+    with zmq.Context() as context, channel_pool.channel() as channel:
         with context.socket(zmq.ROUTER) as master:
             master.bind(endpoint)
             channel.send(b"question")
@@ -207,30 +207,30 @@ def test_a_wait_ends_early_when_the_master_has_come_back(tmp_path):
             waiting = executor.submit(channel.receive, 60.0)
             another.bind(endpoint)
             assert waiting.result(timeout=20) is None
-    transport.close()
+    channel_pool.close()
 
 
 def test_closing_does_not_wait_for_a_zeromq_that_is_stuck(server, monkeypatch):
     """Its thread may be asking for a name that nobody answers for."""
-    transport = ZmqTransport(server.endpoint)
+    channel_pool = ZmqChannelPool(server.endpoint)
     release = threading.Event()
-    term = transport._context.term
+    term = channel_pool._context.term
 
     def stuck():
         release.wait(10.0)
         term()
 
-    monkeypatch.setattr(transport._context, "term", stuck)
-    monkeypatch.setattr("client.connection.transport.CLOSE_SECONDS", 0.1)
-    transport.close()
-    assert not transport._context.closed
+    monkeypatch.setattr(channel_pool._context, "term", stuck)
+    monkeypatch.setattr("client.connection.channel_pool.CLOSE_SECONDS", 0.1)
+    channel_pool.close()
+    assert not channel_pool._context.closed
     release.set()
-    wait_until(lambda: transport._context.closed)
+    wait_until(lambda: channel_pool._context.closed)
 
 
 def test_a_jobs_own_server_is_gone_when_its_folder_is_and_no_other_server_ever(tmp_path):
     folder, other = tmp_path / "statsd_bn-job-7f", tmp_path / "sockets"
-    own, shared = (ZmqTransport(f"ipc://{each}/server") for each in (folder, other))
+    own, shared = (ZmqChannelPool(f"ipc://{each}/server") for each in (folder, other))
     try:
         assert (own.is_gone, shared.is_gone) == (True, False)
         folder.mkdir()
