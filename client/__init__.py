@@ -15,7 +15,6 @@ from client.data_parallel.replicate import (
 )
 from client.elastic.sampler import ElasticSampler
 from client.elastic.state import ElasticState, MembersChanged, run_elastic
-from client.lanes.zeromq import SlavePipe
 from client.launch.connect import connect
 from client.layers.adopted import rebuilt_layer as rebuilt_layer
 from client.layers.adopted import synchronized_class
@@ -35,6 +34,7 @@ from client.training.join import join
 from client.training.recalibration import recalibrate
 from client.training.running_statistics import commit_running_statistics
 from client.training.smart_ddp import smart_DDP, smart_ddp
+from client.transports.server import SlavePipe
 
 __all__ = [
     "CallbackContext",

@@ -37,8 +37,8 @@ import client
 from programs.ddp_programs import process_group_of
 from server import Config, Service
 from server.limits.quota import Quota
-from support.lanes import ON_DEVICE, PROCESS_GROUP, rows_on_devices
 from support.member_processes import MemberProcesses
+from support.transports import ON_DEVICE, PROCESS_GROUP, rows_on_devices
 
 MEMBERS = 4
 WAIT_SECONDS = 100.0
@@ -218,11 +218,11 @@ def members(server: Server, pool: ProcessPoolExecutor, job: str) -> Callable[...
         *arguments: Any,
         job: str = job,
         policy: str = "strict",
-        lane: str = "zeromq",
+        transport: str = "zeromq",
         wait: float = WAIT_SECONDS,
         **others: Any,
     ) -> list[Any]:
-        given = {"job": job, "world_size": n, "policy": policy, "lane": lane, **others}
+        given = {"job": job, "world_size": n, "policy": policy, "transport": transport, **others}
         futures = [pool.submit(_member, program, server.endpoint, member, given, arguments) for member in range(n)]
         return [future.result(timeout=wait) for future in futures]
 
@@ -257,19 +257,19 @@ def ranks(pool: ProcessPoolExecutor, tmp_path: Path) -> Callable[..., list[Any]]
 
 @pytest.fixture
 def over(members: Callable[..., list[Any]], ranks: Callable[..., list[Any]], job: str) -> Callable[..., list[Any]]:
-    """Runs `program(process, *arguments)` in n processes over one of `support.lanes.LANES`.
+    """Runs `program(process, *arguments)` in n processes over one of `support.transports.TRANSPORTS`.
 
     What else is given is given to `connect`, where there is a connection.
     """
 
     runs = itertools.count()
 
-    def run(lane: str, n: int, program: Callable[..., Any], *arguments: Any, **given: Any) -> list[Any]:
-        if lane == PROCESS_GROUP:
+    def run(transport: str, n: int, program: Callable[..., Any], *arguments: Any, **given: Any) -> list[Any]:
+        if transport == PROCESS_GROUP:
             return ranks(n, program, *arguments)
-        if lane == ON_DEVICE:
+        if transport == ON_DEVICE:
             return ranks(n, program, *arguments, on_devices=True)
-        return members(n, program, *arguments, job=f"{job} over {lane} {next(runs)}", lane=lane, **given)
+        return members(n, program, *arguments, job=f"{job} over {transport} {next(runs)}", transport=transport, **given)
 
     return run
 

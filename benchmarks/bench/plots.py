@@ -96,7 +96,7 @@ def _step(found: Mapping[str, Any]) -> tuple[str, Mapping[str, Mapping[str, floa
     return title, groups, (1.0, "unsynchronised")
 
 
-def _lanes(found: Sequence[Mapping[str, Any]]) -> tuple[str, Mapping[str, Mapping[str, float]], None]:
+def _transports(found: Sequence[Mapping[str, Any]]) -> tuple[str, Mapping[str, Mapping[str, float]], None]:
     series = {"shared memory": "memory", "server": "ours", "gloo's all_reduce": "gloo"}
     groups = {
         f"{row['replicas']} members": {words: row[way] / 1e3 for words, way in series.items()}
@@ -116,7 +116,7 @@ def _shapes(found: Mapping[str, Any]) -> tuple[str, Mapping[str, Mapping[str, fl
     return "Forward and backward of a layer, float32, nn.BatchNorm2d = 1", groups, (1.0, "nn.BatchNorm2d")
 
 
-PLOTS = {"train_step": _step, "round_trip": _lanes, "layer": _shapes}
+PLOTS = {"train_step": _step, "round_trip": _transports, "layer": _shapes}
 
 
 def drawn() -> dict[str, str]:

@@ -16,11 +16,11 @@ from torch import Tensor, distributed, nn
 from torch.nn.modules._functions import SyncBatchNorm
 
 import client
-from client.lanes import device_rows
 from client.layers import batchnorm
+from client.transports import device_rows
 from gpu_report import torchs_operators
 from gpu_report.step import Step
-from support.lanes import rows_on_devices
+from support.transports import rows_on_devices
 
 PLAIN = "BatchNorm2d"
 TORCHS = "SyncBatchNorm"

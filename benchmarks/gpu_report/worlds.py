@@ -9,9 +9,9 @@ import torch
 from torch import distributed, nn
 
 import client
-from client.lanes import device_rows
 from client.layers import batchnorm
-from support.lanes import rows_on_devices
+from client.transports import device_rows
+from support.transports import rows_on_devices
 
 
 @contextmanager

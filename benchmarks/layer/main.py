@@ -1,9 +1,9 @@
 """Layer: forward and backward of a synchronised layer beside `nn.BatchNorm2d` on the same slice.
 
 "alone" is the whole layer (its bookkeeping, autograd and kernels) with an exchange that costs nothing: the in-process
-lane, with one replica that believes it has company. With more members each is a process, and they exchange through a
-server over ipc. Both layers take turns in one run, call by call, so that what else the machine does falls on both; the
-claim is the ratio of medians, not a time. Then `subclasses` measures what converted subclasses cost per call.
+transport, with one replica that believes it has company. With more members each is a process, and they exchange
+through a server over ipc. Both layers take turns in one run, call by call, so that what else the machine does falls on
+both; the claim is the ratio of medians, not a time. Then `subclasses` measures what converted subclasses cost per call.
 """
 
 import argparse

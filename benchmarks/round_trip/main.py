@@ -28,7 +28,7 @@ import torch.distributed as dist
 import zmq
 
 import client
-from client.lanes.shared_memory import SharedMemoryPipe
+from client.transports.shared_memory import SharedMemoryPipe
 from statsd_bn import Rows
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ PAUSE_SECONDS = 0.005
 
 # Ours over the server and in memory, and what it is held against.
 SITUATIONS = ("", " paused", " thread", " process")
-WAYS = (*(f"{lane}{situation}" for lane in ("ours", "memory") for situation in SITUATIONS), "gloo", "echo")
+WAYS = (*(f"{transport}{situation}" for transport in ("ours", "memory") for situation in SITUATIONS), "gloo", "echo")
 
 # What a contribution has beside its numbers.
 FRAME_BYTES = 80
@@ -124,7 +124,7 @@ def _member(
     rows = Rows((1,), np.ones((1, 2, channels)))
     payload = bytes(16 * channels + FRAME_BYTES)
     with (
-        client.connect(endpoint, rank=rank, world_size=replicas, lane="shared_memory") as connection,
+        client.connect(endpoint, rank=rank, world_size=replicas, transport="shared_memory") as connection,
         zmq.Context() as context,
         context.socket(zmq.REQ) as request,
     ):
@@ -155,13 +155,13 @@ def _member(
     queue.put(times)
 
 
-def _ours(lane: str, exchange: Callable[[], Any]) -> dict[str, tuple[float, Callable[[int], list[float]]]]:
-    """Returns the situations of one lane: the share of the rounds that each takes, and how to measure some."""
+def _ours(transport: str, exchange: Callable[[], Any]) -> dict[str, tuple[float, Callable[[int], list[float]]]]:
+    """Returns the situations of one transport: the share of the rounds that each takes, and how to measure some."""
     return {
-        lane: (1.0, lambda size: [_timed(exchange) for _ in range(size)]),
-        f"{lane} paused": (SLOW, lambda size: [_timed(exchange) for _ in _pauses(size)]),
-        f"{lane} thread": (SLOW, lambda size: _beside_a_busy_thread(exchange, size)),
-        f"{lane} process": (SLOW, lambda size: _beside_a_busy_process(exchange, size)),
+        transport: (1.0, lambda size: [_timed(exchange) for _ in range(size)]),
+        f"{transport} paused": (SLOW, lambda size: [_timed(exchange) for _ in _pauses(size)]),
+        f"{transport} thread": (SLOW, lambda size: _beside_a_busy_thread(exchange, size)),
+        f"{transport} process": (SLOW, lambda size: _beside_a_busy_process(exchange, size)),
     }
 
 

@@ -29,16 +29,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import client
 from client.connection.connection import Connection
-from client.lanes import choose
-from client.lanes.shared_memory import SharedMemoryPipe
-from client.lanes.zeromq import SlavePipe
+from client.transports import choose
+from client.transports.server import SlavePipe
+from client.transports.shared_memory import SharedMemoryPipe
 
 if TYPE_CHECKING:
     from multiprocessing.queues import Queue
 
 WARM_UP = 3
 
-# Ours, and in which lane their rows travel.
+# Ours, and in which transport their rows travel.
 OURS = {"zeromq": SlavePipe, "memory": SharedMemoryPipe}
 CLASSES = 10
 
@@ -118,8 +118,8 @@ def _member(
     in_rounds = _timed_rounds()
     with client.connect(endpoint, rank=rank, world_size=members):
         ways = {
-            **{way: _in_lane(lane, client.convert_model(_network(width))) for way, lane in OURS.items()},
-            BROADCAST: _in_lane(SlavePipe, client.convert_model(_network(width)), broadcasts=True),
+            **{way: _in_transport(transport, client.convert_model(_network(width))) for way, transport in OURS.items()},
+            BROADCAST: _in_transport(SlavePipe, client.convert_model(_network(width)), broadcasts=True),
             GROUP: _trainer(client.convert_model(_network(width), process_group=dist.group.WORLD)),
             "unsynchronised": _trainer(_network(width), broadcasts=True),
             "gloo": _trainer(_network(width, GlooBatchNorm), broadcasts=True),
@@ -168,14 +168,14 @@ def _timed_rounds() -> list[float]:
     return found
 
 
-def _in_lane(
-    lane: type[SlavePipe], network: nn.Module, *, broadcasts: bool = False
+def _in_transport(
+    transport: type[SlavePipe], network: nn.Module, *, broadcasts: bool = False
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns what trains a network whose rows travel in a lane. A process has one, so it changes with the turns."""
+    """Returns what trains a network over a transport. A process has one, so it changes with the turns."""
     train = _trainer(network, broadcasts=broadcasts)
 
     def step(images: Tensor, labels: Tensor) -> Tensor:
-        choose.SharedMemoryPipe = lane  # type: ignore[misc] # what it chooses where there is a connection
+        choose.SharedMemoryPipe = transport  # type: ignore[misc] # what it chooses where there is a connection
         return train(images, labels)
 
     return step

@@ -18,7 +18,7 @@ from client.autograd import findings
 from client.autograd.device_exchange import DeviceExchange
 from client.autograd.exchange import Exchange, Turn
 from client.kernels.device_statistics import DeviceMoments
-from client.lanes.lane import Lane
+from client.transports.transport import Transport
 from statsd_bn.moments import Moments
 from statsd_bn.rows import Rows
 
@@ -78,7 +78,7 @@ class Exchanges:
         if self._nr_without_graph - self._latest[oldest] > KEPT_WITHOUT_GRAPH * len(layers):
             del layers[oldest], self._latest[oldest]
 
-    def find(self, layer: str, lane: Lane, replica: int, moments: Moments | DeviceMoments) -> Exchange | None:
+    def find(self, layer: str, transport: Transport, replica: int, moments: Moments | DeviceMoments) -> Exchange | None:
         """Returns the call of `layer` to which local replica number `replica` brought these moments, if there is one.
 
         Where several calls come near, as those of micro-batches may, it is the nearest. Calls that are equal here may
@@ -97,7 +97,7 @@ class Exchanges:
                 -call.number,
                 call,
             )
-            for call, distance in _distances([call for call in calls if call.lane == lane], replica, moments)
+            for call, distance in _distances([call for call in calls if call.transport == transport], replica, moments)
             if distance <= TOLERANCE
         ]
         if not near:

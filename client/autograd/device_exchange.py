@@ -10,9 +10,9 @@ from client.autograd.exchange import Exchange
 from client.autograd.findings import Few, Findings, verdicts
 from client.kernels import on_device
 from client.kernels.device_statistics import DeviceMoments, DeviceStatistics
-from client.lanes import device_rows
-from client.lanes.device_rows import DeviceRows
-from client.lanes.lane import Lane
+from client.transports import device_rows
+from client.transports.device_rows import DeviceRows
+from client.transports.transport import Transport
 from statsd_bn.round_key import RoundKey
 
 
@@ -39,8 +39,8 @@ class DeviceExchange(Exchange):
         self.local = local
         self.rows = rows = DeviceRows.of([moments.count for moments in local], [moments.vectors for moments in local])
         verdicts.look(rows.counts.device)
-        aggregate = device_rows.run(self.lane, rows, self.capacity, phase=self.phase)
-        findings = Findings(self.lane, rows, aggregate, self._few(aggregate.count))
+        aggregate = device_rows.run(self.transport, rows, self.capacity, phase=self.phase)
+        findings = Findings(self.transport, rows, aggregate, self._few(aggregate.count))
         findings.hand_in()
         self.key = aggregate.key
         count, values = _unless_failed(findings, aggregate.count), aggregate.values
@@ -63,17 +63,17 @@ class DeviceExchange(Exchange):
         """Returns the sums over all replicas, see `Exchange.backward`."""
         key = self.next_key(phase, len(local))
         rows = DeviceRows.of([moments.count for moments in self.local], local)
-        return backward_round(self.lane, rows, self.capacity, key)
+        return backward_round(self.transport, rows, self.capacity, key)
 
     def check_count(self, x: Tensor) -> None:
         """Nothing: `forward` has seen to it."""
 
 
-def backward_round(lane: Lane, rows: DeviceRows, capacity: int, key: RoundKey) -> Tensor:
+def backward_round(transport: Transport, rows: DeviceRows, capacity: int, key: RoundKey) -> Tensor:
     """Returns the sums of a backward round; NaN where it has failed."""
     verdicts.look(rows.counts.device)
-    aggregate = device_rows.run(lane, rows, capacity, key)
-    findings = Findings(lane, rows, aggregate)
+    aggregate = device_rows.run(transport, rows, capacity, key)
+    findings = Findings(transport, rows, aggregate)
     findings.hand_in()
     return _unless_failed(findings, aggregate.values)
 

@@ -12,7 +12,7 @@ from client.autograd import non_finite
 from client.autograd.backward_passes import phase_of
 from client.kernels import on_host
 from client.kernels.statistics import Statistics
-from client.lanes.lane import Lane
+from client.transports.transport import Transport
 from statsd_bn.error_text import broken
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.members import Members
@@ -67,7 +67,7 @@ class Exchange:
 
     Attributes:
         kernels: what computes the steps, by where its vectors are.
-        lane: the way to the others.
+        transport: the way to the others.
         layer: the layer's name, for errors.
         eps: the layer's.
         eps_mode: the layer's.
@@ -85,7 +85,7 @@ class Exchange:
 
     kernels: ClassVar[Any] = on_host
 
-    lane: Lane
+    transport: Transport
     layer: str
     eps: float
     eps_mode: str
@@ -110,8 +110,8 @@ class Exchange:
         """Exchanges the local replicas' moments for those of the whole batch."""
         values = np.array([(moments.sums, moments.squares) for moments in local])
         rows = Rows(tuple([moments.count for moments in local]), values)
-        aggregate = self.lane.run_slave(rows, phase=self.phase)
-        non_finite.check(self.lane, rows, aggregate)
+        aggregate = self.transport.run_slave(rows, phase=self.phase)
+        non_finite.check(self.transport, rows, aggregate)
         self.take(rows, aggregate)
 
     def take(self, rows: Rows, aggregate: Aggregate) -> None:
@@ -133,8 +133,8 @@ class Exchange:
         key = self.next_key(phase, len(local))
         before, values = self.rows, np.array(local)
         rows = (sound_rows if values.shape == before.values.shape else Rows)(before.counts, values)
-        aggregate = self.lane.run_slave(rows, key)
-        non_finite.check(self.lane, rows, aggregate)
+        aggregate = self.transport.run_slave(rows, key)
+        non_finite.check(self.transport, rows, aggregate)
         return aggregate.values
 
     def next_key(self, phase: str, replicas: int) -> RoundKey:

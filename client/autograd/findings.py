@@ -14,10 +14,10 @@ from torch import Tensor
 from client.autograd import non_finite
 from client.autograd.exchange import too_few
 from client.autograd.verdicts import Flags, Verdicts
-from client.lanes import process_group
-from client.lanes.device_rows import DeviceAggregate, DeviceRows
-from client.lanes.lane import Lane
-from client.lanes.process_group import ProcessGroupPipe
+from client.transports import process_group
+from client.transports.device_rows import DeviceAggregate, DeviceRows
+from client.transports.process_group import ProcessGroupPipe
+from client.transports.transport import Transport
 from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
 from statsd_bn.errors import ConfigurationError, RoundMismatch
 from statsd_bn.members import Members
@@ -47,13 +47,13 @@ class Findings:
     """What may be wrong with one round.
 
     Attributes:
-        lane: it came over.
+        transport: it came over.
         brought: this process's rows in it.
         aggregate: its result.
         few: None where the whole batch is known to have enough values.
     """
 
-    lane: Lane
+    transport: Transport
     brought: DeviceRows
     aggregate: DeviceAggregate
     few: Few | None = None
@@ -70,10 +70,10 @@ class Findings:
         flags = [] if self.aggregate.others is None else [self.aggregate.others]
         if self.few is not None:
             flags.append(self.few.flag.unsqueeze(0))
-        if non_finite.is_awaited(self.lane):
+        if non_finite.is_awaited(self.transport):
             flags.append((self.aggregate.rows * 0).sum(1) != 0)  # NaN where anything is not finite, in few operators
         if flags:
-            at_once = non_finite.raises(self.lane, self.aggregate.key)
+            at_once = non_finite.raises(self.transport, self.aggregate.key)
             verdicts.hand_in(torch.cat(flags) if len(flags) > 1 else flags[0], self._tell, at_once=at_once)
 
     def _tell(self, flags: Flags) -> None:
@@ -110,9 +110,9 @@ class Findings:
             found.values.cpu().numpy(),
             non_finite=Members.of(map(int, whose)),
         )
-        if isinstance(self.lane, ProcessGroupPipe):
-            process_group.tell(self.lane, aggregate)
-        non_finite.check(self.lane, self.brought.on_host(), aggregate)
+        if isinstance(self.transport, ProcessGroupPipe):
+            process_group.tell(self.transport, aggregate)
+        non_finite.check(self.transport, self.brought.on_host(), aggregate)
 
 
 def check_computed_again(layer: str, first: Tensor, again: Tensor, tolerance: float) -> None:

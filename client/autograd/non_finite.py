@@ -1,7 +1,7 @@
 """NaN and infinity in an aggregate: logged once, or refused.
 
-They go from rank to rank through the statistics, so after one round all ranks have them. Each lane says whose rows had
-them first.
+They go from rank to rank through the statistics, so after one round all ranks have them. Each transport says whose rows
+had them first.
 
 Gradients may be infinite on purpose: a GradScaler scales them until they overflow, and skips such a step. So a backward
 round is never refused, and no finding by itself. A forward round with values that are not finite is one, and what came
@@ -16,9 +16,9 @@ from client.connection.connection import NON_FINITE, Connection
 from client.connection.current import current_connection
 from client.connection.groups import this_place
 from client.conversation.member import IGNORE, ON_NONFINITE, RAISE, WARN
-from client.lanes.in_process import LocalPipe
-from client.lanes.lane import Lane
-from client.lanes.zeromq import SlavePipe
+from client.transports.in_process import LocalPipe
+from client.transports.server import SlavePipe
+from client.transports.transport import Transport
 from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
 from statsd_bn.errors import ConfigurationError, NonFinite
 from statsd_bn.messages import Aggregate
@@ -38,11 +38,11 @@ _told_here: dict[str, tuple[int, str]] = {}
 ADVICE = "Look at what the named ranks compute before this layer; the other ranks have it from their statistics."
 
 
-def check(lane: Lane, brought: Rows, aggregate: Aggregate) -> None:
+def check(transport: Transport, brought: Rows, aggregate: Aggregate) -> None:
     """Tells of an aggregate that is not finite, or refuses it.
 
     Args:
-        lane: it came over.
+        transport: it came over.
         brought: this process's rows in it.
         aggregate: any.
 
@@ -50,31 +50,31 @@ def check(lane: Lane, brought: Rows, aggregate: Aggregate) -> None:
         NonFinite: it is one of a forward round and not finite, and the policy is to raise then.
     """
     if aggregate.non_finite.runs:
-        _meet(lane, brought, aggregate)
+        _meet(transport, brought, aggregate)
 
 
-def is_awaited(lane: Lane) -> bool:
-    """Whether it matters whether an aggregate of this lane is finite: whether something would be told, or refused."""
-    connection = _connection_of(lane)
+def is_awaited(transport: Transport) -> bool:
+    """Whether anything is reported or refused where an aggregate of this transport is not finite."""
+    connection = _connection_of(transport)
     policy = _policy(connection)
     return policy == RAISE or (policy == WARN and NON_FINITE not in _told_over(connection))
 
 
-def raises(lane: Lane, key: RoundKey) -> bool:
-    """Whether an aggregate of a round of this lane is refused if it is not finite, before anything is made of it."""
-    return key.is_forward and _policy(_connection_of(lane)) == RAISE
+def raises(transport: Transport, key: RoundKey) -> bool:
+    """Whether an aggregate of this round is refused if it is not finite, before anything is made of it."""
+    return key.is_forward and _policy(_connection_of(transport)) == RAISE
 
 
-def _connection_of(lane: Lane) -> Connection | None:
-    return lane.connection if isinstance(lane, SlavePipe) else current_connection()
+def _connection_of(transport: Transport) -> Connection | None:
+    return transport.connection if isinstance(transport, SlavePipe) else current_connection()
 
 
 def _told_over(connection: Connection | None) -> dict[str, tuple[int, str]]:
     return _told_here if connection is None else connection.told_non_finite
 
 
-def _meet(lane: Lane, brought: Rows, aggregate: Aggregate) -> None:
-    connection = _connection_of(lane)
+def _meet(transport: Transport, brought: Rows, aggregate: Aggregate) -> None:
+    connection = _connection_of(transport)
     policy = _policy(connection)
     told = _told_over(connection)
     if policy == IGNORE or (policy == WARN and NON_FINITE in told):
@@ -83,7 +83,7 @@ def _meet(lane: Lane, brought: Rows, aggregate: Aggregate) -> None:
     if not aggregate.key.is_forward:
         if aggregate.key.step > step:  # the first round of a backward pass is where they come from
             # Trainings with a GradScaler begin with some, so no other rank is asked where it runs.
-            text = _text(lane, brought, aggregate, _own_place(lane))
+            text = _text(transport, brought, aggregate, _own_place(transport))
             told[_GRADIENTS] = aggregate.key.step, text
             if not gradients:
                 logger.info("%s; a GradScaler skips such a step", text)
@@ -92,9 +92,9 @@ def _meet(lane: Lane, brought: Rows, aggregate: Aggregate) -> None:
         logger.warning("%s", gradients)
     told[NON_FINITE] = aggregate.key.step, ""
     if policy == RAISE:
-        raise _error(aggregate, _places(lane, aggregate))
-    is_own = lane.rank in aggregate.non_finite
-    text = _text(lane, brought, aggregate, _own_place(lane) if is_own else lane.places())
+        raise _error(aggregate, _places(transport, aggregate))
+    is_own = transport.rank in aggregate.non_finite
+    text = _text(transport, brought, aggregate, _own_place(transport) if is_own else transport.places())
     logger.log(logging.ERROR if is_own else logging.WARNING, "%s", text)
 
 
@@ -109,26 +109,26 @@ def _policy(connection: Connection | None) -> str:
     return policy
 
 
-def _own_place(lane: Lane) -> dict[int, str]:
-    connection = _connection_of(lane)
-    return {lane.rank: connection.member.host_and_pid if connection else this_place()}
+def _own_place(transport: Transport) -> dict[int, str]:
+    connection = _connection_of(transport)
+    return {transport.rank: connection.member.host_and_pid if connection else this_place()}
 
 
-def _places(lane: Lane, aggregate: Aggregate) -> dict[int, str]:
+def _places(transport: Transport, aggregate: Aggregate) -> dict[int, str]:
     """Returns where the ranks run whose rows were not finite; the others are asked for only where there are any."""
-    own = _own_place(lane)
+    own = _own_place(transport)
     is_own_alone = list(aggregate.non_finite) == list(own)
-    return own if is_own_alone else {**lane.places(), **own}
+    return own if is_own_alone else {**transport.places(), **own}
 
 
-def _text(lane: Lane, brought: Rows, aggregate: Aggregate, places: Mapping[int, str]) -> str:
+def _text(transport: Transport, brought: Rows, aggregate: Aggregate, places: Mapping[int, str]) -> str:
     """Returns what is told; this rank tells of itself, with the replica that it was."""
     who = ranks_in_words(aggregate.non_finite, places)
-    if lane.rank in aggregate.non_finite:
-        who = f"rank {lane.rank} ({places[lane.rank]}{_replicas(brought)})"
+    if transport.rank in aggregate.non_finite:
+        who = f"rank {transport.rank} ({places[transport.rank]}{_replicas(brought)})"
         if others := len(aggregate.non_finite) - 1:
             who += f" and {others} more"
-    what, has_steps = str(not_finite(aggregate.values)), not isinstance(lane, LocalPipe)
+    what, has_steps = str(not_finite(aggregate.values)), not isinstance(transport, LocalPipe)
     return first_non_finite(aggregate.key, who, what, has_steps=has_steps)
 
 

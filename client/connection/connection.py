@@ -23,7 +23,7 @@ from client.connection.groups import Group
 from client.connection.sessions import Sessions
 from client.connection.switch_interval import switching
 from client.conversation import all_gather
-from client.conversation.member import SHARED_MEMORY, ZEROMQ, LaneInUse, Member
+from client.conversation.member import SHARED_MEMORY, ZEROMQ, Member, TransportInUse
 from client.conversation.pulse import UNUSED_SECONDS
 from client.conversation.registration import cause_of
 from client.conversation.round_trip import RoundTrip
@@ -131,7 +131,7 @@ class Connection:
         return self.endpoint == IN_PROCESS
 
     @property
-    def lane(self) -> str:
+    def transport(self) -> str:
         """How rows reach the other members of the job now.
 
         "zeromq", over the server; "shared_memory", from the second round on where they share a host; "in process" where
@@ -139,14 +139,14 @@ class Connection:
         """
         if self.is_in_process:
             return IN_PROCESS
-        return SHARED_MEMORY if any(lane.name == SHARED_MEMORY for lane in self._lanes()) else ZEROMQ
+        return SHARED_MEMORY if any(transport.name == SHARED_MEMORY for transport in self._transports()) else ZEROMQ
 
     @property
     def why_not_faster(self) -> str:
-        """Why `lane` is not "shared_memory", for people; empty if it is, or before the first round has shown it."""
-        if self.lane != ZEROMQ:
+        """Why `transport` is not "shared_memory", for people; empty if it is, or before the first round."""
+        if self.transport != ZEROMQ:
             return ""
-        return next((why for lane in self._lanes() if (why := lane.why_not_faster)), "")
+        return next((why for transport in self._transports() if (why := transport.why_not_faster)), "")
 
     @property
     def closed(self) -> bool:
@@ -290,7 +290,7 @@ class Connection:
             key: of this round; None for the layer's next forward round.
             group: who takes part; as `Connection.group` takes it. Its first use waits until all its members use it.
             way: how the rows reach the other members; None: over the server.
-            phase: of a forward round, see `Lane.run_slave`.
+            phase: of a forward round, see `Transport.run_slave`.
 
         Raises:
             StatsdBNError: the round failed, with the reason; most kinds are RoundFailed.
@@ -437,10 +437,10 @@ class Connection:
                 when,
             )
 
-    def _lanes(self) -> list[LaneInUse]:
+    def _transports(self) -> list[TransportInUse]:
         """Those of the groups that all members of the job are in."""
         size = self.member.world_size
-        return [session.lane for session in self._sessions.all() if session.member.world_size == size]
+        return [session.transport for session in self._sessions.all() if session.member.world_size == size]
 
     @at_border
     def _gather_machines(self, machine: bytes) -> dict[int, bytes]:

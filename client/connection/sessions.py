@@ -109,7 +109,7 @@ class Sessions:
         session = self.of(group)
         session.participation = participation
         session.is_uneven = True
-        session.lane.refuse(BY_JOIN)
+        session.transport.refuse(BY_JOIN)
         try:
             self._register(session, session.member.round_timeout)
         except BaseException:
@@ -173,6 +173,6 @@ class Sessions:
             return
         with self._channel_pool.channel() as channel:
             for entry in entries:
-                if entry.session.lane.rounds_in_memory:
+                if entry.session.transport.rounds_in_memory:
                     channel.send(entry.session.heartbeat())  # the server counts the last ones too
                 channel.send(entry.session.leave(cause))

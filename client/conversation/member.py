@@ -19,14 +19,14 @@ ELASTIC = "elastic"
 ZEROMQ = "zeromq"
 SHARED_MEMORY = "shared_memory"
 
-LANES = (ZEROMQ, SHARED_MEMORY)
+TRANSPORTS = (ZEROMQ, SHARED_MEMORY)
 
 # What to do about the first aggregate that is not finite.
 WARN, RAISE, IGNORE = ON_NONFINITE = ("warn", "raise", "ignore")
 
 # What a process may ask for: one of them, or the fastest that all members of a group can use.
 AUTO = "auto"
-LANE_CHOICES = (AUTO, *LANES)
+TRANSPORT_CHOICES = (AUTO, *TRANSPORTS)
 
 # Why a group is not in memory, or no longer.
 BY_ELASTIC = "the job is elastic"
@@ -51,7 +51,7 @@ class Member:
         abort_after: how long a collective of torch may hold the main thread after the job has broken, before the
             process is ended, in seconds; None: for ever.
         tells_stacks: whether it tells where it is when others wait for it.
-        lane: how its rows are to reach the others, one of `LANE_CHOICES`.
+        transport: how its rows are to reach the others, one of `TRANSPORT_CHOICES`.
         on_nonfinite: what it does about NaN and infinity in an aggregate, one of `ON_NONFINITE`.
     """
 
@@ -66,7 +66,7 @@ class Member:
     join_timeout: float | None = None
     abort_after: float | None = DEFAULT_ABORT_AFTER
     tells_stacks: bool = True
-    lane: str = AUTO
+    transport: str = AUTO
     on_nonfinite: str = WARN
 
     @property
@@ -92,7 +92,7 @@ class Memory(Protocol):
         """Whether some member uses it no more although it goes on, so that nobody can."""
 
 
-class LaneInUse:
+class TransportInUse:
     """How the rows of one group travel now, as one member knows it, and why not a faster way.
 
     Attributes:
@@ -120,14 +120,14 @@ class LaneInUse:
 
     @property
     def name(self) -> str:
-        """One of `LANES`; empty while the members have not agreed on one."""
+        """One of `TRANSPORTS`; empty while the members have not agreed on one."""
         if self.is_in_memory:
             return SHARED_MEMORY
         return ZEROMQ if self.memory or self._refusal else ""
 
     @property
     def why_not_faster(self) -> str:
-        """Why it is not the fastest lane; empty if it is, or the members have not agreed."""
+        """Why it is not the fastest transport; empty if it is, or the members have not agreed."""
         if self._refusal or self.memory is None:
             return self._refusal
         return BY_A_RANK if self.memory.is_given_up else ""

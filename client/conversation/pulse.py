@@ -24,7 +24,7 @@ class Pulse:
     """The heartbeats of one process over one connection, which it does not have itself."""
 
     def __init__(self) -> None:
-        # Who has spoken over this connection, and so made it known to the server; and which lane each has told it.
+        # Who has spoken over this connection, and so made it known to the server; and which transport each has told it.
         self._told: dict[bytes, str] = {}
         self._telling: dict[bytes, str] = {}
         self._returned: set[bytes] = set()
@@ -51,17 +51,17 @@ class Pulse:
             session
             for session in _known(sessions)
             if now - self._told_all(session) >= limits.HEARTBEAT_SECONDS
-            or self._told.get(session.token) != session.lane.name
+            or self._told.get(session.token) != session.transport.name
         ]
         for session in due:
             session.spoke = self._beaten[session.token] = now
             # Another thread may change it before the heartbeat is written: then the next one says it again.
-            self._telling[session.token] = session.lane.name
+            self._telling[session.token] = session.transport.name
         return due
 
     def _told_all(self, session: Session) -> float:
         """When a session has last told the server all that it tells."""
-        in_memory = session.lane.is_in_memory
+        in_memory = session.transport.is_in_memory
         return min(session.spoke, self._beaten.get(session.token, session.spoke)) if in_memory else session.spoke
 
     def sent(self, session: Session) -> None:
@@ -78,7 +78,7 @@ class Pulse:
         seconds = now - self._away_since
         if seconds < AWAY_SECONDS or self._is_away_told:
             return ""
-        in_memory = [session for session in _known(sessions) if session.lane.name == SHARED_MEMORY]
+        in_memory = [session for session in _known(sessions) if session.transport.name == SHARED_MEMORY]
         if not in_memory:
             return ""
         self._is_away_told = True
@@ -102,7 +102,7 @@ class Pulse:
 
         What is not sent is dropped: the server is away, or does not know the session, and will see later rounds.
         """
-        looks = [(session, session.lane.samples.take(now)) for session in sessions if session.lane.samples]
+        looks = [(session, session.transport.samples.take(now)) for session in sessions if session.transport.samples]
         frames = [session.figures(samples) for session, samples in looks if samples and session.token in self._told]
         return [frame for frame in frames if frame]
 

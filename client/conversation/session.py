@@ -12,7 +12,7 @@ from typing import TypeGuard
 import numpy as np
 
 from client.conversation.last_settled import LastSettled
-from client.conversation.member import BY_ELASTIC, LaneInUse, Member
+from client.conversation.member import BY_ELASTIC, Member, TransportInUse
 from client.conversation.steps import Steps
 from client.whereabouts.place import Place, TorchGroup
 from statsd_bn import limits
@@ -65,7 +65,7 @@ class Session:
         first_step: the first step it takes part in, as the server said.
         members: who belongs to the group, as it last heard.
         is_uneven: whether members of the group have been away, or may have been, so that not all are in each round.
-        lane: how the group's rows travel.
+        transport: how the group's rows travel.
         times: how long its rounds took.
         lateness: how much later than all others it came, each time that it came last to a round in memory.
         last_settled: as given.
@@ -83,13 +83,13 @@ class Session:
         self.participation = Participation.TAKES_PART
         self.first_step = 0
         self.members = NOBODY
-        self.lane = LaneInUse()
+        self.transport = TransportInUse()
         self.times = ToldTimes(member.world_size)
         self.lateness = ToldTimes(member.world_size)
         # What they are made of is checked once for each layer.
         self._keys: dict[tuple[str, str], RoundKey] = {}
         if member.is_elastic:
-            self.lane.refuse(BY_ELASTIC)
+            self.transport.refuse(BY_ELASTIC)
         self.spoke = 0.0
         self._server = NO_SERVER
         # What a restarted server has said that had another process of this number.
@@ -146,10 +146,10 @@ class Session:
 
     def heartbeat(self) -> bytes:
         """Returns the frame that says that this process is alive, and what the server does not see otherwise."""
-        lane = self.lane
-        why = told(lane.why_not_faster, limits.MAX_NAME_BYTES)
-        waited = int(1e3 * lane.seconds_in_memory)
-        return encode(Heartbeat(self.token, self._steps.step, lane.rounds_in_memory, lane.name, why, waited))
+        transport = self.transport
+        why = told(transport.why_not_faster, limits.MAX_NAME_BYTES)
+        waited = int(1e3 * transport.seconds_in_memory)
+        return encode(Heartbeat(self.token, self._steps.step, transport.rounds_in_memory, transport.name, why, waited))
 
     def forward_key(self, layer: str, phase: str = FORWARD) -> RoundKey:
         """Returns the key of the next forward round, or gather, of `layer`."""

@@ -1,4 +1,4 @@
-"""The steps of a layer whose vectors are on the host, where lanes send them from; `on_device` has them on its device.
+"""The steps of a layer whose vectors are on the host, from where they are sent; `on_device` has them on its device.
 
 Both have the same functions, so what is computed from them is written once.
 """

@@ -61,7 +61,7 @@ def connect(
     min_members: int | None = None,
     curve: str | Path | None = None,
     abort_after: float | None = DEFAULT_ABORT_AFTER,
-    lane: str | None = None,
+    transport: str | None = None,
     on_nonfinite: str | None = None,
 ) -> Connection:
     """Connects this process's synchronised layers to a server, and waits until all processes of the job are there.
@@ -95,10 +95,10 @@ def connect(
         abort_after: what a strict job does with a process that a collective of torch holds after the job has broken,
             because a rank was lost, raised or is elsewhere: end it with exit code 1 after so many seconds in that
             collective; None: never.
-        lane: how rows reach the other processes. "auto": in memory if all processes of a strict job share a host and
-            can, else over the server; a line at level INFO says why. "zeromq": over the server; one process that asks
-            for it is enough. "shared_memory": as "auto", also where nobody has tried it yet, and what says why not is a
-            warning. Else STATSD_BN_LANE, else "auto".
+        transport: how rows reach the other processes. "auto": in memory if all processes of a strict job share a host
+            and can, else over the server; a line at level INFO says why. "zeromq": over the server; one process that
+            asks for it is enough. "shared_memory": as "auto", also where nobody has tried it yet, and a warning if it
+            cannot be used. Else STATSD_BN_TRANSPORT, else "auto".
         on_nonfinite: what to do when NaN or infinity comes into the statistics of a forward pass, the same for all
             processes. "warn": log once whose they were. "raise": raise NonFinite on all ranks, before a running
             statistic has moved. "ignore": nothing. Gradients alone never raise: a GradScaler overflows them on purpose.
@@ -138,7 +138,7 @@ def connect(
         min_members=min_members,
         curve=curve,
         abort_after=abort_after,
-        lane=lane,
+        transport=transport,
         on_nonfinite=on_nonfinite,
     )
     if settings.launched:
@@ -155,8 +155,8 @@ def connect(
     connection = _connection(settings)
     hold(connection)
     who = connection.member
-    logger.info("connected: job %r, rank %d of %d, %s", who.job, who.rank, who.world_size, _lane(connection))
-    if who.is_elastic and who.lane == SHARED_MEMORY and not connection.is_in_process:
+    logger.info("connected: job %r, rank %d of %d, %s", who.job, who.rank, who.world_size, _transport(connection))
+    if who.is_elastic and who.transport == SHARED_MEMORY and not connection.is_in_process:
         logger.warning("job %r exchanges rows over the server, and not in shared memory: %s", who.job, BY_ELASTIC)
     _explain_exceptions()
     if multiprocessing.parent_process():
@@ -227,7 +227,7 @@ def _running_server() -> str | None:
     return endpoint
 
 
-def _lane(connection: Connection) -> str:
+def _transport(connection: Connection) -> str:
     """Says how a connection reaches the others."""
     return "in process" if connection.is_in_process else f"over ZeroMQ, server at {connection.endpoint}"
 

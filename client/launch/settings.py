@@ -19,9 +19,9 @@ from client.conversation.member import (
     DEFAULT_ABORT_AFTER,
     DEFAULT_ROUND_TIMEOUT,
     ELASTIC,
-    LANE_CHOICES,
     ON_NONFINITE,
     STRICT,
+    TRANSPORT_CHOICES,
     Member,
 )
 from client.launch import launchers, process_group
@@ -49,7 +49,7 @@ _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
     "min_members": ("an int", (int,)),
     "curve": ("a path", (str, os.PathLike)),
     "abort_after": ("a number of seconds", (int, float)),
-    "lane": ("a str", (str,)),
+    "transport": ("a str", (str,)),
     "on_nonfinite": ("a str", (str,)),
 }
 _MAY_BE_NONE = _TYPES.keys() - {"round_timeout", "policy"}
@@ -79,7 +79,7 @@ class Settings:
         launched: how many processes the launcher or the process group counts, where `world_size` says more; else None.
         abort_after: how long a collective of torch may hold a process of a broken job, in seconds; None: for ever.
         stacks: whether this process tells where it is when others wait for it.
-        lane: how rows are to reach the other processes.
+        transport: how rows are to reach the other processes.
         on_nonfinite: what to do about NaN and infinity in an aggregate.
     """
 
@@ -98,7 +98,7 @@ class Settings:
     is_one_node: bool
     abort_after: Setting[float | None]
     stacks: Setting[bool]
-    lane: Setting[str]
+    transport: Setting[str]
     on_nonfinite: Setting[str]
     is_process_group: bool = False
     launched: Setting[int] | None = None
@@ -126,7 +126,7 @@ class Settings:
             join_timeout=self.join_timeout.value,
             abort_after=self.abort_after.value,
             tells_stacks=self.stacks.value,
-            lane=self.lane.value,
+            transport=self.transport.value,
             on_nonfinite=self.on_nonfinite.value,
         )
 
@@ -153,7 +153,7 @@ def resolve(
     min_members: int | None = None,
     curve: str | Path | None = None,
     abort_after: float | None = DEFAULT_ABORT_AFTER,
-    lane: str | None = None,
+    transport: str | None = None,
     on_nonfinite: str | None = None,
 ) -> Settings:
     """Finds the value of each setting.
@@ -171,7 +171,7 @@ def resolve(
         min_members: likewise.
         curve: likewise.
         abort_after: likewise.
-        lane: likewise.
+        transport: likewise.
         on_nonfinite: likewise.
 
     Raises:
@@ -224,7 +224,9 @@ def resolve(
         launched=launched if launched and launched.value < size.value else None,
         abort_after=_abort_after(abort_after),
         stacks=_flag(environ, "STATSD_BN_STACKS", "stacks", default=True),
-        lane=_one_of(LANE_CHOICES, "lane", lane, "STATSD_BN_LANE", environ.get("STATSD_BN_LANE")),
+        transport=_one_of(
+            TRANSPORT_CHOICES, "transport", transport, "STATSD_BN_TRANSPORT", environ.get("STATSD_BN_TRANSPORT")
+        ),
         on_nonfinite=_one_of(
             ON_NONFINITE,
             "on_nonfinite",

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from client.border import make_readable
 from client.data_parallel import any_device
-from client.lanes.choose import Company, With, company_in, lane_over, meant
-from client.lanes.lane import Lane
-from client.lanes.named_process_group import NamedProcessGroup
 from client.layers import custom_op, input_checks, tracing, unconnected, unsynchronized
 from client.layers.call import Call, synchronized_batch_norm
 from client.layers.compiled import device_op
 from client.layers.conversion.convert import convert
 from client.layers.micro_batches import Deferred, check_chunks
 from client.layers.synchronized import Synchronized, check_eps_mode, twin_of
+from client.transports.choose import Company, With, company_in, meant, transport_over
+from client.transports.named_process_group import NamedProcessGroup
+from client.transports.transport import Transport
 from statsd_bn.errors import ConfigurationError, StatsdBNError
 
 # What binds a layer to its replicas, to a mini-batch and to a call under way. The last is how many chunks a pickle says
@@ -37,13 +37,13 @@ class Way(Enum):
     """Torch's own operator: in eval, or with nobody to synchronise with."""
 
     COMPILED = auto()
-    """Our operator, which looks for its lane when it runs: where torch.compile traces the call."""
+    """Our operator, which looks for its transport when it runs: where torch.compile traces the call."""
 
     BY_ITSELF = auto()
-    """One slice of this process, over the lane."""
+    """One slice of this process, over the transport."""
 
     AS_REPLICA = auto()
-    """One slice of several, whose replicas meet at a barrier; the last takes all over the lane."""
+    """One slice of several, whose replicas meet at a barrier; the last takes all over the transport."""
 
 
 class _ProcessGroup:
@@ -150,18 +150,18 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
 
     def _normalise(self, of: Any, input: Tensor, mask: Tensor | None) -> Tensor:  # noqa: A002 - torch's name
         """Computes one call; `of` is the layer, or what its subclass's `forward` has handed over in its name."""
-        way, lane = self._route(mask)
+        way, transport = self._route(mask)
         if way is Way.TORCHS:
             return unsynchronized.forward(of, input, self._deferred_now())
         if way is Way.COMPILED:
             forward = device_op.forward if device_op.suits(self, input) else custom_op.forward
             return forward(of, input, mask, self._deferred_now())
-        assert lane is not None  # noqa: S101 - the other ways exchange
+        assert transport is not None  # noqa: S101 - the other ways exchange
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise tracing.refusal(self.layer_name, "traced by torch.jit.trace in training mode")
         input_checks.check_local(self, input, of.weight)
         replica = self._replica if way is Way.AS_REPLICA else None
-        call = Call(of, lane, self._tally, self._deferred_now(), replica)
+        call = Call(of, transport, self._tally, self._deferred_now(), replica)
         try:
             return synchronized_batch_norm(input, of.weight, of.bias, mask, call)
         except StatsdBNError as error:
@@ -233,10 +233,10 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         if input.dim() < 2:  # noqa: PLR2004 - the batch and the channels
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
-    def _route(self, mask: Tensor | None) -> tuple[Way, Lane | None]:
-        """Returns how this call is computed, and over which lane if it exchanges anything.
+    def _route(self, mask: Tensor | None) -> tuple[Way, Transport | None]:
+        """Returns how this call is computed, and over which transport if it exchanges anything.
 
-        It asks for the company once, so that the way and the lane fit together.
+        It asks for the company once, so that the way and the transport fit together.
         """
         is_tallied = self._tally is not None
         if not (self.training or is_tallied or (self.running_mean is None and self.running_var is None)):
@@ -250,8 +250,8 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         if is_traced:
             return Way.COMPILED, None
         is_replica = self._replica is not None and (self.training or is_tallied)
-        lane = lane_over(company, self.layer_name, self.group)
-        return (Way.AS_REPLICA if is_replica else Way.BY_ITSELF), lane
+        transport = transport_over(company, self.layer_name, self.group)
+        return (Way.AS_REPLICA if is_replica else Way.BY_ITSELF), transport
 
     def _has_company(self, company: Company | None) -> bool:
         """Whether other batches belong to this one; while `recalibrate` counts the pass, all that it counts."""

@@ -20,11 +20,11 @@ from client.autograd.functional import NOBODY, Slice, batch_norm, held
 from client.data_parallel.barrier import Barrier
 from client.kernels import on_device, on_host, streams
 from client.kernels.device_statistics import DeviceMoments
-from client.lanes import device_rows
-from client.lanes.lane import Lane
 from client.layers import running_stats
 from client.layers.micro_batches import Deferred
 from client.layers.recalibration_moments import Tally
+from client.transports import device_rows
+from client.transports.transport import Transport
 from client.whereabouts import collectives
 
 _PLAIN = frozenset({Tensor, nn.Parameter, type(None)})
@@ -68,14 +68,14 @@ class Call:
 
     Attributes:
         layer: a `SynchronizedBatchNorm`.
-        lane: of its rounds.
+        transport: of its rounds.
         tally: counts the batch while `recalibrate` runs; then nothing moves.
         deferred: says when the running statistics move; None after each call.
         replica: where the replicas of its process meet, and its number among them; None for a layer without any.
     """
 
     layer: Any
-    lane: Lane
+    transport: Transport
     tally: Tally | None
     deferred: Deferred | None
     replica: tuple[Barrier, int] | None
@@ -105,10 +105,10 @@ class Call:
         """Returns the call that a checkpoint computes again, if this is one of its second runs."""
         if self.tally is not None or not is_inside_backward():
             return None
-        kernels = on_device if device_rows.stay(self.lane, [mine.input]) else on_host
+        kernels = on_device if device_rows.stay(self.transport, [mine.input]) else on_host
         with torch.no_grad():
             moments = kernels.moments(mine.input, mine.mask)
-        return exchanges.find(self.layer.layer_name, self.lane, replica, moments)
+        return exchanges.find(self.layer.layer_name, self.transport, replica, moments)
 
     def _normalise_replicas(self, slices: list[Slice]) -> list[tuple[Tensor, Any]]:
         """Runs in the last replica's thread, but not in its grad and inference modes, hooks and streams."""
@@ -136,16 +136,16 @@ class Call:
 
     def _exchange(self, slices: list[Slice]) -> Exchange:
         """Returns the call's exchange: over the host, or on the devices of its slices."""
-        lane, layer = self.lane, self.layer
+        transport, layer = self.transport, self.layer
         # Threads without gradients hold nothing for a backward pass.
         needs = any(each.input.requires_grad or each.holder is NOBODY for each in slices)
         phase = phase_of_forward(needs_gradient=needs)
-        if device_rows.may_stay(lane, slices[0].input):
+        if device_rows.may_stay(transport, slices[0].input):
             inputs = [slice_.input for slice_ in slices]
-            capacity = device_rows.capacity_of(lane, inputs, phase, over_the_host=self.tally is not None)
+            capacity = device_rows.capacity_of(transport, inputs, phase, over_the_host=self.tally is not None)
             if capacity:
-                return DeviceExchange(lane, layer.layer_name, layer.eps, layer.eps_mode, phase, capacity=capacity)
-        return Exchange(lane, layer.layer_name, layer.eps, layer.eps_mode, phase)
+                return DeviceExchange(transport, layer.layer_name, layer.eps, layer.eps_mode, phase, capacity=capacity)
+        return Exchange(transport, layer.layer_name, layer.eps, layer.eps_mode, phase)
 
     def _due(self, batch: Any) -> Any:
         """Counts a batch once for all replicas."""

@@ -21,13 +21,13 @@ from client.connection import groups
 from client.connection.groups import LOCAL, Group
 from client.kernels import dispatch, layout, vectors
 from client.kernels.statistics import Statistics
-from client.lanes.choose import With, lane_for
-from client.lanes.in_process import LocalPipe
-from client.lanes.lane import Lane
-from client.lanes.named_process_group import NamedProcessGroup
-from client.lanes.process_group import ProcessGroupPipe
 from client.layers import running_stats
 from client.layers.micro_batches import Deferred, numbered
+from client.transports.choose import With, transport_for
+from client.transports.in_process import LocalPipe
+from client.transports.named_process_group import NamedProcessGroup
+from client.transports.process_group import ProcessGroupPipe
+from client.transports.transport import Transport
 from client.whereabouts import collectives
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.moments import Moments
@@ -65,13 +65,13 @@ def named(group: With) -> tuple[str, int]:
     return group or "", 0
 
 
-def lane_of(layer: str, group: str, size: int) -> Lane:
-    """Returns the lane of a layer whose group is written as `named` does it, or as `THIS_PROCESS`."""
+def transport_of(layer: str, group: str, size: int) -> Transport:
+    """Returns the transport of a layer whose group is written as `named` does it, or as `THIS_PROCESS`."""
     if (group, size) == THIS_PROCESS:
         return LocalPipe(layer)
     if size < 0:
         return ProcessGroupPipe(NamedProcessGroup(group, -1 - size), layer)
-    return lane_for(layer, groups.named(group, size) if size else group or None)
+    return transport_for(layer, groups.named(group, size) if size else group or None)
 
 
 def forward(layer: Any, x: Tensor, mask: Tensor | None, deferred: Deferred | None) -> Tensor:
@@ -84,7 +84,7 @@ def forward(layer: Any, x: Tensor, mask: Tensor | None, deferred: Deferred | Non
         deferred: says when the running statistics move; None after each call.
     """
     output: Tensor
-    lane = named(layer.group) if layer.training else THIS_PROCESS
+    transport = named(layer.group) if layer.training else THIS_PROCESS
     number = NOT_DEFERRED if deferred is None else deferred.number
     output, statistics, ticket = batch_norm(
         x,
@@ -92,7 +92,7 @@ def forward(layer: Any, x: Tensor, mask: Tensor | None, deferred: Deferred | Non
         layer.bias,
         mask,
         layer.layer_name,
-        *lane,
+        *transport,
         layer.eps,
         layer.eps_mode,
         number,
@@ -143,7 +143,7 @@ def batch_norm(
         The output; the statistics, shape (5, C), float64; the ticket, shape (6,), int64; their rows and entries are
         named above.
     """
-    fresh = Exchange(lane_of(layer, group, size), layer, eps, eps_mode, phase)
+    fresh = Exchange(transport_of(layer, group, size), layer, eps, eps_mode, phase)
     try:
         exchange = exchanged(x, mask, fresh)
     except StatsdBNError as error:
@@ -176,7 +176,7 @@ def exchanged(x: Tensor, mask: Tensor | None, fresh: Exchange) -> Exchange:
 
 def _exchange(x: Tensor, mask: Tensor | None, fresh: Exchange) -> Exchange:
     local = fresh.kernels.moments(x, mask)
-    if is_inside_backward() and (earlier := exchanges.find(fresh.layer, fresh.lane, 0, local)):
+    if is_inside_backward() and (earlier := exchanges.find(fresh.layer, fresh.transport, 0, local)):
         return earlier
     fresh.forward([local])
     collectives.remember()
@@ -200,14 +200,14 @@ def batch_norm_backward(
     """Returns the gradients of input (empty if it needs none), weight and bias; the arguments are `batch_norm`'s."""
     count, step, call, _, _, number = ticket.tolist()
     found = Statistics(max(count, 1), *statistics.numpy()[:NEWEST_MEAN])
-    lane = lane_of(layer, group, size)
-    key = backward_key(lane, step, call, number) if needs_input else None
-    return gradients(grad, x, weight, mask, found, lane, key)
+    transport = transport_of(layer, group, size)
+    key = backward_key(transport, step, call, number) if needs_input else None
+    return gradients(grad, x, weight, mask, found, transport, key)
 
 
-def backward_key(lane: Lane, step: int, call: int, number: int) -> RoundKey:
+def backward_key(transport: Transport, step: int, call: int, number: int) -> RoundKey:
     """Returns the key of the next backward round of a call, which the ticket says."""
-    return lane.key(step, call, phase_of(BACKWARD, _backward_passes.count(number)))
+    return transport.key(step, call, phase_of(BACKWARD, _backward_passes.count(number)))
 
 
 def gradients(
@@ -216,7 +216,7 @@ def gradients(
     weight: Tensor | None,
     mask: Tensor | None,
     found: Statistics,
-    lane: Lane,
+    transport: Transport,
     key: RoundKey | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of input, weight and bias; that of the input is empty if there is no key for its round."""
@@ -225,8 +225,8 @@ def gradients(
     by_input = x.new_empty(0)
     if key is not None:
         rows = Rows((dispatch.count(x, mask),), local[np.newaxis])
-        aggregate = lane.run_slave(rows, key)
-        non_finite.check(lane, rows, aggregate)
+        aggregate = transport.run_slave(rows, key)
+        non_finite.check(transport, rows, aggregate)
         by_input = dispatch.input_gradient(grad, x, found, aggregate.values, weight, mask)
     return by_input, vectors.vector(local[1] * found.invstd, x), vectors.vector(local[0], x)
 
@@ -254,7 +254,7 @@ def keep_whole(forward: Any, backward: Any, fake: Callable[[Tensor], tuple[Tenso
 
     def differentiate(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[:3]
-        found = backward(grad, *ctx.saved_tensors, *ctx.lane, needs[0])
+        found = backward(grad, *ctx.saved_tensors, *ctx.transport, needs[0])
         return *(each if need else None for each, need in zip(found, needs, strict=True)), *[None] * 8
 
     forward.register_fake(fake_forward)
@@ -267,7 +267,7 @@ def keep_whole(forward: Any, backward: Any, fake: Callable[[Tensor], tuple[Tenso
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, weight, _, mask, *ctx.lane, _, _, _, _ = inputs
+    x, weight, _, mask, *ctx.transport, _, _, _, _ = inputs
     _, statistics, ticket = output
     ctx.save_for_backward(x, weight, mask, statistics, ticket)
 

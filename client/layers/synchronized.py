@@ -6,11 +6,11 @@ from typing import ClassVar, TypeVar
 from torch import nn
 
 from client.data_parallel.barrier import Barrier
-from client.lanes.choose import With
-from client.lanes.named_process_group import NamedProcessGroup
 from client.layers import running_stats, tracing
 from client.layers.micro_batches import Deferred, check_chunks
 from client.layers.recalibration_moments import Tally
+from client.transports.choose import With
+from client.transports.named_process_group import NamedProcessGroup
 
 Kind = TypeVar("Kind", bound=type[nn.Module])
 

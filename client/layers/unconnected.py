@@ -8,8 +8,8 @@ from typing import Any
 from torch import distributed
 
 from client.connection import current
-from client.lanes.named_process_group import NamedProcessGroup
 from client.layers.synchronized import Synchronized
+from client.transports.named_process_group import NamedProcessGroup
 
 logger = logging.getLogger("statsd_bn.client")
 

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from client.autograd.checkpointing import is_inside_backward
 from client.kernels import on_device, on_host
-from client.lanes import device_rows
 from client.layers import running_stats
 from client.layers.interception import Handed, unseen
 from client.layers.micro_batches import Deferred
+from client.transports import device_rows
 
 
 def forward(layer: Any, x: Tensor, deferred: Deferred | None = None) -> Tensor:

@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from client.conversation.registration import cause_of
-from client.lanes import process_group
-from client.lanes.choose import Company
-from client.lanes.named_process_group import NamedProcessGroup
 from client.serialization.packing import pack, unpack
+from client.transports import process_group
+from client.transports.choose import Company
+from client.transports.named_process_group import NamedProcessGroup
 from statsd_bn.checks import shown
 from statsd_bn.errors import ProtocolError, RoundFailed, RoundMismatch
 from statsd_bn.members import Members
@@ -23,7 +23,7 @@ from statsd_bn.text import told
 Tensors = dict[str | int, Tensor]
 
 # The name of its rounds. No layer has such a name: the name of a module contains no brackets.
-LANE = "mp_sync()"
+TRANSPORT = "mp_sync()"
 
 # The most keys in an error's text; a member may send any number of them.
 MAX_TOLD_KEYS = 8
@@ -60,8 +60,8 @@ def _gathered(company: Company | None, message: bytes) -> dict[int, bytes]:
     if company is None:
         return {0: message}
     if isinstance(company, NamedProcessGroup):
-        return process_group.all_gather(company, LANE, message)
-    return company.all_gather(LANE, message)
+        return process_group.all_gather(company, TRANSPORT, message)
+    return company.all_gather(TRANSPORT, message)
 
 
 def _packed(tensors: Mapping[Any, Tensor]) -> bytes:
@@ -80,7 +80,7 @@ def _unpacked(member: int, data: bytes) -> tuple[Tensors, str]:
     try:
         return _read(data)
     except ProtocolError as error:
-        raise ProtocolError(f"{LANE}: the values of rank {member}: {error.message}") from error
+        raise ProtocolError(f"{TRANSPORT}: the values of rank {member}: {error.message}") from error
 
 
 def _read(data: bytes) -> tuple[Tensors, str]:
@@ -101,7 +101,7 @@ def _check_nobody_raised(causes: dict[int, str]) -> None:
     if causes:
         member, cause = next(iter(causes.items()))
         raise RoundFailed(
-            f"{LANE}: expected values from all ranks, got none from {Members.of(causes)}; rank {member}: {cause}",
+            f"{TRANSPORT}: expected values from all ranks, got none from {Members.of(causes)}; rank {member}: {cause}",
             member=member,
             cause=cause,
         )
@@ -117,4 +117,4 @@ def _check_names(shared: dict[int, Tensors]) -> None:
         some = islice(partial.items(), MAX_TOLD_KEYS)
         got = "; ".join(f"{shown(name)} only from {members}" for name, members in some)
         more = f" and {len(partial) - MAX_TOLD_KEYS} keys more" if len(partial) > MAX_TOLD_KEYS else ""
-        raise RoundMismatch(f"{LANE}: expected the same keys from ranks {Members.of(shared)}, got {got}{more}")
+        raise RoundMismatch(f"{TRANSPORT}: expected the same keys from ranks {Members.of(shared)}, got {got}{more}")

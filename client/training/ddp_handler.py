@@ -15,12 +15,12 @@ from torch.utils.data.distributed import DistributedSampler
 from client.border import at_border
 from client.connection.connection import Connection
 from client.connection.current import current_connection
-from client.lanes.choose import Company, company_in
-from client.lanes.named_process_group import NamedProcessGroup
 from client.training import data_loaders
-from client.training.all_gather_tensors import LANE, share
+from client.training.all_gather_tensors import TRANSPORT, share
 from client.training.data_loaders import Loader, Sampler
 from client.training.measurements import as_tensor, joined, like
+from client.transports.choose import Company, company_in
+from client.transports.named_process_group import NamedProcessGroup
 
 LOADERS = ("train_loader", "validation_loader", "test_loader")
 
@@ -120,7 +120,7 @@ class DDPHandler:
         shared = share(self._company, lambda: {"data": as_tensor(data, double_precision)})
         tensors = {member: given["data"] for member, given in shared.items()}
         if concat_mp_data:
-            return like(joined(LANE, tensors), data, return_tensor)
+            return like(joined(TRANSPORT, tensors), data, return_tensor)
         return [like(tensor, data, return_tensor) for tensor in tensors.values()]
 
     @at_border
@@ -135,7 +135,7 @@ class DDPHandler:
         results = {}
         for key, data in dict_data.items():
             tensors = {member: given[key] for member, given in shared.items()}
-            results[key] = like(joined(f"{LANE}, {key!r}", tensors), data, return_tensor=True)
+            results[key] = like(joined(f"{TRANSPORT}, {key!r}", tensors), data, return_tensor=True)
         return results
 
     @property

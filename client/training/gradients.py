@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from client.border import at_border
 from client.connection.connection import Connection
 from client.connection.current import current_connection
-from client.lanes.choose import company_in, lane_over
-from client.lanes.lane import Lane
+from client.transports.choose import company_in, transport_over
+from client.transports.transport import Transport
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.members import Members
@@ -28,7 +28,7 @@ from statsd_bn.reduction import FloatArray
 from statsd_bn.rows import Rows
 
 # The name of its rounds. No layer has such a name: the name of a module contains no brackets.
-LANE = "average_gradients()"
+TRANSPORT = "average_gradients()"
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -66,7 +66,7 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) 
     if company is None:
         _divide(trained, count)
         return count
-    parts = _sum(lane_over(company, LANE, None), _flat(trained), count)
+    parts = _sum(transport_over(company, TRANSPORT, None), _flat(trained), count)
     if isinstance(company, Connection):
         _tell_of_absent(company, parts[0])
     # A member may be lost between two parts; each part is an average over its own members.
@@ -146,9 +146,9 @@ def _numbers(gradient: Tensor) -> Tensor:
     return real.double().flatten()
 
 
-def _sum(lane: Lane, values: FloatArray, count: int) -> list[Aggregate]:
+def _sum(transport: Transport, values: FloatArray, count: int) -> list[Aggregate]:
     parts = np.split(values, range(limits.MAX_CHANNELS, len(values), limits.MAX_CHANNELS))
-    return [lane.run_slave(Rows((count,), part[np.newaxis, np.newaxis])) for part in parts]
+    return [transport.run_slave(Rows((count,), part[np.newaxis, np.newaxis])) for part in parts]
 
 
 @torch.no_grad()

@@ -14,10 +14,10 @@ from client.border import make_readable
 from client.connection.connection import Connection
 from client.connection.current import current_connection
 from client.connection.groups import Group
-from client.lanes.choose import company_in
-from client.lanes.named_process_group import NamedProcessGroup
 from client.layers.batchnorm import SynchronizedBatchNorm
 from client.training.running_statistics import commit_running_statistics
+from client.transports.choose import company_in
+from client.transports.named_process_group import NamedProcessGroup
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import ConfigurationError, StatsdBNError
 
@@ -50,7 +50,7 @@ def join(model: nn.Module) -> Iterator[None]:
         ConfigurationError: layers synchronise over a process group of torch's, which waits for all its ranks.
     """
     connection = current_connection()
-    _check_lanes(model)
+    _check_transports(model)
     if connection is None:
         yield
         commit_running_statistics(model)
@@ -78,7 +78,7 @@ def _layers(model: nn.Module) -> Iterator[SynchronizedBatchNorm]:
     return (module for module in model.modules() if isinstance(module, SynchronizedBatchNorm))
 
 
-def _check_lanes(model: nn.Module) -> None:
+def _check_transports(model: nn.Module) -> None:
     """Nobody can be away from a collective of torch's, so the others would wait there for ever."""
     for layer in _layers(model):
         if isinstance(group := company_in(layer.group), NamedProcessGroup):

@@ -23,10 +23,10 @@ from torch.optim.swa_utils import AveragedModel
 
 from client.border import at_border
 from client.connection.connection import Connection
-from client.lanes.choose import With, company_in, lane_for
-from client.lanes.named_process_group import NamedProcessGroup
 from client.layers.batchnorm import SynchronizedBatchNorm
 from client.layers.recalibration_moments import Tally
+from client.transports.choose import With, company_in, transport_for
+from client.transports.named_process_group import NamedProcessGroup
 from statsd_bn import limits
 from statsd_bn.error_text import broken
 from statsd_bn.errors import RoundMismatch
@@ -35,7 +35,7 @@ from statsd_bn.reduction import FloatArray
 from statsd_bn.rows import Rows
 
 # The name of its rounds. No layer has such a name: the name of a module contains no brackets.
-LANE = "recalibrate()"
+TRANSPORT = "recalibrate()"
 
 Tallies = dict[SynchronizedBatchNorm, Tally]
 Population = tuple[SynchronizedBatchNorm, Moments]
@@ -235,8 +235,8 @@ def _over_all_members(
     company = company_in(group)
     if isinstance(company, Connection) and not isinstance(group, NamedProcessGroup):
         company.end_absence(group)
-    lane = lane_for(LANE, group)
-    aggregates = [lane.run_slave(Rows((batches,), part[None])) for part in _parts(vectors)]
+    transport = transport_for(TRANSPORT, group)
+    aggregates = [transport.run_slave(Rows((batches,), part[None])) for part in _parts(vectors)]
     ends = np.cumsum([_width(layer) for layer in layers])[:-1]
     totals = np.split(np.concatenate([aggregate.values for aggregate in aggregates], axis=1), ends, axis=1)
     last = aggregates[-1]

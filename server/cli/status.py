@@ -206,7 +206,7 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
         f"replica{'s' * (told['replicas'] != 1)}" + (f"; it {told['where']}" if told.get("where") else "")
         for told in group["members"]
     ]
-    lines += _describe_lanes(group)
+    lines += _describe_transports(group)
     if left_out := group.get("members_left_out"):
         lines.append(f"  and {left_out} ranks more than a report can hold")
     lines += [
@@ -219,19 +219,20 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _describe_lanes(group: dict[str, Any]) -> list[str]:
+def _describe_transports(group: dict[str, Any]) -> list[str]:
     """How the members' rows travel, one line; none before they have said so."""
     users: dict[str, list[int]] = {}
     for told in group["members"]:
-        if lane := told.get("lane"):
-            users.setdefault(lane, []).append(told["member"])
+        if transport := told.get("transport"):
+            users.setdefault(transport, []).append(told["member"])
     if not users:
         return []
     told = [
-        lane if len(users) == 1 else f"{lane} of {ranks_in_words(Members.of(ranks))}" for lane, ranks in users.items()
+        transport if len(users) == 1 else f"{transport} of {ranks_in_words(Members.of(ranks))}"
+        for transport, ranks in users.items()
     ]
     why = group.get("why_not_faster")
-    return [f"  lane {', '.join(told)}" + (f": {why}" if why else "")]
+    return [f"  transport {', '.join(told)}" + (f": {why}" if why else "")]
 
 
 def _describe_ended(job: dict[str, Any]) -> str:

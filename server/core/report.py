@@ -128,7 +128,7 @@ def _fill(head: dict[str, Any], master: SyncMaster, now: float, room: int) -> in
     for member, contributor in sorted(contributors.items()):
         step = master.membership.step_of(contributor)
         told = {**contributor.report(now, step), **master.insight.pace.told(member)}
-        size = MEMBER_BYTES + _size(told["place"]) + _size(told.get("lane", "")) + _size(told.get("where", ""))
+        size = MEMBER_BYTES + _size(told["place"]) + _size(told.get("transport", "")) + _size(told.get("where", ""))
         if used + size > room:
             break
         used += size

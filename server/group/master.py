@@ -151,7 +151,7 @@ class SyncMaster:
         """Take what a member says of itself."""
         if said.rounds > self._rounds_without or said.step != contributor.told_step:
             self._moved = now
-        contributor.told_step, contributor.lane = said.step, said.lane
+        contributor.told_step, contributor.transport = said.step, said.transport
         self.membership.hear_of(said.step)
         self.why_not_faster = said.why
         # A round that one of them has told the server of is not counted by all.

@@ -28,7 +28,7 @@ class Contributor:
         owed: how many results of that life it has announced.
         replicas: rows in its latest contribution; 0 before the first.
         since: when it registered first, or has come back from a pass over its data.
-        lane: how its rows reach the others, as it says; empty while it has not said it.
+        transport: how its rows reach the others, as it says; empty while it has not said it.
         told_step: the step it is in, as it says; it may have had rounds of which the server has seen nothing.
         threads: how many rounds it has had under way at once, at most: so many threads of it exchange.
         late: how much later than the first member it has come to its rounds, in seconds altogether.
@@ -53,7 +53,7 @@ class Contributor:
     recalled: set[RoundKey] = field(default_factory=set)
     replicas: int = 0
     since: float = 0.0
-    lane: str = ""
+    transport: str = ""
     told_step: int = 0
     threads: int = 1
     late: float = 0.0
@@ -111,7 +111,7 @@ class Contributor:
             "replicas": self.replicas,
             **self._late(),
             **({"round_trip": _in_brief(self.trips)} if self.trips.total else {}),
-            **({"lane": self.lane} if self.lane else {}),
+            **({"transport": self.transport} if self.transport else {}),
             **({"where": where} if where else {}),
         }
 

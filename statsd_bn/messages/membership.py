@@ -158,7 +158,7 @@ class Heartbeat:
         session: who is alive.
         step: the step it is in.
         rounds: how many rounds it has had with the other members alone, of which the server has seen nothing.
-        lane: how its rows reach the others, for people; empty while that is not known.
+        transport: how its rows reach the others, for people; empty while that is not known.
         why: why they do not take a faster way, for people; empty if they take the fastest, or nobody knows.
         waited: for how many milliseconds it has waited in rounds with the others alone.
     """
@@ -168,7 +168,7 @@ class Heartbeat:
     session: bytes
     step: int = 0
     rounds: int = 0
-    lane: str = ""
+    transport: str = ""
     why: str = ""
     waited: int = 0
 
@@ -176,7 +176,7 @@ class Heartbeat:
         check_token("session", self.session)
         check_integer("step", self.step, 0, limits.MAX_COUNTER)
         check_integer("rounds", self.rounds, 0, limits.MAX_COUNTER)
-        check_text("lane", self.lane, limits.MAX_PHASE_BYTES, shortest=0)
+        check_text("transport", self.transport, limits.MAX_PHASE_BYTES, shortest=0)
         check_text("why", self.why, limits.MAX_NAME_BYTES, shortest=0)
         check_integer("waited", self.waited, 0, limits.MAX_COUNTER)
 

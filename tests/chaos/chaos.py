@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from chaos import chaos_scenarios, chaos_world
 from chaos.chaos_scenarios import Result
 from chaos.chaos_world import Finding
-from client.conversation.member import LANES
+from client.conversation.member import TRANSPORTS
 from support import starter
 
 HEADER = (
@@ -51,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = random.randrange(10**6) if options.seed is None else options.seed
     print(f"again with: scripts/chaos --seed {seed}")
     lines = [Line(each.__name__) for each in scenarios]
-    if options.lane:
-        os.environ["STATSD_BN_LANE"] = options.lane
+    if options.transport:
+        os.environ["STATSD_BN_TRANSPORT"] = options.transport
     starter.warm_up()
     for turn in _rounds(options):
         for line, scenario in zip(lines, scenarios, strict=True):
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     length.add_argument("--rounds", type=_positive(int), default=3, help="of all scenarios (default 3)")
     length.add_argument("--minutes", type=_positive(float), help="begin no further round after so many")
     parser.add_argument("--seed", type=int, help="of all chance (default: another one each time, printed)")
-    parser.add_argument("--lane", choices=LANES, help="in which the members meet")
+    parser.add_argument("--transport", choices=TRANSPORTS, help="in which the members meet")
     parser.add_argument("--only", choices=[each.__name__ for each in chaos_scenarios.SCENARIOS], help="one scenario")
     return parser
 

@@ -20,7 +20,7 @@ from attacks.honest import Workers
 from attacks.peers import job_of
 from attacks.servers import Attacked
 from chaos.chaos_world import require
-from client.conversation.member import LANES
+from client.conversation.member import TRANSPORTS
 from programs import killed_rank_programs
 from support import starter
 from support.starter import STARTER
@@ -42,7 +42,7 @@ LOST_SECONDS = 20.0
 
 
 def kill_ranks(kills: int, *, with_keys: bool, chance: random.Random) -> Counter[str]:
-    """Kills so many ranks of a server on TCP with keys, or on a private Unix socket; returns how many in which lane.
+    """Kills ranks of a server on TCP with keys, or on a private Unix socket; returns how many over which transport.
 
     Raises:
         Finding: the server has ended or complained, or the job beside was disturbed.
@@ -56,7 +56,7 @@ def kill_ranks(kills: int, *, with_keys: bool, chance: random.Random) -> Counter
             with servers.attacked(folder, with_keys=with_keys, bind=bind) as server:
                 beside = workers.begin(server, folder)
                 while killed.total() < kills:
-                    _kill_jobs(server, LANES[killed.total() // (JOBS * RANKS) % len(LANES)], chance, killed)
+                    _kill_jobs(server, TRANSPORTS[killed.total() // (JOBS * RANKS) % len(TRANSPORTS)], chance, killed)
                     require(not server.ending, f"the server ended after {killed}: {server.ending}\n{server.said()}")
                 played = beside.end()
                 wrong = [one.problem or f"{one.wrong} wrong aggregates" for one in played if one.problem or one.wrong]
@@ -75,11 +75,12 @@ def _wait_until_all_are_lost(server: Attacked) -> None:
         time.sleep(0.1)
 
 
-def _kill_jobs(server: Attacked, lane: str, chance: random.Random, killed: Counter[str]) -> None:
+def _kill_jobs(server: Attacked, transport: str, chance: random.Random, killed: Counter[str]) -> None:
     """Starts jobs, and kills their ranks in any order while they connect or have rounds."""
     begun = [STARTER.RawValue("q", 0) for _ in range(JOBS * RANKS)]
     processes = [
-        _start_job(server, job_of("bob"), lane, begun[first : first + RANKS]) for first in range(0, len(begun), RANKS)
+        _start_job(server, job_of("bob"), transport, begun[first : first + RANKS])
+        for first in range(0, len(begun), RANKS)
     ]
     ranks = [process for job in processes for process in job]
     try:
@@ -89,7 +90,7 @@ def _kill_jobs(server: Attacked, lane: str, chance: random.Random, killed: Count
         else:
             time.sleep(chance.uniform(0, CONNECT_SECONDS))
         for process in chance.sample(ranks, len(ranks)):
-            killed[lane] += process.is_alive()
+            killed[transport] += process.is_alive()
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
             time.sleep(chance.uniform(0, BETWEEN_SECONDS))
@@ -100,13 +101,13 @@ def _kill_jobs(server: Attacked, lane: str, chance: random.Random, killed: Count
             process.close()
 
 
-def _start_job(server: Attacked, job: str, lane: str, begun: list[Any]) -> list[Any]:
+def _start_job(server: Attacked, job: str, transport: str, begun: list[Any]) -> list[Any]:
     """Starts the ranks of a job, each of which sets its number in `begun` to 1 after its first round."""
     secret = server.secret_of("bob")
     given = server.endpoint, str(secret) if secret else None, job
     processes = [
         STARTER.Process(
-            target=killed_rank_programs.rounds_without_end, args=(*given, rank, RANKS, lane, one), daemon=True
+            target=killed_rank_programs.rounds_without_end, args=(*given, rank, RANKS, transport, one), daemon=True
         )
         for rank, one in enumerate(begun)
     ]

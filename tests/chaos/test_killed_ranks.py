@@ -5,7 +5,7 @@ import random
 import pytest
 
 from chaos.killed_ranks import JOBS, RANKS, kill_ranks
-from client.conversation.member import LANES
+from client.conversation.member import TRANSPORTS
 from support import starter
 
 
@@ -21,4 +21,4 @@ def test_no_killed_rank_ends_the_server(with_keys, kills):
     starter.warm_up()
     killed = kill_ranks(kills, with_keys=with_keys, chance=random.Random(kills))
     assert killed.total() >= kills
-    assert set(killed) == set(LANES)
+    assert set(killed) == set(TRANSPORTS)

@@ -6,8 +6,8 @@ import pytest
 
 from chaos import soak
 from chaos.chaos_world import Finding
-from client.lanes import agreement
 from client.shared_memory import passing
+from client.transports import agreement
 from support import starter
 
 pytestmark = [

@@ -17,9 +17,9 @@ from client.autograd import non_finite
 from client.autograd.device_exchange import DeviceExchange
 from client.autograd.verdicts import Slot
 from client.kernels.device_statistics import DeviceStatistics
-from client.lanes import device_rows
-from client.lanes.choose import lane_for
-from client.lanes.device_rows import DeviceRows
+from client.transports import device_rows
+from client.transports.choose import transport_for
+from client.transports.device_rows import DeviceRows
 from programs.non_finite_programs import _Kept
 from statsd_bn.errors import StatsdBNError
 from support.no_host import WAYS, HostLooks, host_looks_at_nothing
@@ -166,11 +166,11 @@ def bring_nan(rank: Any, phase: str) -> tuple[int, list[tuple[str, str]]]:
 
 def add_negative_zeros(rank: Any) -> tuple[list[float], bool, float]:
     """Rank 1 brings a row more than rank 0; returns the sum, whether it is negative, and the count."""
-    lane = lane_for("bn", None)
+    transport = transport_for("bn", None)
     rows = DeviceRows(
         torch.ones(1 + rank.rank, dtype=torch.float64), torch.full((1 + rank.rank, 2, 1), -0.0, dtype=torch.float64)
     )
-    aggregate = device_rows.run(lane, rows, capacity=2)
+    aggregate = device_rows.run(transport, rows, capacity=2)
     return aggregate.values.flatten().tolist(), bool(aggregate.values.signbit().all()), float(aggregate.count)
 
 

@@ -14,10 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 import client
 from client.autograd.functional import Slice
-from client.lanes import device_rows, named_process_group, process_group
-from client.lanes.process_group import ProcessGroupPipe
 from client.layers.call import Call
 from client.layers.recalibration_moments import Tally
+from client.transports import device_rows, named_process_group, process_group
+from client.transports.process_group import ProcessGroupPipe
 from statsd_bn.rows import Rows
 
 SECOND = torch.device("cuda", 1)
@@ -40,7 +40,7 @@ class Destinations(TorchFunctionMode):
 
 
 @pytest.fixture
-def lane(monkeypatch):
+def transport(monkeypatch):
     """Over a group of one rank that takes tensors of GPUs only."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     world = distributed.group.WORLD
@@ -61,39 +61,39 @@ def input_on(device):
     return SimpleNamespace(device=torch.device(device), shape=(4, 3), requires_grad=False)
 
 
-def gather(lane):
-    process_group.all_gather(lane.process_group, "losses", b"1.5")
+def gather(transport):
+    process_group.all_gather(transport.process_group, "losses", b"1.5")
 
 
-def test_ranks_agree_on_the_device_of_their_input(lane):
-    assert device_of(device_rows.capacity_of, lane, [input_on(SECOND)]) == SECOND
+def test_ranks_agree_on_the_device_of_their_input(transport):
+    assert device_of(device_rows.capacity_of, transport, [input_on(SECOND)]) == SECOND
 
 
-def test_what_goes_over_the_host_later_travels_by_that_device_too(lane):
-    device_of(device_rows.capacity_of, lane, [input_on(SECOND)])
-    assert device_of(gather, lane) == SECOND
+def test_what_goes_over_the_host_later_travels_by_that_device_too(transport):
+    device_of(device_rows.capacity_of, transport, [input_on(SECOND)])
+    assert device_of(gather, transport) == SECOND
 
 
-def test_the_rounds_of_a_layer_that_recalibrates_do_so_as_well(lane):
+def test_the_rounds_of_a_layer_that_recalibrates_do_so_as_well(transport):
     """They go over the host, and the ranks need not agree on it."""
     layer = client.SynchronizedBatchNorm1d(3)
     layer.layer_name = "bn"
-    Call(layer, lane, Tally(), None, None)._exchange([Slice(input_on(SECOND), None, None)])
+    Call(layer, transport, Tally(), None, None)._exchange([Slice(input_on(SECOND), None, None)])
     row = Rows((4,), np.zeros((1, 2, 3)))
-    assert device_of(lane.run_slave, row) == SECOND
+    assert device_of(transport.run_slave, row) == SECOND
 
 
-def test_an_input_that_the_group_cannot_take_changes_nothing(lane):
-    device_of(device_rows.capacity_of, lane, [input_on(SECOND)])
-    assert device_of(device_rows.capacity_of, lane, [input_on("cpu")]) == SECOND
+def test_an_input_that_the_group_cannot_take_changes_nothing(transport):
+    device_of(device_rows.capacity_of, transport, [input_on(SECOND)])
+    assert device_of(device_rows.capacity_of, transport, [input_on("cpu")]) == SECOND
 
 
-def test_before_any_input_it_is_the_device_that_the_group_is_bound_to(lane, monkeypatch):
+def test_before_any_input_it_is_the_device_that_the_group_is_bound_to(transport, monkeypatch):
     """As `init_process_group(device_id=...)` has bound it."""
     monkeypatch.setattr(type(distributed.group.WORLD), "bound_device_id", SECOND)
-    assert device_of(gather, lane) == SECOND
+    assert device_of(gather, transport) == SECOND
 
 
-def test_without_that_it_is_the_current_one(lane, monkeypatch):
+def test_without_that_it_is_the_current_one(transport, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert device_of(gather, lane) == SECOND
+    assert device_of(gather, transport) == SECOND

@@ -1,7 +1,7 @@
 """Rows that stay on devices, over a process group; there is no device here, so the CPU stands in for one.
 
-The tests over all lanes compare their results, see `support.lanes`. Here is what only they do: no value is looked at,
-and what is wrong is said later.
+The tests over all transports compare their results, see `support.transports`. Here is what only they do: no value is
+looked at, and what is wrong is said later.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from devices import device_programs
-from programs import lane_programs
+from programs import transport_programs
 from support.no_host import WAYS
 
 
@@ -80,8 +80,8 @@ def test_where_one_rank_is_on_the_host_all_go_over_it(ranks):
 
 @pytest.mark.long
 def test_a_compiled_layer_whose_process_group_gathers_on_the_host_gives_the_same_bits(ranks):
-    expected = ranks(4, lane_programs.compiled)
-    for rank, found in enumerate(ranks(4, lane_programs.compiled_for_devices)):
+    expected = ranks(4, transport_programs.compiled)
+    for rank, found in enumerate(ranks(4, transport_programs.compiled_for_devices)):
         for name, values in expected[rank].items():
             assert found[name].tobytes() == values.tobytes(), name
 

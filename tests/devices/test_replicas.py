@@ -11,10 +11,10 @@ import torch
 import client
 from client.kernels.device_statistics import DeviceStatistics
 from statsd_bn.errors import ConfigurationError
-from support.lanes import elementwise_kernels, rows_on_devices
 from support.no_host import HostLooks, host_looks_at_nothing
 from support.replicas_on_devices import OPTIONS, RUNS, Layered, exchanges_noted, masked, plain, training
 from support.sentences import says
+from support.transports import elementwise_kernels, rows_on_devices
 
 
 @pytest.fixture

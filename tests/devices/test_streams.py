@@ -11,8 +11,8 @@ import torch
 import client
 from client.autograd.device_exchange import DeviceExchange
 from client.kernels import streams
-from support.lanes import rows_on_devices
 from support.replicas_on_devices import Layered, plain
+from support.transports import rows_on_devices
 
 
 class Streams:

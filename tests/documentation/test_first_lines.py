@@ -38,7 +38,7 @@ DONE: list[tuple[Callable[[], object], dict[str, str]]] = [
     (lambda: client.connect(NOBODY, rank=0, world_size=2), {}),
     (lambda: client.connect("what is no endpoint, and is told as it was given", rank=0, world_size=2), {}),
     (lambda: client.connect(OPEN, rank=0, world_size=2, curve=f"{NOBODY}/client.key_secret"), {}),
-    (lambda: client.connect(OPEN, rank=0, world_size=2, lane="the fastest one that there is on this machine"), {}),
+    (lambda: client.connect(OPEN, rank=0, world_size=2, transport="the fastest one that there is on this machine"), {}),
     (lambda: client.connect(OPEN, rank=0, world_size=2, policy="elastic", min_members=3), {}),
     (lambda: client.Group("local", 2), {}),
     (lambda: client.convert_model(nn.BatchNorm1d(2), group="pair"), {}),

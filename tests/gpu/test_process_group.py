@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import distributed
 
-from client.lanes import named_process_group
-from client.lanes.process_group import ProcessGroupPipe
 from client.layers import batchnorm
+from client.transports import named_process_group
+from client.transports.process_group import ProcessGroupPipe
 from support.cuda_stand_ins import as_on_cuda
 from support.no_host import nobody_waits_for
 from support.replicas_on_devices import RUNS, Layered, exchanges_noted
@@ -34,4 +34,4 @@ def test_a_rank_does_not_wait_for_its_device(device, run):
             x = torch.randn(6, 4, 5).to(device).requires_grad_()
             with nobody_waits_for(device) if step else nullcontext():
                 model(x).square().sum().backward()
-    assert {type(exchange.lane) for exchange in made} == {ProcessGroupPipe}
+    assert {type(exchange.transport) for exchange in made} == {ProcessGroupPipe}

@@ -11,9 +11,9 @@ from torch import Tensor, distributed
 
 from client.kernels import on_device
 from client.kernels.device_statistics import DeviceMoments, DeviceStatistics
-from client.lanes import device_rows
 from client.layers import call
 from client.layers.compiled import device_op
+from client.transports import device_rows
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def counted_on_host() -> Iterator[None]:
 @contextmanager
 def compiled_without_round() -> Iterator[None]:
     """A compiled backward pass that asks the other ranks for nothing, and takes their sums for 0."""
-    with mock.patch.object(device_op, "backward_round", lambda _lane, rows, *_: torch.zeros_like(rows.values[0])):
+    with mock.patch.object(device_op, "backward_round", lambda _transport, rows, *_: torch.zeros_like(rows.values[0])):
         yield
 
 
@@ -129,7 +129,7 @@ def same_digests() -> Iterator[None]:
 @contextmanager
 def over_server() -> Iterator[None]:
     """Rows of processes of one host go over the server."""
-    with mock.patch.dict(os.environ, STATSD_BN_LANE="zeromq"):
+    with mock.patch.dict(os.environ, STATSD_BN_TRANSPORT="zeromq"):
         yield
 
 

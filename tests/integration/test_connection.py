@@ -166,9 +166,9 @@ def test_a_server_that_is_asked_again_at_the_last_moment_is_not_unreachable(monk
         master.connect(0, 2, round_timeout=0.15)
 
 
-@pytest.mark.parametrize(("lane", "told"), [("auto", 0), ("shared_memory", 1)])
-def test_an_elastic_job_that_asks_for_shared_memory_is_warned(server, job, caplog, lane, told):
-    with client.connect(server.endpoint, job=job, rank=0, world_size=1, policy="elastic", lane=lane):
+@pytest.mark.parametrize(("transport", "told"), [("auto", 0), ("shared_memory", 1)])
+def test_an_elastic_job_that_asks_for_shared_memory_is_warned(server, job, caplog, transport, told):
+    with client.connect(server.endpoint, job=job, rank=0, world_size=1, policy="elastic", transport=transport):
         pass
     text = f"job {job!r} exchanges rows over the server, and not in shared memory: the job is elastic"
     assert caplog.messages.count(text) == told

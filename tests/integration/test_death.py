@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from client.conversation.member import LANES, SHARED_MEMORY, ZEROMQ
+from client.conversation.member import SHARED_MEMORY, TRANSPORTS, ZEROMQ
 from programs import death_programs
 from statsd_bn.errors import ReplicaLost, StatsdBNError
 from support.starter import STARTER
@@ -18,11 +18,11 @@ WAIT_SECONDS = 40.0
 class Company:
     """Three members, a process each, that do as they are told."""
 
-    def __init__(self, endpoint: str, job: str, lane: str) -> None:
+    def __init__(self, endpoint: str, job: str, transport: str) -> None:
         pairs = [STARTER.Pipe() for _ in range(3)]
         self.pipes = [ours for ours, _ in pairs]
         self.processes = [
-            STARTER.Process(target=death_programs.take_commands, args=(theirs, endpoint, job, member, 3, lane))
+            STARTER.Process(target=death_programs.take_commands, args=(theirs, endpoint, job, member, 3, transport))
             for member, (_, theirs) in enumerate(pairs)
         ]
         for process, (_, theirs) in zip(self.processes, pairs, strict=True):
@@ -53,19 +53,19 @@ class Company:
             process.join(WAIT_SECONDS)
 
 
-@pytest.fixture(params=LANES)
+@pytest.fixture(params=TRANSPORTS)
 def company(impatient_server, job, request) -> Iterator[Company]:
     found = Company(impatient_server.endpoint, job, request.param)
     try:
         assert found.ask(death_programs.exchange, 0, 1, 2) == [3, 3, 3]
-        assert found.ask(death_programs.lane, 0, 1, 2) == [request.param] * 3
+        assert found.ask(death_programs.transport, 0, 1, 2) == [request.param] * 3
         yield found
     finally:
         found.end()
 
 
-# For what holds a processor for seconds: `scripts/test --long` tries it in the other lane too.
-IN_ONE_LANE = pytest.mark.parametrize(
+# For what holds a processor for seconds: `scripts/test --long` tries it in the other transport too.
+IN_ONE_TRANSPORT = pytest.mark.parametrize(
     "company", [ZEROMQ, pytest.param(SHARED_MEMORY, marks=pytest.mark.long)], indirect=True
 )
 
@@ -119,7 +119,7 @@ def test_one_that_was_frozen_in_a_round_is_told_too(company):
     assert_lost([company.answer(2)], 2, "no sign of life for ")
 
 
-@IN_ONE_LANE
+@IN_ONE_TRANSPORT
 def test_one_that_computes_in_python_between_rounds_is_not_taken_for_dead(company):
     company.tell(death_programs.exchange, 0, 1)
     assert company.ask(death_programs.compute, 2) == [None]
@@ -127,7 +127,7 @@ def test_one_that_computes_in_python_between_rounds_is_not_taken_for_dead(compan
     assert [company.answer(member) for member in (0, 1)] == [3, 3]
 
 
-@IN_ONE_LANE
+@IN_ONE_TRANSPORT
 def test_one_that_holds_pythons_global_lock_for_too_long_is_taken_for_dead(company):
     """It cannot be told from one that is frozen."""
     company.tell(death_programs.hold_the_lock, 2)
@@ -137,7 +137,7 @@ def test_one_that_holds_pythons_global_lock_for_too_long_is_taken_for_dead(compa
     assert_lost(company.ask(death_programs.exchange, 2), 2, "no sign of life for ")
 
 
-@IN_ONE_LANE
+@IN_ONE_TRANSPORT
 def test_one_that_closes_a_channel_after_an_error_is_not_taken_for_dead(company):
     """The round fails for its own reason, and nobody is lost for it, though the channels of all are closed."""
     company.tell(death_programs.exchange, 0, 1)

@@ -8,7 +8,7 @@ import torch
 import client
 from client.autograd.exchange import Exchange
 from client.autograd.functional import Slice, batch_norm
-from client.lanes.zeromq import SlavePipe
+from client.transports.server import SlavePipe
 from statsd_bn.errors import RegistrationRefused, ReplicaLost, RoundTimeout, WorldSizeMismatch
 from statsd_bn.members import NOBODY
 from statsd_bn.messages import NO_SERVER

@@ -8,7 +8,7 @@ import torch
 
 from programs import gradient_programs
 from programs.gradient_programs import PROGRAMS
-from support.lanes import HOST_LANES, LANES
+from support.transports import HOST_TRANSPORTS, TRANSPORTS
 from support.whole_batch import assert_equal, joined
 
 # Forward and backward rounds of each program, and one for the forward that gives the output.
@@ -52,10 +52,13 @@ def test_torch_func_gives_the_gradients_of_backward(members):
 
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize(("lane", "steps"), [*((lane, 0) for lane in LANES), *((lane, 2) for lane in HOST_LANES)])
-def test_an_input_that_requires_a_gradient_on_one_rank_only_is_an_error_at_once(over, lane, steps, is_compiled):
+@pytest.mark.parametrize(
+    ("transport", "steps"),
+    [*((transport, 0) for transport in TRANSPORTS), *((transport, 2) for transport in HOST_TRANSPORTS)],
+)
+def test_an_input_that_requires_a_gradient_on_one_rank_only_is_an_error_at_once(over, transport, steps, is_compiled):
     program = partial(gradient_programs.input_that_requires_a_gradient_on_rank_0, is_compiled=is_compiled)
-    for text in over(lane, 2, program, steps):
+    for text in over(transport, 2, program, steps):
         assert text.startswith(f"{steps}: RoundMismatch: ")
         assert re.search(r"\n  rank 0 .*in (first )?forward of stem\.bn, ", text)
         assert re.search(r"\n  rank 1 .*in (first )?forward without gradient of stem\.bn, ", text)

@@ -11,7 +11,7 @@ import client
 from programs import life_programs
 from programs.life_programs import STEPS
 from statsd_bn.text import unfolded
-from support.lanes import HOST_LANES, PROCESS_GROUP
+from support.transports import HOST_TRANSPORTS, PROCESS_GROUP
 from support.whole_batch import assert_equal
 
 TOLERANCE = 1e-9
@@ -55,17 +55,17 @@ def test_an_average_of_the_model_in_eval_never_sends(members):
         torch.testing.assert_close(said, whole)
 
 
-@pytest.mark.parametrize("lane", HOST_LANES)
-def test_forked_workers_load_and_evaluate_and_leave_the_lane_of_their_parent_alone(over, lane):
+@pytest.mark.parametrize("transport", HOST_TRANSPORTS)
+def test_forked_workers_load_and_evaluate_and_leave_the_transport_of_their_parent_alone(over, transport):
     """And where they would synchronise they are told at once that they cannot."""
     expected, expected_output = life_programs.train_with_a_plain_loader()
-    found = over(lane, 2, life_programs.train_with_forked_workers)
+    found = over(transport, 2, life_programs.train_with_forked_workers)
     for state, _, told, process in found:
         assert_equal(state, expected, TOLERANCE)
         assert len(told) == STEPS
         for words in told:
             assert words.startswith("ConnectionClosed: ")
-            opened = "of 2 ranks was joined" if lane == PROCESS_GROUP else "was opened"
+            opened = "of 2 ranks was joined" if transport == PROCESS_GROUP else "was opened"
             assert f"{opened} by process {process} and cannot be used by its forked child" in unfolded(words)
     for step, whole in enumerate(expected_output):
         torch.testing.assert_close(torch.cat([evaluated[step] for _, evaluated, _, _ in found]), whole)

@@ -1,4 +1,4 @@
-"""NaN and infinity: whose they were is told once, or refused, on each lane."""
+"""NaN and infinity: whose they were is told once, or refused, on each transport."""
 
 import math
 import socket
@@ -10,29 +10,29 @@ import torch
 
 import client
 from client.autograd import non_finite
-from client.lanes.in_process import LocalPipe
-from client.lanes.zeromq import SlavePipe
+from client.transports.in_process import LocalPipe
+from client.transports.server import SlavePipe
 from programs import non_finite_programs
 from programs.non_finite_programs import three_steps
 from statsd_bn import Rows
 from statsd_bn.errors import NonFinite
-from support.lanes import LANES
 from support.memory_members import MemoryMaster
+from support.transports import TRANSPORTS
 
 RANKS = 3
 
 
 @pytest.fixture
 def steps_over(over):
-    """Runs three steps in as many processes over a lane."""
+    """Runs three steps in as many processes over a transport."""
 
-    def run(lane, *arguments, **given):
-        return over(lane, RANKS, three_steps, *arguments, **given)
+    def run(transport, *arguments, **given):
+        return over(transport, RANKS, three_steps, *arguments, **given)
 
     return run
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     ("value", "bearers"),
     [
@@ -42,8 +42,8 @@ def steps_over(over):
         pytest.param(math.inf, [1], marks=pytest.mark.long),
     ],
 )
-def test_the_first_one_is_told_with_its_ranks(steps_over, lane, value, bearers):
-    found = steps_over(lane, value, "forward", bearers, "warn")
+def test_the_first_one_is_told_with_its_ranks(steps_over, transport, value, bearers):
+    found = steps_over(transport, value, "forward", bearers, "warn")
     names = [f"rank {rank} ({socket.gethostname()}, pid {pid})" for rank, (*_, pid) in enumerate(found)]
     for rank, (told, raised, moved, _) in enumerate(found):
         ((level, text),) = told
@@ -59,9 +59,9 @@ def test_the_first_one_is_told_with_its_ranks(steps_over, lane, value, bearers):
         assert (raised, moved) == ([], 3)
 
 
-@pytest.mark.parametrize("lane", LANES)
-def test_all_ranks_may_raise_before_anything_has_moved(steps_over, lane):
-    found = steps_over(lane, math.nan, "forward", [1], "raise", on_nonfinite="raise")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_all_ranks_may_raise_before_anything_has_moved(steps_over, transport):
+    found = steps_over(transport, math.nan, "forward", [1], "raise", on_nonfinite="raise")
     name = f"rank 1 ({socket.gethostname()}, pid {found[1][-1]})"
     for told, raised, moved, _ in found:
         ((step, fields, text),) = raised
@@ -72,35 +72,35 @@ def test_all_ranks_may_raise_before_anything_has_moved(steps_over, lane):
         assert moved == 2
 
 
-@pytest.mark.parametrize("lane", LANES)
-def test_it_may_be_ignored(steps_over, lane):
-    found = steps_over(lane, math.nan, "forward", [1], "ignore", on_nonfinite="ignore")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_it_may_be_ignored(steps_over, transport):
+    found = steps_over(transport, math.nan, "forward", [1], "ignore", on_nonfinite="ignore")
     assert [of_rank[:-1] for of_rank in found] == [([], [], 3)] * RANKS
 
 
-@pytest.mark.parametrize("lane", LANES)
-def test_what_is_masked_is_no_finding(steps_over, lane):
-    found = steps_over(lane, math.nan, "forward", [1], "raise", "masked", on_nonfinite="raise")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_is_masked_is_no_finding(steps_over, transport):
+    found = steps_over(transport, math.nan, "forward", [1], "raise", "masked", on_nonfinite="raise")
     assert [of_rank[:-1] for of_rank in found] == [([], [], 3)] * RANKS
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("policy", ["warn", "raise"])
 @pytest.mark.parametrize("how", ["with a scaler", "plain"])
-def test_gradients_that_overflow_are_mentioned_once_and_end_no_run(steps_over, lane, policy, how):
+def test_gradients_that_overflow_are_mentioned_once_and_end_no_run(steps_over, transport, policy, how):
     """With a scaler each training begins with such steps; it leaves them out."""
     value, bearers = (1.0, []) if how == "with a scaler" else (math.inf, [1])
-    for told, raised, moved, _ in steps_over(lane, value, "backward", bearers, policy, how, on_nonfinite=policy):
+    for told, raised, moved, _ in steps_over(transport, value, "backward", bearers, policy, how, on_nonfinite=policy):
         ((level, text),) = told
         assert (level, raised, moved) == ("INFO", [], 3)
         assert f"backward, step {0 if how == 'with a scaler' else 1}, " in text
         assert text.endswith("; a GradScaler skips such a step")
 
 
-@pytest.mark.parametrize("lane", LANES)
-def test_gradients_that_spoil_the_weights_are_named_before_what_they_cause(steps_over, lane):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_gradients_that_spoil_the_weights_are_named_before_what_they_cause(steps_over, transport):
     """Of the latest backward pass: the layer and the rank where they came from, once."""
-    found = steps_over(lane, math.nan, "backward", [1], "warn", "and then forward")
+    found = steps_over(transport, math.nan, "backward", [1], "warn", "and then forward")
     for rank, (told, *_) in enumerate(found):
         levels = ["INFO", "WARNING", "ERROR"]
         places = [" backward, step 1, ", " backward, step 1, ", " forward, step 2, "]
@@ -111,16 +111,16 @@ def test_gradients_that_spoil_the_weights_are_named_before_what_they_cause(steps
 
 
 @pytest.mark.parametrize(
-    ("how", "lane"),
+    ("how", "transport"),
     [
-        *(("checkpointed", lane) for lane in LANES),
+        *(("checkpointed", transport) for transport in TRANSPORTS),
         # A compiler takes seconds in each process.
-        *(pytest.param("compiled", lane, marks=pytest.mark.long) for lane in LANES),
+        *(pytest.param("compiled", transport, marks=pytest.mark.long) for transport in TRANSPORTS),
     ],
 )
-def test_it_is_told_of_calls_of_any_kind(steps_over, lane, how):
+def test_it_is_told_of_calls_of_any_kind(steps_over, transport, how):
     for phase, levels in (("forward", ["WARNING", "ERROR", "WARNING"]), ("backward", ["INFO"] * RANKS)):
-        found = steps_over(lane, math.nan, phase, [1], "warn", how)
+        found = steps_over(transport, math.nan, phase, [1], "warn", how)
         assert [[level for level, _ in told] for told, *_ in found] == [[level] for level in levels]
 
 
@@ -128,9 +128,9 @@ def test_it_is_told_of_calls_of_any_kind(steps_over, lane, how):
 def test_the_metrics_have_it(policy, told):
     def bring(connection, value: float) -> None:
         connection.member = replace(connection.member, on_nonfinite=policy)
-        lane, rows = SlavePipe(connection, "bn"), Rows((1,), np.full((1, 2, 1), value))
+        transport, rows = SlavePipe(connection, "bn"), Rows((1,), np.full((1, 2, 1), value))
         try:
-            non_finite.check(lane, rows, lane.run_slave(rows))
+            non_finite.check(transport, rows, transport.run_slave(rows))
         except NonFinite:
             assert policy == "raise"
 
@@ -144,8 +144,11 @@ def test_the_metrics_have_it(policy, told):
 def test_only_a_forward_round_is_refused_before_anything_is_made_of_it(monkeypatch, policy, raises):
     """On devices nothing else waits for the host."""
     monkeypatch.setenv("STATSD_BN_ON_NONFINITE", policy)
-    lane = LocalPipe("bn")
-    assert [non_finite.raises(lane, lane.key(0, 0, phase)) for phase in ("forward", "backward")] == [raises, False]
+    transport = LocalPipe("bn")
+    assert [non_finite.raises(transport, transport.key(0, 0, phase)) for phase in ("forward", "backward")] == [
+        raises,
+        False,
+    ]
 
 
 def test_of_several_replicas_of_a_process_the_one_is_named(caplog):

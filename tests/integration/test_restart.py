@@ -54,27 +54,28 @@ def servers(endpoint, tmp_path):
         yield start
 
 
-def run_members(pool, endpoint, job, n, lane=ZEROMQ):
+def run_members(pool, endpoint, job, n, transport=ZEROMQ):
     return [
-        pool.submit(restart_programs.train, endpoint, job, member, n, STEPS, PAUSE_SECONDS, lane) for member in range(n)
+        pool.submit(restart_programs.train, endpoint, job, member, n, STEPS, PAUSE_SECONDS, transport)
+        for member in range(n)
     ]
 
 
 @pytest.mark.parametrize(
-    ("seed", "lane"),
+    ("seed", "transport"),
     [
         (0, ZEROMQ),
         pytest.param(1, ZEROMQ, marks=pytest.mark.long),
         pytest.param(2, SHARED_MEMORY, marks=pytest.mark.long),
     ],
 )
-def test_kills_at_random_moments_change_no_bit(pool, servers, endpoint, seed, lane):
+def test_kills_at_random_moments_change_no_bit(pool, servers, endpoint, seed, transport):
     server = servers()
     undisturbed = [future.result(timeout=60) for future in run_members(pool, endpoint, "undisturbed", 3)]
     chance = random.Random(seed)
-    futures = run_members(pool, endpoint, "killed", 3, lane)
+    futures = run_members(pool, endpoint, "killed", 3, transport)
     wait_until(lambda: missing_in(endpoint, "killed", "world") == [0])
-    for _ in range(KILLS[lane]):
+    for _ in range(KILLS[transport]):
         time.sleep(chance.uniform(0.05, 0.3))
         server.send_signal(chance.choice((signal.SIGKILL, signal.SIGTERM)))
         server.wait(timeout=10)

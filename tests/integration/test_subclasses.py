@@ -7,9 +7,9 @@ import pytest
 
 from programs import subclass_programs
 from programs.subclass_programs import Training
-from support.lanes import HOST_LANES
 from support.launched import Launched
 from support.paths import ROOT
+from support.transports import HOST_TRANSPORTS
 from support.whole_batch import assert_equal
 
 BACKENDS = pytest.mark.parametrize("backend", ["", "aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
@@ -67,8 +67,8 @@ def test_a_member_with_an_empty_batch_takes_part(members, sizes, network, backen
         assert_equal(found, expected, 1e-9)
 
 
-@pytest.mark.parametrize("lane", HOST_LANES)
-def test_a_rank_that_passes_a_layer_by_without_rows_is_told_to_call_it(over, lane):
-    for text in over(lane, 2, subclass_programs.pass_a_layer_without_rows_on_rank_1):
+@pytest.mark.parametrize("transport", HOST_TRANSPORTS)
+def test_a_rank_that_passes_a_layer_by_without_rows_is_told_to_call_it(over, transport):
+    for text in over(transport, 2, subclass_programs.pass_a_layer_without_rows_on_rank_1):
         assert text.startswith("RoundMismatch: ")
         assert "every rank, equally often; a rank without rows passes an empty (0, C) tensor." in text

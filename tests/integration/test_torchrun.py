@@ -80,11 +80,11 @@ def test_a_server_that_is_killed_is_started_again_and_nothing_is_lost(tmp_path, 
 @pytest.mark.processes
 @pytest.mark.long
 @pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
-def test_a_rank_with_brighter_images_is_named_over_the_default_lane_also_by_a_new_server(tmp_path):
+def test_a_rank_with_brighter_images_is_named_over_the_default_transport_also_by_a_new_server(tmp_path):
     with Launched(
         (*TORCHRUN, "--nproc-per-node", "3", PROGRAMS / "skewed_program.py", "3.0"), {}, tmp_path / "errors"
     ) as run:
-        assert run.line("lane") == "lane shared_memory"
+        assert run.line("transport") == "transport shared_memory"
         assert run.line("found") == "found skew of rank 2 in layer 1"
         assert run.end() == 0, run.errors
         (told,) = [line for line in run.errors.splitlines() if "skew:" in line]

@@ -6,7 +6,7 @@ import torch
 
 from programs import member_programs
 from support import whole_batch
-from support.lanes import HOST_LANES, LANES
+from support.transports import HOST_TRANSPORTS, TRANSPORTS
 from support.whole_batch import KINDS, Case, assert_equal_to_whole_batch, joined
 
 EQUAL = {2: (3, 3), 3: (2, 2, 2), 4: (2, 2, 2, 2)}
@@ -21,10 +21,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("case", CASES)
-def test_processes_equal_the_whole_batch(over, case, lane):
-    results = over(lane, len(case.sizes), whole_batch.as_member, case)
+def test_processes_equal_the_whole_batch(over, case, transport):
+    results = over(transport, len(case.sizes), whole_batch.as_member, case)
     assert_equal_to_whole_batch(joined(results), case)
 
 
@@ -74,14 +74,16 @@ def _textbook_variance(x: torch.Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("lanes", "train"),
+    ("transports", "train"),
     [
-        pytest.param(HOST_LANES, member_programs.train, id="over the host, the CPU's kernels"),
-        pytest.param(LANES, member_programs.train_elementwise, id="over the host and on devices, elementwise kernels"),
+        pytest.param(HOST_TRANSPORTS, member_programs.train, id="over the host, the CPU's kernels"),
+        pytest.param(
+            TRANSPORTS, member_programs.train_elementwise, id="over the host and on devices, elementwise kernels"
+        ),
     ],
 )
-def test_running_statistics_are_bit_identical_after_100_steps_in_all_lanes(over, lanes, train):
-    buffers = [each for lane in lanes for each in over(lane, 3, train, 100)]
+def test_running_statistics_are_bit_identical_after_100_steps_in_all_transports(over, transports, train):
+    buffers = [each for transport in transports for each in over(transport, 3, train, 100)]
     for name in buffers[0]:
         assert len({each[name].tobytes() for each in buffers}) == 1, name
     assert buffers[0]["bn.num_batches_tracked"] == 100
@@ -103,11 +105,11 @@ def test_the_same_shards_give_the_same_bits_however_they_are_placed(members, ran
             assert joined(found)[name].tobytes() == one[name].tobytes(), name
 
 
-@pytest.mark.parametrize("lane", LANES)
-def test_members_with_different_numbers_of_replicas_equal_the_whole_batch(over, lane):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_members_with_different_numbers_of_replicas_equal_the_whole_batch(over, transport):
     case = Case("2d", (2, 1, 4, 3))
     sizes = [(2, 1, 4), (3,)]
-    results = over(lane, 2, whole_batch.as_member_with_virtual_replicas, case, sizes)
+    results = over(transport, 2, whole_batch.as_member_with_virtual_replicas, case, sizes)
     assert_equal_to_whole_batch(joined(results), case)
 
 
@@ -139,10 +141,10 @@ def test_eval_is_exactly_torch_and_needs_nobody(members):
         assert found.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("lane", LANES)
-def test_a_model_with_several_layers_trains_as_on_the_whole_batch(over, lane):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_model_with_several_layers_trains_as_on_the_whole_batch(over, transport):
     """Weights after 10 steps of SGD: gradients have gone through several synchronised layers."""
-    results = over(lane, 3, member_programs.train_small_model, 10)
+    results = over(transport, 3, member_programs.train_small_model, 10)
     expected = member_programs.train_small_model_on_whole_batch(3, 10)
     for result in results:
         for name, value in expected.items():

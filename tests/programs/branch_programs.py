@@ -7,8 +7,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import client
-from client.lanes.in_process import LocalPipe
 from client.layers import batchnorm, custom_op
+from client.transports.in_process import LocalPipe
 from support import branch_networks
 from support.branch_networks import Network, Results
 
@@ -38,22 +38,24 @@ def train(connection: client.Connection, seed: int, ranks: int, backend: str) ->
 
 
 class _Recorded:
-    """A lane that notes its rounds and adds nobody's rows but its own."""
+    """A transport that notes its rounds and adds nobody's rows but its own."""
 
     def __init__(self, layer: str, rounds: list[Round], calls: dict[str, int]) -> None:
-        self.lane, self.rounds, self.calls = LocalPipe(layer), rounds, calls
-        self.rank = self.lane.rank  # kernels that do nothing leave memory as it is, which may be of no finite numbers
+        self.transport, self.rounds, self.calls = LocalPipe(layer), rounds, calls
+        self.rank = (
+            self.transport.rank
+        )  # kernels that do nothing leave memory as it is, which may be of no finite numbers
 
     def run_slave(self, rows, key=None, **named):
         if key is None:
-            layer = self.lane.layer
+            layer = self.transport.layer
             self.calls[layer] = self.calls.get(layer, -1) + 1
-            key = self.lane.key(0, self.calls[layer], "forward")
+            key = self.transport.key(0, self.calls[layer], "forward")
         self.rounds.append((key.layer, key.call, key.phase))
-        return self.lane.run_slave(rows, key, **named)
+        return self.transport.run_slave(rows, key, **named)
 
     def key(self, step, call, phase):
-        return self.lane.key(step, call, phase)
+        return self.transport.key(step, call, phase)
 
 
 def _compiled(*_):
@@ -77,7 +79,7 @@ def rounds_of(network: Network, *, is_compiled: bool) -> list[list[Round]]:
         rounds: list[Round] = []
         calls: dict[str, int] = {}
         with (
-            mock.patch.object(custom_op, "lane_of", lambda layer, *_, r=rounds, c=calls: _Recorded(layer, r, c)),
+            mock.patch.object(custom_op, "transport_of", lambda layer, *_, r=rounds, c=calls: _Recorded(layer, r, c)),
             mock.patch.object(batchnorm.SynchronizedBatchNorm, "_route", _compiled),
         ):
             model = client.convert_model(network.model())

@@ -11,7 +11,7 @@ import numpy as np
 
 import client
 from client.connection.connection import Connection
-from client.lanes.choose import lane_over
+from client.transports.choose import transport_over
 from statsd_bn import Rows
 from support.memory_members import outcome
 
@@ -22,16 +22,16 @@ ROW = Rows((1,), np.ones((1, 2, 3)))
 
 
 def exchange(connection: Connection) -> int:
-    return lane_over(connection, "bn", None).run_slave(ROW).count
+    return transport_over(connection, "bn", None).run_slave(ROW).count
 
 
 def exchange_and_fail(connection: Connection) -> None:
     """An error costs the channel that saw it; the process lives on."""
-    outcome(lambda: lane_over(connection, "bn", None).run_slave(Rows((1,), np.ones((1, 2, 4)))))
+    outcome(lambda: transport_over(connection, "bn", None).run_slave(Rows((1,), np.ones((1, 2, 4)))))
 
 
-def lane(connection: Connection) -> str:
-    return connection.lane
+def transport(connection: Connection) -> str:
+    return connection.transport
 
 
 def compute(_: Connection) -> None:
@@ -47,13 +47,13 @@ def hold_the_lock(_: Connection) -> None:
 
 
 COMMANDS: dict[str, Callable[[Connection], Any]] = {
-    program.__name__: program for program in (exchange, exchange_and_fail, lane, compute, hold_the_lock)
+    program.__name__: program for program in (exchange, exchange_and_fail, transport, compute, hold_the_lock)
 }
 
 
-def take_commands(pipe: Pipe, endpoint: str, job: str, member: int, world_size: int, lane: str) -> None:
+def take_commands(pipe: Pipe, endpoint: str, job: str, member: int, world_size: int, transport: str) -> None:
     """Connects, says so, and carries out what comes until the pipe ends."""
-    who: dict[str, Any] = {"job": job, "rank": member, "world_size": world_size, "lane": lane}
+    who: dict[str, Any] = {"job": job, "rank": member, "world_size": world_size, "transport": transport}
     os.environ["STATSD_BN_INSECURE"] = "1"  # where its TCP connection is to be reset
     with client.connect(endpoint, **who, round_timeout=100.0) as connection:
         pipe.send("ready")

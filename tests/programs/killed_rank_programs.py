@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 import client
-from client.lanes.choose import lane_for
+from client.transports.choose import transport_for
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.rows import Rows
 
@@ -18,7 +18,9 @@ WEIGHTS = (8, 8, 2, 1)
 VECTORS = 2
 
 
-def rounds_without_end(endpoint: str, curve: str | None, job: str, rank: int, size: int, lane: str, begun: Any) -> None:
+def rounds_without_end(
+    endpoint: str, curve: str | None, job: str, rank: int, size: int, transport: str, begun: Any
+) -> None:
     """Takes part in rounds until this rank is killed, or another one.
 
     Args:
@@ -27,14 +29,16 @@ def rounds_without_end(endpoint: str, curve: str | None, job: str, rank: int, si
         job: its name, which decides the sizes of the rows.
         rank: which rank this is.
         size: how many ranks the job has.
-        lane: how the rows travel.
+        transport: how the rows travel.
         begun: is set to 1 after the first round.
     """
     torch.set_num_threads(1)
     chance = random.Random(job)
     try:
-        with client.connect(endpoint, job=job, rank=rank, world_size=size, curve=curve, lane=lane, round_timeout=60.0):
-            pipe = lane_for("bn", None)
+        with client.connect(
+            endpoint, job=job, rank=rank, world_size=size, curve=curve, transport=transport, round_timeout=60.0
+        ):
+            pipe = transport_for("bn", None)
             while True:
                 (channels,) = chance.choices(SIZES, WEIGHTS)
                 pipe.run_slave(Rows((1,), np.full((1, VECTORS, channels), float(rank))))

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 import client
-from client.lanes.choose import lane_for
+from client.transports.choose import transport_for
 from programs import member_programs
 from programs.member_programs import Buffers, state
 from statsd_bn import Rows, StatsdBNError
@@ -74,7 +74,7 @@ def summed(connection: client.Connection | None, name: str, gradient: Tensor) ->
     if connection is None:
         return gradient
     rows = Rows((1,), gradient.reshape(1, 1, -1).numpy())
-    total = lane_for(f"gradient of {name}", None).run_slave(rows).values
+    total = transport_for(f"gradient of {name}", None).run_slave(rows).values
     return torch.from_numpy(total.copy()).view_as(gradient)
 
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import client
-from client.lanes.choose import lane_for
+from client.transports.choose import transport_for
 from statsd_bn import Rows, StatsdBNError
 from statsd_bn.messages import Aggregate
 from support import whole_batch
-from support.lanes import elementwise_kernels
+from support.transports import elementwise_kernels
 
 Buffers = dict[str, np.ndarray]
 
@@ -38,7 +38,7 @@ def train(connection: client.Connection, steps: int) -> Buffers:
 
 
 def train_elementwise(connection: client.Connection, steps: int) -> Buffers:
-    """As `train`, with kernels that round alike on all lanes."""
+    """As `train`, with kernels that round alike on all transports."""
     with elementwise_kernels():
         return train(connection, steps)
 
@@ -107,7 +107,7 @@ def train_small_model(connection: client.Connection, steps: int) -> Buffers:
 def _sum_gradients(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         rows = Rows((1,), parameter.grad.reshape(1, 1, -1).numpy())
-        total = lane_for(f"gradient of {name}", None).run_slave(rows).values
+        total = transport_for(f"gradient of {name}", None).run_slave(rows).values
         parameter.grad.copy_(torch.from_numpy(total.copy()).view_as(parameter))
 
 

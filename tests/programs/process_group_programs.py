@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import client
 from client.autograd import non_finite
-from client.lanes import group_insight, process_group
+from client.transports import group_insight, process_group
 from programs import ddp_programs
 from programs.ddp_programs import keep
 from programs.member_programs import Buffers, state

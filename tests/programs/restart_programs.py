@@ -16,7 +16,7 @@ def train(
     world_size: int,
     steps: int,
     pause: float,
-    lane: str = "zeromq",
+    transport: str = "zeromq",
 ) -> str:
     """Returns a digest of all weights and buffers."""
     torch.manual_seed(0)
@@ -25,7 +25,7 @@ def train(
     model[1].group = client.Group(f"half {member // 2}", 2 if member < 2 else 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(member)
-    with client.connect(endpoint, job=job, rank=member, world_size=world_size, round_timeout=60.0, lane=lane):
+    with client.connect(endpoint, job=job, rank=member, world_size=world_size, round_timeout=60.0, transport=transport):
         for _ in range(steps):
             x = torch.randn(5, 4, generator=generator, dtype=torch.float64)
             optimizer.zero_grad()

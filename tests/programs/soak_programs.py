@@ -11,8 +11,8 @@ import numpy as np
 import client
 from client.connection.connection import Connection
 from client.conversation.member import SHARED_MEMORY
-from client.lanes.choose import lane_for
-from client.lanes.zeromq import SlavePipe
+from client.transports.choose import transport_for
+from client.transports.server import SlavePipe
 from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import FloatArray, sum_in_order
 from statsd_bn.round_key import BACKWARD
@@ -54,23 +54,27 @@ def soak(endpoint: str, job: str, rank: int, size: int, rounds: int, pipe: Pipe,
     try:
         with client.connect(endpoint, job=job, rank=rank, world_size=size, round_timeout=120.0) as connection:
             over_server = _rounds(connection, rounds, progress)
-            in_memory = connection.session(None).lane.rounds_in_memory
-            pipe.send(Told(progress.value, in_memory, over_server, _wrong_lane(connection)))
+            in_memory = connection.session(None).transport.rounds_in_memory
+            pipe.send(Told(progress.value, in_memory, over_server, _wrong_transport(connection)))
             pipe.poll(120)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
         pipe.send(Told(progress.value, 0, over_server, f"{type(error).__name__}: {error}"))
 
 
-def _wrong_lane(connection: Connection) -> str:
-    found = connection.lane
-    return "" if found == SHARED_MEMORY else f"expected lane {SHARED_MEMORY}, got {found}: {connection.why_not_faster}"
+def _wrong_transport(connection: Connection) -> str:
+    found = connection.transport
+    return (
+        ""
+        if found == SHARED_MEMORY
+        else f"expected transport {SHARED_MEMORY}, got {found}: {connection.why_not_faster}"
+    )
 
 
 def _rounds(connection: Connection, rounds: int, progress: Any) -> int:
     rank, size = connection.rank, connection.member.world_size
     everybodys, own = random.Random(1), random.Random(2 + rank)
     bases = [_base(member) for member in range(size)]
-    lane, at_server = lane_for("bn", None), SlavePipe(connection, "by the server")
+    transport, at_server = transport_for("bn", None), SlavePipe(connection, "by the server")
     over_server = 0
     forward = None
     for number in range(rounds):
@@ -81,7 +85,7 @@ def _rounds(connection: Connection, rounds: int, progress: Any) -> int:
         for chance, seconds in PAUSES:
             if own.random() < chance:
                 time.sleep(own.uniform(0, seconds))
-        found = lane.run_slave(rows, forward.key.of_phase(BACKWARD) if forward and number % 2 else None)
+        found = transport.run_slave(rows, forward.key.of_phase(BACKWARD) if forward and number % 2 else None)
         forward = None if number % 2 else found
         expected = sum_in_order(np.stack(brought))
         count = size * rows.counts[0]

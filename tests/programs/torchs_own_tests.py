@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 torchs_own_tests.py
 
 Torch runs them on GPUs only. Here what asks for a GPU gets the CPU, and nothing else of the tests is changed. Rank 0
-prints the lanes and the names of those that pass; a rank on which one fails raises.
+prints the transports and the names of those that pass; a rank on which one fails raises.
 """
 
 import inspect
@@ -25,8 +25,8 @@ from torch.testing._internal.common_utils import TestCase, set_rng_seed
 from torch.testing._internal.distributed import distributed_test
 
 import client
-from support.lanes import LANES, ON_DEVICE, PROCESS_GROUP, rows_on_devices
 from support.torchs_own_tests import names_for
+from support.transports import ON_DEVICE, PROCESS_GROUP, TRANSPORTS, rows_on_devices
 
 
 class TorchsOwn(distributed_test.DistributedTest._DistTestBase, TestCase):
@@ -83,28 +83,28 @@ def run() -> None:
     stay_on_the_cpu()
     # Only this class: the tests take nn.BatchNorm1d for what ours is to be equal to.
     nn.SyncBatchNorm = client.SynchronizedBatchNorm
-    for lane in LANES:
-        with _way_to(lane):
-            run_over(lane)
+    for transport in TRANSPORTS:
+        with _way_to(transport):
+            run_over(transport)
     # gloo's threads outlive the group, and now and then abort a process whose Python is going (pytorch#179291).
     sys.stdout.flush()
     os._exit(0)
 
 
-def _way_to(lane: str) -> AbstractContextManager[Any]:
-    if lane == ON_DEVICE:
+def _way_to(transport: str) -> AbstractContextManager[Any]:
+    if transport == ON_DEVICE:
         return rows_on_devices()
-    return nullcontext() if lane == PROCESS_GROUP else client.connect(lane=lane, job=lane)
+    return nullcontext() if transport == PROCESS_GROUP else client.connect(transport=transport, job=transport)
 
 
-def run_over(lane: str) -> None:
+def run_over(transport: str) -> None:
     for name in names_for(TorchsOwn.world_size):
         set_rng_seed(1)
         # Without the decorators, which would skip it where there is no GPU.
         inspect.unwrap(getattr(TorchsOwn, name))(TorchsOwn(name))
         distributed.barrier()
         if TorchsOwn.rank == 0:
-            sys.stdout.write(f"{lane}: {name}\n")
+            sys.stdout.write(f"{transport}: {name}\n")
     distributed.barrier()
 
 

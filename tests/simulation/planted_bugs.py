@@ -17,10 +17,10 @@ import client.conversation.session
 from client.conversation.registration import Registration
 from client.conversation.round_trip import GRACE_SECONDS, RoundTrip
 from client.conversation.session import Session
-from client.lanes import round_in_memory
-from client.lanes.round_in_memory import RoundInMemory
 from client.shared_memory.group_memory import GroupMemory
 from client.shared_memory.region import Region
+from client.transports import round_in_memory
+from client.transports.round_in_memory import RoundInMemory
 from server.core import collectives, deadlock, inquiry, mismatches
 from server.core.dispatcher import Dispatcher
 from server.core.liveness import Liveness

@@ -14,8 +14,8 @@ from client.conversation.member import Member
 from client.conversation.registration import Registration, cause_of
 from client.conversation.round_trip import RoundTrip
 from client.conversation.session import Session
-from client.lanes.round_in_memory import RoundInMemory
 from client.shared_memory.group_memory import GroupMemory
+from client.transports.round_in_memory import RoundInMemory
 from client.whereabouts.place import Place, TorchGroup
 from simulation import simulated_membership_rules as membership_rules
 from simulation import simulated_rules as rules
@@ -314,8 +314,8 @@ class Process(SimulatedProcess):
         said = yield from self._gather(session, float(offered))
         yield from self._gather(session, 0.0)
         memory = self.world.memories[int(said[0])].of_member(self, me)
-        self._memories[group.name] = session.lane.memory = memory
-        session.lane.samples = Samples() if me == 0 else None
+        self._memories[group.name] = session.transport.memory = memory
+        session.transport.samples = Samples() if me == 0 else None
 
     def _gather(self, session: Session, value: float) -> Part:
         key = session.forward_key(MEMORY, GATHER)

@@ -11,7 +11,7 @@ import torch
 
 from client.kernels import elementwise, fused, layout
 from client.kernels.vectors import compute_type
-from support.lanes import rows_on_devices
+from support.transports import rows_on_devices
 
 
 def check(x, *vectors):

@@ -21,9 +21,9 @@ from client.connection.connection import Connection
 from client.elastic import sampler, state
 from client.elastic.sampler import ElasticSampler
 from client.elastic.state import ElasticState, run_elastic
-from client.lanes import choose
 from client.training import gradients
 from client.training.gradients import average_gradients
+from client.transports import choose
 from statsd_bn.errors import ReplicaLost
 from support.memory_members import MemoryMaster, wait_until
 

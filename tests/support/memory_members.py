@@ -31,9 +31,11 @@ class MemoryMaster:
         job: str = "job",
         round_timeout: float = 20.0,
         min_members: int = 0,
-        lane: str = ZEROMQ,
+        transport: str = ZEROMQ,
     ) -> Connection:
-        who = Member(job, "world", 0, member, world_size, round_timeout, f"thread {member}", min_members, lane=lane)
+        who = Member(
+            job, "world", 0, member, world_size, round_timeout, f"thread {member}", min_members, transport=transport
+        )
         return Connection(self.channel_pool, who)
 
     def report(self, group: str) -> dict[str, Any]:
@@ -62,13 +64,13 @@ def in_threads(programs: list[Callable[[], Any]], seconds: float = 30.0) -> list
 
 
 def run_members(
-    n: int, program: Callable[[Connection], Any], master: MemoryMaster | None = None, *, lane: str = ZEROMQ
+    n: int, program: Callable[[Connection], Any], master: MemoryMaster | None = None, *, transport: str = ZEROMQ
 ) -> list[Any]:
     """Runs `program(connection)` as n members; returns their results by member."""
     master = master or MemoryMaster()
 
     def member(number: int) -> Any:
-        with master.connect(number, n, lane=lane) as connection:
+        with master.connect(number, n, transport=transport) as connection:
             return program(connection)
 
     return in_threads([lambda number=number: member(number) for number in range(n)])

@@ -62,11 +62,11 @@ def run(step: Step) -> None:
     with step.attempt("ranks in different layers: all ranks answer"):
         _check_mismatch(step, on_ranks(step, part_ways, 4, seconds=step.pick(WAIT_SECONDS, STAND_IN_SECONDS)))
     with step.attempt("shared memory: all ranks answer"):
-        found, lanes = zip(
+        found, transports = zip(
             *on_ranks(step, over_shared_memory, 4, seconds=step.pick(WAIT_SECONDS, STAND_IN_SECONDS)), strict=True
         )
         _check(step, "shared memory, 4 ranks", 4, found)
-        step.check("shared memory: rows reach the others in memory", set(lanes) == {"shared_memory"}, lanes)
+        step.check("shared memory: rows reach the others in memory", set(transports) == {"shared_memory"}, transports)
     for size, sizes in SIZES.items():
         with step.attempt(f"{size} replicas: they run"):
             replicas = _of_replicas(step, sizes)
@@ -95,7 +95,7 @@ def over_shared_memory(rank: Rank) -> tuple[Found, str]:
         rank.process_group("gloo"),
         client.connect(job="gpu-report", round_timeout=rank.seconds, join_timeout=rank.seconds) as connection,
     ):
-        return _of_slice(rank, SIZES[4], None), connection.lane
+        return _of_slice(rank, SIZES[4], None), connection.transport
 
 
 def part_ways(rank: Rank) -> dict[str, Any]:

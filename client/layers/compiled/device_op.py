@@ -16,10 +16,6 @@ from client.border import make_readable
 from client.kernels import on_device
 from client.kernels.device_statistics import DeviceMoments, DeviceStatistics
 from client.kernels.statistics import Statistics
-from client.lanes import device_rows
-from client.lanes.choose import company_in
-from client.lanes.device_rows import DeviceRows
-from client.lanes.named_process_group import NamedProcessGroup
 from client.layers import running_stats
 from client.layers.custom_op import (
     NOT_DEFERRED,
@@ -29,10 +25,14 @@ from client.layers.custom_op import (
     exchanged,
     gradients,
     keep_whole,
-    lane_of,
     named,
+    transport_of,
 )
 from client.layers.micro_batches import Deferred
+from client.transports import device_rows
+from client.transports.choose import company_in
+from client.transports.device_rows import DeviceRows
+from client.transports.named_process_group import NamedProcessGroup
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.moments import Moments
 from statsd_bn.round_key import FORWARD
@@ -57,7 +57,7 @@ def suits(layer: Any, x: Tensor) -> bool:
 def forward(layer: Any, x: Tensor, mask: Tensor | None, deferred: Deferred | None) -> Tensor:
     """Normalises `x` by the operator, and moves the running statistics by what it returns; see `custom_op.forward`."""
     output: Tensor
-    lane = named(layer.group) if layer.training else THIS_PROCESS
+    transport = named(layer.group) if layer.training else THIS_PROCESS
     number = NOT_DEFERRED if deferred is None else deferred.number
     output, statistics, _ = batch_norm_on_device(
         x,
@@ -65,7 +65,7 @@ def forward(layer: Any, x: Tensor, mask: Tensor | None, deferred: Deferred | Non
         layer.bias,
         mask,
         layer.layer_name,
-        *lane,
+        *transport,
         layer.eps,
         layer.eps_mode,
         number,
@@ -103,11 +103,11 @@ def batch_norm_on_device(
         The output; the statistics, shape (8, C), float64, on the device of `x`; the ticket, shape (3,), int64, on the
         host; their rows and entries are named above.
     """
-    lane = lane_of(layer, group, size)
-    capacity = device_rows.capacity_of(lane, [x], phase)
-    fresh = Exchange(lane, layer, eps, eps_mode, phase)
+    transport = transport_of(layer, group, size)
+    capacity = device_rows.capacity_of(transport, [x], phase)
+    fresh = Exchange(transport, layer, eps, eps_mode, phase)
     if capacity:
-        fresh = DeviceExchange(lane, layer, eps, eps_mode, phase, capacity=capacity)
+        fresh = DeviceExchange(transport, layer, eps, eps_mode, phase, capacity=capacity)
     try:
         exchange = exchanged(x, mask, fresh)
     except StatsdBNError as error:
@@ -162,18 +162,18 @@ def batch_norm_backward_on_device(
     needs_input: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of input (empty if it needs none), weight and bias; the arguments are the forward's."""
-    lane = lane_of(layer, group, size)
-    key = backward_key(lane, *ticket.tolist()) if needs_input else None
-    if not device_rows.stay(lane, [x]):
+    transport = transport_of(layer, group, size)
+    key = backward_key(transport, *ticket.tolist()) if needs_input else None
+    if not device_rows.stay(transport, [x]):
         count, *rest = statistics[:NEWEST_COUNT].cpu().numpy()
-        return gradients(grad, x, weight, mask, Statistics(int(count[0]), *rest), lane, key)
+        return gradients(grad, x, weight, mask, Statistics(int(count[0]), *rest), transport, key)
     found = DeviceStatistics(statistics[COUNT, 0], statistics[MEAN], statistics[INVSTD], statistics[SLOPE])
     grad, x = on_device.for_backward(grad, x, found, mask)
     local = on_device.backward_sums(grad, x, found, mask)
     by_input = x.new_empty(0)
     if key is not None:
         rows = DeviceRows.of([on_device.count(x, mask)], [local])
-        total = backward_round(lane, rows, device_rows.capacity_of(lane, [x]), key)
+        total = backward_round(transport, rows, device_rows.capacity_of(transport, [x]), key)
         by_input = on_device.input_gradient(grad, x, found, total, weight, mask)
     return by_input, on_device.vector(on_device.by_weight(local, found), x), on_device.vector(local[0], x)
 

@@ -19,13 +19,13 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from client.border import at_border
 from client.connection.groups import Group
 from client.data_parallel.replicate import DataParallelWithCallback
-from client.lanes.choose import With, meant
-from client.lanes.named_process_group import NamedProcessGroup, named
 from client.layers import sharding
 from client.layers.conversion.reasons import BOUND, why_left
 from client.layers.conversion.report import check_is_module, conversion_report, in_brief, is_unsynchronised, places
 from client.layers.micro_batches import check_chunks
 from client.layers.synchronized import CONVERSIONS, OWN_ATTRIBUTES, TWINS, Synchronized, conversion_of
+from client.transports.choose import With, meant
+from client.transports.named_process_group import NamedProcessGroup, named
 from statsd_bn import limits
 from statsd_bn.checks import check_name
 from statsd_bn.errors import ConfigurationError, ProtocolError

@@ -1,4 +1,4 @@
-"""A script under torchrun on three ranks over the default lane, in which one rank's images are brighter.
+"""A script under torchrun on three ranks over the default transport, in which one rank's images are brighter.
 
 It trains until the server has found something, or for long enough, and says what. That is not the first server, which
 is killed before it is asked.
@@ -66,7 +66,7 @@ def main() -> None:
                 distributed.broadcast(is_over, 0)
                 if is_over:
                     break
-        say(connection, f"lane {connection.lane}")
+        say(connection, f"transport {connection.transport}")
         for finding in findings(connection):
             say(connection, f"found {finding['kind']} of rank {finding['rank']} in layer {finding['layer']}")
         distributed.destroy_process_group()

@@ -9,7 +9,7 @@ import torch
 from client.autograd.exchange import Exchange
 from client.autograd.functional import Slice, batch_norm
 from client.kernels import dispatch
-from client.lanes.in_process import LocalPipe
+from client.transports.in_process import LocalPipe
 from support.shards import MANY, MANY_VALUES, Shards, assert_equal, everywhere, on_the_whole_batch, with_many_values
 from support.whole_batch import KINDS
 

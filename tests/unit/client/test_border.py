@@ -29,7 +29,7 @@ def failing_round(monkeypatch, *, after: int = 0) -> nn.Module:
     real, rounds = connection.Connection._round, []
 
     def round_(self, *arguments, **options):
-        # The members agree on a lane after the first one.
+        # The members agree on a transport after the first one.
         rounds.append(options.get("counts", True))
         if sum(rounds) > after:
             raise RoundMismatch("the ranks differ")
@@ -190,7 +190,7 @@ NO_BORDER = {
     *("Connection.exchange", "SlavePipe.run_slave", "join"),
     # A context manager around the user's own code.
     "patch_sync_batchnorm",
-    # The lanes call them, inside of what has a border.
+    # The transports call them, inside of what has a border.
     *(
         "Connection.gather_in",
         "Connection.over_server",

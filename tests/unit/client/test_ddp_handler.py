@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import client
 from client import DDPHandler
 from client.serialization.packing import pack
-from client.training.all_gather_tensors import LANE, share
+from client.training.all_gather_tensors import TRANSPORT, share
 from client.training.measurements import as_tensor, joined, like
 from statsd_bn import limits
 from statsd_bn.errors import ConnectionClosed, ProtocolError, RoundFailed, RoundMismatch
@@ -340,7 +340,7 @@ def test_in_an_elastic_job_the_values_are_those_of_the_members_that_are_there():
 def test_what_is_no_message_of_values_is_refused_by_all(foreign, what):
     def sync(connection):
         if connection.rank == 1:
-            connection.all_gather(LANE, foreign)
+            connection.all_gather(TRANSPORT, foreign)
             return None
         return outcome(lambda: handler(connection).mp_sync(1))
 
@@ -360,7 +360,7 @@ def test_what_is_no_message_of_values_is_refused_by_all(foreign, what):
 def test_what_a_member_says_is_short_and_plain_in_the_others_error(foreign, what):
     def sync(connection):
         if connection.rank == 1:
-            connection.all_gather(LANE, foreign)
+            connection.all_gather(TRANSPORT, foreign)
             return None
         return outcome(lambda: handler(connection).mp_sync_dict({"value": 1}))
 

@@ -5,15 +5,15 @@ import torch
 
 from client.autograd.exchange import Exchange
 from client.autograd.functional import Slice, batch_norm
-from client.lanes.in_process import LocalPipe
-from client.lanes.zeromq import SlavePipe
+from client.transports.in_process import LocalPipe
+from client.transports.server import SlavePipe
 from support.memory_members import run_members
 
 SIZES = (3, 1, 2)
 
 
 class CountingPipe:
-    """The local lane, counting its rounds."""
+    """The local transport, counting its rounds."""
 
     def __init__(self) -> None:
         self.rounds = []
@@ -24,8 +24,8 @@ class CountingPipe:
         return self._pipe.run_slave(contribution, key, **named)
 
 
-def exchange(lane=None, eps_mode="plus"):
-    return Exchange(lane or LocalPipe("bn"), "bn", 1e-5, eps_mode)
+def exchange(transport=None, eps_mode="plus"):
+    return Exchange(transport or LocalPipe("bn"), "bn", 1e-5, eps_mode)
 
 
 def tensors(sizes=SIZES, *, affine=True, dtype=torch.float64):

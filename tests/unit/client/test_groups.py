@@ -14,8 +14,8 @@ from client.connection import current, groups
 from client.connection.connection import Connection
 from client.connection.groups import Group
 from client.conversation import registration
-from client.lanes.in_process import LocalPipe
-from client.lanes.zeromq import SlavePipe
+from client.transports.in_process import LocalPipe
+from client.transports.server import SlavePipe
 from server.cli.status import ask
 from statsd_bn import Rows
 from statsd_bn.errors import ConfigurationError, ConnectionClosed, GroupIncomplete, ReplicaLost, WorldSizeMismatch
@@ -328,7 +328,7 @@ def test_each_group_counts_its_own_steps_and_calls():
         world, pair = SlavePipe(connection, "bn"), SlavePipe(connection, "bn", PAIR)
         keys = [world.run_slave(row(1.0)).key]
         world.run_slave(row(1.0), keys[0].of_phase(BACKWARD))
-        keys += [lane.run_slave(row(1.0)).key for lane in (world, pair, pair, world)]
+        keys += [transport.run_slave(row(1.0)).key for transport in (world, pair, pair, world)]
         return [(key.group, key.step, key.call) for key in keys]
 
     expected = [("world", 0, 0), ("world", 1, 0), ("pair", 0, 0), ("pair", 0, 1), ("world", 1, 1)]

@@ -347,20 +347,20 @@ def test_a_script_that_never_closes_ends_all_the_same(server, job, how):
     subprocess.run([sys.executable, "-c", UNTIDY, server.endpoint, how, job], check=True, timeout=100)
 
 
-def test_a_session_says_its_lane_as_soon_as_it_is_another_one():
+def test_a_session_says_its_transport_as_soon_as_it_is_another_one():
     """One that takes part in rounds sends no heartbeats otherwise."""
     pulse, session = Pulse(), a_session()
 
     def said() -> list[str]:
         session.spoke = now = time.monotonic()
         due = pulse.due(now, [session])
-        lanes = [decode(one.heartbeat()).lane for one in due]
+        transports = [decode(one.heartbeat()).transport for one in due]
         for one in due:
             pulse.sent(one)
-        return lanes
+        return transports
 
     assert [said(), said()] == [[""], []]
-    session.lane.refuse("on purpose")
+    session.transport.refuse("on purpose")
     assert [said(), said()] == [["zeromq"], []]
     pulse.connected_anew()
     assert [said(), said()] == [["zeromq"], []]
@@ -372,7 +372,7 @@ def test_a_session_says_its_lane_as_soon_as_it_is_another_one():
 def test_one_that_shares_memory_beats_though_it_speaks_as_where_others_come_late(memory, beats):
     """The server knows only from heartbeats how long it has waited in memory."""
     pulse, session, now, sent = Pulse(), a_session(), 100.0, 0
-    session.lane.memory = memory
+    session.transport.memory = memory
     for one in pulse.due(now, [session]):
         pulse.sent(one)
     while now < 110.0:
@@ -390,7 +390,7 @@ def test_one_that_shares_memory_beats_though_it_speaks_as_where_others_come_late
 def test_ranks_that_need_no_server_are_told_once_that_it_is_away(is_in_memory, times):
     pulse, session = Pulse(), a_session()
     if is_in_memory:
-        session.lane.memory = SimpleNamespace(is_given_up=False)
+        session.transport.memory = SimpleNamespace(is_given_up=False)
     told = [pulse.away(float(now), [session], is_connected=False) for now in range(60)]
     assert (told[9], len([text for text in told if text])) == ("", times)
     assert not times or "the server has been away for 10 s. The ranks of this host go on in shared memory" in told[10]
@@ -398,7 +398,7 @@ def test_ranks_that_need_no_server_are_told_once_that_it_is_away(is_in_memory, t
 
 def test_a_server_that_was_back_may_be_away_again():
     pulse, session = Pulse(), a_session()
-    session.lane.memory = SimpleNamespace(is_given_up=False)
+    session.transport.memory = SimpleNamespace(is_given_up=False)
     for began in (0.0, 100.0):
         assert not pulse.away(began, [session], is_connected=False)
         assert pulse.away(began + 20, [session], is_connected=False)
@@ -411,7 +411,7 @@ def test_a_rank_that_speaks_to_a_server_in_vain_is_told_too(start, beacon, monke
     monkeypatch.setattr(pulse_module, "AWAY_SECONDS", 3 * INTERVAL)
     beacon.connected = False
     session = a_session()
-    session.lane.memory = SimpleNamespace(is_given_up=False)
+    session.transport.memory = SimpleNamespace(is_given_up=False)
     start(lambda: [session])
 
     def is_told():
@@ -484,9 +484,9 @@ def test_a_session_that_a_new_master_did_not_know_beats_again_at_once():
 
 def sampled(session, step=0):
     """A session whose member tells of a round that it has had in memory."""
-    session.lane.samples = session.lane.samples or Samples()
+    session.transport.samples = session.transport.samples or Samples()
     key = RoundKey("job", "world", 0, step, "bn", 0, FORWARD)
-    session.lane.samples.look(step, key, [2, 2], (1, 1), np.array([[[2.0], [4.0]], [[6.0], [20.0]]]))
+    session.transport.samples.look(step, key, [2, 2], (1, 1), np.array([[[2.0], [4.0]], [[6.0], [20.0]]]))
     return session
 
 
@@ -527,6 +527,6 @@ def test_numbers_that_have_no_figures_end_no_heartbeats(start, beacon, monkeypat
 
 def test_figures_that_are_not_finite_are_left_out():
     session = sampled(a_session())
-    (sample,) = session.lane.samples.take(1.0)
+    (sample,) = session.transport.samples.take(1.0)
     huge = replace(sample, counts=np.ones(2), values=np.full((2, 2, 2), 1.7e308))
     assert session.figures([huge]) is None

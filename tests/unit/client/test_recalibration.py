@@ -13,9 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import client
 from client.autograd.checkpointing import exchanges
-from client.lanes import named_process_group
-from client.lanes.in_process import LocalPipe
 from client.training import recalibration
+from client.transports import named_process_group
+from client.transports.in_process import LocalPipe
 from programs import recalibration_programs as programs
 from programs.recalibration_programs import statistics
 from statsd_bn import limits
@@ -95,7 +95,7 @@ def test_more_channels_than_a_message_carries_take_several(monkeypatch):
             sent.append(contribution.values.shape[2])
             return super().run_slave(contribution, key, **named)
 
-    monkeypatch.setattr(recalibration, "lane_for", lambda layer, _: CountingPipe(layer))
+    monkeypatch.setattr(recalibration, "transport_for", lambda layer, _: CountingPipe(layer))
     for channels, parts in ((7, [7]), (6, [6, 1]), (4, [4, 3])):
         monkeypatch.setattr(limits, "MAX_CHANNELS", channels)
         network = programs.model()
@@ -199,7 +199,7 @@ def test_whatever_raises_leaves_the_layer_as_it_was(place, kind):
 def test_a_failed_exchange_leaves_the_layer_as_it_was(monkeypatch):
     bn = layer()
     before = statistics(bn)
-    monkeypatch.setattr(recalibration, "lane_for", raiser(TimeoutError("on purpose")))
+    monkeypatch.setattr(recalibration, "transport_for", raiser(TimeoutError("on purpose")))
     with pytest.raises(TimeoutError, match="on purpose"):
         client.recalibrate(bn, [samples(4)])
     assert unchanged(bn, before)

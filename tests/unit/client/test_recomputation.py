@@ -13,7 +13,7 @@ import client
 from client.autograd import saved_tensor_hooks
 from client.autograd.checkpointing import KEPT_WITHOUT_GRAPH, Exchanges
 from client.autograd.exchange import Exchange
-from client.lanes.in_process import LocalPipe
+from client.transports.in_process import LocalPipe
 from programs import member_programs
 from programs.life_programs import network as model
 from statsd_bn.errors import ConfigurationError
@@ -211,12 +211,12 @@ def find(exchanges, replica, moments):
     return exchanges.find("bn", LocalPipe("bn"), replica, moments)
 
 
-def test_a_call_over_another_lane_is_not_found():
+def test_a_call_over_another_transport_is_not_found():
     """That of an earlier connection, say, whose members may have had other shards."""
     exchanges = Exchanges()
     call = exchange_of([1.0, 2.0])
     exchanges.remember(call, has_graph=True)
-    assert exchanges.find("bn", LocalPipe("another lane"), 0, moments_of([1.0, 2.0])) is None
+    assert exchanges.find("bn", LocalPipe("another transport"), 0, moments_of([1.0, 2.0])) is None
     assert find(exchanges, 0, moments_of([1.0, 2.0])) is call
 
 

@@ -6,7 +6,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from client.autograd.exchange import Exchange
 from client.autograd.functional import Slice, batch_norm
-from client.lanes.in_process import LocalPipe
+from client.transports.in_process import LocalPipe
 
 SIZES = (3, 1, 2)
 CHANNELS = 2

@@ -9,8 +9,8 @@ from torch import nn
 
 import client
 from client.connection import current
-from client.lanes.named_process_group import NamedProcessGroup
 from client.layers.unconnected import Unconnected
+from client.transports.named_process_group import NamedProcessGroup
 from statsd_bn import endpoints
 from support.memory_members import run_members
 

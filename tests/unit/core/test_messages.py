@@ -120,7 +120,12 @@ FIELDS: list[tuple[type, str, list[Any], list[Any]]] = [
         [FLOATS_3, np.full((2, limits.MAX_VECTORS, 1), np.nan), np.full((2, 1, limits.MAX_CHANNELS), np.inf)],
         [*NOT_VALUES, np.zeros((1, 2, 3)), np.zeros((3, 2, 3)), np.zeros((0, 2, 3))],
     ),
-    (messages.Heartbeat, "lane", ["", "l" * limits.MAX_PHASE_BYTES], ["l" * (limits.MAX_PHASE_BYTES + 1), *CONTROLS]),
+    (
+        messages.Heartbeat,
+        "transport",
+        ["", "l" * limits.MAX_PHASE_BYTES],
+        ["l" * (limits.MAX_PHASE_BYTES + 1), *CONTROLS],
+    ),
     (messages.Heartbeat, "why", ["", "w" * limits.MAX_NAME_BYTES], ["w" * (limits.MAX_NAME_BYTES + 1), *CONTROLS]),
     (messages.Register, "member", *MEMBERS),
     (messages.Register, "world_size", [1, 2, limits.MAX_MEMBERS], [-1, 0, limits.MAX_MEMBERS + 1, *NOT_INTEGERS]),

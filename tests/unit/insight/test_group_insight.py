@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from client.lanes import group_insight
-from client.lanes.group_insight import Here, insight_of
+from client.transports import group_insight
+from client.transports.group_insight import Here, insight_of
 from statsd_bn.round_key import FORWARD, RoundKey
 
 RANKS = (4, 5, 7)

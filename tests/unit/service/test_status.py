@@ -52,20 +52,23 @@ def test_a_report_reads_as_text():
     )
 
 
-def test_lanes_get_a_line_once_the_members_have_said_them():
-    def said(*lanes, **more):
-        contributors = [contributor | {"lane": lane} for contributor, lane in zip(GROUP["members"], lanes, strict=True)]
+def test_transports_get_a_line_once_the_members_have_said_them():
+    def said(*transports, **more):
+        contributors = [
+            contributor | {"transport": transport}
+            for contributor, transport in zip(GROUP["members"], transports, strict=True)
+        ]
         return [
             line
             for line in describe(REPORT | {"groups": [GROUP | {"members": contributors, **more}]}).splitlines()
-            if "lane" in line
+            if "transport" in line
         ]
 
     assert said("", "") == []
-    assert said("shared_memory", "shared_memory") == ["  lane shared_memory"]
-    assert said("zeromq", "zeromq", why_not_faster="rank 1: no") == ["  lane zeromq: rank 1: no"]
+    assert said("shared_memory", "shared_memory") == ["  transport shared_memory"]
+    assert said("zeromq", "zeromq", why_not_faster="rank 1: no") == ["  transport zeromq: rank 1: no"]
     assert said("shared_memory", "zeromq", why_not_faster="x") == [
-        "  lane shared_memory of rank 0, zeromq of rank 1: x"
+        "  transport shared_memory of rank 0, zeromq of rank 1: x"
     ]
 
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from client.lanes.key_digest import digest_of
+from client.transports.key_digest import digest_of
 from statsd_bn.round_key import BACKWARD, FORWARD, RoundKey
 
 KEY = RoundKey("job", "world", 1, 2, "stem.bn", 3, FORWARD)

@@ -9,10 +9,10 @@ import pytest
 from client.conversation.member import Member
 from client.conversation.round_trip import RoundTrip
 from client.conversation.session import Session
-from client.lanes.round_in_memory import AtServer, RoundInMemory
 from client.shared_memory import passing
 from client.shared_memory.group_memory import GroupMemory
 from client.shared_memory.region import size_of
+from client.transports.round_in_memory import AtServer, RoundInMemory
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
 from statsd_bn.rows import Rows

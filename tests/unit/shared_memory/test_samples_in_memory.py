@@ -8,8 +8,8 @@ import pytest
 
 from client.conversation.member import SHARED_MEMORY
 from client.conversation.pulse import Pulse
-from client.lanes.shared_memory import SharedMemoryPipe
 from client.shared_memory import passing
+from client.transports.shared_memory import SharedMemoryPipe
 from statsd_bn import Rows
 from statsd_bn import skew_samples as samples
 from statsd_bn.messages import SkewStats
@@ -17,7 +17,7 @@ from statsd_bn.round_key import BACKWARD
 from statsd_bn.skew import figures_of
 from statsd_bn.wire import decode
 from support.memory_members import MemoryMaster, run_members
-from unit.shared_memory.lane_rows import frames_of
+from unit.shared_memory.transport_rows import frames_of
 
 pytestmark = pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
 
@@ -65,11 +65,11 @@ def train(members, master, *, replicas=1, scales=None):
                 key = SharedMemoryPipe(connection, layer).run_slave(rows).key
             SharedMemoryPipe(connection, layer).run_slave(rows, key.of_phase(BACKWARD))
             told.beat()
-        assert connection.lane == SHARED_MEMORY
+        assert connection.transport == SHARED_MEMORY
         # The group's entry goes with its last member.
-        return master.report("world") if connection.rank == 0 else connection.session(None).lane.samples
+        return master.report("world") if connection.rank == 0 else connection.session(None).transport.samples
 
-    report, *others = run_members(members, program, master, lane=SHARED_MEMORY)
+    report, *others = run_members(members, program, master, transport=SHARED_MEMORY)
     assert others == [None] * (members - 1)
     return report
 
@@ -123,7 +123,7 @@ def test_rows_that_are_not_finite_are_told_at_once_and_not_in_a_digest():
             told.beat()
         return text
 
-    texts = run_members(3, program, master, lane=SHARED_MEMORY)
+    texts = run_members(3, program, master, transport=SHARED_MEMORY)
     assert set(texts) == {"first non-finite: layer 'stem', forward, step 1, rank 2 (thread 2), 1 of 5 channels (NaN)"}
     # The first step went over the server, the second one was not finite.
     assert [one.step for one in digests(frames)] == [2]

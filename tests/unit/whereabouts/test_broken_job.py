@@ -123,7 +123,7 @@ def test_a_process_that_stands_still_behind_nccl_is_ended_after_a_while(play, mo
 def test_so_is_one_that_does_so_in_a_call_of_ours(play):
     """Which would have raised by now if it waited for the server."""
     play.looks.call_ours()
-    play.looks.behind = ("client/lanes/process_group.py:1", 7)
+    play.looks.behind = ("client/transports/process_group.py:1", 7)
     play.job.take(LOST)
     play.job.step(0.0)
     play.job.step(10.0)

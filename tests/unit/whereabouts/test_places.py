@@ -5,9 +5,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from client.lanes import places
-from client.lanes.places import SECONDS, Asking, of_job
-from client.lanes.zeromq import SlavePipe
+from client.transports import places
+from client.transports.places import SECONDS, Asking, of_job
+from client.transports.server import SlavePipe
 from statsd_bn.errors import ProtocolError, ServerUnreachable
 from statsd_bn.members import Members
 from statsd_bn.messages import Failure, Status, StatusRequest
@@ -73,12 +73,12 @@ def test_what_it_says_cannot_speak_to_a_terminal():
     assert of_job(report, "job") == {0: "a\\x1b[2J"}
 
 
-def test_a_lane_over_the_server_knows_all_members():
+def test_a_transport_over_the_server_knows_all_members():
     def program(connection):
-        lane = SlavePipe(connection, "bn")
-        lane.run_slave(Rows((1,), np.ones((1, 2, 1))))
-        found = lane.places()
-        lane.run_slave(Rows((1,), np.ones((1, 2, 1))))  # nobody leaves before
+        transport = SlavePipe(connection, "bn")
+        transport.run_slave(Rows((1,), np.ones((1, 2, 1))))
+        found = transport.places()
+        transport.run_slave(Rows((1,), np.ones((1, 2, 1))))  # nobody leaves before
         return found
 
     assert run_members(2, program) == [{0: "thread 0", 1: "thread 1"}] * 2
@@ -89,12 +89,12 @@ def test_whoever_brings_nan_and_leaves_at_once_is_known_still():
     master = MemoryMaster()
 
     def program(connection):
-        lane = SlavePipe(connection, "bn")
-        lane.run_slave(Rows((1,), np.full((1, 2, 1), np.nan if connection.rank else 1.0)))
+        transport = SlavePipe(connection, "bn")
+        transport.run_slave(Rows((1,), np.full((1, 2, 1), np.nan if connection.rank else 1.0)))
         if connection.rank:
             return None
         wait_until(lambda: master.members("world") == [0])
-        return lane.places()
+        return transport.places()
 
     assert run_members(2, program, master)[0] == {0: "thread 0", 1: "thread 1"}
 

@@ -1,7 +1,7 @@
-"""Lane: how the rows of one layer reach the other members, and how the aggregate comes back.
+"""Transport: how the rows of one layer reach the other members, and how the aggregate comes back.
 
-Every lane follows this contract, so nothing above it knows which one it uses. Each kind has a file of its own, and
-`client.lanes.choose` decides which one a layer gets.
+Every transport follows this contract, so nothing above it knows which one it uses. Each kind has a file of its own, and
+`client.transports.choose` decides which one a layer gets.
 """
 
 from collections.abc import Mapping
@@ -12,16 +12,16 @@ from statsd_bn.round_key import FORWARD, RoundKey
 from statsd_bn.rows import Rows
 
 
-class Lane(Protocol):
+class Transport(Protocol):
     """Takes rows, returns the aggregate of everybody's rows.
 
-    All lanes add the same rows to the same bits. Two lanes are equal if they take the same layer the same way.
+    All transports add the same rows to the same bits. Two are equal if they take the same layer the same way.
 
     Example usage:
 
-        lane = lane_for("stem.bn", group=None)
-        forward = lane.run_slave(rows)
-        backward = lane.run_slave(gradient_rows, forward.key.of_phase(BACKWARD))
+        transport = transport_for("stem.bn", group=None)
+        forward = transport.run_slave(rows)
+        backward = transport.run_slave(gradient_rows, forward.key.of_phase(BACKWARD))
     """
 
     def run_slave(self, contribution: Rows, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:

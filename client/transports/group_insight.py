@@ -38,8 +38,8 @@ class ToServer:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        lane = connection.session(None).lane
-        self.samples = lane.samples = lane.samples or Samples()
+        transport = connection.session(None).transport
+        self.samples = transport.samples = transport.samples or Samples()
         self._told: set[str] = set()
 
     def tell(self, aggregate: Aggregate) -> None:

@@ -1,10 +1,10 @@
-"""Every lane looks the same: rows in, the aggregate of everybody's rows out."""
+"""Every transport looks the same: rows in, the aggregate of everybody's rows out."""
 
 import numpy as np
 import pytest
 
-from client.lanes.in_process import LocalPipe
-from client.lanes.zeromq import SlavePipe
+from client.transports.in_process import LocalPipe
+from client.transports.server import SlavePipe
 from statsd_bn import Rows
 from support.memory_members import in_threads, run_members
 
@@ -17,7 +17,7 @@ def rows_of(member: int, size: int) -> Rows:
     return Rows(tuple(range(1, size + 1)), part)
 
 
-def test_the_local_lane_adds_to_the_same_bits_as_the_master():
+def test_the_local_transport_adds_to_the_same_bits_as_the_master():
     local = LocalPipe("bn").run_slave(Rows((1,) * 6, ROWS))
     for members, size in ((1, 6), (2, 3), (3, 2), (6, 1)):
         found = run_members(members, lambda c, size=size: SlavePipe(c, "bn").run_slave(rows_of(c.rank, size)))

@@ -1,4 +1,4 @@
-"""The lane over shared memory: the same bits as the server's, which hears of long waits only."""
+"""The transport over shared memory: the same bits as the server's, which hears of long waits only."""
 
 import gc
 import threading
@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from client.conversation.member import SHARED_MEMORY, ZEROMQ
-from client.lanes import agreement, round_in_memory
-from client.lanes.shared_memory import SharedMemoryPipe
-from client.lanes.zeromq import SlavePipe
 from client.shared_memory import passing, region
+from client.transports import agreement, round_in_memory
+from client.transports.server import SlavePipe
+from client.transports.shared_memory import SharedMemoryPipe
 from statsd_bn import Rows
 from statsd_bn.errors import ReplicaLost, RoundMismatch
 from statsd_bn.messages import Contribution, RoundDone
 from statsd_bn.round_key import BACKWARD
 from statsd_bn.wire import decode
 from support.memory_members import MemoryMaster, in_threads, outcome, run_members, wait_until
-from unit.shared_memory.lane_rows import ROWS, frames_of, rows_of
+from unit.shared_memory.transport_rows import ROWS, frames_of, rows_of
 
 pytestmark = pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
 
@@ -38,8 +38,8 @@ def test_it_gives_the_keys_and_bits_of_the_server(members, size):
     def program(kind):
         return lambda c: forward_and_backward(kind(c, "bn"), c.rank, size, 4)
 
-    in_memory = run_members(members, program(SharedMemoryPipe), lane=SHARED_MEMORY)
-    over_server = run_members(members, program(SlavePipe), lane=ZEROMQ)
+    in_memory = run_members(members, program(SharedMemoryPipe), transport=SHARED_MEMORY)
+    over_server = run_members(members, program(SlavePipe), transport=ZEROMQ)
     # A gather is a call like others, and begins a step too.
     assert in_memory == over_server
 
@@ -61,7 +61,7 @@ def test_quick_rounds_do_not_come_to_the_server(monkeypatch):
         pipe.run_slave(rows_of(connection.rank, 1))
         return connection.rounds
 
-    assert run_members(2, program, master, lane=SHARED_MEMORY) == [22, 22]
+    assert run_members(2, program, master, transport=SHARED_MEMORY) == [22, 22]
     assert counts["before the end"] == 0
 
 
@@ -82,7 +82,7 @@ def test_the_server_hears_of_a_long_wait_and_of_its_end_from_all(late_rank):
         found = pipe.run_slave(rows_of(connection.rank, 1))
         if connection.rank == late_rank:
             wait_until(lambda: len(settled(frames, found.key)) == 2)
-        return found.values.tobytes(), connection.session(None).lane.rounds_in_memory
+        return found.values.tobytes(), connection.session(None).transport.rounds_in_memory
 
     def watch():
         wait_until(lambda: bool(master.report("world")["waiting"]))
@@ -92,7 +92,7 @@ def test_the_server_hears_of_a_long_wait_and_of_its_end_from_all(late_rank):
         said = [one for one in map(decode, list(frames)) if isinstance(one, RoundDone)]
         return {one.session for one in said if one.key == key}
 
-    found, counted = zip(*run_members(2, program, master, lane=SHARED_MEMORY), strict=True)
+    found, counted = zip(*run_members(2, program, master, transport=SHARED_MEMORY), strict=True)
     assert found == ((ROWS[0] + ROWS[1]).tobytes(),) * 2
     assert not master.report("world")["waiting"]
     # Only whoever has told the server does not count it.
@@ -149,7 +149,7 @@ def test_rows_that_do_not_fit_go_over_the_server():
         return [(one.count, one.values.shape, set(one.values.ravel())) for one in found]
 
     expected = [(4, (2, size), {0.1 + 0.2}) for size in (1, channels, 1)]
-    assert run_members(2, program, lane=SHARED_MEMORY) == [expected, expected]
+    assert run_members(2, program, transport=SHARED_MEMORY) == [expected, expected]
 
 
 def test_threads_that_come_in_another_order_on_each_member_all_get_their_rounds():
@@ -171,7 +171,7 @@ def test_threads_that_come_in_another_order_on_each_member_all_get_their_rounds(
             thread.join(30)
         return {name: one.values[0, 0] for name, one in found.items()}
 
-    assert run_members(2, program, lane=SHARED_MEMORY) == [{"a": 2.0, "b": 20.0}] * 2
+    assert run_members(2, program, transport=SHARED_MEMORY) == [{"a": 2.0, "b": 20.0}] * 2
 
 
 def one_round(connection) -> bytes:
@@ -183,7 +183,7 @@ def test_a_name_of_memory_that_is_no_text_is_not_taken(monkeypatch, caplog):
     monkeypatch.setattr(agreement, "_ready", lambda _: b"ready \xff\xfe")
     caplog.set_level("INFO", logger="statsd_bn.client")
 
-    assert len(set(run_members(2, one_round, lane=SHARED_MEMORY))) == 1
+    assert len(set(run_members(2, one_round, transport=SHARED_MEMORY))) == 1
     assert "rank 1: it cannot reach the memory of the others" in caplog.text
 
 
@@ -193,7 +193,7 @@ def _outcomes(n, program, master=None):
 
     def member(number):
         def run():
-            with master.connect(number, n, lane=SHARED_MEMORY) as connection:
+            with master.connect(number, n, transport=SHARED_MEMORY) as connection:
                 return program(connection)
 
         return outcome(run)
@@ -217,7 +217,7 @@ def test_threads_of_one_member_find_the_memory_once(monkeypatch):
 
         return [run(name) for name in "ab"] if connection.rank else in_threads([lambda n=name: run(n) for name in "ab"])
 
-    assert run_members(2, program, lane=SHARED_MEMORY) == [[2, 2], [2, 2]]
+    assert run_members(2, program, transport=SHARED_MEMORY) == [[2, 2], [2, 2]]
     assert sorted(searches) == [0, 1]
 
 
@@ -251,7 +251,7 @@ def test_the_step_is_the_same_however_long_a_thread_waits_in_memory():
             following.join(30)
         return [*steps, pipes["c"].run_slave(row).key.step]
 
-    assert run_members(2, program, lane=SHARED_MEMORY) == [[1, 1], [1, 1]]
+    assert run_members(2, program, transport=SHARED_MEMORY) == [[1, 1], [1, 1]]
 
 
 def test_members_that_are_out_of_step_meet_no_more():
@@ -279,7 +279,7 @@ def test_members_that_are_out_of_step_meet_no_more():
         return found
 
     expected = {name: 2.0 * ord(name) for name in "0XYZWV"}
-    assert run_members(2, program, lane=SHARED_MEMORY) == [expected, expected]
+    assert run_members(2, program, transport=SHARED_MEMORY) == [expected, expected]
 
 
 def test_a_connection_that_has_met_others_is_freed():
@@ -289,7 +289,7 @@ def test_a_connection_that_has_met_others_is_freed():
         connections.append(weakref.ref(connection))
         return SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1)).count
 
-    assert run_members(2, program, lane=SHARED_MEMORY) == [2, 2]
+    assert run_members(2, program, transport=SHARED_MEMORY) == [2, 2]
     gc.collect()
     assert [connection() for connection in connections] == [None, None]
 
@@ -297,7 +297,7 @@ def test_a_connection_that_has_met_others_is_freed():
 def test_whoever_knows_that_the_job_is_broken_comes_to_the_server():
     """One that the server has lost may still meet the others, and cannot be told."""
     master = MemoryMaster()
-    connections = in_threads([lambda n=n: master.connect(n, 2, lane=SHARED_MEMORY) for n in range(2)])
+    connections = in_threads([lambda n=n: master.connect(n, 2, transport=SHARED_MEMORY) for n in range(2)])
 
     def run(connection):
         return SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1)).count

@@ -1,4 +1,4 @@
-"""SharedMemoryPipe: the lane between the members of one host, over memory that they share.
+"""SharedMemoryPipe: the transport between the members of one host, over memory that they share.
 
 The first round of a group goes over the server. After it the members agree on whether they share memory. If they do,
 each member writes its rows, waits until all have, and adds them for itself, to the same bits as the server would. The
@@ -17,10 +17,10 @@ from weakref import WeakKeyDictionary
 from client.connection.connection import Connection
 from client.connection.groups import Group
 from client.conversation.session import Session
-from client.lanes import agreement
-from client.lanes.round_in_memory import AtServer, RoundInMemory
-from client.lanes.zeromq import SlavePipe
 from client.shared_memory.group_memory import GroupMemory
+from client.transports import agreement
+from client.transports.round_in_memory import AtServer, RoundInMemory
+from client.transports.server import SlavePipe
 from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import FORWARD, RoundKey
 from statsd_bn.rows import Rows
@@ -32,9 +32,9 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryPipe(SlavePipe):
-    """The lane over shared memory; over the server where the group's members do not share any.
+    """The transport over shared memory; over the server where the group's members do not share any.
 
-    It is the lane of every strict group, since all members have to agree.
+    It is the transport of every strict group, since all members have to agree.
     """
 
     def run_slave(self, contribution: Rows, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:
@@ -42,7 +42,7 @@ class SharedMemoryPipe(SlavePipe):
         return self._exchange(contribution, key, phase, self._take_part)
 
     def _take_part(self, session: Session, key: RoundKey, rows: Rows) -> Aggregate:
-        memory = session.lane.memory or self._agreed_memory(session)
+        memory = session.transport.memory or self._agreed_memory(session)
         if isinstance(memory, GroupMemory):
             return _take_part(self.connection, memory, session, key, rows)
         aggregate = self.connection.over_server(session, key, rows)

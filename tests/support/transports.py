@@ -1,4 +1,4 @@
-"""The lanes between processes, for tests that hold over each of them."""
+"""The transports between processes, for tests that hold over each of them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,12 +8,12 @@ from torch import Tensor
 
 from client.conversation import member
 from client.kernels import backends, device_statistics
-from client.lanes import device_rows
+from client.transports import device_rows
 
 PROCESS_GROUP = "process group"
 ON_DEVICE = "process group, on devices"
-HOST_LANES = (*member.LANES, PROCESS_GROUP)
-LANES = (*HOST_LANES, ON_DEVICE)
+HOST_TRANSPORTS = (*member.TRANSPORTS, PROCESS_GROUP)
+TRANSPORTS = (*HOST_TRANSPORTS, ON_DEVICE)
 
 
 @contextmanager
@@ -32,6 +32,6 @@ def rows_on_devices() -> Iterator[None]:
 
 @contextmanager
 def elementwise_kernels() -> Iterator[None]:
-    """Has all lanes compute as rows on devices do without CUDA, since other kernels round otherwise."""
+    """Has all transports compute as rows on devices do without CUDA, since other kernels round otherwise."""
     with mock.patch.object(backends, "_WITHOUT_MASK", ()):
         yield

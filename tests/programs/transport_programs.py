@@ -1,4 +1,4 @@
-"""What processes do in `test_lanes.py`: every kind of call of a layer, over whichever lane they have."""
+"""What processes do in `test_transports.py`: every kind of call of a layer, over whichever transport they have."""
 
 import warnings
 from typing import Any
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import client
-from client.lanes import device_rows
 from client.training import recalibration
-from support.lanes import elementwise_kernels
+from client.transports import device_rows
 from support.sentences import says
+from support.transports import elementwise_kernels
 
 CHANNELS = 3
 
@@ -34,7 +34,7 @@ def every_kind_of_call(process: Any) -> dict[str, np.ndarray]:
 
 
 def elementwise(process: Any) -> dict[str, np.ndarray]:
-    """As `every_kind_of_call`, with kernels that round alike on all lanes."""
+    """As `every_kind_of_call`, with kernels that round alike on all transports."""
     with elementwise_kernels():
         return every_kind_of_call(process)
 

@@ -1,4 +1,4 @@
-"""SlavePipe: the lane to the aggregation server, over this process's connection."""
+"""SlavePipe: the transport to the aggregation server, over this process's connection."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from client.border import make_readable
 from client.connection.connection import Connection, Way
 from client.connection.groups import Group
-from client.lanes.places import places
+from client.transports.places import places
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import FORWARD, RoundKey
@@ -15,7 +15,7 @@ from statsd_bn.rows import Rows
 
 @dataclass(frozen=True, slots=True)
 class SlavePipe:
-    """The lane to the server.
+    """The transport to the server.
 
     Args:
         connection: this process's connection.
@@ -35,7 +35,7 @@ class SlavePipe:
                 Σdy and Σdy·(x-mean) backward.
             key: None for the layer's next forward round; for a backward round the forward aggregate's `key` with
                 another phase, one that no earlier round of the same call had.
-            phase: of a forward round, see `Lane.run_slave`.
+            phase: of a forward round, see `Transport.run_slave`.
 
         Returns:
             The aggregate; its values have shape (vectors, channels).

@@ -1,4 +1,4 @@
-"""Rows that stay on their device, where the lane can take them there.
+"""Rows that stay on their device, where the transport can take them there.
 
 Replicas of one process hand their rows from device to device, and ranks of a process group gather them by a backend
 that works on devices, as NCCL does. They are added in the order of `statsd_bn.reduction`, so to the same bits. Nothing
@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
-from client.lanes.in_process import LocalPipe
-from client.lanes.key_digest import digest_of
-from client.lanes.lane import Lane
-from client.lanes.process_group import FIRST_ROW, ProcessGroupPipe, group_of, met, rounds_of, use_device
+from client.transports.in_process import LocalPipe
+from client.transports.key_digest import digest_of
+from client.transports.process_group import FIRST_ROW, ProcessGroupPipe, group_of, met, rounds_of, use_device
+from client.transports.transport import Transport
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.round_key import FORWARD, RoundKey
@@ -86,18 +86,20 @@ class DeviceAggregate:
     others: Tensor | None = None
 
 
-def may_stay(lane: Lane, x: Tensor) -> bool:
+def may_stay(transport: Transport, x: Tensor) -> bool:
     """Whether `capacity_of` has to be asked; most calls on a CPU need not, and this takes no time."""
-    return x.device.type in TYPES or isinstance(lane, ProcessGroupPipe)
+    return x.device.type in TYPES or isinstance(transport, ProcessGroupPipe)
 
 
-def capacity_of(lane: Lane, inputs: Sequence[Tensor], phase: str = FORWARD, *, over_the_host: bool = False) -> int:
+def capacity_of(
+    transport: Transport, inputs: Sequence[Tensor], phase: str = FORWARD, *, over_the_host: bool = False
+) -> int:
     """Returns how many rows each rank brings to a layer's rounds on its device; 0 where rows go over the host.
 
     Ranks of a process group agree on it in the first call of each layer.
 
     Args:
-        lane: of the layer.
+        transport: of the layer.
         inputs: of the replicas of this process.
         phase: of the layer's forward round.
         over_the_host: whether the rows of this call go over the host in any case, on all ranks.
@@ -106,38 +108,40 @@ def capacity_of(lane: Lane, inputs: Sequence[Tensor], phase: str = FORWARD, *, o
         RoundMismatch: on all ranks: they have come for different rounds.
         ConfigurationError: the ranks have agreed to something else than this call brings.
     """
-    if isinstance(lane, LocalPipe):
+    if isinstance(transport, LocalPipe):
         return len(inputs) if are_on_devices(inputs) and not over_the_host else 0
-    if not isinstance(lane, ProcessGroupPipe):
+    if not isinstance(transport, ProcessGroupPipe):
         return 0
-    group = group_of(lane)
+    group = group_of(transport)
     use_device(group, inputs[0].device)
     if over_the_host or not _gathers_on_devices(group):
         return 0
     rounds = rounds_of(group)
     with rounds.lock:
-        if lane.layer not in rounds.on_device:
+        if transport.layer not in rounds.on_device:
             able = len(inputs) if are_on_devices(inputs) else 0
-            key = lane.key(rounds.steps.step, 0, f"{FIRST}{phase}")
+            key = transport.key(rounds.steps.step, 0, f"{FIRST}{phase}")
             first = np.array([able], np.int64)
             told = met(group, key, (2, inputs[0].shape[1]), 1, first)[:, FIRST_ROW]
-            rounds.on_device[lane.layer] = int(told.max()) if 0 < told.min() <= told.max() <= limits.MAX_REPLICAS else 0
-        capacity = rounds.on_device[lane.layer]
+            rounds.on_device[transport.layer] = (
+                int(told.max()) if 0 < told.min() <= told.max() <= limits.MAX_REPLICAS else 0
+            )
+        capacity = rounds.on_device[transport.layer]
     if capacity and (len(inputs) > capacity or not are_on_devices(inputs)):
         raise ConfigurationError(
-            f"layer {lane.layer!r}: expected up to {capacity} inputs on devices of this process, as in its first call, "
-            f"got {len(inputs)} on {', '.join(sorted({str(x.device) for x in inputs}))}"
+            f"layer {transport.layer!r}: expected up to {capacity} inputs on devices of this process, as in its first "
+            f"call, got {len(inputs)} on {', '.join(sorted({str(x.device) for x in inputs}))}"
         )
     return capacity
 
 
-def stay(lane: Lane, inputs: Sequence[Tensor]) -> bool:
+def stay(transport: Transport, inputs: Sequence[Tensor]) -> bool:
     """Whether the rows of an earlier call with such inputs have stayed on their devices; asks nobody."""
-    if isinstance(lane, LocalPipe):
+    if isinstance(transport, LocalPipe):
         return are_on_devices(inputs)
-    if not isinstance(lane, ProcessGroupPipe):
+    if not isinstance(transport, ProcessGroupPipe):
         return False
-    return rounds_of(group_of(lane)).on_device.get(lane.layer, 0) > 0
+    return rounds_of(group_of(transport)).on_device.get(transport.layer, 0) > 0
 
 
 def are_on_devices(inputs: Sequence[Tensor]) -> bool:
@@ -151,12 +155,12 @@ def _gathers_on_devices(group: object) -> bool:
 
 
 def run(
-    lane: Lane, brought: DeviceRows, capacity: int, key: RoundKey | None = None, phase: str = FORWARD
+    transport: Transport, brought: DeviceRows, capacity: int, key: RoundKey | None = None, phase: str = FORWARD
 ) -> DeviceAggregate:
-    """Takes part in a round and returns its aggregate; see `Lane.run_slave`.
+    """Takes part in a round and returns its aggregate; see `Transport.run_slave`.
 
     Args:
-        lane: for which there is a capacity.
+        transport: for which there is a capacity.
         brought: this process's rows.
         capacity: as `capacity_of` has returned it.
         key: of the round; None for the layer's next forward round.
@@ -164,13 +168,13 @@ def run(
     """
     shape = brought.values.shape[1:]
     rows = torch.cat((brought.counts.unsqueeze(1), brought.values.flatten(1)), 1)
-    if not isinstance(lane, ProcessGroupPipe):
-        key = key or lane.key(0, 0, phase)
-        return DeviceAggregate(key, *_sum(rows, shape), rows, [lane.rank])
-    group = group_of(lane)
+    if not isinstance(transport, ProcessGroupPipe):
+        key = key or transport.key(0, 0, phase)
+        return DeviceAggregate(key, *_sum(rows, shape), rows, [transport.rank])
+    group = group_of(transport)
     rounds = rounds_of(group)
     with rounds.lock:
-        key = key or lane.key(*rounds.steps.next(lane.layer), phase)
+        key = key or transport.key(*rounds.steps.next(transport.layer), phase)
         rounds.steps.begins(key.phase)
         rows, others = _gathered(group, rows, capacity, key)
     return DeviceAggregate(key, *_sum(rows, shape), rows, distributed.get_process_group_ranks(group), others)

@@ -1,4 +1,4 @@
-"""LocalPipe: the lane of a process without others to exchange with.
+"""LocalPipe: the transport of a process without others to exchange with.
 
 It adds the rows of this process's replicas as the server would, to the same bits.
 """
@@ -18,7 +18,7 @@ from statsd_bn.rows import Rows
 
 @dataclass(frozen=True, slots=True)
 class LocalPipe:
-    """The lane inside one process: its replicas are all there are.
+    """The transport inside one process: its replicas are all there are.
 
     Args:
         layer: the layer's name.

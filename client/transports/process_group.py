@@ -1,8 +1,8 @@
-"""ProcessGroupPipe: the lane over a process group of torch's, without a server.
+"""ProcessGroupPipe: the transport over a process group of torch's, without a server.
 
-Every rank gathers the rows of all and adds them in rank order for itself, to the same bits as in the other lanes. Only
-the order of the collectives holds the ranks together, so each also says which round it has come for. What else goes
-wrong is told by the group: its errors and its deadline are torch's.
+Every rank gathers the rows of all and adds them in rank order for itself, to the same bits as over the other
+transports. Only the order of the collectives holds the ranks together, so each also says which round it has come for.
+What else goes wrong is told by the group: its errors and its deadline are torch's.
 """
 
 import logging
@@ -25,9 +25,9 @@ from client.connection.current import current_connection, has_been_alone, has_be
 from client.connection.groups import this_place
 from client.conversation.all_gather import MAX_BYTES
 from client.conversation.steps import Steps
-from client.lanes.group_insight import insight_of
-from client.lanes.key_digest import digest_of
-from client.lanes.named_process_group import NamedProcessGroup
+from client.transports.group_insight import insight_of
+from client.transports.key_digest import digest_of
+from client.transports.named_process_group import NamedProcessGroup
 from statsd_bn import limits
 from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
 from statsd_bn.errors import ConfigurationError, ConnectionClosed, ProtocolError, RoundMismatch, StatsdBNError
@@ -63,7 +63,7 @@ WITHOUT_SERVER = (
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroupPipe:
-    """The lane over a process group of torch's.
+    """The transport over a process group of torch's.
 
     Args:
         process_group: whose ranks synchronise.
@@ -117,7 +117,7 @@ class ProcessGroupPipe:
 
 
 def group_of(pipe: ProcessGroupPipe) -> Any:
-    """Returns the process group of a lane.
+    """Returns the process group of a transport.
 
     Raises:
         ConfigurationError: this process has no such group, or is not in it.

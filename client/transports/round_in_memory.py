@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from client.conversation.machine import Turn
 from client.conversation.round_trip import RoundTrip
 from client.conversation.session import Session
-from client.lanes.key_digest import digest_of
 from client.shared_memory.group_memory import GroupMemory
+from client.transports.key_digest import digest_of
 from statsd_bn import limits
 from statsd_bn.members import NOBODY
 from statsd_bn.messages import Aggregate, sound_aggregate
@@ -125,8 +125,8 @@ class RoundInMemory:
         memory, aggregate = self._memory, self._sum(now)
         if aggregate is None:
             return (), now, self._at_server()
-        self._session.lane.rounds_in_memory += self._trip is None
-        self._session.lane.seconds_in_memory += now - self._began
+        self._session.transport.rounds_in_memory += self._trip is None
+        self._session.transport.seconds_in_memory += now - self._began
         if behind := memory.seconds_behind:
             self._session.lateness.add(behind)
         if memory.is_told:
@@ -151,6 +151,6 @@ class RoundInMemory:
         total = sum_rows(brought.values)
         if not is_finite(total):
             return None
-        if samples := self._session.lane.samples:
+        if samples := self._session.transport.samples:
             samples.look(now, self._key, brought.counts, brought.replicas, brought.values)
         return sound_aggregate(self._key, len(brought.values), count, self._session.members, total, NOBODY)

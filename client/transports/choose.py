@@ -1,4 +1,4 @@
-"""Chooses the lane of a layer, from how this process is connected now."""
+"""Chooses the transport of a layer, from how this process is connected now."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ from client.connection import groups
 from client.connection.connection import Connection
 from client.connection.current import current_connection
 from client.connection.groups import Group
-from client.lanes import named_process_group
-from client.lanes.in_process import LocalPipe
-from client.lanes.lane import Lane
-from client.lanes.named_process_group import NamedProcessGroup
-from client.lanes.process_group import ProcessGroupPipe
-from client.lanes.shared_memory import SharedMemoryPipe
-from client.lanes.zeromq import SlavePipe
+from client.transports import named_process_group
+from client.transports.in_process import LocalPipe
+from client.transports.named_process_group import NamedProcessGroup
+from client.transports.process_group import ProcessGroupPipe
+from client.transports.server import SlavePipe
+from client.transports.shared_memory import SharedMemoryPipe
+from client.transports.transport import Transport
 
 With = Group | NamedProcessGroup | str | None
 """With whom a layer synchronises: the ranks of a process group, or of a group of the connection; None for all."""
@@ -57,18 +57,18 @@ def company_in(group: With) -> Company | None:
     return None if connection is None or connection.is_alone(group) else connection
 
 
-def lane_for(layer: str, group: With) -> Lane:
-    """Returns the lane of a layer.
+def transport_for(layer: str, group: With) -> Transport:
+    """Returns the transport of a layer.
 
     Args:
         layer: the layer's name.
         group: with whom it synchronises.
     """
-    return lane_over(company_in(group), layer, group)
+    return transport_over(company_in(group), layer, group)
 
 
-def lane_over(company: Company | None, layer: str, group: With) -> Lane:
-    """Returns the lane of a layer for which `company_in(group)` has returned this company."""
+def transport_over(company: Company | None, layer: str, group: With) -> Transport:
+    """Returns the transport of a layer for which `company_in(group)` has returned this company."""
     if company is None:
         return LocalPipe(layer)
     if isinstance(company, NamedProcessGroup):

@@ -41,16 +41,16 @@ def agree(connection: Connection, group: Group) -> GroupMemory | None:
     members = list(session.members)
     memory, why = _shared(connection, group, members)
     if memory is None:
-        session.lane.refuse(why)
-        level = logging.WARNING if connection.member.lane == SHARED_MEMORY else logging.INFO
+        session.transport.refuse(why)
+        level = logging.WARNING if connection.member.transport == SHARED_MEMORY else logging.INFO
         logger.log(level, "group %r exchanges rows over the server, and not in shared memory: %s", group.name, why)
         return None
     me = members.index(connection.rank)
     found = GroupMemory(memory, len(members), me)
     connection.at_end.append(found.end)
-    session.lane.memory = found
+    session.transport.memory = found
     # All see the same rows, so one member tells the server of them.
-    session.lane.samples = Samples() if me == 0 else None
+    session.transport.samples = Samples() if me == 0 else None
     logger.info("group %r exchanges rows in shared memory", group.name)
     return found
 
@@ -95,10 +95,12 @@ def _taken(connection: Connection, name: str, size: int) -> tuple[mmap | None, s
 
 
 def _why_not_this_one(member: Member) -> str:
-    if member.lane == ZEROMQ:
-        return f"its lane is {ZEROMQ!r}, as connect() or STATSD_BN_LANE says"
-    if member.lane == AUTO and platform.machine() not in TRIED_ON:
-        return why_not() or f"nobody has tried it on {platform.machine()}; ask for it by the lane {SHARED_MEMORY!r}"
+    if member.transport == ZEROMQ:
+        return f"its transport is {ZEROMQ!r}, as connect() or STATSD_BN_TRANSPORT says"
+    if member.transport == AUTO and platform.machine() not in TRIED_ON:
+        return (
+            why_not() or f"nobody has tried it on {platform.machine()}; ask for it by the transport {SHARED_MEMORY!r}"
+        )
     return why_not()
 
 
