@@ -218,7 +218,7 @@ def members(server: Server, pool: ProcessPoolExecutor, job: str) -> Callable[...
         *arguments: Any,
         job: str = job,
         policy: str = "strict",
-        transport: str = "zeromq",
+        transport: str = "server",
         wait: float = WAIT_SECONDS,
         **others: Any,
     ) -> list[Any]:

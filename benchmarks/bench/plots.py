@@ -87,7 +87,7 @@ def _legend(title: str, series: Sequence[str]) -> list[str]:
 def _step(found: Mapping[str, Any]) -> tuple[str, Mapping[str, Mapping[str, float]], tuple[float, str]]:
     ways = {
         "ours, in shared memory": "memory",
-        "ours, over the server": "zeromq",
+        "ours, over the server": "server",
         "ours, over gloo": "process group",
         "gloo's textbook": "gloo",
     }

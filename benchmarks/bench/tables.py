@@ -48,8 +48,8 @@ def _round_trips(found: list[Row]) -> Iterable[Cells]:
 def _train_steps(found: Row) -> Iterable[Cells]:
     ways = {
         "unsynchronised": "unsynchronised",
-        "zeromq": "ours, over the server",
-        "zeromq, broadcast": "ours, over the server, with DDP's broadcast of buffers",
+        "server": "ours, over the server",
+        "server, broadcast": "ours, over the server, with DDP's broadcast of buffers",
         "memory": "ours, in shared memory",
         "process group": "ours, over gloo's process group, without a server",
         "gloo": "gloo's textbook",

@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 WARM_UP = 3
 
 # Ours, and in which transport their rows travel.
-OURS = {"zeromq": SlavePipe, "memory": SharedMemoryPipe}
+OURS = {"server": SlavePipe, "memory": SharedMemoryPipe}
 CLASSES = 10
 
 # Ours again, where rounds are not measured.
-BROADCAST, GROUP = "zeromq, broadcast", "process group"
+BROADCAST, GROUP = "server, broadcast", "process group"
 
 Times = dict[str, list[float]]
 
@@ -137,8 +137,8 @@ def _member(
                 if way in OURS and step >= WARM_UP:
                     times[f"{way} rounds"] += in_rounds
             if step == 1:  # a step after the first backward
-                torch.testing.assert_close(losses["zeromq"], losses["gloo"], rtol=1e-3, atol=1e-3)
-            assert losses["zeromq"] == losses["memory"] == losses[GROUP]  # noqa: S101 - the same bits
+                torch.testing.assert_close(losses["server"], losses["gloo"], rtol=1e-3, atol=1e-3)
+            assert losses["server"] == losses["memory"] == losses[GROUP]  # noqa: S101 - the same bits
         dist.barrier()
     queue.put(times)
     queue.close()

@@ -23,7 +23,7 @@ from client.connection.groups import Group
 from client.connection.sessions import Sessions
 from client.connection.switch_interval import switching
 from client.conversation import all_gather
-from client.conversation.member import SHARED_MEMORY, ZEROMQ, Member, TransportInUse
+from client.conversation.member import OVER_SERVER, SHARED_MEMORY, Member, TransportInUse
 from client.conversation.pulse import UNUSED_SECONDS
 from client.conversation.registration import cause_of
 from client.conversation.round_trip import RoundTrip
@@ -134,17 +134,19 @@ class Connection:
     def transport(self) -> str:
         """How rows reach the other members of the job now.
 
-        "zeromq", over the server; "shared_memory", from the second round on where they share a host; "in process" where
+        "server", over the server; "shared_memory", from the second round on where they share a host; "in process" where
         there is no other.
         """
         if self.is_in_process:
             return IN_PROCESS
-        return SHARED_MEMORY if any(transport.name == SHARED_MEMORY for transport in self._transports()) else ZEROMQ
+        return (
+            SHARED_MEMORY if any(transport.name == SHARED_MEMORY for transport in self._transports()) else OVER_SERVER
+        )
 
     @property
     def why_not_faster(self) -> str:
         """Why `transport` is not "shared_memory", for people; empty if it is, or before the first round."""
-        if self.transport != ZEROMQ:
+        if self.transport != OVER_SERVER:
             return ""
         return next((why for transport in self._transports() if (why := transport.why_not_faster)), "")
 

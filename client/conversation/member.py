@@ -16,10 +16,10 @@ STRICT = "strict"
 ELASTIC = "elastic"
 
 # How rows reach the other members: over the server, or in memory that the processes of a host share.
-ZEROMQ = "zeromq"
+OVER_SERVER = "server"
 SHARED_MEMORY = "shared_memory"
 
-TRANSPORTS = (ZEROMQ, SHARED_MEMORY)
+TRANSPORTS = (OVER_SERVER, SHARED_MEMORY)
 
 # What to do about the first aggregate that is not finite.
 WARN, RAISE, IGNORE = ON_NONFINITE = ("warn", "raise", "ignore")
@@ -123,7 +123,7 @@ class TransportInUse:
         """One of `TRANSPORTS`; empty while the members have not agreed on one."""
         if self.is_in_memory:
             return SHARED_MEMORY
-        return ZEROMQ if self.memory or self._refusal else ""
+        return OVER_SERVER if self.memory or self._refusal else ""
 
     @property
     def why_not_faster(self) -> str:

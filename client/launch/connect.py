@@ -96,7 +96,7 @@ def connect(
             because a rank was lost, raised or is elsewhere: end it with exit code 1 after so many seconds in that
             collective; None: never.
         transport: how rows reach the other processes. "auto": in memory if all processes of a strict job share a host
-            and can, else over the server; a line at level INFO says why. "zeromq": over the server; one process that
+            and can, else over the server; a line at level INFO says why. "server": over the server; one process that
             asks for it is enough. "shared_memory": as "auto", also where nobody has tried it yet, and a warning if it
             cannot be used. Else STATSD_BN_TRANSPORT, else "auto".
         on_nonfinite: what to do when NaN or infinity comes into the statistics of a forward pass, the same for all

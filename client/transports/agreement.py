@@ -16,7 +16,7 @@ from mmap import mmap
 
 from client.connection.connection import Connection
 from client.connection.groups import Group
-from client.conversation.member import AUTO, SHARED_MEMORY, ZEROMQ, Member
+from client.conversation.member import AUTO, OVER_SERVER, SHARED_MEMORY, Member
 from client.shared_memory import region
 from client.shared_memory.group_memory import GroupMemory
 from client.shared_memory.passing import Offer, take, why_not
@@ -95,8 +95,8 @@ def _taken(connection: Connection, name: str, size: int) -> tuple[mmap | None, s
 
 
 def _why_not_this_one(member: Member) -> str:
-    if member.transport == ZEROMQ:
-        return f"its transport is {ZEROMQ!r}, as connect() or STATSD_BN_TRANSPORT says"
+    if member.transport == OVER_SERVER:
+        return f"its transport is {OVER_SERVER!r}, as connect() or STATSD_BN_TRANSPORT says"
     if member.transport == AUTO and platform.machine() not in TRIED_ON:
         return (
             why_not() or f"nobody has tried it on {platform.machine()}; ask for it by the transport {SHARED_MEMORY!r}"

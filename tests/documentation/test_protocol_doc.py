@@ -549,7 +549,7 @@ def test_the_times_of_questions_are_the_codes():
 
 
 def test_the_status_report_has_the_documented_entries(monkeypatch):
-    transports = [messages.Heartbeat(session_of(number), 0, 0, "zeromq", "rank 0: on purpose") for number in range(2)]
+    transports = [messages.Heartbeat(session_of(number), 0, 0, "server", "rank 0: on purpose") for number in range(2)]
     transports += [messages.RoundTrips(session_of(number), 500, (0, 3, *[0] * 22)) for number in range(2)]
     first = (contribution(0), contribution(1))
     said = (*OPEN, *first, contribution(0, key=key(step=1)), *transports, messages.StatusRequest())

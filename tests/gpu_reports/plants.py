@@ -129,7 +129,7 @@ def same_digests() -> Iterator[None]:
 @contextmanager
 def over_server() -> Iterator[None]:
     """Rows of processes of one host go over the server."""
-    with mock.patch.dict(os.environ, STATSD_BN_TRANSPORT="zeromq"):
+    with mock.patch.dict(os.environ, STATSD_BN_TRANSPORT="server"):
         yield
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from client.conversation.member import SHARED_MEMORY, TRANSPORTS, ZEROMQ
+from client.conversation.member import OVER_SERVER, SHARED_MEMORY, TRANSPORTS
 from programs import death_programs
 from statsd_bn.errors import ReplicaLost, StatsdBNError
 from support.starter import STARTER
@@ -66,7 +66,7 @@ def company(impatient_server, job, request) -> Iterator[Company]:
 
 # For what holds a processor for seconds: `scripts/test --long` tries it in the other transport too.
 IN_ONE_TRANSPORT = pytest.mark.parametrize(
-    "company", [ZEROMQ, pytest.param(SHARED_MEMORY, marks=pytest.mark.long)], indirect=True
+    "company", [OVER_SERVER, pytest.param(SHARED_MEMORY, marks=pytest.mark.long)], indirect=True
 )
 
 DEATHS = pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from client.conversation.member import ZEROMQ
+from client.conversation.member import OVER_SERVER
 from conftest import running_server
 from integration.test_death import Company
 from programs import death_programs
@@ -180,7 +180,7 @@ def patient() -> Iterator[str]:
 
 @pytest.fixture
 def company(patient, job) -> Iterator[Company]:
-    found = Company(patient, job, ZEROMQ)
+    found = Company(patient, job, OVER_SERVER)
     try:
         assert found.ask(death_programs.exchange, 0, 1, 2) == [3, 3, 3]
         yield found

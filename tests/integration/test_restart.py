@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from client.conversation.member import SHARED_MEMORY, ZEROMQ, Member
+from client.conversation.member import OVER_SERVER, SHARED_MEMORY, Member
 from client.conversation.session import Session
 from programs import restart_programs
 from server.cli.status import ask
@@ -32,7 +32,7 @@ from support.memory_members import run_members as run_in_memory
 STEPS = 150
 PAUSE_SECONDS = 0.01
 # Members that share memory do not wait for the server to come back.
-KILLS = {ZEROMQ: 8, SHARED_MEMORY: 2}
+KILLS = {OVER_SERVER: 8, SHARED_MEMORY: 2}
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def servers(endpoint, tmp_path):
         yield start
 
 
-def run_members(pool, endpoint, job, n, transport=ZEROMQ):
+def run_members(pool, endpoint, job, n, transport=OVER_SERVER):
     return [
         pool.submit(restart_programs.train, endpoint, job, member, n, STEPS, PAUSE_SECONDS, transport)
         for member in range(n)
@@ -64,8 +64,8 @@ def run_members(pool, endpoint, job, n, transport=ZEROMQ):
 @pytest.mark.parametrize(
     ("seed", "transport"),
     [
-        (0, ZEROMQ),
-        pytest.param(1, ZEROMQ, marks=pytest.mark.long),
+        (0, OVER_SERVER),
+        pytest.param(1, OVER_SERVER, marks=pytest.mark.long),
         pytest.param(2, SHARED_MEMORY, marks=pytest.mark.long),
     ],
 )

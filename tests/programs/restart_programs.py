@@ -16,7 +16,7 @@ def train(
     world_size: int,
     steps: int,
     pause: float,
-    transport: str = "zeromq",
+    transport: str = "server",
 ) -> str:
     """Returns a digest of all weights and buffers."""
     torch.manual_seed(0)

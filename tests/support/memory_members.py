@@ -7,7 +7,7 @@ from typing import Any
 
 from client.connection.channel_pool import MemoryChannelPool
 from client.connection.connection import Connection
-from client.conversation.member import ZEROMQ, Member
+from client.conversation.member import OVER_SERVER, Member
 from server.core.dispatcher import Dispatcher
 
 SERVER = b"server-0"
@@ -31,7 +31,7 @@ class MemoryMaster:
         job: str = "job",
         round_timeout: float = 20.0,
         min_members: int = 0,
-        transport: str = ZEROMQ,
+        transport: str = OVER_SERVER,
     ) -> Connection:
         who = Member(
             job, "world", 0, member, world_size, round_timeout, f"thread {member}", min_members, transport=transport
@@ -64,7 +64,7 @@ def in_threads(programs: list[Callable[[], Any]], seconds: float = 30.0) -> list
 
 
 def run_members(
-    n: int, program: Callable[[Connection], Any], master: MemoryMaster | None = None, *, transport: str = ZEROMQ
+    n: int, program: Callable[[Connection], Any], master: MemoryMaster | None = None, *, transport: str = OVER_SERVER
 ) -> list[Any]:
     """Runs `program(connection)` as n members; returns their results by member."""
     master = master or MemoryMaster()

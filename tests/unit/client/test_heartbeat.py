@@ -361,9 +361,9 @@ def test_a_session_says_its_transport_as_soon_as_it_is_another_one():
 
     assert [said(), said()] == [[""], []]
     session.transport.refuse("on purpose")
-    assert [said(), said()] == [["zeromq"], []]
+    assert [said(), said()] == [["server"], []]
     pulse.connected_anew()
-    assert [said(), said()] == [["zeromq"], []]
+    assert [said(), said()] == [["server"], []]
 
 
 @pytest.mark.parametrize(

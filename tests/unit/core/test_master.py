@@ -405,7 +405,7 @@ def test_the_report_tells_what_members_say_of_rounds_without_the_server():
     assert (report["rounds_done"], group.master.rounds_done) == (41, 41)
     assert [(one["step"], one["transport"]) for one in report["members"]] == [(7, "shared_memory")] * 2
     assert "why_not_faster" not in report
-    group.master.hear(0.0, contributors[0], Heartbeat(contributors[0].session, 7, 40, "zeromq", "rank 1 ended"))
+    group.master.hear(0.0, contributors[0], Heartbeat(contributors[0].session, 7, 40, "server", "rank 1 ended"))
     assert report_of(group.master, 0.0)["why_not_faster"] == "rank 1 ended"
 
 

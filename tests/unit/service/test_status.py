@@ -66,9 +66,9 @@ def test_transports_get_a_line_once_the_members_have_said_them():
 
     assert said("", "") == []
     assert said("shared_memory", "shared_memory") == ["  transport shared_memory"]
-    assert said("zeromq", "zeromq", why_not_faster="rank 1: no") == ["  transport zeromq: rank 1: no"]
-    assert said("shared_memory", "zeromq", why_not_faster="x") == [
-        "  transport shared_memory of rank 0, zeromq of rank 1: x"
+    assert said("server", "server", why_not_faster="rank 1: no") == ["  transport server: rank 1: no"]
+    assert said("shared_memory", "server", why_not_faster="x") == [
+        "  transport shared_memory of rank 0, server of rank 1: x"
     ]
 
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from client.conversation.member import AUTO, BY_A_RANK, BY_JOIN, SHARED_MEMORY, ZEROMQ
+from client.conversation.member import AUTO, BY_A_RANK, BY_JOIN, OVER_SERVER, SHARED_MEMORY
 from client.shared_memory import passing
 from client.transports import agreement
 from client.transports.choose import transport_over
@@ -21,7 +21,7 @@ from unit.shared_memory.transport_rows import frames_of, rows_of
 pytestmark = pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
 
 GROUP = "group 'world' exchanges rows"
-REFUSED = "rank 1: its transport is 'zeromq', as connect() or STATSD_BN_TRANSPORT says"
+REFUSED = "rank 1: its transport is 'server', as connect() or STATSD_BN_TRANSPORT says"
 
 
 def two_rounds(connection) -> tuple[str, str]:
@@ -55,7 +55,7 @@ def test_members_that_can_take_memory_by_themselves(caplog):
 def test_one_member_that_wants_the_server_is_enough(caplog):
     """Whoever has asked for memory is warned."""
     caplog.set_level(logging.INFO, logger="statsd_bn.client")
-    assert with_transports(AUTO, ZEROMQ, SHARED_MEMORY) == [(ZEROMQ, REFUSED)] * 3
+    assert with_transports(AUTO, OVER_SERVER, SHARED_MEMORY) == [(OVER_SERVER, REFUSED)] * 3
     text = f"{GROUP} over the server, and not in shared memory: {REFUSED}"
     assert told(caplog) == [(logging.INFO, text)] * 2 + [(logging.WARNING, text)]
 
@@ -70,7 +70,7 @@ def test_members_on_several_hosts_stay_at_the_server(monkeypatch, transport):
         return two_rounds(connection)
 
     why = "rank 2: it cannot reach the memory of the others; it is on another host, or in a container"
-    assert with_transports(transport, transport, transport, program=program) == [(ZEROMQ, why)] * 3
+    assert with_transports(transport, transport, transport, program=program) == [(OVER_SERVER, why)] * 3
 
 
 def test_members_to_whom_the_system_gives_no_memory_stay_at_the_server(monkeypatch):
@@ -79,25 +79,25 @@ def test_members_to_whom_the_system_gives_no_memory_stay_at_the_server(monkeypat
 
     monkeypatch.setattr(agreement, "Offer", refuse)
     why = "rank 0: the system gives no memory to share: out of descriptors"
-    assert with_transports(AUTO, AUTO, AUTO) == [(ZEROMQ, why)] * 3
+    assert with_transports(AUTO, AUTO, AUTO) == [(OVER_SERVER, why)] * 3
 
 
 def test_members_that_are_too_many_for_one_memory_stay_at_the_server(monkeypatch):
     monkeypatch.setattr(agreement, "MOST_MEMBERS", 2)
     assert with_transports(AUTO, AUTO) == [(SHARED_MEMORY, "")] * 2
-    assert with_transports(AUTO, AUTO, AUTO) == [(ZEROMQ, "3 ranks are in the group, more than 2")] * 3
+    assert with_transports(AUTO, AUTO, AUTO) == [(OVER_SERVER, "3 ranks are in the group, more than 2")] * 3
 
 
 def test_a_machine_that_nobody_has_tried_has_to_be_asked_for_memory(monkeypatch):
     monkeypatch.setattr(agreement.platform, "machine", lambda: "aarch64")
     why = "rank 0: nobody has tried it on aarch64; ask for it by the transport 'shared_memory' (and 1 more)"
-    assert with_transports(AUTO, AUTO) == [(ZEROMQ, why)] * 2
+    assert with_transports(AUTO, AUTO) == [(OVER_SERVER, why)] * 2
     assert with_transports(SHARED_MEMORY, SHARED_MEMORY) == [(SHARED_MEMORY, "")] * 2
 
 
 def test_the_first_round_is_the_layers_own():
     """Who is late at it is told of that layer. The members agree afterwards, in one round if one of them refuses."""
-    for transport, gathers in ((AUTO, 2), (ZEROMQ, 1)):
+    for transport, gathers in ((AUTO, 2), (OVER_SERVER, 1)):
         master = MemoryMaster()
         frames = frames_of(master)
         with_transports(transport, transport, master=master)
@@ -118,7 +118,7 @@ def test_an_elastic_job_does_not_ask():
             transport.run_slave(rows_of(number, 1))
             return connection.transport, connection.why_not_faster
 
-    assert in_threads([lambda n=n: member(n) for n in range(2)]) == [(ZEROMQ, "the job is elastic")] * 2
+    assert in_threads([lambda n=n: member(n) for n in range(2)]) == [(OVER_SERVER, "the job is elastic")] * 2
     assert not any(one.key.layer == MEMORY for one in map(decode, list(frames)) if isinstance(one, Contribution))
 
 
@@ -134,7 +134,10 @@ def test_the_transport_is_told_as_it_is_and_not_as_it_was():
         rounds.wait(30)
         return before, during, (connection.transport, connection.why_not_faster)
 
-    assert run_members(2, program, transport=AUTO) == [((ZEROMQ, ""), (SHARED_MEMORY, ""), (ZEROMQ, BY_A_RANK))] * 2
+    assert (
+        run_members(2, program, transport=AUTO)
+        == [((OVER_SERVER, ""), (SHARED_MEMORY, ""), (OVER_SERVER, BY_A_RANK))] * 2
+    )
 
 
 def test_a_rank_that_has_ended_in_good_order_changes_nothing():
@@ -160,7 +163,7 @@ def test_a_group_that_lets_ranks_be_away_says_so():
         connection.come_back(None)
         return two_rounds(connection)
 
-    assert run_members(2, program, transport=AUTO) == [(ZEROMQ, BY_JOIN)] * 2
+    assert run_members(2, program, transport=AUTO) == [(OVER_SERVER, BY_JOIN)] * 2
 
 
 def test_heartbeats_say_what_the_server_does_not_see():

@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 import pytest
 
-from client.conversation.member import SHARED_MEMORY, ZEROMQ
+from client.conversation.member import OVER_SERVER, SHARED_MEMORY
 from client.shared_memory import passing, region
 from client.transports import agreement, round_in_memory
 from client.transports.server import SlavePipe
@@ -39,7 +39,7 @@ def test_it_gives_the_keys_and_bits_of_the_server(members, size):
         return lambda c: forward_and_backward(kind(c, "bn"), c.rank, size, 4)
 
     in_memory = run_members(members, program(SharedMemoryPipe), transport=SHARED_MEMORY)
-    over_server = run_members(members, program(SlavePipe), transport=ZEROMQ)
+    over_server = run_members(members, program(SlavePipe), transport=OVER_SERVER)
     # A gather is a call like others, and begins a step too.
     assert in_memory == over_server
 
