@@ -50,13 +50,7 @@ class MembersChanged(Exception):
 
     def __init__(self, lost: Iterable[int], joined: Iterable[int]) -> None:
         self.lost, self.joined = sorted(lost), sorted(joined)
-        super().__init__(f"{self.what}; return to run_elastic()")
-
-    @property
-    def what(self) -> str:
-        """Who was lost and who joined, in words."""
-        lost, joined = (ranks_in_words(Members.of(ranks)) for ranks in (self.lost, self.joined))
-        return f"{lost} lost, {joined} joined"
+        super().__init__(f"{_in_words(self)}; return to run_elastic()")
 
 
 class ElasticState:
@@ -283,7 +277,12 @@ def run_elastic(train: Callable[[ElasticState], Result], state: ElasticState) ->
         try:
             return train(state)
         except MembersChanged as change:
-            logger.warning("%s; going on", change.what)
+            logger.warning("%s; going on", _in_words(change))
+
+
+def _in_words(change: MembersChanged) -> str:
+    lost, joined = (ranks_in_words(Members.of(ranks)) for ranks in (change.lost, change.joined))
+    return f"{lost} lost, {joined} joined"
 
 
 def _reports(connection: Connection, report: bytes) -> Reports:

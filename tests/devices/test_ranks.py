@@ -33,7 +33,7 @@ def test_ranks_that_part_ways_get_nan_and_then_the_error(ranks):
         own = "head.bn" if rank == 1 else "stem.bn"
         here = {"rank 1"} if rank == 1 else {"rank 0", "rank 2"}
         table = dict(row.split("  ")[1:] for row in rows[:3])
-        assert {who for who, where in table.items() if where.startswith(f"in forward of {own}, call 1")} == here
+        assert {who for who, where in table.items() if where.startswith(f"in forward of layer {own!r}, call 1")} == here
         assert {who for who, where in table.items() if where == "in another round"} == table.keys() - here
 
 
@@ -62,7 +62,7 @@ def test_nan_is_told_as_soon_as_the_device_has_found_it(ranks, phase):
         ((level, text),) = told
         expected = "INFO" if phase == "backward" else "ERROR" if rank == 1 else "WARNING"
         assert (before, level) == (0, expected)
-        assert f"layer bn, {phase}, step 0, rank 1" in text
+        assert f"layer 'bn', {phase}, step 0, rank 1" in text
 
 
 def test_rows_that_a_rank_does_not_have_change_no_bit(ranks):

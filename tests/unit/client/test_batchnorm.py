@@ -77,7 +77,9 @@ def test_one_value_per_channel_is_refused_on_every_member(members):
 
 def test_members_with_other_channel_counts_are_told_the_layer_and_the_numbers(members):
     told = members(2, member_programs.other_channels)
-    assert any("RoundMismatch" in error and "layer 'bn'" in error and "channels, got" in error for error in told), told
+    assert any("RoundMismatch" in error and "layer 'bn'" in error and "channels, as rank" in error for error in told), (
+        told
+    )
     assert all("RoundMismatch" in error or "ReplicaLost" in error for error in told), told
 
 
