@@ -10,8 +10,8 @@ import subprocess
 import sys
 
 import msgpack
-from client.connection.transport import ZmqTransport
 
+from client.connection.channel_pool import ZmqChannelPool
 from client.connection.connection import Connection
 from client.conversation.session import Member
 from statsd_bn.errors import StatsdBNError
@@ -75,7 +75,7 @@ def give(job: str, data: bytes) -> str:
     command = [sys.executable, "-c", VICTIM, ENDPOINT, job]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as victim:
         try:
-            with Connection(ZmqTransport(ENDPOINT), Member(job, "world", 0, 1, 2, SECONDS, "hostile", 1)) as hostile:
+            with Connection(ZmqChannelPool(ENDPOINT), Member(job, "world", 0, 1, 2, SECONDS, "hostile", 1)) as hostile:
                 hostile.all_gather("mp_sync()", data)
         except StatsdBNError as error:
             # A victim that has ended takes its epoch with it.
