@@ -19,6 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 import client
 import server.__main__ as command
+from client.connection.channel_pool import ZmqChannelPool
 from client.connection.connection import Connection
 from client.connection.curve import secure
 from client.conversation.member import Member
