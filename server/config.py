@@ -81,8 +81,8 @@ def parser(environ: Mapping[str, str]) -> Parser:
         usage="%(prog)s [COMMAND] [OPTIONS]",
         epilog="Commands: `status` says what a running server is doing, `view` serves a page of it, "
         "`check` says whether it answers, `keygen DIR` makes keys for --curve, `secret FILE` the secret of a job on "
-        "several nodes; `serve` or none runs the server. Each has a --help of its own. `statsd-bn COMMAND` and "
-        "`python -m server COMMAND` are the same.",
+        "several nodes; `serve` runs the server, as `python -m server` alone does. Each has a --help of its own. "
+        "`statsd-bn COMMAND` and `python -m server COMMAND` are the same; `statsd-bn` alone prints this help.",
     )
     result.add_argument(
         "--bind",

@@ -17,7 +17,7 @@ USAGE_ERROR = 2
 
 
 def main() -> int:
-    """Runs the server's command line; returns its exit code."""
+    """Run the server's command line, or print its help if there are no arguments; returns the exit code."""
     sys.path.insert(0, str(PACKAGES))
     found: Any = import_module("server")
     place = getattr(found, "__file__", None) or "a folder without an __init__.py"
@@ -28,5 +28,5 @@ def main() -> int:
             file=sys.stderr,
         )
         return USAGE_ERROR
-    code: int = import_module("server.__main__").main()
+    code: int = import_module("server.__main__").main(sys.argv[1:] or ["--help"])
     return code

@@ -74,8 +74,9 @@ Every flag, argument and environment variable. `scripts/docs write` makes this p
 `tests/documentation/test_configuration_page.py` compares them: change the code, not the page.
 
 The command `statsd-bn` is the same as `python -m server`: `statsd-bn serve` runs the server, and `statsd-bn status`,
-`check`, `keygen` and `secret` are the commands below. In a folder that has a `server.py` only `statsd-bn` runs our
-server; `python -m server` would run that file."""
+`check`, `keygen` and `secret` are the commands below. Without arguments `python -m server` runs the server, and
+`statsd-bn` prints its help. In a folder that has a `server.py` only `statsd-bn` runs our server; `python -m server`
+would run that file."""
 
 FLAGS = """## python -m server
 

@@ -46,6 +46,12 @@ def test_it_serves_where_a_server_py_lies(endpoint, folder):
     assert run(*command("check", endpoint), cwd=folder, **PATH).returncode == 0
 
 
+def test_no_arguments_print_the_help(folder):
+    said = run(*command(), cwd=folder, **PATH)
+    assert (said.returncode, said.stderr) == (0, "")
+    assert said.stdout.startswith("usage: statsd-bn [COMMAND]")
+
+
 @pytest.mark.parametrize("arguments", [["status"], ["status", "--json"]])
 def test_a_reader_that_has_had_enough_is_no_error(endpoint, folder, arguments):
     reading, writing = os.pipe()
