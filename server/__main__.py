@@ -31,7 +31,7 @@ from statsd_bn.keys import ClientKeys
 # Where the page of `view` listens by default.
 PAGE = "127.0.0.1:8321"
 
-EXTRA = "view needs the extra `view`: pip install 'statsd-bn[view]' (there is no {})"
+EXTRA = "view needs the extra `view`: pip install '.[view]' in a clone (there is no {})"
 
 # Letters of the first line of an error that a command prints.
 LINE = 120

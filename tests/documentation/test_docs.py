@@ -93,6 +93,14 @@ def test_links_lead_to_files_and_to_tests_that_are_there(page):
         assert not test or f"def {test}(" in file.read_text(), f"{page.name} names {test}, which is not in {target}"
 
 
+@pytest.mark.parametrize("file", [*PAGES, ROOT / "server" / "__main__.py"], ids=lambda file: file.name)
+def test_extras_are_installed_from_a_clone(file):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    text = file.read_text()
+    assert "statsd-bn[" not in text, f"{file.name}: no index has statsd-bn; expected '.[EXTRA]'"
+    assert set(re.findall(r"'\.\[(\w+)\]'", text)) <= extras.keys()
+
+
 @pytest.fixture(scope="module")
 def python() -> Iterator[Callable[[Run], None]]:
     """Runs Python blocks; raises AssertionError for one that fails."""

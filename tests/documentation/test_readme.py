@@ -141,15 +141,6 @@ def test_the_two_commands_are_scripts_that_there_are():
     assert all(os.access(ROOT / command, os.X_OK) for command in commands)
 
 
-def test_the_command_that_installs_names_an_extra_that_there_is():
-    block = shown("pip install")
-    (extra,) = re.findall(r"^pip install '\.\[(\w+)\]'$", block.text, re.MULTILINE)
-    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--no-build-isolation"]
-    done = subprocess.run([*pip, f".[{extra}]"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=SECONDS)
-    assert done.returncode == 0, done.stderr
-    assert "does not provide the extra" not in done.stderr
-
-
 def test_the_script_for_torchrun_trains(bash):
     output = bash(shown("torchrun --nproc-per-node 2 train.py\n")).done()
     steps = int(re.search(r"after (\d+) steps", output)[1])
