@@ -60,6 +60,6 @@ def test_an_input_that_requires_a_gradient_on_one_rank_only_is_an_error_at_once(
     program = partial(gradient_programs.input_that_requires_a_gradient_on_rank_0, is_compiled=is_compiled)
     for text in over(transport, 2, program, steps):
         assert text.startswith(f"{steps}: RoundMismatch: ")
-        assert re.search(r"\n  rank 0 .*in (first )?forward of stem\.bn, ", text)
-        assert re.search(r"\n  rank 1 .*in (first )?forward without gradient of stem\.bn, ", text)
+        assert re.search(r"\n  rank 0 .*in (first )?forward of layer 'stem\.bn', ", text)
+        assert re.search(r"\n  rank 1 .*in (first )?forward without gradient of layer 'stem\.bn', ", text)
         assert "\nrequires_grad of the layer's input differs between these ranks: call requires_grad_() on it" in text

@@ -375,8 +375,8 @@ def mute_seconds(world: "World") -> float:
     )
 
 
-# A rank that is named with a place, and the place, which names it too.
-_PLACED = re.compile(r"rank (\d+) \([^)]*\)+ is in program\.py:(\d+) run")
+# A rank, and where it says that it is, which names it too.
+_PLACED = re.compile(r"rank (\d+)(?: \([^)]*\)+)? is in program\.py:(\d+) run")
 
 
 def check_whereabouts(world: "World", text: str) -> None:
