@@ -100,7 +100,7 @@ def check_key(endpoint: str, *, has_key: bool, insecure: bool) -> None:
     check_endpoint(endpoint)
     if needs_keys(endpoint) and not (has_key or insecure):
         raise AuthenticationRefused(
-            f"authentication refused at {endpoint}: TCP needs a key, and this client has none; pass connect(curve=...) "
+            f"not connected to {endpoint}: TCP needs a key, and this client has none; pass connect(curve=...) "
             "or --curve, or set STATSD_BN_CURVE. For a server with --insecure in a closed network set "
             "STATSD_BN_INSECURE=1",
             reason="no key",

@@ -60,7 +60,8 @@ class Handshakes:
             # One without --curve mostly says so in its greeting, but may be gone before the client has read that.
             likely = "its key is probably not the one this client expects, or it was started without --curve"
             return self._refused(what + likely, "wrong server key")
-        return self._refused(f"{what}it probably expects a key, and this client has none", "no key")
+        likely = "it expects a key, and this client has none, or it is no statsd_bn server"
+        return self._refused(what + likely, "no key")
 
     def _mechanisms_differ(self) -> AuthenticationRefused:
         if self._has_key:

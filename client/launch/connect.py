@@ -143,7 +143,8 @@ def connect(
     )
     if settings.launched:
         logger.warning(
-            "%s, but %s says %d: connect() waits up to %g s for the others, which must be started elsewhere",
+            "%s, but %s says %d: connect() waits up to %g s for the others, which must be started elsewhere; "
+            "without others leave world_size out",
             settings.world_size,
             settings.launched.source,
             settings.launched.value,

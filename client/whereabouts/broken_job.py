@@ -143,7 +143,7 @@ class BrokenJob:
             return
         self._is_told = True
         where = f"; {self._name} is in {look.place.stack}" if look.place.stack else ""
-        logger.error("%s%s", in_log(error), where)
+        logger.error("%s: %s%s", type(error).__name__, in_log(error), where)
 
     def _abort(self) -> None:
         if not self._has_aborted:

@@ -44,10 +44,8 @@ def explain(error: BaseException, job: BrokenJob) -> None:
 
 
 def _add(error: Exception, news: StatsdBNError, job: BrokenJob) -> None:
-    name = type(news).__name__
-    note = (
-        f"statsd_bn: caused by the {name} in the log" if job.is_logged else f"statsd_bn: {name}: {readable(str(news))}"
-    )
+    text = "the log says what ended the job" if job.is_logged else f"{type(news).__name__}: {readable(str(news))}"
+    note = f"statsd_bn: {text}"
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
 

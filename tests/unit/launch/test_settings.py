@@ -195,7 +195,7 @@ def test_the_first_line_says_that_more_ranks_are_awaited_than_were_launched(envi
     who = "WORLD_SIZE" if environ else "process group"
     assert caplog.records[0].getMessage() == (
         f"world_size 3 (argument), but {who} says 2: connect() waits up to 600 s for the others, "
-        "which must be started elsewhere"
+        "which must be started elsewhere; without others leave world_size out"
     )
     assert resolve({"RANK": "0", "WORLD_SIZE": "1"}, world_size=3).launched is None, "it started the others itself"
     assert resolve(TORCHRUN, rank=0, world_size=2).world_size.value == 2
