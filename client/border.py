@@ -75,8 +75,10 @@ def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 def _is_inside(trace: TracebackType) -> bool:
     """Whether a frame is of ours, or of what we call: the standard library and ZeroMQ, of which some is no file."""
-    file = trace.tb_frame.f_code.co_filename
-    if _is_ours(trace) or trace.tb_frame.f_globals.get("__name__", "").startswith("zmq."):
+    frame, file = trace.tb_frame, trace.tb_frame.f_code.co_filename
+    # A compiled function of pyzmq has its module in its name, and maybe no globals.
+    names = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+    if _is_ours(trace) or any(name.startswith("zmq.") for name in names):
         return True
     return file.startswith(_STANDARD_LIBRARY) and _INSTALLED not in file
 
