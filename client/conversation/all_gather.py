@@ -12,7 +12,9 @@ import numpy as np
 
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
+from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
+from statsd_bn.ranks_in_words import ranks_in_words
 from statsd_bn.reduction import FloatArray
 
 WORD_BYTES = 8
@@ -107,7 +109,8 @@ def _widths(parcels: dict[int, _Parcel]) -> dict[int, int]:
 def _of(aggregate: Aggregate, parcels: dict[int, _Parcel]) -> dict[int, _Parcel]:
     """Returns the parcels of those who are still there."""
     if strangers := [member for member in aggregate.members if member not in parcels]:
-        raise ProtocolError(f"{aggregate.key}: expected some of ranks {list(parcels)}, got {strangers} as well")
+        known, others = (ranks_in_words(Members.of(ranks)) for ranks in (parcels, strangers))
+        raise ProtocolError(f"{aggregate.key}: expected no others than {known}, got {others} as well")
     return {member: parcels[member] for member in aggregate.members}
 
 

@@ -12,6 +12,8 @@ from client.serialization.packing import pack, unpack
 from statsd_bn import limits
 from statsd_bn.checks import shown
 from statsd_bn.errors import ProtocolError, ReplicaLost, RoundMismatch
+from statsd_bn.members import Members
+from statsd_bn.ranks_in_words import ranks_in_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +102,9 @@ def check_not_too_late(reports: Reports, job: str, member: int) -> None:
     """Raises ReplicaLost if all members are new to a running job, so that nobody has its state any more."""
     if all(report.is_new and report.is_latecomer for report in reports.values()):
         raise ReplicaLost(
-            f"job {job!r}: all members that had its state have left or are lost, before ranks {list(reports)} could "
-            "load it; if the job is not at its end, begin a new one from a checkpoint",
+            f"job {job!r}: all members that had its state have left or are lost, before "
+            f"{ranks_in_words(Members.of(reports))} could load it; if the job is not at its end, begin a new one from "
+            "a checkpoint",
             job=job,
             member=member,
             cause="came too late",
