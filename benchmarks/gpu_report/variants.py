@@ -95,9 +95,9 @@ def rounds_on_device() -> Iterator[RoundsOnDevice]:
     """Counts the rounds of this process whose rows stay on the device."""
     found, run = RoundsOnDevice(), device_rows.run
 
-    def counted(*given: Any) -> Any:
+    def counted(*given: Any, **named: Any) -> Any:
         found.number += 1
-        return run(*given)
+        return run(*given, **named)
 
     with mock.patch.object(device_rows, "run", counted):
         yield found

@@ -215,7 +215,7 @@ def test_a_killed_rank_is_named_by_the_other(tmp_path, wrapper, victim):
     with Faulty(tmp_path, "killed", victim, wrapper, *options) as run:
         said = run.survivor_ends(1 - victim)
         if not is_in_a_round:
-            own = rf"statsd_bn: ReplicaLost: rank {victim} \(.*\) was lost: the connection was lost"
+            own = rf"ReplicaLost: rank {victim} \(.*\) was lost: the connection was lost"
             assert re.search(own, said), said
             return
         run.process.wait(WAIT_SECONDS)
