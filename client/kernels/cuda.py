@@ -18,6 +18,8 @@ NEAR = 16.0
 # Which of the sums to take: those for the input's gradient hold those for weight and bias.
 _FOR_THE_INPUT = (True, False, False)
 
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+
 
 def takes(x: Tensor) -> bool:
     """Whether `x`, dense or not, may come here."""
@@ -44,7 +46,7 @@ def normalise(x: Tensor, mean: FloatArray, invstd: FloatArray, weight: Tensor | 
     """
     center = _rounded(mean, x)
     on_device, scale, rest = to_device(x, center, invstd, (center - mean) * invstd)
-    weight = _weight(x, weight)
+    weight = weight_of(x, weight)
     addend = rest * weight
     if bias is not None:
         addend = (addend + bias.detach()).to(_compute_type(x))  # one of a wider type would make the sum so wide
@@ -55,9 +57,25 @@ def backward_sums(grad: Tensor, x: Tensor, mean: FloatArray, invstd: FloatArray)
     """Returns Σdy and Σdy·(x - mean), shape (2, C); `grad`, dy, is of the type and layout of `x`."""
     center = _rounded(mean, x)
     on_device, scale = to_device(x, center, invstd)
-    found = torch.batch_norm_backward_reduce(grad, x, on_device, scale, _weight(x, None), *_FOR_THE_INPUT)
-    first, second = to_host(*found[:2])
+    first, second = to_host(*reduced(grad, x, on_device, scale))
     return np.stack((first, second - (mean - center) * first))
+
+
+def reduced(grad: Tensor, x: Tensor, center: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns Σdy and Σdy·(x - center), each of shape (C,), in the compute type.
+
+    For a contiguous input in half precision torch's kernel rounds partial sums to half precision; that for channels_last
+    does not. So such an input is copied to float32 first.
+    """
+    if x.dtype in _HALVES and not _is_channels_last(x):
+        grad, x = grad.float(), x.float()
+    first, second, *_ = torch.batch_norm_backward_reduce(grad, x, center, invstd, weight_of(x, None), *_FOR_THE_INPUT)
+    return first, second
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    """Whether torch takes its kernels for channels_last for a dense `x`: those for values that lie channel by channel."""
+    return x.stride(1) == 1 or x.numel() == x.shape[0] * x.shape[1]
 
 
 def input_gradient(
@@ -78,7 +96,7 @@ def input_gradient(
     on_device, scale, first, second = to_device(x, center, invstd, means[0] - (mean - center) * by_deviation, means[1])
     # The operator would divide sums by a count of 32 bits.
     one = torch.ones(1, dtype=torch.int32, device=x.device)
-    return torch.batch_norm_backward_elemt(grad, x, on_device, scale, _weight(x, weight), first, second, one)
+    return torch.batch_norm_backward_elemt(grad, x, on_device, scale, weight_of(x, weight), first, second, one)
 
 
 def to_host(*vectors: Tensor) -> FloatArray:
@@ -103,8 +121,8 @@ def _rounded(mean: FloatArray, x: Tensor) -> FloatArray:
     return torch.from_numpy(mean).to(_compute_type(x)).double().numpy()
 
 
-def _weight(x: Tensor, weight: Tensor | None) -> Tensor:
-    """The operators take the types of their statistics from the weight's, so there is always one."""
+def weight_of(x: Tensor, weight: Tensor | None) -> Tensor:
+    """Returns a layer's weight, or ones: the operators take the types of their statistics from the weight's."""
     if weight is None:
         return torch.ones(x.shape[1], dtype=_compute_type(x), device=x.device)
     return weight.detach().to(_compute_type(x))

@@ -8,14 +8,11 @@ more.
 import torch
 from torch import Tensor
 
+from client.kernels.cuda import reduced, weight_of
 from client.kernels.device_elementwise import center_and_rest
 from client.kernels.device_statistics import DeviceMoments, DeviceStatistics
 from client.kernels.layout import alike, dense
 from client.kernels.vectors import along_channels, compute_type
-
-# Which of the sums to take: those for the input's gradient hold those for weight and bias.
-_FOR_THE_INPUT = (True, False, False)
-
 
 def takes(x: Tensor, mask: Tensor | None) -> bool:
     """Whether a slice that is not empty may come here."""
@@ -40,7 +37,7 @@ class Fused:
         """Puts what the rounding of the mean has left over into the bias."""
         x, wide = dense(x), compute_type(x)
         center, rest = center_and_rest(x, statistics)
-        weight = _weight(x, weight)
+        weight = weight_of(x, weight)
         addend = (-rest * statistics.invstd).to(wide) * weight
         if bias is not None:
             addend = (addend + bias.detach()).to(wide)  # one of a wider type would make the sum so wide
@@ -55,8 +52,7 @@ class Fused:
         grad, x = alike(grad, x)
         center, rest = center_and_rest(x, statistics)
         invstd = statistics.invstd.to(compute_type(x))
-        found = torch.batch_norm_backward_reduce(grad, x, center, invstd, _weight(x, None), *_FOR_THE_INPUT)
-        first, second = found[0].double(), found[1].double()
+        first, second = (each.double() for each in reduced(grad, x, center, invstd))
         return torch.stack((first, second - rest * first))
 
     def input_gradient(
@@ -71,12 +67,5 @@ class Fused:
         # The operator would divide sums by a count of 32 bits.
         one = torch.ones(1, dtype=torch.int32, device=x.device)
         return torch.batch_norm_backward_elemt(
-            grad, x, center, invstd.to(wide), _weight(x, weight), first.to(wide), means[1].to(wide), one
+            grad, x, center, invstd.to(wide), weight_of(x, weight), first.to(wide), means[1].to(wide), one
         )
-
-
-def _weight(x: Tensor, weight: Tensor | None) -> Tensor:
-    """The operators take the types of their statistics from the weight's, so there is always one."""
-    if weight is None:
-        return torch.ones(x.shape[1], dtype=compute_type(x), device=x.device)
-    return weight.detach().to(compute_type(x))

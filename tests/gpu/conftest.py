@@ -26,3 +26,10 @@ def inexact_sums_of_many(request: pytest.FixtureRequest, device: str) -> None:
     """
     if device == "cuda":
         request.applymarker(pytest.mark.xfail(reason="torch's kernel adds 65,536 float32 numbers one by one"))
+
+
+@pytest.fixture
+def infinity_in_a_moving_mean(request: pytest.FixtureRequest, device: str) -> None:
+    """Expects that torch's kernel may make NaN of infinity: each thread moves its mean by the distance of each value."""
+    if device == "cuda":
+        request.applymarker(pytest.mark.xfail(reason="torch's kernel makes NaN of infinity in its moving mean"))

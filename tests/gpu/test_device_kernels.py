@@ -84,6 +84,13 @@ def test_sums_over_very_many_samples_lose_no_digits(request):
     test_kernels.test_sums_over_very_many_samples_lose_no_digits()
 
 
+@pytest.mark.parametrize("neighbour", [0.0, 1e3])
+def test_infinity_is_no_nan_in_the_sums_whatever_its_neighbours_are(request, neighbour):
+    if "fused" in request.node.callspec.id:
+        request.getfixturevalue("infinity_in_a_moving_mean")
+    test_kernels.test_infinity_is_no_nan_in_the_sums_whatever_its_neighbours_are(neighbour)
+
+
 def test_a_mean_far_from_zero_costs_no_digits():
     """In float32 the mean alone is off by a thousandth of a deviation."""
     x = test_kernels.random((64, 3, 20), torch.float32) + 10_000

@@ -60,6 +60,12 @@ def test_sums_over_very_many_samples_lose_no_digits():
     test_kernels.test_sums_over_very_many_samples_lose_no_digits()
 
 
+@pytest.mark.parametrize("neighbour", [0.0, 1e3])
+@pytest.mark.usefixtures("infinity_in_a_moving_mean")
+def test_infinity_is_no_nan_in_the_sums_whatever_its_neighbours_are(neighbour):
+    test_kernels.test_infinity_is_no_nan_in_the_sums_whatever_its_neighbours_are(neighbour)
+
+
 def test_a_count_beyond_32_bits_is_no_trouble():
     """The operator's count is an int32, so it gets means instead of sums."""
     x, grad = (test_kernels.random((4, 3, 5), torch.float64, seed) for seed in range(2))

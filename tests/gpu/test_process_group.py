@@ -34,4 +34,4 @@ def test_a_rank_does_not_wait_for_its_device(device, run):
             x = torch.randn(6, 4, 5).to(device).requires_grad_()
             with nobody_waits_for(device) if step else nullcontext():
                 model(x).square().sum().backward()
-    assert {type(exchange.transport) for exchange in made} == {ProcessGroupPipe}
+    assert set(made) == {ProcessGroupPipe}

@@ -90,6 +90,18 @@ def test_backward_is_torchs(shape, dtype, affine):
     torch.testing.assert_close(found, reference.grad, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_of_half_precision_are_added_in_float32(shape, dtype):
+    """Torch's CUDA kernel for contiguous inputs rounds partial sums to half precision."""
+    x, grad = random(shape, dtype) + 1, random(shape, dtype, 1) + 1
+    found = dispatch.backward_sums(grad, x, statistics_of(x))
+    exact, wide = x.double().transpose(0, 1).flatten(1), grad.double().transpose(0, 1).flatten(1)
+    products = wide * (exact - exact.mean(1, keepdim=True))
+    for sums, terms in zip(found, (wide, products), strict=True):
+        assert (np.abs(sums - terms.sum(1).numpy()) <= 1e-6 * terms.abs().sum(1).numpy()).all()
+
+
 def test_clamp_holds_the_variance_at_eps_and_lets_no_gradient_through_it():
     x = torch.stack([random((50,)) * 1e-4, random((50,))], 1).requires_grad_()
     eps = 1e-3
