@@ -48,7 +48,7 @@ def _lower(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     from torch.utils import _pytree as pytree  # noqa: PLC0415 - with inductor's
 
     def boxed(value: Any) -> Any:
-        return value.wrap_for_lowering() if isinstance(value, ir.IRNode) else value
+        return ir.TensorBox.create(value) if isinstance(value, ir.IRNode) else value
 
     effect: Any = _get_effect(operator)
     previous = V.graph.effectful_ops.get(effect)
