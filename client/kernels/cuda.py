@@ -64,8 +64,8 @@ def backward_sums(grad: Tensor, x: Tensor, mean: FloatArray, invstd: FloatArray)
 def reduced(grad: Tensor, x: Tensor, center: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
     """Returns Σdy and Σdy·(x - center), each of shape (C,), in the compute type.
 
-    For a contiguous input in half precision torch's kernel rounds partial sums to half precision; that for channels_last
-    does not. So such an input is copied to float32 first.
+    Torch's kernel for contiguous inputs in half precision rounds partial sums to half precision, that for channels_last
+    does not. So the former are copied to float32.
     """
     if x.dtype in _HALVES and not _is_channels_last(x):
         grad, x = grad.float(), x.float()
@@ -74,7 +74,7 @@ def reduced(grad: Tensor, x: Tensor, center: Tensor, invstd: Tensor) -> tuple[Te
 
 
 def _is_channels_last(x: Tensor) -> bool:
-    """Whether torch takes its kernels for channels_last for a dense `x`: those for values that lie channel by channel."""
+    """Whether torch takes its kernels for channels_last for a dense `x`."""
     return x.stride(1) == 1 or x.numel() == x.shape[0] * x.shape[1]
 
 

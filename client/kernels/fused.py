@@ -14,6 +14,7 @@ from client.kernels.device_statistics import DeviceMoments, DeviceStatistics
 from client.kernels.layout import alike, dense
 from client.kernels.vectors import along_channels, compute_type
 
+
 def takes(x: Tensor, mask: Tensor | None) -> bool:
     """Whether a slice that is not empty may come here."""
     return x.is_cuda and mask is None

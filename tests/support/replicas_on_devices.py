@@ -79,7 +79,7 @@ def training(run, options, guard=nullcontext, device="cpu", penalty=False):
 
 @contextmanager
 def exchanges_noted() -> Iterator[list[type[Transport]]]:
-    """Gives a list that takes the transport's type of each exchange on devices; exchanges it kept could be recomputed."""
+    """Gives a list that takes the transport's type of each exchange on devices."""
     found: list[type[Transport]] = []
 
     class Noted(DeviceExchange):
