@@ -23,7 +23,7 @@ from support.strategies import contribution, is_probe, key, register
 pytestmark = pytest.mark.alone
 
 WAIT_SECONDS = 30.0
-ROUNDS = 150
+ROUNDS = 60
 TURNS = 3
 
 
