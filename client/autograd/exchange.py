@@ -79,6 +79,7 @@ class Exchange:
         statistics: what they make of it; rows, moments and statistics are such as the kernels have.
         number: grows with each call that this process makes.
         turns: when it was computed, first and again.
+        has_moved: whether the forward round has moved the layer's running statistics itself.
         computed_again: the local replicas whose checkpoints have run it a second time.
         streams: in which the devices of the local replicas work; empty where they have none.
     """
@@ -97,6 +98,7 @@ class Exchange:
     statistics: Any = field(init=False)
     number: int = field(init=False, default_factory=_numbers.__next__)
     turns: list[Turn] = field(init=False, default_factory=lambda: [Turn()])
+    has_moved: bool = False
     computed_again: set[int] = field(default_factory=set)
     streams: tuple[Any, ...] = ()
     _passes: dict[str, int] = field(default_factory=dict)
@@ -145,6 +147,9 @@ class Exchange:
                 f"together, got those of {replicas}; a reentrant checkpoint computes one replica at a time, so pass "
                 "use_reentrant=False to torch.utils.checkpoint"
             )
+        return self._next_key(phase)
+
+    def _next_key(self, phase: str) -> RoundKey:
         number = self._passes[phase] = self._passes.get(phase, 0) + 1
         assert self.key is not None  # noqa: S101 - a backward follows a forward
         return self.key.of_phase(phase_of(phase, number))

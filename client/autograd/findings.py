@@ -4,7 +4,7 @@ Over the host a round that fails raises there. Here the device computes whether 
 NaN: all that is made of it is NaN, and moves no running statistics, until a later call raises what was wrong.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor
 from client.autograd import non_finite
 from client.autograd.exchange import too_few
 from client.autograd.verdicts import Flags, Verdicts
+from client.ops.triton import FEW, NOT_FINITE, OTHER_ROUND
 from client.transports import process_group
 from client.transports.device_rows import DeviceAggregate, DeviceRows
 from client.transports.process_group import ProcessGroupPipe
@@ -76,6 +77,14 @@ class Findings:
             at_once = non_finite.raises(self.transport, self.aggregate.key)
             verdicts.hand_in(torch.cat(flags) if len(flags) > 1 else flags[0], self._tell, at_once=at_once)
 
+    def tell_of_rows(self, found: Flags) -> None:
+        """Says what is wrong, given the flags of each row, and then those of the whole batch where `few` is there."""
+        nr_ranks = len(self.aggregate.ranks)
+        rows, whole = found[:nr_ranks], found[nr_ranks:]
+        others = rows[: 0 if self.aggregate.others is None else nr_ranks] & OTHER_ROUND
+        not_finite = rows & (NOT_FINITE if non_finite.is_awaited(self.transport) else 0)
+        self._tell(np.concatenate((others, whole & FEW, not_finite)) != 0)
+
     def _tell(self, flags: Flags) -> None:
         nr_ranks = 0 if self.aggregate.others is None else len(self.aggregate.ranks)
         others, rest = flags[:nr_ranks], flags[nr_ranks:]
@@ -113,6 +122,23 @@ class Findings:
         if isinstance(self.transport, ProcessGroupPipe):
             process_group.tell(self.transport, aggregate)
         non_finite.check(self.transport, self.brought.on_host(), aggregate)
+
+
+def hand_in_of_rows(flags: Tensor, blocks: int, findings: Callable[[], Findings], *, at_once: bool) -> None:
+    """Has what Triton's kernels found wrong with a round reported as soon as the device has found it out.
+
+    Args:
+        flags: shape (rows * blocks,), or of one row more for the whole batch; see `client.ops.triton`. Each block of
+            channels has flags of its own.
+        blocks: how many there are.
+        findings: of the same round, made where something is wrong.
+        at_once: wait here for the flags.
+    """
+
+    def tell(found: Flags) -> None:
+        findings().tell_of_rows(np.bitwise_or.reduce(found.astype(np.int64).reshape(-1, blocks), axis=1))
+
+    verdicts.hand_in(flags, tell, at_once=at_once)
 
 
 def check_computed_again(layer: str, first: Tensor, again: Tensor, tolerance: float) -> None:

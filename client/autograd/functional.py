@@ -125,21 +125,22 @@ def batch_norm(slices: list[Slice], exchange: Exchange) -> list[Tensor]:
     """
     parts = [(each.input, each.weight, each.bias, each.mask, each.holder) for each in slices]
     inputs, weights, biases, masks, holders = zip(*parts, strict=True)
-    return list(_apply(_BatchNorm, exchange, holders, *inputs, *weights, *biases, *masks))
+    return list(apply_function(_BatchNorm, exchange, holders, *inputs, *weights, *biases, *masks))
 
 
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """`function.apply` without its search for default arguments, which would double the time of the call."""
     if torch._C._are_functorch_transforms_active():  # noqa: SLF001 - torch asks the same
         return function.apply(*arguments)
     return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]  # it comes from C
 
 
-class _Exchanging(torch.autograd.Function):
+class Exchanging(torch.autograd.Function):
     """A function that sends rounds; its errors say what torch cannot do with it."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        """Raises NotImplementedError."""
         raise NotImplementedError(
             broken(
                 "synchronised batch norm cannot be mapped by torch.vmap, which torch.func.jacrev does; "
@@ -149,6 +150,7 @@ class _Exchanging(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Raises NotImplementedError."""
         raise NotImplementedError(
             broken(
                 "synchronised batch norm has no forward-mode derivatives, as torch.func.jvp and jacfwd want them; "
@@ -157,7 +159,7 @@ class _Exchanging(torch.autograd.Function):
         )
 
 
-class _BatchNorm(_Exchanging):
+class _BatchNorm(Exchanging):
     @staticmethod
     @quietly
     def forward(exchange: Exchange, holders: list[Any], *tensors: Any) -> tuple[Tensor, ...]:  # noqa: ARG004 - below
@@ -186,7 +188,7 @@ class _BatchNorm(_Exchanging):
         xs, weights, masks = _split(_kept(ctx), 3)
         arguments = _BackwardPass(ctx.exchange, needs), *grads, *xs, *weights, *masks
         # A graph of this pass, and so a node for it, is made only where someone asks for it.
-        run = partial(_apply, _Backward) if torch.is_grad_enabled() else _Backward.forward
+        run = partial(apply_function, _Backward) if torch.is_grad_enabled() else _Backward.forward
         try:
             gradients = streams.computed_in(ctx.exchange.streams, arguments, partial(run, *arguments))
         except StatsdBNError as error:
@@ -213,6 +215,23 @@ def _kept(ctx: Any) -> Sequence[Tensor | None]:
     return kept
 
 
+def backward_by_operators(
+    exchange: Exchange, needs: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of one slice's input, weight and bias, which can be differentiated once more.
+
+    Args:
+        exchange: the call's.
+        needs: which of them are needed.
+        grad: of the output.
+        x: the input.
+        weight: shape (C,) or None.
+    """
+    this = _BackwardPass(exchange, [(need,) for need in needs])
+    found: tuple[Tensor | None, ...] = apply_function(_Backward, this, grad, x, weight, None)
+    return found
+
+
 @dataclass(slots=True)
 class _BackwardPass:
     """One backward pass of a call, and what a second derivative needs of it.
@@ -230,7 +249,7 @@ class _BackwardPass:
     total: Any = None
 
 
-class _Backward(_Exchanging):
+class _Backward(Exchanging):
     """The first backward, as a function that can be differentiated itself."""
 
     @staticmethod
@@ -269,7 +288,7 @@ class _Backward(_Exchanging):
         return None, *found, *[None] * replicas
 
 
-class _SecondBackward(_Exchanging):
+class _SecondBackward(Exchanging):
     """The gradient of the first backward."""
 
     @staticmethod

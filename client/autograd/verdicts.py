@@ -10,12 +10,11 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Flags = npt.NDArray[np.bool_]
+Flags = npt.NDArray[Any]
 
 
 class Slot:
@@ -24,12 +23,13 @@ class Slot:
     Args:
         size: how many flags.
         device: where they come from.
+        dtype: their type.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, size: int, device: torch.device, dtype: torch.dtype) -> None:
         self._event = torch.cuda.Event() if device.type == "cuda" else None
         self._device = device
-        self._room = torch.empty(size, dtype=torch.bool, pin_memory=self._event is not None)
+        self._room = torch.empty(size, dtype=dtype, pin_memory=self._event is not None)
         self.flags: Flags = self._room.numpy()
 
     def fill(self, flags: Tensor) -> None:
@@ -53,20 +53,20 @@ class Verdicts:
 
     def __init__(self) -> None:
         self._open: deque[tuple[Slot, Any, Callable[[Flags], None]]] = deque()
-        self._free: defaultdict[tuple[int, torch.device], list[Slot]] = defaultdict(list)
+        self._free: defaultdict[tuple[int, torch.device, torch.dtype], list[Slot]] = defaultdict(list)
         self._lock = threading.Lock()
 
     def hand_in(self, flags: Tensor, tell: Callable[[Flags], None], *, at_once: bool = False) -> None:
         """Keeps the flags of a round for later; while a CUDA graph is captured nobody could look, so none are kept.
 
         Args:
-            flags: shape (flags,), bool.
+            flags: shape (flags,); 0 or False where nothing is wrong.
             tell: what says it, if one of them is set.
             at_once: wait here for them, and for all before them.
         """
         if _is_captured(flags.device):
             return
-        kind = len(flags), flags.device
+        kind = len(flags), flags.device, flags.dtype
         with self._lock:
             slot = self._free[kind].pop() if self._free[kind] else None
         slot = slot or Slot(*kind)
@@ -100,5 +100,7 @@ def _is_captured(device: torch.device) -> bool:
     """Whether this thread's work on a device is captured; torch answers for the current device only."""
     if device.type != "cuda":
         return False
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from client.autograd import saved_tensor_hooks
+from client.autograd import saved_tensor_hooks, triton_exchange
 from client.autograd.checkpointing import exchanges, is_inside_backward
 from client.autograd.device_exchange import DeviceExchange
 from client.autograd.exchange import Exchange, phase_of_forward
 from client.autograd.functional import NOBODY, Slice, batch_norm, held
+from client.autograd.triton_exchange import TritonExchange
 from client.data_parallel.barrier import Barrier
 from client.kernels import on_device, on_host, streams
 from client.kernels.device_statistics import DeviceMoments
@@ -87,7 +88,7 @@ class Call:
     def _by_itself(self, mine: Slice) -> Tensor:
         """Normalises the slice of a layer that has no replicas in its process."""
         if earlier := self._earlier(mine, 0):
-            return batch_norm([mine], earlier)[0]
+            return _computed([mine], earlier)[0]
         output, due = self._normalise([mine])[0]
         return self._moved(output, due)
 
@@ -125,11 +126,11 @@ class Call:
         """Returns an output for each slice, and what its running statistics move by now, if they move."""
         exchange = self._exchange(slices)
         exchange.streams = of_replicas
-        outputs = batch_norm(slices, exchange)
+        outputs = _computed(slices, exchange)
         if self.tally is None:
             collectives.remember()
             exchanges.remember(exchange, has_graph=any(output.requires_grad for output in outputs))
-        due = self._due(exchange.moments)
+        due = None if exchange.has_moved else self._due(exchange.moments)
         if isinstance(due, DeviceMoments):
             return [(output, due.on(output.device)) for output in outputs]
         return [(output, due) for output in outputs]
@@ -143,6 +144,11 @@ class Call:
         if device_rows.may_stay(transport, slices[0].input):
             inputs = [slice_.input for slice_ in slices]
             capacity = device_rows.capacity_of(transport, inputs, phase, over_the_host=self.tally is not None)
+            if capacity and triton_exchange.serves(slices, capacity):
+                running = running_stats.in_place(layer, inputs[0]) if self.deferred is None else None
+                return TritonExchange(
+                    transport, layer.layer_name, layer.eps, layer.eps_mode, phase, capacity=capacity, running=running
+                )
             if capacity:
                 return DeviceExchange(transport, layer.layer_name, layer.eps, layer.eps_mode, phase, capacity=capacity)
         return Exchange(transport, layer.layer_name, layer.eps, layer.eps_mode, phase)
@@ -160,3 +166,9 @@ class Call:
         if due is not None:
             running_stats.move_by(self.layer, due)
         return output
+
+
+def _computed(slices: list[Slice], exchange: Exchange) -> list[Tensor]:
+    if isinstance(exchange, TritonExchange) and triton_exchange.is_plain(slices[0]):
+        return [triton_exchange.batch_norm(slices[0], exchange)]
+    return batch_norm(slices, exchange)

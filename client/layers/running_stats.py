@@ -8,8 +8,12 @@ from torch import Tensor
 
 from client.kernels.device_statistics import DeviceMoments
 from client.kernels.vectors import compute_type, to_device
+from client.ops.triton.running import Running
 from statsd_bn.moments import Moments
 from statsd_bn.reduction import FloatArray
+
+_STATISTICS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_COUNTERS = frozenset({torch.int64})
 
 
 def newest(batch: Moments) -> tuple[FloatArray, FloatArray]:
@@ -36,6 +40,27 @@ def _move_on_device(layer: Any, batch: DeviceMoments) -> None:
         batch = batch.on(layer.running_mean.device)
     has_ended_well = (~batch.count.isnan()).long()
     move(layer, batch.mean(), batch.variance(unbiased=True), is_due=has_ended_well, has_values=batch.has_values)
+
+
+def in_place(layer: Any, x: Tensor) -> Running | None:
+    """Returns the buffers that the forward pass of an input on a device can move itself; None where it cannot.
+
+    It cannot for a cumulative average, nor where the buffers are elsewhere, or of another type.
+    """
+    if not (layer.training and layer.track_running_stats):
+        return Running()
+    mean, var, tracked = layer.running_mean, layer.running_var, layer.num_batches_tracked
+    if mean is None or var is None:
+        return Running(tracked=tracked) if _is_beside(tracked, x, _COUNTERS) else None
+    if layer.momentum is None or not (
+        _is_beside(mean, x, _STATISTICS) and _is_beside(var, x, _STATISTICS) and _is_beside(tracked, x, _COUNTERS)
+    ):
+        return None
+    return Running(mean, var, tracked, float(layer.momentum))
+
+
+def _is_beside(kept: Tensor | None, x: Tensor, types: frozenset[torch.dtype]) -> bool:
+    return kept is None or (kept.device == x.device and kept.dtype in types and kept.is_contiguous())
 
 
 def move(layer: Any, mean: Tensor, variance: Tensor, *, is_due: int | Tensor = 1, has_values: bool | Tensor) -> None:

@@ -9,7 +9,7 @@ before its first round. That also tells ranks apart that come to different layer
 rounds carry the digest of their key, by which each rank sees on its device that others have come to another round.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,11 +114,13 @@ def capacity_of(
         return 0
     group = group_of(transport)
     use_device(group, inputs[0].device)
-    if over_the_host or not _gathers_on_devices(group):
+    if over_the_host:
         return 0
     rounds = rounds_of(group)
     with rounds.lock:
         if transport.layer not in rounds.on_device:
+            if not _gathers_on_devices(group):
+                return 0
             able = len(inputs) if are_on_devices(inputs) else 0
             key = transport.key(rounds.steps.step, 0, f"{FIRST}{phase}")
             first = np.array([able], np.int64)
@@ -170,22 +172,69 @@ def run(
     rows = torch.cat((brought.counts.unsqueeze(1), brought.values.flatten(1)), 1)
     if not isinstance(transport, ProcessGroupPipe):
         key = key or transport.key(0, 0, phase)
-        return DeviceAggregate(key, *_sum(rows, shape), rows, [transport.rank])
+        return DeviceAggregate(key, *total(rows, shape), rows, [transport.rank])
     group = group_of(transport)
     rounds = rounds_of(group)
     with rounds.lock:
         key = key or transport.key(*rounds.steps.next(transport.layer), phase)
         rounds.steps.begins(key.phase)
         rows, others = _gathered(group, rows, capacity, key)
-    return DeviceAggregate(key, *_sum(rows, shape), rows, distributed.get_process_group_ranks(group), others)
+    return DeviceAggregate(key, *total(rows, shape), rows, distributed.get_process_group_ranks(group), others)
 
 
-def _sum(rows: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+def run_row(
+    transport: Transport,
+    write: Callable[[int], tuple[Tensor, Tensor]],
+    key: RoundKey | None = None,
+    phase: str = FORWARD,
+) -> RoundKey:
+    """Takes part in a round with one row, in the form in which `run` sends rows, and returns the round's key.
+
+    Args:
+        transport: for which there is a capacity of 1.
+        write: writes the row, given the digest of the round's key. It returns the row, shape (1, 2 + vectors * C), and
+            where those of all ranks go, shape (ranks, 2 + vectors * C): int64.
+        key: as for `run`.
+        phase: likewise.
+    """
+    if not isinstance(transport, ProcessGroupPipe):
+        key = key or transport.key(0, 0, phase)
+        write(_digest(key))
+        return key
+    group = group_of(transport)
+    rounds = rounds_of(group)
+    with rounds.lock:
+        key = key or transport.key(*rounds.steps.next(transport.layer), phase)
+        rounds.steps.begins(key.phase)
+        row, everybodys = write(_digest(key))
+        _all_gather(everybodys, row, group=group)
+    return key
+
+
+def nr_ranks(transport: Transport) -> int:
+    """Returns how many ranks bring rows to the rounds of a transport."""
+    return transport.process_group.size if isinstance(transport, ProcessGroupPipe) else 1
+
+
+def ranks_of(transport: Transport) -> list[int]:
+    """Returns which ranks these are, in their order."""
+    if isinstance(transport, ProcessGroupPipe):
+        return distributed.get_process_group_ranks(group_of(transport))
+    return [transport.rank]
+
+
+def _digest(key: RoundKey) -> int:
+    """Returns the digest as a signed number."""
+    digest = digest_of(key)
+    return digest - (1 << 64) if digest >> 63 else digest
+
+
+def total(rows: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Adds rows from first to last, as `statsd_bn.reduction` does; returns the count and the values."""
-    total, *others = rows.unbind()
+    found, *others = rows.unbind()
     for row in others:
-        total = total + row
-    return total[0], total[1:].view(*shape)
+        found = found + row
+    return found[0], found[1:].view(*shape)
 
 
 def _gathered(group: object, rows: Tensor, capacity: int, key: RoundKey) -> tuple[Tensor, Tensor]:
@@ -194,7 +243,7 @@ def _gathered(group: object, rows: Tensor, capacity: int, key: RoundKey) -> tupl
     They travel as their bits. A rank with fewer rows than others fills up with -0, which changes no bit of a sum.
     """
     size: int = group.size()  # type: ignore[attr-defined]
-    digest = int(np.uint64(digest_of(key)).view(np.int64))
+    digest = _digest(key)
     message = torch.full((capacity, 1 + rows.shape[1]), -0.0, dtype=torch.float64, device=rows.device)
     message[: len(rows), 1:].copy_(rows)
     words = message.view(torch.int64)

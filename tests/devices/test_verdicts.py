@@ -56,6 +56,7 @@ def capturing(monkeypatch):
         current.pop()
 
     monkeypatch.setattr(torch.cuda, "device", entered)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] in found)
     return found
 
@@ -73,7 +74,7 @@ def test_it_counts_whether_the_device_of_the_flags_is_captured(monkeypatch, capt
     monkeypatch.setattr(Slot, "is_filled", lambda _: False)
 
     class Flags:
-        device = SECOND
+        device, dtype = SECOND, torch.bool
 
         def __len__(self):
             return 1
@@ -86,9 +87,9 @@ def test_it_counts_whether_the_device_of_the_flags_is_captured(monkeypatch, capt
 def test_nobody_looks_while_the_device_that_works_is_captured(capturing, captured, is_seen):
     verdicts = Verdicts()
     verdicts.hand_in(torch.tensor([False]), say)
-    slot = Slot(1, torch.device("cpu"))
+    slot = Slot(1, torch.device("cpu"), torch.bool)
     slot.fill(torch.tensor([True]))
-    verdicts._open.append((slot, (1, SECOND), say))
+    verdicts._open.append((slot, (1, SECOND, torch.bool), say))
     capturing.add(captured)
     with pytest.raises(ValueError, match="said") if is_seen else nullcontext():
         verdicts.look(SECOND)

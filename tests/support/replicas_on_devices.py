@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import client
 from client.autograd.device_exchange import DeviceExchange
+from client.autograd.triton_exchange import TritonExchange
 from client.layers import call
 from client.transports.transport import Transport
 
@@ -87,5 +88,10 @@ def exchanges_noted() -> Iterator[list[type[Transport]]]:
             found.append(type(self.transport))
             super().forward(local)
 
-    with mock.patch.object(call, "DeviceExchange", Noted):
+    class NotedOfTriton(TritonExchange):
+        def normalise(self, *given):
+            found.append(self)
+            return super().normalise(*given)
+
+    with mock.patch.object(call, "DeviceExchange", Noted), mock.patch.object(call, "TritonExchange", NotedOfTriton):
         yield found

@@ -1,0 +1,1 @@
+"""Operators: who computes a layer's steps on its device."""

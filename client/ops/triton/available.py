@@ -1,0 +1,39 @@
+"""Whether the kernels serve an input."""
+
+import logging
+from functools import cache
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("statsd_bn.client")
+
+TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+def serves(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether the kernels serve an input with these parameters, on its device."""
+    if x.dtype not in TYPES or not x.is_cuda or not works_on(x.device):
+        return False
+    from client.ops.triton import launch  # noqa: PLC0415 - needs Triton
+
+    return launch.fits(x) and all(each is None or each.device == x.device for each in (weight, bias))
+
+
+@cache
+def works_on(device: torch.device) -> bool:
+    """Whether Triton is installed and can compile for a device; the log says so once where it is not."""
+    try:
+        from client.ops.triton import launch  # noqa: PLC0415 - as above
+
+        launch.try_out(device)
+    except Exception as error:  # noqa: BLE001 - compilers, drivers and the import fail in many ways
+        logger.warning(
+            "Triton does not work on %s, so layers there compute with torch's operators, which takes the host longer: "
+            "%s: %.300s",
+            device,
+            type(error).__name__,
+            error,
+        )
+        return False
+    return True

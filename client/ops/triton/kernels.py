@@ -1,0 +1,366 @@
+"""The kernels, in Triton's language.
+
+An input is read as a contiguous (N, C, S): a contiguous (N, C, H, W) has S = H * W, and one in channels_last memory is
+(N * H * W, C, 1). Both layouts so share all kernels.
+
+Vectors of length C are float64. All that a pass keeps lies in one buffer, which `launch` allocates:
+
+    forward   count, mean, invstd, slope, center, scale, shift, row, rows of all ranks, flags
+    backward  by_gradient, by_centred, constant, row, rows of all ranks, flags
+
+A row is what travels: the round's digest, as the bits of a float64, the count, and two vectors: Σx and Σx² forward,
+Σdy and Σdy·(x - mean) backward. `center`, `scale` and `shift` hold float32 numbers: y = (x - center) * scale + shift;
+backward, dx = by_gradient * dy + by_centred * (x - center) + constant.
+
+`finish` and `finish_backward` alone compute what ranks must agree on to the bit, also with ranks that use the operators
+of torch: in rank order, in the order of operations of `client.kernels.device_statistics`, without a reduction across
+threads, and without fused multiply-adds (see `OPTIONS`).
+"""
+
+import triton
+import triton.language as tl
+
+# For every launch. Triton 3.6 contracts a * b + c unless it is told not to, 3.9 only if it is told to.
+OPTIONS = {"enable_fp_fusion": False}
+
+
+@triton.jit
+def _tile(t, N, C, S, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, CHANNEL_AXIS: tl.constexpr):
+    """Returns offsets and mask of tile `t` of this program's channels, both of shape (BLOCK_N, BLOCK_C, BLOCK_S)."""
+    across = tl.cdiv(S, BLOCK_S)
+    n = (t // across) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None, None]
+    c = tl.program_id(CHANNEL_AXIS) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :, None]
+    s = (t % across) * BLOCK_S + tl.arange(0, BLOCK_S)[None, None, :]
+    # In this order no product is of 32 bits.
+    offsets = (n.to(tl.int64) * C + c) * S + s
+    return offsets, (n < N) & (c < C) & (s < S)
+
+
+@triton.jit
+def _per_channel(values):
+    """Returns the sum of a tile per channel, shape (BLOCK_C,)."""
+    return tl.sum(tl.sum(values, 2), 0)
+
+
+@triton.jit
+def _channels(block, C, BLOCK: tl.constexpr):
+    """Returns a block of channels, and which of them exist."""
+    channels = block * BLOCK + tl.arange(0, BLOCK)
+    return channels, channels < C
+
+
+@triton.jit
+def _vector(pointer, channels, there):
+    return tl.load(pointer + channels, mask=there, other=0.0)
+
+
+@triton.jit
+def _parameter(pointer, channels, there):
+    """Returns a weight or bias as float64, by way of float32, which is the type that torch computes in."""
+    return tl.load(pointer + channels, mask=there, other=0.0).to(tl.float32).to(tl.float64)
+
+
+@triton.jit
+def _store(pointers, values, mask):
+    """Stores in the type of `pointers`; 16 bits by way of float32, as torch rounds float64."""
+    tl.store(pointers, values.to(tl.float32).to(pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _write_row(row, digest, count, channels, there, C, first, second):
+    if tl.program_id(0) == 0:
+        tl.store(row, digest.to(tl.int64).to(tl.float64, bitcast=True))
+        tl.store(row + 1, count)
+    tl.store(row + 2 + channels, first, mask=there)
+    tl.store(row + 2 + C + channels, second, mask=there)
+
+
+@triton.jit
+def _write_moments(work, digest, count, channels, there, C, center, first, second):
+    """Writes the row of a forward round, of a center and the sums of differences from it, and of their squares."""
+    at_least_one = tl.where(count > 0, count, 1.0)
+    mean = center + first / at_least_one
+    centred = second - first * first / at_least_one
+    centred = tl.where(centred < 0, 0.0, centred)  # `tl.maximum` would lose NaN
+    _write_row(work + 1 + 6 * C, digest, count, channels, there, C, count * mean, centred + count * mean * mean)
+
+
+@triton.jit
+def _write_sums(forward, work, digest, count, channels, there, C, first, second):
+    """Writes the row of a backward round; the second sum is still about the center."""
+    rest = _vector(forward + 1, channels, there) - _vector(forward + 1 + 3 * C, channels, there)
+    _write_row(work + 3 * C, digest, count, channels, there, C, first, second - rest * first)
+
+
+@triton.jit(do_not_specialize=["digest"])
+def moments(x, partial, work, N, C, S, steps, digest: tl.int64, count: tl.float64, WRITES_ROW: tl.constexpr,
+            BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
+    """Sums up x - K and (x - K)² over one split of one block of channels.
+
+    K is the mean of a channel's first tile, which all its programs read once more. If the tile has m of all n values,
+    K is within √(n / m) standard deviations of the mean, whatever the values are; so float32 is enough at any mean.
+
+    Args:
+        partial: shape (1 + 2 * splits, C): K, then both sums of each split; unused if `WRITES_ROW`.
+        work: the forward buffer.
+        digest: of the round. In a CUDA graph it stays what it was at capture, on all ranks.
+        count: values per channel.
+        WRITES_ROW: whether there is one split, so that no other kernel has to add any up.
+    """
+    split = tl.program_id(1)
+    channels, there = _channels(tl.program_id(0), C, BLOCK_C)
+    at, inside = _tile(0, N, C, S, BLOCK_N, BLOCK_C, BLOCK_S, 0)
+    sample = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    center = _per_channel(sample) / tl.maximum(_per_channel(inside.to(tl.float32)), 1.0)
+    # Around infinity, all differences would be NaN or infinite, and the mean NaN. Around 0, the mean is infinite.
+    center = tl.where(tl.abs(center) < float("inf"), center, 0.0)
+    first = tl.zeros((BLOCK_N, BLOCK_C, BLOCK_S), tl.float32)
+    second = tl.zeros((BLOCK_N, BLOCK_C, BLOCK_S), tl.float32)
+    tiles = tl.cdiv(N, BLOCK_N) * tl.cdiv(S, BLOCK_S)
+    for t in range(split * steps, tl.minimum((split + 1) * steps, tiles)):
+        offsets, mask = _tile(t, N, C, S, BLOCK_N, BLOCK_C, BLOCK_S, 0)
+        values = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+        values = tl.where(mask, values - center[None, :, None], 0.0)
+        first += values
+        second += values * values
+    sum_of_first, sum_of_second = _per_channel(first.to(tl.float64)), _per_channel(second.to(tl.float64))
+    number = tl.full((), count, tl.float64)
+    if WRITES_ROW:
+        _write_moments(
+            work, digest, number, channels, there, C, center.to(tl.float64), sum_of_first, sum_of_second
+        )  # fmt: skip
+    else:
+        row = partial + C + split * 2 * C + channels
+        tl.store(row, sum_of_first, mask=there)
+        tl.store(row + C, sum_of_second, mask=there)
+        if split == 0:
+            tl.store(partial + channels, center.to(tl.float64), mask=there)
+
+
+@triton.jit
+def _add_splits(partial, channels, there, C, splits, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns both sums of all splits, shape (BLOCK,), added in an order that is the same in each run."""
+    first = tl.zeros((AT_ONCE, BLOCK), tl.float64)
+    second = tl.zeros((AT_ONCE, BLOCK), tl.float64)
+    for start in range(0, splits, AT_ONCE):
+        split = (start + tl.arange(0, AT_ONCE))[:, None]
+        row = partial + C + split * 2 * C + channels[None, :]
+        mask = (split < splits) & there[None, :]
+        first += tl.load(row, mask=mask, other=0.0)
+        second += tl.load(row + C, mask=mask, other=0.0)
+    return tl.sum(first, 0), tl.sum(second, 0)
+
+
+@triton.jit(do_not_specialize=["digest"])
+def write_moments(partial, work, C, splits, digest: tl.int64, count: tl.float64,
+                  AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Writes the row of a forward round from what several splits of `moments` have summed up."""
+    channels, there = _channels(tl.program_id(0), C, BLOCK)
+    first, second = _add_splits(partial, channels, there, C, splits, AT_ONCE, BLOCK)
+    center = _vector(partial, channels, there)
+    _write_moments(work, digest, tl.full((), count, tl.float64), channels, there, C, center, first, second)
+
+
+@triton.jit
+def _row(rows, flags, rank, digest, block, C, BLOCK: tl.constexpr):
+    """Returns count, both vectors and whether the row is of another round; writes this block's flags of the row."""
+    channels, there = _channels(block, C, BLOCK)
+    row = rows + rank * (2 * C + 2)
+    count = tl.load(row + 1)
+    first = _vector(row + 2, channels, there)
+    second = _vector(row + 2 + C, channels, there)
+    is_other = (tl.load(row).to(tl.int64, bitcast=True) != digest.to(tl.int64)).to(tl.int32)
+    finite = (tl.abs(first) < float("inf")) & (tl.abs(second) < float("inf"))
+    not_finite = 1 - tl.min(finite.to(tl.int32), 0)
+    tl.store(flags + rank * tl.cdiv(C, BLOCK) + block, (is_other + 2 * not_finite).to(tl.float64))
+    return count, first, second, is_other
+
+
+@triton.jit
+def _total(rows, flags, ranks, digest, block, C, BLOCK: tl.constexpr):
+    """Returns the sum of all rows, from first to last, and how many are of another round."""
+    count, first, second, others = _row(rows, flags, 0, digest, block, C, BLOCK)
+    for rank in range(1, ranks):
+        # Other names: what a loop carries must keep its type.
+        its_count, its_first, its_second, is_other = _row(rows, flags, rank, digest, block, C, BLOCK)
+        count += its_count
+        first += its_first
+        second += its_second
+        others += is_other
+    return count, first, second, others
+
+
+@triton.jit
+def _move(running, newest, momentum, moves, channels, there):
+    """Moves a running statistic towards the newest one as CUDA's `lerp` of float32 does, to the same bits."""
+    old = tl.load(running + channels, mask=there, other=0.0).to(tl.float32)
+    target = newest.to(tl.float32)
+    share = tl.full((), momentum, tl.float64).to(tl.float32) + tl.zeros_like(old)
+    near = tl.fma(share, target - old, old)
+    moved = tl.where(tl.abs(share) < 0.5, near, tl.fma(old - target, 1 - share, target))
+    _store(running + channels, tl.where(moves, moved, old), there)
+
+
+@triton.jit(do_not_specialize=["digest"],
+            do_not_specialize_on_alignment=["weight", "bias", "running_mean", "running_var", "tracked"])  # fmt: skip
+def finish(work, weight, bias, running_mean, running_var, tracked, C, ranks, rows_at, digest: tl.int64,
+           eps: tl.float64, momentum: tl.float64, CLAMP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Makes of all rows what normalises, and moves the running statistics.
+
+    A round that has failed gives NaN, and moves nothing. An empty batch is counted, and moves nothing.
+
+    Args:
+        work: the forward buffer.
+        weight, bias: shape (C,) or None.
+        running_mean, running_var: shape (C,), or both None.
+        tracked: the number of batches, int64, shape (); or None.
+        rows_at: where in the buffer the rows begin. Behind them are the flags: of each row as each block of channels
+            sees it, so that nothing has to be set to 0 before; then, once for each block, whether there are too few
+            values.
+        momentum: how far running statistics move.
+    """
+    block = tl.program_id(0)
+    channels, there = _channels(block, C, BLOCK)
+    rows = work + rows_at
+    flags = rows + ranks * (2 * C + 2)
+    count, first, second, others = _total(rows, flags, ranks, digest, block, C, BLOCK)
+    is_few = count == 1
+    tl.store(flags + ranks * tl.cdiv(C, BLOCK) + block, 4 * is_few.to(tl.float64))
+    count = tl.where((others > 0) | is_few, float("nan"), count)
+    at_least_one = tl.where(count < 1, 1.0, count)  # NaN stays
+    mean = first / at_least_one
+    centred = second - first * first / at_least_one
+    centred = tl.where(centred < 0, 0.0, centred)
+    variance = centred / at_least_one
+    if CLAMP:
+        slope = (variance >= eps).to(tl.float64)
+        held = tl.where(variance < eps, eps, variance)
+    else:
+        slope = tl.full((BLOCK,), 1.0, tl.float64)
+        held = variance + eps
+    invstd = tl.where(count == 0, 0.0, 1.0 / tl.sqrt(held))
+    tl.store(work + 1 + channels, mean, mask=there)
+    tl.store(work + 1 + C + channels, invstd, mask=there)
+    tl.store(work + 1 + 2 * C + channels, slope, mask=there)
+    # float32 holds the mean only to 2^-24 of itself; what that leaves over goes into the addend.
+    center = mean.to(tl.float32).to(tl.float64)
+    scale, shift = invstd, (center - mean) * invstd
+    if weight is not None:
+        factor = _parameter(weight, channels, there)
+        scale, shift = scale * factor, shift * factor
+    if bias is not None:
+        shift += _parameter(bias, channels, there)
+    tl.store(work + 1 + 3 * C + channels, center, mask=there)
+    tl.store(work + 1 + 4 * C + channels, scale.to(tl.float32).to(tl.float64), mask=there)
+    tl.store(work + 1 + 5 * C + channels, shift.to(tl.float32).to(tl.float64), mask=there)
+    if running_mean is not None:
+        _move(running_mean, mean, momentum, count > 1, channels, there)
+        _move(running_var, centred / (at_least_one - 1), momentum, count > 1, channels, there)
+    if block == 0:
+        tl.store(work, count)
+        if tracked is not None:
+            tl.store(tracked, tl.load(tracked) + (count == count).to(tl.int64))
+
+
+@triton.jit
+def normalise(x, y, work, N, C, S, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Writes y, of the type and layout of x: one tile and block of channels."""
+    channels, there = _channels(tl.program_id(1), C, BLOCK_C)
+    center = _vector(work + 1 + 3 * C, channels, there).to(tl.float32)
+    scale = _vector(work + 1 + 4 * C, channels, there).to(tl.float32)
+    shift = _vector(work + 1 + 5 * C, channels, there).to(tl.float32)
+    offsets, mask = _tile(tl.program_id(0), N, C, S, BLOCK_N, BLOCK_C, BLOCK_S, 1)
+    values = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - center[None, :, None]
+    _store(y + offsets, values * scale[None, :, None] + shift[None, :, None], mask)
+
+
+@triton.jit(do_not_specialize=["digest"])
+def backward_sums(dy, x, forward, partial, work, N, C, S, steps, digest: tl.int64, count: tl.float64,
+                  WRITES_ROW: tl.constexpr,
+                  BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
+    """Sums up dy and dy·(x - center) over one split of one block of channels; arguments as for `moments`."""
+    split = tl.program_id(1)
+    channels, there = _channels(tl.program_id(0), C, BLOCK_C)
+    center = _vector(forward + 1 + 3 * C, channels, there).to(tl.float32)
+    first = tl.zeros((BLOCK_N, BLOCK_C, BLOCK_S), tl.float32)
+    second = tl.zeros((BLOCK_N, BLOCK_C, BLOCK_S), tl.float32)
+    tiles = tl.cdiv(N, BLOCK_N) * tl.cdiv(S, BLOCK_S)
+    for t in range(split * steps, tl.minimum((split + 1) * steps, tiles)):
+        offsets, mask = _tile(t, N, C, S, BLOCK_N, BLOCK_C, BLOCK_S, 0)
+        gradient = tl.load(dy + offsets, mask=mask, other=0.0).to(tl.float32)
+        values = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+        first += gradient
+        second += tl.where(mask, gradient * (values - center[None, :, None]), 0.0)
+    sum_of_first, sum_of_second = _per_channel(first.to(tl.float64)), _per_channel(second.to(tl.float64))
+    if WRITES_ROW:
+        number = tl.full((), count, tl.float64)
+        _write_sums(forward, work, digest, number, channels, there, C, sum_of_first, sum_of_second)
+    else:
+        row = partial + C + split * 2 * C + channels
+        tl.store(row, sum_of_first, mask=there)
+        tl.store(row + C, sum_of_second, mask=there)
+
+
+@triton.jit(do_not_specialize=["digest"])
+def write_sums(partial, forward, work, C, splits, digest: tl.int64, count: tl.float64,
+               AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Writes the row of a backward round from what several splits of `backward_sums` have summed up."""
+    channels, there = _channels(tl.program_id(0), C, BLOCK)
+    first, second = _add_splits(partial, channels, there, C, splits, AT_ONCE, BLOCK)
+    _write_sums(forward, work, digest, tl.full((), count, tl.float64), channels, there, C, first, second)
+
+
+@triton.jit(do_not_specialize=["digest"], do_not_specialize_on_alignment=["weight"])
+def finish_backward(forward, work, weight, weight_gradient, bias_gradient, C, ranks, rows_at, digest: tl.int64,
+                    HAS_ROUND: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Makes of all rows what gives the input's gradient, and of this rank's row its weight's and bias's.
+
+    Args:
+        forward: the buffer of the forward pass.
+        work: the backward buffer.
+        weight: shape (C,), or None.
+        weight_gradient, bias_gradient: shape (C,), or None.
+        rows_at: as for `finish`; here no flags are behind those of the rows.
+        HAS_ROUND: whether the input needs a gradient, and so the rows of all ranks.
+    """
+    block = tl.program_id(0)
+    channels, there = _channels(block, C, BLOCK)
+    row = work + 3 * C
+    invstd = _vector(forward + 1 + C, channels, there)
+    if HAS_ROUND:
+        rows = work + rows_at
+        _, first, second, others = _total(rows, rows + ranks * (2 * C + 2), ranks, digest, block, C, BLOCK)
+        count = tl.where(others > 0, float("nan"), tl.load(forward))
+        at_least_one = tl.where(count < 1, 1.0, count)
+        first, second = first / at_least_one, second / at_least_one
+        mean = _vector(forward + 1, channels, there)
+        slope = _vector(forward + 1 + 2 * C, channels, there)
+        by_gradient = invstd
+        if weight is not None:
+            by_gradient *= _parameter(weight, channels, there)
+        by_centred = -by_gradient * (invstd * invstd * slope * second)
+        rest = mean - _vector(forward + 1 + 3 * C, channels, there)
+        constant = -by_gradient * first - by_centred * rest
+        tl.store(work + channels, by_gradient.to(tl.float32).to(tl.float64), mask=there)
+        tl.store(work + C + channels, by_centred.to(tl.float32).to(tl.float64), mask=there)
+        tl.store(work + 2 * C + channels, constant.to(tl.float32).to(tl.float64), mask=there)
+    if bias_gradient is not None:
+        _store(bias_gradient + channels, _vector(row + 2, channels, there), there)
+    if weight_gradient is not None:
+        _store(weight_gradient + channels, _vector(row + 2 + C, channels, there) * invstd, there)
+
+
+@triton.jit
+def input_gradient(dy, x, dx, forward, work, N, C, S,
+                   BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
+    """Writes dx, of the type and layout of x: one tile and block of channels."""
+    channels, there = _channels(tl.program_id(1), C, BLOCK_C)
+    center = _vector(forward + 1 + 3 * C, channels, there).to(tl.float32)
+    by_gradient = _vector(work, channels, there).to(tl.float32)
+    by_centred = _vector(work + C, channels, there).to(tl.float32)
+    constant = _vector(work + 2 * C, channels, there).to(tl.float32)
+    offsets, mask = _tile(tl.program_id(0), N, C, S, BLOCK_N, BLOCK_C, BLOCK_S, 1)
+    gradient = tl.load(dy + offsets, mask=mask, other=0.0).to(tl.float32)
+    values = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - center[None, :, None]
+    values = values * by_centred[None, :, None] + constant[None, :, None]
+    _store(dx + offsets, gradient * by_gradient[None, :, None] + values, mask)

@@ -1,0 +1,303 @@
+"""Triton's kernels: on a GPU, or in Triton's interpreter where TRITON_INTERPRET is 1.
+
+The interpreter needs a process in which nobody has imported Triton before: `tests/devices/test_triton_interpreter.py`
+starts one.
+"""
+
+import importlib
+import logging
+import os
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from gpu_report import reference
+from torch import distributed
+from torch.utils.checkpoint import checkpoint
+
+import client
+from client.autograd.findings import verdicts
+from client.autograd.triton_exchange import TritonExchange
+from client.kernels.device_statistics import DeviceMoments, DeviceStatistics
+from client.layers import batchnorm, running_stats
+from client.ops.triton import FEW, NOT_FINITE, OTHER_ROUND, available
+from client.ops.triton.running import Running
+from client.transports import device_rows, named_process_group
+from statsd_bn.errors import RoundMismatch
+from support.cuda_stand_ins import as_on_cuda
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if IS_INTERPRETED else "cuda"
+# The interpreter cuts bfloat16 off where a GPU rounds it.
+TYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not IS_INTERPRETED)
+
+pytestmark = (
+    []
+    if IS_INTERPRETED
+    else [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
+
+
+@pytest.fixture(autouse=True)
+def _group_of_one(monkeypatch):
+    """A process group of one rank, which all rounds go through."""
+    backend = "gloo" if DEVICE == "cpu" else "nccl"
+    distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(batchnorm, "company_in", lambda _: named_process_group.named(distributed.group.WORLD))
+    torch.manual_seed(0)
+    with as_on_cuda(DEVICE):
+        yield
+    distributed.destroy_process_group()
+
+
+@pytest.fixture
+def launch():
+    """The module, which imports Triton."""
+    return importlib.import_module("client.ops.triton.launch")
+
+
+@pytest.fixture(params=["one split", "many splits"])
+def _splits(request, monkeypatch, launch):
+    launch._cut.cache_clear()
+    if request.param == "many splits":
+        monkeypatch.setattr(launch, "TILE", 256)
+    yield
+    launch._cut.cache_clear()
+
+
+@contextmanager
+def kernels(*, are_used=True):
+    """Has Triton's kernels serve all inputs of their types, or none; gives the exchanges that used them."""
+    made, normalise = [], TritonExchange.normalise
+
+    def noted(exchange, *given):
+        made.append(exchange)
+        return normalise(exchange, *given)
+
+    with ExitStack() as stack:
+        serves = (lambda x, *_: x.dtype in available.TYPES) if are_used else lambda *_: False
+        stack.enter_context(mock.patch.object(available, "serves", serves))
+        stack.enter_context(mock.patch.object(TritonExchange, "normalise", noted))
+        yield made
+
+
+def layer_of(channels, **options):
+    layer = client.SynchronizedBatchNorm1d(channels, **options)
+    layer.layer_name = "bn"
+    with torch.no_grad():
+        for parameter, ends in zip(layer.parameters(), ((-1.5, 2.0), (1.0, -1.0)), strict=False):
+            parameter.copy_(torch.linspace(*ends, channels))
+    return layer.to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "gradient otherwise", "with gaps", "2-D"])
+@pytest.mark.usefixtures("_splits")
+def test_results_are_within_the_bounds_of_float64s(layout, dtype):
+    shape = (50, 7) if layout == "2-D" else (6, 7, 5, 10)
+    x, grad = ((torch.randn(shape) * 2 + 3).to(dtype).to(DEVICE) for _ in range(2))
+    if layout in {"channels_last", "gradient otherwise"}:
+        x = x.to(memory_format=torch.channels_last)
+    if layout == "channels_last":
+        grad = grad.to(memory_format=torch.channels_last)
+    if layout == "with gaps":
+        x = x.repeat_interleave(2, 3)[..., ::2]
+    layer = layer_of(7)
+    layer._check_input_dim = lambda _: None
+    leaf = x.detach().requires_grad_()
+    with kernels() as made:
+        output = layer(leaf)
+        output.backward(grad)
+    assert len(made) == 1
+    found = {"output": output.detach(), "input gradient": leaf.grad}
+    found |= {f"{name} gradient": each.grad for name, each in layer.named_parameters()}
+    found |= {"running mean": layer.running_mean, "running variance": layer.running_var}
+    reference.distances(found, reference.expected(x, grad, layer.weight.detach(), layer.bias.detach()))
+    assert int(layer.num_batches_tracked) == 1
+
+
+def rows_of(ranks, channels):
+    """Rows as ranks send them, with a digest of 5."""
+    mean, deviation = torch.randn(2, ranks, channels, dtype=torch.float64)
+    count = torch.arange(2, 2 + ranks, dtype=torch.float64).unsqueeze(1)
+    digests = torch.full((ranks, 1), 5).view(torch.float64)
+    return torch.cat((digests, count, count * mean, count * (mean * mean + deviation * deviation)), 1).to(DEVICE)
+
+
+def finished(launch, rows, running, channels, **options):
+    """The forward pass of a rank that has gathered these rows."""
+    x = torch.zeros(1, channels, device=DEVICE)
+    found = launch.Forward(x, len(rows), gathers=True)
+    found.rows.copy_(rows.view(torch.int64))
+    found.digest = 5
+    found.finish(None, None, running, 1e-5, **options)
+    return found
+
+
+@pytest.mark.parametrize("clamp", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16][: 2 if IS_INTERPRETED else 3])
+def test_ranks_with_and_without_kernels_have_the_same_bits(launch, dtype, clamp):
+    rows = rows_of(3, 300)
+    ours, torchs = (client.SynchronizedBatchNorm1d(300, dtype=dtype).to(DEVICE) for _ in range(2))
+    found = finished(
+        launch, rows, Running(ours.running_mean, ours.running_var, ours.num_batches_tracked, 0.1), 300, clamp=clamp
+    )
+    count, (sums, squares) = device_rows.total(rows[:, 1:], (2, 300))
+    moments = DeviceMoments(count, sums, squares)
+    running_stats.move_by(torchs, moments)
+    expected = DeviceStatistics.of(moments, 1e-5, "clamp" if clamp else "plus")
+    for one, other in zip(found.vectors(0, 1, 2), (expected.mean, expected.invstd, expected.slope), strict=True):
+        assert torch.equal(one, other)
+    assert reference.has_equal_bits(dict(ours.named_buffers()), dict(torchs.named_buffers()))
+
+
+def other_digest(rows):
+    rows[1, 0] = 0.0
+
+
+def infinite(rows):
+    rows[1, 2 + 299] = torch.inf
+
+
+def single(rows):
+    rows[:, 1] = torch.tensor([0.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "flags", "fails"),
+    [
+        (other_digest, [0, OTHER_ROUND, 0, 0], True),
+        (infinite, [0, NOT_FINITE, 0, 0], False),
+        (single, [0, 0, 0, FEW], True),
+    ],
+)
+def test_what_is_wrong_with_a_round_is_flagged(launch, spoil, flags, fails):
+    rows = rows_of(3, 300)
+    spoil(rows)
+    layer = client.SynchronizedBatchNorm1d(300).to(DEVICE)
+    found = finished(
+        launch, rows, Running(layer.running_mean, layer.running_var, layer.num_batches_tracked, 0.1), 300, clamp=False
+    )
+    assert found.flags.view(4, -1).amax(1).tolist() == flags
+    assert bool(found.vectors(0)[0].isnan().all()) == fails
+    assert int(layer.num_batches_tracked) == (not fails)
+    assert bool(layer.running_mean.any()) != fails
+
+
+def called(layer, x):
+    """Calls a layer, and looks at what the device has found out."""
+    output = layer(x)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    verdicts.look(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE))
+    return output
+
+
+def test_ranks_in_other_rounds_are_reported(monkeypatch):
+    gather = device_rows._all_gather
+
+    def other(rows, row, group):
+        gather(rows, row, group=group)
+        rows[:, 0] += 1
+
+    layer = layer_of(4)
+    monkeypatch.setattr(device_rows, "_all_gather", other)
+    with kernels(), pytest.raises(RoundMismatch, match=r"rank 0 +in another round"):
+        called(layer, torch.randn(6, 4, device=DEVICE))
+
+
+def test_too_few_values_and_values_that_are_not_finite_are_reported(caplog):
+    with kernels(), caplog.at_level(logging.INFO, "statsd_bn.client"):
+        with pytest.raises(ValueError, match=r"got 1 .*shape \(1, 4\)"):
+            called(layer_of(4), torch.randn(1, 4, device=DEVICE))
+        x = torch.randn(6, 4, device=DEVICE)
+        x[2, 3] = torch.inf
+        output = called(layer_of(4), x)
+    assert "first non-finite: layer 'bn', forward" in caplog.text
+    assert output[:, :3].isfinite().all()
+
+
+def checkpointed(layer, x):
+    return checkpoint(layer, x, use_reentrant=False)
+
+
+def twice(layer, x):
+    return layer(layer(x).tanh())
+
+
+def retained(layer, x):
+    output = layer(x)
+    (output**2).sum().backward(retain_graph=True)
+    return output
+
+
+def penalised(layer, x):
+    output = layer(x)
+    (gradient,) = torch.autograd.grad((output**3).sum(), x, create_graph=True)
+    return output + gradient
+
+
+def without_grad(layer, x):
+    with torch.no_grad():
+        layer(x)
+    return layer(x)
+
+
+def frozen(layer, x):
+    for parameter in layer.parameters():
+        parameter.requires_grad_(requires_grad=False)
+    return layer(x)
+
+
+def detached(layer, x):
+    return layer(x.detach()) + x
+
+
+def empty(layer, x):
+    return layer(x[:0]).sum() + layer(x)
+
+
+RUNS = [checkpointed, twice, retained, penalised, without_grad, frozen, detached, empty]
+OPTIONS = [{}, {"momentum": None}, {"chunks": 2}, {"affine": False}, {"track_running_stats": False}]
+
+
+@pytest.mark.parametrize(
+    ("run", "options"), [(run, {}) for run in RUNS] + [(twice, options) for options in OPTIONS[1:]]
+)
+def test_results_are_those_of_torchs_operators(run, options):
+    found = []
+    x = torch.randn(6, 4, 5, device=DEVICE)
+    for are_used in (True, False):
+        layer, leaf = layer_of(4, **options), x.clone().requires_grad_()
+        with kernels(are_used=are_used) as made:
+            for _ in range(2):
+                output = run(layer, leaf)
+                (output * output.detach().cumsum(0)).sum().backward()
+        assert bool(made) == are_used
+        state = {**dict(layer.named_buffers()), **{name: each.grad for name, each in layer.named_parameters()}}
+        found.append({"output": output.detach(), "input": leaf.grad, **state})
+    for name, value in found[0].items():
+        torch.testing.assert_close(
+            value, found[1][name], rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize(("samples", "launches"), [(6, [3, 3]), (6000, [4, 4])])
+def test_kernels_launched(launch, samples, launches):
+    layer, x, found = layer_of(4), torch.randn(samples, 4, device=DEVICE, requires_grad=True), []
+    with kernels(), mock.patch.object(launch, "_launch", wraps=launch._launch) as launched:
+        output = layer(x)
+        found.append(launched.call_count)
+        output.sum().backward()
+        found.append(launched.call_count - found[0])
+    assert found == launches
+
+
+def test_without_triton_torchs_operators_compute(launch, monkeypatch, caplog):
+    monkeypatch.setattr(launch, "try_out", mock.Mock(side_effect=RuntimeError("no compiler")))
+    available.works_on.cache_clear()
+    for _ in range(2):
+        assert not available.works_on(torch.device("cpu"))
+    available.works_on.cache_clear()
+    assert caplog.text.count("Triton does not work on cpu") == 1
