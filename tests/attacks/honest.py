@@ -31,7 +31,7 @@ DIFFERENT = 32
 PAUSE_SECONDS = 0.002
 
 # How long a round may take, and everything that is waited for here.
-DEADLINE = 5.0
+DEADLINE = 20.0
 START_SECONDS = 60.0
 
 # A quiet phase before each attack, and what an attack lasts at least. Most are repeated, so that
