@@ -1,8 +1,14 @@
 """Variables of the environment, read with clear words where they are wrong."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
 
 from statsd_bn.errors import ConfigurationError
+
+PREFIX = "STATSD_BN_"
+
+# How alike a misspelt name is: one letter of ten is wrong, or two are swapped.
+ALIKE = 0.85
 
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
@@ -61,3 +67,16 @@ def optional_integer(environ: Mapping[str, str], name: str) -> int | None:
     if value is not None and value.bit_length() > MAX_BITS:
         raise ConfigurationError(f"{name}: expected an integer of at most {MAX_BITS} bits, got {text!r:.80}")
     return value
+
+
+def misspelt(environ: Mapping[str, str], known: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yields variables that are nearly one of the known ones, each with that one.
+
+    Others with our prefix say nothing: server and client may be started with one environment.
+    """
+    names = set(known)
+    for name in sorted(environ):
+        if name.startswith(PREFIX) and name not in names:
+            stems = {each.removeprefix(PREFIX): each for each in names}
+            for stem in get_close_matches(name.removeprefix(PREFIX), stems, n=1, cutoff=ALIKE):
+                yield name, stems[stem]

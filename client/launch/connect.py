@@ -31,11 +31,16 @@ from client.launch import alone, log_level, own_server, process_group, same_run,
 from client.launch.settings import Settings, resolve
 from client.launch.sources import ARGUMENT, DEFAULT
 from statsd_bn.endpoints import check_key, check_server, find_server
+from statsd_bn.environment import PREFIX, misspelt
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import ConfigurationError, DuplicateMember, ServerUnreachable, WorldSizeMismatch
 from statsd_bn.keys import ClientKeys
 
 logger = logging.getLogger("statsd_bn.client")
+
+# Our own variables that the client reads.
+_NAMES = "BIND CURVE ENDPOINT INSECURE JOB LOG_LEVEL ON_NONFINITE SECRET SECRET_FILE SECRET_IN_STORE STACKS TRACEBACK"
+VARIABLES = frozenset(PREFIX + name for name in (*_NAMES.split(), "TRANSPORT"))
 
 # A child of multiprocessing first sends what its queues hold; then it leaves, and may have to wait for other members.
 AFTER_QUEUES = -100
@@ -125,6 +130,8 @@ def connect(
     if open_connection and open_connection.is_own:
         raise ConfigurationError(f"already connected: {open_connection!r}; call client.disconnect() first")
     log_level.follow(os.environ)
+    for name, meant in misspelt(os.environ, VARIABLES):
+        logger.warning("%s is set, which nothing reads; is %s meant?", name, meant)
     settings = resolve(
         os.environ,
         process_group.find(),

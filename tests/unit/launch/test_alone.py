@@ -81,6 +81,17 @@ def test_it_says_so_once_and_who_it_is(caplog):
     assert told[-1] == "connected: job 'digits', rank 0 of 1, in process"
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("STATSD_BN_ENDPIONT", "STATSD_BN_ENDPOINT"), ("STATSD_BN_JOBS", "STATSD_BN_JOB"), ("STATSD_BN_MAX_JOBS", "")],
+)
+def test_a_misspelt_variable_is_warned_of_and_one_of_the_server_is_not(monkeypatch, caplog, name, meant):
+    monkeypatch.setenv(name, "4")
+    client.connect().close()
+    told = [record.getMessage() for record in caplog.records if name in record.getMessage()]
+    assert told == ([f"{name} is set, which nothing reads; is {meant} meant?"] if meant else [])
+
+
 def test_a_server_of_this_user_that_is_running_is_used(serve, tmp_path):
     endpoint = endpoints.default_endpoint({"XDG_RUNTIME_DIR": str(tmp_path)})
     (tmp_path / "statsd_bn").mkdir(mode=0o700)
