@@ -93,8 +93,8 @@ An argument wins over a variable."""
 
 VARIABLES = """## Variables that the client reads
 
-They take the place of arguments of `client.connect` that you do not give, or have no argument. `client.connect` warns of
-a variable that is nearly one of these."""
+They take the place of arguments of `client.connect` that you do not give, or have no argument. `client.connect` warns
+of a variable that is nearly one of these."""
 
 
 def page() -> str:
