@@ -96,7 +96,7 @@ class TritonExchange(DeviceExchange):
         return Few(self.first.flags, self.layer, self.shape)
 
     def _findings(self, of: "Forward | Backward", key: RoundKey, few: Few | None = None) -> Findings:
-        rows = of.rows.view(torch.float64)[:, 1:]
+        rows = of.rows.view(of.ranks, -1)[:, 1:]
         count, values = device_rows.total(rows, (2, self.shape[1]))
         others = of.flags if self._gathers else None
         aggregate = DeviceAggregate(key, count, values, rows, device_rows.ranks_of(self.transport), others)
@@ -108,7 +108,9 @@ class TritonExchange(DeviceExchange):
         """Returns the gradients of input, weight and bias, as far as they are needed."""
         from client.ops.triton import launch  # noqa: PLC0415 - as above
 
-        grad, x = alike(grad, x)
+        x = dense(x)
+        if grad.dtype != x.dtype or grad.stride() != x.stride():
+            grad, x = alike(grad, x)
         with launch.on_device_of(x):
             return self._gradients(launch.Backward, grad, x, weight, needs)
 
@@ -128,8 +130,8 @@ class TritonExchange(DeviceExchange):
             key = device_rows.run_row(self.transport, write, self._next_key(BACKWARD))
         else:  # parameters keep their local sums, as under DDP
             write(0)
-        like = torch.empty(0, device=x.device) if weight is None else weight
-        of_weight, of_bias = (like.new_empty(x.shape[1]) if needed else None for needed in (needs_weight, needs_bias))
+        of_weight = torch.empty_like(weight) if needs_weight and weight is not None else None
+        of_bias = torch.empty(x.shape[1], dtype=torch.float32, device=x.device) if needs_bias else None
         this.finish(_contiguous(weight), of_weight, of_bias, has_round=needs_input)
         if key is None:
             return None, of_weight, of_bias
@@ -151,7 +153,7 @@ def _local(exchange: TritonExchange) -> list[DeviceMoments]:
 
 
 def _moments(exchange: TritonExchange) -> DeviceMoments:
-    rows = exchange.first.rows.view(torch.float64)[:, 1:]
+    rows = exchange.first.rows.view(exchange.first.ranks, -1)[:, 1:]
     _, (sums, squares) = device_rows.total(rows, (2, exchange.shape[1]))
     return DeviceMoments(exchange.first.work[0], sums, squares)
 
@@ -169,8 +171,7 @@ _MADE_WHEN_ASKED: dict[str, Callable[[TritonExchange], Any]] = {
 
 
 def _rows(of: "Forward | Backward") -> DeviceRows:
-    row = of.row.view(torch.float64)
-    return DeviceRows(row[:, 1], row[:, 2:].view(1, 2, -1))
+    return DeviceRows(of.row[1:2], of.row[2:].view(1, 2, -1))
 
 
 def _contiguous(vector: Tensor | None) -> Tensor | None:

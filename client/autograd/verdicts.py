@@ -10,6 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -77,7 +78,9 @@ class Verdicts:
         # Without the lock: two threads may wait for each other there, by way of another rank.
         for open_slot in awaited:
             open_slot.wait()
-        self.look(flags.device)
+        # A device has not come so far yet, and the next call looks first.
+        if at_once or flags.device.type != "cuda":
+            self.look(flags.device)
 
     def look(self, device: torch.device) -> None:
         """Says what has come; called before something goes to the device, so that nobody waits there in vain.
@@ -90,10 +93,10 @@ class Verdicts:
                 if not self._open or not self._open[0][0].is_filled():
                     return
                 slot, kind, tell = self._open.popleft()
-                flags = slot.flags.copy()
+                found = slot.flags.copy() if np.count_nonzero(slot.flags) else None
                 self._free[kind].append(slot)
-            if flags.any():
-                tell(flags)
+            if found is not None:
+                tell(found)
 
 
 def _is_captured(device: torch.device) -> bool:

@@ -113,10 +113,11 @@ def capacity_of(
     if not isinstance(transport, ProcessGroupPipe):
         return 0
     group = group_of(transport)
-    use_device(group, inputs[0].device)
+    rounds = rounds_of(group)
+    if not rounds.on_device.get(transport.layer):
+        use_device(group, inputs[0].device)
     if over_the_host:
         return 0
-    rounds = rounds_of(group)
     with rounds.lock:
         if transport.layer not in rounds.on_device:
             if not _gathers_on_devices(group):
@@ -192,8 +193,8 @@ def run_row(
 
     Args:
         transport: for which there is a capacity of 1.
-        write: writes the row, given the digest of the round's key. It returns the row, shape (1, 2 + vectors * C), and
-            where those of all ranks go, shape (ranks, 2 + vectors * C): int64.
+        write: writes the row, given the digest of the round's key. It returns the row, shape (2 + vectors * C,), and
+            where those of all ranks go, shape (ranks * (2 + vectors * C),): float64.
         key: as for `run`.
         phase: likewise.
     """
@@ -240,14 +241,14 @@ def total(rows: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
 def _gathered(group: object, rows: Tensor, capacity: int, key: RoundKey) -> tuple[Tensor, Tensor]:
     """Returns the rows of all ranks, and which ranks have come to another round.
 
-    They travel as their bits. A rank with fewer rows than others fills up with -0, which changes no bit of a sum.
+    A rank with fewer rows than others fills up with -0, which changes no bit of a sum.
     """
     size: int = group.size()  # type: ignore[attr-defined]
     digest = _digest(key)
     message = torch.full((capacity, 1 + rows.shape[1]), -0.0, dtype=torch.float64, device=rows.device)
     message[: len(rows), 1:].copy_(rows)
-    words = message.view(torch.int64)
-    words[:, 0].fill_(digest)
-    everybodys = torch.empty(size * capacity, words.shape[1], dtype=torch.int64, device=rows.device)
-    _all_gather(everybodys, words, group=group)
-    return everybodys.view(torch.float64)[:, 1:], everybodys[::capacity, 0] != digest
+    message.view(torch.int64)[:, 0].fill_(digest)
+    everybodys = torch.empty(size * message.numel(), dtype=torch.float64, device=rows.device)
+    _all_gather(everybodys, message.view(-1), group=group)
+    found = everybodys.view(size * capacity, -1)
+    return found[:, 1:], found.view(torch.int64)[::capacity, 0] != digest

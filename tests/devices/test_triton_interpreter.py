@@ -3,15 +3,15 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 
-pytest.importorskip("triton", reason="triton has no wheels for this platform")
 
-
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton has no wheels for this platform")
 @pytest.mark.slow
 def test_in_the_interpreter():
     command = [

@@ -137,9 +137,10 @@ class Pass:
         more_flags: words behind the flags of the rows.
 
     Attributes:
-        row: this rank's, shape (1, 2 * C + 2), as int64.
-        rows: those of all ranks, shape (ranks, 2 * C + 2), as int64.
-        flags: what is wrong, shape (flags,), float64, for `finish` to write.
+        work: the buffer, float64.
+        row: this rank's, shape (2 * C + 2,).
+        rows: those of all ranks, shape (ranks * (2 * C + 2),).
+        flags: what is wrong, shape (flags,), for `finish` to write.
         digest: of the round; the kernels write it into the row.
     """
 
@@ -147,15 +148,12 @@ class Pass:
 
     def __init__(self, x: Tensor, made: Cut, head: int, ranks: int, *, gathers: bool, more_flags: int = 0) -> None:
         size = 2 * made.c + 2
-        self._made, self.ranks = made, ranks
+        self._made, self.ranks, self.digest = made, ranks, 0
         self.rows_at = head + size if gathers else head
-        flags_at = self.rows_at + ranks * size
-        words = torch.empty(flags_at + ranks * made.blocks + more_flags, dtype=torch.int64, device=x.device)
-        self.work = words.view(_WORD)
-        self.row = words.as_strided((1, size), (size, 1), head)
-        self.rows = words.as_strided((ranks, size), (size, 1), self.rows_at) if gathers else self.row
-        self.flags = self.work[flags_at:]
-        self.digest = 0
+        sizes = [head, size, ranks * size if gathers else 0, ranks * made.blocks + more_flags]
+        self.work = torch.empty(sum(sizes), dtype=_WORD, device=x.device)
+        _, self.row, rows, self.flags = self.work.split_with_sizes(sizes)
+        self.rows = rows if gathers else self.row
 
     @property
     def count(self) -> int:
