@@ -294,10 +294,15 @@ def test_kernels_launched(launch, samples, launches):
     assert found == launches
 
 
-def test_without_triton_torchs_operators_compute(launch, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("wrong", "told"), [("try_out", "RuntimeError: no compiler"), ("version", "expected Triton 3.4 or newer, got 3.2.0")]
+)
+def test_without_triton_torchs_operators_compute(launch, monkeypatch, caplog, wrong, told):
     monkeypatch.setattr(launch, "try_out", mock.Mock(side_effect=RuntimeError("no compiler")))
+    if wrong == "version":
+        monkeypatch.setattr(available, "version", lambda _: "3.2.0")
     available.works_on.cache_clear()
     for _ in range(2):
         assert not available.works_on(torch.device("cpu"))
     available.works_on.cache_clear()
-    assert caplog.text.count("Triton does not work on cpu") == 1
+    assert caplog.text.count("Triton does not work on cpu") == caplog.text.count(told) == 1

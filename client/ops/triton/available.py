@@ -2,11 +2,15 @@
 
 import logging
 from functools import cache
+from importlib.metadata import version
 
 import torch
 from torch import Tensor
 
 logger = logging.getLogger("statsd_bn.client")
+
+# Before, numbers came to the kernels as float32, whatever they are annotated with.
+OLDEST = (3, 4)
 
 TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
@@ -24,6 +28,7 @@ def serves(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
 def works_on(device: torch.device) -> bool:
     """Whether Triton is installed and can compile for a device; the log says so once where it is not."""
     try:
+        _check_version(version("triton"))
         from client.ops.triton import launch  # noqa: PLC0415 - as above
 
         launch.try_out(device)
@@ -37,3 +42,8 @@ def works_on(device: torch.device) -> bool:
         )
         return False
     return True
+
+
+def _check_version(found: str) -> None:
+    if tuple(map(int, found.split(".")[:2])) < OLDEST:
+        raise ImportError(f"expected Triton {'.'.join(map(str, OLDEST))} or newer, got {found}")
