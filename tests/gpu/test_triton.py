@@ -295,7 +295,8 @@ def test_kernels_launched(launch, samples, launches):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"), [("try_out", "RuntimeError: no compiler"), ("version", "expected Triton 3.4 or newer, got 3.2.0")]
+    ("wrong", "told"),
+    [("try_out", "RuntimeError: no compiler"), ("version", "Triton 3.4 or newer, got 3.2.0")],
 )
 def test_without_triton_torchs_operators_compute(launch, monkeypatch, caplog, wrong, told):
     monkeypatch.setattr(launch, "try_out", mock.Mock(side_effect=RuntimeError("no compiler")))
