@@ -11,15 +11,13 @@ import sys
 import msgpack
 import pytest
 
-from attacks.peers import Peers, job_of
+from attacks.peers import job_of
 from attacks.servers import ROOT, Attacked, environment
 from attacks.variants import first_is_quick
 from client.connection.channel_pool import ZmqChannelPool
 from client.connection.connection import Connection
 from client.conversation.member import Member
 from client.serialization import packing
-from statsd_bn.messages import Failure, StatusRequest
-from statsd_bn.wire import MAGIC, PROTOCOL_VERSION
 from support.memory_members import outcome
 
 VICTIM = """
@@ -69,10 +67,6 @@ STRUCTURES |= {"counters": nested(1_000, packing.COUNTER), "lists": lists(100_00
 STRUCTURES |= {"its own lists": in_a_row([None], 100_000), "its own tuples": in_a_row((None,), 100_000)}
 
 
-def frame(header: bytes) -> bytes:
-    return struct.pack("<3sBI", MAGIC, PROTOCOL_VERSION, len(header)) + header
-
-
 def gather_with_victim(server: Attacked, job: str, structure: bytes) -> tuple[int, str]:
     """Gives a member what nests, in a job of two; returns how that member ended, and what it said."""
     command = [sys.executable, "-c", VICTIM, server.endpoint, job, str(server.secret_of("alice"))]
@@ -94,34 +88,3 @@ def test_what_a_member_gathers_ends_no_other_one(server, structure):
     code, said = gather_with_victim(server, job_of("alice"), structure)
     assert code == 0
     assert said.startswith("ProtocolError")
-
-
-HEADERS = {
-    "arrays": b"\x92\x07" + lists(500_000),
-    "maps": b"\x92\x07" + b"\x81\x00" * 200_000 + b"\x80",
-    "a thousand arrays": b"\x92\x07" + lists(1000),
-    "arrays in a key": b"\x92\x03\xc6" + struct.pack(">I", 60_000) + b"\x91" * 60_000,
-    "arrays as members": b"\xdc\x00\x10\x01"
-    b"\xc4\x08"
-    + bytes(8)
-    + b"\xa1j\xa1g\x00\x00\x02\x00\xcb?\xf0"
-    + bytes(6)
-    + b"\xa1p\x00\xc4\x08"
-    + bytes(8)
-    + b"\x00\x00\x00\xc5\x03\xe8"
-    + b"\x91" * 1000,
-    "extensions": b"\x92\x07\xc9\x00\x00\xff\xff\x01" + b"\x91" * 65_535,
-    "promises of 2^32 elements": b"\x92\x07\xdd\xff\xff\xff\xff",
-    "promises in promises": b"\x92\x07" + b"\xdd\xff\xff\xff\xff" * 500,
-}
-
-
-def test_no_nesting_in_a_frame_does_harm(server, honest_job_beside):
-    """Holds at 6b62bd3: msgpack goes 1,024 deep at most."""
-    with honest_job_beside(server) as beside, Peers(server) as peers, beside.attacked():
-        for header in HEADERS.values():
-            peer = peers.open()
-            answer = peer.ask(frame(header))
-            assert isinstance(answer, Failure), answer
-            assert answer.code == "protocol"
-        assert not isinstance(peers.open().ask(StatusRequest()), Failure)

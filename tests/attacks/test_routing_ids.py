@@ -47,24 +47,6 @@ def test_claims_of_the_next_ids_do_not_end_the_server(server, honest_job_beside,
         claim_the_next_ids(server, peers, speaks=speaks)
 
 
-IDS = {
-    "the ROUTER's first": own_form(0),
-    "one zero byte": b"\0",
-    "of the longest": b"\xff" * 255,
-    "a zero and four more": b"\0\0\0\0\0",
-    "plain": b"eve",
-}
-
-
-@pytest.mark.parametrize("routing_id", first_is_quick(IDS))
-def test_no_routing_id_that_is_shared_ends_the_server(server, honest_job_beside, routing_id):
-    """Holds at 6b62bd3 by itself: handover lets the latest one in, without it the others are not heard."""
-    with honest_job_beside(server) as beside, Peers(server) as peers, beside.attacked():
-        for _ in range(8):
-            peers.open(routing_id).say(StatusRequest(), b"", b"SBN")
-        peers.all[-1].hear(0.3)
-
-
 # Beginnings of a connection that no ZeroMQ would send, and the same after the handshake.
 HANDSHAKES = {
     "nothing": b"",

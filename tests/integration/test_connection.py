@@ -20,7 +20,7 @@ from client.launch.settings import resolve
 from programs import member_programs
 from server.core.received import Received
 from statsd_bn import PROTOCOL_VERSION, Rows, endpoints, errors, limits
-from support.memory_members import MemoryMaster, in_threads, outcome, run_members, wait_until
+from support.memory_members import MemoryMaster, outcome, run_members
 from support.sentences import says
 
 ROW = Rows((1,), np.ones((1, 2, 3)))
@@ -107,35 +107,6 @@ def test_no_server_at_the_endpoint_is_an_error_that_names_it(monkeypatch, tmp_pa
 
 def test_it_does_not_wait_longer_than_seconds_for_a_server():
     assert registration.ANSWER_SECONDS <= 10
-
-
-def test_a_second_process_with_the_same_number_is_refused_and_the_first_goes_on():
-    master = MemoryMaster()
-    with master.connect(0, 1) as first:
-        with pytest.raises(errors.DuplicateMember, match="there is a rank 0 already: thread 0 is registered") as caught:
-            master.connect(0, 1)
-        assert caught.value.fields["member"] == 0
-        assert first.exchange("bn", ROW).count == 1
-
-
-def test_a_member_that_expects_another_world_is_refused_and_the_others_go_on():
-    master = MemoryMaster()
-
-    def member_0():
-        with master.connect(0, 2) as connection:
-            return connection.exchange("bn", ROW).count
-
-    def member_1():
-        wait_until(lambda: bool(master.dispatcher.report(0.0)["groups"]))
-        refused = outcome(lambda: master.connect(1, 3))
-        with master.connect(1, 2) as connection:
-            return refused, connection.exchange("bn", ROW).count
-
-    count, (refused, same_count) = in_threads([member_0, member_1])
-    assert count == same_count == 2
-    assert isinstance(refused, errors.WorldSizeMismatch)
-    assert "expected world_size 2" in str(refused)
-    assert "got 3 from rank 1" in str(refused)
 
 
 def test_connect_waits_until_all_members_are_there_and_names_who_is_missing():
@@ -236,46 +207,6 @@ def test_an_exception_in_one_member_reaches_the_others_with_its_cause(members):
         assert survivor.fields["member"] == 1
 
 
-def test_a_member_that_leaves_early_is_named_to_those_who_wait():
-    master = MemoryMaster()
-
-    def leave(connection):
-        return None if connection.rank else outcome(lambda: connection.exchange("bn", ROW))
-
-    lost, _ = run_members(2, leave, master)
-    assert isinstance(lost, errors.ReplicaLost)
-    assert "rank 1 (thread 1) left while others went on" in str(lost)
-
-
-def rank_0_alone(master, layer, then):
-    """The outcome of a round that rank 1 stays away from; `then` is called as soon as rank 0 waits."""
-    done = threading.Event()
-
-    def program(connection):
-        if connection.rank == 1:
-            done.wait(20)
-            return None
-        result = outcome(lambda: connection.exchange(layer, ROW))
-        done.set()
-        return result
-
-    def disturb():
-        wait_until(lambda: any(group["waiting"] for group in master.dispatcher.report(0.0)["groups"]))
-        then()
-
-    (result, _), _ = in_threads([lambda: run_members(2, program, master), disturb])
-    return result
-
-
-def test_a_member_that_does_not_arrive_is_named_at_the_deadline():
-    master = MemoryMaster()
-    late = rank_0_alone(master, "layer1.0.bn2", lambda: master.pass_time(21.0))
-    assert isinstance(late, errors.RoundTimeout)
-    assert str(late).startswith("rank 1 (thread 1) did not arrive within 20 s\n")
-    assert "rank 0 (thread 0)  waits 21.0 s  in forward of layer 'layer1.0.bn2', step 0" in str(late)
-    assert (late.fields["layer"], late.fields["missing"], late.fields["waiting"]) == ("layer1.0.bn2", [1], [0])
-
-
 def test_a_master_that_falls_silent_is_given_up_after_the_deadline(monkeypatch):
     monkeypatch.setattr(round_trip, "GRACE_SECONDS", 0.1)
     master = MemoryMaster()
@@ -284,12 +215,6 @@ def test_a_master_that_falls_silent_is_given_up_after_the_deadline(monkeypatch):
     with pytest.raises(errors.RoundTimeout, match=r"no aggregate from the server at memory:// within 0.2 s"):
         connection.exchange("bn", ROW)
     connection.close()
-
-
-def test_a_stopping_master_tells_those_who_wait():
-    master = MemoryMaster()
-    error = rank_0_alone(master, "bn", lambda: master.channel_pool.deliver(master.dispatcher.stop()))
-    assert isinstance(error, errors.MasterStopped)
 
 
 def test_a_closed_connection_says_so():

@@ -1,4 +1,3 @@
-import asyncio
 import itertools
 import os
 import signal
@@ -22,7 +21,6 @@ from server.cli.status import ask
 from server.limits.access import ANYBODY
 from statsd_bn import limits, messages
 from statsd_bn.errors import BindError
-from statsd_bn.rows import Rows
 from statsd_bn.wire import MAGIC, PROTOCOL_VERSION, decode, encode
 from support.launched import Launched
 from support.memory_members import wait_until
@@ -124,14 +122,6 @@ def beginning_a_round(command: Command, dial: Callable[[str], Dealer]) -> tuple[
 # The process: flags, lines, exit codes, signals.
 
 
-def test_it_says_where_it_listens_on_a_port_that_it_picked(start, dial):
-    command = start("--insecure", "--bind", ANY_PORT)
-    endpoint = command.endpoint()
-    assert endpoint.startswith("tcp://127.0.0.1:")
-    assert int(endpoint.rpartition(":")[2]) > 0
-    assert dial(endpoint).report()["groups"] == []
-
-
 def test_several_endpoints_lead_to_one_server(start, dial, tmp_path):
     path = f"ipc://{tmp_path}/s"
     command = start("--insecure", "--bind", ANY_PORT, "--bind", path, "--bind", ANY_PORT)
@@ -146,17 +136,6 @@ def test_several_endpoints_lead_to_one_server(start, dial, tmp_path):
     for member, dealer in enumerate(dealers):
         dealer.send(contribution(member, float(member)))
     assert [dealer.receive().values.item() for dealer in dealers] == [3.0, 3.0, 3.0]
-
-
-def test_help_names_every_flag_and_its_twin(start):
-    command = start("--help")
-    assert command.end() == 0
-    said = command.rest
-    for word in ("--bind", "--log-level", "--insecure", "--version", "`status`"):
-        assert word in said
-    for twin in ("STATSD_BN_BIND", "STATSD_BN_LOG_LEVEL", "STATSD_BN_INSECURE"):
-        assert twin in said
-    assert command.errors == ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
@@ -224,14 +203,6 @@ def test_run_master_gives_the_former_signal_handlers_back():
             process.kill()
 
 
-def test_a_port_in_use_is_exit_code_3_and_one_line(start):
-    endpoint = start("--insecure", "--bind", ANY_PORT).endpoint()
-    second = start("--insecure", "--bind", endpoint)
-    assert second.end() == 3
-    assert second.errors == f"statsd_bn: cannot listen on {endpoint}: Address already in use\n"
-    assert second.rest == ""
-
-
 @pytest.mark.parametrize("address", ["*", "127.0.0.1"])
 def test_tcp_without_keys_is_warned_of_once(start, tmp_path, address):
     binds = (f"tcp://{address}:*", f"ipc://{tmp_path}/s", ANY_PORT)
@@ -249,6 +220,16 @@ def test_a_socket_of_this_user_alone_is_not_warned_of(start, tmp_path):
     command.process.terminate()
     assert command.end() == 0
     assert "WARNING" not in command.errors
+
+
+def test_the_file_of_an_ipc_endpoint_goes_with_the_server(start, tmp_path):
+    path = tmp_path / "s"
+    command = start("--bind", f"ipc://{path}")
+    command.endpoint()
+    assert path.is_socket()
+    command.process.terminate()
+    assert command.process.wait(timeout=20) == 0
+    assert not path.exists()
 
 
 def test_the_status_command_says_what_the_server_is_doing(start, dial):
@@ -306,13 +287,6 @@ def test_of_sums_beyond_float64_the_server_writes_one_line(start, dial, tmp_path
     assert line.endswith(
         "first non-finite: layer 'bn', forward, step 0, rank 0 (place 0), rank 1 (place 1), 1 of 1 channels (NaN)"
     )
-
-
-def test_another_protocol_version_is_answered_with_the_code_version(server, dial):
-    frame = encode(register())
-    answer = dial(server.endpoint).ask(frame[:3] + bytes([PROTOCOL_VERSION + 1]) + frame[4:])
-    assert isinstance(answer, messages.Failure)
-    assert (answer.code, answer.fields) == ("version", {"expected": PROTOCOL_VERSION, "got": PROTOCOL_VERSION + 1})
 
 
 def test_a_frame_beyond_the_limit_costs_its_sender_the_connection_and_nobody_else_anything(start, dial):
@@ -466,82 +440,6 @@ def test_importing_the_server_loads_nothing_besides_its_libraries():
 
     others = loaded("server.__main__") - loaded("numpy", "zmq", "msgpack") - sys.stdlib_module_names
     assert others == {"server", "statsd_bn"}
-
-
-# Many members in one process.
-
-MEMBERS = 32
-ROUNDS = 20
-
-
-def a_row(member: int, step: int) -> np.ndarray:
-    """Numbers of very different size, so that adding them in another order gives other bits."""
-    generator = np.random.default_rng((member, step))
-    return generator.normal(size=(2, 5)) * 10.0 ** generator.integers(-8, 8, size=(2, 5))
-
-
-def expected_sum(members: int, step: int) -> np.ndarray:
-    """Row by row in member order, with Python's own floats."""
-    total = a_row(0, step).ravel().tolist()
-    for member in range(1, members):
-        total = [one + other for one, other in zip(total, a_row(member, step).ravel().tolist(), strict=True)]
-    return np.array(total).reshape(2, 5)
-
-
-async def next_frame(dealer: zmq.asyncio.Socket) -> bytes:
-    while is_probe(decode(frame := await asyncio.wait_for(dealer.recv(), WAIT_SECONDS))):
-        pass
-    return frame
-
-
-async def take_part(context: zmq.asyncio.Context, endpoint: str, job: str, member: int, members: int) -> list[bytes]:
-    """One member's life: registers, takes part in all rounds, leaves; returns the frames it got."""
-    with context.socket(zmq.DEALER) as dealer:
-        dealer.linger = 5000
-        dealer.connect(endpoint)
-        await dealer.send(encode(register(member, members, job=job)))
-        while decode(await next_frame(dealer)).missing:
-            pass
-        frames = []
-        for step in range(ROUNDS):
-            brought = Rows((3,), a_row(member, step)[None])
-            await dealer.send(encode(contribution(member, brought, key(job=job, step=step))))
-            frames.append(await next_frame(dealer))
-        await dealer.send(encode(messages.Leave(session_of(member, job), "")))
-        return frames
-
-
-def assert_all_got_the_sums(by_member: list[list[bytes]], members: int, job: str) -> None:
-    for step, frames in enumerate(zip(*by_member, strict=True)):
-        (frame,) = set(frames)
-        found = decode(frame)
-        assert isinstance(found, messages.Aggregate)
-        assert (found.key, found.replicas, found.count) == (key(job=job, step=step), members, 3 * members)
-        assert found.values.tobytes() == expected_sum(members, step).tobytes()
-
-
-@pytest.mark.asyncio
-async def test_32_members_get_bitwise_the_sum_in_member_order(server, job):
-    with zmq.asyncio.Context() as context:
-        lives = [take_part(context, server.endpoint, job, member, MEMBERS) for member in reversed(range(MEMBERS))]
-        assert_all_got_the_sums(await asyncio.gather(*lives), MEMBERS, job)
-
-
-def test_another_order_of_those_rows_has_another_sum():
-    """Or the tests above could not fail."""
-    forwards = expected_sum(MEMBERS, 0)
-    backwards = sum(a_row(member, 0) for member in reversed(range(MEMBERS)))
-    assert forwards.tobytes() != backwards.tobytes()
-
-
-def test_the_file_of_an_ipc_endpoint_goes_with_the_server(start, tmp_path):
-    path = tmp_path / "s"
-    command = start("--bind", f"ipc://{path}")
-    command.endpoint()
-    assert path.is_socket()
-    command.process.terminate()
-    assert command.process.wait(timeout=20) == 0
-    assert not path.exists()
 
 
 # What a peer may do to all others.
