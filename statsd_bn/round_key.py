@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, Self
 
 from statsd_bn import limits
-from statsd_bn.checks import check_integer, check_name
+from statsd_bn.checks import check_integer, check_name, shown
+from statsd_bn.errors import ProtocolError
 
 FORWARD = "forward"
 
@@ -30,6 +31,8 @@ ADVICE_FOR_GRADIENTS = (
     "requires_grad of the layer's input differs between these ranks: call requires_grad_() on it on all ranks, or "
     "detach it on all."
 )
+
+_new_tuple = tuple.__new__
 
 _NAME, _PHASE, _COUNTER = limits.MAX_NAME_BYTES, limits.MAX_PHASE_BYTES, limits.MAX_COUNTER
 
@@ -71,32 +74,6 @@ class RoundKey(_KeyFields):
         check_name("phase", phase, limits.MAX_PHASE_BYTES)
         return tuple.__new__(cls, (job, group, epoch, step, layer, call, phase))
 
-    @classmethod
-    def of_frame(cls, texts: str, epoch: int, step: int, call: int) -> Self:
-        """Returns the key that a frame has: job, group, layer and phase with a zero character between two, and numbers.
-
-        Raises:
-            ProtocolError: one of them is out of its limits.
-        """
-        job, group, layer, phase = texts.split("\0")
-        # What nearly all keys are is seen at once, since each frame of a round has one.
-        if (
-            texts.isascii()
-            and job.isprintable()
-            and group.isprintable()
-            and layer.isprintable()
-            and phase.isprintable()
-            and 0 < len(job) <= _NAME
-            and 0 < len(group) <= _NAME
-            and 0 < len(layer) <= _NAME
-            and 0 < len(phase) <= _PHASE
-            and 0 <= epoch <= _COUNTER
-            and 0 <= step <= _COUNTER
-            and 0 <= call <= _COUNTER
-        ):
-            return tuple.__new__(cls, (job, group, epoch, step, layer, call, phase))
-        return cls(job, group, epoch, step, layer, call, phase)
-
     def __str__(self) -> str:
         return (
             f"job {self.job!r}, group {self.group!r}, epoch {self.epoch}, step {self.step}, "
@@ -128,6 +105,40 @@ class RoundKey(_KeyFields):
     def fields(self) -> dict[str, Any]:
         """The parts by name, for an error's fields."""
         return self._asdict()
+
+
+def key_of_frame(packed: bytes, epoch: int, step: int, call: int) -> RoundKey:
+    """Returns the key that a frame has: job, group, layer and phase in UTF-8 with a zero byte between two.
+
+    The numbers are unsigned.
+
+    Raises:
+        ProtocolError: one of them is out of its limits.
+    """
+    try:
+        texts = packed.decode()
+        job, group, layer, phase = texts.split("\0")
+    except ValueError as error:
+        raise ProtocolError(f"round key: expected job, group, layer and phase in UTF-8, got {shown(packed)}") from error
+    # What nearly all keys are is seen at once, since each frame of a round has one.
+    if (
+        len(packed) <= _NAME
+        and len(phase) <= _PHASE
+        and texts.isascii()
+        and job
+        and group
+        and layer
+        and phase
+        and job.isprintable()
+        and group.isprintable()
+        and layer.isprintable()
+        and phase.isprintable()
+        and epoch <= _COUNTER
+        and step <= _COUNTER
+        and call <= _COUNTER
+    ):
+        return _new_tuple(RoundKey, (job, group, epoch, step, layer, call, phase))
+    return RoundKey(job, group, epoch, step, layer, call, phase)
 
 
 def advice_for(places: Iterable[str]) -> str:

@@ -1,6 +1,6 @@
 """What members bring to a round, and what becomes of it."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from statsd_bn import limits
@@ -11,8 +11,11 @@ from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
 
+_new = object.__new__
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+# Not frozen: setting fields takes a third of the time, and each frame of a round makes one.
+@dataclass(slots=True, eq=False)
 class Contribution:
     """One member's rows for one round.
 
@@ -38,14 +41,12 @@ class Contribution:
 def sound_contribution(session: bytes, key: RoundKey, attempt: int, rows: Rows) -> Contribution:
     """Returns a contribution that needs no check: whoever calls has made it."""
     contribution = _new(Contribution)
-    _set_session(contribution, session)
-    _set_contribution_key(contribution, key)
-    _set_attempt(contribution, attempt)
-    _set_rows(contribution, rows)
+    contribution.session, contribution.key = session, key
+    contribution.attempt, contribution.rows = attempt, rows
     return contribution
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen, as a Contribution
 class Aggregate:
     """The sum of all rows of one round, the same bytes for every member.
 
@@ -84,23 +85,9 @@ def sound_aggregate(
 ) -> Aggregate:
     """Returns an aggregate that needs no check: it was made here of rows that have passed theirs, or came before."""
     aggregate = _new(Aggregate)
-    _set_key(aggregate, key)
-    _set_replicas(aggregate, replicas)
-    _set_count(aggregate, count)
-    _set_members(aggregate, members)
-    _set_values(aggregate, values)
-    _set_non_finite(aggregate, non_finite)
+    aggregate.key, aggregate.replicas, aggregate.count = key, replicas, count
+    aggregate.members, aggregate.values, aggregate.non_finite = members, values, non_finite
     return aggregate
-
-
-# What sets the fields of a frozen dataclass.
-_new = object.__new__
-_set_session, _set_contribution_key, _set_attempt, _set_rows = (
-    getattr(Contribution, field.name).__set__ for field in fields(Contribution)
-)
-_set_key, _set_replicas, _set_count, _set_members, _set_values, _set_non_finite = (
-    getattr(Aggregate, field.name).__set__ for field in fields(Aggregate)
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from statsd_bn.messages import (
     Status,
 )
 from statsd_bn.skew import FIGURES
-from statsd_bn.wire.frame import header_of, padded, values_of
+from statsd_bn.wire.frame import PRELUDE, TYPE, header_end, padded, values_of
 from statsd_bn.wire.headers import (
     MOST_NAMES,
     SHORT_BYTES,
@@ -56,12 +56,14 @@ def decode(frame: bytes) -> Message:
         VersionMismatch: the frame is of another protocol version.
         ProtocolError: it is not a sound frame.
     """
-    packed, end = header_of(frame, limits.MAX_HEADER_BYTES)
-    if packed.startswith(_AGGREGATE):
-        return decode_aggregate(frame, end)
-    if packed.startswith(_CONTRIBUTION):
-        return decode_contribution(frame, end)
-    message: Message = _message(unpack("header", packed, limits.MAX_MEMBERS, MOST_NAMES), frame, end)
+    kind = frame[TYPE]
+    if kind == _AGGREGATE:
+        return decode_aggregate(frame, limits.MAX_HEADER_BYTES)
+    if kind == _CONTRIBUTION:
+        return decode_contribution(frame, limits.MAX_HEADER_BYTES)
+    end = header_end(frame, limits.MAX_HEADER_BYTES)
+    header = unpack("header", frame[PRELUDE.size : end], limits.MAX_MEMBERS, MOST_NAMES)
+    message: Message = _message(header, frame, end)
     return message
 
 
@@ -72,11 +74,13 @@ def decode_request(frame: bytes) -> Request:
         VersionMismatch: the frame is of another protocol version.
         ProtocolError: it is not a sound frame of a request.
     """
-    packed, end = header_of(frame, limits.MAX_REQUEST_HEADER_BYTES)
-    if packed.startswith(_CONTRIBUTION):
-        return decode_contribution(frame, end)
-    if packed.startswith(_AGGREGATE):
+    kind = frame[TYPE]
+    if kind == _CONTRIBUTION:
+        return decode_contribution(frame, limits.MAX_REQUEST_HEADER_BYTES)
+    end = header_end(frame, limits.MAX_REQUEST_HEADER_BYTES)
+    if kind == _AGGREGATE:
         raise ProtocolError("expected a request, got Aggregate")
+    packed = frame[PRELUDE.size : end]
     is_short = len(packed) <= SHORT_BYTES
     header = unpack("header", packed, limits.MAX_REPLICAS) if is_short else unpack_without_arrays(packed)
     request: Request = _message(header, frame, end)
@@ -116,15 +120,15 @@ def _result(fields: list[Any], frame: bytes, end: int) -> Result:
     if any(frame[end:start]):
         raise ProtocolError("result: expected zero bytes up to the aggregate's frame")
     aggregate = frame[start:]
-    packed, its_end = header_of(aggregate, limits.MAX_HEADER_BYTES)
-    if not packed.startswith(_AGGREGATE):
+    if aggregate[TYPE] != _AGGREGATE:
         raise ProtocolError(f"result: expected the frame of an aggregate, got {shown(aggregate[:_SHOWN_BYTES])}")
-    return Result(session, decode_aggregate(aggregate, its_end))
+    return Result(session, decode_aggregate(aggregate, limits.MAX_HEADER_BYTES))
 
 
 def _skew_stats(fields: list[Any], frame: bytes, end: int) -> SkewStats:
     session, step, layers, members = fields
     check_text("layers", layers, limits.MAX_SKEW_BYTES)
+    check_integer("members", members, 1, limits.MAX_MEMBERS)
     values = values_of(frame, end, (layers.count("\n") + 1, members, FIGURES))
     return SkewStats(session, step, layers, values)
 

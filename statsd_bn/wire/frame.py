@@ -2,7 +2,6 @@
 
 import struct
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -14,13 +13,20 @@ from statsd_bn.reduction import FloatArray
 PROTOCOL_VERSION = 9
 MAGIC = b"SBN"
 
-PRELUDE = struct.Struct("<3sBI")
+# Magic and version in one, as nearly all frames begin.
+PRELUDE = struct.Struct("<4sI")
+BEGINNING = MAGIC + bytes([PROTOCOL_VERSION])
 
 FLOAT = np.dtype("<f8")
 
+# The zero bytes up to a multiple of 8, by their number.
+PADDING = tuple(map(bytes, range(8)))
+
 # How msgpack begins an array of 16 fields or more; their number follows in two bytes.
 _LONG_ARRAY = b"\xdc"
-_FIRST_BYTE = slice(PRELUDE.size, PRELUDE.size + 1)
+
+# Where a header begins: in one of fixed fields with the type, else with what msgpack writes first of an array.
+TYPE = slice(PRELUDE.size, PRELUDE.size + 1)
 
 # Where a session stands: behind the array's beginning, the type, and two bytes for its own length. A Contribution's
 # fixed header has it at the same place.
@@ -33,25 +39,39 @@ def padded(size: int) -> int:
     return size + -size % 8
 
 
-def header_of(frame: bytes, most: int) -> tuple[bytes, int]:
-    """A frame's header, packed, and where it ends; the header may have `most` bytes."""
-    if len(frame) > limits.MAX_FRAME_BYTES:
-        raise ProtocolError(f"frame: expected at most {limits.MAX_FRAME_BYTES} bytes, got {len(frame)}")
-    if len(frame) < PRELUDE.size or not frame.startswith(MAGIC):
-        raise ProtocolError(f"frame: expected to begin with {MAGIC!r}, got {bytes(frame[:8])!r}")
-    _, version, length = PRELUDE.unpack_from(frame)
-    if version != PROTOCOL_VERSION:
-        raise VersionMismatch(
+def header_end(frame: bytes, most: int) -> int:
+    """Where a frame's header ends, which may have `most` bytes.
+
+    Raises:
+        VersionMismatch: the frame is of another protocol version.
+        ProtocolError: it has no sound beginning, or the header has not come whole.
+    """
+    size = len(frame)
+    if PRELUDE.size <= size <= limits.MAX_FRAME_BYTES:
+        beginning, length = PRELUDE.unpack_from(frame)
+        end: int = PRELUDE.size + length
+        if beginning == BEGINNING and length <= most and end <= size:
+            return end
+    raise _unsound(frame, most)
+
+
+def _unsound(frame: bytes, most: int) -> ProtocolError:
+    """Error of a frame whose beginning is not sound."""
+    size = len(frame)
+    if size > limits.MAX_FRAME_BYTES:
+        return ProtocolError(f"frame: expected at most {limits.MAX_FRAME_BYTES} bytes, got {size}")
+    if size < PRELUDE.size or not frame.startswith(MAGIC):
+        return ProtocolError(f"frame: expected to begin with {MAGIC!r}, got {bytes(frame[:8])!r}")
+    if (version := frame[len(MAGIC)]) != PROTOCOL_VERSION:
+        return VersionMismatch(
             f"protocol version: expected {PROTOCOL_VERSION}, got {version}; "
             "install the same statsd-bn on the server and on every member",
             expected=PROTOCOL_VERSION,
             got=version,
         )
-    end = PRELUDE.size + length
-    if length > most or end > len(frame):
-        came = len(frame) - PRELUDE.size
-        raise ProtocolError(f"header: {length} bytes announced, of which {most} may come, {came} came")
-    return frame[PRELUDE.size : end], end
+    _, length = PRELUDE.unpack_from(frame)
+    came = size - PRELUDE.size
+    return ProtocolError(f"header: {length} bytes announced, of which {most} may come, {came} came")
 
 
 def frame_of(header: bytes, values: FloatArray | bytes | None, most: int) -> bytes:
@@ -63,7 +83,7 @@ def frame_of(header: bytes, values: FloatArray | bytes | None, most: int) -> byt
     length = len(header)
     if length > most:
         raise ProtocolError(f"header: expected at most {most} bytes, got {length}")
-    prelude = PRELUDE.pack(MAGIC, PROTOCOL_VERSION, length)
+    prelude = PRELUDE.pack(BEGINNING, length)
     if values is None:
         return prelude + header
     body = values if isinstance(values, bytes) else np.ascontiguousarray(values, FLOAT).data
@@ -76,22 +96,20 @@ def frame_of(header: bytes, values: FloatArray | bytes | None, most: int) -> byt
     return frame
 
 
-def values_of(frame: bytes, end: int, shape: tuple[Any, ...]) -> FloatArray:
+def values_of(frame: bytes, end: int, shape: tuple[int, ...]) -> FloatArray:
     """Values of this shape that follow the header, which ends at `end`; a view into the frame.
 
     Raises:
         ProtocolError: something else follows it.
     """
-    for extent in shape:
-        if type(extent) is not int or extent < 1:
-            raise ProtocolError(f"shape of values: expected positive integers, got {shown(shape)}")
-    start = end + -end % 8
-    if len(frame) != start + 8 * prod(shape) or any(frame[end:start]):
-        got = len(frame) - start
-        raise ProtocolError(
-            f"values: expected {prod(shape)} float64 for shape {shape} after zero padding, got {got} bytes"
-        )
-    return np.ndarray(shape, FLOAT, frame, start)
+    start, size = (end + 7) & -8, 8 * prod(shape)
+    # No extent of a shape from the wire is negative.
+    if size and len(frame) == start + size and frame[end:start] == PADDING[start - end]:
+        return np.ndarray(shape, FLOAT, frame, start)
+    if not size:
+        raise ProtocolError(f"shape of values: expected positive integers, got {shown(shape)}")
+    got = len(frame) - start
+    raise ProtocolError(f"values: expected {size // 8} float64 for shape {shape} after zero padding, got {got} bytes")
 
 
 def named_session(frame: bytes) -> bytes:
@@ -99,4 +117,4 @@ def named_session(frame: bytes) -> bytes:
 
     The session is the first field of every message that has one.
     """
-    return frame[_LONG_ARRAY_SESSION] if frame[_FIRST_BYTE] == _LONG_ARRAY else frame[_SHORT_ARRAY_SESSION]
+    return frame[_LONG_ARRAY_SESSION] if frame[TYPE] == _LONG_ARRAY else frame[_SHORT_ARRAY_SESSION]

@@ -21,21 +21,25 @@ restarted reads it like any other.
 
 import struct
 
+import numpy as np
+
 from statsd_bn import limits
-from statsd_bn.checks import shown
 from statsd_bn.errors import ProtocolError
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate, Contribution, sound_aggregate, sound_contribution
-from statsd_bn.round_key import RoundKey
+from statsd_bn.round_key import key_of_frame
 from statsd_bn.rows import Rows, sound_rows
-from statsd_bn.wire.frame import PRELUDE, frame_of, values_of
+from statsd_bn.wire.frame import BEGINNING, FLOAT, PADDING, PRELUDE, frame_of, header_end, values_of
 from statsd_bn.wire.headers import RUN, packed_runs
 
 _CONTRIBUTION = struct.Struct("<BBH8sIQQQQ")
 _AGGREGATE = struct.Struct("<BBHIIIQQQQ")
-_START = PRELUDE.size
-_END = _START + _CONTRIBUTION.size
-_COUNT_BYTES = 8
+
+# The same with what is before them, and with the first count, since a member mostly has one replica: read in one go.
+_CONTRIBUTION_FRAME = struct.Struct(f"{PRELUDE.format}{_CONTRIBUTION.format[1:]}Q")
+_AGGREGATE_FRAME = struct.Struct(f"{PRELUDE.format}{_AGGREGATE.format[1:]}")
+_COUNT_BYTES = _VALUE_BYTES = 8
+_COUNTS = _CONTRIBUTION_FRAME.size - _COUNT_BYTES
 
 
 def encode_contribution(message: Contribution) -> bytes:
@@ -73,46 +77,66 @@ def encode_aggregate(message: Aggregate) -> bytes:
     return frame_of(header, values, limits.MAX_HEADER_BYTES)
 
 
-def decode_contribution(frame: bytes, end: int) -> Contribution:
-    """Contribution that a frame carries whose header ends at `end`.
+def decode_contribution(frame: bytes, most: int) -> Contribution:
+    """Contribution that a frame carries whose header may have `most` bytes.
 
     Raises:
-        ProtocolError: the frame is not sound.
+        VersionMismatch: the frame is of another protocol version.
+        ProtocolError: it is not sound.
     """
-    _check_header(end, _END)
-    _, vectors, replicas, session, channels, epoch, step, call, attempt = _CONTRIBUTION.unpack_from(frame, _START)
-    texts = _END + _COUNT_BYTES * replicas
-    _check_header(end, texts)
-    counts = struct.unpack_from(f"<{replicas}Q", frame, _END)
-    key = _key(frame[texts:end], epoch, step, call)
-    values = values_of(frame, end, (replicas, vectors, channels))
+    size = len(frame)
+    if size < _CONTRIBUTION_FRAME.size:
+        raise _cut_short(frame, most, _CONTRIBUTION_FRAME.size)
+    beginning, length, _, vectors, replicas, session, channels, epoch, step, call, attempt, count = (
+        _CONTRIBUTION_FRAME.unpack_from(frame)
+    )
+    end = PRELUDE.size + length
+    start = (end + 7) & -8
+    texts = _COUNTS + _COUNT_BYTES * replicas
+    if not (beginning == BEGINNING and length <= most and texts <= end <= size <= limits.MAX_FRAME_BYTES):
+        raise _cut_short(frame, most, texts)
+    counts = (count,) if replicas == 1 else struct.unpack_from(f"<{replicas}Q", frame, _COUNTS)
+    key = key_of_frame(frame[texts:end], epoch, step, call)
+    shape = (replicas, vectors, channels)
     if (
-        replicas <= limits.MAX_REPLICAS
-        and vectors <= limits.MAX_VECTORS
-        and channels <= limits.MAX_CHANNELS
+        size == start + _VALUE_BYTES * replicas * vectors * channels
+        and frame[end:start] == PADDING[start - end]
+        and 0 < replicas <= limits.MAX_REPLICAS
+        and 0 < vectors <= limits.MAX_VECTORS
+        and 0 < channels <= limits.MAX_CHANNELS
         and attempt <= limits.MAX_COUNTER
         and max(counts) <= limits.MAX_COUNT
     ):
-        return sound_contribution(session, key, attempt, sound_rows(counts, values))
-    return Contribution(session, key, attempt, Rows(counts, values))  # says which of them it is
+        return sound_contribution(session, key, attempt, sound_rows(counts, np.ndarray(shape, FLOAT, frame, start)))
+    return Contribution(session, key, attempt, Rows(counts, values_of(frame, end, shape)))  # says which of them it is
 
 
-def decode_aggregate(frame: bytes, end: int) -> Aggregate:
-    """Aggregate that a frame carries whose header ends at `end`.
+def decode_aggregate(frame: bytes, most: int) -> Aggregate:
+    """Aggregate that a frame carries whose header may have `most` bytes.
 
     Raises:
-        ProtocolError: the frame is not sound.
+        VersionMismatch: the frame is of another protocol version.
+        ProtocolError: it is not sound.
     """
-    _check_header(end, _END)
-    _, vectors, members, non_finite, channels, replicas, count, epoch, step, call = _AGGREGATE.unpack_from(
-        frame, _START
+    size = len(frame)
+    if size < _AGGREGATE_FRAME.size:
+        raise _cut_short(frame, most, _AGGREGATE_FRAME.size)
+    beginning, length, _, vectors, members, non_finite, channels, replicas, count, epoch, step, call = (
+        _AGGREGATE_FRAME.unpack_from(frame)
     )
-    second = _END + RUN.size * members
+    end = PRELUDE.size + length
+    second = _AGGREGATE_FRAME.size + RUN.size * members
     texts = second + RUN.size * non_finite
-    _check_header(end, texts)
-    key = _key(frame[texts:end], epoch, step, call)
+    if not (beginning == BEGINNING and length <= most and texts <= end <= size <= limits.MAX_FRAME_BYTES):
+        raise _cut_short(frame, most, texts)
+    key = key_of_frame(frame[texts:end], epoch, step, call)
     values = values_of(frame, end, (vectors, channels))
-    who = Members(tuple(RUN.iter_unpack(frame[_END:second])))
+    # Mostly nobody is missing.
+    who = Members(
+        (RUN.unpack_from(frame, _AGGREGATE_FRAME.size),)
+        if members == 1
+        else tuple(RUN.iter_unpack(frame[_AGGREGATE_FRAME.size : second]))
+    )
     bearers = Members(tuple(RUN.iter_unpack(frame[second:texts]))) if non_finite else NOBODY
     if (
         0 < replicas <= limits.MAX_REPLICAS * limits.MAX_MEMBERS
@@ -124,13 +148,7 @@ def decode_aggregate(frame: bytes, end: int) -> Aggregate:
     return Aggregate(key, replicas, count, who, values, non_finite=bearers)  # says which of them it is
 
 
-def _key(packed: bytes, epoch: int, step: int, call: int) -> RoundKey:
-    try:
-        return RoundKey.of_frame(packed.decode(), epoch, step, call)
-    except ValueError as error:
-        raise ProtocolError(f"round key: expected job, group, layer and phase in UTF-8, got {shown(packed)}") from error
-
-
-def _check_header(end: int, least: int) -> None:
-    if end < least:
-        raise ProtocolError(f"header: expected more than {least - _START} bytes, got {end - _START}")
+def _cut_short(frame: bytes, most: int, least: int) -> ProtocolError:
+    """Error of a frame whose header is not whole, or shorter than its numbers say; it should have `least` bytes."""
+    end = header_end(frame, most)
+    return ProtocolError(f"header: expected more than {least - PRELUDE.size} bytes, got {end - PRELUDE.size}")

@@ -12,6 +12,9 @@ from support.sample_messages import SAMPLES
 
 KEY = RoundKey("job", "world", 0, 1, "layer1.bn", 2, FORWARD)
 
+# Made for each frame of a round.
+EACH_ROUND = {messages.Contribution, messages.Aggregate, Rows}
+
 SOUND: dict[type, Any] = {
     RoundKey: KEY,
     Rows: Rows((1, 2), np.zeros((2, 2, 3))),
@@ -234,8 +237,8 @@ def test_an_error_shows_only_the_beginning_of_a_long_value():
     assert len(str(caught.value)) < 200
 
 
-@pytest.mark.parametrize("kind", SOUND, ids=name_of)
-def test_messages_are_frozen(kind):
+@pytest.mark.parametrize("kind", [kind for kind in SOUND if kind not in EACH_ROUND], ids=name_of)
+def test_messages_are_frozen_but_for_what_each_round_brings(kind):
     message = build(kind)
     for name in RoundKey._fields if kind is RoundKey else (field.name for field in dataclasses.fields(kind)):
         with pytest.raises(AttributeError):
