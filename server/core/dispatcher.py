@@ -59,6 +59,9 @@ from statsd_bn.wire import decode_request, encode, named_session
 
 logger = logging.getLogger("statsd_bn.server")
 
+# What anybody may ask.
+_QUESTIONS = (StatusRequest, FiguresRequest)
+
 # Why a member that came back after a restart is lost: it had been lost before; or its results did not arrive, and
 # without them nobody knows what to give the others.
 OVERTAKEN = "the others had gone on without it before the server was restarted"
@@ -169,7 +172,7 @@ class Dispatcher:
         if tenant is not ANYBODY:
             return tenant.owner("")
         record = self._registry.sessions.get(named_session(frame))
-        return tenant.owner(record.master.membership.job if record else "")
+        return record.master.owner if record else tenant.owner("")
 
     @property
     def account(self) -> Account:
@@ -228,7 +231,7 @@ class Dispatcher:
         }
 
     def _handle(self, now: float, peer: bytes, message: Request, tenant: Tenant) -> Received:
-        if isinstance(message, StatusRequest | FiguresRequest):
+        if isinstance(message, _QUESTIONS):
             return Received([(peer, self._tell(now, message, tenant))])
         record = self._registry.sessions.get(message.session)
         if tenant is not ANYBODY:

@@ -76,13 +76,17 @@ class Liveness:
         """Note that a session has spoken; an unknown one is ignored."""
         if pulse := self._pulses.get(session):
             pulse.heard, pulse.peer = now, peer
-            self._revive(session, pulse)
+            self._pulses.move_to_end(session)
+            if pulse.cut is not None:
+                self._revive(session, pulse)
 
     def beat(self, now: float, session: bytes, peer: bytes) -> None:
         """Note a session's heartbeat, or what follows one; one of an unknown session is ignored."""
         if pulse := self._pulses.get(session):
             pulse.heard, pulse.beacon = now, peer
-            self._revive(session, pulse)
+            self._pulses.move_to_end(session)
+            if pulse.cut is not None:
+                self._revive(session, pulse)
 
     def forget(self, session: bytes) -> None:
         """Forget a session that has ended; an unknown one is ignored."""
@@ -120,10 +124,8 @@ class Liveness:
         return [(session, cause) for session, cause in causes.items() if cause]
 
     def _revive(self, session: bytes, pulse: Pulse) -> None:
-        self._pulses.move_to_end(session)
-        if pulse.cut is not None:
-            pulse.cut = None
-            del self._cut[session]
+        pulse.cut = None
+        del self._cut[session]
 
     def _start_again(self, now: float) -> None:
         for pulse in self._pulses.values():

@@ -45,6 +45,9 @@ from statsd_bn.wire import encode
 
 logger = logging.getLogger("statsd_bn.server")
 
+# Each contribution asks, and in Python 3.11 a member of an enum takes long to look up.
+_RECOVERING = GroupState.RECOVERING
+
 
 class SyncMaster:
     """One life (epoch) of one group: its members, its open rounds, its latest results.
@@ -142,7 +145,7 @@ class SyncMaster:
         """
         if kept := self._archive.get(contribution.key):
             return self._answer_again(kept, contributor, contribution.rows, peer)
-        if self.membership.state is GroupState.RECOVERING:
+        if self.membership.state is _RECOVERING:
             return self._defer(contributor, contribution, peer)
         replies = self.open_rounds.contribute(now, contributor, contribution, peer)
         return replies + self._tell_news() if self.membership.news else replies

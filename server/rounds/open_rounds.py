@@ -17,7 +17,7 @@ from server.rounds.claims import Claims
 from server.rounds.first_non_finite import FirstNonFinite
 from server.rounds.reduction import reduce_round
 from server.rounds.results import Archive
-from server.rounds.rounds import FutureResult, Reply, Round, failed, failure, unknown
+from server.rounds.rounds import Reply, Round, failed, failure, unknown
 from statsd_bn import limits
 from statsd_bn.errors import (
     ContributionConflict,
@@ -98,8 +98,10 @@ class OpenRounds:
         key, rows = contribution.key, contribution.rows
         try:
             if round_ := self._open.get(key):
-                future = self._future(round_, contributor)
-                is_first = not future.done
+                future = round_.futures.get(contributor.member)
+                if future is None:
+                    raise _takes_no_part(contributor, key, round_.futures)
+                is_first = future.rows is None
                 if is_first:
                     self._reserve(round_, size_of(rows))
             else:
@@ -112,7 +114,9 @@ class OpenRounds:
             future.since = now
             round_.behind, round_.latest = now - round_.latest, now
             contributor.late += now - round_.opened
-            self._count_threads(contributor, contribution.attempt)
+            # What is sent again may come in a bunch, from one thread.
+            if len(self._open) > contributor.threads and not contribution.attempt:
+                self._count_threads(contributor)
         return self._put(now, round_, contributor, contribution, peer)
 
     def withdraw(self, contributor: Contributor) -> list[Reply]:
@@ -185,7 +189,7 @@ class OpenRounds:
             raise self.too_many(key)
         members = membership.participants(key.step)
         if contributor.member not in members:
-            raise failed(key, f"{contributor} is not one of the ranks that take part, {Members.of(members)}")
+            raise _takes_no_part(contributor, key, members)
         round_ = Round(key, members, now, contributor.deadline)
         self._reserve(round_, ROUND_BYTES + FUTURE_BYTES * len(members) + size)
         membership.reach(key.step)
@@ -193,32 +197,22 @@ class OpenRounds:
         self._open[key] = round_
         return round_
 
-    def _future(self, round_: Round, contributor: Contributor) -> FutureResult:
-        if contributor.member not in round_.futures:
-            raise failed(
-                round_.key, f"{contributor} is not one of the ranks that take part, {Members.of(round_.futures)}"
-            )
-        return round_.futures[contributor.member]
-
     def _reserve(self, round_: Round, size: int) -> None:
         self._archive.room.take(size)
         round_.held += size
 
-    def _count_threads(self, contributor: Contributor, attempt: int) -> None:
-        # What is sent again may come in a bunch, from one thread.
-        if len(self._open) > contributor.threads and not attempt:
-            futures = (round_.futures.get(contributor.member) for round_ in self)
-            contributor.threads = max(
-                contributor.threads, 1 + sum(future is not None and future.done for future in futures)
-            )
+    def _count_threads(self, contributor: Contributor) -> None:
+        futures = (round_.futures.get(contributor.member) for round_ in self)
+        under_way = sum(future is not None and future.done for future in futures)
+        contributor.threads = max(contributor.threads, 1 + under_way)
 
     def _put(
         self, now: float, round_: Round, contributor: Contributor, contribution: Contribution, peer: bytes
     ) -> list[Reply]:
-        earlier = round_.futures[contributor.member].peer
         try:
             round_.put(contributor.member, contribution.rows, peer)
         except ContributionConflict as conflict:
+            earlier = round_.futures[contributor.member].peer
             return [(told, failure(conflict, round_.key)) for told in dict.fromkeys((earlier, peer)) if told]
         except RoundFailed as error:
             self.answered = now
@@ -323,6 +317,10 @@ class OpenRounds:
         # Most have answered nothing: a few are asked.
         seen = islice(((contributor, where) for contributor in late if (where := contributor.where(now))), TOLD_OF)
         return "; ".join(f"rank {contributor.member} {where}" for contributor, where in seen)
+
+
+def _takes_no_part(contributor: Contributor, key: RoundKey, members: Iterable[int]) -> RoundFailed:
+    return failed(key, f"{contributor} is not one of the ranks that take part, {Members.of(members)}")
 
 
 def pending(key: RoundKey, seconds: int, text: str, where: str = "") -> bytes:
