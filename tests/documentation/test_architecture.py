@@ -44,6 +44,7 @@ def test_the_oldest_versions_are_tested_that_users_may_install():
     admitted = dict(re.findall(r"([\w-]+)>=([\d.]+)", str(wanted)))
     oldest = (REPOSITORY / "constraints-oldest.txt").read_text()
     tested = dict(re.findall(r"^([\w-]+)==([\d.]+)$", oldest, re.MULTILINE))
+    del tested["triton"]  # what torch for CUDA brings along
     assert tested.keys() == admitted.keys()
     for name, version in tested.items():
         assert re.fullmatch(re.escape(admitted[name]) + r"(\.0)*", version), f"{name}: {admitted[name]}, {version}"
