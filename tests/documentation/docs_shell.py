@@ -3,7 +3,8 @@
 Ports are replaced by free ones. `torchrun` with a script in no folder, such as train.py, runs the Python block before
 it in as many processes. They are forked from one that has loaded torch, since torchrun's own would load it for seconds
 each; with several nodes it is the real one, with an agent for each node, all of them on this machine. `docker` runs
-where an engine is asked for, `kubectl` with a stand-in for the cluster. What other tests run stands in `RUN_ELSEWHERE`.
+where an engine is asked for. `kubectl` makes secrets for no cluster; `test_kubernetes.py` checks what it would apply. What
+other tests run stands in `RUN_ELSEWHERE`.
 """
 
 import argparse
@@ -26,7 +27,6 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from documentation.docs_blocks import ROOT, Block, script_before
-from documentation.docs_cluster import cluster
 from documentation.docs_engine import Engine, want_of_engine
 from documentation.docs_runner import Run
 from server.__main__ import COMMANDS
@@ -200,20 +200,10 @@ class Shell:
         check_files(words, self._at)
         for file in (word.partition("=")[2] for word in words if word.startswith("--from-file=")):
             assert (self._folder / file).is_file(), f"expected the block to make a file {file}"
-        if shutil.which("kubectl") is None:
+        if creates and shutil.which("kubectl") is None:
             self._wanting = "needs kubectl"
-        elif applies:
-            self._apply(words)
-        else:
-            # It reads the files, and tells no cluster: that would be in a form which the stand-in does not read.
+        elif creates:
             self._finish([*words, "--dry-run=client"], {"HOME": str(self._folder)})
-
-    def _apply(self, words: Words) -> None:
-        yaml = pytest.importorskip("yaml", reason="needs PyYAML, of the extra dev")
-        with cluster() as found:
-            self._finish([*words, "--server", found.url], {"HOME": str(self._folder)}, ROOT / self._at)
-        told = {(one["kind"], one["metadata"]["name"]) for one in yaml.safe_load_all((ROOT / words[3]).read_text())}
-        assert set(found.objects) == told
 
     def _finish(self, command: Words, environ: Mapping[str, str], folder: Path | None = None) -> None:
         process = self._start(command, environ, folder)

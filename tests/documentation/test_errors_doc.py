@@ -5,7 +5,7 @@ import re
 import pytest
 
 from statsd_bn import errors
-from statsd_bn.errors import BY_CODE, StatsdBNError
+from statsd_bn.errors import BY_CODE
 from support.paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -73,8 +73,3 @@ def test_causes_in_the_page_are_those_of_the_code():
     ):
         assert cause in SECTIONS["ReplicaLost"]
         assert f'"{cause}' in sources
-
-
-def test_the_page_is_about_the_tree_that_is_imported():
-    assert NAMES["StatsdBNError"] is StatsdBNError
-    assert set(NAMES) <= set(vars(errors))

@@ -12,7 +12,7 @@ import client
 from support.subclasses import Foreign, Functional
 from zoo import tour
 from zoo.catalogue import Architecture, Survey, smallest
-from zoo.comparison import Comparison, compare
+from zoo.comparison import compare
 from zoo.exhibits import BAR, exhibit
 from zoo.specimen import Specimen, Unfit, batch, prepare, specimens
 
@@ -162,7 +162,3 @@ def lost(number: int) -> int:
 @pytest.mark.processes
 def test_a_process_that_is_killed_costs_nobody_else_a_result():
     assert sorted(tour.in_processes(die_at_three, list(range(6)), 2, lost)) == [-3, 0, 2, 4, 8, 10]
-
-
-def test_infinities_are_differences():
-    assert Comparison((), {"output": float("inf")}, 1.0, []).largest > BAR
