@@ -3,8 +3,8 @@
 Ports are replaced by free ones. `torchrun` with a script in no folder, such as train.py, runs the Python block before
 it in as many processes. They are forked from one that has loaded torch, since torchrun's own would load it for seconds
 each; with several nodes it is the real one, with an agent for each node, all of them on this machine. `docker` runs
-where an engine is asked for. `kubectl` makes secrets for no cluster; `test_kubernetes.py` checks what it would apply. What
-other tests run stands in `RUN_ELSEWHERE`.
+where an engine is asked for. `kubectl` makes secrets for no cluster; `test_kubernetes.py` checks what it would apply.
+What other tests run stands in `RUN_ELSEWHERE`.
 """
 
 import argparse

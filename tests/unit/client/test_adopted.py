@@ -107,7 +107,9 @@ OPTIONS = [
     {"track_running_stats": False},
     {"affine": False, "track_running_stats": False},
 ]
-CASES = [(kind, {}) for kind in (*subclasses.SYNCHRONISED, subclasses.Decorated)] + [
+# These use no statistics of a batch.
+OF_RUNNING_STATISTICS = (AlwaysEval, subclasses.Frozen)
+CASES = [(kind, {}) for kind in (*subclasses.SYNCHRONISED, subclasses.Decorated, *OF_RUNNING_STATISTICS)] + [
     (kind, options)
     for kind in subclasses.SYNCHRONISED
     if kind not in WITHOUT_OPTIONS
@@ -156,14 +158,6 @@ def test_subclasses_of_the_other_dimensions_are_synchronised(plain):
     replicas = on_replicas(client.convert_model(copy.deepcopy(whole)))
     check_same(step(replicas, x, factors), step(whole, x, factors))
     check_same_model(replicas.module, whole)
-
-
-def test_a_subclass_that_stays_in_eval_exchanges_nothing():
-    whole = made(subclasses.Frozen).train()
-    converted = client.convert_model(copy.deepcopy(whole)).train()
-    check_same(step(on_replicas(converted), *batch()), step(whole, *batch()))
-    check_same_model(converted, whole)
-    assert converted[1].num_batches_tracked == 0
 
 
 def test_a_layer_with_slots_keeps_them():
@@ -222,13 +216,6 @@ def test_a_subclass_alone_computes_what_the_original_does_to_the_bit():
         for one, other in zip(step(converted, *batch(seed)), step(whole, *batch(seed)), strict=True):
             assert torch.equal(one, other)
     assert all(map(torch.equal, converted.buffers(), whole.buffers()))
-
-
-def test_statistics_that_a_subclass_chooses_not_to_use_stay_unused():
-    whole = made(AlwaysEval)
-    converted = client.convert_model(copy.deepcopy(whole))
-    check_same(step(on_replicas(converted), *batch()), step(whole, *batch()))
-    check_same_model(converted, whole)
 
 
 def test_the_layer_stays_the_same_object_with_all_that_it_has():
@@ -306,11 +293,10 @@ def test_micro_batches_move_the_statistics_once():
     assert model[1].num_batches_tracked == 2
 
 
-@pytest.mark.parametrize("backend", ["aot_eager"])
-def test_a_subclass_is_compiled_whole(backend):
+def test_a_subclass_is_compiled_whole():
     whole = made(Functional)
     converted = client.convert_model(copy.deepcopy(whole))
-    check_same(step(torch.compile(converted, fullgraph=True, backend=backend), *batch()), step(whole, *batch()))
+    check_same(step(torch.compile(converted, fullgraph=True, backend="aot_eager"), *batch()), step(whole, *batch()))
     check_same_model(converted, whole)
 
 

@@ -29,19 +29,6 @@ def test_the_shares_are_all_that_remains_and_nothing_twice(size, processed, worl
     assert max(map(len, found)) - min(map(len, found)) <= 1
 
 
-def test_a_change_of_members_repeats_nothing():
-    # horovod#3399: after a reset samples come again that were processed before it.
-    first, second = (ElasticSampler(range(12)) for _ in range(2))
-    for rank, sampler in enumerate((first, second)):
-        sampler.reset(rank, 2)
-        sampler.record_batch(0, 3)
-    processed = first.processed_indices + second.processed_indices
-    for sampler in (first, second):
-        sampler.record_indices(processed)
-        sampler.reset(0, 1)
-    assert sorted(first) == sorted(second) == sorted(set(range(12)).difference(processed))
-
-
 def test_the_order_follows_from_the_seed():
     orders = [list(ElasticSampler(range(50), seed=seed)) for seed in (4, 4, 5)]
     assert orders[0] == orders[1] != orders[2]
@@ -49,17 +36,6 @@ def test_the_order_follows_from_the_seed():
 
 def test_without_shuffling_it_keeps_the_order_of_the_dataset():
     assert shares(5, 2, shuffle=False) == [[0, 2, 4], [1, 3]]
-
-
-def test_setting_the_epoch_it_is_in_keeps_what_is_processed():
-    sampler = ElasticSampler(range(4))
-    sampler.set_epoch(1)
-    sampler.record_batch(0, 3)
-    sampler.set_epoch(1)
-    assert len(sampler.processed_indices) == 3
-    sampler.set_epoch(2)
-    assert sampler.processed_indices == []
-    assert len(sampler) == 4
 
 
 def test_batches_are_those_of_a_loader():

@@ -58,18 +58,6 @@ def test_a_converted_lazy_layer_becomes_our_ordinary_one_with_everything_intact(
 
 
 @EACH
-def test_reverted_before_its_first_forward_it_is_torchs_lazy_layer(kind):
-    old = kind.torchs()
-    before = vars(old).copy()
-    reverted = client.revert_model(client.convert_model(nn.Sequential(old)))[0]
-    assert reverted is old
-    assert type(reverted) is kind.torchs
-    assert vars(reverted) == before
-    reverted(kind.input(3))
-    assert type(reverted) is kind.plain
-
-
-@EACH
 def test_reverted_after_its_first_forward_it_is_torchs_ordinary_layer(kind):
     converted = client.convert_model(nn.Sequential(kind.torchs()))
     converted(kind.input(3))

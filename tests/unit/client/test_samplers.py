@@ -138,16 +138,6 @@ def test_the_epoch_is_set_by_hand_where_there_are_no_callbacks():
     assert loop.train_loader.sampler.epoch == loop.validation_loader.sampler.epoch == 1
 
 
-def test_a_handler_that_takes_any_callback_needs_no_base_class():
-    registered = []
-    loop = train_loop(train=DataLoader(SAMPLES))
-    loop.callbacks_handler = SimpleNamespace(register_callbacks=registered.extend)
-    DDPHandler(loop).add_distributed_samplers(2, 0)
-    (callback,) = registered
-    callback.register_train_loop_object(SimpleNamespace(epoch=3)).on_epoch_begin()
-    assert loop.train_loader.sampler.epoch == 3
-
-
 def test_loaders_split_again_are_shuffled_as_before_and_told_the_epoch_once():
     loop = train_loop(train=DataLoader(SAMPLES, shuffle=True), test=DataLoader(SAMPLES))
     loop.callbacks_handler = CallbacksHandler(loop)

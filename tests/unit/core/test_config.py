@@ -153,10 +153,3 @@ def test_only_a_server_with_a_parent_stands_in_for_one_that_was_killed():
     assert not from_arguments(["--parent", "12"], {}).again
     with pytest.raises(ConfigurationError, match="again: expected a parent with it, got none"):
         from_arguments(["--again"], {})
-
-
-def test_a_parent_is_the_id_of_a_process():
-    assert from_arguments(["--parent", "12"], {}).parent == 12
-    assert from_arguments([], {}).parent is None
-    with pytest.raises(ConfigurationError, match="parent: expected the id of a process, 1 to 2147483647, got 0"):
-        from_arguments(["--parent", "0"], {})

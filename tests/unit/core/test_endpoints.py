@@ -8,7 +8,6 @@ import socket
 import stat
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ import zmq
 
 import client
 from client.launch import connect
-from programs.other_user import NOBODY, as_another_user, needs_another_user
+from programs.other_user import NOBODY, needs_another_user
 from server import __main__ as command
 from server.cli import status
 from server.cli.status import ask
@@ -45,14 +44,6 @@ def environ(monkeypatch, tmp_path_factory):
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield {"XDG_RUNTIME_DIR": str(folder)}
     shutil.rmtree(folder)
-
-
-@pytest.fixture
-def server(environ, tmp_path):
-    """`python -m server`."""
-    with Launched([sys.executable, "-m", "server"], {**environ, "PYTHONPATH": str(ROOT)}, tmp_path / "errors") as found:
-        found.line("listening on ipc://")
-        yield found
 
 
 def test_it_is_in_the_runtime_folder_where_that_is_the_users_else_among_the_temporary_files(tmp_path, monkeypatch):
@@ -277,51 +268,6 @@ def test_where_this_user_has_no_server_that_is_told(environ, capsys, monkeypatch
         assert f"no server of this user (uid {os.getuid()}) listens at ipc://{environ['XDG_RUNTIME_DIR']}" in told
         assert "torchrun" not in told
     assert not list(Path(environ["XDG_RUNTIME_DIR"]).iterdir()), "whoever looks makes nothing"
-
-
-CONNECT = """
-import client, time
-from statsd_bn.errors import StatsdBNError
-from server.cli.status import ask
-from statsd_bn.endpoints import find_server
-be_another_user()
-started = time.monotonic()
-endpoint = {endpoint!r}
-def connect(endpoint):
-    client.connect(endpoint, rank=0, world_size=2)
-for look in (connect, lambda endpoint: ask(endpoint or find_server({{}}))):
-    try:
-        look(endpoint)
-        print("IN")
-    except StatsdBNError as error:
-        print(type(error).__name__, error.message)
-assert time.monotonic() - started < 5.0
-"""
-
-
-@pytest.mark.processes
-@pytest.mark.long
-@needs_another_user
-@pytest.mark.usefixtures("server")
-def test_another_user_who_configures_nothing_finds_no_server_and_is_told_so():
-    told = as_another_user(CONNECT.format(endpoint=None), {"XDG_RUNTIME_DIR": ""})
-    assert [line.partition(" (uid")[0] for line in told] == ["ServerUnreachable no server of this user"] * 2
-
-
-@pytest.mark.processes
-@needs_another_user
-def test_another_user_cannot_reach_a_private_socket_in_a_folder_for_all(environ):
-    endpoint = f"ipc://{environ['XDG_RUNTIME_DIR']}/s"
-    with Service(from_arguments(["--bind", endpoint], {})) as service:
-        thread = threading.Thread(target=service.run)
-        thread.start()
-        try:
-            told = as_another_user(CONNECT.format(endpoint=endpoint), {})
-            assert all(f"{endpoint} is closed to this user (uid {NOBODY}): Permission" in line for line in told)
-            assert ask(endpoint)["groups"] == []
-        finally:
-            service.stop()
-            thread.join(20.0)
 
 
 def test_a_socket_that_a_killed_server_left_behind_is_not_taken_for_a_server(environ):

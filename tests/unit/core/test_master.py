@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from server.core.report import group as report_of
 from server.group.master import SyncMaster
 from server.rounds import results
-from server.rounds.rounds import FutureResult, Reply, Round, failure
+from server.rounds.rounds import Reply, failure
 from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate, Failure, Heartbeat
@@ -164,21 +164,6 @@ def test_sums_that_are_no_finite_numbers_go_through_without_a_warning(pair):
     group.bring(0, pair[0])
     found = the_aggregate(group.bring(1, pair[1]), 0, 1)
     assert not np.isfinite(found.values).any()
-
-
-def test_run_master_needs_every_contribution():
-    group = Group(2)
-    round_ = Round(KEY, (0, 1), 0.0, 1.0)
-    round_.put(0, rows(1.0), b"")
-    with pytest.raises(LookupError):
-        group.master.run_master(round_)
-    round_.put(1, rows(2.0), b"")
-    assert group.master.run_master(round_).values == 3.0
-
-
-def test_the_masters_parts_have_the_seeds_names():
-    assert all(hasattr(SyncMaster, name) for name in ("register_slave", "nr_slaves", "run_master"))
-    assert isinstance(Round(KEY, (0,), 0.0, 1.0).futures[0], FutureResult)
 
 
 def test_a_duplicate_while_waiting_is_not_added_twice():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from server.membership.contributor import Contributor
 from server.membership.membership import Membership
 from statsd_bn.error_text import in_log
-from statsd_bn.errors import DuplicateMember, ReplicaLost, WorldSizeMismatch
+from statsd_bn.errors import ReplicaLost, WorldSizeMismatch
 from statsd_bn.members import Members
 from statsd_bn.messages import Register
 from statsd_bn.ranks_in_words import ranks_in_words
@@ -46,17 +46,6 @@ def test_a_group_takes_the_members_it_has_room_for_and_no_other(name, size, numb
             assert caught.value.fields["got"] > caught.value.fields["expected"] == size
         assert list(group.present) == sorted(fit)
         assert (group.missing, group.is_open) == (size - len(fit), len(fit) == size)
-
-
-def test_another_process_cannot_take_a_members_place(group):
-    contributor = admit(group, register(1, 3, place="host 1"), b"first")
-    with pytest.raises(DuplicateMember) as caught:
-        admit(group, register(1, 3, session=b"stranger", place="host 2"), b"second")
-    assert "there is a rank 1 already: host 1 is registered, host 2 was refused" in str(caught.value)
-    assert "RANK" in str(caught.value)
-    assert caught.value.fields == {"job": "job", "group": "world", "member": 1, "place": "host 1"}
-    assert group.contributors == {1: contributor}
-    assert contributor.peer == b"first"
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,8 @@ def test_a_duplicate_member_is_refused_and_named(play):
     play.join(0, place="host 1")
     answers = play.join(0, at=b"second", session=STRANGER, place="host 2")
     assert codes(answers) == {b"second": "duplicate_member"}
-    assert "host 1 is registered, host 2 was refused" in answers[b"second"].message
+    assert "there is a rank 0 already: host 1 is registered, host 2 was refused" in answers[b"second"].message
+    assert answers[b"second"].fields == {"job": "job", "group": "world", "member": 0, "place": "host 1"}
     assert codes(play.say(contribution(0, session=STRANGER), b"second")) == {b"second": "unknown_session"}
     assert play.join(1)[peer(0)].missing == 0
 
