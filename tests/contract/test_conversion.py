@@ -6,30 +6,9 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import batch_norm
 
 import client
-
-
-class Activated(nn.BatchNorm2d):
-    """Calls torch's forward."""
-
-    def forward(self, x):
-        return super().forward(x).relu()
-
-
-class Functional(nn.BatchNorm2d):
-    """Calls `F.batch_norm` itself, then an activation, as timm's BatchNormAct2d."""
-
-    def __init__(self, num_features):
-        super().__init__(num_features)
-        self.act = nn.ReLU()
-
-    def forward(self, x):
-        if self.training:
-            self.num_batches_tracked.add_(1)
-        tensors = self.running_mean, self.running_var, self.weight, self.bias
-        return self.act(batch_norm(x, *tensors, self.training, self.momentum, self.eps))
+from support.subclasses import Activated, Functional
 
 
 class HomeMade(nn.BatchNorm2d):

@@ -134,15 +134,6 @@ def test_connect_takes_the_key_from_its_argument_or_the_environment(service, key
         pass
 
 
-def test_a_client_connects_by_tcp_without_a_key_only_if_it_is_told_to(serve, monkeypatch):
-    endpoint = serve().endpoints[0]
-    with pytest.raises(AuthenticationRefused, match="TCP needs a key"):
-        client.connect(endpoint, rank=0, world_size=1)
-    monkeypatch.setenv("STATSD_BN_INSECURE", "1")
-    with client.connect(endpoint, rank=0, world_size=1):
-        pass
-
-
 def test_an_idle_members_heartbeats_go_over_a_socket_with_keys(service, keys):
     alice = load_client(secret(keys, "alice"))
     with join(service.endpoints[0], alice):

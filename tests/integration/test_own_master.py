@@ -52,15 +52,6 @@ def has_ended(master):
     return master._has_ended.is_set() and not (PROC / str(master._process.pid)).exists()
 
 
-@with_curve
-def test_it_listens_on_a_port_that_it_picks_and_stops(start):
-    master = start("tcp://127.0.0.1:*", keys=job_secret.server_keys(SECRET, "job"))
-    assert master.endpoint.startswith("tcp://127.0.0.1:")
-    assert ask(master.endpoint, keys=job_secret.member_keys(SECRET, "job"))["groups"] == []
-    master.stop()
-    assert master._process.returncode == 0
-
-
 def test_it_listens_in_a_folder_of_its_own_that_nobody_else_can_enter_and_that_is_gone_with_it(start):
     master = start()
     path = Path(master.endpoint.removeprefix("ipc://"))

@@ -247,15 +247,15 @@ def test_num_batches_is_a_limit_and_nothing_beyond_it_is_drawn():
     assert_population(bn, samples(4))
 
 
-@pytest.mark.parametrize("num_batches", [0, -1])
-def test_num_batches_below_one_is_refused(num_batches):
-    with pytest.raises(ValueError, match=f"num_batches: expected at least 1, got {num_batches}"):
-        client.recalibrate(layer(), [samples(4)], num_batches=num_batches)
-
-
-@pytest.mark.parametrize("num_batches", [1.0, "3", True])
-def test_num_batches_of_another_type_is_refused(num_batches):
-    with pytest.raises(TypeError, match="num_batches: expected an int or None, got"):
+@pytest.mark.parametrize(
+    ("num_batches", "kind", "expected"),
+    [
+        *((number, ValueError, f"at least 1, got {number}") for number in (0, -1)),
+        *((value, TypeError, "an int or None, got") for value in (1.0, "3", True)),
+    ],
+)
+def test_a_number_of_batches_that_cannot_be_is_refused(num_batches, kind, expected):
+    with pytest.raises(kind, match=f"num_batches: expected {expected}"):
         client.recalibrate(layer(), [samples(4)], num_batches=num_batches)
 
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import client
 from statsd_bn.errors import ConfigurationError
+from support.subclasses import Activated
 
 CHANNELS = 4
 
@@ -259,11 +260,6 @@ def test_a_parametrized_layer_with_micro_batches_is_copied():
     for one in (model, copied):
         one(batch())
     assert (model[0].num_batches_tracked, copied[0].num_batches_tracked) == (1, 0)
-
-
-class Activated(nn.BatchNorm2d):
-    def forward(self, x):
-        return super().forward(x).relu()
 
 
 def test_a_layer_whose_forward_was_wrapped_since_is_left_by_revert_and_named():

@@ -13,6 +13,7 @@ import client
 from client.layers import synchronized
 from client.layers.conversion import convert
 from statsd_bn.errors import ConfigurationError
+from support.subclasses import Activated
 
 CHANNELS = 4
 
@@ -142,11 +143,6 @@ def test_a_layer_that_was_compiled_by_itself_is_converted_with_what_compiles_it(
     client.convert_model(model)
     model(batch().float())
     assert rounds
-
-
-class Activated(nn.BatchNorm2d):
-    def forward(self, x):
-        return super().forward(x).relu()
 
 
 class Tripled(client.synchronized_class(Activated)):

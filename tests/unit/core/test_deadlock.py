@@ -15,7 +15,8 @@ from server.core.dispatcher import Dispatcher
 from statsd_bn import limits, round_key
 from statsd_bn.messages import Aggregate, Failure, Heartbeat, Message, Participation
 from statsd_bn.round_key import BACKWARD, RoundKey
-from statsd_bn.wire import decode, encode
+from statsd_bn.wire import encode
+from support.dispatcher_play import read
 from support.strategies import contribution, key, register, rows
 
 QUIET = QUIET_SECONDS
@@ -81,12 +82,6 @@ class Job:
 
 def peer(member: int, thread: str = "") -> bytes:
     return f"{member} {thread}".strip().encode()
-
-
-def read(replies: list[tuple[bytes, bytes]]) -> dict[bytes, Message]:
-    answers = {whom: decode(frame) for whom, frame in replies}
-    assert len(answers) == len(replies)
-    return answers
 
 
 def mismatches(told: dict[bytes, Message]) -> set[bytes]:
