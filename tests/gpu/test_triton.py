@@ -232,6 +232,11 @@ def test_too_few_values_and_values_that_are_not_finite_are_reported(caplog):
     assert output[:, :3].isfinite().all()
 
 
+@pytest.mark.parametrize("shape", [(2**31, 1), (1, 2**16, 128)])
+def test_inputs_of_more_programs_than_cuda_takes_are_left_to_torchs_operators(launch, shape):
+    assert not launch.fits(torch.empty(shape, device="meta"))
+
+
 def checkpointed(layer, x):
     return checkpoint(layer, x, use_reentrant=False)
 
@@ -272,7 +277,14 @@ def empty(layer, x):
     return layer(x[:0]).sum() + layer(x)
 
 
-RUNS = [checkpointed, twice, retained, penalised, without_grad, frozen, detached, empty]
+def offloaded(layer, x):
+    """With hooks that lose the layout of what is saved, as those of `save_on_cpu`."""
+    layer._check_input_dim = lambda _: None
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda kept: kept):
+        return layer(x.unsqueeze(3).contiguous(memory_format=torch.channels_last)).squeeze(3)
+
+
+RUNS = [checkpointed, twice, retained, penalised, without_grad, frozen, detached, empty, offloaded]
 OPTIONS = [{}, {"momentum": None}, {"chunks": 2}, {"affine": False}, {"track_running_stats": False}]
 
 

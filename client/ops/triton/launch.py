@@ -98,8 +98,9 @@ def _power_of_2(number: int) -> int:
 
 
 def fits(x: Tensor) -> bool:
-    """Whether samples and positions can be counted: tiles are numbered in 32 bits, values in 64."""
-    return x.shape[1] > 0 and x.numel() // max(x.shape[1], 1) < 2**31 - 2 * TILE
+    """Whether programs can be counted: tiles are numbered in 32 bits, blocks of channels in 16, values in 64."""
+    channels = x.shape[1]
+    return 0 < channels <= MOST_PROGRAMS and x.numel() // channels < 2**31 - 2 * TILE
 
 
 def _launch(
@@ -215,8 +216,8 @@ class Forward(Pass):
         )  # fmt: skip
 
     def normalise(self, x: Tensor) -> Tensor:
-        """Returns the output, of the type and layout of `x`."""
-        made, output = self._made, torch.empty_like(x)
+        """Returns the output, of the type and layout of `x`, which a checkpoint may have computed in another layout."""
+        made, output = cut_of(x), torch.empty_like(x)
         if made.tiles:
             variant = "normalise", x.device, x.dtype, x.data_ptr() % ALIGNMENT
             grid = made.tiles, made.channel_blocks, 1
@@ -227,12 +228,12 @@ class Forward(Pass):
 
 
 class Backward(Pass):
-    """A backward pass; see `Pass`. Gradient and input lie alike."""
+    """A backward pass; see `Pass`. Gradient and input lie alike; hooks may have saved the input in another layout."""
 
     __slots__ = ("_forward",)
 
     def __init__(self, forward: Forward, x: Tensor, *, gathers: bool) -> None:
-        made = forward._made  # noqa: SLF001 - one pass belongs to the other
+        made = cut_of(x)
         super().__init__(x, made, 3 * made.c, forward.ranks, gathers=gathers)
         self._forward = forward.work
 
