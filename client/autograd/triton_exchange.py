@@ -6,6 +6,7 @@ know of this call is made from its buffers when they ask.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from client.ops.triton.running import Running
 from client.transports import device_rows
 from client.transports.device_rows import DeviceAggregate, DeviceRows
 from client.transports.process_group import ProcessGroupPipe
+from client.transports.transport import Transport
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.round_key import BACKWARD, RoundKey
 
@@ -37,11 +39,13 @@ def serves(slices: Sequence[Slice], capacity: int) -> bool:
 
 
 def is_plain(mine: Slice) -> bool:
-    """Whether a slice has nothing that the kernels cannot do."""
+    """Whether a slice has nothing that the kernels cannot do, and no parameter of another length: they do not look."""
+    channels = mine.input.shape[1:2]
     return (
         mine.mask is None
         and mine.holder is None
         and mine.stream is None
+        and all(each is None or each.shape == channels for each in (mine.weight, mine.bias))
         and not torch._C._are_functorch_transforms_active()  # noqa: SLF001 - has no public name
     )
 
@@ -51,7 +55,7 @@ class TritonExchange(DeviceExchange):
     """One layer's call, see `DeviceExchange`.
 
     Attributes:
-        running: the running statistics that the call moves; None where it moves none.
+        running: the running statistics that the forward round moves; None where it leaves that to the layer.
         shape: of the input.
         first: the forward pass.
     """
@@ -80,27 +84,23 @@ class TritonExchange(DeviceExchange):
             return first.row, first.rows
 
         key = device_rows.run_row(self.transport, write, phase=self.phase)
-        first.finish(
-            _contiguous(weight), _contiguous(bias), self.running or Running(), self.eps, clamp=self.eps_mode == "clamp"
-        )
-        self.has_moved = self.running is not None
         at_once = non_finite.raises(self.transport, key)
-        hand_in_of_rows(first.flags, first.blocks, lambda: self._findings(first, key, self._too_few()), at_once=at_once)
+        running = None if at_once else self.running  # what is refused moves nothing
+        first.finish(
+            _contiguous(weight), _contiguous(bias), running or Running(), self.eps, clamp=self.eps_mode == "clamp"
+        )
+        self.has_moved = running is not None
+        self._hand_in(first, key, Few(first.flags, self.layer, self.shape), at_once=at_once)
         self.key = key
 
     @property
     def _gathers(self) -> bool:
         return isinstance(self.transport, ProcessGroupPipe)
 
-    def _too_few(self) -> Few:
-        return Few(self.first.flags, self.layer, self.shape)
-
-    def _findings(self, of: "Forward | Backward", key: RoundKey, few: Few | None = None) -> Findings:
-        rows = of.rows.view(of.ranks, -1)[:, 1:]
-        count, values = device_rows.total(rows, (2, self.shape[1]))
-        others = of.flags if self._gathers else None
-        aggregate = DeviceAggregate(key, count, values, rows, device_rows.ranks_of(self.transport), others)
-        return Findings(self.transport, _rows(of), aggregate, few)
+    def _hand_in(self, of: "Forward | Backward", key: RoundKey, few: Few | None = None, *, at_once: bool) -> None:
+        # Without `self`: a call that is kept as long as its flags would look to checkpoints as if its graph lived.
+        findings = partial(_findings, self.transport, of, key, few, gathers=self._gathers)
+        hand_in_of_rows(of.flags, of.blocks, findings, at_once=at_once)
 
     def gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor | None, needs: Sequence[bool]
@@ -135,7 +135,7 @@ class TritonExchange(DeviceExchange):
         this.finish(_contiguous(weight), of_weight, of_bias, has_round=needs_input)
         if key is None:
             return None, of_weight, of_bias
-        hand_in_of_rows(this.flags, this.blocks, lambda: self._findings(this, key), at_once=False)
+        self._hand_in(this, key, at_once=False)
         return this.input_gradient(grad, x), of_weight, of_bias
 
     def __getattr__(self, name: str) -> Any:
@@ -145,6 +145,16 @@ class TritonExchange(DeviceExchange):
         value = _MADE_WHEN_ASKED[name](self)
         setattr(self, name, value)
         return value
+
+
+def _findings(
+    transport: Transport, of: "Forward | Backward", key: RoundKey, few: Few | None, *, gathers: bool
+) -> Findings:
+    rows = of.rows.view(of.ranks, -1)[:, 1:]
+    count, values = device_rows.total(rows, (2, -1))
+    others = of.flags if gathers else None
+    aggregate = DeviceAggregate(key, count, values, rows, device_rows.ranks_of(transport), others)
+    return Findings(transport, _rows(of), aggregate, few)
 
 
 def _local(exchange: TritonExchange) -> list[DeviceMoments]:

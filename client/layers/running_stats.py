@@ -45,22 +45,26 @@ def _move_on_device(layer: Any, batch: DeviceMoments) -> None:
 def in_place(layer: Any, x: Tensor) -> Running | None:
     """Returns the buffers that the forward pass of an input on a device can move itself; None where it cannot.
 
-    It cannot for a cumulative average, nor where the buffers are elsewhere, or of another type.
+    It cannot for a cumulative average, nor where the buffers are elsewhere, or of another type or shape.
     """
     if not (layer.training and layer.track_running_stats):
         return Running()
     mean, var, tracked = layer.running_mean, layer.running_var, layer.num_batches_tracked
+    if not _is_beside(x, tracked, _COUNTERS, ()):
+        return None
     if mean is None or var is None:
-        return Running(tracked=tracked) if _is_beside(tracked, x, _COUNTERS) else None
-    if layer.momentum is None or not (
-        _is_beside(mean, x, _STATISTICS) and _is_beside(var, x, _STATISTICS) and _is_beside(tracked, x, _COUNTERS)
-    ):
+        return Running(tracked=tracked)
+    channels = x.shape[1:2]
+    is_served = _is_beside(x, mean, _STATISTICS, channels) and _is_beside(x, var, _STATISTICS, channels)
+    if layer.momentum is None or not is_served:
         return None
     return Running(mean, var, tracked, float(layer.momentum))
 
 
-def _is_beside(kept: Tensor | None, x: Tensor, types: frozenset[torch.dtype]) -> bool:
-    return kept is None or (kept.device == x.device and kept.dtype in types and kept.is_contiguous())
+def _is_beside(x: Tensor, kept: Tensor | None, types: frozenset[torch.dtype], shape: tuple[int, ...]) -> bool:
+    return kept is None or (
+        kept.device == x.device and kept.dtype in types and kept.shape == shape and kept.is_contiguous()
+    )
 
 
 def move(layer: Any, mean: Tensor, variance: Tensor, *, is_due: int | Tensor = 1, has_values: bool | Tensor) -> None:

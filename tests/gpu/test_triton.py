@@ -17,6 +17,7 @@ from torch import distributed
 from torch.utils.checkpoint import checkpoint
 
 import client
+from client.autograd.checkpointing import exchanges
 from client.autograd.findings import verdicts
 from client.autograd.triton_exchange import TritonExchange
 from client.kernels.device_statistics import DeviceMoments, DeviceStatistics
@@ -24,7 +25,7 @@ from client.layers import batchnorm, running_stats
 from client.ops.triton import FEW, NOT_FINITE, OTHER_ROUND, available
 from client.ops.triton.running import Running
 from client.transports import device_rows, named_process_group
-from statsd_bn.errors import RoundMismatch
+from statsd_bn.errors import NonFinite, RoundMismatch
 from support.cuda_stand_ins import as_on_cuda
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -230,6 +231,29 @@ def test_too_few_values_and_values_that_are_not_finite_are_reported(caplog):
         output = called(layer_of(4), x)
     assert "first non-finite: layer 'bn', forward" in caplog.text
     assert output[:, :3].isfinite().all()
+
+
+def test_a_batch_that_is_refused_moves_nothing(monkeypatch):
+    monkeypatch.setenv("STATSD_BN_ON_NONFINITE", "raise")
+    layer, x = layer_of(4), torch.full((6, 4), torch.inf, device=DEVICE)
+    with kernels(), pytest.raises(NonFinite):
+        layer(x)
+    assert reference.has_equal_bits(dict(layer.named_buffers()), dict(layer_of(4).named_buffers()))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
+def test_tensors_of_another_length_are_refused(name):
+    layer = layer_of(4)
+    getattr(layer, name).data = torch.ones(3, device=DEVICE)
+    with kernels(), pytest.raises(RuntimeError, match=r"size of tensor a \(\d\) must match the size of tensor b"):
+        layer(torch.randn(6, 4, device=DEVICE))
+
+
+def test_a_round_nobody_has_looked_at_keeps_no_call_alive():
+    with kernels() as made, mock.patch.object(verdicts, "hand_in"):
+        layer_of(4)(torch.randn(6, 4, device=DEVICE, requires_grad=True))
+        made.clear()
+        assert not exchanges._with_graph["bn"]
 
 
 @pytest.mark.parametrize("shape", [(2**31, 1), (1, 2**16, 128)])
