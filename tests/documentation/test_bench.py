@@ -32,15 +32,10 @@ def found(busy: float = 0.1) -> Kept:
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_a_page_shows_what_was_measured(name):
-    text = page_of(name).read_text()
-    assert written(name, text, Kept.of(name)) == text
-
-
-@pytest.mark.parametrize("name", MEASURED)
-def test_what_was_measured_says_where_it_is_from(name):
-    of = Kept.of(name)
-    assert of.caption in page_of(name).read_text()
+def test_a_page_shows_what_was_measured_and_at_which_commit(name):
+    of, text = Kept.of(name), page_of(name).read_text()
+    assert written(name, text, of) == text
+    assert of.caption in text
     assert "dirty" not in of.commit
 
 

@@ -217,13 +217,6 @@ def test_a_master_that_falls_silent_is_given_up_after_the_deadline(monkeypatch):
     connection.close()
 
 
-def test_a_closed_connection_says_so():
-    connection = MemoryMaster().connect(0, 1)
-    connection.close()
-    with pytest.raises(errors.ConnectionClosed, match="expected an open connection"):
-        connection.exchange("bn", ROW)
-
-
 def test_a_forked_child_must_not_use_its_parents_connection(server, job):
     """DataLoader workers inherit sockets; a child that used them would corrupt the parent's."""
     with client.connect(server.endpoint, job=job, round_timeout=30.0) as connection:

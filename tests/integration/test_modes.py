@@ -70,13 +70,6 @@ def test_eps_mode_clamp_equals_its_formula_on_the_whole_batch(members, affine):
         assert_equal(found, expected, 1e-10)
 
 
-def test_eps_mode_plus_is_torchs(members):
-    case = Case("2d", SIZES, seed=3, options=(("eps", EPS), ("eps_mode", "plus")))
-    plain = Case("2d", SIZES, seed=3, options=(("eps", EPS),))
-    for found in (joined(members(3, whole_batch.as_member, case)), whole_batch.as_virtual_replicas(case)):
-        assert_equal_to_whole_batch(found, plain)
-
-
 def _clamped_by_autograd(case: Case) -> whole_batch.Result:
     """(x - mean) * max(var, eps)^-1/2 in float64, left to torch to differentiate; buffers as torch has them."""
     x, factors, state = case.tensors()

@@ -14,7 +14,6 @@ import client
 from client.transports.choose import transport_for
 from statsd_bn import Rows, StatsdBNError
 from statsd_bn.messages import Aggregate
-from support import whole_batch
 from support.transports import elementwise_kernels
 
 Buffers = dict[str, np.ndarray]
@@ -41,13 +40,6 @@ def train_elementwise(connection: client.Connection, steps: int) -> Buffers:
     """As `train`, with kernels that round alike on all transports."""
     with elementwise_kernels():
         return train(connection, steps)
-
-
-def connected(endpoint: str, job: str, member: int, n: int, case: whole_batch.Case, times: int) -> whole_batch.Result:
-    """Connects by itself and runs the same case several times; returns the first."""
-    with client.connect(endpoint, job=job, rank=member, world_size=n, round_timeout=30.0) as connection:
-        results = [whole_batch.as_member(connection, case) for _ in range(times)]
-    return results[0]
 
 
 def evaluate_on_one_member_only(connection: client.Connection) -> tuple[np.ndarray, np.ndarray]:
