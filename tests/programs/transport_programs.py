@@ -137,7 +137,8 @@ def _traced_by_fx(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
 def _refused_by_jit(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", ".torch.jit", DeprecationWarning)
+        for deprecated in (DeprecationWarning, FutureWarning):  # since torch 2.14 the latter
+            warnings.filterwarnings("ignore", ".torch.jit", deprecated)
         with pytest.raises(TypeError, check=says("layer 'layer': .* traced by torch.jit.trace in training mode")):
             torch.jit.trace(layer, x.detach())
     return {}
