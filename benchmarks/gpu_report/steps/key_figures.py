@@ -25,6 +25,9 @@ FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channel
 
 WARM_UP = 3
 
+# Layers of which one backward pass changes to the thread of autograd once.
+IN_A_ROW = 10
+
 Results = dict[str, Tensor]
 
 
@@ -103,6 +106,16 @@ class Case:
                 rounds.number == 0,
                 f"{rounds.number} rounds on it",
             )
+
+        def in_a_row() -> None:
+            self.x.grad = None
+            output = self.x
+            for _ in range(IN_A_ROW):
+                output = layer(output)
+            output.backward(self.gradient)
+
+        forward = measuring.host_microseconds(step.device, lambda: layer(self.x), step.pick(20, 2))
+        row = measuring.host_microseconds(step.device, in_a_row, step.pick(4, 1)) / IN_A_ROW
         host = measuring.host_microseconds(step.device, once, step.pick(20, 2))
         device = measuring.device_microseconds(step.device, once, step.pick(20, 2))
         self.x.grad = None  # as it is when a pass begins
@@ -112,6 +125,8 @@ class Case:
         step.figure("copies to the host", counts.to_host, **of)
         step.figure("waits of the host", counts.waits, **of)
         step.figure("host", round(host, 1), "µs", **of)
+        step.figure("host, forward only", round(forward, 1), "µs", **of)
+        step.figure("host, of ten layers in a row", round(row, 1), "µs", **of)
         step.figure("device", round(device, 1), "µs", **of)
         step.figure("device busy", round(counts.busy, 1), "µs", **of)
         step.figure("peak memory", round(peak / 2**20, 3), "MiB", **of)
