@@ -346,14 +346,17 @@ def test_kernels_launched(launch, samples, launches):
 
 @pytest.mark.parametrize(
     ("wrong", "told"),
-    [("try_out", "RuntimeError: no compiler"), ("version", "Triton 3.4 or newer, got 3.2.0")],
+    [("no type", "RuntimeError: no such type"), ("version", "Triton 3.4 or newer, got 3.2.0")],
 )
 def test_without_triton_torchs_operators_compute(launch, monkeypatch, caplog, wrong, told):
-    monkeypatch.setattr(launch, "try_out", mock.Mock(side_effect=RuntimeError("no compiler")))
-    if wrong == "version":
+    device = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE)
+    available.works_on.cache_clear()
+    assert available.works_on(device, torch.float32)
+    if wrong == "no type":
+        monkeypatch.setattr(launch.Backward, "input_gradient", mock.Mock(side_effect=RuntimeError("no such type")))
+    else:
         monkeypatch.setattr(available, "version", lambda _: "3.2.0")
-    available.works_on.cache_clear()
     for _ in range(2):
-        assert not available.works_on(torch.device("cpu"))
+        assert not available.works_on(device, torch.float16)
     available.works_on.cache_clear()
-    assert caplog.text.count("Triton does not work on cpu") == caplog.text.count(told) == 1
+    assert caplog.text.count(f"Triton does not work for torch.float16 on {device}") == caplog.text.count(told) == 1

@@ -17,7 +17,7 @@ TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 def serves(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Whether the kernels serve an input with these parameters, on its device."""
-    if x.dtype not in TYPES or not x.is_cuda or not works_on(x.device):
+    if x.dtype not in TYPES or not x.is_cuda or not works_on(x.device, x.dtype):
         return False
     from client.ops.triton import launch  # noqa: PLC0415 - needs Triton
 
@@ -25,17 +25,21 @@ def serves(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
 
 
 @cache
-def works_on(device: torch.device) -> bool:
-    """Whether Triton is installed and can compile for a device; the log says so once where it is not."""
+def works_on(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether Triton is installed and compiles for inputs of a type on a device; the log says so once where not.
+
+    All kernels are tried: one that failed in a round would leave the other ranks waiting in it.
+    """
     try:
         _check_version(version("triton"))
         from client.ops.triton import launch  # noqa: PLC0415 - as above
 
-        launch.try_out(device)
+        launch.try_out(device, dtype)
     except Exception as error:  # noqa: BLE001 - compilers, drivers and the import fail in many ways
         logger.warning(
-            "Triton does not work on %s, so layers there compute with torch's operators, which takes the host longer: "
+            "Triton does not work for %s on %s, so layers compute with torch's operators, which takes the host longer: "
             "%s: %.300s",
+            dtype,
             device,
             type(error).__name__,
             error,

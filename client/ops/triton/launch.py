@@ -280,8 +280,17 @@ class Backward(Pass):
         return found
 
 
-def try_out(device: torch.device) -> None:
-    """Compiles a kernel and runs it, which fails where Triton does not work on a device."""
-    x = torch.zeros(1, 1, device=device)
+def try_out(device: torch.device, dtype: torch.dtype) -> None:
+    """Compiles all kernels for inputs of a type and runs them, which fails where Triton cannot do that on a device."""
+    x = torch.zeros(TILE, 7, dtype=dtype, device=device)  # several splits, so that their sums are added up
+    weight, mean, var, gradient = (torch.ones(7, device=device) for _ in range(4))
+    running = Running(mean, var, torch.zeros((), dtype=torch.int64, device=device), 0.1)
     with on_device_of(x):
-        Forward(x, 1, gathers=False).write_row(x, 0)
+        forward = Forward(x, 1, gathers=False)
+        forward.write_row(x, 0)
+        forward.finish(weight, weight, running, 1e-5, clamp=False)
+        forward.normalise(x)
+        backward = Backward(forward, x, gathers=False)
+        backward.write_row(x, x, 0)
+        backward.finish(weight, gradient, gradient, has_round=True)
+        backward.input_gradient(x, x)
