@@ -91,6 +91,10 @@ class TritonExchange(DeviceExchange):
         )
         self.has_moved = running is not None
         self._hand_in(first, key, Few(first.flags, self.layer, self.shape), at_once=at_once)
+        if not self.has_moved:
+            _, (sums, squares) = _total(first.rows, first.ranks)
+            self.moments = DeviceMoments(first.work[0], sums, squares)
+        first.let_go()
         self.key = key
 
     @property
@@ -99,7 +103,8 @@ class TritonExchange(DeviceExchange):
 
     def _hand_in(self, of: "Forward | Backward", key: RoundKey, few: Few | None = None, *, at_once: bool) -> None:
         # Without `self`: a call that is kept as long as its flags would look to checkpoints as if its graph lived.
-        findings = partial(_findings, self.transport, of, key, few, gathers=self._gathers)
+        others = of.flags if self._gathers else None
+        findings = partial(_findings, self.transport, key, of.row, of.rows, others, few)
         hand_in_of_rows(of.flags, of.blocks, findings, at_once=at_once)
 
     def gradients(
@@ -148,13 +153,16 @@ class TritonExchange(DeviceExchange):
 
 
 def _findings(
-    transport: Transport, of: "Forward | Backward", key: RoundKey, few: Few | None, *, gathers: bool
+    transport: Transport, key: RoundKey, row: Tensor, rows: Tensor, others: Tensor | None, few: Few | None
 ) -> Findings:
-    rows = of.rows.view(of.ranks, -1)[:, 1:]
-    count, values = device_rows.total(rows, (2, -1))
-    others = of.flags if gathers else None
-    aggregate = DeviceAggregate(key, count, values, rows, device_rows.ranks_of(transport), others)
-    return Findings(transport, _rows(of), aggregate, few)
+    ranks = device_rows.ranks_of(transport)
+    count, values = _total(rows, len(ranks))
+    aggregate = DeviceAggregate(key, count, values, rows.view(len(ranks), -1)[:, 1:], ranks, others)
+    return Findings(transport, _rows(row), aggregate, few)
+
+
+def _total(rows: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    return device_rows.total(rows.view(ranks, -1)[:, 1:], (2, -1))
 
 
 def _local(exchange: TritonExchange) -> list[DeviceMoments]:
@@ -162,26 +170,19 @@ def _local(exchange: TritonExchange) -> list[DeviceMoments]:
     return [DeviceMoments(count, sums, squares, exchange.first.count, exchange.shape)]
 
 
-def _moments(exchange: TritonExchange) -> DeviceMoments:
-    rows = exchange.first.rows.view(exchange.first.ranks, -1)[:, 1:]
-    _, (sums, squares) = device_rows.total(rows, (2, exchange.shape[1]))
-    return DeviceMoments(exchange.first.work[0], sums, squares)
-
-
 def _statistics(exchange: TritonExchange) -> DeviceStatistics:
     return DeviceStatistics(exchange.first.work[0].clamp(min=1), *exchange.first.vectors(0, 1, 2))
 
 
 _MADE_WHEN_ASKED: dict[str, Callable[[TritonExchange], Any]] = {
-    "rows": lambda exchange: _rows(exchange.first),
+    "rows": lambda exchange: _rows(exchange.first.row),
     "local": _local,
-    "moments": _moments,
     "statistics": _statistics,
 }
 
 
-def _rows(of: "Forward | Backward") -> DeviceRows:
-    return DeviceRows(of.row[1:2], of.row[2:].view(1, 2, -1))
+def _rows(row: Tensor) -> DeviceRows:
+    return DeviceRows(row[1:2], row[2:].view(1, 2, -1))
 
 
 def _contiguous(vector: Tensor | None) -> Tensor | None:

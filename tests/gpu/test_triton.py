@@ -256,6 +256,14 @@ def test_a_round_nobody_has_looked_at_keeps_no_call_alive():
         assert not exchanges._with_graph["bn"]
 
 
+def test_a_call_keeps_no_rows_of_other_ranks():
+    with kernels() as made:
+        layer_of(4)(torch.randn(6, 4, device=DEVICE))
+    kept = made[0].first
+    assert not hasattr(kept, "rows")
+    assert kept.work.untyped_storage().nbytes() == 8 * (1 + 6 * 4 + 2 + 2 * 4)
+
+
 @pytest.mark.parametrize("shape", [(2**31, 1), (1, 2**16, 128)])
 def test_inputs_of_more_programs_than_cuda_takes_are_left_to_torchs_operators(launch, shape):
     assert not launch.fits(torch.empty(shape, device="meta"))

@@ -3,10 +3,12 @@
 An input is read as a contiguous (N, C, S): a contiguous (N, C, H, W) has S = H * W, and one in channels_last memory is
 (N * H * W, C, 1). Both layouts so share all kernels.
 
-Vectors of length C are float64. All that a pass keeps lies in one buffer, which `launch` allocates:
+Vectors of length C are float64. What a pass keeps lies in one buffer, and what it needs during its round in another;
+`launch` allocates both:
 
-    forward   count, mean, invstd, slope, center, scale, shift, row, rows of all ranks, flags
-    backward  by_gradient, by_centred, constant, row, rows of all ranks, flags
+    forward   count, mean, invstd, slope, center, scale, shift, row
+    backward  by_gradient, by_centred, constant, row
+    round     rows of all ranks, flags
 
 A row is what travels: the round's digest, as the bits of a float64, the count, and two vectors: Σx and Σx² forward,
 Σdy and Σdy·(x - mean) backward. `center`, `scale` and `shift` hold float32 numbers: y = (x - center) * scale + shift;
@@ -203,7 +205,7 @@ def _move(running, newest, momentum, moves, channels, there):
 
 @triton.jit(do_not_specialize=["digest"],
             do_not_specialize_on_alignment=["weight", "bias", "running_mean", "running_var", "tracked"])  # fmt: skip
-def finish(work, weight, bias, running_mean, running_var, tracked, C, ranks, rows_at, digest: tl.int64,
+def finish(work, rows, weight, bias, running_mean, running_var, tracked, C, ranks, digest: tl.int64,
            eps: tl.float64, momentum: tl.float64, CLAMP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Makes of all rows what normalises, and moves the running statistics.
 
@@ -211,17 +213,15 @@ def finish(work, weight, bias, running_mean, running_var, tracked, C, ranks, row
 
     Args:
         work: the forward buffer.
+        rows: those of all ranks. Behind them are the flags: of each row as each block of channels sees it, so that
+            nothing has to be set to 0 before; then, once for each block, whether there are too few values.
         weight, bias: shape (C,) or None.
         running_mean, running_var: shape (C,), or both None.
         tracked: the number of batches, int64, shape (); or None.
-        rows_at: where in the buffer the rows begin. Behind them are the flags: of each row as each block of channels
-            sees it, so that nothing has to be set to 0 before; then, once for each block, whether there are too few
-            values.
         momentum: how far running statistics move.
     """
     block = tl.program_id(0)
     channels, there = _channels(block, C, BLOCK)
-    rows = work + rows_at
     flags = rows + ranks * (2 * C + 2)
     count, first, second, others = _total(rows, flags, ranks, digest, block, C, BLOCK)
     is_few = count == 1
@@ -311,16 +311,16 @@ def write_sums(partial, forward, work, C, splits, digest: tl.int64, count: tl.fl
 
 
 @triton.jit(do_not_specialize=["digest"], do_not_specialize_on_alignment=["weight"])
-def finish_backward(forward, work, weight, weight_gradient, bias_gradient, C, ranks, rows_at, digest: tl.int64,
+def finish_backward(forward, work, rows, weight, weight_gradient, bias_gradient, C, ranks, digest: tl.int64,
                     HAS_ROUND: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Makes of all rows what gives the input's gradient, and of this rank's row its weight's and bias's.
 
     Args:
         forward: the buffer of the forward pass.
         work: the backward buffer.
+        rows: as for `finish`; here no flags are behind those of the rows.
         weight: shape (C,), or None.
         weight_gradient, bias_gradient: shape (C,), or None.
-        rows_at: as for `finish`; here no flags are behind those of the rows.
         HAS_ROUND: whether the input needs a gradient, and so the rows of all ranks.
     """
     block = tl.program_id(0)
@@ -328,7 +328,6 @@ def finish_backward(forward, work, weight, weight_gradient, bias_gradient, C, ra
     row = work + 3 * C
     invstd = _vector(forward + 1 + C, channels, there)
     if HAS_ROUND:
-        rows = work + rows_at
         _, first, second, others = _total(rows, rows + ranks * (2 * C + 2), ranks, digest, block, C, BLOCK)
         count = tl.where(others > 0, float("nan"), tl.load(forward))
         at_least_one = tl.where(count < 1, 1.0, count)

@@ -139,22 +139,22 @@ class Pass:
 
     Attributes:
         work: the buffer, float64.
-        row: this rank's, shape (2 * C + 2,).
-        rows: those of all ranks, shape (ranks * (2 * C + 2),).
-        flags: what is wrong, shape (flags,), for `finish` to write.
+        row: this rank's, shape (2 * C + 2,); in the buffer.
+        rows: those of all ranks, shape (ranks * (2 * C + 2),); in a buffer of their own if they come from elsewhere.
+        flags: what is wrong, shape (flags,), for `finish` to write; behind the rows.
         digest: of the round; the kernels write it into the row.
     """
 
-    __slots__ = ("_made", "digest", "flags", "ranks", "row", "rows", "rows_at", "work")
+    __slots__ = ("_gathers", "_made", "digest", "flags", "ranks", "row", "rows", "work")
 
     def __init__(self, x: Tensor, made: Cut, head: int, ranks: int, *, gathers: bool, more_flags: int = 0) -> None:
-        size = 2 * made.c + 2
-        self._made, self.ranks, self.digest = made, ranks, 0
-        self.rows_at = head + size if gathers else head
-        sizes = [head, size, ranks * size if gathers else 0, ranks * made.blocks + more_flags]
-        self.work = torch.empty(sum(sizes), dtype=_WORD, device=x.device)
-        _, self.row, rows, self.flags = self.work.split_with_sizes(sizes)
-        self.rows = rows if gathers else self.row
+        size, flags = 2 * made.c + 2, ranks * made.blocks + more_flags
+        self._made, self._gathers, self.ranks, self.digest = made, gathers, ranks, 0
+        own = head + size
+        self.work = torch.empty(own if gathers else own + flags, dtype=_WORD, device=x.device)
+        self.row, behind = self.work[head:own], self.work[head:]
+        shared = torch.empty(ranks * size + flags, dtype=_WORD, device=x.device) if gathers else behind
+        self.rows, self.flags = shared.split_with_sizes([ranks * size, flags])
 
     @property
     def count(self) -> int:
@@ -165,6 +165,10 @@ class Pass:
     def blocks(self) -> int:
         """Blocks of channels; each writes flags of its own."""
         return self._made.blocks
+
+    def let_go(self) -> None:
+        """Lets go of rows and flags, which grow with the ranks: a forward pass is kept for its backward pass."""
+        del self.rows, self.flags
 
     def vectors(self, *numbers: int) -> tuple[Tensor, ...]:
         """Returns the vectors of these numbers, each of shape (C,), of the forward buffer: mean, invstd, slope, ..."""
@@ -208,10 +212,10 @@ class Forward(Pass):
         """Makes the statistics of all rows, and moves the running ones."""
         made, (mean, var, tracked, momentum) = self._made, running
         types = _type_of(weight), _type_of(bias), _type_of(mean), _type_of(var), tracked is None
-        variant = "finish", self.work.device, *types, self.ranks, self.rows_at, clamp
+        variant = "finish", self.work.device, *types, self.ranks, self._gathers, clamp
         _launch(
             made, variant, kernels.finish, (made.blocks, 1, 1), 4,
-            self.work, weight, bias, mean, var, tracked, made.c, self.ranks, self.rows_at, self.digest,
+            self.work, self.rows, weight, bias, mean, var, tracked, made.c, self.ranks, self.digest,
             eps, momentum, clamp, BLOCK,
         )  # fmt: skip
 
@@ -260,10 +264,10 @@ class Backward(Pass):
         """Writes the gradients of weight and bias that are wanted, and with a round what the input's is made of."""
         made = self._made
         types = _type_of(weight), _type_of(of_weight), _type_of(of_bias)
-        variant = "finish_backward", self.work.device, *types, self.ranks, self.rows_at, has_round
+        variant = "finish_backward", self.work.device, *types, self.ranks, self._gathers, has_round
         _launch(
             made, variant, kernels.finish_backward, (made.blocks, 1, 1), 4,
-            self._forward, self.work, weight, of_weight, of_bias, made.c, self.ranks, self.rows_at, self.digest,
+            self._forward, self.work, self.rows, weight, of_weight, of_bias, made.c, self.ranks, self.digest,
             has_round, BLOCK,
         )  # fmt: skip
 
