@@ -363,7 +363,7 @@ def test_without_triton_torchs_operators_compute(launch, monkeypatch, caplog, wr
     if wrong == "no type":
         monkeypatch.setattr(launch.Backward, "input_gradient", mock.Mock(side_effect=RuntimeError("no such type")))
     else:
-        monkeypatch.setattr(available, "version", lambda _: "3.2.0")
+        monkeypatch.setattr(importlib.import_module("triton"), "__version__", "3.2.0")
     for _ in range(2):
         assert not available.works_on(device, torch.float16)
     available.works_on.cache_clear()

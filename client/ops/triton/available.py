@@ -2,7 +2,7 @@
 
 import logging
 from functools import cache
-from importlib.metadata import version
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def works_on(device: torch.device, dtype: torch.dtype) -> bool:
     All kernels are tried: one that failed in a round would leave the other ranks waiting in it.
     """
     try:
-        _check_version(version("triton"))
+        _check_version(import_module("triton").__version__)
         from client.ops.triton import launch  # noqa: PLC0415 - as above
 
         launch.try_out(device, dtype)

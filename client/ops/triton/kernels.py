@@ -25,6 +25,9 @@ import triton.language as tl
 # For every launch. Triton 3.6 contracts a * b + c unless it is told not to, 3.9 only if it is told to.
 OPTIONS = {"enable_fp_fusion": False}
 
+# Numbers of which no variants are compiled: a last batch with fewer samples would wait for a compiler.
+COUNTS = ["N", "steps", "splits", "ranks"]
+
 
 @triton.jit
 def _tile(t, N, C, S, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, CHANNEL_AXIS: tl.constexpr):
@@ -94,7 +97,7 @@ def _write_sums(forward, work, digest, count, channels, there, C, first, second)
     _write_row(work + 3 * C, digest, count, channels, there, C, first, second - rest * first)
 
 
-@triton.jit(do_not_specialize=["digest"])
+@triton.jit(do_not_specialize=["digest", *COUNTS])
 def moments(x, partial, work, N, C, S, steps, digest: tl.int64, count: tl.float64, WRITES_ROW: tl.constexpr,
             BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
     """Sums up x - K and (x - K)² over one split of one block of channels.
@@ -153,7 +156,7 @@ def _add_splits(partial, channels, there, C, splits, AT_ONCE: tl.constexpr, BLOC
     return tl.sum(first, 0), tl.sum(second, 0)
 
 
-@triton.jit(do_not_specialize=["digest"])
+@triton.jit(do_not_specialize=["digest", *COUNTS])
 def write_moments(partial, work, C, splits, digest: tl.int64, count: tl.float64,
                   AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Writes the row of a forward round from what several splits of `moments` have summed up."""
@@ -203,7 +206,7 @@ def _move(running, newest, momentum, moves, channels, there):
     _store(running + channels, tl.where(moves, moved, old), there)
 
 
-@triton.jit(do_not_specialize=["digest"],
+@triton.jit(do_not_specialize=["digest", *COUNTS],
             do_not_specialize_on_alignment=["weight", "bias", "running_mean", "running_var", "tracked"])  # fmt: skip
 def finish(work, rows, weight, bias, running_mean, running_var, tracked, C, ranks, digest: tl.int64,
            eps: tl.float64, momentum: tl.float64, CLAMP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
@@ -262,7 +265,7 @@ def finish(work, rows, weight, bias, running_mean, running_var, tracked, C, rank
             tl.store(tracked, tl.load(tracked) + (count == count).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def normalise(x, y, work, N, C, S, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
     """Writes y, of the type and layout of x: one tile and block of channels."""
     channels, there = _channels(tl.program_id(1), C, BLOCK_C)
@@ -274,7 +277,7 @@ def normalise(x, y, work, N, C, S, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     _store(y + offsets, values * scale[None, :, None] + shift[None, :, None], mask)
 
 
-@triton.jit(do_not_specialize=["digest"])
+@triton.jit(do_not_specialize=["digest", *COUNTS])
 def backward_sums(dy, x, forward, partial, work, N, C, S, steps, digest: tl.int64, count: tl.float64,
                   WRITES_ROW: tl.constexpr,
                   BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
@@ -301,7 +304,7 @@ def backward_sums(dy, x, forward, partial, work, N, C, S, steps, digest: tl.int6
         tl.store(row + C, sum_of_second, mask=there)
 
 
-@triton.jit(do_not_specialize=["digest"])
+@triton.jit(do_not_specialize=["digest", *COUNTS])
 def write_sums(partial, forward, work, C, splits, digest: tl.int64, count: tl.float64,
                AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Writes the row of a backward round from what several splits of `backward_sums` have summed up."""
@@ -310,7 +313,7 @@ def write_sums(partial, forward, work, C, splits, digest: tl.int64, count: tl.fl
     _write_sums(forward, work, digest, tl.full((), count, tl.float64), channels, there, C, first, second)
 
 
-@triton.jit(do_not_specialize=["digest"], do_not_specialize_on_alignment=["weight"])
+@triton.jit(do_not_specialize=["digest", *COUNTS], do_not_specialize_on_alignment=["weight"])
 def finish_backward(forward, work, rows, weight, weight_gradient, bias_gradient, C, ranks, digest: tl.int64,
                     HAS_ROUND: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Makes of all rows what gives the input's gradient, and of this rank's row its weight's and bias's.
@@ -349,7 +352,7 @@ def finish_backward(forward, work, rows, weight, weight_gradient, bias_gradient,
         _store(weight_gradient + channels, _vector(row + 2 + C, channels, there) * invstd, there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def input_gradient(dy, x, dx, forward, work, N, C, S,
                    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
     """Writes dx, of the type and layout of x: one tile and block of channels."""
