@@ -123,7 +123,7 @@ def test_one_forward_more_on_one_rank_is_a_mismatch_that_says_who_waits_where(tm
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("victim", "groups"),
-    [(1, 0), (0, 0), (0, 1), (1, 1)],
+    [(1, 0), (0, 1)],
 )
 def test_a_rank_that_reduces_no_gradients_is_a_mismatch_with_the_backward_pass_of_the_other(tmp_path, victim, groups):
     """One waits in a round, the other in DistributedDataParallel's backward pass, whatever groups there are besides."""
@@ -140,8 +140,9 @@ def test_a_rank_that_reduces_no_gradients_is_a_mismatch_with_the_backward_pass_o
     "wrapper, victim, what",
     now=[],
     later=[
-        *((wrapper, victim, "fewer") for wrapper in (BROADCAST, NOTHING) for victim in (0, 1)),
-        *((BROADCAST, victim, "fewer, then a barrier") for victim in (0, 1)),
+        (BROADCAST, 0, "fewer"),
+        (NOTHING, 1, "fewer"),
+        (BROADCAST, 1, "fewer, then a barrier"),
     ],
 )
 def test_one_batch_fewer_on_one_rank_is_said_to_the_other(tmp_path, wrapper, victim, what):
@@ -155,7 +156,7 @@ def test_one_batch_fewer_on_one_rank_is_said_to_the_other(tmp_path, wrapper, vic
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("at_the_end", "victim"),
-    [("barrier", 0), ("barrier", 1), ("reduction", 1)],
+    [("barrier", 0), ("reduction", 1)],
 )
 def test_one_batch_fewer_is_said_where_all_ranks_are_in_collectives_of_torch(tmp_path, at_the_end, victim):
     """The rank waits in the connection, in a collective of the script, and the other one in the forward's broadcast."""
@@ -202,7 +203,7 @@ def test_what_has_become_of_one_rank_is_said_by_the_other_which_ends(tmp_path, w
 @cases(
     "wrapper, victim",
     now=[(BROADCAST, 0)],
-    later=[(BROADCAST, 1), (NOTHING, 0), (NOTHING, 1), (SHARDS, 0), (SHARDS, 1)],
+    later=[(BROADCAST, 1), (NOTHING, 0), (SHARDS, 1)],
 )
 def test_a_killed_rank_is_named_by_the_other(tmp_path, wrapper, victim):
     """In a round the survivor is ended by the launcher, about 0.1 s later, and rank 0's server outlives it to say so.
