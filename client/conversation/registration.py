@@ -35,6 +35,8 @@ def cause_of(error: BaseException | None) -> str:
         return ""
     if isinstance(error, StatsdBNError):
         return in_brief(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "KeyboardInterrupt (Ctrl-C)"
     return f"{type(error).__name__}: {without_traceback(str(error))}".removesuffix(": ")
 
 

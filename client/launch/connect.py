@@ -189,7 +189,12 @@ def _connection(settings: Settings) -> Connection:
         store = settings.store.value if settings.store else None
         return own_server.join(settings, store, os.environ, _join)
     endpoint = settings.endpoint.value or _own_server()
-    connection = _join(endpoint, settings.keys(), settings.member(), insecure=settings.insecure.value)
+    try:
+        connection = _join(endpoint, settings.keys(), settings.member(), insecure=settings.insecure.value)
+    except ServerUnreachable as error:
+        if settings.endpoint.value and settings.endpoint.source != ARGUMENT:
+            error.add_note(f"The endpoint is that of {settings.endpoint.source}.")
+        raise
     try:
         same_run.check(connection, settings.job)
     except BaseException as error:

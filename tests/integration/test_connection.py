@@ -160,7 +160,7 @@ OSError: truncated file
     [
         (None, ""),
         (ValueError("full"), "ValueError: full"),
-        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (KeyboardInterrupt(), "KeyboardInterrupt (Ctrl-C)"),
         (OSError(OF_A_WORKER), "OSError: Caught OSError in DataLoader worker process 0. OSError: truncated file"),
         (errors.ReplicaLost("rank 1 is lost\n  in job 'x'"), "ReplicaLost: rank 1 is lost"),
     ],

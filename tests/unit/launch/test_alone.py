@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from unittest import mock
 
 import pytest
 import torch
@@ -106,6 +107,16 @@ def test_a_socket_that_a_killed_server_has_left_behind_is_no_server(tmp_path):
         left.bind(str(tmp_path / "statsd_bn" / "server"))
     with client.connect() as connection:
         assert connection.is_in_process
+
+
+@pytest.mark.parametrize("given", [None, "ipc:///nowhere/b"])
+def test_an_endpoint_that_a_variable_gave_is_said_to_be_its(monkeypatch, given):
+    monkeypatch.setenv("STATSD_BN_ENDPOINT", "ipc:///nowhere/a")
+    monkeypatch.setattr(connect, "_join", mock.Mock(side_effect=ServerUnreachable("no server")))
+    with pytest.raises(ServerUnreachable) as caught:
+        client.connect(given, rank=0, world_size=2)
+    notes = getattr(caught.value, "__notes__", [])
+    assert ("The endpoint is that of STATSD_BN_ENDPOINT." in notes) == (given is None)
 
 
 def test_more_than_one_process_without_a_server_stays_an_error(monkeypatch):
