@@ -13,8 +13,8 @@ from support import starter
     ("with_keys", "kills"),
     [
         pytest.param(True, 2 * JOBS * RANKS, id="a few"),
-        pytest.param(True, 500, id="keys", marks=pytest.mark.long),
-        pytest.param(False, 500, id="ipc", marks=pytest.mark.long),
+        pytest.param(True, 200, id="keys", marks=pytest.mark.long),
+        pytest.param(False, 200, id="ipc", marks=pytest.mark.long),
     ],
 )
 def test_no_killed_rank_ends_the_server(with_keys, kills):

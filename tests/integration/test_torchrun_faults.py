@@ -187,7 +187,7 @@ LOST = "was lost: no sign of life"
     "wrapper, what, cause",
     now=[],
     later=[
-        *((wrapper, "raises", "RuntimeError: augmentation ran out of memory") for wrapper in MODELS),
+        (SHARDS, "raises", "RuntimeError: augmentation ran out of memory"),
         *((wrapper, "frozen", LOST) for wrapper in MODELS),
         # A server with its default of 3.5 s takes a rank for lost whose interpreter is held for longer.
         (NOTHING, "holds the lock", LOST),
