@@ -1,5 +1,6 @@
 """Trains a compiled network of several of DDP's buckets: `torchrun compiled_ddp_program.py FILE BACKEND`."""
 
+import os
 import sys
 from unittest import mock
 
@@ -99,6 +100,8 @@ def _train_compiled(wrapped: str, backend: str) -> dict[str, np.ndarray]:
 def main() -> None:
     """Saves what rank 0 has learned, and into how many parts torch has cut the network."""
     path, backend = sys.argv[1:]
+    # In a cache that ranks share, one may load what the other one's compiler has yet to write.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{path}.inductor.{os.environ['RANK']}"
     distributed.init_process_group("gloo")
     with client.connect(round_timeout=60.0):
         found = {
