@@ -18,6 +18,15 @@ use_venv() {
     echo "$wanted" >"$stamp"
   fi
   PATH="$PWD/$venv/bin:$PATH"
+  build_core
+}
+
+# Compiles the native core if a source is newer than the library, or there is none.
+build_core() {
+  local native=client/native
+  if [ ! -e $native/libsbn.so ] || [ -n "$(find $native/core $native/build.py -newer $native/libsbn.so)" ]; then
+    python $native/build.py >/dev/null || echo "The native core cannot be compiled: run python $native/build.py" >&2
+  fi
 }
 
 find_python() {

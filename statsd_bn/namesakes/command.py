@@ -8,7 +8,10 @@ that package only when it runs: nothing in `statsd_bn` is built on the server.
 import sys
 from importlib import import_module
 from pathlib import Path
+from runpy import run_path
 from typing import Any
+
+from statsd_bn.errors import ConfigurationError
 
 PACKAGES = Path(__file__).resolve().parents[2]
 
@@ -28,5 +31,19 @@ def main() -> int:
             file=sys.stderr,
         )
         return USAGE_ERROR
-    code: int = import_module("server.__main__").main(sys.argv[1:] or ["--help"])
+    try:
+        code: int = import_module("server.__main__").main(sys.argv[1:] or ["--help"])
+    finally:  # argparse leaves by SystemExit
+        if sys.argv[1:] == ["--version"]:
+            print(_native_core())  # noqa: T201 - the command's answer
     return code
+
+
+def _native_core() -> str:
+    """Says whether the client's native core is in use; loads that file alone, because its package imports torch."""
+    functions = run_path(str(PACKAGES / "client" / "native" / "library.py"))
+    try:
+        said: str = functions["description"]()
+    except ConfigurationError as error:
+        said = f"native core: not in use, {error}"
+    return said

@@ -1,0 +1,63 @@
+/* Values as they are stored, and as they are computed with. Without branches, so that compilers vectorise loops of them. */
+#ifndef SBN_SCALARS_H
+#define SBN_SCALARS_H
+#include "sbn.h"
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef uint16_t bf16;
+typedef uint16_t f16;
+
+INLINE float float_of(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+INLINE uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+INLINE float from_bf16(bf16 v) { return float_of((uint32_t)v << 16); }
+INLINE bf16 to_bf16(float v) { /* to nearest even; NaN stays one */
+  uint32_t u = bits_of(v);
+  return v != v ? 0x7fc0 : (bf16)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
+INLINE float from_f16(f16 v) {
+  int32_t magnitude = v & 0x7fff;
+  uint32_t normal = ((uint32_t)magnitude << 13) + (112u << 23), special = ((uint32_t)magnitude << 13) | 0x7f800000;
+  uint32_t subnormal = bits_of((float)magnitude * 0x1p-24f);
+  uint32_t u = magnitude < 0x400 ? subnormal : magnitude > 0x7bff ? special : normal;
+  return float_of(u | (uint32_t)(v & 0x8000) << 16);
+}
+INLINE f16 to_f16(float v) { /* to nearest even; NaN stays one */
+  uint32_t u = bits_of(v), sign = (u >> 16) & 0x8000, magnitude = u & 0x7fffffff, shifted = magnitude - (112u << 23);
+  uint32_t normal = (shifted + 0xfff + ((shifted >> 13) & 1)) >> 13;
+  /* 0.5 has the last bit of the least float16, so the addition rounds */
+  uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000;
+  uint32_t finite = magnitude < 0x38800000 ? subnormal : normal;
+  uint32_t infinite = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
+  return (f16)(sign | (magnitude < 0x47800000 ? finite : infinite));
+}
+
+/* A value of a vector whose type is known at run time only. */
+INLINE double read_at(const void *vector, int dtype, int64_t i) {
+  switch (dtype) {
+  case SBN_F32: return ((const float *)vector)[i];
+  case SBN_BF16: return from_bf16(((const bf16 *)vector)[i]);
+  case SBN_F16: return from_f16(((const f16 *)vector)[i]);
+  default: return ((const double *)vector)[i];
+  }
+}
+INLINE void write_at(void *vector, int dtype, int64_t i, double value) {
+  switch (dtype) {
+  case SBN_F32: ((float *)vector)[i] = (float)value; break;
+  case SBN_BF16: ((bf16 *)vector)[i] = to_bf16((float)value); break;
+  case SBN_F16: ((f16 *)vector)[i] = to_f16((float)value); break;
+  default: ((double *)vector)[i] = value;
+  }
+}
+#endif

@@ -1,0 +1,257 @@
+/* What is done with a slice: which kernel does it, and in which parts. */
+#define _GNU_SOURCE
+#include "scalars.h"
+#include <errno.h>
+#include <stdlib.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+typedef float v8f __attribute__((vector_size(32), aligned(4)));
+typedef double v8d __attribute__((vector_size(64)));
+typedef double v8du __attribute__((vector_size(64), aligned(8)));
+typedef uint16_t v8h __attribute__((vector_size(16), aligned(2)));
+typedef uint32_t v8u __attribute__((vector_size(32)));
+typedef int32_t v8i __attribute__((vector_size(32)));
+typedef int64_t v8l __attribute__((vector_size(64)));
+
+/* Samples, or rows, from n0 to n1, and of planes the channels from c0 to c1. */
+typedef struct {
+  int64_t n0, n1, c0, c1;
+} part;
+typedef struct {
+  void (*sums_planes)(const sbn_slice *, part, const void *x, const void *dy, const double *mean, double *out);
+  void (*sums_rows)(const sbn_slice *, part, const void *x, const void *dy, const double *mean, double *out);
+  void (*affine_planes)(const sbn_slice *, part, const void *dy, const void *x, void *y, const void *vectors);
+  void (*affine_rows)(const sbn_slice *, part, const void *dy, const void *x, void *y, const void *vectors);
+} kernels;
+
+INLINE double finite_or_0(double v) { return v - v == 0 ? v : 0; }
+
+#define L(f) f##_0
+#define TARGET
+#include "level.inc"
+#ifdef __x86_64__
+#define L(f) f##_1
+#define TARGET __attribute__((target("avx2")))
+#include "level.inc"
+#define L(f) f##_2
+#define TARGET __attribute__((target("avx2,avx512f,avx512bw,avx512dq,avx512vl")))
+#include "level.inc"
+static const kernels *const LEVELS[] = {kernels_0, kernels_1, kernels_2};
+#else
+static const kernels *const LEVELS[] = {kernels_0}; /* aarch64 has NEON */
+#endif
+
+static int best, level;
+
+__attribute__((constructor)) static void find_level(void) {
+#ifdef __x86_64__
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2")) best = 1;
+  if (best && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    best = 2;
+#endif
+  level = best;
+}
+
+int sbn_version(void) { return SBN_VERSION; }
+
+int sbn_level(int wanted) {
+  if (wanted >= 0) level = wanted < best ? wanted : best;
+  return level;
+}
+
+static const kernels *kernels_of(const sbn_slice *s) { return &LEVELS[level][s->dtype]; }
+
+/* Parts are no smaller than so many elements, nor more than so many; both follow from the shape alone. */
+enum { LEAST = 1 << 15, MOST = 256, FEW_CHANNELS = 8 };
+
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t parts_of(int64_t number, int64_t each) { return (number + each - 1) / each; }
+
+/* How many of `number` samples, rows or channels, of `elements` values each, make a part. */
+static int64_t size_of_part(int64_t number, int64_t elements) {
+  const int64_t size = larger(LEAST / larger(elements, 1), parts_of(number, MOST));
+  return larger(4, (size + 3) & ~(int64_t)3); /* rows are added four at a time */
+}
+
+/* Sums of planes with many channels are split by channels, so that each is added in one go; all others by samples. */
+static int is_by_channels(const sbn_slice *s) { return !s->rows && (s->c >= FEW_CHANNELS || s->n == 1); }
+
+typedef struct {
+  const sbn_slice *slice;
+  const void *x, *dy;
+  const double *mean;
+  double *out; /* 2c doubles for each part, or for all where they have channels of their own */
+  int64_t size;
+} sums_job;
+
+static void sums_of_part(const sums_job *job, int64_t number) {
+  const sbn_slice *s = job->slice;
+  const int64_t from = number * job->size;
+  if (is_by_channels(s)) {
+    const part at = {0, s->n, from, smaller(from + job->size, s->c)};
+    kernels_of(s)->sums_planes(s, at, job->x, job->dy, job->mean, job->out);
+    return;
+  }
+  const part at = {from, smaller(from + job->size, s->n), 0, s->c};
+  double *out = job->out + 2 * s->c * number;
+  (s->rows ? kernels_of(s)->sums_rows : kernels_of(s)->sums_planes)(s, at, job->x, job->dy, job->mean, out);
+}
+
+static int sums(const sbn_slice *s, const void *x, const void *dy, const double *mean, double *row) {
+  const int64_t c = s->c;
+  memset(row, 0, 2 * (size_t)c * sizeof *row);
+  row[2 * c] = (double)(s->n * s->l);
+  if (s->n * s->c * s->l == 0) return SBN_OK;
+  const int channels = is_by_channels(s);
+  const int64_t number = channels ? c : s->n, elements = channels ? s->n * s->l : c * s->l;
+  const int64_t size = size_of_part(number, elements), parts = parts_of(number, size);
+  double *partial = NULL;
+  if (!channels && parts > 1 && !(partial = calloc((size_t)(2 * c * parts), sizeof *partial))) return SBN_NO_MEMORY;
+  const sums_job job = {s, x, dy, mean, partial ? partial : row, size};
+  for (int64_t i = 0; i < parts; i++) sums_of_part(&job, i);
+  for (int64_t i = 0; partial && i < parts; i++)
+    for (int64_t k = 0; k < 2 * c; k++) row[k] += partial[2 * c * i + k];
+  free(partial);
+  return SBN_OK;
+}
+
+/* Turns Σ(x - shift) and Σ(x - shift)² of float64 into Σx and Σx². */
+static void unshift(const sbn_slice *s, const double *x, double *row) {
+  const double n = row[2 * s->c];
+  for (int64_t i = 0; i < s->c && n > 0; i++) {
+    double *sum = row + i, *square = row + s->c + i;
+    const double mean = finite_or_0(x[i * s->l]) + *sum / n;
+    *square = (*square - *sum * *sum / n) + n * mean * mean;
+    *sum = n * mean;
+  }
+}
+
+int sbn_moments(const sbn_slice *s, const void *x, double *row) {
+  const int code = sums(s, x, NULL, NULL, row);
+  if (code == SBN_OK && s->dtype == SBN_F64) unshift(s, x, row);
+  return code;
+}
+
+int sbn_backward_sums(const sbn_slice *s, const void *dy, const void *x, const double *kept, double *row) {
+  return sums(s, x, dy, kept, row);
+}
+
+/* New memory of many megabytes takes longer to map in small pages than to fill. */
+static void on_huge_pages(const sbn_slice *s, void *y) {
+#ifdef MADV_HUGEPAGE
+  static const int64_t WIDTH[] = {[SBN_F32] = 4, [SBN_BF16] = 2, [SBN_F16] = 2, [SBN_F64] = 8};
+  const uintptr_t bytes = (uintptr_t)(s->n * s->c * s->l * WIDTH[s->dtype]), page = 4095;
+  if (bytes < 1 << 22) return;
+  const uintptr_t start = ((uintptr_t)y + page) & ~page, end = ((uintptr_t)y + bytes) & ~page;
+  const int before = errno;
+  madvise((void *)start, end - start, MADV_HUGEPAGE);
+  errno = before;
+#else
+  (void)s, (void)y;
+#endif
+}
+
+/* Vectors of an affine map, in the type that is computed in: high, factor, addend, by_grad. */
+enum { VECTORS = 4, ON_STACK = 512 };
+typedef struct {
+  double room[VECTORS * ON_STACK];
+  void *at;
+} vectors;
+
+static void *make_room(vectors *v, int64_t c) {
+  v->at = c <= ON_STACK ? v->room : malloc((size_t)(VECTORS * c) * sizeof(double));
+  return v->at;
+}
+static void free_room(vectors *v) {
+  if (v->at != v->room) free(v->at);
+}
+
+/* Puts (x - mean) * factor + addend as (x - high) * factor + rest: x - high is exact where it matters, so that a mean far
+ * from zero costs no digit. */
+static void put(const sbn_slice *s, void *at, int64_t i, double mean, double factor, double addend, double by_grad) {
+  const int64_t c = s->c;
+  if (s->dtype == SBN_F64) {
+    double *v = at;
+    v[i] = mean, v[c + i] = factor, v[2 * c + i] = addend, v[3 * c + i] = by_grad;
+  } else {
+    float *v = at;
+    v[i] = (float)mean, v[c + i] = (float)factor, v[3 * c + i] = (float)by_grad;
+    v[2 * c + i] = (float)(addend - (mean - v[i]) * factor);
+  }
+}
+
+typedef struct {
+  const sbn_slice *slice;
+  const void *dy, *x;
+  void *y;
+  const void *vectors;
+  int64_t size;
+} affine_job;
+
+static void affine_of_part(const affine_job *job, int64_t number) {
+  const sbn_slice *s = job->slice;
+  const int64_t from = number * job->size;
+  const int by_channels = is_by_channels(s);
+  const part at = by_channels ? (part){0, s->n, from, smaller(from + job->size, s->c)}
+                              : (part){from, smaller(from + job->size, s->n), 0, s->c};
+  (s->rows ? kernels_of(s)->affine_rows : kernels_of(s)->affine_planes)(s, at, job->dy, job->x, job->y, job->vectors);
+}
+
+static void affine(const sbn_slice *s, const void *dy, const void *x, void *y, const void *vectors) {
+  if (s->n * s->c * s->l == 0) return;
+  on_huge_pages(s, y);
+  const int channels = is_by_channels(s);
+  const int64_t number = channels ? s->c : s->n;
+  const int64_t size = size_of_part(number, channels ? s->n * s->l : s->c * s->l);
+  const affine_job job = {s, dy, x, y, vectors, size};
+  for (int64_t i = 0; i < parts_of(number, size); i++) affine_of_part(&job, i);
+}
+
+int sbn_normalize(const sbn_slice *s, const void *x, void *y, const double *kept, const void *weight, int weight_dtype,
+                  const void *bias, int bias_dtype) {
+  const int64_t c = s->c;
+  vectors v;
+  if (!make_room(&v, c)) return SBN_NO_MEMORY;
+  for (int64_t i = 0; i < c; i++) {
+    const double factor = kept[c + i] * (weight ? read_at(weight, weight_dtype, i) : 1);
+    put(s, v.at, i, kept[i], factor, bias ? read_at(bias, bias_dtype, i) : 0, 0);
+  }
+  affine(s, NULL, x, y, v.at);
+  free_room(&v);
+  return SBN_OK;
+}
+
+int sbn_forward(const sbn_slice *s, const void *x, void *y, const double *total, double eps, int clamp, double *kept,
+                const void *weight, int weight_dtype, const void *bias, int bias_dtype, void *running_mean,
+                void *running_var, int running_dtype, int64_t *tracked, double momentum) {
+  sbn_finish(s->c, total, eps, clamp, kept, running_mean, running_var, running_dtype, tracked, momentum);
+  return sbn_normalize(s, x, y, kept, weight, weight_dtype, bias, bias_dtype);
+}
+
+int sbn_input_grad(const sbn_slice *s, const void *dy, const void *x, void *dx, const double *kept, const double *total,
+                   const void *weight, int weight_dtype) {
+  const int64_t c = s->c;
+  const double *invstd = kept + c, *slope = invstd + c, n = total[2 * c] > 0 ? total[2 * c] : 1;
+  vectors v;
+  if (!make_room(&v, c)) return SBN_NO_MEMORY;
+  for (int64_t i = 0; i < c; i++) {
+    const double by_grad = invstd[i] * (weight ? read_at(weight, weight_dtype, i) : 1);
+    const double through_variance = invstd[i] * invstd[i] * (total[c + i] / n * slope[i]);
+    put(s, v.at, i, kept[i], -by_grad * through_variance, -by_grad * (total[i] / n), by_grad);
+  }
+  affine(s, dy, x, dx, v.at);
+  free_room(&v);
+  return SBN_OK;
+}
+
+int sbn_backward(const sbn_slice *s, const void *dy, const void *x, void *dx, const double *kept, const double *total,
+                 const double *row, const void *weight, int weight_dtype, void *dweight, void *dbias, int bias_dtype) {
+  const int code = dx ? sbn_input_grad(s, dy, x, dx, kept, total, weight, weight_dtype) : SBN_OK;
+  if (code == SBN_OK) sbn_param_grads(s->c, row, kept, dweight, weight_dtype, dbias, bias_dtype);
+  return code;
+}

@@ -1,0 +1,114 @@
+"""The loaded library of the native core, with the types of its functions; core/sbn.h says what each does."""
+
+import ctypes
+import os
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from statsd_bn.environment import boolean
+
+# Of core/sbn.h.
+VERSION = 1
+F32, BF16, F16, F64 = range(4)
+OK, NO_MEMORY = range(2)
+LEVELS = ("baseline", "AVX2", "AVX-512")
+
+PATH = Path(__file__).resolve().parent / "libsbn.so"
+
+_AT: TypeAlias = ctypes.c_void_p
+_LONG: TypeAlias = ctypes.c_int64
+_INT: TypeAlias = ctypes.c_int
+_DOUBLE: TypeAlias = ctypes.c_double
+_PARAMETER = (_AT, _INT)
+_FINISH = (_AT, _DOUBLE, _INT, _AT)  # total, eps, clamp, kept
+_RUNNING = (_AT, _AT, _INT, _AT, _DOUBLE)  # mean, var, their dtype, tracked, momentum
+
+_FUNCTIONS: dict[str, tuple[type[_INT] | None, tuple[type, ...]]] = {
+    "sbn_version": (_INT, ()),
+    "sbn_level": (_INT, (_INT,)),
+    "sbn_moments": (_INT, (_AT, _AT, _AT)),
+    "sbn_finish": (None, (_LONG, *_FINISH, *_RUNNING)),
+    "sbn_normalize": (_INT, (_AT, _AT, _AT, _AT, *_PARAMETER, *_PARAMETER)),
+    "sbn_forward": (_INT, (_AT, _AT, _AT, *_FINISH, *_PARAMETER, *_PARAMETER, *_RUNNING)),
+    "sbn_backward_sums": (_INT, (_AT, _AT, _AT, _AT, _AT)),
+    "sbn_input_grad": (_INT, (_AT, _AT, _AT, _AT, _AT, _AT, *_PARAMETER)),
+    "sbn_param_grads": (None, (_LONG, _AT, _AT, *_PARAMETER, *_PARAMETER)),
+    "sbn_backward": (_INT, (_AT, _AT, _AT, _AT, _AT, _AT, _AT, *_PARAMETER, _AT, *_PARAMETER)),
+}
+
+
+class Slice(ctypes.Structure):
+    """A dense slice: planes (n, c, l); or n rows of c values where channels lie last, then l is 1.
+
+    `ctypes.addressof` of one is what functions take; it has to live as long as they run.
+    """
+
+    _fields_ = (
+        ("n", ctypes.c_int64),
+        ("c", ctypes.c_int64),
+        ("l", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("rows", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    )
+
+
+class Library(NamedTuple):
+    """The functions of the core, twice.
+
+    Attributes:
+        releasing: they release the GIL while they run.
+        holding: they hold it, which takes less time for slices of a few microseconds.
+    """
+
+    releasing: ctypes.CDLL
+    holding: ctypes.PyDLL
+
+
+def library() -> Library | None:
+    """Returns the core; None if it cannot be used: `description` says why.
+
+    Raises:
+        ConfigurationError: STATSD_BN_NATIVE is neither a yes nor a no.
+    """
+    return _load()[0]
+
+
+def description() -> str:
+    """Returns a line that says whether the core is in use, and with which instructions, or why not.
+
+    Raises:
+        ConfigurationError: as for `library`.
+    """
+    core, reason = _load()
+    if core is None:
+        return f"native core: not in use, {reason}"
+    return f"native core: in use ({LEVELS[core.holding.sbn_level(-1)]})"
+
+
+@cache
+def _load() -> tuple[Library | None, str]:
+    if os.environ.get("STATSD_BN_NATIVE", "").strip() and not boolean(os.environ, "STATSD_BN_NATIVE"):
+        return None, "STATSD_BN_NATIVE is off"
+    return load(PATH)
+
+
+def load(path: Path) -> tuple[Library | None, str]:
+    """Returns the core in a file, and nothing; or None, and why it cannot be used."""
+    if not path.exists():
+        return None, f"it was not compiled when statsd_bn was installed: there is no {path}"
+    try:
+        found = Library(ctypes.CDLL(str(path)), ctypes.PyDLL(str(path)))
+        found.holding.sbn_version.argtypes = ()
+        version = found.holding.sbn_version()
+    except (OSError, AttributeError) as error:
+        return None, f"{path} cannot be loaded: {error}"
+    if version != VERSION:
+        return None, f"expected version {VERSION} of its interface in {path}, got {version}; install statsd_bn again"
+    for functions in found:
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(functions, name)
+            function.restype, function.argtypes = result, arguments
+    return found, ""

@@ -1,0 +1,200 @@
+"""The native core's kernels against float64, and its statistics against numpy's and torch's to the bit."""
+
+import ctypes
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from client.kernels.statistics import Statistics
+from client.layers.running_stats import move, newest
+from client.native import library
+from statsd_bn.moments import Moments
+from statsd_bn.reduction import quietly
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+
+# Three roundings of float32; halves are rounded once more; the float64 that is compared with has roundings of its own.
+OFF = {torch.float32: 2e-7, torch.float64: 1e-13, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+PLANES = [(3, 5, 49), (1, 3, 17), (5, 1, 33), (2, 700, 3), (9, 3, 4099), (4, 16, 16400)]
+ROWS = [(147, 5), (1, 17), (5, 1), (6, 700), (4099, 24)]
+
+SPECIAL = [0.0, 1e-310, 1.0, 1e300, np.inf, -np.inf, np.nan]
+
+
+CORE = library.library()
+
+
+@pytest.fixture(params=range(CORE.holding.sbn_level(-1) + 1 if CORE else 1), ids=library.LEVELS.__getitem__)
+def core(request):
+    """With the instructions of each level that this processor has."""
+    assert CORE, library.description()
+    best = CORE.holding.sbn_level(-1)
+    CORE.holding.sbn_level(request.param)
+    yield CORE.releasing
+    CORE.holding.sbn_level(best)
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def at(tensor):
+    return None if tensor is None else tensor.data_ptr()
+
+
+def slice_of(x):
+    n, c, *rest = x.shape
+    return ctypes.byref(library.Slice(n, c, *(rest or [1]), DTYPES[x.dtype], not rest, 1))
+
+
+def parameter(tensor):
+    return at(tensor), 0 if tensor is None else DTYPES[tensor.dtype]
+
+
+def vectors(number, c):
+    return torch.full((number * c + 1,), torch.nan, dtype=torch.float64)
+
+
+def forward(core, x, total, weight=None, bias=None, eps=1e-5):
+    y, kept = torch.full_like(x, torch.nan), vectors(3, x.shape[1])
+    arguments = at(total), eps, 0, at(kept), *parameter(weight), *parameter(bias), None, None, 0, None, 0.1
+    assert core.sbn_forward(slice_of(x), at(x), at(y), *arguments) == library.OK
+    return y, kept
+
+
+def row_of(function, x, *others):
+    row = vectors(2, x.shape[1])
+    assert function(slice_of(x), *map(at, others), at(row)) == library.OK
+    return row
+
+
+def assert_near(found, exact, off):
+    worst = (found.double() - exact).abs().max() if exact.numel() else 0
+    assert worst <= off * exact.abs().max() + (2.0**-25 if found.dtype == torch.float16 else 0)
+
+
+@pytest.mark.parametrize("shape", PLANES + ROWS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ratio", [0, 1000])
+def test_a_layer_is_that_of_float64(core, dtype, shape, ratio):
+    c, off = shape[1], OFF[dtype]
+    x, dy = (random(*shape) + ratio).to(dtype), random(*shape, seed=1).to(dtype)
+    weight, bias = random(c, seed=2).to(dtype), random(c, seed=3).float()
+    wide, grad = (v.double().transpose(0, 1).reshape(c, -1) for v in (x, dy))
+    number, mean = wide.shape[1], wide.mean(1, keepdim=True)
+    centred = wide - mean
+    invstd = (centred.square().mean(1, keepdim=True) + 1e-5).rsqrt()
+    row = row_of(core.sbn_moments, x, x)
+    assert row[-1] == number
+    torch.testing.assert_close(row[:c], wide.sum(1), rtol=1e-13, atol=1e-11 * number**0.5)
+    torch.testing.assert_close(row[c:-1], wide.square().sum(1), rtol=1e-13, atol=0)
+
+    y, kept = forward(core, x, row, weight, bias)
+    by = invstd * weight.double().unsqueeze(1)
+    rounding = 1e-8 if ratio and dtype == torch.float64 else 0  # of the sums that travel: 2^-53 mean² / variance
+    assert_near(y.transpose(0, 1).reshape(c, -1), centred * by + bias.double().unsqueeze(1), off + rounding)
+
+    own = row_of(core.sbn_backward_sums, x, dy, x, kept)
+    first, second = grad.sum(1), (grad * centred).sum(1)
+    torch.testing.assert_close(own[:c], first, rtol=1e-12, atol=1e-12 * number**0.5)
+    torch.testing.assert_close(own[c:-1], second, rtol=1e-12, atol=1e-12 * number**0.5 * (1 + ratio))
+    dx, dweight, dbias = (
+        torch.full_like(x, torch.nan),
+        torch.full_like(weight, torch.nan),
+        torch.full_like(bias, torch.nan),
+    )
+    gradients = at(kept), at(own), at(own), *parameter(weight), at(dweight), *parameter(dbias)
+    assert core.sbn_backward(slice_of(x), at(dy), at(x), at(dx), *gradients) == library.OK
+    terms = grad - first.unsqueeze(1) / number - centred * invstd.square() * second.unsqueeze(1) / number
+    assert (dx.transpose(0, 1).reshape(c, -1).double() - by * terms).abs().max() <= (off + rounding) * (
+        by * grad
+    ).abs().max()
+    assert_near(dweight, second * invstd.squeeze(1), off + rounding)
+    assert_near(dbias, first, 1e-7)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 3, 0), (0, 3)], ids=str)
+def test_an_empty_slice_has_empty_sums_and_takes_part(core, shape):
+    x = torch.empty(shape)
+    row = row_of(core.sbn_moments, x, x)
+    assert row.tolist() == [0.0] * 7
+    _, kept = forward(core, x, torch.tensor([2.0, 4, 6, 4, 8, 18, 2], dtype=torch.float64))
+    assert kept[:3].tolist() == [1, 2, 3]
+    assert row_of(core.sbn_backward_sums, x, x, x, kept).tolist() == [0.0] * 7
+    _, kept = forward(core, x, row)
+    assert kept[:9].tolist() == [0.0] * 9
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 9, 21), (63, 9)], ids=str)
+def test_nan_and_infinity_spoil_their_channel_alone(core, dtype, shape):
+    x = random(*shape).to(dtype)
+    clean, _ = forward(core, x, row_of(core.sbn_moments, x, x))
+    for place, value in ((0, np.nan), (5, np.inf)):
+        x[place % 3, place] = value
+    row = row_of(core.sbn_moments, x, x)
+    assert row[:-1].isfinite().view(2, 9).sum(1).tolist() == [7, 7]
+    assert row[0].isnan()
+    assert row[5] == np.inf
+    y, _ = forward(core, x, row)
+    for channel in range(9):
+        expected = torch.full_like(clean[:, channel], torch.nan) if channel in {0, 5} else clean[:, channel]
+        torch.testing.assert_close(y[:, channel], expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_halves_are_read_and_rounded_as_torch_does(core, dtype):
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).reshape(1, 1, -1)
+    nothing = torch.tensor([0.0, 1, 1], dtype=torch.float64)
+    one = torch.ones(1)
+    y = torch.empty_like(every)
+    assert core.sbn_normalize(slice_of(every), at(every), at(y), at(nothing), *parameter(one), None, 0) == library.OK
+    torch.testing.assert_close(y, every, rtol=0, atol=0, equal_nan=True)
+    single = every.flatten()[None]
+    expected = torch.cat((single.double(), single.double().square()), dim=1)[0]
+    torch.testing.assert_close(row_of(core.sbn_moments, single, single)[:-1], expected, rtol=0, atol=0, equal_nan=True)
+    bits = torch.randint(-(2**31), 2**31, (200_000,), dtype=torch.int64, generator=torch.Generator().manual_seed(0))
+    near = every.flatten().float()[:, None] * torch.tensor([1, 1 + 2.0**-9, 1 + 2.0**-12, 1 + 2.0**-12 + 2.0**-22])
+    wide = torch.cat((bits.to(torch.int32).view(torch.float32), near.flatten(), torch.linspace(-1e-4, 1e-4, 99_999)))
+    c = len(wide)
+    row, found = torch.cat((wide, wide)).double(), torch.empty(c, dtype=dtype)
+    core.sbn_param_grads(c, at(row), at(vectors(3, c)), None, 0, *parameter(found))
+    torch.testing.assert_close(found, wide.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 1000])
+@pytest.mark.parametrize("momentum", [0.1, 0.7, 0.0, None])
+@pytest.mark.parametrize("running", [*DTYPES, None], ids=str)
+@pytest.mark.parametrize(("eps", "eps_mode"), [(1e-5, "plus"), (1e-5, "clamp"), (0.5, "clamp")])
+@quietly
+def test_statistics_have_the_bits_of_numpy_and_torch(count, momentum, running, eps, eps_mode):
+    values = np.array([(s, q) for s in SPECIAL for q in SPECIAL])
+    sums, squares = np.concatenate((values, random(999, 2).numpy() * [30, 900] + [0, 900])).T.copy()
+    squares[-9:] = sums[-9:] ** 2 / max(count, 1)
+    c, batch = len(sums), Moments(count, sums, squares)
+    buffers = [random(c, seed=seed).to(running) for seed in (4, 5)] if running else [None, None]
+    tracked = torch.tensor(3)
+    layer = SimpleNamespace(track_running_stats=True, momentum=momentum, num_batches_tracked=tracked.clone())
+    layer.running_mean, layer.running_var = (None if v is None else v.clone() for v in buffers)
+    total, kept = torch.from_numpy(np.concatenate((sums, squares, [count]))), torch.empty(3, c, dtype=torch.float64)
+    moved = np.nan if momentum is None else momentum
+    arguments = at(kept), *map(at, buffers), DTYPES.get(running, 0), at(tracked), moved
+    CORE.holding.sbn_finish(c, at(total), eps, eps_mode == "clamp", *arguments)
+    expected = Statistics.of(batch, eps, eps_mode)
+    for ours, numpys in zip(kept, (expected.mean, expected.invstd, expected.slope), strict=True):
+        assert_same_bits(ours, torch.tensor(numpys))
+    move(layer, *map(torch.from_numpy, newest(batch)), has_values=count > 0)
+    assert tracked == layer.num_batches_tracked == 4
+    if running:
+        assert_same_bits(buffers[0], layer.running_mean)
+        assert_same_bits(buffers[1], layer.running_var)
+
+
+def assert_same_bits(found, expected):
+    """Any NaN is like any other."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[found.element_size()]
+    bits = [torch.where(v.isnan(), torch.nan, v).view(integers) for v in (found, expected)]
+    assert torch.equal(*bits), (found, expected)
