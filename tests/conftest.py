@@ -4,6 +4,7 @@ import faulthandler
 import gc
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -58,8 +59,8 @@ settings.load_profile("tests")
 PROCESSES = {"company", "launch", "pool", "python", "workers"}
 ALONE = {"honest_job_beside"}
 
-# Where scripts/test looks for the latter.
-ALONE_FOLDERS = ("tests/attacks/", "tests/integration/")
+# What the files of the latter say, by which scripts/test finds them.
+ALONE_WORDS = re.compile(r"honest_job_beside|mark\.alone")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -70,8 +71,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.processes)
         if fixtures & ALONE:
             item.add_marker(pytest.mark.alone)
-        if item.get_closest_marker("alone") and not item.nodeid.startswith(ALONE_FOLDERS):
-            raise pytest.UsageError(f"{item.nodeid} is alone: expected it in one of {', '.join(ALONE_FOLDERS)}")
+        if item.get_closest_marker("alone") and not ALONE_WORDS.search(item.path.read_text()):
+            raise pytest.UsageError(f"{item.nodeid} is alone: expected {ALONE_WORDS.pattern} in its file")
 
 
 @pytest.hookimpl(wrapper=True)
