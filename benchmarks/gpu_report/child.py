@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import multiprocessing
 import os
 import sys
 import traceback
@@ -20,6 +21,9 @@ def main() -> None:
     parser.add_argument("--stand-in", action="store_true")
     parser.add_argument("--plant", default="")
     options = parser.parse_args()
+    # The process that forks a step's ranks loads these once. Not at import: tests that import us have their own list.
+    starter = multiprocessing.get_context("forkserver")
+    starter.set_forkserver_preload(["client", "gpu_report.networks", "torch._dynamo"])
     status = 0
     with options.records.open("a") as records:
         step = Step(stand_in=options.stand_in, output=options.output, records=records, plant=options.plant)

@@ -29,7 +29,6 @@ from gpu_report.step import Step
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 STARTER = multiprocessing.get_context("forkserver")
-STARTER.set_forkserver_preload(["client", "gpu_report.networks", "torch._dynamo"])
 
 # A rank that is late says where it is this long before it is killed.
 LAST_WORDS_SECONDS = 2.0

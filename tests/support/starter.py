@@ -8,8 +8,9 @@ import multiprocessing
 
 STARTER = multiprocessing.get_context("forkserver")
 
-# With the first optimizer of a process torch loads the compiler, and so does `client.connect`.
-STARTER.set_forkserver_preload(["client", "torch._dynamo", "conftest"])
+# With the first optimizer of a process torch loads the compiler, and so does `client.connect`; its back half it loads
+# with the first call that is compiled, which takes more than a second.
+STARTER.set_forkserver_preload(["client", "torch._dynamo", "torch._inductor.compile_fx", "conftest"])
 
 WAIT_SECONDS = 100.0
 
