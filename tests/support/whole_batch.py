@@ -3,6 +3,7 @@
 The functions that member processes run live here, since a process can only be sent functions it can import.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,11 @@ def on_the_whole_batch(case: Case) -> Result:
 def as_member(connection: client.Connection, case: Case) -> Result:
     """One member process with one replica."""
     return run_shard(case, case.layer(synchronised=True), connection.rank)
+
+
+def as_member_in_each(connection: client.Connection, cases: Sequence[Case]) -> list[Result]:
+    """`as_member` in one case after the other."""
+    return [as_member(connection, case) for case in cases]
 
 
 def run_shard(case: Case, layer: nn.Module, shard: int) -> Result:
