@@ -320,6 +320,7 @@ def test_whoever_is_at_the_end_waits_for_the_members_as_long_as_it_said(start):
 
 PARENT = """
 import sys, threading
+import support.without_torch
 from client.launch.server_process import ServerProcess
 print(ServerProcess(leave_timeout=20.0).endpoint, flush=True)
 sys.stdin.readline()

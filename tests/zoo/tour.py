@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from multiprocessing import get_context
 from typing import Any, TypeVar
 
 import torch
 
+from support.starter import STARTER
 from zoo.catalogue import Survey, architectures, smallest, survey
 from zoo.exhibits import Exhibit, exhibit
 
@@ -71,7 +71,7 @@ def in_processes(
     left = list(things)
     while left:
         done = []
-        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_begin) as pool:
+        with ProcessPoolExecutor(jobs, mp_context=STARTER, initializer=_begin) as pool:
             futures: dict[Future[Any], T] = {pool.submit(work, thing): thing for thing in left}
             try:
                 with suppress(BrokenProcessPool):
