@@ -15,12 +15,10 @@ import numpy as np
 import torch
 
 from client.autograd import findings
-from client.autograd.device_exchange import DeviceExchange
 from client.autograd.exchange import Exchange, Turn
-from client.kernels.device_statistics import DeviceMoments
+from client.ops.statistics import BatchMoments
 from client.transports.transport import Transport
 from statsd_bn.moments import Moments
-from statsd_bn.rows import Rows
 
 # Nothing keeps the exchange of a reentrant checkpoint's first run, of a layer before the first parameter that learns,
 # or of a compiled one. Pipelines have up to a few dozen micro-batches under way; an exchange holds four vectors per
@@ -78,7 +76,7 @@ class Exchanges:
         if self._nr_without_graph - self._latest[oldest] > KEPT_WITHOUT_GRAPH * len(layers):
             del layers[oldest], self._latest[oldest]
 
-    def find(self, layer: str, transport: Transport, replica: int, moments: Moments | DeviceMoments) -> Exchange | None:
+    def find(self, layer: str, transport: Transport, replica: int, moments: BatchMoments) -> Exchange | None:
         """Returns the call of `layer` to which local replica number `replica` brought these moments, if there is one.
 
         Where several calls come near, as those of micro-batches may, it is the nearest. Calls that are equal here may
@@ -115,9 +113,9 @@ def _first_beside(call: Exchange, near: list[Exchange]) -> Exchange:
     Two calls of one layer on an empty batch are such: they are equal here, and not on another member.
     """
     first = call.turns[0]
-    if not first.is_inside_node or len(call.rows.counts) > 1:  # the numbers of replicas' threads say nothing
+    if not first.is_inside_node or len(call.local) > 1:  # the numbers of replicas' threads say nothing
         return call
-    beside = [other for other in near if other.turns[0] == first and len(other.rows.counts) == 1]
+    beside = [other for other in near if other.turns[0] == first and len(other.local) == 1]
     return min(beside, key=lambda other: (len(other.turns), other.number))
 
 
@@ -133,47 +131,39 @@ def _distance_to(node: int | None, call: Exchange) -> float:
     What is inside another checkpoint is computed again for that one first, so a call may have been computed more than
     once. Replicas have threads of their own, whose numbers say nothing about the call's.
     """
-    if node is None or len(call.rows.counts) > 1:
+    if node is None or len(call.local) > 1:
         return 0.0
     found = (turn.distance_to(node) for turn in call.turns)
     return min((distance for distance in found if distance is not None), default=math.inf)
 
 
-def _distances(
-    calls: list[Exchange], replica: int, moments: Moments | DeviceMoments
-) -> Iterator[tuple[Exchange, float]]:
+def _distances(calls: list[Exchange], replica: int, moments: BatchMoments) -> Iterator[tuple[Exchange, float]]:
     """Yields the calls that may be meant, and how far their moments are from these.
 
     Where moments stay on a device, the only call for an input of that shape is taken for the one, and a later call
     raises if it was not. Only if there are several the host has to look at their values, and waits for the device.
     """
-    if isinstance(moments, Moments):
-        for call in calls:
-            if not isinstance(call, DeviceExchange):
-                yield call, _distance(call.rows, replica, moments)
-        return
-    alike = [call for call in calls if isinstance(call, DeviceExchange) and _has_shape(call, replica, moments.shape)]
-    if len(alike) == 1:
-        findings.check_computed_again(alike[0].layer, alike[0].rows.values[replica], moments.vectors, TOLERANCE)
+    alike = [call for call in calls if _has_shape(call, replica, moments.shape)]
+    if len(alike) == 1 and alike[0].capacity:
+        findings.check_computed_again(alike[0].layer, alike[0].local[replica].vectors, moments.vectors, TOLERANCE)
         yield alike[0], 0.0
-        return
-    seen = moments.on_host() if alike else Moments.empty(0)
-    for call in alike:
-        yield call, _distance(call.rows.on_host(), replica, seen)
+    elif alike:
+        again = moments.on_host()
+        for call in alike:
+            yield call, _distance(call.local[replica].on_host(), again)
 
 
-def _has_shape(call: DeviceExchange, replica: int, shape: tuple[int, ...]) -> bool:
+def _has_shape(call: Exchange, replica: int, shape: tuple[int, ...]) -> bool:
     return replica < len(call.local) and call.local[replica].shape == shape
 
 
-def _distance(rows: Rows, replica: int, moments: Moments) -> float:
+def _distance(first: Moments, again: Moments) -> float:
     """Returns how far apart the sums are, relative to the largest of each vector; infinity if the counts differ."""
-    counts, values = rows.counts, rows.values
-    if replica >= len(counts) or counts[replica] != moments.count or values[replica].shape != moments.vectors.shape:
+    if first.count != again.count:
         return np.inf
-    first, again = np.nan_to_num(values[replica]), np.nan_to_num(moments.vectors)
-    largest = np.abs(first).max(axis=1, keepdims=True)
-    return float((np.abs(first - again) / np.where(largest > 0, largest, 1.0)).max())
+    before, now = np.nan_to_num(first.vectors), np.nan_to_num(again.vectors)
+    largest = np.abs(before).max(axis=1, keepdims=True)
+    return float((np.abs(before - now) / np.where(largest > 0, largest, 1.0)).max())
 
 
 exchanges = Exchanges()

@@ -2,24 +2,19 @@
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from client.autograd import non_finite
+from client.autograd import rounds
 from client.autograd.backward_passes import phase_of
-from client.kernels import on_host
-from client.kernels.statistics import Statistics
+from client.autograd.findings import Few, too_few
+from client.ops.statistics import BatchMoments, BatchStatistics, Count
+from client.transports.device_rows import LocalRows
 from client.transports.transport import Transport
-from statsd_bn.error_text import broken
 from statsd_bn.errors import ConfigurationError
-from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate
-from statsd_bn.moments import Moments
 from statsd_bn.round_key import FORWARD, FORWARD_WITHOUT_GRADIENT, RoundKey
-from statsd_bn.rows import Rows, sound_rows
 
 _numbers = itertools.count()
 
@@ -66,17 +61,17 @@ class Exchange:
     """One layer's call: how it reaches the other replicas, and what they know together.
 
     Attributes:
-        kernels: what computes the steps, by where its vectors are.
         transport: the way to the others.
         layer: the layer's name, for errors.
         eps: the layer's.
         eps_mode: the layer's.
         phase: of its forward round, see `phase_of_forward`.
-        rows: what the local replicas contributed to the forward round.
+        capacity: how many rows each rank brings on its device, see `device_rows.capacity_of`; 0 where rows go over the
+            host.
+        local: what the local replicas contributed to the forward round.
         key: of the forward round; None before it.
-        members: who took part in the forward round.
         moments: of the whole batch.
-        statistics: what they make of it; rows, moments and statistics are such as the kernels have.
+        statistics: what they make of it.
         number: grows with each call that this process makes.
         turns: when it was computed, first and again.
         has_moved: whether the forward round has moved the layer's running statistics itself.
@@ -84,18 +79,16 @@ class Exchange:
         streams: in which the devices of the local replicas work; empty where they have none.
     """
 
-    kernels: ClassVar[Any] = on_host
-
     transport: Transport
     layer: str
     eps: float
     eps_mode: str
     phase: str = FORWARD
-    rows: Any = field(init=False)
+    capacity: int = 0
+    local: list[BatchMoments] = field(init=False)
     key: RoundKey | None = None
-    members: Members = field(init=False)
-    moments: Any = field(init=False)
-    statistics: Any = field(init=False)
+    moments: BatchMoments = field(init=False)
+    statistics: BatchStatistics = field(init=False)
     number: int = field(init=False, default_factory=_numbers.__next__)
     turns: list[Turn] = field(init=False, default_factory=lambda: [Turn()])
     has_moved: bool = False
@@ -108,23 +101,38 @@ class Exchange:
         """Whether the forward round has taken place."""
         return self.key is not None
 
-    def forward(self, local: list[Any]) -> None:
-        """Exchanges the local replicas' moments for those of the whole batch."""
-        values = np.array([(moments.sums, moments.squares) for moments in local])
-        rows = Rows(tuple([moments.count for moments in local]), values)
-        aggregate = self.transport.run_slave(rows, phase=self.phase)
-        non_finite.check(self.transport, rows, aggregate)
-        self.take(rows, aggregate)
+    def forward(self, local: list[BatchMoments]) -> None:
+        """Exchanges the local replicas' moments for those of the whole batch.
 
-    def take(self, rows: Rows, aggregate: Aggregate) -> None:
-        """Keeps what the forward round returned for these rows."""
-        self.rows = rows
-        self.key = aggregate.key
-        self.members = aggregate.members
-        self.moments = Moments.from_vectors(aggregate.count, aggregate.values)
-        self.statistics = Statistics.of(self.moments, self.eps, self.eps_mode)
+        Raises:
+            StatsdBNError: the round has failed; or, where rows stay on devices, an earlier one has.
+            ValueError: the whole batch of an earlier round on devices had too few values.
+        """
+        self.local, counts = local, [moments.count for moments in local]
+        rows = LocalRows.of(counts, [moments.vectors for moments in local])
+        count: Count
+        if self.capacity:
+            found = rounds.forward_on_devices(self.transport, rows, self.capacity, self.phase, self._few)
+            self.key, count, values = found
+        else:
+            aggregate, values = rounds.over_host(self.transport, rows, phase=self.phase)
+            self.key, count = aggregate.key, aggregate.count
+        self.moments = BatchMoments(count, values[0], values[1])
+        self.statistics = BatchStatistics.of(self.moments, self.eps, self.eps_mode)
 
-    def backward(self, phase: str, local: list[Any]) -> Any:
+    def _few(self, count: Tensor) -> Few | None:
+        """Returns whether the whole batch has too few values, as `check_count` has it; None where it has enough.
+
+        Mostly the shapes say that there are enough.
+        """
+        if sum(moments.known for moments in self.local) > 1:
+            return None
+        with_positions = [moments.shape for moments in self.local if 0 not in moments.shape]
+        if with_positions:
+            return Few(count <= 1, self.layer, with_positions[0])
+        return Few(count == 1, self.layer, self.local[0].shape)
+
+    def backward(self, phase: str, local: list[Tensor]) -> Tensor:
         """Returns the sums over all replicas.
 
         Args:
@@ -133,17 +141,14 @@ class Exchange:
             local: shape (vectors, C) for each replica.
         """
         key = self.next_key(phase, len(local))
-        before, values = self.rows, np.array(local)
-        rows = (sound_rows if values.shape == before.values.shape else Rows)(before.counts, values)
-        aggregate = self.transport.run_slave(rows, key)
-        non_finite.check(self.transport, rows, aggregate)
-        return aggregate.values
+        rows = LocalRows.of([moments.count for moments in self.local], local)
+        return rounds.backward(self.transport, rows, self.capacity, key)
 
     def next_key(self, phase: str, replicas: int) -> RoundKey:
         """Returns the key of the next round of this phase, to which so many local replicas bring something."""
-        if replicas != len(self.rows.counts):
+        if replicas != len(self.local):
             raise ConfigurationError(
-                f"layer {self.layer!r}: expected gradients of all {len(self.rows.counts)} replicas of this process "
+                f"layer {self.layer!r}: expected gradients of all {len(self.local)} replicas of this process "
                 f"together, got those of {replicas}; a reentrant checkpoint computes one replica at a time, so pass "
                 "use_reentrant=False to torch.utils.checkpoint"
             )
@@ -155,17 +160,10 @@ class Exchange:
         return self.key.of_phase(phase_of(phase, number))
 
     def check_count(self, x: Tensor) -> None:
-        """Raises ValueError if the whole batch has one value per channel, or none for the positions of `x`."""
-        if self.moments.count > 1 or (self.moments.count == 0 and x.numel() == 0):
-            return
-        raise too_few(self.layer, self.moments.count, tuple(x.shape))
+        """Raises ValueError if the whole batch has one value per channel, or none for the positions of `x`.
 
-
-def too_few(layer: str, count: int, shape: tuple[int, ...]) -> ValueError:
-    """Returns the error for a whole batch with so few values per channel."""
-    return ValueError(
-        broken(
-            f"layer {layer!r}: expected more than 1 value per channel over all replicas when training, got {count} "
-            f"(this replica's input has shape {shape})"
-        )
-    )
+        Where rows stay on devices, `forward` has seen to it.
+        """
+        count = self.moments.count
+        if isinstance(count, int) and (count == 1 or (count == 0 and x.numel())):
+            raise too_few(self.layer, count, tuple(x.shape))

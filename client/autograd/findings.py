@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from client.autograd import non_finite
-from client.autograd.exchange import too_few
 from client.autograd.verdicts import Flags, Verdicts
 from client.ops.triton import FEW, NOT_FINITE, OTHER_ROUND
 from client.transports import process_group
-from client.transports.device_rows import DeviceAggregate, DeviceRows
+from client.transports.device_rows import DeviceAggregate, LocalRows
 from client.transports.process_group import ProcessGroupPipe
 from client.transports.transport import Transport
-from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
+from statsd_bn.error_text import MOST_ROWS, Place, Row, broken, error_text
 from statsd_bn.errors import ConfigurationError, RoundMismatch
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
@@ -55,7 +54,7 @@ class Findings:
     """
 
     transport: Transport
-    brought: DeviceRows
+    brought: LocalRows
     aggregate: DeviceAggregate
     few: Few | None = None
 
@@ -164,3 +163,13 @@ def check_computed_again(layer: str, first: Tensor, again: Tensor, tolerance: fl
 
 def _place(ranks: Sequence[int], where: str) -> Place:
     return Place([Row((f"rank {rank}", where)) for rank in ranks[:MOST_ROWS]], len(ranks), where)
+
+
+def too_few(layer: str, count: int, shape: tuple[int, ...]) -> ValueError:
+    """Returns the error for a whole batch with so few values per channel."""
+    return ValueError(
+        broken(
+            f"layer {layer!r}: expected more than 1 value per channel over all replicas when training, got {count} "
+            f"(this replica's input has shape {shape})"
+        )
+    )

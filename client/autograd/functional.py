@@ -16,10 +16,9 @@ from client.autograd import saved_tensor_hooks
 from client.autograd.exchange import Exchange
 from client.autograd.second_order import SecondOrder
 from client.border import make_readable
-from client.kernels import streams
+from client.ops import engine, streams
 from statsd_bn.error_text import broken
 from statsd_bn.errors import StatsdBNError
-from statsd_bn.reduction import quietly
 from statsd_bn.round_key import BACKWARD, SECOND_BACKWARD
 
 
@@ -34,7 +33,7 @@ class Slice:
         mask: shape (N, *), bool: which positions count for the statistics; None for all.
         holder: who keeps the input, weight and mask for backward: None for the batch norm's node, which saves them;
             `NOBODY` where they are not saved; or a node that has saved input and weight, see `held`.
-        stream: in which the replica's device works for it, see `client.kernels.streams`; None where it has none.
+        stream: in which the replica's device works for it, see `client.ops.streams`; None where it has none.
     """
 
     input: Tensor
@@ -161,11 +160,10 @@ class Exchanging(torch.autograd.Function):
 
 class _BatchNorm(Exchanging):
     @staticmethod
-    @quietly
     def forward(exchange: Exchange, holders: list[Any], *tensors: Any) -> tuple[Tensor, ...]:  # noqa: ARG004 - below
         inputs, weights, biases, masks = _split(tensors, 4)
         if not exchange.is_done:
-            exchange.forward([exchange.kernels.moments(x, mask) for x, mask in zip(inputs, masks, strict=True)])
+            exchange.forward([engine.moments(x, mask) for x, mask in zip(inputs, masks, strict=True)])
         return tuple([_normalise(exchange, *parts) for parts in zip(inputs, weights, biases, strict=True)])
 
     @staticmethod
@@ -199,8 +197,7 @@ class _BatchNorm(Exchanging):
 
 def _normalise(exchange: Exchange, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     exchange.check_count(x)
-    output: Tensor = exchange.kernels.normalise(x, exchange.statistics, weight, bias)
-    return output
+    return engine.normalise(x, exchange.statistics, weight, bias)
 
 
 def _kept(ctx: Any) -> Sequence[Tensor | None]:
@@ -239,35 +236,33 @@ class _BackwardPass:
     Attributes:
         exchange: the call's.
         needs: whether the inputs, weights and biases need gradients.
-        local: shape (2, C) per local replica: its Σdy and Σdy·(x-mean), as the kernels of the exchange return them.
+        local: shape (2, C) per local replica: its Σdy and Σdy·(x-mean).
         total: their sums over all replicas; None if no input needs a gradient.
     """
 
     exchange: Exchange
     needs: list[tuple[bool, ...]]
-    local: list[Any] = field(default_factory=list)
-    total: Any = None
+    local: list[Tensor] = field(default_factory=list)
+    total: Tensor | None = None
 
 
 class _Backward(Exchanging):
     """The first backward, as a function that can be differentiated itself."""
 
     @staticmethod
-    @quietly
     def forward(this: _BackwardPass, *tensors: Any) -> tuple[Tensor | None, ...]:
         grads, inputs, weights, masks = _split(tensors, 4)
-        kernels, statistics = this.exchange.kernels, this.exchange.statistics
+        statistics = this.exchange.statistics
         slices = zip(grads, inputs, masks, strict=True)
-        pairs = [kernels.for_backward(grad, x, statistics, mask) for grad, x, mask in slices]
-        grads, inputs = zip(*pairs, strict=True)
-        this.local = [
-            kernels.backward_sums(grad, x, statistics, mask) for grad, x, mask in zip(grads, inputs, masks, strict=True)
-        ]
+        grads, inputs = zip(*[engine.for_backward(*slice_) for slice_ in slices], strict=True)
+        slices = zip(grads, inputs, masks, strict=True)
+        this.local = [engine.backward_sums(grad, x, statistics, mask) for grad, x, mask in slices]
+        by_weight, by_bias = zip(*[engine.parameter_gradients(sums, statistics) for sums in this.local], strict=True)
         _, needs_weight, needs_bias = this.needs
         return (
             *_input_gradients(this, grads, inputs, weights, masks),
-            *_where_needed(needs_weight, [kernels.by_weight(sums, statistics) for sums in this.local], inputs, kernels),
-            *_where_needed(needs_bias, [sums[0] for sums in this.local], inputs, kernels),
+            *_where_needed(needs_weight, by_weight, inputs),
+            *_where_needed(needs_bias, by_bias, inputs),
         )
 
     @staticmethod
@@ -292,13 +287,10 @@ class _SecondBackward(Exchanging):
     """The gradient of the first backward."""
 
     @staticmethod
-    @quietly
     def forward(this: _BackwardPass, *tensors: Any) -> tuple[Tensor | None, ...]:
-        kernels, statistics = this.exchange.kernels, this.exchange.statistics
+        statistics = this.exchange.statistics
         *saved, by_input, by_weight, by_bias = _split(tensors, 7)
-        parts = [
-            SecondOrder(kernels, *part) for part in zip(*saved, this.local, by_input, by_weight, by_bias, strict=True)
-        ]
+        parts = [SecondOrder(*part) for part in zip(*saved, this.local, by_input, by_weight, by_bias, strict=True)]
         if this.total is None:
             return *(part.without_input(statistics) for part in parts), *[None] * 2 * len(parts)
         local = [part.sums(statistics) for part in parts]
@@ -328,16 +320,16 @@ def _input_gradients(
         return [None] * len(inputs)
     this.total = total = this.exchange.backward(BACKWARD, this.local)
     return [
-        this.exchange.kernels.input_gradient(grad, x, this.exchange.statistics, total, weight, mask)
+        engine.input_gradient(grad, x, this.exchange.statistics, total, weight, mask)
         for grad, x, weight, mask in zip(grads, inputs, weights, masks, strict=True)
     ]
 
 
 def _where_needed(
-    needs: tuple[bool, ...], found: list[Any], inputs: Sequence[Tensor], kernels: Any
+    needs: tuple[bool, ...], found: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> Iterator[Tensor | None]:
     for need, values, x in zip(needs, found, inputs, strict=True):
-        yield kernels.vector(values, x) if need else None
+        yield engine.vector(values, x) if need else None
 
 
 def _split(values: Any, parts: int) -> list[Any]:

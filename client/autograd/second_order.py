@@ -12,11 +12,14 @@ five of them, so a second backward takes one round too.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
+import torch
 from torch import Tensor
 
-from client.kernels import elementwise
+from client.ops import engine
+from client.ops.reference import affine, centred, scaled, total, where
+from client.ops.statistics import BatchStatistics
+from client.ops.vectors import home, parameter, widen
 
 VECTORS = 5
 
@@ -26,7 +29,6 @@ class SecondOrder:
     """One replica's part in a second backward.
 
     Attributes:
-        kernels: `on_host` or `on_device`, by where the vectors are.
         grad: g, shape (N, C, *).
         input: x, same shape.
         weight: w, shape (C,), or None for 1.
@@ -37,44 +39,45 @@ class SecondOrder:
         by_bias: t, shape (C,), or None for 0.
     """
 
-    kernels: Any
     grad: Tensor
     input: Tensor
     weight: Tensor | None
     mask: Tensor | None
-    first: Any
+    first: Tensor
     by_input: Tensor | None
     by_weight: Tensor | None
     by_bias: Tensor | None
 
-    def sums(self, statistics: Any) -> Any:
+    def sums(self, statistics: BatchStatistics) -> Tensor:
         """Returns Σv·g, Σm·v, Σm·v·z, u·Σg and u·Σg·z of this replica: shape (5, C)."""
-        kernels = self.kernels
-        if self.input.numel() == 0:
-            return kernels.zeros(VECTORS, self.input)
-        statistics, _ = kernels.near(self.input, statistics)
-        by_weight = kernels.parameter(self.by_weight, 0.0, statistics)
-        centred, rest = kernels.centred(self.input, statistics)
+        x = self.input
+        if x.numel() == 0:
+            return engine.zeros(VECTORS, x)
+        statistics = statistics.on(home(x))
+        by_weight = _parameter(self.by_weight, 0.0, statistics)
+        deviations, rest = centred(x, statistics)
         assert self.by_input is not None  # noqa: S101 - see its description
-        by_input = self.by_input.to(centred.dtype)
-        counted = elementwise.where(self.mask, by_input)
-        product, total, moment = kernels.rows(
-            elementwise.total(by_input * self.grad),
-            elementwise.total(counted),
-            elementwise.total(counted * elementwise.where(self.mask, centred)),
+        by_input = self.by_input.to(deviations.dtype)
+        counted = where(self.mask, by_input)
+        product, sum_, moment = widen(
+            x,
+            total(by_input * self.grad),
+            total(counted),
+            total(counted * where(self.mask, deviations)),
         )
-        return kernels.stack((product, total, moment - rest * total, *(by_weight * self.first)))
+        return torch.stack((product, sum_, moment - rest * sum_, *(by_weight * self.first)))
 
-    def without_input(self, statistics: Any) -> Tensor:
+    def without_input(self, statistics: BatchStatistics) -> Tensor:
         """Returns the gradient of g where the first backward gave dw and dbias only."""
-        kernels, x = self.kernels, self.input
-        statistics, _ = kernels.near(x, statistics)
-        by_weight = kernels.parameter(self.by_weight, 0.0, statistics)
-        by_bias = kernels.parameter(self.by_bias, 0.0, statistics)
-        found: Tensor = kernels.affine(x, statistics, statistics.invstd * by_weight, by_bias)
-        return found.to(self.grad.dtype)
+        x = self.input
+        statistics = statistics.on(home(x))
+        by_weight = _parameter(self.by_weight, 0.0, statistics)
+        by_bias = _parameter(self.by_bias, 0.0, statistics)
+        return affine(x, statistics, statistics.invstd * by_weight, by_bias).to(self.grad.dtype)
 
-    def gradients(self, statistics: Any, first: Any, second: Any, local: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    def gradients(
+        self, statistics: BatchStatistics, first: Tensor, second: Tensor, local: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns the gradients of g, x and w.
 
         Args:
@@ -84,17 +87,17 @@ class SecondOrder:
             local: shape (5, C): this replica's `sums`.
         """
         assert self.by_input is not None  # noqa: S101 - see its description
-        kernels, x = self.kernels, self.input
-        statistics, (first, second, local) = kernels.near(x, statistics, first, second, local)
+        x = self.input
+        statistics = statistics.on(home(x))
+        first, second, local = (each.to(home(x), non_blocking=True) for each in (first, second, local))
         n, invstd = statistics.count, statistics.invstd
         weight, by_weight, by_bias = (
-            kernels.parameter(self.weight, 1.0, statistics),
-            kernels.parameter(self.by_weight, 0.0, statistics),
-            kernels.parameter(self.by_bias, 0.0, statistics),
+            _parameter(self.weight, 1.0, statistics),
+            _parameter(self.by_weight, 0.0, statistics),
+            _parameter(self.by_bias, 0.0, statistics),
         )
         grads, moments = first
         products, totals, second_moments, weighted_grads, weighted_moments = second
-        # No powers: numpy and torch round them differently.
         cubic = statistics.slope * (invstd * invstd * invstd) / n
         square = statistics.slope * (invstd * invstd) / n
         # What g gives x and x gives g: the same, as in any second derivative.
@@ -103,14 +106,19 @@ class SecondOrder:
         by_centred = by_centred - cubic * weighted_moments
         constant = weight * cubic * (moments * totals + second_moments * grads) / n - invstd * weighted_grads / n
 
-        grad_of_grad: Tensor = kernels.affine(x, statistics, mixed, by_bias - weight * invstd * totals / n)
-        grad_of_grad.add_(kernels.scaled(self.by_input, weight * invstd))
-        counted: Tensor = kernels.affine(x, statistics, by_centred, constant)
-        counted.add_(kernels.scaled(self.by_input, -weight * cubic * moments))
-        grad_of_input = elementwise.where(self.mask, counted).add_(kernels.scaled(self.grad, mixed))
+        grad_of_grad = affine(x, statistics, mixed, by_bias - weight * invstd * totals / n)
+        grad_of_grad.add_(scaled(self.by_input, weight * invstd))
+        counted = affine(x, statistics, by_centred, constant)
+        counted.add_(scaled(self.by_input, -weight * cubic * moments))
+        grad_of_input = where(self.mask, counted).add_(scaled(self.grad, mixed))
         grad_of_weight = invstd * (local[0] - local[1] * grads / n - square * local[2] * moments)
         return (
             grad_of_grad.to(self.grad.dtype),
             grad_of_input.to(x.dtype),
-            None if self.weight is None else kernels.vector(grad_of_weight, x),
+            None if self.weight is None else engine.vector(grad_of_weight, x),
         )
+
+
+def _parameter(values: Tensor | None, default: float, statistics: BatchStatistics) -> Tensor:
+    """Returns a parameter-like vector, shape (C,), as float64; full of `default` where there is none."""
+    return torch.full_like(statistics.mean, default) if values is None else parameter(values)

@@ -1,31 +1,26 @@
-"""TritonExchange: the plain call of a layer on CUDA, computed by Triton's kernels.
+"""TritonExchange: the plain call of a layer on CUDA, computed by Triton's kernels."""
 
-Masks, replicas and second derivatives go by the operators of torch, see `client.kernels.on_device`; what those need to
-know of this call is made from its buffers when they ask.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from client.autograd import non_finite
-from client.autograd.device_exchange import DeviceExchange
 from client.autograd.findings import Few, Findings, hand_in_of_rows, verdicts
-from client.autograd.functional import Exchanging, Slice, apply_function, backward_by_operators
-from client.border import make_readable
-from client.kernels.device_statistics import DeviceMoments, DeviceStatistics
-from client.kernels.layout import alike, dense
+from client.autograd.functional import Slice
+from client.autograd.plain import PlainExchange, is_plain
+from client.ops.layout import alike, dense
+from client.ops.running import Running
+from client.ops.statistics import BatchMoments, BatchStatistics
 from client.ops.triton import available
-from client.ops.triton.running import Running
 from client.transports import device_rows
-from client.transports.device_rows import DeviceAggregate, DeviceRows
+from client.transports.device_rows import DeviceAggregate, LocalRows
 from client.transports.process_group import ProcessGroupPipe
 from client.transports.transport import Transport
-from statsd_bn.errors import StatsdBNError
 from statsd_bn.round_key import BACKWARD, RoundKey
 
 if TYPE_CHECKING:
@@ -38,29 +33,15 @@ def serves(slices: Sequence[Slice], capacity: int) -> bool:
     return capacity == len(slices) == 1 and is_plain(mine) and available.serves(mine.input, mine.weight, mine.bias)
 
 
-def is_plain(mine: Slice) -> bool:
-    """Whether a slice has nothing that the kernels cannot do, and no parameter of another length: they do not look."""
-    channels = mine.input.shape[1:2]
-    return (
-        mine.mask is None
-        and mine.holder is None
-        and mine.stream is None
-        and all(each is None or each.shape == channels for each in (mine.weight, mine.bias))
-        and not torch._C._are_functorch_transforms_active()  # noqa: SLF001 - has no public name
-    )
-
-
 @dataclass(slots=True, eq=False)
-class TritonExchange(DeviceExchange):
-    """One layer's call, see `DeviceExchange`.
+class TritonExchange(PlainExchange):
+    """One layer's call, see `PlainExchange`.
 
     Attributes:
-        running: the running statistics that the forward round moves; None where it leaves that to the layer.
         shape: of the input.
         first: the forward pass.
     """
 
-    running: Running | None = None
     shape: tuple[int, ...] = field(init=False)
     first: "Forward" = field(init=False)
 
@@ -85,7 +66,8 @@ class TritonExchange(DeviceExchange):
 
         key = device_rows.run_row(self.transport, write, phase=self.phase)
         at_once = non_finite.raises(self.transport, key)
-        running = None if at_once else self.running  # what is refused moves nothing
+        # What is refused moves nothing; a cumulative average the layer moves.
+        running = None if at_once or (self.running and isnan(self.running.momentum)) else self.running
         first.finish(
             _contiguous(weight), _contiguous(bias), running or Running(), self.eps, clamp=self.eps_mode == "clamp"
         )
@@ -93,9 +75,19 @@ class TritonExchange(DeviceExchange):
         self._hand_in(first, key, Few(first.flags, self.layer, self.shape), at_once=at_once)
         if not self.has_moved:
             _, (sums, squares) = _total(first.rows, first.ranks)
-            self.moments = DeviceMoments(first.work[0], sums, squares)
+            self.moments = BatchMoments(first.work[0], sums, squares)
         first.let_go()
         self.key = key
+
+    def made_when_asked(self, name: str) -> Any:
+        """Returns local moments and statistics."""
+        first = self.first
+        if name == "local":
+            sums, squares = first.row[2:].view(2, -1)
+            return [BatchMoments(first.count, sums, squares, self.shape)]
+        if name == "statistics":
+            return BatchStatistics(first.work[0].clamp(min=1), *first.vectors(0, 1, 2))
+        return None
 
     @property
     def _gathers(self) -> bool:
@@ -143,14 +135,6 @@ class TritonExchange(DeviceExchange):
         self._hand_in(this, key, at_once=False)
         return this.input_gradient(grad, x), of_weight, of_bias
 
-    def __getattr__(self, name: str) -> Any:
-        """Returns what the operators of torch and checkpoints ask for, which few calls need: made now, and kept."""
-        if name not in _MADE_WHEN_ASKED:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        value = _MADE_WHEN_ASKED[name](self)
-        setattr(self, name, value)
-        return value
-
 
 def _findings(
     transport: Transport, key: RoundKey, row: Tensor, rows: Tensor, others: Tensor | None, few: Few | None
@@ -165,56 +149,9 @@ def _total(rows: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
     return device_rows.total(rows.view(ranks, -1)[:, 1:], (2, -1))
 
 
-def _local(exchange: TritonExchange) -> list[DeviceMoments]:
-    (count,), ((sums, squares),) = exchange.rows.counts, exchange.rows.values
-    return [DeviceMoments(count, sums, squares, exchange.first.count, exchange.shape)]
-
-
-def _statistics(exchange: TritonExchange) -> DeviceStatistics:
-    return DeviceStatistics(exchange.first.work[0].clamp(min=1), *exchange.first.vectors(0, 1, 2))
-
-
-_MADE_WHEN_ASKED: dict[str, Callable[[TritonExchange], Any]] = {
-    "rows": lambda exchange: _rows(exchange.first.row),
-    "local": _local,
-    "statistics": _statistics,
-}
-
-
-def _rows(row: Tensor) -> DeviceRows:
-    return DeviceRows(row[1:2], row[2:].view(1, 2, -1))
+def _rows(row: Tensor) -> LocalRows:
+    return LocalRows(row[1:2].unbind(), row[2:].view(1, 2, -1))
 
 
 def _contiguous(vector: Tensor | None) -> Tensor | None:
     return None if vector is None else vector.contiguous()
-
-
-def batch_norm(mine: Slice, exchange: TritonExchange) -> Tensor:
-    """Normalises a slice, as `functional.batch_norm` does."""
-    output: Tensor = apply_function(_BatchNorm, exchange, mine.input, mine.weight, mine.bias)
-    return output
-
-
-class _BatchNorm(Exchanging):
-    @staticmethod
-    def forward(ctx: Any, exchange: TritonExchange, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        ctx.exchange = exchange
-        ctx.save_for_backward(x, weight)
-        return exchange.normalise(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        _, *needs = ctx.needs_input_grad
-        compute = backward_by_operators if torch.is_grad_enabled() else _by_kernels
-        try:
-            return None, *compute(ctx.exchange, needs, grad, x, weight)
-        except StatsdBNError as error:
-            make_readable(error)
-            raise
-
-
-def _by_kernels(
-    exchange: TritonExchange, needs: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    return exchange.gradients(grad, x, weight, needs)

@@ -16,7 +16,6 @@ from client.border import make_readable
 from client.data_parallel import any_device
 from client.layers import custom_op, input_checks, tracing, unconnected, unsynchronized
 from client.layers.call import Call, synchronized_batch_norm
-from client.layers.compiled import device_op
 from client.layers.conversion.convert import convert
 from client.layers.micro_batches import Deferred, check_chunks
 from client.layers.synchronized import Synchronized, check_eps_mode, twin_of
@@ -154,8 +153,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         if way is Way.TORCHS:
             return unsynchronized.forward(of, input, self._deferred_now())
         if way is Way.COMPILED:
-            forward = device_op.forward if device_op.suits(self, input) else custom_op.forward
-            return forward(of, input, mask, self._deferred_now())
+            return custom_op.forward(of, input, mask, self._deferred_now())
         assert transport is not None  # noqa: S101 - the other ways exchange
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise tracing.refusal(self.layer_name, "traced by torch.jit.trace in training mode")

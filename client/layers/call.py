@@ -4,6 +4,7 @@ It takes part in a forward round, or finds the call that a checkpoint computes a
 statistics.
 """
 
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,18 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from client.autograd import saved_tensor_hooks, triton_exchange
+from client.autograd import native_exchange, plain, saved_tensor_hooks, triton_exchange
 from client.autograd.checkpointing import exchanges, is_inside_backward
-from client.autograd.device_exchange import DeviceExchange
 from client.autograd.exchange import Exchange, phase_of_forward
 from client.autograd.functional import NOBODY, Slice, batch_norm, held
+from client.autograd.native_exchange import NativeExchange
+from client.autograd.plain import PlainExchange
 from client.autograd.triton_exchange import TritonExchange
 from client.data_parallel.barrier import Barrier
-from client.kernels import on_device, on_host, streams
-from client.kernels.device_statistics import DeviceMoments
 from client.layers import running_stats
 from client.layers.micro_batches import Deferred
 from client.layers.recalibration_moments import Tally
+from client.ops import engine, streams
+from client.ops.native import CODES
+from client.ops.running import Running
+from client.ops.statistics import BatchMoments
+from client.ops.triton.available import TYPES
+from client.ops.vectors import home
 from client.transports import device_rows
 from client.transports.transport import Transport
 from client.whereabouts import collectives
@@ -88,7 +94,9 @@ class Call:
     def _by_itself(self, mine: Slice) -> Tensor:
         """Normalises the slice of a layer that has no replicas in its process."""
         if earlier := self._earlier(mine, 0):
-            return _computed([mine], earlier)[0]
+            if isinstance(earlier, PlainExchange) and plain.is_plain(mine):
+                return plain.batch_norm(mine, earlier)
+            return batch_norm([mine], earlier)[0]
         output, due = self._normalise([mine])[0]
         return self._moved(output, due)
 
@@ -106,9 +114,8 @@ class Call:
         """Returns the call that a checkpoint computes again, if this is one of its second runs."""
         if self.tally is not None or not is_inside_backward():
             return None
-        kernels = on_device if device_rows.stay(self.transport, [mine.input]) else on_host
         with torch.no_grad():
-            moments = kernels.moments(mine.input, mine.mask)
+            moments = engine.moments(mine.input, mine.mask)
         return exchanges.find(self.layer.layer_name, self.transport, replica, moments)
 
     def _normalise_replicas(self, slices: list[Slice]) -> list[tuple[Tensor, Any]]:
@@ -126,14 +133,17 @@ class Call:
         """Returns an output for each slice, and what its running statistics move by now, if they move."""
         exchange = self._exchange(slices)
         exchange.streams = of_replicas
-        outputs = _computed(slices, exchange)
+        if isinstance(exchange, PlainExchange):
+            outputs = [plain.batch_norm(slices[0], exchange)]
+        else:
+            outputs = batch_norm(slices, exchange)
         if self.tally is None:
             collectives.remember()
             exchanges.remember(exchange, has_graph=any(output.requires_grad for output in outputs))
         due = None if exchange.has_moved else self._due(exchange.moments)
-        if isinstance(due, DeviceMoments):
-            return [(output, due.on(output.device)) for output in outputs]
-        return [(output, due) for output in outputs]
+        if due is None:
+            return [(output, None) for output in outputs]
+        return [(output, due.on(home(output))) for output in outputs]
 
     def _exchange(self, slices: list[Slice]) -> Exchange:
         """Returns the call's exchange: over the host, or on the devices of its slices."""
@@ -141,22 +151,25 @@ class Call:
         # Threads without gradients hold nothing for a backward pass.
         needs = any(each.input.requires_grad or each.holder is NOBODY for each in slices)
         phase = phase_of_forward(needs_gradient=needs)
-        if device_rows.may_stay(transport, slices[0].input):
-            inputs = [slice_.input for slice_ in slices]
+        capacity, inputs = 0, [slice_.input for slice_ in slices]
+        if device_rows.may_stay(transport, inputs[0]):
             capacity = device_rows.capacity_of(transport, inputs, phase, over_the_host=self.tally is not None)
-            if capacity and triton_exchange.serves(slices, capacity):
-                running = running_stats.in_place(layer, inputs[0]) if self.deferred is None else None
-                return TritonExchange(
-                    transport, layer.layer_name, layer.eps, layer.eps_mode, phase, capacity=capacity, running=running
-                )
-            if capacity:
-                return DeviceExchange(transport, layer.layer_name, layer.eps, layer.eps_mode, phase, capacity=capacity)
-        return Exchange(transport, layer.layer_name, layer.eps, layer.eps_mode, phase)
+        of_layer = layer.layer_name, layer.eps, layer.eps_mode, phase
+        if capacity and triton_exchange.serves(slices, capacity):
+            return TritonExchange(transport, *of_layer, capacity=capacity, running=self._running(inputs[0], TYPES))
+        if not capacity and native_exchange.serves(slices):
+            return NativeExchange(transport, *of_layer, running=self._running(inputs[0], CODES))
+        return Exchange(transport, *of_layer, capacity=capacity)
 
-    def _due(self, batch: Any) -> Any:
+    def _running(self, x: Tensor, types: Collection[torch.dtype]) -> Running | None:
+        """Returns the running statistics that a plain call moves itself."""
+        is_moved = self.deferred is None and self.tally is None
+        return running_stats.in_place(self.layer, x, types) if is_moved else None
+
+    def _due(self, batch: BatchMoments) -> BatchMoments | None:
         """Counts a batch once for all replicas."""
         if self.tally is not None:
-            self.tally.add(batch)
+            self.tally.add(batch.on_host())
             return None
         if not self.layer.training:
             return None
@@ -166,9 +179,3 @@ class Call:
         if due is not None:
             running_stats.move_by(self.layer, due)
         return output
-
-
-def _computed(slices: list[Slice], exchange: Exchange) -> list[Tensor]:
-    if isinstance(exchange, TritonExchange) and triton_exchange.is_plain(slices[0]):
-        return [triton_exchange.batch_norm(slices[0], exchange)]
-    return batch_norm(slices, exchange)

@@ -1,47 +1,45 @@
 """The layer as operators that torch.compile keeps whole: it sees what goes in and comes out, not the exchange.
 
 An operator takes and returns tensors and plain values only. So what a forward round leaves for the backward one travels
-as two small tensors on the host: the statistics, and a ticket.
+as two small tensors: the statistics, where the vectors of the input are, and a ticket, on the host.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
-from client.autograd import non_finite, program_order
+from client.autograd import program_order, rounds
 from client.autograd.backward_passes import BackwardPasses, phase_of
 from client.autograd.checkpointing import exchanges, is_inside_backward
 from client.autograd.exchange import Exchange, phase_of_forward
 from client.border import make_readable
 from client.connection import groups
 from client.connection.groups import LOCAL, Group
-from client.kernels import dispatch, layout, vectors
-from client.kernels.statistics import Statistics
 from client.layers import running_stats
 from client.layers.micro_batches import Deferred, numbered
+from client.ops import engine, layout, vectors
+from client.ops.reference import count
+from client.ops.statistics import BatchMoments, BatchStatistics, Count
+from client.transports import device_rows
 from client.transports.choose import With, transport_for
+from client.transports.device_rows import LocalRows
 from client.transports.in_process import LocalPipe
 from client.transports.named_process_group import NamedProcessGroup
 from client.transports.process_group import ProcessGroupPipe
 from client.transports.transport import Transport
 from client.whereabouts import collectives
 from statsd_bn.errors import StatsdBNError
-from statsd_bn.moments import Moments
-from statsd_bn.round_key import BACKWARD, FORWARD, RoundKey
-from statsd_bn.rows import Rows
+from statsd_bn.round_key import BACKWARD, FORWARD
 
-# Rows of the statistics: those of `Statistics`, and what the running statistics move towards.
-MEAN, INVSTD, SLOPE, NEWEST_MEAN, NEWEST_VARIANCE = range(5)
-ROWS = 5
+# Rows of the statistics: those of `BatchStatistics`, what the running statistics move towards, and if they do. A single
+# number fills its row.
+COUNT, MEAN, INVSTD, SLOPE, NEWEST_COUNT, NEWEST_MEAN, NEWEST_VARIANCE, IS_DUE = range(8)
+ROWS = 8
 
-# Entries of the ticket: the round's count, step and call; 1 if the running statistics move, and by how many values; the
-# exchange's number.
-COUNT, STEP, CALL, IS_DUE, NEWEST_COUNT, NUMBER = range(6)
-TICKET = 6
+# Entries of the ticket: the round's step and call, and the exchange's number.
+TICKET = 3
 
 # In place of a `Deferred`'s number: each call moves the running statistics.
 NOT_DEFERRED = 0
@@ -86,7 +84,7 @@ def forward(layer: Any, x: Tensor, mask: Tensor | None, deferred: Deferred | Non
     output: Tensor
     transport = named(layer.group) if layer.training else THIS_PROCESS
     number = NOT_DEFERRED if deferred is None else deferred.number
-    output, statistics, ticket = batch_norm(
+    output, statistics, _ = batch_norm(
         x,
         layer.weight,
         layer.bias,
@@ -104,8 +102,8 @@ def forward(layer: Any, x: Tensor, mask: Tensor | None, deferred: Deferred | Non
             layer,
             statistics[NEWEST_MEAN],
             statistics[NEWEST_VARIANCE],
-            is_due=ticket[IS_DUE],
-            has_values=ticket[NEWEST_COUNT] > 0,
+            is_due=statistics[IS_DUE, 0].long(),
+            has_values=statistics[NEWEST_COUNT, 0] > 0,
         )
     return output
 
@@ -140,45 +138,51 @@ def batch_norm(
         phase: of the forward round.
 
     Returns:
-        The output; the statistics, shape (5, C), float64; the ticket, shape (6,), int64; their rows and entries are
-        named above.
+        The output; the statistics, shape (8, C), float64, where the vectors of `x` are; the ticket, shape (3,), int64,
+        on the host; their rows and entries are named above.
     """
-    fresh = Exchange(transport_of(layer, group, size), layer, eps, eps_mode, phase)
+    transport = transport_of(layer, group, size)
+    capacity = device_rows.capacity_of(transport, [x], phase) if device_rows.may_stay(transport, x) else 0
+    fresh = Exchange(transport, layer, eps, eps_mode, phase, capacity)
     try:
-        exchange = exchanged(x, mask, fresh)
+        exchange = _exchanged(x, mask, fresh)
     except StatsdBNError as error:
         make_readable(error)
         raise
     assert exchange.key is not None  # noqa: S101 - the forward round has set it
-    found = exchange.statistics
-    due = due_after(exchange.moments, deferred) if exchange is fresh else None
-    newest = due or Moments.empty(x.shape[1])
-    count, key = exchange.moments.count, exchange.key
-    ticket = count, key.step, key.call, due is not None, newest.count, exchange.number
-    return (
-        dispatch.normalise(x, found, weight, bias),
-        torch.from_numpy(np.stack((found.mean, found.invstd, found.slope, *running_stats.newest(newest)))),
-        torch.tensor(ticket),
-    )
+    due = _due_after(exchange.moments, deferred) if exchange is fresh else None
+    output = engine.normalise(x, exchange.statistics, weight, bias)
+    ticket = torch.tensor((exchange.key.step, exchange.key.call, exchange.number), device="cpu")
+    return output, _written(exchange.statistics.on(vectors.home(x)), due), ticket
 
 
-def due_after(moments: Any, deferred: int) -> Any:
+def _written(found: BatchStatistics, due: BatchMoments | None) -> Tensor:
+    mean = found.mean
+    if due is None:
+        newest = [torch.zeros_like(mean)] * 4
+    else:
+        due = due.on(mean.device)
+        has_ended_well = torch.ones_like(mean) if isinstance(due.count, int) else (~due.count.isnan()).double()
+        newest = [_row(mean, due.count), *running_stats.newest(due), _row(mean, has_ended_well)]
+    return torch.stack((_row(mean, found.count), mean, found.invstd, found.slope, *newest))
+
+
+def _row(like: Tensor, number: Count) -> Tensor:
+    return torch.full_like(like, number) if isinstance(number, int) else number.expand_as(like)
+
+
+def _due_after(moments: BatchMoments, deferred: int) -> BatchMoments | None:
     """Returns what the running statistics move by after a call with these moments; None if they do not move."""
     return moments if deferred == NOT_DEFERRED else numbered(deferred).add(moments)
 
 
-def exchanged(x: Tensor, mask: Tensor | None, fresh: Exchange) -> Exchange:
+def _exchanged(x: Tensor, mask: Tensor | None, fresh: Exchange) -> Exchange:
     """Returns an exchange that has had its forward round; an earlier one if a checkpoint computes again."""
-    exchange = _exchange(x, mask, fresh)
-    exchange.check_count(x)
-    return exchange
-
-
-def _exchange(x: Tensor, mask: Tensor | None, fresh: Exchange) -> Exchange:
-    local = fresh.kernels.moments(x, mask)
+    local = engine.moments(x, mask)
     if is_inside_backward() and (earlier := exchanges.find(fresh.layer, fresh.transport, 0, local)):
         return earlier
     fresh.forward([local])
+    fresh.check_count(x)
     collectives.remember()
     exchanges.remember(fresh, has_graph=False)  # the graph has the ticket instead
     return fresh
@@ -198,52 +202,36 @@ def batch_norm_backward(
     needs_input: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of input (empty if it needs none), weight and bias; the arguments are `batch_norm`'s."""
-    count, step, call, _, _, number = ticket.tolist()
-    found = Statistics(max(count, 1), *statistics.numpy()[:NEWEST_MEAN])
     transport = transport_of(layer, group, size)
-    key = backward_key(transport, step, call, number) if needs_input else None
-    return gradients(grad, x, weight, mask, found, transport, key)
-
-
-def backward_key(transport: Transport, step: int, call: int, number: int) -> RoundKey:
-    """Returns the key of the next backward round of a call, which the ticket says."""
-    return transport.key(step, call, phase_of(BACKWARD, _backward_passes.count(number)))
-
-
-def gradients(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mask: Tensor | None,
-    found: Statistics,
-    transport: Transport,
-    key: RoundKey | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of input, weight and bias; that of the input is empty if there is no key for its round."""
-    grad, x = dispatch.for_backward(grad, x, found, mask)
-    local = dispatch.backward_sums(grad, x, found, mask)
+    found = BatchStatistics(statistics[COUNT, 0], statistics[MEAN], statistics[INVSTD], statistics[SLOPE])
+    grad, x = engine.for_backward(grad, x, mask)
+    local = engine.backward_sums(grad, x, found, mask)
     by_input = x.new_empty(0)
-    if key is not None:
-        rows = Rows((dispatch.count(x, mask),), local[np.newaxis])
-        aggregate = transport.run_slave(rows, key)
-        non_finite.check(transport, rows, aggregate)
-        by_input = dispatch.input_gradient(grad, x, found, aggregate.values, weight, mask)
-    return by_input, vectors.vector(local[1] * found.invstd, x), vectors.vector(local[0], x)
+    if needs_input:
+        step, call, number = ticket.tolist()
+        key = transport.key(step, call, phase_of(BACKWARD, _backward_passes.count(number)))
+        rows = LocalRows.of([count(x, mask)], [local])
+        capacity = device_rows.capacity_of(transport, [x]) if device_rows.stay(transport, [x]) else 0
+        total = rounds.backward(transport, rows, capacity, key)
+        by_input = engine.input_gradient(grad, x, found, total, weight, mask)
+    by_weight, by_bias = engine.parameter_gradients(local, found)
+    return by_input, engine.vector(by_weight, x), engine.vector(by_bias, x)
 
 
-def keep_whole(forward: Any, backward: Any, fake: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+def _keep_whole(forward: Any, backward: Any) -> None:
     """Makes two operators one call of a layer, which torch.compile keeps whole.
 
     Args:
         forward: takes and returns what `batch_norm` does.
         backward: its gradients, as `batch_norm_backward` has them.
-        fake: returns statistics and a ticket for an input as `forward` does, of any values.
     """
     operators = forward._opoverload, backward._opoverload  # noqa: SLF001 - the operators behind custom_op
 
     def fake_forward(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
         program_order.keep(operators)
-        return layout.laid_out(torch.empty_like(x)), *fake(x)
+        statistics = torch.empty(ROWS, x.shape[1], dtype=torch.float64, device=vectors.home(x))
+        ticket = torch.empty(TICKET, dtype=torch.int64, device="cpu")
+        return layout.laid_out(torch.empty_like(x)), statistics, ticket
 
     def fake_backward(_grad: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
         program_order.keep(operators)
@@ -272,9 +260,4 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(x, weight, mask, statistics, ticket)
 
 
-def _fake(x: Tensor) -> tuple[Tensor, Tensor]:
-    statistics = torch.empty(ROWS, x.shape[1], dtype=torch.float64, device="cpu")
-    return statistics, torch.empty(TICKET, dtype=torch.int64, device="cpu")
-
-
-keep_whole(batch_norm, batch_norm_backward, _fake)
+_keep_whole(batch_norm, batch_norm_backward)

@@ -1,69 +1,73 @@
 """Running statistics: what a layer keeps of the batches it has seen, for eval."""
 
+import math
+from collections.abc import Collection
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from client.kernels.device_statistics import DeviceMoments
-from client.kernels.vectors import compute_type, to_device
-from client.ops.triton.running import Running
-from statsd_bn.moments import Moments
-from statsd_bn.reduction import FloatArray
+from client.ops.running import Running
+from client.ops.statistics import BatchMoments
+from client.ops.vectors import compute_type, home, narrow
 
-_STATISTICS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_TORCHS = frozenset({Tensor, nn.Parameter})
 _COUNTERS = frozenset({torch.int64})
 
 
-def newest(batch: Moments) -> tuple[FloatArray, FloatArray]:
-    """Returns what running statistics move towards: mean and unbiased variance, shape (C,); zeros without values."""
-    if batch.count == 0:
-        nothing = np.zeros_like(batch.sums)
-        return nothing, nothing
-    return batch.mean, batch.variance(unbiased=True)
-
-
-def move_by(layer: Any, batch: Moments | DeviceMoments) -> None:
+def move_by(layer: Any, batch: BatchMoments) -> None:
     """Moves a layer's running statistics towards those of this batch."""
-    if isinstance(batch, DeviceMoments):
-        _move_on_device(layer, batch)
+    running = layer.running_mean
+    if running is not None:
+        batch = batch.on(home(running))
+    mean, variance = newest(batch)
+    if running is not None:
+        mean, variance = narrow(running, mean, variance)
+    if isinstance(batch.count, int):
+        move(layer, mean, variance, has_values=batch.count > 0)
         return
-    kept = layer.running_mean
-    mean, variance = to_device(torch.empty(0) if kept is None else kept, *newest(batch))
-    move(layer, mean, variance, has_values=batch.count > 0)
-
-
-def _move_on_device(layer: Any, batch: DeviceMoments) -> None:
-    """Leaves it to the device whether anything moves: a round that has failed moves nothing."""
-    if layer.running_mean is not None:
-        batch = batch.on(layer.running_mean.device)
+    # The device decides whether anything moves: a round that has failed moves nothing.
     has_ended_well = (~batch.count.isnan()).long()
-    move(layer, batch.mean(), batch.variance(unbiased=True), is_due=has_ended_well, has_values=batch.has_values)
+    move(layer, mean, variance, is_due=has_ended_well, has_values=batch.count > 0)
 
 
-def in_place(layer: Any, x: Tensor) -> Running | None:
-    """Returns the buffers that the forward pass of an input on a device can move itself; None where it cannot.
+def newest(batch: BatchMoments) -> tuple[Tensor, Tensor]:
+    """Returns what running statistics move towards: mean and unbiased variance, shape (C,); NaN without values."""
+    return batch.mean(), batch.variance(unbiased=True)
 
-    It cannot for a cumulative average, nor where the buffers are elsewhere, or of another type or shape.
+
+def in_place(layer: Any, x: Tensor, types: Collection[torch.dtype]) -> Running | None:
+    """Returns the buffers that the forward pass of an input can move itself; None where it cannot.
+
+    It cannot where the buffers are elsewhere, or of another shape or type than a backend moves.
+
+    Args:
+        layer: as for `move`.
+        x: the input.
+        types: of running mean and variance.
     """
     if not (layer.training and layer.track_running_stats):
         return Running()
     mean, var, tracked = layer.running_mean, layer.running_var, layer.num_batches_tracked
-    if not _is_beside(x, tracked, _COUNTERS, ()):
+    if tracked is not None and not _is_beside(x, tracked, _COUNTERS, ()):
         return None
     if mean is None or var is None:
         return Running(tracked=tracked)
     channels = x.shape[1:2]
-    is_served = _is_beside(x, mean, _STATISTICS, channels) and _is_beside(x, var, _STATISTICS, channels)
-    if layer.momentum is None or not is_served:
+    is_served = _is_beside(x, mean, types, channels) and _is_beside(x, var, types, channels)
+    if not is_served or mean.dtype != var.dtype:
         return None
-    return Running(mean, var, tracked, float(layer.momentum))
+    return Running(mean, var, tracked, math.nan if layer.momentum is None else float(layer.momentum))
 
 
-def _is_beside(x: Tensor, kept: Tensor | None, types: frozenset[torch.dtype], shape: tuple[int, ...]) -> bool:
-    return kept is None or (
-        kept.device == x.device and kept.dtype in types and kept.shape == shape and kept.is_contiguous()
+def _is_beside(x: Tensor, kept: Tensor, types: Collection[torch.dtype], shape: tuple[int, ...]) -> bool:
+    return (
+        type(kept) in _TORCHS
+        and kept.device == x.device
+        and kept.dtype in types
+        and kept.shape == shape
+        and kept.is_contiguous()
+        and not kept.is_inference()
     )
 
 

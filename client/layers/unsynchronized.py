@@ -7,11 +7,10 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
 from client.autograd.checkpointing import is_inside_backward
-from client.kernels import on_device, on_host
 from client.layers import running_stats
 from client.layers.interception import Handed, unseen
 from client.layers.micro_batches import Deferred
-from client.transports import device_rows
+from client.ops import engine
 
 
 def forward(layer: Any, x: Tensor, deferred: Deferred | None = None) -> Tensor:
@@ -53,8 +52,7 @@ def _without_moving(layer: Any, x: Tensor) -> Tensor:
 def _deferred(layer: Any, x: Tensor, deferred: Deferred) -> Tensor:
     output = _without_moving(layer, x)
     # As for calls with company or a mask: a mini-batch may have both kinds.
-    kernels = on_device if device_rows.are_on_devices([x]) else on_host
-    if due := deferred.add(kernels.moments(x.detach())):
+    if due := deferred.add(engine.moments(x.detach())):
         running_stats.move_by(layer, due)
     return output
 

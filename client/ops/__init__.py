@@ -1,4 +1,4 @@
-"""Operators: kernels of ours for one kind of device, in its language, and how they are launched.
+"""Arithmetic on one device: sums, normalisation and their gradients, by `engine` and its backends.
 
-What torch's operators can compute belongs in `client.kernels`; what the numbers mean to a layer is not known here.
+Nothing here knows of layers, members or servers. A faster way to compute the same belongs here.
 """

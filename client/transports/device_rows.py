@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
+from client.ops.statistics import Count
+from client.ops.vectors import to_host
 from client.transports.in_process import LocalPipe
 from client.transports.key_digest import digest_of
 from client.transports.process_group import FIRST_ROW, ProcessGroupPipe, group_of, met, rounds_of, use_device
@@ -40,29 +42,37 @@ FIRST = "first "
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeviceRows:
-    """What the replicas of this process bring to a round, a row each; on the device of the first one.
+class LocalRows:
+    """What the replicas of this process bring to a round, a row each.
 
     Attributes:
-        counts: shape (replicas,), float64: exact integers.
-        values: shape (replicas, vectors, C), float64.
+        counts: of each, an int where the host knows it.
+        values: shape (replicas, vectors, C), float64, on the device of the first one.
     """
 
-    counts: Tensor
+    counts: Sequence[Count]
     values: Tensor
 
     @classmethod
-    def of(cls, counts: Sequence[Tensor], values: Sequence[Tensor]) -> "DeviceRows":
+    def of(cls, counts: Sequence[Count], values: Sequence[Tensor]) -> "LocalRows":
         """Brings together what replicas have on devices of their own; the host does not wait for the copies."""
         lead = values[0].device
-        return cls(
-            torch.stack([count.to(lead, non_blocking=True) for count in counts]),
-            torch.stack([vectors.to(lead, non_blocking=True) for vectors in values]),
-        )
+        return cls(counts, torch.stack([vectors.to(lead, non_blocking=True) for vectors in values]))
+
+    def on_device(self) -> Tensor:
+        """Returns the rows as they travel from device to device, shape (replicas, 1 + vectors * C): the count first."""
+        lead = self.values.device
+        column = [
+            torch.full((), count, dtype=torch.float64, device=lead)
+            if isinstance(count, int)
+            else count.to(lead, non_blocking=True)
+            for count in self.counts
+        ]
+        return torch.cat((torch.stack(column).unsqueeze(1), self.values.flatten(1)), 1)
 
     def on_host(self) -> Rows:
-        """Returns the same on the host, which waits for the device."""
-        return Rows(tuple(map(int, self.counts.cpu().tolist())), self.values.cpu().numpy())
+        """Returns the rows as they travel over the host, which waits for the device."""
+        return Rows(tuple(map(int, self.counts)), to_host(self.values))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,7 +168,7 @@ def _gathers_on_devices(group: object) -> bool:
 
 
 def run(
-    transport: Transport, brought: DeviceRows, capacity: int, key: RoundKey | None = None, phase: str = FORWARD
+    transport: Transport, brought: LocalRows, capacity: int, key: RoundKey | None = None, phase: str = FORWARD
 ) -> DeviceAggregate:
     """Takes part in a round and returns its aggregate; see `Transport.run_slave`.
 
@@ -170,7 +180,7 @@ def run(
         phase: of that forward round.
     """
     shape = brought.values.shape[1:]
-    rows = torch.cat((brought.counts.unsqueeze(1), brought.values.flatten(1)), 1)
+    rows = brought.on_device()
     if not isinstance(transport, ProcessGroupPipe):
         key = key or transport.key(0, 0, phase)
         return DeviceAggregate(key, *total(rows, shape), rows, [transport.rank])

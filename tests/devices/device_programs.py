@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 import client
 from client.autograd import non_finite
-from client.autograd.device_exchange import DeviceExchange
+from client.autograd.exchange import Exchange
 from client.autograd.verdicts import Slot
-from client.kernels.device_statistics import DeviceStatistics
+from client.ops.statistics import BatchStatistics
 from client.transports import device_rows
 from client.transports.choose import transport_for
-from client.transports.device_rows import DeviceRows
+from client.transports.device_rows import LocalRows
 from programs.non_finite_programs import _Kept
 from statsd_bn.errors import StatsdBNError
 from support.no_host import WAYS, HostLooks, host_looks_at_nothing
@@ -74,16 +74,16 @@ def step_without_a_look(rank: Any, how: str) -> int:
 
 def look(_rank: Any, way: str) -> str:
     """Plants a look at the statistics; returns what is said to it."""
-    of = DeviceStatistics.of
+    of = BatchStatistics.of
 
-    def planted(*given: Any) -> DeviceStatistics:
+    def planted(*given: Any) -> BatchStatistics:
         found = of(*given)
         WAYS[way](found.mean[0])
         return found
 
     layer = _layer("bn")
     _plain(layer, torch.randn(4, CHANNELS, 4, requires_grad=True))
-    with mock.patch.object(DeviceStatistics, "of", planted):
+    with mock.patch.object(BatchStatistics, "of", planted):
         try:
             with host_looks_at_nothing():
                 layer(torch.randn(4, CHANNELS, 4))
@@ -167,7 +167,7 @@ def bring_nan(rank: Any, phase: str) -> tuple[int, list[tuple[str, str]]]:
 def add_negative_zeros(rank: Any) -> tuple[list[float], bool, float]:
     """Rank 1 brings a row more than rank 0; returns the sum, whether it is negative, and the count."""
     transport = transport_for("bn", None)
-    rows = DeviceRows(
+    rows = LocalRows(
         torch.ones(1 + rank.rank, dtype=torch.float64), torch.full((1 + rank.rank, 2, 1), -0.0, dtype=torch.float64)
     )
     aggregate = device_rows.run(transport, rows, capacity=2)
@@ -180,14 +180,14 @@ def with_one_on_the_host(rank: Any) -> tuple[bool, np.ndarray]:
     here = mock.patch.object(device_rows, "are_on_devices", return_value=False) if rank.rank == 1 else nullcontext()
     made = []
 
-    class Noted(DeviceExchange):
+    class Noted(Exchange):
         def forward(self, local: Any) -> None:
-            made.append(self)
+            made.append(self.capacity)
             super().forward(local)
 
-    with here, mock.patch("client.layers.call.DeviceExchange", Noted):
+    with here, mock.patch("client.layers.call.Exchange", Noted):
         output = layer(sample(rank.rank))
-    return bool(made), output.detach().numpy()
+    return any(made), output.detach().numpy()
 
 
 def move_away(rank: Any) -> str:

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import client
-from client.kernels.device_statistics import DeviceStatistics
+from client.ops.statistics import BatchStatistics
 from statsd_bn.errors import ConfigurationError
 from support.no_host import HostLooks, host_looks_at_nothing
 from support.replicas_on_devices import OPTIONS, RUNS, Layered, exchanges_noted, masked, plain, training
 from support.sentences import says
-from support.transports import elementwise_kernels, rows_on_devices
+from support.transports import reference_kernels, rows_on_devices
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def assert_same_bits(found, expected):
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("penalty", [False, True], ids=["", "penalty"])
 def test_replicas_give_the_same_bits_as_over_the_host(made, run, options, penalty):
-    with elementwise_kernels():
+    with reference_kernels():
         expected = training(run, options, penalty=penalty)
         assert not made
         with rows_on_devices():
@@ -75,8 +75,8 @@ def test_a_parameters_gradient_has_memory_of_its_own():
 
 
 def test_a_look_in_a_replica_would_be_seen(monkeypatch):
-    of = DeviceStatistics.of
-    monkeypatch.setattr(DeviceStatistics, "of", lambda *given: (of(*given), of(*given).mean[0].item())[0])
+    of = BatchStatistics.of
+    monkeypatch.setattr(BatchStatistics, "of", lambda *given: (of(*given), of(*given).mean[0].item())[0])
     with rows_on_devices(), pytest.raises(HostLooks, match=r"Tensor\.item"):
         training(plain, {}, host_looks_at_nothing)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import client
-from client.autograd.device_exchange import DeviceExchange
-from client.kernels import streams
+from client.autograd.exchange import Exchange
+from client.ops import streams
 from support.replicas_on_devices import Layered, plain
 from support.transports import rows_on_devices
 
@@ -60,7 +60,7 @@ def world(monkeypatch):
     monkeypatch.setattr(streams, "current", lambda x: replicas[int(x.detach()[0, 0, 0])])
     monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
     for phase in ("forward", "backward"):
-        monkeypatch.setattr(DeviceExchange, phase, found.note(getattr(DeviceExchange, phase), phase))
+        monkeypatch.setattr(Exchange, phase, found.note(getattr(Exchange, phase), phase))
     with rows_on_devices():
         yield found
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import client
-from client.kernels import streams
+from client.ops import streams
 from support.cuda_stand_ins import as_on_cuda
 from support.no_host import nobody_waits_for
 from support.replicas_on_devices import OPTIONS, RUNS, exchanges_noted, training

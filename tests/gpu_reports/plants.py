@@ -9,10 +9,9 @@ from unittest import mock
 import torch
 from torch import Tensor, distributed
 
-from client.kernels import on_device
-from client.kernels.device_statistics import DeviceMoments, DeviceStatistics
-from client.layers import call
-from client.layers.compiled import device_op
+from client.layers import call, custom_op
+from client.ops import engine
+from client.ops.statistics import BatchMoments, BatchStatistics
 from client.transports import device_rows
 
 
@@ -26,14 +25,14 @@ def wrong_product() -> Iterator[None]:
 @contextmanager
 def value_read() -> Iterator[None]:
     """The host reads one value of the statistics, for which it has to wait."""
-    of = DeviceStatistics.of
+    of = BatchStatistics.of
 
-    def reading(*given: object) -> DeviceStatistics:
+    def reading(*given: object) -> BatchStatistics:
         found = of(*given)
         found.mean[0].item()
         return found
 
-    with mock.patch.object(DeviceStatistics, "of", reading):
+    with mock.patch.object(BatchStatistics, "of", reading):
         yield
 
 
@@ -74,35 +73,35 @@ def moved_twice() -> Iterator[None]:
 def narrow_sums() -> Iterator[None]:
     """Sums that travel in float32, which loses the variance where the mean is large."""
     narrow = property(lambda moments: torch.stack((moments.sums, moments.squares)).float().double())
-    with mock.patch.object(DeviceMoments, "vectors", narrow):
+    with mock.patch.object(BatchMoments, "vectors", narrow):
         yield
 
 
 @contextmanager
 def wide_output() -> Iterator[None]:
     """Outputs in float32, whatever the input's type."""
-    normalise = on_device.normalise
-    with mock.patch.object(on_device, "normalise", lambda *given: normalise(*given).float()):
+    normalise = engine.normalise
+    with mock.patch.object(engine, "normalise", lambda *given: normalise(*given).float()):
         yield
 
 
 @contextmanager
 def counted_on_host() -> Iterator[None]:
     """A number that the host counts goes into each call's statistics; a graph would replay the same one each time."""
-    of, numbers = DeviceStatistics.of, itertools.count()
+    of, numbers = BatchStatistics.of, itertools.count()
 
-    def counted(*given: object) -> DeviceStatistics:
+    def counted(*given: object) -> BatchStatistics:
         found = of(*given)
-        return DeviceStatistics(found.count, found.mean + next(numbers), found.invstd, found.slope)
+        return BatchStatistics(found.count, found.mean + next(numbers), found.invstd, found.slope)
 
-    with mock.patch.object(DeviceStatistics, "of", counted):
+    with mock.patch.object(BatchStatistics, "of", counted):
         yield
 
 
 @contextmanager
 def compiled_without_round() -> Iterator[None]:
     """A compiled backward pass that asks the other ranks for nothing, and takes their sums for 0."""
-    with mock.patch.object(device_op, "backward_round", lambda _transport, rows, *_: torch.zeros_like(rows.values[0])):
+    with mock.patch.object(custom_op.rounds, "backward", lambda _transport, rows, *_: torch.zeros_like(rows.values[0])):
         yield
 
 

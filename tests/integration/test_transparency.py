@@ -73,7 +73,7 @@ def _textbook_variance(x: torch.Tensor) -> np.ndarray:
     [
         pytest.param(HOST_TRANSPORTS, member_programs.train, id="over the host, the CPU's kernels"),
         pytest.param(
-            TRANSPORTS, member_programs.train_elementwise, id="over the host and on devices, elementwise kernels"
+            TRANSPORTS, member_programs.train_by_reference, id="over the host and on devices, reference kernels"
         ),
     ],
 )

@@ -11,11 +11,11 @@ RANKS = len(transport_programs.SIZES)
 @pytest.mark.parametrize(
     ("transports", "program"),
     [
-        pytest.param(HOST_TRANSPORTS, transport_programs.every_kind_of_call, id="over the host, the CPU's kernels"),
+        pytest.param(HOST_TRANSPORTS, transport_programs.every_kind_of_call, id="over the host, the fastest kernels"),
         pytest.param(
             TRANSPORTS,
-            transport_programs.elementwise,
-            id="over the host and on devices, elementwise kernels",
+            transport_programs.by_reference,
+            id="over the host and on devices, reference kernels",
             marks=pytest.mark.long,
         ),
     ],

@@ -14,7 +14,7 @@ import client
 from client.transports.choose import transport_for
 from statsd_bn import Rows, StatsdBNError
 from statsd_bn.messages import Aggregate
-from support.transports import elementwise_kernels
+from support.transports import reference_kernels
 
 Buffers = dict[str, np.ndarray]
 
@@ -36,9 +36,9 @@ def train(connection: client.Connection, steps: int) -> Buffers:
     return {name: buffer.numpy() for name, buffer in model.named_buffers()}
 
 
-def train_elementwise(connection: client.Connection, steps: int) -> Buffers:
+def train_by_reference(connection: client.Connection, steps: int) -> Buffers:
     """As `train`, with kernels that round alike on all transports."""
-    with elementwise_kernels():
+    with reference_kernels():
         return train(connection, steps)
 
 

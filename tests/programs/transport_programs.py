@@ -14,7 +14,7 @@ import client
 from client.training import recalibration
 from client.transports import device_rows
 from support.sentences import says
-from support.transports import elementwise_kernels
+from support.transports import reference_kernels
 
 CHANNELS = 3
 
@@ -33,9 +33,9 @@ def every_kind_of_call(process: Any) -> dict[str, np.ndarray]:
     return {name: tensor.detach().numpy().copy() for name, tensor in found.items()}
 
 
-def elementwise(process: Any) -> dict[str, np.ndarray]:
+def by_reference(process: Any) -> dict[str, np.ndarray]:
     """As `every_kind_of_call`, with kernels that round alike on all transports."""
-    with elementwise_kernels():
+    with reference_kernels():
         return every_kind_of_call(process)
 
 

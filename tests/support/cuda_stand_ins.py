@@ -10,8 +10,9 @@ from unittest import mock
 
 import torch
 
-from client.kernels import elementwise, fused, layout
-from client.kernels.vectors import compute_type
+from client.ops import layout, reference
+from client.ops.fused import Fused
+from client.ops.vectors import compute_type
 from support.transports import rows_on_devices
 
 
@@ -39,7 +40,7 @@ def batch_norm_backward_reduce(grad, x, mean, invstd, weight, *wanted):
     check(x, mean, invstd, weight)
     assert (grad.dtype, grad.stride()) == (x.dtype, x.stride())
     wide = grad.to(mean.dtype)
-    sums = elementwise.total(wide), elementwise.total(wide * (x.to(mean.dtype) - spread(mean, x)))
+    sums = reference.total(wide), reference.total(wide * (x.to(mean.dtype) - spread(mean, x)))
     if x.stride(1) == 1 or math.prod(x.shape[2:]) == 1:
         return *sums, None, None
     return *(each.to(x.dtype).to(mean.dtype) for each in sums), None, None  # as torch 2.11 was seen to round them
@@ -60,8 +61,8 @@ def batch_norm_update_stats(x, running_mean, running_var, momentum):
     check(x)
     assert (running_mean, running_var, momentum) == (None, None, 0.0)
     wide = x.to(compute_type(x))
-    mean = elementwise.total(wide) / (x.numel() // x.shape[1])
-    return mean, elementwise.total((wide - spread(mean, x)).square()) / (x.numel() // x.shape[1])
+    mean = reference.total(wide) / (x.numel() // x.shape[1])
+    return mean, reference.total((wide - spread(mean, x)).square()) / (x.numel() // x.shape[1])
 
 
 STAND_INS = (batch_norm_elemt, batch_norm_backward_reduce, batch_norm_backward_elemt, batch_norm_update_stats)
@@ -82,5 +83,5 @@ def as_on_cuda(device: str) -> Iterator[None]:
     if device == "cuda":
         yield
         return
-    with rows_on_devices(), on_the_cpu(), mock.patch.object(fused, "takes", lambda _, mask: mask is None):
+    with rows_on_devices(), on_the_cpu(), mock.patch.object(Fused, "takes", return_value=True):
         yield

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import client
-from client.autograd.device_exchange import DeviceExchange
+from client.autograd.exchange import Exchange
 from client.autograd.triton_exchange import TritonExchange
 from client.layers import call
 from client.transports.transport import Transport
@@ -83,9 +83,10 @@ def exchanges_noted() -> Iterator[list[type[Transport]]]:
     """Gives a list that takes the transport's type of each exchange on devices."""
     found: list[type[Transport]] = []
 
-    class Noted(DeviceExchange):
+    class Noted(Exchange):
         def forward(self, local):
-            found.append(type(self.transport))
+            if self.capacity:
+                found.append(type(self.transport))
             super().forward(local)
 
     class NotedOfTriton(TritonExchange):
@@ -93,5 +94,5 @@ def exchanges_noted() -> Iterator[list[type[Transport]]]:
             found.append(type(self.transport))
             return super().normalise(*given)
 
-    with mock.patch.object(call, "DeviceExchange", Noted), mock.patch.object(call, "TritonExchange", NotedOfTriton):
+    with mock.patch.object(call, "Exchange", Noted), mock.patch.object(call, "TritonExchange", NotedOfTriton):
         yield found

@@ -15,7 +15,7 @@ A row is what travels: the round's digest, as the bits of a float64, the count, 
 backward, dx = by_gradient * dy + by_centred * (x - center) + constant.
 
 `finish` and `finish_backward` alone compute what ranks must agree on to the bit, also with ranks that use the operators
-of torch: in rank order, in the order of operations of `client.kernels.device_statistics`, without a reduction across
+of torch: in rank order, in the order of operations of `client.ops.statistics`, without a reduction across
 threads, and without fused multiply-adds (see `OPTIONS`).
 """
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from client.ops.running import Running
 from client.ops.triton import kernels
-from client.ops.triton.running import Running
 
 # Values in a tile; programs that fill a large GPU; most tiles that one program adds up in float32, unless the launcher
 # takes no more programs.

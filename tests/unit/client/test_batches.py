@@ -8,7 +8,7 @@ import torch
 
 from client.autograd.exchange import Exchange
 from client.autograd.functional import Slice, batch_norm
-from client.kernels import dispatch
+from client.ops import engine
 from client.transports.in_process import LocalPipe
 from support.shards import MANY, MANY_VALUES, Shards, assert_equal, everywhere, on_the_whole_batch, with_many_values
 from support.whole_batch import KINDS
@@ -66,5 +66,5 @@ def test_counts_beyond_float32_stay_exact(members):
 def test_a_mask_may_count_beyond_float32():
     x, mask = torch.tensor(3.0).expand(1, 1, MANY + 2), torch.ones(1, MANY + 2, dtype=torch.bool)
     mask[0, 5:7] = False
-    found = dispatch.moments(x, mask)
+    found = engine.moments(x, mask)
     assert (found.count, found.sums.tolist(), found.squares.tolist()) == (MANY, [3.0 * MANY], [9.0 * MANY])

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import client
-from client.kernels import dispatch
-from client.kernels.vectors import to_device
 from client.layers import running_stats
+from client.ops import engine
+from client.ops.vectors import narrow
 from programs import member_programs
 from support.sentences import says
 from support.whole_batch import SYNCHRONISED
@@ -126,12 +126,12 @@ def test_an_empty_batch_is_counted_and_leaves_infinite_statistics_as_they_are(dt
 def test_mean_and_variance_go_to_the_running_statistics_in_one_copy(monkeypatch):
     layer = client.SynchronizedBatchNorm1d(2)
     copies = []
-    monkeypatch.setattr(running_stats, "to_device", lambda *given: copies.append(given) or to_device(*given))
-    batch = dispatch.moments(torch.randn(8, 2))
+    monkeypatch.setattr(running_stats, "narrow", lambda *given: copies.append(given) or narrow(*given))
+    batch = engine.moments(torch.randn(8, 2))
     running_stats.move_by(layer, batch)
     ((to, *vectors),) = copies
     assert to is layer.running_mean
-    np.testing.assert_array_equal(vectors, [batch.mean, batch.variance(unbiased=True)])
+    np.testing.assert_array_equal(vectors, [batch.mean(), batch.variance(unbiased=True)])
 
 
 def test_layers_made_by_hand_have_different_names():

@@ -13,11 +13,11 @@ import client
 from client.autograd import saved_tensor_hooks
 from client.autograd.checkpointing import KEPT_WITHOUT_GRAPH, Exchanges
 from client.autograd.exchange import Exchange
+from client.ops.statistics import BatchMoments
 from client.transports.in_process import LocalPipe
 from programs import member_programs
 from programs.life_programs import network as model
 from statsd_bn.errors import ConfigurationError
-from statsd_bn.moments import Moments
 from support.sentences import says
 
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
@@ -203,8 +203,8 @@ def exchange_of(values, layer="bn"):
 
 
 def moments_of(values):
-    array = np.asarray(values, dtype=np.float64)
-    return Moments(len(array), np.array([array.sum()]), np.array([(array**2).sum()]))
+    tensor = torch.tensor(values, dtype=torch.float64)
+    return BatchMoments(len(tensor), tensor.sum()[None], (tensor**2).sum()[None], (len(tensor), 1))
 
 
 def find(exchanges, replica, moments):

@@ -6,7 +6,10 @@ from torch import Tensor
 
 
 class Running(NamedTuple):
-    """The buffers that move in a forward pass; each may be None, the first two only together."""
+    """The buffers that move in a forward pass; each may be None, the first two only together.
+
+    A `momentum` of NaN stands for the cumulative average, by the number of batches tracked.
+    """
 
     mean: Tensor | None = None
     var: Tensor | None = None

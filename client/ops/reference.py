@@ -7,18 +7,16 @@ A slice is always centred before it is squared or scaled: `x - center` is nearly
 
 from dataclasses import dataclass
 
-import numpy as np
+import torch
 from torch import Tensor
 
-from client.kernels.layout import laid_out
-from client.kernels.statistics import Statistics
-from client.kernels.vectors import along_channels, compute_type, to_device, to_host, vector
-from statsd_bn.moments import Moments
-from statsd_bn.reduction import FloatArray, quietly
+from client.ops.layout import laid_out
+from client.ops.statistics import BatchMoments, BatchStatistics, Count, at_least_one
+from client.ops.vectors import along_channels, compute_type, narrow, widen
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Elementwise:
+class Reference:
     """The backend that takes everything.
 
     Attributes:
@@ -31,34 +29,38 @@ class Elementwise:
         """Takes any floating-point type on any device, also an empty slice."""
         return True
 
-    def moments(self, x: Tensor, number: int) -> Moments:
+    def moments(self, x: Tensor) -> BatchMoments:
         """Takes the mean first, then sums of the centred values."""
+        number = count(x, self.mask)
+        least = at_least_one(number)
         values = where(self.mask, x.to(compute_type(x)))
-        center = total(values) / number
+        center = total(values) / (least if isinstance(least, int) else least.to(compute_type(x)).to(x.device))
         deviations = where(self.mask, values - along_channels(center, x))
-        return around(number, *to_host(center, total(deviations), total(deviations.square())))
+        center, first, second = widen(x, center, total(deviations), total(deviations.square()))
+        # An infinite center is the mean of what has infinity in it: the difference of the two would be NaN.
+        mean = torch.where(center.isinf(), center, center + first / least)
+        return BatchMoments.from_centred(number, mean, second - first * first / least, tuple(x.shape))
 
-    def normalise(self, x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def normalise(self, x: Tensor, statistics: BatchStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Normalises masked positions like the rest."""
-        return affine(x, statistics, statistics.invstd, np.zeros_like(statistics.mean), weight, bias).to(x.dtype)
+        nothing = torch.zeros_like(statistics.mean)
+        return affine(x, statistics, statistics.invstd, nothing, weight, bias).to(x.dtype)
 
-    def for_backward(self, grad: Tensor, x: Tensor, statistics: Statistics) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - the interface's
+    def for_backward(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns both as they are: they may lie anyhow."""
         return grad, x
 
-    def backward_sums(self, grad: Tensor, x: Tensor, statistics: Statistics) -> FloatArray:
-        """Leaves out masked positions only where their gradient is 0, see `dispatch.backward_sums`."""
-        if x.numel() == 0:
-            return np.zeros((2, x.shape[1]))
+    def backward_sums(self, grad: Tensor, x: Tensor, statistics: BatchStatistics) -> Tensor:
+        """Leaves out masked positions only where their gradient is 0, see `engine.backward_sums`."""
         grad = grad.to(compute_type(x))
         deviations, rest = centred(x, statistics)
         if self.mask is not None:
             deviations = deviations.masked_fill(~self.mask.unsqueeze(1) & (grad == 0), 0)
-        first, second = to_host(total(grad), total(deviations.mul_(grad)))
-        return np.stack((first, second - rest * first))
+        first, second = widen(x, total(grad), total(deviations.mul_(grad)))
+        return torch.stack((first, second - rest * first))
 
     def input_gradient(
-        self, grad: Tensor, x: Tensor, statistics: Statistics, means: FloatArray, weight: Tensor | None
+        self, grad: Tensor, x: Tensor, statistics: BatchStatistics, means: Tensor, weight: Tensor | None
     ) -> Tensor:
         """Lets the statistics' gradient flow only into positions that count."""
         invstd = statistics.invstd
@@ -67,21 +69,19 @@ class Elementwise:
         return through_statistics.add_(scaled(grad, invstd, weight)).to(x.dtype)
 
 
-def around(number: int, center: FloatArray, first: FloatArray, second: FloatArray) -> Moments:
-    """Returns the moments of values whose Σ(x - center) and Σ(x - center)² these are; shape (C,).
+def count(x: Tensor, mask: Tensor | None) -> Count:
+    """Returns how many values per channel count for the statistics."""
+    if mask is None:
+        return x.numel() // x.shape[1]
+    # Booleans have a sum that is exact on every device.
+    return widen(x, mask.sum())[0]
 
-    An infinite center is the mean of what has infinity in it: the difference of the two would be NaN.
-    """
-    mean = np.where(np.isinf(center), center, center + first / number)
-    return Moments.from_centred(number, mean, second - first * first / number)
 
-
-@quietly
 def affine(
     x: Tensor,
-    statistics: Statistics,
-    by_centred: FloatArray,
-    constant: FloatArray,
+    statistics: BatchStatistics,
+    by_centred: Tensor,
+    constant: Tensor,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
@@ -89,27 +89,33 @@ def affine(
 
     It lies in memory as torch's batch norm would put it: channels_last if `x` does, else contiguous.
     """
-    center = statistics.center(x)
-    rest = constant - by_centred * (statistics.mean - center)
-    device_center, factor, addend = to_device(x, center, by_centred, rest)
+    rounded, rest = _rounded(x, statistics)
+    center, factor, addend = narrow(x, rounded, by_centred, constant - by_centred * rest)
     if weight is not None:
         factor, addend = factor * weight, addend * weight
     if bias is not None:
         addend = addend + bias
-    deviations = laid_out(x.to(compute_type(x)) - along_channels(device_center, x))
+    deviations = laid_out(x.to(compute_type(x)) - along_channels(center, x))
     return deviations.mul_(along_channels(factor, x)).add_(along_channels(addend, x))
 
 
-def scaled(x: Tensor, factor: FloatArray, weight: Tensor | None = None) -> Tensor:
+def scaled(x: Tensor, factor: Tensor, weight: Tensor | None = None) -> Tensor:
     """Returns x * factor * weight; vectors of shape (C,)."""
-    by = vector(factor, x)
+    (by,) = narrow(x, factor)
     return x * along_channels(by if weight is None else by * weight, x)
 
 
-def centred(x: Tensor, statistics: Statistics) -> tuple[Tensor, FloatArray]:
+def centred(x: Tensor, statistics: BatchStatistics) -> tuple[Tensor, Tensor]:
     """Returns x - center in the compute type, and mean - center in float64, shape (C,)."""
-    center = statistics.center(x)
-    return x.to(compute_type(x)) - along_channels(vector(center, x), x), statistics.mean - center
+    rounded, rest = _rounded(x, statistics)
+    (center,) = narrow(x, rounded)
+    return x.to(compute_type(x)) - along_channels(center, x), rest
+
+
+def _rounded(x: Tensor, statistics: BatchStatistics) -> tuple[Tensor, Tensor]:
+    """Returns the mean rounded to the compute type of `x`, and what that left over, both as float64."""
+    rounded = statistics.mean.to(compute_type(x)).double()
+    return rounded, statistics.mean - rounded
 
 
 def where(mask: Tensor | None, x: Tensor) -> Tensor:

@@ -1,0 +1,91 @@
+"""The plain call: one slice without a mask, whose steps a backend computes in few calls of its own.
+
+All else goes by `client.autograd.functional`: replicas, masks, second derivatives. What those need to know of a plain
+call is made from its buffers when they ask.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from client.autograd.exchange import Exchange
+from client.autograd.functional import Exchanging, Slice, apply_function, backward_by_operators
+from client.border import make_readable
+from client.ops.running import Running
+from statsd_bn.errors import StatsdBNError
+
+
+def is_plain(mine: Slice) -> bool:
+    """Whether a slice has nothing special, and no parameter of another length: kernels do not look."""
+    channels, weight, bias = mine.input.shape[1:2], mine.weight, mine.bias
+    return (
+        mine.mask is None
+        and mine.holder is None
+        and mine.stream is None
+        and (weight is None or weight.shape == channels)
+        and (bias is None or bias.shape == channels)
+        and not torch._C._are_functorch_transforms_active()  # noqa: SLF001 - has no public name
+    )
+
+
+@dataclass(slots=True, eq=False)
+class PlainExchange(Exchange):
+    """One layer's plain call, see `Exchange`.
+
+    Attributes:
+        running: the running statistics that the forward pass moves; None where it leaves that to the layer.
+    """
+
+    running: Running | None = None
+
+    def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Returns the output for the input, after the forward round if there was none."""
+        raise NotImplementedError
+
+    def gradients(
+        self, grad: Tensor, x: Tensor, weight: Tensor | None, needs: Sequence[bool]
+    ) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of input, weight and bias, as far as they are needed."""
+        raise NotImplementedError
+
+    def made_when_asked(self, name: str) -> Any:
+        """Returns an attribute of `Exchange` that few calls need; None where it is not one of these."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        """Makes an attribute the first time that something asks for it."""
+        value = self.made_when_asked(name)
+        if value is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        setattr(self, name, value)
+        return value
+
+
+def batch_norm(mine: Slice, exchange: PlainExchange) -> Tensor:
+    """Normalises a slice, as `functional.batch_norm` does."""
+    output: Tensor = apply_function(_BatchNorm, exchange, mine.input, mine.weight, mine.bias)
+    return output
+
+
+class _BatchNorm(Exchanging):
+    @staticmethod
+    def forward(ctx: Any, exchange: PlainExchange, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        ctx.exchange = exchange
+        ctx.save_for_backward(x, weight)
+        return exchange.normalise(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        exchange: PlainExchange = ctx.exchange
+        _, *needs = ctx.needs_input_grad
+        try:
+            if torch.is_grad_enabled():
+                return None, *backward_by_operators(exchange, needs, grad, x, weight)
+            return None, *exchange.gradients(grad, x, weight, needs)
+        except StatsdBNError as error:
+            make_readable(error)
+            raise

@@ -1,0 +1,69 @@
+"""Vectors: one value per channel, in float64 beside the tensors that they describe.
+
+Where a device has no float64, as MPS, its vectors are on the host, and go to the device in the compute type.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from statsd_bn.reduction import FloatArray
+
+HOST = torch.device("cpu")
+
+_WITH_FLOAT64 = frozenset({"cpu", "cuda"})
+
+
+def home(x: Tensor) -> torch.device:
+    """Returns the device of the float64 vectors of `x`."""
+    device = x.device
+    return device if device.type in _WITH_FLOAT64 else HOST
+
+
+def compute_type(x: Tensor) -> torch.dtype:
+    """Returns float64 for float64 input, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def along_channels(values: Tensor, x: Tensor) -> Tensor:
+    """Returns a view of `values`, shape (C,), that broadcasts along the channels of `x`."""
+    return values.view(1, -1, *[1] * (x.dim() - 2))
+
+
+def narrow(x: Tensor, *vectors: Tensor) -> Sequence[Tensor]:
+    """Returns float64 vectors in the compute type of `x` on its device, in one copy."""
+    dtype = compute_type(x)
+    if vectors[0].device == x.device:
+        return [vector.to(dtype) for vector in vectors]
+    return torch.stack(vectors).to(dtype).to(x.device, non_blocking=True).unbind()
+
+
+def widen(x: Tensor, *vectors: Tensor) -> Sequence[Tensor]:
+    """Returns vectors on the device of `x` as float64 where its vectors are, in one copy."""
+    device = home(x)
+    if device == x.device:
+        return [vector.double() for vector in vectors]
+    return torch.stack(vectors).to(device).double().unbind()
+
+
+def parameter(values: Tensor) -> Tensor:
+    """Returns a parameter, shape (C,), as float64 where its vectors are."""
+    return widen(values, values.detach())[0]
+
+
+def to_host(values: Tensor) -> FloatArray:
+    """Returns a float64 tensor as an array, which waits for its device."""
+    if values.is_cuda:
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        torch.cuda.current_stream(values.device).synchronize()
+        values = host
+    return values.numpy()
+
+
+def from_host(values: FloatArray, device: torch.device) -> Tensor:
+    """Returns a copy of an array on a device; the host does not wait for it."""
+    copied = torch.from_numpy(np.array(values))
+    return copied.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else copied
