@@ -31,12 +31,14 @@ from client.layers.synchronized import register_conversion, set_sbn_eps_mode
 from client.training.ddp_handler import DDPHandler
 from client.training.gradients import average_gradients
 from client.training.join import join
+from client.training.moments import BatchMoments, RunningMoments, moments
 from client.training.recalibration import recalibrate
 from client.training.running_statistics import commit_running_statistics
 from client.training.smart_ddp import smart_DDP, smart_ddp
 from client.transports.server import SlavePipe
 
 __all__ = [
+    "BatchMoments",
     "CallbackContext",
     "Connection",
     "ConversionReport",
@@ -49,6 +51,7 @@ __all__ = [
     "LazySynchronizedBatchNorm2d",
     "LazySynchronizedBatchNorm3d",
     "MembersChanged",
+    "RunningMoments",
     "SlavePipe",
     "SynchronizedBatchNorm",
     "SynchronizedBatchNorm1d",
@@ -64,6 +67,7 @@ __all__ = [
     "execute_replication_callbacks",
     "join",
     "local_group",
+    "moments",
     "patch_replication_callback",
     "patch_sync_batchnorm",
     "recalibrate",

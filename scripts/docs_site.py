@@ -83,11 +83,14 @@ API = {
     ),
     "training": Api(
         "Around the training loop",
-        "Data of different lengths, precise statistics, gradients, loaders and measurements.",
+        "Data of different lengths, precise statistics, gradients, moments, loaders and measurements.",
         [
             "client.join",
             "client.recalibrate",
             "client.average_gradients",
+            "client.moments",
+            "client.BatchMoments",
+            "client.RunningMoments",
             "client.smart_ddp",
             "client.smart_DDP",
             "client.DDPHandler",

@@ -73,10 +73,11 @@ class Moments:
         Returns:
             Shape (C,). NaN where the input held NaN.
         """
-        return self._centred / (self.count - unbiased)
+        return self.centred / (self.count - unbiased)
 
     @cached_property
-    def _centred(self) -> FloatArray:
+    def centred(self) -> FloatArray:
+        """Shape (C,): Σ(x - mean)², never below 0. NaN where the input held NaN."""
         return _centred(self.count, self.sums, self.squares)
 
 

@@ -78,6 +78,11 @@ RUN_ELSEWHERE: dict[str, tuple[str, str, Callable[[Words], None]]] = {
         '"train_accelerate.py"',
         check_torchrun,
     ),
+    "torchrun .*examples/train_agent.py": (
+        "tests/documentation/test_examples.py",
+        '"train_agent.py"',
+        check_torchrun,
+    ),
 }
 
 WHAT_TO_DO = (

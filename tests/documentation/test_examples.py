@@ -94,38 +94,55 @@ def read_back(accuracy, weights, statistics, trip, seconds):
     }
 
 
-# Member 2 dies when the gradients are to be summed, once the others have come as far.
+@pytest.fixture
+def trained(server, job, tmp_path):
+    """Runs an example as two ranks; returns what they say and what they save."""
+
+    def run(script, *arguments):
+        processes = [
+            subprocess.Popen(
+                [sys.executable, EXAMPLES / script, *arguments, "--save", tmp_path / f"{rank}.pt"],
+                env={
+                    **os.environ,
+                    "RANK": str(rank),
+                    "WORLD_SIZE": "2",
+                    "STATSD_BN_ENDPOINT": server.endpoint,
+                    "STATSD_BN_JOB": job,
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            said = [process.communicate(timeout=110)[0] for process in processes]
+            assert [process.returncode for process in processes] == [0, 0], said
+        finally:
+            for process in processes:
+                process.kill()
+        return said, [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+
+    return run
+
+
 @pytest.mark.long
 @pytest.mark.processes
-def test_elastic_members_end_with_the_same_weights_and_have_learnt(server, job, tmp_path, monkeypatch):
-    processes = [
-        subprocess.Popen(
-            [sys.executable, EXAMPLES / "train_elastic.py", "--epochs", "2", "--save", tmp_path / f"{rank}.pt"],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "STATSD_BN_ENDPOINT": server.endpoint,
-                "STATSD_BN_JOB": job,
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            said, _ = process.communicate(timeout=110)
-            assert process.returncode == 0, said
-            assert "epoch 1, batch 45 of 45" in said
-    finally:
-        for process in processes:
-            process.kill()
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+def test_elastic_members_end_with_the_same_weights_and_have_learnt(trained, monkeypatch):
+    said, (first, second) = trained("train_elastic.py", "--epochs", "2")
+    assert all("epoch 1, batch 45 of 45" in each for each in said)
     assert all(torch.equal(first[name], second[name]) for name in first)
     monkeypatch.syspath_prepend(EXAMPLES)
     import digits  # noqa: PLC0415 - the examples are no package, and on the path only here
 
     assert digits.accuracy(first, digits.load()[1]) > 0.85
+
+
+@pytest.mark.processes
+def test_agents_normalise_alike_and_have_learnt(trained):
+    said, (first, second) = trained("train_agent.py", "--iterations", "20")
+    assert first["0.count"] == 20 * (64 + 32) * 20
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    means = [float(mean) for mean in re.findall(r"mean return (\S+)", said[0])]
+    assert means[-1] > means[0] / 3

@@ -232,10 +232,12 @@ def test_every_public_function_has_a_border_or_needs_none():
         lambda _: client.DDPHandler(None).mp_sync_dict({"loss": 1.0}),
         lambda model: client.recalibrate(model, [torch.randn(4, 3)]),
         lambda _: client.average_gradients([nn.Parameter(torch.ones(2))]),
+        lambda _: client.moments(torch.ones(2)),
+        lambda _: client.RunningMoments(2).update(torch.ones(1, 2)),
         lambda model: client.ElasticState(model).commit(),
         lambda model: client.run_elastic(lambda _: None, client.ElasticState(model)),
     ],
-    ids=["mp_sync", "mp_sync_dict", "recalibrate", "average_gradients", "commit", "run_elastic"],
+    ids=["mp_sync", "mp_sync_dict", "recalibrate", "average_gradients", "moments", "update", "commit", "run_elastic"],
 )
 def test_public_functions_show_one_frame_of_ours(monkeypatch, call):
     layer = failing_round(monkeypatch)
