@@ -29,10 +29,10 @@ from support.memory_members import SERVER, MemoryMaster, wait_until
 from support.memory_members import run_members as run_in_memory
 
 # A step takes 30 ms and needs the server, which is up for 0.3 s at most before each kill: so no kill comes too late.
-STEPS = 150
+STEPS = 90
 PAUSE_SECONDS = 0.01
 # Members that share memory do not wait for the server to come back.
-KILLS = {OVER_SERVER: 8, SHARED_MEMORY: 2}
+KILLS = {OVER_SERVER: 5, SHARED_MEMORY: 2}
 
 
 @pytest.fixture
