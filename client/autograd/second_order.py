@@ -120,5 +120,5 @@ class SecondOrder:
 
 
 def _parameter(values: Tensor | None, default: float, statistics: BatchStatistics) -> Tensor:
-    """Returns a parameter-like vector, shape (C,), as float64; full of `default` where there is none."""
+    """Returns a parameter-like vector, shape (C,), as float64; full of `default` for None."""
     return torch.full_like(statistics.mean, default) if values is None else parameter(values)
