@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 from statsd_bn.environment import boolean
 
 # Of core/sbn.h.
-VERSION = 1
+VERSION = 2
 F32, BF16, F16, F64 = range(4)
 OK, NO_MEMORY = range(2)
 LEVELS = ("baseline", "AVX2", "AVX-512")

@@ -1,145 +1,236 @@
-"""GroupMemory: all members of a group on one host bring their rows, and everybody sees everybody's.
+"""GroupMemory: all members of a group on one host bring their rows, and each adds everybody's.
 
-    memory.arrive(digest, rows, now)
-    while not memory.wait(seconds):
-        ...
-    brought = memory.brought()
+    found = memory.arrive(digest, rows, now, seconds)
+    while found == WAITS:
+        found = memory.wait(seconds)
+    total = memory.total
 
-Members come to it in turns: a turn is over when all have come, and nobody leaves it with an answer before. So after it
-all members know the same: the rows if they are all about the same thing and all fit, and otherwise that they are not to
-be had here.
+Members come to it in turns: a turn is over when all have come, and nobody leaves it with a sum before. So after it all
+members know the same: the sum, or that only the server can end the round. `client/native/core/round.c` says what lies
+where, and how a member waits.
 """
 
+import ctypes
 import os
+import struct
+import sys
 import threading
-import time
+from functools import cache
 from mmap import mmap
+from typing import Any, NamedTuple
 
-from client.shared_memory.futex import IS_WEAKLY_ORDERED, Futex, fence
-from client.shared_memory.region import ENDED, GIVEN_UP, Brought, Region
+import numpy as np
+
+from client.native.library import Library, description, library
+from statsd_bn import limits
+from statsd_bn.reduction import FloatArray
 from statsd_bn.rows import Rows
 
-# How long to sleep before looking again, should a wake-up be lost.
-SLICE_SECONDS = 0.002
+# How a round stands, as in round.h. From DIFFERS on all have come, and all find the same.
+DONE, WAITS, CLOSED, DIFFERS, TOO_MANY, NOT_FINITE = range(6)
 
-# How long to look without sleeping, where there are more processors than members.
-SPIN_SECONDS = 20e-6
+# Why a member comes to no further turn: it has ended in good order, or has given the memory up.
+ENDED, GIVEN_UP = 1, 2
 
-_LOW_BITS = 2**32 - 1
+# Each member has a bit of a word.
+MOST_MEMBERS = 64
+
+# How long to look for the others without sleeping, where each member can have a processor.
+SPIN_NANOSECONDS = 20_000
+
+_INTEGER, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
+
+# Of an array: is passed as its address, and keeps it.
+_Start: Any = ctypes.c_char * 0
+
+
+class _Group(ctypes.Structure):
+    _fields_ = (
+        ("memory", _ADDRESS),
+        *((name, _INTEGER) for name in ("members", "me", "spin", "most_count")),
+        *((name, ctypes.c_uint64) for name in ("turn", "digest")),
+        *((name, _INTEGER) for name in ("vectors", "channels", "came", "came_before")),
+        *((name, _INTEGER) for name in ("rows", "count", "behind", "is_told")),
+    )
+
+
+# What the functions take behind the group, and what they return.
+_FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "sbn_round": (
+        (ctypes.c_uint64, _ADDRESS, _ADDRESS, _INTEGER, _INTEGER, _INTEGER, _ADDRESS, _INTEGER, _INTEGER),
+        ctypes.c_int,
+    ),
+    "sbn_wait": ((_ADDRESS, _INTEGER), ctypes.c_int),
+    "sbn_late": ((), ctypes.c_uint64),
+    "sbn_tell": ((), None),
+    "sbn_close": ((ctypes.c_int,), None),
+    "sbn_closed": ((), ctypes.c_int),
+    "sbn_rows": ((_ADDRESS, _ADDRESS, _ADDRESS), None),
+}
+
+
+class Brought(NamedTuple):
+    """What all members have brought to a turn, in their order, row by row.
+
+    Attributes:
+        counts: of each row.
+        replicas: how many of the rows each member has brought.
+        values: shape (rows, vectors, channels).
+    """
+
+    counts: list[int]
+    replicas: list[int]
+    values: FloatArray
+
+
+@cache
+def _core() -> Library | None:
+    core = library()
+    for functions in core or ():
+        functions.sbn_group_bytes.argtypes, functions.sbn_group_bytes.restype = (_INTEGER,), _INTEGER
+        for name, (behind, result) in _FUNCTIONS.items():
+            function = getattr(functions, name)
+            function.argtypes, function.restype = (ctypes.POINTER(_Group), *behind), result
+    return core
+
+
+def why_not() -> str:
+    """Returns why this process has no such memory; empty if it can have some."""
+    core = _core()
+    if core is None:
+        return description()
+    return "" if core.holding.sbn_has_futex() else f"{sys.platform} lets no process wait in memory that it shares"
+
+
+def size_of(members: int) -> int:
+    """Returns how many bytes the memory of a group of so many members has."""
+    core = _core()
+    assert core is not None, why_not()  # noqa: S101 - whoever asks knows that there is one
+    return int(core.holding.sbn_group_bytes(members))
 
 
 class GroupMemory:
-    """The memory of one group, as one member sees it.
+    """The memory of one group, as one member sees it; only where `why_not` returns nothing.
 
     Args:
-        memory: shared by the members; `region.size_of(members)` bytes, all zero at first.
+        memory: shared by the members; `size_of(members)` bytes, all zero at first.
         members: how many there are.
         me: which of them this is, from 0.
 
     Attributes:
         lock: for whoever takes a turn; one thread of a process at a time.
+        total: the sum of all rows of the latest turn, once it is done: shape (vectors, channels).
     """
+
+    total: FloatArray
 
     def __init__(self, memory: mmap, members: int, me: int) -> None:
         self.lock = threading.Lock()
-        self._region = Region(memory, members, me)
-        self._futex = Futex(memory, 0)
-        self._number = 0
-        # When this member came to this turn, and to the one before, in nanoseconds.
-        self._came = self._came_before = 0
-        self._spin_seconds = SPIN_SECONDS if members < len(os.sched_getaffinity(0)) else 0.0
+        self._start = _Start.from_buffer(memory)
+        spin = SPIN_NANOSECONDS if members <= len(os.sched_getaffinity(0)) else 0
+        self._group: Any = _Group(ctypes.addressof(self._start), members, me, spin, limits.MAX_COUNT)
+        self._pointer = ctypes.byref(self._group)
+        core = _core()
+        assert core is not None, why_not()  # noqa: S101 - as above
+        # A round lets other threads run; what takes a microsecond does not.
+        self._round, self._wait = core.releasing.sbn_round, core.releasing.sbn_wait
+        self._core: Any = core.holding
+        self._total: Any = None
 
-    def arrive(self, digest: int, rows: Rows, now: float = 0.0) -> bool:
-        """Comes to the next turn; returns whether all have come.
+    def arrive(self, digest: int, rows: Rows, now: float = 0.0, seconds: float = 0.0) -> int:
+        """Comes to the next turn, and waits for the others; returns how the round stands, CLOSED if it has not come.
+
+        It ends early, with WAITS, when a signal comes, so that Python handles it.
 
         Args:
             digest: of what it is about, 64 bits; the same for all members.
             rows: what this member brings.
             now: the time, by the clock that the processes of a host have in common.
+            seconds: how long to wait at most.
         """
-        self._came_before, self._came = self._came, int(1e9 * now)
-        self._number += 1
-        self._region.bring(self._number, digest, rows, self._came)
-        if not self.have_all_come:
-            return False
-        self._futex.wake(self._number & _LOW_BITS)
-        return True
+        values = rows.values
+        replicas, vectors, channels = values.shape
+        self.total = np.empty((vectors, channels))
+        self._total = _Start.from_buffer(self.total)
+        found: int = self._round(
+            self._pointer,
+            digest,
+            struct.pack(f"{replicas}Q", *rows.counts),
+            values.tobytes(),  # quicker than its address, as a rule
+            replicas,
+            vectors,
+            channels,
+            self._total,
+            int(1e9 * now),
+            int(1e9 * seconds),
+        )
+        return found
 
-    def wait(self, seconds: float) -> bool:
-        """Waits until all have come, for so many seconds at most; returns whether they have.
-
-        It ends at once, with False, when a member comes no more.
-        """
-        region, number = self._region, self._number
-        started = time.perf_counter()
-        while True:
-            value = self._futex.value
-            if IS_WEAKLY_ORDERED:
-                fence()  # else it could be the value after the last wake-up, and the arrivals of before
-            if region.have_all_come(number):
-                return True
-            waited = time.perf_counter() - started
-            if waited >= seconds or region.is_closed:
-                return False
-            if waited >= self._spin_seconds:
-                self._futex.sleep(value, min(SLICE_SECONDS, seconds - waited))
+    def wait(self, seconds: float) -> int:
+        """Waits on, for so many seconds at most; returns how the round stands. It ends early when a signal comes."""
+        found: int = self._wait(self._pointer, self._total, int(1e9 * seconds))
+        return found
 
     @property
     def have_all_come(self) -> bool:
         """Whether all have come to this turn."""
-        return self._region.have_all_come(self._number)
+        return not self._core.sbn_late(self._pointer)
 
     @property
     def late(self) -> list[int]:
         """The members that have not come to this turn."""
-        return self._region.late(self._number)
+        late = self._core.sbn_late(self._pointer)
+        return [member for member in range(MOST_MEMBERS) if late >> member & 1]
 
     @property
-    def seconds_behind(self) -> float | None:
-        """How much later than all others this member came to this turn, once all have come; None if others came later.
+    def rows(self) -> int:
+        """How many rows all have brought to a turn that is done."""
+        return int(self._group.rows)
 
-        None too where another process has another clock, as it may in a container, and for the first turn. All others
-        came after this one had come to the turn before; what says otherwise is no time of ours.
+    @property
+    def count(self) -> int:
+        """The sum of their counts."""
+        return int(self._group.count)
+
+    @property
+    def seconds_behind(self) -> float:
+        """How much later than all others this member came to a turn that is done; 0 if others came later.
+
+        0 too where another process has another clock, as it may in a container, and for the first turn.
         """
-        behind = self._region.nanoseconds_behind(self._number)
-        return behind / 1e9 if 0 <= behind <= self._came - self._came_before < self._came else None
+        return float(self._group.behind / 1e9)
 
     def tell(self) -> None:
         """Lets the others know that this member tells the server that it waits."""
-        self._region.tell(self._number)
+        self._core.sbn_tell(self._pointer)
 
     @property
     def is_told(self) -> bool:
-        """Whether some member, perhaps this one, may have told the server that it waits."""
-        return self._region.is_told(self._number)
+        """Whether some member, perhaps this one, may have told the server that it waits for a turn that is done."""
+        return bool(self._group.is_told)
 
-    def brought(self) -> Brought | None:
-        """Returns what the members have brought, in order, once all have come.
-
-        None where they have come for different things, or some rows did not fit: then it is None for all of them. The
-        values may be a view, good until this member comes to the turn after the next one.
-        """
-        return self._region.brought(self._number)
+    def brought(self) -> Brought:
+        """Returns a copy of what the members have brought to a turn that is done, until this one comes to the next."""
+        group = self._group
+        counts, replicas = np.empty(group.rows, np.uint64), np.empty(group.members, np.uint64)
+        values = np.empty((group.rows, group.vectors, group.channels))
+        self._core.sbn_rows(self._pointer, *map(_Start.from_buffer, (replicas, counts, values)))
+        return Brought(counts.tolist(), replicas.tolist(), values)
 
     def close(self) -> None:
         """Comes to no further turn, and lets the others know."""
-        self._close(GIVEN_UP)
+        self._core.sbn_close(self._pointer, GIVEN_UP)
 
     def end(self) -> None:
         """The same, since this member ends."""
-        self._close(ENDED)
+        self._core.sbn_close(self._pointer, ENDED)
 
     @property
     def is_closed(self) -> bool:
         """Whether some member, perhaps this one, comes to no further turn."""
-        return self._region.is_closed
+        return bool(self._core.sbn_closed(self._pointer))
 
     @property
     def is_given_up(self) -> bool:
         """Whether it is closed for those that go on: not if some member has only ended in good order."""
-        return self._region.is_given_up
-
-    def _close(self, reason: int) -> None:
-        self._region.close(reason)
-        # The word must change, by as much as no turns do.
-        self._futex.wake((self._number + 2**31) & _LOW_BITS)
+        return bool(self._core.sbn_closed(self._pointer) == GIVEN_UP)

@@ -17,7 +17,7 @@ from contextlib import closing, suppress
 from mmap import mmap
 from pathlib import Path
 
-from client.shared_memory import futex
+from client.shared_memory import group_memory
 
 # How long a process may take to hand the memory over. A process that has ended closes the connection at once, and the
 # server detects a frozen one earlier. So only a busy machine needs this long, and a group must not leave shared memory
@@ -39,8 +39,10 @@ _NAME_BYTES = 16
 
 def why_not() -> str:
     """Returns why this process cannot share memory with others; empty if it can."""
-    if not hasattr(os, "memfd_create") or not futex.is_available():
-        return f"{sys.platform} has no memory that processes can share and wait in"
+    if not hasattr(os, "memfd_create"):
+        return f"{sys.platform} has no memory that processes can share without a name"
+    if why := group_memory.why_not():
+        return why
     if os.getuid() == _unknown_user():
         return f"user {os.getuid()} stands here for all users outside of this container; run as another user"
     return ""

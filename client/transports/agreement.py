@@ -17,7 +17,7 @@ from mmap import mmap
 from client.connection.connection import Connection
 from client.connection.groups import Group
 from client.conversation.member import AUTO, OVER_SERVER, SHARED_MEMORY, Member
-from client.shared_memory import region
+from client.shared_memory import group_memory
 from client.shared_memory.group_memory import GroupMemory
 from client.shared_memory.passing import Offer, take, why_not
 from statsd_bn.round_key import MEMORY
@@ -26,7 +26,7 @@ from statsd_bn.skew_samples import Samples
 logger = logging.getLogger("statsd_bn.client")
 
 # Each member adds the rows of all.
-MOST_MEMBERS = 64
+MOST_MEMBERS = group_memory.MOST_MEMBERS
 
 # Where rounds in memory have been run by the million; elsewhere somebody has to ask for them.
 TRIED_ON = ("x86_64",)
@@ -59,25 +59,24 @@ def _shared(connection: Connection, group: Group, members: list[int]) -> tuple[m
     """Returns the memory that all members have in common; or None, and why not."""
     if len(members) > MOST_MEMBERS:
         return None, f"{len(members)} ranks are in the group, more than {MOST_MEMBERS}"
-    size = region.size_of(len(members))
-    offer, reason = _offer(connection.member, size if connection.rank == members[0] else 0)
+    offer, reason = _offer(connection.member, len(members) if connection.rank == members[0] else 0)
     with closing(offer) if offer else nullcontext():
         said = connection.gather_in(group, MEMORY, reason.encode() or _ready(offer))
         if why := _refusals(members, [b"" if one.startswith(_READY) else one for one in said]):
             return None, why
         name = said[0].removeprefix(_READY).decode(errors="replace")
-        memory, reason = (offer.memory, "") if offer else _taken(connection, name, size)
+        memory, reason = (offer.memory, "") if offer else _taken(connection, name, len(members))
         said = connection.gather_in(group, MEMORY, reason.encode())
     why = _refusals(members, said)
     return (None, why) if why else (memory, "")
 
 
-def _offer(member: Member, size: int) -> tuple[Offer | None, str]:
-    """Returns the memory that this member offers, none for a size of 0; and why it does not share any, if so."""
+def _offer(member: Member, members: int) -> tuple[Offer | None, str]:
+    """Returns the memory that this member offers to so many members, if any; and why it does not share any, if so."""
     if why := _why_not_this_one(member):
         return None, why
     try:
-        return Offer(size) if size else None, ""
+        return Offer(group_memory.size_of(members)) if members else None, ""
     except OSError as error:
         return None, f"the system gives no memory to share: {error}"
 
@@ -86,10 +85,10 @@ def _ready(offer: Offer | None) -> bytes:
     return _READY + (offer.name.encode() if offer else b"")
 
 
-def _taken(connection: Connection, name: str, size: int) -> tuple[mmap | None, str]:
+def _taken(connection: Connection, name: str, members: int) -> tuple[mmap | None, str]:
     """Returns the memory that another member offers; or None, and why this member does not get it."""
     try:
-        return take(name, size, lambda: connection.is_broken), ""
+        return take(name, group_memory.size_of(members), lambda: connection.is_broken), ""
     except OSError as error:
         return None, str(error) or type(error).__name__
 

@@ -1,7 +1,7 @@
-"""RoundInMemory: one member's part in one round of a group that shares memory, without a clock.
+"""RoundInMemory: what a member does whose round in memory takes longer than a moment, without a clock.
 
-It waits in memory. After a moment it sends its rows to the server as well, as if there were no memory, and goes by
-whoever is first. So the server sees every long wait, and says what it is about.
+It sends its rows to the server as well, as if there were no memory, and takes the first answer. So the server sees
+every long wait, and says what it is about.
 """
 
 from collections.abc import Callable
@@ -10,14 +10,10 @@ from dataclasses import dataclass
 from client.conversation.machine import Turn
 from client.conversation.round_trip import RoundTrip
 from client.conversation.session import Session
-from client.shared_memory.group_memory import GroupMemory
-from client.transports.key_digest import digest_of
-from statsd_bn import limits
+from client.shared_memory.group_memory import DONE, WAITS, GroupMemory
 from statsd_bn.members import NOBODY
 from statsd_bn.messages import Aggregate, sound_aggregate
-from statsd_bn.reduction import is_finite, sum_rows
 from statsd_bn.round_key import RoundKey
-from statsd_bn.rows import Rows
 
 # How long to wait before the server hears of it; a step in which one member has more to do than the others is longer.
 ESCALATE_SECONDS = 0.05
@@ -37,14 +33,35 @@ class AtServer:
     trip: RoundTrip
 
 
+def aggregate_in(session: Session, key: RoundKey, memory: GroupMemory, began: float, now: float) -> Aggregate:
+    """Returns the aggregate of a turn that is done, and counts it.
+
+    Args:
+        session: of this member.
+        key: of the round.
+        memory: of the group.
+        began: when this member came.
+        now: the time.
+    """
+    transport = session.transport
+    transport.seconds_in_memory += now - began
+    if behind := memory.seconds_behind:
+        session.lateness.add(behind)
+    samples = transport.samples
+    if samples is not None and samples.is_due(now, key):
+        samples.look(now, key, *memory.brought())
+    return sound_aggregate(key, memory.rows, memory.count, session.members, memory.total, NOBODY)
+
+
 class RoundInMemory:
     """A `Machine` whose result is the aggregate; or `AtServer`, for all members alike.
 
     Args:
-        session: who speaks.
+        session: of this member.
         key: of the round.
-        rows: what this member brings.
-        memory: of the group. It is closed if the round fails, since whoever leaves a round early is out of step.
+        memory: of the group, at the turn of this round. It is closed if the round fails, since a member that leaves a
+            round early is out of step.
+        began: when this member came to that turn.
         begin_trip: returns what takes part in the round over the server, not begun.
         listen_seconds: how often to look at both, memory and server, once the server has heard of it.
     """
@@ -53,25 +70,21 @@ class RoundInMemory:
         self,
         session: Session,
         key: RoundKey,
-        rows: Rows,
         memory: GroupMemory,
+        began: float,
         begin_trip: Callable[[], RoundTrip],
         listen_seconds: float = LISTEN_SECONDS,
     ) -> None:
         self._session = session
         self._key = key
-        self._rows = rows
         self._memory = memory
         self._begin_trip = begin_trip
         self._listen_seconds = listen_seconds
         self._trip: RoundTrip | None = None
-        self._began = self._due = 0.0
+        self._began, self._due = began, began + ESCALATE_SECONDS
 
     def begin(self, now: float) -> Turn[Aggregate | AtServer]:
-        """Writes its rows."""
-        self._began, self._due = now, now + ESCALATE_SECONDS
-        if self._memory.arrive(digest_of(self._key), self._rows, now):
-            return self._end(now)
+        """Looks at the memory."""
         return self._look(now) or ((), self._due, None)
 
     def step(self, now: float, frame: bytes | None) -> Turn[Aggregate | AtServer]:
@@ -112,45 +125,19 @@ class RoundInMemory:
     def _look(self, now: float) -> Turn[Aggregate | AtServer] | None:
         """Returns how the round has ended in memory, if it has."""
         memory = self._memory
-        if not memory.have_all_come:
-            if not memory.is_closed:
-                return None
-            # The last one to come may have closed at once.
-            if not memory.have_all_come:
-                return (), now, self._at_server()
-        return self._end(now)
-
-    def _end(self, now: float) -> Turn[Aggregate | AtServer]:
-        """Returns how the round has ended in memory, to which all have come."""
-        memory, aggregate = self._memory, self._sum(now)
-        if aggregate is None:
+        found = memory.wait(0.0)
+        if found == WAITS:
+            return None
+        if found != DONE:
+            # The server has to say what is wrong: who ends, or whose NaN or infinity it is.
             return (), now, self._at_server()
         self._session.transport.rounds_in_memory += self._trip is None
-        self._session.transport.seconds_in_memory += now - self._began
-        if behind := memory.seconds_behind:
-            self._session.lateness.add(behind)
-        if memory.is_told:
-            # Everybody says so, and at once: the teller may be asleep, or what it says may be lost. It would seem to
-            # wait there still for this member, and this one in the next round for it.
-            return (self._session.settled(self._key),), now, aggregate
-        return (), now, aggregate
+        aggregate = aggregate_in(self._session, self._key, memory, self._began, now)
+        # If it was told, all say so, and at once: the teller may be asleep, or what it says may be lost. It would seem
+        # to wait there still for this member, and this one in the next round for it.
+        return (self._session.settled(self._key),) if memory.is_told else (), now, aggregate
 
     def _at_server(self) -> AtServer:
         if self._trip:
             self._trip.late = tuple  # the memory may be about another round by then
         return AtServer(self._trip or self._begin_trip())
-
-    def _sum(self, now: float) -> Aggregate | None:
-        """Returns the sum of what all have brought; None where the server has to say what is wrong with it.
-
-        A sum that is not finite goes to the server too, so that its status and its log say whose NaN or infinity it is.
-        """
-        brought = self._memory.brought()
-        if brought is None or (count := sum(brought.counts)) > limits.MAX_COUNT:
-            return None
-        total = sum_rows(brought.values)
-        if not is_finite(total):
-            return None
-        if samples := self._session.transport.samples:
-            samples.look(now, self._key, brought.counts, brought.replicas, brought.values)
-        return sound_aggregate(self._key, len(brought.values), count, self._session.members, total, NOBODY)

@@ -8,18 +8,19 @@ rows to the server as well, as if there were no memory, and listens to both.
 """
 
 import threading
-import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from time import monotonic
 from weakref import WeakKeyDictionary
 
 from client.connection.connection import Connection
 from client.connection.groups import Group
 from client.conversation.session import Session
-from client.shared_memory.group_memory import GroupMemory
+from client.shared_memory.group_memory import CLOSED, DONE, GroupMemory
 from client.transports import agreement
-from client.transports.round_in_memory import AtServer, RoundInMemory
+from client.transports.key_digest import digest_of
+from client.transports.round_in_memory import ESCALATE_SECONDS, AtServer, RoundInMemory, aggregate_in
 from client.transports.server import SlavePipe
 from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import FORWARD, RoundKey
@@ -76,35 +77,39 @@ def _take_part(connection: Connection, memory: GroupMemory, session: Session, ke
     """Takes part in a round, in memory if all members come for the same one."""
     if session.is_uneven:
         return connection.over_server(session, key, rows)
-    begin_trip = partial(connection.round_trip, session, key, rows)
     with memory.lock:
         if connection.is_broken:
             # The server may have lost this member, and in memory it would go on: there nothing says so.
             memory.close()
-        if memory.is_closed:
-            found: Aggregate | AtServer = AtServer(begin_trip())
-        else:
-            round_ = RoundInMemory(session, key, rows, memory, begin_trip)
-            found = _run(round_, memory, connection)
+        try:
+            found = _in_memory(connection, memory, session, key, rows)
+        except BaseException:
+            # A member that leaves a round early is out of step with the others for good.
+            memory.close()
+            raise
     # Without the lock: two threads may wait for each other there, on this member and on another.
     return found if isinstance(found, Aggregate) else connection.run(found.trip)
 
 
-def _run(round_: RoundInMemory, memory: GroupMemory, connection: Connection) -> Aggregate | AtServer:
-    try:
-        return _waited(round_, memory, connection)
-    except BaseException:
-        # Whoever leaves a round early is out of step with the others for good.
-        memory.close()
-        raise
+def _in_memory(
+    connection: Connection, memory: GroupMemory, session: Session, key: RoundKey, rows: Rows
+) -> Aggregate | AtServer:
+    began = monotonic()
+    found = memory.arrive(digest_of(key), rows, began, ESCALATE_SECONDS)
+    if found == DONE and not memory.is_told:
+        session.transport.rounds_in_memory += 1
+        return aggregate_in(session, key, memory, began, monotonic())
+    begin_trip = partial(connection.round_trip, session, key, rows)
+    if found == CLOSED:
+        return AtServer(begin_trip())
+    return _waited(RoundInMemory(session, key, memory, began, begin_trip), memory, connection)
 
 
 def _waited(round_: RoundInMemory, memory: GroupMemory, connection: Connection) -> Aggregate | AtServer:
-    now = time.monotonic
-    frames, due, found = round_.begin(now())
+    frames, due, found = round_.begin(monotonic())
     if found is None:
-        memory.wait(due - now())
-        frames, due, found = round_.step(now(), None)
+        memory.wait(due - monotonic())
+        frames, due, found = round_.step(monotonic(), None)
     if found is not None and not frames:
         return found
     with connection.channel_pool.channel() as channel:
@@ -113,5 +118,5 @@ def _waited(round_: RoundInMemory, memory: GroupMemory, connection: Connection) 
                 channel.send(frame)
             if found is not None:
                 return found
-            memory.wait(due - now())
-            frames, due, found = round_.step(now(), channel.look())
+            memory.wait(due - monotonic())
+            frames, due, found = round_.step(monotonic(), channel.look())

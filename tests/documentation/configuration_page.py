@@ -46,7 +46,8 @@ CLIENT_VARIABLES = {
     "STATSD_BN_JOB": "`job`",
     "STATSD_BN_LOG_LEVEL": "debug, info, warning or error, in any case: what the client logs, and the server "
     "that rank 0 starts; by default the client leaves this to `logging`, and the server logs warnings",
-    "STATSD_BN_NATIVE": "0: torch's operators compute on a CPU, not the native core; default 1. Read once",
+    "STATSD_BN_NATIVE": "0: no native core: torch's operators compute on a CPU, and rows travel over the server; "
+    "default 1. Read once",
     "STATSD_BN_SECRET": "the job's secret itself, instead of STATSD_BN_SECRET_FILE; it is an error to set both",
     "STATSD_BN_SECRET_FILE": "a file with the job's secret, the same on all its hosts; `python -m server secret` makes "
     "it. For a job on several hosts without an endpoint",

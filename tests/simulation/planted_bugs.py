@@ -18,8 +18,6 @@ from client.conversation.registration import Registration
 from client.conversation.round_trip import GRACE_SECONDS, RoundTrip
 from client.conversation.session import Session
 from client.shared_memory.group_memory import GroupMemory
-from client.shared_memory.region import Region
-from client.transports import round_in_memory
 from client.transports.round_in_memory import RoundInMemory
 from server.core import collectives, deadlock, inquiry, mismatches
 from server.core.dispatcher import Dispatcher
@@ -452,18 +450,8 @@ def memory_never_escalates() -> Any:
 @bug
 def memory_keys_not_compared() -> Any:
     """Members that have come to memory for different rounds get one another's rows."""
-    return mock.patch.object(round_in_memory, "digest_of", return_value=1)
-
-
-@bug
-def memory_of_one_slot() -> Any:
-    """Who is quick writes over what another has not read."""
-
-    def begin(right: Any, self: Region, *arguments: Any) -> None:
-        right(self, *arguments)
-        self._own, self._slots = self._own[:1] * 2, self._slots[:1] * 2
-
-    return instead(Region, "__init__", begin)
+    arrive = GroupMemory.arrive
+    return mock.patch.object(GroupMemory, "arrive", lambda self, _digest, *brought: arrive(self, 1, *brought))
 
 
 @bug
@@ -476,14 +464,14 @@ def settled_rounds_untold() -> Any:
 def settled_by_the_teller_alone() -> Any:
     """Of a round that is over in memory only those tell the server who have sent it their rows."""
 
-    def end(right: Any, self: RoundInMemory, now: float) -> Any:
+    def look(right: Any, self: RoundInMemory, now: float) -> Any:
         over = right(self, now)
-        if self._trip:
+        if self._trip or not over:
             return over
         self._session.last_settled.frame = b""
         return ((), *over[1:])
 
-    return instead(RoundInMemory, "_end", end)
+    return instead(RoundInMemory, "_look", look)
 
 
 @bug

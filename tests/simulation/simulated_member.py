@@ -14,7 +14,8 @@ from client.conversation.member import Member
 from client.conversation.registration import Registration, cause_of
 from client.conversation.round_trip import RoundTrip
 from client.conversation.session import Session
-from client.shared_memory.group_memory import GroupMemory
+from client.shared_memory.group_memory import CLOSED, GroupMemory
+from client.transports.key_digest import digest_of
 from client.transports.round_in_memory import RoundInMemory
 from client.whereabouts.place import Place, TorchGroup
 from simulation import simulated_membership_rules as membership_rules
@@ -276,7 +277,7 @@ class Process(SimulatedProcess):
             key = session.forward_key(layer, key.phase)
         session.begins(key)
         memory = self._memories.get(group.name) if key.phase != GATHER and not session.is_uneven else None
-        if memory and not memory.is_closed:
+        if memory and memory.arrive(digest_of(key), rows, self.world.clock.now) != CLOSED:
             found = yield from self._round_in_memory(session, key, rows, memory)
             if isinstance(found, Aggregate):
                 self.world.network.count("in memory")
@@ -297,7 +298,7 @@ class Process(SimulatedProcess):
             return self._trip(session, key, rows)
 
         try:
-            return (yield RoundInMemory(session, key, rows, memory, begin_trip, LISTEN_SECONDS))
+            return (yield RoundInMemory(session, key, memory, self.world.clock.now, begin_trip, LISTEN_SECONDS))
         except StatsdBNError:
             memory.close()
             raise

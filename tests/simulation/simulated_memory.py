@@ -1,11 +1,10 @@
-"""Shared memory in a simulated world: the real `GroupMemory`, and wake-ups that may be lost."""
+"""Shared memory in a simulated world: the real `GroupMemory` and its core in C, and wake-ups that may be lost."""
 
 from collections.abc import Callable
 from mmap import mmap
 from typing import TYPE_CHECKING
 
-from client.shared_memory.group_memory import GroupMemory
-from client.shared_memory.region import size_of
+from client.shared_memory.group_memory import WAITS, GroupMemory, size_of
 from statsd_bn.rows import Rows
 
 if TYPE_CHECKING:
@@ -69,11 +68,11 @@ class _SimulatedGroupMemory(GroupMemory):
         super().__init__(memory, members, me)
         self._wake_others = wake
 
-    def arrive(self, digest: int, rows: Rows, now: float = 0.0) -> bool:
-        is_last = super().arrive(digest, rows, now)
-        if is_last:
+    def arrive(self, digest: int, rows: Rows, now: float = 0.0, _seconds: float = 0.0) -> int:
+        found = super().arrive(digest, rows, now)
+        if found != WAITS:
             self._wake_others()
-        return is_last
+        return found
 
     def close(self) -> None:
         super().close()

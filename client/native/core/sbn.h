@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 /* Raised when a function here changes its arguments or what it returns. */
-#define SBN_VERSION 1
+#define SBN_VERSION 2
 
 enum { SBN_F32 = 0, SBN_BF16 = 1, SBN_F16 = 2, SBN_F64 = 3 };
 enum { SBN_OK = 0, SBN_NO_MEMORY = 1 };

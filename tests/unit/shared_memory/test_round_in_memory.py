@@ -10,8 +10,8 @@ from client.conversation.member import Member
 from client.conversation.round_trip import RoundTrip
 from client.conversation.session import Session
 from client.shared_memory import passing
-from client.shared_memory.group_memory import GroupMemory
-from client.shared_memory.region import size_of
+from client.shared_memory.group_memory import DONE, GroupMemory, size_of
+from client.transports.key_digest import digest_of
 from client.transports.round_in_memory import AtServer, RoundInMemory
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
@@ -43,8 +43,9 @@ class Host:
             name = f"rank{me}"
             now = came[name]
             session = self.sessions[me]
-            rows = Rows((1,), np.full((1, 2, 1), value))
-            machines[name] = RoundInMemory(session, session.forward_key("bn"), rows, self.memories[me], lambda: "trip")
+            key, memory = session.forward_key("bn"), self.memories[me]
+            memory.arrive(digest_of(key), Rows((1,), np.full((1, 2, 1), value)), now)
+            machines[name] = RoundInMemory(session, key, memory, now, lambda: "trip")
             found[name] = machines[name].begin(now)[2]
         end = max(came.values())
         return [found[name] or machines[name].step(end, None)[2] for name in sorted(came)]
@@ -107,11 +108,11 @@ def test_times_of_another_clock_are_not_counted(other):
     """Of a container with a clock of its own; whoever comes to a round has been seen in the one before."""
     host = Host()
     host.round(rank0=1.0, rank1=1.01, rank2=1.0)
-    host.memories[0]._region.bring(2, 0, Rows((1,), np.zeros((1, 2, 1))), int(1e9 * other))
-    host.memories[2]._region.bring(2, 0, Rows((1,), np.zeros((1, 2, 1))), int(1e9 * 0.4))
-    host.memories[1].arrive(0, Rows((1,), np.zeros((1, 2, 1))), 2.0)
-    assert host.memories[1].have_all_come
-    assert host.memories[1].seconds_behind is None
+    rows = Rows((1,), np.zeros((1, 2, 1)))
+    for me, now in ((0, other), (2, 0.4), (1, 2.0)):
+        found = host.memories[me].arrive(0, rows, now)
+    assert found == DONE
+    assert host.memories[1].seconds_behind == 0.0
 
 
 def test_who_has_not_come_is_told_where_the_server_does_not_answer(caplog):
@@ -123,7 +124,8 @@ def test_who_has_not_come_is_told_where_the_server_does_not_answer(caplog):
         def trip():
             return RoundTrip(host.sessions[me], "ipc:///there", key, rows, b"", lambda: 0.0)
 
-        machine = RoundInMemory(host.sessions[me], key, rows, host.memories[me], trip)
+        host.memories[me].arrive(digest_of(key), rows)
+        machine = RoundInMemory(host.sessions[me], key, host.memories[me], 0.0, trip)
         machine.begin(0.0)
         return machine
 

@@ -1,0 +1,71 @@
+"""Compiles programs around client/native/core/round.c: one explores all orders of its steps, one has ranks as threads.
+
+`scripts/simulate memory` explores the larger groups; see core/explore.c.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from client.native.build import COMPILERS
+from support.paths import ROOT
+
+CORE, PROGRAMS = ROOT / "client" / "native" / "core", ROOT / "tests" / "simulation" / "core"
+
+COMPILER = next((path for name in COMPILERS if (path := shutil.which(name))), "")
+
+# What happens in a group, as explore.c adds it up.
+OTHER_KEY, CLOSES, TELLS, KILLS = 1, 2, 4, 8
+
+# A state of the explorer has all memory: slots with room for the one row that it brings.
+SMALL = ("SLOT = 1 << 18", "SLOT = 128")
+
+
+def program(folder: Path, name: str, *flags: str, changed: tuple[tuple[str, str], ...] = ()) -> Path:
+    """Returns a program around round.c, in which texts that it has once are replaced.
+
+    Args:
+        folder: where it goes.
+        name: of the program in `core`, without its ending.
+        flags: of the compiler.
+        changed: what is replaced, and by what.
+    """
+    text = (CORE / "round.c").read_text()
+    for before, after in changed:
+        assert text.count(before) == 1, f"round.c: expected once: {before}"
+        text = text.replace(before, after)
+    source, target = folder / "round.c", folder / name
+    source.write_text(text)
+    inputs = [str(PROGRAMS / f"{name}.c"), f'-DROUND_C="{source}"', f"-I{CORE}"]
+    command = [COMPILER, "-std=gnu11", "-O1", "-g", "-ffp-contract=off", "-w", "-pthread", *flags, *inputs]
+    subprocess.run([*command, "-o", str(target)], check=True)
+    return target
+
+
+def explored(path: Path, ranks: int, rounds: int, what: int) -> str:
+    """Returns the last line of an exploration: how many states there are, or what was found."""
+    arguments = [str(path), str(ranks), str(rounds), str(what)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    return (done.stdout.splitlines() or [f"ended with {done.returncode}"])[-1]
+
+
+def main() -> int:
+    """Explores groups of two and three ranks; returns 1 if something is found."""
+    findings = 0
+    with tempfile.TemporaryDirectory() as folder:
+        path = program(Path(folder), "explore", changed=(SMALL,))
+        for ranks, rounds in ((2, 2), (2, 3), (3, 1), (3, 2)):
+            for what in (0, OTHER_KEY, CLOSES, TELLS, KILLS):
+                started = time.monotonic()
+                found = explored(path, ranks, rounds, what)
+                findings += not found.endswith(" states")
+                seconds = time.monotonic() - started
+                print(f"{ranks} ranks, {rounds} rounds, scenario {what}: {found} in {seconds:.1f} s", flush=True)
+    return int(findings > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
