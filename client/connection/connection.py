@@ -379,7 +379,8 @@ class Connection:
         *,
         counts: bool = True,
     ) -> Aggregate:
-        self._check_usable()
+        if self._closed or os.getpid() != self._process:
+            self._check_usable()
         session = self._sessions.of(group)
         if key is None and session.participation is Participation.PAUSED:  # a step behind a pass of `client.join`
             self.come_back(group)

@@ -40,6 +40,9 @@ SPIN_NANOSECONDS = 20_000
 
 _INTEGER, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 
+# What packs the counts of so many rows.
+_PACK = [struct.Struct(f"{replicas}Q").pack for replicas in range(limits.MAX_REPLICAS + 1)]
+
 # Of an array: is passed as its address, and keeps it.
 _Start: Any = ctypes.c_char * 0
 
@@ -155,7 +158,7 @@ class GroupMemory:
         found: int = self._round(
             self._pointer,
             digest,
-            struct.pack(f"{replicas}Q", *rows.counts),
+            _PACK[replicas](*rows.counts),
             values.tobytes(),  # quicker than its address, as a rule
             replicas,
             vectors,

@@ -33,7 +33,9 @@ class AtServer:
     trip: RoundTrip
 
 
-def aggregate_in(session: Session, key: RoundKey, memory: GroupMemory, began: float, now: float) -> Aggregate:
+def aggregate_in(
+    session: Session, key: RoundKey, memory: GroupMemory, began: float, now: float, *, was_sent: bool = False
+) -> Aggregate:
     """Returns the aggregate of a turn that is done, and counts it.
 
     Args:
@@ -42,8 +44,10 @@ def aggregate_in(session: Session, key: RoundKey, memory: GroupMemory, began: fl
         memory: of the group.
         began: when this member came.
         now: the time.
+        was_sent: whether this member has sent its rows to the server too, which then counts the round.
     """
     transport = session.transport
+    transport.rounds_in_memory += not was_sent
     transport.seconds_in_memory += now - began
     if behind := memory.seconds_behind:
         session.lateness.add(behind)
@@ -131,8 +135,8 @@ class RoundInMemory:
         if found != DONE:
             # The server has to say what is wrong: who ends, or whose NaN or infinity it is.
             return (), now, self._at_server()
-        self._session.transport.rounds_in_memory += self._trip is None
-        aggregate = aggregate_in(self._session, self._key, memory, self._began, now)
+        was_sent = self._trip is not None
+        aggregate = aggregate_in(self._session, self._key, memory, self._began, now, was_sent=was_sent)
         # If it was told, all say so, and at once: the teller may be asleep, or what it says may be lost. It would seem
         # to wait there still for this member, and this one in the next round for it.
         return (self._session.settled(self._key),) if memory.is_told else (), now, aggregate

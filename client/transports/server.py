@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from client.border import make_readable
-from client.connection.connection import Connection, Way
+from client.connection.connection import Connection
 from client.connection.groups import Group
 from client.transports.places import places
-from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import FORWARD, RoundKey
 from statsd_bn.rows import Rows
@@ -43,14 +41,7 @@ class SlavePipe:
         Raises:
             StatsdBNError: the round failed, with the reason; most kinds are RoundFailed.
         """
-        return self._exchange(contribution, key, phase, None)
-
-    def _exchange(self, contribution: Rows, key: RoundKey | None, phase: str, way: Way | None) -> Aggregate:
-        try:
-            return self.connection.exchange(self.layer, contribution, key, self.group, way, phase)
-        except StatsdBNError as error:
-            make_readable(error)
-            raise
+        return self.connection.exchange(self.layer, contribution, key, self.group, None, phase)
 
     @property
     def rank(self) -> int:

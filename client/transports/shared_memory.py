@@ -40,16 +40,39 @@ class SharedMemoryPipe(SlavePipe):
 
     def run_slave(self, contribution: Rows, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:
         """Exchanges a contribution for the aggregate of its round; see `SlavePipe.run_slave`."""
-        return self._exchange(contribution, key, phase, self._take_part)
+        return self.connection.exchange(self.layer, contribution, key, self.group, self._take_part, phase)
 
     def _take_part(self, session: Session, key: RoundKey, rows: Rows) -> Aggregate:
         memory = session.transport.memory or self._agreed_memory(session)
-        if isinstance(memory, GroupMemory):
-            return _take_part(self.connection, memory, session, key, rows)
-        aggregate = self.connection.over_server(session, key, rows)
-        if not session.is_uneven:
-            _agree(self.connection, self.connection.group(self.group))
-        return aggregate
+        connection = self.connection
+        if not isinstance(memory, GroupMemory):
+            aggregate = connection.over_server(session, key, rows)
+            if not session.is_uneven:
+                _agree(connection, connection.group(self.group))
+            return aggregate
+        if session.is_uneven:
+            return connection.over_server(session, key, rows)
+        with memory.lock:
+            try:
+                if connection.is_broken:
+                    # The server may have lost this member, and in memory it would go on: there nothing says so.
+                    memory.close()
+                began = monotonic()
+                stands = memory.arrive(digest_of(key), rows, began, ESCALATE_SECONDS)
+                if stands == DONE and not memory.is_told:
+                    return aggregate_in(session, key, memory, began, monotonic())
+                begin_trip = partial(connection.round_trip, session, key, rows)
+                if stands == CLOSED:
+                    found: Aggregate | AtServer = AtServer(begin_trip())
+                else:
+                    round_ = RoundInMemory(session, key, memory, began, begin_trip)
+                    found = _go_on(round_, memory, connection)
+            except BaseException:
+                # A member that leaves a round early is out of step with the others for good.
+                memory.close()
+                raise
+        # Without the lock: two threads may wait for each other there, on this member and on another.
+        return found if isinstance(found, Aggregate) else connection.run(found.trip)
 
     def _agreed_memory(self, session: Session) -> GroupMemory | None:
         """Waits for another thread that is about to agree."""
@@ -73,39 +96,8 @@ def _agree(connection: Connection, group: Group) -> None:
         raise
 
 
-def _take_part(connection: Connection, memory: GroupMemory, session: Session, key: RoundKey, rows: Rows) -> Aggregate:
-    """Takes part in a round, in memory if all members come for the same one."""
-    if session.is_uneven:
-        return connection.over_server(session, key, rows)
-    with memory.lock:
-        if connection.is_broken:
-            # The server may have lost this member, and in memory it would go on: there nothing says so.
-            memory.close()
-        try:
-            found = _in_memory(connection, memory, session, key, rows)
-        except BaseException:
-            # A member that leaves a round early is out of step with the others for good.
-            memory.close()
-            raise
-    # Without the lock: two threads may wait for each other there, on this member and on another.
-    return found if isinstance(found, Aggregate) else connection.run(found.trip)
-
-
-def _in_memory(
-    connection: Connection, memory: GroupMemory, session: Session, key: RoundKey, rows: Rows
-) -> Aggregate | AtServer:
-    began = monotonic()
-    found = memory.arrive(digest_of(key), rows, began, ESCALATE_SECONDS)
-    if found == DONE and not memory.is_told:
-        session.transport.rounds_in_memory += 1
-        return aggregate_in(session, key, memory, began, monotonic())
-    begin_trip = partial(connection.round_trip, session, key, rows)
-    if found == CLOSED:
-        return AtServer(begin_trip())
-    return _waited(RoundInMemory(session, key, memory, began, begin_trip), memory, connection)
-
-
-def _waited(round_: RoundInMemory, memory: GroupMemory, connection: Connection) -> Aggregate | AtServer:
+def _go_on(round_: RoundInMemory, memory: GroupMemory, connection: Connection) -> Aggregate | AtServer:
+    """Ends a round that is not done in memory within a moment, or of which the server has heard."""
     frames, due, found = round_.begin(monotonic())
     if found is None:
         memory.wait(due - monotonic())
