@@ -107,7 +107,7 @@ def test_who_would_be_away_is_told_that_it_needs_a_connection(ranks):
 def test_a_compiled_layer_notices_that_it_has_company_now(pool, tmp_path):
     run = process_group_programs.compile_before_there_are_ranks
     futures = [pool.submit(run, str(tmp_path / "store"), rank) for rank in range(2)]
-    rows = torch.tensor([[1.0, 2.0], [3.0, 5.0], [2.0, 4.0], [6.0, 10.0]], dtype=torch.float64)
+    rows = torch.tensor([[1.0, 2.0], [3.5, 5.0], [2.0, 4.0], [7.0, 10.0]], dtype=torch.float64)
     whole = nn.BatchNorm1d(2, affine=False).double()(rows).split(2)
     for rank, future in enumerate(futures):
         alone, together = future.result(timeout=60)

@@ -196,7 +196,7 @@ def compile_before_there_are_ranks(store: str, rank: int) -> list[np.ndarray]:
     layer = client.SynchronizedBatchNorm1d(2, affine=False).double()
     layer.layer_name = "compiled early"
     run = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    x = torch.tensor([[1.0, 2.0], [3.0, 5.0]], dtype=torch.float64) * (1 + rank)
+    x = torch.tensor([[1.0, 2.0], [3.5, 5.0]], dtype=torch.float64) * (1 + rank)
     alone = run(x)
     with ddp_programs.process_group_of(store, rank, 2):
         return [alone.numpy(), run(x).numpy()]
