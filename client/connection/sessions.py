@@ -56,7 +56,7 @@ class Sessions:
         self._closed = False
         self._last_settled = LastSettled()
         # Those that need no lock and no wait any more, which is what all rounds but the first find.
-        self._open_sessions: dict[Group, Session] = {}
+        self._open_sessions: dict[str, _Entry] = {}
         beacon = channel_pool.beacon()
         looks = Looks(tells_stacks=member.tells_stacks, rank=member.rank)
         self.job = BrokenJob(looks, f"rank {member.rank} ({member.host_and_pid})", member.abort_after)
@@ -74,8 +74,8 @@ class Sessions:
                 tries again.
             ConnectionClosed: the sessions have ended.
         """
-        session = self._open_sessions.get(group)
-        return session or self._of_a_new_one(group)
+        entry = self._open_sessions.get(group.name)
+        return entry.session if entry and entry.group.size == group.size else self._of_a_new_one(group)
 
     def _of_a_new_one(self, group: Group) -> Session:
         with self._lock:
@@ -96,7 +96,7 @@ class Sessions:
         entry.opened.result()
         with self._lock:
             if not self._closed:
-                self._open_sessions[group] = entry.session
+                self._open_sessions[group.name] = entry
         return entry.session
 
     def change_participation(self, group: Group, participation: Participation) -> None:

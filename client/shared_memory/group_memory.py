@@ -47,7 +47,26 @@ _PACK = [struct.Struct(f"{replicas}Q").pack for replicas in range(limits.MAX_REP
 _Start: Any = ctypes.c_char * 0
 
 
-class _Group(ctypes.Structure):
+class Found(ctypes.Structure):
+    """What a turn that is done has brought, in `sbn_group` of round.h.
+
+    Attributes:
+        members, vectors, channels: the shape of the rows, and how many members bring some.
+        rows: how many rows all have brought.
+        count: the sum of their counts.
+        behind: how many nanoseconds later than all others this member came; 0 if others came later, for the first turn,
+            and where another process has another clock, as it may in a container.
+        is_told: whether some member, perhaps this one, may have told the server that it waits.
+    """
+
+    members: int
+    vectors: int
+    channels: int
+    rows: int
+    count: int
+    behind: int
+    is_told: int
+
     _fields_ = (
         ("memory", _ADDRESS),
         *((name, _INTEGER) for name in ("members", "me", "spin", "most_count")),
@@ -93,7 +112,7 @@ def _core() -> Library | None:
         functions.sbn_group_bytes.argtypes, functions.sbn_group_bytes.restype = (_INTEGER,), _INTEGER
         for name, (behind, result) in _FUNCTIONS.items():
             function = getattr(functions, name)
-            function.argtypes, function.restype = (ctypes.POINTER(_Group), *behind), result
+            function.argtypes, function.restype = (ctypes.POINTER(Found), *behind), result
     return core
 
 
@@ -122,7 +141,8 @@ class GroupMemory:
 
     Attributes:
         lock: for whoever takes a turn; one thread of a process at a time.
-        total: the sum of all rows of the latest turn, once it is done: shape (vectors, channels).
+        found: what the latest turn has brought, once it is done.
+        total: the sum of its rows, likewise: shape (vectors, channels).
     """
 
     total: FloatArray
@@ -131,8 +151,8 @@ class GroupMemory:
         self.lock = threading.Lock()
         self._start = _Start.from_buffer(memory)
         spin = SPIN_NANOSECONDS if members <= len(os.sched_getaffinity(0)) else 0
-        self._group: Any = _Group(ctypes.addressof(self._start), members, me, spin, limits.MAX_COUNT)
-        self._pointer = ctypes.byref(self._group)
+        self.found = Found(ctypes.addressof(self._start), members, me, spin, limits.MAX_COUNT)
+        self._pointer = ctypes.byref(self.found)
         core = _core()
         assert core is not None, why_not()  # noqa: S101 - as above
         # A round lets other threads run; what takes a microsecond does not.
@@ -185,36 +205,13 @@ class GroupMemory:
         late = self._core.sbn_late(self._pointer)
         return [member for member in range(MOST_MEMBERS) if late >> member & 1]
 
-    @property
-    def rows(self) -> int:
-        """How many rows all have brought to a turn that is done."""
-        return int(self._group.rows)
-
-    @property
-    def count(self) -> int:
-        """The sum of their counts."""
-        return int(self._group.count)
-
-    @property
-    def seconds_behind(self) -> float:
-        """How much later than all others this member came to a turn that is done; 0 if others came later.
-
-        0 too where another process has another clock, as it may in a container, and for the first turn.
-        """
-        return float(self._group.behind / 1e9)
-
     def tell(self) -> None:
         """Lets the others know that this member tells the server that it waits."""
         self._core.sbn_tell(self._pointer)
 
-    @property
-    def is_told(self) -> bool:
-        """Whether some member, perhaps this one, may have told the server that it waits for a turn that is done."""
-        return bool(self._group.is_told)
-
     def brought(self) -> Brought:
         """Returns a copy of what the members have brought to a turn that is done, until this one comes to the next."""
-        group = self._group
+        group = self.found
         counts, replicas = np.empty(group.rows, np.uint64), np.empty(group.members, np.uint64)
         values = np.empty((group.rows, group.vectors, group.channels))
         self._core.sbn_rows(self._pointer, *map(_Start.from_buffer, (replicas, counts, values)))

@@ -49,12 +49,13 @@ def aggregate_in(
     transport = session.transport
     transport.rounds_in_memory += not was_sent
     transport.seconds_in_memory += now - began
-    if behind := memory.seconds_behind:
-        session.lateness.add(behind)
+    found = memory.found
+    if found.behind:
+        session.lateness.add(found.behind / 1e9)
     samples = transport.samples
     if samples is not None and samples.is_due(now, key):
         samples.look(now, key, *memory.brought())
-    return sound_aggregate(key, memory.rows, memory.count, session.members, memory.total, NOBODY)
+    return sound_aggregate(key, found.rows, found.count, session.members, memory.total, NOBODY)
 
 
 class RoundInMemory:
@@ -139,7 +140,7 @@ class RoundInMemory:
         aggregate = aggregate_in(self._session, self._key, memory, self._began, now, was_sent=was_sent)
         # If it was told, all say so, and at once: the teller may be asleep, or what it says may be lost. It would seem
         # to wait there still for this member, and this one in the next round for it.
-        return (self._session.settled(self._key),) if memory.is_told else (), now, aggregate
+        return (self._session.settled(self._key),) if memory.found.is_told else (), now, aggregate
 
     def _at_server(self) -> AtServer:
         if self._trip:

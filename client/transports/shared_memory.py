@@ -59,7 +59,7 @@ class SharedMemoryPipe(SlavePipe):
                     memory.close()
                 began = monotonic()
                 stands = memory.arrive(digest_of(key), rows, began, ESCALATE_SECONDS)
-                if stands == DONE and not memory.is_told:
+                if stands == DONE and not memory.found.is_told:
                     return aggregate_in(session, key, memory, began, monotonic())
                 begin_trip = partial(connection.round_trip, session, key, rows)
                 if stands == CLOSED:

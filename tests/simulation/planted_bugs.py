@@ -17,7 +17,7 @@ import client.conversation.session
 from client.conversation.registration import Registration
 from client.conversation.round_trip import GRACE_SECONDS, RoundTrip
 from client.conversation.session import Session
-from client.shared_memory.group_memory import GroupMemory
+from client.shared_memory.group_memory import Found, GroupMemory
 from client.transports.round_in_memory import RoundInMemory
 from server.core import collectives, deadlock, inquiry, mismatches
 from server.core.dispatcher import Dispatcher
@@ -457,7 +457,7 @@ def memory_keys_not_compared() -> Any:
 @bug
 def settled_rounds_untold() -> Any:
     """The server is not told that a round is over in memory."""
-    return mock.patch.object(GroupMemory, "is_told", new=False)
+    return mock.patch.object(Found, "is_told", new=False)
 
 
 @bug

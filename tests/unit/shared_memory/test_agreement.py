@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from client.conversation.member import AUTO, BY_A_RANK, BY_JOIN, OVER_SERVER, SHARED_MEMORY
-from client.shared_memory import passing
+from client.shared_memory import group_memory, passing
 from client.transports import agreement
 from client.transports.choose import transport_over
 from client.transports.server import SlavePipe
@@ -71,6 +71,18 @@ def test_members_on_several_hosts_stay_at_the_server(monkeypatch, transport):
 
     why = "rank 2: it cannot reach the memory of the others; it is on another host, or in a container"
     assert with_transports(transport, transport, transport, program=program) == [(OVER_SERVER, why)] * 3
+
+
+def test_members_of_which_one_has_no_native_core_stay_at_the_server(monkeypatch):
+    here, core = threading.local(), group_memory._core()
+    monkeypatch.setattr(group_memory, "_core", lambda: None if here.number == 1 else core)
+    monkeypatch.setattr(group_memory, "description", lambda: "native core: not in use")
+
+    def program(connection):
+        here.number = connection.rank
+        return two_rounds(connection)
+
+    assert with_transports(AUTO, AUTO, program=program) == [(OVER_SERVER, "rank 1: native core: not in use")] * 2
 
 
 def test_members_to_whom_the_system_gives_no_memory_stay_at_the_server(monkeypatch):

@@ -132,7 +132,7 @@ def test_each_member_adds_what_all_have_brought_in_their_order(replicas):
     counts = [count for mine in brought for count in mine.counts]
     for one in memories:
         assert one.total.tobytes() == sum_in_order(np.concatenate(parts)).tobytes()
-        assert (one.rows, one.count) == (sum(replicas), sum(counts))
+        assert (one.found.rows, one.found.count) == (sum(replicas), sum(counts))
         found = one.brought()
         assert (found.counts, found.replicas) == (counts, list(replicas))
         assert found.values.tobytes() == np.concatenate(parts).tobytes()
@@ -213,14 +213,14 @@ def test_a_turn_is_told_by_whoever_has_told_it_or_the_next_one():
             if one is told:
                 one.tell()
         assert [one.wait(0.0) for one in (first, second)] == [DONE, DONE]
-        assert (first.is_told, second.is_told) == (told is not None, told is not None)
+        assert tuple(bool(one.found.is_told) for one in (first, second)) == (told is not None, told is not None)
     first.arrive(1, rows(1.0))
     second.arrive(1, rows(1.0))
-    assert not second.is_told
+    assert not second.found.is_told
     second.arrive(1, rows(1.0))
     second.tell()
     assert first.wait(0.0) == DONE
-    assert first.is_told  # the other may have told this turn too, before the next
+    assert first.found.is_told  # the other may have told this turn too, before the next
 
 
 @pytest.mark.parametrize("members", [2, 3, 8])
