@@ -12,7 +12,7 @@ from statsd_bn.environment import boolean
 VERSION = 2
 F32, BF16, F16, F64 = range(4)
 OK, NO_MEMORY = range(2)
-LEVELS = ("baseline", "AVX2", "AVX-512")
+LEVELS = ("baseline", "AVX2")
 
 PATH = Path(__file__).resolve().parent / "libsbn.so"
 

@@ -1,19 +1,23 @@
 /* What is done with a slice: which kernel does it, and in which parts. */
 #define _GNU_SOURCE
+#include "pool.h"
 #include "scalars.h"
 #include <errno.h>
 #include <stdlib.h>
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
 
-typedef float v8f __attribute__((vector_size(32), aligned(4)));
-typedef double v8d __attribute__((vector_size(64)));
-typedef double v8du __attribute__((vector_size(64), aligned(8)));
-typedef uint16_t v8h __attribute__((vector_size(16), aligned(2)));
-typedef uint32_t v8u __attribute__((vector_size(32)));
-typedef int32_t v8i __attribute__((vector_size(32)));
-typedef int64_t v8l __attribute__((vector_size(64)));
+/* Of four values, as AVX2 has them in float64: gcc keeps wider ones in memory. */
+typedef double v4d __attribute__((vector_size(32)));
+typedef double v4du __attribute__((vector_size(32), aligned(8)));
+typedef int64_t v4l __attribute__((vector_size(32)));
+typedef float v4f __attribute__((vector_size(16), aligned(4)));
+typedef int32_t v4i __attribute__((vector_size(16)));
+typedef uint16_t v4h __attribute__((vector_size(8), aligned(2)));
 
 /* Samples, or rows, from n0 to n1, and of planes the channels from c0 to c1. */
 typedef struct {
@@ -35,26 +39,27 @@ INLINE double finite_or_0(double v) { return v - v == 0 ? v : 0; }
 #define L(f) f##_1
 #define TARGET __attribute__((target("avx2")))
 #include "level.inc"
-#define L(f) f##_2
-#define TARGET __attribute__((target("avx2,avx512f,avx512bw,avx512dq,avx512vl")))
-#include "level.inc"
-static const kernels *const LEVELS[] = {kernels_0, kernels_1, kernels_2};
+static const kernels *const LEVELS[] = {kernels_0, kernels_1};
 #else
 static const kernels *const LEVELS[] = {kernels_0}; /* aarch64 has NEON */
 #endif
 
 static int best, level;
 
-__attribute__((constructor)) static void find_level(void) {
 #ifdef __x86_64__
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2")) best = 1;
-  if (best && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-    best = 2;
-#endif
-  level = best;
+/* Not by __builtin_cpu_supports, since zig's libraries lack what it reads. */
+static int has_avx2(void) {
+  unsigned a, b, c, d, saved;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || (c & (bit_OSXSAVE | bit_AVX)) != (bit_OSXSAVE | bit_AVX)) return 0;
+  __asm__("xgetbv" : "=a"(saved), "=d"(d) : "c"(0));
+  if ((saved & 6) != 6) return 0; /* the system does not save the registers */
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2) != 0;
 }
+#else
+static int has_avx2(void) { return 0; }
+#endif
+
+__attribute__((constructor)) static void find_level(void) { level = best = has_avx2(); }
 
 int sbn_version(void) { return SBN_VERSION; }
 
@@ -68,15 +73,20 @@ static const kernels *kernels_of(const sbn_slice *s) { return &LEVELS[level][s->
 /* Parts are no smaller than so many elements, nor more than so many; both follow from the shape alone. */
 enum { LEAST = 1 << 15, MOST = 256, FEW_CHANNELS = 8 };
 
+/* To wake a thread takes as long as it takes to add so many elements. */
+enum { LARGE = 1 << 17 };
+
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t parts_of(int64_t number, int64_t each) { return (number + each - 1) / each; }
 
-/* How many of `number` samples, rows or channels, of `elements` values each, make a part. */
+/* How many of `number` samples, rows or channels, of `elements` values each, make a part; rows are added four at a time. */
 static int64_t size_of_part(int64_t number, int64_t elements) {
   const int64_t size = larger(LEAST / larger(elements, 1), parts_of(number, MOST));
-  return larger(4, (size + 3) & ~(int64_t)3); /* rows are added four at a time */
+  return (size + 3) & ~(int64_t)3;
 }
+
+static int threads_of(const sbn_slice *s) { return s->n * s->c * s->l < LARGE ? 1 : s->threads; }
 
 /* Sums of planes with many channels are split by channels, so that each is added in one go; all others by samples. */
 static int is_by_channels(const sbn_slice *s) { return !s->rows && (s->c >= FEW_CHANNELS || s->n == 1); }
@@ -89,7 +99,8 @@ typedef struct {
   int64_t size;
 } sums_job;
 
-static void sums_of_part(const sums_job *job, int64_t number) {
+static void sums_of_part(const void *of, int64_t number) {
+  const sums_job *job = of;
   const sbn_slice *s = job->slice;
   const int64_t from = number * job->size;
   if (is_by_channels(s)) {
@@ -113,7 +124,7 @@ static int sums(const sbn_slice *s, const void *x, const void *dy, const double 
   double *partial = NULL;
   if (!channels && parts > 1 && !(partial = calloc((size_t)(2 * c * parts), sizeof *partial))) return SBN_NO_MEMORY;
   const sums_job job = {s, x, dy, mean, partial ? partial : row, size};
-  for (int64_t i = 0; i < parts; i++) sums_of_part(&job, i);
+  sbn_share(threads_of(s), parts, sums_of_part, &job);
   for (int64_t i = 0; partial && i < parts; i++)
     for (int64_t k = 0; k < 2 * c; k++) row[k] += partial[2 * c * i + k];
   free(partial);
@@ -193,7 +204,8 @@ typedef struct {
   int64_t size;
 } affine_job;
 
-static void affine_of_part(const affine_job *job, int64_t number) {
+static void affine_of_part(const void *of, int64_t number) {
+  const affine_job *job = of;
   const sbn_slice *s = job->slice;
   const int64_t from = number * job->size;
   const int by_channels = is_by_channels(s);
@@ -209,7 +221,7 @@ static void affine(const sbn_slice *s, const void *dy, const void *x, void *y, c
   const int64_t number = channels ? s->c : s->n;
   const int64_t size = size_of_part(number, channels ? s->n * s->l : s->c * s->l);
   const affine_job job = {s, dy, x, y, vectors, size};
-  for (int64_t i = 0; i < parts_of(number, size); i++) affine_of_part(&job, i);
+  sbn_share(threads_of(s), parts_of(number, size), affine_of_part, &job);
 }
 
 int sbn_normalize(const sbn_slice *s, const void *x, void *y, const double *kept, const void *weight, int weight_dtype,

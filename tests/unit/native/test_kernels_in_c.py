@@ -1,6 +1,9 @@
 """The native core's kernels against float64, and its statistics against numpy's and torch's to the bit."""
 
 import ctypes
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +13,7 @@ import torch
 from client.layers.running_stats import move, newest
 from client.native import library
 from client.ops.statistics import BatchMoments, BatchStatistics
+from support.paths import ROOT
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
@@ -43,9 +47,9 @@ def at(tensor):
     return None if tensor is None else tensor.data_ptr()
 
 
-def slice_of(x):
+def slice_of(x, threads=1):
     n, c, *rest = x.shape
-    return ctypes.byref(library.Slice(n, c, *(rest or [1]), DTYPES[x.dtype], not rest, 1))
+    return ctypes.byref(library.Slice(n, c, *(rest or [1]), DTYPES[x.dtype], not rest, threads))
 
 
 def parameter(tensor):
@@ -56,16 +60,16 @@ def vectors(number, c):
     return torch.full((number * c + 1,), torch.nan, dtype=torch.float64)
 
 
-def forward(core, x, total, weight=None, bias=None, eps=1e-5):
+def forward(core, x, total, weight=None, bias=None, eps=1e-5, threads=1):
     y, kept = torch.full_like(x, torch.nan), vectors(3, x.shape[1])
     arguments = at(total), eps, 0, at(kept), *parameter(weight), *parameter(bias), None, None, 0, None, 0.1
-    assert core.sbn_forward(slice_of(x), at(x), at(y), *arguments) == library.OK
+    assert core.sbn_forward(slice_of(x, threads), at(x), at(y), *arguments) == library.OK
     return y, kept
 
 
-def row_of(function, x, *others):
+def row_of(function, x, *others, threads=1):
     row = vectors(2, x.shape[1])
-    assert function(slice_of(x), *map(at, others), at(row)) == library.OK
+    assert function(slice_of(x, threads), *map(at, others), at(row)) == library.OK
     return row
 
 
@@ -198,3 +202,47 @@ def assert_same_bits(found, expected):
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[found.element_size()]
     bits = [torch.where(v.isnan(), torch.nan, v).view(integers) for v in (found, expected)]
     assert torch.equal(*bits), (found, expected)
+
+
+def a_layer(core, x, threads):
+    """What a layer computes with so many threads: sums, output and gradient."""
+    row = row_of(core.sbn_moments, x, x, threads=threads)
+    y, kept = forward(core, x, row, threads=threads)
+    own, dx = row_of(core.sbn_backward_sums, x, y, x, kept, threads=threads), torch.empty_like(x)
+    arguments = at(y), at(x), at(dx), at(kept), at(own), None, 0
+    assert core.sbn_input_grad(slice_of(x, threads), *arguments) == library.OK
+    return row, y, own, dx
+
+
+def equal(found, expected):
+    return all(map(torch.equal, found, expected))
+
+
+LARGE = [
+    random(3, 5, 11_003).float(),
+    random(4, 16, 16_400).bfloat16(),
+    random(40_999, 24).float(),
+    random(2, 1, 99_999),
+]
+
+
+@pytest.mark.parametrize("x", LARGE, ids=lambda x: str(tuple(x.shape)))
+def test_no_bit_depends_on_the_number_of_threads(core, x):
+    alone = a_layer(core, x, 1)
+    assert all(equal(a_layer(core, x, threads), alone) for threads in (2, 3, 64) for _ in range(5))
+
+
+def test_several_callers_share_the_threads_or_go_without(core):
+    alone = [a_layer(core, x, 1) for x in LARGE]
+
+    def call(number):
+        return all(equal(a_layer(core, LARGE[i % 4], 3), alone[i % 4]) for i in range(number, number + 8))
+
+    with ThreadPoolExecutor(4) as callers:
+        assert all(callers.map(call, range(4), timeout=100))
+
+
+def test_forked_children_have_threads_of_their_own_and_all_end():
+    command = [sys.executable, str(ROOT / "tests" / "programs" / "native_forks.py")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (0, "all equal\n"), done.stderr
