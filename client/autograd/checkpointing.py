@@ -16,7 +16,7 @@ import torch
 
 from client.autograd import findings
 from client.autograd.exchange import Exchange, Turn
-from client.ops.statistics import BatchMoments
+from client.ops.statistics import ChannelMoments
 from client.transports.transport import Transport
 from statsd_bn.moments import Moments
 
@@ -76,7 +76,7 @@ class Exchanges:
         if self._nr_without_graph - self._latest[oldest] > KEPT_WITHOUT_GRAPH * len(layers):
             del layers[oldest], self._latest[oldest]
 
-    def find(self, layer: str, transport: Transport, replica: int, moments: BatchMoments) -> Exchange | None:
+    def find(self, layer: str, transport: Transport, replica: int, moments: ChannelMoments) -> Exchange | None:
         """Returns the call of `layer` to which local replica number `replica` brought these moments, if there is one.
 
         Where several calls come near, as those of micro-batches may, it is the nearest. Calls that are equal here may
@@ -137,7 +137,7 @@ def _distance_to(node: int | None, call: Exchange) -> float:
     return min((distance for distance in found if distance is not None), default=math.inf)
 
 
-def _distances(calls: list[Exchange], replica: int, moments: BatchMoments) -> Iterator[tuple[Exchange, float]]:
+def _distances(calls: list[Exchange], replica: int, moments: ChannelMoments) -> Iterator[tuple[Exchange, float]]:
     """Yields the calls that may be meant, and how far their moments are from these.
 
     Where moments stay on a device, the only call for an input of that shape is taken for the one, and a later call

@@ -10,7 +10,7 @@ from torch import Tensor
 from client.autograd import rounds
 from client.autograd.backward_passes import phase_of
 from client.autograd.findings import Few, too_few
-from client.ops.statistics import BatchMoments, BatchStatistics, Count
+from client.ops.statistics import ChannelMoments, ChannelStatistics, Count
 from client.transports.device_rows import LocalRows
 from client.transports.transport import Transport
 from statsd_bn.errors import ConfigurationError
@@ -85,10 +85,10 @@ class Exchange:
     eps_mode: str
     phase: str = FORWARD
     capacity: int = 0
-    local: list[BatchMoments] = field(init=False)
+    local: list[ChannelMoments] = field(init=False)
     key: RoundKey | None = None
-    moments: BatchMoments = field(init=False)
-    statistics: BatchStatistics = field(init=False)
+    moments: ChannelMoments = field(init=False)
+    statistics: ChannelStatistics = field(init=False)
     number: int = field(init=False, default_factory=_numbers.__next__)
     turns: list[Turn] = field(init=False, default_factory=lambda: [Turn()])
     has_moved: bool = False
@@ -101,7 +101,7 @@ class Exchange:
         """Whether the forward round has taken place."""
         return self.key is not None
 
-    def forward(self, local: list[BatchMoments]) -> None:
+    def forward(self, local: list[ChannelMoments]) -> None:
         """Exchanges the local replicas' moments for those of the whole batch.
 
         Raises:
@@ -117,8 +117,8 @@ class Exchange:
         else:
             aggregate, values = rounds.over_host(self.transport, rows, phase=self.phase)
             self.key, count = aggregate.key, aggregate.count
-        self.moments = BatchMoments(count, values[0], values[1])
-        self.statistics = BatchStatistics.of(self.moments, self.eps, self.eps_mode)
+        self.moments = ChannelMoments(count, values[0], values[1])
+        self.statistics = ChannelStatistics.of(self.moments, self.eps, self.eps_mode)
 
     def _few(self, count: Tensor) -> Few | None:
         """Returns whether the whole batch has too few values, as `check_count` has it; None where it has enough.

@@ -15,7 +15,7 @@ from client.ops import native
 from client.ops.layout import alike, dense
 from client.ops.native import check, functions_for, parameter, slice_of
 from client.ops.running import Running
-from client.ops.statistics import BatchMoments, BatchStatistics
+from client.ops.statistics import ChannelMoments, ChannelStatistics
 from client.ops.vectors import compute_type
 from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import BACKWARD
@@ -86,15 +86,15 @@ class Buffer:
         self._values[2 * channels + 1 : 4 * channels + 1] = values.ravel()
         self._values[4 * channels + 1] = count
 
-    def moments(self, count: int, shape: tuple[int, ...], *, of_all: bool) -> BatchMoments:
+    def moments(self, count: int, shape: tuple[int, ...], *, of_all: bool) -> ChannelMoments:
         """Returns the own row, or the sum of all rows, as moments of so many values."""
         start = (2 * self._channels + 1) * of_all
         sums, squares = torch.from_numpy(self._values[start : start + 2 * self._channels]).view(2, -1)
-        return BatchMoments(count, sums, squares, shape)
+        return ChannelMoments(count, sums, squares, shape)
 
-    def statistics(self, count: int) -> BatchStatistics:
+    def statistics(self, count: int) -> ChannelStatistics:
         """Returns what is behind the rows in a forward pass."""
-        return BatchStatistics(count, *torch.from_numpy(self._values[-3 * self._channels :]).view(3, -1))
+        return ChannelStatistics(count, *torch.from_numpy(self._values[-3 * self._channels :]).view(3, -1))
 
 
 @dataclass(slots=True, eq=False)

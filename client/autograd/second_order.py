@@ -18,7 +18,7 @@ from torch import Tensor
 
 from client.ops import engine
 from client.ops.reference import affine, centred, scaled, total, where
-from client.ops.statistics import BatchStatistics
+from client.ops.statistics import ChannelStatistics
 from client.ops.vectors import home, parameter, widen
 
 VECTORS = 5
@@ -48,7 +48,7 @@ class SecondOrder:
     by_weight: Tensor | None
     by_bias: Tensor | None
 
-    def sums(self, statistics: BatchStatistics) -> Tensor:
+    def sums(self, statistics: ChannelStatistics) -> Tensor:
         """Returns Σv·g, Σm·v, Σm·v·z, u·Σg and u·Σg·z of this replica: shape (5, C)."""
         x = self.input
         if x.numel() == 0:
@@ -67,7 +67,7 @@ class SecondOrder:
         )
         return torch.stack((product, sum_, moment - rest * sum_, *(by_weight * self.first)))
 
-    def without_input(self, statistics: BatchStatistics) -> Tensor:
+    def without_input(self, statistics: ChannelStatistics) -> Tensor:
         """Returns the gradient of g where the first backward gave dw and dbias only."""
         x = self.input
         statistics = statistics.on(home(x))
@@ -76,7 +76,7 @@ class SecondOrder:
         return affine(x, statistics, statistics.invstd * by_weight, by_bias).to(self.grad.dtype)
 
     def gradients(
-        self, statistics: BatchStatistics, first: Tensor, second: Tensor, local: Tensor
+        self, statistics: ChannelStatistics, first: Tensor, second: Tensor, local: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns the gradients of g, x and w.
 
@@ -119,6 +119,6 @@ class SecondOrder:
         )
 
 
-def _parameter(values: Tensor | None, default: float, statistics: BatchStatistics) -> Tensor:
+def _parameter(values: Tensor | None, default: float, statistics: ChannelStatistics) -> Tensor:
     """Returns a parameter-like vector, shape (C,), as float64; full of `default` for None."""
     return torch.full_like(statistics.mean, default) if values is None else parameter(values)

@@ -15,7 +15,7 @@ from client.autograd.functional import Slice
 from client.autograd.plain import PlainExchange, is_plain
 from client.ops.layout import alike, dense
 from client.ops.running import Running
-from client.ops.statistics import BatchMoments, BatchStatistics
+from client.ops.statistics import ChannelMoments, ChannelStatistics
 from client.ops.triton import available
 from client.transports import device_rows
 from client.transports.device_rows import DeviceAggregate, LocalRows
@@ -75,7 +75,7 @@ class TritonExchange(PlainExchange):
         self._hand_in(first, key, Few(first.flags, self.layer, self.shape), at_once=at_once)
         if not self.has_moved:
             _, (sums, squares) = _total(first.rows, first.ranks)
-            self.moments = BatchMoments(first.work[0], sums, squares)
+            self.moments = ChannelMoments(first.work[0], sums, squares)
         first.let_go()
         self.key = key
 
@@ -84,9 +84,9 @@ class TritonExchange(PlainExchange):
         first = self.first
         if name == "local":
             sums, squares = first.row[2:].view(2, -1)
-            return [BatchMoments(first.count, sums, squares, self.shape)]
+            return [ChannelMoments(first.count, sums, squares, self.shape)]
         if name == "statistics":
-            return BatchStatistics(first.work[0].clamp(min=1), *first.vectors(0, 1, 2))
+            return ChannelStatistics(first.work[0].clamp(min=1), *first.vectors(0, 1, 2))
         return None
 
     @property

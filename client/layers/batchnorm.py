@@ -138,9 +138,10 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
             mask: shape (N, *), bool: which positions count for the statistics; None for all. Masked positions are
                 normalised like the rest.
         """
-        traced: Tensor | None = tracing.leaf(self, (input,) if mask is None else (input, mask), {})
-        if traced is not None:
-            return traced
+        if type(input) is not Tensor or mask is not None:
+            traced: Tensor | None = tracing.leaf(self, (input,) if mask is None else (input, mask), {})
+            if traced is not None:
+                return traced
         self._check_input_dim(input)
         input_checks.check(self, input)
         if mask is not None:

@@ -27,7 +27,7 @@ from client.layers.recalibration_moments import Tally
 from client.ops import engine, streams
 from client.ops.native import CODES
 from client.ops.running import Running
-from client.ops.statistics import BatchMoments
+from client.ops.statistics import ChannelMoments
 from client.ops.triton.available import TYPES
 from client.ops.vectors import home
 from client.transports import device_rows
@@ -166,7 +166,7 @@ class Call:
         is_moved = self.deferred is None and self.tally is None
         return running_stats.in_place(self.layer, x, types) if is_moved else None
 
-    def _due(self, batch: BatchMoments) -> BatchMoments | None:
+    def _due(self, batch: ChannelMoments) -> ChannelMoments | None:
         """Counts a batch once for all replicas."""
         if self.tally is not None:
             self.tally.add(batch.on_host())

@@ -21,7 +21,7 @@ from client.layers import running_stats
 from client.layers.micro_batches import Deferred, numbered
 from client.ops import engine, layout, vectors
 from client.ops.reference import count
-from client.ops.statistics import BatchMoments, BatchStatistics, Count
+from client.ops.statistics import ChannelMoments, ChannelStatistics, Count
 from client.transports import device_rows
 from client.transports.choose import With, transport_for
 from client.transports.device_rows import LocalRows
@@ -33,7 +33,7 @@ from client.whereabouts import collectives
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.round_key import BACKWARD, FORWARD
 
-# Rows of the statistics: those of `BatchStatistics`, what the running statistics move towards, and if they do. A single
+# Rows of the statistics: those of `ChannelStatistics`, what the running statistics move towards, and if they do. One
 # number fills its row.
 COUNT, MEAN, INVSTD, SLOPE, NEWEST_COUNT, NEWEST_MEAN, NEWEST_VARIANCE, IS_DUE = range(8)
 ROWS = 8
@@ -156,7 +156,7 @@ def batch_norm(
     return output, _written(exchange.statistics.on(vectors.home(x)), due), ticket
 
 
-def _written(found: BatchStatistics, due: BatchMoments | None) -> Tensor:
+def _written(found: ChannelStatistics, due: ChannelMoments | None) -> Tensor:
     mean = found.mean
     if due is None:
         newest = [torch.zeros_like(mean)] * 4
@@ -171,7 +171,7 @@ def _row(like: Tensor, number: Count) -> Tensor:
     return torch.full_like(like, number) if isinstance(number, int) else number.expand_as(like)
 
 
-def _due_after(moments: BatchMoments, deferred: int) -> BatchMoments | None:
+def _due_after(moments: ChannelMoments, deferred: int) -> ChannelMoments | None:
     """Returns what the running statistics move by after a call with these moments; None if they do not move."""
     return moments if deferred == NOT_DEFERRED else numbered(deferred).add(moments)
 
@@ -203,7 +203,7 @@ def batch_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of input (empty if it needs none), weight and bias; the arguments are `batch_norm`'s."""
     transport = transport_of(layer, group, size)
-    found = BatchStatistics(statistics[COUNT, 0], statistics[MEAN], statistics[INVSTD], statistics[SLOPE])
+    found = ChannelStatistics(statistics[COUNT, 0], statistics[MEAN], statistics[INVSTD], statistics[SLOPE])
     grad, x = engine.for_backward(grad, x, mask)
     local = engine.backward_sums(grad, x, found, mask)
     by_input = x.new_empty(0)

@@ -10,7 +10,7 @@ import threading
 from typing import Any
 from weakref import WeakValueDictionary
 
-from client.ops.statistics import BatchMoments
+from client.ops.statistics import ChannelMoments
 
 _numbers = itertools.count(1)
 _numbered: "WeakValueDictionary[int, Deferred]" = WeakValueDictionary()
@@ -33,7 +33,7 @@ class Deferred:
     def __init__(self, chunks: int) -> None:
         self.chunks = chunks
         self.number = next(_numbers)
-        self._pending: BatchMoments | None = None
+        self._pending: ChannelMoments | None = None
         self._calls = 0
         self._lock = threading.Lock()
         _numbered[self.number] = self
@@ -42,19 +42,19 @@ class Deferred:
         """A copy of a layer that copies all its attributes, as of a parametrized one, begins with nothing."""
         return type(self), (self.chunks,)
 
-    def add(self, micro_batch: BatchMoments) -> BatchMoments | None:
+    def add(self, micro_batch: ChannelMoments) -> ChannelMoments | None:
         """Adds a micro-batch; returns the moments of the mini-batch if this was the last of its `chunks`, else None."""
         with self._lock:
             self._pending = micro_batch if self._pending is None else self._pending.merge(micro_batch)
             self._calls += 1
             return self._taken() if self._calls == self.chunks else None
 
-    def take(self) -> BatchMoments | None:
+    def take(self) -> ChannelMoments | None:
         """Returns the moments of what came since the last mini-batch ended, None for nothing; the next one begins."""
         with self._lock:
             return self._taken()
 
-    def _taken(self) -> BatchMoments | None:
+    def _taken(self) -> ChannelMoments | None:
         taken, self._pending, self._calls = self._pending, None, 0
         return taken
 

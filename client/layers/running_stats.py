@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from client.ops.running import Running
-from client.ops.statistics import BatchMoments
+from client.ops.statistics import ChannelMoments
 from client.ops.vectors import compute_type, home, narrow
 
 _TORCHS = frozenset({Tensor, nn.Parameter})
 _COUNTERS = frozenset({torch.int64})
 
 
-def move_by(layer: Any, batch: BatchMoments) -> None:
+def move_by(layer: Any, batch: ChannelMoments) -> None:
     """Moves a layer's running statistics towards those of this batch."""
     running = layer.running_mean
     if running is not None:
@@ -31,7 +31,7 @@ def move_by(layer: Any, batch: BatchMoments) -> None:
     move(layer, mean, variance, is_due=has_ended_well, has_values=batch.count > 0)
 
 
-def newest(batch: BatchMoments) -> tuple[Tensor, Tensor]:
+def newest(batch: ChannelMoments) -> tuple[Tensor, Tensor]:
     """Returns what running statistics move towards: mean and unbiased variance, shape (C,); NaN without values."""
     return batch.mean(), batch.variance(unbiased=True)
 

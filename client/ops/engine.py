@@ -13,7 +13,7 @@ from torch import Tensor
 from client.ops import native
 from client.ops.fused import Fused
 from client.ops.reference import Reference
-from client.ops.statistics import BatchMoments, BatchStatistics
+from client.ops.statistics import ChannelMoments, ChannelStatistics
 from client.ops.vectors import home, narrow
 
 
@@ -35,20 +35,20 @@ class Backend(Protocol):
     def takes(self, x: Tensor) -> bool:
         """Whether it computes with `x`, which is not empty and need not be dense."""
 
-    def moments(self, x: Tensor) -> BatchMoments:
+    def moments(self, x: Tensor) -> ChannelMoments:
         """Returns the moments of a slice."""
 
-    def normalise(self, x: Tensor, statistics: BatchStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def normalise(self, x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Returns the output, in the type of `x`."""
 
     def for_backward(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns both as the next two steps read them, which copy only what does not lie so."""
 
-    def backward_sums(self, grad: Tensor, x: Tensor, statistics: BatchStatistics) -> Tensor:
+    def backward_sums(self, grad: Tensor, x: Tensor, statistics: ChannelStatistics) -> Tensor:
         """Returns Σdy and Σdy·(x - mean), shape (2, C)."""
 
     def input_gradient(
-        self, grad: Tensor, x: Tensor, statistics: BatchStatistics, means: Tensor, weight: Tensor | None
+        self, grad: Tensor, x: Tensor, statistics: ChannelStatistics, means: Tensor, weight: Tensor | None
     ) -> Tensor:
         """Returns dx, in the type of `x`; `means`: Σdy / n and slope * Σdy·(x - mean) / n, shape (2, C)."""
 
@@ -66,7 +66,7 @@ def backend_for(x: Tensor, mask: Tensor | None = None) -> Backend:
     return Reference(mask)
 
 
-def moments(x: Tensor, mask: Tensor | None = None) -> BatchMoments:
+def moments(x: Tensor, mask: Tensor | None = None) -> ChannelMoments:
     """Returns the moments of a slice.
 
     Args:
@@ -76,10 +76,10 @@ def moments(x: Tensor, mask: Tensor | None = None) -> BatchMoments:
     if x.numel():
         return backend_for(x, mask).moments(x)
     nothing = zeros(2, x)
-    return BatchMoments(0, nothing[0], nothing[1], tuple(x.shape))
+    return ChannelMoments(0, nothing[0], nothing[1], tuple(x.shape))
 
 
-def normalise(x: Tensor, statistics: BatchStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def normalise(x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Returns (x - mean) * invstd * weight + bias, in the type of `x`.
 
     Args:
@@ -105,7 +105,7 @@ def for_backward(grad: Tensor, x: Tensor, mask: Tensor | None = None) -> tuple[T
     return backend_for(x, mask).for_backward(grad, x)
 
 
-def backward_sums(grad: Tensor, x: Tensor, statistics: BatchStatistics, mask: Tensor | None = None) -> Tensor:
+def backward_sums(grad: Tensor, x: Tensor, statistics: ChannelStatistics, mask: Tensor | None = None) -> Tensor:
     """Returns Σdy and Σdy·(x - mean) of a slice: shape (2, C), float64.
 
     Masked positions are normalised with the statistics too, so their gradients count here; but where such a gradient
@@ -125,7 +125,7 @@ def backward_sums(grad: Tensor, x: Tensor, statistics: BatchStatistics, mask: Te
 def input_gradient(
     grad: Tensor,
     x: Tensor,
-    statistics: BatchStatistics,
+    statistics: ChannelStatistics,
     sums: Tensor,
     weight: Tensor | None,
     mask: Tensor | None = None,
@@ -149,7 +149,7 @@ def input_gradient(
     return backend_for(x, mask).input_gradient(grad, x, statistics, means, weight)
 
 
-def parameter_gradients(sums: Tensor, statistics: BatchStatistics) -> tuple[Tensor, Tensor]:
+def parameter_gradients(sums: Tensor, statistics: ChannelStatistics) -> tuple[Tensor, Tensor]:
     """Returns the gradients of weight and bias, each of shape (C,), float64, of what `backward_sums` has returned."""
     return sums[1] * statistics.on(sums.device).invstd, sums[0]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from client.ops.layout import alike, dense
-from client.ops.statistics import BatchMoments, BatchStatistics
+from client.ops.statistics import ChannelMoments, ChannelStatistics
 from client.ops.vectors import along_channels, compute_type
 
 # Which of the sums to take: those for the input's gradient hold those for weight and bias.
@@ -24,7 +24,7 @@ class Fused:
         """Takes what is on CUDA; it is not empty."""
         return x.is_cuda
 
-    def moments(self, x: Tensor) -> BatchMoments:
+    def moments(self, x: Tensor) -> ChannelMoments:
         """Takes the mean first, then mean and variance of the centred values."""
         x = dense(x)
         center, _ = torch.batch_norm_update_stats(x, None, None, 0.0)
@@ -33,9 +33,9 @@ class Fused:
         center = center.double()
         # An infinite center is the mean of what has infinity in it: the difference of the two would be NaN.
         mean = torch.where(center.isinf(), center, center + rest.double())
-        return BatchMoments.from_centred(number, mean, variance.double() * number, tuple(x.shape))
+        return ChannelMoments.from_centred(number, mean, variance.double() * number, tuple(x.shape))
 
-    def normalise(self, x: Tensor, statistics: BatchStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def normalise(self, x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Puts what the rounding of the mean has left over into the bias."""
         x, wide = dense(x), compute_type(x)
         center, rest = _center_and_rest(x, statistics)
@@ -49,7 +49,7 @@ class Fused:
         """Returns both alike."""
         return alike(grad, x)
 
-    def backward_sums(self, grad: Tensor, x: Tensor, statistics: BatchStatistics) -> Tensor:
+    def backward_sums(self, grad: Tensor, x: Tensor, statistics: ChannelStatistics) -> Tensor:
         """Takes the sums around the rounded mean, and takes off what its rounding makes of them."""
         grad, x = alike(grad, x)
         center, rest = _center_and_rest(x, statistics)
@@ -58,7 +58,7 @@ class Fused:
         return torch.stack((first, second - rest * first))
 
     def input_gradient(
-        self, grad: Tensor, x: Tensor, statistics: BatchStatistics, means: Tensor, weight: Tensor | None
+        self, grad: Tensor, x: Tensor, statistics: ChannelStatistics, means: Tensor, weight: Tensor | None
     ) -> Tensor:
         """Puts what the rounding of the mean has left over into the mean of the gradient."""
         grad, x = alike(grad, x)
@@ -73,7 +73,7 @@ class Fused:
         )
 
 
-def _center_and_rest(x: Tensor, statistics: BatchStatistics) -> tuple[Tensor, Tensor]:
+def _center_and_rest(x: Tensor, statistics: ChannelStatistics) -> tuple[Tensor, Tensor]:
     """Returns the mean in the compute type of `x`, and what its rounding left over, in float64."""
     center = statistics.mean.to(compute_type(x))
     return center, statistics.mean - center.double()

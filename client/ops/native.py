@@ -11,7 +11,7 @@ from torch import Tensor
 from client.native import library
 from client.native.library import BF16, F16, F32, F64, OK, Slice
 from client.ops.layout import alike, dense
-from client.ops.statistics import BatchMoments, BatchStatistics
+from client.ops.statistics import ChannelMoments, ChannelStatistics
 
 CODES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.float64: F64}
 
@@ -28,15 +28,15 @@ class Native:
         """Takes all types of floating point that torch computes batch norm in."""
         return x.is_cpu and x.dtype in CODES
 
-    def moments(self, x: Tensor) -> BatchMoments:
+    def moments(self, x: Tensor) -> ChannelMoments:
         """Adds in float64 from the first value on."""
         x = dense(x)
         row = torch.empty(2 * x.shape[1] + 1, dtype=torch.float64, device="cpu")
         _call("sbn_moments", x, x.data_ptr(), row.data_ptr())
         sums, squares = row[:-1].view(2, -1)
-        return BatchMoments(x.numel() // x.shape[1], sums, squares, tuple(x.shape))
+        return ChannelMoments(x.numel() // x.shape[1], sums, squares, tuple(x.shape))
 
-    def normalise(self, x: Tensor, statistics: BatchStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def normalise(self, x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Computes in float64, and rounds once."""
         x = dense(x)
         output = torch.empty_like(x)
@@ -51,7 +51,7 @@ class Native:
         """Returns both alike."""
         return alike(grad, x)
 
-    def backward_sums(self, grad: Tensor, x: Tensor, statistics: BatchStatistics) -> Tensor:
+    def backward_sums(self, grad: Tensor, x: Tensor, statistics: ChannelStatistics) -> Tensor:
         """Adds in float64."""
         grad, x = alike(grad, x)
         mean = statistics.mean.contiguous()
@@ -60,7 +60,7 @@ class Native:
         return row[:-1].view(2, -1)
 
     def input_gradient(
-        self, grad: Tensor, x: Tensor, statistics: BatchStatistics, means: Tensor, weight: Tensor | None
+        self, grad: Tensor, x: Tensor, statistics: ChannelStatistics, means: Tensor, weight: Tensor | None
     ) -> Tensor:
         """Computes in float64, and rounds once."""
         grad, x = alike(grad, x)

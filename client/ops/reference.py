@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from client.ops.layout import laid_out
-from client.ops.statistics import BatchMoments, BatchStatistics, Count, at_least_one
+from client.ops.statistics import ChannelMoments, ChannelStatistics, Count, at_least_one
 from client.ops.vectors import along_channels, compute_type, narrow, widen
 
 
@@ -29,7 +29,7 @@ class Reference:
         """Takes any floating-point type on any device, also an empty slice."""
         return True
 
-    def moments(self, x: Tensor) -> BatchMoments:
+    def moments(self, x: Tensor) -> ChannelMoments:
         """Takes the mean first, then sums of the centred values."""
         number = count(x, self.mask)
         least = at_least_one(number)
@@ -39,9 +39,9 @@ class Reference:
         center, first, second = widen(x, center, total(deviations), total(deviations.square()))
         # An infinite center is the mean of what has infinity in it: the difference of the two would be NaN.
         mean = torch.where(center.isinf(), center, center + first / least)
-        return BatchMoments.from_centred(number, mean, second - first * first / least, tuple(x.shape))
+        return ChannelMoments.from_centred(number, mean, second - first * first / least, tuple(x.shape))
 
-    def normalise(self, x: Tensor, statistics: BatchStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def normalise(self, x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Normalises masked positions like the rest."""
         nothing = torch.zeros_like(statistics.mean)
         return affine(x, statistics, statistics.invstd, nothing, weight, bias).to(x.dtype)
@@ -50,7 +50,7 @@ class Reference:
         """Returns both as they are: they may lie anyhow."""
         return grad, x
 
-    def backward_sums(self, grad: Tensor, x: Tensor, statistics: BatchStatistics) -> Tensor:
+    def backward_sums(self, grad: Tensor, x: Tensor, statistics: ChannelStatistics) -> Tensor:
         """Leaves out masked positions only where their gradient is 0, see `engine.backward_sums`."""
         grad = grad.to(compute_type(x))
         deviations, rest = centred(x, statistics)
@@ -60,7 +60,7 @@ class Reference:
         return torch.stack((first, second - rest * first))
 
     def input_gradient(
-        self, grad: Tensor, x: Tensor, statistics: BatchStatistics, means: Tensor, weight: Tensor | None
+        self, grad: Tensor, x: Tensor, statistics: ChannelStatistics, means: Tensor, weight: Tensor | None
     ) -> Tensor:
         """Lets the statistics' gradient flow only into positions that count."""
         invstd = statistics.invstd
@@ -79,7 +79,7 @@ def count(x: Tensor, mask: Tensor | None) -> Count:
 
 def affine(
     x: Tensor,
-    statistics: BatchStatistics,
+    statistics: ChannelStatistics,
     by_centred: Tensor,
     constant: Tensor,
     weight: Tensor | None = None,
@@ -105,14 +105,14 @@ def scaled(x: Tensor, factor: Tensor, weight: Tensor | None = None) -> Tensor:
     return x * along_channels(by if weight is None else by * weight, x)
 
 
-def centred(x: Tensor, statistics: BatchStatistics) -> tuple[Tensor, Tensor]:
+def centred(x: Tensor, statistics: ChannelStatistics) -> tuple[Tensor, Tensor]:
     """Returns x - center in the compute type, and mean - center in float64, shape (C,)."""
     rounded, rest = _rounded(x, statistics)
     (center,) = narrow(x, rounded)
     return x.to(compute_type(x)) - along_channels(center, x), rest
 
 
-def _rounded(x: Tensor, statistics: BatchStatistics) -> tuple[Tensor, Tensor]:
+def _rounded(x: Tensor, statistics: ChannelStatistics) -> tuple[Tensor, Tensor]:
     """Returns the mean rounded to the compute type of `x`, and what that left over, both as float64."""
     rounded = statistics.mean.to(compute_type(x)).double()
     return rounded, statistics.mean - rounded

@@ -18,7 +18,7 @@ Count = int | Tensor
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class BatchMoments:
+class ChannelMoments:
     """Count, sums and sums of squares per channel, see `statsd_bn.Moments`.
 
     Attributes:
@@ -34,7 +34,7 @@ class BatchMoments:
     shape: tuple[int, ...] = ()
 
     @classmethod
-    def from_centred(cls, count: Count, mean: Tensor, centred: Tensor, shape: tuple[int, ...]) -> "BatchMoments":
+    def from_centred(cls, count: Count, mean: Tensor, centred: Tensor, shape: tuple[int, ...]) -> "ChannelMoments":
         """Returns the moments of `count` values with this mean and Σ(x - mean)², each of shape (C,)."""
         return cls(count, count * mean, centred + count * mean * mean, shape)
 
@@ -48,9 +48,9 @@ class BatchMoments:
         """The form that travels: shape (2, C), sums above squares."""
         return torch.stack((self.sums, self.squares))
 
-    def merge(self, other: "BatchMoments") -> "BatchMoments":
+    def merge(self, other: "ChannelMoments") -> "ChannelMoments":
         """Returns the moments of both batches together."""
-        return BatchMoments(self.count + other.count, self.sums + other.sums, self.squares + other.squares)
+        return ChannelMoments(self.count + other.count, self.sums + other.sums, self.squares + other.squares)
 
     def mean(self) -> Tensor:
         """Returns Σx / n, shape (C,); NaN without values."""
@@ -65,16 +65,16 @@ class BatchMoments:
         """Returns the same as arrays, which waits for the device."""
         return Moments(int(self.count), to_host(self.sums), to_host(self.squares))
 
-    def on(self, device: torch.device) -> "BatchMoments":
+    def on(self, device: torch.device) -> "ChannelMoments":
         """Returns the same on another device."""
         if self.sums.device == device:
             return self
         count, (sums, squares) = _moved(device, self.count, self.sums, self.squares)
-        return BatchMoments(count, sums, squares, self.shape)
+        return ChannelMoments(count, sums, squares, self.shape)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class BatchStatistics:
+class ChannelStatistics:
     """What one round says of each channel.
 
     Attributes:
@@ -90,7 +90,7 @@ class BatchStatistics:
     slope: Tensor
 
     @classmethod
-    def of(cls, moments: BatchMoments, eps: float, eps_mode: str) -> "BatchStatistics":
+    def of(cls, moments: ChannelMoments, eps: float, eps_mode: str) -> "ChannelStatistics":
         """Returns the statistics of a batch.
 
         Args:
@@ -98,7 +98,7 @@ class BatchStatistics:
             eps: keeps `invstd` finite.
             eps_mode: "plus" for (var + eps)^-1/2, "clamp" for max(var, eps)^-1/2.
         """
-        some = BatchMoments(at_least_one(moments.count), moments.sums, moments.squares)
+        some = ChannelMoments(at_least_one(moments.count), moments.sums, moments.squares)
         variance = some.variance()
         if eps_mode == "clamp":
             slope, held = (variance >= eps).double(), variance.clamp(min=eps)
@@ -106,12 +106,12 @@ class BatchStatistics:
             slope, held = torch.ones_like(variance), variance + eps
         return cls(some.count, some.mean(), _zero_where_empty(moments.count, _inverse_root(held)), slope)
 
-    def on(self, device: torch.device) -> "BatchStatistics":
+    def on(self, device: torch.device) -> "ChannelStatistics":
         """Returns the same on another device."""
         if self.mean.device == device:
             return self
         count, (mean, invstd, slope) = _moved(device, self.count, self.mean, self.invstd, self.slope)
-        return BatchStatistics(count, mean, invstd, slope)
+        return ChannelStatistics(count, mean, invstd, slope)
 
 
 def at_least_one(count: Count) -> Count:

@@ -16,7 +16,7 @@ import client
 from client.autograd import non_finite
 from client.autograd.exchange import Exchange
 from client.autograd.verdicts import Slot
-from client.ops.statistics import BatchStatistics
+from client.ops.statistics import ChannelStatistics
 from client.transports import device_rows
 from client.transports.choose import transport_for
 from client.transports.device_rows import LocalRows
@@ -74,16 +74,16 @@ def step_without_a_look(rank: Any, how: str) -> int:
 
 def look(_rank: Any, way: str) -> str:
     """Plants a look at the statistics; returns what is said to it."""
-    of = BatchStatistics.of
+    of = ChannelStatistics.of
 
-    def planted(*given: Any) -> BatchStatistics:
+    def planted(*given: Any) -> ChannelStatistics:
         found = of(*given)
         WAYS[way](found.mean[0])
         return found
 
     layer = _layer("bn")
     _plain(layer, torch.randn(4, CHANNELS, 4, requires_grad=True))
-    with mock.patch.object(BatchStatistics, "of", planted):
+    with mock.patch.object(ChannelStatistics, "of", planted):
         try:
             with host_looks_at_nothing():
                 layer(torch.randn(4, CHANNELS, 4))

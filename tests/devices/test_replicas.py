@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import client
-from client.ops.statistics import BatchStatistics
+from client.ops.statistics import ChannelStatistics
 from statsd_bn.errors import ConfigurationError
 from support.no_host import HostLooks, host_looks_at_nothing
 from support.replicas_on_devices import OPTIONS, RUNS, Layered, exchanges_noted, masked, plain, training
@@ -75,8 +75,8 @@ def test_a_parameters_gradient_has_memory_of_its_own():
 
 
 def test_a_look_in_a_replica_would_be_seen(monkeypatch):
-    of = BatchStatistics.of
-    monkeypatch.setattr(BatchStatistics, "of", lambda *given: (of(*given), of(*given).mean[0].item())[0])
+    of = ChannelStatistics.of
+    monkeypatch.setattr(ChannelStatistics, "of", lambda *given: (of(*given), of(*given).mean[0].item())[0])
     with rows_on_devices(), pytest.raises(HostLooks, match=r"Tensor\.item"):
         training(plain, {}, host_looks_at_nothing)
 

@@ -8,7 +8,7 @@ import torch
 
 from client.ops import engine
 from client.ops.fused import Fused
-from client.ops.statistics import BatchMoments, BatchStatistics
+from client.ops.statistics import ChannelMoments, ChannelStatistics
 from support import cuda_stand_ins
 from unit.client import test_kernels
 from unit.client.test_kernels import *  # noqa: F403 - all its tests run here too
@@ -41,7 +41,7 @@ def on(device, function):
 
 
 def moved(value, device):
-    if isinstance(value, (BatchMoments, BatchStatistics)):
+    if isinstance(value, (ChannelMoments, ChannelStatistics)):
         return value.on(torch.device(device))
     return value.to(device) if isinstance(value, torch.Tensor) else value
 

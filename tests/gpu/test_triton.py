@@ -22,7 +22,7 @@ from client.autograd.findings import verdicts
 from client.autograd.triton_exchange import TritonExchange
 from client.layers import batchnorm, running_stats
 from client.ops.running import Running
-from client.ops.statistics import BatchMoments, BatchStatistics
+from client.ops.statistics import ChannelMoments, ChannelStatistics
 from client.ops.triton import FEW, NOT_FINITE, OTHER_ROUND, available
 from client.transports import device_rows, named_process_group
 from statsd_bn.errors import NonFinite, RoundMismatch
@@ -165,9 +165,9 @@ def test_ranks_with_and_without_kernels_have_the_same_bits(launch, dtype, clamp)
         launch, rows, Running(ours.running_mean, ours.running_var, ours.num_batches_tracked, 0.1), 300, clamp=clamp
     )
     count, (sums, squares) = device_rows.total(rows[:, 1:], (2, 300))
-    moments = BatchMoments(count, sums, squares)
+    moments = ChannelMoments(count, sums, squares)
     running_stats.move_by(torchs, moments)
-    expected = BatchStatistics.of(moments, 1e-5, "clamp" if clamp else "plus")
+    expected = ChannelStatistics.of(moments, 1e-5, "clamp" if clamp else "plus")
     for one, other in zip(found.vectors(0, 1, 2), (expected.mean, expected.invstd, expected.slope), strict=True):
         assert torch.equal(one, other)
     assert reference.has_equal_bits(dict(ours.named_buffers()), dict(torchs.named_buffers()))

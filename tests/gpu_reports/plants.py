@@ -11,7 +11,7 @@ from torch import Tensor, distributed
 
 from client.layers import call, custom_op
 from client.ops import engine
-from client.ops.statistics import BatchMoments, BatchStatistics
+from client.ops.statistics import ChannelMoments, ChannelStatistics
 from client.transports import device_rows
 
 
@@ -25,14 +25,14 @@ def wrong_product() -> Iterator[None]:
 @contextmanager
 def value_read() -> Iterator[None]:
     """The host reads one value of the statistics, for which it has to wait."""
-    of = BatchStatistics.of
+    of = ChannelStatistics.of
 
-    def reading(*given: object) -> BatchStatistics:
+    def reading(*given: object) -> ChannelStatistics:
         found = of(*given)
         found.mean[0].item()
         return found
 
-    with mock.patch.object(BatchStatistics, "of", reading):
+    with mock.patch.object(ChannelStatistics, "of", reading):
         yield
 
 
@@ -73,7 +73,7 @@ def moved_twice() -> Iterator[None]:
 def narrow_sums() -> Iterator[None]:
     """Sums that travel in float32, which loses the variance where the mean is large."""
     narrow = property(lambda moments: torch.stack((moments.sums, moments.squares)).float().double())
-    with mock.patch.object(BatchMoments, "vectors", narrow):
+    with mock.patch.object(ChannelMoments, "vectors", narrow):
         yield
 
 
@@ -88,13 +88,13 @@ def wide_output() -> Iterator[None]:
 @contextmanager
 def counted_on_host() -> Iterator[None]:
     """A number that the host counts goes into each call's statistics; a graph would replay the same one each time."""
-    of, numbers = BatchStatistics.of, itertools.count()
+    of, numbers = ChannelStatistics.of, itertools.count()
 
-    def counted(*given: object) -> BatchStatistics:
+    def counted(*given: object) -> ChannelStatistics:
         found = of(*given)
-        return BatchStatistics(found.count, found.mean + next(numbers), found.invstd, found.slope)
+        return ChannelStatistics(found.count, found.mean + next(numbers), found.invstd, found.slope)
 
-    with mock.patch.object(BatchStatistics, "of", counted):
+    with mock.patch.object(ChannelStatistics, "of", counted):
         yield
 
 

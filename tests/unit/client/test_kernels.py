@@ -8,7 +8,7 @@ from torch.nn import functional
 from client.ops import engine
 from client.ops.fused import Fused
 from client.ops.reference import Reference
-from client.ops.statistics import BatchMoments, BatchStatistics
+from client.ops.statistics import ChannelMoments, ChannelStatistics
 from statsd_bn import Moments
 from support import cuda_stand_ins
 
@@ -46,7 +46,7 @@ def random(shape, dtype=torch.float64, seed=0):
 
 
 def statistics_of(x, eps=1e-5, eps_mode="plus"):
-    return BatchStatistics.of(engine.moments(x), eps, eps_mode)
+    return ChannelStatistics.of(engine.moments(x), eps, eps_mode)
 
 
 def test_all_four_steps_are_the_backends(backend):
@@ -76,7 +76,7 @@ def test_sums_over_very_many_samples_lose_no_digits():
     exact = x[0].double()
     np.testing.assert_allclose(found.mean(), exact.mean(1).numpy(), rtol=1e-5)
     np.testing.assert_allclose(found.variance(), exact.var(1, correction=0).numpy(), rtol=1e-5)
-    statistics = BatchStatistics.of(found, 1e-5, "plus")
+    statistics = ChannelStatistics.of(found, 1e-5, "plus")
     first, second = engine.backward_sums(grad.expand_as(x), x, statistics)
     products = grad[0].double() * (exact - exact.mean(1, keepdim=True))
     np.testing.assert_allclose(first, 2.0**20 * grad[0].double().sum(1).numpy(), rtol=1e-5)
@@ -221,7 +221,7 @@ def test_a_count_beyond_32_bits_is_no_trouble():
     """The count of CUDA's operator is an int32, so it gets means instead of sums."""
     x, grad = (random((4, 3, 5), torch.float64, seed) for seed in range(2))
     small = statistics_of(x)
-    large = BatchStatistics(2**40, small.mean, small.invstd, small.slope)
+    large = ChannelStatistics(2**40, small.mean, small.invstd, small.slope)
     sums = engine.backward_sums(grad, x, small)
     found = engine.input_gradient(grad, x, large, sums * (2**40 / small.count), None)
     torch.testing.assert_close(found, engine.input_gradient(grad, x, small, sums, None), rtol=1e-12, atol=1e-12)
@@ -235,7 +235,7 @@ def test_statistics_have_the_bits_of_ieee_754(count, is_tensor, eps_mode):
     sums = random((100,)) if count else torch.zeros(100, dtype=torch.float64)
     squares = sums * sums / max(count, 1) + random((100,), seed=1) * bool(count)
     number = torch.tensor(float(count), dtype=torch.float64) if is_tensor else count
-    found = BatchStatistics.of(BatchMoments(number, sums, squares), 0.1, eps_mode)
+    found = ChannelStatistics.of(ChannelMoments(number, sums, squares), 0.1, eps_mode)
     moments = Moments(max(count, 1), sums.numpy(), squares.numpy())
     variance = moments.variance()
     held = np.maximum(variance, 0.1) if eps_mode == "clamp" else variance + 0.1

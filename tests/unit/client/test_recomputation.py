@@ -13,7 +13,7 @@ import client
 from client.autograd import saved_tensor_hooks
 from client.autograd.checkpointing import KEPT_WITHOUT_GRAPH, Exchanges
 from client.autograd.exchange import Exchange
-from client.ops.statistics import BatchMoments
+from client.ops.statistics import ChannelMoments
 from client.transports.in_process import LocalPipe
 from programs import member_programs
 from programs.life_programs import network as model
@@ -204,7 +204,7 @@ def exchange_of(values, layer="bn"):
 
 def moments_of(values):
     tensor = torch.tensor(values, dtype=torch.float64)
-    return BatchMoments(len(tensor), tensor.sum()[None], (tensor**2).sum()[None], (len(tensor), 1))
+    return ChannelMoments(len(tensor), tensor.sum()[None], (tensor**2).sum()[None], (len(tensor), 1))
 
 
 def find(exchanges, replica, moments):

@@ -12,7 +12,7 @@ import torch
 
 from client.layers.running_stats import move, newest
 from client.native import library
-from client.ops.statistics import BatchMoments, BatchStatistics
+from client.ops.statistics import ChannelMoments, ChannelStatistics
 from support.paths import ROOT
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
@@ -177,7 +177,7 @@ def test_statistics_have_the_bits_of_torchs_operators(count, momentum, running, 
     squares[-9:] = sums[-9:] ** 2 / max(count, 1)
     if count == 0:
         sums, squares = np.zeros((2, *sums.shape))
-    c, batch = len(sums), BatchMoments(count, torch.from_numpy(sums), torch.from_numpy(squares))
+    c, batch = len(sums), ChannelMoments(count, torch.from_numpy(sums), torch.from_numpy(squares))
     buffers = [random(c, seed=seed).to(running) for seed in (4, 5)] if running else [None, None]
     tracked = torch.tensor(3)
     layer = SimpleNamespace(track_running_stats=True, momentum=momentum, num_batches_tracked=tracked.clone())
@@ -186,7 +186,7 @@ def test_statistics_have_the_bits_of_torchs_operators(count, momentum, running, 
     moved = np.nan if momentum is None else momentum
     arguments = at(kept), *map(at, buffers), DTYPES.get(running, 0), at(tracked), moved
     CORE.holding.sbn_finish(c, at(total), eps, eps_mode == "clamp", *arguments)
-    expected = BatchStatistics.of(batch, eps, eps_mode)
+    expected = ChannelStatistics.of(batch, eps, eps_mode)
     assert_same_bits(kept[0], expected.mean)
     assert_same_bits(kept[1], expected.invstd)
     assert_same_bits(kept[2], expected.slope * (count > 0))
