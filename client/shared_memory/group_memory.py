@@ -35,8 +35,9 @@ ENDED, GIVEN_UP = 1, 2
 # Each member has a bit of a word.
 MOST_MEMBERS = 64
 
-# How long to look for the others without sleeping, where each member can have a processor.
-SPIN_NANOSECONDS = 20_000
+# How long to look for the others without sleeping, where each member can have a processor. A sleeper takes about half
+# as long to wake up. Members that spin for less wake one another in each round, since a woken member comes late.
+SPIN_NANOSECONDS = 100_000
 
 _INTEGER, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 
