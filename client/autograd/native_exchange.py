@@ -1,9 +1,11 @@
 """NativeExchange: the plain call of a layer on a CPU, computed by the native core."""
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +22,9 @@ from client.ops.vectors import compute_type
 from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import BACKWARD
 from statsd_bn.rows import Rows, sound_rows
+
+# Of an array: shares its memory.
+_Start: Any = ctypes.c_char * 0
 
 _TORCHS = frozenset({Tensor, torch.nn.Parameter})
 
@@ -68,11 +73,11 @@ class Buffer:
 
     def __init__(self, channels: int, more: int = 0) -> None:
         size = 2 * channels + 1
-        room = torch.empty(2 * size + more, dtype=torch.float64, device="cpu")
-        self.row = room.data_ptr()
+        self._channels, self._values = channels, np.empty(2 * size + more)
+        # In a third of the time that arrays and tensors take to say where they are.
+        self.row = ctypes.addressof(_Start.from_buffer(self._values))
         self.total = self.row + 8 * size
         self.more = self.total + 8 * size
-        self._channels, self._values = channels, room.numpy()
 
     @property
     def vectors(self) -> FloatArray:
