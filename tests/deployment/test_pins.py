@@ -86,7 +86,7 @@ def test_the_images_hold_what_the_project_asks_for():
     found = {path.stem: pins(path).keys() for path in PINNED}
     project = PROJECT["project"]
     demo = [text for text in project["optional-dependencies"]["demo"] if not text.startswith(project["name"])]
-    assert found.keys() == {"build", "server", "view", "replica", "replica-cpu"}
+    assert found.keys() == {"build", "compiler", "server", "view", "replica", "replica-cpu"}
     assert names(PROJECT["build-system"]["requires"]) <= found["build"]
     assert names(project["dependencies"]) <= found["server"] <= found["replica"]
     for replica in ("replica", "replica-cpu"):
@@ -172,7 +172,7 @@ def test_the_base_image_is_pinned_to_what_an_engine_pulls_and_pinned_anew(pin, t
         pin(digest)
         assert base_images(tmp_path) == {f"python:3.11-slim-bookworm@{digest}"}
     calls = (tmp_path / "uv-calls").read_text()
-    for name in ("build", "server", "view", "replica", "replica-cpu"):
+    for name in ("build", "compiler", "server", "view", "replica", "replica-cpu"):
         assert f"--output-file docker/requirements/{name}.txt" in calls
     assert all("--generate-hashes" in line for line in calls.splitlines())
 
