@@ -51,10 +51,16 @@ def test_torch_func_gives_the_gradients_of_backward(members):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+WITH_STEPS = [*((transport, 0) for transport in TRANSPORTS), *((transport, 2) for transport in HOST_TRANSPORTS)]
+
+
 @pytest.mark.parametrize(
-    ("transport", "steps"),
-    [*((transport, 0) for transport in TRANSPORTS), *((transport, 2) for transport in HOST_TRANSPORTS)],
+    ("transport", "steps", "is_compiled"),
+    [
+        pytest.param(*case, is_compiled, marks=pytest.mark.long if is_compiled and place else [])
+        for is_compiled in (False, True)
+        for place, case in enumerate(WITH_STEPS)
+    ],
 )
 def test_an_input_that_requires_a_gradient_on_one_rank_only_is_an_error_at_once(over, transport, steps, is_compiled):
     program = partial(gradient_programs.input_that_requires_a_gradient_on_rank_0, is_compiled=is_compiled)

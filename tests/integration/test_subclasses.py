@@ -24,7 +24,7 @@ def test_members_train_as_on_the_whole_batch(members, backend):
 
 
 THREES = [
-    pytest.param(three, marks=pytest.mark.long if place % 2 else [])
+    pytest.param(three, marks=pytest.mark.long if place else [])
     for place, three in enumerate(subclass_programs.IN_THREES)
 ]
 

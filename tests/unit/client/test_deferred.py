@@ -264,7 +264,7 @@ def test_chunks_that_are_none_are_refused_and_nothing_is_changed(chunks, kind):
     assert type(model[0]) is nn.BatchNorm1d
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("momentum", [pytest.param(0.1, marks=pytest.mark.long), None])
 def test_members_compiled_whole_equal_eager_ones(members, momentum):
     for found, expected in members(2, deferred_programs.compiled, SHARES, momentum):
         assert_equal(found, expected)

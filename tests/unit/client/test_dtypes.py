@@ -67,12 +67,17 @@ def test_autocast_members_equal_the_whole_batch(members, dtype):
     assert_equal(together(first, second), precision.autocast_on_the_whole_batch("cpu", dtype), AUTOCAST[dtype])
 
 
+COMPILED = [Activated, Functional, Decorated, Scaled], "aot_eager"
+
+
 @pytest.mark.parametrize(
-    ("kinds", "backend"),
-    [(OWN_FORWARDS, ""), ([Activated, Functional, Decorated, Scaled], "aot_eager")],
-    ids=["eager", "compiled"],
+    ("dtype", "kinds", "backend"),
+    [
+        *((dtype, OWN_FORWARDS, "") for dtype in HALVES),
+        pytest.param(torch.bfloat16, *COMPILED, id="compiled"),
+        pytest.param(torch.float16, *COMPILED, id="compiled", marks=pytest.mark.long),
+    ],
 )
-@pytest.mark.parametrize("dtype", HALVES)
 def test_autocast_members_with_a_subclass_equal_the_whole_batch(members, dtype, kinds, backend):
     outcomes = autocast_on_members(members, dtype, kinds, backend)
     for kind, (first, second) in zip(kinds, outcomes, strict=True):

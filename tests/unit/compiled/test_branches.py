@@ -50,7 +50,8 @@ def test_ranks_with_other_batches_run_the_rounds_of_two_branches_in_one_order():
     assert _orders() == [expected] * 2
 
 
-@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 7])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [1, 2, 7])
 def test_random_networks_train_to_the_whole_batch(members, seed):
     """By the backend that only traces; scripts/simulate branches has inductor's."""
     ranks = 2 + seed % 2
