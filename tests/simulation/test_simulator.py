@@ -25,7 +25,7 @@ from support import oracle
 from support.paths import ROOT
 from support.strategies import any_message
 
-QUICK_SEEDS, LONG_SEEDS = 500, 2500
+QUICK_SEEDS, LONG_SEEDS = 300, 2500
 
 # Worlds of the last millions in which something was found, in the server, in the client or in a rule itself.
 FOUND = (
