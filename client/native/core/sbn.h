@@ -28,8 +28,8 @@ typedef struct {
 
 SBN_API int sbn_version(void);
 
-/* Returns the instructions in use: 0 what every processor of this kind has, 1 AVX2. With wanted >= 0 they are at most
- * these from now on; for tests. */
+/* Returns the instructions in use: 0 what every processor of this kind has, 1 AVX2 and F16C. With wanted >= 0 they are
+ * at most these from now on; for tests. */
 SBN_API int sbn_level(int wanted);
 
 /* row: 2c + 1 doubles: Σx, Σx², and the count n*l. */

@@ -9,6 +9,7 @@
 #endif
 #ifdef __x86_64__
 #include <cpuid.h>
+#include <immintrin.h>
 #endif
 
 /* Of four values, as AVX2 has them in float64: gcc keeps wider ones in memory. */
@@ -18,6 +19,16 @@ typedef int64_t v4l __attribute__((vector_size(32)));
 typedef float v4f __attribute__((vector_size(16), aligned(4)));
 typedef int32_t v4i __attribute__((vector_size(16)));
 typedef uint16_t v4h __attribute__((vector_size(8), aligned(2)));
+typedef float v8f __attribute__((vector_size(32)));
+typedef float v8fu __attribute__((vector_size(32), aligned(4)));
+typedef uint32_t v8u __attribute__((vector_size(32)));
+#define AT8(p) (*(const v8fu *)(p))
+
+/* For eight values from e on, and the next eight; the last ones overlap those before, which are computed once more. */
+#define EIGHTS(k, e, l) for (int64_t e; (l) >= 8 && (k) < (l) && (e = smaller(k, (l) - 8), 1); (k) += 8)
+
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Samples, or rows, from n0 to n1, and of planes the channels from c0 to c1. */
 typedef struct {
@@ -37,7 +48,8 @@ INLINE double finite_or_0(double v) { return v - v == 0 ? v : 0; }
 #include "level.inc"
 #ifdef __x86_64__
 #define L(f) f##_1
-#define TARGET __attribute__((target("avx2")))
+#define TARGET __attribute__((target("avx2,f16c")))
+#define AVX2
 #include "level.inc"
 static const kernels *const LEVELS[] = {kernels_0, kernels_1};
 #else
@@ -48,18 +60,19 @@ static int best, level;
 
 #ifdef __x86_64__
 /* Not by __builtin_cpu_supports, since zig's libraries lack what it reads. */
-static int has_avx2(void) {
+static int has_level_1(void) {
   unsigned a, b, c, d, saved;
-  if (!__get_cpuid(1, &a, &b, &c, &d) || (c & (bit_OSXSAVE | bit_AVX)) != (bit_OSXSAVE | bit_AVX)) return 0;
+  const unsigned needed = bit_OSXSAVE | bit_AVX | bit_F16C;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || (c & needed) != needed) return 0;
   __asm__("xgetbv" : "=a"(saved), "=d"(d) : "c"(0));
   if ((saved & 6) != 6) return 0; /* the system does not save the registers */
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2) != 0;
 }
 #else
-static int has_avx2(void) { return 0; }
+static int has_level_1(void) { return 0; }
 #endif
 
-__attribute__((constructor)) static void find_level(void) { level = best = has_avx2(); }
+__attribute__((constructor)) static void find_level(void) { level = best = has_level_1(); }
 
 int sbn_version(void) { return SBN_VERSION; }
 
@@ -76,8 +89,6 @@ enum { LEAST = 1 << 15, MOST = 256, FEW_CHANNELS = 8 };
 /* To wake a thread takes as long as it takes to add so many elements. */
 enum { LARGE = 1 << 17 };
 
-static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t parts_of(int64_t number, int64_t each) { return (number + each - 1) / each; }
 
 /* How many of `number` samples, rows or channels, of `elements` values each, make a part; rows are added four at a time. */

@@ -151,10 +151,13 @@ def test_nan_and_infinity_spoil_their_channel_alone(core, dtype, shape):
 def test_halves_are_read_and_rounded_as_torch_does(core, dtype):
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).reshape(1, 1, -1)
     nothing = torch.tensor([0.0, 1, 1], dtype=torch.float64)
-    one = torch.ones(1)
-    y = torch.empty_like(every)
-    assert core.sbn_normalize(slice_of(every), at(every), at(y), at(nothing), *parameter(one), None, 0) == library.OK
-    torch.testing.assert_close(y, every, rtol=0, atol=0, equal_nan=True)
+    for factor in (1.0, 1 + 2.0**-9, 1 + 2.0**-12, 2.0**-13, 3 * 2.0**-120):
+        weight, y = torch.tensor([factor]), torch.empty_like(every)
+        arguments = at(nothing), *parameter(weight), None, 0
+        assert core.sbn_normalize(slice_of(every), at(every), at(y), *arguments) == library.OK
+        torch.testing.assert_close(y, (every.float() * factor).to(dtype), rtol=0, atol=0, equal_nan=True)
+        nans = y[every.isnan()].view(torch.int16).unique().tolist()
+        assert nans == ([0x7FC0] if dtype == torch.bfloat16 else [0xFE00 - 2**16, 0x7E00])
     single = every.flatten()[None]
     expected = torch.cat((single.double(), single.double().square()), dim=1)[0]
     torch.testing.assert_close(row_of(core.sbn_moments, single, single)[:-1], expected, rtol=0, atol=0, equal_nan=True)
@@ -230,6 +233,16 @@ LARGE = [
 def test_no_bit_depends_on_the_number_of_threads(core, x):
     alone = a_layer(core, x, 1)
     assert all(equal(a_layer(core, x, threads), alone) for threads in (2, 3, 64) for _ in range(5))
+
+
+@pytest.mark.parametrize("shape", [(2, 9, 31), (9, 3, 4099), (2, 700, 3), (50, 31), (7, 5)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_bit_depends_on_the_instructions(core, dtype, shape):
+    scale = torch.logspace(-6, 4, shape[1], dtype=torch.float64).view(-1, *[1] * (len(shape) - 2))
+    x = (random(*shape) * scale).to(dtype)
+    found = a_layer(core, x, 1)
+    CORE.holding.sbn_level(0)
+    assert equal(found, a_layer(core, x, 1))
 
 
 def test_several_callers_share_the_threads_or_go_without(core):
