@@ -14,8 +14,18 @@ from client.autograd.findings import too_few
 from client.autograd.functional import Slice
 from client.autograd.plain import PlainExchange, is_plain
 from client.ops import native
-from client.ops.layout import alike, dense
-from client.ops.native import check, functions_for, parameter, slice_of
+from client.ops.layout import alike
+from client.ops.native import (
+    check,
+    functions_for,
+    moments_in,
+    output_for,
+    parameter,
+    ready,
+    slice_of,
+    takes,
+    takes_parameter,
+)
 from client.ops.running import Running
 from client.ops.statistics import ChannelMoments, ChannelStatistics
 from client.ops.vectors import compute_type
@@ -26,8 +36,6 @@ from statsd_bn.rows import Rows, sound_rows
 # Of an array: shares its memory.
 _Start: Any = ctypes.c_char * 0
 
-_TORCHS = frozenset({Tensor, torch.nn.Parameter})
-
 
 def serves(slices: list[Slice]) -> bool:
     """Whether the core serves a call with these slices, whose rows go over the host."""
@@ -36,22 +44,13 @@ def serves(slices: list[Slice]) -> bool:
     return (
         len(slices) == 1
         and native.core is not None
-        and _takes(x)
+        and takes(x)
         and x.numel() > 0
         and is_plain(mine)
-        and _takes_parameter(mine.weight)
-        and _takes_parameter(mine.bias)
+        and takes_parameter(mine.weight)
+        and takes_parameter(mine.bias)
+        and not (x.is_inference() and torch.is_grad_enabled())  # autograd refuses it, but only after the round
     )
-
-
-def _takes(tensor: Tensor) -> bool:
-    # Of a subclass, such as a fake tensor, nobody knows what its address means.
-    is_torchs = type(tensor) in _TORCHS
-    return is_torchs and tensor.is_cpu and tensor.dtype in native.CODES and not tensor.is_neg()
-
-
-def _takes_parameter(values: Tensor | None) -> bool:
-    return values is None or (_takes(values) and values.is_contiguous())
 
 
 class Buffer:
@@ -94,12 +93,13 @@ class Buffer:
     def moments(self, count: int, shape: tuple[int, ...], *, of_all: bool) -> ChannelMoments:
         """Returns the own row, or the sum of all rows, as moments of so many values."""
         start = (2 * self._channels + 1) * of_all
-        sums, squares = torch.from_numpy(self._values[start : start + 2 * self._channels]).view(2, -1)
-        return ChannelMoments(count, sums, squares, shape)
+        return moments_in(self._values[start:], self._channels, count, shape)
 
     def statistics(self, count: int) -> ChannelStatistics:
         """Returns what is behind the rows in a forward pass."""
-        return ChannelStatistics(count, *torch.from_numpy(self._values[-3 * self._channels :]).view(3, -1))
+        channels = self._channels
+        mean, invstd, slope = (self._values[-n * channels :][:channels] for n in (3, 2, 1))
+        return ChannelStatistics(count, *map(torch.from_numpy, (mean, invstd, slope)))
 
 
 @dataclass(slots=True, eq=False)
@@ -120,17 +120,17 @@ class NativeExchange(PlainExchange):
 
     def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Returns the output for the input, after the forward round if there was none."""
-        x = dense(x)
+        x = ready(x)
         core, slice_ = functions_for(x), slice_of(x)
         of_weight, of_bias = parameter(weight), parameter(bias)
         if self.is_done:
-            output = torch.empty_like(x)
+            output = output_for(x)
             kept = self.first.more
             check(core.sbn_normalize(slice_.address, x.data_ptr(), output.data_ptr(), kept, *of_weight, *of_bias))
             return output
         self._forward_round(x, core, slice_.address)
-        output, first, (mean, var, tracked, momentum) = torch.empty_like(x), self.first, self.running or Running()
-        self.has_moved = self.running is not None
+        output, first, (mean, var, tracked, momentum) = output_for(x), self.first, self.running or Running()
+        self.has_moved, self.running = self.running is not None, None
         check(
             core.sbn_forward(
                 slice_.address, x.data_ptr(), output.data_ptr(), first.total, self.eps, self.eps_mode == "clamp",
@@ -156,6 +156,10 @@ class NativeExchange(PlainExchange):
         first.take(aggregate.values, count)
         self.key = aggregate.key
 
+    def may_compute(self, grad: Tensor, x: Tensor, weight: Tensor | None) -> bool:
+        """Whether what hooks and users left of the forward pass's tensors is such as the core takes."""
+        return takes(grad) and takes(x) and x.shape == self.shape and takes_parameter(weight)
+
     def gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor | None, needs: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
@@ -169,7 +173,7 @@ class NativeExchange(PlainExchange):
         of_input = None
         if needs_input:
             self._backward_round(this)
-            of_input = torch.empty_like(x)
+            of_input = output_for(x)
         of_weight = torch.empty_like(weight) if needs_weight and weight is not None else None
         of_bias = torch.empty(channels, dtype=compute_type(x), device="cpu") if needs_bias else None
         check(

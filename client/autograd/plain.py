@@ -45,6 +45,10 @@ class PlainExchange(Exchange):
         """Returns the output for the input, after the forward round if there was none."""
         raise NotImplementedError
 
+    def may_compute(self, grad: Tensor, x: Tensor, weight: Tensor | None) -> bool:
+        """Whether `gradients` takes these, which have the shapes of before; hooks may have saved others."""
+        raise NotImplementedError
+
     def gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor | None, needs: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
@@ -83,7 +87,8 @@ class _BatchNorm(Exchanging):
         exchange: PlainExchange = ctx.exchange
         _, *needs = ctx.needs_input_grad
         try:
-            if torch.is_grad_enabled():
+            is_plain = grad.shape == x.shape and (weight is None or weight.shape == x.shape[1:2])
+            if torch.is_grad_enabled() or not is_plain or not exchange.may_compute(grad, x, weight):
                 return None, *backward_by_operators(exchange, needs, grad, x, weight)
             return None, *exchange.gradients(grad, x, weight, needs)
         except StatsdBNError as error:

@@ -99,6 +99,10 @@ class TritonExchange(PlainExchange):
         findings = partial(_findings, self.transport, key, of.row, of.rows, others, few)
         hand_in_of_rows(of.flags, of.blocks, findings, at_once=at_once)
 
+    def may_compute(self, grad: Tensor, x: Tensor, weight: Tensor | None) -> bool:  # noqa: ARG002 - copied to be alike
+        """Whether input and weight are such as the kernels take."""
+        return tuple(x.shape) == self.shape and available.serves(x, weight, None)
+
     def gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor | None, needs: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils._python_dispatch import _disable_current_modes
 
 from client.autograd import native_exchange, plain, saved_tensor_hooks, triton_exchange
 from client.autograd.checkpointing import exchanges, is_inside_backward
@@ -114,9 +115,11 @@ class Call:
         """Returns the call that a checkpoint computes again, if this is one of its second runs."""
         if self.tally is not None or not is_inside_backward():
             return None
-        with torch.no_grad():
-            moments = engine.moments(mine.input, mine.mask)
-        return exchanges.find(self.layer.layer_name, self.transport, replica, moments)
+        # Modes of the first run, such as that of a selective checkpoint, have not seen this.
+        with _disable_current_modes():
+            with torch.no_grad():
+                moments = engine.moments(mine.input, mine.mask)
+            return exchanges.find(self.layer.layer_name, self.transport, replica, moments)
 
     def _normalise_replicas(self, slices: list[Slice]) -> list[tuple[Tensor, Any]]:
         """Runs in the last replica's thread, but not in its grad and inference modes, hooks and streams."""

@@ -67,7 +67,7 @@ def _is_beside(x: Tensor, kept: Tensor, types: Collection[torch.dtype], shape: t
         and kept.dtype in types
         and kept.shape == shape
         and kept.is_contiguous()
-        and not kept.is_inference()
+        and not (kept.is_inference() or kept.requires_grad or kept.is_neg())
     )
 
 

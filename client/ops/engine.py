@@ -91,10 +91,14 @@ def normalise(x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, b
     Raises:
         ValueError: weight or bias have another shape.
     """
-    for name, values in (("weight", weight), ("bias", bias)):
-        if values is not None and values.shape != x.shape[1:2]:
-            raise ValueError(f"expected a {name} of shape ({x.shape[1]},), got {tuple(values.shape)}")
+    _check_parameter("weight", weight, x)
+    _check_parameter("bias", bias, x)
     return backend_for(x).normalise(x, statistics.on(home(x)), weight, bias)
+
+
+def _check_parameter(name: str, values: Tensor | None, x: Tensor) -> None:
+    if values is not None and values.shape != x.shape[1:2]:
+        raise ValueError(f"expected a {name} of shape ({x.shape[1]},), got {tuple(values.shape)}")
 
 
 def for_backward(grad: Tensor, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -142,7 +146,11 @@ def input_gradient(
         sums: shape (2, C): the aggregate of `backward_sums`.
         weight: shape (C,) or None for 1.
         mask: as for `moments`.
+
+    Raises:
+        ValueError: the weight has another shape.
     """
+    _check_parameter("weight", weight, x)
     statistics = statistics.on(home(x))
     first, second = sums.to(home(x), non_blocking=True) / statistics.count
     means = torch.stack((first, second * statistics.slope))

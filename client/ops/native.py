@@ -5,6 +5,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from client.native import library
 from client.native.library import BF16, F16, F32, F64, OK, Slice
 from client.ops.layout import alike, dense
 from client.ops.statistics import ChannelMoments, ChannelStatistics
+from statsd_bn.reduction import FloatArray
 
 CODES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.float64: F64}
 
@@ -21,58 +23,117 @@ SMALL = 2**15
 core = library.library()
 
 
+_TORCHS = frozenset({Tensor, torch.nn.Parameter})
+
+
+def takes(tensor: Tensor) -> bool:
+    """Whether the core computes with a tensor: with plain values in this process's memory, of a type that it knows."""
+    return (
+        type(tensor) in _TORCHS  # of a subclass, such as a fake tensor, nobody knows what its address means
+        and tensor.is_cpu
+        and tensor.dtype in CODES
+        and tensor.layout is torch.strided
+        and not tensor.is_neg()
+    )
+
+
 class Native:
     """The backend for a CPU, without masks."""
 
     def takes(self, x: Tensor) -> bool:
         """Takes all types of floating point that torch computes batch norm in."""
-        return x.is_cpu and x.dtype in CODES
+        return takes(x)
 
     def moments(self, x: Tensor) -> ChannelMoments:
         """Adds in float64 from the first value on."""
-        x = dense(x)
-        row = torch.empty(2 * x.shape[1] + 1, dtype=torch.float64, device="cpu")
-        _call("sbn_moments", x, x.data_ptr(), row.data_ptr())
-        sums, squares = row[:-1].view(2, -1)
-        return ChannelMoments(x.numel() // x.shape[1], sums, squares, tuple(x.shape))
+        x = ready(x)
+        channels = x.shape[1]
+        row = np.empty(2 * channels + 1)
+        _call("sbn_moments", x, x.data_ptr(), row.ctypes.data)
+        return moments_in(row, channels, x.numel() // channels, tuple(x.shape))
 
     def normalise(self, x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Computes in float64, and rounds once."""
-        x = dense(x)
-        output = torch.empty_like(x)
-        kept = torch.stack((statistics.mean, statistics.invstd, statistics.slope))
-        weight, bias = _dense(weight), _dense(bias)
-        _call("sbn_normalize", x, x.data_ptr(), output.data_ptr(), kept.data_ptr(),
-            *parameter(weight), *parameter(bias),
-        )  # fmt: skip
+        x = ready(x)
+        output = output_for(x)
+        kept = _kept(statistics, statistics.slope, x)
+        weight, bias = _ready_parameter(weight), _ready_parameter(bias)
+        _call(
+            "sbn_normalize", x, x.data_ptr(), output.data_ptr(), kept.ctypes.data, *parameter(weight), *parameter(bias)
+        )
         return output
 
     def for_backward(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns both alike."""
-        return alike(grad, x)
+        return _alike(grad, x)
 
     def backward_sums(self, grad: Tensor, x: Tensor, statistics: ChannelStatistics) -> Tensor:
         """Adds in float64."""
-        grad, x = alike(grad, x)
-        mean = statistics.mean.contiguous()
-        row = torch.empty(2 * x.shape[1] + 1, dtype=torch.float64, device="cpu")
-        _call("sbn_backward_sums", x, grad.data_ptr(), x.data_ptr(), mean.data_ptr(), row.data_ptr())
-        return row[:-1].view(2, -1)
+        grad, x = _alike(grad, x)
+        channels = x.shape[1]
+        kept, row = _kept(statistics, statistics.slope, x), np.empty(2 * channels + 1)
+        _call("sbn_backward_sums", x, grad.data_ptr(), x.data_ptr(), kept.ctypes.data, row.ctypes.data)
+        return torch.from_numpy(row[:-1]).view(2, -1)
 
     def input_gradient(
         self, grad: Tensor, x: Tensor, statistics: ChannelStatistics, means: Tensor, weight: Tensor | None
     ) -> Tensor:
         """Computes in float64, and rounds once."""
-        grad, x = alike(grad, x)
-        found = torch.empty_like(x)
-        ones = torch.ones_like(statistics.mean)  # the means have the slope in them
-        kept = torch.stack((statistics.mean, statistics.invstd, ones))
-        total = torch.cat((means.flatten(), ones[:1]))
-        weight = _dense(weight)
-        _call("sbn_input_grad", x, grad.data_ptr(), x.data_ptr(), found.data_ptr(), kept.data_ptr(),
-            total.data_ptr(), *parameter(weight),
+        grad, x = _alike(grad, x)
+        found = output_for(x)
+        kept = _kept(statistics, torch.ones_like(statistics.slope), x)  # the means have the slope in them
+        total = np.append(means.numpy(), 1.0)
+        weight = _ready_parameter(weight)
+        _call(
+            "sbn_input_grad", x, grad.data_ptr(), x.data_ptr(), found.data_ptr(), kept.ctypes.data, total.ctypes.data,
+            *parameter(weight),
         )  # fmt: skip
         return found
+
+
+def ready(x: Tensor) -> Tensor:
+    """Returns `x` dense.
+
+    Raises:
+        RuntimeError: it has no values in memory, as where a mode makes fake tensors.
+    """
+    x = dense(x)
+    if not takes(x) or not x.data_ptr():
+        raise _without_values(x)
+    return x
+
+
+def output_for(x: Tensor) -> Tensor:
+    """Returns a tensor like `x` to be written; errors as for `ready`."""
+    output = torch.empty_like(x)
+    if type(output) is not Tensor:
+        raise _without_values(output)
+    return output
+
+
+def _without_values(tensor: Tensor) -> RuntimeError:
+    return RuntimeError(f"expected a tensor with values in memory, got {type(tensor).__name__} on {tensor.device}")
+
+
+def _alike(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    x = ready(x)
+    if grad.shape != x.shape:
+        raise RuntimeError(f"expected a gradient of shape {tuple(x.shape)}, got {tuple(grad.shape)}")
+    grad, x = alike(grad, x)
+    return (grad if takes(grad) else output_for(x).copy_(grad)), x
+
+
+def _kept(statistics: ChannelStatistics, slope: Tensor, x: Tensor) -> FloatArray:
+    """Returns what the core keeps of a forward pass, shape (3, C)."""
+    if statistics.mean.shape != x.shape[1:2]:
+        raise RuntimeError(f"expected an input of {len(statistics.mean)} channels, as before, got {x.shape[1]}")
+    return np.stack((statistics.mean.numpy(), statistics.invstd.numpy(), slope.numpy()))
+
+
+def moments_in(row: FloatArray, channels: int, count: int, shape: tuple[int, ...]) -> ChannelMoments:
+    """Returns what is in a row: sums, then squares."""
+    sums, squares = row[:channels], row[channels : 2 * channels]
+    return ChannelMoments(count, torch.from_numpy(sums), torch.from_numpy(squares), shape)
 
 
 def functions_for(x: Tensor) -> Any:
@@ -94,14 +155,26 @@ def _call(name: str, x: Tensor, *arguments: Any) -> None:
 
 def parameter(values: Tensor | None) -> tuple[int | None, int]:
     """Returns address and type of a dense weight, bias or the like, as the core takes them."""
-    return (None, F32) if values is None else (values.data_ptr(), CODES[values.dtype])
+    if values is None:
+        return None, F32
+    address = values.data_ptr()
+    if not address:
+        raise _without_values(values)
+    return address, CODES[values.dtype]
 
 
-def _dense(values: Tensor | None) -> Tensor | None:
-    if values is None or (values.dtype in CODES and values.is_contiguous()):
+def takes_parameter(values: Tensor | None) -> bool:
+    """Whether the core takes a weight or bias as it lies."""
+    return values is None or (takes(values) and values.is_contiguous())
+
+
+def _ready_parameter(values: Tensor | None) -> Tensor | None:
+    if values is None or takes_parameter(values):
         return values
-    values = values.detach().contiguous()
-    return values if values.dtype in CODES else values.float()
+    if not values.is_cpu:
+        raise RuntimeError(f"expected weight and bias on the device of the input, cpu, got {values.device}")
+    dtype = values.dtype if values.dtype in CODES else torch.float32
+    return torch.empty(values.shape, dtype=dtype, device="cpu").copy_(values.detach())
 
 
 def slice_of(x: Tensor) -> "AddressedSlice":

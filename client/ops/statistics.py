@@ -54,12 +54,13 @@ class ChannelMoments:
 
     def mean(self) -> Tensor:
         """Returns Σx / n, shape (C,); NaN without values."""
-        return self.sums / self.count
+        return self.sums / _divisor(self.count, self.sums.device)
 
     def variance(self, *, unbiased: bool = False) -> Tensor:
         """Returns the variance per channel, never below 0; see `statsd_bn.Moments.variance`."""
-        centred = (self.squares - self.sums * self.sums / self.count).clamp(min=0)
-        return centred / (self.count - int(unbiased))
+        count = _divisor(self.count, self.sums.device)
+        centred = (self.squares - self.sums * self.sums / count).clamp(min=0)
+        return centred / (count - int(unbiased))
 
     def on_host(self) -> Moments:
         """Returns the same as arrays, which waits for the device."""
@@ -117,6 +118,13 @@ class ChannelStatistics:
 def at_least_one(count: Count) -> Count:
     """Returns a count to divide by, so that sums of nothing stay 0."""
     return max(count, 1) if isinstance(count, int) else count.clamp(min=1)
+
+
+def _divisor(count: Count, device: torch.device) -> Count:
+    """Returns a count to divide vectors on a device by: as a number CUDA would multiply with its reciprocal."""
+    if isinstance(count, Tensor) or device.type == "cpu":
+        return count
+    return torch.full((), count, dtype=torch.float64, device=device)
 
 
 def _zero_where_empty(count: Count, values: Tensor) -> Tensor:

@@ -235,25 +235,33 @@ static void affine(const sbn_slice *s, const void *dy, const void *x, void *y, c
   sbn_share(threads_of(s), parts_of(number, size), affine_of_part, &job);
 }
 
-int sbn_normalize(const sbn_slice *s, const void *x, void *y, const double *kept, const void *weight, int weight_dtype,
-                  const void *bias, int bias_dtype) {
+static void normalize(const sbn_slice *s, const void *x, void *y, const double *kept, const void *weight,
+                      int weight_dtype, const void *bias, int bias_dtype, vectors *v) {
   const int64_t c = s->c;
-  vectors v;
-  if (!make_room(&v, c)) return SBN_NO_MEMORY;
   for (int64_t i = 0; i < c; i++) {
     const double factor = kept[c + i] * (weight ? read_at(weight, weight_dtype, i) : 1);
-    put(s, v.at, i, kept[i], factor, bias ? read_at(bias, bias_dtype, i) : 0, 0);
+    put(s, v->at, i, kept[i], factor, bias ? read_at(bias, bias_dtype, i) : 0, 0);
   }
-  affine(s, NULL, x, y, v.at);
-  free_room(&v);
+  affine(s, NULL, x, y, v->at);
+  free_room(v);
+}
+
+int sbn_normalize(const sbn_slice *s, const void *x, void *y, const double *kept, const void *weight, int weight_dtype,
+                  const void *bias, int bias_dtype) {
+  vectors v;
+  if (!make_room(&v, s->c)) return SBN_NO_MEMORY;
+  normalize(s, x, y, kept, weight, weight_dtype, bias, bias_dtype, &v);
   return SBN_OK;
 }
 
 int sbn_forward(const sbn_slice *s, const void *x, void *y, const double *total, double eps, int clamp, double *kept,
                 const void *weight, int weight_dtype, const void *bias, int bias_dtype, void *running_mean,
                 void *running_var, int running_dtype, int64_t *tracked, double momentum) {
+  vectors v;
+  if (!make_room(&v, s->c)) return SBN_NO_MEMORY;
   sbn_finish(s->c, total, eps, clamp, kept, running_mean, running_var, running_dtype, tracked, momentum);
-  return sbn_normalize(s, x, y, kept, weight, weight_dtype, bias, bias_dtype);
+  normalize(s, x, y, kept, weight, weight_dtype, bias, bias_dtype, &v);
+  return SBN_OK;
 }
 
 int sbn_input_grad(const sbn_slice *s, const void *dy, const void *x, void *dx, const double *kept, const double *total,

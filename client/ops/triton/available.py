@@ -17,7 +17,8 @@ TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 def serves(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Whether the kernels serve an input with these parameters, on its device."""
-    if x.dtype not in TYPES or not x.is_cuda or not works_on(x.device, x.dtype):
+    is_plain = type(x) in {Tensor, torch.nn.Parameter} and not x.is_neg()  # else its address is not that of its values
+    if not is_plain or x.dtype not in TYPES or not x.is_cuda or not works_on(x.device, x.dtype):
         return False
     from client.ops.triton import launch  # noqa: PLC0415 - needs Triton
 
