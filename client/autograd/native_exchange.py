@@ -18,7 +18,6 @@ from client.ops.layout import alike
 from client.ops.native import (
     check,
     functions_for,
-    moments_in,
     output_for,
     parameter,
     ready,
@@ -93,7 +92,8 @@ class Buffer:
     def moments(self, count: int, shape: tuple[int, ...], *, of_all: bool) -> ChannelMoments:
         """Returns the own row, or the sum of all rows, as moments of so many values."""
         start = (2 * self._channels + 1) * of_all
-        return moments_in(self._values[start:], self._channels, count, shape)
+        sums, squares = torch.from_numpy(self._values[start : start + 2 * self._channels]).view(2, -1)
+        return ChannelMoments(count, sums, squares, shape)
 
     def statistics(self, count: int) -> ChannelStatistics:
         """Returns what is behind the rows in a forward pass."""

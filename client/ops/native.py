@@ -5,7 +5,6 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +12,6 @@ from client.native import library
 from client.native.library import BF16, F16, F32, F64, OK, Slice
 from client.ops.layout import alike, dense
 from client.ops.statistics import ChannelMoments, ChannelStatistics
-from statsd_bn.reduction import FloatArray
 
 CODES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.float64: F64}
 
@@ -48,9 +46,10 @@ class Native:
         """Adds in float64 from the first value on."""
         x = ready(x)
         channels = x.shape[1]
-        row = np.empty(2 * channels + 1)
-        _call("sbn_moments", x, x.data_ptr(), row.ctypes.data)
-        return moments_in(row, channels, x.numel() // channels, tuple(x.shape))
+        row = torch.empty(2 * channels + 1, dtype=torch.float64, device="cpu")
+        _call("sbn_moments", x, x.data_ptr(), row.data_ptr())
+        sums, squares = row[:-1].view(2, channels)
+        return ChannelMoments(x.numel() // channels, sums, squares, tuple(x.shape))
 
     def normalise(self, x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Computes in float64, and rounds once."""
@@ -59,7 +58,7 @@ class Native:
         kept = _kept(statistics, statistics.slope, x)
         weight, bias = _ready_parameter(weight), _ready_parameter(bias)
         _call(
-            "sbn_normalize", x, x.data_ptr(), output.data_ptr(), kept.ctypes.data, *parameter(weight), *parameter(bias)
+            "sbn_normalize", x, x.data_ptr(), output.data_ptr(), kept.data_ptr(), *parameter(weight), *parameter(bias)
         )
         return output
 
@@ -70,10 +69,10 @@ class Native:
     def backward_sums(self, grad: Tensor, x: Tensor, statistics: ChannelStatistics) -> Tensor:
         """Adds in float64."""
         grad, x = _alike(grad, x)
-        channels = x.shape[1]
-        kept, row = _kept(statistics, statistics.slope, x), np.empty(2 * channels + 1)
-        _call("sbn_backward_sums", x, grad.data_ptr(), x.data_ptr(), kept.ctypes.data, row.ctypes.data)
-        return torch.from_numpy(row[:-1]).view(2, -1)
+        kept = _kept(statistics, statistics.slope, x)
+        row = torch.empty(2 * x.shape[1] + 1, dtype=torch.float64, device="cpu")
+        _call("sbn_backward_sums", x, grad.data_ptr(), x.data_ptr(), kept.data_ptr(), row.data_ptr())
+        return row[:-1].view(2, -1)
 
     def input_gradient(
         self, grad: Tensor, x: Tensor, statistics: ChannelStatistics, means: Tensor, weight: Tensor | None
@@ -82,10 +81,10 @@ class Native:
         grad, x = _alike(grad, x)
         found = output_for(x)
         kept = _kept(statistics, torch.ones_like(statistics.slope), x)  # the means have the slope in them
-        total = np.append(means.numpy(), 1.0)
+        total = torch.cat((means.flatten(), means.new_ones(1)))
         weight = _ready_parameter(weight)
         _call(
-            "sbn_input_grad", x, grad.data_ptr(), x.data_ptr(), found.data_ptr(), kept.ctypes.data, total.ctypes.data,
+            "sbn_input_grad", x, grad.data_ptr(), x.data_ptr(), found.data_ptr(), kept.data_ptr(), total.data_ptr(),
             *parameter(weight),
         )  # fmt: skip
         return found
@@ -123,17 +122,11 @@ def _alike(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return (grad if takes(grad) else output_for(x).copy_(grad)), x
 
 
-def _kept(statistics: ChannelStatistics, slope: Tensor, x: Tensor) -> FloatArray:
+def _kept(statistics: ChannelStatistics, slope: Tensor, x: Tensor) -> Tensor:
     """Returns what the core keeps of a forward pass, shape (3, C)."""
     if statistics.mean.shape != x.shape[1:2]:
         raise RuntimeError(f"expected an input of {len(statistics.mean)} channels, as before, got {x.shape[1]}")
-    return np.stack((statistics.mean.numpy(), statistics.invstd.numpy(), slope.numpy()))
-
-
-def moments_in(row: FloatArray, channels: int, count: int, shape: tuple[int, ...]) -> ChannelMoments:
-    """Returns what is in a row: sums, then squares."""
-    sums, squares = row[:channels], row[channels : 2 * channels]
-    return ChannelMoments(count, torch.from_numpy(sums), torch.from_numpy(squares), shape)
+    return torch.stack((statistics.mean, statistics.invstd, slope))
 
 
 def functions_for(x: Tensor) -> Any:
