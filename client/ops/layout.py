@@ -19,7 +19,10 @@ def dense(x: Tensor) -> Tensor:
     """Returns `x` as the output for it is laid out; a copy only if it is not."""
     if x.is_contiguous() or x.is_contiguous(memory_format=CHANNELS_LAST.get(x.dim(), torch.contiguous_format)):
         return x
-    return laid_out(torch.empty_like(x)).copy_(x)  # what has gaps, but lies as channels_last, stays channels_last
+    made = torch.empty_like(x)  # what has gaps, but lies as channels_last, stays channels_last
+    if made.is_contiguous(memory_format=CHANNELS_LAST.get(x.dim(), torch.contiguous_format)):
+        return made.copy_(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x)
 
 
 def alike(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
