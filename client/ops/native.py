@@ -20,7 +20,6 @@ SMALL = 2**15
 
 core = library.library()
 
-
 _TORCHS = frozenset({Tensor, torch.nn.Parameter})
 
 

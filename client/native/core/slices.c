@@ -102,6 +102,13 @@ static int threads_of(const sbn_slice *s) { return s->n * s->c * s->l < LARGE ? 
 /* Sums of planes with many channels are split by channels, so that each is added in one go; all others by samples. */
 static int is_by_channels(const sbn_slice *s) { return !s->rows && (s->c >= FEW_CHANNELS || s->n == 1); }
 
+/* The part of this number, where each has so many channels, or samples or rows. */
+static part part_of(const sbn_slice *s, int64_t number, int64_t size) {
+  const int64_t from = number * size;
+  return is_by_channels(s) ? (part){0, s->n, from, smaller(from + size, s->c)}
+                           : (part){from, smaller(from + size, s->n), 0, s->c};
+}
+
 typedef struct {
   const sbn_slice *slice;
   const void *x, *dy;
@@ -113,15 +120,9 @@ typedef struct {
 static void sums_of_part(const void *of, int64_t number) {
   const sums_job *job = of;
   const sbn_slice *s = job->slice;
-  const int64_t from = number * job->size;
-  if (is_by_channels(s)) {
-    const part at = {0, s->n, from, smaller(from + job->size, s->c)};
-    kernels_of(s)->sums_planes(s, at, job->x, job->dy, job->mean, job->out);
-    return;
-  }
-  const part at = {from, smaller(from + job->size, s->n), 0, s->c};
-  double *out = job->out + 2 * s->c * number;
-  (s->rows ? kernels_of(s)->sums_rows : kernels_of(s)->sums_planes)(s, at, job->x, job->dy, job->mean, out);
+  double *out = is_by_channels(s) ? job->out : job->out + 2 * s->c * number;
+  (s->rows ? kernels_of(s)->sums_rows : kernels_of(s)->sums_planes)(s, part_of(s, number, job->size), job->x, job->dy,
+                                                                    job->mean, out);
 }
 
 static int sums(const sbn_slice *s, const void *x, const void *dy, const double *mean, double *row) {
@@ -218,11 +219,8 @@ typedef struct {
 static void affine_of_part(const void *of, int64_t number) {
   const affine_job *job = of;
   const sbn_slice *s = job->slice;
-  const int64_t from = number * job->size;
-  const int by_channels = is_by_channels(s);
-  const part at = by_channels ? (part){0, s->n, from, smaller(from + job->size, s->c)}
-                              : (part){from, smaller(from + job->size, s->n), 0, s->c};
-  (s->rows ? kernels_of(s)->affine_rows : kernels_of(s)->affine_planes)(s, at, job->dy, job->x, job->y, job->vectors);
+  (s->rows ? kernels_of(s)->affine_rows : kernels_of(s)->affine_planes)(s, part_of(s, number, job->size), job->dy,
+                                                                        job->x, job->y, job->vectors);
 }
 
 static void affine(const sbn_slice *s, const void *dy, const void *x, void *y, const void *vectors) {
