@@ -3,7 +3,6 @@
 At 6b62bd3: neither futures nor unread answers are counted, and the bound is each job's, so two jobs keep twice of it.
 """
 
-import math
 import time
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from attacks.crowds import ask_all, crowd, registrations
-from attacks.honest import SLOWDOWN_OF_A_FULL_CORE
+from attacks.honest import ANY_SLOWDOWN, SLOWDOWN_OF_A_FULL_CORE
 from attacks.peers import Peers, job_of
 from attacks.servers import accounting
 from statsd_bn.messages import Contribution, Failure, StatusRequest
@@ -100,7 +99,7 @@ def test_a_reason_that_is_sent_again_and_again_is_kept_once(server, honest_job_b
 @pytest.mark.alone  # how much ZeroMQ holds at a moment depends on who else has the processor
 def test_large_messages_that_wait_are_bounded(server, honest_job_beside):
     """They come over many connections, faster than there is time for them; the pace of others is no subject here."""
-    with honest_job_beside(server, slowdown=math.inf) as beside, Peers(server) as peers:
+    with honest_job_beside(server, slowdown=ANY_SLOWDOWN) as beside, Peers(server) as peers:
         job = job_of("bob")
         crowd_ = [peers.open(SNDHWM=8) for _ in range(16)]
         world = registrations(job, 0, 2)
