@@ -22,6 +22,7 @@ import pytest
 
 # Small tensors in many processes: more threads than cores only get in each other's way.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # nor does inductor start processes that import torch and stay
 
 # The programs that tests start import from the folders beside this file.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
