@@ -26,6 +26,12 @@ from statsd_bn.endpoints import JOB_PREFIX, check_endpoint, ipc_path, silent, wh
 from statsd_bn.errors import ConfigurationError, ConnectionClosed
 from statsd_bn.handshake import EVENTS, Handshakes
 from statsd_bn.keys import ClientKeys
+from statsd_bn.members import Members
+from statsd_bn.messages import Aggregate, Contribution, Message, Participation, Register, Registered
+from statsd_bn.reduction import join_in_order, sum_in_order
+from statsd_bn.round_key import GATHER
+from statsd_bn.tokens import digest
+from statsd_bn.wire import decode, encode
 
 # A wait that is over so soon does without what a longer one needs; most are.
 SHORT_SECONDS = 0.002
@@ -37,6 +43,11 @@ WATCH_SECONDS = 0.1
 _AT_ONCE = int(zmq.NOBLOCK)
 
 _WATCH_MILLISECONDS = int(WATCH_SECONDS * 1000)
+
+# What a connection that needs no server calls its endpoint; and the life of its server, which is that of the process.
+IN_PROCESS = "in process"
+_SERVER = bytes(limits.TOKEN_BYTES - 1) + b"\1"
+_ONLY = Members.of([0])
 
 # How long a goodbye may take to leave when the connection closes, and all of the closing.
 LINGER_MILLISECONDS = 1000
@@ -354,3 +365,37 @@ class _MemoryChannel:
 
     def close(self) -> None:
         pass
+
+
+def own_channel_pool() -> MemoryChannelPool:
+    """Returns what a connection of one asks instead of a server: this process answers as to a strict job's only member.
+
+    A plain script, a notebook or a debugger has nobody to exchange with, and needs no server for that. But all that a
+    connection can do has to work there as anywhere else, so such a connection goes the usual way, with the same frames.
+    """
+
+    def receive(peer: bytes, frame: bytes) -> list[tuple[bytes, bytes]]:
+        answer = _answer(decode(frame))
+        return [] if answer is None else [(peer, encode(answer))]
+
+    return MemoryChannelPool(receive, IN_PROCESS)
+
+
+def _answer(message: Message) -> Registered | Aggregate | None:
+    if isinstance(message, Register):
+        return _registered(message)
+    if isinstance(message, Contribution):
+        return _reduced(message)
+    return None
+
+
+def _registered(message: Register) -> Registered:
+    # Whoever is back from an absence begins a step of its own.
+    first_step = message.step + 1 if message.participation == Participation.REJOINING else message.first_step
+    return Registered(digest(message.session), _SERVER, message.epoch, first_step, 0, _ONLY)
+
+
+def _reduced(message: Contribution) -> Aggregate:
+    rows = message.rows
+    combine = join_in_order if message.key.phase == GATHER else sum_in_order
+    return Aggregate(message.key, len(rows.counts), sum(rows.counts), _ONLY, combine(rows.values))

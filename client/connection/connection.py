@@ -18,7 +18,7 @@ import numpy as np
 
 from client.border import at_border, make_readable
 from client.connection import driver, groups
-from client.connection.channel_pool import ChannelPool
+from client.connection.channel_pool import IN_PROCESS, ChannelPool
 from client.connection.groups import Group
 from client.connection.sessions import Sessions
 from client.connection.switch_interval import switching
@@ -50,9 +50,6 @@ NON_FINITE = "finding"
 
 # Round trips remembered for `median_round_trip` and `metrics`.
 REMEMBERED_ROUND_TRIPS = 4096
-
-# What `Connection.endpoint` says where there is no server.
-IN_PROCESS = "in process"
 
 
 class Connection:

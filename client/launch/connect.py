@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from client.border import at_border
-from client.connection.channel_pool import ZmqChannelPool
+from client.connection.channel_pool import ZmqChannelPool, own_channel_pool
 from client.connection.connection import Connection
 from client.connection.current import current_connection, hold
 from client.conversation.member import (
@@ -27,14 +28,17 @@ from client.conversation.member import (
     Member,
 )
 from client.conversation.registration import cause_of
-from client.launch import alone, log_level, own_server, process_group, same_run, server_process
+from client.launch import launchers, own_server, server_process
+from client.launch.launchers import ARGUMENT, DEFAULT, Setting
 from client.launch.settings import Settings, resolve
-from client.launch.sources import ARGUMENT, DEFAULT
+from client.launch.store import ANSWER_SECONDS, of_process_group, with_timeout
 from statsd_bn.endpoints import check_key, check_server, find_server
-from statsd_bn.environment import PREFIX, misspelt
+from statsd_bn.environment import PREFIX, log_level, misspelt
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import ConfigurationError, DuplicateMember, ServerUnreachable, WorldSizeMismatch
 from statsd_bn.keys import ClientKeys
+from statsd_bn.members import Members
+from statsd_bn.ranks_in_words import ranks_in_words
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -48,6 +52,11 @@ AFTER_QUEUES = -100
 # This user's server may have been started just before, in the background; it listens within a second.
 FIND_SECONDS = 2.0
 FIND_PAUSE_SECONDS = 0.05
+
+# The name of the round in which ranks compare their runs, and of the run's token in the store. No layer has such a
+# name: that of a module has no brackets.
+SAME_RUN = "client.connect()"
+RUN_BYTES = 8
 
 # A server that runs takes a connection at once.
 ACCEPT_SECONDS = 1.0
@@ -125,29 +134,15 @@ def connect(
         GroupIncomplete: not all processes connected in time.
         RegistrationRefused: the processes disagree on the policy, or for another reason, which the error names.
     """
+    arguments = locals()
     open_connection = current_connection()
     # A forked child may open its own, beside its parent's, which it can neither use nor close.
     if open_connection and open_connection.is_own:
         raise ConfigurationError(f"already connected: {open_connection!r}; call client.disconnect() first")
-    log_level.follow(os.environ)
+    set_log_level(os.environ)
     for name, meant in misspelt(os.environ, VARIABLES):
         logger.warning("%s is set, which nothing reads; is %s meant?", name, meant)
-    settings = resolve(
-        os.environ,
-        process_group.find(),
-        endpoint=endpoint,
-        job=job,
-        rank=rank,
-        world_size=world_size,
-        round_timeout=round_timeout,
-        join_timeout=join_timeout,
-        policy=policy,
-        min_members=min_members,
-        curve=curve,
-        abort_after=abort_after,
-        transport=transport,
-        on_nonfinite=on_nonfinite,
-    )
+    settings = resolve(os.environ, launchers.find_process_group(), **arguments)
     if settings.launched:
         logger.warning(
             "%s, but %s says %d: connect() waits up to %g s for the others, which must be started elsewhere; "
@@ -173,6 +168,21 @@ def connect(
     return connection
 
 
+def set_log_level(environ: Mapping[str, str]) -> None:
+    """Logs at STATSD_BN_LOG_LEVEL; without it nothing changes. What a script has set up takes the lines.
+
+    Raises:
+        ConfigurationError: it names no level.
+    """
+    if not environ.get("STATSD_BN_LOG_LEVEL"):
+        return
+    logger.setLevel(log_level(environ, "STATSD_BN_LOG_LEVEL", "").upper())
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logger.addHandler(handler)
+
+
 def _load_compiler() -> None:
     """Loads what torch's optimizers load, before others listen for heartbeats.
 
@@ -196,7 +206,7 @@ def _connection(settings: Settings) -> Connection:
             error.add_note(f"The endpoint is that of {settings.endpoint.source}.")
         raise
     try:
-        same_run.check(connection, settings.job)
+        check_same_run(connection, settings.job)
     except BaseException as error:
         connection.close(cause_of(error))
         raise
@@ -216,14 +226,14 @@ def _alone(settings: Settings) -> Connection:
                 raise
             # Somebody else's run has this name; this script has chosen none.
             logger.warning("%s; this process trains without that server", in_log(error))
-    if multiprocessing.parent_process() and process_group.find() is None:
+    if multiprocessing.parent_process() and launchers.find_process_group() is None:
         logger.warning(
             "this process is a child of multiprocessing, and nothing says that its job has others, so it trains alone; "
             "call client.connect() after torch.distributed.init_process_group(), or pass rank and world_size"
         )
     else:
         logger.info("this process is alone, as far as anything says, and needs no server")
-    connection = Connection(alone.channel_pool(), settings.member())
+    connection = Connection(own_channel_pool(), settings.member())
     connection.is_told_alone = settings.world_size.source == ARGUMENT
     return connection
 
@@ -265,6 +275,40 @@ def _own_server() -> str:
                     **{**error.fields, "seconds": FIND_SECONDS},
                 ) from None
         time.sleep(FIND_PAUSE_SECONDS)
+
+
+def check_same_run(connection: Connection, job: Setting[str]) -> None:
+    """Compares the runs of a strict job's ranks where nobody chose its name; takes a round of all of them.
+
+    Two runs that share a server need names of their own. Without, rank 0 of one may meet rank 1 of the other, and both
+    train on the statistics of a mixture. Ranks of one process group of torch's have a store in common, and in it a
+    token that no other run has. A rank without a process group of the same size says nothing, and is told nothing.
+
+    Raises:
+        ConfigurationError: they are of several runs.
+    """
+    who = connection.member
+    if job.source != DEFAULT or who.is_elastic or who.world_size == 1:
+        return
+    group = launchers.find_process_group()
+    mine = _run_token() if group and group.size == who.world_size else b""
+    said = connection.gather_in(connection.group(None), SAME_RUN, mine)
+    if others := [rank for rank, token in enumerate(said) if token and mine and token != mine]:
+        raise ConfigurationError(
+            f"job {job.value!r}: expected the ranks of one run, got {ranks_in_words(Members.of(others))} of "
+            "another one; give each run that shares a server a name of its own: connect(job=...), STATSD_BN_JOB or "
+            "torchrun's --rdzv-id"
+        )
+
+
+def _run_token() -> bytes:
+    """The run's, which its first rank to come here has made; empty where the store does not tell."""
+    try:
+        store, mine = of_process_group(), os.urandom(RUN_BYTES).hex()
+        return bytes(with_timeout(ANSWER_SECONDS, lambda: store.compare_set(SAME_RUN, "", mine)))
+    except (RuntimeError, TimeoutError, ValueError):
+        # The others wait for what this one says.
+        return b""
 
 
 @cache

@@ -10,7 +10,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import TYPE_CHECKING
 
 from client.conversation.member import Member
-from client.launch import job_secret, process_group
+from client.launch import job_secret
 from client.launch.launchers import StoreAddress
 from client.launch.server_process import ServerProcess
 from client.launch.settings import Settings
@@ -67,7 +67,7 @@ def join(settings: Settings, store: StoreAddress | None, environ: Mapping[str, s
     if is_one_node:
         return _with_own_server(who, "", Announcement(), entry, join_at)
     made = "" if secret else job_secret.make()
-    address = store.host if store else process_group.address(environ)
+    address = store.host if store else environ.get("MASTER_ADDR") or socket.gethostname()
     return _with_own_server(who, address, Announcement(secret=made), entry, join_at, secret or made)
 
 

@@ -13,12 +13,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from client.launch.restarts import Restarts
 from statsd_bn.endpoints import SOCKET, make_job_folder, make_private, remove_job_folder
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
@@ -37,6 +37,20 @@ WARN_SECONDS = 10.0
 
 # The folder of `client` and `server`, so that a program named server in the script's folder is not taken instead.
 PACKAGES = Path(__file__).parents[2]
+
+# Failures longer ago than this do not count.
+WINDOW_SECONDS = 60.0
+
+# After so many failures within the window the server starts at once. Then the pauses double, so that the cause has time
+# to pass.
+AT_ONCE = 3
+FIRST_PAUSE_SECONDS = 1.0
+
+# After more failures than this within the window the next server would fail too. The pauses until then add up to 31 s.
+AT_MOST = 8
+
+# A server that failed to listen so often in a row will not listen the next time.
+STARTS = 3
 
 # Variables of the training script that would change what the server's arguments say.
 NOT_INHERITED = {"STATSD_BN_BIND", "STATSD_BN_CURVE", "STATSD_BN_INSECURE", "STATSD_BN_SECRET"}
@@ -174,6 +188,30 @@ class ServerProcess:
             with suppress(OSError):
                 (self._folder / SOCKET).unlink(missing_ok=True)
             remove_job_folder(self._folder)
+
+
+class Restarts:
+    """The failures of one server; the caller tells the time."""
+
+    def __init__(self) -> None:
+        self._ends: deque[float] = deque()
+        self._failed_starts = 0
+
+    def pause(self, now: float, *, has_listened: bool) -> float | None:
+        """Records a failure; returns the seconds until the next start, or None for no further start.
+
+        Args:
+            now: when the server failed.
+            has_listened: whether members could reach it.
+        """
+        self._failed_starts = 0 if has_listened else self._failed_starts + 1
+        self._ends.append(now)
+        while self._ends[0] < now - WINDOW_SECONDS:
+            self._ends.popleft()
+        if self._failed_starts >= STARTS or len(self._ends) > AT_MOST:
+            return None
+        beyond = len(self._ends) - AT_ONCE
+        return FIRST_PAUSE_SECONDS * 2 ** (beyond - 1) if beyond > 0 else 0.0
 
 
 def wait_for_members() -> None:

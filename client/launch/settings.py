@@ -24,13 +24,11 @@ from client.conversation.member import (
     TRANSPORT_CHOICES,
     Member,
 )
-from client.launch import launchers, process_group
-from client.launch.launchers import StoreAddress
-from client.launch.process_group import ProcessGroup
-from client.launch.sources import ARGUMENT, DEFAULT, Setting, found
+from client.launch import launchers
+from client.launch.launchers import ARGUMENT, DEFAULT, PROCESS_GROUP, ProcessGroup, Setting, StoreAddress, found
 from statsd_bn import limits
 from statsd_bn.checks import check_name, shown
-from statsd_bn.environment import boolean
+from statsd_bn.environment import PREFIX, boolean
 from statsd_bn.errors import ConfigurationError, ProtocolError
 from statsd_bn.keys import ClientKeys, load_client
 from statsd_bn.messages import WORLD
@@ -39,37 +37,24 @@ JOB = "default"
 
 # What each argument may be, in words and in Python. A bool is an int to Python, and never meant here.
 _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
-    "endpoint": ("a str", (str,)),
-    "job": ("a str", (str,)),
-    "rank": ("an int", (int,)),
-    "world_size": ("an int", (int,)),
-    "round_timeout": ("a number of seconds", (int, float)),
-    "join_timeout": ("a number of seconds", (int, float)),
-    "policy": ("a str", (str,)),
-    "min_members": ("an int", (int,)),
+    **dict.fromkeys(("endpoint", "job", "policy", "transport", "on_nonfinite"), ("a str", (str,))),
+    **dict.fromkeys(("rank", "world_size", "min_members"), ("an int", (int,))),
+    **dict.fromkeys(("round_timeout", "join_timeout", "abort_after"), ("a number of seconds", (int, float))),
     "curve": ("a path", (str, os.PathLike)),
-    "abort_after": ("a number of seconds", (int, float)),
-    "transport": ("a str", (str,)),
-    "on_nonfinite": ("a str", (str,)),
 }
+# The others are None by default.
+_DEFAULTS = {"round_timeout": DEFAULT_ROUND_TIMEOUT, "policy": STRICT, "abort_after": DEFAULT_ABORT_AFTER}
 _MAY_BE_NONE = _TYPES.keys() - {"round_timeout", "policy"}
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All that `client.connect` has to know.
+    """All that `client.connect` has to know: its arguments with their defaults resolved, and what follows from them.
 
     Attributes:
         endpoint: where the server listens; None where rank 0 starts one, or this user's own is to be found.
-        job: the training run.
-        rank: this process's number in the job.
-        world_size: how many processes the job begins with.
-        round_timeout: how long a round may take, in seconds.
-        join_timeout: how long the processes may take to connect, in seconds.
-        policy: "strict" or "elastic".
         min_members: how few members an elastic job may go on with; 0 in a strict job.
         epoch: how often the launcher has restarted the processes.
-        curve: the file with this client's keys; None without.
         insecure: whether it may connect to a server by TCP without keys.
         store: where torch's store is, in which rank 0 says where its server is; None where there is an endpoint, or
             no launcher.
@@ -77,10 +62,7 @@ class Settings:
         is_process_group: whether the processes are those of torch's process group, and no launcher says where a store
             is; then they meet in the group's store.
         launched: how many processes the launcher or the process group counts, where `world_size` says more; else None.
-        abort_after: how long a collective of torch may hold a process of a broken job, in seconds; None: for ever.
         stacks: whether this process tells where it is when others wait for it.
-        transport: how rows are to reach the other processes.
-        on_nonfinite: what to do about NaN and infinity in an aggregate.
     """
 
     endpoint: Setting[str | None]
@@ -100,8 +82,8 @@ class Settings:
     stacks: Setting[bool]
     transport: Setting[str]
     on_nonfinite: Setting[str]
-    is_process_group: bool = False
-    launched: Setting[int] | None = None
+    is_process_group: bool
+    launched: Setting[int] | None
 
     @property
     def is_alone(self) -> bool:
@@ -139,101 +121,58 @@ class Settings:
         return load_client(Path(self.curve.value)) if self.curve.value else None
 
 
-def resolve(
-    environ: Mapping[str, str],
-    group: ProcessGroup | None = None,
-    *,
-    endpoint: str | None = None,
-    job: str | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
-    round_timeout: float = DEFAULT_ROUND_TIMEOUT,
-    join_timeout: float | None = None,
-    policy: str = STRICT,
-    min_members: int | None = None,
-    curve: str | Path | None = None,
-    abort_after: float | None = DEFAULT_ABORT_AFTER,
-    transport: str | None = None,
-    on_nonfinite: str | None = None,
-) -> Settings:
+def resolve(environ: Mapping[str, str], group: ProcessGroup | None = None, **arguments: Any) -> Settings:
     """Finds the value of each setting.
 
     Args:
         environ: the environment.
         group: torch's process group; None where it is not initialised.
-        endpoint: as `client.connect` takes it, like all that follow.
-        job: likewise.
-        rank: likewise.
-        world_size: likewise.
-        round_timeout: likewise.
-        join_timeout: likewise.
-        policy: likewise.
-        min_members: likewise.
-        curve: likewise.
-        abort_after: likewise.
-        transport: likewise.
-        on_nonfinite: likewise.
+        arguments: those of `client.connect`.
 
     Raises:
         ConfigurationError: a value is unusable; the text says what it is and where it came from.
     """
-    _check_types(locals())
-    at: Setting[str | None] = (
-        found("endpoint", endpoint or None, ARGUMENT)
-        or found("endpoint", environ.get("STATSD_BN_ENDPOINT") or None, "STATSD_BN_ENDPOINT")
-        or Setting("endpoint", None, DEFAULT)
-    )
-    size = found("world_size", world_size, ARGUMENT) or launchers.world_size(environ)
-    number = found("rank", rank, ARGUMENT) or launchers.rank(environ)
+    given = {**dict.fromkeys(_TYPES), **_DEFAULTS, **arguments}
+    _check_types(given)
+    at = _named(environ, "STATSD_BN_ENDPOINT", given)
+    size = found("world_size", given["world_size"], ARGUMENT) or launchers.world_size(environ)
+    number = found("rank", given["rank"], ARGUMENT) or launchers.rank(environ)
     if group:
-        size, number = process_group.merged(size, number, group)
+        size, number = launchers.merged(size, number, group)
     if size and number is None:
         _check_is_alone(size)
     size, number = size or Setting("world_size", 1, DEFAULT), number or Setting("rank", 0, DEFAULT)
     _check_world_size(size)
-    least = _min_members(policy, min_members, size)
+    least = _min_members(given["policy"], given["min_members"], size)
     launched = _launched(environ, group)
     if launched and not least.value:  # newcomers may join an elastic job
         _check_is_whole(size, number, launched)
     _check_rank(number, size, is_elastic=least.value > 0)
-    in_round, to_join = _timeouts(round_timeout, join_timeout)
+    in_round, to_join = _timeouts(given["round_timeout"], given["join_timeout"])
     store = None if at.value else _store(environ, size)
-    meets_in_group = (
-        at.value is None and process_group.is_of(group, number, size) and not (store and _is_launched(number, environ))
-    )
+    is_of_group = group is not None and group.size > 1 and (number.value, size.value) == group
+    meets_in_group = at.value is None and is_of_group and not (store and _is_launched(number, environ))
     store = None if meets_in_group else store
     return Settings(
         endpoint=at,
-        job=_job(environ, job),
+        job=_job(environ, given["job"]),
         rank=number,
         world_size=size,
         round_timeout=in_round,
         join_timeout=to_join,
-        policy=Setting("policy", policy, DEFAULT if policy == STRICT else ARGUMENT),
+        policy=Setting("policy", given["policy"], DEFAULT if given["policy"] == STRICT else ARGUMENT),
         min_members=least,
         epoch=_epoch(environ),
-        curve=(
-            found("curve", curve or None, ARGUMENT)
-            or found("curve", environ.get("STATSD_BN_CURVE") or None, "STATSD_BN_CURVE")
-            or Setting("curve", None, DEFAULT)
-        ),
-        insecure=_flag(environ, "STATSD_BN_INSECURE", "insecure", default=False),
+        curve=_named(environ, "STATSD_BN_CURVE", given),
+        insecure=_flag(environ, "STATSD_BN_INSECURE", default=False),
         store=store,
         is_one_node=store is not None and launchers.is_one_node(environ, store.value, size.value),
         is_process_group=meets_in_group,
         launched=launched if launched and launched.value < size.value else None,
-        abort_after=_abort_after(abort_after),
-        stacks=_flag(environ, "STATSD_BN_STACKS", "stacks", default=True),
-        transport=_one_of(
-            TRANSPORT_CHOICES, "transport", transport, "STATSD_BN_TRANSPORT", environ.get("STATSD_BN_TRANSPORT")
-        ),
-        on_nonfinite=_one_of(
-            ON_NONFINITE,
-            "on_nonfinite",
-            on_nonfinite,
-            "STATSD_BN_ON_NONFINITE",
-            environ.get("STATSD_BN_ON_NONFINITE"),
-        ),
+        abort_after=_seconds("abort_after", given["abort_after"], or_none=" or None"),
+        stacks=_flag(environ, "STATSD_BN_STACKS", default=True),
+        transport=_one_of(TRANSPORT_CHOICES, _named(environ, "STATSD_BN_TRANSPORT", given, TRANSPORT_CHOICES[0])),
+        on_nonfinite=_one_of(ON_NONFINITE, _named(environ, "STATSD_BN_ON_NONFINITE", given, ON_NONFINITE[0])),
     )
 
 
@@ -244,6 +183,16 @@ def _check_types(arguments: Mapping[str, Any]) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, types):
             raise ConfigurationError(f"{name}: expected {expected}, got {shown(value)}")
+
+
+def _named(environ: Mapping[str, str], variable: str, given: Mapping[str, Any], default: str | None = None) -> Any:
+    """Returns the setting of the argument that a variable is named after, else of the variable, else the default."""
+    name = variable.removeprefix(PREFIX).lower()
+    return (
+        found(name, given[name] or None, ARGUMENT)
+        or found(name, environ.get(variable) or None, variable)
+        or Setting(name, default, DEFAULT)
+    )
 
 
 def _job(environ: Mapping[str, str], given: str | None) -> Setting[str]:
@@ -288,7 +237,7 @@ def _launched(environ: Mapping[str, str], group: ProcessGroup | None) -> Setting
     with suppress(ConfigurationError):  # an argument may stand for a variable that is wrong
         if (launched := launchers.world_size(environ)) and launched.value > 1:
             return launched
-    return Setting("world_size", group.size, process_group.SOURCE) if group and group.size > 1 else None
+    return Setting("world_size", group.size, PROCESS_GROUP) if group and group.size > 1 else None
 
 
 def _check_is_whole(size: Setting[int], rank: Setting[int], launched: Setting[int]) -> None:
@@ -327,41 +276,34 @@ def _min_members(policy: str, given: int | None, size: Setting[int]) -> Setting[
 
 
 def _timeouts(in_round: float, to_join: float | None) -> tuple[Setting[float], Setting[float]]:
-    for name, seconds in (("round_timeout", in_round), ("join_timeout", to_join)):
-        if seconds is not None and not 0 < seconds <= limits.MAX_DEADLINE:
-            raise ConfigurationError(
-                f"{name}: expected seconds in (0, {limits.MAX_DEADLINE:g}], got {shown(seconds)} ({ARGUMENT})"
-            )
-    source = DEFAULT if in_round == DEFAULT_ROUND_TIMEOUT else ARGUMENT
-    round_timeout = Setting("round_timeout", float(in_round), source)
+    round_timeout, join_timeout = _seconds("round_timeout", in_round), _seconds("join_timeout", to_join)
     if to_join is None:
-        return round_timeout, Setting("join_timeout", float(in_round), source if source == DEFAULT else "round_timeout")
-    return round_timeout, Setting("join_timeout", float(to_join), ARGUMENT)
+        source = DEFAULT if round_timeout.source == DEFAULT else "round_timeout"
+        join_timeout = Setting("join_timeout", round_timeout.value, source)
+    return round_timeout, join_timeout
 
 
-def _abort_after(given: float | None) -> Setting[float | None]:
+def _seconds(name: str, given: float | None, or_none: str = "") -> Setting[Any]:
     if given is not None and not 0 < given <= limits.MAX_DEADLINE:
         raise ConfigurationError(
-            f"abort_after: expected seconds in (0, {limits.MAX_DEADLINE:g}] or None, got {shown(given)} ({ARGUMENT})"
+            f"{name}: expected seconds in (0, {limits.MAX_DEADLINE:g}]{or_none}, got {shown(given)} ({ARGUMENT})"
         )
-    return Setting("abort_after", given, DEFAULT if given == DEFAULT_ABORT_AFTER else ARGUMENT)
+    source = DEFAULT if given == _DEFAULTS.get(name) else ARGUMENT
+    return Setting(name, None if given is None else float(given), source)
 
 
-def _flag(environ: Mapping[str, str], variable: str, name: str, *, default: bool) -> Setting[bool]:
+def _flag(environ: Mapping[str, str], variable: str, *, default: bool) -> Setting[bool]:
+    name = variable.removeprefix(PREFIX).lower()
     is_set = bool(environ.get(variable, "").strip())
     return Setting(name, boolean(environ, variable), variable) if is_set else Setting(name, default, DEFAULT)
 
 
-def _one_of(choices: Sequence[str], name: str, given: str | None, variable: str, said: str | None) -> Setting[str]:
-    """Returns which of some words is meant, by the argument or the variable; else the first one."""
-    setting = (
-        found(name, given or None, ARGUMENT)
-        or found(name, said or None, variable)
-        or Setting(name, choices[0], DEFAULT)
-    )
+def _one_of(choices: Sequence[str], setting: Setting[str]) -> Setting[str]:
     if setting.value not in choices:
         expected = ", ".join(choices)
-        raise ConfigurationError(f"{name}: expected one of {expected}, got {setting.value!r:.80} ({setting.source})")
+        raise ConfigurationError(
+            f"{setting.name}: expected one of {expected}, got {setting.value!r:.80} ({setting.source})"
+        )
     return setting
 
 
@@ -375,4 +317,4 @@ def _store(environ: Mapping[str, str], size: Setting[int]) -> Setting[StoreAddre
 def _is_launched(rank: Setting[int], environ: Mapping[str, str]) -> bool:
     """Whether a launcher has given this process its rank."""
     launched = launchers.rank(environ)
-    return launched is not None and launched.value == rank.value and rank.source != process_group.SOURCE
+    return launched is not None and launched.value == rank.value and rank.source != PROCESS_GROUP

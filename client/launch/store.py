@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -21,8 +22,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import distributed
 
+from client.connection.groups import this_machine
 from client.launch.launchers import StoreAddress
-from client.launch.process_group import this_host
 from statsd_bn.errors import ConfigurationError, ProtocolError, ServerUnreachable
 from statsd_bn.text import plain, readable
 
@@ -157,7 +158,8 @@ class StoreEntry:
         return found
 
     def _host(self) -> str:
-        return this_host()
+        # No other host has the same.
+        return f"{socket.gethostname()} {this_machine()}"
 
     def _wait_for(self, name: str, what: str) -> bytes:
         found = self._wait(lambda expiry: self._look(name, expiry), what)

@@ -14,7 +14,7 @@ import zmq
 
 from client.connection.channel_pool import ZmqChannelPool
 from client.connection.connection import Connection
-from client.launch import job_secret, restarts, server_process
+from client.launch import job_secret, server_process
 from client.launch.server_process import ServerProcess
 from client.launch.settings import resolve
 from server.cli.status import ask
@@ -217,22 +217,22 @@ def test_one_that_is_started_again_does_not_wait_for_members_who_have_left(start
 
 
 def test_one_that_is_killed_again_and_again_is_told_and_not_started_any_more(start, caplog, monkeypatch):
-    monkeypatch.setattr(restarts, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(server_process, "FIRST_PAUSE_SECONDS", 0.01)
     master = start()
-    for _ in range(restarts.AT_MOST):
+    for _ in range(server_process.AT_MOST):
         kill(master)
         assert ask(master.endpoint, WAIT_SECONDS)["groups"] == []
     kill(master)
     wait_until(lambda: has_ended(master))
-    assert caplog.text.count("it is started again in 0.") == restarts.AT_MOST - restarts.AT_ONCE
+    assert caplog.text.count("it is started again in 0.") == server_process.AT_MOST - server_process.AT_ONCE
     assert "was ended by SIGKILL; it is not started again, so its members wait in vain" in caplog.messages[-1]
     assert not Path(master.endpoint.removeprefix("ipc://")).parent.exists()
     assert master not in server_process._started
 
 
 def test_one_that_is_stopped_in_the_pause_before_it_is_started_again_stays_stopped(start, monkeypatch):
-    monkeypatch.setattr(restarts, "FIRST_PAUSE_SECONDS", 3600.0)
-    monkeypatch.setattr(restarts, "AT_ONCE", 0)
+    monkeypatch.setattr(server_process, "FIRST_PAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr(server_process, "AT_ONCE", 0)
     master = start()
     os.kill(master._process.pid, signal.SIGKILL)
     master._process.wait(20)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from client.launch import launchers, slurm
+from client.launch import launchers
 from client.launch.launchers import StoreAddress
 from client.launch.settings import resolve
 from statsd_bn.errors import ConfigurationError
@@ -80,12 +80,12 @@ def test_a_batch_script_is_no_task():
 def test_two_steps_of_one_job_are_two_jobs_with_ports_of_their_own():
     other = {**SLURM, "SLURM_STEP_ID": "4"}
     assert resolve(SLURM).member().job != resolve(other).member().job
-    assert slurm.port(SLURM) != slurm.port(other)
+    assert launchers.step_port(SLURM) != launchers.step_port(other)
 
 
 @pytest.mark.parametrize("number", ["1", "15000", "67108863", "4294967290"])
 def test_any_job_has_a_port_that_no_outgoing_connection_is_given(number):
-    assert 15_000 <= slurm.port({**SLURM, "SLURM_JOB_ID": number, "SLURM_STEP_ID": number}) < 30_000
+    assert 15_000 <= launchers.step_port({**SLURM, "SLURM_JOB_ID": number, "SLURM_STEP_ID": number}) < 30_000
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_any_job_has_a_port_that_no_outgoing_connection_is_given(number):
     ],
 )
 def test_the_first_host_of_a_list(listed, first):
-    assert slurm.first_host(listed) == first
+    assert launchers.first_host(listed) == first
 
 
 @pytest.mark.parametrize("listed", [",a", "node[", "node[1", "node]", "node[a-b]", "node[1-2]]", "[", " ", "a b"])

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from client.launch import log_level
+from client.launch import connect
 from statsd_bn.errors import ConfigurationError
 from support.sentences import says
 
@@ -13,32 +13,32 @@ from support.sentences import says
 def logger(monkeypatch):
     """The client's logger, as in a script that has set up nothing."""
     logger = logging.Logger("statsd_bn.client")  # noqa: LOG001 - without parents, so that pytest adds nothing
-    monkeypatch.setattr(log_level, "logger", logger)
+    monkeypatch.setattr(connect, "logger", logger)
     return logger
 
 
 @pytest.mark.parametrize("value", ["DEBUG", "debug"])
 def test_a_level_in_any_case_is_shown_on_the_error_output(logger, value, capsys):
-    log_level.follow({"STATSD_BN_LOG_LEVEL": value})
-    log_level.follow({"STATSD_BN_LOG_LEVEL": value})
+    connect.set_log_level({"STATSD_BN_LOG_LEVEL": value})
+    connect.set_log_level({"STATSD_BN_LOG_LEVEL": value})
     logger.debug("a word")
     assert capsys.readouterr().err.count("DEBUG a word\n") == 1
 
 
 def test_without_the_variable_nothing_changes(logger):
-    log_level.follow({})
+    connect.set_log_level({})
     assert logger.handlers == []
     assert logger.level == logging.NOTSET
 
 
 def test_a_script_that_has_set_up_logging_keeps_its_handlers(logger):
     logger.addHandler(mine := logging.NullHandler())
-    log_level.follow({"STATSD_BN_LOG_LEVEL": "info"})
+    connect.set_log_level({"STATSD_BN_LOG_LEVEL": "info"})
     assert logger.handlers == [mine]
     assert logger.level == logging.INFO
 
 
 def test_another_value_is_refused_with_the_good_ones(logger):
     with pytest.raises(ConfigurationError, check=says(r"STATSD_BN_LOG_LEVEL: expected one of .*'debug'.*got 'loud'")):
-        log_level.follow({"STATSD_BN_LOG_LEVEL": "loud"})
+        connect.set_log_level({"STATSD_BN_LOG_LEVEL": "loud"})
     assert logger.level == logging.NOTSET

@@ -4,7 +4,7 @@ import pytest
 from torch import distributed
 
 from client.launch import own_server, server_process, store
-from client.launch.process_group import ProcessGroup
+from client.launch.launchers import ProcessGroup
 from client.launch.settings import resolve
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
 from support.memory_members import in_threads, outcome

@@ -2,7 +2,7 @@
 
 import pytest
 
-from client.launch.restarts import AT_MOST, AT_ONCE, STARTS, WINDOW_SECONDS, Restarts
+from client.launch.server_process import AT_MOST, AT_ONCE, STARTS, WINDOW_SECONDS, Restarts
 
 
 def ends(every, times):

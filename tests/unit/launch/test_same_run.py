@@ -8,9 +8,8 @@ from torch.distributed import HashStore
 
 import client
 from client.connection.current import current_connection
-from client.launch import process_group, same_run
-from client.launch.process_group import ProcessGroup
-from client.launch.sources import ARGUMENT, DEFAULT, Setting
+from client.launch import connect, launchers
+from client.launch.launchers import ARGUMENT, DEFAULT, ProcessGroup, Setting
 from server.cli.status import ask
 from statsd_bn.errors import ConfigurationError
 from support.memory_members import outcome, run_members
@@ -36,15 +35,15 @@ class Forgetful:
 def meet(monkeypatch):
     """Has two ranks meet, each in a process group with the store that is given for it; returns what comes of it."""
     here = threading.local()
-    monkeypatch.setattr(process_group, "find", lambda: here.group)
-    monkeypatch.setattr(same_run, "of_process_group", lambda: here.store)
+    monkeypatch.setattr(launchers, "find_process_group", lambda: here.group)
+    monkeypatch.setattr(connect, "of_process_group", lambda: here.store)
 
     def run(*stores, job=DEFAULT_NAME, size=2):
         def member(connection):
             here.store = stores[connection.rank]
             # Ranks in torch may be others.
             here.group = here.store and ProcessGroup(len(stores) - 1 - connection.rank, size)
-            return outcome(lambda: same_run.check(connection, job))
+            return outcome(lambda: connect.check_same_run(connection, job))
 
         return run_members(len(stores), member)
 
@@ -81,7 +80,7 @@ def test_a_rank_without_a_process_group_keeps_nobody_waiting(meet):
 
 
 def test_a_store_that_is_frozen_keeps_nobody_waiting(meet, monkeypatch):
-    monkeypatch.setattr(same_run, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(connect, "ANSWER_SECONDS", 0.05)
     assert meet(Frozen(), Frozen()) == [None, None]
 
 
@@ -89,7 +88,7 @@ def test_connect_raises_it_and_leaves_the_job(server, monkeypatch):
     def refuse(*_):
         raise ConfigurationError("of another run")
 
-    monkeypatch.setattr(same_run, "check", refuse)
+    monkeypatch.setattr(connect, "check_same_run", refuse)
     with pytest.raises(ConfigurationError, match="of another run"):
         client.connect(server.endpoint, rank=0, world_size=1)
     assert ask(server.endpoint)["groups"] == []

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import client
-from client.launch import process_group
-from client.launch.process_group import ProcessGroup
+from client.launch import launchers
+from client.launch.launchers import ProcessGroup
 from client.launch.settings import resolve
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
@@ -189,7 +189,7 @@ def test_the_log_says_where_each_value_came_from(monkeypatch, caplog, tmp_path):
 def test_the_first_line_says_that_more_ranks_are_awaited_than_were_launched(environ, monkeypatch, caplog, tmp_path):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(process_group, "find", lambda: None if environ else ProcessGroup(0, 2))
+    monkeypatch.setattr(launchers, "find_process_group", lambda: None if environ else ProcessGroup(0, 2))
     with caplog.at_level("INFO", "statsd_bn.client"), pytest.raises(ConfigurationError):
         client.connect("tcp://a:1", world_size=3, curve=tmp_path / "missing")
     who = "WORLD_SIZE" if environ else "process group"
