@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from client.serialization.packing import pack, unpack
+from client.serialization import pack, unpack
 from statsd_bn import limits
 from statsd_bn.checks import shown
 from statsd_bn.errors import ProtocolError, ReplicaLost, RoundMismatch

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
+from client import serialization
 from client.border import at_border
 from client.connection.connection import Connection
 from client.connection.current import current_connection
@@ -24,7 +25,6 @@ from client.conversation.registration import cause_of
 from client.elastic import commit_reports
 from client.elastic.commit_reports import Report, Reports
 from client.elastic.sampler import ElasticSampler
-from client.serialization import packing
 from statsd_bn.checks import shown
 from statsd_bn.errors import ConfigurationError, ProtocolError
 from statsd_bn.members import Members
@@ -178,7 +178,7 @@ class ElasticState:
         return True
 
     def _load_from(self, connection: Connection, leader: int, *, with_sampler: bool) -> bool:
-        mine = packing.pack(self._copy()) if leader == connection.rank else b""
+        mine = serialization.pack(self._copy()) if leader == connection.rank else b""
         given = connection.all_gather(STATE, mine)
         if leader not in given:
             return False
@@ -197,7 +197,7 @@ class ElasticState:
     def _unpacked(self, member: int, data: bytes) -> dict[str, Any]:
         """Reads a member's state, and checks that it has the same parts as this one's."""
         try:
-            state = packing.unpack(data)
+            state = serialization.unpack(data)
         except ProtocolError as error:
             raise ProtocolError(f"{STATE}: the state of rank {member}: {error.message}") from error
         if type(state) is not dict or state.keys() != set(self._names):
@@ -234,7 +234,7 @@ class ElasticState:
     def _copy(self) -> dict[str, Any]:
         given = {name: getattr(self, name) for name in self._names}
         parts = {name: part.state_dict() if _has_state(part) else part for name, part in given.items()}
-        packing.check(parts)  # here, and not where others need it
+        serialization.check(parts)  # here, and not where others need it
         return copy.deepcopy(parts)
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -243,7 +243,7 @@ class ElasticState:
             if _has_state(mine):
                 mine.load_state_dict(part)
             else:
-                setattr(self, name, packing.placed_like(part, mine))
+                setattr(self, name, serialization.placed_like(part, mine))
 
 
 @at_border

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from client.conversation.registration import cause_of
-from client.serialization.packing import pack, unpack
+from client.serialization import pack, unpack
 from client.transports import process_group
 from client.transports.choose import Company
 from client.transports.named_process_group import NamedProcessGroup

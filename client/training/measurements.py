@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from client.serialization.arrays import NUMPY_DTYPES
+from client.serialization import NUMPY_DTYPES
 from statsd_bn.checks import shown
 from statsd_bn.error_text import broken
 from statsd_bn.errors import RoundMismatch

@@ -14,10 +14,10 @@ import pytest
 from attacks.peers import job_of
 from attacks.servers import ROOT, Attacked, environment
 from attacks.variants import first_is_quick
+from client import serialization
 from client.connection.channel_pool import ZmqChannelPool
 from client.connection.connection import Connection
 from client.conversation.member import Member
-from client.serialization import packing
 from support.memory_members import outcome
 
 VICTIM = """
@@ -51,8 +51,8 @@ def lists(depth: int) -> bytes:
 
 
 def in_a_row(state: object, depth: int) -> bytes:
-    """As many beginnings of what has one item as `client.serialization.packing` writes them itself."""
-    structure, _ = parts(packing.pack(state))
+    """As many beginnings of what has one item as `client.serialization` writes them itself."""
+    structure, _ = parts(serialization.pack(state))
     return structure.removesuffix(b"\xc0") * depth + b"\xc0"
 
 
@@ -62,8 +62,8 @@ def parts(packed: bytes) -> tuple[bytes, bytes]:
     return packed[4:end], packed[end:]
 
 
-STRUCTURES = {f"extensions {depth} deep": nested(depth, packing.TUPLE) for depth in DEPTHS}
-STRUCTURES |= {"counters": nested(1_000, packing.COUNTER), "lists": lists(100_000)}
+STRUCTURES = {f"extensions {depth} deep": nested(depth, serialization.TUPLE) for depth in DEPTHS}
+STRUCTURES |= {"counters": nested(1_000, serialization.COUNTER), "lists": lists(100_000)}
 STRUCTURES |= {"its own lists": in_a_row([None], 100_000), "its own tuples": in_a_row((None,), 100_000)}
 
 
@@ -74,7 +74,7 @@ def gather_with_victim(server: Attacked, job: str, structure: bytes) -> tuple[in
         try:
             who = Member(job, "world", 0, 1, 2, JOIN_SECONDS, "hostile", 1)
             with Connection(ZmqChannelPool(server.endpoint, server.keys_of("alice")), who) as hostile:
-                data = struct.pack("<I", len(structure)) + structure + parts(packing.pack([]))[1]
+                data = struct.pack("<I", len(structure)) + structure + parts(serialization.pack([]))[1]
                 outcome(lambda: hostile.all_gather("mp_sync()", data))
             said, _ = victim.communicate(timeout=60)
         finally:

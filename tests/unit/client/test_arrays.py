@@ -11,8 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from client.serialization.arrays import DTYPES, MAX_DIMENSIONS, NDARRAY, NUMPY_DTYPES, TENSOR, TORCH_DTYPES
-from client.serialization.packing import LIST, MAX_ARRAYS, pack, unpack
+from client.serialization import (
+    DTYPES,
+    LIST,
+    MAX_ARRAYS,
+    MAX_DIMENSIONS,
+    NDARRAY,
+    NUMPY_DTYPES,
+    TENSOR,
+    TORCH_DTYPES,
+    pack,
+    unpack,
+)
 from statsd_bn.errors import ProtocolError
 from support.sentences import says
 

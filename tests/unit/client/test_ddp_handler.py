@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import client
 from client import DDPHandler
-from client.serialization.packing import pack
+from client.serialization import pack
 from client.training.all_gather_tensors import TRANSPORT, share
 from client.training.measurements import as_tensor, joined, like
 from statsd_bn import limits

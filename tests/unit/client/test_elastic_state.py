@@ -17,7 +17,7 @@ from client.connection.connection import Connection
 from client.elastic.commit_reports import Report
 from client.elastic.sampler import ElasticSampler
 from client.elastic.state import COMMIT, STATE, ElasticState, MembersChanged, run_elastic
-from client.serialization.packing import pack
+from client.serialization import pack
 from statsd_bn.errors import ProtocolError, ReplicaLost, RoundMismatch
 from support.elastic_threads import Job, World, own_connections, use
 from support.memory_members import MemoryMaster, in_threads, outcome, wait_until

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim.lr_scheduler import MultiStepLR
 
-from client.serialization.arrays import TENSOR
-from client.serialization.packing import COUNTER, DICT, LIST, TUPLE, pack, unpack
+from client.serialization import COUNTER, DICT, LIST, TENSOR, TUPLE, pack, unpack
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
 from support.sentences import says
