@@ -51,10 +51,6 @@ def check_endpoint(endpoint: str, name: str = "endpoint") -> None:
 
     ZeroMQ would take a port modulo 65,536 and overlook letters behind it. It also takes `ipc://*` and Linux's names
     that begin with @, but no folder protects such a socket: every user of the host can connect to it.
-
-    Args:
-        endpoint: as a user wrote it.
-        name: of the argument or flag, for the error.
     """
     scheme, separator, address = endpoint.partition("://")
     if not separator or scheme not in {"tcp", "ipc"} or not address:
@@ -87,11 +83,6 @@ def needs_keys(endpoint: str) -> bool:
 
 def check_key(endpoint: str, *, has_key: bool, insecure: bool) -> None:
     """Checks that a client has a key if its endpoint needs one.
-
-    Args:
-        endpoint: where the server listens.
-        has_key: whether the client has a key.
-        insecure: whether STATSD_BN_INSECURE=1 is set, since strangers cannot reach the network.
 
     Raises:
         AuthenticationRefused: the client needs a key.

@@ -49,7 +49,6 @@ class Place:
 
     Attributes:
         rows: of the first ranks, `MOST_ROWS` at most.
-        size: how many ranks there are.
         name: the place, as it follows "3 more ranks".
     """
 

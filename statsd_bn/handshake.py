@@ -25,12 +25,7 @@ HUNG_UP_SECONDS = 2.0
 
 
 class Handshakes:
-    """What the monitors of a client's sockets have told; those of one channel pool share it.
-
-    Args:
-        endpoint: where the server is, for people.
-        has_key: whether the client has a key.
-    """
+    """What the monitors of a client's sockets have told; those of one channel pool share it."""
 
     def __init__(self, endpoint: str, *, has_key: bool) -> None:
         self._endpoint = endpoint

@@ -56,13 +56,7 @@ class ClientKeys:
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """What a server for one client needs, which it is handed without a file.
-
-    Attributes:
-        pair: its own.
-        client: the name of the client.
-        client_key: the client's public key.
-    """
+    """What a server for one client needs, which it is handed without a file."""
 
     pair: Pair
     client: str
@@ -80,8 +74,6 @@ class PublicKey:
     """A client that is let in.
 
     Attributes:
-        name: of the client.
-        key: its public key.
         jobs: patterns of the names of jobs that it is for, as `fnmatch` has them.
         tenant: whose it is; the limits of a tenant hold for all its keys together. Empty: a tenant of its own.
     """
@@ -121,19 +113,6 @@ def load_client(path: str | Path) -> ClientKeys:
     return _client(path, _load(path, secret=True))
 
 
-def parse_client(text: str, source: str) -> ClientKeys:
-    """Returns a client's keys.
-
-    Args:
-        text: what the client's file holds.
-        source: where it comes from, for people.
-
-    Raises:
-        ConfigurationError: it is no such file's.
-    """
-    return _client(source, _parse(source, text))
-
-
 def load_server(folder: str | Path) -> Pair:
     """Returns the server's keys from the folder that `python -m server keygen` made.
 
@@ -147,10 +126,6 @@ def load_server(folder: str | Path) -> Pair:
 
 def parse_server(text: str, source: str) -> ServerKeys:
     """Returns the keys of a server for one client.
-
-    Args:
-        text: as `ServerKeys.text` makes it.
-        source: where it comes from, for people.
 
     Raises:
         ConfigurationError: `text` holds no keys.
@@ -227,10 +202,6 @@ def secret_name(client: str) -> str:
 
 def read_secret(path: str | Path, name: str = "curve") -> str:
     """Returns the text of a file that holds a secret; warns if others can read it.
-
-    Args:
-        path: of the file.
-        name: of what names the file, for people.
 
     Raises:
         ConfigurationError: it cannot be read, or is no file.

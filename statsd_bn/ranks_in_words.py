@@ -17,12 +17,7 @@ _NAMED = re.compile(r"rank (\d+) \(([^()]+)\)")
 
 
 def rank_in_words(number: int, places: Mapping[int, str]) -> str:
-    """Returns one rank in words.
-
-    Args:
-        number: of the rank.
-        places: where some ranks run, by number.
-    """
+    """Returns one rank in words."""
     return f"rank {number} ({places[number]})" if number in places else f"rank {number}"
 
 

@@ -66,18 +66,6 @@ def _sum(first: FloatArray, others: list[FloatArray]) -> FloatArray:
     return total
 
 
-@quietly
-def sum_rows(rows: FloatArray) -> FloatArray:
-    """Adds the rows of one array, shape (rows, ...), to the same bits as `sum_in_order`, in one pass.
-
-    numpy adds along an axis in another order only where that one is the fastest in memory.
-    """
-    if rows[0].size == 1:
-        return sum_in_order(rows)
-    total: FloatArray = np.add.reduce(rows, axis=0, initial=-0.0)  # -0 + x is x, also where x is -0
-    return total
-
-
 def join_in_order(rows: Iterable[FloatArray]) -> FloatArray:
     """Puts rows one behind the other along their last axis, bit for bit.
 
@@ -102,13 +90,7 @@ def is_finite(values: FloatArray) -> bool:
 
 
 class NotFinite(NamedTuple):
-    """How much of a sum is not finite; as text "4 of 256 channels (inf)".
-
-    Attributes:
-        spoilt: how many channels are not.
-        channels: how many there are.
-        kinds: what stands there, "inf" or "NaN" or both.
-    """
+    """How much of a sum is not finite; as text "4 of 256 channels (inf)"."""
 
     spoilt: int
     channels: int

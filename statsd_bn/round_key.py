@@ -150,14 +150,7 @@ def advice_for(places: Iterable[str]) -> str:
 
 
 def first_non_finite(key: RoundKey, who: str, what: str, *, has_steps: bool = True) -> str:
-    """Returns where values that are not finite have first come from, for a log or a report.
-
-    Args:
-        key: of the round whose aggregate they are in.
-        who: whose rows had them.
-        what: how much of it, see `statsd_bn.reduction.NotFinite`.
-        has_steps: whether the key counts steps.
-    """
+    """Returns where values that are not finite have first come from, for a log or a report."""
     step = f", step {key.step}" if has_steps else ""
     phase = FORWARD if key.is_forward else key.phase
     return f"first non-finite: layer {key.layer!r}, {phase}{step}, {who}, {what}"

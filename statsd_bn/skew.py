@@ -130,7 +130,6 @@ class Different:
     """A member whose data differ from the others'.
 
     Attributes:
-        member: its index in the group.
         layer: the earliest layer in a step that shows it.
         layers: how many do.
         since: the step in which that was seen first.
@@ -167,7 +166,6 @@ class Same:
     """A member whose data are those of another one.
 
     Attributes:
-        member: its index in the group.
         other: the first member that has the same data.
         layer: the earliest one in a step, of those that were looked at.
         since: the step in which that was seen first.
@@ -187,11 +185,7 @@ class Same:
 
 
 class Comparison:
-    """What the members' data of one group show beside each other.
-
-    Args:
-        members: how many the group has.
-    """
+    """What the members' data of one group show beside each other."""
 
     def __init__(self, members: int) -> None:
         self._members = members
@@ -365,13 +359,7 @@ def _same_pairs(values: FloatArray) -> Iterable[tuple[int, int]]:
 
 
 def in_order(known: Mapping[str, object], names: Sequence[str], most: int) -> list[str]:
-    """Names of all layers in the order of a step; new ones come before the one that comes next in this look.
-
-    Args:
-        known: by the names that are known, in their order.
-        names: those of a look, in the order of its rounds.
-        most: how many there are at most; what is more is left out.
-    """
+    """Names of all layers in the order of a step; new ones come before the one that comes next in this look."""
     order = list(known)
     if all(name in known for name in names):
         return order

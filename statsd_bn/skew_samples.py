@@ -48,7 +48,6 @@ class Sample:
     """What the members have brought to one forward round.
 
     Attributes:
-        key: of the round.
         counts: values per channel of each member, shape (members,), float64.
         values: sums and squares of each member, shape (members, 2, channels); perhaps not of all channels.
     """
@@ -78,9 +77,6 @@ class Samples:
     """Those of one group in one process.
 
     One thread at a time may `look`, and another one `take`; without a lock, since one assignment passes them on.
-
-    Args:
-        most_bytes: how much one look may keep.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:

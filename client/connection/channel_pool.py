@@ -19,8 +19,8 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from client.connection.curve import secure
-from client.connection.heartbeat_socket import CONNECT_MILLISECONDS, Beacon
+from client.connection.heartbeat_socket import CONNECT_MILLISECONDS, Beacon, secure
+from client.conversation.session import Machine, ResultT, Turn
 from statsd_bn import limits
 from statsd_bn.endpoints import JOB_PREFIX, check_endpoint, ipc_path, silent, why_silent
 from statsd_bn.errors import ConfigurationError, ConnectionClosed
@@ -79,13 +79,35 @@ class Channel(Protocol):
         """Closes the channel; frames sent before still leave."""
 
 
-class Loan:
-    """A channel that is lent for the time of a `with` block; a class, since a generator takes twice as long.
+def run_machine(machine: Machine[ResultT], channel: Channel) -> ResultT:
+    """Runs a machine to its end and returns its result.
 
-    Args:
-        channel: what is lent.
-        idle: where it goes afterwards.
+    Raises:
+        StatsdBNError: how the machine ended otherwise.
+        ConnectionClosed: another thread closed the channel pool.
     """
+    monotonic = time.monotonic
+    turn = machine.begin(monotonic())
+    _send(turn, channel)
+    if turn[2] is None and (answer := channel.receive_soon()) is not None:
+        turn = machine.step(monotonic(), answer)
+        _send(turn, channel)
+    _, due, result = turn
+    while result is None:
+        answer = channel.receive(due - monotonic())
+        turn = machine.step(monotonic(), answer)
+        _send(turn, channel)
+        _, due, result = turn
+    return result
+
+
+def _send(turn: Turn[ResultT], channel: Channel) -> None:
+    for frame in turn[0]:
+        channel.send(frame)
+
+
+class Loan:
+    """A channel that is lent for the time of a `with` block; a class, since a generator takes twice as long."""
 
     __slots__ = ("_channel", "_idle")
 
@@ -107,14 +129,11 @@ class ChannelPool:
     """A pool of channels to one server.
 
     A channel that saw an error is closed rather than lent again: a late answer may still come through it.
-
-    Args:
-        endpoint: where the server is, for people.
-        key: this client's public key; empty for a server that asks for none.
     """
 
     def __init__(self, endpoint: str, key: str = "") -> None:
         self.endpoint = endpoint
+        # This client's public key; empty for a server that asks for none.
         self.key = key
         # Its ends are safe to use from any thread, without a lock.
         self._idle: deque[Channel] = deque()
@@ -161,10 +180,6 @@ class ChannelPool:
 
 class ZmqChannelPool(ChannelPool):
     """Channels over ZeroMQ DEALER sockets.
-
-    Args:
-        endpoint: any ZeroMQ endpoint, `tcp://host:port` or `ipc://path`.
-        keys: this client's, and the server's public one; None for a server that asks for none.
 
     Raises:
         ConfigurationError: `endpoint` is not an endpoint.
@@ -311,7 +326,6 @@ class MemoryChannelPool(ChannelPool):
 
     Args:
         receive: takes a peer and a frame, returns the frames to send as (peer, frame) pairs; called under a lock.
-        endpoint: what it is called.
     """
 
     def __init__(

@@ -17,8 +17,8 @@ from typing import Self
 import numpy as np
 
 from client.border import at_border, make_readable
-from client.connection import driver, groups
-from client.connection.channel_pool import IN_PROCESS, ChannelPool
+from client.connection import groups
+from client.connection.channel_pool import IN_PROCESS, ChannelPool, run_machine
 from client.connection.groups import Group
 from client.connection.sessions import Sessions
 from client.connection.switch_interval import switching
@@ -240,10 +240,6 @@ class Connection:
             group = None
         return self.group(group).size == 1 and not self.member.is_elastic
 
-    def is_everybody(self, group: Group | str | None) -> bool:
-        """Returns whether a group has all members of the job."""
-        return self.group(group).size == self.member.world_size
-
     @at_border
     def stay_away(self, group: Group | str | None) -> None:
         """Takes no part in the rounds of a group until it comes back; `client.join` is the way to it."""
@@ -316,7 +312,7 @@ class Connection:
     def run(self, trip: RoundTrip) -> Aggregate:
         """Runs what takes part in a round over the server to its end."""
         with self.channel_pool.channel() as channel:
-            return driver.run(trip, channel)
+            return run_machine(trip, channel)
 
     def round_trip(self, session: Session, key: RoundKey, rows: Rows) -> RoundTrip:
         """Returns what takes part in a round over the server, not yet begun."""

@@ -96,10 +96,6 @@ def is_told(environ: Mapping[str, str], world_size: int) -> bool:
 def local(environ: Mapping[str, str], host: str | None = None) -> Group:
     """Returns the group of this host's members, by the variables that torchrun sets.
 
-    Args:
-        environ: the environment.
-        host: the host's name; None asks for it.
-
     Raises:
         ConfigurationError: the environment does not say how many members the host has.
     """
@@ -147,7 +143,6 @@ class GroupOfThisHost:
     """The group of the members of this host, once it is known who they are.
 
     Args:
-        member: who this process is.
         gather: gives the name of this machine to all members of the job, and returns theirs, by rank.
 
     Attributes:

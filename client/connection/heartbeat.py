@@ -23,11 +23,8 @@ class Heartbeat:
     """A running thread; `stop` ends it, and it closes the beacon.
 
     Args:
-        beacon: the way to the server.
-        sessions: returns this process's sessions.
         reconnected: called when the connection has come up again after it was lost.
         unused: called once if no layer has begun a round for long.
-        job: takes the news that the job is broken, and tells where this process is; default: nobody does.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import zmq
 
-from client.connection.curve import secure
+from statsd_bn.errors import ConfigurationError
 from statsd_bn.keys import ClientKeys
 
 # How soon ZeroMQ connects anew after the connection has broken: the server waits 300 ms before it takes the member
@@ -23,13 +23,7 @@ CONNECT_MILLISECONDS = 1000
 
 
 class Beacon:
-    """Sends frames and waits for no answer; all but `wake` belongs to one thread at a time.
-
-    Args:
-        context: what the socket belongs to.
-        endpoint: where the server is.
-        keys: this client's, and the server's public one; None for a server that asks for none.
-    """
+    """Sends frames and waits for no answer; all but `wake` belongs to one thread at a time."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ClientKeys | None = None) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -98,3 +92,18 @@ class Beacon:
             while True:
                 frames.append(readable.recv_multipart(zmq.NOBLOCK)[-1])
         return frames
+
+
+def secure(socket: "zmq.Socket[bytes]", keys: ClientKeys | None) -> None:
+    """Gives a socket its keys, before it is connected; without keys it stays open.
+
+    Raises:
+        ConfigurationError: this machine's ZeroMQ has no CURVE.
+    """
+    if keys is None:
+        return
+    if not zmq.has("curve"):
+        raise ConfigurationError(f"curve: libzmq {zmq.zmq_version()} was built without it; install pyzmq from a wheel")
+    socket.curve_serverkey = keys.server.encode()
+    socket.curve_publickey = keys.pair.public.encode()
+    socket.curve_secretkey = keys.pair.secret.encode()

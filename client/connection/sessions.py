@@ -12,14 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import cast
 
-from client.connection import driver
-from client.connection.channel_pool import ChannelPool
+from client.connection.channel_pool import ChannelPool, run_machine
 from client.connection.groups import Group
 from client.connection.heartbeat import Heartbeat
-from client.conversation.last_settled import LastSettled
 from client.conversation.member import BY_JOIN, Member
 from client.conversation.registration import Registration, cause_of
-from client.conversation.session import Session
+from client.conversation.session import LastSettled, Session
 from client.whereabouts.broken_job import BrokenJob
 from client.whereabouts.look import Looks
 from statsd_bn import limits
@@ -40,12 +38,7 @@ class Sessions:
     """This process's sessions, one for each group that it has used.
 
     Args:
-        channel_pool: how to reach the server.
-        member: who this process is.
         unused: called, from another thread, if no layer has begun a round for long after the job has opened.
-
-    Attributes:
-        job: what is known of the job's end.
     """
 
     def __init__(self, channel_pool: ChannelPool, member: Member, unused: Callable[[], None]) -> None:
@@ -155,7 +148,7 @@ class Sessions:
     def _register(self, session: Session, timeout: float) -> None:
         try:
             with self._channel_pool.channel() as channel:
-                driver.run(Registration(session, self._channel_pool.endpoint, timeout), channel)
+                run_machine(Registration(session, self._channel_pool.endpoint, timeout), channel)
         except ServerUnreachable as error:
             seconds = cast("float", error.fields["seconds"])
             raise ServerUnreachable(self._channel_pool.why_silent(seconds), **error.fields) from None

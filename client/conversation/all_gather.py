@@ -33,13 +33,7 @@ _LENGTH = np.dtype("<i8")
 
 @dataclass(slots=True)
 class _Parcel:
-    """What has come of one member's bytes.
-
-    Attributes:
-        size: how many bytes there will be.
-        parts: the words that have come.
-        left: how many words are to come.
-    """
+    """What has come of one member's bytes: `size` counts bytes, `left` the words that are to come."""
 
     size: int
     parts: list[FloatArray]

@@ -39,18 +39,14 @@ class Member:
     """Who this process is among the processes of its job.
 
     Attributes:
-        job: the training run.
         group: the members of the job that synchronise together.
         epoch: one life of the group's membership.
         rank: this process's number in the job, the same in all its groups.
-        world_size: how many members the group begins with.
         round_timeout: how long a round may take, in seconds.
-        host_and_pid: where this process runs, for people.
         min_members: how few members an elastic group may go on with; 0 if the group is strict.
         join_timeout: how long the members may take to arrive, in seconds; None: as long as a round.
         abort_after: how long a collective of torch may hold the main thread after the job has broken, before the
             process is ended, in seconds; None: for ever.
-        tells_stacks: whether it tells where it is when others wait for it.
         transport: how its rows are to reach the others, one of `TRANSPORT_CHOICES`.
         on_nonfinite: what it does about NaN and infinity in an aggregate, one of `ON_NONFINITE`.
     """

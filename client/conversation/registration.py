@@ -2,9 +2,8 @@
 
 import logging
 
-from client.conversation.machine import Turn
 from client.conversation.member import Member
-from client.conversation.session import Session
+from client.conversation.session import Session, Turn
 from statsd_bn.endpoints import silent
 from statsd_bn.error_text import error_text, in_brief, without_traceback
 from statsd_bn.errors import DuplicateMember, GroupIncomplete, ServerUnreachable, StatsdBNError
@@ -54,8 +53,6 @@ class Registration:
     again now and then. While an earlier process may still hold its number, it pauses and asks again.
 
     Args:
-        session: the one to register.
-        endpoint: where the server is, for people.
         timeout: how long the other members may take, in seconds.
     """
 

@@ -8,8 +8,7 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 
-from client.conversation.machine import Turn
-from client.conversation.session import Session
+from client.conversation.session import Session, Turn
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import MasterStopped, RoundTimeout, UnknownSession
 from statsd_bn.members import Members
@@ -39,10 +38,6 @@ class RoundTrip:
     """One exchange with the server, a `Machine` whose result is the aggregate.
 
     Args:
-        session: who speaks.
-        endpoint: where the server is, for people.
-        key: of the round.
-        rows: what to contribute.
         frame: the contribution of the rows, encoded.
         chance: returns a number from 0 to 1, so that members do not ask in step.
 

@@ -4,16 +4,14 @@ It turns a layer's rows into a frame and the answer's frame back into an aggrega
 its key, by the steps that the member counts.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TypeGuard
+from typing import Protocol, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 
-from client.conversation.last_settled import LastSettled
 from client.conversation.member import BY_ELASTIC, Member, TransportInUse
-from client.conversation.steps import Steps
 from client.whereabouts.place import Place, TorchGroup
 from statsd_bn import limits
 from statsd_bn.error_text import error_text
@@ -40,16 +38,91 @@ from statsd_bn.messages import (
     StackRequest,
 )
 from statsd_bn.ranks_in_words import ranks_in_words
-from statsd_bn.round_key import FORWARD, RoundKey
+from statsd_bn.round_key import FORWARD, FORWARD_PHASES, GATHER, RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.skew_samples import Sample, told_by
 from statsd_bn.text import told
-from statsd_bn.timing.told_times import ToldTimes
+from statsd_bn.timing import ToldTimes
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 
 # What is about a round.
 _ANSWERS = (Aggregate, Pending)
+
+# The phases that may begin a step.
+BEGINNINGS = (*FORWARD_PHASES, GATHER)
+
+ResultT = TypeVar("ResultT")
+ResultT_co = TypeVar("ResultT_co", covariant=True)
+
+# What a machine wants now: the frames to send, in order; when to call `step` without a frame if none comes before; and
+# the result, which is None while the wait goes on. A plain tuple, because every round makes two.
+Turn: TypeAlias = tuple[Sequence[bytes], float, ResultT | None]
+
+
+class Machine(Protocol[ResultT_co]):
+    """A wait for the server that ends with a result of one type, or with an error that `begin` or `step` raises.
+
+    It has no clock and no socket: `client.connection.channel_pool.run_machine` runs it on a channel, and the tests'
+    simulator in virtual time.
+    """
+
+    def begin(self, now: float) -> Turn[ResultT_co]:
+        """Begins the wait; called once, before any `step`."""
+
+    def step(self, now: float, frame: bytes | None) -> Turn[ResultT_co]:
+        """Goes on with a frame, or with None when the time is over or the connection is a new one."""
+
+
+class LastSettled:
+    """What this process has said last of a round that is over in memory, in any group; one for all its sessions.
+
+    It is said again ahead of the next contribution. What was lost with a connection would else leave a member at the
+    server that seems to wait there still for this one, while this one waits for it elsewhere.
+
+    Attributes:
+        frame: the RoundDone; empty once the server has answered what came behind it.
+    """
+
+    def __init__(self) -> None:
+        self.frame = b""
+
+    def was_heard(self, frame: bytes) -> None:
+        """The server has answered what came behind a frame; meanwhile another thread may have said something else."""
+        if self.frame == frame:
+            self.frame = b""
+
+
+class Steps:
+    """How a member counts its rounds: which step it is in, and which call of a layer comes next.
+
+    All members run the same program, so each counts for itself and all arrive at the same keys: a step begins with the
+    first forward round after a backward round, and `call` counts a layer's forward rounds within the step. A backward
+    round keeps the key of its forward round, whatever step has come.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._calls: Counter[str] = Counter()
+        self._backward_seen = False
+
+    def next(self, layer: str) -> tuple[int, int]:
+        """Returns the step and the call of the next forward round, or gather, of a layer."""
+        if self._backward_seen:
+            self.begin_at(self.step + 1)
+        call = self._calls[layer]
+        self._calls[layer] += 1
+        return self.step, call
+
+    def begins(self, phase: str) -> None:
+        """A round of this phase takes place now."""
+        self._backward_seen = self._backward_seen or phase not in BEGINNINGS
+
+    def begin_at(self, step: int) -> None:
+        """Begins a step."""
+        self.step = step
+        self._calls.clear()
+        self._backward_seen = False
 
 
 class Session:
@@ -57,20 +130,14 @@ class Session:
 
     Args:
         token: random bytes that name this life of the member.
-        member: who it is.
-        last_settled: shared by the sessions of this process; default: its own.
 
     Attributes:
         participation: whether it takes part in the group's rounds.
         first_step: the first step it takes part in, as the server said.
         members: who belongs to the group, as it last heard.
         is_uneven: whether members of the group have been away, or may have been, so that not all are in each round.
-        transport: how the group's rows travel.
-        times: how long its rounds took.
         lateness: how much later than all others it came, each time that it came last to a round in memory.
-        last_settled: as given.
         spoke: when it last sent anything, by `time.monotonic`; for whoever sends its frames to keep.
-        decode: what reads the server's frames.
     """
 
     decode = staticmethod(decode)

@@ -22,11 +22,9 @@ class Report:
 
     Attributes:
         generation: how many commits its state has seen.
-        epoch: of its sampler.
         members: who took part in its previous commit; empty if it is new.
         is_latecomer: whether the job was already running when it connected.
         batches: how many batches it has recorded since.
-        indices: the samples of these batches.
     """
 
     generation: int

@@ -39,12 +39,6 @@ Join = Callable[[str, ClientKeys | None, Member], "Connection"]
 def join(settings: Settings, store: StoreAddress | None, environ: Mapping[str, str], join_at: Join) -> "Connection":
     """Connects to the server that rank 0 starts for this job.
 
-    Args:
-        settings: who this process is.
-        store: where the launcher's store is; None: the processes meet in that of torch's process group.
-        environ: the environment.
-        join_at: joins the job when the server is known.
-
     Raises:
         ConfigurationError: this process is set up differently from rank 0, or the job runs on several nodes and has no
             secret.

@@ -198,12 +198,7 @@ class Restarts:
         self._failed_starts = 0
 
     def pause(self, now: float, *, has_listened: bool) -> float | None:
-        """Records a failure; returns the seconds until the next start, or None for no further start.
-
-        Args:
-            now: when the server failed.
-            has_listened: whether members could reach it.
-        """
+        """Records a failure; returns the seconds until the next start, or None for no further start."""
         self._failed_starts = 0 if has_listened else self._failed_starts + 1
         self._ends.append(now)
         while self._ends[0] < now - WINDOW_SECONDS:

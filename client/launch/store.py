@@ -96,8 +96,6 @@ class StoreEntry:
 
     Args:
         address: where the store listens; None: it is that of torch's process group.
-        rank: this process's rank.
-        world_size: how many processes there are.
         life: tells this life of the job from earlier ones; torchrun's store outlives the processes.
         timeout: how long the other processes may take, in seconds.
 

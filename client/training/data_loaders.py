@@ -59,11 +59,7 @@ def is_shuffled(data_loader: Loader) -> bool:
 
 
 class EpochCallback:
-    """Tells the samplers at the beginning of each epoch which it is, as a callback of a training loop.
-
-    Args:
-        set_epoch: takes the training loop's `epoch`.
-    """
+    """Tells the samplers at the beginning of each epoch which it is, as a callback of a training loop."""
 
     callback_name = "epoch of the distributed samplers"
     # First, because the others may read from the loaders.

@@ -35,10 +35,6 @@ def joined(name: str, tensors: dict[int, Tensor]) -> Tensor:
 
     An empty list, or any tensor of shape (0,), fits all others: it has no dtype or further dimensions of its own.
 
-    Args:
-        name: what the tensors are called in an error.
-        tensors: by rank, in order.
-
     Raises:
         RoundMismatch: they differ in dtype, or in more than the length of dimension 0.
     """

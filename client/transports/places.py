@@ -7,10 +7,10 @@ there is something to say of one, once in a run. A text without that is better t
 import logging
 from typing import Any
 
-from client.connection import driver
+from client.connection.channel_pool import run_machine
 from client.connection.connection import Connection
-from client.conversation.machine import Turn
 from client.conversation.member import Member
+from client.conversation.session import Turn
 from statsd_bn.errors import ProtocolError, ServerUnreachable, StatsdBNError
 from statsd_bn.messages import WORLD, Failure, Status, StatusRequest
 from statsd_bn.ranks_in_words import places_in
@@ -66,7 +66,7 @@ def places(connection: Connection) -> dict[int, str]:
         return {}
     try:
         with connection.channel_pool.channel() as channel:
-            return driver.run(Asking(connection.member), channel)
+            return run_machine(Asking(connection.member), channel)
     except StatsdBNError as error:
         logger.debug("where the other ranks run is not known: %s", error)
         return {}

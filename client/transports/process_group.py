@@ -24,7 +24,7 @@ from client.border import make_readable
 from client.connection.current import current_connection, has_been_alone, has_been_connected
 from client.connection.groups import this_place
 from client.conversation.all_gather import MAX_BYTES
-from client.conversation.steps import Steps
+from client.conversation.session import Steps
 from client.transports.group_insight import insight_of
 from client.transports.key_digest import digest_of
 from client.transports.named_process_group import NamedProcessGroup

@@ -7,9 +7,8 @@ every long wait, and says what it is about.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from client.conversation.machine import Turn
 from client.conversation.round_trip import RoundTrip
-from client.conversation.session import Session
+from client.conversation.session import Session, Turn
 from client.shared_memory.group_memory import DONE, WAITS, GroupMemory
 from statsd_bn.members import NOBODY
 from statsd_bn.messages import Aggregate, sound_aggregate

@@ -62,11 +62,8 @@ class BrokenJob:
     """The news of this process's job, and what follows from it.
 
     Args:
-        looks: tells where the main thread is.
-        name: who this process is, for people.
         abort_after: how long the main thread may stay in one collective after the news, or stand still behind one of
             NCCL, in seconds; None: for ever.
-        end: ends the process with a text.
     """
 
     def __init__(

@@ -106,7 +106,6 @@ class Collective:
     """A collective that the main thread is inside of.
 
     Attributes:
-        frame: that of the function.
         group: its process group; None if that cannot be seen.
         call: tells this call from any other; a new call of the same line is another one.
     """

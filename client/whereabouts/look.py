@@ -20,7 +20,6 @@ class Look:
     """Where the main thread is.
 
     Attributes:
-        place: what may be told of it.
         collective: the collective of torch that it waits in; None if it is in none, or computes.
         is_in_call: whether the main thread is in a call of ours, which the server knows of.
     """
@@ -38,9 +37,7 @@ class Looks:
     and the whole process next to none.
 
     Args:
-        tells_stacks: whether the stack is to be told.
         rank: this process's rank in its job. torch's ranks are told only if they are the job's.
-        pause: lets some seconds pass.
     """
 
     def __init__(self, *, tells_stacks: bool, rank: int, pause: Callable[[float], object] = time.sleep) -> None:
@@ -51,11 +48,7 @@ class Looks:
         self._process_time = (0.0, 0.0)
 
     def look(self, torch_group: str = "") -> Look:
-        """Looks at the main thread.
-
-        Args:
-            torch_group: the process group to tell of; default: that of the collective that the thread is in.
-        """
+        """Looks at the main thread."""
         innermost = stack.main_frame()
         collective = collectives.current(innermost)
         if collective and innermost and collectives.may_compute(innermost) and not self._is_still():

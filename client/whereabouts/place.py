@@ -9,7 +9,6 @@ class TorchGroup:
 
     Attributes:
         name: torch's, the same on all ranks.
-        ranks: the global ranks in it.
         launched: how many operations this process has begun on it.
         counts_all: whether that number is of all its operations: one of several backends counts those of one.
     """

@@ -65,12 +65,7 @@ def is_in_call(innermost: FrameType | None) -> bool:
 
 
 def told(innermost: FrameType | None, in_place_of: FrameType | None = None) -> str:
-    """Returns where a thread is, in bounded length; empty where nothing is known.
-
-    Args:
-        innermost: the frame that it is in.
-        in_place_of: a frame further out that says more than the innermost; default: none does.
-    """
+    """Returns where a thread is, in bounded length; empty where nothing is known."""
     user = next((frame for frame in frames(innermost) if _is_users(frame)), None)
     # Of a thread that is in a call of ours, the user's line says all: between are torch's ways to call a layer.
     inside = user if user and is_in_call(innermost) else in_place_of or innermost

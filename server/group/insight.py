@@ -15,7 +15,7 @@ from statsd_bn.errors import LimitExceeded, ProtocolError
 from statsd_bn.messages import LatenessReport, RoundTrips, SkewStats
 from statsd_bn.reduction import FloatArray
 from statsd_bn.skew import Comparison
-from statsd_bn.timing.histogram import Histogram
+from statsd_bn.timing import Histogram
 
 # So many rounds say something.
 ENOUGH = 100

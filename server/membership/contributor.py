@@ -8,7 +8,7 @@ from server.membership.sighting import Sighting
 from statsd_bn.messages import Register
 from statsd_bn.round_key import RoundKey
 from statsd_bn.text import plain
-from statsd_bn.timing.histogram import Histogram
+from statsd_bn.timing import Histogram
 
 
 @dataclass(slots=True)

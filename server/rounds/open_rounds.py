@@ -34,7 +34,7 @@ from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import RoundKey
 from statsd_bn.skew_samples import KNOWN_BYTES
 from statsd_bn.text import told
-from statsd_bn.timing.histogram import Histogram
+from statsd_bn.timing import Histogram
 from statsd_bn.wire import encode
 
 # How many late members a message names.

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from server.view.snapshot import Snapshot
 from statsd_bn.messages import WORLD
-from statsd_bn.timing.histogram import BOUNDS
+from statsd_bn.timing import BOUNDS
 
 GROUP = ("job", "group")
 

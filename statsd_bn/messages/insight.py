@@ -37,8 +37,6 @@ class SkewStats:
     """A member tells of a step's forward rounds that have passed the server by. It has no answer.
 
     Attributes:
-        session: who speaks.
-        step: in which the rounds were.
         layers: the layers' names in the order of the rounds, a line each.
         values: shape (layers, members, 4), float64: the figures of all members of the group, see `statsd_bn.skew`.
     """
@@ -71,8 +69,6 @@ class FiguresRequest:
     """Asks the server for what it has seen of the members' data in a group. Anybody may ask.
 
     Attributes:
-        job: the training run.
-        group: which of its groups.
         first: how many layers to pass over, in the order of a step.
     """
 
@@ -93,8 +89,6 @@ class Figures:
     """What the server has seen of the members' data in a group: averages over the last looks, layer by layer.
 
     Attributes:
-        job: the training run.
-        group: which of its groups.
         first: how many layers come before these.
         total: how many layers there are; 0 where there are no figures, or no such group.
         layers: the names of these layers in the order of a step, a line each; empty without layers.
@@ -133,9 +127,8 @@ class _Times:
     """A member tells of times in its rounds since it registered. It has no answer.
 
     Attributes:
-        session: who speaks.
         microseconds: all of them together.
-        counts: how many there were in each bucket, see `statsd_bn.timing.histogram`; the last is beyond all bounds.
+        counts: how many there were in each bucket, see `statsd_bn.timing`; the last is beyond all bounds.
     """
 
     session: bytes
@@ -170,8 +163,6 @@ class NonFiniteRound:
     """A member tells of a round that has passed the server by, and whose aggregate was not finite. It has no answer.
 
     Attributes:
-        session: who speaks.
-        key: the round.
         members: who brought NaN or infinity; somebody.
         what: how many channels were not finite, for people.
     """

@@ -41,7 +41,6 @@ class Register:
 
     Attributes:
         session: who speaks; drawn anew for each life of a member in a group.
-        job: the training run.
         group: the members of the job that synchronise together.
         epoch: one life of the group's membership.
         member: its number in the job, the same in all its groups.
@@ -50,7 +49,6 @@ class Register:
         deadline: seconds that a round opened by this member may stay open.
         place: host and process, for people.
         stand: whether it takes part in the group's rounds.
-        server: the life of the server that last took it in.
         step: the step it is in.
         first_step: the first step that it takes part in, as it was told.
         results: how many `Result`s it can tell a server that does not know it.
@@ -112,11 +110,7 @@ class Registered:
     Attributes:
         digest: of the session whose registration it answers, see `statsd_bn.tokens`. Not the session itself: the
             answer may reach somebody else.
-        server: the life of the server.
-        epoch: of the group.
-        first_step: the first step that the member takes part in.
         missing: how many members the group still waits for; 0: it is open.
-        present: the members that are there.
     """
 
     type: ClassVar[int] = 2
@@ -155,8 +149,6 @@ class Heartbeat:
     """A member that has nothing else to say is alive. It has no answer, unless the session is unknown.
 
     Attributes:
-        session: who is alive.
-        step: the step it is in.
         rounds: how many rounds it has had with the other members alone, of which the server has seen nothing.
         transport: how its rows reach the others, for people; empty while that is not known.
         why: why they do not take a faster way, for people; empty if they take the fastest, or nobody knows.
@@ -209,8 +201,6 @@ class StackReport:
     """A member's answer to a question: where its main thread is.
 
     Attributes:
-        session: who speaks.
-        number: of the question.
         stack: the files, lines and functions it is in, for people; empty if it does not tell.
         held: 1 if it is inside of a collective of torch, 0 if not.
         torch_group: the name of a process group of torch; empty if it tells of none.

@@ -17,14 +17,7 @@ _new = object.__new__
 # Not frozen: setting fields takes a third of the time, and each frame of a round makes one.
 @dataclass(slots=True, eq=False)
 class Contribution:
-    """One member's rows for one round.
-
-    Attributes:
-        session: who speaks.
-        key: which round.
-        attempt: how often it was sent before.
-        rows: what its replicas bring.
-    """
+    """One member's rows for one round."""
 
     type: ClassVar[int] = 3
 
@@ -51,10 +44,8 @@ class Aggregate:
     """The sum of all rows of one round, the same bytes for every member.
 
     Attributes:
-        key: the round.
         replicas: how many rows were added.
         count: the sum of their counts.
-        members: who contributed them.
         values: shape (vectors, channels), float64: the sum of the rows in replica order; of a gather the rows
             themselves, one behind the other.
         non_finite: who of the members brought NaN or infinity; nobody where all values are finite.
@@ -113,7 +104,6 @@ class Pending:
     """The server's answer to a contribution that is sent again while its round is open.
 
     Attributes:
-        key: the round.
         seconds: how long it has been open, in whole seconds.
         message: who is late, for a person.
         whereabouts: where those are, as they have answered; empty while nothing is known.
@@ -137,7 +127,6 @@ class Result:
     """What a member was given for a round, told to a server that has no memory of it.
 
     Attributes:
-        session: who speaks.
         aggregate: the aggregate that an earlier life of the server gave it.
     """
 
@@ -155,7 +144,6 @@ class RoundDone:
     """A member has got a round's rows from the other members themselves, and waits for no answer. It has no answer.
 
     Attributes:
-        session: who speaks.
         key: the round, to which it or another member may have contributed here.
     """
 

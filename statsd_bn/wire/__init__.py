@@ -14,12 +14,11 @@ msgpack floats, because they become an array without a loop or a copy.
     frame = encode(Heartbeat(session))
     message = decode(frame)
 
-`frame` has the layout, `headers` packs msgpack and unpacks it within bounds, `round_frames` has the two messages that
-each round sends.
+`frame` has the layout, and packs msgpack and unpacks it within bounds; `round_frames` has the two messages that each
+round sends, and `codec` all others.
 """
 
-from statsd_bn.wire.decoding import decode, decode_request
-from statsd_bn.wire.encoding import encode
+from statsd_bn.wire.codec import decode, decode_request, encode
 from statsd_bn.wire.frame import MAGIC, PROTOCOL_VERSION, named_session
 
 __all__ = ["MAGIC", "PROTOCOL_VERSION", "decode", "decode_request", "encode", "named_session"]

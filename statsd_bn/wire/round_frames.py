@@ -29,8 +29,7 @@ from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate, Contribution, sound_aggregate, sound_contribution
 from statsd_bn.round_key import key_of_frame
 from statsd_bn.rows import Rows, sound_rows
-from statsd_bn.wire.frame import BEGINNING, FLOAT, PADDING, PRELUDE, frame_of, header_end, values_of
-from statsd_bn.wire.headers import RUN, packed_runs
+from statsd_bn.wire.frame import BEGINNING, FLOAT, PADDING, PRELUDE, RUN, frame_of, header_end, packed_runs, values_in
 
 _CONTRIBUTION = struct.Struct("<BBH8sIQQQQ")
 _AGGREGATE = struct.Struct("<BBHIIIQQQQ")
@@ -108,7 +107,7 @@ def decode_contribution(frame: bytes, most: int) -> Contribution:
         and max(counts) <= limits.MAX_COUNT
     ):
         return sound_contribution(session, key, attempt, sound_rows(counts, np.ndarray(shape, FLOAT, frame, start)))
-    return Contribution(session, key, attempt, Rows(counts, values_of(frame, end, shape)))  # says which of them it is
+    return Contribution(session, key, attempt, Rows(counts, values_in(frame, end, shape)))  # says which of them it is
 
 
 def decode_aggregate(frame: bytes, most: int) -> Aggregate:
@@ -130,7 +129,7 @@ def decode_aggregate(frame: bytes, most: int) -> Aggregate:
     if not (beginning == BEGINNING and length <= most and texts <= end <= size <= limits.MAX_FRAME_BYTES):
         raise _cut_short(frame, most, texts)
     key = key_of_frame(frame[texts:end], epoch, step, call)
-    values = values_of(frame, end, (vectors, channels))
+    values = values_in(frame, end, (vectors, channels))
     # Mostly nobody is missing.
     who = Members(
         (RUN.unpack_from(frame, _AGGREGATE_FRAME.size),)

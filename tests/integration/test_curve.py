@@ -21,7 +21,7 @@ import client
 import server.__main__ as command
 from client.connection.channel_pool import ZmqChannelPool
 from client.connection.connection import Connection
-from client.connection.curve import secure
+from client.connection.heartbeat_socket import secure
 from client.conversation.member import Member
 from server import Config, Service
 from server.cli.status import ask

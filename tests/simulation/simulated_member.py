@@ -9,11 +9,10 @@ import numpy as np
 
 from client.connection import groups
 from client.connection.groups import Group
-from client.conversation.last_settled import LastSettled
 from client.conversation.member import Member
 from client.conversation.registration import Registration, cause_of
 from client.conversation.round_trip import RoundTrip
-from client.conversation.session import Session
+from client.conversation.session import LastSettled, Session
 from client.shared_memory.group_memory import CLOSED, GroupMemory
 from client.transports.key_digest import digest_of
 from client.transports.round_in_memory import RoundInMemory

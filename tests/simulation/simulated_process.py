@@ -5,8 +5,8 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from client.connection.channel_pool import WATCH_SECONDS
-from client.conversation.machine import Machine
 from client.conversation.pulse import Pulse
+from client.conversation.session import Machine
 from client.whereabouts.place import Place
 from simulation.simulated_network import BEACON_RECONNECT_SECONDS, Clock, Network, SimulatedChannel
 from statsd_bn.errors import StatsdBNError
@@ -19,7 +19,7 @@ ROUNDING_SECONDS = 1e-6
 
 
 class SimulatedProcess:
-    """Does in virtual time what `driver.run`, `ChannelPool.channel` and `Heartbeat` do.
+    """Does in virtual time what `run_machine`, `ChannelPool.channel` and `Heartbeat` do.
 
     Attributes:
         alive: whether it has not been killed.

@@ -199,7 +199,7 @@ NO_BORDER = {
         "Connection.session",
     ),
     # They look at what was given, and nothing is below them.
-    *("Connection.group", "Connection.is_alone", "Connection.is_everybody"),
+    *("Connection.group", "Connection.is_alone"),
 }
 # torch calls these, and errors of a layer's call leave in `forward`.
 OF_TORCH = {"DataParallelWithCallback", "CallbackContext", "ElasticSampler"}

@@ -304,19 +304,6 @@ def test_a_secret_is_not_part_of_what_is_printed(tmp_path):
     assert server.secret not in f"{server} {server!r}"
 
 
-def test_a_clients_keys_are_read_from_text_as_from_its_file(tmp_path):
-    generate(tmp_path)
-    file = tmp_path / "secrets" / "client.key_secret"
-    assert keys.parse_client(file.read_text(), "somewhere") == keys.load_client(file)
-
-
-@pytest.mark.parametrize("text", ["", "secret-key = ", f'public-key = "{KEY}"\nsecret-key = "{OTHER}"'])
-def test_a_text_that_holds_no_keys_is_named_by_its_source_and_not_shown(text):
-    with pytest.raises(ConfigurationError, match=r"^curve: somewhere") as caught:
-        keys.parse_client(text, "somewhere")
-    assert OTHER not in str(caught.value)
-
-
 def test_the_keys_of_a_tenant_name_it(tmp_path):
     generate(tmp_path, ["alice", "anna"], tenant="team-a")
     generate(tmp_path, ["bob"])

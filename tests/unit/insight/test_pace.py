@@ -11,7 +11,7 @@ from server.group.master import SyncMaster
 from server.insight.pace import STARTUP_SECONDS, WINDOW_SECONDS
 from statsd_bn import limits
 from statsd_bn.messages import Heartbeat, LatenessReport, RoundTrips
-from statsd_bn.timing.histogram import BOUNDS, Histogram
+from statsd_bn.timing import BOUNDS, Histogram
 from support.strategies import contribution, key, register
 
 # What a rank computes between two rounds, in seconds.

@@ -7,7 +7,7 @@ from client.conversation.pulse import Pulse
 from client.conversation.session import Session
 from statsd_bn.members import Members
 from statsd_bn.messages import LatenessReport, Registered, RoundTrips
-from statsd_bn.timing.told_times import MOST_TOLD, PAUSES, SECONDS, ToldTimes
+from statsd_bn.timing import MOST_TOLD, PAUSES, SECONDS, ToldTimes
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 

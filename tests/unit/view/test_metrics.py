@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from server.view.metrics import MAX_LAYERS, MAX_RANKS, Metrics
 from server.view.snapshot import Watcher
-from statsd_bn.timing.histogram import BOUNDS
+from statsd_bn.timing import BOUNDS
 from support.paths import ROOT
 from support.view_reports import figures, group, layer, member, report
 

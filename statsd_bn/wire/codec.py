@@ -1,4 +1,4 @@
-"""Decoding: from a frame to its message."""
+"""From a message to its frame, and back."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,44 +9,68 @@ import numpy as np
 from statsd_bn import limits
 from statsd_bn.checks import check_depth, check_integer, check_text, shown
 from statsd_bn.errors import ProtocolError
+from statsd_bn.members import Members
 from statsd_bn.messages import (
     BY_TYPE,
     Aggregate,
     Contribution,
-    Failure,
     Figures,
-    LatenessReport,
     Message,
-    NonFiniteRound,
-    Pending,
-    Register,
-    Registered,
     Request,
     Result,
-    RoundDone,
-    RoundTrips,
     SkewStats,
-    StackReport,
-    Status,
+    values_of,
 )
+from statsd_bn.reduction import FloatArray
+from statsd_bn.round_key import RoundKey
 from statsd_bn.skew import FIGURES
-from statsd_bn.wire.frame import PRELUDE, TYPE, header_end, padded, values_of
-from statsd_bn.wire.headers import (
+from statsd_bn.wire.frame import (
     MOST_NAMES,
+    PRELUDE,
     SHORT_BYTES,
+    TYPE,
     array,
+    frame_of,
+    header_end,
+    pack,
+    packed_key,
+    packed_runs,
+    padded,
     unpack,
     unpack_without_arrays,
     unpacked_key,
     unpacked_members,
+    values_in,
 )
-from statsd_bn.wire.round_frames import decode_aggregate, decode_contribution
+from statsd_bn.wire.round_frames import (
+    decode_aggregate,
+    decode_contribution,
+    encode_aggregate,
+    encode_contribution,
+)
 
 _REQUESTS = frozenset(get_args(Request))
 
 # How a header of fixed fields begins, and no msgpack array does.
 _CONTRIBUTION, _AGGREGATE = bytes([Contribution.type]), bytes([Aggregate.type])
 _SHOWN_BYTES = 32
+
+Write = Callable[[Any], Any]
+Read = Callable[[str, Any], Any]
+
+
+def encode(message: Message) -> bytes:
+    """Frame that carries `message`."""
+    if isinstance(message, Contribution):
+        return encode_contribution(message)
+    if isinstance(message, Aggregate):
+        return encode_aggregate(message)
+    kind = type(message)
+    values, fields = _VALUES[kind](message) if kind in _VALUES else (None, values_of(message))
+    for place, _, write, _ in _CONVERTED[kind]:
+        fields[place] = write(fields[place])
+    most = limits.MAX_REQUEST_HEADER_BYTES if kind in _REQUESTS else limits.MAX_HEADER_BYTES
+    return frame_of(pack([message.type, *fields]), values, most)
 
 
 def decode(frame: bytes) -> Message:
@@ -107,10 +131,10 @@ def _build(kind: type[Message], fields: list[Any], frame: bytes, end: int) -> Me
         return build_with_values(fields, frame, end)
     if end != len(frame):
         raise ProtocolError(f"frame: expected to end after its header at byte {end}, got {len(frame)}")
-    if build := _WITHOUT_VALUES.get(kind):
-        return build(fields)
     if len(fields) != len(dataclasses.fields(kind)):
         raise ProtocolError(f"{kind.__name__}: expected {len(dataclasses.fields(kind))} fields, got {len(fields)}")
+    for place, name, _, read in _CONVERTED[kind]:
+        fields[place] = read(name, fields[place])
     return kind(*fields)
 
 
@@ -129,7 +153,7 @@ def _skew_stats(fields: list[Any], frame: bytes, end: int) -> SkewStats:
     session, step, layers, members = fields
     check_text("layers", layers, limits.MAX_SKEW_BYTES)
     check_integer("members", members, 1, limits.MAX_MEMBERS)
-    values = values_of(frame, end, (layers.count("\n") + 1, members, FIGURES))
+    values = values_in(frame, end, (layers.count("\n") + 1, members, FIGURES))
     return SkewStats(session, step, layers, values)
 
 
@@ -138,7 +162,7 @@ def _figures(fields: list[Any], frame: bytes, end: int) -> Figures:
     check_text("layers", layers, limits.MAX_FIGURES_BYTES, shortest=0)
     check_integer("members", members, 0, limits.MAX_MEMBERS)
     if layers:
-        values = values_of(frame, end, (layers.count("\n") + 1, members, FIGURES))
+        values = values_in(frame, end, (layers.count("\n") + 1, members, FIGURES))
     elif len(frame) == padded(end) and not any(frame[end:]):
         values = np.zeros((0, members, FIGURES))
     else:
@@ -146,72 +170,42 @@ def _figures(fields: list[Any], frame: bytes, end: int) -> Figures:
     return Figures(job, group, first, total, layers, values)
 
 
-def _pending(fields: list[Any]) -> Pending:
-    key, seconds, text, where = fields
-    return Pending(unpacked_key(key), seconds, text, where)
+def _with_depth(name: str, value: Any) -> Any:
+    check_depth(name, value)
+    return value
 
 
-def _round_done(fields: list[Any]) -> RoundDone:
-    session, key = fields
-    return RoundDone(session, unpacked_key(key))
-
-
-def _round_trips(fields: list[Any]) -> RoundTrips:
-    session, microseconds, counts = fields
-    return RoundTrips(session, microseconds, tuple(array("counts", counts)))
-
-
-def _lateness_report(fields: list[Any]) -> LatenessReport:
-    session, microseconds, counts = fields
-    return LatenessReport(session, microseconds, tuple(array("counts", counts)))
-
-
-def _non_finite_round(fields: list[Any]) -> NonFiniteRound:
-    session, key, members, what = fields
-    return NonFiniteRound(session, unpacked_key(key), unpacked_members(members), what)
-
-
-def _failure(fields: list[Any]) -> Failure:
-    code, text, facts, key = fields
-    check_depth("fields", facts)
-    return Failure(code, text, facts, None if key is None else unpacked_key(key))
-
-
-def _status(fields: list[Any]) -> Status:
-    (report,) = fields
-    check_depth("report", report)
-    return Status(report)
-
-
-def _register(fields: list[Any]) -> Register:
-    *plain, known = fields
-    return Register(*[*plain, unpacked_members(known)])
-
-
-def _registered(fields: list[Any]) -> Registered:
-    *plain, present = fields
-    return Registered(*[*plain, unpacked_members(present)])
-
-
-def _stack_report(fields: list[Any]) -> StackReport:
-    *plain, members, launched, collective = fields
-    return StackReport(*[*plain, unpacked_members(members), launched, collective])
-
-
+# What follows the header of a message, and the header's fields.
+_VALUES: dict[type[Message], Callable[[Any], tuple[FloatArray | bytes, list[Any]]]] = {
+    Result: lambda message: (encode(message.aggregate), [message.session]),
+    SkewStats: lambda message: (
+        message.values,
+        [message.session, message.step, message.layers, message.values.shape[1]],
+    ),
+    Figures: lambda message: (message.values, [*values_of(message)[:-1], message.values.shape[1]]),
+}
 _WITH_VALUES: dict[type[Message], Callable[[list[Any], bytes, int], Message]] = {
     Result: _result,
     SkewStats: _skew_stats,
     Figures: _figures,
 }
-_WITHOUT_VALUES: dict[type[Message], Callable[[list[Any]], Message]] = {
-    Pending: _pending,
-    RoundDone: _round_done,
-    RoundTrips: _round_trips,
-    LatenessReport: _lateness_report,
-    NonFiniteRound: _non_finite_round,
-    Failure: _failure,
-    Status: _status,
-    Register: _register,
-    Registered: _registered,
-    StackReport: _stack_report,
+
+# How a field of a type is written and read; any other is as msgpack has it.
+_TYPES: dict[Any, tuple[Write, Read]] = {
+    RoundKey: (packed_key, lambda _, value: unpacked_key(value)),
+    RoundKey | None: (
+        lambda key: None if key is None else packed_key(key),
+        lambda _, value: None if value is None else unpacked_key(value),
+    ),
+    Members: (lambda members: packed_runs(members.runs), lambda _, value: unpacked_members(value)),
+    tuple[int, ...]: (list, lambda name, value: tuple(array(name, value))),
+    dict[str, Any]: (dict, _with_depth),
+}
+_CONVERTED: dict[type[Message], list[tuple[int, str, Write, Read]]] = {
+    kind: [
+        (place, field.name, *_TYPES[field.type])
+        for place, field in enumerate(dataclasses.fields(kind))
+        if field.type in _TYPES
+    ]
+    for kind in BY_TYPE.values()
 }
