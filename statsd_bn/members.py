@@ -3,11 +3,13 @@
 Members are numbered from 0 and mostly all there, so a set of thousands is one run: two numbers on the wire.
 """
 
+import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
+from types import MappingProxyType
 
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
@@ -17,6 +19,14 @@ MANY = 512
 
 # Runs of numbers in a text.
 MAX_TOLD_RUNS = 8
+
+# How many ranks a text names one by one.
+TOLD_OF = 8
+
+# Nothing is known of where ranks run.
+NOWHERE: Mapping[int, str] = MappingProxyType({})
+
+_NAMED = re.compile(r"rank (\d+) \(([^()]+)\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +134,24 @@ def _runs(numbers: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 
 NOBODY = Members()
+
+
+def rank_in_words(number: int, places: Mapping[int, str]) -> str:
+    """Returns one rank in words."""
+    return f"rank {number} ({places[number]})" if number in places else f"rank {number}"
+
+
+def ranks_in_words(numbers: Members, places: Mapping[int, str] = NOWHERE) -> str:
+    """Returns some ranks in words, by number only where nothing is known of them."""
+    if not numbers:
+        return "no rank"
+    first = list(islice(numbers, TOLD_OF))
+    if not any(number in places for number in first):
+        return f"rank{'s' * (len(numbers) > 1)} {numbers}"
+    more = f" and {len(numbers) - TOLD_OF} more" if len(numbers) > TOLD_OF else ""
+    return ", ".join(rank_in_words(number, places) for number in first) + more
+
+
+def places_in(text: str) -> dict[int, str]:
+    """Returns where the ranks run that a text names with their places."""
+    return {int(number): place for number, place in _NAMED.findall(text)}

@@ -12,9 +12,8 @@ import numpy as np
 
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
-from statsd_bn.members import Members
+from statsd_bn.members import Members, ranks_in_words
 from statsd_bn.messages import Aggregate
-from statsd_bn.ranks_in_words import ranks_in_words
 from statsd_bn.reduction import FloatArray
 
 WORD_BYTES = 8

@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from client.conversation.session import Session, Turn
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import MasterStopped, RoundTimeout, UnknownSession
-from statsd_bn.members import Members
+from statsd_bn.members import Members, ranks_in_words
 from statsd_bn.messages import Aggregate, Pending
-from statsd_bn.ranks_in_words import ranks_in_words
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.text import plain

@@ -16,7 +16,7 @@ from client.whereabouts.place import Place, TorchGroup
 from statsd_bn import limits
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import DuplicateMember, ReplicaLost, RoundFailed, StatsdBNError, UnknownSession, from_wire
-from statsd_bn.members import NOBODY, Members
+from statsd_bn.members import NOBODY, Members, ranks_in_words
 from statsd_bn.messages import (
     NO_SERVER,
     Aggregate,
@@ -37,7 +37,6 @@ from statsd_bn.messages import (
     StackReport,
     StackRequest,
 )
-from statsd_bn.ranks_in_words import ranks_in_words
 from statsd_bn.round_key import FORWARD, FORWARD_PHASES, GATHER, RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.skew_samples import Sample, told_by

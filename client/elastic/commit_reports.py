@@ -12,8 +12,7 @@ from client.serialization import pack, unpack
 from statsd_bn import limits
 from statsd_bn.checks import shown
 from statsd_bn.errors import ProtocolError, ReplicaLost, RoundMismatch
-from statsd_bn.members import Members
-from statsd_bn.ranks_in_words import ranks_in_words
+from statsd_bn.members import Members, ranks_in_words
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,7 @@ from client.elastic.commit_reports import Report, Reports
 from client.elastic.sampler import ElasticSampler
 from statsd_bn.checks import shown
 from statsd_bn.errors import ConfigurationError, ProtocolError
-from statsd_bn.members import Members
-from statsd_bn.ranks_in_words import ranks_in_words
+from statsd_bn.members import Members, ranks_in_words
 from statsd_bn.text import told
 
 logger = logging.getLogger("statsd_bn.client")

@@ -37,8 +37,7 @@ from statsd_bn.environment import PREFIX, log_level, misspelt
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import ConfigurationError, DuplicateMember, ServerUnreachable, WorldSizeMismatch
 from statsd_bn.keys import ClientKeys
-from statsd_bn.members import Members
-from statsd_bn.ranks_in_words import ranks_in_words
+from statsd_bn.members import Members, ranks_in_words
 
 logger = logging.getLogger("statsd_bn.client")
 

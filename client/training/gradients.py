@@ -21,9 +21,8 @@ from client.transports.choose import company_in, transport_over
 from client.transports.transport import Transport
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
-from statsd_bn.members import Members
+from statsd_bn.members import Members, ranks_in_words
 from statsd_bn.messages import Aggregate
-from statsd_bn.ranks_in_words import ranks_in_words
 from statsd_bn.reduction import FloatArray
 from statsd_bn.rows import Rows
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from client.connection.connection import Connection
 from client.connection.current import current_connection
+from statsd_bn.members import rank_in_words
 from statsd_bn.messages import Aggregate, NonFiniteRound
-from statsd_bn.ranks_in_words import rank_in_words
 from statsd_bn.reduction import not_finite
 from statsd_bn.round_key import RoundKey
 from statsd_bn.skew import Comparison

@@ -12,8 +12,8 @@ from client.connection.connection import Connection
 from client.conversation.member import Member
 from client.conversation.session import Turn
 from statsd_bn.errors import ProtocolError, ServerUnreachable, StatsdBNError
+from statsd_bn.members import places_in
 from statsd_bn.messages import WORLD, Failure, Status, StatusRequest
-from statsd_bn.ranks_in_words import places_in
 from statsd_bn.text import plain
 from statsd_bn.wire import decode, encode
 

@@ -14,9 +14,8 @@ from statsd_bn.checks import check_integer
 from statsd_bn.endpoints import find_server
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError, ProtocolError, ServerUnreachable, from_wire
 from statsd_bn.keys import ClientKeys
-from statsd_bn.members import Members
+from statsd_bn.members import Members, ranks_in_words
 from statsd_bn.messages import WORLD, Failure, Status, StatusRequest, missing_members
-from statsd_bn.ranks_in_words import ranks_in_words
 from statsd_bn.text import plain, readable_within
 from statsd_bn.wire import decode
 

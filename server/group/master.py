@@ -28,7 +28,7 @@ from statsd_bn.errors import (
     ReplicaLost,
     StatsdBNError,
 )
-from statsd_bn.members import Members
+from statsd_bn.members import Members, ranks_in_words
 from statsd_bn.messages import (
     Aggregate,
     Contribution,
@@ -37,7 +37,6 @@ from statsd_bn.messages import (
     Register,
     Registered,
 )
-from statsd_bn.ranks_in_words import ranks_in_words
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.tokens import digest

@@ -8,9 +8,8 @@ from server.membership.contributor import Contributor
 from server.membership.life import Event, GroupState, MemberState, Move, Policy, Told
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost, StatsdBNError, WorldSizeMismatch
-from statsd_bn.members import Members
+from statsd_bn.members import Members, ranks_in_words
 from statsd_bn.messages import WORLD, Register
-from statsd_bn.ranks_in_words import ranks_in_words
 
 
 class Group(Protocol):

@@ -15,9 +15,8 @@ from server.membership.standing import Standing
 from statsd_bn import limits
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import ReplicaLost, StatsdBNError
-from statsd_bn.members import NOBODY, Members
+from statsd_bn.members import NOBODY, Members, ranks_in_words
 from statsd_bn.messages import Participation, Register
-from statsd_bn.ranks_in_words import ranks_in_words
 
 
 class Membership(Standing):

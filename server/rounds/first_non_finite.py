@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from itertools import islice
 
 from server.membership.contributor import Contributor
-from statsd_bn.members import Members
+from statsd_bn.members import TOLD_OF, Members, ranks_in_words
 from statsd_bn.messages import Aggregate
-from statsd_bn.ranks_in_words import TOLD_OF, ranks_in_words
 from statsd_bn.reduction import not_finite
 from statsd_bn.round_key import RoundKey, first_non_finite
 

@@ -27,9 +27,8 @@ from statsd_bn.errors import (
     RoundTimeout,
     StatsdBNError,
 )
-from statsd_bn.members import Members
+from statsd_bn.members import Members, ranks_in_words
 from statsd_bn.messages import Aggregate, Contribution, Pending
-from statsd_bn.ranks_in_words import ranks_in_words
 from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import RoundKey
 from statsd_bn.skew_samples import KNOWN_BYTES

@@ -22,9 +22,8 @@ from statsd_bn.errors import (
     StatsdBNError,
     UnknownSession,
 )
-from statsd_bn.members import Members
+from statsd_bn.members import Members, ranks_in_words
 from statsd_bn.messages import Failure
-from statsd_bn.ranks_in_words import ranks_in_words
 from statsd_bn.reduction import FloatArray
 from statsd_bn.round_key import GATHER, RoundKey
 from statsd_bn.rows import Rows

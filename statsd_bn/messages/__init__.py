@@ -4,6 +4,11 @@ Each message checks itself when it is built, so one that exists is sound, whethe
 `wire.decode` did. docs/protocol.md describes every field; the order of fields here is their order on the wire.
 """
 
+from collections.abc import Callable
+from dataclasses import fields
+from operator import attrgetter
+from typing import Any, get_args
+
 from statsd_bn.messages.insight import (
     Figures,
     FiguresRequest,
@@ -13,12 +18,6 @@ from statsd_bn.messages.insight import (
     SkewStats,
     Status,
     StatusRequest,
-)
-from statsd_bn.messages.kinds import (
-    BY_TYPE,
-    Message,
-    Request,
-    values_of,
 )
 from statsd_bn.messages.membership import (
     ALL_GATHER,
@@ -83,3 +82,41 @@ __all__ = [
     "sound_contribution",
     "values_of",
 ]
+
+# The most frequent first: it is looked for in this order.
+Request = (
+    Contribution
+    | Register
+    | Leave
+    | StatusRequest
+    | Heartbeat
+    | Result
+    | StackReport
+    | RoundDone
+    | SkewStats
+    | RoundTrips
+    | LatenessReport
+    | NonFiniteRound
+    | FiguresRequest
+)
+"""What a member says."""
+
+Message = Request | Registered | Aggregate | Failure | Status | Pending | StackRequest | Figures
+
+BY_TYPE: dict[int, type[Message]] = {
+    message.type: message for message in sorted(get_args(Message), key=lambda kind: kind.type)
+}
+
+
+def values_of(message: Any) -> list[Any]:
+    """Returns a message's field values in wire order."""
+    return list(_VALUES_OF[type(message)](message))
+
+
+def _getter(kind: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    names = [field.name for field in fields(kind)]
+    # One name would give the bare value.
+    return attrgetter(*names) if len(names) > 1 else lambda message: tuple(getattr(message, name) for name in names)
+
+
+_VALUES_OF = {kind: _getter(kind) for kind in BY_TYPE.values()}

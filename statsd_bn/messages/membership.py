@@ -7,8 +7,7 @@ from typing import ClassVar
 from statsd_bn import limits
 from statsd_bn.checks import check_integer, check_name, check_text, check_token, shown
 from statsd_bn.errors import ProtocolError
-from statsd_bn.members import NOBODY, Members
-from statsd_bn.ranks_in_words import ranks_in_words
+from statsd_bn.members import NOBODY, Members, ranks_in_words
 
 # The group of all members of a job; they are numbered from 0.
 WORLD = "world"

@@ -8,9 +8,8 @@ from server.membership.contributor import Contributor
 from server.membership.membership import Membership
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import ReplicaLost, WorldSizeMismatch
-from statsd_bn.members import Members
+from statsd_bn.members import Members, ranks_in_words
 from statsd_bn.messages import Register
-from statsd_bn.ranks_in_words import ranks_in_words
 from support.strategies import register
 
 

@@ -9,9 +9,8 @@ from client.transports import places
 from client.transports.places import SECONDS, Asking, of_job
 from client.transports.server import SlavePipe
 from statsd_bn.errors import ProtocolError, ServerUnreachable
-from statsd_bn.members import Members
+from statsd_bn.members import TOLD_OF, Members, ranks_in_words
 from statsd_bn.messages import Failure, Status, StatusRequest
-from statsd_bn.ranks_in_words import TOLD_OF, ranks_in_words
 from statsd_bn.rows import Rows
 from statsd_bn.wire import decode, encode
 from support.memory_members import MemoryMaster, run_members, wait_until
