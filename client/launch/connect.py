@@ -133,7 +133,7 @@ def connect(
         GroupIncomplete: not all processes connected in time.
         RegistrationRefused: the processes disagree on the policy, or for another reason, which the error names.
     """
-    arguments = locals()
+    arguments = dict(locals())  # before there is any other name
     open_connection = current_connection()
     # A forked child may open its own, beside its parent's, which it can neither use nor close.
     if open_connection and open_connection.is_own:
@@ -269,8 +269,7 @@ def _own_server() -> str:
             if time.monotonic() >= expiry:
                 raise ServerUnreachable(
                     f"{error.message}, or train under a launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and "
-                    "MASTER_PORT, as "
-                    "torchrun does",
+                    "MASTER_PORT, as torchrun does",
                     **{**error.fields, "seconds": FIND_SECONDS},
                 ) from None
         time.sleep(FIND_PAUSE_SECONDS)
