@@ -30,10 +30,9 @@ from client.layers.lazy import LazySynchronizedBatchNorm1d, LazySynchronizedBatc
 from client.layers.synchronized import register_conversion, set_sbn_eps_mode
 from client.training.ddp_handler import DDPHandler
 from client.training.gradients import average_gradients
-from client.training.join import join
+from client.training.join import commit_running_statistics, join
 from client.training.moments import BatchMoments, RunningMoments, moments
 from client.training.recalibration import recalibrate
-from client.training.running_statistics import commit_running_statistics
 from client.training.smart_ddp import smart_DDP, smart_ddp
 from client.transports.server import SlavePipe
 

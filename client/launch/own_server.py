@@ -39,6 +39,8 @@ Join = Callable[[str, ClientKeys | None, Member], "Connection"]
 def join(settings: Settings, store: StoreAddress | None, environ: Mapping[str, str], join_at: Join) -> "Connection":
     """Connects to the server that rank 0 starts for this job.
 
+    `store` is the launcher's; without one the processes meet in that of torch's process group.
+
     Raises:
         ConfigurationError: this process is set up differently from rank 0, or the job runs on several nodes and has no
             secret.

@@ -15,7 +15,6 @@ from client.connection.connection import Connection
 from client.connection.current import current_connection
 from client.connection.groups import Group
 from client.layers.batchnorm import SynchronizedBatchNorm
-from client.training.running_statistics import commit_running_statistics
 from client.transports.choose import company_in
 from client.transports.named_process_group import NamedProcessGroup
 from statsd_bn.error_text import error_text
@@ -117,3 +116,21 @@ def _groups_of(model: nn.Module, connection: Connection) -> list[Group]:
     named = (layer.group for layer in _layers(model) if not isinstance(layer.group, NamedProcessGroup))
     groups = {group.name: group for group in map(connection.group, named)}
     return [group for _, group in sorted(groups.items()) if not connection.is_alone(group)]
+
+
+def commit_running_statistics(model: nn.Module) -> None:
+    """Updates the running statistics with the micro-batches that are still pending; call it after each optimizer step.
+
+    With `convert_model(model, chunks=k)` a mini-batch of k micro-batches updates them by itself, and this does nothing.
+    Shorter mini-batches need it: the last of an epoch, or 9 samples in 4 chunks, which are 3 micro-batches. All members
+    call it; nothing is sent, since all have the same numbers.
+
+    Pending micro-batches are not part of a layer's state: copies, pickles and checkpoints leave them out, and loading a
+    state drops them.
+
+    Args:
+        model: its synchronised layers, at any depth, end their mini-batch.
+    """
+    for module in model.modules():
+        if isinstance(module, SynchronizedBatchNorm):
+            module.commit_running_statistics()
