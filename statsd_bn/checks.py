@@ -4,6 +4,10 @@ An error says what was expected and what came, shortened, since it may have come
 """
 
 import reprlib
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cache, partial
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -86,3 +90,38 @@ def check_values(values: object, dimensions: int) -> None:
     if not (1 <= vectors <= limits.MAX_VECTORS and 1 <= channels <= limits.MAX_CHANNELS):
         check_integer("vectors", vectors, 1, limits.MAX_VECTORS)
         check_integer("channels", channels, 1, limits.MAX_CHANNELS)
+
+
+class Checked:
+    """A dataclass whose fields are checked when it is built, each by what its type is annotated with."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        kind: Any = type(self)
+        for name, check in _checks(kind):
+            check(name, getattr(self, name))
+        self._check()
+
+    def _check(self) -> None:
+        """Checks what the type of no single field says."""
+
+
+@cache
+def _checks(kind: Any) -> list[tuple[str, Callable[[str, object], None]]]:
+    return [(field.name, check) for field in fields(kind) for check in getattr(field.type, "__metadata__", ())]
+
+
+Token = Annotated[bytes, check_token]
+Name = Annotated[str, partial(check_name, longest=limits.MAX_NAME_BYTES)]
+Counter = Annotated[int, partial(check_integer, low=0, high=limits.MAX_COUNTER)]
+
+
+def integer_in(low: int, high: int) -> Callable[[str, object], None]:
+    """Returns the check of an int in [low, high]."""
+    return partial(check_integer, low=low, high=high)
+
+
+def text_within(longest: int, shortest: int = 0) -> Callable[[str, object], None]:
+    """Returns the check of a text of `shortest` to `longest` bytes."""
+    return partial(check_text, longest=longest, shortest=shortest)

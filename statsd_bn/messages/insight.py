@@ -1,10 +1,10 @@
 """What is told and asked of how the jobs are: reports, and figures of data and times."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from statsd_bn import limits
-from statsd_bn.checks import check_integer, check_name, check_text, check_token, shown
+from statsd_bn.checks import Checked, Counter, Name, Token, check_integer, check_name, shown, text_within
 from statsd_bn.errors import ProtocolError
 from statsd_bn.members import Members
 from statsd_bn.reduction import FloatArray
@@ -20,20 +20,20 @@ class StatusRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class Status(Checked):
     """What the server is doing: a report as docs/protocol.md describes it."""
 
     type: ClassVar[int] = 8
 
     report: dict[str, Any]
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         if type(self.report) is not dict:
             raise ProtocolError(f"report: expected a map, got {type(self.report).__name__}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SkewStats:
+class SkewStats(Checked):
     """A member tells of a step's forward rounds that have passed the server by. It has no answer.
 
     Attributes:
@@ -43,9 +43,9 @@ class SkewStats:
 
     type: ClassVar[int] = 15
 
-    session: bytes
-    step: int
-    layers: str
+    session: Token
+    step: Counter
+    layers: Annotated[str, text_within(limits.MAX_SKEW_BYTES, shortest=1)]
     values: FloatArray
 
     @property
@@ -53,10 +53,7 @@ class SkewStats:
         """The layers' names."""
         return self.layers.split("\n")
 
-    def __post_init__(self) -> None:
-        check_token("session", self.session)
-        check_integer("step", self.step, 0, limits.MAX_COUNTER)
-        check_text("layers", self.layers, limits.MAX_SKEW_BYTES)
+    def _check(self) -> None:
         names = self.names
         check_integer("number of layers", len(names), 1, limits.MAX_SKEW_LAYERS)
         for name in names:
@@ -65,7 +62,7 @@ class SkewStats:
 
 
 @dataclass(frozen=True, slots=True)
-class FiguresRequest:
+class FiguresRequest(Checked):
     """Asks the server for what it has seen of the members' data in a group. Anybody may ask.
 
     Attributes:
@@ -74,18 +71,13 @@ class FiguresRequest:
 
     type: ClassVar[int] = 16
 
-    job: str
-    group: str
-    first: int = 0
-
-    def __post_init__(self) -> None:
-        check_name("job", self.job, limits.MAX_NAME_BYTES)
-        check_name("group", self.group, limits.MAX_NAME_BYTES)
-        check_integer("first", self.first, 0, limits.MAX_COUNTER)
+    job: Name
+    group: Name
+    first: Counter = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Figures:
+class Figures(Checked):
     """What the server has seen of the members' data in a group: averages over the last looks, layer by layer.
 
     Attributes:
@@ -97,11 +89,11 @@ class Figures:
 
     type: ClassVar[int] = 17
 
-    job: str
-    group: str
-    first: int
-    total: int
-    layers: str
+    job: Name
+    group: Name
+    first: Counter
+    total: Counter
+    layers: Annotated[str, text_within(limits.MAX_FIGURES_BYTES)]
     values: FloatArray
 
     @property
@@ -109,12 +101,7 @@ class Figures:
         """The layers' names."""
         return lines_of(self.layers)
 
-    def __post_init__(self) -> None:
-        check_name("job", self.job, limits.MAX_NAME_BYTES)
-        check_name("group", self.group, limits.MAX_NAME_BYTES)
-        check_integer("first", self.first, 0, limits.MAX_COUNTER)
-        check_integer("total", self.total, 0, limits.MAX_COUNTER)
-        check_text("layers", self.layers, limits.MAX_FIGURES_BYTES, shortest=0)
+    def _check(self) -> None:
         names = self.names
         check_integer("number of layers", len(names), 0, limits.MAX_FIGURES_LAYERS)
         for name in names:
@@ -123,7 +110,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class _Times:
+class _Times(Checked):
     """A member tells of times in its rounds since it registered. It has no answer.
 
     Attributes:
@@ -131,13 +118,11 @@ class _Times:
         counts: how many there were in each bucket, see `statsd_bn.timing`; the last is beyond all bounds.
     """
 
-    session: bytes
-    microseconds: int
+    session: Token
+    microseconds: Counter
     counts: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        check_token("session", self.session)
-        check_integer("microseconds", self.microseconds, 0, limits.MAX_COUNTER)
+    def _check(self) -> None:
         if type(self.counts) is not tuple or len(self.counts) != limits.BUCKETS:
             raise ProtocolError(f"counts: expected {limits.BUCKETS} integers, got {shown(self.counts)}")
         for count in self.counts:
@@ -159,7 +144,7 @@ class LatenessReport(_Times):
 
 
 @dataclass(frozen=True, slots=True)
-class NonFiniteRound:
+class NonFiniteRound(Checked):
     """A member tells of a round that has passed the server by, and whose aggregate was not finite. It has no answer.
 
     Attributes:
@@ -169,14 +154,12 @@ class NonFiniteRound:
 
     type: ClassVar[int] = 19
 
-    session: bytes
+    session: Token
     key: RoundKey
     members: Members
-    what: str
+    what: Name
 
-    def __post_init__(self) -> None:
-        check_token("session", self.session)
-        check_name("what", self.what, limits.MAX_NAME_BYTES)
+    def _check(self) -> None:
         if not self.members.runs:
             raise ProtocolError("members: expected who brought what is not finite, got nobody")
 

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from statsd_bn import limits
-from statsd_bn.checks import check_integer, check_name, check_text, check_token, shown
+from statsd_bn.checks import Checked, Counter, Name, Token, check_integer, integer_in, shown, text_within
 from statsd_bn.errors import ProtocolError
 from statsd_bn.members import NOBODY, Members, ranks_in_words
 
@@ -35,7 +35,7 @@ _PARTICIPATIONS = tuple(participation.value for participation in Participation)
 
 
 @dataclass(frozen=True, slots=True)
-class Register:
+class Register(Checked):
     """A member says who it is and what it knows, to belong to a group; sent again, it asks again how the group stands.
 
     Attributes:
@@ -56,20 +56,20 @@ class Register:
 
     type: ClassVar[int] = 1
 
-    session: bytes
-    job: str
-    group: str
-    epoch: int
-    member: int
-    world_size: int
+    session: Token
+    job: Name
+    group: Name
+    epoch: Counter
+    member: Annotated[int, integer_in(0, limits.MAX_MEMBERS - 1)]
+    world_size: Annotated[int, integer_in(1, limits.MAX_MEMBERS)]
     min_members: int
     deadline: float
-    place: str
-    participation: int = Participation.TAKES_PART.value
-    server: bytes = NO_SERVER
-    step: int = 0
-    first_step: int = 0
-    results: int = 0
+    place: Name
+    participation: Annotated[int, integer_in(_PARTICIPATIONS[0], _PARTICIPATIONS[-1])] = Participation.TAKES_PART.value
+    server: Token = NO_SERVER
+    step: Counter = 0
+    first_step: Counter = 0
+    results: Annotated[int, integer_in(0, limits.KEPT_ROUNDS)] = 0
     known: Members = NOBODY
 
     @property
@@ -82,28 +82,16 @@ class Register:
         """Whether the member has been given a result, or is beyond the first step."""
         return self.step > 0 or self.results > 0
 
-    def __post_init__(self) -> None:
-        check_token("session", self.session)
-        check_name("job", self.job, limits.MAX_NAME_BYTES)
-        check_name("group", self.group, limits.MAX_NAME_BYTES)
-        check_integer("epoch", self.epoch, 0, limits.MAX_COUNTER)
-        check_integer("member", self.member, 0, limits.MAX_MEMBERS - 1)
-        check_integer("world_size", self.world_size, 1, limits.MAX_MEMBERS)
+    def _check(self) -> None:
         check_integer("min_members", self.min_members, 0, self.world_size)
         if type(self.deadline) is not float or not 0 < self.deadline <= limits.MAX_DEADLINE:
             raise ProtocolError(
                 f"deadline: expected seconds in (0, {limits.MAX_DEADLINE:g}], got {shown(self.deadline)}"
             )
-        check_name("place", self.place, limits.MAX_NAME_BYTES)
-        check_integer("participation", self.participation, _PARTICIPATIONS[0], _PARTICIPATIONS[-1])
-        check_token("server", self.server)
-        check_integer("step", self.step, 0, limits.MAX_COUNTER)
-        check_integer("first_step", self.first_step, 0, limits.MAX_COUNTER)
-        check_integer("results", self.results, 0, limits.KEPT_ROUNDS)
 
 
 @dataclass(frozen=True, slots=True)
-class Registered:
+class Registered(Checked):
     """The server knows the member, and says whether the group is open.
 
     Attributes:
@@ -114,37 +102,26 @@ class Registered:
 
     type: ClassVar[int] = 2
 
-    digest: bytes
-    server: bytes
-    epoch: int
-    first_step: int
-    missing: int
+    digest: Token
+    server: Token
+    epoch: Counter
+    first_step: Counter
+    missing: Annotated[int, integer_in(0, limits.MAX_MEMBERS)]
     present: Members
-
-    def __post_init__(self) -> None:
-        check_token("digest", self.digest)
-        check_token("server", self.server)
-        check_integer("epoch", self.epoch, 0, limits.MAX_COUNTER)
-        check_integer("first_step", self.first_step, 0, limits.MAX_COUNTER)
-        check_integer("missing", self.missing, 0, limits.MAX_MEMBERS)
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(Checked):
     """A member leaves its group. `cause` is empty for an orderly end, else what went wrong."""
 
     type: ClassVar[int] = 5
 
-    session: bytes
-    cause: str
-
-    def __post_init__(self) -> None:
-        check_token("session", self.session)
-        check_text("cause", self.cause, limits.MAX_TEXT_BYTES, shortest=0)
+    session: Token
+    cause: Annotated[str, text_within(limits.MAX_TEXT_BYTES)]
 
 
 @dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(Checked):
     """A member that has nothing else to say is alive. It has no answer, unless the session is unknown.
 
     Attributes:
@@ -156,24 +133,16 @@ class Heartbeat:
 
     type: ClassVar[int] = 9
 
-    session: bytes
-    step: int = 0
-    rounds: int = 0
-    transport: str = ""
-    why: str = ""
-    waited: int = 0
-
-    def __post_init__(self) -> None:
-        check_token("session", self.session)
-        check_integer("step", self.step, 0, limits.MAX_COUNTER)
-        check_integer("rounds", self.rounds, 0, limits.MAX_COUNTER)
-        check_text("transport", self.transport, limits.MAX_PHASE_BYTES, shortest=0)
-        check_text("why", self.why, limits.MAX_NAME_BYTES, shortest=0)
-        check_integer("waited", self.waited, 0, limits.MAX_COUNTER)
+    session: Token
+    step: Counter = 0
+    rounds: Counter = 0
+    transport: Annotated[str, text_within(limits.MAX_PHASE_BYTES)] = ""
+    why: Annotated[str, text_within(limits.MAX_NAME_BYTES)] = ""
+    waited: Counter = 0
 
 
 @dataclass(frozen=True, slots=True)
-class StackRequest:
+class StackRequest(Checked):
     """The server asks a member that others wait for where it is; it goes to where the member's heartbeats come from.
 
     Attributes:
@@ -185,18 +154,13 @@ class StackRequest:
 
     type: ClassVar[int] = 12
 
-    digest: bytes
-    number: int
-    torch_group: str = ""
-
-    def __post_init__(self) -> None:
-        check_token("digest", self.digest)
-        check_integer("number", self.number, 0, limits.MAX_COUNTER)
-        check_text("torch_group", self.torch_group, limits.MAX_NAME_BYTES, shortest=0)
+    digest: Token
+    number: Counter
+    torch_group: Annotated[str, text_within(limits.MAX_NAME_BYTES)] = ""
 
 
 @dataclass(frozen=True, slots=True)
-class StackReport:
+class StackReport(Checked):
     """A member's answer to a question: where its main thread is.
 
     Attributes:
@@ -210,23 +174,14 @@ class StackReport:
 
     type: ClassVar[int] = 13
 
-    session: bytes
-    number: int
-    stack: str
-    held: int
-    torch_group: str
+    session: Token
+    number: Counter
+    stack: Annotated[str, text_within(limits.MAX_STACK_BYTES)]
+    held: Annotated[int, integer_in(0, 1)]
+    torch_group: Annotated[str, text_within(limits.MAX_NAME_BYTES)]
     members: Members
-    launched: int
-    collective: str = ""
-
-    def __post_init__(self) -> None:
-        check_token("session", self.session)
-        check_integer("number", self.number, 0, limits.MAX_COUNTER)
-        check_text("stack", self.stack, limits.MAX_STACK_BYTES, shortest=0)
-        check_integer("held", self.held, 0, 1)
-        check_text("torch_group", self.torch_group, limits.MAX_NAME_BYTES, shortest=0)
-        check_integer("launched", self.launched, 0, limits.MAX_COUNTER)
-        check_text("collective", self.collective, limits.MAX_NAME_BYTES, shortest=0)
+    launched: Counter
+    collective: Annotated[str, text_within(limits.MAX_NAME_BYTES)] = ""
 
 
 def missing_members(group: str, size: int, present: Members, missing: int) -> str:

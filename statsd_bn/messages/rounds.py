@@ -1,10 +1,20 @@
 """What members bring to a round, and what becomes of it."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from statsd_bn import limits
-from statsd_bn.checks import check_integer, check_name, check_text, check_token, check_values, shown
+from statsd_bn.checks import (
+    Checked,
+    Counter,
+    Name,
+    Token,
+    check_integer,
+    check_token,
+    check_values,
+    shown,
+    text_within,
+)
 from statsd_bn.errors import ProtocolError
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.reduction import FloatArray
@@ -82,25 +92,23 @@ def sound_aggregate(
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Checked):
     """The server's answer when it cannot give what was asked. `key` names the round it is about, if any."""
 
     type: ClassVar[int] = 6
 
-    code: str
-    message: str
+    code: Name
+    message: Annotated[str, text_within(limits.MAX_TEXT_BYTES)]
     fields: dict[str, Any]
     key: RoundKey | None = None
 
-    def __post_init__(self) -> None:
-        check_name("code", self.code, limits.MAX_NAME_BYTES)
-        check_text("message", self.message, limits.MAX_TEXT_BYTES, shortest=0)
+    def _check(self) -> None:
         if type(self.fields) is not dict or not all(type(name) is str for name in self.fields):
             raise ProtocolError(f"fields: expected a map from names, got {shown(self.fields)}")
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class Pending(Checked):
     """The server's answer to a contribution that is sent again while its round is open.
 
     Attributes:
@@ -112,18 +120,13 @@ class Pending:
     type: ClassVar[int] = 10
 
     key: RoundKey
-    seconds: int
-    message: str
-    stacks: str = ""
-
-    def __post_init__(self) -> None:
-        check_integer("seconds", self.seconds, 0, limits.MAX_COUNTER)
-        check_text("message", self.message, limits.MAX_TEXT_BYTES)
-        check_text("stacks", self.stacks, limits.MAX_TEXT_BYTES, shortest=0)
+    seconds: Counter
+    message: Annotated[str, text_within(limits.MAX_TEXT_BYTES, shortest=1)]
+    stacks: Annotated[str, text_within(limits.MAX_TEXT_BYTES)] = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Result:
+class Result(Checked):
     """What a member was given for a round, told to a server that has no memory of it.
 
     Attributes:
@@ -132,15 +135,12 @@ class Result:
 
     type: ClassVar[int] = 11
 
-    session: bytes
+    session: Token
     aggregate: Aggregate
-
-    def __post_init__(self) -> None:
-        check_token("session", self.session)
 
 
 @dataclass(frozen=True, slots=True)
-class RoundDone:
+class RoundDone(Checked):
     """A member has got a round's rows from the other members themselves, and waits for no answer. It has no answer.
 
     Attributes:
@@ -149,8 +149,5 @@ class RoundDone:
 
     type: ClassVar[int] = 14
 
-    session: bytes
+    session: Token
     key: RoundKey
-
-    def __post_init__(self) -> None:
-        check_token("session", self.session)
