@@ -27,7 +27,6 @@ COUNTS = {
     "idle_connections": "idle connections closed",
     "flooding_connections": "flooding connections closed",
     "dropped_answers": "answers dropped",
-    "dropped_messages": "messages dropped",
 }
 
 # How many members a group of a report has, or had, lacks, and has besides those that the report names.

@@ -22,7 +22,6 @@ from server.core.registry import Registry, SessionRecord
 from server.core.report import Reports
 from server.group.master import SyncMaster
 from server.limits.access import ANYBODY, REVOKED, Access, Tenant
-from server.limits.account import Account
 from server.limits.quota import Budget, Quota
 from server.rounds.rounds import Reply, failure, unknown
 from statsd_bn.error_text import in_brief, in_log
@@ -55,7 +54,7 @@ from statsd_bn.messages import (
     StackReport,
     StatusRequest,
 )
-from statsd_bn.wire import decode_request, encode, named_session
+from statsd_bn.wire import decode_request, encode
 
 logger = logging.getLogger("statsd_bn.server")
 
@@ -166,18 +165,6 @@ class Dispatcher:
     def has_had_members(self) -> bool:
         """Whether any member is registered, or was."""
         return self._registry.has_had_members
-
-    def payer(self, frame: bytes, tenant: Tenant) -> str:
-        """Whom a frame's work is counted for, see `server.limits.fair_share`; known before the frame is decoded."""
-        if tenant is not ANYBODY:
-            return tenant.owner("")
-        record = self._registry.sessions.get(named_session(frame))
-        return record.master.owner if record else tenant.owner("")
-
-    @property
-    def account(self) -> Account:
-        """The bytes that are kept."""
-        return self._budget.account
 
     def is_registered(self, session: bytes) -> bool:
         """Whether a session is registered."""

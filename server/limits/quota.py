@@ -126,7 +126,6 @@ class Tally:
         idle_connections: connections closed because no member spoke over them.
         flooding_connections: connections closed because too much had to be refused.
         dropped_answers: answers to peers that did not read, or had gone.
-        dropped_messages: messages for which there was no time beside those of others.
     """
 
     over_limits: int = 0
@@ -135,7 +134,6 @@ class Tally:
     idle_connections: int = 0
     flooding_connections: int = 0
     dropped_answers: int = 0
-    dropped_messages: int = 0
 
 
 class Budget:

@@ -1,8 +1,8 @@
 """run_master: the server process.
 
 One synchronous loop: asyncio would double the round trip, and the server has nothing else to do meanwhile. A frame goes
-through `Service._take`, `server.limits.fair_share`, `Service._process`, `Dispatcher.receive` and `Sender.send`. Each
-turn of the loop takes all that has come, so that a round's last contribution and its answers are of one turn.
+through `Service._take`, `Dispatcher.receive` and `Sender.send`. ZeroMQ reads the connections in turn, so a busy one
+holds up the others by a frame of its own at a time.
 """
 
 import logging
@@ -22,7 +22,6 @@ from server.config import Config
 from server.core.dispatcher import Dispatcher
 from server.limits import access
 from server.limits.access import ANYBODY, Access, Tenant
-from server.limits.fair_share import FairShare
 from server.network.listener import LOOK_SECONDS, Listener
 from server.network.parent_watch import RETURN_SECONDS, Parent
 from server.network.sender import Sender
@@ -42,9 +41,6 @@ TICK_SECONDS = 0.25
 
 # A plain integer: combining pyzmq's flags takes as long as sending.
 _NO_WAIT = int(zmq.NOBLOCK)
-
-# How long it sleeps at most while frames wait for their turn.
-PAUSE_MILLISECONDS = 1
 
 # Frames taken in one turn, so that a flood cannot delay deadlines and signals.
 DRAIN_AT_MOST = 1024
@@ -85,7 +81,6 @@ class Service:
         self._sender = Sender(self._socket, self._dispatcher)
         self._watch = Watch(config.quota, self._listener, self._dispatcher, self._sender)
         self._members = self._watch.members
-        self._shares: FairShare[tuple[bytes, bytes, Tenant]] = FairShare(self._dispatcher.account)
         # Keep resets out before anybody is let in.
         self._watch.read_monitor()
         self._listener.open()
@@ -132,14 +127,11 @@ class Service:
         while not self._stopping:
             # Waiting in `recv` costs some system calls less for each frame than polling before it.
             try:
-                peer = self._socket.recv(_NO_WAIT if self._shares.waiting else 0)
+                peer = self._socket.recv()
             except zmq.Again:
-                if self._shares.waiting and not self._take_waiting():
-                    self._socket.poll(PAUSE_MILLISECONDS)
+                pass
             else:
                 self._take(peer)
-                if self._shares.waiting and self._shares.is_due(time.monotonic()):
-                    self._take_waiting()
             if time.monotonic() >= next_look:
                 self._look()
                 next_look = time.monotonic() + LOOK_SECONDS
@@ -150,7 +142,7 @@ class Service:
             self._sender.send(self._dispatcher.stop())
 
     def _take(self, peer: bytes) -> None:
-        """Take a frame, of which ZeroMQ has told only the peer; handle it, or let it wait for its turn."""
+        """Take a frame, of which ZeroMQ has told only the peer, and send the answers."""
         part = self._socket.recv(copy=False)
         if part.more:
             self._socket.recv_multipart()
@@ -159,14 +151,7 @@ class Service:
             return
         # Whoever sends several frames speaks another protocol; an empty frame is refused like any garbage.
         frame = b"" if part.more else part.bytes
-        now, payer = time.monotonic(), self._dispatcher.payer(frame, tenant)
-        if payer == self._shares.sole:
-            self._process(now, peer, frame, tenant)
-        elif self._shares.may_go(now, payer, peer):
-            self._process(now, peer, frame, tenant)
-            self._shares.took(payer, time.monotonic() - now)
-        else:
-            self._shares.wait(now, payer, peer, len(frame), (peer, frame, tenant))
+        self._process(time.monotonic(), peer, frame, tenant)
 
     def _newcomer(self, peer: bytes, part: zmq.Frame) -> Tenant | None:
         """Owner of the key of a peer that is not a member yet; None if its frame does not count."""
@@ -176,18 +161,6 @@ class Service:
         if tenant is None:
             self._watch.end(peer, access.revoked())
         return tenant
-
-    def _take_waiting(self) -> bool:
-        """Handle the next frame of those that wait for their turn; returns whether it was time for one."""
-        now = time.monotonic()
-        turn = self._shares.next(now)
-        if turn is None:
-            return False
-        payer, (peer, frame, tenant) = turn
-        if peer not in self._watch.ignored:
-            self._process(now, peer, frame, tenant)
-        self._shares.took(payer, time.monotonic() - now)
-        return True
 
     def _process(self, now: float, peer: bytes, frame: bytes, tenant: Tenant) -> None:
         """Handle a frame, and send the answers."""
@@ -220,7 +193,6 @@ class Service:
         if now >= self._next_tick:
             self._sender.send(self._dispatcher.tick(now))
             self._watch.tick(time.monotonic())
-            self._dispatcher.tally.dropped_messages = self._shares.dropped
             self._next_tick = time.monotonic() + TICK_SECONDS
         if self._parent and self._needs_no_server(self._parent):
             self.stop()

@@ -19,6 +19,6 @@ round sends, and `codec` all others.
 """
 
 from statsd_bn.wire.codec import decode, decode_request, encode
-from statsd_bn.wire.frame import MAGIC, PROTOCOL_VERSION, named_session
+from statsd_bn.wire.frame import MAGIC, PROTOCOL_VERSION
 
-__all__ = ["MAGIC", "PROTOCOL_VERSION", "decode", "decode_request", "encode", "named_session"]
+__all__ = ["MAGIC", "PROTOCOL_VERSION", "decode", "decode_request", "encode"]

@@ -32,16 +32,8 @@ FLOAT = np.dtype("<f8")
 # The zero bytes up to a multiple of 8, by their number.
 PADDING = tuple(map(bytes, range(8)))
 
-# How msgpack begins an array of 16 fields or more; their number follows in two bytes.
-_LONG_ARRAY = b"\xdc"
-
 # Where a header begins: in one of fixed fields with the type, else with what msgpack writes first of an array.
 TYPE = slice(PRELUDE.size, PRELUDE.size + 1)
-
-# Where a session stands: behind the array's beginning, the type, and two bytes for its own length. A Contribution's
-# fixed header has it at the same place.
-_SHORT_ARRAY_SESSION = slice(PRELUDE.size + 4, PRELUDE.size + 4 + limits.TOKEN_BYTES)
-_LONG_ARRAY_SESSION = slice(PRELUDE.size + 6, PRELUDE.size + 6 + limits.TOKEN_BYTES)
 
 _KEY_FIELDS = 7
 
@@ -146,14 +138,6 @@ def values_in(frame: bytes, end: int, shape: tuple[int, ...]) -> FloatArray:
         raise ProtocolError(f"shape of values: expected positive integers, got {shown(shape)}")
     got = len(frame) - start
     raise ProtocolError(f"values: expected {size // 8} float64 for shape {shape} after zero padding, got {got} bytes")
-
-
-def named_session(frame: bytes) -> bytes:
-    """Session that a frame names, found without decoding it; nonsense if it names none, or is unsound.
-
-    The session is the first field of every message that has one.
-    """
-    return frame[_LONG_ARRAY_SESSION] if frame[TYPE] == _LONG_ARRAY else frame[_SHORT_ARRAY_SESSION]
 
 
 def unpack(name: str, packed: bytes, most_items: int, most_names: int = 0) -> Any:

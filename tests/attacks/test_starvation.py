@@ -1,7 +1,4 @@
-"""One tenant takes no other one's time by what its late members report.
-
-Floods of other kinds are in tests/integration/test_fair_service.py.
-"""
+"""One tenant takes no other one's time by what its late members report."""
 
 import time
 from dataclasses import replace

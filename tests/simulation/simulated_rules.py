@@ -19,7 +19,7 @@ from simulation.simulated_beginnings import may_meet_another_beginning
 from simulation.simulated_frames import is_sound
 from simulation.simulated_plan import HARMLESS_FREEZE
 from statsd_bn import errors, limits
-from statsd_bn.wire import decode, named_session
+from statsd_bn.wire import decode
 
 if TYPE_CHECKING:
     from simulation.simulated_member import Outcome, Process
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 # first byte, and in a long array also two bytes of length.
 HEADER_AT = 8
 SHORT_ARRAYS, LONG_ARRAY = range(0x90, 0xA0), 0xDC
+
+# Where a Result's session stands in its frame.
+SESSION = slice(12, 20)
 REGISTER, CONTRIBUTION, AGGREGATE, RESULT, WHEREABOUTS = 1, 3, 4, 11, 13
 
 # What a wait may last beyond its bound: the frames' way, and the server's ticks.
@@ -311,7 +314,7 @@ def _a_result_was_lost_or_late(world: "World", member: int) -> bool:
     lives = [process for process in world.processes if process.number == member]
     sessions = {session.token for process in lives for session in process.sessions.values()}
     held_up = (entry[-1] for entry in world.trace if entry[1] in {"dropped", "corrupted", "delayed"})
-    return any(named_session(frame) in sessions for frame in held_up if kind_of(frame) == RESULT)
+    return any(frame[SESSION] in sessions for frame in held_up if kind_of(frame) == RESULT)
 
 
 def _is_in_time(world: "World", outcome: "Outcome", error: Any) -> bool:

@@ -87,7 +87,6 @@ def test_a_status_report_says_what_the_server_is_doing(play):
         "idle_connections": 0,
         "flooding_connections": 0,
         "dropped_answers": 0,
-        "dropped_messages": 0,
         "ended": [],
         "groups": [
             {
