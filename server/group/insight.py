@@ -7,10 +7,10 @@ import numpy as np
 
 from server.insight.findings import Findings
 from server.insight.pace import Pace
+from server.limits.quota import Room
 from server.membership.contributor import Contributor
 from server.membership.membership import Membership
 from server.rounds.open_rounds import OpenRounds
-from server.rounds.results import Room
 from statsd_bn.errors import LimitExceeded, ProtocolError
 from statsd_bn.messages import LatenessReport, RoundTrips, SkewStats
 from statsd_bn.reduction import FloatArray

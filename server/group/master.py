@@ -9,8 +9,7 @@ import math
 from collections.abc import Callable
 
 from server.group.insight import Insight
-from server.limits.account import GROUP_BYTES, MEMBER_BYTES, NAMED_BYTES, RUN_BYTES
-from server.limits.quota import Budget
+from server.limits.quota import GROUP_BYTES, MEMBER_BYTES, NAMED_BYTES, RUN_BYTES, Budget, Room
 from server.membership.contributor import Contributor
 from server.membership.life import GroupState, MemberState, Told
 from server.membership.membership import Membership
@@ -18,7 +17,7 @@ from server.rounds.claims import Claims
 from server.rounds.open_rounds import OpenRounds, pending
 from server.rounds.parked_contributions import Deferral
 from server.rounds.reduction import reduce_round
-from server.rounds.results import Archive, Room
+from server.rounds.results import Archive
 from server.rounds.rounds import Reply, Round, failure, unknown
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import (

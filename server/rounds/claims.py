@@ -10,9 +10,8 @@ import logging
 from dataclasses import dataclass
 from itertools import pairwise
 
-from server.limits.account import CONTRIBUTION_BYTES, RUN_BYTES
+from server.limits.quota import CONTRIBUTION_BYTES, RUN_BYTES, Room
 from server.membership.contributor import Contributor
-from server.rounds.results import Room
 from server.rounds.rounds import Round
 from statsd_bn import limits
 from statsd_bn.errors import ContributionConflict

@@ -7,8 +7,7 @@ from itertools import islice
 
 from server.insight import looks
 from server.insight.looks import Looks
-from server.limits.account import FUTURE_BYTES, ROUND_BYTES
-from server.limits.quota import Budget, size_of
+from server.limits.quota import FUTURE_BYTES, ROUND_BYTES, Budget, size_of
 from server.membership.contributor import Contributor
 from server.membership.life import GroupState
 from server.membership.membership import Membership

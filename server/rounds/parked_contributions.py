@@ -2,9 +2,8 @@
 
 from collections import Counter
 
-from server.limits.quota import size_of
+from server.limits.quota import Room, size_of
 from server.membership.contributor import Contributor
-from server.rounds.results import Room
 from server.rounds.rounds import conflict, same
 from statsd_bn.messages import Contribution
 from statsd_bn.round_key import RoundKey
@@ -47,8 +46,7 @@ class Deferral:
                 raise conflict(key, contributor.member)
         else:
             size = size_of(contribution.rows)
-            self._room.check(size)
-            self._room.keep(size)
+            self._room.take(size)
             self._counts[contributor.member] += 1
         self._waiting[contributor.member, key] = contributor, contribution, peer
 

@@ -1,4 +1,4 @@
-"""Archive: the answers of ended rounds that a group keeps. Room: the bytes that the whole group takes.
+"""Archive: the answers of ended rounds that a group keeps.
 
 Members in step can be a round apart, so the latest answers are kept for whoever asks again. A round that failed did not
 wait for all, so a member may come to it many rounds later and must still hear why; rounds that succeed do not push such
@@ -6,58 +6,12 @@ an answer out. Of those before the latest a number each is enough: a late copy o
 round anew.
 """
 
-from server.limits.quota import Budget
+from server.limits.quota import Room
 from server.rounds.rounds import Round, State
 from statsd_bn.round_key import RoundKey
 
 # A copy can be late by what a broken connection had under way, which is far less than this.
 REMEMBERED_ROUNDS = 1024
-
-
-class Room:
-    """The bytes that one group takes of its owner's account.
-
-    Args:
-        budget: what the server agrees to keep.
-        owner: whose group it is, see `server.limits.account`.
-
-    Attributes:
-        held: how many bytes the group keeps.
-    """
-
-    def __init__(self, budget: Budget, owner: str) -> None:
-        self.held = 0
-        self._budget = budget
-        self._account = budget.account
-        self._owner = owner
-        self._share = budget.account.share(owner)
-
-    def check(self, size: int) -> None:
-        """Raise LimitExceeded if there is no room for so many bytes more."""
-        if not self._account.fits(self._share, size):
-            self._budget.check_room(self._owner, size)
-
-    def take(self, size: int) -> None:
-        """Keeps bytes.
-
-        Raises:
-            LimitExceeded: they would be too many.
-        """
-        account, share = self._account, self._share
-        if not account.fits(share, size):
-            self._budget.check_room(self._owner, size)
-        account.held += size
-        share.held += size
-        self.held += size
-
-    def keep(self, size: int) -> None:
-        """Count bytes that are kept, without a check; a negative size gives bytes back."""
-        self._account.keep(self._share, size)
-        self.held += size
-
-    def empty(self) -> None:
-        """Give all bytes back."""
-        self.keep(-self.held)
 
 
 class Archive:

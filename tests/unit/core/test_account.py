@@ -11,9 +11,7 @@ import pytest
 
 from server.core.dispatcher import Dispatcher
 from server.limits.access import Tenant
-from server.limits.account import CONTRIBUTION_BYTES, FUTURE_BYTES, GROUP_BYTES, MEMBER_BYTES, Account
-from server.limits.quota import Budget, Quota
-from server.rounds.results import Room
+from server.limits.quota import CONTRIBUTION_BYTES, FUTURE_BYTES, GROUP_BYTES, MEMBER_BYTES, Budget, Quota, Room
 from statsd_bn import limits
 from statsd_bn.errors import LimitExceeded
 from statsd_bn.members import NOBODY, Members
@@ -43,8 +41,8 @@ class Play:
             self.say(register(member, members, **given))
 
     @property
-    def account(self) -> Account:
-        return self.dispatcher._budget.account
+    def budget(self) -> Budget:
+        return self.dispatcher._budget
 
 
 def grown(act: Callable[[], None]) -> int:
@@ -140,9 +138,9 @@ def test_what_is_kept_counts_with_at_least_what_it_takes(ways):
             for frame in frames:
                 play.dispatcher.receive(0.0, os.urandom(5), frame)
 
-    counted = play.account.held
+    counted = play.budget.held
     taken = grown(act)
-    counted = play.account.held - counted
+    counted = play.budget.held - counted
     assert taken <= counted <= 8 * taken
 
 
@@ -166,7 +164,7 @@ def test_the_keys_of_a_tenant_share_an_account():
     play.say(register(0, 1, job="a"), tenant=ALICE)
     play.say(register(0, 1, job="b"), tenant=ANNA)
     play.say(register(0, 1, job="c"), tenant=BOB)
-    assert play.account.of("tenant 'team'") == 2 * play.account.of("tenant 'bob'")
+    assert play.budget.held_of["tenant 'team'"] == 2 * play.budget.held_of["tenant 'bob'"]
     wide = rows(1.0, channels=8000)
     assert not isinstance(bring(play, "a", ALICE, wide), Failure)
     refused = bring(play, "b", ANNA, wide)
@@ -220,4 +218,4 @@ def test_a_budget_says_which_of_both_limits_was_reached():
     with pytest.raises(LimitExceeded, match="the server keeps 60 bytes, and 41 more for job 'b' are above") as caught:
         other.take(41)
     assert caught.value.fields == {"limit": 100, "what": "bytes kept in all"}
-    assert budget.account.held == 60
+    assert budget.held == 60

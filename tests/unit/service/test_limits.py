@@ -10,8 +10,17 @@ from server.cli.status import describe
 from server.config import from_arguments, parser
 from server.core.dispatcher import Dispatcher
 from server.limits.access import ANYBODY
-from server.limits.account import CONTRIBUTION_BYTES, FUTURE_BYTES, GROUP_BYTES, MEMBER_BYTES, NAMED_BYTES, ROUND_BYTES
-from server.limits.quota import Quota, span
+from server.limits.quota import (
+    CONTRIBUTION_BYTES,
+    FUTURE_BYTES,
+    GROUP_BYTES,
+    MEMBER_BYTES,
+    NAMED_BYTES,
+    ROUND_BYTES,
+    Quota,
+    Room,
+    span,
+)
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.members import Members
@@ -248,10 +257,11 @@ def test_a_job_that_ends_gives_all_room_back(ends):
     play = Play()
     play.open()
     play.say(contribution(0), contribution(1), contribution(0, key=key(step=1)))
-    assert play.dispatcher.account.of("job 'job'") > 3 * SIZE
+    budget = play.dispatcher._budget
+    assert budget.held_of["job 'job'"] > 3 * SIZE
     play.say(*ends)
     assert play.kept == []
-    assert play.dispatcher._budget.account.held == 0
+    assert (budget.held, budget.held_of) == (0, {})
 
 
 PAST = {"server": b"server-9", "known": Members.of([0, 1]), "results": 1}
@@ -269,7 +279,7 @@ def test_what_is_put_off_after_a_restart_counts_and_is_given_back():
     assert play.kept == [results + SIZE]
     assert play.is_refused(contribution(0, key=key(step=2)))
     play.say(Leave(session_of(0), ""))
-    assert play.dispatcher._budget.account.held == 0
+    assert play.dispatcher._budget.held == 0
 
 
 def test_whoever_is_lost_while_the_account_is_full_takes_what_it_put_off_along_and_no_more():
@@ -278,12 +288,12 @@ def test_whoever_is_lost_while_the_account_is_full_takes_what_it_put_off_along_a
         known = {**PAST, "known": Members.of([0, 1, 2]), "results": 0}
         play.say(register(member, 3, min_members=1, **known))
         assert not play.is_refused(contribution(member, key=key(step=1)))
-    account = play.dispatcher._budget.account
-    before, share = account.held, account.share("job 'job'")
-    account.keep(share, account.most_of_one)
+    budget = play.dispatcher._budget
+    before, full = budget.held, Room(budget, "job 'job'")
+    full.keep(budget.quota.max_tenant_bytes)
     play.say(Leave(session_of(1), "it failed"))
-    account.keep(share, -account.most_of_one)
-    assert account.held == before - SIZE - MEMBER_BYTES - NAMED_BYTES
+    full.empty()
+    assert budget.held == before - SIZE - MEMBER_BYTES - NAMED_BYTES
 
 
 def test_one_that_names_more_members_than_there_is_room_for_is_refused():
