@@ -99,18 +99,6 @@ class Quota:
         "messages refused on one connection in a quarter of a second, before it is closed; after a restart a member in "
         "every group there may be needs as many",
     )
-    max_bad_frames: int = _option(
-        16,
-        2**20,
-        "messages on one connection in ten seconds that make no sense, before it is closed; no member sends any",
-    )
-    max_refused_seconds: float = _option(
-        0.1,
-        86_400.0,
-        "processor time in a quarter of a second for what is refused on one connection, before it is closed; a message "
-        "of the largest size takes a hundredth of a second",
-        least=0.001,
-    )
     silence_seconds: float = _option(
         limits.SILENCE_SECONDS,
         limits.MAX_DEADLINE,

@@ -151,7 +151,11 @@ class Service:
             return
         # Whoever sends several frames speaks another protocol; an empty frame is refused like any garbage.
         frame = b"" if part.more else part.bytes
-        self._process(time.monotonic(), peer, frame, tenant)
+        received = self._dispatcher.receive(time.monotonic(), peer, frame, tenant)
+        if received.replies:  # of a member's frames only a round's last contribution has any
+            self._sender.send(received.replies)
+        if received.is_refused or peer not in self._members:
+            self._watch.note(peer, received, tenant)
 
     def _newcomer(self, peer: bytes, part: zmq.Frame) -> Tenant | None:
         """Owner of the key of a peer that is not a member yet; None if its frame does not count."""
@@ -161,22 +165,6 @@ class Service:
         if tenant is None:
             self._watch.end(peer, access.revoked())
         return tenant
-
-    def _process(self, now: float, peer: bytes, frame: bytes, tenant: Tenant) -> None:
-        """Handle a frame, and send the answers."""
-        if peer in self._members:
-            received = self._dispatcher.receive(now, peer, frame, tenant)
-            if received.replies:  # only a round's last contribution has any
-                self._sender.send(received.replies)
-            if received.is_refused:
-                # Only counted, not timed: this clock would cost each round of a member a hundredth.
-                self._watch.note(peer, received, tenant, 0.0)
-            return
-        began = time.thread_time()
-        received = self._dispatcher.receive(now, peer, frame, tenant)
-        seconds = time.thread_time() - began
-        self._sender.send(received.replies)
-        self._watch.note(peer, received, tenant, seconds)
 
     def _look(self) -> None:
         """Do what is due beside the frames."""

@@ -6,25 +6,27 @@ that are silent, flood the server, or may no longer come in.
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from server.core.dispatcher import Dispatcher
-from server.core.received import Received
+from server.core.dispatcher import Dispatcher, Received
 from server.limits.access import Tenant
 from server.limits.quota import Quota
 from server.network.connections import Connections
 from server.network.disconnect_probe import Probing
 from server.network.listener import Listener
-from server.network.refusals import Refusals
 from server.network.reset_filter import Resets, let_no_reset_through
 from server.network.sender import Sender
 from server.rounds.rounds import failure
 from statsd_bn.error_text import in_log
-from statsd_bn.errors import StatsdBNError
+from statsd_bn.errors import LimitExceeded, StatsdBNError
+
+# How long a connection that is being ended is ignored: ZeroMQ still hands over what has come over it.
+IGNORED_SECONDS = 10.0
 
 # How long a connection stays whose peer has been told why it ends: another thread sends the frame.
 TOLD_SECONDS = 0.05
@@ -43,7 +45,7 @@ class Watch:
 
     Attributes:
         members: the owners of the keys of members, by the routing ids that the members speak from.
-        ignored: the routing ids of connections that are being ended.
+        ignored: the routing ids of connections that are being ended, and until when to ignore them.
     """
 
     def __init__(self, quota: Quota, listener: Listener, dispatcher: Dispatcher, sender: Sender) -> None:
@@ -52,14 +54,16 @@ class Watch:
         self._sender = sender
         self._unread = sender.unread
         self._connections = Connections(listener.most_of_key)
-        self._refusals = Refusals(quota)
+        self._max_refusals = quota.max_refusals
+        # How many messages were refused since the last tick, by routing id.
+        self._refused: Counter[bytes] = Counter()
         self._resets = Resets()
         self._probing = Probing()
         self._has_disconnected = False
         # Connections that are to end, and when.
         self._doomed: dict[int, float] = {}
         self.members = self._connections.members
-        self.ignored = self._refusals.ignored
+        self.ignored: dict[bytes, float] = {}
 
     def is_heard(self, peer: bytes, part: zmq.Frame) -> bool:
         """Whether a frame from a peer that is not a member counts; notes the peer if it is new."""
@@ -71,26 +75,28 @@ class Watch:
             self._unread.meet(peer, _descriptor(part))
         return True
 
-    def note(self, peer: bytes, received: Received, tenant: Tenant, seconds: float) -> None:
+    def note(self, peer: bytes, received: Received, tenant: Tenant) -> None:
         """Note what became of a frame; ends the connection of a peer that is refused too often.
 
         Args:
             peer: where it came from.
             received: what became of it.
             tenant: the owner of the peer's key.
-            seconds: the processor time that it took, 0 for a member's.
         """
         if received.is_refused:  # which does not keep its connection open
-            if excess := self._refusals.add(peer, seconds, is_bad=received.is_unsound):
+            self._refused[peer] += 1
+            if self._refused[peer] > (most := self._max_refusals):
                 self._dispatcher.tally.flooding_connections += 1
-                self.end(peer, excess)
+                what = "messages that are refused"
+                text = f"expected at most {most} {what}, got more; the connection ends"
+                self.end(peer, LimitExceeded(text, limit=most, what=what))
         elif peer not in self.members:
             self._get_to_know(peer, received.session, tenant)
 
     def end(self, peer: bytes, error: StatsdBNError) -> None:
         """Tell a peer why its connection ends, which it does a moment later; ignore what else it sends."""
         logger.warning("peer %r: %s", peer, in_log(error))
-        self._refusals.ignore(time.monotonic(), peer)
+        self.ignored[peer] = time.monotonic() + IGNORED_SECONDS
         self.members.pop(peer, None)
         # A frame may be read after its connection has ended, and another connection may have the descriptor by then.
         if self._sender.deliver(peer, failure(error)) != zmq.EHOSTUNREACH:
@@ -142,14 +148,16 @@ class Watch:
         self._cut(gone)
 
     def tick(self, now: float) -> None:
-        """End silent connections, and look for reset ones; call it four times a second."""
+        """End silent connections, look for reset ones, and forgive what was refused; call it four times a second."""
         self._connections.leave(now, self._dispatcher.is_registered)
         overdue = self._connections.overdue(now)
         self._dispatcher.tally.idle_connections += len(overdue)
         self._cut(overdue)
         self._suspect_resets(now)
         self._doomed.update(dict.fromkeys(self._unread.late(), 0.0))
-        self._refusals.forgive(now)
+        self._refused.clear()
+        for peer in [peer for peer, until in self.ignored.items() if until <= now]:
+            del self.ignored[peer]
 
     def _get_to_know(self, peer: bytes, session: bytes, tenant: Tenant) -> None:
         """Note a connection that something sound has come over, perhaps from a member."""

@@ -18,7 +18,7 @@ from client.conversation.member import Member
 from client.launch import connect as launch
 from client.launch.settings import resolve
 from programs import member_programs
-from server.core.received import Received
+from server.core.dispatcher import Received
 from statsd_bn import PROTOCOL_VERSION, Rows, endpoints, errors, limits
 from support.memory_members import MemoryMaster, outcome, run_members
 from support.sentences import says

@@ -8,7 +8,6 @@ import pytest
 
 from conftest import running_server
 from server.cli.status import ask
-from server.limits.quota import Quota
 from server.network import service as network_service
 from statsd_bn.messages import NO_SERVER, Registered, Status, StatusRequest
 from statsd_bn.wire import decode, encode
@@ -26,7 +25,7 @@ CLAIMS, PLACES = 24, 4
 def test_a_heartbeat_in_a_flood_that_breaks_off_does_not_end_the_server(delay_bytes):
     """libzmq answers a heartbeat at once, and ends the process if the connection has broken meanwhile."""
     flood = (message(b"x") * 100 + PING * 3) * 12
-    options = "--insecure", "--max-refusals", str(2**20), "--max-bad-frames", str(2**20)
+    options = "--insecure", "--max-refusals", str(2**20)
     with running_server(*options, bind=ANY_PORT) as server:
         for _ in range(30):
             try:
@@ -63,11 +62,12 @@ def answer(peer: RawPeer) -> object:
 def test_a_peer_is_told_why_its_connection_ends_however_soon_the_server_looks(serve, monkeypatch):
     """The frame leaves by another thread, which needs a moment."""
     monkeypatch.setattr(network_service, "LOOK_SECONDS", 0.0)
-    service = serve()
+    most = 16
+    service = serve(max_refusals=most)
     for _ in range(20):
         with RawPeer(service.endpoints[0]) as peer:
-            # What is borne in ten seconds may be borne twice, where the ten seconds end meanwhile.
-            for _ in range(2 * Quota().max_bad_frames + 1):
+            # What is borne in a quarter of a second may be borne twice, where that ends meanwhile.
+            for _ in range(2 * most + 1):
                 peer.send(b"x")
             while answer(peer).code != "limit":
                 pass

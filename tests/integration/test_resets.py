@@ -32,7 +32,7 @@ ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="resets reach Zero
 SILENCE_SECONDS = 60.0
 
 # The server ends no connection for what it has to refuse.
-MANY = ("--max-refusals", str(2**20), "--max-bad-frames", str(2**20), "--max-refused-seconds", "3600")
+MANY = ("--max-refusals", str(2**20))
 
 # A peer, and how it answers: it has acknowledged all, a moment ago; something for some time; nothing since long ago.
 PEER = 7

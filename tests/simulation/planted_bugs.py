@@ -20,9 +20,8 @@ from client.conversation.session import Session
 from client.shared_memory.group_memory import Found, GroupMemory
 from client.transports.round_in_memory import RoundInMemory
 from server.core import collectives, deadlock, inquiry, mismatches
-from server.core.dispatcher import Dispatcher
+from server.core.dispatcher import Dispatcher, Received
 from server.core.liveness import Liveness
-from server.core.received import Received
 from server.group.master import SyncMaster
 from server.membership.life import GroupState, MemberState
 from server.membership.membership import Membership

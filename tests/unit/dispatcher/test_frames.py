@@ -110,17 +110,17 @@ def test_the_dispatcher_says_what_became_of_a_frame(play):
     def became(message):
         frame = message if isinstance(message, bytes) else encode(message)
         received = play.dispatcher.receive(play.now, b"peer", frame)
-        return received.session, received.is_refused, received.is_unsound
+        return received.session, received.is_refused
 
     session = session_of(0)
-    accepted = (session, False, False)
+    accepted = (session, False)
     assert became(register(0, 1)) == accepted
     assert became(contribution(0)) == accepted
     assert became(Heartbeat(session)) == accepted
-    assert became(StatusRequest()) == (b"", False, False)
-    assert became(b"garbage") == (b"", True, True)
-    assert became(register(1, 1, session=session)) == (b"", True, True), "one session, two members"
-    assert became(register(0, 2, session=session_of(5))) == (b"", True, False), "another size of the group"
-    assert became(Heartbeat(session_of(7))) == (b"", True, False), "no such session"
-    assert became(Leave(session, "")) == (b"", False, False), "it has just left"
-    assert became(contribution(0)) == (b"", True, False)
+    assert became(StatusRequest()) == (b"", False)
+    assert became(b"garbage") == (b"", True)
+    assert became(register(1, 1, session=session)) == (b"", True), "one session, two members"
+    assert became(register(0, 2, session=session_of(5))) == (b"", True), "another size of the group"
+    assert became(Heartbeat(session_of(7))) == (b"", True), "no such session"
+    assert became(Leave(session, "")) == (b"", False), "it has just left"
+    assert became(contribution(0)) == (b"", True)

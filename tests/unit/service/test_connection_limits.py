@@ -1,4 +1,4 @@
-"""Limits of connections, without sockets: which are overdue, which are refused too much."""
+"""Limits of connections, without sockets: which are overdue."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -7,11 +7,8 @@ from contextlib import ExitStack
 import pytest
 
 from server.limits.access import Tenant
-from server.limits.quota import Quota
 from server.network import connections as server_connections
 from server.network.connections import IDLE_SECONDS, SETTLING_SECONDS, Connections
-from server.network.refusals import MEMORY_SECONDS, Refusals
-from statsd_bn.errors import LimitExceeded
 
 
 def with_key(key: str) -> Tenant:
@@ -46,41 +43,6 @@ def test_a_frame_that_is_read_after_the_end_of_its_connection_leaves_nothing_beh
         assert connections.members.keys() == {b"other"}
         connections.ended(number)
     assert not connections.members
-
-
-@pytest.mark.parametrize(
-    ("quota", "frames"),
-    [
-        ({"max_refusals": 2}, [(0.0, False)] * 3),
-        ({"max_bad_frames": 2}, [(0.0, True)] * 3),
-        ({"max_refused_seconds": 0.5}, [(0.2, False), (0.2, True), (0.2, False)]),
-    ],
-)
-def test_what_is_refused_is_counted_and_weighed(quota, frames):
-    refusals = Refusals(Quota(**quota))
-    errors = [refusals.add(b"one", seconds, is_bad=is_bad) for seconds, is_bad in frames]
-    assert errors[:-1] == [None, None]
-    assert isinstance(errors[-1], LimitExceeded)
-    assert refusals.add(b"other", 0.01, is_bad=True) is None
-
-
-def test_what_was_refused_is_forgiven_after_a_while_and_what_made_no_sense_later():
-    refusals = Refusals(Quota(max_refusals=2, max_bad_frames=3))
-    for turn in range(3):
-        assert refusals.add(b"one", 0.0, is_bad=True) is None
-        refusals.forgive(turn * 0.25)
-    assert isinstance(refusals.add(b"one", 0.0, is_bad=True), LimitExceeded)
-    refusals.forgive(MEMORY_SECONDS)
-    assert refusals.add(b"one", 0.0, is_bad=True) is None
-
-
-def test_a_connection_that_is_being_ended_is_ignored_until_all_has_been_read_that_had_come():
-    refusals = Refusals(Quota())
-    refusals.ignore(1.0, b"one")
-    refusals.forgive(1.0 + MEMORY_SECONDS / 2)
-    assert b"one" in refusals.ignored
-    refusals.forgive(1.0 + MEMORY_SECONDS)
-    assert b"one" not in refusals.ignored
 
 
 def test_a_connection_is_overdue_that_has_been_silent_for_long_unless_it_is_a_members(connected):

@@ -66,7 +66,7 @@ def test_a_handshake_that_does_not_end_is_ended(serve, monkeypatch):
 
 def test_a_connection_over_which_no_member_speaks_is_ended_and_a_members_is_not(serve, dial, monkeypatch):
     monkeypatch.setattr(connections, "IDLE_SECONDS", 0.5)
-    service = serve(max_refusals=2**20, max_bad_frames=2**20)
+    service = serve(max_refusals=2**20)
     who = Member("job", "world", 0, 0, 1, 20.0, "here")
     with Connection(ZmqChannelPool(service.endpoints[0]), who) as member:
         # The member may have its answer before the server has noted whose connection it is.
@@ -102,19 +102,12 @@ def test_a_status_is_answered_over_a_connection_that_was_ended_before(serve, dia
         wait_until(lambda before=report: told(service, "idle_connections") > before["idle_connections"])
 
 
-# No connection is closed for what is refused on it, or for its age: a slow machine may take minutes.
-NEVER_CLOSED = {
-    "max_refusals": 2**20,
-    "max_bad_frames": 2**20,
-    "max_refused_seconds": 86_400.0,
-}
-
-
 def test_who_does_not_read_does_not_grow_the_servers_memory(serve, dial, caplog, monkeypatch):
     """Without a bound what waits would take 30 MB."""
     caplog.set_level(logging.CRITICAL, "statsd_bn.server")  # pytest keeps what is logged
     monkeypatch.setattr(connections, "IDLE_SECONDS", 86_400.0)
-    service = serve(max_unread=2, **NEVER_CLOSED)
+    # No connection is closed for what is refused on it, or for its age: a slow machine may take minutes.
+    service = serve(max_unread=2, max_refusals=2**20)
     stranger = dial(service)
     stranger.sndtimeo = int(WAIT_SECONDS * 1000)
     long = "n" * limits.MAX_NAME_BYTES
@@ -155,6 +148,19 @@ def test_a_connection_over_which_too_much_is_refused_is_told_so_and_ended(serve,
     report = ask(service.endpoints[0])
     assert report["flooding_connections"] == codes.count("limit")
     assert report["strangers"] == codes.count("unknown_session") < 100
+
+
+def test_what_was_refused_is_forgotten_after_a_moment(serve, dial):
+    service, refused = serve(max_refusals=5), 0
+    stranger = dial(service)
+    while refused < 20:
+        stranger.send(encode(contribution(0)))
+        assert stranger.poll(WAIT_SECONDS * 1000)
+        assert decode(stranger.recv()).code == "unknown_session"
+        refused += 1
+        if refused % 5 == 0:
+            wait_until(lambda: not service._watch._refused)
+    assert told(service, "flooding_connections") == 0
 
 
 def test_a_member_may_be_refused_once_for_each_group_after_a_restart(serve, dial):
