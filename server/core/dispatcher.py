@@ -187,10 +187,6 @@ class Dispatcher:
         """Whether a session is registered."""
         return session in self._registry.sessions
 
-    def exceeded(self, text: str, limit: int, what: str) -> LimitExceeded:
-        """Count a refusal over a limit, and return its error."""
-        return self._budget.exceeded(text, limit, what)
-
     def expel(self, now: float, access: Access) -> list[Reply]:
         """End the members whose keys are revoked, or no longer for their job."""
         records = self._registry.sessions.items()

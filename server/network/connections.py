@@ -6,7 +6,6 @@ descriptor; to ZeroMQ the peer has then hung up. A client that is cut off by mis
 """
 
 import os
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,15 +13,8 @@ from dataclasses import dataclass
 from server.limits.access import Tenant
 from server.network.reset_filter import hang_up
 
-# A connection counts as silent after this long: an honest client speaks at once, but the server may have other work
-# first.
-SETTLING_SECONDS = 1.0
-
 # How long a connection may be silent that is no member's.
 IDLE_SECONDS = 60.0
-
-# Connections that have said nothing yet; the oldest beyond are ended, and clients connect again.
-MOST_SILENT = 256
 
 
 @dataclass(slots=True)
@@ -32,7 +24,6 @@ class Connection:
     Attributes:
         socket: inode of the socket, because descriptors are used again.
         heard: when it was accepted, or a sound message came, or its member left.
-        has_spoken: whether a sound message has come.
         peer: its routing id, while a member speaks over it, which may be silent; else b"".
         session: that member's.
         key: the public key that it was made with, known once something has come over it.
@@ -40,7 +31,6 @@ class Connection:
 
     socket: int
     heard: float
-    has_spoken: bool = False
     peer: bytes = b""
     session: bytes = b""
     key: str = ""
@@ -49,51 +39,38 @@ class Connection:
 class Connections:
     """The connections by file descriptor.
 
-    Args:
-        most_of_key: how many one key may have.
-
     Attributes:
         members: the owners of the keys of members, by the routing ids that the members speak from.
     """
 
-    def __init__(self, most_of_key: int) -> None:
+    def __init__(self) -> None:
         self.members: dict[bytes, Tenant] = {}
-        self._most_of_key = most_of_key
-        self._of_key: Counter[str] = Counter()
         self._connections: dict[int, Connection] = {}
 
     def accepted(self, now: float, descriptor: int) -> None:
         """Note a new connection."""
         self.ended(descriptor)
         with suppress(OSError):
-            connection = Connection(os.fstat(descriptor).st_ino, now)
-            self._connections[descriptor] = connection
-            self._of_key[connection.key] += 1
+            self._connections[descriptor] = Connection(os.fstat(descriptor).st_ino, now)
 
-    def ended(self, descriptor: int) -> None:
-        """Note the end of a connection."""
-        self._forget(descriptor)
+    def ended(self, descriptor: int) -> Connection | None:
+        """Note the end of a connection; returns it if it was known."""
+        connection = self._connections.pop(descriptor, None)
+        if connection:
+            self.members.pop(connection.peer, None)
+        return connection
 
-    def heard(self, now: float, descriptor: int, tenant: Tenant, peer: bytes = b"", session: bytes = b"") -> bool:
-        """Note a sound message, and its sender's routing id and session if that is a member.
-
-        Returns:
-            Whether the key may have this connection.
-        """
-        key = tenant.key
+    def heard(self, now: float, descriptor: int, tenant: Tenant, peer: bytes = b"", session: bytes = b"") -> None:
+        """Note a sound message, and its sender's routing id and session if that is a member."""
         connection = self._connections.get(descriptor)
         if connection is None:
-            return True
-        connection.heard, connection.has_spoken = now, True
+            return
         # A frame may be read after its connection has ended, and its descriptor may then be another's.
-        self._of_key[connection.key] -= 1
-        self._of_key[key] += 1
-        connection.key = key
+        connection.heard, connection.key = now, tenant.key
         if session:
             self.members.pop(connection.peer, None)
             connection.peer, connection.session = peer, session
             self.members[peer] = tenant
-        return not key or self._of_key[key] <= self._most_of_key
 
     def leave(self, now: float, is_registered: Callable[[bytes], bool]) -> None:
         """Note which connections are no member's any more; from now on they may be silent only as long as any other.
@@ -106,12 +83,9 @@ class Connections:
                 connection.heard, connection.peer, connection.session = now, b"", b""
 
     def overdue(self, now: float) -> list[int]:
-        """Connections without a member that have been silent for too long, or are too many."""
-        # In the order in which they came.
-        others = [(number, one) for number, one in self._connections.items() if not one.peer]
-        silent = [number for number, one in others if not one.has_spoken and one.heard < now - SETTLING_SECONDS]
-        too_many = set(silent[: max(0, len(silent) - MOST_SILENT)])
-        return [number for number, one in others if one.heard < now - IDLE_SECONDS or number in too_many]
+        """Connections without a member that have been silent for too long."""
+        connections = self._connections.items()
+        return [number for number, one in connections if not one.peer and one.heard < now - IDLE_SECONDS]
 
     def of_members(self) -> dict[int, bytes]:
         """Connections over which members speak, each with its routing id."""
@@ -123,16 +97,9 @@ class Connections:
 
     def cut(self, descriptor: int) -> None:
         """End a connection; ZeroMQ notices and closes it."""
-        connection = self._forget(descriptor)
+        connection = self.ended(descriptor)
         if connection is None:
             return
         with suppress(OSError):
             if os.fstat(descriptor).st_ino == connection.socket:
                 hang_up(descriptor)
-
-    def _forget(self, descriptor: int) -> Connection | None:
-        connection = self._connections.pop(descriptor, None)
-        if connection:
-            self.members.pop(connection.peer, None)
-            self._of_key[connection.key] -= 1
-        return connection

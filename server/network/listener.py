@@ -1,6 +1,5 @@
 """Listener: the server's ROUTER socket, how it is set up, and what it leaves on disk."""
 
-import resource
 from collections.abc import Callable
 
 import zmq
@@ -27,9 +26,6 @@ RECEIVE_HIGH_WATER_MARK = 16
 # How long a handshake may take: on a good network milliseconds, on a bad one a second.
 HANDSHAKE_MILLISECONDS = 10_000
 
-# Connections that one key may have: a member needs three.
-KEY_CONNECTIONS = 3 * limits.MAX_MEMBERS
-
 # How soon ZeroMQ finds out that a peer's host has vanished: after a minute of silence it asks every ten seconds.
 KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 6}
 
@@ -52,7 +48,6 @@ class Listener:
     Attributes:
         socket: the ROUTER.
         monitor: reports what happens to its connections.
-        most_of_key: how many connections one key may have.
 
     Raises:
         ConfigurationError: keys are wanted, and this ZeroMQ was built without them.
@@ -65,7 +60,6 @@ class Listener:
         self._context = zmq.Context()
         self._files: list[ipc_path.SocketFile] = []
         self.socket = self._context.socket(zmq.ROUTER)
-        self.most_of_key = _most_of_key()
         # Before anything is bound, so that nobody comes in unasked.
         self._gatekeeper = Gatekeeper(self._context, is_let_in)
         self.monitor = self.socket.get_monitor_socket(EVENTS)
@@ -133,9 +127,3 @@ class Listener:
         self.socket.curve_server = True
         self.socket.curve_publickey = pair.public.encode()
         self.socket.curve_secretkey = pair.secret.encode()
-
-
-def _most_of_key() -> int:
-    """How many connections a key may have: at most half of the files that this process may open."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return KEY_CONNECTIONS if most < 0 else min(KEY_CONNECTIONS, max(1, most // 2))

@@ -53,7 +53,7 @@ class Watch:
         self._dispatcher = dispatcher
         self._sender = sender
         self._unread = sender.unread
-        self._connections = Connections(listener.most_of_key)
+        self._connections = Connections()
         self._max_refusals = quota.max_refusals
         # How many messages were refused since the last tick, by routing id.
         self._refused: Counter[bytes] = Counter()
@@ -91,7 +91,8 @@ class Watch:
                 text = f"expected at most {most} {what}, got more; the connection ends"
                 self.end(peer, LimitExceeded(text, limit=most, what=what))
         elif peer not in self.members:
-            self._get_to_know(peer, received.session, tenant)
+            descriptor = self._unread.descriptor(peer)
+            self._connections.heard(time.monotonic(), descriptor, tenant, peer, received.session)
 
     def end(self, peer: bytes, error: StatsdBNError) -> None:
         """Tell a peer why its connection ends, which it does a moment later; ignore what else it sends."""
@@ -158,14 +159,6 @@ class Watch:
         self._refused.clear()
         for peer in [peer for peer, until in self.ignored.items() if until <= now]:
             del self.ignored[peer]
-
-    def _get_to_know(self, peer: bytes, session: bytes, tenant: Tenant) -> None:
-        """Note a connection that something sound has come over, perhaps from a member."""
-        descriptor = self._unread.descriptor(peer)
-        if not self._connections.heard(time.monotonic(), descriptor, tenant, peer, session):
-            most = self._listener.most_of_key
-            text = f"expected at most {most} connections with the key of {tenant.name!r}, got more; this one ends"
-            self.end(peer, self._dispatcher.exceeded(text, most, "connections of a key"))
 
     def _happened(self, event: int, value: int) -> None:
         if event == zmq.EVENT_LISTENING:

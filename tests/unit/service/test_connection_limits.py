@@ -7,8 +7,7 @@ from contextlib import ExitStack
 import pytest
 
 from server.limits.access import Tenant
-from server.network import connections as server_connections
-from server.network.connections import IDLE_SECONDS, SETTLING_SECONDS, Connections
+from server.network.connections import IDLE_SECONDS, Connections
 
 
 def with_key(key: str) -> Tenant:
@@ -20,8 +19,8 @@ def connected() -> Iterator[Callable[..., tuple[Connections, list[int]]]]:
     """Connections, one accepted each second from 0 on."""
     with ExitStack() as stack:
 
-        def make(n: int, most_of_key: int = 100) -> tuple[Connections, list[int]]:
-            connections = Connections(most_of_key)
+        def make(n: int) -> tuple[Connections, list[int]]:
+            connections = Connections()
             numbers = [stack.enter_context(socket.socket()).fileno() for _ in range(n)]
             for second, number in enumerate(numbers):
                 connections.accepted(float(second), number)
@@ -31,7 +30,7 @@ def connected() -> Iterator[Callable[..., tuple[Connections, list[int]]]]:
 
 
 def test_a_frame_that_is_read_after_the_end_of_its_connection_leaves_nothing_behind():
-    connections = Connections(most_of_key=1)
+    connections = Connections()
     with socket.socket() as open_one:
         number = open_one.fileno()
         connections.accepted(0.0, number)
@@ -54,14 +53,6 @@ def test_a_connection_is_overdue_that_has_been_silent_for_long_unless_it_is_a_me
     assert connections.overdue(IDLE_SECONDS + 3.0) == [silent, speaker]
 
 
-def test_of_too_many_silent_connections_the_oldest_are_overdue_and_none_that_has_just_come(connected, monkeypatch):
-    monkeypatch.setattr(server_connections, "MOST_SILENT", 1)
-    connections, numbers = connected(5)
-    connections.heard(5.0, numbers[0], with_key(""))
-    assert connections.overdue(2.5 + SETTLING_SECONDS) == [numbers[1]]
-    assert connections.overdue(4.5 + SETTLING_SECONDS) == numbers[1:4]
-
-
 def test_a_connection_is_a_members_while_its_session_is_registered(connected):
     connections, (number,) = connected(1)
     connections.heard(1.0, number, with_key(""), b"peer", b"session")
@@ -72,13 +63,3 @@ def test_a_connection_is_a_members_while_its_session_is_registered(connected):
     assert not connections.members
     assert connections.overdue(100.0 + IDLE_SECONDS) == []
     assert connections.overdue(100.5 + IDLE_SECONDS) == [number]
-
-
-def test_a_key_has_only_so_many_connections_and_another_key_as_many(connected):
-    connections, numbers = connected(4, most_of_key=1)
-    assert connections.heard(4.0, numbers[0], with_key("alice"))
-    assert connections.heard(4.0, numbers[0], with_key("alice"))
-    assert not connections.heard(4.0, numbers[1], with_key("alice"))
-    assert connections.heard(4.0, numbers[2], with_key("bob"))
-    connections.ended(numbers[0])
-    assert connections.heard(5.0, numbers[1], with_key("alice"))
