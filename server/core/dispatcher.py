@@ -13,7 +13,6 @@ from dataclasses import asdict
 from typing import Any
 
 from server.core import deadlock, report
-from server.core.figures import FiguresAnswers
 from server.core.inquiry import Inquiry
 from server.core.mismatches import Mismatches
 from server.core.registration import Registration
@@ -110,8 +109,7 @@ class Dispatcher:
         self._registration = Registration(server, self._registry, self._budget)
         self._inquiry = Inquiry(self._registry, self._budget.quota.silence_seconds)
         self._mismatches = Mismatches(self._budget.quota.silence_seconds)
-        self._reports = Reports(self._counts)
-        self._figures = FiguresAnswers(self._budget)
+        self._reports = Reports(self._counts, self._budget)
         self.tally = self._budget.tally
         self.received = 0
         self.bad_frames = 0
@@ -257,7 +255,7 @@ class Dispatcher:
         if isinstance(asked, StatusRequest):
             return self._reports.frame(now, tenant, self._masters(tenant), self._registry.ended_jobs)
         master = self._registry.masters.get((asked.job, asked.group)) if tenant.may(asked.job) else None
-        return self._figures.frame(now, tenant, asked, master)
+        return self._reports.figures(now, tenant, asked, master)
 
     def _check_owner(self, message: Request, record: SessionRecord | None, tenant: Tenant) -> None:
         """Refuse a session that registered with another key, and a job that this key is not for."""

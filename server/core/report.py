@@ -4,17 +4,21 @@ Members and rounds of large groups are left out, so that a large group does not 
 """
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from server.core.allowance import Allowance
+import numpy as np
+
 from server.core.ended_jobs import EndedJobs
 from server.group.master import SyncMaster
 from server.limits.access import Tenant
+from server.limits.quota import Budget
 from server.rounds.rounds import Round
 from statsd_bn import limits
 from statsd_bn.error_text import in_log
-from statsd_bn.messages import Status
+from statsd_bn.messages import Figures, FiguresRequest, Status
+from statsd_bn.skew import FIGURES
 from statsd_bn.wire import encode
 
 # What entries take at most in msgpack, beside their texts: the server's own counts, a job that has ended, a group, a
@@ -33,6 +37,11 @@ KEPT_SECONDS_EACH, KEPT_SECONDS = 20e-6, 1.0
 
 # Reports that are kept, one for each tenant, each a megabyte at most.
 KEPT_REPORTS = 16
+
+# Bytes that one tenant is sent at once, and then each second: all answers wait while ZeroMQ encrypts them, some 3 ms
+# for a megabyte, and take memory until then. A report of eight groups of 16 takes 8 kB, so 500 of them fit into a
+# second.
+SENT_AT_ONCE, SENT_EACH_SECOND = 2**23, 2**22
 
 
 def groups(masters: Collection[SyncMaster], now: float, ended: list[dict[str, Any]]) -> dict[str, Any]:
@@ -149,20 +158,43 @@ def _size(text: str) -> int:
     return len(text.encode(errors="replace"))
 
 
+class Allowance:
+    """How many bytes of one kind of answer each tenant is sent, so that asking does not take the server's time."""
+
+    def __init__(self) -> None:
+        # For each owner: bytes sent, less what it may be sent since; and when that was.
+        self._sent: dict[str, tuple[float, float]] = {}
+
+    def is_spent(self, now: float, owner: str) -> bool:
+        """Whether an owner has to wait for a while."""
+        return self._left_over(now, owner) > SENT_AT_ONCE
+
+    def spend(self, now: float, owner: str, frame: bytes) -> bytes:
+        """Count a frame that an owner is sent, and return it."""
+        self._sent[owner] = (self._left_over(now, owner) + len(frame), now)
+        return frame
+
+    def _left_over(self, now: float, owner: str) -> float:
+        sent, since = self._sent.get(owner, (0.0, now))
+        return max(0.0, sent - SENT_EACH_SECOND * (now - since))
+
+
 class Reports:
-    """Frames that carry reports; long ones are kept for a moment, and the groups are left out for who asks too often.
+    """Frames that carry reports and figures, to whoever asks; long reports are kept for a moment.
 
     Args:
         counts: returns what a report says beside its groups, at a given time.
+        budget: where refusals are counted.
     """
 
-    def __init__(self, counts: Callable[[float], dict[str, Any]]) -> None:
+    def __init__(self, counts: Callable[[float], dict[str, Any]], budget: Budget) -> None:
         self._counts = counts
+        self._budget = budget
         self._kept: dict[str, tuple[float, bytes]] = {}
-        self._allowance = Allowance()
+        self._of_reports, self._of_figures = Allowance(), Allowance()
 
     def frame(self, now: float, tenant: Tenant, masters: Collection[SyncMaster], ended: EndedJobs) -> bytes:
-        """Report for a tenant.
+        """Report for a tenant; the groups are left out for one that asks too often.
 
         Args:
             now: the time.
@@ -171,11 +203,31 @@ class Reports:
             ended: the jobs that have ended.
         """
         owner = tenant.owner("")
-        if self._allowance.is_spent(now, owner):
+        if self._of_reports.is_spent(now, owner):
             return encode(Status({**self._counts(now), "groups": [], "ended": [], "left_out": len(masters)}))
-        frame = self._whole(now, tenant, masters, ended)
-        self._allowance.spend(now, owner, len(frame))
-        return frame
+        return self._of_reports.spend(now, owner, self._whole(now, tenant, masters, ended))
+
+    def figures(self, now: float, tenant: Tenant, asked: FiguresRequest, master: SyncMaster | None) -> bytes:
+        """What the server has seen of the members' data, in an answer of a bounded size.
+
+        Args:
+            now: the time.
+            tenant: who asks.
+            asked: what for.
+            master: of the group; None if the tenant may see no such group.
+
+        Raises:
+            LimitExceeded: the tenant has asked for too much lately.
+        """
+        owner = tenant.owner("")
+        if self._of_figures.is_spent(now, owner):
+            text = f"figures: expected to be asked for at most {SENT_EACH_SECOND} bytes a second"
+            raise self._budget.exceeded(text, SENT_EACH_SECOND, "bytes of figures a second")
+        answer = Figures(asked.job, asked.group, asked.first, 0, "", np.zeros((0, 0, FIGURES)))
+        if master:
+            total, names, values = master.insight.comparison.averages(asked.first, limits.MAX_FIGURES_BYTES)
+            answer = replace(answer, total=total, layers="\n".join(names), values=values)
+        return self._of_figures.spend(now, owner, encode(answer))
 
     def _whole(self, now: float, tenant: Tenant, masters: Collection[SyncMaster], ended: EndedJobs) -> bytes:
         until, frame = self._kept.get(tenant.key, (now, b""))

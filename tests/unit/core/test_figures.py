@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from server.core import allowance
+from server.core import report
 from server.core.dispatcher import Dispatcher
 from server.limits.access import ANYBODY, Tenant
 from statsd_bn import limits
@@ -78,8 +78,8 @@ def test_what_does_not_fit_into_one_answer_comes_in_the_next(play, monkeypatch):
 def test_who_asks_for_too_much_has_to_wait_and_nobody_else_has(play, monkeypatch):
     play.tell(["stem"])
     size = len(encode(play.ask()))
-    monkeypatch.setattr(allowance, "SENT_AT_ONCE", 3 * size)
-    monkeypatch.setattr(allowance, "SENT_EACH_SECOND", 2 * size)
+    monkeypatch.setattr(report, "SENT_AT_ONCE", 3 * size)
+    monkeypatch.setattr(report, "SENT_EACH_SECOND", 2 * size)
     answers = [play.ask() for _ in range(5)]
     assert [isinstance(answer, Figures) for answer in answers] == [True, True, True, False, False]
     assert isinstance(answers[-1], Failure)

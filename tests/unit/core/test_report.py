@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from server.cli.status import describe
-from server.core import allowance, report
+from server.core import report
 from server.core.dispatcher import Dispatcher
 from server.core.report import KEPT_SECONDS, TOLD_MISSING, TOLD_ROUNDS
 from server.limits.access import Tenant
@@ -110,8 +110,8 @@ def test_a_long_report_is_built_once_in_a_while_for_each_tenant(monkeypatch):
 
 
 def test_who_asks_too_often_is_told_the_counts_and_nobody_else_is(monkeypatch):
-    monkeypatch.setattr(allowance, "SENT_AT_ONCE", 2**14)
-    monkeypatch.setattr(allowance, "SENT_EACH_SECOND", 2**12)
+    monkeypatch.setattr(report, "SENT_AT_ONCE", 2**14)
+    monkeypatch.setattr(report, "SENT_EACH_SECOND", 2**12)
     play = Play()
     play.begin("a-job", 100)
     play.begin("b-job", 100)
