@@ -9,14 +9,12 @@ from functools import partial
 
 from server.arguments import Parser, host_and_port, meant
 from server.cli.asking import expects_key
-from server.cli.plain_logs import PlainFormatter
-from server.cli.sparing_logs import Sparing
+from server.cli.logs import PlainFormatter, Sparing
 from server.cli.status import CHECK_SECONDS, ask, describe, own_endpoint
 from server.cli.watch import as_json, watch
 from server.config import from_arguments
 from server.network.service import run_master
-from server.secrets.key_source import load_asking
-from server.secrets.keygen import generate, write_secret
+from server.secrets.keygen import generate, load_asking, write_secret
 from statsd_bn.endpoints import check_key, check_server, needs_keys
 from statsd_bn.environment import boolean
 from statsd_bn.error_text import broken, in_log

@@ -7,7 +7,8 @@ may wait in one group for a member that waits for it in another.
 
 A member is *blocked* while it waits in an open round, for a group to open, or for all to come back from `client.join`.
 A member that is not blocked is free, and so is each member that waits for a free one. Those that remain are *stuck*:
-nobody who could free them is running.
+nobody who could free them is running. Most jobs wait for few contributions; a search takes time in proportion to these,
+and to the ranks of the collectives of torch that members say they are in, so `Mismatches` bounds how often it is made.
 
 A member may also wait in a collective of torch for members that wait here, see `server.core.collectives`: then it is
 blocked like one that waits in a round.
@@ -16,14 +17,17 @@ blocked like one that waits in a round.
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
-from server.core.collectives import Held
+from server.core.collectives import Held, held_members, ranks_told
+from server.core.registry import Name
 from server.group.master import SyncMaster
 from server.membership.contributor import Contributor
 from server.membership.life import GroupState
 from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
 from statsd_bn.errors import RoundMismatch
+from statsd_bn.limits import SILENCE_SECONDS
 from statsd_bn.messages import WORLD
 from statsd_bn.round_key import RoundKey, advice_for
 
@@ -262,3 +266,59 @@ class Table:
             **place,
             **({"stack": wait.held.place_in_code} if wait.held else {}),
         }
+
+
+# A job that waits for at most so many is searched each time: 60 µs.
+FEW_WAITS = 256
+
+# One contribution takes a quarter of a microsecond. A job is searched for a twentieth of the time at most, and all
+# together for 30 ms at a time.
+PAUSE_SECONDS_EACH = 5e-6
+MOST_WAITS = 2**17
+
+# So many ranks of a collective take as long as one contribution: 70 ns each.
+RANKS_OF_ONE = 4
+
+NOBODY_ASKED: Mapping[str, Sequence[Contributor]] = MappingProxyType({})
+
+
+class Mismatches:
+    """Finds members that wait for one another.
+
+    A job that waits for more than `MOST_WAITS` contributions at a time is not searched: its rounds end at their
+    deadlines.
+
+    Args:
+        silence: how long a member may be silent, in seconds.
+    """
+
+    def __init__(self, silence: float = SILENCE_SECONDS) -> None:
+        self._silence = silence
+        self._due: dict[str, float] = {}
+
+    def find(
+        self, now: float, groups: Mapping[Name, SyncMaster], asked: Mapping[str, Sequence[Contributor]] = NOBODY_ASKED
+    ) -> Iterator[list[Wait]]:
+        """Where members are stuck, for each job that has such members; call it often.
+
+        Args:
+            now: the time.
+            groups: all groups of all jobs.
+            asked: by job, the members that have been asked where they are.
+        """
+        jobs: dict[str, list[SyncMaster]] = defaultdict(list)
+        for (job, _), master in groups.items():
+            jobs[job].append(master)
+        self._due = {job: due for job, due in self._due.items() if job in jobs}
+        left = MOST_WAITS
+        for job in sorted(jobs, key=lambda job: self._due.get(job, 0.0)):
+            contributors = asked.get(job, ())
+            size = sum(master.nr_slaves * (1 + len(master.open_rounds)) for master in jobs[job])
+            size += ranks_told(contributors) // RANKS_OF_ONE
+            if size > FEW_WAITS:
+                if now < self._due.get(job, 0.0) or size > left:
+                    continue
+                left -= size
+                self._due[job] = now + size * PAUSE_SECONDS_EACH
+            if waits := find(jobs[job], now, held_members(contributors, self._silence)):
+                yield waits

@@ -13,8 +13,8 @@ from dataclasses import asdict
 from typing import Any
 
 from server.core import deadlock, report
+from server.core.deadlock import Mismatches
 from server.core.inquiry import Inquiry
-from server.core.mismatches import Mismatches
 from server.core.registration import Registration
 from server.core.registry import Registry, SessionRecord
 from server.core.report import Reports

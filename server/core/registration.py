@@ -2,8 +2,7 @@
 
 import logging
 
-from server.core.ended import Name
-from server.core.registry import Registry, SessionRecord, failed_member
+from server.core.registry import Name, Registry, SessionRecord, failed_member
 from server.group.master import SyncMaster
 from server.limits.access import ANYBODY, Tenant
 from server.limits.quota import Budget

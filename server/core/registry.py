@@ -1,23 +1,142 @@
 """Registry: all groups of all jobs, and the sessions that are registered.
 
 A session is registered in one group. A group is forgotten when its last session ends; `Ended` remembers what its
-members may still have to be told.
+members may still have to be told, so that a late message does not begin them again, and `EndedJobs` what became of the
+latest jobs, for people. What they remember is bounded; what ended longest ago is forgotten first.
 """
 
 import logging
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
-from server.core.ended import Ended, Name
-from server.core.ended_jobs import EndedJobs
 from server.core.liveness import Liveness
 from server.group.master import SyncMaster
-from server.limits.access import ANYBODY
+from server.limits.access import ANYBODY, Tenant
 from server.membership.contributor import Contributor
 from server.rounds.rounds import Reply, failure
+from statsd_bn import limits
+from statsd_bn.error_text import in_log
 from statsd_bn.errors import RegistrationRefused, RoundMismatch, StatsdBNError
 from statsd_bn.messages import WORLD
 from statsd_bn.text import on_one_line
 from statsd_bn.tokens import digest
+
+# All members of a large job may end at once.
+REMEMBERED_SESSIONS = 32_768
+
+# For each group its name and an epoch.
+REMEMBERED_GROUPS = 4096
+
+Name = tuple[str, str]
+"""Of a group: its job, and its name there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reason:
+    """What an ended session is told, and the epoch it ended in; it may register again in a later one."""
+
+    error: StatsdBNError
+    epoch: int
+
+
+class Ended:
+    """The sessions and groups that have ended."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[bytes, _Reason] = {}
+        self._groups: dict[Name, int] = {}
+
+    def end_session(self, session: bytes, epoch: int, error: StatsdBNError) -> None:
+        """Remember that a session has ended, and the error that it is told from now on."""
+        self._sessions[session] = _Reason(error, epoch)
+        if len(self._sessions) > REMEMBERED_SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
+
+    def begin_session(self, session: bytes) -> None:
+        """Forget that a session has ended: it is registered, perhaps again."""
+        self._sessions.pop(session, None)
+
+    def why(self, session: bytes, epoch: int | None = None) -> StatsdBNError | None:
+        """Error that tells a session why it has ended; None if it has not, or ended before this epoch."""
+        reason = self._sessions.get(session)
+        return reason.error if reason and (epoch is None or epoch <= reason.epoch) else None
+
+    def end_group(self, name: Name, epoch: int) -> None:
+        """Remember that all members of an open group have left."""
+        self._groups[name] = epoch
+        if len(self._groups) > REMEMBERED_GROUPS:
+            del self._groups[next(iter(self._groups))]
+
+    def has_ended(self, name: Name, epoch: int) -> bool:
+        """Whether a group has ended in this epoch or in a later one."""
+        return self._groups.get(name, -1) >= epoch
+
+
+# How many are remembered, of all owners together, and for how long.
+REMEMBERED_JOBS = 32
+REMEMBERED_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    job: str
+    epoch: int
+    world_size: int
+    rounds_done: int
+    lost: str
+    ended: float
+    owner: str
+
+
+class EndedJobs:
+    """The latest jobs that have ended: all their members have left or are lost.
+
+    Whoever has many forgets their own first, so that nobody can make the server forget those of others.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: list[_Job] = []
+
+    def add(self, now: float, master: SyncMaster) -> None:
+        """Remember a group that has ended, if it is all of a job."""
+        membership = master.membership
+        if membership.group == WORLD:
+            lost, done = _why_broken(master), master.rounds_done
+            self._jobs.append(_Job(membership.job, master.epoch, membership.world_size, done, lost, now, master.owner))
+            if len(self._jobs) > REMEMBERED_JOBS:
+                self._forget_one()
+
+    def _forget_one(self) -> None:
+        """Forget the oldest job of the owner that has most."""
+        numbers = Counter(job.owner for job in self._jobs)
+        most = max(numbers.values())
+        del self._jobs[next(place for place, job in enumerate(self._jobs) if numbers[job.owner] == most)]
+
+    def told(self, now: float, tenant: Tenant) -> list[dict[str, Any]]:
+        """Entries of a report about those that a tenant may see, the latest first."""
+        return [
+            {
+                "job": job.job,
+                "epoch": job.epoch,
+                "world_size": job.world_size,
+                "rounds_done": job.rounds_done,
+                "lost": job.lost,
+                "seconds": now - job.ended,
+            }
+            for job in reversed(self._jobs)
+            if now - job.ended < REMEMBERED_SECONDS and tenant.may(job.job)
+        ]
+
+
+def _why_broken(master: SyncMaster) -> str:
+    """Why a job was broken; "" if all have left in good order, which they do one after the other."""
+    lost = master.membership.lost
+    rounds = master.open_rounds
+    if lost is None or (lost.fields.get("cause") == "" and not (rounds.failed or rounds.was_refused)):
+        return ""
+    return in_log(lost)[: limits.MAX_NAME_BYTES]
+
 
 logger = logging.getLogger("statsd_bn.server")
 

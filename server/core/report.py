@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from server.core.ended_jobs import EndedJobs
+from server.core.registry import EndedJobs
 from server.group.master import SyncMaster
 from server.limits.access import Tenant
 from server.limits.quota import Budget

@@ -13,11 +13,8 @@ from server.limits.quota import GROUP_BYTES, MEMBER_BYTES, NAMED_BYTES, RUN_BYTE
 from server.membership.contributor import Contributor
 from server.membership.life import GroupState, MemberState, Told
 from server.membership.membership import Membership
-from server.rounds.claims import Claims
-from server.rounds.open_rounds import OpenRounds, pending
-from server.rounds.parked_contributions import Deferral
-from server.rounds.reduction import reduce_round
-from server.rounds.results import Archive
+from server.rounds.open_rounds import Deferral, OpenRounds, pending
+from server.rounds.results import Archive, Claims, reduce_round
 from server.rounds.rounds import Reply, Round, failure, unknown
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import (
@@ -183,7 +180,7 @@ class SyncMaster:
     def recall(self, now: float, contributor: Contributor, aggregate: Aggregate, peer: bytes) -> list[Reply]:
         """Take an aggregate that an earlier life of the server gave the member, as the member says.
 
-        See `server.rounds.claims` for what becomes of it.
+        See `server.rounds.results` for what becomes of it.
         """
         key = aggregate.key
         try:

@@ -1,4 +1,4 @@
-"""What the server agrees to do and to keep, and for whom: quotas, accounts, tenants, shares of its time.
+"""What the server agrees to do and to keep, and for whom: quotas, bytes, tenants.
 
 Pure: no socket, thread or clock.
 """

@@ -11,7 +11,6 @@ from server.membership import admission, life
 from server.membership.contributor import Contributor
 from server.membership.life import Event, GroupState, MemberState, Move, Policy, Told
 from server.membership.recovery import Recovery
-from server.membership.standing import Standing
 from statsd_bn import limits
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import ReplicaLost, StatsdBNError
@@ -19,14 +18,19 @@ from statsd_bn.members import NOBODY, Members, ranks_in_words
 from statsd_bn.messages import Participation, Register
 
 
-class Membership(Standing):
-    """The members of one life of a group.
+class Membership:
+    """The members of one life of a group, which moves along the table of `server.membership.life`, and in no other way.
 
     Args:
         register: the registration that begins it.
         silence: how long members may take to come back after a restart of the server, in seconds.
 
     Attributes:
+        policy: strict or elastic.
+        state: where the group is in its life.
+        lost: why the group is broken; None while it is not.
+        departed: who has left a strict group while it was away, so that all can never be back again; None if nobody.
+        news: what has happened that the members are still to be told.
         contributors: by member number.
         present: the numbers of the members; kept beside them, since each newcomer to a large group is told them.
         latest_step: the highest step that any member has begun.
@@ -35,7 +39,11 @@ class Membership(Standing):
     """
 
     def __init__(self, register: Register, silence: float = limits.SILENCE_SECONDS) -> None:
-        super().__init__(Policy.ELASTIC if register.min_members else Policy.STRICT)
+        self.policy = Policy.ELASTIC if register.min_members else Policy.STRICT
+        self.state = self._state_before = GroupState.FILLING
+        self.lost: StatsdBNError | None = None
+        self.departed: ReplicaLost | None = None
+        self.news: list[Told] = []
         self._silence = silence
         self.job = register.job
         self.group = register.group
@@ -46,6 +54,35 @@ class Membership(Standing):
         self.latest_step = self.told_step = 0
         self.recovery: Recovery | None = None
         self._may_some_be_back = False
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the group goes on when a member is lost."""
+        return self.policy is Policy.ELASTIC
+
+    @property
+    def is_open(self) -> bool:
+        """Whether rounds can take place."""
+        return self.state is GroupState.OPEN
+
+    @property
+    def has_opened(self) -> bool:
+        """Whether the group is open, or was until it was broken."""
+        return GroupState.OPEN in {self.state, self._state_before}
+
+    @property
+    def why_broken(self) -> StatsdBNError:
+        """The error that broke the group."""
+        if self.lost is None:
+            raise LookupError("the group is not broken")
+        return self.lost
+
+    @property
+    def why_incomplete(self) -> ReplicaLost:
+        """The error of the member that has left while it was away."""
+        if self.departed is None:
+            raise LookupError("nobody has left the group")
+        return self.departed
 
     @property
     def suffices(self) -> bool:
@@ -197,10 +234,18 @@ class Membership(Standing):
         return self._take_out(contributor, Event.IS_LOST, f"was lost: {cause}", cause)
 
     def _move(self, event: Event, member: MemberState | None = None) -> Move:
-        move = super()._move(event, member)
+        """Take the step of the table that an event leads to."""
+        move = life.move(self.policy, self.state, event, member)
+        if move.group is not self.state:
+            self.state, self._state_before = move.group, self.state
         if self.state is not GroupState.RECOVERING:
             self.recovery = None
         return move
+
+    def _break_if_told(self, move: Move, error: StatsdBNError) -> None:
+        if move.told is Told.BROKEN:
+            self.lost = error
+            self.news.append(move.told)
 
     def _take_in(self, register: Register, peer: bytes) -> Contributor:
         self.reach(register.step)

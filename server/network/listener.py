@@ -5,8 +5,8 @@ from collections.abc import Callable
 import zmq
 
 from server.limits.quota import Quota
-from server.network import ipc_path, routing_ids
-from server.network.zap import DOMAIN, Gatekeeper
+from server.network import ipc_path
+from server.network.zap import DOMAIN, Gatekeeper, seed_routing_ids
 from server.secrets.keygen import check_curve
 from statsd_bn import keys, limits
 from statsd_bn.endpoints import check_endpoint
@@ -56,7 +56,7 @@ class Listener:
     def __init__(self, quota: Quota, pair: keys.Pair | None, is_let_in: Callable[[str], bool]) -> None:
         if pair:
             check_curve()
-        routing_ids.seed_count()
+        seed_routing_ids()
         self._context = zmq.Context()
         self._files: list[ipc_path.SocketFile] = []
         self.socket = self._context.socket(zmq.ROUTER)

@@ -23,16 +23,56 @@ from server.core.dispatcher import Dispatcher
 from server.limits import access
 from server.limits.access import ANYBODY, Access, Tenant
 from server.network.listener import LOOK_SECONDS, Listener
-from server.network.parent_watch import RETURN_SECONDS, Parent
 from server.network.sender import Sender
 from server.network.watch import Watch
-from server.secrets import key_source
+from server.secrets import keygen
 from statsd_bn import limits
 from statsd_bn.endpoints import needs_keys
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import BindError, ConfigurationError
 from statsd_bn.keys import PublicKey
 from statsd_bn.reduction import quietly
+
+# How long members may stay after the process that started the server has ended: they are told in milliseconds that it
+# is lost, and leave as soon as they have raised.
+PARTING_SECONDS = 5.0
+
+# How long the members of a killed server may take to come back to its successor. Living ones are back in a moment; one
+# that left in between told neither server, and never comes. `silence_seconds` counts if it is longer.
+RETURN_SECONDS = 10.0
+
+
+class Parent:
+    """The process that started this server.
+
+    Args:
+        number: the process's id.
+        of_this_process: returns the id of this process's present parent; another process adopts it when its own ends.
+        expected_until: until when the first member may come, on the clock that `needs_no_server` is given.
+    """
+
+    def __init__(
+        self, number: int, of_this_process: Callable[[], int] = os.getppid, *, expected_until: float = math.inf
+    ) -> None:
+        self._number = number
+        self._of_this_process = of_this_process
+        self._expected_until = expected_until
+        self._ended = math.inf
+
+    def needs_no_server(self, now: float, *, has_members: bool, has_had_members: bool) -> bool:
+        """Whether nobody is left to serve.
+
+        Args:
+            now: seconds, on any clock.
+            has_members: whether any member is registered.
+            has_had_members: whether any member is registered, or was.
+        """
+        if (has_had_members or now >= self._expected_until) and not has_members:
+            return True
+        if self._ended == math.inf and self._of_this_process() != self._number:
+            self._ended = now
+        return now >= (self._ended + PARTING_SECONDS if has_members else self._ended)
+
 
 logger = logging.getLogger("statsd_bn.server")
 
@@ -63,8 +103,8 @@ class Service:
         self._operator = ""
         pair = None
         if config.curve:
-            pair, clients = key_source.load(config.curve)
-            self._operator = key_source.operator(pair).public
+            pair, clients = keygen.load(config.curve)
+            self._operator = keygen.operator(pair).public
             self._access = Access(clients, self._operator)
         self._listener = Listener(config.quota, pair, self._is_let_in)
         self._socket = self._listener.socket
@@ -206,7 +246,7 @@ class Service:
             logger.info("SIGHUP: no keys to read again")
             return
         try:
-            clients, problems = key_source.load_again(self._curve)
+            clients, problems = keygen.load_again(self._curve)
         except ConfigurationError as error:
             logger.error("the keys stay as they were: %s", in_log(error))  # noqa: TRY400 - the operator's mistake, not ours
             return

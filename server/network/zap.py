@@ -3,11 +3,16 @@
 ZeroMQ asks at each handshake, over a socket inside this process, and the handshake waits for the answer. A thread of
 its own answers in time, however busy the server's loop is.
 
-pyzmq has an authenticator for this, but its answers have no metadata: it cannot give connections routing ids that
-nobody can guess.
+A ZeroMQ peer may set its own routing id; to one that sets none, ZeroMQ gives the next number of a count. If another
+peer has already set that number, libzmq ends the whole process. So the gatekeeper gives each connection an id that
+nobody can guess. ZeroMQ keeps the id that it hears last, which is the gatekeeper's, except in rare moments. For these
+the count starts at a number that no peer knows. pyzmq's authenticator cannot do this: its answers have no metadata.
 """
 
+import ctypes
 import logging
+import os
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +22,27 @@ import zmq
 from zmq.utils import z85
 
 from server.limits.access import ANYBODY
-from server.network import routing_ids
+
+# Nobody guesses one in the life of a universe; written in hexadecimal, since pyzmq reads properties as text.
+_RANDOM_BYTES = 12
+
+
+def seed_routing_ids() -> None:
+    """Seed libc's `rand()`, where ZeroMQ's count starts and which it never seeds; call it before any socket is made."""
+    ctypes.CDLL(None).srand(ctypes.c_uint(int.from_bytes(os.urandom(4))))
+
+
+def _metadata(routing_id: bytes) -> bytes:
+    """Metadata that the gatekeeper sets for a connection; it overrides what the peer says.
+
+    ZeroMQ sets the real descriptor before, unless it does not know the peer's address.
+    """
+    return _property(b"Identity", routing_id) + _property(b"__fd", b"-1")
+
+
+def _property(name: bytes, value: bytes) -> bytes:
+    return bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
+
 
 logger = logging.getLogger("statsd_bn.server")
 
@@ -84,7 +109,7 @@ class Gatekeeper:
             logger.info("refused a connection from %s: unknown key %s", address, key or "(none)")
             return [*head, b"400", b"unknown key", b"", b""]
         # What is behind the text becomes the User-Id of each message of the connection.
-        return [*head, b"200", b"OK", key.encode(), routing_ids.metadata(routing_ids.new())]
+        return [*head, b"200", b"OK", key.encode(), _metadata(os.urandom(_RANDOM_BYTES).hex().encode())]
 
 
 def _key(fields: list[bytes]) -> str | None:

@@ -1,22 +1,20 @@
 """The open rounds of one group: how they begin, what they take, and how they end."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 
-from server.insight import looks
-from server.insight.looks import Looks
-from server.limits.quota import FUTURE_BYTES, ROUND_BYTES, Budget, size_of
+import numpy as np
+
+from server.limits.quota import FUTURE_BYTES, ROUND_BYTES, Budget, Room, size_of
 from server.membership.contributor import Contributor
 from server.membership.life import GroupState
 from server.membership.membership import Membership
-from server.rounds import late
-from server.rounds.claims import Claims
 from server.rounds.first_non_finite import FirstNonFinite
-from server.rounds.reduction import reduce_round
-from server.rounds.results import Archive
-from server.rounds.rounds import Reply, Round, failed, failure, unknown
+from server.rounds.results import Archive, Claims, reduce_round
+from server.rounds.rounds import Reply, Round, conflict, failed, failure, late_table, same, unknown
 from statsd_bn import limits
 from statsd_bn.errors import (
     ContributionConflict,
@@ -28,12 +26,47 @@ from statsd_bn.errors import (
 )
 from statsd_bn.members import Members, ranks_in_words
 from statsd_bn.messages import Aggregate, Contribution, Pending
-from statsd_bn.reduction import FloatArray
+from statsd_bn.reduction import FloatArray, is_finite
 from statsd_bn.round_key import RoundKey
-from statsd_bn.skew_samples import KNOWN_BYTES
+from statsd_bn.rows import Rows
+from statsd_bn.skew_samples import KNOWN_BYTES, VECTORS, Samples, told_by
 from statsd_bn.text import told
 from statsd_bn.timing import Histogram
 from statsd_bn.wire import encode
+
+# What is kept of one step's rows; of what is more, fewer channels and layers.
+MOST_LOOKS_BYTES = 2**18
+
+
+class Looks:
+    """Those of one group."""
+
+    def __init__(self) -> None:
+        self._samples = Samples(MOST_LOOKS_BYTES)
+
+    def are_due(self, now: float, key: RoundKey) -> bool:
+        """Whether to keep something of a round."""
+        return self._samples.is_due(now, key)
+
+    @property
+    def kept(self) -> int:
+        """How many bytes are kept: rows, `MOST_LOOKS_BYTES` at most, and the names of layers."""
+        return self._samples.size
+
+    def add(self, now: float, key: RoundKey, rows: Sequence[Rows]) -> None:
+        """Keep something of what all members have brought, in their order, if it is of a layer, and finite."""
+        if rows[0].values.shape[1] != VECTORS:
+            return
+        stride = self._samples.stride(sum(one.values.nbytes for one in rows))
+        values = np.concatenate([one.values[..., ::stride] for one in rows])
+        if is_finite(values):
+            counts = [count for one in rows for count in one.counts]
+            self._samples.look(now, key, counts, [len(one.counts) for one in rows], values)
+
+    def take(self, now: float) -> tuple[int, dict[str, FloatArray]] | None:
+        """The step that was looked at, and the figures of its layers by name; None where nothing is due."""
+        return told_by(self._samples.take(now))
+
 
 # How many late members a message names.
 TOLD_OF = 8
@@ -237,7 +270,7 @@ class OpenRounds:
             return
         before = self._looks.kept
         with suppress(LimitExceeded):  # then they are not kept
-            room.check(looks.MOST_BYTES + KNOWN_BYTES)
+            room.check(MOST_LOOKS_BYTES + KNOWN_BYTES)
             self._looks.add(now, round_.key, [future.get() for future in round_.futures.values()])
             room.keep(self._looks.kept - before)
 
@@ -285,7 +318,7 @@ class OpenRounds:
         # Where too few are left, whoever has not come waits for newcomers as well.
         missing = round_.missing if self._membership.suffices else []
         return round_.timeout(
-            self._late(round_), missing, late.table(now, round_, self._membership.contributors, missing)
+            self._late(round_), missing, late_table(now, round_, self._membership.contributors, missing)
         )
 
     def _late(self, round_: Round) -> str:
@@ -324,3 +357,70 @@ def _takes_no_part(contributor: Contributor, key: RoundKey, members: Iterable[in
 def pending(key: RoundKey, seconds: int, text: str, where: str = "") -> bytes:
     """Frame that tells a member why it waits, and since when."""
     return encode(Pending(key, seconds, told(f"{key}: {text}"), told(where)))
+
+
+Deferred = tuple[Contributor, Contribution, bytes]
+"""A contribution, whose it is, and the peer that sent it."""
+
+
+class Deferral:
+    """Contributions that wait, one for each member and round, in the order of their arrival.
+
+    Args:
+        room: what they take is taken from.
+    """
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._waiting: dict[tuple[int, RoundKey], Deferred] = {}
+        self._counts: Counter[int] = Counter()
+
+    @property
+    def members(self) -> set[int]:
+        """Members whose contributions wait."""
+        return set(self._counts)
+
+    def would_exceed(self, most: int, contributor: Contributor, key: RoundKey) -> bool:
+        """Whether accepting this would exceed the member's limit, `most` contributions."""
+        return self._counts[contributor.member] >= most and (contributor.member, key) not in self._waiting
+
+    def add(self, contributor: Contributor, contribution: Contribution, peer: bytes) -> None:
+        """Keep a contribution; if it was sent again, remember the new peer.
+
+        Raises:
+            LimitExceeded: the job would keep too many bytes.
+            ContributionConflict: the member has sent other rows before; these count.
+        """
+        key = contribution.key
+        if earlier := self._waiting.get((contributor.member, key)):
+            if not same(earlier[1].rows, contribution.rows):
+                raise conflict(key, contributor.member)
+        else:
+            size = size_of(contribution.rows)
+            self._room.take(size)
+            self._counts[contributor.member] += 1
+        self._waiting[contributor.member, key] = contributor, contribution, peer
+
+    def take(self) -> list[Deferred]:
+        """Take all contributions out, in order."""
+        taken = list(self._waiting.values())
+        self._waiting.clear()
+        self._counts.clear()
+        self._room.keep(-sum(size_of(contribution.rows) for _, contribution, _ in taken))
+        return taken
+
+    def forget(self, gone: Contributor) -> None:
+        """Drop the contributions of a member."""
+        self._drop([case for case, (contributor, _, _) in self._waiting.items() if contributor is gone])
+
+    def forget_round(self, key: RoundKey) -> None:
+        """Drop the contributions to a round."""
+        self._drop([case for case in self._waiting if case[1] == key])
+
+    def _drop(self, cases: list[tuple[int, RoundKey]]) -> None:
+        for case in cases:
+            _, contribution, _ = self._waiting.pop(case)
+            self._room.keep(-size_of(contribution.rows))
+            self._counts[case[0]] -= 1
+            if not self._counts[case[0]]:
+                del self._counts[case[0]]

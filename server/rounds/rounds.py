@@ -9,11 +9,12 @@ group. It ends once, in one of two ways, and the frame that ended it answers eve
 Whatever the table below does not name cannot happen, and raises if it does.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 
+from server.membership.contributor import Contributor
 from statsd_bn import limits
-from statsd_bn.error_text import Place, error_text
+from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
 from statsd_bn.errors import (
     ContributionConflict,
     RoundFailed,
@@ -328,3 +329,39 @@ def failure(error: StatsdBNError, key: RoundKey | None = None) -> bytes:
     # Some errors are kept and raised again, and each time would add its stack, with the frames that were being read.
     error.__traceback__ = None
     return encode(Failure(error.code, told(error.message), error.fields, key))
+
+
+def late_table(
+    now: float, round_: Round, contributors: Mapping[int, Contributor], missing: Sequence[int]
+) -> list[Place]:
+    """Ranks that a round waits for, and those that wait in it.
+
+    Args:
+        now: the time, on the clock of the server.
+        round_: the round.
+        contributors: of the group, by number.
+        missing: whom the round waits for.
+    """
+    where = round_.key.in_words(with_call=round_.key.call > 0)
+    waiting = round_.waiting
+    late = [_late(now, one, contributors, where) for one in missing[:MOST_ROWS]]
+    there = [_waiting(now, one, round_, contributors, where) for one in waiting[:MOST_ROWS]]
+    return [
+        *([Place(late, len(missing), "that have not come")] if late else []),
+        *([Place(there, len(waiting), f"in {where}")] if there else []),
+    ]
+
+
+def _late(now: float, member: int, contributors: Mapping[int, Contributor], where: str) -> Row:
+    name = _name(member, contributors)
+    seen = contributors[member].where(now) if member in contributors else ""
+    return Row((name, "has not come", f"to {where}"), (f"{name} {seen}",) if seen else ())
+
+
+def _waiting(now: float, member: int, round_: Round, contributors: Mapping[int, Contributor], where: str) -> Row:
+    return Row((_name(member, contributors), f"waits {now - round_.futures[member].since:.1f} s", f"in {where}"))
+
+
+def _name(member: int, contributors: Mapping[int, Contributor]) -> str:
+    """Whoever has contributed may have left since."""
+    return str(contributors[member]) if member in contributors else f"rank {member}"

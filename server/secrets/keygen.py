@@ -1,19 +1,23 @@
-"""`python -m server keygen DIR`: makes keys, in files that nobody else can read.
+"""`python -m server keygen DIR`: makes keys, in files that nobody else can read; and where a server finds its keys.
 
-It only ever adds files. A folder that has a server's keys already gets further clients.
+`keygen` only ever adds files. A folder that has a server's keys already gets further clients. A server reads its keys
+from such a folder, or for one job from standard input.
 """
 
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
 
 import zmq
+from zmq.utils import z85
 
 from statsd_bn import keys
 from statsd_bn.errors import ConfigurationError
-from statsd_bn.keys import Pair
+from statsd_bn.keys import ClientKeys, Pair, PublicKey
 
 PRIVATE_FILE = 0o600
 PRIVATE_FOLDER = 0o700
@@ -174,3 +178,52 @@ def _write_private(path: Path, text: str) -> None:
     opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
     with os.fdopen(opened, "w", encoding="utf-8") as file:
         file.write(text)
+
+
+KEY_BYTES = 32
+
+# In place of a folder: whoever starts the server hands its keys over, and no file has them.
+STANDARD_INPUT = "-"
+
+
+def load(curve: str) -> tuple[Pair, list[PublicKey]]:
+    """Returns the server's pair, and whom it lets in.
+
+    Raises:
+        ConfigurationError: a file is missing or not sound.
+    """
+    if curve != STANDARD_INPUT:
+        return keys.load_server(curve), keys.load_clients(curve)
+    found = keys.parse_server(sys.stdin.read(keys.MAX_FILE_BYTES), "standard input")
+    return found.pair, [PublicKey(found.client, found.client_key)]
+
+
+def operator(pair: Pair) -> Pair:
+    """Returns the pair that a server lets in to ask only; it follows from the server's own."""
+    check_curve()
+    made = blake2b(b"operator", key=pair.secret.encode(), digest_size=KEY_BYTES, person=b"statsd_bn").digest()
+    secret = z85.encode(made)
+    return Pair(zmq.curve_public(secret).decode(), secret.decode())
+
+
+def load_asking(curve: str) -> ClientKeys:
+    """Returns the keys to ask a server with: the operator's from the server's own folder, else a client's.
+
+    Raises:
+        ConfigurationError: there is no such file, or it holds no keys.
+    """
+    if not os.access(Path(curve) / keys.SERVER_SECRET, os.F_OK):
+        return keys.load_client(curve)
+    pair = keys.load_server(curve)
+    return ClientKeys(operator(pair), pair.public)
+
+
+def load_again(curve: str) -> tuple[list[PublicKey], list[ConfigurationError]]:
+    """Returns whom the server lets in from now on, and what is wrong with the files that are not sound.
+
+    Raises:
+        ConfigurationError: nothing can be said of any.
+    """
+    if curve == STANDARD_INPUT:
+        raise ConfigurationError("curve: expected a folder, to read keys again, got standard input")
+    return keys.load_sound_clients(curve)

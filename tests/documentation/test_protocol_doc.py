@@ -15,12 +15,12 @@ import pytest
 from client.connection import channel_pool, heartbeat_socket
 from client.conversation import registration, round_trip
 from client.launch import connect
-from server.core import collectives, deadlock, ended, liveness, quiet
+from server.core import collectives, deadlock, inquiry, liveness, registry
 from server.core.dispatcher import Dispatcher
 from server.limits import quota
 from server.limits.access import Tenant
-from server.membership import sighting
-from server.network import disconnect_probe, listener, service
+from server.membership import contributor
+from server.network import listener, service, watch
 from server.rounds import results
 from server.rounds.rounds import TRANSITIONS
 from statsd_bn import PROTOCOL_VERSION, errors, limits, messages
@@ -532,7 +532,7 @@ def test_the_life_of_a_round_is_the_codes_table():
 
 def test_deadlines_and_queues_have_the_codes_values():
     whose = {
-        "server": [service, results, deadlock, liveness, ended, disconnect_probe, quota],
+        "server": [service, results, deadlock, liveness, registry, watch, quota],
         "client": [heartbeat_socket, connect, registration, round_trip, channel_pool],
         "both": [listener, channel_pool],
     }
@@ -544,7 +544,7 @@ def test_deadlines_and_queues_have_the_codes_values():
 
 def test_the_times_of_questions_are_the_codes():
     found = {name: float(value) for name, value in table("Where a member is")}
-    of_code = vars(sighting) | vars(quiet) | vars(collectives)
+    of_code = vars(contributor) | vars(inquiry) | vars(collectives)
     assert found == {name: of_code[name] for name in found}
 
 

@@ -19,7 +19,7 @@ from client.conversation.round_trip import GRACE_SECONDS, RoundTrip
 from client.conversation.session import Session
 from client.shared_memory.group_memory import Found, GroupMemory
 from client.transports.round_in_memory import RoundInMemory
-from server.core import collectives, deadlock, inquiry, mismatches
+from server.core import collectives, deadlock, inquiry
 from server.core.dispatcher import Dispatcher, Received
 from server.core.liveness import Liveness
 from server.group.master import SyncMaster
@@ -27,8 +27,8 @@ from server.membership.life import GroupState, MemberState
 from server.membership.membership import Membership
 from server.membership.recovery import Recovery
 from server.rounds import open_rounds
-from server.rounds.claims import Claims
 from server.rounds.open_rounds import OpenRounds
+from server.rounds.results import Claims
 from server.rounds.rounds import Round
 from statsd_bn import limits
 from statsd_bn.members import Members
@@ -167,7 +167,7 @@ def late_is_held() -> Any:
         everybody = frozenset(contributor.member for contributor in members)
         return [collectives.Held(contributor, 0.0, everybody - {contributor.member}) for contributor in members]
 
-    return mock.patch.object(mismatches, "held_members", held_members)
+    return mock.patch.object(deadlock, "held_members", held_members)
 
 
 @bug

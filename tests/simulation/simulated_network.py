@@ -19,8 +19,8 @@ from typing import Any
 
 from server.core.dispatcher import Dispatcher
 from server.limits.quota import Quota
-from server.network.disconnect_probe import Probing
 from server.network.service import TICK_SECONDS
+from server.network.watch import Probing
 
 Trace = list[tuple[Any, ...]]
 

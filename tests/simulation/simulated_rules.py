@@ -12,8 +12,8 @@ from client.conversation.registration import ANSWER_SECONDS, TAKEN_SECONDS
 from client.conversation.round_trip import ASK_AGAIN_AT_MOST, ASK_AGAIN_SECONDS, GRACE_SECONDS
 from server.core.deadlock import THREADED_QUIET_SECONDS
 from server.core.liveness import RECONNECT_SECONDS
-from server.network.disconnect_probe import PROBE_SECONDS
 from server.network.service import TICK_SECONDS
+from server.network.watch import PROBE_SECONDS
 from server.rounds.results import REMEMBERED_ROUNDS
 from simulation.simulated_beginnings import may_meet_another_beginning
 from simulation.simulated_frames import is_sound

@@ -2,10 +2,10 @@
 
 import pytest
 
-from server.core import deadlock, mismatches
-from server.core.mismatches import Mismatches
+from server.core import deadlock
+from server.core.deadlock import Mismatches
 from server.group.master import SyncMaster
-from server.membership.sighting import STEADY_SECONDS, Sighting
+from server.membership.contributor import STEADY_SECONDS, Sighting
 from statsd_bn import limits
 from statsd_bn.members import Members
 from statsd_bn.messages import StackReport
@@ -48,13 +48,13 @@ def test_a_large_job_is_looked_at_for_a_twentieth_of_the_time(looks):
     large = group("large", 200, 250)
     look([large, group("small")], 100)
     size = 200 * 251
-    most = 100 * TICK / (size * mismatches.PAUSE_SECONDS_EACH)
+    most = 100 * TICK / (size * deadlock.PAUSE_SECONDS_EACH)
     assert 0.5 * most < looks.count("large") <= most + 1
     assert looks.count("small") == 100
 
 
 def test_many_large_jobs_take_turns(looks, monkeypatch):
-    monkeypatch.setattr(mismatches, "MOST", 3000)
+    monkeypatch.setattr(deadlock, "MOST_WAITS", 3000)
     jobs = [group(f"job {number}", 50, 30) for number in range(10)]
     look([*jobs, group("small")], 40)
     counts = {looks.count(f"job {number}") for number in range(10)}
@@ -74,12 +74,12 @@ def test_ranks_of_collectives_that_members_tell_of_count_as_well(looks):
     watch, asked = Mismatches(), {"job": list(master.membership.contributors.values())}
     for number in range(100):
         list(watch.find(number * TICK, {("job", "world"): master}, asked))
-    size = 16 + 16 * limits.MAX_MEMBERS // mismatches.RANKS_OF_ONE
-    assert 0 < looks.count("job") <= 100 * TICK / (size * mismatches.PAUSE_SECONDS_EACH) + 1
+    size = 16 + 16 * limits.MAX_MEMBERS // deadlock.RANKS_OF_ONE
+    assert 0 < looks.count("job") <= 100 * TICK / (size * deadlock.PAUSE_SECONDS_EACH) + 1
 
 
 def test_a_job_larger_than_can_be_looked_at_hides_no_other(looks, monkeypatch):
-    monkeypatch.setattr(mismatches, "MOST", 3000)
+    monkeypatch.setattr(deadlock, "MOST_WAITS", 3000)
     look([group("huge", 50, 200), group("middle", 50, 30)], 40)
     assert "huge" not in looks
     assert "middle" in looks

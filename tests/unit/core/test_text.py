@@ -12,7 +12,7 @@ from client.conversation.member import Member
 from client.conversation.session import Session
 from client.launch.settings import resolve
 from server.__main__ import main
-from server.cli.plain_logs import MAX_LINE, PlainFormatter
+from server.cli.logs import MAX_LINE, PlainFormatter
 from server.core.dispatcher import Dispatcher
 from server.rounds.rounds import failure
 from statsd_bn import limits

@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from server.core import ended
+from server.core import registry
 from server.core.dispatcher import Dispatcher
 from statsd_bn import limits
 from statsd_bn.errors import ReplicaLost
@@ -252,7 +252,7 @@ def test_a_replaced_session_is_refused_at_its_old_epoch_and_taken_in_at_a_later_
 
 
 def test_only_so_many_ended_sessions_are_remembered(play, monkeypatch):
-    monkeypatch.setattr(ended, "REMEMBERED_SESSIONS", 2)
+    monkeypatch.setattr(registry, "REMEMBERED_SESSIONS", 2)
     for number in range(3):
         play.join(0, session=b"session%d" % number)
         play.say(Leave(b"session%d" % number, ""), peer(0))

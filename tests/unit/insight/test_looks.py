@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from server.core.dispatcher import Dispatcher
-from server.insight import looks
 from server.network.service import TICK_SECONDS
+from server.rounds import open_rounds
 from statsd_bn.messages import Contribution
 from statsd_bn.rows import Rows
 from statsd_bn.skew_samples import KNOWN_BYTES
@@ -109,7 +109,7 @@ def test_what_is_kept_is_bounded_and_on_the_account():
     for member in range(MEMBERS):
         job.say(Contribution(session_of(member), key("wide"), 0, Rows((64,), wide)), member)
     kept, counted = job.kept, master.kept
-    assert 0 < kept - KNOWN_BYTES <= looks.MOST_BYTES
+    assert 0 < kept - KNOWN_BYTES <= open_rounds.MOST_LOOKS_BYTES
     job.pass_time(1.0)
     assert job.kept == KNOWN_BYTES
     # What the layer's history takes is little beside it.

@@ -7,8 +7,8 @@ from array import array
 import pytest
 
 from server.core.report import group as report_of
+from server.group.insight import STARTUP_SECONDS, WINDOW_SECONDS
 from server.group.master import SyncMaster
-from server.insight.pace import STARTUP_SECONDS, WINDOW_SECONDS
 from statsd_bn import limits
 from statsd_bn.messages import Heartbeat, LatenessReport, RoundTrips
 from statsd_bn.timing import BOUNDS, Histogram

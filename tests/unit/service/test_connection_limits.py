@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 
 from server.limits.access import Tenant
-from server.network.connections import IDLE_SECONDS, Connections
+from server.network.watch import IDLE_SECONDS, Connections
 
 
 def with_key(key: str) -> Tenant:

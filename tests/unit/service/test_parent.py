@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from server.network.parent_watch import PARTING_SECONDS, Parent
+from server.network.service import PARTING_SECONDS, Parent
 
 OURS, INIT, SUBREAPER = 7, 1, 6
 MEMBERS, NOBODY = True, False

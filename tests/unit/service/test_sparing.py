@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from server.cli.sparing_logs import MOST_IN_A_PERIOD, PERIOD_SECONDS, Sparing
+from server.cli.logs import MOST_IN_A_PERIOD, PERIOD_SECONDS, Sparing
 
 
 @pytest.fixture

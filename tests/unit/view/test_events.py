@@ -1,4 +1,4 @@
-from server.view.events import events
+from server.view.snapshot import events
 from support.view_reports import group, member, report
 
 
