@@ -10,8 +10,7 @@ from functools import partial
 from server.arguments import Parser, host_and_port, meant
 from server.cli.asking import expects_key
 from server.cli.logs import PlainFormatter, Sparing
-from server.cli.status import CHECK_SECONDS, ask, describe, own_endpoint
-from server.cli.watch import as_json, watch
+from server.cli.status import CHECK_SECONDS, as_json, ask, describe, own_endpoint, watch
 from server.config import from_arguments
 from server.network.service import run_master
 from server.secrets.keygen import generate, load_asking, write_secret

@@ -1,9 +1,11 @@
 """`python -m server status` and `check`: ask a running server what it is doing, or whether it is there."""
 
+import json
 import socket
+import sys
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
 
 import zmq
 
@@ -12,6 +14,7 @@ from server.config import bound_to
 from statsd_bn import limits
 from statsd_bn.checks import check_integer
 from statsd_bn.endpoints import find_server
+from statsd_bn.error_text import in_log
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError, ProtocolError, ServerUnreachable, from_wire
 from statsd_bn.keys import ClientKeys
 from statsd_bn.members import Members, ranks_in_words
@@ -249,3 +252,54 @@ def _without_place(text: str, of: dict[str, Any]) -> str:
 def _missing(round_: dict[str, Any]) -> str:
     left_out = round_.get("missing_left_out")
     return ranks_in_words(Members.of(round_["missing"])) + (f" and {left_out} more" if left_out else "")
+
+
+PERIOD_SECONDS = 1.0
+
+# To a terminal: to the top left; clear the rest of a line; clear all below. Each line is written over the last one, so
+# that nothing flickers.
+_HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
+_CLEAR = "\x1b[2J"
+
+
+def as_json(report: dict[str, Any]) -> str:
+    """A report on one line, for a program."""
+    return json.dumps(report, ensure_ascii=False, sort_keys=True)
+
+
+def watch(text: Callable[[], str], out: TextIO | None = None, pause: Callable[[float], None] = time.sleep) -> None:
+    """Shows a text every second, until Ctrl-C.
+
+    Args:
+        text: returns what to show now. A server that does not answer later on is told in its place.
+        out: where to; default: the standard output.
+        pause: waits for so many seconds.
+
+    Raises:
+        ServerUnreachable: there was no server from the beginning.
+    """
+    out = out or sys.stdout
+    is_terminal = out.isatty()
+    try:
+        shown = text()
+        if is_terminal:
+            out.write(_CLEAR)
+        while True:
+            out.write(_over(shown) if is_terminal else f"{shown}\n")
+            out.flush()
+            pause(PERIOD_SECONDS)
+            shown = _or_error(text)
+    except KeyboardInterrupt:
+        out.write("\n" if is_terminal else "")
+
+
+def _over(text: str) -> str:
+    lines = "".join(f"{line}{_END_OF_LINE}\n" for line in text.split("\n"))
+    return f"{_HOME}{lines}{_BELOW}"
+
+
+def _or_error(text: Callable[[], str]) -> str:
+    try:
+        return text()
+    except ServerUnreachable as error:
+        return in_log(error)

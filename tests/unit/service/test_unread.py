@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Collection
 
-from server.network.unread import MOST, MOST_OF_ONE, SMALL, Unread, writable
+from server.network.sender import MOST, MOST_OF_ONE, SMALL, Unread, writable
 
 
 class Kernel:

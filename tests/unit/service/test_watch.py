@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from server.cli.watch import as_json, watch
+from server.cli.status import as_json, watch
 from statsd_bn.errors import ServerUnreachable
 
 

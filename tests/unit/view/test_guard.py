@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs the extra view")
 
-from server.view.guard import COOKIE, Guard
+from server.view.web import COOKIE, Guard
 
 TOKEN = "s3cret"  # noqa: S105 - it opens nothing
 

@@ -8,7 +8,7 @@ from http.client import HTTPConnection
 
 import pytest
 
-from server.view.guard import MAX_WAITING, REQUEST_SECONDS
+from server.view.web import MAX_WAITING, REQUEST_SECONDS
 from support.view_pages import view_page
 
 pytest.importorskip("uvicorn", reason="needs the extra view")

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the extra view")
 
 from server.view.feed import Feed
-from server.view.heat import heat, ranks_of
+from server.view.snapshot import heat, ranks_of
 from server.view.web import FILES, MAX_STREAMS, app
 from support.view_reports import figures, group, layer, member, report
 
