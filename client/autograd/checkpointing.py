@@ -103,7 +103,7 @@ class Exchanges:
         nearest, *_, call = min(near)
         call = _first_beside(call, [other for distance, *_, other in near if distance == nearest])
         call.computed_again.add(replica)
-        call.turns.append(Turn())
+        call.turns.append(Turn.now())
         return call
 
 

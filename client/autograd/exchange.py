@@ -2,7 +2,7 @@
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +19,7 @@ from statsd_bn.round_key import FORWARD, FORWARD_WITHOUT_GRADIENT, RoundKey
 _numbers = itertools.count()
 
 
-def _sequence_nr() -> int:
-    number: int = torch._C._autograd._get_sequence_nr()  # noqa: SLF001 - has no public name
-    return number
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """When a call is computed, in autograd's terms.
 
     Attributes:
@@ -33,8 +27,13 @@ class Turn:
         is_inside_node: whether a node ran it, that of a reentrant checkpoint, say: then it has no nodes of its own.
     """
 
-    sequence_nr: int = field(default_factory=_sequence_nr)
-    is_inside_node: bool = field(default_factory=lambda: not torch.is_grad_enabled())
+    sequence_nr: int
+    is_inside_node: bool
+
+    @classmethod
+    def now(cls) -> "Turn":
+        """Returns the present one."""
+        return cls(torch._C._autograd._get_sequence_nr(), not torch.is_grad_enabled())  # noqa: SLF001 - has no public name
 
     def distance_to(self, node: int) -> int | None:
         """Returns how far a node is that wants the call computed again, by its sequence number; None if it cannot.
@@ -90,7 +89,7 @@ class Exchange:
     moments: ChannelMoments = field(init=False)
     statistics: ChannelStatistics = field(init=False)
     number: int = field(init=False, default_factory=_numbers.__next__)
-    turns: list[Turn] = field(init=False, default_factory=lambda: [Turn()])
+    turns: list[Turn] = field(init=False, default_factory=lambda: [Turn.now()])
     has_moved: bool = False
     computed_again: set[int] = field(default_factory=set)
     streams: tuple[Any, ...] = ()

@@ -5,9 +5,9 @@ replica would wait forever for a sibling that only the same thread can run.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ from statsd_bn.errors import StatsdBNError
 from statsd_bn.round_key import BACKWARD, SECOND_BACKWARD
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """What one replica brings.
 
     Attributes:
@@ -65,10 +64,10 @@ def held(slice_: Slice) -> Slice:
         return slice_
     if slice_.input.requires_grad:
         x = _Hold.apply(slice_.input, None if slice_.weight is None else slice_.weight.detach(), None)
-        return replace(slice_, input=x, holder=x.grad_fn)
+        return slice_._replace(input=x, holder=x.grad_fn)
     # With an output of the node for its input, the batch norm would take a round for a gradient nobody wants.
     anchor = _Keep.apply(slice_.input, slice_.weight, slice_.bias)
-    return replace(slice_, holder=_Kept(anchor) if anchor.requires_grad else None)
+    return slice_._replace(holder=_Kept(anchor) if anchor.requires_grad else None)
 
 
 class _Hold(torch.autograd.Function):
@@ -122,8 +121,7 @@ def batch_norm(slices: list[Slice], exchange: Exchange) -> list[Tensor]:
         ValueError: the whole batch has one value per channel, or none where there are positions to normalise.
         StatsdBNError: the exchange failed; most kinds are RoundFailed.
     """
-    parts = [(each.input, each.weight, each.bias, each.mask, each.holder) for each in slices]
-    inputs, weights, biases, masks, holders = zip(*parts, strict=True)
+    inputs, weights, biases, masks, holders, _ = zip(*slices, strict=True)
     return list(apply_function(_BatchNorm, exchange, holders, *inputs, *weights, *biases, *masks))
 
 

@@ -20,11 +20,12 @@ from statsd_bn.errors import StatsdBNError
 
 def is_plain(mine: Slice) -> bool:
     """Whether a slice has nothing special, and no parameter of another length: kernels do not look."""
-    channels, weight, bias = mine.input.shape[1:2], mine.weight, mine.bias
+    x, weight, bias, mask, holder, stream = mine
+    channels = x.shape[1:2]
     return (
-        mine.mask is None
-        and mine.holder is None
-        and mine.stream is None
+        mask is None
+        and holder is None
+        and stream is None
         and (weight is None or weight.shape == channels)
         and (bias is None or bias.shape == channels)
         and not torch._C._are_functorch_transforms_active()  # noqa: SLF001 - has no public name

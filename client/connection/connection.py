@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -32,7 +32,6 @@ from client.whereabouts import notes
 from statsd_bn.errors import (
     ConfigurationError,
     ConnectionClosed,
-    ProtocolError,
     StatsdBNError,
 )
 from statsd_bn.messages import Aggregate, Participation
@@ -42,8 +41,8 @@ from statsd_bn.rows import Rows
 
 logger = logging.getLogger("statsd_bn.client")
 
-Way = Callable[[Session, RoundKey, Rows], Aggregate]
-"""How a member takes part in a round."""
+Way = Callable[[Session, RoundKey, Any], Any]
+"""How a member takes part in a round; what it returns has the `seconds` of one that the native core has had."""
 
 # What `told_non_finite` has where NaN or infinity came to a forward round.
 NON_FINITE = "finding"
@@ -271,21 +270,24 @@ class Connection:
     def exchange(
         self,
         layer: str,
-        rows: Rows,
+        rows: Any,
         key: RoundKey | None = None,
         group: Group | str | None = None,
         way: Way | None = None,
         phase: str = FORWARD,
-    ) -> Aggregate:
+    ) -> Any:
         """Takes part in one round and returns its aggregate; `SlavePipe.run_slave` is the way to it.
 
         Args:
             layer: the layer's name.
-            rows: what this process's replicas contribute.
+            rows: what this process's replicas contribute; with `way` what that takes.
             key: of this round; None for the layer's next forward round.
             group: who takes part; as `Connection.group` takes it. Its first use waits until all its members use it.
             way: how the rows reach the other members; None: over the server.
             phase: of a forward round, see `Transport.run_slave`.
+
+        Returns:
+            The aggregate; with `way` what that returns.
 
         Raises:
             StatsdBNError: the round failed, with the reason; most kinds are RoundFailed.
@@ -295,15 +297,10 @@ class Connection:
             ConnectionClosed: the connection was closed, or belongs to the parent process.
         """
         try:
-            aggregate = self._round(layer, rows, key, self.group(group), phase, way)
+            return self._round(layer, rows, key, self.group(group), phase, way)
         except StatsdBNError as error:
             make_readable(error)
             raise
-        if aggregate.values.shape != rows.values.shape[1:]:
-            raise ProtocolError(
-                f"{aggregate.key}: expected an aggregate of shape {rows.values.shape[1:]}, got {aggregate.values.shape}"
-            )
-        return aggregate
 
     def over_server(self, session: Session, key: RoundKey, rows: Rows) -> Aggregate:
         """Takes part in a round over the server."""
@@ -347,7 +344,9 @@ class Connection:
 
     def _gather(self, group: Group, name: str, data: bytes, *, counts: bool = True) -> dict[int, bytes]:
         def join(part: FloatArray) -> Aggregate:
-            return self._round(name, Rows((0,), part[np.newaxis, np.newaxis]), None, group, GATHER, counts=counts)
+            rows = Rows((0,), part[np.newaxis, np.newaxis])
+            found: Aggregate = self._round(name, rows, None, group, GATHER, counts=counts)
+            return found
 
         return all_gather.gather(join, data, self.member.rank, len(self.session(group).members))
 
@@ -364,14 +363,14 @@ class Connection:
     def _round(
         self,
         layer: str,
-        rows: Rows,
+        rows: Any,
         key: RoundKey | None,
         group: Group,
         phase: str = FORWARD,
         way: Way | None = None,
         *,
         counts: bool = True,
-    ) -> Aggregate:
+    ) -> Any:
         if self._closed or os.getpid() != self._process:
             self._check_usable()
         session = self._sessions.of(group)
@@ -383,18 +382,18 @@ class Connection:
         started = time.perf_counter()
         switching.begin()
         try:
-            aggregate = (way or self.over_server)(session, key, rows)
+            found = (way or self.over_server)(session, key, rows)
         except StatsdBNError as error:
             self._sessions.job.raises(error)
             raise
         finally:
             switching.end()
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - started if isinstance(found, Aggregate) else found.seconds
         self._round_trips.append(seconds)
         if counts:  # those of layers and of users do
             self.rounds += 1
             session.times.add(seconds)
-        return aggregate
+        return found
 
     def explain(self, error: BaseException) -> None:
         """Adds a note to an exception that is not ours: which rank has left the strict job, and why, as far as known.

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 
 from client.conversation.session import Session, Turn
 from statsd_bn.error_text import error_text
-from statsd_bn.errors import MasterStopped, RoundTimeout, UnknownSession
+from statsd_bn.errors import MasterStopped, ProtocolError, RoundTimeout, UnknownSession
 from statsd_bn.members import Members, ranks_in_words
 from statsd_bn.messages import Aggregate, Pending
-from statsd_bn.round_key import RoundKey
+from statsd_bn.round_key import GATHER, RoundKey
 from statsd_bn.rows import Rows
 from statsd_bn.text import plain
 
@@ -105,6 +105,9 @@ class RoundTrip:
         answer = self._session.answer(self._key, frame)
         if isinstance(answer, Aggregate):
             self._tell_changes(before, answer)
+            shape = self._rows.values.shape[1:]
+            if answer.values.shape != shape and self._key.phase != GATHER:
+                raise ProtocolError(f"{answer.key}: expected an aggregate of shape {shape}, got {answer.values.shape}")
             return answer
         if answer is not None:
             self._take_news(answer)

@@ -158,11 +158,12 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         assert transport is not None  # noqa: S101 - the other ways exchange
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise tracing.refusal(self.layer_name, "traced by torch.jit.trace in training mode")
-        input_checks.check_local(self, input, of.weight)
+        weight = of.weight
+        input_checks.check_local(self, input, weight)
         replica = self._replica if way is Way.AS_REPLICA else None
         call = Call(of, transport, self._tally, self._deferred_now(), replica)
         try:
-            return synchronized_batch_norm(input, of.weight, of.bias, mask, call)
+            return synchronized_batch_norm(input, weight, of.bias, mask, call)
         except StatsdBNError as error:
             make_readable(error, for_caller=True)
             raise

@@ -6,7 +6,7 @@ statistics.
 
 from collections.abc import Collection
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ def _plain(tensor: Any) -> Any:
     return tensor.as_subclass(Tensor)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """What one call needs to know of its layer.
 
@@ -94,18 +94,20 @@ class Call:
 
     def _by_itself(self, mine: Slice) -> Tensor:
         """Normalises the slice of a layer that has no replicas in its process."""
-        if earlier := self._earlier(mine, 0):
-            if isinstance(earlier, PlainExchange) and plain.is_plain(mine):
-                return plain.batch_norm(mine, earlier)
-            return batch_norm([mine], earlier)[0]
-        output, due = self._normalise([mine])[0]
-        return self._moved(output, due)
+        exchange = self._earlier(mine, 0) or self._exchange([mine])
+        is_first = not exchange.is_done
+        if isinstance(exchange, PlainExchange) and (is_first or plain.is_plain(mine)):
+            output = plain.batch_norm(mine, exchange)
+        else:
+            (output,) = batch_norm([mine], exchange)
+        due = self._due_after(exchange, [output]) if is_first else None
+        return output if due is None else self._moved(output, due.on(home(output)))
 
     def _as_replica(self, mine: Slice, barrier: Barrier, replica: int) -> Tensor:
         """Normalises the slice of replica number `replica` of a process, together with its siblings at the barrier."""
         mine = held(mine)
         if stream := streams.current(mine.input):
-            mine = replace(mine, stream=stream)
+            mine = mine._replace(stream=stream)
         if earlier := self._earlier(mine, replica):
             return batch_norm([mine], earlier)[0]
         output, due = barrier.meet(replica, f"layer {self.layer.layer_name!r}", mine, self._normalise_replicas)
@@ -140,13 +142,15 @@ class Call:
             outputs = [plain.batch_norm(slices[0], exchange)]
         else:
             outputs = batch_norm(slices, exchange)
+        due = self._due_after(exchange, outputs)
+        return [(output, None if due is None else due.on(home(output))) for output in outputs]
+
+    def _due_after(self, exchange: Exchange, outputs: list[Tensor]) -> ChannelMoments | None:
+        """Keeps a call for checkpoints; returns what the running statistics move by, if they still have to."""
         if self.tally is None:
             collectives.remember()
             exchanges.remember(exchange, has_graph=any(output.requires_grad for output in outputs))
-        due = None if exchange.has_moved else self._due(exchange.moments)
-        if due is None:
-            return [(output, None) for output in outputs]
-        return [(output, due.on(home(output))) for output in outputs]
+        return None if exchange.has_moved else self._due(exchange.moments)
 
     def _exchange(self, slices: list[Slice]) -> Exchange:
         """Returns the call's exchange: over the host, or on the devices of its slices."""
@@ -160,7 +164,7 @@ class Call:
         of_layer = layer.layer_name, layer.eps, layer.eps_mode, phase
         if capacity and triton_exchange.serves(slices, capacity):
             return TritonExchange(transport, *of_layer, capacity=capacity, running=self._running(inputs[0], TYPES))
-        if not capacity and native_exchange.serves(slices):
+        if not capacity and len(slices) == 1 and native_exchange.serves(slices[0]):
             return NativeExchange(transport, *of_layer, running=self._running(inputs[0], CODES))
         return Exchange(transport, *of_layer, capacity=capacity)
 

@@ -54,8 +54,7 @@ def in_place(layer: Any, x: Tensor, types: Collection[torch.dtype]) -> Running |
     if mean is None or var is None:
         return Running(tracked=tracked)
     channels = x.shape[1:2]
-    is_served = _is_beside(x, mean, types, channels) and _is_beside(x, var, types, channels)
-    if not is_served or mean.dtype != var.dtype:
+    if mean.dtype != var.dtype or not (_is_beside(x, mean, types, channels) and _is_beside(x, var, types, channels)):
         return None
     return Running(mean, var, tracked, math.nan if layer.momentum is None else float(layer.momentum))
 

@@ -9,9 +9,12 @@ from typing import NamedTuple, TypeAlias
 from statsd_bn.environment import boolean
 
 # Of core/sbn.h.
-VERSION = 2
+VERSION = 3
 F32, BF16, F16, F64 = range(4)
-OK, NO_MEMORY = range(2)
+# How a round stands; from DIFFERS to NOT_FINITE all have come, and all find the same.
+DONE, WAITS, CLOSED, DIFFERS, TOO_MANY, NOT_FINITE, NO_MEMORY = range(7)
+# How far a pass of a layer goes.
+MEASURE, EXCHANGE, FINISH = range(3)
 LEVELS = ("baseline", "AVX2")
 
 PATH = Path(__file__).resolve().parent / "libsbn.so"
@@ -19,22 +22,20 @@ PATH = Path(__file__).resolve().parent / "libsbn.so"
 _AT: TypeAlias = ctypes.c_void_p
 _LONG: TypeAlias = ctypes.c_int64
 _INT: TypeAlias = ctypes.c_int
-_DOUBLE: TypeAlias = ctypes.c_double
 _PARAMETER = (_AT, _INT)
-_FINISH = (_AT, _DOUBLE, _INT, _AT)  # total, eps, clamp, kept
-_RUNNING = (_AT, _AT, _INT, _AT, _DOUBLE)  # mean, var, their dtype, tracked, momentum
+_ROUND = (_INT, _AT, ctypes.c_uint64, _LONG)  # stage, group, digest, nanoseconds to wait
 
 _FUNCTIONS: dict[str, tuple[type[_INT] | None, tuple[type, ...]]] = {
     "sbn_version": (_INT, ()),
     "sbn_level": (_INT, (_INT,)),
     "sbn_moments": (_INT, (_AT, _AT, _AT)),
-    "sbn_finish": (None, (_LONG, *_FINISH, *_RUNNING)),
+    "sbn_finish": (None, (_AT,) * 6),
     "sbn_normalize": (_INT, (_AT, _AT, _AT, _AT, *_PARAMETER, *_PARAMETER)),
-    "sbn_forward": (_INT, (_AT, _AT, _AT, *_FINISH, *_PARAMETER, *_PARAMETER, *_RUNNING)),
+    "sbn_forward": (_INT, (*(_AT,) * 9, *_ROUND)),
     "sbn_backward_sums": (_INT, (_AT, _AT, _AT, _AT, _AT)),
     "sbn_input_grad": (_INT, (_AT, _AT, _AT, _AT, _AT, _AT, *_PARAMETER)),
-    "sbn_param_grads": (None, (_LONG, _AT, _AT, *_PARAMETER, *_PARAMETER)),
-    "sbn_backward": (_INT, (_AT, _AT, _AT, _AT, _AT, _AT, _AT, *_PARAMETER, _AT, *_PARAMETER)),
+    "sbn_param_grads": (None, (_AT,) * 5),
+    "sbn_backward": (_INT, (*(_AT,) * 9, *_ROUND)),
 }
 
 
@@ -52,6 +53,16 @@ class Slice(ctypes.Structure):
         ("rows", ctypes.c_int32),
         ("threads", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
+    )
+
+
+class Plan(ctypes.Structure):
+    """What of a layer's call stays the same from one to the next: its slice, types of vectors, eps and the like."""
+
+    _fields_ = (
+        ("slice", Slice),
+        *((name, ctypes.c_int32) for name in ("weight_dtype", "bias_dtype", "running_dtype", "clamp")),
+        *((name, ctypes.c_double) for name in ("eps", "momentum")),
     )
 
 

@@ -28,5 +28,6 @@ def dense(x: Tensor) -> Tensor:
 def alike(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns both dense, in the type and layout of `x`."""
     x = dense(x)
-    # One copy, also where both differ.
-    return (grad.to(x.dtype) if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)), x
+    if grad.stride() != x.stride():
+        return torch.empty_like(x).copy_(grad), x  # one copy, also where the type differs too
+    return (grad if grad.dtype == x.dtype else grad.to(x.dtype)), x

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from client.native import library
-from client.native.library import BF16, F16, F32, F64, OK, Slice
+from client.native.library import BF16, DONE, F16, F32, F64, Slice
+from client.native.row import Pass
 from client.ops.layout import alike, dense
 from client.ops.statistics import ChannelMoments, ChannelStatistics
 
@@ -128,31 +129,30 @@ def _kept(statistics: ChannelStatistics, slope: Tensor, x: Tensor) -> Tensor:
     return torch.stack((statistics.mean, statistics.invstd, slope))
 
 
-def functions_for(x: Tensor) -> Any:
-    """Returns the functions of the core for a slice: those of large ones release Python's global lock."""
-    assert core is not None  # noqa: S101 - `takes` is asked before
-    return core.holding if x.numel() <= SMALL else core.releasing
-
-
-def check(code: int) -> None:
-    """Raises MemoryError where a function of the core has returned that it got none."""
-    if code != OK:
-        raise MemoryError("the native core got no memory for vectors of one value per channel")
-
-
 def _call(name: str, x: Tensor, *arguments: Any) -> None:
-    slice_ = slice_of(x)
-    check(getattr(functions_for(x), name)(slice_.address, *arguments))
+    plan = slice_of(x)
+    if getattr(plan.core, name)(plan.address, *arguments) != DONE:
+        raise MemoryError("the native core got no memory for vectors of one value per channel")
 
 
 def parameter(values: Tensor | None) -> tuple[int | None, int]:
     """Returns address and type of a dense weight, bias or the like, as the core takes them."""
+    return address(values), CODES[type_of(values)]
+
+
+def address(values: Tensor | None) -> int | None:
+    """Returns where a tensor's values are; None for none."""
     if values is None:
-        return None, F32
-    address = values.data_ptr()
-    if not address:
+        return None
+    found = values.data_ptr()
+    if not found:
         raise _without_values(values)
-    return address, CODES[values.dtype]
+    return found
+
+
+def type_of(values: Tensor | None) -> torch.dtype:
+    """Returns the type of a vector; any for none."""
+    return torch.float32 if values is None else values.dtype
 
 
 def takes_parameter(values: Tensor | None) -> bool:
@@ -169,28 +169,68 @@ def _ready_parameter(values: Tensor | None) -> Tensor | None:
     return torch.empty(values.shape, dtype=dtype, device="cpu").copy_(values.detach())
 
 
-def slice_of(x: Tensor) -> "AddressedSlice":
+def slice_of(x: Tensor) -> "Plan":
     """Returns the description of a dense `x`, shape (N, C, *); it has to live as long as its address is in use."""
-    return _slice(x.shape, x.dtype, x.is_contiguous(), torch.get_num_threads())
+    return plan_of(x.shape, x.dtype, x.is_contiguous(), torch.get_num_threads())
 
 
-class AddressedSlice(Slice):
-    """A slice, and where it is.
+class Plan(library.Plan):
+    """A plan that knows where it is, and what follows from it.
 
     Attributes:
-        address: as functions of the core take it.
+        address: as functions of the core take it, for that of its slice too.
+        channels: C.
+        count: values per channel.
+        core: the functions of the core for such slices: those of large ones release Python's global lock.
+        forward: the forward pass; behind its rows are mean, inverse deviation and slope.
+        backward: the backward pass.
     """
 
     address: int
+    channels: int
+    count: int
+    core: Any
+    forward: Pass
+    backward: Pass
 
 
 @lru_cache(maxsize=4096)
-def _slice(shape: tuple[int, ...], dtype: torch.dtype, is_contiguous: bool, threads: int) -> AddressedSlice:
+def plan_of(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    is_contiguous: bool,
+    threads: int,
+    weight: torch.dtype = torch.float32,
+    bias: torch.dtype = torch.float32,
+    running: torch.dtype = torch.float32,
+    momentum: float = 0.0,
+    eps: float = 0.0,
+    eps_mode: str = "plus",
+) -> Plan:
+    """Returns the plan of calls with a dense input of this shape and type, and vectors of these types.
+
+    Args:
+        shape: (N, C, *).
+        dtype: of the input.
+        is_contiguous: or channels_last.
+        threads: how many may compute.
+        weight: type of the weight.
+        bias: type of the bias, and of its gradient.
+        running: type of the running statistics.
+        momentum: as of `Running`.
+        eps: the layer's.
+        eps_mode: the layer's.
+    """
     samples, channels, *positions = shape
     length = prod(positions)
-    if length == 1 or not is_contiguous:
-        found = AddressedSlice(samples * length, channels, 1, CODES[dtype], 1, threads)
-    else:
-        found = AddressedSlice(samples, channels, length, CODES[dtype], 0, threads)
-    found.address = ctypes.addressof(found)
+    is_rows = length == 1 or not is_contiguous
+    sizes = (samples * length, channels, 1) if is_rows else (samples, channels, length)
+    slice_ = Slice(*sizes, CODES[dtype], is_rows, threads)
+    found = Plan(slice_, CODES[weight], CODES[bias], CODES[running], eps_mode == "clamp", eps, momentum)
+    found.address, found.channels, found.count = ctypes.addressof(found), channels, samples * length
+    assert core is not None  # noqa: S101 - `takes` is asked before
+    of, others = core.holding if found.count * channels <= SMALL else core.releasing, core.releasing
+    found.core = of
+    found.forward = Pass(ctypes.c_double * (7 * channels + 2), of.sbn_forward, others.sbn_forward)
+    found.backward = Pass(ctypes.c_double * (4 * channels + 2), of.sbn_backward, others.sbn_backward)
     return found

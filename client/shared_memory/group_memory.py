@@ -21,13 +21,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from client.native.library import Library, description, library
+from client.native.library import EXCHANGE, Library, description, library
+from client.native.row import NativeRow
 from statsd_bn import limits
 from statsd_bn.reduction import FloatArray
 from statsd_bn.rows import Rows
-
-# How a round stands, as in round.h. From DIFFERS on all have come, and all find the same.
-DONE, WAITS, CLOSED, DIFFERS, TOO_MANY, NOT_FINITE = range(6)
 
 # Why a member comes to no further turn: it has ended in good order, or has given the memory up.
 ENDED, GIVEN_UP = 1, 2
@@ -58,6 +56,8 @@ class Found(ctypes.Structure):
         behind: how many nanoseconds later than all others this member came; 0 if others came later, for the first turn,
             and where another process has another clock, as it may in a container.
         is_told: whether some member, perhaps this one, may have told the server that it waits.
+        came: when this member came, in nanoseconds.
+        done: when the sum was there, likewise.
     """
 
     members: int
@@ -67,13 +67,15 @@ class Found(ctypes.Structure):
     count: int
     behind: int
     is_told: int
+    came: int
+    done: int
 
     _fields_ = (
         ("memory", _ADDRESS),
         *((name, _INTEGER) for name in ("members", "me", "spin", "most_count")),
         *((name, ctypes.c_uint64) for name in ("turn", "digest")),
         *((name, _INTEGER) for name in ("vectors", "channels", "came", "came_before")),
-        *((name, _INTEGER) for name in ("rows", "count", "behind", "is_told")),
+        *((name, _INTEGER) for name in ("rows", "count", "behind", "is_told", "done")),
     )
 
 
@@ -143,10 +145,7 @@ class GroupMemory:
     Attributes:
         lock: for whoever takes a turn; one thread of a process at a time.
         found: what the latest turn has brought, once it is done.
-        total: the sum of its rows, likewise: shape (vectors, channels).
     """
-
-    total: FloatArray
 
     def __init__(self, memory: mmap, members: int, me: int) -> None:
         self.lock = threading.Lock()
@@ -159,9 +158,10 @@ class GroupMemory:
         # A round lets other threads run; what takes a microsecond does not.
         self._round, self._wait = core.releasing.sbn_round, core.releasing.sbn_wait
         self._core: Any = core.holding
+        self._sum: Any = None
         self._total: Any = None
 
-    def arrive(self, digest: int, rows: Rows, now: float = 0.0, seconds: float = 0.0) -> int:
+    def arrive(self, digest: int, rows: Rows | NativeRow, now: float = 0.0, seconds: float = 0.0) -> int:
         """Comes to the next turn, and waits for the others; returns how the round stands, CLOSED if it has not come.
 
         It ends early, with WAITS, when a signal comes, so that Python handles it.
@@ -169,13 +169,17 @@ class GroupMemory:
         Args:
             digest: of what it is about, 64 bits; the same for all members.
             rows: what this member brings.
-            now: the time, by the clock that the processes of a host have in common.
+            now: the time, by the clock that the processes of a host have in common; a row that is still to be computed
+                comes when it is.
             seconds: how long to wait at most.
         """
+        if isinstance(rows, NativeRow):
+            self._sum, self._total = rows, rows.total_at
+            return rows.run(EXCHANGE, self._pointer, digest, int(1e9 * seconds))
         values = rows.values
         replicas, vectors, channels = values.shape
-        self.total = np.empty((vectors, channels))
-        self._total = _Start.from_buffer(self.total)
+        self._sum = np.empty((vectors, channels))
+        self._total = _Start.from_buffer(self._sum)
         found: int = self._round(
             self._pointer,
             digest,
@@ -193,6 +197,12 @@ class GroupMemory:
     def wait(self, seconds: float) -> int:
         """Waits on, for so many seconds at most; returns how the round stands. It ends early when a signal comes."""
         found: int = self._wait(self._pointer, self._total, int(1e9 * seconds))
+        return found
+
+    @property
+    def total(self) -> FloatArray:
+        """The sum of the rows of the latest turn, once it is done: shape (vectors, channels)."""
+        found: FloatArray = self._sum.total if isinstance(self._sum, NativeRow) else self._sum
         return found
 
     @property

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from client.connection.current import current_connection
+from client.native.library import DONE, EXCHANGE
+from client.native.row import NativeRow
+from client.transports.transport import RowDone
 from client.whereabouts.collectives import rank_in_torch
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate, sound_aggregate
@@ -35,6 +38,12 @@ class LocalPipe:
         return sound_aggregate(
             key or _key(self.layer, 0, 0, phase), len(counts), sum(counts), _alone(rank), total, whose
         )
+
+    def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate | RowDone:
+        """Takes the own row for the sum."""
+        if row.run(EXCHANGE) == DONE:
+            return RowDone(key or _key(self.layer, 0, 0, phase))
+        return self.run_slave(row.brought, key, phase)
 
     @property
     def rank(self) -> int:

@@ -25,6 +25,7 @@ from client.connection.current import current_connection, has_been_alone, has_be
 from client.connection.groups import this_place
 from client.conversation.all_gather import MAX_BYTES
 from client.conversation.session import Steps
+from client.native.row import NativeRow
 from client.transports.group_insight import insight_of
 from client.transports.key_digest import digest_of
 from client.transports.named_process_group import NamedProcessGroup
@@ -98,6 +99,10 @@ class ProcessGroupPipe:
         except StatsdBNError as error:
             make_readable(error)
             raise
+
+    def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:
+        """Gathers the row as any other."""
+        return self.run_slave(row.measured(), key, phase)
 
     @property
     def rank(self) -> int:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from client.conversation.round_trip import RoundTrip
 from client.conversation.session import Session, Turn
-from client.shared_memory.group_memory import DONE, WAITS, GroupMemory
+from client.native.library import DONE, WAITS
+from client.shared_memory.group_memory import GroupMemory
 from statsd_bn.members import NOBODY
 from statsd_bn.messages import Aggregate, sound_aggregate
 from statsd_bn.round_key import RoundKey
@@ -33,28 +34,35 @@ class AtServer:
 
 
 def aggregate_in(
-    session: Session, key: RoundKey, memory: GroupMemory, began: float, now: float, *, was_sent: bool = False
+    session: Session, key: RoundKey, memory: GroupMemory, seconds: float, now: float, *, was_sent: bool = False
 ) -> Aggregate:
-    """Returns the aggregate of a turn that is done, and counts it.
+    """Returns the aggregate of a turn that is done, and counts it; arguments as for `count`."""
+    count(session, key, memory, seconds, now, was_sent=was_sent)
+    found = memory.found
+    return sound_aggregate(key, found.rows, found.count, session.members, memory.total, NOBODY)
+
+
+def count(
+    session: Session, key: RoundKey, memory: GroupMemory, seconds: float, now: float, *, was_sent: bool = False
+) -> None:
+    """Counts a turn that is done.
 
     Args:
         session: of this member.
         key: of the round.
         memory: of the group.
-        began: when this member came.
+        seconds: that this member was in it.
         now: the time.
         was_sent: whether this member has sent its rows to the server too, which then counts the round.
     """
-    transport = session.transport
+    transport, behind = session.transport, memory.found.behind
     transport.rounds_in_memory += not was_sent
-    transport.seconds_in_memory += now - began
-    found = memory.found
-    if found.behind:
-        session.lateness.add(found.behind / 1e9)
+    transport.seconds_in_memory += seconds
+    if behind:
+        session.lateness.add(behind / 1e9)
     samples = transport.samples
     if samples is not None and samples.is_due(now, key):
         samples.look(now, key, *memory.brought())
-    return sound_aggregate(key, found.rows, found.count, session.members, memory.total, NOBODY)
 
 
 class RoundInMemory:
@@ -136,7 +144,7 @@ class RoundInMemory:
             # The server has to say what is wrong: who ends, or whose NaN or infinity it is.
             return (), now, self._at_server()
         was_sent = self._trip is not None
-        aggregate = aggregate_in(self._session, self._key, memory, self._began, now, was_sent=was_sent)
+        aggregate = aggregate_in(self._session, self._key, memory, now - self._began, now, was_sent=was_sent)
         # If it was told, all say so, and at once: the teller may be asleep, or what it says may be lost. It would seem
         # to wait there still for this member, and this one in the next round for it.
         return (self._session.settled(self._key),) if memory.found.is_told else (), now, aggregate

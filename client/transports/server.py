@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from client.connection.connection import Connection
 from client.connection.groups import Group
+from client.native.row import NativeRow
 from client.transports.places import places
+from client.transports.transport import RowDone
 from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import FORWARD, RoundKey
 from statsd_bn.rows import Rows
@@ -41,7 +43,12 @@ class SlavePipe:
         Raises:
             StatsdBNError: the round failed, with the reason; most kinds are RoundFailed.
         """
-        return self.connection.exchange(self.layer, contribution, key, self.group, None, phase)
+        found: Aggregate = self.connection.exchange(self.layer, contribution, key, self.group, None, phase)
+        return found
+
+    def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate | RowDone:
+        """Sends the row as any other."""
+        return self.run_slave(row.measured(), key, phase)
 
     @property
     def rank(self) -> int:

@@ -17,11 +17,14 @@ from weakref import WeakKeyDictionary
 from client.connection.connection import Connection
 from client.connection.groups import Group
 from client.conversation.session import Session
-from client.shared_memory.group_memory import CLOSED, DONE, GroupMemory
+from client.native.library import CLOSED, DONE
+from client.native.row import NativeRow
+from client.shared_memory.group_memory import GroupMemory
 from client.transports import agreement
 from client.transports.key_digest import digest_of
-from client.transports.round_in_memory import ESCALATE_SECONDS, AtServer, RoundInMemory, aggregate_in
+from client.transports.round_in_memory import ESCALATE_SECONDS, AtServer, RoundInMemory, aggregate_in, count
 from client.transports.server import SlavePipe
+from client.transports.transport import RowDone
 from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import FORWARD, RoundKey
 from statsd_bn.rows import Rows
@@ -40,18 +43,23 @@ class SharedMemoryPipe(SlavePipe):
 
     def run_slave(self, contribution: Rows, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:
         """Exchanges a contribution for the aggregate of its round; see `SlavePipe.run_slave`."""
-        return self.connection.exchange(self.layer, contribution, key, self.group, self._take_part, phase)
+        found: Aggregate = self.connection.exchange(self.layer, contribution, key, self.group, self._take_part, phase)
+        return found
 
-    def _take_part(self, session: Session, key: RoundKey, rows: Rows) -> Aggregate:
+    def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate | RowDone:
+        """The same with a row that the core computes, brings to the memory and uses, in one call."""
+        found: Aggregate | RowDone = self.connection.exchange(self.layer, row, key, self.group, self._take_part, phase)
+        return found
+
+    def _take_part(self, session: Session, key: RoundKey, rows: Rows | NativeRow) -> Aggregate | RowDone:
         memory = session.transport.memory or self._agreed_memory(session)
         connection = self.connection
-        if not isinstance(memory, GroupMemory):
+        if not isinstance(memory, GroupMemory) or session.is_uneven:
+            rows = rows.measured() if isinstance(rows, NativeRow) else rows
             aggregate = connection.over_server(session, key, rows)
-            if not session.is_uneven:
+            if memory is None and not session.is_uneven:
                 _agree(connection, connection.group(self.group))
             return aggregate
-        if session.is_uneven:
-            return connection.over_server(session, key, rows)
         with memory.lock:
             try:
                 if connection.is_broken:
@@ -60,8 +68,9 @@ class SharedMemoryPipe(SlavePipe):
                 began = monotonic()
                 stands = memory.arrive(digest_of(key), rows, began, ESCALATE_SECONDS)
                 if stands == DONE and not memory.found.is_told:
-                    return aggregate_in(session, key, memory, began, monotonic())
-                begin_trip = partial(connection.round_trip, session, key, rows)
+                    return _done(session, key, memory, rows, began)
+                brought = rows.brought if isinstance(rows, NativeRow) else rows
+                begin_trip = partial(connection.round_trip, session, key, brought)
                 if stands == CLOSED:
                     found: Aggregate | AtServer = AtServer(begin_trip())
                 else:
@@ -94,6 +103,18 @@ def _agree(connection: Connection, group: Group) -> None:
         del of_groups[group.name]
         agreed.set_exception(error)
         raise
+
+
+def _done(
+    session: Session, key: RoundKey, memory: GroupMemory, rows: Rows | NativeRow, began: float
+) -> Aggregate | RowDone:
+    """Ends a round that is done in memory: with a row that the core has computed, it has used the sum as well."""
+    now = monotonic()
+    if isinstance(rows, NativeRow):
+        seconds = (memory.found.done - memory.found.came) / 1e9
+        count(session, key, memory, seconds, now)
+        return RowDone(key, seconds)
+    return aggregate_in(session, key, memory, now - began, now)
 
 
 def _go_on(round_: RoundInMemory, memory: GroupMemory, connection: Connection) -> Aggregate | AtServer:

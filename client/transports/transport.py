@@ -5,11 +5,24 @@ Every transport follows this contract, so nothing above it knows which one it us
 """
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from client.native.row import NativeRow
 from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import FORWARD, RoundKey
 from statsd_bn.rows import Rows
+
+
+class RowDone(NamedTuple):
+    """What remains of a round that the core has had, and whose sum it has used.
+
+    Attributes:
+        key: of the round.
+        seconds: that it took.
+    """
+
+    key: RoundKey
+    seconds: float = 0.0
 
 
 class Transport(Protocol):
@@ -32,6 +45,9 @@ class Transport(Protocol):
             key: of the round; None for the layer's next forward round.
             phase: of that forward round, one of `FORWARD_PHASES`; all members say the same.
         """
+
+    def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> "Aggregate | RowDone":
+        """The same for a row that is still to be computed; the pass is finished with it where the core can do so."""
 
     @property
     def rank(self) -> int:

@@ -13,7 +13,8 @@ from client.conversation.member import Member
 from client.conversation.registration import Registration, cause_of
 from client.conversation.round_trip import RoundTrip
 from client.conversation.session import LastSettled, Session
-from client.shared_memory.group_memory import CLOSED, GroupMemory
+from client.native.library import CLOSED
+from client.shared_memory.group_memory import GroupMemory
 from client.transports.key_digest import digest_of
 from client.transports.round_in_memory import RoundInMemory
 from client.whereabouts.place import Place, TorchGroup

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from mmap import mmap
 from typing import TYPE_CHECKING
 
-from client.shared_memory.group_memory import WAITS, GroupMemory, size_of
+from client.native.library import WAITS
+from client.shared_memory.group_memory import GroupMemory, size_of
 from statsd_bn.rows import Rows
 
 if TYPE_CHECKING:

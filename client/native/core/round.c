@@ -149,7 +149,7 @@ static void add(double *total, const double *row, int64_t size) {
   for (int64_t k = 0; k < size; k++) total[k] += row[k];
 }
 
-static int is_finite(const double *values, int64_t size) {
+int sbn_is_finite(const double *values, int64_t size) {
   /* All bits of the exponent are set: then adding one to them carries into the sign. */
   uint64_t found = 0;
   for (int64_t k = 0; k < size; k++) {
@@ -196,7 +196,7 @@ static int add_up(sbn_group *g, double *total) {
         add(total, rows + row * size, size);
     }
   }
-  if (!is_finite(total, size)) return SBN_NOT_FINITE;
+  if (!sbn_is_finite(total, size)) return SBN_NOT_FINITE;
   /* All came after this one had come to the turn before; what says otherwise is the time of another clock. */
   const int64_t behind = g->came - latest;
   g->behind_ns = behind > 0 && g->came_before > 0 && behind <= g->came - g->came_before ? behind : 0;
@@ -204,6 +204,7 @@ static int add_up(sbn_group *g, double *total) {
   g->is_told = 0;
   for (int64_t member = 0; member < g->members; member++)
     if (value_of(&place_of(g, member)->told) >= g->turn) g->is_told = 1;
+  g->done_ns = now_ns();
   return SBN_DONE;
 }
 
@@ -223,6 +224,14 @@ int sbn_round(sbn_group *g, uint64_t digest, const uint64_t *counts, const doubl
     return add_up(g, total);
   }
   return sbn_wait(g, total, wait_ns);
+}
+
+int sbn_round_of_row(sbn_group *g, uint64_t digest, int64_t channels, const double *row, double *total,
+                     int64_t wait_ns) {
+  const uint64_t count = (uint64_t)row[2 * channels];
+  const int found = sbn_round(g, digest, &count, row, 1, 2, channels, total, now_ns(), wait_ns);
+  total[2 * channels] = (double)g->count;
+  return found;
 }
 
 int sbn_wait(sbn_group *g, double *total, int64_t wait_ns) {

@@ -3,14 +3,11 @@
 #define SBN_ROUND_H
 #include "sbn.h"
 
-/* How a round stands. From SBN_DIFFERS on all have come, and all find the same: only the server can end this round. */
-enum { SBN_DONE, SBN_WAITS, SBN_CLOSED, SBN_DIFFERS, SBN_TOO_MANY, SBN_NOT_FINITE };
-
 /* Why a member comes to no further turn: it has ended in good order, or has given the memory up. */
 enum { SBN_ENDED = 1, SBN_GIVEN_UP = 2 };
 
 /* The memory of one group, as one member sees it; for one thread at a time. */
-typedef struct {
+struct sbn_group {
   /* As given: sbn_group_bytes(members) bytes that the members share, all zero at first; how many members there are, 64
    * at most; which one this is; how long to look for the others before sleeping; and the largest sum of counts. */
   char *memory;
@@ -19,9 +16,10 @@ typedef struct {
   uint64_t turn, digest;
   int64_t vectors, channels, came, came_before;
   /* What that turn has brought: how many rows, the sum of their counts, how much later than all others this member came
-   * (0: others were later, or it cannot be known), and whether some member may have told the server that it waits. */
-  int64_t rows, count, behind_ns, is_told;
-} sbn_group;
+   * (0: others were later, or it cannot be known), whether some member may have told the server that it waits, and when
+   * the sum was there. */
+  int64_t rows, count, behind_ns, is_told, done_ns;
+};
 
 SBN_API int64_t sbn_group_bytes(int64_t members);
 
@@ -33,6 +31,12 @@ SBN_API int sbn_has_futex(void);
 SBN_API int sbn_round(sbn_group *group, uint64_t digest, const uint64_t *counts, const double *values,
                       int64_t replicas, int64_t vectors, int64_t channels, double *total, int64_t came_ns,
                       int64_t wait_ns);
+
+/* The same with one row and the sum as a layer's pass has them: of two vectors, with the count behind. It comes now. */
+int sbn_round_of_row(sbn_group *group, uint64_t digest, int64_t channels, const double *row, double *total,
+                     int64_t wait_ns);
+
+int sbn_is_finite(const double *values, int64_t size);
 
 /* Waits on for the others; with 0 it only looks. */
 SBN_API int sbn_wait(sbn_group *group, double *total, int64_t wait_ns);

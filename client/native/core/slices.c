@@ -1,6 +1,7 @@
 /* What is done with a slice: which kernel does it, and in which parts. */
 #define _GNU_SOURCE
 #include "pool.h"
+#include "round.h"
 #include "scalars.h"
 #include <errno.h>
 #include <stdlib.h>
@@ -129,7 +130,7 @@ static int sums(const sbn_slice *s, const void *x, const void *dy, const double 
   const int64_t c = s->c;
   memset(row, 0, 2 * (size_t)c * sizeof *row);
   row[2 * c] = (double)(s->n * s->l);
-  if (s->n * s->c * s->l == 0) return SBN_OK;
+  if (s->n * s->c * s->l == 0) return SBN_DONE;
   const int channels = is_by_channels(s);
   const int64_t number = channels ? c : s->n, elements = channels ? s->n * s->l : c * s->l;
   const int64_t size = size_of_part(number, elements), parts = parts_of(number, size);
@@ -140,7 +141,7 @@ static int sums(const sbn_slice *s, const void *x, const void *dy, const double 
   for (int64_t i = 0; partial && i < parts; i++)
     for (int64_t k = 0; k < 2 * c; k++) row[k] += partial[2 * c * i + k];
   free(partial);
-  return SBN_OK;
+  return SBN_DONE;
 }
 
 /* Turns Σ(x - shift) and Σ(x - shift)² of float64 into Σx and Σx². */
@@ -156,7 +157,7 @@ static void unshift(const sbn_slice *s, const double *x, double *row) {
 
 int sbn_moments(const sbn_slice *s, const void *x, double *row) {
   const int code = sums(s, x, NULL, NULL, row);
-  if (code == SBN_OK && s->dtype == SBN_F64) unshift(s, x, row);
+  if (code == SBN_DONE && s->dtype == SBN_F64) unshift(s, x, row);
   return code;
 }
 
@@ -233,33 +234,18 @@ static void affine(const sbn_slice *s, const void *dy, const void *x, void *y, c
   sbn_share(threads_of(s), parts_of(number, size), affine_of_part, &job);
 }
 
-static void normalize(const sbn_slice *s, const void *x, void *y, const double *kept, const void *weight,
-                      int weight_dtype, const void *bias, int bias_dtype, vectors *v) {
-  const int64_t c = s->c;
-  for (int64_t i = 0; i < c; i++) {
-    const double factor = kept[c + i] * (weight ? read_at(weight, weight_dtype, i) : 1);
-    put(s, v->at, i, kept[i], factor, bias ? read_at(bias, bias_dtype, i) : 0, 0);
-  }
-  affine(s, NULL, x, y, v->at);
-  free_room(v);
-}
-
 int sbn_normalize(const sbn_slice *s, const void *x, void *y, const double *kept, const void *weight, int weight_dtype,
                   const void *bias, int bias_dtype) {
+  const int64_t c = s->c;
   vectors v;
-  if (!make_room(&v, s->c)) return SBN_NO_MEMORY;
-  normalize(s, x, y, kept, weight, weight_dtype, bias, bias_dtype, &v);
-  return SBN_OK;
-}
-
-int sbn_forward(const sbn_slice *s, const void *x, void *y, const double *total, double eps, int clamp, double *kept,
-                const void *weight, int weight_dtype, const void *bias, int bias_dtype, void *running_mean,
-                void *running_var, int running_dtype, int64_t *tracked, double momentum) {
-  vectors v;
-  if (!make_room(&v, s->c)) return SBN_NO_MEMORY;
-  sbn_finish(s->c, total, eps, clamp, kept, running_mean, running_var, running_dtype, tracked, momentum);
-  normalize(s, x, y, kept, weight, weight_dtype, bias, bias_dtype, &v);
-  return SBN_OK;
+  if (!make_room(&v, c)) return SBN_NO_MEMORY;
+  for (int64_t i = 0; i < c; i++) {
+    const double factor = kept[c + i] * (weight ? read_at(weight, weight_dtype, i) : 1);
+    put(s, v.at, i, kept[i], factor, bias ? read_at(bias, bias_dtype, i) : 0, 0);
+  }
+  affine(s, NULL, x, y, v.at);
+  free_room(&v);
+  return SBN_DONE;
 }
 
 int sbn_input_grad(const sbn_slice *s, const void *dy, const void *x, void *dx, const double *kept, const double *total,
@@ -275,12 +261,38 @@ int sbn_input_grad(const sbn_slice *s, const void *dy, const void *x, void *dx, 
   }
   affine(s, dy, x, dx, v.at);
   free_room(&v);
-  return SBN_OK;
+  return SBN_DONE;
 }
 
-int sbn_backward(const sbn_slice *s, const void *dy, const void *x, void *dx, const double *kept, const double *total,
-                 const double *row, const void *weight, int weight_dtype, void *dweight, void *dbias, int bias_dtype) {
-  const int code = dx ? sbn_input_grad(s, dy, x, dx, kept, total, weight, weight_dtype) : SBN_OK;
-  if (code == SBN_OK) sbn_param_grads(s->c, row, kept, dweight, weight_dtype, dbias, bias_dtype);
+/* From the own row to the sum of all rows, which stands behind it. */
+static int exchange(sbn_group *group, uint64_t digest, int64_t c, double *row, int64_t wait_ns) {
+  double *total = row + 2 * c + 1;
+  if (group) return sbn_round_of_row(group, digest, c, row, total, wait_ns);
+  memcpy(total, row, (2 * (size_t)c + 1) * sizeof *row);
+  return sbn_is_finite(total, 2 * c) ? SBN_DONE : SBN_NOT_FINITE;
+}
+
+int sbn_forward(const sbn_plan *plan, double *room, const void *x, void *y, const void *weight, const void *bias,
+                void *running_mean, void *running_var, int64_t *tracked, int stage, sbn_group *group, uint64_t digest,
+                int64_t wait_ns) {
+  const sbn_slice *s = &plan->slice;
+  double *total = room + 2 * s->c + 1, *kept = total + 2 * s->c + 1;
+  int code = stage == SBN_FINISH ? SBN_DONE : sbn_moments(s, x, room);
+  if (stage == SBN_EXCHANGE && code == SBN_DONE) code = exchange(group, digest, s->c, room, wait_ns);
+  if (stage == SBN_MEASURE || code != SBN_DONE || (stage == SBN_EXCHANGE && total[2 * s->c] == 1)) return code;
+  sbn_finish(plan, total, kept, running_mean, running_var, tracked);
+  return sbn_normalize(s, x, y, kept, weight, plan->weight_dtype, bias, plan->bias_dtype);
+}
+
+int sbn_backward(const sbn_plan *plan, double *room, const double *kept, const void *dy, const void *x, void *dx,
+                 const void *weight, void *dweight, void *dbias, int stage, sbn_group *group, uint64_t digest,
+                 int64_t wait_ns) {
+  const sbn_slice *s = &plan->slice;
+  const double *total = room + 2 * s->c + 1;
+  int code = stage == SBN_FINISH ? SBN_DONE : sbn_backward_sums(s, dy, x, kept, room);
+  if (dx && stage == SBN_EXCHANGE && code == SBN_DONE) code = exchange(group, digest, s->c, room, wait_ns);
+  if (stage == SBN_MEASURE || code != SBN_DONE) return code;
+  if (dx) code = sbn_input_grad(s, dy, x, dx, kept, total, weight, plan->weight_dtype);
+  if (code == SBN_DONE) sbn_param_grads(plan, room, kept, dweight, dbias);
   return code;
 }

@@ -31,28 +31,30 @@ static void move(void *running, int dtype, int64_t i, double newest, double shar
   write_at(running, dtype, i, fabsf(by) < 0.5f ? fmaf(by, to - old, old) : fmaf(by - 1, to - old, to));
 }
 
-void sbn_finish(int64_t c, const double *total, double eps, int clamp, double *kept, void *running_mean,
-                void *running_var, int running_dtype, int64_t *tracked, double momentum) {
+void sbn_finish(const sbn_plan *plan, const double *total, double *kept, void *running_mean, void *running_var,
+                int64_t *tracked) {
+  const int64_t c = plan->slice.c;
   const double n = total[2 * c];
+  double share = plan->momentum;
   if (tracked) ++*tracked;
   if (n == 0) {
     memset(kept, 0, 3 * (size_t)c * sizeof *kept);
     return;
   }
-  make_statistics(c, total, eps, clamp, kept);
+  make_statistics(c, total, plan->eps, plan->clamp, kept);
   if (!running_mean || !running_var) return;
-  if (momentum != momentum) momentum = !tracked ? 0 : 1 / (double)(*tracked > 1 ? *tracked : 1);
+  if (share != share) share = !tracked ? 0 : 1 / (double)(*tracked > 1 ? *tracked : 1);
   for (int64_t i = 0; i < c; i++) {
-    move(running_mean, running_dtype, i, kept[i], momentum);
-    move(running_var, running_dtype, i, centred_at(total, c, i) / (n - 1), momentum);
+    move(running_mean, plan->running_dtype, i, kept[i], share);
+    move(running_var, plan->running_dtype, i, centred_at(total, c, i) / (n - 1), share);
   }
 }
 
-void sbn_param_grads(int64_t c, const double *row, const double *kept, void *dweight, int weight_dtype, void *dbias,
-                     int bias_dtype) {
+void sbn_param_grads(const sbn_plan *plan, const double *row, const double *kept, void *dweight, void *dbias) {
+  const int64_t c = plan->slice.c;
   const double *invstd = kept + c;
   for (int64_t i = 0; i < c; i++) {
-    if (dweight) write_at(dweight, weight_dtype, i, row[c + i] * invstd[i]);
-    if (dbias) write_at(dbias, bias_dtype, i, row[i]);
+    if (dweight) write_at(dweight, plan->weight_dtype, i, row[c + i] * invstd[i]);
+    if (dbias) write_at(dbias, plan->bias_dtype, i, row[i]);
   }
 }

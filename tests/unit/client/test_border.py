@@ -116,7 +116,7 @@ def test_all_frames_are_shown_on_demand(monkeypatch, value):
     layer = failing_round(monkeypatch)
     with pytest.raises(RoundMismatch) as caught:
         layer(torch.randn(4, 3))
-    assert {"_by_itself", "run_slave", "exchange"} <= set(ours(caught.value))
+    assert {"_by_itself", "run_row", "exchange"} <= set(ours(caught.value))
 
 
 @pytest.mark.parametrize("value", ["", "full"])
@@ -187,7 +187,7 @@ NO_BORDER = {
     # They raise TypeError.
     *("register_conversion", "synchronized_class"),
     # They call `make_readable` themselves: in each round, and in a context manager.
-    *("Connection.exchange", "SlavePipe.run_slave", "join"),
+    *("Connection.exchange", "SlavePipe.run_row", "SlavePipe.run_slave", "join"),
     # A context manager around the user's own code.
     "patch_sync_batchnorm",
     # The transports call them, inside of what has a border.

@@ -60,16 +60,24 @@ def vectors(number, c):
     return torch.full((number * c + 1,), torch.nan, dtype=torch.float64)
 
 
-def forward(core, x, total, weight=None, bias=None, eps=1e-5, threads=1):
-    y, kept = torch.full_like(x, torch.nan), vectors(3, x.shape[1])
-    arguments = at(total), eps, 0, at(kept), *parameter(weight), *parameter(bias), None, None, 0, None, 0.1
-    assert core.sbn_forward(slice_of(x, threads), at(x), at(y), *arguments) == library.OK
-    return y, kept
+def plan_of(x, weight=None, bias=None, running=None, eps=1e-5, clamp=False, momentum=0.1, threads=1):
+    types = (0 if each is None else DTYPES[each.dtype] for each in (weight, bias, running))
+    return ctypes.byref(library.Plan(slice_of(x, threads)._obj, *types, clamp, eps, momentum))
+
+
+def forward(core, x, total, weight=None, bias=None, **given):
+    """Finishes a forward pass with the sum of all rows."""
+    c, y = x.shape[1], torch.full_like(x, torch.nan)
+    room = torch.cat((torch.full_like(total, torch.nan), total, vectors(3, c)))
+    plan = plan_of(x, weight, bias, **given)
+    arguments = *map(at, (room, x, y, weight, bias)), None, None, None
+    assert core.sbn_forward(plan, *arguments, library.FINISH, None, 0, 0) == library.DONE
+    return y, room[4 * c + 2 :]
 
 
 def row_of(function, x, *others, threads=1):
     row = vectors(2, x.shape[1])
-    assert function(slice_of(x, threads), *map(at, others), at(row)) == library.OK
+    assert function(slice_of(x, threads), *map(at, others), at(row)) == library.DONE
     return row
 
 
@@ -108,8 +116,9 @@ def test_a_layer_is_that_of_float64(core, dtype, shape, ratio):
         torch.full_like(weight, torch.nan),
         torch.full_like(bias, torch.nan),
     )
-    gradients = at(kept), at(own), at(own), *parameter(weight), at(dweight), *parameter(dbias)
-    assert core.sbn_backward(slice_of(x), at(dy), at(x), at(dx), *gradients) == library.OK
+    rows = torch.cat((own, own))
+    gradients = tuple(map(at, (rows, kept, dy, x, dx, weight, dweight, dbias)))
+    assert core.sbn_backward(plan_of(x, weight, bias), *gradients, library.FINISH, None, 0, 0) == library.DONE
     terms = grad - first.unsqueeze(1) / number - centred * invstd.square() * second.unsqueeze(1) / number
     assert (dx.transpose(0, 1).reshape(c, -1).double() - by * terms).abs().max() <= (off + rounding) * (
         by * grad
@@ -154,7 +163,7 @@ def test_halves_are_read_and_rounded_as_torch_does(core, dtype):
     for factor in (1.0, 1 + 2.0**-9, 1 + 2.0**-12, 2.0**-13, 3 * 2.0**-120):
         weight, y = torch.tensor([factor]), torch.empty_like(every)
         arguments = at(nothing), *parameter(weight), None, 0
-        assert core.sbn_normalize(slice_of(every), at(every), at(y), *arguments) == library.OK
+        assert core.sbn_normalize(slice_of(every), at(every), at(y), *arguments) == library.DONE
         torch.testing.assert_close(y, (every.float() * factor).to(dtype), rtol=0, atol=0, equal_nan=True)
         nans = y[every.isnan()].view(torch.int16).unique().tolist()
         assert nans == ([0x7FC0] if dtype == torch.bfloat16 else [0xFE00 - 2**16, 0x7E00])
@@ -166,7 +175,7 @@ def test_halves_are_read_and_rounded_as_torch_does(core, dtype):
     wide = torch.cat((bits.to(torch.int32).view(torch.float32), near.flatten(), torch.linspace(-1e-4, 1e-4, 99_999)))
     c = len(wide)
     row, found = torch.cat((wide, wide)).double(), torch.empty(c, dtype=dtype)
-    core.sbn_param_grads(c, at(row), at(vectors(3, c)), None, 0, *parameter(found))
+    core.sbn_param_grads(plan_of(wide[None], bias=found), at(row), at(vectors(3, c)), None, at(found))
     torch.testing.assert_close(found, wide.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
@@ -187,8 +196,8 @@ def test_statistics_have_the_bits_of_torchs_operators(count, momentum, running, 
     layer.running_mean, layer.running_var = (None if v is None else v.clone() for v in buffers)
     total, kept = torch.from_numpy(np.concatenate((sums, squares, [count]))), torch.empty(3, c, dtype=torch.float64)
     moved = np.nan if momentum is None else momentum
-    arguments = at(kept), *map(at, buffers), DTYPES.get(running, 0), at(tracked), moved
-    CORE.holding.sbn_finish(c, at(total), eps, eps_mode == "clamp", *arguments)
+    like = torch.empty(1, c), None, None, buffers[0], eps, eps_mode == "clamp", moved
+    CORE.holding.sbn_finish(plan_of(*like), at(total), at(kept), *map(at, (*buffers, tracked)))
     expected = ChannelStatistics.of(batch, eps, eps_mode)
     assert_same_bits(kept[0], expected.mean)
     assert_same_bits(kept[1], expected.invstd)
@@ -213,7 +222,7 @@ def a_layer(core, x, threads):
     y, kept = forward(core, x, row, threads=threads)
     own, dx = row_of(core.sbn_backward_sums, x, y, x, kept, threads=threads), torch.empty_like(x)
     arguments = at(y), at(x), at(dx), at(kept), at(own), None, 0
-    assert core.sbn_input_grad(slice_of(x, threads), *arguments) == library.OK
+    assert core.sbn_input_grad(slice_of(x, threads), *arguments) == library.DONE
     return row, y, own, dx
 
 

@@ -9,17 +9,9 @@ from mmap import mmap
 import numpy as np
 import pytest
 
+from client.native.library import CLOSED, DIFFERS, DONE, NOT_FINITE, TOO_MANY, WAITS
 from client.shared_memory import group_memory, passing
-from client.shared_memory.group_memory import (
-    CLOSED,
-    DIFFERS,
-    DONE,
-    MOST_MEMBERS,
-    NOT_FINITE,
-    TOO_MANY,
-    WAITS,
-    GroupMemory,
-)
+from client.shared_memory.group_memory import MOST_MEMBERS, GroupMemory
 from statsd_bn import limits
 from statsd_bn.reduction import sum_in_order
 from statsd_bn.rows import Rows

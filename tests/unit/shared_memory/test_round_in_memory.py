@@ -9,8 +9,9 @@ import pytest
 from client.conversation.member import Member
 from client.conversation.round_trip import RoundTrip
 from client.conversation.session import Session
+from client.native.library import DONE
 from client.shared_memory import passing
-from client.shared_memory.group_memory import DONE, GroupMemory, size_of
+from client.shared_memory.group_memory import GroupMemory, size_of
 from client.transports.key_digest import digest_of
 from client.transports.round_in_memory import AtServer, RoundInMemory
 from statsd_bn.members import Members
