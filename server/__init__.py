@@ -9,7 +9,7 @@ from server import search_path as search_path
 # isort: split
 from server.config import Config
 from server.group.master import SyncMaster
+from server.group.rounds import FutureResult
 from server.network.service import Service, run_master
-from server.rounds.rounds import FutureResult
 
 __all__ = ["Config", "FutureResult", "Service", "SyncMaster", "run_master"]

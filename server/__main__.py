@@ -8,12 +8,12 @@ from contextlib import suppress
 from functools import partial
 
 from server.arguments import Parser, host_and_port, meant
-from server.cli.asking import expects_key
 from server.cli.logs import PlainFormatter, Sparing
+from server.cli.query import expects_key
 from server.cli.status import CHECK_SECONDS, as_json, ask, describe, own_endpoint, watch
 from server.config import from_arguments
 from server.network.service import run_master
-from server.secrets.keygen import generate, load_asking, write_secret
+from server.security.keygen import generate, load_asking, write_secret
 from statsd_bn.endpoints import check_key, check_server, needs_keys
 from statsd_bn.environment import boolean
 from statsd_bn.error_text import broken, in_log

@@ -8,7 +8,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from server.arguments import Parser, number
-from server.limits.quota import Quota, span
+from server.security.quota import Quota, span
 from statsd_bn import PROTOCOL_VERSION, __version__
 from statsd_bn.checks import shown
 from statsd_bn.endpoints import check_endpoint, default_endpoint, needs_keys

@@ -38,7 +38,7 @@ from hypothesis import HealthCheck, settings
 import client
 from programs.ddp_programs import process_group_of
 from server import Config, Service
-from server.limits.quota import Quota
+from server.security.quota import Quota
 from support.member_processes import MemberProcesses
 from support.transports import ON_DEVICE, PROCESS_GROUP, rows_on_devices
 

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 import zmq
 
-from server.cli.asking import ANSWER_SECONDS, asking
+from server.cli.query import ANSWER_SECONDS, asking
 from server.config import bound_to
 from statsd_bn import limits
 from statsd_bn.checks import check_integer

@@ -15,7 +15,7 @@ gloo, messages between two ranks are counted too, so the numbers alone say nothi
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from server.membership.contributor import Contributor, Sighting, group_of
+from server.group.contributor import Contributor, Sighting, group_of
 from statsd_bn.messages import ALL_GATHER, ALL_REDUCE, BARRIER, BUFFERS
 
 # Out of these no rank comes before all have begun them, and then all come out at about the same time.

@@ -22,9 +22,9 @@ from typing import Any
 
 from server.core.collectives import Held, held_members, ranks_told
 from server.core.registry import Name
+from server.group.contributor import Contributor
+from server.group.lifecycle import GroupState
 from server.group.master import SyncMaster
-from server.membership.contributor import Contributor
-from server.membership.life import GroupState
 from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
 from statsd_bn.errors import RoundMismatch
 from statsd_bn.limits import SILENCE_SECONDS

@@ -14,14 +14,14 @@ from typing import Any
 
 from server.core import deadlock, report
 from server.core.deadlock import Mismatches
-from server.core.inquiry import Inquiry
+from server.core.hang_probe import Inquiry
 from server.core.registration import Registration
 from server.core.registry import Registry, SessionRecord
 from server.core.report import Reports
 from server.group.master import SyncMaster
-from server.limits.access import ANYBODY, REVOKED, Access, Tenant
-from server.limits.quota import Budget, Quota
-from server.rounds.rounds import Reply, failure, unknown
+from server.group.rounds import Reply, failure, unknown
+from server.security.access import ANYBODY, REVOKED, Access, Tenant
+from server.security.quota import Budget, Quota
 from statsd_bn.error_text import in_brief, in_log
 from statsd_bn.errors import (
     AuthenticationRefused,

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import takewhile
 
-from server.membership.recovery import RECONNECT_SECONDS
+from server.group.recovery import RECONNECT_SECONDS
 from statsd_bn import limits
 
 

@@ -3,12 +3,12 @@
 import logging
 
 from server.core.registry import Name, Registry, SessionRecord, failed_member
+from server.group.admission import too_late
+from server.group.lifecycle import GroupState
 from server.group.master import SyncMaster
-from server.limits.access import ANYBODY, Tenant
-from server.limits.quota import Budget
-from server.membership.admission import too_late
-from server.membership.life import GroupState
-from server.rounds.rounds import Reply
+from server.group.rounds import Reply
+from server.security.access import ANYBODY, Tenant
+from server.security.quota import Budget
 from statsd_bn.errors import ProtocolError, ReplicaLost, StaleEpoch, StatsdBNError
 from statsd_bn.messages import NO_SERVER, WORLD, Register
 from statsd_bn.tokens import digest

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.core.liveness import Liveness
+from server.group.contributor import Contributor
 from server.group.master import SyncMaster
-from server.limits.access import ANYBODY, Tenant
-from server.membership.contributor import Contributor
-from server.rounds.rounds import Reply, failure
+from server.group.rounds import Reply, failure
+from server.security.access import ANYBODY, Tenant
 from statsd_bn import limits
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import RegistrationRefused, RoundMismatch, StatsdBNError

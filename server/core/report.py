@@ -12,9 +12,9 @@ import numpy as np
 
 from server.core.registry import EndedJobs
 from server.group.master import SyncMaster
-from server.limits.access import Tenant
-from server.limits.quota import Budget
-from server.rounds.rounds import Round
+from server.group.rounds import Round
+from server.security.access import Tenant
+from server.security.quota import Budget
 from statsd_bn import limits
 from statsd_bn.error_text import in_log
 from statsd_bn.messages import Figures, FiguresRequest, Status

@@ -1,5 +1,4 @@
-"""One group of one job: its members and its rounds brought together, and what is noticed of them.
+"""One group of one job: its members, its rounds, its recovery after a restart of the server, and its findings.
 
-Who belongs to it belongs in `server.membership`, what becomes of a round in `server.rounds`, and what concerns several
-groups in `server.core`. Pure: no socket, thread or clock.
+Pure: no socket, thread or clock. What concerns several groups belongs in `server.core`.
 """

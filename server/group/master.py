@@ -8,14 +8,14 @@ import logging
 import math
 from collections.abc import Callable
 
-from server.group.insight import Insight
-from server.limits.quota import GROUP_BYTES, MEMBER_BYTES, NAMED_BYTES, RUN_BYTES, Budget, Room
-from server.membership.contributor import Contributor
-from server.membership.life import GroupState, MemberState, Told
-from server.membership.membership import Membership
-from server.rounds.open_rounds import Deferral, OpenRounds, pending
-from server.rounds.results import Archive, Claims, reduce_round
-from server.rounds.rounds import Reply, Round, failure, unknown
+from server.group.contributor import Contributor
+from server.group.health import Insight
+from server.group.lifecycle import GroupState, MemberState, Told
+from server.group.membership import Membership
+from server.group.open_rounds import Deferral, OpenRounds, pending
+from server.group.results import Archive, Claims, reduce_round
+from server.group.rounds import Reply, Round, failure, unknown
+from server.security.quota import GROUP_BYTES, MEMBER_BYTES, NAMED_BYTES, RUN_BYTES, Budget, Room
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import (
     ContributionConflict,
@@ -180,7 +180,7 @@ class SyncMaster:
     def recall(self, now: float, contributor: Contributor, aggregate: Aggregate, peer: bytes) -> list[Reply]:
         """Take an aggregate that an earlier life of the server gave the member, as the member says.
 
-        See `server.rounds.results` for what becomes of it.
+        See `server.group.results` for what becomes of it.
         """
         key = aggregate.key
         try:

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import zmq
 
-from server.limits.quota import Quota
 from server.network import ipc_path
 from server.network.zap import DOMAIN, Gatekeeper, seed_routing_ids
-from server.secrets.keygen import check_curve
+from server.security.keygen import check_curve
+from server.security.quota import Quota
 from statsd_bn import keys, limits
 from statsd_bn.endpoints import check_endpoint
 from statsd_bn.errors import BindError

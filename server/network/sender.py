@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import zmq
 
 from server.core.dispatcher import Dispatcher
-from server.rounds.rounds import Reply
+from server.group.rounds import Reply
 
 # Bytes that may wait for one peer. An answer is 4 MB at most, and mostly some kB; the first one is always sent.
 MOST_OF_ONE = 2**20

@@ -20,12 +20,11 @@ import zmq
 
 from server.config import Config
 from server.core.dispatcher import Dispatcher
-from server.limits import access
-from server.limits.access import ANYBODY, Access, Tenant
+from server.network.connections import Watch
 from server.network.listener import LOOK_SECONDS, Listener
 from server.network.sender import Sender
-from server.network.watch import Watch
-from server.secrets import keygen
+from server.security import access, keygen
+from server.security.access import ANYBODY, Access, Tenant
 from statsd_bn import limits
 from statsd_bn.endpoints import needs_keys
 from statsd_bn.error_text import in_log

@@ -21,7 +21,7 @@ from contextlib import suppress
 import zmq
 from zmq.utils import z85
 
-from server.limits.access import ANYBODY
+from server.security.access import ANYBODY
 
 # Nobody guesses one in the life of a universe; written in hexadecimal, since pyzmq reads properties as text.
 _RANDOM_BYTES = 12

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from server.cli.asking import Ask, asking
+from server.cli.query import Ask, asking
 from server.cli.status import describe, report_of
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError, ServerUnreachable

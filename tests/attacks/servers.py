@@ -17,8 +17,8 @@ from typing import Any
 
 import server as package
 from server.cli.status import ask
-from server.limits.quota import Quota
-from server.secrets.keygen import generate
+from server.security.keygen import generate
+from server.security.quota import Quota
 from statsd_bn.keys import ClientKeys, load_client
 
 # The checkout that is attacked.

@@ -22,7 +22,7 @@ from attacks.fuzz_frames import BETWEEN_FENCES, BURST, FENCE, FENCE_ANSWER, NO_M
 from attacks.honest import Workers
 from attacks.peers import Peers
 from attacks.servers import Attacked
-from server.secrets.keygen import generate
+from server.security.keygen import generate
 from statsd_bn.errors import ServerUnreachable
 
 CONNECTIONS = 100

@@ -8,7 +8,7 @@ import inspect
 from attacks.crowds import ask_all
 from attacks.peers import Peers, job_of
 from attacks.servers import attacked
-from server.secrets.keygen import generate
+from server.security.keygen import generate
 from statsd_bn.messages import Failure, Register, Registered
 
 

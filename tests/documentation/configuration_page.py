@@ -16,7 +16,7 @@ import client
 from server import __main__ as command_line
 from server.arguments import Parser
 from server.config import parser
-from server.limits.quota import Quota
+from server.security.quota import Quota
 from statsd_bn.errors import AuthenticationRefused, BindError, ConfigurationError, ServerUnreachable
 from support.paths import ROOT
 

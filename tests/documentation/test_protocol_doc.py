@@ -15,14 +15,13 @@ import pytest
 from client.connection import channel_pool, heartbeat_socket
 from client.conversation import registration, round_trip
 from client.launch import connect
-from server.core import collectives, deadlock, inquiry, liveness, registry
+from server.core import collectives, deadlock, hang_probe, liveness, registry
 from server.core.dispatcher import Dispatcher
-from server.limits import quota
-from server.limits.access import Tenant
-from server.membership import contributor
-from server.network import listener, service, watch
-from server.rounds import results
-from server.rounds.rounds import TRANSITIONS
+from server.group import contributor, results
+from server.group.rounds import TRANSITIONS
+from server.network import connections, listener, service
+from server.security import quota
+from server.security.access import Tenant
 from statsd_bn import PROTOCOL_VERSION, errors, limits, messages
 from statsd_bn.errors import ProtocolError
 from statsd_bn.members import Members
@@ -514,7 +513,7 @@ def test_an_error_has_a_key_where_the_document_says_so():
 def test_the_table_of_stuck_members_has_the_documented_entries():
     spread = {"step, layer, call, phase": ["step", "layer", "call", "phase"]}
     names = [part for name, *_ in table("Stuck members") for part in spread.get(name, [name])]
-    assert names.pop() == "stack", "only there for who waits in a collective of torch, see test_inquiry"
+    assert names.pop() == "stack", "only there for who waits in a collective of torch, see test_hang_probe"
     for way in ("another layer", "another group"):
         rows_ = failure(way).fields["table"]
         assert len(rows_) == 2
@@ -532,7 +531,7 @@ def test_the_life_of_a_round_is_the_codes_table():
 
 def test_deadlines_and_queues_have_the_codes_values():
     whose = {
-        "server": [service, results, deadlock, liveness, registry, watch, quota],
+        "server": [service, results, deadlock, liveness, registry, connections, quota],
         "client": [heartbeat_socket, connect, registration, round_trip, channel_pool],
         "both": [listener, channel_pool],
     }
@@ -544,7 +543,7 @@ def test_deadlines_and_queues_have_the_codes_values():
 
 def test_the_times_of_questions_are_the_codes():
     found = {name: float(value) for name, value in table("Where a member is")}
-    of_code = vars(contributor) | vars(inquiry) | vars(collectives)
+    of_code = vars(contributor) | vars(hang_probe) | vars(collectives)
     assert found == {name: of_code[name] for name in found}
 
 

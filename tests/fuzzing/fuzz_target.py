@@ -12,7 +12,7 @@ from client.conversation.member import Member
 from client.conversation.session import Session
 from client.whereabouts.place import Place, TorchGroup
 from server.core.dispatcher import Dispatcher
-from server.rounds.rounds import Reply
+from server.group.rounds import Reply
 from statsd_bn import messages
 from statsd_bn.members import Members
 from statsd_bn.round_key import BACKWARD, GATHER, RoundKey

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fuzzing import fuzz
 from fuzzing.fuzz_target import SOUND, Play
 from server.core.dispatcher import Dispatcher
-from server.rounds import open_rounds
+from server.group import open_rounds
 from statsd_bn.messages import BY_TYPE, Request
 from statsd_bn.round_key import GATHER
 from statsd_bn.wire import decode

@@ -26,7 +26,7 @@ from client.conversation.member import Member
 from server import Config, Service
 from server.cli.status import ask
 from server.network.listener import LOOK_SECONDS
-from server.secrets.keygen import generate, load_asking
+from server.security.keygen import generate, load_asking
 from statsd_bn.errors import AuthenticationRefused, RegistrationRefused, ReplicaLost, ServerUnreachable
 from statsd_bn.keys import ClientKeys, load_client
 from statsd_bn.messages import Failure, Heartbeat, Registered, StatusRequest

@@ -16,7 +16,7 @@ from client.conversation.session import Session
 from programs import restart_programs
 from server.cli.status import ask
 from server.core.dispatcher import Dispatcher
-from server.membership.recovery import RECONNECT_SECONDS
+from server.group.recovery import RECONNECT_SECONDS
 from statsd_bn import limits
 from statsd_bn.errors import ReplicaLost
 from statsd_bn.members import Members

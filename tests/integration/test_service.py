@@ -18,7 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from server import Config, Service
 from server.cli.status import ask
-from server.limits.access import ANYBODY
+from server.security.access import ANYBODY
 from statsd_bn import limits, messages
 from statsd_bn.errors import BindError
 from statsd_bn.wire import MAGIC, PROTOCOL_VERSION, decode, encode

@@ -19,17 +19,17 @@ from client.conversation.round_trip import GRACE_SECONDS, RoundTrip
 from client.conversation.session import Session
 from client.shared_memory.group_memory import Found, GroupMemory
 from client.transports.round_in_memory import RoundInMemory
-from server.core import collectives, deadlock, inquiry
+from server.core import collectives, deadlock, hang_probe
 from server.core.dispatcher import Dispatcher, Received
 from server.core.liveness import Liveness
+from server.group import open_rounds
+from server.group.lifecycle import GroupState, MemberState
 from server.group.master import SyncMaster
-from server.membership.life import GroupState, MemberState
-from server.membership.membership import Membership
-from server.membership.recovery import Recovery
-from server.rounds import open_rounds
-from server.rounds.open_rounds import OpenRounds
-from server.rounds.results import Claims
-from server.rounds.rounds import Round
+from server.group.membership import Membership
+from server.group.open_rounds import OpenRounds
+from server.group.recovery import Recovery
+from server.group.results import Claims
+from server.group.rounds import Round
 from statsd_bn import limits
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, StackReport
@@ -174,11 +174,11 @@ def late_is_held() -> Any:
 def answers_mixed_up() -> Any:
     """An answer is taken for that of the member that was asked first."""
 
-    def answer(_right: Any, self: inquiry.Inquiry, now: float, answer: StackReport) -> None:
+    def answer(_right: Any, self: hang_probe.Inquiry, now: float, answer: StackReport) -> None:
         for contributor in list(self._asked.values())[:1]:
             contributor.sighting.take(now, replace(answer, number=contributor.sighting.number))
 
-    return instead(inquiry.Inquiry, "answer", answer)
+    return instead(hang_probe.Inquiry, "answer", answer)
 
 
 @bug

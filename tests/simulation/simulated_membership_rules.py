@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from client.transports.round_in_memory import ESCALATE_SECONDS
-from server.membership.recovery import RECONNECT_SECONDS
+from server.group.recovery import RECONNECT_SECONDS
 from simulation import simulated_rules as rules
 from simulation.simulated_beginnings import may_meet_another_beginning, newcomers_may_come_first, opened
 from simulation.simulated_frames import decode_once

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.core.dispatcher import Dispatcher
-from server.limits.quota import Quota
+from server.network.connections import Probing
 from server.network.service import TICK_SECONDS
-from server.network.watch import Probing
+from server.security.quota import Quota
 
 Trace = list[tuple[Any, ...]]
 

@@ -12,9 +12,9 @@ from client.conversation.registration import ANSWER_SECONDS, TAKEN_SECONDS
 from client.conversation.round_trip import ASK_AGAIN_AT_MOST, ASK_AGAIN_SECONDS, GRACE_SECONDS
 from server.core.deadlock import THREADED_QUIET_SECONDS
 from server.core.liveness import RECONNECT_SECONDS
+from server.group.results import REMEMBERED_ROUNDS
+from server.network.connections import PROBE_SECONDS
 from server.network.service import TICK_SECONDS
-from server.network.watch import PROBE_SECONDS
-from server.rounds.results import REMEMBERED_ROUNDS
 from simulation.simulated_beginnings import may_meet_another_beginning
 from simulation.simulated_frames import is_sound
 from simulation.simulated_plan import HARMLESS_FREEZE

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from server.core.dispatcher import Dispatcher
-from server.limits.access import ANYBODY, OPERATOR, REVOKED, Access, Tenant
-from server.limits.quota import Quota
+from server.security.access import ANYBODY, OPERATOR, REVOKED, Access, Tenant
+from server.security.quota import Quota
 from statsd_bn import messages
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.keys import PublicKey, check_name

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from server.core.dispatcher import Dispatcher
-from server.limits.access import Tenant
-from server.limits.quota import CONTRIBUTION_BYTES, FUTURE_BYTES, GROUP_BYTES, MEMBER_BYTES, Budget, Quota, Room
+from server.security.access import Tenant
+from server.security.quota import CONTRIBUTION_BYTES, FUTURE_BYTES, GROUP_BYTES, MEMBER_BYTES, Budget, Quota, Room
 from statsd_bn import limits
 from statsd_bn.errors import LimitExceeded
 from statsd_bn.members import NOBODY, Members

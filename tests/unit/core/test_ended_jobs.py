@@ -4,7 +4,7 @@ import pytest
 
 from server.core.dispatcher import Dispatcher
 from server.core.registry import REMEMBERED_JOBS, REMEMBERED_SECONDS
-from server.limits.access import ANYBODY, Tenant
+from server.security.access import ANYBODY, Tenant
 from statsd_bn.messages import Leave
 from statsd_bn.wire import encode
 from support.strategies import contribution, register, session_of

@@ -5,7 +5,7 @@ import pytest
 
 from server.core import report
 from server.core.dispatcher import Dispatcher
-from server.limits.access import ANYBODY, Tenant
+from server.security.access import ANYBODY, Tenant
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
 from statsd_bn.messages import Failure, Figures, FiguresRequest, Message, SkewStats

@@ -12,8 +12,8 @@ import zmq
 from client.launch import job_secret
 from client.launch.settings import resolve
 from server.__main__ import main
-from server.limits.access import Access
-from server.secrets.keygen import generate
+from server.security.access import Access
+from server.security.keygen import generate
 from statsd_bn import keys
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.text import unfolded

@@ -8,9 +8,9 @@ import pytest
 
 from server.core.dispatcher import Dispatcher
 from server.core.registry import OTHERS_END_SECONDS
-from server.limits.quota import Quota
-from server.membership.recovery import RECONNECT_SECONDS
+from server.group.recovery import RECONNECT_SECONDS
 from server.network import service
+from server.security.quota import Quota
 from statsd_bn import limits, messages
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.skew import FIGURES

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.core.report import group as report_of
+from server.group import results
 from server.group.master import SyncMaster
-from server.rounds import results
-from server.rounds.rounds import Reply, failure
+from server.group.rounds import Reply, failure
 from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate, Failure, Heartbeat

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.membership.contributor import Contributor
-from server.membership.membership import Membership
+from server.group.contributor import Contributor
+from server.group.membership import Membership
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import ReplicaLost, WorldSizeMismatch
 from statsd_bn.members import Members, ranks_in_words

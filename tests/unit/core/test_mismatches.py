@@ -4,8 +4,8 @@ import pytest
 
 from server.core import deadlock
 from server.core.deadlock import Mismatches
+from server.group.contributor import STEADY_SECONDS, Sighting
 from server.group.master import SyncMaster
-from server.membership.contributor import STEADY_SECONDS, Sighting
 from statsd_bn import limits
 from statsd_bn.members import Members
 from statsd_bn.messages import StackReport

@@ -7,7 +7,7 @@ import pytest
 
 from server.core.dispatcher import Dispatcher
 from server.core.report import group
-from server.rounds.first_non_finite import MOST_OVERFLOWS
+from server.group.first_non_finite import MOST_OVERFLOWS
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Failure, Leave, NonFiniteRound
 from statsd_bn.reduction import bearers, is_finite, not_finite, sum_in_order

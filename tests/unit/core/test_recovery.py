@@ -2,8 +2,8 @@
 
 import pytest
 
-from server.membership.membership import Membership
-from server.membership.recovery import RECONNECT_SECONDS, Recovery
+from server.group.membership import Membership
+from server.group.recovery import RECONNECT_SECONDS, Recovery
 from statsd_bn import limits
 from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost
 from statsd_bn.members import NOBODY, Members

@@ -8,7 +8,7 @@ from server.cli.status import describe
 from server.core import report
 from server.core.dispatcher import Dispatcher
 from server.core.report import KEPT_SECONDS, TOLD_MISSING, TOLD_ROUNDS
-from server.limits.access import Tenant
+from server.security.access import Tenant
 from statsd_bn import limits
 from statsd_bn.messages import Status, StatusRequest
 from statsd_bn.wire import decode, encode

@@ -4,7 +4,7 @@ import struct
 import numpy as np
 import pytest
 
-from server.rounds.rounds import Event, FutureResult, Round, State
+from server.group.rounds import Event, FutureResult, Round, State
 from statsd_bn.errors import ContributionConflict, RoundMismatch
 from statsd_bn.rows import Rows
 from support.strategies import key, rows

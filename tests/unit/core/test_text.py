@@ -14,7 +14,7 @@ from client.launch.settings import resolve
 from server.__main__ import main
 from server.cli.logs import MAX_LINE, PlainFormatter
 from server.core.dispatcher import Dispatcher
-from server.rounds.rounds import failure
+from server.group.rounds import failure
 from statsd_bn import limits
 from statsd_bn.checks import check_depth, shown
 from statsd_bn.errors import ConfigurationError, ProtocolError, RegistrationRefused, StatsdBNError, from_wire

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from server.core.dispatcher import Dispatcher
+from server.group import open_rounds
 from server.network.service import TICK_SECONDS
-from server.rounds import open_rounds
 from statsd_bn.messages import Contribution
 from statsd_bn.rows import Rows
 from statsd_bn.skew_samples import KNOWN_BYTES

@@ -7,7 +7,7 @@ from array import array
 import pytest
 
 from server.core.report import group as report_of
-from server.group.insight import STARTUP_SECONDS, WINDOW_SECONDS
+from server.group.health import STARTUP_SECONDS, WINDOW_SECONDS
 from server.group.master import SyncMaster
 from statsd_bn import limits
 from statsd_bn.messages import Heartbeat, LatenessReport, RoundTrips

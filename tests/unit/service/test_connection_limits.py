@@ -6,8 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from server.limits.access import Tenant
-from server.network.watch import IDLE_SECONDS, Connections
+from server.network.connections import IDLE_SECONDS, Connections
+from server.security.access import Tenant
 
 
 def with_key(key: str) -> Tenant:

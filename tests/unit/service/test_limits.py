@@ -9,8 +9,8 @@ import pytest
 from server.cli.status import describe
 from server.config import from_arguments, parser
 from server.core.dispatcher import Dispatcher
-from server.limits.access import ANYBODY
-from server.limits.quota import (
+from server.security.access import ANYBODY
+from server.security.quota import (
     CONTRIBUTION_BYTES,
     FUTURE_BYTES,
     GROUP_BYTES,

@@ -17,7 +17,7 @@ from client.connection.connection import Connection
 from client.conversation.member import Member
 from server import Service
 from server.cli.status import ask
-from server.network import listener, watch
+from server.network import connections, listener
 from statsd_bn import limits
 from statsd_bn.errors import LimitExceeded
 from statsd_bn.messages import Heartbeat, Status, StatusRequest
@@ -65,7 +65,7 @@ def test_a_handshake_that_does_not_end_is_ended(serve, monkeypatch):
 
 
 def test_a_connection_over_which_no_member_speaks_is_ended_and_a_members_is_not(serve, dial, monkeypatch):
-    monkeypatch.setattr(watch, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.5)
     service = serve(max_refusals=2**20)
     who = Member("job", "world", 0, 0, 1, 20.0, "here")
     with Connection(ZmqChannelPool(service.endpoints[0]), who) as member:
@@ -92,7 +92,7 @@ def test_a_member_that_has_gone_leaves_nothing_behind(serve):
 
 
 def test_a_status_is_answered_over_a_connection_that_was_ended_before(serve, dial, monkeypatch):
-    monkeypatch.setattr(watch, "IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.3)
     service = serve()
     dealer = dial(service)
     for _ in range(3):
@@ -105,7 +105,7 @@ def test_a_status_is_answered_over_a_connection_that_was_ended_before(serve, dia
 def test_who_does_not_read_does_not_grow_the_servers_memory(serve, dial, caplog, monkeypatch):
     """Without a bound what waits would take 30 MB."""
     caplog.set_level(logging.CRITICAL, "statsd_bn.server")  # pytest keeps what is logged
-    monkeypatch.setattr(watch, "IDLE_SECONDS", 86_400.0)
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 86_400.0)
     # No connection is closed for what is refused on it, or for its age: a slow machine may take minutes.
     service = serve(max_unread=2, max_refusals=2**20)
     stranger = dial(service)

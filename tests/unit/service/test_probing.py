@@ -2,7 +2,7 @@
 
 import math
 
-from server.network.watch import PROBE_SECONDS, Probing
+from server.network.connections import PROBE_SECONDS, Probing
 
 
 def test_without_an_end_there_is_no_pass():

@@ -4,10 +4,10 @@ from itertools import product
 
 import pytest
 
-from server.membership import life
-from server.membership.life import Event, GroupState, MemberState, Policy, Told
+from server.group import lifecycle
+from server.group.lifecycle import Event, GroupState, MemberState, Policy, Told
 
-MOVES = life._MOVES
+MOVES = lifecycle._MOVES
 REGISTERED = (MemberState.TAKES_PART, MemberState.PAUSED, MemberState.REJOINING)
 GOING = {Event.LEAVES: MemberState.LEFT, Event.FAILS: MemberState.LEFT, Event.IS_LOST: MemberState.LOST}
 COMING = (Event.ARRIVES, Event.RETURNS, Event.RETURNS_PAUSED)
@@ -28,14 +28,14 @@ def test_a_group_opens_once_and_a_broken_one_stays_broken():
 @pytest.mark.parametrize("group", GroupState)
 def test_any_member_may_go_and_any_process_may_come_at_any_time(policy, group):
     for member, (event, after) in product(REGISTERED, GOING.items()):
-        assert life.move(policy, group, event, member).member is after
+        assert lifecycle.move(policy, group, event, member).member is after
     for member, event in product((MemberState.NEW, *REGISTERED), COMING):
-        assert life.move(policy, group, event, member)
+        assert lifecycle.move(policy, group, event, member)
 
 
 def test_a_strict_group_that_is_not_filling_breaks_unless_one_that_is_away_says_goodbye():
     for group, member, event in product((GroupState.RECOVERING, GroupState.OPEN), REGISTERED, GOING):
-        move = life.move(Policy.STRICT, group, event, member)
+        move = lifecycle.move(Policy.STRICT, group, event, member)
         may_go = member is MemberState.PAUSED and event is Event.LEAVES
         assert (move.group, move.told) == ((group, Told.DEPARTED) if may_go else (GroupState.BROKEN, Told.BROKEN))
 
@@ -56,9 +56,9 @@ def test_whoever_breaks_a_group_is_told_to_those_who_wait_and_once():
 
 
 def test_no_case_is_in_the_table_twice(monkeypatch):
-    monkeypatch.setattr(life, "TABLE", f"{life.TABLE}{life.TABLE.strip().splitlines()[-1]}\n")
+    monkeypatch.setattr(lifecycle, "TABLE", f"{lifecycle.TABLE}{lifecycle.TABLE.strip().splitlines()[-1]}\n")
     with pytest.raises(ValueError, match="says twice"):
-        life._moves()
+        lifecycle._moves()
 
 
 # The code does what the table says: with another table it does something else.

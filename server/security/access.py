@@ -37,7 +37,7 @@ class Tenant:
         return any(fnmatchcase(job, pattern) for pattern in self.jobs)
 
     def owner(self, job: str) -> str:
-        """Owner that a job is counted for, see `server.limits.quota`."""
+        """Owner that a job is counted for, see `server.security.quota`."""
         return f"tenant {self.account or self.name!r}" if self.key else f"job {job!r}"
 
 

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from server.limits.quota import CONTRIBUTION_BYTES, RUN_BYTES, Room
-from server.membership.contributor import Contributor
-from server.rounds.rounds import Round, State
+from server.group.contributor import Contributor
+from server.group.rounds import Round, State
+from server.security.quota import CONTRIBUTION_BYTES, RUN_BYTES, Room
 from statsd_bn import limits
 from statsd_bn.errors import ContributionConflict
 from statsd_bn.members import NOBODY, Members

@@ -3,7 +3,7 @@
 import pytest
 
 from server.core.collectives import APART_SILENCES
-from server.core.inquiry import MOST_QUIET_MEMBERS, NO_ROUND_SECONDS, QUIET_ASKED_AT_MOST
+from server.core.hang_probe import MOST_QUIET_MEMBERS, NO_ROUND_SECONDS, QUIET_ASKED_AT_MOST
 from server.network.service import TICK_SECONDS
 from statsd_bn.limits import SILENCE_SECONDS
 from statsd_bn.messages import ALL_GATHER, ALL_REDUCE, BARRIER, BUFFERS, Heartbeat

@@ -24,8 +24,8 @@ The rules that the table writes out:
 8. A broken group stays broken, and refuses everybody.
 
 What the table does not name cannot happen, and raises KeyError. It does not say when an event takes place: whether
-nobody is missing any more, who is late, and whether there is room, `server.membership.membership`,
-`server.membership.recovery` and `server.membership.admission` find out.
+nobody is missing any more, who is late, and whether there is room, `server.group.membership`,
+`server.group.recovery` and `server.group.admission` find out.
 """
 
 from enum import StrEnum

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from server.membership import life
-from server.membership.contributor import Contributor
-from server.membership.life import Event, GroupState, MemberState, Move, Policy, Told
+from server.group import lifecycle
+from server.group.contributor import Contributor
+from server.group.lifecycle import Event, GroupState, MemberState, Move, Policy, Told
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost, StatsdBNError, WorldSizeMismatch
 from statsd_bn.members import Members, ranks_in_words
@@ -13,7 +13,7 @@ from statsd_bn.messages import WORLD, Register
 
 
 class Group(Protocol):
-    """What admission needs to know of a group; `server.membership.membership.Membership` is one."""
+    """What admission needs to know of a group; `server.group.membership.Membership` is one."""
 
     job: str
     group: str
@@ -59,7 +59,7 @@ def check(group: Group, register: Register) -> Contributor | None:
     """
     contributor = group.contributors.get(register.member)
     state = contributor.state if contributor else MemberState.NEW
-    move = life.move(group.policy, group.state, life.arrival(register), state)
+    move = lifecycle.move(group.policy, group.state, lifecycle.arrival(register), state)
     if move.told is Told.REFUSED_BROKEN:
         raise group.why_broken
     _check_terms(group, register)
@@ -87,7 +87,7 @@ def _check_terms(group: Group, register: Register) -> None:
 
 
 def _check_newcomer(group: Group, register: Register, move: Move) -> None:
-    if life.change(register, one_left=group.departed is not None) is Event.REJOINS_IN_VAIN:
+    if lifecycle.change(register, one_left=group.departed is not None) is Event.REJOINS_IN_VAIN:
         raise group.why_incomplete
     if move.told is Told.REFUSED_LATE:
         raise too_late(register)

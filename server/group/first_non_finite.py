@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping
 from itertools import islice
 
-from server.membership.contributor import Contributor
+from server.group.contributor import Contributor
 from statsd_bn.members import TOLD_OF, Members, ranks_in_words
 from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import not_finite

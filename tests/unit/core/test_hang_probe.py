@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from server.membership.contributor import MOST_RUNS, SILENT_SECONDS, Sighting, group_of
+from server.group.contributor import MOST_RUNS, SILENT_SECONDS, Sighting, group_of
 from server.network.service import TICK_SECONDS
 from statsd_bn.members import Members
 from statsd_bn.messages import Failure, Leave, Message, Participation, StackReport

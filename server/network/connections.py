@@ -21,12 +21,12 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from server.core.dispatcher import Dispatcher, Received
-from server.limits.access import Tenant
-from server.limits.quota import Quota
+from server.group.rounds import failure
 from server.network.listener import Listener
 from server.network.reset_filter import Resets, hang_up, let_no_reset_through
 from server.network.sender import Sender
-from server.rounds.rounds import failure
+from server.security.access import Tenant
+from server.security.quota import Quota
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import LimitExceeded, StatsdBNError
 

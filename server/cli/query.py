@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from server.secrets.keygen import check_curve
+from server.security.keygen import check_curve
 from statsd_bn.endpoints import check_server, why_silent
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
 from statsd_bn.handshake import EVENTS, Handshakes, SocketHandshakes

@@ -7,7 +7,7 @@ Nothing of it is trusted: the text is for people, and the numbers only decide ab
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from server.membership.life import MemberState
+from server.group.lifecycle import MemberState
 from statsd_bn.members import NOBODY
 from statsd_bn.messages import Register, StackReport
 from statsd_bn.round_key import RoundKey
@@ -150,7 +150,7 @@ class Contributor:
         peer: whom to answer.
         step: the step it is in, by its contributions.
         first_step: the first step it takes part in.
-        state: whether it takes part, see `server.membership.life`.
+        state: whether it takes part, see `server.group.lifecycle`.
         has_past: whether it was in the group when that was open in an earlier life of the server.
         owed: how many results of that life it has announced.
         replicas: rows in its latest contribution; 0 before the first.

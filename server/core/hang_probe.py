@@ -18,10 +18,10 @@ from itertools import islice
 
 from server.core.collectives import APART_SILENCES
 from server.core.registry import Name, Registry
+from server.group.contributor import ASK_SECONDS, Contributor, Sighting
+from server.group.lifecycle import GroupState
 from server.group.master import SyncMaster
-from server.membership.contributor import ASK_SECONDS, Contributor, Sighting
-from server.membership.life import GroupState
-from server.rounds.rounds import Reply
+from server.group.rounds import Reply
 from statsd_bn import limits
 from statsd_bn.messages import WORLD, StackReport, StackRequest
 from statsd_bn.tokens import digest

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from server.membership.contributor import Contributor
+from server.group.contributor import Contributor
 from statsd_bn import limits
 from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
 from statsd_bn.errors import (
@@ -142,7 +142,7 @@ class Round:
         seconds: how long it may stay open.
 
     Attributes:
-        held: how many bytes it keeps, see `server.limits.quota`.
+        held: how many bytes it keeps, see `server.security.quota`.
         latest: when the latest contribution came.
         behind: how much later that was than the one before, in seconds.
     """

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from server.limits.quota import Room
-from server.membership.contributor import Contributor
-from server.membership.membership import Membership
-from server.rounds.open_rounds import OpenRounds
+from server.group.contributor import Contributor
+from server.group.membership import Membership
+from server.group.open_rounds import OpenRounds
+from server.security.quota import Room
 from statsd_bn.errors import LimitExceeded, ProtocolError
 from statsd_bn.messages import LatenessReport, RoundTrips, SkewStats
 from statsd_bn.reduction import FloatArray

@@ -1,16 +1,16 @@
 """Who belongs to a group, since which step, until when.
 
-What may happen to a group, and what follows, is the table of `server.membership.life`. This file finds out when it
+What may happen to a group, and what follows, is the table of `server.group.lifecycle`. This file finds out when it
 happens, and keeps who is in the group. The first member of a new run replaces a group that is broken. Newcomers to an
 elastic group take part from a step on that nobody has begun.
 
 A member may be away for a while, because its data has ended, and takes part again when all others are back as well.
 """
 
-from server.membership import admission, life
-from server.membership.contributor import Contributor
-from server.membership.life import Event, GroupState, MemberState, Move, Policy, Told
-from server.membership.recovery import Recovery
+from server.group import admission, lifecycle
+from server.group.contributor import Contributor
+from server.group.lifecycle import Event, GroupState, MemberState, Move, Policy, Told
+from server.group.recovery import Recovery
 from statsd_bn import limits
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import ReplicaLost, StatsdBNError
@@ -19,7 +19,7 @@ from statsd_bn.messages import Participation, Register
 
 
 class Membership:
-    """The members of one life of a group, which moves along the table of `server.membership.life`, and in no other way.
+    """The members of one life of a group, which moves along the table of `server.group.lifecycle`, and in no other way.
 
     Args:
         register: the registration that begins it.
@@ -174,7 +174,7 @@ class Membership:
         """
         contributor = admission.check(self, register)
         # Not before: one that is refused begins nothing.
-        self._move(life.arrival(register), contributor.state if contributor else MemberState.NEW)
+        self._move(lifecycle.arrival(register), contributor.state if contributor else MemberState.NEW)
         if self.state is GroupState.RECOVERING and self.recovery is None:
             self.recovery = Recovery(now, self._silence)
         if contributor is None:
@@ -235,7 +235,7 @@ class Membership:
 
     def _move(self, event: Event, member: MemberState | None = None) -> Move:
         """Take the step of the table that an event leads to."""
-        move = life.move(self.policy, self.state, event, member)
+        move = lifecycle.move(self.policy, self.state, event, member)
         if move.group is not self.state:
             self.state, self._state_before = move.group, self.state
         if self.state is not GroupState.RECOVERING:
@@ -259,7 +259,7 @@ class Membership:
             register.step,
             # Whoever is away begins when it is called back, and would take a later step for that.
             self._next_step if joins and register.participation == Participation.TAKES_PART else register.first_step,
-            life.state_of(register.participation),
+            lifecycle.state_of(register.participation),
             register.has_past,
             register.results if self.recovery else 0,
         )
@@ -269,7 +269,7 @@ class Membership:
         return contributor
 
     def _change_state(self, now: float, contributor: Contributor, register: Register) -> None:
-        event = life.change(register, one_left=self.departed is not None)
+        event = lifecycle.change(register, one_left=self.departed is not None)
         # One that was sent before the latest pass began says nothing any more.
         if event is None or register.step < contributor.first_step:
             return

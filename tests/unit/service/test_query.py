@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from server.cli.asking import asking
+from server.cli.query import asking
 from statsd_bn.errors import ServerUnreachable
 from statsd_bn.messages import FiguresRequest, StatusRequest
 from statsd_bn.wire import decode

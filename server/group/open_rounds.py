@@ -8,13 +8,13 @@ from itertools import islice
 
 import numpy as np
 
-from server.limits.quota import FUTURE_BYTES, ROUND_BYTES, Budget, Room, size_of
-from server.membership.contributor import Contributor
-from server.membership.life import GroupState
-from server.membership.membership import Membership
-from server.rounds.first_non_finite import FirstNonFinite
-from server.rounds.results import Archive, Claims, reduce_round
-from server.rounds.rounds import Reply, Round, conflict, failed, failure, late_table, same, unknown
+from server.group.contributor import Contributor
+from server.group.first_non_finite import FirstNonFinite
+from server.group.lifecycle import GroupState
+from server.group.membership import Membership
+from server.group.results import Archive, Claims, reduce_round
+from server.group.rounds import Reply, Round, conflict, failed, failure, late_table, same, unknown
+from server.security.quota import FUTURE_BYTES, ROUND_BYTES, Budget, Room, size_of
 from statsd_bn import limits
 from statsd_bn.errors import (
     ContributionConflict,
