@@ -21,6 +21,7 @@ from client.ops.native import Plan, address, output_for, plan_of, ready, takes, 
 from client.ops.running import Running
 from client.ops.statistics import ChannelMoments, ChannelStatistics
 from client.ops.vectors import compute_type
+from client.transports.transport import RowDone
 from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import BACKWARD, RoundKey
 
@@ -72,19 +73,18 @@ class NativeExchange(PlainExchange):
         if not is_first:
             row.run(FINISH)
             return output
-        key = self._round(row)
+        key = self._round(row, self.transport.run_row(row, None, self.phase))
         if self.room[4 * plan.channels + 1] == 1:
             raise too_few(self.layer, 1, tuple(x.shape))
         self.key, self.has_moved, self.running = key, self.running is not None, None
         return output
 
-    def _round(self, row: NativeRow, key: RoundKey | None = None) -> RoundKey:
-        """Finishes a pass, by its round."""
-        found = self.transport.run_row(row, key, self.phase)
+    def _round(self, row: NativeRow, found: Aggregate | RowDone, count: int | None = None) -> RoundKey:
+        """Finishes a pass with what its round has brought; `count` is that of all rows, by default the aggregate's."""
         if isinstance(found, Aggregate) and not row.is_finished:
             if found.non_finite.runs:
                 non_finite.check(self.transport, row.brought, found)
-            row.finish(found)
+            row.finish(found.values, found.count if count is None else count)
         return found.key
 
     def may_compute(self, grad: Tensor, x: Tensor, weight: Tensor | None) -> bool:
@@ -109,7 +109,9 @@ class NativeExchange(PlainExchange):
             address(of_input), address(weight), address(of_weight), address(of_bias),
         )  # fmt: skip
         if needs_input:
-            self._round(row, self._next_key(BACKWARD))
+            # A member that was lost since then brings no gradient, but is in the statistics.
+            count = int(self.room[4 * plan.channels + 1])
+            self._round(row, self.transport.run_row(row, self._next_key(BACKWARD), self.phase), count)
         else:  # parameters keep their local sums, as under DDP
             row.run(EXCHANGE)
         return of_input, of_weight, of_bias

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from client.native.library import DONE, FINISH, MEASURE, NO_MEMORY
-from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import FloatArray
 from statsd_bn.rows import Rows
 
@@ -89,9 +88,9 @@ class NativeRow:
         """The address of the same."""
         return ctypes.addressof(self._room) + 8 * (2 * self._channels + 1)
 
-    def finish(self, aggregate: Aggregate) -> None:
-        """Finishes the pass with the sum that a transport has brought, unless that has one value per channel."""
-        self.total[:] = aggregate.values
-        self._room[4 * self._channels + 1] = aggregate.count
-        if aggregate.count > 1:
+    def finish(self, total: FloatArray, count: int) -> None:
+        """Finishes the pass with the sum of all rows and its count, unless that is one value per channel."""
+        self.total[:] = total
+        self._room[4 * self._channels + 1] = count
+        if count > 1:
             self.run(FINISH)

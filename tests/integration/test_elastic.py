@@ -6,8 +6,11 @@ import pytest
 import torch
 
 import client
+from client.autograd import plain
 from client.autograd.exchange import Exchange
 from client.autograd.functional import Slice, batch_norm
+from client.autograd.native_exchange import NativeExchange
+from client.ops import native
 from client.transports.server import SlavePipe
 from statsd_bn.errors import RegistrationRefused, ReplicaLost, RoundTimeout, WorldSizeMismatch
 from statsd_bn.members import NOBODY
@@ -360,7 +363,8 @@ def test_the_only_member_of_an_elastic_job_may_get_company(server, job):
 # The gradient.
 
 
-def test_lost_between_forward_and_backward_the_gradient_is_that_of_the_survivors_loss():
+@pytest.mark.parametrize("kind", [Exchange, *([NativeExchange] if native.core else [])])
+def test_lost_between_forward_and_backward_the_gradient_is_that_of_the_survivors_loss(kind):
     """The statistics cover the lost member's slice; its loss is gone, so its dy is 0."""
     generator = torch.Generator().manual_seed(3)
     xs = [torch.randn(size, 3, 4, generator=generator, dtype=torch.float64) for size in (2, 5, 3)]
@@ -371,8 +375,8 @@ def test_lost_between_forward_and_backward_the_gradient_is_that_of_the_survivors
     def member(number: int) -> torch.Tensor:
         connection = master.connect(number, 3, min_members=1)
         x = xs[number].clone().requires_grad_()
-        exchange = Exchange(SlavePipe(connection, "bn"), "bn", 1e-5, "plus")
-        (y,) = batch_norm([Slice(x, None, None)], exchange)
+        exchange, mine = kind(SlavePipe(connection, "bn"), "bn", 1e-5, "plus"), Slice(x, None, None)
+        y = batch_norm([mine], exchange)[0] if kind is Exchange else plain.batch_norm(mine, exchange)
         forward_done.wait(timeout=20)
         if number == 1:
             connection.close(cause="MemoryError: full")
