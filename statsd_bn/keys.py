@@ -4,6 +4,7 @@ A key is a CURVE key of ZeroMQ, 32 bytes written as 40 letters of Z85. The files
 them. What a file holds is never part of an error, so that no secret reaches a log.
 """
 
+import errno
 import logging
 import os
 import re
@@ -164,7 +165,7 @@ def load_sound_clients(folder: str | Path) -> tuple[list[PublicKey], list[Config
     """Returns whom the sound ones of the public files in a folder let in, and what is wrong with the others.
 
     Raises:
-        ConfigurationError: they cannot be listed.
+        ConfigurationError: they cannot be listed, or this process cannot open more files.
     """
     sound: dict[str, PublicKey] = {}
     problems = []
@@ -172,6 +173,8 @@ def load_sound_clients(folder: str | Path) -> tuple[list[PublicKey], list[Config
         try:
             client = load_public(path)
         except ConfigurationError as error:
+            if is_out_of_files(error):  # which says nothing of the key
+                raise
             problems.append(error)
             continue
         if other := sound.get(client.key):
@@ -179,6 +182,12 @@ def load_sound_clients(folder: str | Path) -> tuple[list[PublicKey], list[Config
         else:
             sound[client.key] = client
     return list(sound.values()), problems
+
+
+def is_out_of_files(error: ConfigurationError) -> bool:
+    """Whether a file was not read because this process, or its host, has no descriptor left for it."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def _public_files(folder: str | Path) -> list[Path]:

@@ -194,11 +194,6 @@ def merged(
     return size or in_group[0], rank or in_group[1]
 
 
-def is_of(group: ProcessGroup | None, rank: Setting[int], size: Setting[int]) -> bool:
-    """Returns whether the job's processes are those of the process group."""
-    return group is not None and group.size > 1 and (rank.value, size.value) == (group.rank, group.size)
-
-
 def step_port(environ: Mapping[str, str]) -> int | None:
     """Returns a port for the step that srun has started; two jobs on one host rarely get the same."""
     number = _of_task(environ, "SLURM_JOB_ID")

@@ -29,7 +29,7 @@ from statsd_bn import limits
 from statsd_bn.endpoints import needs_keys
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import BindError, ConfigurationError
-from statsd_bn.keys import PublicKey
+from statsd_bn.keys import PublicKey, is_out_of_files
 from statsd_bn.reduction import quietly
 
 # How long members may stay after the process that started the server has ended: they are told in milliseconds that it
@@ -239,7 +239,8 @@ class Service:
     def _reload(self) -> None:
         """Read the public keys again, and end the members and connections of those that are gone.
 
-        A file that is unsound is one key that is not let in; a revocation beside it takes effect.
+        A file that is unsound is one key that is not let in; a revocation beside it takes effect. While connections
+        take all descriptors that this process may have, it tries again at each look.
         """
         if self._curve is None:
             logger.info("SIGHUP: no keys to read again")
@@ -247,6 +248,7 @@ class Service:
         try:
             clients, problems = keygen.load_again(self._curve)
         except ConfigurationError as error:
+            self._is_reloading = is_out_of_files(error)
             logger.error("the keys stay as they were: %s", in_log(error))  # noqa: TRY400 - the operator's mistake, not ours
             return
         for problem in problems:

@@ -114,7 +114,7 @@ class Pending(Checked):
     Attributes:
         seconds: how long it has been open, in whole seconds.
         message: who is late, for a person.
-        whereabouts: where those are, as they have answered; empty while nothing is known.
+        stacks: where those are, as they have answered; empty while nothing is known.
     """
 
     type: ClassVar[int] = 10

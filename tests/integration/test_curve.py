@@ -1,5 +1,6 @@
 """CURVE over real sockets: who is let in, who is told what, and what happens when a key is revoked."""
 
+import errno
 import itertools
 import os
 import re
@@ -303,6 +304,29 @@ def test_keys_that_cannot_be_listed_stay_as_they_were(service, keys, caplog):
     service.reload()
     wait_until(lambda: "the keys stay as they were: curve: cannot list" in caplog.text)
     assert names(service, alice) == []
+
+
+@pytest.mark.parametrize(("of", "function"), [(os, "open"), (Path, "iterdir")])
+def test_a_revocation_waits_for_a_descriptor_and_ends_no_other_key(service, keys, caplog, monkeypatch, of, function):
+    """Connections may have taken all that the process has."""
+    caplog.set_level("INFO", "statsd_bn.server")
+    alice, bob = (load_client(secret(keys, name)) for name in ("alice", "bob"))
+    endpoint, original, left = service.endpoints[0], getattr(of, function), [3]
+
+    def without_descriptors(path, *arguments):
+        if str(path).startswith(str(keys / "clients")) and left[0]:
+            left[0] -= 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return original(path, *arguments)
+
+    with join(endpoint, alice):
+        (keys / "clients" / "bob.key").unlink()
+        monkeypatch.setattr(of, function, without_descriptors)
+        service.reload()
+        wait_until(lambda: "lets in 1 keys from now on: alice" in caplog.text)
+        assert caplog.text.count("the keys stay as they were: curve: cannot ") == 3
+        assert isinstance(outcome(lambda: ask(endpoint, keys=bob)), AuthenticationRefused)
+        assert len(names(service, alice)) == 1
 
 
 def test_nobody_takes_over_another_connection_by_its_routing_id(service, keys):
