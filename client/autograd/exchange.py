@@ -1,6 +1,7 @@
 """Exchange: one call of one layer, with its rounds forward and backward."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -158,11 +159,11 @@ class Exchange:
         assert self.key is not None  # noqa: S101 - a backward follows a forward
         return self.key.of_phase(phase_of(phase, number))
 
-    def check_count(self, x: Tensor) -> None:
-        """Raises ValueError if the whole batch has one value per channel, or none for the positions of `x`.
+    def check_count(self, shape: Sequence[int]) -> None:
+        """Raises ValueError if the whole batch has one value per channel, or none for positions of the input.
 
         Where rows stay on devices, `forward` has seen to it.
         """
         count = self.moments.count
-        if isinstance(count, int) and (count == 1 or (count == 0 and x.numel())):
-            raise too_few(self.layer, count, tuple(x.shape))
+        if isinstance(count, int) and (count == 1 or (count == 0 and 0 not in shape)):
+            raise too_few(self.layer, count, tuple(shape))

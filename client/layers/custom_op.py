@@ -1,27 +1,35 @@
-"""The layer as operators that torch.compile keeps whole: it sees what goes in and comes out, not the exchange.
+"""The layer as torch.compile traces it: its arithmetic, which inductor fuses with what is around it, and its rounds.
 
-An operator takes and returns tensors and plain values only. So what a forward round leaves for the backward one travels
-as two small tensors: the statistics, where the vectors of the input are, and a ticket, on the host.
+A round is an operator that takes and returns tensors and plain values only, so the compiler keeps it whole, in the
+program's order. What a forward round leaves for the backward one travels as two small tensors: the statistics, where
+the vectors of the input are, and a ticket, on the host.
+
+All ranks make the same bits of a round, compiled or not, since the operator computes what they share: the compiler sees
+only what the slice brings, and what is done to the slice.
 """
 
-from typing import Any
+from math import prod
+from typing import Any, List  # noqa: UP035 - torch 2.6 reads no other lists of an operator's arguments
 
 import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch.autograd.function import once_differentiable
 
 from client.autograd import program_order, rounds
 from client.autograd.backward_passes import BackwardPasses, phase_of
 from client.autograd.checkpointing import exchanges, is_inside_backward
 from client.autograd.exchange import Exchange, phase_of_forward
+from client.autograd.functional import Exchanging, apply_function
 from client.border import make_readable
 from client.connection import groups
 from client.connection.groups import LOCAL, Group
 from client.layers import running_stats
 from client.layers.micro_batches import Deferred, numbered
-from client.ops import engine, layout, vectors
-from client.ops.reference import count
+from client.ops import engine
+from client.ops.reference import Traced, applied, slopes, vectors
 from client.ops.statistics import ChannelMoments, ChannelStatistics, Count
+from client.ops.vectors import compute_type, widen
 from client.transports import device_rows
 from client.transports.choose import With, transport_for
 from client.transports.device_rows import LocalRows
@@ -38,8 +46,13 @@ from statsd_bn.round_key import BACKWARD, FORWARD
 COUNT, MEAN, INVSTD, SLOPE, NEWEST_COUNT, NEWEST_MEAN, NEWEST_VARIANCE, IS_DUE = range(8)
 ROWS = 8
 
+# Of the vectors that an operator returns for `reference.applied`.
+VECTORS = 3
+
 # Entries of the ticket: the round's step and call, and the exchange's number.
 TICKET = 3
+
+Shape = List[int]  # noqa: UP006 - as above
 
 # In place of a `Deferred`'s number: each call moves the running statistics.
 NOT_DEFERRED = 0
@@ -73,7 +86,7 @@ def transport_of(layer: str, group: str, size: int) -> Transport:
 
 
 def forward(layer: Any, x: Tensor, mask: Tensor | None, deferred: Deferred | None) -> Tensor:
-    """Normalises `x` by the operator, and moves the running statistics by what it returns.
+    """Normalises `x` by the operators, and moves the running statistics by what they return.
 
     Args:
         layer: a `SynchronizedBatchNorm`.
@@ -84,7 +97,7 @@ def forward(layer: Any, x: Tensor, mask: Tensor | None, deferred: Deferred | Non
     output: Tensor
     transport = named(layer.group) if layer.training else THIS_PROCESS
     number = NOT_DEFERRED if deferred is None else deferred.number
-    output, statistics, _ = batch_norm(
+    output, statistics = torch.ops.statsd_bn.batch_norm(
         x,
         layer.weight,
         layer.bias,
@@ -97,7 +110,6 @@ def forward(layer: Any, x: Tensor, mask: Tensor | None, deferred: Deferred | Non
         phase_of_forward(needs_gradient=x.requires_grad),
     )
     if layer.training:
-        statistics = statistics.detach()
         running_stats.move(
             layer,
             statistics[NEWEST_MEAN],
@@ -108,52 +120,57 @@ def forward(layer: Any, x: Tensor, mask: Tensor | None, deferred: Deferred | Non
     return output
 
 
-@torch.library.custom_op("statsd_bn::batch_norm", mutates_args=())
-def batch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mask: Tensor | None,
+@torch.library.custom_op("statsd_bn::exchange", mutates_args=())
+def exchange(
+    sums: Tensor,
+    counted: Tensor | None,
+    shape: Shape,
     layer: str,
     group: str,
     size: int,
     eps: float,
     eps_mode: str,
-    deferred: int = NOT_DEFERRED,
-    phase: str = FORWARD,
+    deferred: int,
+    phase: str,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalises this process's slice with the statistics of the whole batch.
+    """Runs the forward round of this process's slice.
 
     Args:
-        x: shape (N, C, *).
-        weight: shape (C,) or None.
-        bias: shape (C,) or None.
-        mask: shape (N, *), bool, or None.
+        sums: shape (2, C), float64: Σx and Σx².
+        counted: shape (), float64: how many positions count; None for all.
+        shape: of the slice.
         layer: the layer's name.
         group: with whom it synchronises, as `named` writes it; or `THIS_PROCESS`.
         size: of that group.
         eps: the layer's.
         eps_mode: the layer's.
         deferred: the number of the layer's `Deferred`.
-        phase: of the forward round.
+        phase: of the round.
+        dtype: in which the slice is normalised.
 
     Returns:
-        The output; the statistics, shape (8, C), float64, where the vectors of `x` are; the ticket, shape (3,), int64,
-        on the host; their rows and entries are named above.
+        The vectors that normalise the slice, shape (3, C), in that type, see `reference.applied`; the statistics, shape
+        (8, C), float64; the ticket, shape (3,), int64, on the host. Rows and entries of the latter are named above.
     """
     transport = transport_of(layer, group, size)
-    capacity = device_rows.capacity_of(transport, [x], phase) if device_rows.may_stay(transport, x) else 0
+    capacity = device_rows.capacity_of(transport, [sums], phase) if device_rows.may_stay(transport, sums) else 0
     fresh = Exchange(transport, layer, eps, eps_mode, phase, capacity)
     try:
-        exchange = _exchanged(x, mask, fresh)
+        found = _exchanged(ChannelMoments(_count(counted, shape), sums[0], sums[1], tuple(shape)), fresh)
     except StatsdBNError as error:
         make_readable(error)
         raise
-    assert exchange.key is not None  # noqa: S101 - the forward round has set it
-    due = _due_after(exchange.moments, deferred) if exchange is fresh else None
-    output = engine.normalise(x, exchange.statistics, weight, bias)
-    ticket = torch.tensor((exchange.key.step, exchange.key.call, exchange.number), device="cpu")
-    return output, _written(exchange.statistics.on(vectors.home(x)), due), ticket
+    assert found.key is not None  # noqa: S101 - the forward round has set it
+    due = _due_after(found.moments, deferred) if found is fresh else None
+    statistics = found.statistics.on(sums.device)
+    ticket = torch.tensor((found.key.step, found.key.call, found.number), device="cpu")
+    applied = vectors(statistics, statistics.invstd, torch.zeros_like(statistics.mean), dtype)
+    return applied, _written(statistics, due), ticket
+
+
+def _count(counted: Tensor | None, shape: Shape) -> Count:
+    return prod(shape) // shape[1] if counted is None else counted
 
 
 def _written(found: ChannelStatistics, due: ChannelMoments | None) -> Tensor:
@@ -176,88 +193,140 @@ def _due_after(moments: ChannelMoments, deferred: int) -> ChannelMoments | None:
     return moments if deferred == NOT_DEFERRED else numbered(deferred).add(moments)
 
 
-def _exchanged(x: Tensor, mask: Tensor | None, fresh: Exchange) -> Exchange:
+def _exchanged(local: ChannelMoments, fresh: Exchange) -> Exchange:
     """Returns an exchange that has had its forward round; an earlier one if a checkpoint computes again."""
-    local = engine.moments(x, mask)
     if is_inside_backward() and (earlier := exchanges.find(fresh.layer, fresh.transport, 0, local)):
         return earlier
     fresh.forward([local])
-    fresh.check_count(x)
+    fresh.check_count(local.shape)
     collectives.remember()
     exchanges.remember(fresh, has_graph=False)  # the graph has the ticket instead
     return fresh
 
 
-@torch.library.custom_op("statsd_bn::batch_norm_backward", mutates_args=())
-def batch_norm_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mask: Tensor | None,
+@torch.library.custom_op("statsd_bn::exchange_backward", mutates_args=())
+def exchange_backward(
+    sums: Tensor,
+    counted: Tensor | None,
+    shape: Shape,
     statistics: Tensor,
     ticket: Tensor,
     layer: str,
     group: str,
     size: int,
-    needs_input: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of input (empty if it needs none), weight and bias; the arguments are `batch_norm`'s."""
-    transport = transport_of(layer, group, size)
-    found = ChannelStatistics(statistics[COUNT, 0], statistics[MEAN], statistics[INVSTD], statistics[SLOPE])
-    grad, x = engine.for_backward(grad, x, mask)
-    local = engine.backward_sums(grad, x, found, mask)
-    by_input = x.new_empty(0)
-    if needs_input:
-        step, call, number = ticket.tolist()
-        key = transport.key(step, call, phase_of(BACKWARD, _backward_passes.count(number)))
-        rows = LocalRows.of([count(x, mask)], [local])
-        capacity = device_rows.capacity_of(transport, [x]) if device_rows.stay(transport, [x]) else 0
-        total = rounds.backward(transport, rows, capacity, key)
-        by_input = engine.input_gradient(grad, x, found, total, weight, mask)
-    by_weight, by_bias = engine.parameter_gradients(local, found)
-    return by_input, engine.vector(by_weight, x), engine.vector(by_bias, x)
+    dtype: torch.dtype,
+) -> Tensor:
+    """Runs the backward round of this process's slice.
 
-
-def _keep_whole(forward: Any, backward: Any) -> None:
-    """Makes two operators one call of a layer, which torch.compile keeps whole.
-
-    Args:
-        forward: takes and returns what `batch_norm` does.
-        backward: its gradients, as `batch_norm_backward` has them.
+    Its sums, shape (2, C), float64, are Σdy and Σdy·(x - mean); all other arguments `exchange` was given or has
+    returned. It returns the vectors of the gradient through the statistics, shape (3, C), see `reference.slopes`.
     """
-    operators = forward._opoverload, backward._opoverload  # noqa: SLF001 - the operators behind custom_op
-
-    def fake_forward(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-        program_order.keep(operators)
-        statistics = torch.empty(ROWS, x.shape[1], dtype=torch.float64, device=vectors.home(x))
-        ticket = torch.empty(TICKET, dtype=torch.int64, device="cpu")
-        return layout.laid_out(torch.empty_like(x)), statistics, ticket
-
-    def fake_backward(_grad: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-        program_order.keep(operators)
-        *_, needs_input = others
-        by_parameter = torch.empty(x.shape[1], dtype=vectors.compute_type(x), device=x.device)
-        by_input = layout.laid_out(torch.empty_like(x)) if needs_input else x.new_empty(0)
-        return by_input, by_parameter, torch.empty_like(by_parameter)
-
-    def differentiate(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[:3]
-        found = backward(grad, *ctx.saved_tensors, *ctx.transport, needs[0])
-        return *(each if need else None for each, need in zip(found, needs, strict=True)), *[None] * 8
-
-    forward.register_fake(fake_forward)
-    backward.register_fake(fake_backward)
-    forward.register_autograd(differentiate, setup_context=_setup_context)
-    # Rounds are an effect: the compiler must neither drop nor repeat nor reorder them, or members that were compiled
-    # for other shapes would wait for each other in different layers.
-    for operator in operators:
-        _register_effectful_op(operator, _EffectType.ORDERED)
+    transport = transport_of(layer, group, size)
+    step, call, number = ticket.tolist()
+    key = transport.key(step, call, phase_of(BACKWARD, _backward_passes.count(number)))
+    rows = LocalRows.of([_count(counted, shape)], [sums])
+    capacity = device_rows.capacity_of(transport, [sums]) if device_rows.stay(transport, [sums]) else 0
+    total = rounds.backward(transport, rows, capacity, key)
+    found = _read(statistics)
+    return slopes(found, engine.means_of(total, found), dtype)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, weight, _, mask, *ctx.transport, _, _, _, _ = inputs
-    _, statistics, ticket = output
-    ctx.save_for_backward(x, weight, mask, statistics, ticket)
+def _read(statistics: Tensor) -> ChannelStatistics:
+    return ChannelStatistics(statistics[COUNT, 0], statistics[MEAN], statistics[INVSTD], statistics[SLOPE])
 
 
-_keep_whole(batch_norm, batch_norm_backward)
+ROUNDS = exchange._opoverload, exchange_backward._opoverload  # noqa: SLF001 - the operators behind custom_op
+
+
+@exchange.register_fake
+def _(sums: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    program_order.keep(ROUNDS)
+    *_, dtype = others
+    channels = sums.shape[1]
+    ticket = torch.empty(TICKET, dtype=torch.int64, device="cpu")
+    return sums.new_empty(VECTORS, channels, dtype=dtype), sums.new_empty(ROWS, channels), ticket
+
+
+@exchange_backward.register_fake
+def _(sums: Tensor, *others: Any) -> Tensor:
+    program_order.keep(ROUNDS)
+    *_, dtype = others
+    return sums.new_empty(VECTORS, sums.shape[1], dtype=dtype)
+
+
+# Rounds are an effect: the compiler must neither drop nor repeat nor reorder them, or members that were compiled for
+# other shapes would wait for each other in different layers.
+for _operator in ROUNDS:
+    _register_effectful_op(_operator, _EffectType.ORDERED)
+
+
+class _BatchNorm(Exchanging):
+    @staticmethod
+    def forward(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None, *others: Any
+    ) -> tuple[Tensor, ...]:
+        moments = Traced(mask).moments(x)
+        found = exchange(moments.vectors, _counted(x, mask), x.shape, *others, compute_type(x))
+        return applied(x, found[0], weight, bias).to(x.dtype), *found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, weight, _, mask, *ctx.transport, _, _, _, _ = inputs
+        _, *found = output
+        ctx.mark_non_differentiable(*found)
+        ctx.save_for_backward(x, weight, mask, *found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mask, vectors, statistics, ticket = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        found, traced, dtype = _read(statistics), Traced(mask), compute_type(x)
+        # Inductor leaves out the rounding of what is rounded and made wide again: so the operator rounds the mean.
+        sums = traced.sums_around(vectors[0], found.mean - vectors[0].double(), grad, x)
+        by_input = None
+        if needs_input:
+            ours = statistics, ticket, *ctx.transport
+            slopes = exchange_backward(sums, _counted(x, mask), x.shape, *ours, dtype)
+            by_input = traced.gradient(grad, x, vectors[1], slopes, weight)
+        by_weight, by_bias = (engine.vector(each, x) for each in engine.parameter_gradients(sums, found))
+        return by_input, by_weight if needs_weight else None, by_bias if needs_bias else None, *[None] * 8
+
+
+def _counted(x: Tensor, mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else widen(x, mask.sum())[0]
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    layer: str,
+    group: str,
+    size: int,
+    eps: float,
+    eps_mode: str,
+    deferred: int = NOT_DEFERRED,
+    phase: str = FORWARD,
+) -> tuple[Tensor, Tensor]:
+    """Normalises this process's slice with the statistics of the whole batch.
+
+    It takes the input, shape (N, C, *), weight, bias and mask as `forward` does, and the arguments of `exchange`. It
+    returns the output, and the statistics as `exchange` does.
+    """
+    engine.check_parameter("weight", weight, x)
+    engine.check_parameter("bias", bias, x)
+    others = layer, group, size, eps, eps_mode, deferred, phase
+    try:
+        output, _, statistics, _ = apply_function(_BatchNorm, x, weight, bias, mask, *others)
+    except StatsdBNError as error:
+        make_readable(error)
+        raise
+    return output, statistics
+
+
+# One operator for dynamo, which would trace the code above line by line; what comes after dynamo looks into it.
+_library: Any = torch.library.Library("statsd_bn", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(f"batch_norm{torch.library.infer_schema(batch_norm, mutates_args=())}")
+_library.impl("batch_norm", batch_norm, "CompositeImplicitAutograd")

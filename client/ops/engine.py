@@ -91,12 +91,13 @@ def normalise(x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, b
     Raises:
         ValueError: weight or bias have another shape.
     """
-    _check_parameter("weight", weight, x)
-    _check_parameter("bias", bias, x)
+    check_parameter("weight", weight, x)
+    check_parameter("bias", bias, x)
     return backend_for(x).normalise(x, statistics.on(home(x)), weight, bias)
 
 
-def _check_parameter(name: str, values: Tensor | None, x: Tensor) -> None:
+def check_parameter(name: str, values: Tensor | None, x: Tensor) -> None:
+    """Raises ValueError where weight or bias have another shape than (C,)."""
     if values is not None and values.shape != x.shape[1:2]:
         raise ValueError(f"expected a {name} of shape ({x.shape[1]},), got {tuple(values.shape)}")
 
@@ -150,11 +151,16 @@ def input_gradient(
     Raises:
         ValueError: the weight has another shape.
     """
-    _check_parameter("weight", weight, x)
+    check_parameter("weight", weight, x)
     statistics = statistics.on(home(x))
-    first, second = sums.to(home(x), non_blocking=True) / statistics.count
-    means = torch.stack((first, second * statistics.slope))
+    means = means_of(sums.to(home(x), non_blocking=True), statistics)
     return backend_for(x, mask).input_gradient(grad, x, statistics, means, weight)
+
+
+def means_of(sums: Tensor, statistics: ChannelStatistics) -> Tensor:
+    """Returns what `Backend.input_gradient` takes of the sums over all replicas, shape (2, C)."""
+    first, second = sums / statistics.count
+    return torch.stack((first, second * statistics.slope))
 
 
 def parameter_gradients(sums: Tensor, statistics: ChannelStatistics) -> tuple[Tensor, Tensor]:

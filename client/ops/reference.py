@@ -5,6 +5,7 @@ A slice is always centred before it is squared or scaled: `x - center` is nearly
 (`mean - center`) is put back in float64.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from client.ops.layout import laid_out
 from client.ops.statistics import ChannelMoments, ChannelStatistics, Count, at_least_one
-from client.ops.vectors import along_channels, compute_type, narrow, widen
+from client.ops.vectors import along_channels, compute_type, home, narrow, widen
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,22 +52,54 @@ class Reference:
         return grad, x
 
     def backward_sums(self, grad: Tensor, x: Tensor, statistics: ChannelStatistics) -> Tensor:
-        """Leaves out masked positions only where their gradient is 0, see `engine.backward_sums`."""
+        """Takes the sums around the rounded mean, and takes off what its rounding makes of them."""
+        return self.sums_around(*_rounded(statistics, compute_type(x)), grad, x)
+
+    def sums_around(self, center: Tensor, rest: Tensor, grad: Tensor, x: Tensor) -> Tensor:
+        """Returns the same for a mean in the compute type and what its rounding left over, each of shape (C,).
+
+        It leaves out masked positions only where their gradient is 0, see `engine.backward_sums`.
+        """
         grad = grad.to(compute_type(x))
-        deviations, rest = centred(x, statistics)
+        deviations = _minus(x, center)
         if self.mask is not None:
             deviations = deviations.masked_fill(~self.mask.unsqueeze(1) & (grad == 0), 0)
-        first, second = widen(x, total(grad), total(deviations.mul_(grad)))
+        first, second = self._totals(x, grad, deviations.mul_(grad))
         return torch.stack((first, second - rest * first))
 
     def input_gradient(
         self, grad: Tensor, x: Tensor, statistics: ChannelStatistics, means: Tensor, weight: Tensor | None
     ) -> Tensor:
         """Lets the statistics' gradient flow only into positions that count."""
-        invstd = statistics.invstd
-        slope = invstd * invstd * means[1]
-        through_statistics = where(self.mask, affine(x, statistics, -invstd * slope, -invstd * means[0], weight))
+        return self.gradient(grad, x, statistics.invstd, slopes(statistics, means, compute_type(x)), weight)
+
+    def gradient(self, grad: Tensor, x: Tensor, invstd: Tensor, slopes: Tensor, weight: Tensor | None) -> Tensor:
+        """Returns the same by vectors that are made already: `slopes` by the function of this name."""
+        through_statistics = where(self.mask, applied(x, slopes, weight))
         return through_statistics.add_(scaled(grad, invstd, weight)).to(x.dtype)
+
+    def _totals(self, x: Tensor, *values: Tensor) -> Sequence[Tensor]:
+        """Returns the sums per channel of values of the shape of `x`, each of shape (C,), float64."""
+        return widen(x, *map(total, values))
+
+
+class Traced(Reference):
+    """The same for a compiler, which fuses a conversion with the sum: then float64 from the first value on is cheap."""
+
+    __slots__ = ()
+
+    def moments(self, x: Tensor) -> ChannelMoments:
+        """Reads the input once, where its device has float64."""
+        if home(x) != x.device:
+            return super().moments(x)
+        values = where(self.mask, x.double())
+        sums, squares = self._totals(x, values, values.square())
+        return ChannelMoments(count(x, self.mask), sums, squares, tuple(x.shape))
+
+    def _totals(self, x: Tensor, *values: Tensor) -> Sequence[Tensor]:
+        if home(x) != x.device:
+            return super()._totals(x, *values)
+        return [each.double().sum([0, *range(2, x.dim())]) for each in values]
 
 
 def count(x: Tensor, mask: Tensor | None) -> Count:
@@ -89,13 +122,29 @@ def affine(
 
     It lies in memory as torch's batch norm would put it: channels_last if `x` does, else contiguous.
     """
-    rounded, rest = _rounded(x, statistics)
-    center, factor, addend = narrow(x, rounded, by_centred, constant - by_centred * rest)
+    return applied(x, vectors(statistics, by_centred, constant, compute_type(x)), weight, bias)
+
+
+def vectors(statistics: ChannelStatistics, by_centred: Tensor, constant: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the vectors for `applied` of which `affine` is made, shape (3, C), where the statistics are."""
+    center, rest = _rounded(statistics, dtype)
+    return torch.stack((center, by_centred.to(dtype), (constant - by_centred * rest).to(dtype)))
+
+
+def slopes(statistics: ChannelStatistics, means: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the vectors for `applied` that give the gradient through the statistics, see `Backend.input_gradient`."""
+    invstd = statistics.invstd
+    return vectors(statistics, -invstd * (invstd * invstd * means[1]), -invstd * means[0], dtype)
+
+
+def applied(x: Tensor, vectors: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """Returns ((x - center) * factor + addend) * weight + bias for the three `vectors`, shape (3, C)."""
+    center, factor, addend = vectors.to(x.device, non_blocking=True).unbind()
     if weight is not None:
         factor, addend = factor * weight, addend * weight
     if bias is not None:
         addend = addend + bias
-    deviations = laid_out(x.to(compute_type(x)) - along_channels(center, x))
+    deviations = laid_out(_minus(x, center))
     return deviations.mul_(along_channels(factor, x)).add_(along_channels(addend, x))
 
 
@@ -107,15 +156,18 @@ def scaled(x: Tensor, factor: Tensor, weight: Tensor | None = None) -> Tensor:
 
 def centred(x: Tensor, statistics: ChannelStatistics) -> tuple[Tensor, Tensor]:
     """Returns x - center in the compute type, and mean - center in float64, shape (C,)."""
-    rounded, rest = _rounded(x, statistics)
-    (center,) = narrow(x, rounded)
-    return x.to(compute_type(x)) - along_channels(center, x), rest
+    center, rest = _rounded(statistics, compute_type(x))
+    return _minus(x, center), rest
 
 
-def _rounded(x: Tensor, statistics: ChannelStatistics) -> tuple[Tensor, Tensor]:
-    """Returns the mean rounded to the compute type of `x`, and what that left over, both as float64."""
-    rounded = statistics.mean.to(compute_type(x)).double()
-    return rounded, statistics.mean - rounded
+def _rounded(statistics: ChannelStatistics, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns the mean rounded to a type, and what that left over, in float64."""
+    center = statistics.mean.to(dtype)
+    return center, statistics.mean - center.double()
+
+
+def _minus(x: Tensor, center: Tensor) -> Tensor:
+    return x.to(compute_type(x)) - along_channels(center.to(x.device, non_blocking=True), x)
 
 
 def where(mask: Tensor | None, x: Tensor) -> Tensor:

@@ -91,6 +91,21 @@ def test_checkpoints_around_and_inside_a_compiled_model_move_the_statistics_once
         assert [rounds for _, rounds in (around, inside, none)] == [2, 2, 2]
 
 
+@pytest.mark.parametrize("backend", [TRACE, pytest.param("inductor", marks=pytest.mark.long)])
+def test_a_large_mean_costs_a_compiled_layer_no_digits(monkeypatch, backend):
+    torch.compiler.reset()
+    monkeypatch.setattr(client.SynchronizedBatchNorm, "_has_company", lambda *_: True)
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(8, 3, 20, 20, generator=generator) for _ in range(2))
+    results = []
+    for layer, dtype in ((client.SynchronizedBatchNorm2d(3), torch.float32), (nn.BatchNorm2d(3), torch.float64)):
+        leaf = (x + 1_000).to(dtype).requires_grad_()
+        output = torch.compile(layer.to(dtype), fullgraph=True, backend=backend)(leaf)
+        output.backward(grad.to(dtype))
+        results.append([each.double() for each in (output, leaf.grad, layer.weight.grad, layer.running_var)])
+    torch.testing.assert_close(*results, rtol=2e-6, atol=2e-6)
+
+
 def test_another_batch_size_is_compiled_too(members):
     assert_equal(members(2, member_programs.compiled_with_growing_batches, TRACE))
 
@@ -157,12 +172,13 @@ def test_the_operators_keep_the_rules_of_torchs_operators(layout):
         torch.library.opcheck(
             torch.ops.statsd_bn.batch_norm.default, (*arguments, "bn", "", 0, 1e-5, "plus"), test_utils=tests
         )
-        _, statistics, ticket = torch.ops.statsd_bn.batch_norm(*arguments, "bn", "", 0, 1e-5, "plus")
-        torch.library.opcheck(
-            torch.ops.statsd_bn.batch_norm_backward.default,
-            (x.detach(), x.detach(), weight.detach(), arguments[3], statistics.detach(), ticket, "bn", "", 0, True),
-            test_utils=tests[:2],
-        )
+    sums, counted = torch.rand(2, 3, dtype=torch.float64), torch.tensor(4.0, dtype=torch.float64)
+    rest = "bn", "", 0, 1e-5, "plus", 0, "forward", torch.float32
+    for given in ((sums, None, [4, 3]), (sums, counted, [6, 3])):
+        torch.library.opcheck(torch.ops.statsd_bn.exchange.default, (*given, *rest), test_utils=tests)
+        _, *found = torch.ops.statsd_bn.exchange(*given, *rest)
+        arguments = (*given, *found, *rest[:3], torch.float32)
+        torch.library.opcheck(torch.ops.statsd_bn.exchange_backward.default, arguments, test_utils=tests)
 
 
 def test_the_first_call_of_a_layer_of_this_hosts_members_compiles_into_one_graph(monkeypatch):
