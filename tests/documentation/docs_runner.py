@@ -1,25 +1,24 @@
-"""Runs Python blocks of the documentation: a process that has loaded torch, and forks for each block.
+"""Runs Python blocks of the documentation: a process that has loaded torch forks for each block.
 
-`test_docs.py` starts it, writes a `Run` as a line of JSON for each block, and reads one with what came of it. So a
-block has processes of its own, without the seconds that each of them would need for `import torch`.
+So a block has processes of its own, without the seconds that each of them would need for `import torch`.
 """
 
 import importlib.util
-import json
 import multiprocessing
 import os
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from multiprocessing.connection import wait
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import distributed
 
 import client
+from support.starter import STARTER
 from zoo.libraries import library
 
 FORK = multiprocessing.get_context("fork")
@@ -53,17 +52,33 @@ class Outcome:
     output: str
 
 
-def main() -> None:
-    """Serves until its input ends."""
-    import torch._dynamo  # noqa: F401, PLC0415 - the first optimizer would load it, in each process again
+class Runner:
+    """The process that forks; leaving it ends the process."""
 
+    def __enter__(self) -> Self:
+        self._pipe, theirs = STARTER.Pipe()
+        self._process = STARTER.Process(target=_serve, args=(theirs,))
+        self._process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def run(self, told: Run) -> Outcome:
+        """Runs a block to its end."""
+        self._pipe.send(told)
+        return self._pipe.recv()
+
+
+def _serve(pipe: Connection) -> None:
     if importlib.util.find_spec("torchvision"):
         library("torchvision")  # what imports it afterwards needs none of the operators that may be missing
-    for line in sys.stdin:
-        told = Run(**json.loads(line))
+    while True:
+        told = pipe.recv()
         if "lightning" in told.text:
             import client.integrations.lightning  # noqa: F401, PLC0415 - takes seconds, so once for all that need it
-        print(json.dumps(asdict(run(told))), flush=True)
+        pipe.send(run(told))
 
 
 def run(told: Run) -> Outcome:
@@ -128,7 +143,3 @@ def _execute(told: Run, names: dict[str, Any]) -> None:
     client.disconnect()
     if distributed.is_initialized():
         distributed.barrier()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,20 +5,17 @@ processes as it speaks of, with what `docs_stand_ins.py` lists; what it is to co
 shell block runs command by command, see `docs_shell.py`.
 """
 
-import json
 import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
 from documentation.docs_blocks import PAGES, README, ROOT, Block, all_blocks
 from documentation.docs_engine import want_of_engine
-from documentation.docs_runner import Outcome, Run
+from documentation.docs_runner import Run, Runner
 from documentation.docs_shell import RUN_ELSEWHERE, Shell
 from support.newer_torch import skip_if_one_is_missing, skip_without_its_library
 from support.ports import free_port
@@ -104,19 +101,16 @@ def test_extras_are_installed_from_a_clone(file):
 @pytest.fixture(scope="module")
 def python() -> Iterator[Callable[[Run], None]]:
     """Runs Python blocks; raises AssertionError for one that fails."""
-    command = [sys.executable, str(Path(__file__).with_name("docs_runner.py"))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with Runner() as runner:
 
         def run(told: Run) -> None:
-            print(json.dumps(asdict(told)), file=process.stdin, flush=True)
-            outcome = Outcome(**json.loads(process.stdout.readline()))
+            outcome = runner.run(told)
             assert set(outcome.codes) == {0}, (
                 f"{told.page}:{told.line} ended with {outcome.codes}. It runs as it stands, with the names that "
                 f"tests/documentation/docs_stand_ins.py lists; whatever else it uses it must make.\n{outcome.output}"
             )
 
         yield run
-        process.kill()
 
 
 @pytest.fixture

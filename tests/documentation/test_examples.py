@@ -14,6 +14,7 @@ from rich.console import Console
 
 from documentation.docs_blocks import README, blocks_of
 from support.paths import ROOT
+from support.starter import STARTER, run_script
 
 EXAMPLES = ROOT / "examples"
 
@@ -99,30 +100,22 @@ def trained(server, job, tmp_path):
     """Runs an example as two ranks; returns what they say and what they save."""
 
     def run(script, *arguments):
-        processes = [
-            subprocess.Popen(
-                [sys.executable, EXAMPLES / script, *arguments, "--save", tmp_path / f"{rank}.pt"],
-                env={
-                    **os.environ,
-                    "RANK": str(rank),
-                    "WORLD_SIZE": "2",
-                    "STATSD_BN_ENDPOINT": server.endpoint,
-                    "STATSD_BN_JOB": job,
-                },
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(2)
-        ]
+        common = {"WORLD_SIZE": "2", "STATSD_BN_ENDPOINT": server.endpoint, "STATSD_BN_JOB": job}
+        outputs, saved = ([tmp_path / f"{rank}.{kind}" for rank in range(2)] for kind in ("txt", "pt"))
+        processes = []
+        for rank, (output, file) in enumerate(zip(outputs, saved, strict=True)):
+            told = [*arguments, "--save", str(file)], {**common, "RANK": str(rank)}, output
+            processes.append(STARTER.Process(target=run_script, args=(EXAMPLES / script, *told)))
+            processes[-1].start()
         try:
-            said = [process.communicate(timeout=110)[0] for process in processes]
-            assert [process.returncode for process in processes] == [0, 0], said
+            for process in processes:
+                process.join(110)
         finally:
             for process in processes:
                 process.kill()
-        return said, [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+        said = [output.read_text() for output in outputs]
+        assert [process.exitcode for process in processes] == [0, 0], said
+        return said, [torch.load(file) for file in saved]
 
     return run
 

@@ -83,7 +83,7 @@ def test_no_order_of_the_steps_breaks_a_rule(explore, ranks, rounds, what):
 @pytest.mark.parametrize("slip", SLIPS)
 def test_a_planted_slip_is_found(tmp_path, slip):
     before, after, (ranks, rounds, what) = SLIPS[slip]
-    path = program(tmp_path, "explore", changed=(SMALL, (before, after)))
+    path = program(tmp_path, "explore", "-O0", changed=(SMALL, (before, after)))
     assert explored(path, ranks, rounds, what).startswith("found: ")
 
 
@@ -93,7 +93,8 @@ def sanitized(folder: Path, *changed: tuple[str, str]) -> subprocess.CompletedPr
         path = program(folder, "ranks", "-fsanitize=thread", changed=changed)
     except subprocess.CalledProcessError:
         pytest.skip("the compiler has no ThreadSanitizer")
-    return subprocess.run([str(path), "3", "500"], capture_output=True, text=True, check=False)
+    environ = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
+    return subprocess.run([str(path), "3", "500"], env=environ, capture_output=True, text=True, check=False)
 
 
 def test_threads_have_no_race(tmp_path):

@@ -5,12 +5,17 @@ numbers begin alike.
 """
 
 import multiprocessing
+import os
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 STARTER = multiprocessing.get_context("forkserver")
 
 # With the first optimizer of a process torch loads the compiler, and so does `client.connect`; its back half it loads
 # with the first call that is compiled, which takes more than a second.
-STARTER.set_forkserver_preload(["client", "torch._dynamo", "torch._inductor.compile_fx", "conftest"])
+STARTER.set_forkserver_preload(["client", "torch._dynamo", "torch._inductor.compile_fx", "conftest", "support.frozen"])
 
 WAIT_SECONDS = 100.0
 
@@ -20,3 +25,14 @@ def warm_up() -> None:
     process = STARTER.Process(target=int)
     process.start()
     process.join(WAIT_SECONDS)
+
+
+def run_script(path: Path, arguments: Sequence[str], environ: Mapping[str, str], output: Path) -> None:
+    """Runs a script in a process of the starter as Python would; what it prints goes to a file."""
+    os.environ.update(environ)
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.parent))
+    with output.open("w") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    runpy.run_path(str(path), run_name="__main__")
