@@ -1,7 +1,6 @@
-"""The tests of the kernels, on a GPU by CUDA's operators, and on the CPU by stand-ins of them."""
+"""The tests of the kernels, by CUDA's operators; for those the CPU stands in in `tests/unit/client/test_kernels.py`."""
 
 import functools
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,9 +8,14 @@ import torch
 from client.ops import engine
 from client.ops.fused import Fused
 from client.ops.statistics import ChannelMoments, ChannelStatistics
-from support import cuda_stand_ins
+from gpu.conftest import CUDA
 from unit.client import test_kernels
 from unit.client.test_kernels import *  # noqa: F403 - all its tests run here too
+
+
+@pytest.fixture(params=[CUDA])
+def device(request):
+    return request.param
 
 
 @pytest.fixture(autouse=True, params=["reference", "fused"])
@@ -26,8 +30,7 @@ def backend(request, device, monkeypatch):
     monkeypatch.setattr(engine, "BACKENDS", test_kernels.BACKENDS[request.param])
     for name in test_kernels.STEPS:
         monkeypatch.setattr(engine, name, on(device, getattr(engine, name)))
-    with cuda_stand_ins.on_the_cpu() if device == "cpu" else nullcontext():
-        yield request.param, used
+    return request.param, used
 
 
 def on(device, function):

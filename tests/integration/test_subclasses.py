@@ -37,7 +37,9 @@ def test_compiled_members_with_other_kinds_train_as_on_the_whole_batch(members, 
         assert_equal(found, expected, 1e-9)
 
 
-@pytest.mark.parametrize(("kinds", "backend"), [("all kinds", ""), ("three kinds", "aot_eager")])
+@pytest.mark.parametrize(
+    ("kinds", "backend"), [("all kinds", ""), pytest.param("three kinds", "aot_eager", marks=pytest.mark.long)]
+)
 def test_after_20_steps_under_ddp_the_weights_are_those_of_the_whole_batch(members, tmp_path, kinds, backend):
     training = Training(kinds, backend=backend, steps=20, lr=1e-4)
     expected = subclass_programs.train_on_the_whole_batch(training)
@@ -56,13 +58,13 @@ def test_torchrun_trains_as_on_the_whole_batch_with_nothing_configured(tmp_path)
     assert_equal(dict(np.load(tmp_path / "saved.npz")), expected, 1e-8)
 
 
-# Compiled, each network runs with one rank empty; the other rank is in the long tests, as is inductor.
+# Compiled, one network runs with one rank empty; the others are in the long tests, as is inductor.
 EMPTY_RANKS = [
     pytest.param(sizes, network, backend, marks=pytest.mark.long if backend == "inductor" or is_other else [])
     for backend in ("", "aot_eager", "inductor")
     for sizes, network, is_other in (
         ((4, 0), "empty", False),
-        ((0, 3), "three kinds", False),
+        ((0, 3), "three kinds", backend),
         ((0, 3), "empty", backend),
         ((4, 0), "three kinds", backend),
     )

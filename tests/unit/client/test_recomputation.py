@@ -142,7 +142,10 @@ def test_a_layer_that_is_called_twice_before_a_checkpoint_is_computed_again(memb
         assert_near(found, expected)
 
 
-@pytest.mark.parametrize(("reentrant", "backend"), [(False, ""), (False, "aot_eager"), (True, "aot_eager")])
+@pytest.mark.parametrize(
+    ("reentrant", "backend"),
+    [(False, ""), (False, "aot_eager"), pytest.param(True, "aot_eager", marks=pytest.mark.long)],
+)
 def test_a_layer_that_is_called_twice_on_an_empty_batch_in_a_checkpoint(members, reentrant, backend):
     """The calls are equal on one member, and another member tells them apart."""
     for found, expected in members(2, member_programs.call_twice_on_an_empty_batch_in_a_checkpoint, reentrant, backend):

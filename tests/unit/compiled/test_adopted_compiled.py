@@ -12,7 +12,11 @@ import client
 from support.subclasses import Activated, Centred, Functional, Fused, Helped, Operator
 
 # Those that count on themselves, and those that leave it to torch's forward.
-KINDS = pytest.mark.parametrize("kind", [Functional, Operator, Helped, Centred, Activated, Fused, nn.BatchNorm2d])
+ALL = [Functional, Operator, Helped, Centred, Activated, Fused, nn.BatchNorm2d]
+KINDS = pytest.mark.parametrize("kind", ALL)
+TWO_KINDS = pytest.mark.parametrize(
+    "kind", [kind if kind in {Functional, Activated} else pytest.param(kind, marks=pytest.mark.long) for kind in ALL]
+)
 
 BATCHES = 4
 
@@ -61,7 +65,7 @@ def test_a_checkpoint_around_a_compiled_model_counts_each_batch_once(kind):
     torch.testing.assert_close(found, trained(whole, whole))
 
 
-@KINDS
+@TWO_KINDS
 def test_a_compiled_mini_batch_is_counted_once_for_all_its_micro_batches(kind):
     eager = client.convert_model(made(kind), chunks=2)
     model = copy.deepcopy(eager)
@@ -90,7 +94,7 @@ def test_a_compiled_forward_that_goes_another_way_is_told_of_once(caplog):
     assert client.conversion_report(model).left.keys() == {"1"}
 
 
-@KINDS
+@TWO_KINDS
 def test_a_second_compiled_call_compiles_nothing_anew(kind):
     model = client.convert_model(made(kind))
     run = compiled(model)
@@ -100,7 +104,7 @@ def test_a_second_compiled_call_compiles_nothing_anew(kind):
     assert "_has_come" not in model[1].__getstate__(), "it is of the call, and no state"
 
 
-@KINDS
+@TWO_KINDS
 def test_without_company_a_compiled_call_is_counted_once(kind):
     whole, model = made(kind), client.convert_model(made(kind))
     with mock.patch.object(client.SynchronizedBatchNorm, "_has_company", _no):
