@@ -132,6 +132,13 @@ class Server:
     process: subprocess.Popen[str]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _inductors_cache(pytestconfig: pytest.Config) -> None:
+    """Each process of pytest has a folder of its own, so that none reads what another one is writing."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(pytestconfig.cache.mkdir(f"inductor-{worker}"))
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """One real server process for all tests; each test has jobs of its own."""
