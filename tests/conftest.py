@@ -52,8 +52,8 @@ ENDING_SECONDS = 200.0
 # Tests about death have servers of their own.
 SILENCE_SECONDS = 60.0
 
-# A busy machine is slow to make examples, too.
-settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A busy machine is slow to make examples, too. As many again are made with each run.
+settings.register_profile("tests", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
 
 # Fixtures whose processes import torch, and those whose tests hold times against each other.

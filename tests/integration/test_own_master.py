@@ -218,6 +218,8 @@ def test_one_that_is_started_again_does_not_wait_for_members_who_have_left(start
 
 def test_one_that_is_killed_again_and_again_is_told_and_not_started_any_more(start, caplog, monkeypatch):
     monkeypatch.setattr(server_process, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(server_process, "AT_ONCE", 1)
+    monkeypatch.setattr(server_process, "AT_MOST", 3)
     master = start()
     for _ in range(server_process.AT_MOST):
         kill(master)

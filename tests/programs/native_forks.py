@@ -14,7 +14,7 @@ from types import SimpleNamespace
 sys.path.insert(0, str(Path(__file__).parents[2]))
 library = SimpleNamespace(**run_path(str(Path(__file__).parents[2] / "client" / "native" / "library.py")))
 
-FORKS, SECONDS = 40, 60
+FORKS, SECONDS = 15, 60
 SAMPLES, CHANNELS, POSITIONS = 8, 16, 2048
 
 core = library.load(library.PATH)[0]

@@ -254,23 +254,23 @@ def test_copies_and_pickles_find_the_class_again(kind, copied, chunks):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("make", "name", "use", "shown"),
-    [
-        (lambda: made(Functional), "rebuilt_layer", "print(loaded[1].chunks, loaded[1])", "2 SynchronizedFunctional("),
-        (lambda: client.synchronized_class(Functional), "synchronized_class", "print(loaded(3))", "SynchronizedFunct"),
-    ],
-    ids=["model", "class"],
-)
-def test_another_process_loads_a_pickle_that_names_nothing_private_of_ours(tmp_path, make, name, use, shown):
-    file, pickled = tmp_path / "pickle", make()
-    pickled = pickled if isinstance(pickled, type) else client.convert_model(pickled, chunks=2)
-    file.write_bytes(data := pickle.dumps(pickled, protocol=2))
-    named = {argument for opcode, argument, _ in pickletools.genops(data) if opcode.name == "GLOBAL"}
-    assert {one for one in named if one.startswith(("client", "statsd_bn"))} == {f"client {name}"}
-    script = f"import pickle, sys; loaded = pickle.load(open(sys.argv[1], 'rb')); {use}"
-    done = subprocess.run([sys.executable, "-c", script, file], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith(shown)
+def test_another_process_loads_pickles_that_name_nothing_private_of_ours(tmp_path):
+    model = client.convert_model(made(Functional), chunks=2)
+    for name, pickled in (("rebuilt_layer", model), ("synchronized_class", client.synchronized_class(Functional))):
+        data = pickle.dumps(pickled, protocol=2)
+        (tmp_path / name).write_bytes(data)
+        named = {argument for opcode, argument, _ in pickletools.genops(data) if opcode.name == "GLOBAL"}
+        assert {one for one in named if one.startswith(("client", "statsd_bn"))} == {f"client {name}"}
+    script = """
+import pickle
+model, kind = (pickle.load(open(name, "rb")) for name in ("rebuilt_layer", "synchronized_class"))
+print(model[1].chunks, model[1])
+print(kind(3))
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("2 SynchronizedFunctional(")
+    assert "\nSynchronizedFunctional(\n  3, " in done.stdout
 
 
 def test_a_checkpoint_moves_the_statistics_once():

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -42,7 +42,6 @@ def fates(draw: Any) -> tuple[int, dict[int, int], dict[int, tuple[int, int]]]:
     return world_size, deaths, {newcomer: draw(place) for newcomer in sorted(newcomers)}
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(jobs, fates())
 def test_every_sample_is_learnt_once_in_each_epoch(job, fate):
     learnt = World(job).run(*fate)

@@ -1,6 +1,5 @@
 """Python's switch interval is short while a round is under way, and the usual one at any other time."""
 
-import subprocess
 import sys
 import threading
 
@@ -11,6 +10,7 @@ from client.connection.switch_interval import INTERVAL_SECONDS, Switching
 from statsd_bn import Rows
 from statsd_bn.errors import RoundMismatch
 from support.memory_members import MemoryMaster, run_members
+from support.starter import STARTER
 
 
 @pytest.fixture(autouse=True)
@@ -114,4 +114,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 @pytest.mark.processes
 def test_a_child_that_is_forked_during_a_round_has_the_usual_interval():
     """In a process of its own, which has no other rounds."""
-    assert subprocess.run([sys.executable, "-c", FORK], check=False).returncode == 0
+    process = STARTER.Process(target=exec, args=(FORK, {}))
+    process.start()
+    process.join(100.0)
+    assert process.exitcode == 0

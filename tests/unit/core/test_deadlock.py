@@ -471,7 +471,7 @@ programs = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.data(), st.integers(1, 4))
 def test_a_mismatch_comes_exactly_where_nobody_can_go_on(data, n):
     """Random programs of layers, run until nothing moves: by the dispatcher, and by hand beside it."""

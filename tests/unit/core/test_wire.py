@@ -279,7 +279,7 @@ def test_a_frame_with_any_one_bit_flipped_is_refused_or_a_message(frame):
         decoded_or_refused(bytes(flipped))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(any_message, st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), min_size=1, max_size=5))
 def test_a_frame_with_some_bytes_changed_is_refused_or_a_message(message, changes):
     frame = bytearray(encode(message))

@@ -48,7 +48,7 @@ def test_one_that_becomes_different_is_found_with_the_step():
     assert 1000 <= found.since < 1200
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 5))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 5))])
 @pytest.mark.parametrize("members", [2, 3, 8])
 def test_honest_ones_are_not(members, seed):
     assert looks(Comparison(members), members, 400, seed=seed) == []
