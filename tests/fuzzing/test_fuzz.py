@@ -28,7 +28,7 @@ def test_the_sound_frames_are_all_that_a_member_may_say():
 
 
 def test_random_plays_get_far(monkeypatch):
-    """Rounds end and fail, members gather and are lost, frames are refused: what refuses everything is no use to fuzz."""
+    """Rounds end and fail, members gather, frames are refused: it is no use to fuzz what refuses everything."""
     done = failed = bad = gathers = 0
     reduce = open_rounds.reduce_round
 
