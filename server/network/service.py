@@ -8,6 +8,7 @@ holds up the others by a frame of its own at a time.
 import logging
 import math
 import os
+import resource
 import signal
 import threading
 import time
@@ -293,6 +294,13 @@ def _handler(action: Callable[[], None]) -> Callable[[int, FrameType | None], No
     return lambda _number, _frame: action()
 
 
+def _take_all_descriptors() -> None:
+    """Raises the soft limit of open files: libzmq ends a process that has none left for a Unix socket."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS takes no limit for none
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def run_master(config: Config | None = None) -> None:
     """Run the aggregation server until SIGTERM or SIGINT, or the end of `config.parent`; then drain and return.
 
@@ -305,6 +313,7 @@ def run_master(config: Config | None = None) -> None:
         BindError: an endpoint is taken or does not exist.
         ConfigurationError: the folder of keys is unusable.
     """
+    _take_all_descriptors()
     with Service(config or Config()) as service, _signals(service):
         for endpoint in service.endpoints:
             print(f"listening on {endpoint}", flush=True)  # noqa: T201 - a script reads the port from here

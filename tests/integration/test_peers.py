@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import pytest
 
@@ -102,3 +103,16 @@ def test_libcs_random_numbers_begin_anew_with_each_server():
     )
     numbers = {subprocess.check_output([sys.executable, "-c", program]) for _ in range(2)}
     assert len(numbers) == 2
+
+
+def test_more_connections_to_a_unix_socket_than_the_soft_limit_of_files_do_not_end_the_server(tmp_path):
+    """libzmq ends the process that has no descriptor left for one."""
+    serve = [sys.executable, "-m", "server", "--bind", f"ipc://{tmp_path}/s"]
+    with ExitStack() as stack:
+        with_limit = ["sh", "-c", 'ulimit -Sn 64 && exec "$@"', "sh", *serve]
+        process = stack.enter_context(subprocess.Popen(with_limit, stdout=subprocess.PIPE, text=True))
+        stack.callback(process.terminate)
+        endpoint = process.stdout.readline().split()[-1]
+        for _ in range(100):
+            stack.enter_context(socket.socket(socket.AF_UNIX)).connect(str(tmp_path / "s"))
+        assert ask(endpoint)["groups"] == []
