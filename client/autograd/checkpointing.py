@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from client.autograd import findings
-from client.autograd.exchange import Exchange, Turn
+from client.autograd.exchange import Exchange, present_turn
 from client.ops.statistics import ChannelMoments
 from client.transports.transport import Transport
 from statsd_bn.moments import Moments
@@ -103,7 +103,7 @@ class Exchanges:
         nearest, *_, call = min(near)
         call = _first_beside(call, [other for distance, *_, other in near if distance == nearest])
         call.computed_again.add(replica)
-        call.turns.append(Turn.now())
+        call.turns += present_turn()
         return call
 
 

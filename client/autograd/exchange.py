@@ -31,11 +31,6 @@ class Turn(NamedTuple):
     sequence_nr: int
     is_inside_node: bool
 
-    @classmethod
-    def now(cls) -> "Turn":
-        """Returns the present one."""
-        return cls(torch._C._autograd._get_sequence_nr(), not torch.is_grad_enabled())  # noqa: SLF001 - has no public name
-
     def distance_to(self, node: int) -> int | None:
         """Returns how far a node is that wants the call computed again, by its sequence number; None if it cannot.
 
@@ -43,6 +38,11 @@ class Turn(NamedTuple):
         """
         distance = self.sequence_nr - node if self.is_inside_node else node - self.sequence_nr + 1
         return distance if distance > 0 else None
+
+
+def present_turn() -> list[Turn]:
+    """Returns the turn of a call that is computed now, in a list."""
+    return [Turn(torch._C._autograd._get_sequence_nr(), not torch.is_grad_enabled())]  # noqa: SLF001 - has no public name
 
 
 def phase_of_forward(*, needs_gradient: bool) -> str:
@@ -90,7 +90,7 @@ class Exchange:
     moments: ChannelMoments = field(init=False)
     statistics: ChannelStatistics = field(init=False)
     number: int = field(init=False, default_factory=_numbers.__next__)
-    turns: list[Turn] = field(init=False, default_factory=lambda: [Turn.now()])
+    turns: list[Turn] = field(init=False, default_factory=present_turn)
     has_moved: bool = False
     computed_again: set[int] = field(default_factory=set)
     streams: tuple[Any, ...] = ()

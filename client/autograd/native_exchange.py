@@ -17,13 +17,14 @@ from client.native.library import EXCHANGE, FINISH
 from client.native.row import NativeRow
 from client.ops import native
 from client.ops.layout import alike
-from client.ops.native import Plan, address, output_for, plan_of, ready, takes, takes_parameter, type_of
-from client.ops.running import Running
-from client.ops.statistics import ChannelMoments, ChannelStatistics
+from client.ops.native import Plan, output_for, plan_of, ready, refuse, takes, takes_parameter
+from client.ops.statistics import ChannelMoments, ChannelStatistics, Running
 from client.ops.vectors import compute_type
 from client.transports.transport import RowDone
 from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import BACKWARD, RoundKey
+
+_NOTHING = Running()
 
 
 def serves(mine: Slice) -> bool:
@@ -56,19 +57,26 @@ class NativeExchange(PlainExchange):
 
     def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Returns the output for the input, after the forward round if there was none."""
-        x = ready(x)
-        output = output_for(x)
-        mean, var, tracked, momentum = self.running or Running()
+        is_first = self.key is None
+        if not (is_first and x.is_contiguous()):
+            x = ready(x)
+        output, shape = output_for(x), x.shape
+        mean, var, tracked, momentum = self.running or _NOTHING
         plan = plan_of(
-            x.shape, x.dtype, x.is_contiguous(), torch.get_num_threads(), type_of(weight), type_of(bias), type_of(mean),
-            momentum, float(self.eps), self.eps_mode,
+            shape, x.dtype, x.is_contiguous(), torch.get_num_threads(),
+            None if weight is None else weight.dtype, None if bias is None else bias.dtype,
+            None if mean is None else mean.dtype, momentum, float(self.eps), self.eps_mode,
         )  # fmt: skip
-        is_first = not self.is_done
         if is_first:
-            self.plan, self.shape, self.room = plan, x.shape, plan.forward.room()
+            self.plan, self.shape, self.room = plan, shape, plan.forward.room()
         row = NativeRow(
-            plan.forward, self.room, plan.count, plan.channels, plan.address, self.room, x.data_ptr(),
-            output.data_ptr(), address(weight), address(bias), address(mean), address(var), address(tracked),
+            plan.forward, self.room, plan.count, plan.channels, plan.address, self.room,
+            x.data_ptr() or refuse(x), output.data_ptr(),
+            None if weight is None else weight.data_ptr() or refuse(weight),
+            None if bias is None else bias.data_ptr() or refuse(bias),
+            None if mean is None else mean.data_ptr() or refuse(mean),
+            None if var is None else var.data_ptr() or refuse(var),
+            None if tracked is None else tracked.data_ptr() or refuse(tracked),
         )  # fmt: skip
         if not is_first:
             row.run(FINISH)
@@ -95,10 +103,12 @@ class NativeExchange(PlainExchange):
         self, grad: Tensor, x: Tensor, weight: Tensor | None, needs: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
         """Returns the gradients of input, weight and bias, as far as they are needed."""
-        grad, x = alike(grad, x)
+        if not x.is_contiguous() or grad.dtype != x.dtype or grad.stride() != x.stride():
+            grad, x = alike(grad, x)
         needs_input, needs_weight, needs_bias = needs
         bias = compute_type(x)
-        plan = plan_of(x.shape, x.dtype, x.is_contiguous(), torch.get_num_threads(), type_of(weight), bias)
+        of = None if weight is None else weight.dtype
+        plan = plan_of(x.shape, x.dtype, x.is_contiguous(), torch.get_num_threads(), of, bias)
         of_input = output_for(x) if needs_input else None
         of_weight = torch.empty_like(weight) if needs_weight and weight is not None else None
         of_bias = torch.empty(plan.channels, dtype=bias, device="cpu") if needs_bias else None
@@ -106,7 +116,9 @@ class NativeExchange(PlainExchange):
         row = NativeRow(
             plan.backward, room, plan.count, plan.channels, plan.address, room,
             ctypes.addressof(self.room) + 8 * (4 * plan.channels + 2), grad.data_ptr(), x.data_ptr(),
-            address(of_input), address(weight), address(of_weight), address(of_bias),
+            None if of_input is None else of_input.data_ptr(),
+            None if weight is None else weight.data_ptr() or refuse(weight),
+            None if of_weight is None else of_weight.data_ptr(), None if of_bias is None else of_bias.data_ptr(),
         )  # fmt: skip
         if needs_input:
             # A member that was lost since then brings no gradient, but is in the statistics.

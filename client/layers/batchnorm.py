@@ -159,9 +159,11 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise tracing.refusal(self.layer_name, "traced by torch.jit.trace in training mode")
         weight = of.weight
-        input_checks.check_local(self, input, weight)
+        if type(input) is not Tensor or type(weight) is not nn.Parameter:
+            input_checks.check_local(self, input, weight)
         replica = self._replica if way is Way.AS_REPLICA else None
-        call = Call(of, transport, self._tally, self._deferred_now(), replica)
+        deferred = None if self._deferred is None else self._deferred_now()
+        call = Call(of, transport, self._tally, deferred, replica)
         try:
             return synchronized_batch_norm(input, weight, of.bias, mask, call)
         except StatsdBNError as error:

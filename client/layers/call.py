@@ -27,8 +27,7 @@ from client.layers.micro_batches import Deferred
 from client.layers.recalibration_moments import Tally
 from client.ops import engine, streams
 from client.ops.native import CODES
-from client.ops.running import Running
-from client.ops.statistics import ChannelMoments
+from client.ops.statistics import ChannelMoments, Running
 from client.ops.triton.available import TYPES
 from client.ops.vectors import home
 from client.transports import device_rows
@@ -90,17 +89,15 @@ class Call:
 
     def normalise(self, mine: Slice) -> Tensor:
         """Normalises the slice of the layer, or of one of its replicas."""
-        return self._by_itself(mine) if self.replica is None else self._as_replica(mine, *self.replica)
-
-    def _by_itself(self, mine: Slice) -> Tensor:
-        """Normalises the slice of a layer that has no replicas in its process."""
-        exchange = self._earlier(mine, 0) or self._exchange([mine])
-        is_first = not exchange.is_done
-        if isinstance(exchange, PlainExchange) and (is_first or plain.is_plain(mine)):
-            output = plain.batch_norm(mine, exchange)
+        if self.replica is not None:
+            return self._as_replica(mine, *self.replica)
+        earlier = self._earlier(mine, 0) if is_inside_backward() else None
+        exchange = earlier or self._exchange([mine])
+        if isinstance(exchange, PlainExchange) and (earlier is None or plain.is_plain(mine)):
+            output: Tensor = plain.batch_norm(exchange, mine.input, mine.weight, mine.bias)
         else:
             (output,) = batch_norm([mine], exchange)
-        due = self._due_after(exchange, [output]) if is_first else None
+        due = None if earlier else self._due_after(exchange, has_graph=output.requires_grad)
         return output if due is None else self._moved(output, due.on(home(output)))
 
     def _as_replica(self, mine: Slice, barrier: Barrier, replica: int) -> Tensor:
@@ -108,14 +105,14 @@ class Call:
         mine = held(mine)
         if stream := streams.current(mine.input):
             mine = mine._replace(stream=stream)
-        if earlier := self._earlier(mine, replica):
+        if is_inside_backward() and (earlier := self._earlier(mine, replica)):
             return batch_norm([mine], earlier)[0]
         output, due = barrier.meet(replica, f"layer {self.layer.layer_name!r}", mine, self._normalise_replicas)
         return self._moved(output if torch.is_grad_enabled() else output.detach(), due)
 
     def _earlier(self, mine: Slice, replica: int) -> Exchange | None:
         """Returns the call that a checkpoint computes again, if this is one of its second runs."""
-        if self.tally is not None or not is_inside_backward():
+        if self.tally is not None:
             return None
         # Modes of the first run, such as that of a selective checkpoint, have not seen this.
         with _disable_current_modes():
@@ -139,33 +136,35 @@ class Call:
         exchange = self._exchange(slices)
         exchange.streams = of_replicas
         if isinstance(exchange, PlainExchange):
-            outputs = [plain.batch_norm(slices[0], exchange)]
+            ((x, weight, bias, *_),) = slices
+            outputs = [plain.batch_norm(exchange, x, weight, bias)]
         else:
             outputs = batch_norm(slices, exchange)
-        due = self._due_after(exchange, outputs)
+        due = self._due_after(exchange, has_graph=any(output.requires_grad for output in outputs))
         return [(output, None if due is None else due.on(home(output))) for output in outputs]
 
-    def _due_after(self, exchange: Exchange, outputs: list[Tensor]) -> ChannelMoments | None:
+    def _due_after(self, exchange: Exchange, *, has_graph: bool) -> ChannelMoments | None:
         """Keeps a call for checkpoints; returns what the running statistics move by, if they still have to."""
         if self.tally is None:
             collectives.remember()
-            exchanges.remember(exchange, has_graph=any(output.requires_grad for output in outputs))
+            exchanges.remember(exchange, has_graph=has_graph)
         return None if exchange.has_moved else self._due(exchange.moments)
 
     def _exchange(self, slices: list[Slice]) -> Exchange:
         """Returns the call's exchange: over the host, or on the devices of its slices."""
         transport, layer = self.transport, self.layer
         # Threads without gradients hold nothing for a backward pass.
-        needs = any(each.input.requires_grad or each.holder is NOBODY for each in slices)
-        phase = phase_of_forward(needs_gradient=needs)
-        capacity, inputs = 0, [slice_.input for slice_ in slices]
-        if device_rows.may_stay(transport, inputs[0]):
+        capacity, x = 0, slices[0].input
+        is_needed = x.requires_grad or any(each.input.requires_grad or each.holder is NOBODY for each in slices)
+        phase = phase_of_forward(needs_gradient=is_needed)
+        if device_rows.may_stay(transport, x):
+            inputs = [slice_.input for slice_ in slices]
             capacity = device_rows.capacity_of(transport, inputs, phase, over_the_host=self.tally is not None)
         of_layer = layer.layer_name, layer.eps, layer.eps_mode, phase
         if capacity and triton_exchange.serves(slices, capacity):
-            return TritonExchange(transport, *of_layer, capacity=capacity, running=self._running(inputs[0], TYPES))
+            return TritonExchange(transport, *of_layer, capacity=capacity, running=self._running(x, TYPES))
         if not capacity and len(slices) == 1 and native_exchange.serves(slices[0]):
-            return NativeExchange(transport, *of_layer, running=self._running(inputs[0], CODES))
+            return NativeExchange(transport, *of_layer, running=self._running(x, CODES))
         return Exchange(transport, *of_layer, capacity=capacity)
 
     def _running(self, x: Tensor, types: Collection[torch.dtype]) -> Running | None:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from client.ops.running import Running
-from client.ops.statistics import ChannelMoments
+from client.ops.statistics import ChannelMoments, Running
 from client.ops.vectors import compute_type, home, narrow
 
 _TORCHS = frozenset({Tensor, nn.Parameter})
@@ -49,20 +48,21 @@ def in_place(layer: Any, x: Tensor, types: Collection[torch.dtype]) -> Running |
     if not (layer.training and layer.track_running_stats):
         return Running()
     mean, var, tracked = layer.running_mean, layer.running_var, layer.num_batches_tracked
-    if tracked is not None and not _is_beside(x, tracked, _COUNTERS, ()):
+    device = x.device
+    if tracked is not None and not _is_beside(device, tracked, _COUNTERS, ()):
         return None
     if mean is None or var is None:
         return Running(tracked=tracked)
     channels = x.shape[1:2]
-    if mean.dtype != var.dtype or not (_is_beside(x, mean, types, channels) and _is_beside(x, var, types, channels)):
+    if not (_is_beside(device, mean, types, channels) and _is_beside(device, var, (mean.dtype,), channels)):
         return None
     return Running(mean, var, tracked, math.nan if layer.momentum is None else float(layer.momentum))
 
 
-def _is_beside(x: Tensor, kept: Tensor, types: Collection[torch.dtype], shape: tuple[int, ...]) -> bool:
+def _is_beside(device: torch.device, kept: Tensor, types: Collection[torch.dtype], shape: tuple[int, ...]) -> bool:
     return (
         type(kept) in _TORCHS
-        and kept.device == x.device
+        and kept.device == device
         and kept.dtype in types
         and kept.shape == shape
         and kept.is_contiguous()

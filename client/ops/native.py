@@ -98,7 +98,7 @@ def ready(x: Tensor) -> Tensor:
     """
     x = dense(x)
     if not takes(x) or not x.data_ptr():
-        raise _without_values(x)
+        refuse(x)
     return x
 
 
@@ -106,12 +106,13 @@ def output_for(x: Tensor) -> Tensor:
     """Returns a tensor like `x` to be written; errors as for `ready`."""
     output = torch.empty_like(x)
     if type(output) is not Tensor:
-        raise _without_values(output)
+        refuse(output)
     return output
 
 
-def _without_values(tensor: Tensor) -> RuntimeError:
-    return RuntimeError(f"expected a tensor with values in memory, got {type(tensor).__name__} on {tensor.device}")
+def refuse(tensor: Tensor) -> int:
+    """Raises RuntimeError, because a tensor has no values in memory; for want of its address."""
+    raise RuntimeError(f"expected a tensor with values in memory, got {type(tensor).__name__} on {tensor.device}")
 
 
 def _alike(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,27 +138,19 @@ def _call(name: str, x: Tensor, *arguments: Any) -> None:
 
 def parameter(values: Tensor | None) -> tuple[int | None, int]:
     """Returns address and type of a dense weight, bias or the like, as the core takes them."""
-    return address(values), CODES[type_of(values)]
-
-
-def address(values: Tensor | None) -> int | None:
-    """Returns where a tensor's values are; None for none."""
-    if values is None:
-        return None
-    found = values.data_ptr()
-    if not found:
-        raise _without_values(values)
-    return found
-
-
-def type_of(values: Tensor | None) -> torch.dtype:
-    """Returns the type of a vector; any for none."""
-    return torch.float32 if values is None else values.dtype
+    return (None, F32) if values is None else (values.data_ptr() or refuse(values), CODES[values.dtype])
 
 
 def takes_parameter(values: Tensor | None) -> bool:
     """Whether the core takes a weight or bias as it lies."""
-    return values is None or (takes(values) and values.is_contiguous())
+    return values is None or (
+        type(values) in _TORCHS
+        and values.is_cpu
+        and values.dtype in CODES
+        and values.layout is torch.strided
+        and values.is_contiguous()
+        and not values.is_neg()
+    )
 
 
 def _ready_parameter(values: Tensor | None) -> Tensor | None:
@@ -200,33 +193,25 @@ def plan_of(
     dtype: torch.dtype,
     is_contiguous: bool,
     threads: int,
-    weight: torch.dtype = torch.float32,
-    bias: torch.dtype = torch.float32,
-    running: torch.dtype = torch.float32,
+    weight: torch.dtype | None = None,
+    bias: torch.dtype | None = None,
+    running: torch.dtype | None = None,
     momentum: float = 0.0,
     eps: float = 0.0,
     eps_mode: str = "plus",
 ) -> Plan:
-    """Returns the plan of calls with a dense input of this shape and type, and vectors of these types.
+    """Returns the plan of calls with a dense input of this shape and type.
 
-    Args:
-        shape: (N, C, *).
-        dtype: of the input.
-        is_contiguous: or channels_last.
-        threads: how many may compute.
-        weight: type of the weight.
-        bias: type of the bias, and of its gradient.
-        running: type of the running statistics.
-        momentum: as of `Running`.
-        eps: the layer's.
-        eps_mode: the layer's.
+    Weight, bias or its gradient, and running statistics have these types, as far as there are any. `momentum` is that of
+    `Running`; eps and eps_mode are the layer's.
     """
     samples, channels, *positions = shape
     length = prod(positions)
     is_rows = length == 1 or not is_contiguous
     sizes = (samples * length, channels, 1) if is_rows else (samples, channels, length)
     slice_ = Slice(*sizes, CODES[dtype], is_rows, threads)
-    found = Plan(slice_, CODES[weight], CODES[bias], CODES[running], eps_mode == "clamp", eps, momentum)
+    codes = (F32 if each is None else CODES[each] for each in (weight, bias, running))
+    found = Plan(slice_, *codes, eps_mode == "clamp", eps, momentum)
     found.address, found.channels, found.count = ctypes.addressof(found), channels, samples * length
     assert core is not None  # noqa: S101 - `takes` is asked before
     of, others = core.holding if found.count * channels <= SMALL else core.releasing, core.releasing

@@ -6,6 +6,7 @@ round that has failed on devices has NaN for its count: what is made of it is Na
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -149,3 +150,15 @@ def _moved(device: torch.device, count: Count, *vectors: Tensor) -> tuple[Count,
     """
     there = count if isinstance(count, int) else count.to(device, non_blocking=True)
     return there, [vector.to(device, non_blocking=True) for vector in vectors]
+
+
+class Running(NamedTuple):
+    """The buffers that move in a forward pass; each may be None, the first two only together.
+
+    A `momentum` of NaN stands for the cumulative average, by the number of batches tracked.
+    """
+
+    mean: Tensor | None = None
+    var: Tensor | None = None
+    tracked: Tensor | None = None
+    momentum: float = 0.0

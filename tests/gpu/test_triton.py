@@ -21,8 +21,7 @@ from client.autograd.checkpointing import exchanges
 from client.autograd.findings import verdicts
 from client.autograd.triton_exchange import TritonExchange
 from client.layers import batchnorm, running_stats
-from client.ops.running import Running
-from client.ops.statistics import ChannelMoments, ChannelStatistics
+from client.ops.statistics import ChannelMoments, ChannelStatistics, Running
 from client.ops.triton import FEW, NOT_FINITE, OTHER_ROUND, available
 from client.transports import device_rows, named_process_group
 from statsd_bn.errors import NonFinite, RoundMismatch

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from client.ops.running import Running
+from client.ops.statistics import Running
 from client.ops.triton import kernels
 
 # Values in a tile; programs that fill a large GPU; most tiles that one program adds up in float32, unless the launcher

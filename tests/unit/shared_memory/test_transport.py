@@ -7,8 +7,12 @@ import weakref
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+from client.autograd.native_exchange import NativeExchange
 from client.conversation.member import OVER_SERVER, SHARED_MEMORY
+from client.ops.statistics import Running
 from client.shared_memory import passing
 from client.transports import agreement, round_in_memory, shared_memory
 from client.transports.server import SlavePipe
@@ -42,6 +46,34 @@ def test_it_gives_the_keys_and_bits_of_the_server(members, size):
     over_server = run_members(members, program(SlavePipe), transport=OVER_SERVER)
     # A gather is a call like others, and begins a step too.
     assert in_memory == over_server
+
+
+@pytest.mark.parametrize("late_rank", [None, 0, 1])
+def test_a_layer_in_one_call_of_the_core_is_that_over_the_server(late_rank):
+    """Also where a wait is so long that the server hears of it, before or after the sum is there."""
+    x = torch.randn(2, 4, 3, 5, generator=torch.Generator().manual_seed(0))
+
+    def program(kind):
+        def run(connection):
+            layer, found = nn.BatchNorm2d(3), []
+            running = Running(layer.running_mean, layer.running_var, layer.num_batches_tracked, 0.1)
+            pipe = kind(connection, "bn")
+            pipe.run_slave(rows_of(connection.rank, 1))
+            for _ in range(3):
+                exchange = NativeExchange(pipe, "bn", 1e-5, "plus", running=running)
+                if connection.rank == late_rank:
+                    time.sleep(0.15)
+                y = exchange.normalise(x[connection.rank].unsqueeze(-1), layer.weight.detach(), None)
+                gradients = exchange.gradients(y.exp(), x[connection.rank].unsqueeze(-1), None, (True, False, True))
+                found += [y, *gradients[::2], exchange.moments.count]
+            return [*found, *(buffer.clone() for buffer in layer.buffers())]
+
+        return run
+
+    in_memory = run_members(2, program(SharedMemoryPipe), transport=SHARED_MEMORY)
+    over_server = run_members(2, program(SlavePipe), transport=OVER_SERVER)
+    torch.testing.assert_close(in_memory, over_server, rtol=0, atol=0)
+    assert in_memory[0][-1] == 3
 
 
 def test_quick_rounds_do_not_come_to_the_server(monkeypatch):
