@@ -202,7 +202,7 @@ def plan_of(
 ) -> Plan:
     """Returns the plan of calls with a dense input of this shape and type.
 
-    Weight, bias or its gradient, and running statistics have these types, as far as there are any. `momentum` is that of
+    Weight, bias or its gradient, and running statistics have these types, as far as there are any. `momentum` is as in
     `Running`; eps and eps_mode are the layer's.
     """
     samples, channels, *positions = shape

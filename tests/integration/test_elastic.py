@@ -376,7 +376,7 @@ def test_lost_between_forward_and_backward_the_gradient_is_that_of_the_survivors
         connection = master.connect(number, 3, min_members=1)
         x = xs[number].clone().requires_grad_()
         exchange, mine = kind(SlavePipe(connection, "bn"), "bn", 1e-5, "plus"), Slice(x, None, None)
-        y = batch_norm([mine], exchange)[0] if kind is Exchange else plain.batch_norm(mine, exchange)
+        y = batch_norm([mine], exchange)[0] if kind is Exchange else plain.batch_norm(exchange, x, None, None)
         forward_done.wait(timeout=20)
         if number == 1:
             connection.close(cause="MemoryError: full")
