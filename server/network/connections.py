@@ -11,6 +11,7 @@ descriptor; to ZeroMQ the peer has then hung up. A client that is cut off by mis
 import logging
 import math
 import os
+import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -56,19 +57,26 @@ class Connection:
 class Connections:
     """The connections by file descriptor.
 
+    Args:
+        most: how many there may be.
+
     Attributes:
         members: the owners of the keys of members, by the routing ids that the members speak from.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: float = math.inf) -> None:
         self.members: dict[bytes, Tenant] = {}
+        self._most = most
         self._connections: dict[int, Connection] = {}
 
     def accepted(self, now: float, descriptor: int) -> None:
-        """Note a new connection."""
+        """Note a new connection; if there are too many, end the oldest one that is no member's."""
         self.ended(descriptor)
         with suppress(OSError):
             self._connections[descriptor] = Connection(os.fstat(descriptor).st_ino, now)
+        if len(self._connections) > self._most:
+            others = (number for number, one in self._connections.items() if not one.peer)
+            self.cut(next(others, descriptor))
 
     def ended(self, descriptor: int) -> Connection | None:
         """Note the end of a connection; returns it if it was known."""
@@ -182,7 +190,7 @@ class Watch:
         self._dispatcher = dispatcher
         self._sender = sender
         self._unread = sender.unread
-        self._connections = Connections()
+        self._connections = Connections(_most_connections())
         self._max_refusals = quota.max_refusals
         # How many messages were refused since the last tick, by routing id.
         self._refused: Counter[bytes] = Counter()
@@ -325,3 +333,9 @@ def _descriptor(frame: zmq.Frame) -> int:
         return int(frame.get(zmq.SRCFD))
     except (zmq.ZMQError, ValueError):
         return -1
+
+
+def _most_connections() -> float:
+    """Half of the files that this process may open: libzmq ends a process that has none left for a Unix socket."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return math.inf if most == resource.RLIM_INFINITY else most // 2

@@ -295,7 +295,7 @@ def _handler(action: Callable[[], None]) -> Callable[[int, FrameType | None], No
 
 
 def _take_all_descriptors() -> None:
-    """Raises the soft limit of open files: libzmq ends a process that has none left for a Unix socket."""
+    """Raise the soft limit of open files to the hard one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # macOS takes no limit for none
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

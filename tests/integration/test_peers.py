@@ -116,3 +116,18 @@ def test_more_connections_to_a_unix_socket_than_the_soft_limit_of_files_do_not_e
         for _ in range(100):
             stack.enter_context(socket.socket(socket.AF_UNIX)).connect(str(tmp_path / "s"))
         assert ask(endpoint)["groups"] == []
+
+
+def test_connections_by_tcp_leave_files_for_those_to_a_unix_socket(tmp_path):
+    """As above: the oldest of too many connections ends at once, so a new one finds a descriptor."""
+    bind = ["--bind", "tcp://127.0.0.1:*", "--bind", f"ipc://{tmp_path}/s"]
+    serve = [sys.executable, "-m", "server", "--insecure", *bind]
+    with ExitStack() as stack:
+        with_limit = ["sh", "-c", 'ulimit -n 100 && exec "$@"', "sh", *serve]
+        process = stack.enter_context(subprocess.Popen(with_limit, stdout=subprocess.PIPE, text=True))
+        stack.callback(process.terminate)
+        port, endpoint = int(process.stdout.readline().split(":")[-1]), process.stdout.readline().split()[-1]
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5)) for _ in range(60)]
+        while silent[0].recv(4096):  # or TimeoutError: ZeroMQ itself would wait ten seconds
+            pass
+        assert ask(endpoint)["groups"] == []
