@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,12 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
 import client
+from client.conversation.member import AUTO, OVER_PROCESS_GROUP
 from programs.ddp_programs import process_group_of
 from server import Config, Service
 from server.security.quota import Quota
 from support.member_processes import MemberProcesses
-from support.transports import ON_DEVICE, PROCESS_GROUP, rows_on_devices
+from support.transports import CHOSEN, ON_DEVICE, PROCESS_GROUP, WATCHED, rows_on_devices
 
 MEMBERS = 4
 WAIT_SECONDS = 100.0
@@ -265,7 +266,9 @@ def ranks(pool: ProcessPoolExecutor, tmp_path: Path) -> Callable[..., list[Any]]
 
 
 @pytest.fixture
-def over(members: Callable[..., list[Any]], ranks: Callable[..., list[Any]], job: str) -> Callable[..., list[Any]]:
+def over(
+    members: Callable[..., list[Any]], ranks: Callable[..., list[Any]], server: Server, job: str
+) -> Callable[..., list[Any]]:
     """Runs `program(process, *arguments)` in n processes over one of `support.transports.TRANSPORTS`.
 
     What else is given is given to `connect`, where there is a connection.
@@ -278,6 +281,11 @@ def over(members: Callable[..., list[Any]], ranks: Callable[..., list[Any]], job
             return ranks(n, program, *arguments)
         if transport == ON_DEVICE:
             return ranks(n, program, *arguments, on_devices=True)
+        if transport in {WATCHED, CHOSEN}:
+            asked = {"job": f"{job} over {transport} {next(runs)}", "world_size": n, **given}
+            asked["transport"] = AUTO if transport == CHOSEN else OVER_PROCESS_GROUP
+            watched = partial(_watched, program, server.endpoint, asked)
+            return ranks(n, watched, *arguments, on_devices=transport == CHOSEN)
         return members(n, program, *arguments, job=f"{job} over {transport} {next(runs)}", transport=transport, **given)
 
     return run
@@ -286,6 +294,10 @@ def over(members: Callable[..., list[Any]], ranks: Callable[..., list[Any]], job
 def _member(program: Callable[..., Any], endpoint: str, member: int, given: dict[str, Any], arguments: Any) -> Any:
     with client.connect(endpoint, rank=member, round_timeout=30.0, **given) as connection:
         return program(connection, *arguments)
+
+
+def _watched(program: Callable[..., Any], endpoint: str, given: dict[str, Any], rank: Rank, *arguments: Any) -> Any:
+    return _member(program, endpoint, rank.rank, given, arguments)
 
 
 def _rank(program: Callable[..., Any], store: str, rank: int, n: int, arguments: Any, on_devices: bool) -> Any:

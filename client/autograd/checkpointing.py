@@ -17,6 +17,7 @@ import torch
 from client.autograd import findings
 from client.autograd.exchange import Exchange, present_turn
 from client.ops.statistics import ChannelMoments
+from client.transports.process_group import follows
 from client.transports.transport import Transport
 from statsd_bn.moments import Moments
 
@@ -86,6 +87,7 @@ class Exchanges:
         """
         with self._lock:
             calls = [*self._with_graph.get(layer, ()), *self._without_graph.get(layer, ())]
+        calls = [call for call in calls if call.transport == transport or follows(transport, call.transport)]
         node = _asking_node()
         near: list[tuple[float, float, bool, int, Exchange]] = [
             (
@@ -95,7 +97,7 @@ class Exchanges:
                 -call.number,
                 call,
             )
-            for call, distance in _distances([call for call in calls if call.transport == transport], replica, moments)
+            for call, distance in _distances(calls, replica, moments)
             if distance <= TOLERANCE
         ]
         if not near:

@@ -23,7 +23,7 @@ from client.connection.groups import Group
 from client.connection.sessions import Sessions
 from client.connection.switch_interval import switching
 from client.conversation import all_gather
-from client.conversation.member import OVER_SERVER, SHARED_MEMORY, Member, TransportInUse
+from client.conversation.member import OVER_PROCESS_GROUP, OVER_SERVER, SHARED_MEMORY, Member, TransportInUse
 from client.conversation.pulse import UNUSED_SECONDS
 from client.conversation.registration import cause_of
 from client.conversation.round_trip import RoundTrip
@@ -65,6 +65,7 @@ class Connection:
         channel_pool: how it reaches the server.
         rounds: how many rounds it has taken part in, in all its groups.
         is_latecomer: whether the job was under way already when this member came.
+        of_all: how the rows of all members of the job travel.
         is_told_alone: whether it needs no server because `connect(world_size=1)` said that its job has one member.
         at_end: called when it closes.
         told_non_finite: step and text of what was logged of aggregates that are not finite, see
@@ -92,10 +93,12 @@ class Connection:
         self.told_non_finite: dict[str, tuple[int, str]] = {}
         self._round_trips: deque[float] = deque(maxlen=REMEMBERED_ROUND_TRIPS)
         try:
-            self.is_latecomer = self._sessions.of(self._world).first_step > 0
+            session = self._sessions.of(self._world)
         except BaseException as error:
             self.close(cause=cause_of(error))
             raise
+        self.is_latecomer = session.first_step > 0
+        self.of_all = session.transport
 
     def __enter__(self) -> Self:
         return self
@@ -130,18 +133,17 @@ class Connection:
     def transport(self) -> str:
         """How rows reach the other members of the job now.
 
-        "server", over the server; "shared_memory", from the second round on where they share a host; "in process" where
-        there is no other.
+        "server", over the server; from the second round on "shared_memory" where they share a host, or "process_group",
+        over torch's default process group; "in process" where there is no other.
         """
         if self.is_in_process:
             return IN_PROCESS
-        return (
-            SHARED_MEMORY if any(transport.name == SHARED_MEMORY for transport in self._transports()) else OVER_SERVER
-        )
+        in_use = {transport.name for transport in self._transports()}
+        return next((name for name in (OVER_PROCESS_GROUP, SHARED_MEMORY) if name in in_use), OVER_SERVER)
 
     @property
     def why_not_faster(self) -> str:
-        """Why `transport` is not "shared_memory", for people; empty if it is, or before the first round."""
+        """Why `transport` is "server", for people; empty if it is not, or before the first round."""
         if self.transport != OVER_SERVER:
             return ""
         return next((why for transport in self._transports() if (why := transport.why_not_faster)), "")
@@ -354,6 +356,16 @@ class Connection:
     def is_broken(self) -> bool:
         """Whether this process knows already that its strict job is broken."""
         return self._sessions.job.has_news
+
+    def check_whole(self, cause: BaseException | None = None, seconds: float = 0.0) -> None:
+        """Raises why the strict job is broken, if this process knows that, or will within so many seconds.
+
+        Args:
+            cause: what torch has raised of it.
+            seconds: how long to wait for the news.
+        """
+        if news := self._sessions.job.wait(seconds):
+            raise news from cause
 
     def session(self, group: Group | str | None) -> Session:
         """Returns this member's session in a group; its first use waits until all its members use it."""

@@ -1,7 +1,7 @@
 """Member: who this process is among the processes of its job, and how its rows travel to the others."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from statsd_bn.skew_samples import Samples
@@ -15,9 +15,11 @@ DEFAULT_ABORT_AFTER = 10.0
 STRICT = "strict"
 ELASTIC = "elastic"
 
-# How rows reach the other members: over the server, or in memory that the processes of a host share.
+# How rows reach the other members: over the server, in memory that the processes of a host share, or over torch's
+# default process group.
 OVER_SERVER = "server"
 SHARED_MEMORY = "shared_memory"
+OVER_PROCESS_GROUP = "process_group"
 
 TRANSPORTS = (OVER_SERVER, SHARED_MEMORY)
 
@@ -26,7 +28,7 @@ WARN, RAISE, IGNORE = ON_NONFINITE = ("warn", "raise", "ignore")
 
 # What a process may ask for: one of them, or the fastest that all members of a group can use.
 AUTO = "auto"
-TRANSPORT_CHOICES = (AUTO, *TRANSPORTS)
+TRANSPORT_CHOICES = (AUTO, *TRANSPORTS, OVER_PROCESS_GROUP)
 
 # Why a group is not in memory, or no longer.
 BY_ELASTIC = "the job is elastic"
@@ -92,10 +94,13 @@ class TransportInUse:
     """How the rows of one group travel now, as one member knows it, and why not a faster way.
 
     Attributes:
-        rounds_in_memory: how many rounds the group has had of which this member has told the server nothing.
+        rounds_in_memory: how many rounds the group has had of which this member has told the server nothing, in memory
+            or over a process group.
         seconds_in_memory: how long this member has waited in rounds whose rows it got in memory.
         samples: of the rounds in memory; None for a member that tells the server of none, since another one does.
         memory: in which the group's members meet; None while they have not agreed on any.
+        process_group: the `NamedProcessGroup` over which they meet; None while they have not agreed on it.
+        is_on_devices: whether this member's rows are on devices, as far as a layer has brought any.
     """
 
     def __init__(self) -> None:
@@ -103,21 +108,30 @@ class TransportInUse:
         self.seconds_in_memory = 0.0
         self.samples: Samples | None = None
         self.memory: Memory | None = None
+        self.process_group: Any = None
+        self.is_on_devices = False
         self._refusal = ""
 
     def refuse(self, why: str) -> None:
         """The group stays at the server from now on."""
         self._refusal = why
+        self.process_group = None
 
     @property
-    def is_in_memory(self) -> bool:
-        """Whether the next round takes place in memory."""
+    def passes_server_by(self) -> bool:
+        """Whether the next round takes place in memory, or over a process group."""
+        return self.process_group is not None or self._is_in_memory
+
+    @property
+    def _is_in_memory(self) -> bool:
         return self.memory is not None and not self._refusal and not self.memory.is_given_up
 
     @property
     def name(self) -> str:
-        """One of `TRANSPORTS`; empty while the members have not agreed on one."""
-        if self.is_in_memory:
+        """One of `TRANSPORTS`, or `OVER_PROCESS_GROUP`; empty while the members have not agreed on one."""
+        if self.process_group is not None:
+            return OVER_PROCESS_GROUP
+        if self._is_in_memory:
             return SHARED_MEMORY
         return OVER_SERVER if self.memory or self._refusal else ""
 

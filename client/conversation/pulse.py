@@ -1,13 +1,13 @@
 """Pulse: which silent sessions say now that this process is alive, pure.
 
-A session that takes part in rounds is heard by that, and needs no heartbeat. Where ranks share memory it needs one all
-the same, because that says how many rounds they have had there, and how long the member has waited.
+A session that takes part in rounds is heard by that, and needs no heartbeat. Where rows pass the server by it needs one
+all the same, because that says how many rounds they have had, and how long the member has waited.
 """
 
 from collections.abc import Iterable
 from math import inf
 
-from client.conversation.member import SHARED_MEMORY
+from client.conversation.member import OVER_PROCESS_GROUP
 from client.conversation.session import Session
 from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
@@ -61,15 +61,15 @@ class Pulse:
 
     def _told_all(self, session: Session) -> float:
         """When a session has last told the server all that it tells."""
-        in_memory = session.transport.is_in_memory
-        return min(session.spoke, self._beaten.get(session.token, session.spoke)) if in_memory else session.spoke
+        passes_by = session.transport.passes_server_by
+        return min(session.spoke, self._beaten.get(session.token, session.spoke)) if passes_by else session.spoke
 
     def sent(self, session: Session) -> None:
         """The heartbeat of a session has left."""
         self._told[session.token] = self._telling[session.token]
 
     def away(self, now: float, sessions: Iterable[Session], *, is_connected: bool) -> str:
-        """Returns what ranks in shared memory are to be told of a server that is away; once for each time."""
+        """Returns what ranks that need no server are to be told where it is away; once for each time."""
         if is_connected:
             self._away_since, self._is_away_told = None, False
             return ""
@@ -78,13 +78,14 @@ class Pulse:
         seconds = now - self._away_since
         if seconds < AWAY_SECONDS or self._is_away_told:
             return ""
-        in_memory = [session for session in _known(sessions) if session.transport.name == SHARED_MEMORY]
-        if not in_memory:
+        going_on = [session for session in _known(sessions) if session.transport.passes_server_by]
+        if not going_on:
             return ""
         self._is_away_told = True
+        by = "over torch's process group" if going_on[0].transport.name == OVER_PROCESS_GROUP else "in shared memory"
         return (
-            f"job {in_memory[0].member.job!r}: the server has been away for {seconds:.0f} s. The ranks of this host go "
-            "on in shared memory, but until it is back nobody says which rank is late or lost"
+            f"job {going_on[0].member.job!r}: the server has been away for {seconds:.0f} s. The ranks go on {by}, "
+            "but until it is back nobody says which rank is late or lost"
         )
 
     def is_unused(self, now: float, sessions: Iterable[Session]) -> bool:

@@ -136,6 +136,7 @@ class Session:
         members: who belongs to the group, as it last heard.
         is_uneven: whether members of the group have been away, or may have been, so that not all are in each round.
         lateness: how much later than all others it came, each time that it came last to a round in memory.
+        steps: counts its rounds.
         spoke: when it last sent anything, by `time.monotonic`; for whoever sends its frames to keep.
     """
 
@@ -160,7 +161,7 @@ class Session:
         self._server = NO_SERVER
         # What a restarted server has said that had another process of this number.
         self._refusal: DuplicateMember | None = None
-        self._steps = Steps()
+        self.steps = Steps()
         self.is_uneven = False
         self._results: deque[Aggregate] = deque(maxlen=limits.KEPT_ROUNDS)
 
@@ -190,7 +191,7 @@ class Session:
                 who.host_and_pid,
                 self.participation.value,
                 self._server,
-                self._steps.step,
+                self.steps.step,
                 self.first_step,
                 len(self._results),
                 self.members,
@@ -215,12 +216,12 @@ class Session:
         transport = self.transport
         why = told(transport.why_not_faster, limits.MAX_NAME_BYTES)
         waited = int(1e3 * transport.seconds_in_memory)
-        return encode(Heartbeat(self.token, self._steps.step, transport.rounds_in_memory, transport.name, why, waited))
+        return encode(Heartbeat(self.token, self.steps.step, transport.rounds_in_memory, transport.name, why, waited))
 
     def forward_key(self, layer: str, phase: str = FORWARD) -> RoundKey:
         """Returns the key of the next forward round, or gather, of `layer`."""
         who = self.member
-        step, call = self._steps.next(layer)
+        step, call = self.steps.next(layer)
         if (before := self._keys.get((layer, phase))) is not None and before.epoch == who.epoch:
             return before.at(step, call)
         key = self._keys[layer, phase] = RoundKey(who.job, who.group, who.epoch, step, layer, call, phase)
@@ -228,7 +229,7 @@ class Session:
 
     def begins(self, key: RoundKey) -> None:
         """This member takes part in a round now, whichever way its rows go."""
-        self._steps.begins(key.phase)
+        self.steps.begins(key.phase)
 
     def contribution(self, key: RoundKey, rows: Rows, attempt: int = 0) -> bytes:
         """Returns the frame that brings `rows` to the round `key`; `attempt` counts how often they were sent before."""
@@ -361,7 +362,7 @@ class Session:
             return
         self.participation = Participation.TAKES_PART
         self.first_step = first_step
-        self._steps.begin_at(first_step)
+        self.steps.begin_at(first_step)
 
     def _check_takes_part(self, key: RoundKey) -> None:
         """A server may have taken this member for a new one meanwhile, which begins at a later step."""

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -32,6 +33,8 @@ from client.launch import launchers, own_server, server_process
 from client.launch.launchers import ARGUMENT, DEFAULT, Setting
 from client.launch.settings import Settings, resolve
 from client.launch.store import ANSWER_SECONDS, of_process_group, with_timeout
+from client.whereabouts import collectives
+from client.whereabouts.broken_job import end_process
 from statsd_bn.endpoints import check_key, check_server, find_server
 from statsd_bn.environment import PREFIX, log_level, misspelt
 from statsd_bn.error_text import in_log
@@ -108,10 +111,13 @@ def connect(
         abort_after: what a strict job does with a process that a collective of torch holds after the job has broken,
             because a rank was lost, raised or is elsewhere: end it with exit code 1 after so many seconds in that
             collective; None: never.
-        transport: how rows reach the other processes. "auto": in memory if all processes of a strict job share a host
-            and can, else over the server; a line at level INFO says why. "server": over the server; one process that
-            asks for it is enough. "shared_memory": as "auto", also where nobody has tried it yet, and a warning if it
-            cannot be used. Else STATSD_BN_TRANSPORT, else "auto".
+        transport: how rows reach the other processes. "auto", in a strict job: over torch's default process group if
+            that is NCCL's, has the job's ranks, and the first layer's input is on a GPU on all of them; else in memory
+            if all processes share a host and can; else over the server, and a line at level INFO says why. "server":
+            over the server; one process that asks for it is enough. "shared_memory": in memory as "auto", also where
+            nobody has tried it yet, and a warning if it cannot be used. "process_group": over torch's default process
+            group, whatever its backend; all processes ask for it, and each of them raises ConfigurationError in the
+            first round if it cannot be used. Else STATSD_BN_TRANSPORT, else "auto".
         on_nonfinite: what to do when NaN or infinity comes into the statistics of a forward pass, the same for all
             processes. "warn": log once whose they were. "raise": raise NonFinite on all ranks, before a running
             statistic has moved. "ignore": nothing. Gradients alone never raise: a GradScaler overflows them on purpose.
@@ -332,6 +338,11 @@ def _goodbye() -> None:
         connection.close(cause=cause_of(error))
     if error is None:
         server_process.wait_for_members()
+    if collectives.is_abandoned():
+        if error is not getattr(sys, "last_value", None):  # nobody has printed it yet
+            traceback.print_exception(error)
+        logging.shutdown()
+        end_process("this process ends at once: torch's threads still wait for a rank that is lost")
 
 
 def _end_of_process() -> BaseException | None:

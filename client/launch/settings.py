@@ -20,6 +20,7 @@ from client.conversation.member import (
     DEFAULT_ROUND_TIMEOUT,
     ELASTIC,
     ON_NONFINITE,
+    OVER_PROCESS_GROUP,
     STRICT,
     TRANSPORT_CHOICES,
     Member,
@@ -148,6 +149,9 @@ def resolve(environ: Mapping[str, str], group: ProcessGroup | None = None, **arg
     if launched and not least.value:  # newcomers may join an elastic job
         _check_is_whole(size, number, launched)
     _check_rank(number, size, is_elastic=least.value > 0)
+    transport = _one_of(TRANSPORT_CHOICES, _named(environ, "STATSD_BN_TRANSPORT", given, TRANSPORT_CHOICES[0]))
+    if least.value and transport.value == OVER_PROCESS_GROUP:
+        raise ConfigurationError(f"{transport}: expected one that goes on without a lost rank, as the job is elastic")
     in_round, to_join = _timeouts(given["round_timeout"], given["join_timeout"])
     store = None if at.value else _store(environ, size)
     is_of_group = group is not None and group.size > 1 and (number.value, size.value) == group
@@ -171,7 +175,7 @@ def resolve(environ: Mapping[str, str], group: ProcessGroup | None = None, **arg
         launched=launched if launched and launched.value < size.value else None,
         abort_after=_seconds("abort_after", given["abort_after"], or_none=" or None"),
         stacks=_flag(environ, "STATSD_BN_STACKS", default=True),
-        transport=_one_of(TRANSPORT_CHOICES, _named(environ, "STATSD_BN_TRANSPORT", given, TRANSPORT_CHOICES[0])),
+        transport=transport,
         on_nonfinite=_one_of(ON_NONFINITE, _named(environ, "STATSD_BN_ON_NONFINITE", given, ON_NONFINITE[0])),
     )
 

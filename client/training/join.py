@@ -14,6 +14,7 @@ from client.border import make_readable
 from client.connection.connection import Connection
 from client.connection.current import current_connection
 from client.connection.groups import Group
+from client.conversation.member import OVER_PROCESS_GROUP
 from client.layers.batchnorm import SynchronizedBatchNorm
 from client.transports.choose import company_in
 from client.transports.named_process_group import NamedProcessGroup
@@ -46,10 +47,11 @@ def join(model: nn.Module) -> Iterator[None]:
         GroupIncomplete, RoundTimeout: not all members entered in time.
         RoundMismatch: one of them waits for this one in a layer, or in a collective of torch, instead.
         ReplicaLost: one of them has left the job, so no further pass is possible.
-        ConfigurationError: layers synchronise over a process group of torch's, which waits for all its ranks.
+        ConfigurationError: layers synchronise over a process group of torch's, which waits for all its ranks. Where
+            `connect(transport="auto")` has chosen the default one, they use the server from here on instead.
     """
     connection = current_connection()
-    _check_transports(model)
+    _check_transports(model, connection)
     if connection is None:
         yield
         commit_running_statistics(model)
@@ -77,15 +79,20 @@ def _layers(model: nn.Module) -> Iterator[SynchronizedBatchNorm]:
     return (module for module in model.modules() if isinstance(module, SynchronizedBatchNorm))
 
 
-def _check_transports(model: nn.Module) -> None:
+def _check_transports(model: nn.Module, connection: Connection | None) -> None:
     """Nobody can be away from a collective of torch's, so the others would wait there for ever."""
+    is_agreed = connection is not None and connection.of_all.process_group is not None
+    is_meant = connection is not None and connection.member.transport == OVER_PROCESS_GROUP
     for layer in _layers(model):
-        if isinstance(group := company_in(layer.group), NamedProcessGroup):
+        group, is_default = company_in(layer.group), layer.group is None
+        if (is_meant and is_default) or (isinstance(group, NamedProcessGroup) and not (is_agreed and is_default)):
             raise ConfigurationError(
                 error_text(
                     "client.join() needs a connection: a process group waits for all its ranks\n"
-                    f"layer {layer.layer_name!r} synchronises over torch's {group}",
-                    advice="Call client.connect() before it, or give every rank as many batches.",
+                    f"layer {layer.layer_name!r} synchronises over torch's "
+                    f"{group if isinstance(group, NamedProcessGroup) else 'default process group'}",
+                    advice=f"Call client.connect() before it, with another transport than {OVER_PROCESS_GROUP!r}, or "
+                    "give every rank as many batches.",
                 )
             )
 

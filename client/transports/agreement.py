@@ -1,9 +1,10 @@
-"""Agreement: how the members of a strict group find out whether they can share memory, and then share it or do not.
+"""Agreement: how the members of a strict group find out by which way their rows can pass the server by.
 
 All of them go through the same two rounds over the server, right after the first round of the group. In the first one
-each says whether it can and wants to, and the first member where it offers memory; one refusal ends it there. In the
-second one each says whether it has got that memory: a member finds out by trying whether it is on the same host, never
-by a host's name. So all know the same, and use the memory if each of them has it.
+each says whether it can and wants to use torch's default process group, and whether to share memory, and the first
+member where it offers memory. If all are for the process group, or one is against memory, it ends there. In the second
+one each says whether it has got that memory: a member finds out by trying whether it is on the same host, never by a
+host's name. So all know the same, and use the memory if each of them has it.
 
 They come to it from a round of the whole group, so nobody waits here for a member that is late or elsewhere: that is
 told of a layer by its name.
@@ -14,12 +15,19 @@ import platform
 from contextlib import closing, nullcontext
 from mmap import mmap
 
+from torch import distributed
+
 from client.connection.connection import Connection
 from client.connection.groups import Group
-from client.conversation.member import AUTO, OVER_SERVER, SHARED_MEMORY, Member
+from client.conversation.member import AUTO, OVER_PROCESS_GROUP, OVER_SERVER, SHARED_MEMORY, Member
+from client.conversation.session import Session
 from client.shared_memory import group_memory
 from client.shared_memory.group_memory import GroupMemory
 from client.shared_memory.passing import Offer, take, why_not
+from client.transports import device_rows, named_process_group
+from statsd_bn.error_text import error_text
+from statsd_bn.errors import ConfigurationError
+from statsd_bn.messages import WORLD
 from statsd_bn.round_key import MEMORY
 from statsd_bn.skew_samples import Samples
 
@@ -34,12 +42,23 @@ TRIED_ON = ("x86_64",)
 # What a member that shares memory says in the first round, before the name of what it offers; others say why not.
 _READY = b"ready "
 
+# Between what a member says of the process group and of memory. What it says of the process group is why it does not
+# use that, and begins with the mark if it wants nothing else.
+_THEN, _INSISTS = b"\0", b"!"
+
 
 def agree(connection: Connection, group: Group) -> GroupMemory | None:
-    """Returns the memory that the members of a group share, if they do; it takes one or two rounds of the group."""
+    """Returns the memory that the members of a group share, if they do; it takes one or two rounds of the group.
+
+    Raises:
+        ConfigurationError: on all of them: one wants nothing but the process group, and another cannot use it.
+    """
     session = connection.session(group)
     members = list(session.members)
     memory, why = _shared(connection, group, members)
+    if agreed := session.transport.process_group:
+        logger.info("group %r exchanges rows over torch's %s", group.name, agreed)
+        return None
     if memory is None:
         session.transport.refuse(why)
         level = logging.WARNING if connection.member.transport == SHARED_MEMORY else logging.INFO
@@ -57,11 +76,17 @@ def agree(connection: Connection, group: Group) -> GroupMemory | None:
 
 def _shared(connection: Connection, group: Group, members: list[int]) -> tuple[mmap | None, str]:
     """Returns the memory that all members have in common; or None, and why not."""
-    if len(members) > MOST_MEMBERS:
-        return None, f"{len(members)} ranks are in the group, more than {MOST_MEMBERS}"
-    offer, reason = _offer(connection.member, len(members) if connection.rank == members[0] else 0)
+    session, are_too_many = connection.session(group), len(members) > MOST_MEMBERS
+    is_offering = connection.rank == members[0] and not are_too_many
+    offer, reason = _offer(connection.member, len(members) if is_offering else 0)
     with closing(offer) if offer else nullcontext():
-        said = connection.gather_in(group, MEMORY, reason.encode() or _ready(offer))
+        mine = _THEN.join((_of_process_group(session), reason.encode() or _ready(offer)))
+        parts = [one.partition(_THEN) for one in connection.gather_in(group, MEMORY, mine)]
+        if _take_process_group(session, members, [of_group for of_group, *_ in parts]):
+            return None, ""
+        if are_too_many:
+            return None, f"{len(members)} ranks are in the group, more than {MOST_MEMBERS}"
+        said = [of_memory for *_, of_memory in parts]
         if why := _refusals(members, [b"" if one.startswith(_READY) else one for one in said]):
             return None, why
         name = said[0].removeprefix(_READY).decode(errors="replace")
@@ -69,6 +94,43 @@ def _shared(connection: Connection, group: Group, members: list[int]) -> tuple[m
         said = connection.gather_in(group, MEMORY, reason.encode())
     why = _refusals(members, said)
     return (None, why) if why else (memory, "")
+
+
+def _of_process_group(session: Session) -> bytes:
+    """Returns what this member says of torch's default process group."""
+    member = session.member
+    insists = member.transport == OVER_PROCESS_GROUP and member.group == WORLD
+    if not insists and not (member.transport == AUTO and session.transport.is_on_devices):
+        return f"its transport is {member.transport!r}".encode()
+    world = distributed.group.WORLD if distributed.is_available() else None
+    found = "none" if world is None else f"rank {world.rank()} of {world.size()}"
+    expected, why = f"rank {member.rank} of {member.world_size}", ""
+    if world is None or found != expected:
+        why = f"expected {expected} in torch's default process group, got {found}"
+    elif not (insists or device_rows.gathers_on_devices(world)):
+        why = "its process group gathers on the host"
+    return _INSISTS * insists + why.encode()
+
+
+def _take_process_group(session: Session, members: list[int], said: list[bytes]) -> bool:
+    """Has the group use torch's default process group, if all members are for it.
+
+    Raises:
+        ConfigurationError: one wants nothing else, and another is against it.
+    """
+    why = _refusals(members, [one.removeprefix(_INSISTS) for one in said])
+    if not why:
+        session.transport.process_group = named_process_group.default()
+    elif any(one.startswith(_INSISTS) for one in said):
+        raise ConfigurationError(
+            error_text(
+                f"transport {OVER_PROCESS_GROUP!r} needs torch's default process group on all ranks: {why}",
+                where=f"job {session.member.job!r}",
+                advice="Call torch.distributed.init_process_group() before the first step, for the ranks of the job, "
+                f"and give all of them this transport; or use {AUTO!r}.",
+            )
+        )
+    return not why
 
 
 def _offer(member: Member, members: int) -> tuple[Offer | None, str]:

@@ -43,7 +43,7 @@ def meant(group: With, process_group: Any) -> With:
 def company_in(group: With) -> Company | None:
     """Returns what reaches the other members of a group; None where nobody else is in it.
 
-    A connection goes before torch's default process group, where the job has both. A connection that
+    A connection goes before torch's default process group, unless the members of its job have agreed on that. One that
     heard of no others comes behind it: `connect` may have been called before there was a process group.
 
     Args:
@@ -54,7 +54,12 @@ def company_in(group: With) -> Company | None:
     connection = current_connection()
     if group is None and (connection is None or (connection.is_in_process and not connection.is_told_alone)):
         return named_process_group.default()
-    return None if connection is None or connection.is_alone(group) else connection
+    if connection is None:
+        return None
+    if group is None and connection.of_all.process_group is not None:
+        agreed: NamedProcessGroup = connection.of_all.process_group
+        return agreed
+    return None if connection.is_alone(group) else connection
 
 
 def transport_for(layer: str, group: With) -> Transport:

@@ -22,6 +22,7 @@ from client.ops.vectors import to_host
 from client.transports.in_process import LocalPipe
 from client.transports.key_digest import digest_of
 from client.transports.process_group import FIRST_ROW, ProcessGroupPipe, group_of, met, rounds_of, use_device
+from client.transports.server import SlavePipe
 from client.transports.transport import Transport
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
@@ -120,6 +121,8 @@ def capacity_of(
     """
     if isinstance(transport, LocalPipe):
         return len(inputs) if are_on_devices(inputs) and not over_the_host else 0
+    if isinstance(transport, SlavePipe) and transport.group is None:
+        transport.connection.of_all.is_on_devices = are_on_devices(inputs)  # for the agreement behind the first round
     if not isinstance(transport, ProcessGroupPipe):
         return 0
     group = group_of(transport)
@@ -130,12 +133,13 @@ def capacity_of(
         return 0
     with rounds.lock:
         if transport.layer not in rounds.on_device:
-            if not _gathers_on_devices(group):
+            if not gathers_on_devices(group):
                 return 0
             able = len(inputs) if are_on_devices(inputs) else 0
             key = transport.key(rounds.steps.step, 0, f"{FIRST}{phase}")
             first = np.array([able], np.int64)
-            told = met(group, key, (2, inputs[0].shape[1]), 1, first)[:, FIRST_ROW]
+            with rounds.watched(key):
+                told = met(group, key, (2, inputs[0].shape[1]), 1, first)[:, FIRST_ROW]
             rounds.on_device[transport.layer] = (
                 int(told.max()) if 0 < told.min() <= told.max() <= limits.MAX_REPLICAS else 0
             )
@@ -162,7 +166,8 @@ def are_on_devices(inputs: Sequence[Tensor]) -> bool:
     return all(x.device.type in TYPES for x in inputs)
 
 
-def _gathers_on_devices(group: object) -> bool:
+def gathers_on_devices(group: object) -> bool:
+    """Whether a process group gathers rows on devices, as NCCL does."""
     kinds = [device for device in group._device_types if device.type in TYPES]  # type: ignore[attr-defined]  # noqa: SLF001 - has no public name
     return any(group._get_backend(kind).name() not in OVER_THE_HOST for kind in kinds)  # type: ignore[attr-defined]  # noqa: SLF001 - as above
 
@@ -187,8 +192,7 @@ def run(
     group = group_of(transport)
     rounds = rounds_of(group)
     with rounds.lock:
-        key = key or transport.key(*rounds.steps.next(transport.layer), phase)
-        rounds.steps.begins(key.phase)
+        key = rounds.begin_on_devices(transport, key, phase)
         rows, others = _gathered(group, rows, capacity, key)
     return DeviceAggregate(key, *total(rows, shape), rows, distributed.get_process_group_ranks(group), others)
 
@@ -215,8 +219,7 @@ def run_row(
     group = group_of(transport)
     rounds = rounds_of(group)
     with rounds.lock:
-        key = key or transport.key(*rounds.steps.next(transport.layer), phase)
-        rounds.steps.begins(key.phase)
+        key = rounds.begin_on_devices(transport, key, phase)
         row, everybodys = write(_digest(key))
         _all_gather(everybodys, row, group=group)
     return key

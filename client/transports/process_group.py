@@ -1,16 +1,19 @@
-"""ProcessGroupPipe: the transport over a process group of torch's, without a server.
+"""ProcessGroupPipe: the transport over a process group of torch's.
 
 Every rank gathers the rows of all and adds them in rank order for itself, to the same bits as over the other
 transports. Only the order of the collectives holds the ranks together, so each also says which round it has come for.
-What else goes wrong is told by the group: its errors and its deadline are torch's.
+
+Where the members of a job have agreed on the default process group, see `client.transports.agreement`, their server
+watches: rounds have the job's keys, and long waits are told to it. Without a server the group tells what else goes
+wrong: its errors and its deadline are torch's.
 """
 
 import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,14 +24,19 @@ import torch
 from torch import distributed
 
 from client.border import make_readable
+from client.connection.connection import Connection
 from client.connection.current import current_connection, has_been_alone, has_been_connected
 from client.connection.groups import this_place
 from client.conversation.all_gather import MAX_BYTES
-from client.conversation.session import Steps
+from client.conversation.session import Session, Steps
 from client.native.row import NativeRow
-from client.transports.group_insight import insight_of
+from client.transports.group_insight import Here, ToServer, insight_of
 from client.transports.key_digest import digest_of
 from client.transports.named_process_group import NamedProcessGroup
+from client.transports.server import SlavePipe
+from client.transports.transport import Transport
+from client.transports.watched_round import WatchedRound
+from client.whereabouts.broken_job import NEWS_SECONDS
 from statsd_bn import limits
 from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
 from statsd_bn.errors import ConfigurationError, ConnectionClosed, ProtocolError, RoundMismatch, StatsdBNError
@@ -51,6 +59,9 @@ LEAST_WORDS = 4104
 DIGEST, ROWS, VECTORS, CHANNELS, FIRST_ROW = range(5)
 
 WORD_BYTES = 8
+
+# What the server is told of a wait for anything but rows.
+_NOTHING = Rows((0,), np.zeros((1, 1, 1)))
 
 # What a rank says of where it runs, and of the round that it has come for, where they differ; in bytes.
 NAME_BYTES = 1024
@@ -88,7 +99,11 @@ class ProcessGroupPipe:
             ConfigurationError: the process group is gone.
             ConnectionClosed: it is that of the process which this one was forked from.
             RuntimeError: torch's, for whatever goes wrong in the process group.
+            StatsdBNError: the round failed, with the reason, where a server watches.
         """
+        if watch := watch_of(self.process_group.name):
+            aggregate: Aggregate = watch.exchange(self.layer, contribution, key, None, self._take_part, phase)
+            return aggregate
         try:
             group = group_of(self)
             rounds = rounds_of(group)
@@ -104,6 +119,15 @@ class ProcessGroupPipe:
         """Gathers the row as any other."""
         return self.run_slave(row.measured(), key, phase)
 
+    def _take_part(self, session: Session, key: RoundKey, rows: Rows) -> Aggregate:
+        group, began = group_of(self), time.monotonic()
+        rounds = rounds_of(group)
+        with rounds.lock, rounds.watched(key, rows) as round_:
+            aggregate = _sum(group, rows, key)
+        session.transport.rounds_in_memory += not (round_ and round_.is_counted)
+        session.transport.seconds_in_memory += time.monotonic() - began
+        return aggregate
+
     @property
     def rank(self) -> int:
         """This process's number among the members that an aggregate names: torch's, in the default process group."""
@@ -118,7 +142,29 @@ class ProcessGroupPipe:
 
     def key(self, step: int, call: int, phase: str) -> RoundKey:
         """Returns the key of a round of an earlier call."""
-        return RoundKey("torch", "process group", 0, step, self.layer, call, phase)
+        return _key(watch_of(self.process_group.name), step, self.layer, call, phase)
+
+
+def _key(watch: Connection | None, step: int, name: str, call: int, phase: str) -> RoundKey:
+    job = ("torch", "process group", 0) if watch is None else (watch.member.job, watch.member.group, watch.member.epoch)
+    return RoundKey(*job, step, name, call, phase)
+
+
+def watch_of(name: str) -> Connection | None:
+    """Returns the connection whose members have agreed on the process group of this name for their rows."""
+    connection = current_connection()
+    agreed = connection.of_all.process_group if connection else None
+    return connection if agreed is not None and agreed.name == name else None
+
+
+def follows(transport: Transport, earlier: Transport) -> bool:
+    """Whether a layer goes over a process group on which its job agreed after an earlier round over the server."""
+    return (
+        isinstance(transport, ProcessGroupPipe)
+        and isinstance(earlier, SlavePipe)
+        and earlier.group is None
+        and earlier.connection.of_all.process_group == transport.process_group
+    )
 
 
 def group_of(pipe: ProcessGroupPipe) -> Any:
@@ -157,12 +203,13 @@ def all_gather(process_group: NamedProcessGroup, name: str, message: bytes) -> d
     rounds = rounds_of(group)
     with rounds.lock:
         step, call = rounds.steps.next(name)
-        key = RoundKey("torch", "process group", 0, step, name, call, GATHER)
+        key = _key(rounds.watch, step, name, call, GATHER)
         # What others send is never unpickled, as torch's `all_gather_object` would.
-        lengths = met(group, key, (1, 1), 1, np.array([len(message)], np.int64))[:, FIRST_ROW]
-        _check(group, key, "bytes", lengths, 0, MAX_BYTES)
-        words = np.frombuffer(message.ljust(_up_to_words(max(lengths)), b"\0"), np.int64)
-        messages = _gathered(group, words)
+        with rounds.watched(key):
+            lengths = met(group, key, (1, 1), 1, np.array([len(message)], np.int64))[:, FIRST_ROW]
+            _check(group, key, "bytes", lengths, 0, MAX_BYTES)
+            words = np.frombuffer(message.ljust(_up_to_words(max(lengths)), b"\0"), np.int64)
+            messages = _gathered(group, words)
     return {rank: messages[rank].tobytes()[:length] for rank, length in enumerate(lengths)}
 
 
@@ -175,6 +222,7 @@ class Rounds:
 
     Attributes:
         lock: held while a round is under way: collectives have no names, so two rounds must not mix.
+        watch: the connection whose server watches them; None without one.
         steps: counts them, as for a server.
         insight: takes rows of them; None on all ranks but one.
         places: where the ranks run, by their number; nobody's before the first round over the host.
@@ -183,14 +231,66 @@ class Rounds:
         device: where messages of the host travel in a group that takes none there: that of the newest input of a layer.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.watch: Connection | None = None
         self.steps = Steps()
-        ranks = distributed.get_process_group_ranks(group)
         self.places: dict[int, str] = {}
-        self.insight = insight_of(group.group_name, ranks, group.rank(), self.places)
+        self.insight: ToServer | Here | None = None
+        self._round: WatchedRound | None = None
+        self._latest: RoundKey | None = None
         self.on_device: dict[str, int] = {}
         self.device: torch.device | None = None
+
+    def look_on(self, group: Any, watch: Connection | None = None) -> None:
+        """Has a connection's server watch from now on, or this process itself."""
+        self.watch = watch
+        ranks = distributed.get_process_group_ranks(group)
+        self.insight = insight_of(group.group_name, ranks, group.rank(), self.places)
+        if watch:
+            self.steps, self._latest = watch.session(None).steps, None
+            watch.at_end.append(self._come_through)
+
+    @contextmanager
+    def watched(self, key: RoundKey, rows: Rows = _NOTHING) -> Iterator[WatchedRound | None]:
+        """Has the server hear of a round that takes long on the host; the lock is held."""
+        if self.watch:
+            self.watch.check_whole()
+            self._round = WatchedRound(self.watch, key, rows, self._latest)
+        try:
+            yield self._round
+            self._latest = key
+        finally:
+            self._round = None
+
+    def begin_on_devices(self, pipe: ProcessGroupPipe, key: RoundKey | None, phase: str) -> RoundKey:
+        """Returns the key of a round on devices that begins now; the lock is held."""
+        if self.watch:
+            self.watch.check_whole()
+            self.watch.rounds += 1
+            self.watch.of_all.rounds_in_memory += 1
+        key = key or pipe.key(*self.steps.next(pipe.layer), phase)
+        self.steps.begins(key.phase)
+        return key
+
+    def wait(self, work: Any, device: torch.device) -> None:
+        """Waits for a collective; one on a device is waited for by that, and `BrokenJob` sees to it."""
+        if self._round and device.type == "cpu":
+            self._round.wait(work)
+        else:
+            work.wait()
+
+    def _come_through(self) -> None:
+        """Waits until the device has done the rounds that were begun, for a while: others may not have begun them.
+
+        Else they would hear that this rank has left, and take it for missing in a round that it has brought rows to.
+        """
+        if self.device is None or self.watch is None:
+            return
+        module, until = torch.get_device_module(self.device), time.monotonic() + NEWS_SECONDS
+        event = module.current_stream(self.device).record_event()
+        while not (event.query() or self.watch.is_broken) and time.monotonic() < until:
+            time.sleep(0.001)
 
 
 _rounds: "WeakKeyDictionary[Any, Rounds]" = WeakKeyDictionary()
@@ -228,26 +328,28 @@ os.register_at_fork(after_in_child=_inherited.note)
 
 
 def rounds_of(group: Any) -> Rounds:
-    """Returns the rounds of this process in a group; the first time they are counted, the log says so.
+    """Returns the rounds of this process in a group; the log says when they begin, and when another server watches.
 
     Raises:
         ConnectionClosed: the group is that of the process which this one was forked from.
     """
     _inherited.check()
-    rounds = _rounds.get(group)
-    if rounds is None:
-        rounds = _rounds.setdefault(group, Rounds(group))
+    rounds, watch = _rounds.get(group), watch_of(group.group_name)
+    if rounds is None or rounds.watch is not watch:
+        rounds = _rounds.setdefault(group, Rounds())
+        rounds.look_on(group, watch)
         # Whoever was connected to others may mean to be alone now, and the others may still be connected.
         has_had_others = has_been_connected() and not has_been_alone()
         connection = current_connection()
         is_after_connection = has_had_others and connection is None
         logger.log(
             logging.WARNING if is_after_connection else logging.INFO,
-            "%sthis process synchronises over torch's process group %r of %d ranks (%s), without a server%s",
+            "%sthis process synchronises over torch's process group %r of %d ranks (%s), %s%s",
             "the connection is closed: " if is_after_connection else "",
             group.group_name,
             group.size(),
             distributed.get_backend(group),
+            "watched by the server" if watch else "without a server",
             WITHOUT_SERVER if connection is None or connection.is_in_process else "",
         )
     return rounds
@@ -361,7 +463,8 @@ def _gathered(group: Any, words: Words) -> Words:
     message[: len(words)] = torch.from_numpy(words)
     message = message.to(device)
     messages = torch.empty(group.size(), size, dtype=torch.int64, device=device)
-    distributed.all_gather(list(messages.unbind()), message, group=group)
+    work = distributed.all_gather(list(messages.unbind()), message, group=group, async_op=True)
+    rounds_of(group).wait(work, device)
     return messages.cpu().numpy()
 
 

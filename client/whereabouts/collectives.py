@@ -228,6 +228,19 @@ def abort() -> None:
             module._abort_process_group()  # noqa: SLF001 - since torch 2.6
 
 
+_is_abandoned = threading.Event()
+
+
+def abandon() -> None:
+    """Notes that a collective was given up that gloo still works on: its threads would hold up the process's end."""
+    _is_abandoned.set()
+
+
+def is_abandoned() -> bool:
+    """Whether `abandon` was called."""
+    return _is_abandoned.is_set()
+
+
 def _collective_frame(innermost: FrameType) -> FrameType | None:
     found = None
     for frame in islice(stack.frames(innermost), _DEEPEST):

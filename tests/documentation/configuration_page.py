@@ -55,7 +55,7 @@ CLIENT_VARIABLES = {
     "who can reach MASTER_ADDR:MASTER_PORT can read it there",
     "STATSD_BN_TRACEBACK": "full: tracebacks show all frames inside of the client; by default one",
     "STATSD_BN_ON_NONFINITE": "`on_nonfinite`, if that is not given: warn, raise or ignore",
-    "STATSD_BN_TRANSPORT": "`transport`, if that is not given: auto, server or shared_memory",
+    "STATSD_BN_TRANSPORT": "`transport`, if that is not given: auto, server, shared_memory or process_group",
     "STATSD_BN_STACKS": "0: this process does not tell in which file, line and function it is when others wait for it; "
     "default 1",
     "TORCHELASTIC_RESTART_COUNT": "the job's epoch, default 0; ranks of an older epoch are refused; torchrun sets it",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from client.conversation.member import OVER_SERVER, SHARED_MEMORY, TRANSPORTS
+from client.conversation.member import OVER_PROCESS_GROUP, OVER_SERVER, SHARED_MEMORY, TRANSPORTS
 from programs import death_programs
 from statsd_bn.errors import ReplicaLost, StatsdBNError
 from support.starter import STARTER
@@ -18,11 +18,13 @@ WAIT_SECONDS = 40.0
 class Company:
     """Three members, a process each, that do as they are told."""
 
-    def __init__(self, endpoint: str, job: str, transport: str) -> None:
+    def __init__(self, endpoint: str, job: str, transport: str, store: str) -> None:
         pairs = [STARTER.Pipe() for _ in range(3)]
         self.pipes = [ours for ours, _ in pairs]
         self.processes = [
-            STARTER.Process(target=death_programs.take_commands, args=(theirs, endpoint, job, member, 3, transport))
+            STARTER.Process(
+                target=death_programs.take_commands, args=(theirs, endpoint, job, member, 3, transport, store)
+            )
             for member, (_, theirs) in enumerate(pairs)
         ]
         for process, (_, theirs) in zip(self.processes, pairs, strict=True):
@@ -54,8 +56,8 @@ class Company:
 
 
 @pytest.fixture(params=TRANSPORTS)
-def company(impatient_server, job, request) -> Iterator[Company]:
-    found = Company(impatient_server.endpoint, job, request.param)
+def company(impatient_server, job, request, tmp_path) -> Iterator[Company]:
+    found = Company(impatient_server.endpoint, job, request.param, str(tmp_path / "store"))
     try:
         assert found.ask(death_programs.exchange, 0, 1, 2) == [3, 3, 3]
         assert found.ask(death_programs.transport, 0, 1, 2) == [request.param] * 3
@@ -83,6 +85,19 @@ def assert_lost(told: list[object], member: int, cause: str) -> None:
         assert f" was lost: {cause}" in str(error)
         assert (error.fields["member"], error.fields["step"]) == (member, 0)
         assert error.fields["cause"].startswith(cause)
+
+
+@DEATHS
+@pytest.mark.parametrize("company", [OVER_PROCESS_GROUP], indirect=True)
+def test_those_who_wait_in_a_process_group_are_told_of_a_death_and_can_end(company, number, cause):
+    company.tell(death_programs.exchange, 0, 1)
+    company.send_signal(2, number)
+    assert_lost([company.answer(0), company.answer(1)], 2, cause)
+    assert_lost(company.ask(death_programs.exchange, 0), 2, cause)
+    for pipe, process in zip(company.pipes[:2], company.processes, strict=False):
+        pipe.close()
+        process.join(WAIT_SECONDS)
+        assert process.exitcode is not None
 
 
 @DEATHS

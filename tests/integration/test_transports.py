@@ -3,7 +3,7 @@
 import pytest
 
 from programs import transport_programs
-from support.transports import HOST_TRANSPORTS, TRANSPORTS
+from support.transports import CHOSEN, HOST_TRANSPORTS, TRANSPORTS, WATCHED
 
 RANKS = len(transport_programs.SIZES)
 
@@ -11,9 +11,11 @@ RANKS = len(transport_programs.SIZES)
 @pytest.mark.parametrize(
     ("transports", "program"),
     [
-        pytest.param(HOST_TRANSPORTS, transport_programs.every_kind_of_call, id="over the host, the fastest kernels"),
         pytest.param(
-            TRANSPORTS,
+            (*HOST_TRANSPORTS, WATCHED), transport_programs.every_kind_of_call, id="over the host, the fastest kernels"
+        ),
+        pytest.param(
+            (*TRANSPORTS, CHOSEN),
             transport_programs.by_reference,
             id="over the host and on devices, reference kernels",
             marks=pytest.mark.long,

@@ -8,10 +8,12 @@ from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 import numpy as np
+from torch import distributed
 
 import client
 from client.connection.connection import Connection
-from client.transports.choose import transport_over
+from client.conversation.member import OVER_PROCESS_GROUP
+from client.transports.choose import transport_for
 from statsd_bn import Rows
 from support.memory_members import outcome
 
@@ -21,13 +23,13 @@ HELD_SECONDS = 4.5
 ROW = Rows((1,), np.ones((1, 2, 3)))
 
 
-def exchange(connection: Connection) -> int:
-    return transport_over(connection, "bn", None).run_slave(ROW).count
+def exchange(_: Connection) -> int:
+    return transport_for("bn", None).run_slave(ROW).count
 
 
-def exchange_and_fail(connection: Connection) -> None:
+def exchange_and_fail(_: Connection) -> None:
     """An error costs the channel that saw it; the process lives on."""
-    outcome(lambda: transport_over(connection, "bn", None).run_slave(Rows((1,), np.ones((1, 2, 4)))))
+    outcome(lambda: transport_for("bn", None).run_slave(Rows((1,), np.ones((1, 2, 4)))))
 
 
 def transport(connection: Connection) -> str:
@@ -51,8 +53,12 @@ COMMANDS: dict[str, Callable[[Connection], Any]] = {
 }
 
 
-def take_commands(pipe: Pipe, endpoint: str, job: str, member: int, world_size: int, transport: str) -> None:
+def take_commands(
+    pipe: Pipe, endpoint: str, job: str, member: int, world_size: int, transport: str, store: str
+) -> None:
     """Connects, says so, and carries out what comes until the pipe ends."""
+    if transport == OVER_PROCESS_GROUP:
+        distributed.init_process_group("gloo", init_method=f"file://{store}", rank=member, world_size=world_size)
     who: dict[str, Any] = {"job": job, "rank": member, "world_size": world_size, "transport": transport}
     os.environ["STATSD_BN_INSECURE"] = "1"  # where its TCP connection is to be reset
     with client.connect(endpoint, **who, round_timeout=100.0) as connection:

@@ -10,6 +10,10 @@ from client.transports import device_rows
 
 PROCESS_GROUP = "process group"
 ON_DEVICE = "process group, on devices"
+
+# With a connection, whose server watches: asked for, or chosen because rows are on devices.
+WATCHED = "process group, watched"
+CHOSEN = "process group, chosen"
 HOST_TRANSPORTS = (*member.TRANSPORTS, PROCESS_GROUP)
 TRANSPORTS = (*HOST_TRANSPORTS, ON_DEVICE)
 

@@ -393,7 +393,7 @@ def test_ranks_that_need_no_server_are_told_once_that_it_is_away(is_in_memory, t
         session.transport.memory = SimpleNamespace(is_given_up=False)
     told = [pulse.away(float(now), [session], is_connected=False) for now in range(60)]
     assert (told[9], len([text for text in told if text])) == ("", times)
-    assert not times or "the server has been away for 10 s. The ranks of this host go on in shared memory" in told[10]
+    assert not times or "the server has been away for 10 s. The ranks go on in shared memory" in told[10]
 
 
 def test_a_server_that_was_back_may_be_away_again():

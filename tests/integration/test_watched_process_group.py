@@ -1,0 +1,71 @@
+"""Rows of a job over torch's default process group, while the server watches."""
+
+import pytest
+
+from client.conversation.member import OVER_PROCESS_GROUP, OVER_SERVER
+from programs import watched_programs
+from statsd_bn.text import unfolded
+from support.transports import CHOSEN, WATCHED
+
+NEEDS = "ConfigurationError: transport 'process_group' needs torch's default process group on all ranks: rank "
+
+
+@pytest.mark.parametrize("transport", [WATCHED, CHOSEN])
+def test_the_server_knows_of_steps_rounds_and_infinity(over, transport):
+    found = over(transport, 2, watched_programs.train_and_ask)
+    steps, rounds = watched_programs.STEPS, 3 * watched_programs.STEPS + 2  # the first layer has no backward round
+    assert [of_rank[:3] for of_rank in found] == [(OVER_PROCESS_GROUP, rounds, steps)] * 2
+    told = found[0][3]
+    assert [(member["transport"], member["step"]) for member in told["members"]] == [(OVER_PROCESS_GROUP, steps)] * 2
+    assert told["rounds_done"] >= rounds
+    assert f", forward, step {steps}, rank 1 (" in told["non_finite"][0]
+
+
+def test_a_checkpoint_of_the_first_step_runs_no_second_round(over):
+    for found, expected in zip(
+        over(WATCHED, 2, watched_programs.checkpointed),
+        over(OVER_SERVER, 2, watched_programs.checkpointed),
+        strict=True,
+    ):
+        assert all(found[name].tobytes() == values.tobytes() for name, values in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("transports", "text"),
+    [
+        ((OVER_PROCESS_GROUP,) * 2, "0: expected rank 0 of 2 in torch's default process group, got none (and 1 more)"),
+        (("auto", OVER_PROCESS_GROUP), "0: its transport is 'auto' (and 1 more)"),
+    ],
+)
+def test_ranks_that_cannot_use_it_are_all_told_why(pool, server, job, transports, text):
+    program = watched_programs.first_error_over
+    futures = [pool.submit(program, server.endpoint, job, rank, each) for rank, each in enumerate(transports)]
+    assert all(unfolded(one.result(timeout=60)).startswith(f"{NEEDS}{text}") for one in futures)
+
+
+def test_other_ranks_than_in_the_job_are_told(ranks, server, job):
+    for text in ranks(2, watched_programs.in_another_order, server.endpoint, job):
+        assert (
+            "rank 0: expected rank 0 of 2 in torch's default process group, got rank 1 of 2 (and 1 more)"
+            in unfolded(text)
+        )
+
+
+def test_a_late_rank_is_told_with_its_place(over):
+    warned, _ = over(WATCHED, 2, watched_programs.be_late)
+    assert any("rank 1" in text and "watched_programs.py" in text for text in warned), warned
+
+
+def test_ranks_in_different_layers_are_told(over):
+    for text in over(WATCHED, 2, watched_programs.come_to_different_layers):
+        assert text.startswith("the ranks have come to different rounds, so nobody can go on")
+
+
+@pytest.mark.parametrize(
+    ("transport", "after", "outcome"),
+    [(CHOSEN, OVER_SERVER, True), (WATCHED, OVER_PROCESS_GROUP, "client.join() needs")],
+)
+def test_join_goes_back_to_the_server_unless_the_process_group_was_asked_for(over, transport, after, outcome):
+    for before, found, text in over(transport, 2, watched_programs.join):
+        assert (before, found) == (OVER_PROCESS_GROUP, after)
+        assert text is outcome or str(text).startswith(str(outcome))

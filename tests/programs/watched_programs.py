@@ -1,0 +1,114 @@
+"""What ranks do in `test_watched_process_group.py`: a connection, and rows over torch's default process group."""
+
+import logging
+import math
+import time
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import distributed, nn
+from torch.utils.checkpoint import checkpoint
+
+import client
+from programs.member_programs import state
+from server.cli.status import ask
+from statsd_bn.errors import StatsdBNError
+
+STEPS, SECONDS, LATE_SECONDS = 4, 20.0, 3.5
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return client.convert_model(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3)))
+
+
+def _samples(rank: int) -> torch.Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))
+
+
+def train_and_ask(connection: client.Connection) -> tuple[str, int, int, dict[str, Any]]:
+    """Returns transport, rounds and step of this rank, and on the first one what the server says of the job.
+
+    The second rank brings infinity in the end.
+    """
+    model, x = _model(), _samples(connection.rank)
+    for _ in range(STEPS):
+        model(x).square().sum().backward()
+    model(torch.full((4, 3), math.inf if connection.rank == 1 else 1.0))
+    until, told = time.monotonic() + SECONDS, {}
+    while connection.rank == 0 and time.monotonic() < until and not _is_told(told):
+        time.sleep(0.05)
+        (told,) = (one for one in ask(connection.endpoint)["groups"] if one["job"] == connection.member.job)
+    distributed.barrier()
+    return connection.transport, connection.rounds, connection.session(None).steps.step, told
+
+
+def _is_told(told: dict[str, Any]) -> bool:
+    steps = [member.get("step", 0) for member in told.get("members", ())]
+    return bool(told.get("non_finite")) and min(steps, default=0) >= STEPS
+
+
+def checkpointed(connection: client.Connection) -> dict[str, Any]:
+    """The first step has its first layer's second run after the ranks have agreed; returns the buffers."""
+    model = _model()
+    checkpoint(model, _samples(connection.rank).requires_grad_(), use_reentrant=False).square().sum().backward()
+    return state(model)
+
+
+def first_error(connection: client.Connection) -> str:
+    """Returns the error of the first call."""
+    try:
+        _model()(_samples(connection.rank))
+    except StatsdBNError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def first_error_over(endpoint: str, job: str, rank: int, transport: str) -> str:
+    """Returns the error of the first call of a rank that asks for a transport and has no process group."""
+    with client.connect(endpoint, job=job, rank=rank, world_size=2, transport=transport) as connection:
+        return first_error(connection)
+
+
+def in_another_order(rank: Any, endpoint: str, job: str) -> str:
+    """The ranks of the process group have other numbers in the job; returns the error of the first call."""
+    who = {"job": job, "rank": 1 - rank.rank, "world_size": 2, "transport": "process_group"}
+    with client.connect(endpoint, **who) as connection:
+        return first_error(connection)
+
+
+def be_late(connection: client.Connection) -> list[str]:
+    """The second rank is late; returns what the first one is warned of."""
+    model, x = _model(), _samples(connection.rank)
+    model(x)
+    with mock.patch.object(logging.getLogger("statsd_bn.client"), "warning") as warning:
+        if connection.rank == 1:
+            time.sleep(LATE_SECONDS)
+        model(x)
+    return [call.args[0] % call.args[1:] for call in warning.call_args_list]
+
+
+def come_to_different_layers(connection: client.Connection) -> str:
+    """After a step in common; returns the error, which the server knows while the second rank is still to come."""
+    model, x = _model(), _samples(connection.rank)
+    model(x)
+    try:
+        model[2 * connection.rank](x)
+    except StatsdBNError as error:
+        return str(error)
+    return "no error"
+
+
+def join(connection: client.Connection) -> tuple[str, str, list[float]]:
+    """The first rank has one batch more; returns the transport before and after, and the outcome."""
+    model, x = _model(), _samples(connection.rank)
+    model(x)
+    before = connection.transport
+    try:
+        with client.join(model):
+            for _ in range(2 - connection.rank):
+                output = model(x)
+    except StatsdBNError as error:
+        return before, connection.transport, str(error)
+    return before, connection.transport, output.isfinite().all().item()
