@@ -338,7 +338,7 @@ def _goodbye() -> None:
         connection.close(cause=cause_of(error))
     if error is None:
         server_process.wait_for_members()
-    if collectives.is_abandoned():
+    if collectives.abandoned.is_set():
         if error is not getattr(sys, "last_value", None):  # nobody has printed it yet
             traceback.print_exception(error)
         logging.shutdown()

@@ -21,13 +21,7 @@ LAST_SECONDS = 0.5
 
 
 class WatchedRound:
-    """A round of a job whose server watches it.
-
-    Args:
-        connection: of this process.
-        key: of the round.
-        rows: what this member brings.
-        before: the round before it; None if there was none.
+    """A round of a job whose server watches it, behind the round `before`.
 
     Attributes:
         is_counted: whether the server has completed the round itself, and counts it.
@@ -55,7 +49,7 @@ class WatchedRound:
             raise
         except StatsdBNError:
             if not _is_done(work, LAST_SECONDS):
-                collectives.abandon()
+                collectives.abandoned.set()
                 raise
 
     def _listen(self, work: Any) -> None:

@@ -97,6 +97,9 @@ _MOST_RANKS = 16_384
 # Wrappers whose backward pass reduces gradients over their process group, as far as layers of ours are in them.
 _wrappers: WeakSet[Any] = WeakSet()
 
+# Set once a collective was given up that gloo still works on: its threads would hold up the end of the process.
+abandoned = threading.Event()
+
 # Where Linux says how long a thread has run: the first number, in nanoseconds.
 _RUN_TIME = Path("/proc/self/task")
 
@@ -226,19 +229,6 @@ def abort() -> None:
         backends = [backend for backend, _ in module._world.pg_map.values()]  # noqa: SLF001 - torch says it nowhere else
         if any("nccl" in backend for backend in backends):
             module._abort_process_group()  # noqa: SLF001 - since torch 2.6
-
-
-_is_abandoned = threading.Event()
-
-
-def abandon() -> None:
-    """Notes that a collective was given up that gloo still works on: its threads would hold up the process's end."""
-    _is_abandoned.set()
-
-
-def is_abandoned() -> bool:
-    """Whether `abandon` was called."""
-    return _is_abandoned.is_set()
 
 
 def _collective_frame(innermost: FrameType) -> FrameType | None:

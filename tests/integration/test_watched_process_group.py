@@ -1,5 +1,8 @@
 """Rows of a job over torch's default process group, while the server watches."""
 
+import subprocess
+import sys
+
 import pytest
 
 from client.conversation.member import OVER_PROCESS_GROUP, OVER_SERVER
@@ -69,3 +72,18 @@ def test_join_goes_back_to_the_server_unless_the_process_group_was_asked_for(ove
     for before, found, text in over(transport, 2, watched_programs.join):
         assert (before, found) == (OVER_PROCESS_GROUP, after)
         assert text is outcome or str(text).startswith(str(outcome))
+
+
+def test_a_script_ends_at_once_although_gloo_waits_for_a_frozen_rank(impatient_server, job, tmp_path):
+    command = [sys.executable, watched_programs.__file__, impatient_server.endpoint, job, str(tmp_path / "store")]
+    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    try:
+        _, told = ranks[0].communicate(timeout=40)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    assert ranks[0].returncode == 1
+    assert "ReplicaLost" in told
+    assert " was lost: no sign of life for " in unfolded(told)
+    assert told.splitlines()[-1] == "this process ends at once: torch's threads still wait for a rank that is lost"

@@ -2,6 +2,9 @@
 
 import logging
 import math
+import os
+import signal
+import sys
 import time
 from typing import Any
 from unittest import mock
@@ -112,3 +115,18 @@ def join(connection: client.Connection) -> tuple[str, str, list[float]]:
     except StatsdBNError as error:
         return before, connection.transport, str(error)
     return before, connection.transport, output.isfinite().all().item()
+
+
+def freeze(endpoint: str, job: str, store: str, rank: int) -> None:
+    """A script whose second rank freezes while the first one waits for it."""
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    client.connect(endpoint, job=job, rank=rank, world_size=2, transport="process_group")
+    model, x = _model(), _samples(rank)
+    model(x)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    model(x)
+
+
+if __name__ == "__main__":
+    freeze(*sys.argv[1:4], int(sys.argv[4]))
