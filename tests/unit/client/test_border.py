@@ -192,6 +192,7 @@ NO_BORDER = {
     "patch_sync_batchnorm",
     # The transports call them, inside of what has a border.
     *(
+        "Connection.check_whole",
         "Connection.gather_in",
         "Connection.over_server",
         "Connection.run",
