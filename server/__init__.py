@@ -1,9 +1,9 @@
 """The aggregation process: `python -m server`, or `run_master` in code.
 
-It needs no torch. This file only hands on the public names; the packages say what belongs in them.
+It needs no torch. This file only exports the public names.
 """
 
-# Before anything that needs a library.
+# Before any import of a library.
 from server import search_path as search_path
 
 # isort: split

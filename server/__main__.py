@@ -1,4 +1,4 @@
-"""python -m server: parse, run, exit code."""
+"""python -m server: parses the command line, runs a command, and returns its exit code."""
 
 import logging
 import os
@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from server.arguments import Parser, host_and_port, meant
-from server.cli.logs import PlainFormatter, Sparing
+from server.arguments import Parser, host_and_port, suggestion
+from server.cli.logs import PlainFormatter, RateLimitFilter
 from server.cli.query import expects_key
 from server.cli.status import CHECK_SECONDS, as_json, ask, describe, own_endpoint, watch
 from server.config import from_arguments
 from server.network.service import run_master
-from server.security.keygen import generate, load_asking, write_secret
+from server.security.keygen import generate, load_query_keys, write_secret
 from statsd_bn.endpoints import check_key, check_server, needs_keys
 from statsd_bn.environment import boolean
 from statsd_bn.error_text import broken, in_log
@@ -25,13 +25,13 @@ from statsd_bn.errors import (
 )
 from statsd_bn.keys import ClientKeys
 
-# Where the page of `view` listens by default.
-PAGE = "127.0.0.1:8321"
+# Default address of the page of `view`.
+DEFAULT_HTTP = "127.0.0.1:8321"
 
-EXTRA = "view needs the extra `view`: pip install '.[view]' in a clone (there is no {})"
+MISSING_EXTRA = "view needs the extra `view`: pip install '.[view]' in a clone (there is no {})"
 
-# Letters of the first line of an error that a command prints.
-LINE = 120
+# Maximum characters of the first line of a command's error.
+MAX_LINE = 120
 
 EXIT_CODES: dict[type[Exception], int] = {
     ConfigurationError: 2,
@@ -42,17 +42,18 @@ EXIT_CODES: dict[type[Exception], int] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code: 0, 2 usage, 3 cannot bind, 4 no server there, 5 refused by the server."""
+    """Run a command; returns its exit code: 0, 2 usage, 3 cannot bind, 4 no server, 5 refused by the server."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = _serve(given) if not given or given[0].startswith("-") else _command(given[0])(given[1:])
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read this has had enough, as `| head` has; at its end the interpreter would try to write the rest.
+        # The reader of the pipe has exited, such as `| head`; without this the interpreter would write the rest at
+        # exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except tuple(EXIT_CODES) as error:
-        print(broken(f"statsd_bn: {in_log(error)}", LINE), file=sys.stderr)  # noqa: T201 - the command's error
+        print(broken(f"statsd_bn: {in_log(error)}", MAX_LINE), file=sys.stderr)  # noqa: T201 - the command's error
         return EXIT_CODES[type(error)]
     return code
 
@@ -62,7 +63,7 @@ def _command(name: str) -> Callable[[list[str]], int]:
         return _serve
     if name not in COMMANDS:
         known = ("serve", *COMMANDS)
-        raise ConfigurationError(f"unknown command {name!r}{meant(name, known) or f'; expected one of {known}'}")
+        raise ConfigurationError(f"unknown command {name!r}{suggestion(name, known) or f'; expected one of {known}'}")
     return COMMANDS[name]
 
 
@@ -71,13 +72,13 @@ def _serve(arguments: list[str]) -> int:
     log = logging.StreamHandler()
     log.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=config.logging_level, handlers=[log])
-    logging.getLogger("statsd_bn.server").addFilter(Sparing())
+    logging.getLogger("statsd_bn.server").addFilter(RateLimitFilter())
     run_master(config)
     return 0
 
 
 def _status(arguments: list[str]) -> int:
-    parser = Parser("status", description="Says what a running server is doing.")
+    parser = Parser("status", description="Prints the status of a running server.")
     _add_endpoint(parser, "as STATSD_BN_ENDPOINT or STATSD_BN_BIND says, else this user's own server")
     parser.add_argument("--json", action="store_true", help="print the report as JSON, on one line")
     parser.add_argument("--watch", action="store_true", help="print it again every second, until Ctrl-C")
@@ -96,30 +97,30 @@ def _status(arguments: list[str]) -> int:
 def _view(arguments: list[str]) -> int:
     parser = Parser(
         "view",
-        description="Serves a page of what a running server sees, with /metrics for Prometheus, until Ctrl-C. It only "
-        "reads. The page asks for a token; the link that is printed has it.",
+        description="Serves a page with the status of a running server, and /metrics for Prometheus, until Ctrl-C. It "
+        "only reads. The page asks for a token; the link that is printed has it.",
     )
     _add_endpoint(parser, "as for status")
     parser.add_argument(
         "--http",
         type=host_and_port,
         metavar="HOST:PORT",
-        default=PAGE,
-        help=f"where the page listens, port 0 picks a free one (default {PAGE}); it asks for the token in "
+        default=DEFAULT_HTTP,
+        help=f"where the page listens, port 0 picks a free one (default {DEFAULT_HTTP}); it asks for the token in "
         "STATSD_BN_VIEW_TOKEN (default: a new one)",
     )
     _add_curve(parser)
     found = parser.parse_args(arguments)
     try:
-        from server.view.figures import whole_report  # noqa: PLC0415 - of the extra `view`
+        from server.view.figures import fetch_report  # noqa: PLC0415 - of the extra `view`
         from server.view.web import serve, token_for  # noqa: PLC0415
     except ModuleNotFoundError as error:
-        raise ConfigurationError(EXTRA.format(error.name)) from error
+        raise ConfigurationError(MISSING_EXTRA.format(error.name)) from error
     token = token_for(os.environ.get("STATSD_BN_VIEW_TOKEN", "").strip())
     endpoint = found.endpoint or os.environ.get("STATSD_BN_ENDPOINT") or own_endpoint(os.environ)
     keys = _keys(endpoint, found.curve)
     host, port = found.http
-    serve(endpoint, partial(whole_report, endpoint, keys), host, port, token)
+    serve(endpoint, partial(fetch_report, endpoint, keys), host, port, token)
     return 0
 
 
@@ -135,7 +136,7 @@ def _add_curve(parser: Parser) -> None:
 
 def _keys(endpoint: str, curve: str | None) -> ClientKeys | None:
     check_server(endpoint)
-    keys = load_asking(curve) if curve else None
+    keys = load_query_keys(curve) if curve else None
     check_key(endpoint, has_key=keys is not None, insecure=boolean(os.environ, "STATSD_BN_INSECURE"))
     return keys
 
@@ -154,7 +155,10 @@ def _keygen(arguments: list[str]) -> int:
         help="names of jobs that these clients may join and see, such as 'team-a-*'; repeatable; default: all",
     )
     parser.add_argument(
-        "--tenant", default="", metavar="NAME", help="whose these clients are, who share its limits; default: their own"
+        "--tenant",
+        default="",
+        metavar="NAME",
+        help="tenant of these clients, which share its limits; default: one tenant per client",
     )
     found = parser.parse_args(arguments)
     for path in generate(found.folder, found.client or (), found.jobs or (), found.tenant):
@@ -184,11 +188,11 @@ def _check(arguments: list[str]) -> int:
     _add_endpoint(parser, "as STATSD_BN_BIND or STATSD_BN_ENDPOINT says, else this user's own server")
     _add_curve(parser)
     found = parser.parse_args(arguments)
-    # On the server's own host the first one is right, where both are set.
+    # STATSD_BN_BIND wins: it is set on the server's own host.
     elsewhere = "" if os.environ.get("STATSD_BN_BIND") else os.environ.get("STATSD_BN_ENDPOINT")
     endpoint = found.endpoint or elsewhere or own_endpoint(os.environ)
     check_server(endpoint)
-    keys = load_asking(found.curve) if found.curve else None
+    keys = load_query_keys(found.curve) if found.curve else None
     may_ask = keys or boolean(os.environ, "STATSD_BN_INSECURE") or not needs_keys(endpoint)
     if may_ask or not expects_key(endpoint):
         # A refusal is an answer too.

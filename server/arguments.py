@@ -1,4 +1,4 @@
-"""Arguments: a parser whose errors are one line, and name what was probably meant."""
+"""Arguments: a parser with one-line errors and suggestions for misspelt options."""
 
 import argparse
 import difflib
@@ -16,13 +16,13 @@ USAGE_ERROR = 2
 
 
 def program(*command: str) -> str:
-    """The command line as it was typed: `statsd-bn status` or `python -m server status`."""
+    """The command as the user typed it: `statsd-bn status` or `python -m server status`."""
     name = CONSOLE_SCRIPT if sys.argv and Path(sys.argv[0]).stem == CONSOLE_SCRIPT else "python -m server"
     return " ".join((name, *command))
 
 
 class Parser(argparse.ArgumentParser):
-    """Argparse's, with short errors; its flags cannot be abbreviated, so that a new one breaks no script."""
+    """An argument parser with short errors; flags cannot be abbreviated, so that a new one breaks no script."""
 
     def __init__(self, *command: str, **given: Any) -> None:
         super().__init__(prog=program(*command), allow_abbrev=False, **given)
@@ -30,29 +30,29 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]  # argparse has an overload for each sort of namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        """The arguments' values; exits with 2 where one is unknown."""
+        """The values of the arguments; exits with 2 for an unknown one."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(self._unknown(unknown[0]))
         return found
 
     def error(self, message: str) -> NoReturn:
-        """Says what is wrong on one line, and exits with 2."""
+        """Prints the error on one line and exits with 2."""
         self.exit(USAGE_ERROR, f"statsd_bn: {plain(message)} (see {self.prog} --help)\n")
 
     def _unknown(self, argument: str) -> str:
         flag = argument.partition("=")[0]
         if flag.startswith("-"):
-            return f"unknown option {flag}{meant(flag, self._option_string_actions)}"
+            return f"unknown option {flag}{suggestion(flag, self._option_string_actions)}"
         return f"unexpected argument {argument!r}"
 
 
-def number(kind: type[int] | type[float], expected: str) -> Callable[[str], float]:
-    """Returns what reads an option's number: `type` of `add_argument`.
+def number_type(kind: type[int] | type[float], expected: str) -> Callable[[str], float]:
+    """Returns a `type` for `add_argument` that parses a number.
 
     Args:
         kind: int or float.
-        expected: what the option may be, in words.
+        expected: description of the valid values, for the error.
     """
 
     def read(text: str) -> float:
@@ -65,7 +65,7 @@ def number(kind: type[int] | type[float], expected: str) -> Callable[[str], floa
 
 
 def host_and_port(text: str) -> tuple[str, int]:
-    """The value of an option HOST:PORT, in which an address of IPv6 stands in brackets."""
+    """Parses HOST:PORT, with an IPv6 address in brackets."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not (host and port.isascii() and port.isdecimal() and len(port) <= MAX_DIGITS and int(port) <= MAX_PORT):
@@ -73,7 +73,7 @@ def host_and_port(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def meant(given: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown word: the known one that is nearest, if one is near."""
+def suggestion(given: str, known: Iterable[str]) -> str:
+    """Suffix of an error about an unknown word: the closest known word, or ""."""
     nearest = difflib.get_close_matches(given, list(known), 1)
     return f"; did you mean {nearest[0]}?" if nearest else ""

@@ -1,4 +1,4 @@
-"""Configuration: flags and their STATSD_BN_* variables, resolved once into one frozen value."""
+"""Configuration: flags and STATSD_BN_* variables, resolved once into a frozen object."""
 
 import logging
 import os
@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-from server.arguments import Parser, number
-from server.security.quota import Quota, span
+from server.arguments import Parser, number_type
+from server.security.quota import Quota, option_range
 from statsd_bn import PROTOCOL_VERSION, __version__
 from statsd_bn.checks import shown
 from statsd_bn.endpoints import check_endpoint, default_endpoint, needs_keys
 from statsd_bn.environment import LOG_LEVELS, boolean, log_level
 from statsd_bn.errors import ConfigurationError
 
-# The largest that a system gives to a process.
+# The largest process id of any system.
 MAX_PARENT = 2**31 - 1
 
 VERSION = f"statsd-bn {__version__} (protocol {PROTOCOL_VERSION})"
@@ -23,21 +23,21 @@ VERSION = f"statsd-bn {__version__} (protocol {PROTOCOL_VERSION})"
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What the server needs to know.
+    """Configuration of a server.
 
     Attributes:
-        bind: ZeroMQ endpoints to listen on; by default one that only this user can reach.
+        bind: ZeroMQ endpoints to listen on; default: a Unix socket of this user.
         log_level: one of `LOG_LEVELS`.
-        insecure: allow TCP without keys, for a network that is closed to strangers.
-        curve: folder with the server's keys and the public keys of its clients, as `python -m server keygen` makes it;
-            "-": they come by standard input, see `statsd_bn.keys.ServerKeys`; None: without keys.
-        quota: how much it accepts and keeps, and how long it waits.
-        parent: id of the process that this server belongs to: the server ends with it, and as soon as all members have
-            left; None: it serves until it is told to stop.
-        again: whether it replaces a server of this parent that was killed; then it also ends if no member comes back.
+        insecure: allow TCP without keys, for a closed network.
+        curve: folder with the server's keys and its clients' public keys, as written by `python -m server keygen`; "-":
+            standard input, see `statsd_bn.keys.ServerKeys`; None: no keys.
+        quota: limits on sizes, memory and times.
+        parent: id of the parent process: the server ends with it, and as soon as all members have left; None: it serves
+            until a signal.
+        again: whether it replaces a killed server of this parent; then it also ends if no member reconnects.
 
     Raises:
-        ConfigurationError: a value is unusable.
+        ConfigurationError: a value is invalid.
     """
 
     bind: tuple[str, ...] = field(default_factory=lambda: (default_endpoint(os.environ),))
@@ -70,16 +70,16 @@ class Config:
 
     @property
     def logging_level(self) -> int:
-        """The log level as `logging` counts it."""
+        """The numeric log level of `logging`."""
         return logging.getLevelNamesMapping()[self.log_level.upper()]
 
 
 def parser(environ: Mapping[str, str]) -> Parser:
-    """Parser of `python -m server`; a flag's default comes from its variable."""
+    """Parser of `python -m server`; variables are the defaults of flags."""
     result = Parser(
         description="The statsd_bn aggregation server: sums batch-norm statistics over the replicas of a job.",
         usage="%(prog)s [COMMAND] [OPTIONS]",
-        epilog="Commands: `status` says what a running server is doing, `view` serves a page of it, "
+        epilog="Commands: `status` prints the status of a running server, `view` serves it as a page, "
         "`check` says whether it answers, `keygen DIR` makes keys for --curve, `secret FILE` the secret of a job on "
         "several nodes; `serve` runs the server, as `python -m server` alone does. Each has a --help of its own. "
         "`statsd-bn COMMAND` and `python -m server COMMAND` are the same; `statsd-bn` alone prints this help.",
@@ -115,7 +115,7 @@ def parser(environ: Mapping[str, str]) -> Parser:
     )
     result.add_argument(
         "--parent",
-        type=number(int, f"the id of a process, 1 to {MAX_PARENT}"),
+        type=number_type(int, f"the id of a process, 1 to {MAX_PARENT}"),
         metavar="PID",
         help="end with this process, which has to be the one that starts the server, and once all members have left",
     )
@@ -124,30 +124,30 @@ def parser(environ: Mapping[str, str]) -> Parser:
         action="store_true",
         help="with --parent, in place of a server that was killed: end also if no member comes back",
     )
-    limits = result.add_argument_group("limits", "What is beyond one gets an error, and is counted in the status.")
+    limits = result.add_argument_group("limits", "Requests beyond a limit get an error, and the status counts them.")
     for option in fields(Quota):
         twin = f"STATSD_BN_{option.name.upper()}"
         limits.add_argument(
             f"--{option.name.replace('_', '-')}",
-            type=_reader(option),
+            type=_number_type(option),
             metavar="N",
             help=f"{option.metadata['reason']} ({twin}; default {option.default})",
         )
     return result
 
 
-def _reader(option: "Field[Any]") -> Callable[[str], float]:
-    """Returns what reads a limit of the quota."""
+def _number_type(option: "Field[Any]") -> Callable[[str], float]:
+    """Returns the parser of a limit."""
     kind: Any = type(option.default)
-    return number(kind, span(option))
+    return number_type(kind, option_range(option))
 
 
 def _from_variable(environ: Mapping[str, str], option: "Field[Any]") -> Any:
-    """A limit that an environment says, or its default."""
+    """A limit from its variable, or its default."""
     name = f"STATSD_BN_{option.name.upper()}"
     given = environ.get(name)
     try:
-        return _reader(option)(given) if given else option.default
+        return _number_type(option)(given) if given else option.default
     except ArgumentTypeError as error:
         raise ConfigurationError(f"{name}: {error}") from None
 
@@ -156,20 +156,20 @@ def from_arguments(arguments: Sequence[str], environ: Mapping[str, str]) -> Conf
     """Configuration from a command line and an environment.
 
     Raises:
-        ConfigurationError: a value is unusable.
+        ConfigurationError: a value is invalid.
     """
     found = parser(environ).parse_args(arguments)
     given = {option: getattr(found, option.name) for option in fields(Quota)}
     quota = Quota(
         **{one.name: _from_variable(environ, one) if value is None else value for one, value in given.items()}
     )
-    bind = tuple(found.bind or bound_to(environ))
+    bind = tuple(found.bind or bind_endpoints(environ))
     level = found.log_level or log_level(environ, "STATSD_BN_LOG_LEVEL", "info")
     insecure = found.insecure or boolean(environ, "STATSD_BN_INSECURE")
     return Config(bind, level, insecure, found.curve, quota, found.parent, found.again)
 
 
-def bound_to(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Endpoints that an environment says to listen on."""
+def bind_endpoints(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Endpoints in STATSD_BN_BIND, or the default."""
     given = tuple(filter(None, map(str.strip, environ.get("STATSD_BN_BIND", "").split(","))))
     return given or (default_endpoint(environ),)

@@ -1,7 +1,7 @@
-"""Keeps `python -m server` from taking a file of the working directory for one of the libraries that it needs.
+"""Keeps `python -m server` from importing files of the working directory instead of libraries.
 
-Python looks there first, so a `msgpack.py` that lies in a folder where somebody types the command would be run. Whoever
-imports this package keeps the search path as it is. It has to be imported before any library.
+Python searches the working directory first, so the command would run a `msgpack.py` that it finds there. Importing the
+package from a program leaves the search path unchanged. This module must be imported before any library.
 """
 
 import os
@@ -9,9 +9,9 @@ import sys
 
 
 def leave_working_directory() -> None:
-    """Takes the working directory from the search path, if Python put it there for `-m server`.
+    """Removes the working directory from the search path if Python added it for `-m server`.
 
-    A clone of this project that one works in is kept: the packages beside this one are to be of the same version.
+    A clone of this project stays on the path, so that all three packages have the same version.
     """
     if not _is_started_by_name() or sys.flags.safe_path or not sys.path:
         return
@@ -21,7 +21,7 @@ def leave_working_directory() -> None:
 
 
 def _is_started_by_name() -> bool:
-    """Whether this is `python -m server`: while Python looks for the package, the first argument is still `-m`."""
+    """Whether this is `python -m server`: the first argument is `-m` until Python has found the package."""
     told = sys.orig_argv
     return sys.argv[:1] == ["-m"] and any(
         argument == "-mserver" or told[place : place + 2] == ["-m", "server"] for place, argument in enumerate(told)

@@ -4,7 +4,7 @@ A short first line says what happened, so that it can be read in a log, a list o
 with a row for each rank. Then come the place, for looking it up, and what to do. Server and client make their texts
 here, so that they look alike:
 
-    RoundMismatch: the ranks wait for one another in different places, so nobody can go on
+    RoundMismatch: deadlock: the ranks wait in different places
       rank 0 (host-a, pid 811)  waits 0.6 s  in forward of layer 'layer1.bn2', step 3
       rank 1 (host-b, pid 812)  waits 0.6 s  in backward of layer 'layer1.bn1', step 3
       in job 'digits', group 'world', epoch 0

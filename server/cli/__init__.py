@@ -1,4 +1,4 @@
-"""What people call and read: `status` and `check`, and the lines that the server logs.
+"""The commands `status` and `check`, and the format of the server's log.
 
-The server's flags are in `server.config`; what `keygen` makes is in `server.security`.
+The server's flags are in `server.config`, and `keygen` is in `server.security`.
 """

@@ -1,6 +1,6 @@
-"""Asking: a connection to a running server over which anybody may ask, and the next answer to each question.
+"""Query: sends status requests to a running server, and returns the answers.
 
-A server that ends may take a question with it; the one that is started in its place is asked again.
+A request is lost if the server ends before the answer, and is sent again to its successor.
 """
 
 import socket
@@ -21,69 +21,69 @@ from statsd_bn.wire import encode
 
 ANSWER_SECONDS = 5.0
 
-# After this long an attempt to connect is given up for a new one, over another port.
+# Timeout of one attempt to connect; the next one uses another local port.
 CONNECT_MILLISECONDS = 1000
 
-# ZeroMQ's thread answers a greeting in milliseconds, however busy the server is.
+# ZeroMQ's thread sends a greeting within milliseconds, however busy the server is.
 GREETING_SECONDS = 1.0
 
-# ZMTP (RFC 23): a greeting's signature and version, which the peer waits for; its length, and where the mechanism is.
+# ZMTP (RFC 23): signature and version of a greeting, its length, and the position of the mechanism.
 _GREETING = b"\xff" + bytes(8) + b"\x7f\3\0"
 _GREETING_BYTES = 64
 _MECHANISM = slice(12, 32)
 
-Ask = Callable[[Message], bytes]
-"""Sends a question, and returns the frame that comes next."""
+Query = Callable[[Message], bytes]
+"""Sends a request and returns the next frame."""
 
 
 @contextmanager
-def asking(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | None = None) -> Iterator[Ask]:
-    """A connection to the server at `endpoint`.
+def query_connection(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | None = None) -> Iterator[Query]:
+    """Connect to the server at `endpoint`; yields a function that sends requests.
 
     Args:
-        endpoint: where it listens.
-        seconds: how long each answer may take.
-        keys: this client's, and the server's public one; None for a server that asks for none.
+        endpoint: endpoint of the server.
+        seconds: timeout of each answer.
+        keys: the client's keys and the server's public key; None without CURVE.
 
     Raises:
         AuthenticationRefused: server and client do not accept each other's keys.
-        ConfigurationError: this is not an endpoint, or a socket that may be another user's.
-        ServerUnreachable: no answer within `seconds`, or it is closed to this user.
+        ConfigurationError: the endpoint is invalid, or its socket may belong to another user.
+        ServerUnreachable: no answer within `seconds`, or no permission to connect.
     """
     check_server(endpoint)
     handshakes = Handshakes(endpoint, has_key=keys is not None)
     with zmq.Context() as context, ExitStack() as opened:
 
-        def open_line() -> "_Line":
-            return opened.enter_context(_line(context, endpoint, keys, handshakes.socket()))
+        def reconnect() -> "_Connection":
+            return opened.enter_context(_connect(context, endpoint, keys, handshakes.socket()))
 
-        line = open_line()
+        connection = reconnect()
 
         def ask(question: Message) -> bytes:
-            nonlocal line
+            nonlocal connection
             frame = encode(question)
             expiry = time.monotonic() + seconds
-            while (answer := line.answer(frame, expiry)) is None:
+            while (answer := connection.answer(frame, expiry)) is None:
                 if time.monotonic() >= expiry:
                     raise ServerUnreachable(why_silent(endpoint, seconds, socket), endpoint=endpoint, seconds=seconds)
-                # Over another socket, since this one may still bring the answer to the first question.
+                # A new socket, because the old one may still deliver the answer to the first request.
                 opened.close()
-                line = open_line()
+                connection = reconnect()
             return answer
 
         yield ask
 
 
 def expects_key(endpoint: str) -> bool:
-    """Whether a server at a TCP endpoint greets as one with keys; it counts at most one refused connection.
+    """Whether the server at a TCP endpoint announces CURVE; it counts at most one refused connection.
 
-    ZeroMQ would connect several times before it tells.
+    ZeroMQ itself would connect several times before it reports a failure.
     """
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     expiry = time.monotonic() + GREETING_SECONDS
     got = b""
     with (
-        suppress(OSError, ValueError),  # as a port of *
+        suppress(OSError, ValueError),  # such as port *
         socket.create_connection((host.strip("[]"), int(port)), GREETING_SECONDS) as plain,
     ):
         plain.sendall(_GREETING)
@@ -93,12 +93,12 @@ def expects_key(endpoint: str) -> bool:
 
 
 @contextmanager
-def _line(
+def _connect(
     context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, keys: ClientKeys | None, handshakes: SocketHandshakes
-) -> Iterator["_Line"]:
+) -> Iterator["_Connection"]:
     with context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
-        # A port of ours whose former connection the server has not done with yet leads nowhere; another one does.
+        # Another local port: the server may not have closed the former connection of this one.
         dealer.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MILLISECONDS)
         dealer.setsockopt(zmq.IPV6, int("[" in endpoint))
         if keys:
@@ -114,13 +114,13 @@ def _line(
                 text = f"endpoint: expected tcp://HOST:PORT or ipc://PATH, got {endpoint!r} ({problem})"
                 raise ConfigurationError(text) from error
             try:
-                yield _Line(dealer, monitor, handshakes)
+                yield _Connection(dealer, monitor, handshakes)
             finally:
                 dealer.disable_monitor()
 
 
-class _Line:
-    """One socket to the server, and what its monitor tells."""
+class _Connection:
+    """One socket to the server, with its monitor."""
 
     def __init__(self, dealer: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]", handshakes: SocketHandshakes) -> None:
         self._dealer = dealer
@@ -131,13 +131,13 @@ class _Line:
         self._poller.register(monitor, zmq.POLLIN)
 
     def answer(self, question: bytes, expiry: float) -> bytes | None:
-        """The next frame that comes; None at `expiry`, or once the connection was made anew."""
+        """Send a request and return the next frame; None at `expiry`, or after a reconnect."""
         self._dealer.send(question)
         while self._handshakes.successes <= 1 and (left := expiry - time.monotonic()) > 0:
             ready = dict(self._poller.poll(int(left * 1000) + 1))
             if self._dealer in ready:
                 return self._dealer.recv()
             if self._monitor in ready:
-                told = recv_monitor_message(self._monitor)
-                self._handshakes.take(time.monotonic(), int(told["event"]), int(told["value"]))
+                event = recv_monitor_message(self._monitor)
+                self._handshakes.take(time.monotonic(), int(event["event"]), int(event["value"]))
         return None

@@ -1,4 +1,4 @@
-"""`python -m server status` and `check`: ask a running server what it is doing, or whether it is there."""
+"""`python -m server status` and `check`: request and print the status of a running server."""
 
 import json
 import socket
@@ -9,8 +9,8 @@ from typing import Any, TextIO
 
 import zmq
 
-from server.cli.query import ANSWER_SECONDS, asking
-from server.config import bound_to
+from server.cli.query import ANSWER_SECONDS, query_connection
+from server.config import bind_endpoints
 from statsd_bn import limits
 from statsd_bn.checks import check_integer
 from statsd_bn.endpoints import find_server
@@ -22,7 +22,7 @@ from statsd_bn.messages import WORLD, Failure, Status, StatusRequest, missing_me
 from statsd_bn.text import plain, readable_within
 from statsd_bn.wire import decode
 
-# Counts of the report, shown where they are not 0.
+# Counters of the report, printed if they are not 0.
 COUNTS = {
     "over_limits": "messages over a limit",
     "strangers": "messages of unknown sessions",
@@ -32,24 +32,24 @@ COUNTS = {
     "dropped_answers": "answers dropped",
 }
 
-# How many members a group of a report has, or had, lacks, and has besides those that the report names.
+# Numbers of members in a group's entry.
 SIZES = ("world_size", "missing", "members_left_out")
 
-# What a report raises that is not as this version expects it.
-UNSOUND = (KeyError, TypeError, ValueError, AttributeError, ProtocolError)
+# Exceptions while reading a malformed report.
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, ProtocolError)
 
-# A server is asked from its own host, where it answers in milliseconds; a loaded one may take longer. A prober must
-# wait longer than this, or it does not learn the reason.
+# Timeout of `check`: a server answers its own host within milliseconds, a loaded one later. A prober needs a longer
+# timeout to see the reason.
 CHECK_SECONDS = 3.0
 
-# A server that was just started in the background listens within a second.
+# A server that was just started in the background listens within one second.
 FIND_SECONDS = 2.0
 FIND_PAUSE_SECONDS = 0.05
 
-# Ranks arrive some moments apart in each round; a wait is worth a line from this length on.
+# Shorter waits are normal, because ranks arrive at different times, and are not printed.
 WAIT_SECONDS = 0.5
 
-# Names for all addresses of a host when listening, each with the address that always exists.
+# Wildcard addresses for listening, each with a loopback address to connect to.
 ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 - nothing is bound here
 
 
@@ -57,25 +57,25 @@ def ask(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | None 
     """Report of the server at `endpoint`.
 
     Args:
-        endpoint: where it listens.
-        seconds: how long it may take.
-        keys: this client's, and the server's public one; None for a server that asks for none.
+        endpoint: endpoint of the server.
+        seconds: timeout.
+        keys: the client's keys and the server's public key; None without CURVE.
 
     Raises:
         AuthenticationRefused: server and client do not accept each other's keys.
-        ConfigurationError: this is not an endpoint, or a socket that may be another user's.
-        ServerUnreachable: no answer within `seconds`, or it is closed to this user.
+        ConfigurationError: the endpoint is invalid, or its socket may belong to another user.
+        ServerUnreachable: no answer within `seconds`, or no permission to connect.
     """
-    with asking(endpoint, seconds, keys) as question:
+    with query_connection(endpoint, seconds, keys) as question:
         return report_of(endpoint, question(StatusRequest()))
 
 
 def report_of(endpoint: str, frame: bytes) -> dict[str, Any]:
-    """Report that a frame from the server at `endpoint` carries.
+    """Report in a frame from the server at `endpoint`.
 
     Raises:
         AuthenticationRefused: the server does not accept this client's key.
-        ServerUnreachable: it carries none.
+        ServerUnreachable: the frame has no valid report.
     """
     try:
         answer = decode(frame)
@@ -89,28 +89,28 @@ def report_of(endpoint: str, frame: bytes) -> dict[str, Any]:
     report: dict[str, Any] = readable_within(answer.report)
     try:
         _check_sizes(report)
-    except UNSOUND as error:
-        raise unsound(error) from error
+    except MALFORMED as error:
+        raise malformed_report(error) from error
     return report
 
 
 def _check_sizes(report: dict[str, Any]) -> None:
-    """Refuse numbers of members that no group can have: who reads the report lists the members that are missing."""
-    for told in (*report["groups"], *report.get("ended", ())):
-        for name in (name for name in SIZES if name in told):
-            check_integer(name, told[name], 0, limits.MAX_MEMBERS)
+    """Refuse impossible numbers of members: a reader of the report would list all missing ones."""
+    for entry in (*report["groups"], *report.get("ended", ())):
+        for name in (name for name in SIZES if name in entry):
+            check_integer(name, entry[name], 0, limits.MAX_MEMBERS)
 
 
 def own_endpoint(environ: Mapping[str, str]) -> str:
-    """Endpoint of the server that listens on this host as `environ` says; the first of several.
+    """Endpoint of the server on this host according to `environ`; the first of several.
 
     Raises:
-        ConfigurationError: `environ` names no endpoint, or one whose port only the server knows.
-        ServerUnreachable: `environ` says nothing, and this user has no server.
+        ConfigurationError: `environ` has no endpoint, or one with port *.
+        ServerUnreachable: `environ` has no endpoint, and this user has no server.
     """
     if not environ.get("STATSD_BN_BIND", "").strip(" ,"):
         return _find_server(environ)
-    endpoint = next(iter(bound_to(environ)), "")
+    endpoint = next(iter(bind_endpoints(environ)), "")
     scheme, _, address = endpoint.partition("://")
     if scheme == "ipc":
         return endpoint
@@ -121,11 +121,11 @@ def own_endpoint(environ: Mapping[str, str]) -> str:
 
 
 def _address_of(host: str) -> str:
-    """Where to reach what listens at a host's address or name, at all addresses, or at those of an interface."""
+    """Address to connect to for a host, a wildcard or an interface name in an endpoint to listen on."""
     if host not in {name for _, name in socket.if_nameindex()}:
         return ALL_ADDRESSES.get(host, host)
     with zmq.Context() as context, context.socket(zmq.PAIR) as found:
-        # ZeroMQ takes an interface's name to listen, and none to connect.
+        # ZeroMQ accepts an interface name for bind only.
         try:
             found.bind(f"tcp://{host}:*")
         except zmq.ZMQError as error:
@@ -147,22 +147,22 @@ def _find_server(environ: Mapping[str, str]) -> str:
         time.sleep(FIND_PAUSE_SECONDS)
 
 
-def unsound(error: BaseException) -> ServerUnreachable:
-    """Error that tells that a report makes no sense."""
+def malformed_report(error: BaseException) -> ServerUnreachable:
+    """Error of a malformed report."""
     what = error.message if isinstance(error, ProtocolError) else type(error).__name__
-    return ServerUnreachable(f"expected a status report of this version, got one that makes no sense: {what}")
+    return ServerUnreachable(f"expected a status report of this version, got a malformed one: {what}")
 
 
 def describe(report: dict[str, Any]) -> str:
-    """A report as text for people.
+    """A report as text.
 
     Raises:
-        ServerUnreachable: it makes no sense.
+        ServerUnreachable: the report is malformed.
     """
     try:
         return _describe(report)
-    except UNSOUND as error:
-        raise unsound(error) from error
+    except MALFORMED as error:
+        raise malformed_report(error) from error
 
 
 def _describe(report: dict[str, Any]) -> str:
@@ -177,7 +177,7 @@ def _describe(report: dict[str, Any]) -> str:
         lines += _describe_group(group)
     ended = [_describe_ended(job) for job in report.get("ended", ())]
     if report.get("left_out"):
-        lines.append(f"and {report['left_out']} groups more than this report tells of")
+        lines.append(f"and {report['left_out']} more groups")
     elif not report["groups"]:
         lines.append("no jobs now" if ended else "no jobs")
     lines += ended
@@ -191,9 +191,9 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
     elif group["missing"] and group.get("members_left_out"):
         state = f"waiting for {group['missing']} ranks"
     elif group["missing"]:
-        present = Members.of(told["member"] for told in group["members"])
+        present = Members.of(member["member"] for member in group["members"])
         state = f"waiting for {missing_members(group['group'], group['world_size'], present, group['missing'])}"
-    # A job that broke between two rounds has none that failed; a 0 beside its reason would read as a denial.
+    # A job that broke between two rounds has no failed round; "0 failed" next to its error would be misleading.
     failed = f", {group['rounds_failed']} failed" if group["rounds_failed"] else ""
     head = (
         f"job {group['job']!r}, group {group['group']!r}, epoch {group['epoch']}: "
@@ -203,37 +203,37 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
     lines = [head, *(f"  {text}" for text in group.get("non_finite", ()))]
     lines += [f"  {finding['kind']}: {finding['text']}" for finding in group.get("findings", ())]
     lines += [
-        f"  rank {told['member']} ({told['place']}), step {told['step']}, {told['replicas']} "
-        f"replica{'s' * (told['replicas'] != 1)}" + (f"; it {told['where']}" if told.get("where") else "")
-        for told in group["members"]
+        f"  rank {member['member']} ({member['place']}), step {member['step']}, {member['replicas']} "
+        f"replica{'s' * (member['replicas'] != 1)}" + (f"; it {member['where']}" if member.get("where") else "")
+        for member in group["members"]
     ]
     lines += _describe_transports(group)
     if left_out := group.get("members_left_out"):
-        lines.append(f"  and {left_out} ranks more than a report can hold")
+        lines.append(f"  and {left_out} more ranks")
     lines += [
-        f"  waiting {round_['seconds']:.1f} s for {_missing(round_)}: {round_['round']}"
+        f"  waiting {round_['seconds']:.1f} s for {_describe_missing(round_)}: {round_['round']}"
         for round_ in group["waiting"]
         if round_["seconds"] >= WAIT_SECONDS
     ]
     if left_out := group.get("waiting_left_out"):
-        lines.append(f"  and {left_out} rounds more than a report can hold")
+        lines.append(f"  and {left_out} more rounds")
     return lines
 
 
 def _describe_transports(group: dict[str, Any]) -> list[str]:
-    """How the members' rows travel, one line; none before they have said so."""
+    """One line with the transports of the members; empty before their first heartbeats."""
     users: dict[str, list[int]] = {}
-    for told in group["members"]:
-        if transport := told.get("transport"):
-            users.setdefault(transport, []).append(told["member"])
+    for member in group["members"]:
+        if transport := member.get("transport"):
+            users.setdefault(transport, []).append(member["member"])
     if not users:
         return []
-    told = [
+    transports = [
         transport if len(users) == 1 else f"{transport} of {ranks_in_words(Members.of(ranks))}"
         for transport, ranks in users.items()
     ]
     why = group.get("why_not_faster")
-    return [f"  transport {', '.join(told)}" + (f": {why}" if why else "")]
+    return [f"  transport {', '.join(transports)}" + (f": {why}" if why else "")]
 
 
 def _describe_ended(job: dict[str, Any]) -> str:
@@ -245,38 +245,37 @@ def _describe_ended(job: dict[str, Any]) -> str:
 
 
 def _without_place(text: str, of: dict[str, Any]) -> str:
-    """A text about a group, for a line that says already which group."""
+    """A text without job and group, for a line that already names them."""
     return text.replace(f"in job {of['job']!r}, group {of['group']!r}, ", "in ")
 
 
-def _missing(round_: dict[str, Any]) -> str:
+def _describe_missing(round_: dict[str, Any]) -> str:
     left_out = round_.get("missing_left_out")
     return ranks_in_words(Members.of(round_["missing"])) + (f" and {left_out} more" if left_out else "")
 
 
-PERIOD_SECONDS = 1.0
+REFRESH_SECONDS = 1.0
 
-# To a terminal: to the top left; clear the rest of a line; clear all below. Each line is written over the last one, so
-# that nothing flickers.
+# Terminal control: cursor to the top left; clear the rest of the line; clear all below. Overwriting avoids flicker.
 _HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 _CLEAR = "\x1b[2J"
 
 
 def as_json(report: dict[str, Any]) -> str:
-    """A report on one line, for a program."""
+    """A report as JSON on one line."""
     return json.dumps(report, ensure_ascii=False, sort_keys=True)
 
 
 def watch(text: Callable[[], str], out: TextIO | None = None, pause: Callable[[float], None] = time.sleep) -> None:
-    """Shows a text every second, until Ctrl-C.
+    """Prints a text every second, until Ctrl-C.
 
     Args:
-        text: returns what to show now. A server that does not answer later on is told in its place.
-        out: where to; default: the standard output.
-        pause: waits for so many seconds.
+        text: returns the current text. If the server stops answering, the error is printed instead.
+        out: destination; default: standard output.
+        pause: sleeps for a number of seconds.
 
     Raises:
-        ServerUnreachable: there was no server from the beginning.
+        ServerUnreachable: the first request failed.
     """
     out = out or sys.stdout
     is_terminal = out.isatty()
@@ -285,20 +284,20 @@ def watch(text: Callable[[], str], out: TextIO | None = None, pause: Callable[[f
         if is_terminal:
             out.write(_CLEAR)
         while True:
-            out.write(_over(shown) if is_terminal else f"{shown}\n")
+            out.write(_overwrite(shown) if is_terminal else f"{shown}\n")
             out.flush()
-            pause(PERIOD_SECONDS)
-            shown = _or_error(text)
+            pause(REFRESH_SECONDS)
+            shown = _text_or_error(text)
     except KeyboardInterrupt:
         out.write("\n" if is_terminal else "")
 
 
-def _over(text: str) -> str:
+def _overwrite(text: str) -> str:
     lines = "".join(f"{line}{_END_OF_LINE}\n" for line in text.split("\n"))
     return f"{_HOME}{lines}{_BELOW}"
 
 
-def _or_error(text: Callable[[], str]) -> str:
+def _text_or_error(text: Callable[[], str]) -> str:
     try:
         return text()
     except ServerUnreachable as error:

@@ -1,4 +1,4 @@
 """All groups of all jobs: frames in, frames out.
 
-Pure: no socket, thread or clock. `Dispatcher` is the way in.
+Pure: no socket, thread or clock. `Dispatcher` is the entry point.
 """

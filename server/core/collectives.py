@@ -1,39 +1,39 @@
-"""Collectives: members that wait in a collective of torch for others, which may wait here.
+"""Collectives: ranks that block in a torch collective for ranks that have not launched it.
 
-torch counts the operations that a process has begun on a process group. All ranks of a group begin the same ones in the
-same order, so a rank that is inside of its n-th operation needs every rank that has begun fewer than n. This is what
-tells a deadlock from an asynchronous collective that has been begun everywhere and is merely slow: that one needs
-nobody. A rank whose number is not known counts as needed, so that whatever frees it frees all who may wait for it.
+torch counts the operations that a process has launched on a process group. All ranks launch the same operations in the
+same order, so a rank inside its n-th operation needs every rank that has launched fewer than n. An asynchronous
+collective that all ranks have launched needs no further rank: it is slow, not deadlocked. A rank with an unknown count
+is needed, too, so that the search never reports a deadlock that this rank could still resolve.
 
-Ranks that do not run the same program may have begun as many operations, but others: one is in a barrier, and another
-in a broadcast. So a rank is needed as well if it has long been in another place, although it should have come out of
-this collective with the others. That can be said of few kinds of collectives, since ranks come out of the others at
-different times: the source of a broadcast may be in a barrier behind it while the others still get a large tensor. On
-gloo, messages between two ranks are counted too, so the numbers alone say nothing there.
+Ranks that run different programs may reach the same count in different operations: one in a barrier, another in a
+broadcast. So a rank is also needed if it has long been in another place although this collective should have released
+it. This holds for few kinds of collectives, because the others release ranks at different times: the source of a
+broadcast may already be in the next barrier while the others receive a large tensor. gloo also counts point-to-point
+messages, so counts alone prove nothing there.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from server.group.contributor import Contributor, Sighting, group_of
+from server.group.contributor import Contributor, StackSample, group_of
 from statsd_bn.messages import ALL_GATHER, ALL_REDUCE, BARRIER, BUFFERS
 
-# Out of these no rank comes before all have begun them, and then all come out at about the same time.
-TOGETHER = frozenset({BARRIER, ALL_REDUCE, ALL_GATHER})
+# These collectives release no rank before all have launched them, and then all at about the same time.
+SYNCHRONIZING = frozenset({BARRIER, ALL_REDUCE, ALL_GATHER})
 
-# How long ranks must have been in different places, as a multiple of the longest silence: on a network that holds up a
-# collective for so long members are lost.
+# How long ranks must stay in different places, as a multiple of the allowed silence: a network that delays a collective
+# for so long also loses members.
 APART_SILENCES = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A member that waits in a collective of torch.
+class BlockedInCollective:
+    """A member that is blocked in a torch collective.
 
     Attributes:
         contributor: the member.
-        since: when it was first seen there.
-        missing: the ranks that it needs, or may need.
+        since: time of the first report from there.
+        missing: ranks that have not launched the collective, or may not have.
     """
 
     contributor: Contributor
@@ -41,65 +41,65 @@ class Held:
     missing: frozenset[int]
 
 
-def ranks_told(contributors: Iterable[Contributor]) -> int:
-    """How many ranks members that wait in a collective tell of, all together: `held_members` looks at each."""
-    sightings = (contributor.sighting for contributor in contributors)
-    answers = (sighting.latest for sighting in sightings if sighting and sighting.is_held)
+def count_reported_ranks(contributors: Iterable[Contributor]) -> int:
+    """Total number of ranks in the reports of blocked members, which determines the cost of `blocked_members`."""
+    samples = (contributor.stack_sample for contributor in contributors)
+    answers = (sample.latest for sample in samples if sample and sample.is_blocked)
     return sum(len(answer.members) for answer in answers if answer)
 
 
-def held_members(contributors: Iterable[Contributor], silence: float) -> list[Held]:
-    """Those of some members of a job that wait in a collective for a rank that has not begun it.
+def blocked_members(contributors: Iterable[Contributor], silence: float) -> list[BlockedInCollective]:
+    """Members that are blocked in a collective which some rank has not launched.
 
     Args:
-        contributors: the members.
-        silence: how long a member may be silent, in seconds.
+        contributors: members of one job.
+        silence: seconds that a member may be silent.
     """
     by_member = {contributor.member: contributor for contributor in contributors}
-    found = (_held(contributor, by_member, APART_SILENCES * silence) for contributor in by_member.values())
-    return [held for held in found if held]
+    found = (_find_block(contributor, by_member, APART_SILENCES * silence) for contributor in by_member.values())
+    return [blocked for blocked in found if blocked]
 
 
-def _held(contributor: Contributor, others: dict[int, Contributor], apart: float) -> Held | None:
-    sighting = contributor.sighting
-    if sighting is None or not sighting.is_held or sighting.latest is None:
+def _find_block(contributor: Contributor, others: dict[int, Contributor], apart: float) -> BlockedInCollective | None:
+    sample = contributor.stack_sample
+    if sample is None or not sample.is_blocked or sample.latest is None:
         return None
-    latest = sighting.latest
+    latest = sample.latest
     needed, is_needed_for_sure = set(), False
     for member in latest.members:
         if member == contributor.member:
             continue
         other = others.get(member)
-        has = _has_come(other.sighting, sighting, apart) if other and other.sighting else None
+        has = _has_arrived(other.stack_sample, sample, apart) if other and other.stack_sample else None
         if not has:
             needed.add(member)
         is_needed_for_sure |= has is False
-    return Held(contributor, sighting.since, frozenset(needed)) if is_needed_for_sure else None
+    return BlockedInCollective(contributor, sample.since, frozenset(needed)) if is_needed_for_sure else None
 
 
-def _has_come(other: Sighting, held: Sighting, apart: float) -> bool | None:
-    """Whether a member has come to the collective that another one is held in; None if nobody knows."""
-    if held.latest is None:
+def _has_arrived(other: StackSample, blocked: StackSample, apart: float) -> bool | None:
+    """Whether a member has reached the collective in which another one is blocked; None if unknown."""
+    if blocked.latest is None:
         return None
-    group = group_of(held.latest)
-    has_launched = other.has_launched(group, held.latest.launched)
-    if not has_launched or not _is_elsewhere(other, held):
+    group = group_of(blocked.latest)
+    has_launched = other.has_launched(group, blocked.latest.launched)
+    if not has_launched or not _is_elsewhere(other, blocked):
         return has_launched
-    (begin, end), (other_begin, other_end) = held.steady_in(group), other.steady_in(group)
+    (begin, end), (other_begin, other_end) = blocked.steady_period(group), other.steady_period(group)
     return min(end, other_end) - max(begin, other_begin) < apart
 
 
-def _is_elsewhere(other: Sighting, held: Sighting) -> bool:
-    """Whether a member that has begun as many operations is in a place where it cannot be while another is held."""
-    if held.latest is None or other.latest is None:
+def _is_elsewhere(other: StackSample, blocked: StackSample) -> bool:
+    """Whether a member with the same count is at a place that contradicts the collective of the blocked one."""
+    if blocked.latest is None or other.latest is None:
         return False
-    place, other_place = held.latest, other.latest
+    place, other_place = blocked.latest, other.latest
     if not other_place.held:
-        return place.collective in TOGETHER
-    # Of the same group: of one that is held no other number is known.
-    is_known = other_place.collective in TOGETHER or other_place.collective == BUFFERS
+        return place.collective in SYNCHRONIZING
+    # A blocked member reports the count of one process group only, the same one here.
+    is_known = other_place.collective in SYNCHRONIZING or other_place.collective == BUFFERS
     if not is_known or other_place.collective == place.collective:
         return False
-    # The rank that the buffers come from is through with them before the others, and goes on to its next operation.
+    # The source of a buffer broadcast finishes before the others and launches its next operation.
     has_begun_no_more = place.collective == BUFFERS and other_place.launched == place.launched
-    return place.collective in TOGETHER or (has_begun_no_more and other_place.collective in TOGETHER)
+    return place.collective in SYNCHRONIZING or (has_begun_no_more and other_place.collective in SYNCHRONIZING)

@@ -1,7 +1,7 @@
-"""Dispatcher: from a frame to the group it is for, and back to frames.
+"""Dispatcher: routes each frame to its group and returns the reply frames.
 
-This is the whole server without its socket. It is pure like the masters it holds: `receive` takes a time, a peer and a
-frame, and returns the frames to send. No frame makes it raise: a bad one costs its sender an error, and others nothing.
+This is the whole server without its socket, and pure like the groups: `receive` takes a time, a peer and a frame, and
+returns the frames to send. It never raises: a bad frame costs its sender an error reply and affects no other member.
 
     received = dispatcher.receive(time.monotonic(), peer, frame)
     for peer, frame in received.replies:
@@ -13,15 +13,15 @@ from dataclasses import asdict
 from typing import Any
 
 from server.core import deadlock, report
-from server.core.deadlock import Mismatches
-from server.core.hang_probe import Inquiry
+from server.core.deadlock import DeadlockDetector
+from server.core.hang_probe import HangProbe
 from server.core.registration import Registration
 from server.core.registry import Registry, SessionRecord
-from server.core.report import Reports
+from server.core.report import StatusReports
 from server.group.master import SyncMaster
-from server.group.rounds import Reply, failure, unknown
-from server.security.access import ANYBODY, REVOKED, Access, Tenant
-from server.security.quota import Budget, Quota
+from server.group.rounds import Reply, failure_frame, unknown_session
+from server.security.access import ANONYMOUS, REVOKED, Access, Principal
+from server.security.quota import Quota, QuotaUsage
 from statsd_bn.error_text import in_brief, in_log
 from statsd_bn.errors import (
     AuthenticationRefused,
@@ -56,25 +56,25 @@ from statsd_bn.wire import decode_request, encode
 
 logger = logging.getLogger("statsd_bn.server")
 
-# What anybody may ask.
-_QUESTIONS = (StatusRequest, FiguresRequest)
+# Requests that need no session.
+_QUERIES = (StatusRequest, FiguresRequest)
 
-# Why a member that came back after a restart is lost: it had been lost before; or its results did not arrive, and
-# without them nobody knows what to give the others.
+# Causes of the loss of a member that returned to a restarted server: the group had dropped it before, or the results
+# that it announced did not arrive.
 OVERTAKEN = "the others had gone on without it before the server was restarted"
-INCOMPLETE = "what it was given did not come back after the server was restarted"
+INCOMPLETE = "its results did not arrive after the server was restarted"
 
 
 class Received:
-    """What became of a frame.
+    """Outcome of a frame.
 
     Attributes:
         replies: the frames to send.
-        session: the registered session that sent it; b"" if none did, or if it has just left.
-        is_refused: whether it was unsound, or refused in a group's name, or named a session that is not registered.
+        session: the registered session that sent it; b"" without one, or if it has just left.
+        is_refused: whether it was malformed, refused by a group, or of an unregistered session.
     """
 
-    # One is made for each frame, in a third of the time that a frozen dataclass takes.
+    # Allocated for each frame; a frozen dataclass takes three times as long.
     __slots__ = ("is_refused", "replies", "session")
 
     def __init__(self, replies: list[Reply], session: bytes = b"", is_refused: bool = False) -> None:
@@ -87,54 +87,54 @@ class Dispatcher:
     """All groups of all jobs.
 
     Args:
-        server: a random id of this life of the server.
-        started: the time it began, on the clock that `receive` is given.
-        quota: how much it accepts and keeps; default: as much as the protocol allows.
+        server: random id of this server process.
+        started: start time, on the clock of `receive`.
+        quota: the server's limits; default: the protocol's.
 
     Attributes:
-        probe: a frame that every member ignores; shows whether a member can be reached.
-        tally: what was refused.
-        received: how many frames have come.
-        bad_frames: how many of them were unsound.
+        probe: frame that every member ignores; sending it shows whether a peer is connected.
+        counters: refusals since the start.
+        received: number of frames received.
+        bad_frames: number of malformed ones.
     """
 
     def __init__(self, server: bytes, started: float, quota: Quota | None = None) -> None:
         self._server = server
         self._started = started
-        # No session has a digest of zero bytes, so no member takes it for an answer.
+        # No session has a digest of zero bytes, so no member accepts it as an answer.
         self.probe = encode(Registered(NO_SERVER, server, 0, 0, 0, NOBODY))
-        self._budget = Budget(quota)
-        self._max_frame_bytes = self._budget.quota.max_frame_bytes
-        self._registry = Registry(started, self._budget.quota.silence_seconds)
-        self._registration = Registration(server, self._registry, self._budget)
-        self._inquiry = Inquiry(self._registry, self._budget.quota.silence_seconds)
-        self._mismatches = Mismatches(self._budget.quota.silence_seconds)
-        self._reports = Reports(self._counts, self._budget)
-        self.tally = self._budget.tally
+        self._usage = QuotaUsage(quota)
+        self._max_frame_bytes = self._usage.quota.max_frame_bytes
+        self._registry = Registry(started, self._usage.quota.silence_seconds)
+        self._registration = Registration(server, self._registry, self._usage)
+        self._hang_probe = HangProbe(self._registry, self._usage.quota.silence_seconds)
+        self._deadlocks = DeadlockDetector(self._usage.quota.silence_seconds)
+        self._reports = StatusReports(self._counts, self._usage)
+        self.counters = self._usage.counters
         self.received = 0
         self.bad_frames = 0
-        self._looked_at = 0
+        self._last_compared = 0
 
-    def receive(self, now: float, peer: bytes, frame: bytes, tenant: Tenant = ANYBODY) -> Received:
-        """Handle one frame.
+    def receive(self, now: float, peer: bytes, frame: bytes, principal: Principal = ANONYMOUS) -> Received:
+        """Handle one frame; never raises.
 
         Args:
-            now: the time.
-            peer: where it came from.
-            frame: its bytes.
-            tenant: the owner of the peer's key.
+            now: the current time.
+            peer: routing id of the sender.
+            frame: the received bytes.
+            principal: key and rights of the sender.
         """
         self.received += 1
         try:
             if len(frame) > self._max_frame_bytes:
-                self._budget.check_frame(frame)
-            return self._handle(now, peer, decode_request(frame), tenant)
+                self._usage.check_frame(frame)
+            return self._handle(now, peer, decode_request(frame), principal)
         except StatsdBNError as error:
             return self._refuse(peer, error)
 
     def tick(self, now: float) -> list[Reply]:
-        """End members and rounds whose time is over; call it several times a second."""
-        # Members first: who is lost says more than who is late.
+        """End members and rounds at their deadlines; call it every TICK_SECONDS."""
+        # Members first: a lost member explains more than a timeout.
         registry = self._registry
         replies = self._lose(now, registry.liveness.lost(now))
         memberships = [master.membership for master in registry.masters.values()]
@@ -151,23 +151,23 @@ class Dispatcher:
         for master in registry.masters.values():
             replies += master.expire(now)
         for master in registry.masters.values():
-            replies += registry.tell_of_loss(master) + registry.tell_news(now, master)
-        self._look(now)
-        replies += self._inquiry.tick(now)
+            replies += registry.notify_waiting(master) + registry.notify_broken(now, master)
+        self._compare_data(now)
+        replies += self._hang_probe.tick(now)
         return replies + self._end_deadlocks(now)
 
-    def _look(self, now: float) -> None:
-        """See how far the data of one group's members differ; the next one has its turn in the next tick."""
+    def _compare_data(self, now: float) -> None:
+        """Compare the data of the members of one group; the next tick starts at the next group."""
         masters = list(self._registry.masters.values())
         for turn in range(len(masters)):
-            place = (self._looked_at + 1 + turn) % len(masters)
-            if masters[place].insight.look(now):
-                self._looked_at = place
+            place = (self._last_compared + 1 + turn) % len(masters)
+            if masters[place].health.compare_samples(now):
+                self._last_compared = place
                 return
 
     @property
     def nr_ranks(self) -> int:
-        """How many ranks are registered, each once for all groups of its job."""
+        """Number of registered ranks, each counted once per job."""
         worlds = [master for (_, group), master in self._registry.masters.items() if group == WORLD]
         return sum(len(master.membership.contributors) for master in worlds)
 
@@ -178,15 +178,15 @@ class Dispatcher:
 
     @property
     def has_had_members(self) -> bool:
-        """Whether any member is registered, or was."""
+        """Whether any member has ever registered."""
         return self._registry.has_had_members
 
     def is_registered(self, session: bytes) -> bool:
         """Whether a session is registered."""
         return session in self._registry.sessions
 
-    def expel(self, now: float, access: Access) -> list[Reply]:
-        """End the members whose keys are revoked, or no longer for their job."""
+    def revoke(self, now: float, access: Access) -> list[Reply]:
+        """Remove members with keys that are revoked, or no longer valid for their jobs."""
         records = self._registry.sessions.items()
         refused = (
             session for session, record in records if not access.allows(record.key, record.master.membership.job)
@@ -194,30 +194,32 @@ class Dispatcher:
         return self._lose(now, [(session, REVOKED) for session in refused])
 
     def probes(self, since: float) -> list[Reply]:
-        """Probes for the members not heard since a time; one that cannot be sent tells `unreachable`."""
-        return [(peer, self.probe) for peer in self._registry.liveness.addresses(since)]
+        """Probes for members that were silent since a time. If sending one fails, call `unreachable`."""
+        return [(peer, self.probe) for peer in self._registry.liveness.probe_addresses(since)]
 
     def unreachable(self, now: float, peer: bytes) -> list[Reply]:
-        """Note that a peer cannot be reached; returns probes for the other addresses of its members.
+        """Record that a peer is disconnected; returns probes for the other addresses of its members.
 
-        A member that has no address left, and is not heard again in time, is lost at a later `tick`.
+        A member without any address left is lost at a later `tick`, unless it reconnects in time.
         """
         return [(other, self.probe) for other in self._registry.liveness.unreachable(now, peer)]
 
-    def farewell(self) -> list[Reply]:
-        """Tell all members that this server ends for good; a busy member reads it before its next round."""
+    def shutdown_notices(self) -> list[Reply]:
+        """Failures for all members, because no successor follows; a busy member reads it before its next round."""
         stopped = MasterStopped("the server has ended with the process that had started it")
         records = self._registry.sessions.values()
-        return [(record.contributor.peer, failure(record.master.membership.lost or stopped)) for record in records]
+        return [
+            (record.contributor.peer, failure_frame(record.master.membership.lost or stopped)) for record in records
+        ]
 
     def stop(self) -> list[Reply]:
-        """End all waits because the server ends for good."""
+        """End all waits: this server stops and has no successor."""
         return [reply for master in self._registry.masters.values() for reply in master.stop()]
 
-    def report(self, now: float, tenant: Tenant = ANYBODY) -> dict[str, Any]:
-        """Status report of the jobs that a tenant may see."""
-        ended = self._registry.ended_jobs.told(now, tenant)
-        return {**self._counts(now), **report.groups(self._masters(tenant), now, ended)}
+    def report(self, now: float, principal: Principal = ANONYMOUS) -> dict[str, Any]:
+        """Status report of the jobs that a key may see."""
+        ended = self._registry.ended_jobs.report(now, principal)
+        return {**self._counts(now), **report.group_entries(self._masters(principal), now, ended)}
 
     def _counts(self, now: float) -> dict[str, Any]:
         return {
@@ -225,66 +227,66 @@ class Dispatcher:
             "seconds": now - self._started,
             "received": self.received,
             "bad_frames": self.bad_frames,
-            **asdict(self.tally),
+            **asdict(self.counters),
         }
 
-    def _handle(self, now: float, peer: bytes, message: Request, tenant: Tenant) -> Received:
-        if isinstance(message, _QUESTIONS):
-            return Received([(peer, self._tell(now, message, tenant))])
+    def _handle(self, now: float, peer: bytes, message: Request, principal: Principal) -> Received:
+        if isinstance(message, _QUERIES):
+            return Received([(peer, self._answer(now, message, principal))])
         record = self._registry.sessions.get(message.session)
-        if tenant is not ANYBODY:
-            self._check_owner(message, record, tenant)
+        if principal is not ANONYMOUS:
+            self._check_owner(message, record, principal)
         match message:
             case Contribution():
                 return self._contribute(now, message, record, peer)
             case Heartbeat() | StackReport():
-                return self._beat(now, message, record, peer)
+                return self._heartbeat(now, message, record, peer)
             case Register():
-                # One whose registration is refused, as by a broken group, is alive as well.
-                self._registry.liveness.hear(now, message.session, peer)
-                replies = self._registration.register(now, message, peer, tenant)
-                self._registry.liveness.begin(now, message.session, peer)
+                # A refused member, as of a broken group, is alive as well.
+                self._registry.liveness.record_message(now, message.session, peer)
+                replies = self._registration.register(now, message, peer, principal)
+                self._registry.liveness.add(now, message.session, peer)
                 return Received(replies, message.session)
             case Result() | RoundDone() | SkewStats() | RoundTrips() | LatenessReport() | NonFiniteRound():
-                return self._hear_of(now, message, record, peer)
+                return self._record(now, message, record, peer)
             case Leave():
                 return Received(self._registry.leave(now, message.session, message.cause))
 
-    def _tell(self, now: float, asked: StatusRequest | FiguresRequest, tenant: Tenant) -> bytes:
-        """Frame that answers what anybody may ask."""
+    def _answer(self, now: float, asked: StatusRequest | FiguresRequest, principal: Principal) -> bytes:
+        """Answer to a request without a session."""
         if isinstance(asked, StatusRequest):
-            return self._reports.frame(now, tenant, self._masters(tenant), self._registry.ended_jobs)
-        master = self._registry.masters.get((asked.job, asked.group)) if tenant.may(asked.job) else None
-        return self._reports.figures(now, tenant, asked, master)
+            return self._reports.frame(now, principal, self._masters(principal), self._registry.ended_jobs)
+        master = self._registry.masters.get((asked.job, asked.group)) if principal.may_access(asked.job) else None
+        return self._reports.figures(now, principal, asked, master)
 
-    def _check_owner(self, message: Request, record: SessionRecord | None, tenant: Tenant) -> None:
-        """Refuse a session that registered with another key, and a job that this key is not for."""
-        if tenant.only_asks:
+    def _check_owner(self, message: Request, record: SessionRecord | None, principal: Principal) -> None:
+        """Refuse a session of another key, and a job that this key may not join."""
+        if principal.read_only:
             raise RegistrationRefused(
                 "expected a client's key, got the server's own, which may only ask for the status; give "
                 "secrets/NAME.key_secret"
             )
-        if isinstance(message, Register) and not tenant.may(message.job):
+        if isinstance(message, Register) and not principal.may_access(message.job):
             raise RegistrationRefused(
-                f"job {message.job!r}: expected a job that the key of {tenant.name!r} is for, "
-                f"{' or '.join(tenant.jobs)}; give the run such a name, or a key for this one"
+                f"job {message.job!r}: expected a job that the key of {principal.name!r} is for, "
+                f"{' or '.join(principal.jobs)}; give the run such a name, or a key for this one"
             )
-        if record and record.key != tenant.key:
+        if record and record.key != principal.key:
             raise AuthenticationRefused(
-                f"authentication refused: the session that {tenant.name!r} names is another key's",
+                f"authentication refused: the session that {principal.name!r} names is another key's",
                 reason="foreign session",
             )
 
-    def _masters(self, tenant: Tenant) -> list[SyncMaster]:
-        return [master for (job, _), master in self._registry.masters.items() if tenant.may(job)]
+    def _masters(self, principal: Principal) -> list[SyncMaster]:
+        return [master for (job, _), master in self._registry.masters.items() if principal.may_access(job)]
 
     def _refuse(self, peer: bytes, error: StatsdBNError) -> Received:
         self.bad_frames += isinstance(error, ProtocolError)
         logger.warning("refused: %s", in_log(error))
-        return Received([(peer, failure(error))], is_refused=True)
+        return Received([(peer, failure_frame(error))], is_refused=True)
 
-    def _refuse_stranger(self, replies: list[Reply]) -> Received:
-        self.tally.strangers += 1
+    def _refuse_unregistered(self, replies: list[Reply]) -> Received:
+        self.counters.strangers += 1
         return Received(replies, is_refused=True)
 
     def _contribute(
@@ -292,81 +294,92 @@ class Dispatcher:
     ) -> Received:
         session = contribution.session
         if record is None:
-            return self._refuse_stranger([(peer, failure(self._why_not(session), contribution.key))])
-        self._registry.liveness.hear(now, session, peer)
-        if self._budget.narrows_contributions:
+            return self._refuse_unregistered([(peer, failure_frame(self._error_for(session), contribution.key))])
+        self._registry.liveness.record_message(now, session, peer)
+        if self._usage.narrows_contributions:
             try:
-                self._budget.check_contribution(contribution.key, contribution.rows.values.shape)
+                self._usage.check_contribution(contribution.key, contribution.rows.values.shape)
             except LimitExceeded as error:
-                return Received([(peer, failure(error, contribution.key))], session)
+                return Received([(peer, failure_frame(error, contribution.key))], session)
         return Received(record.master.contribute(now, record.contributor, contribution, peer), session)
 
-    def _hear_of(
+    def _record(
         self,
         now: float,
-        told: Result | RoundDone | SkewStats | RoundTrips | LatenessReport | NonFiniteRound,
+        report: Result | RoundDone | SkewStats | RoundTrips | LatenessReport | NonFiniteRound,
         record: SessionRecord | None,
         peer: bytes,
     ) -> Received:
-        """Take what a member tells of rounds that are over for it."""
+        """Record a member's report about rounds that it has finished."""
         if record is None:
-            # Many come together, and each answer would ask for all again. A contribution will be answered.
-            return self._refuse_stranger([])
+            # Such frames arrive in bulk, and an answer to each would request all of them again. The next contribution
+            # gets the answer.
+            return self._refuse_unregistered([])
         liveness = self._registry.liveness
-        # What comes over the heartbeats' socket must not hide the other one, to which a member may be reached still.
-        note = liveness.beat if isinstance(told, RoundTrips | LatenessReport | SkewStats) else liveness.hear
-        note(now, told.session, peer)
-        if isinstance(told, Result):
-            return Received(record.master.recall(now, record.contributor, told.aggregate, peer), told.session)
-        if isinstance(told, RoundDone):
-            record.master.settle(now, record.contributor, told.key)
-        elif isinstance(told, RoundTrips | LatenessReport):
-            record.master.insight.count(record.contributor, told)
-        elif isinstance(told, NonFiniteRound):
-            record.master.note(record.contributor, told)
+        # A frame from the heartbeat socket must not replace the address of the main socket.
+        note = (
+            liveness.record_heartbeat
+            if isinstance(report, RoundTrips | LatenessReport | SkewStats)
+            else liveness.record_message
+        )
+        note(now, report.session, peer)
+        if isinstance(report, Result):
+            return Received(
+                record.master.record_result(now, record.contributor, report.aggregate, peer), report.session
+            )
+        if isinstance(report, RoundDone):
+            record.master.finish_round(now, record.contributor, report.key)
+        elif isinstance(report, RoundTrips | LatenessReport):
+            record.master.health.add_latency(record.contributor, report)
+        elif isinstance(report, NonFiniteRound):
+            record.master.record_non_finite(record.contributor, report)
         else:
-            record.master.insight.file(now, told)
-        return Received([], told.session)
+            record.master.health.add_skew(now, report)
+        return Received([], report.session)
 
-    def _beat(self, now: float, said: Heartbeat | StackReport, record: SessionRecord | None, peer: bytes) -> Received:
-        session = said.session
+    def _heartbeat(
+        self, now: float, message: Heartbeat | StackReport, record: SessionRecord | None, peer: bytes
+    ) -> Received:
+        session = message.session
         if record is None:
-            return self._refuse_stranger([(peer, failure(self._why_not(session)))])
-        if isinstance(said, StackReport):
-            # No sign of life, or a rank that freezes once it has answered would be found out so much later.
-            self._inquiry.answer(now, said)
+            return self._refuse_unregistered([(peer, failure_frame(self._error_for(session)))])
+        if isinstance(message, StackReport):
+            # This is no heartbeat: else a rank that freezes after its report would be detected later.
+            self._hang_probe.record_report(now, message)
         else:
-            self._registry.liveness.beat(now, session, peer)
-            record.master.hear(now, record.contributor, said)
-        # A member that owes results is told that it is unknown: it then registers again, and sends them.
-        return Received([(peer, failure(self._why_not(session)))] if record.contributor.owes else [], session)
+            self._registry.liveness.record_heartbeat(now, session, peer)
+            record.master.record_heartbeat(now, record.contributor, message)
+        # A member with results pending gets `unknown session`, registers again and sends them.
+        return Received(
+            [(peer, failure_frame(self._error_for(session)))] if record.contributor.results_pending else [], session
+        )
 
-    def _why_not(self, session: bytes) -> StatsdBNError:
-        """Error that tells a session why it is not registered: it has ended, or was never known."""
-        return self._registry.ended.why(session) or unknown(session)
+    def _error_for(self, session: bytes) -> StatsdBNError:
+        """Error for an unregistered session: the reason of its end, or `unknown session`."""
+        return self._registry.tombstones.error_for(session) or unknown_session(session)
 
     def _lose(self, now: float, lost: list[tuple[bytes, str]]) -> list[Reply]:
         return [reply for session, cause in lost for reply in self._registry.lose(now, session, cause)]
 
     def _end_deadlocks(self, now: float) -> list[Reply]:
-        """Tell the members that wait for one another; such members are always of one job."""
+        """Report deadlocks to their members; a deadlock is always within one job."""
         replies: list[Reply] = []
-        for waits in self._mismatches.find(now, dict(self._registry.masters), self._inquiry.asked()):
+        for waits in self._deadlocks.find(now, dict(self._registry.masters), self._hang_probe.sampled()):
             table = deadlock.Table(waits, now)
-            logger.info("%s", in_log(table.error(waits[0])))  # each of the ranks raises it
+            logger.info("%s", in_log(table.error(waits[0])))  # INFO: each of the ranks raises it
             for wait in waits:
                 wait.master.logged_cause = in_brief(table.error(wait))
             replies += [reply for wait in waits for reply in self._end_wait(now, wait, table.error(wait))]
-            self._inquiry.tell(now, waits[0].master.membership.job)
+            self._hang_probe.record_mismatch(now, waits[0].master.membership.job)
         return replies
 
     def _end_wait(self, now: float, wait: deadlock.Wait, error: RoundMismatch) -> list[Reply]:
-        if wait.held:
-            # It hears this where its heartbeats come from: its main thread is not here.
-            address = self._registry.liveness.beacon(wait.held.session)
-            return [(address, failure(error))] if address else []
+        if wait.blocked:
+            # Its main thread waits in torch; only its heartbeat thread can receive this.
+            address = self._registry.liveness.heartbeat_address(wait.blocked.session)
+            return [(address, failure_frame(error))] if address else []
         if wait.key:
             return wait.master.open_rounds.fail(wait.key, error)
         if wait.master.membership.is_open:
-            return wait.master.turn_back(error)
+            return wait.master.pause_rejoining(error)
         return self._registry.dissolve(now, wait.master, error)

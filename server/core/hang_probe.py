@@ -1,14 +1,14 @@
-"""Inquiry: asks the members that others wait for where they are.
+"""Hang probe: requests stack reports from late members.
 
-The question goes to where a member's heartbeats come from, because a thread of its own answers there, whatever the
-training script is doing. What comes back is kept in the member's `Sighting`, from which warnings, errors and the
-status report take it, and is dropped when nobody waits for the member any more. A member that waits in a collective of
-torch makes the server ask those that wait here how far they are on that process group; `server.core.collectives` says
-what follows.
+The server sends the request to the source of a member's heartbeats, because a separate thread answers there, whatever
+the training script is doing. The report is stored in the member's `StackSample` for warnings, errors and the status
+report, and dropped when no other member waits for this one. If a late member is blocked in a torch collective, the
+server also asks the waiting members how many operations they have launched on that process group;
+`server.core.collectives` draws the conclusion.
 
-While nobody waits nobody is asked, but for the members of quiet jobs, which have had rounds and have none for a while.
-A job is quiet between two epochs, while it validates or saves a checkpoint, and also where its members wait for one
-another in collectives of torch. Of a healthy job nothing follows from the answers.
+Without a waiting member the server sends no requests, except to members of idle jobs: jobs that had rounds before and
+have none for a while. A job is idle between two epochs and during validation or a checkpoint, but also if its members
+deadlock in torch collectives. The reports of a healthy job have no effect.
 """
 
 import math
@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
 from server.core.collectives import APART_SILENCES
-from server.core.registry import Name, Registry
-from server.group.contributor import ASK_SECONDS, Contributor, Sighting
+from server.core.registry import GroupName, Registry
+from server.group.contributor import ASK_SECONDS, Contributor, StackSample
 from server.group.lifecycle import GroupState
 from server.group.master import SyncMaster
 from server.group.rounds import Reply
@@ -27,32 +27,34 @@ from statsd_bn.messages import WORLD, StackReport, StackRequest
 from statsd_bn.tokens import digest
 from statsd_bn.wire import encode
 
-# How long a job has had no round when its members are asked first. Steps may take as long: then each member is asked
-# once in each of them, which takes it a tenth of a millisecond.
+# A job without a round for this long is idle. If each step takes longer than this, each member gets one request per
+# step, which costs it 0.1 ms.
 NO_ROUND_SECONDS = 2.0
 
-# The members of a quiet job are asked so often at least, since what they do has changed meanwhile.
+# Members of an idle job get requests at least this often, because their state changes.
 QUIET_ASKED_AT_MOST = 8.0
 
-# A larger job is not asked: all answers are needed, and its rounds are not to wait for its questions.
+# Larger idle jobs get no requests: all reports would be needed, and the requests would delay rounds.
 MOST_QUIET_MEMBERS = 256
 
 
-class QuietJobs:
-    """Finds the jobs whose members are to be asked although nobody waits."""
+class IdleJobs:
+    """Finds idle jobs: their members get requests although none of them waits in a round."""
 
     def __init__(self) -> None:
-        self._told: dict[str, float] = {}
+        self._reported: dict[str, float] = {}
 
-    def tell(self, now: float, job: str) -> None:
-        """Note that the members of a job are told of a mismatch; they are asked again once they have had a round."""
-        self._told[job] = now
+    def record_mismatch(self, now: float, job: str) -> None:
+        """Record that a job's deadlock was reported; its members get no requests until their next round."""
+        self._reported[job] = now
 
-    def find(self, now: float, groups: Mapping[Name, SyncMaster]) -> Iterator[SyncMaster]:
-        """The group of all members of each such job."""
-        self._told = {job: at for job, at in self._told.items() if (job, WORLD) in groups}
-        quiet = now - NO_ROUND_SECONDS
-        worlds = [master for (_, group), master in groups.items() if group == WORLD and _may_be_asked(master, quiet)]
+    def find(self, now: float, groups: Mapping[GroupName, SyncMaster]) -> Iterator[SyncMaster]:
+        """The world group of each idle job."""
+        self._reported = {job: at for job, at in self._reported.items() if (job, WORLD) in groups}
+        idle_since = now - NO_ROUND_SECONDS
+        worlds = [
+            master for (_, group), master in groups.items() if group == WORLD and _may_be_idle(master, idle_since)
+        ]
         if not worlds:
             return
         jobs: dict[str, list[SyncMaster]] = defaultdict(list)
@@ -60,16 +62,16 @@ class QuietJobs:
             jobs[job].append(master)
         for world in worlds:
             masters = jobs[world.membership.job]
-            latest = max(master.active for master in masters)
-            is_told = self._told.get(world.membership.job, -math.inf) >= latest
-            if latest <= quiet and not is_told and not any(map(_waits, masters)):
+            latest = max(master.last_active for master in masters)
+            is_reported = self._reported.get(world.membership.job, -math.inf) >= latest
+            if latest <= idle_since and not is_reported and not any(map(_waits, masters)):
                 yield world
 
 
-def _may_be_asked(world: SyncMaster, quiet: float) -> bool:
+def _may_be_idle(world: SyncMaster, idle_since: float) -> bool:
     return (
         not world.membership.is_elastic
-        and world.active <= quiet
+        and world.last_active <= idle_since
         and world.rounds_done > 0
         and world.nr_slaves <= MOST_QUIET_MEMBERS
     )
@@ -79,136 +81,142 @@ def _waits(master: SyncMaster) -> bool:
     return bool(len(master.open_rounds)) or master.membership.state is not GroupState.OPEN
 
 
-# Members that are asked for one round, the lowest ranks; a person needs to know of a few.
-ASKED_OF_A_ROUND = 16
+# Members that get a request for one round, the lowest ranks: a few stacks are enough for a person.
+MAX_TARGETS_PER_ROUND = 16
 
-# Rounds that are looked at in each group, the oldest. A member with one thread has one.
-LOOKED_AT = 16
+# Rounds examined in each group, oldest first. A member with one thread has one.
+MAX_ROUNDS_SCANNED = 16
 
-# Members that are asked at the same time, in all jobs, so that asking takes no noticeable time of the server.
-ASKED_AT_ONCE = 1024
+# Requests in flight in all jobs, to bound the server's time.
+MAX_REQUESTS = 1024
 
 
-class Inquiry:
-    """The questions under way.
+class HangProbe:
+    """The requests in flight.
 
     Args:
-        registry: the members, and where they can be asked.
-        silence: how long a member may be silent, in seconds.
+        registry: members and their heartbeat addresses.
+        silence: seconds that a member may be silent.
     """
 
     def __init__(self, registry: Registry, silence: float) -> None:
         self._registry = registry
         self._apart = APART_SILENCES * silence
-        self._asked: dict[bytes, Contributor] = {}
-        self._quiet = QuietJobs()
-        self._of_quiet: set[bytes] = set()
+        self._sampled: dict[bytes, Contributor] = {}
+        self._idle_jobs = IdleJobs()
+        self._idle_sessions: set[bytes] = set()
         self._number = 0
-        self._looked = math.inf
+        self._last_tick = math.inf
 
     def tick(self, now: float) -> list[Reply]:
-        """Questions to ask now."""
-        # If the server itself was held up, answers have come long after they were given, and others may have moved.
-        held_up = now - self._looked >= limits.HEARTBEAT_SECONDS
-        self._looked = now
-        questions = dict(islice(self._whom_to_ask(now), ASKED_AT_ONCE))
-        of_quiet = dict(islice(self._of_quiet_jobs(now, questions), ASKED_AT_ONCE - len(questions)))
-        self._of_quiet = set(of_quiet)
-        questions |= of_quiet
-        for session in list(self._asked) if held_up else self._asked.keys() - questions.keys():
-            self._asked.pop(session).sighting = None
-        replies = (self._ask(now, contributor, torch_group) for contributor, torch_group in questions.values())
+        """Requests to send now."""
+        # If the server itself was delayed, reports are stale and other members may have moved.
+        was_delayed = now - self._last_tick >= limits.HEARTBEAT_SECONDS
+        self._last_tick = now
+        requests = dict(islice(self._targets(now), MAX_REQUESTS))
+        idle = dict(islice(self._idle_targets(now, requests), MAX_REQUESTS - len(requests)))
+        self._idle_sessions = set(idle)
+        requests |= idle
+        for session in list(self._sampled) if was_delayed else self._sampled.keys() - requests.keys():
+            self._sampled.pop(session).stack_sample = None
+        replies = (self._request(now, contributor, torch_group) for contributor, torch_group in requests.values())
         return [reply for reply in replies if reply]
 
-    def tell(self, now: float, job: str) -> None:
-        """Note that members of a job are told of a mismatch."""
-        self._quiet.tell(now, job)
+    def record_mismatch(self, now: float, job: str) -> None:
+        """Record that a job's deadlock was reported."""
+        self._idle_jobs.record_mismatch(now, job)
 
-    def answer(self, now: float, answer: StackReport) -> None:
-        """Take an answer; one to no question is ignored."""
-        contributor = self._asked.get(answer.session)
-        if contributor and contributor.sighting:
-            contributor.sighting.take(now, answer)
+    def record_report(self, now: float, answer: StackReport) -> None:
+        """Store a stack report; a report without a request is ignored."""
+        contributor = self._sampled.get(answer.session)
+        if contributor and contributor.stack_sample:
+            contributor.stack_sample.record_report(now, answer)
 
-    def asked(self) -> dict[str, list[Contributor]]:
-        """The members that are asked, by job."""
+    def sampled(self) -> dict[str, list[Contributor]]:
+        """Members with a stack sample, by job."""
         jobs: dict[str, list[Contributor]] = {}
-        for session, contributor in self._asked.items():
+        for session, contributor in self._sampled.items():
             if record := self._registry.sessions.get(session):
                 jobs.setdefault(record.master.membership.job, []).append(contributor)
         return jobs
 
-    def _whom_to_ask(self, now: float) -> Iterator[tuple[bytes, tuple[Contributor, str]]]:
+    def _targets(self, now: float) -> Iterator[tuple[bytes, tuple[Contributor, str]]]:
         masters = self._registry.masters
         for (job, _), master in masters.items():
             contributors = master.membership.contributors
-            old = [round_ for round_ in islice(master.open_rounds, LOOKED_AT) if now - round_.opened >= ASK_SECONDS]
-            # Where these are is known.
+            old = [
+                round_
+                for round_ in islice(master.open_rounds, MAX_ROUNDS_SCANNED)
+                if now - round_.opened >= ASK_SECONDS
+            ]
+            # These wait in a round, so their place is known.
             waiting = {member for round_ in old for member in round_.waiting}
             for round_ in old:
                 late = (member for member in round_.missing if member not in waiting)
-                yield from _asked(_some(contributors, late), _some(contributors, round_.waiting))
-            if returning := [one for one in master.membership.returning if one.since <= now - ASK_SECONDS]:
+                yield from _requests(_first(contributors, late), _first(contributors, round_.waiting))
+            if returning := [one for one in master.membership.rejoining if one.since <= now - ASK_SECONDS]:
                 not_back = contributors.keys() - {one.member for one in returning}
-                yield from _asked(_some(contributors, sorted(not_back)), returning[:ASKED_OF_A_ROUND])
-            # Nobody can be asked before the world is open: whoever is missing there is not known yet.
+                yield from _requests(_first(contributors, sorted(not_back)), returning[:MAX_TARGETS_PER_ROUND])
+            # Members that the world itself still waits for are unknown and cannot get a request.
             world = masters.get((job, WORLD))
-            if world and world is not master and _fills_since(master, now) <= now - ASK_SECONDS:
+            if world and world is not master and _filling_since(master, now) <= now - ASK_SECONDS:
                 others = (member for member in world.membership.contributors if member not in contributors)
-                yield from _asked(_some(world.membership.contributors, others), _some(contributors, contributors))
+                yield from _requests(_first(world.membership.contributors, others), _first(contributors, contributors))
 
-    def _of_quiet_jobs(
+    def _idle_targets(
         self, now: float, others: Mapping[bytes, object]
     ) -> Iterator[tuple[bytes, tuple[Contributor, str]]]:
-        for world in self._quiet.find(now, self._registry.masters):
+        for world in self._idle_jobs.find(now, self._registry.masters):
             for contributor in world.membership.contributors.values():
                 if contributor.session not in others:
                     yield contributor.session, (contributor, "")
 
-    def _ask(self, now: float, contributor: Contributor, torch_group: str) -> Reply | None:
-        address = self._registry.liveness.beacon(contributor.session)
+    def _request(self, now: float, contributor: Contributor, torch_group: str) -> Reply | None:
+        address = self._registry.liveness.heartbeat_address(contributor.session)
         if not address:
             return None
-        if contributor.sighting is None:
-            contributor.sighting = Sighting(now)
-        self._asked[contributor.session] = contributor
-        if now < contributor.sighting.due:
+        if contributor.stack_sample is None:
+            contributor.stack_sample = StackSample(now)
+        self._sampled[contributor.session] = contributor
+        if now < contributor.stack_sample.due:
             return None
         self._number = (self._number + 1) % limits.MAX_COUNTER
-        contributor.sighting.ask(now, self._number)
-        if contributor.session in self._of_quiet:
-            # Soon enough to see what has changed, and as soon as it is known to have been held for long.
-            latest, known = contributor.sighting.latest, contributor.sighting.since + self._apart
+        contributor.stack_sample.record_request(now, self._number)
+        if contributor.session in self._idle_sessions:
+            # Soon enough to see a change, and as soon as the member has been blocked for long.
+            latest, known = contributor.stack_sample.latest, contributor.stack_sample.since + self._apart
             soon = known if latest and latest.held and known > now else now + QUIET_ASKED_AT_MOST
-            contributor.sighting.due = min(contributor.sighting.due, soon)
+            contributor.stack_sample.due = min(contributor.stack_sample.due, soon)
         return address, encode(StackRequest(digest(contributor.session), self._number, torch_group))
 
 
-def _fills_since(master: SyncMaster, now: float) -> float:
-    """Since when members wait for a group to open; now if none do."""
+def _filling_since(master: SyncMaster, now: float) -> float:
+    """Start of the wait for a group to open; `now` if no member waits."""
     if master.membership.state is not GroupState.FILLING:
         return now
     return min((contributor.since for contributor in master.membership.contributors.values()), default=now)
 
 
-def _some(contributors: Mapping[int, Contributor], members: Iterable[int]) -> list[Contributor]:
-    """The first of some members, as far as they are registered."""
-    return list(islice((contributors[member] for member in members if member in contributors), ASKED_OF_A_ROUND))
+def _first(contributors: Mapping[int, Contributor], members: Iterable[int]) -> list[Contributor]:
+    """The first of the given members that are registered."""
+    return list(islice((contributors[member] for member in members if member in contributors), MAX_TARGETS_PER_ROUND))
 
 
-def _asked(late: list[Contributor], waiting: list[Contributor]) -> Iterator[tuple[bytes, tuple[Contributor, str]]]:
-    """Whom to ask because some are late, by session, each with the process group to tell of.
+def _requests(late: list[Contributor], waiting: list[Contributor]) -> Iterator[tuple[bytes, tuple[Contributor, str]]]:
+    """Request targets because some members are late, by session, each with the process group to report on.
 
-    Of those that wait it is asked how far they are on the process groups of the late ones' collectives, in turns.
+    A waiting member reports its operation count on one process group of the late members per request, in rotation.
     """
     for contributor in late:
         yield contributor.session, (contributor, "")
     answers = [
-        contributor.sighting.latest for contributor in late if contributor.sighting and contributor.sighting.latest
+        contributor.stack_sample.latest
+        for contributor in late
+        if contributor.stack_sample and contributor.stack_sample.latest
     ]
     needed = {answer.torch_group: answer.members for answer in answers if answer.held and answer.torch_group}
     for contributor in waiting:
         names = [name for name, members in needed.items() if contributor.member in members]
         if names:
-            turn = contributor.sighting.times if contributor.sighting else 0
+            turn = contributor.stack_sample.requests if contributor.stack_sample else 0
             yield contributor.session, (contributor, names[turn % len(names)])

@@ -1,8 +1,7 @@
-"""Liveness: when each session was last heard, and where it can be reached.
+"""Liveness: the last sign of life and the addresses of each session.
 
-A member can end without a word in two ways. A killed process loses its connections, and the service finds out by
-sending it a probe. A frozen process, or one whose host vanishes, keeps its connections and falls silent. Like the rest
-of the dispatcher this is pure: the time goes in.
+A member can end silently in two ways. A killed process loses its connections, and the service detects that by sending a
+probe. A frozen process, or a vanished host, keeps its connections and sends nothing. Pure: time is an argument.
 """
 
 from collections import OrderedDict
@@ -14,120 +13,124 @@ from statsd_bn import limits
 
 
 @dataclass(slots=True)
-class Pulse:
-    """The signs of life of one session.
+class SessionLiveness:
+    """Signs of life of one session.
 
     Attributes:
-        heard: when it last spoke.
-        peer: where its last message came from, but for those of the beacon; b"" once it cannot be reached there.
-        beacon: where its last heartbeat came from, or what follows heartbeats; b"" before the first, and once it cannot
-            be reached there.
-        cut: since when it cannot be reached anywhere; None while it may be.
+        last_heard: time of its last message.
+        peer: source of its last message from the main socket; b"" once that is disconnected.
+        heartbeat_peer: source of its last heartbeat, or of a report from that socket; b"" before the first, and once
+            that is disconnected.
+        unreachable_since: when it lost its last address; None while it has one.
     """
 
-    heard: float
+    last_heard: float
     peer: bytes
-    beacon: bytes = b""
-    cut: float | None = None
+    heartbeat_peer: bytes = b""
+    unreachable_since: float | None = None
 
     @property
     def address(self) -> bytes:
-        """Where to probe it: a living member keeps its beacon's socket, but may close any other."""
-        return self.beacon or self.peer
+        """Address to probe: a living member keeps its heartbeat socket open, but may close the others."""
+        return self.heartbeat_peer or self.peer
 
-    def lose(self, now: float, peer: bytes) -> None:
-        """Note that it cannot be reached at `peer`."""
+    def mark_unreachable(self, now: float, peer: bytes) -> None:
+        """Record that `peer` is disconnected."""
         if self.peer == peer:
             self.peer = b""
-        if self.beacon == peer:
-            self.beacon = b""
-        if not self.address and self.cut is None:
-            self.cut = now
+        if self.heartbeat_peer == peer:
+            self.heartbeat_peer = b""
+        if not self.address and self.unreachable_since is None:
+            self.unreachable_since = now
 
-    def why_lost(self, now: float, most: float) -> str:
-        """Reason the session is considered lost, or "" while it is alive; `most` is how long it may be silent."""
-        if self.cut is not None and now - self.cut >= RECONNECT_SECONDS:
+    def loss_cause(self, now: float, most: float) -> str:
+        """Reason to consider the session lost; "" while it is alive. `most` is the allowed silence in seconds."""
+        if self.unreachable_since is not None and now - self.unreachable_since >= RECONNECT_SECONDS:
             return "the connection was lost"
-        silence = now - self.heard
+        silence = now - self.last_heard
         return f"no sign of life for {silence:.1f} s" if silence >= most else ""
 
 
 class Liveness:
-    """The pulses of all sessions.
+    """The liveness of all sessions.
 
     Args:
-        now: the time, on the clock that all methods are given.
-        silence: how long a session may be silent, in seconds.
+        now: the current time, on the clock of all methods.
+        silence: seconds that a session may be silent.
     """
 
     def __init__(self, now: float, silence: float) -> None:
         self._silence = silence
-        # In the order of being heard, so that finding the silent ones does not look at all.
-        self._pulses: OrderedDict[bytes, Pulse] = OrderedDict()
-        self._cut: dict[bytes, Pulse] = {}
-        self._looked = now
+        # Ordered by last message, so that the search for silent sessions stops at the first recent one.
+        self._sessions: OrderedDict[bytes, SessionLiveness] = OrderedDict()
+        self._unreachable: dict[bytes, SessionLiveness] = {}
+        self._last_check = now
 
-    def begin(self, now: float, session: bytes, peer: bytes) -> None:
-        """Note that a session has registered, perhaps not for the first time."""
-        self._pulses.setdefault(session, Pulse(now, peer))
-        self.hear(now, session, peer)
+    def add(self, now: float, session: bytes, peer: bytes) -> None:
+        """Record a registration, which may be a repeated one."""
+        self._sessions.setdefault(session, SessionLiveness(now, peer))
+        self.record_message(now, session, peer)
 
-    def hear(self, now: float, session: bytes, peer: bytes) -> None:
-        """Note that a session has spoken; an unknown one is ignored."""
-        if pulse := self._pulses.get(session):
-            pulse.heard, pulse.peer = now, peer
-            self._pulses.move_to_end(session)
-            if pulse.cut is not None:
-                self._revive(session, pulse)
+    def record_message(self, now: float, session: bytes, peer: bytes) -> None:
+        """Record a message of a session; an unknown session is ignored."""
+        if state := self._sessions.get(session):
+            state.last_heard, state.peer = now, peer
+            self._sessions.move_to_end(session)
+            if state.unreachable_since is not None:
+                self._revive(session, state)
 
-    def beat(self, now: float, session: bytes, peer: bytes) -> None:
-        """Note a session's heartbeat, or what follows one; one of an unknown session is ignored."""
-        if pulse := self._pulses.get(session):
-            pulse.heard, pulse.beacon = now, peer
-            self._pulses.move_to_end(session)
-            if pulse.cut is not None:
-                self._revive(session, pulse)
+    def record_heartbeat(self, now: float, session: bytes, peer: bytes) -> None:
+        """Record a message from a session's heartbeat socket; an unknown session is ignored."""
+        if state := self._sessions.get(session):
+            state.last_heard, state.heartbeat_peer = now, peer
+            self._sessions.move_to_end(session)
+            if state.unreachable_since is not None:
+                self._revive(session, state)
 
-    def forget(self, session: bytes) -> None:
-        """Forget a session that has ended; an unknown one is ignored."""
-        self._pulses.pop(session, None)
-        self._cut.pop(session, None)
+    def remove(self, session: bytes) -> None:
+        """Remove a session that has ended; an unknown session is ignored."""
+        self._sessions.pop(session, None)
+        self._unreachable.pop(session, None)
 
-    def addresses(self, since: float) -> set[bytes]:
-        """Where to probe the sessions that have not been heard since a time: one address for each."""
-        return {pulse.address for pulse in self._pulses.values() if pulse.address and pulse.heard <= since}
+    def probe_addresses(self, since: float) -> set[bytes]:
+        """Addresses of the sessions without a message after `since`, one for each."""
+        return {state.address for state in self._sessions.values() if state.address and state.last_heard <= since}
 
-    def beacon(self, session: bytes) -> bytes:
-        """Where a session's heartbeats come from; b"" while there is no such place."""
-        pulse = self._pulses.get(session)
-        return pulse.beacon if pulse else b""
+    def heartbeat_address(self, session: bytes) -> bytes:
+        """Source of a session's heartbeats; b"" before the first one, and once it is disconnected."""
+        state = self._sessions.get(session)
+        return state.heartbeat_peer if state else b""
 
     def unreachable(self, now: float, peer: bytes) -> set[bytes]:
-        """Note that a peer cannot be reached; returns the other addresses of its sessions."""
-        concerned = {session: pulse for session, pulse in self._pulses.items() if peer in {pulse.peer, pulse.beacon}}
-        for session, pulse in concerned.items():
-            pulse.lose(now, peer)
-            if pulse.cut is not None:
-                self._cut[session] = pulse
-        return {pulse.address for pulse in concerned.values() if pulse.address}
+        """Record that a peer is disconnected; returns the other addresses of its sessions."""
+        concerned = {
+            session: state for session, state in self._sessions.items() if peer in {state.peer, state.heartbeat_peer}
+        }
+        for session, state in concerned.items():
+            state.mark_unreachable(now, peer)
+            if state.unreachable_since is not None:
+                self._unreachable[session] = state
+        return {state.address for state in concerned.values() if state.address}
 
     def lost(self, now: float) -> list[tuple[bytes, str]]:
-        """Sessions that are considered lost, each with the cause; call it often."""
-        held_up = now - self._looked > limits.HEARTBEAT_SECONDS
-        self._looked = now
-        if held_up:
-            # The server itself was frozen or starved. What the members said meanwhile may still be on its way, so their
-            # time starts again.
+        """Lost sessions, each with the cause; call it at each tick."""
+        was_delayed = now - self._last_check > limits.HEARTBEAT_SECONDS
+        self._last_check = now
+        if was_delayed:
+            # The server itself was frozen or starved. Messages of that time may still be in flight, so the silence is
+            # measured from now.
             self._start_again(now)
-        silent = takewhile(lambda entry: now - entry[1].heard >= self._silence, self._pulses.items())
-        causes = {session: pulse.why_lost(now, self._silence) for session, pulse in (*silent, *self._cut.items())}
+        silent = takewhile(lambda entry: now - entry[1].last_heard >= self._silence, self._sessions.items())
+        causes = {
+            session: state.loss_cause(now, self._silence) for session, state in (*silent, *self._unreachable.items())
+        }
         return [(session, cause) for session, cause in causes.items() if cause]
 
-    def _revive(self, session: bytes, pulse: Pulse) -> None:
-        pulse.cut = None
-        del self._cut[session]
+    def _revive(self, session: bytes, state: SessionLiveness) -> None:
+        state.unreachable_since = None
+        del self._unreachable[session]
 
     def _start_again(self, now: float) -> None:
-        for pulse in self._pulses.values():
-            pulse.heard = now
-            pulse.cut = None if pulse.cut is None else now
+        for state in self._sessions.values():
+            state.last_heard = now
+            state.unreachable_since = None if state.unreachable_since is None else now

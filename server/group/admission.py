@@ -1,11 +1,11 @@
-"""Admission: which processes may join a group, and the errors of those that may not."""
+"""Admission: decides which processes may join a group, and makes the errors of refusals."""
 
 from collections.abc import Mapping
 from typing import Protocol
 
 from server.group import lifecycle
 from server.group.contributor import Contributor
-from server.group.lifecycle import Event, GroupState, MemberState, Move, Policy, Told
+from server.group.lifecycle import Event, GroupState, MemberState, Notice, Policy, Transition
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost, StatsdBNError, WorldSizeMismatch
 from statsd_bn.members import Members, ranks_in_words
@@ -13,7 +13,7 @@ from statsd_bn.messages import WORLD, Register
 
 
 class Group(Protocol):
-    """What admission needs to know of a group; `server.group.membership.Membership` is one."""
+    """The part of `server.group.membership.Membership` that admission uses."""
 
     job: str
     group: str
@@ -25,7 +25,7 @@ class Group(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the group, for people."""
+        """Display name of the group."""
 
     @property
     def contributors(self) -> Mapping[int, Contributor]:
@@ -37,36 +37,36 @@ class Group(Protocol):
 
     @property
     def is_elastic(self) -> bool:
-        """Whether it goes on when a member is lost."""
+        """Whether the group continues after a loss."""
 
     @property
-    def why_broken(self) -> StatsdBNError:
-        """The error that broke it."""
+    def break_error(self) -> StatsdBNError:
+        """The error that broke the group."""
 
     @property
-    def why_incomplete(self) -> ReplicaLost:
-        """The error of the member that has left while it was away."""
+    def departure_error(self) -> ReplicaLost:
+        """The error of the member that left while it was paused."""
 
 
 def check(group: Group, register: Register) -> Contributor | None:
-    """Member that registers again; None for a newcomer that may join.
+    """Registered member of a repeated registration; None for a newcomer that may join.
 
     Raises:
-        ReplicaLost: the group is broken, or the member was taken for lost.
-        WorldSizeMismatch: the member expects another number of members, or is one too many.
-        RegistrationRefused: the member's policy is another; some members are far into a run that others have not begun.
-        DuplicateMember: another process is this member already.
+        ReplicaLost: the group is broken, or the member was considered lost.
+        WorldSizeMismatch: the world sizes differ, or the group is full.
+        RegistrationRefused: the policies differ, or some members continue a run and others start one.
+        DuplicateMember: another process is registered with this rank.
     """
     contributor = group.contributors.get(register.member)
     state = contributor.state if contributor else MemberState.NEW
-    move = lifecycle.move(group.policy, group.state, lifecycle.arrival(register), state)
-    if move.told is Told.REFUSED_BROKEN:
-        raise group.why_broken
+    transition = lifecycle.transition(group.policy, group.state, lifecycle.arrival(register), state)
+    if transition.notice is Notice.REFUSED_BROKEN:
+        raise group.break_error
     _check_terms(group, register)
     if contributor and contributor.session != register.session:
         raise _duplicate(group, register, contributor)
     if contributor is None:
-        _check_newcomer(group, register, move)
+        _check_newcomer(group, register, transition)
     return contributor
 
 
@@ -86,20 +86,20 @@ def _check_terms(group: Group, register: Register) -> None:
         )
 
 
-def _check_newcomer(group: Group, register: Register, move: Move) -> None:
-    if lifecycle.change(register, one_left=group.departed is not None) is Event.REJOINS_IN_VAIN:
-        raise group.why_incomplete
-    if move.told is Told.REFUSED_LATE:
-        raise too_late(register)
+def _check_newcomer(group: Group, register: Register, transition: Transition) -> None:
+    if lifecycle.change(register, one_left=group.departed is not None) is Event.CANNOT_REJOIN:
+        raise group.departure_error
+    if transition.notice is Notice.REFUSED_LATE:
+        raise too_late_error(register)
     if group.is_elastic:
-        if move.group is GroupState.OPEN:
+        if transition.group is GroupState.OPEN:
             _check_joiner(group, register)
-        # Whoever comes while an elastic group recovers may be one that nobody there has heard of.
-        if move.group is not GroupState.FILLING:
+        # A newcomer to a recovering elastic group may be a former member that no returned member knows.
+        if transition.group is not GroupState.FILLING:
             return
     else:
-        _check_past(group, register)
-    _check_room(group, register, move)
+        _check_same_start(group, register)
+    _check_vacancy(group, register, transition)
 
 
 def _check_joiner(group: Group, register: Register) -> None:
@@ -110,12 +110,12 @@ def _check_joiner(group: Group, register: Register) -> None:
         )
 
 
-def _check_past(group: Group, register: Register) -> None:
-    """Refuse to mix members that come back after a restart of the server with members that have not begun."""
-    if _fits_all(register):
+def _check_same_start(group: Group, register: Register) -> None:
+    """Refuse to mix members that continue a run after a server restart with members that start one."""
+    if _is_neutral(register):
         return
-    # All that are here fit one another, so the first that does not fit everybody is like all others of its kind.
-    other = next((contributor for contributor in group.contributors.values() if not _fits_all(contributor)), None)
+    # The members present are consistent, so the first one that is not neutral represents them.
+    other = next((contributor for contributor in group.contributors.values() if not _is_neutral(contributor)), None)
     if other and other.has_begun != register.has_begun:
         older, newer = (other, register) if other.has_begun else (register, other)
         raise RegistrationRefused(
@@ -125,12 +125,12 @@ def _check_past(group: Group, register: Register) -> None:
         )
 
 
-def _fits_all(member: Contributor | Register) -> bool:
-    """Whether it was in the group when that was open, and has taken part in no round: so may anybody be."""
+def _is_neutral(member: Contributor | Register) -> bool:
+    """Whether a member was in the open group but has had no round, so that it fits both kinds."""
     return member.has_past and not member.has_begun
 
 
-def _check_room(group: Group, register: Register, move: Move) -> None:
+def _check_vacancy(group: Group, register: Register, transition: Transition) -> None:
     number = register.member
     if group.group == WORLD and not group.is_elastic and number >= group.world_size:
         raise _mismatch(
@@ -139,7 +139,7 @@ def _check_room(group: Group, register: Register, move: Move) -> None:
             f"expected a number in [0, {group.world_size}), as {ranks_in_words(group.present)} asked for, got {number}",
             number + 1,
         )
-    if len(group.contributors) == group.world_size or move.told is Told.REFUSED_FULL:
+    if len(group.contributors) == group.world_size or transition.notice is Notice.REFUSED_FULL:
         raise _mismatch(
             group,
             register,
@@ -174,8 +174,8 @@ def _mismatch(group: Group, register: Register, reason: str, got: int) -> WorldS
     )
 
 
-def too_late(register: Register) -> ReplicaLost:
-    """Error of a member that comes back when the others have gone on without it."""
+def too_late_error(register: Register) -> ReplicaLost:
+    """Error of a member that returns after the others continued without it."""
     return ReplicaLost(
         error_text(
             f"rank {register.member} ({register.place}) came back too late after the server was restarted; the others "

@@ -1,7 +1,7 @@
-"""Contributor: a member that is registered in a group, and where it was when it was last asked.
+"""Contributor: a registered member of a group, and its latest stack sample.
 
-A member is asked while others wait for it, more than once, so a sighting also says how long it has been in that place.
-Nothing of it is trusted: the text is for people, and the numbers only decide about members that wait anyhow.
+The server requests stack reports from late members at intervals, so a sample also shows how long a member has been at
+one place. Reports are not trusted: the text is for display, and the numbers affect only members that wait anyway.
 """
 
 from dataclasses import dataclass, field, replace
@@ -14,28 +14,28 @@ from statsd_bn.round_key import RoundKey
 from statsd_bn.text import plain
 from statsd_bn.timing import Histogram
 
-# The first question comes after a wait of this length, the next after as long again, and then at doubling intervals, up
-# to the second number.
+# The first request follows a wait of ASK_SECONDS, the next one after the same time, and further ones at doubling
+# intervals of up to ASKED_AT_MOST.
 ASK_SECONDS, ASKED_AT_MOST = 1.0, 32.0
 
-# A heartbeat thread answers within milliseconds. One that has not for this long cannot: its process is stopped or
-# starved, or a thread of it keeps the interpreter's lock.
+# A heartbeat thread answers within milliseconds. Without an answer for this long its process is stopped or starved, or
+# another thread holds the GIL.
 SILENT_SECONDS = 1.0
 
-# Two answers that are this far apart and say the same mean that a member waits, and is not merely passing through.
+# Two equal reports this far apart show that a member waits there.
 STEADY_SECONDS = 1.0
 
-# Process groups that are remembered for one member: it is asked for one or two.
-MOST_GROUPS = 8
+# Process groups with a count for one member; requests name one or two.
+MAX_PROCESS_GROUPS = 8
 
-# Runs of ranks in a process group that is remembered: every eighth of 1,024 ranks are so many, and take 15 KB. What a
-# member tells of another process group is dropped, since it is in nobody's account.
+# Runs of ranks in a reported process group: every eighth of 1,024 ranks makes 128 runs, of 15 kB. Larger groups are
+# dropped, because their memory is not accounted for.
 MOST_RUNS = 128
 
 
 @dataclass(slots=True)
-class Launched:
-    """How many operations a member has begun on a process group of torch: the number, and since when it is that."""
+class LaunchCount:
+    """Operations that a member has launched on a process group, and the times of the first and latest report."""
 
     number: int
     since: float
@@ -43,59 +43,59 @@ class Launched:
 
 
 @dataclass(slots=True)
-class Sighting:
-    """What is known of where a member is.
+class StackSample:
+    """Stack reports of one member.
 
     Attributes:
-        due: when to ask it next.
-        number: of the latest question.
-        times: how often it was asked.
-        pause: how long after the next question the one after that comes, in seconds.
-        asked: when the first question was asked that it has not answered; None where it has answered the latest.
-        latest: its latest answer.
-        since: when it gave the first answer that says the same as the latest.
-        seen: when it gave the latest.
-        launched: by process group of torch, as `group_of` has it.
+        due: time of the next request.
+        number: id of the latest request.
+        requests: number of requests so far.
+        interval: seconds between the next request and the one after it.
+        unanswered_since: time of the first unanswered request; None if the latest is answered.
+        latest: its latest report.
+        since: time of the first report equal to the latest.
+        seen: time of the latest report.
+        launched: operation counts by process group, see `group_of`.
     """
 
     due: float
     number: int = 0
-    times: int = 0
-    pause: float = ASK_SECONDS
-    asked: float | None = None
+    requests: int = 0
+    interval: float = ASK_SECONDS
+    unanswered_since: float | None = None
     latest: StackReport | None = None
     since: float = 0.0
     seen: float = 0.0
-    launched: dict[int, Launched] = field(default_factory=dict)
+    launched: dict[int, LaunchCount] = field(default_factory=dict)
 
-    def ask(self, now: float, number: int) -> None:
-        """Note that a question leaves now."""
-        self.number, self.times = number, self.times + 1
-        self.asked = now if self.asked is None else self.asked
-        self.due, self.pause = now + self.pause, min(2 * self.pause, ASKED_AT_MOST)
+    def record_request(self, now: float, number: int) -> None:
+        """Record a request that is sent now."""
+        self.number, self.requests = number, self.requests + 1
+        self.unanswered_since = now if self.unanswered_since is None else self.unanswered_since
+        self.due, self.interval = now + self.interval, min(2 * self.interval, ASKED_AT_MOST)
 
-    def take(self, now: float, answer: StackReport) -> None:
-        """Note an answer; an old one, or one to no question, is ignored."""
-        if self.asked is None or answer.number != self.number:
+    def record_report(self, now: float, answer: StackReport) -> None:
+        """Record a report; outdated and unrequested ones are ignored."""
+        if self.unanswered_since is None or answer.number != self.number:
             return
-        self.asked = None
+        self.unanswered_since = None
         if len(answer.members.runs) > MOST_RUNS:
             answer = replace(answer, torch_group="", members=NOBODY, launched=0)
-        if self.latest is None or _place(answer) != _place(self.latest):
+        if self.latest is None or _location(answer) != _location(self.latest):
             self.since = now
-            self.launched.clear()  # it has moved, so these numbers are old
+            self.launched.clear()  # the counts are outdated, since the member has moved
         self.latest, self.seen = answer, now
         if answer.torch_group:
             self._count(now, group_of(answer), answer.launched)
 
     @property
-    def is_held(self) -> bool:
-        """Whether the member waits in a collective of torch, and has not moved between two questions."""
+    def is_blocked(self) -> bool:
+        """Whether the member is blocked in a torch collective: two reports agree."""
         latest = self.latest
         return bool(latest and latest.held and latest.torch_group) and self.seen - self.since >= STEADY_SECONDS
 
     def has_launched(self, group: int, at_least: int) -> bool | None:
-        """Whether the member has begun so many operations on a process group; None if nobody knows, or it changes."""
+        """Whether the member has launched at least so many operations on a process group; None if unknown."""
         known = self.launched.get(group)
         if known is None:
             return None
@@ -103,15 +103,15 @@ class Sighting:
             return True
         return False if known.seen - known.since >= STEADY_SECONDS else None
 
-    def steady_in(self, group: int) -> tuple[float, float]:
-        """From when to when neither its place nor its number of operations on a process group is known to change."""
+    def steady_period(self, group: int) -> tuple[float, float]:
+        """Start and end of the time in which the member's place and its count for a process group were constant."""
         known = self.launched.get(group)
         return (max(self.since, known.since), known.seen) if known else (self.seen, self.seen)
 
-    def told(self, now: float) -> str:
-        """Where it is, for people, to follow its name; empty while nothing is known."""
-        if self.asked is not None and now - self.asked >= SILENT_SECONDS:
-            return f"does not answer when asked where it is, for {now - self.asked:.0f} s"
+    def describe(self, now: float) -> str:
+        """Text such as "is in train.py:9 load, for 3 s"; empty without a report."""
+        if self.unanswered_since is not None and now - self.unanswered_since >= SILENT_SECONDS:
+            return f"does not answer when asked where it is, for {now - self.unanswered_since:.0f} s"
         if self.latest is None:
             return ""
         place = plain(self.latest.stack) or ("a collective of torch" if self.latest.held else "")
@@ -122,49 +122,49 @@ class Sighting:
         if known and known.number == number:
             known.seen = now
             return
-        if len(self.launched) >= MOST_GROUPS:
+        if len(self.launched) >= MAX_PROCESS_GROUPS:
             self.launched.clear()
-        self.launched[group] = Launched(number, now, now)
+        self.launched[group] = LaunchCount(number, now, now)
 
 
 def group_of(answer: StackReport) -> int:
-    """What the process group that a member tells of is known by: one number for its name and its ranks."""
+    """Key of the process group in a report: a hash of its name and ranks."""
     return hash((answer.torch_group, answer.members))
 
 
-def _place(answer: StackReport) -> tuple[object, ...]:
-    # Of a member that waits in a collective the number of operations is part of the place: a loop comes to the same
-    # line again. One that was asked about another group waits in a round.
+def _location(answer: StackReport) -> tuple[object, ...]:
+    # The operation count is part of a place in a collective, because a loop returns to the same line. A waiting member
+    # that was asked about a process group is in a round.
     return (answer.stack, answer.held, *((answer.torch_group, answer.launched) if answer.held else ()))
 
 
 @dataclass(slots=True)
 class Contributor:
-    """A member that is registered in a group.
+    """A registered member of a group.
 
     Attributes:
-        session: the life of the process that registered.
-        member: its number in the job.
-        deadline: how long its rounds may stay open, in seconds.
-        place: where it runs, for people.
-        peer: whom to answer.
-        step: the step it is in, by its contributions.
-        first_step: the first step it takes part in.
-        state: whether it takes part, see `server.group.lifecycle`.
-        has_past: whether it was in the group when that was open in an earlier life of the server.
-        owed: how many results of that life it has announced.
-        replicas: rows in its latest contribution; 0 before the first.
-        since: when it registered first, or has come back from a pass over its data.
-        transport: how its rows reach the others, as it says; empty while it has not said it.
-        told_step: the step it is in, as it says; it may have had rounds of which the server has seen nothing.
-        threads: how many rounds it has had under way at once, at most: so many threads of it exchange.
-        late: how much later than the first member it has come to its rounds, in seconds altogether.
-        waited: how long it has waited in rounds of which the server saw nothing, in seconds, as it says.
-        behind: how much later than all others it has come, each time that it came last, here and in memory.
-        told_behind: the same in memory, as it says.
-        trips: how long its rounds took, as it says.
-        recalled: the rounds whose results have come.
-        sighting: where it was when it was asked; None while nobody waits for it.
+        session: id of the registration's process.
+        member: its rank in the job.
+        deadline: seconds that its rounds may stay open.
+        place: host and process, for display.
+        peer: routing id for replies.
+        step: step of its latest contribution.
+        first_step: first step with its contributions.
+        state: its state, see `server.group.lifecycle`.
+        has_past: whether it was in the open group before a server restart.
+        announced_results: number of results that it will resend after the restart.
+        replicas: rows of its latest contribution; 0 before the first.
+        since: time of its registration, or of its return from a pass over its data.
+        transport: transport of its rows, as reported; empty before the first heartbeat.
+        reported_step: its step, as reported; the server does not see rounds in shared memory.
+        threads: maximum number of its concurrent rounds, and so of its exchanging threads.
+        delay: total seconds by which it came later than the first member of a round.
+        waited: total seconds of waiting in rounds that the server did not see, as reported.
+        lateness: gaps to the previous member, in rounds where it came last.
+        reported_lateness: the part of `lateness` in shared memory, as reported.
+        round_trips: durations of its rounds, as reported.
+        recovered: rounds of the results that it has resent.
+        stack_sample: its stack reports; None while it gets no requests.
     """
 
     session: bytes
@@ -176,72 +176,72 @@ class Contributor:
     first_step: int
     state: MemberState
     has_past: bool
-    owed: int
-    recalled: set[RoundKey] = field(default_factory=set)
+    announced_results: int
+    recovered: set[RoundKey] = field(default_factory=set)
     replicas: int = 0
     since: float = 0.0
     transport: str = ""
-    told_step: int = 0
+    reported_step: int = 0
     threads: int = 1
-    late: float = 0.0
+    delay: float = 0.0
     waited: float = 0.0
-    behind: Histogram = field(default_factory=Histogram)
-    told_behind: Histogram = field(default_factory=Histogram)
-    trips: Histogram = field(default_factory=Histogram)
-    sighting: Sighting | None = None
+    lateness: Histogram = field(default_factory=Histogram)
+    reported_lateness: Histogram = field(default_factory=Histogram)
+    round_trips: Histogram = field(default_factory=Histogram)
+    stack_sample: StackSample | None = None
 
     def __str__(self) -> str:
         return f"rank {self.member} ({self.place})"
 
-    def learn_past(self, register: Register) -> None:
-        """Take what it says of an earlier life of the server, which it did not know of when it registered first."""
+    def restore(self, register: Register) -> None:
+        """Record its state from before a server restart, which its first registration did not have."""
         self.has_past = True
-        self.owed, self.step, self.first_step = register.results, register.step, register.first_step
+        self.announced_results, self.step, self.first_step = register.results, register.step, register.first_step
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has taken part in a round of an earlier life of the server, or in some of this one."""
-        return self.step > 0 or self.owed > 0
+        """Whether it has had a round, here or before a server restart."""
+        return self.step > 0 or self.announced_results > 0
 
     @property
-    def owes(self) -> bool:
-        """Whether results that it has announced are still to come; they may have been lost on the way."""
-        return len(self.recalled) < self.owed
+    def results_pending(self) -> bool:
+        """Whether announced results are missing; they may have been lost in transit."""
+        return len(self.recovered) < self.announced_results
 
-    def where(self, now: float) -> str:
-        """Where it is, to follow its name; empty while nothing is known."""
-        return self.sighting.told(now) if self.sighting else ""
-
-    @property
-    def place_in_code(self) -> str:
-        """The place that it has answered with; empty while nothing is known."""
-        return plain(self.sighting.latest.stack) if self.sighting and self.sighting.latest else ""
+    def location(self, now: float) -> str:
+        """Text about its place in the code, see `StackSample.describe`; empty without a report."""
+        return self.stack_sample.describe(now) if self.stack_sample else ""
 
     @property
-    def known_step(self) -> int:
-        """The latest step that it is known to have been in."""
-        return max(self.step, self.told_step)
+    def stack(self) -> str:
+        """The stack in its latest report; empty without one."""
+        return plain(self.stack_sample.latest.stack) if self.stack_sample and self.stack_sample.latest else ""
 
-    def _late(self) -> dict[str, Any]:
-        """How often it came last, and by how much."""
-        last = self.behind.total
-        return {"last": last, "late": _in_brief(self.behind)} if last else {}
+    @property
+    def latest_step(self) -> int:
+        """The highest step of its contributions and reports."""
+        return max(self.step, self.reported_step)
+
+    def _lateness_entries(self) -> dict[str, Any]:
+        """Report entries: how often it came last, and the gaps."""
+        last = self.lateness.total
+        return {"last": last, "late": _percentiles(self.lateness)} if last else {}
 
     def report(self, now: float, step: int) -> dict[str, Any]:
-        """Entry of the status report; `step` is the one that the member is in."""
-        where = self.where(now)
+        """Entry of the status report; `step` is the member's current step."""
+        where = self.location(now)
         return {
             "member": self.member,
             "place": self.place,
             "participation": self.state.name.lower(),
             "step": step,
             "replicas": self.replicas,
-            **self._late(),
-            **({"round_trip": _in_brief(self.trips)} if self.trips.total else {}),
+            **self._lateness_entries(),
+            **({"round_trip": _percentiles(self.round_trips)} if self.round_trips.total else {}),
             **({"transport": self.transport} if self.transport else {}),
             **({"where": where} if where else {}),
         }
 
 
-def _in_brief(times: Histogram) -> dict[str, float]:
+def _percentiles(times: Histogram) -> dict[str, float]:
     return {"median": times.quantile(0.5), "p99": times.quantile(0.99)}

@@ -1,7 +1,7 @@
-"""First non-finite: whose NaN or infinity came first to a group, forward and backward, for its log and status.
+"""First non-finite: the origin of a group's first NaN or infinity, forward and backward, for log and status.
 
-Gradients may be infinite on purpose: a GradScaler scales them until they are, and leaves out such a step. So they are
-told of only where something has come of it, or they stay so.
+A GradScaler scales gradients until they overflow, and skips such a step. So non-finite gradients are reported only if
+the forward pass, the end of the group or a long series of steps shows that they are no such overflow.
 """
 
 import logging
@@ -16,45 +16,45 @@ from statsd_bn.round_key import RoundKey, first_non_finite
 
 logger = logging.getLogger("statsd_bn.server")
 
-# So many steps in a row whose gradients are not finite have another reason: a GradScaler halves its scale after each,
-# and begins with 2^16.
-MOST_OVERFLOWS = 20
+# A longer series of steps with non-finite gradients has another cause: a GradScaler starts at 2^16 and halves its scale
+# after each.
+MAX_OVERFLOWS = 20
 
-# Letters of a text, since a report has them all.
-MOST_TEXT = 1024
+# Characters of a text: a report contains all of them.
+MAX_TEXT_LENGTH = 1024
 
 
 class FirstNonFinite:
-    """What is remembered of one life of a group."""
+    """The first non-finite rounds of one epoch of a group."""
 
     def __init__(self) -> None:
         self._texts: dict[bool, str] = {}
-        # The latest step with gradients that are not finite, and how many there were in a row.
+        # The latest step with non-finite gradients, and the length of the series.
         self._step, self._in_a_row = -1, 0
 
-    def told(self, step: int, *, is_broken: bool) -> list[str]:
-        """What to say of them, the first one first; none where nothing has come of it.
+    def report(self, step: int, *, is_broken: bool) -> list[str]:
+        """Texts for the report, in order; empty for overflows without an effect.
 
         Args:
-            step: the latest that a member is in.
-            is_broken: whether the group is.
+            step: the latest step of the members.
+            is_broken: whether the group is broken.
         """
         has_ended_it = is_broken and step <= self._step + 1
-        is_finding = True in self._texts or has_ended_it or self._in_a_row > MOST_OVERFLOWS
+        is_finding = True in self._texts or has_ended_it or self._in_a_row > MAX_OVERFLOWS
         return list(self._texts.values()) if is_finding else []
 
-    def take(self, aggregate: Aggregate, contributors: Mapping[int, Contributor]) -> None:
-        """Note an aggregate that is not finite; only the first in each direction counts."""
-        self.note(aggregate.key, aggregate.non_finite, str(not_finite(aggregate.values)), contributors)
+    def record(self, aggregate: Aggregate, contributors: Mapping[int, Contributor]) -> None:
+        """Record a non-finite aggregate; only the first in each direction is kept."""
+        self.record_round(aggregate.key, aggregate.non_finite, str(not_finite(aggregate.values)), contributors)
 
-    def note(self, key: RoundKey, bearers: Members, what: str, contributors: Mapping[int, Contributor]) -> None:
-        """Likewise, where a member has told of it.
+    def record_round(self, key: RoundKey, bearers: Members, what: str, contributors: Mapping[int, Contributor]) -> None:
+        """Record a non-finite round that a member reported.
 
         Args:
-            key: of the round.
-            bearers: who brought what is not finite.
-            what: how many channels were not, in words.
-            contributors: of the group, by number.
+            key: the round.
+            bearers: members with non-finite rows.
+            what: text with the number of channels.
+            contributors: members of the group by rank.
         """
         is_forward = key.is_forward
         if not is_forward:
@@ -64,16 +64,16 @@ class FirstNonFinite:
         there = (contributors[member] for member in islice(bearers, TOLD_OF) if member in contributors)
         who = ranks_in_words(bearers, {contributor.member: contributor.place for contributor in there})
         text = first_non_finite(key, who, what)
-        self._texts[is_forward] = text = text[:MOST_TEXT]
+        self._texts[is_forward] = text = text[:MAX_TEXT_LENGTH]
         if is_forward:
-            # Gradients that came before were no overflow then.
+            # Non-finite gradients before this were no overflow.
             for found in self._texts.values():
                 logger.warning("job %r, group %r: %s", key.job, key.group, found)
         else:
             logger.info("job %r, group %r: %s", key.job, key.group, text)
 
     def _count(self, step: int) -> None:
-        """Count the steps in a row; a step has many rounds."""
+        """Count consecutive steps; a step has many rounds."""
         if step != self._step:
             self._in_a_row = self._in_a_row + 1 if step == self._step + 1 else 1
             self._step = step

@@ -1,15 +1,15 @@
-"""Who belongs to a group, since which step, until when.
+"""Membership: the members of a group, and their first steps.
 
-What may happen to a group, and what follows, is the table of `server.group.lifecycle`. This file finds out when it
-happens, and keeps who is in the group. The first member of a new run replaces a group that is broken. Newcomers to an
-elastic group take part from a step on that nobody has begun.
+`server.group.lifecycle` has the table of events and results. This module detects the events and keeps the members. The
+first member of a new run replaces a broken group. Newcomers to an elastic group start at a step that no member has
+started.
 
-A member may be away for a while, because its data has ended, and takes part again when all others are back as well.
+A member pauses when its data ends, and resumes when all others have returned as well.
 """
 
 from server.group import admission, lifecycle
 from server.group.contributor import Contributor
-from server.group.lifecycle import Event, GroupState, MemberState, Move, Policy, Told
+from server.group.lifecycle import Event, GroupState, MemberState, Notice, Policy, Transition
 from server.group.recovery import Recovery
 from statsd_bn import limits
 from statsd_bn.error_text import error_text
@@ -19,23 +19,24 @@ from statsd_bn.messages import Participation, Register
 
 
 class Membership:
-    """The members of one life of a group, which moves along the table of `server.group.lifecycle`, and in no other way.
+    """The members of one epoch of a group; all state changes follow the table of `server.group.lifecycle`.
 
     Args:
-        register: the registration that begins it.
-        silence: how long members may take to come back after a restart of the server, in seconds.
+        register: the registration that starts the group.
+        silence: seconds that members may take to reconnect after a server restart.
 
     Attributes:
         policy: strict or elastic.
-        state: where the group is in its life.
-        lost: why the group is broken; None while it is not.
-        departed: who has left a strict group while it was away, so that all can never be back again; None if nobody.
-        news: what has happened that the members are still to be told.
-        contributors: by member number.
-        present: the numbers of the members; kept beside them, since each newcomer to a large group is told them.
-        latest_step: the highest step that any member has begun.
-        told_step: the same, or one that a member says it has begun: of some rounds the server sees nothing.
-        recovery: who is still to come back to a recovering group; None in any other state.
+        state: state of the group.
+        lost: error of a broken group, else None.
+        departed: error of the paused member that left a strict group, which can then never rejoin completely; else
+            None.
+        notices: pending notices to the members.
+        contributors: members by rank.
+        present: ranks of the members; cached, because each newcomer to a large group receives them.
+        latest_step: highest step of any contribution.
+        reported_step: highest step of any contribution or report; the server does not see rounds in shared memory.
+        recovery: missing members of a recovering group; None in any other state.
     """
 
     def __init__(self, register: Register, silence: float = limits.SILENCE_SECONDS) -> None:
@@ -43,7 +44,7 @@ class Membership:
         self.state = self._state_before = GroupState.FILLING
         self.lost: StatsdBNError | None = None
         self.departed: ReplicaLost | None = None
-        self.news: list[Told] = []
+        self.notices: list[Notice] = []
         self._silence = silence
         self.job = register.job
         self.group = register.group
@@ -51,204 +52,203 @@ class Membership:
         self.min_members = register.min_members
         self.contributors: dict[int, Contributor] = {}
         self.present = NOBODY
-        self.latest_step = self.told_step = 0
+        self.latest_step = self.reported_step = 0
         self.recovery: Recovery | None = None
-        self._may_some_be_back = False
+        self._may_have_rejoining = False
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the group goes on when a member is lost."""
+        """Whether the group continues after a loss."""
         return self.policy is Policy.ELASTIC
 
     @property
     def is_open(self) -> bool:
-        """Whether rounds can take place."""
+        """Whether the group has rounds."""
         return self.state is GroupState.OPEN
 
     @property
     def has_opened(self) -> bool:
-        """Whether the group is open, or was until it was broken."""
+        """Whether the group is open, or was before it broke."""
         return GroupState.OPEN in {self.state, self._state_before}
 
     @property
-    def why_broken(self) -> StatsdBNError:
+    def break_error(self) -> StatsdBNError:
         """The error that broke the group."""
         if self.lost is None:
             raise LookupError("the group is not broken")
         return self.lost
 
     @property
-    def why_incomplete(self) -> ReplicaLost:
-        """The error of the member that has left while it was away."""
+    def departure_error(self) -> ReplicaLost:
+        """The error of the member that left while it was paused."""
         if self.departed is None:
-            raise LookupError("nobody has left the group")
+            raise LookupError("no member has left the group")
         return self.departed
 
     @property
-    def suffices(self) -> bool:
-        """Whether enough members are there for a round to be completed."""
+    def has_quorum(self) -> bool:
+        """Whether the group has enough members to complete a round."""
         return len(self.contributors) >= self.min_members
 
     @property
     def missing(self) -> int:
-        """How many members the group still waits for before it opens."""
+        """Number of members that the group waits for before it opens."""
         if self.state is GroupState.FILLING:
             return self.world_size - len(self.contributors)
-        # Nobody may begin before a recovery is over, though all who are known to be missing may be there before.
+        # Members wait for the end of a recovery even if all expected members are present.
         return max(1, len(self.absent)) if self.state is GroupState.RECOVERING else 0
 
     def step_of(self, contributor: Contributor) -> int:
-        """The step that a member is in: the members of a strict group that take part are all in the latest one."""
+        """Current step of a member: participants of a strict group are all in the latest one."""
         is_in_lockstep = contributor.state is MemberState.TAKES_PART and not self.is_elastic
-        return self.told_step if is_in_lockstep else contributor.known_step
+        return self.reported_step if is_in_lockstep else contributor.latest_step
 
     @property
     def absent(self) -> list[int]:
-        """The members that have not come back after a restart of the server, with all that they know."""
+        """Members that have not reconnected after a server restart, or have results pending."""
         return self.recovery.missing(self._returned) if self.recovery else []
 
     @property
     def _returned(self) -> list[int]:
-        return [contributor.member for contributor in self.contributors.values() if not contributor.owes]
+        return [contributor.member for contributor in self.contributors.values() if not contributor.results_pending]
 
     @property
-    def _returned_to_rounds(self) -> list[Contributor]:
-        """Members that took part before a restart of the server, and still do."""
+    def _former_participants(self) -> list[Contributor]:
+        """Members that took part before a server restart, and still do."""
         return [one for one in self.contributors.values() if one.has_past and one.state is MemberState.TAKES_PART]
 
     def missing_for(self, contributor: Contributor) -> tuple[int, Members]:
-        """Number of members that a member still waits for, and the members that are there."""
+        """Number of members that a member waits for, and the members present."""
         if not self.is_open or contributor.state is not MemberState.REJOINING:
             return self.missing, self.present
         back = Members.of(other.member for other in self.contributors.values() if other.state is MemberState.REJOINING)
-        # One that is back waits until it is called back, though all may be back the moment before.
+        # A rejoining member waits for the start of the pass, even if all others have returned.
         return max(1, self._size - len(back)), back
 
     @property
-    def returning(self) -> list[Contributor]:
-        """Members of an open group that are back, and wait for all others."""
-        # Asked several times a second; mostly nobody has come back since all took part.
-        if not (self.is_open and self._may_some_be_back):
+    def rejoining(self) -> list[Contributor]:
+        """Members of an open group that have returned from a pass and wait for the others."""
+        # Called at each tick, and mostly empty.
+        if not (self.is_open and self._may_have_rejoining):
             return []
         back = [contributor for contributor in self.contributors.values() if contributor.state is MemberState.REJOINING]
-        self._may_some_be_back = bool(back)
+        self._may_have_rejoining = bool(back)
         return back
 
-    def turn_back(self, contributor: Contributor) -> None:
-        """Take a member that is back for away again: the others will not come."""
-        move = self._move(Event.PAUSES, contributor.state)
-        contributor.state = move.member or contributor.state
+    def pause(self, contributor: Contributor) -> None:
+        """Pause a rejoining member again: the others will not return."""
+        transition = self._apply(Event.PAUSES, contributor.state)
+        contributor.state = transition.member or contributor.state
 
     def participants(self, step: int) -> list[int]:
-        """Members that take part in a round of a step, if the round begins now."""
+        """Members of a round of a step, if the round starts now."""
         return [
             contributor.member
             for contributor in self.contributors.values()
             if contributor.state is MemberState.TAKES_PART and contributor.first_step <= step
         ]
 
-    def reach(self, step: int) -> None:
-        """Record that a member has begun a step."""
+    def record_step(self, step: int) -> None:
+        """Record a step of a contribution."""
         self.latest_step = max(self.latest_step, step)
-        self.hear_of(step)
+        self.record_reported_step(step)
 
-    def hear_of(self, step: int) -> None:
-        """Record that a member says that it has begun a step."""
-        self.told_step = max(self.told_step, step)
+    def record_reported_step(self, step: int) -> None:
+        """Record a step that a member reports."""
+        self.reported_step = max(self.reported_step, step)
 
-    def recall(self, step: int, covered: Members) -> None:
-        """Record which members a result covers; an earlier life of the server gave it to a member."""
-        self.reach(step)
+    def record_result(self, step: int, covered: Members) -> None:
+        """Record the members covered by a result from before a server restart."""
+        self.record_step(step)
         if self.recovery:
-            self.recovery.tell(step, covered)
+            self.recovery.add_result(step, covered)
 
     def admit(self, now: float, register: Register, peer: bytes) -> Contributor:
-        """Register a member, or find it if it is registered.
+        """Register a member; a repeated registration returns the same contributor.
 
         Raises:
-            ReplicaLost: the group is broken, or the member was taken for lost.
-            WorldSizeMismatch: the member expects another number of members, or is one too many.
-            RegistrationRefused: the member's policy is another; some members are far into a run that others have not
-                begun.
-            DuplicateMember: another process is this member already.
+            ReplicaLost: the group is broken, or the member was considered lost.
+            WorldSizeMismatch: the world sizes differ, or the group is full.
+            RegistrationRefused: the policies differ, or some members continue a run and others start one.
+            DuplicateMember: another process is registered with this rank.
         """
         contributor = admission.check(self, register)
-        # Not before: one that is refused begins nothing.
-        self._move(lifecycle.arrival(register), contributor.state if contributor else MemberState.NEW)
+        # After the check, so that a refused registration changes no state.
+        self._apply(lifecycle.arrival(register), contributor.state if contributor else MemberState.NEW)
         if self.state is GroupState.RECOVERING and self.recovery is None:
             self.recovery = Recovery(now, self._silence)
         if contributor is None:
-            contributor = self._take_in(register, peer)
+            contributor = self._add(register, peer)
         elif self.recovery and register.has_past and not contributor.has_past:
-            # It came before it had heard that the group had been open, and has been asked what it knows.
-            contributor.learn_past(register)
-            self.hear_of(register.step)
+            # Its first registration reached the restarted server before it knew of the restart.
+            contributor.restore(register)
+            self.record_reported_step(register.step)
         contributor.peer = peer
         self._change_state(now, contributor, register)
         if self.recovery:
-            self.recovery.name(register.known)
-            self.recovery.name(Members.of([register.member]))
+            self.recovery.expect(register.known)
+            self.recovery.expect(Members.of([register.member]))
         return contributor
 
-    def settle(self, now: float) -> bool:
-        """Open the group, or begin another pass, if nobody is missing; returns whether it did."""
+    def advance(self, now: float) -> bool:
+        """Open the group or start a pass if no member is missing; returns whether it did."""
         if self.state is GroupState.BROKEN:
             return False
-        return self._call_back() if self.is_open else self._open(now)
+        return self._begin_pass() if self.is_open else self._open(now)
 
     def incomplete(self, now: float) -> list[Contributor]:
-        """Members that have announced results that did not come in time; none while there is time."""
-        if self.recovery is None or not self.recovery.is_late(now):
+        """Members with results pending after the timeout; empty before it."""
+        if self.recovery is None or not self.recovery.is_timed_out(now):
             return []
-        return [contributor for contributor in self.contributors.values() if contributor.owes]
+        return [contributor for contributor in self.contributors.values() if contributor.results_pending]
 
     @property
     def overtaken(self) -> list[Contributor]:
-        """Members that come back to an elastic group that had lost them: the others have a result without them."""
+        """Members that return to an elastic group after it has had a round without them."""
         if self.recovery is None or not self.is_elastic:
             return []
-        return [one for one in self._returned_to_rounds if self.recovery.is_left_out(one.member, one.first_step)]
+        return [one for one in self._former_participants if self.recovery.is_left_out(one.member, one.first_step)]
 
-    def give_up_waiting(self, now: float) -> bool:
-        """Give up on members that have not come back after a restart of the server; returns whether there are any."""
-        late = self.recovery.late(now, self._returned) if self.recovery else []
+    def expire(self, now: float) -> bool:
+        """Stop waiting for members that did not reconnect in time; returns whether there are any."""
+        late = self.recovery.expire(now, self._returned) if self.recovery else []
         if late:
-            cause = "did not come back after the server was restarted"
-            loss = self._loss(late[0], self.told_step, f"{ranks_in_words(Members.of(late))} {cause}", cause)
-            self._break_if_told(self._move(Event.SOME_ARE_LATE), loss)
+            cause = "did not reconnect after the server was restarted"
+            loss = self._loss(late[0], self.reported_step, f"{ranks_in_words(Members.of(late))} {cause}", cause)
+            self._break_if_notified(self._apply(Event.TIMES_OUT), loss)
         return bool(late)
 
-    def find_contradiction(self, error: StatsdBNError) -> None:
-        """Break the group because its members were given different results."""
-        self._break_if_told(self._move(Event.RESULTS_DIFFER), error)
+    def break_for(self, error: StatsdBNError) -> None:
+        """Break the group: its members received different results."""
+        self._break_if_notified(self._apply(Event.RESULTS_DIFFER), error)
 
     def remove(self, contributor: Contributor, cause: str) -> ReplicaLost | None:
-        """Remove a member that said goodbye; returns the error that it gets if it comes back."""
+        """Remove a member that leaves; returns the error for its late messages."""
         if cause:
-            return self._take_out(contributor, Event.FAILS, f"failed with {cause}", cause)
-        orderly = "left while others went on; for data of different lengths see client.join"
-        return self._take_out(contributor, Event.LEAVES, orderly, cause)
+            return self._remove(contributor, Event.FAILS, f"failed with {cause}", cause)
+        orderly = "left before the others finished; for data of different lengths see client.join"
+        return self._remove(contributor, Event.LEAVES, orderly, cause)
 
     def lose(self, contributor: Contributor, cause: str) -> ReplicaLost | None:
-        """Remove a member that is lost; returns the error that it gets if it comes back."""
-        return self._take_out(contributor, Event.IS_LOST, f"was lost: {cause}", cause)
+        """Remove a lost member; returns the error for its late messages."""
+        return self._remove(contributor, Event.IS_LOST, f"was lost: {cause}", cause)
 
-    def _move(self, event: Event, member: MemberState | None = None) -> Move:
-        """Take the step of the table that an event leads to."""
-        move = lifecycle.move(self.policy, self.state, event, member)
-        if move.group is not self.state:
-            self.state, self._state_before = move.group, self.state
+    def _apply(self, event: Event, member: MemberState | None = None) -> Transition:
+        """Apply an event according to the table."""
+        transition = lifecycle.transition(self.policy, self.state, event, member)
+        if transition.group is not self.state:
+            self.state, self._state_before = transition.group, self.state
         if self.state is not GroupState.RECOVERING:
             self.recovery = None
-        return move
+        return transition
 
-    def _break_if_told(self, move: Move, error: StatsdBNError) -> None:
-        if move.told is Told.BROKEN:
+    def _break_if_notified(self, transition: Transition, error: StatsdBNError) -> None:
+        if transition.notice is Notice.BROKEN:
             self.lost = error
-            self.news.append(move.told)
+            self.notices.append(transition.notice)
 
-    def _take_in(self, register: Register, peer: bytes) -> Contributor:
-        self.reach(register.step)
+    def _add(self, register: Register, peer: bytes) -> Contributor:
+        self.record_step(register.step)
         joins = self.is_open
         contributor = Contributor(
             register.session,
@@ -257,49 +257,49 @@ class Membership:
             register.place,
             peer,
             register.step,
-            # Whoever is away begins when it is called back, and would take a later step for that.
+            # A paused member starts with the next pass, and would mistake a later step for it.
             self._next_step if joins and register.participation == Participation.TAKES_PART else register.first_step,
             lifecycle.state_of(register.participation),
             register.has_past,
             register.results if self.recovery else 0,
         )
         self.contributors[register.member] = contributor
-        self._may_some_be_back |= contributor.state is MemberState.REJOINING
+        self._may_have_rejoining |= contributor.state is MemberState.REJOINING
         self.present = self.present.plus(register.member)
         return contributor
 
     def _change_state(self, now: float, contributor: Contributor, register: Register) -> None:
         event = lifecycle.change(register, one_left=self.departed is not None)
-        # One that was sent before the latest pass began says nothing any more.
+        # A registration from before the latest pass is outdated.
         if event is None or register.step < contributor.first_step:
             return
-        move = self._move(event, contributor.state)
-        if move.told is Told.REFUSED_DEPARTED:
-            raise self.why_incomplete
-        self.reach(register.step)
-        if move.member is MemberState.REJOINING and contributor.state is not MemberState.REJOINING:
+        transition = self._apply(event, contributor.state)
+        if transition.notice is Notice.REFUSED_DEPARTED:
+            raise self.departure_error
+        self.record_step(register.step)
+        if transition.member is MemberState.REJOINING and contributor.state is not MemberState.REJOINING:
             contributor.since = now
-        self._may_some_be_back |= move.member is MemberState.REJOINING
-        contributor.state = move.member or contributor.state
+        self._may_have_rejoining |= transition.member is MemberState.REJOINING
+        contributor.state = transition.member or contributor.state
 
     def _open(self, now: float) -> bool:
         if self.recovery:
-            is_over = self.recovery.is_over(now, self._returned, is_elastic=self.is_elastic) and not self.overtaken
+            is_over = self.recovery.is_complete(now, self._returned, is_elastic=self.is_elastic) and not self.overtaken
         else:
             is_over = len(self.contributors) == self.world_size
         if not is_over:
             return False
         if self.recovery:
-            self._let_in_after(self.recovery)
-        return self._move(Event.NOBODY_IS_MISSING).told is Told.GO_ON
+            self._admit_recovered(self.recovery)
+        return self._apply(Event.IS_COMPLETE).notice is Notice.PROCEED
 
-    def _let_in_after(self, recovery: Recovery) -> None:
-        """Let new members begin after the others; let members that missed the call for a pass begin that pass.
+    def _admit_recovered(self, recovery: Recovery) -> None:
+        """Set the first steps of new members, and of members that missed the start of a pass.
 
-        If an elastic group has had a round of the pass without such a member, that waits for the next pass: it would
-        be given an aggregate without its rows.
+        If an elastic group has already had a round of that pass without such a member, the member waits for the next
+        pass: the aggregate lacks its rows.
         """
-        begun = self._latest_call
+        begun = self._latest_pass
         for contributor in self.contributors.values():
             if self.is_elastic and not contributor.has_past and self._has_begun:
                 contributor.first_step = self._next_step
@@ -309,50 +309,50 @@ class Membership:
                 contributor.first_step, contributor.state = begun, MemberState.TAKES_PART
 
     @property
-    def _latest_call(self) -> int:
-        """First step of the latest pass that any member knows of."""
+    def _latest_pass(self) -> int:
+        """First step of the latest pass known to any member."""
         if not self.is_elastic:
             return max((contributor.first_step for contributor in self.contributors.values()), default=0)
-        # Those who wait may be newcomers, and so may those who take part: whoever was called begins before these. One
-        # that is new since the restart was not called, and has no first step yet.
-        return min((contributor.first_step for contributor in self._returned_to_rounds), default=0)
+        # Newcomers start after the members that were present at the start of the pass, hence the minimum. Members that
+        # are new since the restart have no first step yet.
+        return min((contributor.first_step for contributor in self._former_participants), default=0)
 
     @property
     def _has_begun(self) -> bool:
-        """Whether a round has ended. Before that, a member that seems new may have been there from the beginning."""
+        """Whether a round has ended. Before that a seemingly new member may be an original one."""
         return self.latest_step > 0 or (self.recovery is not None and self.recovery.has_results)
 
-    def _call_back(self) -> bool:
+    def _begin_pass(self) -> bool:
         contributors = self.contributors.values()
-        # Whoever takes part is mostly the first to be asked: this is looked at for each message that changes anything.
+        # Called for each change; the first member is mostly not rejoining, which ends `all` early.
         if (
             not contributors
             or len(contributors) < self._size
             or not all(contributor.state is MemberState.REJOINING for contributor in contributors)
         ):
             return False
-        move = self._move(Event.ALL_HAVE_REJOINED)
+        transition = self._apply(Event.ALL_HAVE_REJOINED)
         for contributor in contributors:
-            contributor.first_step, contributor.state = self._next_step, move.member or contributor.state
-        return move.told is Told.GO_ON
+            contributor.first_step, contributor.state = self._next_step, transition.member or contributor.state
+        return transition.notice is Notice.PROCEED
 
-    def _take_out(self, contributor: Contributor, event: Event, reason: str, cause: str) -> ReplicaLost | None:
+    def _remove(self, contributor: Contributor, event: Event, reason: str, cause: str) -> ReplicaLost | None:
         step = self.step_of(contributor)
         del self.contributors[contributor.member]
         self.present = self.present.minus(contributor.member)
         was_missed = self.state is not GroupState.FILLING
-        move = self._move(event, contributor.state)
-        contributor.state = move.member or contributor.state
+        transition = self._apply(event, contributor.state)
+        contributor.state = transition.member or contributor.state
         if not was_missed:
             return None
         if self.recovery and self.is_elastic:
-            self.recovery.forget(contributor.member)
+            self.recovery.drop(contributor.member)
         loss = self._loss(contributor.member, step, f"{contributor} {reason}", cause)
-        self._break_if_told(move, loss)
-        # Whoever was back when the first one left has been told then, and nobody can be back since.
-        if move.told is Told.DEPARTED and self.departed is None:
+        self._break_if_notified(transition, loss)
+        # Members that were rejoining at the first departure were notified then, and none can rejoin since.
+        if transition.notice is Notice.DEPARTED and self.departed is None:
             self.departed = loss
-            self.news.append(move.told)
+            self.notices.append(transition.notice)
         return loss
 
     def _loss(self, member: int, step: int, text: str, cause: str) -> ReplicaLost:
@@ -367,16 +367,16 @@ class Membership:
 
     @property
     def _next_step(self) -> int:
-        """The first step that nobody has begun."""
-        # A stranger may claim to be in the last step there is.
+        """The first step that no member has started."""
+        # A member may report the highest step of the protocol.
         return min(self.latest_step + 1, limits.MAX_COUNTER)
 
     @property
     def _size(self) -> int:
-        """How many members make the group complete."""
+        """Number of members of the complete group."""
         return len(self.contributors) if self.is_elastic else self.world_size
 
     @property
     def name(self) -> str:
-        """Which group it is, for people."""
+        """Display name: job and group."""
         return f"job {self.job!r}, group {self.group!r}"

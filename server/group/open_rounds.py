@@ -1,4 +1,4 @@
-"""The open rounds of one group: how they begin, what they take, and how they end."""
+"""Open rounds: starts the rounds of a group, collects contributions, and ends rounds."""
 
 import math
 from collections import Counter
@@ -12,9 +12,18 @@ from server.group.contributor import Contributor
 from server.group.first_non_finite import FirstNonFinite
 from server.group.lifecycle import GroupState
 from server.group.membership import Membership
-from server.group.results import Archive, Claims, reduce_round
-from server.group.rounds import Reply, Round, conflict, failed, failure, late_table, same, unknown
-from server.security.quota import FUTURE_BYTES, ROUND_BYTES, Budget, Room, size_of
+from server.group.results import Archive, RecoveredResults, reduce_round
+from server.group.rounds import (
+    Reply,
+    Round,
+    conflict_error,
+    failure_frame,
+    is_same_rows,
+    round_failed,
+    timeout_table,
+    unknown_session,
+)
+from server.security.quota import FUTURE_BYTES, ROUND_BYTES, MemoryShare, QuotaUsage, size_of
 from statsd_bn import limits
 from statsd_bn.errors import (
     ContributionConflict,
@@ -34,27 +43,27 @@ from statsd_bn.text import told
 from statsd_bn.timing import Histogram
 from statsd_bn.wire import encode
 
-# What is kept of one step's rows; of what is more, fewer channels and layers.
-MOST_LOOKS_BYTES = 2**18
+# Memory for the sampled rows of one step; larger steps keep fewer channels and layers.
+MAX_SAMPLE_BYTES = 2**18
 
 
-class Looks:
-    """Those of one group."""
+class RoundSamples:
+    """Sampled rows of one group, for the skew figures."""
 
     def __init__(self) -> None:
-        self._samples = Samples(MOST_LOOKS_BYTES)
+        self._samples = Samples(MAX_SAMPLE_BYTES)
 
-    def are_due(self, now: float, key: RoundKey) -> bool:
-        """Whether to keep something of a round."""
+    def is_due(self, now: float, key: RoundKey) -> bool:
+        """Whether to sample a round."""
         return self._samples.is_due(now, key)
 
     @property
-    def kept(self) -> int:
-        """How many bytes are kept: rows, `MOST_LOOKS_BYTES` at most, and the names of layers."""
+    def size(self) -> int:
+        """Size in bytes: at most `MAX_SAMPLE_BYTES` of rows, and the names of layers."""
         return self._samples.size
 
     def add(self, now: float, key: RoundKey, rows: Sequence[Rows]) -> None:
-        """Keep something of what all members have brought, in their order, if it is of a layer, and finite."""
+        """Sample the rows of all members, in their order, if they are finite rows of a layer."""
         if rows[0].values.shape[1] != VECTORS:
             return
         stride = self._samples.stride(sum(one.values.nbytes for one in rows))
@@ -63,59 +72,59 @@ class Looks:
             counts = [count for one in rows for count in one.counts]
             self._samples.look(now, key, counts, [len(one.counts) for one in rows], values)
 
-    def take(self, now: float) -> tuple[int, dict[str, FloatArray]] | None:
-        """The step that was looked at, and the figures of its layers by name; None where nothing is due."""
+    def consume(self, now: float) -> tuple[int, dict[str, FloatArray]] | None:
+        """The sampled step and the figures of its layers by name; None without a sample."""
         return told_by(self._samples.take(now))
 
 
-# How many late members a message names.
-TOLD_OF = 8
+# Late members named in a message.
+MAX_NAMED = 8
 
 
 class OpenRounds:
-    """The rounds of one life of a group that have not ended; those that end go into its archive.
+    """The open rounds of one epoch of a group; ended rounds go to its archive.
 
     Args:
-        epoch: of this life.
-        membership: who takes part.
-        budget: what the server agrees to keep.
-        archive: of this life.
-        claims: what members were given before a restart of the server.
+        epoch: epoch of the group.
+        membership: members of the group.
+        usage: the server's memory accounting.
+        archive: ended rounds.
+        recovered: results from before a server restart.
 
     Attributes:
-        done: how many have ended with an aggregate.
-        failed: how many have ended with an error.
-        non_finite: whose NaN or infinity came first.
-        lengths: how long each round was open that ended as its last contribution came.
-        lateness: how much later that one came than the one before; in rounds in memory too, as the members say.
-        was_refused: whether a member came to a round after the group was broken.
-        answered: when members were last told that one has ended, or that the group is open.
+        done: number of rounds that ended with an aggregate.
+        failed: number of rounds that ended with an error.
+        non_finite: origin of the first NaN or infinity.
+        durations: durations of the rounds that ended with their last contribution.
+        lateness: gaps between the last two contributions, including reported ones of rounds in shared memory.
+        was_refused: whether a broken group has refused a contribution.
+        last_answered: time of the last answer to a round, or of the opening of the group.
     """
 
     def __init__(
         self,
         epoch: int,
         membership: Membership,
-        budget: Budget,
+        usage: QuotaUsage,
         archive: Archive,
-        claims: Claims,
+        recovered: RecoveredResults,
     ) -> None:
         self.done = 0
         self.failed = 0
         self.non_finite = FirstNonFinite()
-        self.lengths = Histogram()
+        self.durations = Histogram()
         self.lateness = Histogram()
         self.was_refused = False
-        self.answered = -math.inf
-        self._looks = Looks()
-        # What all keys of this life begin with.
+        self.last_answered = -math.inf
+        self._samples = RoundSamples()
+        # Prefix of all keys of this epoch.
         self._run = (membership.job, membership.group, epoch)
         self._membership = membership
-        self._budget = budget
+        self._usage = usage
         self._archive = archive
-        self._claims = claims
+        self._recovered = recovered
         self._open: dict[RoundKey, Round] = {}
-        # No open round ends before; the one that was first may have ended since.
+        # A lower bound: the round with this deadline may have ended already.
         self._next_deadline = math.inf
 
     def __len__(self) -> int:
@@ -125,72 +134,72 @@ class OpenRounds:
         return iter(self._open.values())
 
     def contribute(self, now: float, contributor: Contributor, contribution: Contribution, peer: bytes) -> list[Reply]:
-        """Take a member's rows for one round; the first rows begin the round."""
+        """Add a member's rows to a round; the first rows start it."""
         key, rows = contribution.key, contribution.rows
         try:
             if round_ := self._open.get(key):
                 future = round_.futures.get(contributor.member)
                 if future is None:
-                    raise _takes_no_part(contributor, key, round_.futures)
+                    raise _not_participating(contributor, key, round_.futures)
                 is_first = future.rows is None
                 if is_first:
                     self._reserve(round_, size_of(rows))
             else:
-                round_ = self._begin(now, contributor, key, size_of(rows))
+                round_ = self._start(now, contributor, key, size_of(rows))
                 future, is_first = round_.futures[contributor.member], True
         except StatsdBNError as error:
-            return [(peer, failure(error, key))]
+            return [(peer, failure_frame(error, key))]
         contributor.step, contributor.replicas = key.step, len(rows.counts)
         if is_first:
             future.since = now
-            round_.behind, round_.latest = now - round_.latest, now
-            contributor.late += now - round_.opened
-            # What is sent again may come in a bunch, from one thread.
+            round_.gap, round_.last_contribution = now - round_.last_contribution, now
+            contributor.delay += now - round_.opened
+            # Repeated contributions of one thread may arrive together.
             if len(self._open) > contributor.threads and not contribution.attempt:
                 self._count_threads(contributor)
         return self._put(now, round_, contributor, contribution, peer)
 
     def withdraw(self, contributor: Contributor) -> list[Reply]:
-        """Wait no longer for a member, and end the rounds that waited for it alone."""
+        """Stop waiting for a member, and end the rounds in which only its rows were missing."""
         for round_ in self:
             round_.withdraw(contributor.member)
         return self.complete()
 
     def complete(self) -> list[Reply]:
-        """End the rounds that wait for nobody any more."""
+        """End the rounds without a missing member."""
         ready = [round_ for round_ in self if self._is_ready(round_)]
         return [reply for round_ in ready for reply in self._finish(round_)]
 
     def expire(self, now: float) -> list[Reply]:
-        """End the rounds that are over their time."""
+        """Fail the rounds that have reached their deadlines."""
         if now < self._next_deadline:
             return []
         over = [round_ for round_ in self if now >= round_.opened + round_.seconds]
-        self.answered = now if over else self.answered
+        self.last_answered = now if over else self.last_answered
         replies = [reply for round_ in over for reply in self._break(round_, self._timeout(now, round_))]
         self._next_deadline = min((round_.opened + round_.seconds for round_ in self), default=math.inf)
         return replies
 
-    def settle(self, now: float, key: RoundKey) -> None:
-        """Drop a round: its members have got one another's rows without the server, and nobody waits for it here.
+    def discard(self, now: float, key: RoundKey) -> None:
+        """Drop a round that its members finished in shared memory.
 
-        A contribution that is still under way must not begin it anew.
+        A contribution that is still in flight must not start it again.
         """
-        self._archive.remember(key)
+        self._archive.add_ended(key)
         if round_ := self._open.pop(key, None):
-            self.answered = now
-            self._archive.room.keep(-round_.held)
+            self.last_answered = now
+            self._archive.memory.adjust(-round_.allocated)
 
     def fail(self, key: RoundKey, error: StatsdBNError) -> list[Reply]:
-        """End a round with an error."""
+        """Fail one round."""
         return self._break(self._open[key], error)
 
     def break_all(self, reason: Callable[[RoundKey], StatsdBNError]) -> list[Reply]:
-        """End all rounds, each with its own error."""
+        """Fail all rounds, each with its own error."""
         return [reply for round_ in list(self) for reply in self._break(round_, reason(round_.key))]
 
     def check_key(self, contributor: Contributor, key: RoundKey) -> None:
-        """Raise ProtocolError if a member names a round of another group, or of another life of this one."""
+        """Raise ProtocolError for the round of another group or epoch."""
         if key[:3] != self._run:
             job, group, epoch = self._run
             raise ProtocolError(
@@ -199,38 +208,38 @@ class OpenRounds:
             )
 
     def too_many(self, key: RoundKey) -> LimitExceeded:
-        """Error of a member that opens one round too many."""
-        most = self._budget.quota.max_open_rounds
-        return self._budget.exceeded(
+        """Error of a group with too many open rounds."""
+        most = self._usage.quota.max_open_rounds
+        return self._usage.exceeded(
             f"group {key.group!r} of job {key.job!r} has {most} open rounds already", most, "open rounds"
         )
 
-    def _begin(self, now: float, contributor: Contributor, key: RoundKey, size: int) -> Round:
+    def _start(self, now: float, contributor: Contributor, key: RoundKey, size: int) -> Round:
         membership = self._membership
         if membership.state is GroupState.BROKEN:
             self.was_refused = True
-            raise membership.why_broken
+            raise membership.break_error
         self.check_key(contributor, key)
         if membership.state is not GroupState.OPEN:
-            # It believes that the group is open, as it was in an earlier life of the server: it is to say so.
-            raise unknown(contributor.session)
-        if self._archive.remembers(key):
-            raise failed(key, "it ended long ago, and its answer is no longer kept")
-        if len(self._open) >= self._budget.quota.max_open_rounds:
+            # The member has not noticed a server restart: this error makes it register again.
+            raise unknown_session(contributor.session)
+        if self._archive.has_ended(key):
+            raise round_failed(key, "it ended long ago, and its answer is no longer kept")
+        if len(self._open) >= self._usage.quota.max_open_rounds:
             raise self.too_many(key)
         members = membership.participants(key.step)
         if contributor.member not in members:
-            raise _takes_no_part(contributor, key, members)
+            raise _not_participating(contributor, key, members)
         round_ = Round(key, members, now, contributor.deadline)
         self._reserve(round_, ROUND_BYTES + FUTURE_BYTES * len(members) + size)
-        membership.reach(key.step)
+        membership.record_step(key.step)
         self._next_deadline = min(self._next_deadline, now + contributor.deadline)
         self._open[key] = round_
         return round_
 
     def _reserve(self, round_: Round, size: int) -> None:
-        self._archive.room.take(size)
-        round_.held += size
+        self._archive.memory.allocate(size)
+        round_.allocated += size
 
     def _count_threads(self, contributor: Contributor) -> None:
         futures = (round_.futures.get(contributor.member) for round_ in self)
@@ -244,62 +253,63 @@ class OpenRounds:
             round_.put(contributor.member, contribution.rows, peer)
         except ContributionConflict as conflict:
             earlier = round_.futures[contributor.member].peer
-            return [(told, failure(conflict, round_.key)) for told in dict.fromkeys((earlier, peer)) if told]
+            frame = failure_frame(conflict, round_.key)
+            return [(address, frame) for address in dict.fromkeys((earlier, peer)) if address]
         except RoundFailed as error:
-            self.answered = now
+            self.last_answered = now
             return self._break(round_, error, also=[peer])
         if self._is_ready(round_):
             return self._complete(now, round_, contributor)
         return [(peer, self._pending(now, round_))] if contribution.attempt else []
 
     def _complete(self, now: float, round_: Round, last: Contributor) -> list[Reply]:
-        """End a round as its last rows come."""
-        self.answered = now
-        self.lengths.add(now - round_.opened)
-        last.behind.add(round_.behind)
-        self.lateness.add(round_.behind)
-        if self._looks.are_due(now, round_.key):
-            self._look(now, round_)
+        """End a round with its last contribution."""
+        self.last_answered = now
+        self.durations.add(now - round_.opened)
+        last.lateness.add(round_.gap)
+        self.lateness.add(round_.gap)
+        if self._samples.is_due(now, round_.key):
+            self._sample(now, round_)
         return self._finish(round_)
 
-    def _look(self, now: float, round_: Round) -> None:
-        """Keep some rows for the figures of skew, if all members of a strict group have brought some."""
-        membership, room = self._membership, self._archive.room
-        # A lone member has nobody to differ from.
+    def _sample(self, now: float, round_: Round) -> None:
+        """Sample the rows for the skew figures if all members of a strict group have contributed."""
+        membership, memory = self._membership, self._archive.memory
+        # Skew needs two members.
         if membership.is_elastic or not round_.is_complete or len(round_.futures) < max(2, membership.world_size):
             return
-        before = self._looks.kept
-        with suppress(LimitExceeded):  # then they are not kept
-            room.check(MOST_LOOKS_BYTES + KNOWN_BYTES)
-            self._looks.add(now, round_.key, [future.get() for future in round_.futures.values()])
-            room.keep(self._looks.kept - before)
+        before = self._samples.size
+        with suppress(LimitExceeded):  # without memory the round is not sampled
+            memory.check(MAX_SAMPLE_BYTES + KNOWN_BYTES)
+            self._samples.add(now, round_.key, [future.get() for future in round_.futures.values()])
+            memory.adjust(self._samples.size - before)
 
-    def take_look(self, now: float) -> tuple[int, dict[str, FloatArray]] | None:
-        """The step that was looked at, and the figures of its layers by name; None where nothing is due."""
-        before = self._looks.kept
-        found = self._looks.take(now)
-        self._archive.room.keep(self._looks.kept - before)
+    def consume_samples(self, now: float) -> tuple[int, dict[str, FloatArray]] | None:
+        """The sampled step and the figures of its layers by name; None without a sample."""
+        before = self._samples.size
+        found = self._samples.consume(now)
+        self._archive.memory.adjust(self._samples.size - before)
         return found
 
     def _is_ready(self, round_: Round) -> bool:
-        if round_.is_complete and self._membership.suffices:
+        if round_.is_complete and self._membership.has_quorum:
             return True
-        return bool(self._claims.of) and self._claims.are_due(round_)
+        return bool(self._recovered.results) and self._recovered.can_finish(round_)
 
     def _finish(self, round_: Round) -> list[Reply]:
-        claimed = self._claims.take(round_) if self._claims.of else None
+        recovered = self._recovered.consume(round_) if self._recovered.results else None
         self.done += 1
-        aggregate = claimed or self._sum(round_)
+        aggregate = recovered or self._sum(round_)
         if aggregate.non_finite.runs:
-            self.non_finite.take(aggregate, self._membership.contributors)
+            self.non_finite.record(aggregate, self._membership.contributors)
         round_.end(encode(aggregate))
         return self._close(round_)
 
     def _sum(self, round_: Round) -> Aggregate:
         """Sum of the rows."""
         total = reduce_round(round_)
-        if self._claims.of:
-            self._claims.check(total)
+        if self._recovered.results:
+            self._recovered.verify(total)
         return total
 
     def _break(self, round_: Round, error: StatsdBNError, also: Iterable[bytes] = ()) -> list[Reply]:
@@ -310,117 +320,117 @@ class OpenRounds:
     def _close(self, round_: Round, also: Iterable[bytes] = ()) -> list[Reply]:
         self._open.pop(round_.key, None)
         self._archive.add(round_, limits.KEPT_ROUNDS)
-        for key in self._claims.round_ended() if self._claims.of else ():
-            self._archive.remember(key)
+        for key in self._recovered.round_ended() if self._recovered.results else ():
+            self._archive.add_ended(key)
         return [(peer, round_.answer) for peer in dict.fromkeys((*round_.peers, *also))]
 
     def _timeout(self, now: float, round_: Round) -> RoundTimeout:
-        # Where too few are left, whoever has not come waits for newcomers as well.
-        missing = round_.missing if self._membership.suffices else []
+        # Without a quorum the missing members wait for newcomers as well.
+        missing = round_.missing if self._membership.has_quorum else []
         return round_.timeout(
-            self._late(round_), missing, late_table(now, round_, self._membership.contributors, missing)
+            self._describe_missing(round_), missing, timeout_table(now, round_, self._membership.contributors, missing)
         )
 
-    def _late(self, round_: Round) -> str:
-        """Whom a round waits for, in few words; a table has the rest."""
-        are_several = self._membership.suffices and len(round_.missing) > 1
-        return ranks_in_words(Members.of(round_.missing)) if are_several else self._awaited(round_)
+    def _describe_missing(self, round_: Round) -> str:
+        """Short text of the missing members, for an error with a table."""
+        are_several = self._membership.has_quorum and len(round_.missing) > 1
+        return ranks_in_words(Members.of(round_.missing)) if are_several else self._describe_awaited(round_)
 
     def _pending(self, now: float, round_: Round) -> bytes:
-        """Frame that tells a member that asks again whom its round waits for."""
+        """Reply to a repeated contribution: the missing members of its round."""
         seconds = int(now - round_.opened)
-        text = f"has waited {seconds} s for {self._awaited(round_)}"
-        return pending(round_.key, seconds, text, self._where(round_, now))
+        text = f"has waited {seconds} s for {self._describe_awaited(round_)}"
+        return pending_frame(round_.key, seconds, text, self._describe_locations(round_, now))
 
-    def _awaited(self, round_: Round) -> str:
-        """Whom a round waits for, in words."""
+    def _describe_awaited(self, round_: Round) -> str:
+        """Text of the missing members, with their places."""
         membership = self._membership
-        if not membership.suffices:
+        if not membership.has_quorum:
             return f"enough ranks ({len(membership.contributors)} of min_members {membership.min_members} are there)"
-        late = ", ".join(str(membership.contributors[member]) for member in round_.missing[:TOLD_OF])
-        return f"{late} and {len(round_.missing) - TOLD_OF} more" if len(round_.missing) > TOLD_OF else late
+        late = ", ".join(str(membership.contributors[member]) for member in round_.missing[:MAX_NAMED])
+        return f"{late} and {len(round_.missing) - MAX_NAMED} more" if len(round_.missing) > MAX_NAMED else late
 
-    def _where(self, round_: Round, now: float) -> str:
-        """Where the late members are, as far as they have answered; one sentence each, since `_awaited` names them."""
-        if not self._membership.suffices:
+    def _describe_locations(self, round_: Round, now: float) -> str:
+        """Places of the late members with a stack report, one sentence each."""
+        if not self._membership.has_quorum:
             return ""
         late = (self._membership.contributors[member] for member in round_.missing)
-        # Most have answered nothing: a few are asked.
-        seen = islice(((contributor, where) for contributor in late if (where := contributor.where(now))), TOLD_OF)
+        # Few members get requests, so most have no report.
+        seen = islice(((contributor, where) for contributor in late if (where := contributor.location(now))), MAX_NAMED)
         return "; ".join(f"rank {contributor.member} {where}" for contributor, where in seen)
 
 
-def _takes_no_part(contributor: Contributor, key: RoundKey, members: Iterable[int]) -> RoundFailed:
-    return failed(key, f"{contributor} is not one of the ranks that take part, {Members.of(members)}")
+def _not_participating(contributor: Contributor, key: RoundKey, members: Iterable[int]) -> RoundFailed:
+    return round_failed(key, f"{contributor} is not one of the ranks that take part, {Members.of(members)}")
 
 
-def pending(key: RoundKey, seconds: int, text: str, where: str = "") -> bytes:
-    """Frame that tells a member why it waits, and since when."""
+def pending_frame(key: RoundKey, seconds: int, text: str, where: str = "") -> bytes:
+    """Pending message: the reason and the length of a member's wait."""
     return encode(Pending(key, seconds, told(f"{key}: {text}"), told(where)))
 
 
-Deferred = tuple[Contributor, Contribution, bytes]
-"""A contribution, whose it is, and the peer that sent it."""
+ParkedContribution = tuple[Contributor, Contribution, bytes]
+"""Member, contribution, and the peer that sent it."""
 
 
-class Deferral:
-    """Contributions that wait, one for each member and round, in the order of their arrival.
+class ParkedContributions:
+    """Contributions to a recovering group, one for each member and round, in order of arrival.
 
     Args:
-        room: what they take is taken from.
+        memory: account of the group.
     """
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
-        self._waiting: dict[tuple[int, RoundKey], Deferred] = {}
+    def __init__(self, memory: MemoryShare) -> None:
+        self._memory = memory
+        self._parked: dict[tuple[int, RoundKey], ParkedContribution] = {}
         self._counts: Counter[int] = Counter()
 
     @property
     def members(self) -> set[int]:
-        """Members whose contributions wait."""
+        """Members with a parked contribution."""
         return set(self._counts)
 
     def would_exceed(self, most: int, contributor: Contributor, key: RoundKey) -> bool:
-        """Whether accepting this would exceed the member's limit, `most` contributions."""
-        return self._counts[contributor.member] >= most and (contributor.member, key) not in self._waiting
+        """Whether the member already has `most` parked contributions, all to other rounds."""
+        return self._counts[contributor.member] >= most and (contributor.member, key) not in self._parked
 
     def add(self, contributor: Contributor, contribution: Contribution, peer: bytes) -> None:
-        """Keep a contribution; if it was sent again, remember the new peer.
+        """Park a contribution; a repeated one updates the peer.
 
         Raises:
-            LimitExceeded: the job would keep too many bytes.
-            ContributionConflict: the member has sent other rows before; these count.
+            LimitExceeded: no memory is left.
+            ContributionConflict: the member has sent other rows before, which count.
         """
         key = contribution.key
-        if earlier := self._waiting.get((contributor.member, key)):
-            if not same(earlier[1].rows, contribution.rows):
-                raise conflict(key, contributor.member)
+        if earlier := self._parked.get((contributor.member, key)):
+            if not is_same_rows(earlier[1].rows, contribution.rows):
+                raise conflict_error(key, contributor.member)
         else:
             size = size_of(contribution.rows)
-            self._room.take(size)
+            self._memory.allocate(size)
             self._counts[contributor.member] += 1
-        self._waiting[contributor.member, key] = contributor, contribution, peer
+        self._parked[contributor.member, key] = contributor, contribution, peer
 
-    def take(self) -> list[Deferred]:
-        """Take all contributions out, in order."""
-        taken = list(self._waiting.values())
-        self._waiting.clear()
+    def consume(self) -> list[ParkedContribution]:
+        """Remove and return all contributions, in order."""
+        taken = list(self._parked.values())
+        self._parked.clear()
         self._counts.clear()
-        self._room.keep(-sum(size_of(contribution.rows) for _, contribution, _ in taken))
+        self._memory.adjust(-sum(size_of(contribution.rows) for _, contribution, _ in taken))
         return taken
 
-    def forget(self, gone: Contributor) -> None:
+    def drop_member(self, gone: Contributor) -> None:
         """Drop the contributions of a member."""
-        self._drop([case for case, (contributor, _, _) in self._waiting.items() if contributor is gone])
+        self._drop([case for case, (contributor, _, _) in self._parked.items() if contributor is gone])
 
-    def forget_round(self, key: RoundKey) -> None:
+    def drop_round(self, key: RoundKey) -> None:
         """Drop the contributions to a round."""
-        self._drop([case for case in self._waiting if case[1] == key])
+        self._drop([case for case in self._parked if case[1] == key])
 
     def _drop(self, cases: list[tuple[int, RoundKey]]) -> None:
         for case in cases:
-            _, contribution, _ = self._waiting.pop(case)
-            self._room.keep(-size_of(contribution.rows))
+            _, contribution, _ = self._parked.pop(case)
+            self._memory.adjust(-size_of(contribution.rows))
             self._counts[case[0]] -= 1
             if not self._counts[case[0]]:
                 del self._counts[case[0]]

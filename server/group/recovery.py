@@ -1,77 +1,77 @@
-"""Recovery: after a restart of the server the members of a group come back, and name each other.
+"""Recovery: rebuilds a group from its members after a server restart.
 
-The server has written nothing down. A member that comes back says who belonged to the group, as it last heard, and the
-group waits until all who were named are there, as long as it would wait for any sign of life.
+The server stores nothing on disk. A member that reconnects names the members that it last knew of, and the group waits
+for all of them, as long as it would wait for any sign of life.
 """
 
 from collections.abc import Collection
 
 from statsd_bn.members import Members
 
-# How long a member that nothing reaches may take to be heard again: ZeroMQ connects anew after a tenth of a second,
-# and the client then speaks at once. Longer would delay the news of a killed process, which is to take under a second.
+# How long an unreachable member may take to reconnect: ZeroMQ reconnects after 0.1 s, and the client then sends at
+# once. A longer time would delay the report of a killed process, which should take less than a second.
 RECONNECT_SECONDS = 0.3
 
 
 class Recovery:
-    """Members that are still to come back to a group.
+    """The members that a group waits for after a server restart.
 
     Args:
-        now: when the first member came back.
-        silence: how long to wait for the others, in seconds.
+        now: time of the first reconnection.
+        silence: seconds to wait for the others.
     """
 
     def __init__(self, now: float, silence: float) -> None:
         self._since = now
         self._silence = silence
-        self._named: set[int] = set()
-        # Of the results that members were given: the step, and whom the result covers.
-        self._told: set[tuple[int, Members]] = set()
+        self._expected: set[int] = set()
+        # Step and covered members of each result from before the restart.
+        self._results: set[tuple[int, Members]] = set()
 
-    def name(self, known: Members) -> None:
-        """Wait for the members that a returned member knows of."""
-        self._named.update(known)
+    def expect(self, known: Members) -> None:
+        """Wait for the members that a reconnected member knows of."""
+        self._expected.update(known)
 
     @property
-    def nr_named(self) -> int:
-        """Number of members that were named."""
-        return len(self._named)
+    def nr_expected(self) -> int:
+        """Number of expected members."""
+        return len(self._expected)
 
-    def forget(self, member: int) -> None:
-        """Wait no longer for a member."""
-        self._named.discard(member)
+    def drop(self, member: int) -> None:
+        """Stop waiting for a member."""
+        self._expected.discard(member)
 
-    def tell(self, step: int, covered: Members) -> None:
-        """Record that a member was given a result of a step, and which members the result covers."""
-        self._told.add((step, covered))
+    def add_result(self, step: int, covered: Members) -> None:
+        """Record a result that a member received before the restart: its step and covered members."""
+        self._results.add((step, covered))
 
     @property
     def has_results(self) -> bool:
-        """Whether any member was given a result."""
-        return bool(self._told)
+        """Whether any member received a result before the restart."""
+        return bool(self._results)
 
     def is_left_out(self, member: int, since: int) -> bool:
-        """Whether the others had gone on without a member, in a step from `since` on."""
-        return any(since <= step and member not in covered for step, covered in self._told)
+        """Whether any result of step `since` or later lacks a member."""
+        return any(since <= step and member not in covered for step, covered in self._results)
 
     def missing(self, present: Collection[int]) -> list[int]:
-        """Members that are still to come."""
-        return sorted(self._named.difference(present))
+        """Expected members that are not present."""
+        return sorted(self._expected.difference(present))
 
-    def is_late(self, now: float) -> bool:
-        """Whether the time to come back is over."""
+    def is_timed_out(self, now: float) -> bool:
+        """Whether the time to reconnect is over."""
         return now - self._since >= self._silence
 
-    def late(self, now: float, present: Collection[int]) -> list[int]:
-        """Members that have not come in time; it waits no longer for them."""
-        if not self.is_late(now):
+    def expire(self, now: float, present: Collection[int]) -> list[int]:
+        """Stop waiting for missing members after the timeout; returns them."""
+        if not self.is_timed_out(now):
             return []
         late = self.missing(present)
-        self._named.difference_update(late)
+        self._expected.difference_update(late)
         return late
 
-    def is_over(self, now: float, present: Collection[int], *, is_elastic: bool) -> bool:
-        """Whether nobody is missing."""
-        # The members of an elastic group may not know of one that joined last; it comes back within the same moment.
+    def is_complete(self, now: float, present: Collection[int], *, is_elastic: bool) -> bool:
+        """Whether no expected member is missing."""
+        # The members of an elastic group may not know the latest newcomer, which reconnects at the same time.
         settled = not is_elastic or now - self._since >= RECONNECT_SECONDS
         return settled and not self.missing(present)

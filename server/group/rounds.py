@@ -1,12 +1,12 @@
-"""The life of one round.
+"""One round, and its states.
 
-A round is opened by the first contribution that names its key, with one `FutureResult` for every member of the
-group. It ends once, in one of two ways, and the frame that ended it answers everybody, late or repeated:
+The first contribution with a new key opens a round, with one `FutureResult` for each member of the group. It ends once,
+in one of two ways, and late or repeated contributions get the same frame:
 
-- no contribution is missing any more: REDUCED, and the answer is the aggregate;
-- something makes that impossible: FAILED, and the answer is the failure, with its cause.
+- REDUCED: all contributions are present, and the answer is the aggregate;
+- FAILED: that became impossible, and the answer is the failure with its cause.
 
-Whatever the table below does not name cannot happen, and raises if it does.
+A case that the table below does not have cannot occur, and raises KeyError.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,24 +34,24 @@ from statsd_bn.text import told
 from statsd_bn.tokens import digest
 from statsd_bn.wire import encode
 
-LATE_ADVICE = "Look at the missing ranks' logs, or raise connect(round_timeout=...) if a step may take longer."
+LATE_ADVICE = "Check the missing ranks' logs, or raise connect(round_timeout=...) if a step may take longer."
 
 Reply = tuple[bytes, bytes]
-"""(peer, frame): what to send to whom."""
+"""(peer, frame) to send."""
 
 
-class State(StrEnum):
-    """Where a round is in its life."""
+class RoundState(StrEnum):
+    """State of a round."""
 
-    __hash__ = str.__hash__  # an enum's own is a function of Python, and each frame needs some
+    __hash__ = str.__hash__  # faster than the enum's own, and used for each frame
 
     WAITING = "waiting"
     REDUCED = "reduced"
     FAILED = "failed"
 
 
-class Event(StrEnum):
-    """What happens to a round."""
+class RoundEvent(StrEnum):
+    """Event of a round."""
 
     __hash__ = str.__hash__
 
@@ -61,14 +61,14 @@ class Event(StrEnum):
     BROKEN = "broken"
 
 
-# In Python 3.11 a member of an enum takes as long to look up as the table below.
-_CONTRIBUTED = Event.CONTRIBUTED
+# Attribute access on an enum is as slow as the lookup in the table below in Python 3.11.
+_CONTRIBUTED = RoundEvent.CONTRIBUTED
 
-TRANSITIONS: dict[tuple[State, Event], State] = {
-    (State.WAITING, Event.CONTRIBUTED): State.WAITING,
-    (State.WAITING, Event.WITHDRAWN): State.WAITING,
-    (State.WAITING, Event.COMPLETED): State.REDUCED,
-    (State.WAITING, Event.BROKEN): State.FAILED,
+TRANSITIONS: dict[tuple[RoundState, RoundEvent], RoundState] = {
+    (RoundState.WAITING, RoundEvent.CONTRIBUTED): RoundState.WAITING,
+    (RoundState.WAITING, RoundEvent.WITHDRAWN): RoundState.WAITING,
+    (RoundState.WAITING, RoundEvent.COMPLETED): RoundState.REDUCED,
+    (RoundState.WAITING, RoundEvent.BROKEN): RoundState.FAILED,
 }
 
 
@@ -76,9 +76,9 @@ class FutureResult:
     """The server's placeholder for one member's contribution to one round. The first write wins.
 
     Attributes:
-        peer: whom to answer.
-        since: when the member first waited for the answer; a repetition does not change it.
-        rows: the rows that came; None before.
+        peer: routing id for the answer.
+        since: time of the member's first contribution; a repeated one does not change it.
+        rows: contributed rows; None before.
     """
 
     __slots__ = ("peer", "rows", "since")
@@ -90,18 +90,18 @@ class FutureResult:
 
     @property
     def done(self) -> bool:
-        """Whether the contribution has come."""
+        """Whether the contribution is present."""
         return self.rows is not None
 
     def put(self, rows: Rows, peer: bytes) -> bool:
-        """Take a contribution; `peer` is whom to answer from now on.
+        """Store a contribution; `peer` gets the answer from now on.
 
         Returns:
-            True if these are the rows kept: the first, or the same bytes again. False if they differ.
+            True if the rows are stored, or equal the stored ones. False if they differ.
         """
         if self.rows is None:
             self.rows = rows
-        elif not same(self.rows, rows):
+        elif not is_same_rows(self.rows, rows):
             return False
         self.peer = peer
         return True
@@ -110,14 +110,14 @@ class FutureResult:
         """Returns the contribution.
 
         Raises:
-            LookupError: it has not come yet.
+            LookupError: it is not present.
         """
         if self.rows is None:
             raise LookupError("this contributor has not contributed yet")
         return self.rows
 
 
-def conflict(key: RoundKey, member: int) -> ContributionConflict:
+def conflict_error(key: RoundKey, member: int) -> ContributionConflict:
     """Error of a member that sends two different contributions to one round."""
     return ContributionConflict(
         error_text(f"rank {member} sent two different contributions; the first one counts", where=str(key)),
@@ -126,36 +126,36 @@ def conflict(key: RoundKey, member: int) -> ContributionConflict:
     )
 
 
-def same(one: Rows, other: Rows) -> bool:
-    """Whether two contributions are the same, to the last bit."""
-    # As integers, because a NaN equals none; without a copy, because a member may send large rows again and again.
+def is_same_rows(one: Rows, other: Rows) -> bool:
+    """Whether two contributions are bitwise equal."""
+    # As integers, because NaN is not equal to itself; without a copy, because a member may repeat large rows often.
     return one.counts == other.counts and np.array_equal(one.values.view(np.int64), other.values.view(np.int64))
 
 
 class Round:
-    """One exchange: a future per member, in replica order.
+    """One exchange, with a future per member in replica order.
 
     Args:
-        key: what identifies it.
-        members: the members that take part.
-        opened: when its first contribution came, in seconds.
-        seconds: how long it may stay open.
+        key: key of the round.
+        members: members of the round.
+        opened: time of its first contribution.
+        seconds: seconds until its deadline.
 
     Attributes:
-        held: how many bytes it keeps, see `server.security.quota`.
-        latest: when the latest contribution came.
-        behind: how much later that was than the one before, in seconds.
+        allocated: bytes allocated for it, see `server.security.quota`.
+        last_contribution: time of the latest contribution.
+        gap: seconds between the last two contributions.
     """
 
     __slots__ = (
         "_pending",
+        "allocated",
         "answer",
-        "behind",
         "count",
         "futures",
-        "held",
+        "gap",
         "key",
-        "latest",
+        "last_contribution",
         "opened",
         "seconds",
         "shape",
@@ -164,33 +164,33 @@ class Round:
 
     def __init__(self, key: RoundKey, members: Iterable[int], opened: float, seconds: float) -> None:
         self.key = key
-        self.state = State.WAITING
+        self.state = RoundState.WAITING
         self.futures = {member: FutureResult() for member in sorted(members)}
-        self.opened = self.latest = opened
-        self.behind = 0.0
+        self.opened = self.last_contribution = opened
+        self.gap = 0.0
         self.seconds = seconds
         self.shape: tuple[int, ...] = ()
         self.count = 0
         self._pending = len(self.futures)
         self.answer = b""
-        self.held = 0
+        self.allocated = 0
 
-    def advance(self, event: Event) -> None:
-        """Move along the table."""
+    def advance(self, event: RoundEvent) -> None:
+        """Apply an event according to the table."""
         self.state = TRANSITIONS[self.state, event]
 
     def put(self, member: int, rows: Rows, peer: bytes) -> None:
-        """Take a member's rows.
+        """Store a member's rows.
 
         Raises:
-            RoundMismatch: their shape is not that of the rows that came first.
-            RoundFailed: the counts add up to more than can be exact, or the rows are too many for a gather.
-            ContributionConflict: this member has contributed other bytes already.
+            RoundMismatch: their shape differs from the first rows'.
+            RoundFailed: the total count is too large to be exact, or a gather too large.
+            ContributionConflict: this member has already contributed other bytes.
         """
         future = self.futures[member]
         if future.rows is not None:
             if not future.put(rows, peer):
-                raise self.conflict(member)
+                raise self.conflict_error(member)
             return
         self._check_shape(member, rows)
         self._check_count(member, rows)
@@ -199,7 +199,7 @@ class Round:
         self.advance(_CONTRIBUTED)
 
     def withdraw(self, member: int) -> None:
-        """Wait no longer for a member. Its rows stay if they have come."""
+        """Stop waiting for a member; rows that are present stay."""
         future = self.futures.get(member)
         if future is None:
             return
@@ -207,20 +207,20 @@ class Round:
         if not future.done:
             del self.futures[member]
             self._pending -= 1
-        self.advance(Event.WITHDRAWN)
+        self.advance(RoundEvent.WITHDRAWN)
 
     def end(self, answer: bytes) -> None:
-        """End with the frame of an aggregate as the answer."""
-        self.advance(Event.COMPLETED)
+        """End with an encoded aggregate as the answer."""
+        self.advance(RoundEvent.COMPLETED)
         self.answer = answer
 
     def fail(self, error: StatsdBNError) -> None:
         """End with an error as the answer."""
-        self.advance(Event.BROKEN)
-        self.answer = failure(error, self.key)
+        self.advance(RoundEvent.BROKEN)
+        self.answer = failure_frame(error, self.key)
 
     def rows(self) -> list[FloatArray]:
-        """All rows in replica order, of a round that is complete; views.
+        """All rows of a complete round in replica order, as views.
 
         Raises:
             LookupError: a contribution is missing.
@@ -229,7 +229,7 @@ class Round:
 
     @property
     def is_complete(self) -> bool:
-        """Whether no contribution is missing."""
+        """Whether all contributions are present."""
         return not self._pending
 
     @property
@@ -244,20 +244,20 @@ class Round:
 
     @property
     def nr_waiting(self) -> int:
-        """How many members have contributed."""
+        """Number of members that have contributed."""
         return len(self.futures) - self._pending
 
     @property
     def peers(self) -> list[bytes]:
-        """Whom to answer."""
+        """Routing ids for the answer."""
         return [future.peer for future in self.futures.values() if future.peer]
 
-    def conflict(self, member: int) -> ContributionConflict:
+    def conflict_error(self, member: int) -> ContributionConflict:
         """Error of a member that sends two different contributions."""
-        return conflict(self.key, member)
+        return conflict_error(self.key, member)
 
     def timeout(self, whom: str, missing: list[int], table: Sequence[Place] = ()) -> RoundTimeout:
-        """Error of a round that waited too long; it says for whom, and who waits."""
+        """Error of a round at its deadline: the missing members, the waiting members and the time."""
         return RoundTimeout(
             error_text(
                 f"{whom} did not arrive within {self.seconds:g} s",
@@ -300,46 +300,48 @@ class Round:
         replicas, vectors, channels = rows.values.shape
         if (replicas, vectors) != (1, 1):
             what = f"expected 1 row of 1 vector from each rank, got {replicas} of {vectors} from rank {member}"
-            raise failed(self.key, what)
+            raise round_failed(self.key, what)
         self.shape = (1, channels + (self.shape[1] if self.shape else 0))
         if (together := self.shape[1]) > limits.MAX_CHANNELS:
             what = f"expected at most {limits.MAX_CHANNELS} values of all ranks, got {together} with rank {member}'s"
-            raise failed(self.key, what)
+            raise round_failed(self.key, what)
 
     def _check_count(self, member: int, rows: Rows) -> None:
         self.count += sum(rows.counts)
         if self.count > limits.MAX_COUNT:
-            raise failed(self.key, f"counts: expected a sum of at most 2^53, got {self.count} with rank {member}'s")
+            raise round_failed(
+                self.key, f"counts: expected a sum of at most 2^53, got {self.count} with rank {member}'s"
+            )
 
 
-def failed(key: RoundKey, reason: str) -> RoundFailed:
-    """Error of a round for which there is no more specific class."""
+def round_failed(key: RoundKey, reason: str) -> RoundFailed:
+    """Error of a round without a more specific class."""
     return RoundFailed(error_text(reason, where=str(key)), **key.fields)
 
 
-def unknown(session: bytes) -> UnknownSession:
-    """Error that asks a member to say who it is, and which results it was given."""
+def unknown_session(session: bytes) -> UnknownSession:
+    """Error that makes a member register again and resend its results."""
     name = digest(session).hex()
     return UnknownSession(f"the session with digest {name} is not registered here", digest=name)
 
 
-def failure(error: StatsdBNError, key: RoundKey | None = None) -> bytes:
-    """Frame that carries an error to a member."""
-    # Some errors are kept and raised again, and each time would add its stack, with the frames that were being read.
+def failure_frame(error: StatsdBNError, key: RoundKey | None = None) -> bytes:
+    """Failure message of an error."""
+    # Cached errors are raised repeatedly; each raise would extend the traceback, which keeps received frames alive.
     error.__traceback__ = None
     return encode(Failure(error.code, told(error.message), error.fields, key))
 
 
-def late_table(
+def timeout_table(
     now: float, round_: Round, contributors: Mapping[int, Contributor], missing: Sequence[int]
 ) -> list[Place]:
-    """Ranks that a round waits for, and those that wait in it.
+    """Table of the missing and the waiting ranks of a round.
 
     Args:
-        now: the time, on the clock of the server.
+        now: the current time, on the server's clock.
         round_: the round.
-        contributors: of the group, by number.
-        missing: whom the round waits for.
+        contributors: members of the group by rank.
+        missing: missing members.
     """
     where = round_.key.in_words(with_call=round_.key.call > 0)
     waiting = round_.waiting
@@ -353,7 +355,7 @@ def late_table(
 
 def _late(now: float, member: int, contributors: Mapping[int, Contributor], where: str) -> Row:
     name = _name(member, contributors)
-    seen = contributors[member].where(now) if member in contributors else ""
+    seen = contributors[member].location(now) if member in contributors else ""
     return Row((name, "has not come", f"to {where}"), (f"{name} {seen}",) if seen else ())
 
 
@@ -362,5 +364,5 @@ def _waiting(now: float, member: int, round_: Round, contributors: Mapping[int, 
 
 
 def _name(member: int, contributors: Mapping[int, Contributor]) -> str:
-    """Whoever has contributed may have left since."""
+    """Display name of a member, which may have left since its contribution."""
     return str(contributors[member]) if member in contributors else f"rank {member}"

@@ -1,4 +1,4 @@
-"""The server's sockets: who is let in, what comes, who has gone.
+"""The server's sockets: authentication, the receive loop, and connections.
 
-What a frame means belongs in `server.core`.
+The meaning of frames belongs in `server.core`.
 """

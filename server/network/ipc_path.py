@@ -1,7 +1,7 @@
-"""ipc paths: a socket file for this user alone, which never replaces another file or a running server's socket.
+"""ipc paths: binds a socket file of mode 0600 without replacing another file or a running server's socket.
 
-ZeroMQ removes whatever is at the path before it binds. So the socket is bound here and handed to ZeroMQ: the system
-refuses a path that is taken. Only a socket that nobody listens on any more is removed.
+ZeroMQ removes any file at the path before it binds. So the socket is bound here and its descriptor passed to ZeroMQ:
+the system refuses a path in use. Only an abandoned socket is removed.
 """
 
 import errno
@@ -21,27 +21,28 @@ from statsd_bn.errors import BindError, ConfigurationError
 
 logger = logging.getLogger("statsd_bn.server")
 
-# No execution, and nothing for others.
+# Mode 0600.
 PRIVATE_UMASK = 0o177
 
 # A server that starts in the same folder needs a millisecond.
 LOCK_SECONDS = 5.0
 LOCK_PAUSE_SECONDS = 0.01
 
-# What file systems without locks say. Servers that start there in the same millisecond may take each other's path.
+# Errors of file systems without locks. Servers that start there in the same millisecond may replace each other's
+# socket.
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
-# To ZeroMQ this means "make a socket yourself".
+# Makes ZeroMQ create the socket itself.
 NO_DESCRIPTOR = -1
 
-# Connections that wait to be accepted, for TCP as well: after a restart all members come at once, and the system tries
-# one that finds no room again only after a moment.
+# Connections that wait to be accepted, for TCP as well: after a restart all members connect at once, and the system
+# retries a refused one only after a moment.
 BACKLOG = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class SocketFile:
-    """The file of a bound socket, known by its number in the file system."""
+    """The file of a bound socket, identified by device and inode."""
 
     path: Path
     device: int
@@ -49,7 +50,7 @@ class SocketFile:
 
     @classmethod
     def at(cls, endpoint: str) -> "SocketFile | None":
-        """The file of an endpoint; None if it has none."""
+        """The socket file of an endpoint; None without a file."""
         path = ipc_path(endpoint)
         with suppress(OSError):
             if path:
@@ -58,9 +59,9 @@ class SocketFile:
         return None
 
     def remove(self) -> None:
-        """Remove the file if it is still this one, and the folder if that was made for one job.
+        """Remove the file if it is unchanged, and its folder if that was created for one job.
 
-        Call it while the socket is open: nobody can have taken over the path then.
+        Call it while the socket is open, so that no other server can own the path.
         """
         with suppress(OSError):
             found = self.path.lstat()
@@ -70,13 +71,13 @@ class SocketFile:
 
 
 @contextmanager
-def listening(endpoint: str) -> Iterator[int]:
-    """Descriptor of a socket that listens at an ipc path; `NO_DESCRIPTOR` for any other endpoint.
+def listen(endpoint: str) -> Iterator[int]:
+    """Listen at an ipc path; yields the descriptor of the socket, or `NO_DESCRIPTOR` for any other endpoint.
 
     A caller that leaves the block without an exception owns the descriptor.
 
     Raises:
-        BindError: the path is taken, or cannot be bound.
+        BindError: the path is in use or cannot be bound.
         ConfigurationError: another user can write to its folder.
     """
     path = ipc_path(endpoint)
@@ -88,8 +89,8 @@ def listening(endpoint: str) -> Iterator[int]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound:
         try:
             _check(path.parent)
-            with _locked(path.parent, endpoint):
-                _make_room(path, endpoint)
+            with _folder_lock(path.parent, endpoint):
+                _remove_abandoned(path, endpoint)
                 _bind(bound, path)
         except OSError as error:
             raise BindError(f"cannot listen on {endpoint}: {error.strerror or error}", endpoint=endpoint) from error
@@ -116,7 +117,7 @@ def _is_own(folder: Path) -> bool:
     try:
         return folder == private_folder(os.environ)
     except ConfigurationError:
-        # There is no private folder, and a path that was named needs none.
+        # A path given by the user needs no private folder.
         return False
 
 
@@ -130,8 +131,8 @@ def _bind(bound: socket.socket, path: Path) -> None:
 
 
 @contextmanager
-def _locked(folder: Path, endpoint: str) -> Iterator[None]:
-    """Keep other servers away from the paths of a folder: between `bind` and `listen` a socket looks abandoned."""
+def _folder_lock(folder: Path, endpoint: str) -> Iterator[None]:
+    """Lock a folder against other servers: between `bind` and `listen` a socket looks abandoned."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         expiry = time.monotonic() + LOCK_SECONDS
@@ -156,8 +157,8 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def _make_room(path: Path, endpoint: str) -> None:
-    """Remove a socket that nobody listens on; raise BindError if anything else is there."""
+def _remove_abandoned(path: Path, endpoint: str) -> None:
+    """Remove an abandoned socket; raise BindError for anything else."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -168,17 +169,17 @@ def _make_room(path: Path, endpoint: str) -> None:
             "a file, a folder or a link, which is left as it is; give another path, or remove it",
             endpoint=endpoint,
         )
-    if _is_served(path):
+    if _is_in_use(path):
         raise BindError(f"cannot listen on {endpoint}: a running server listens there", endpoint=endpoint)
     path.unlink()
 
 
-def _is_served(path: Path) -> bool:
-    """Whether somebody listens, or may: only a refusal shows that nobody does."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
-        caller.settimeout(0)
+def _is_in_use(path: Path) -> bool:
+    """Whether a process listens; only a refused connection proves that none does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(0)
         try:
-            caller.connect(os.fsencode(path))
+            client.connect(os.fsencode(path))
         except (ConnectionRefusedError, FileNotFoundError):
             return False
         except OSError:

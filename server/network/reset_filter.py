@@ -1,28 +1,27 @@
 """Reset filter: keeps broken TCP connections from ending the server inside libzmq.
 
-libzmq reads a connection until the queue of received messages is full. What it has read beyond stays in the buffer of
-the decoder, and reading stops. If the connection breaks then, libzmq notes an I/O error and keeps the buffer, so that
-no received message is lost. Once the server has taken messages from the queue, decoding goes on. Decoding answers a
-ZMTP heartbeat (PING) at once, by a write to the connection, and the write asserts that no I/O error was noted
-(`zmq_assert (!_io_error)` in stream_engine_base.cpp). The assertion aborts the process.
+libzmq reads a connection until the queue of received messages is full. The rest of the data stays in the buffer of the
+decoder, and reading stops. If the connection breaks then, libzmq records an I/O error and keeps the buffer, so that no
+received message is lost. Decoding resumes once the server has read messages from the queue. The decoder answers a ZMTP
+heartbeat (PING) at once, by a write to the connection, and the write asserts that no I/O error was noted (`zmq_assert
+(!_io_error)` in stream_engine_base.cpp). The assertion aborts the process.
 
-So one PING ends the server for all jobs, if it is buffered behind a full queue when its connection breaks. Ordinary
-ranks set no ZeroMQ heartbeats and never send a PING, and however they are killed they do no harm. But a peer with a key
-may send PINGs, by a heartbeat option that it set itself, or on purpose.
+So one PING crashes the server for all jobs if it is buffered behind a full queue when its connection breaks. Ordinary
+ranks set no ZeroMQ heartbeats and never send a PING, so killing them is harmless. But a peer with a key may send PINGs,
+through a heartbeat option or on purpose.
 
-A connection breaks when the peer resets it, or when both of its directions are shut down. The end of one direction is
-read in its turn, behind the buffer, and does no harm. So on Linux the server
+A connection breaks when the peer resets it, or when both directions are shut down. The end of one direction is read
+after the buffer and is harmless. So on Linux the server
 
-- attaches a socket filter to each TCP connection that drops segments with the reset flag (`let_no_reset_through`);
-- ends a connection itself by shutting down the direction that it reads from (`hang_up`);
-- finds out which connections were reset, since libzmq no longer sees it (`Resets`).
+- attaches a socket filter to each TCP connection that drops segments with the reset flag (`drop_resets`);
+- closes a connection by shutting down only its own read direction (`close_connection`);
+- detects reset connections itself, because libzmq no longer sees the reset (`ResetDetector`).
 
-Resets matter: a process that is killed before it has read everything resets its connections, and the server would
-notice only the silence. The system counts the segments that the filter drops. But a count that rises proves nothing:
-anybody who knows the two addresses and guesses a port can forge a reset. TCP would detect it by its sequence number
-(RFC 5961), which the filter cannot. Other segments are dropped too. So the server sends a frame. The system of a
-living peer acknowledges it, even if the process is frozen; if the connection is gone, all that comes back is another
-reset.
+Detection matters: a killed process with unread data resets its connections, and otherwise the server would notice only
+the silence. The system counts the segments that the filter drops. But a rising count proves nothing: an attacker who
+knows both addresses and guesses a port can forge a reset. TCP would detect it by its sequence number (RFC 5961), the
+filter cannot. Other segments are dropped too. So the server sends a frame. The system of a living peer acknowledges it,
+even if the process is frozen; a closed connection answers with another reset.
 
 Unix sockets have no filter. Their peers are processes of the same user.
 """
@@ -38,115 +37,115 @@ from dataclasses import dataclass
 
 logger = logging.getLogger("statsd_bn.server")
 
-# On Linux; Python's socket has no names for them.
-_ATTACH_FILTER, _MEMORY_INFO = 26, 55
+# Linux socket options that Python's socket module lacks.
+_SO_ATTACH_FILTER, _SO_MEMINFO = 26, 55
 
-# The system tells nine numbers about a socket's memory; the last counts what it has dropped.
-_MEMORY = struct.Struct("9I")
+# SO_MEMINFO has nine numbers; the last counts dropped segments.
+_MEMINFO = struct.Struct("9I")
 
-# The first numbers of what it tells of a TCP connection, in milliseconds, the time of a round trip in microseconds.
-_TCP = struct.Struct("=8x 4x4x4x4x I 4x4x4x4x 4x4x I I 4x4x I")
+# The head of TCP_INFO: unacknowledged segments, ages of the last data and acknowledgement in ms, round trip in µs.
+_TCP_INFO = struct.Struct("=8x 4x4x4x4x I 4x4x4x4x 4x4x I I 4x4x I")
 
-# Where a TCP header has its length and its flags, and the flag of a reset.
+# Offsets of a TCP header's length and flags, and the reset flag.
 _LENGTH, _FLAGS, _RESET = 12, 13, 0x04
 
-# Instructions of the classic Berkeley Packet Filter, which the system runs on each segment, as
-# (code, jump if true, jump if false, operand).
-_DROP, _TAKE = (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF)
+# Instructions of the classic Berkeley Packet Filter, which the kernel runs on each segment, as (code, jump if true,
+# jump if false, operand).
+_DROP, _ACCEPT = (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF)
 _NO_RESETS = (
     (0x30, 0, 0, _FLAGS),  # load the byte
     (0x45, 0, 1, _RESET),  # drop if the flag is set
     _DROP,
-    _TAKE,
+    _ACCEPT,
 )
-_NOTHING_NEW = (
+_HEADERS_ONLY = (
     (0x30, 0, 0, _FLAGS),
     (0x45, 6, 0, _RESET),
     (0x30, 0, 0, _LENGTH),
-    (0x74, 0, 0, 2),  # its upper half counts words of 4 bytes
+    (0x74, 0, 0, 2),  # the upper half counts words of 4 bytes
     (0x54, 0, 0, 0x3C),
-    (0x07, 0, 0, 0),  # keep it
+    (0x07, 0, 0, 0),  # store it
     (0x80, 0, 0, 0),  # load the length of the segment
-    (0x1D, 1, 0, 0),  # take it if there is only a header
+    (0x1D, 1, 0, 0),  # accept a segment without payload
     _DROP,
-    _TAKE,
+    _ACCEPT,
 )
 
-# How long a system may take to acknowledge, beside the way there and back: at most a fifth of a second.
+# Maximum delay of an acknowledgement in addition to the round trip; systems delay it by up to 0.2 s.
 ANSWER_SECONDS = 0.25
 
-# The system counts time in steps of up to ten milliseconds, and an answer may come in the same step as the frame.
-_STEPS_SECONDS = 0.02
+# The kernel's clock has steps of up to 10 ms, and an answer may arrive in the same step as the frame.
+_CLOCK_STEP_SECONDS = 0.02
 
 
-def let_no_reset_through(descriptor: int) -> bool:
-    """Keep resets from a TCP connection, or from all that a listening socket accepts; returns whether it could.
+def drop_resets(descriptor: int) -> bool:
+    """Drop resets of a TCP connection, or of all that a listening socket accepts; returns whether the filter is active.
 
-    A peer that has reset its connection then looks like one whose host has vanished; `Resets` tells them apart.
+    A peer that has reset its connection then looks like a vanished host; `ResetDetector` distinguishes the two.
     """
     try:
-        with _borrowed(descriptor) as found:
+        with _borrow(descriptor) as found:
             return _is_tcp(found) and _attach(found, _NO_RESETS)
-    except OSError:  # it has been closed meanwhile
+    except OSError:  # already closed
         return False
 
 
-def hang_up(descriptor: int) -> None:
-    """End a connection: ZeroMQ reads what has come, then finds the end and closes it."""
-    with _borrowed(descriptor) as found:
-        # Otherwise ZeroMQ would go on reading what comes after, before it finds the end.
-        is_quiet = not _is_tcp(found) or _attach(found, _NOTHING_NEW)
-        found.shutdown(socket.SHUT_RD if is_quiet else socket.SHUT_RDWR)
+def close_connection(descriptor: int) -> None:
+    """Close a connection: ZeroMQ reads the buffered data, then the end, and closes the socket."""
+    with _borrow(descriptor) as found:
+        # Otherwise ZeroMQ would also read data that arrives before it reaches the end.
+        is_filtered = not _is_tcp(found) or _attach(found, _HEADERS_ONLY)
+        found.shutdown(socket.SHUT_RD if is_filtered else socket.SHUT_RDWR)
 
 
-def dropped(descriptor: int) -> int:
-    """How many segments of a connection the system has dropped, resets among them; 0 if it does not tell."""
+def dropped_segments(descriptor: int) -> int:
+    """Number of dropped segments of a connection, including resets; 0 if unknown."""
     if sys.platform != "linux":
         return 0
     try:
-        # Faster than `_borrowed`, which asks the system for the kind of socket; that does not matter here.
+        # Faster than `_borrow`, which queries the socket's family and type.
         found = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, descriptor)
         try:
-            drops: int = _MEMORY.unpack(found.getsockopt(socket.SOL_SOCKET, _MEMORY_INFO, _MEMORY.size))[-1]
+            drops: int = _MEMINFO.unpack(found.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size))[-1]
         finally:
             found.detach()
-    except (OSError, struct.error):  # it has been closed meanwhile, or the system is too old
+    except (OSError, struct.error):  # already closed, or an old kernel
         return 0
     return drops
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
-    """How the other end of a TCP connection answers, in seconds.
+class TcpState:
+    """State of a TCP connection; times in seconds.
 
     Attributes:
-        is_awaited: whether it has not acknowledged all that was sent to it.
-        silence: how long nothing has come, neither data nor an acknowledgement.
-        round_trip: how long its answers took before.
+        has_unacknowledged: whether sent data awaits an acknowledgement.
+        idle: time since the last data or acknowledgement.
+        round_trip: smoothed round-trip time.
     """
 
-    is_awaited: bool
-    silence: float
+    has_unacknowledged: bool
+    idle: float
     round_trip: float
 
 
-def answers(descriptor: int) -> Answers | None:
-    """How the other end of a TCP connection answers; None if the system does not tell."""
+def tcp_state(descriptor: int) -> TcpState | None:
+    """State of a TCP connection; None if unknown."""
     if sys.platform != "linux":
         return None
     try:
-        with _borrowed(descriptor) as found:
-            told = _TCP.unpack(found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP.size))
-    except (OSError, struct.error):  # it has been closed meanwhile, or stands for something else
+        with _borrow(descriptor) as found:
+            info = _TCP_INFO.unpack(found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
+    except (OSError, struct.error):  # already closed, or reused for another file
         return None
-    unacknowledged, data_milliseconds, acknowledgement_milliseconds, round_trip = told
+    unacknowledged, data_milliseconds, acknowledgement_milliseconds, round_trip = info
     silence = min(data_milliseconds, acknowledgement_milliseconds) / 1e3
-    return Answers(unacknowledged > 0, silence, round_trip / 1e6)
+    return TcpState(unacknowledged > 0, silence, round_trip / 1e6)
 
 
 @contextmanager
-def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """The socket behind a descriptor that stays ZeroMQ's; opens no further descriptor, since none may be left."""
+def _borrow(descriptor: int) -> Iterator[socket.socket]:
+    """A socket object for a descriptor that ZeroMQ owns; needs no new descriptor, because the limit may be reached."""
     found = socket.socket(fileno=descriptor)
     try:
         yield found
@@ -159,75 +158,75 @@ def _is_tcp(found: socket.socket) -> bool:
 
 
 def _attach(found: socket.socket, program: tuple[tuple[int, int, int, int], ...]) -> bool:
-    """Have the system run a filter on what comes; returns whether this system can."""
+    """Attach a filter for received segments; returns whether the system supports it."""
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     try:
-        found.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HP", len(program), ctypes.addressof(code)))
+        found.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(program), ctypes.addressof(code)))
     except OSError as error:
-        logger.debug("resets are let through: %s", error)
+        logger.debug("cannot filter resets: %s", error)
         return False
     return True
 
 
 @dataclass(frozen=True, slots=True)
-class _Suspicion:
+class _Suspect:
     """A connection that may have been reset.
 
     Attributes:
-        since: when that was noticed, and a frame was sent.
-        dropped: what the system had dropped by then.
+        since: time of the suspicion and of the probe.
+        dropped: number of dropped segments at that time.
     """
 
     since: float
     dropped: int
 
 
-class Resets:
-    """Connections by file descriptor.
+class ResetDetector:
+    """Detects reset connections by file descriptor.
 
     Args:
-        dropped: returns how many segments of a connection the system has dropped.
-        answers: returns how the other end answers.
+        dropped: returns the number of dropped segments of a connection.
+        answers: returns the state of a connection.
     """
 
     def __init__(
-        self, dropped: Callable[[int], int] = dropped, answers: Callable[[int], Answers | None] = answers
+        self, dropped: Callable[[int], int] = dropped_segments, answers: Callable[[int], TcpState | None] = tcp_state
     ) -> None:
         self._dropped = dropped
-        self._answers = answers
+        self._tcp_state = answers
         self._known: dict[int, int] = {}
-        self._suspicions: dict[int, _Suspicion] = {}
+        self._suspects: dict[int, _Suspect] = {}
 
-    def ended(self, descriptor: int) -> None:
-        """Note the end of a connection."""
+    def remove(self, descriptor: int) -> None:
+        """Remove a closed connection."""
         self._known.pop(descriptor, None)
-        self._suspicions.pop(descriptor, None)
+        self._suspects.pop(descriptor, None)
 
-    def suspects(self, now: float, descriptors: Iterable[int]) -> list[int]:
-        """Those of some connections that may have been reset since; send a frame to each now."""
+    def find_suspects(self, now: float, descriptors: Iterable[int]) -> list[int]:
+        """Connections that may have been reset since the last call; send a probe over each now."""
         found = []
         for descriptor in descriptors:
             count = self._dropped(descriptor)
-            if count > self._known.get(descriptor, 0) and descriptor not in self._suspicions:
-                self._suspicions[descriptor] = _Suspicion(now, count)
+            if count > self._known.get(descriptor, 0) and descriptor not in self._suspects:
+                self._suspects[descriptor] = _Suspect(now, count)
                 found.append(descriptor)
         return found
 
-    def gone(self, now: float) -> list[int]:
-        """Suspects that were really reset: they answer that frame with nothing but resets."""
+    def confirm_resets(self, now: float) -> list[int]:
+        """Suspects that answered the probe with resets only."""
         found = []
-        for descriptor, suspicion in list(self._suspicions.items()):
-            answers = self._answers(descriptor)
-            if answers is None or answers.silence < now - suspicion.since + _STEPS_SECONDS:
-                # What is dropped from now on is a new suspicion.
+        for descriptor, suspicion in list(self._suspects.items()):
+            answers = self._tcp_state(descriptor)
+            if answers is None or answers.idle < now - suspicion.since + _CLOCK_STEP_SECONDS:
+                # Only further drops raise a new suspicion.
                 self._known[descriptor] = suspicion.dropped
-                del self._suspicions[descriptor]
+                del self._suspects[descriptor]
             elif self._is_reset(now, descriptor, suspicion, answers):
-                self.ended(descriptor)
+                self.remove(descriptor)
                 found.append(descriptor)
         return found
 
-    def _is_reset(self, now: float, descriptor: int, suspicion: _Suspicion, answers: Answers) -> bool:
-        # A peer that has not read for long is sent nothing more: then nothing is under way, and it need not answer.
-        is_late = answers.is_awaited and now - suspicion.since >= ANSWER_SECONDS + answers.round_trip
+    def _is_reset(self, now: float, descriptor: int, suspicion: _Suspect, answers: TcpState) -> bool:
+        # A peer that has stopped reading gets no further data, so no answer is due.
+        is_late = answers.has_unacknowledged and now - suspicion.since >= ANSWER_SECONDS + answers.round_trip
         return is_late and self._dropped(descriptor) > suspicion.dropped

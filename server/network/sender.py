@@ -1,8 +1,8 @@
-"""Sender: sends frames to peers, and finds out which peers cannot be reached.
+"""Sender: sends frames to peers and detects disconnected ones.
 
-A frame is dropped where its peer has gone, or does not read: nobody else may wait for it. ZeroMQ limits the number of
-messages queued for a peer, not their size. Its connection shows whether a peer reads: while the kernel accepts more for
-it, ZeroMQ's queue is empty, and all that was sent before has left this process.
+A frame is dropped if its peer has disconnected or does not read, because the other peers must not wait. ZeroMQ limits
+the number of messages queued for a peer, not their size. The peer's connection shows whether it reads: while the kernel
+accepts more data, ZeroMQ's queue is empty, and all earlier frames have left this process.
 """
 
 import errno
@@ -18,18 +18,18 @@ import zmq
 from server.core.dispatcher import Dispatcher
 from server.group.rounds import Reply
 
-# Bytes that may wait for one peer. An answer is 4 MB at most, and mostly some kB; the first one is always sent.
-MOST_OF_ONE = 2**20
+# Queued bytes of one peer. A reply has at most 4 MB, mostly some kB; the first one is always sent.
+MAX_PEER_BYTES = 2**20
 
-# Bytes that may wait for all peers, before those that do not read are cut off.
-MOST = 2**25
+# Queued bytes of all peers, before peers that do not read are disconnected.
+MAX_TOTAL_BYTES = 2**25
 
-# A peer that has read everything before gets an answer of this size, however much waits for others.
-SMALL = 2**16
+# A peer without queued data gets a reply of up to this size, regardless of the others' queues.
+SMALL_ANSWER_BYTES = 2**16
 
 
 def writable(descriptors: Collection[int]) -> set[int]:
-    """Connections for which the kernel accepts more; those that have ended are among them."""
+    """Connections for which the kernel accepts more data; includes closed ones."""
     poller = select.poll()
     for descriptor in descriptors:
         poller.register(descriptor, select.POLLOUT)
@@ -38,101 +38,101 @@ def writable(descriptors: Collection[int]) -> set[int]:
 
 @dataclass(slots=True)
 class _Peer:
-    """A peer.
+    """Queue state of a peer.
 
     Attributes:
-        descriptor: of its connection.
-        sent: bytes sent since it was last seen to read.
-        is_late: whether it had not read when `late` was last called.
+        descriptor: descriptor of its connection.
+        sent: bytes sent since its queue was last empty.
+        is_stalled: whether its queue was not empty at the last call of `stalled`.
     """
 
     descriptor: int
     sent: int = 0
-    is_late: bool = False
+    is_stalled: bool = False
 
 
-class Unread:
-    """What may wait for each peer.
+class FlowControl:
+    """Limits the bytes queued for each peer and for all together.
 
     Args:
-        takes_more: returns those of some connections for which the kernel accepts more.
+        takes_more: returns the connections for which the kernel accepts more data.
 
     Attributes:
-        peers: those whose connections are known, by name.
+        peers: peers with a known connection, by routing id.
     """
 
     def __init__(self, takes_more: Callable[[Collection[int]], set[int]] = writable) -> None:
-        self._takes_more = takes_more
+        self._writable = takes_more
         self.peers: dict[bytes, _Peer] = {}
         self._by_descriptor: dict[int, bytes] = {}
         self._sent = 0
-        self._next_look = MOST
+        self._next_update = MAX_TOTAL_BYTES
 
     def descriptor(self, peer: bytes) -> int:
-        """Descriptor of a peer's connection; -1 if it is not known."""
+        """Descriptor of a peer's connection; -1 if unknown."""
         known = self.peers.get(peer)
         return known.descriptor if known else -1
 
-    def meet(self, peer: bytes, descriptor: int) -> None:
-        """Note a peer's connection."""
-        self.ended(descriptor)
+    def add(self, peer: bytes, descriptor: int) -> None:
+        """Add a peer's connection."""
+        self.remove(descriptor)
         if descriptor >= 0:
             self.peers[peer] = _Peer(descriptor)
             self._by_descriptor[descriptor] = peer
 
-    def ended(self, descriptor: int) -> None:
-        """Note the end of a connection."""
+    def remove(self, descriptor: int) -> None:
+        """Remove a closed connection."""
         peer = self.peers.pop(self._by_descriptor.pop(descriptor, b""), None)
         if peer:
             self._sent -= peer.sent
 
     def may_send(self, name: bytes, size: int) -> bool:
-        """Whether to send a peer so many bytes, because it reads what it is sent; if so they count."""
+        """Whether to send so many bytes to a peer; if so, they are counted."""
         peer = self.peers.get(name)
         if peer is None:
             return True
-        if self._sent + size <= MOST and peer.sent + size <= MOST_OF_ONE:  # as nearly always
+        if self._sent + size <= MAX_TOTAL_BYTES and peer.sent + size <= MAX_PEER_BYTES:  # the common case
             peer.sent += size
             self._sent += size
             return True
-        if self._sent + size > self._next_look:
-            self._look(self.peers.values())
-            self._next_look = max(MOST, self._sent + MOST // 8)
-        is_crowded = self._sent + size > MOST
-        if peer.sent and (is_crowded or peer.sent + size > MOST_OF_ONE):
-            self._look([peer])
-        if peer.sent and (is_crowded or peer.sent + size > MOST_OF_ONE):
+        if self._sent + size > self._next_update:
+            self._update(self.peers.values())
+            self._next_update = max(MAX_TOTAL_BYTES, self._sent + MAX_TOTAL_BYTES // 8)
+        is_crowded = self._sent + size > MAX_TOTAL_BYTES
+        if peer.sent and (is_crowded or peer.sent + size > MAX_PEER_BYTES):
+            self._update([peer])
+        if peer.sent and (is_crowded or peer.sent + size > MAX_PEER_BYTES):
             return False
-        if self._sent + size > 2 * MOST and size > SMALL:
+        if self._sent + size > 2 * MAX_TOTAL_BYTES and size > SMALL_ANSWER_BYTES:
             return False
         peer.sent += size
         self._sent += size
         return True
 
-    def late(self) -> list[int]:
-        """Connections to cut off: too much waits, and these have not read since the last call."""
-        if self._sent <= MOST // 2:
+    def stalled(self) -> list[int]:
+        """Connections to close: too many bytes are queued, and these peers have read nothing since the last call."""
+        if self._sent <= MAX_TOTAL_BYTES // 2:
             return []
-        self._look(self.peers.values())
-        too_much, cut = self._sent - MOST // 2, []
+        self._update(self.peers.values())
+        too_much, cut = self._sent - MAX_TOTAL_BYTES // 2, []
         for peer in sorted(self.peers.values(), key=lambda peer: -peer.sent):
-            if too_much > 0 and peer.sent and peer.is_late:
+            if too_much > 0 and peer.sent and peer.is_stalled:
                 too_much -= peer.sent
                 cut.append(peer.descriptor)
-            peer.is_late = peer.sent > 0
+            peer.is_stalled = peer.sent > 0
         return cut
 
-    def _look(self, peers: Collection[_Peer]) -> None:
+    def _update(self, peers: Collection[_Peer]) -> None:
         waited_for = {peer.descriptor: peer for peer in peers if peer.sent}
-        for descriptor in self._takes_more(waited_for.keys()):
+        for descriptor in self._writable(waited_for.keys()):
             peer = waited_for[descriptor]
             self._sent -= peer.sent
-            peer.sent, peer.is_late = 0, False
+            peer.sent, peer.is_stalled = 0, False
 
 
 logger = logging.getLogger("statsd_bn.server")
 
-# As plain integers: combining pyzmq's flags takes as long as sending.
+# Plain integers: combining pyzmq's flags takes as long as sending.
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
@@ -141,41 +141,41 @@ class Sender:
 
     Args:
         socket: the ROUTER.
-        dispatcher: is told which peers cannot be reached.
+        dispatcher: learns of disconnected peers.
 
     Attributes:
-        unread: what waits for each peer.
+        flow_control: the queues of the peers.
     """
 
     def __init__(self, socket: "zmq.Socket[bytes]", dispatcher: Dispatcher) -> None:
         self._socket = socket
         self._dispatcher = dispatcher
-        self.unread = Unread()
+        self.flow_control = FlowControl()
 
     def send(self, replies: Iterable[Reply]) -> None:
-        """Send answers; count those that are dropped."""
+        """Send replies; count the dropped ones."""
         for peer, frame in replies:
             if problem := self.deliver(peer, frame):
-                self._dispatcher.tally.dropped_answers += 1
-                # Who has gone has left, which may cross an answer, or is told of as lost.
+                self._dispatcher.counters.dropped_answers += 1
+                # A disconnected peer has left, or is reported as lost.
                 level = logging.INFO if problem == zmq.EHOSTUNREACH else logging.WARNING
                 logger.log(level, "an answer to peer %s was dropped: %s", peer.hex(), zmq.strerror(problem))
-                self.probe(self._elsewhere(peer, problem))
+                self.probe(self._other_addresses(peer, problem))
 
     def probe(self, probes: Iterable[Reply]) -> None:
-        """Send probes; where a peer has gone, probe the other addresses of its members as well.
+        """Send probes; if a peer has disconnected, also probe the other addresses of its members.
 
-        In a loop, not recursively: a chain of addresses may be as long as there are connections.
+        A loop instead of recursion, because a chain of addresses may include all connections.
         """
         untried = deque(probes)
         while untried:
             peer, frame = untried.popleft()
             if problem := self.deliver(peer, frame):
-                untried.extend(self._elsewhere(peer, problem))
+                untried.extend(self._other_addresses(peer, problem))
 
     def deliver(self, peer: bytes, frame: bytes) -> int:
-        """Send one frame; returns the number of the error that prevented it, else 0."""
-        if not self.unread.may_send(peer, len(frame)):
+        """Send one frame; returns 0, or the errno of the failure."""
+        if not self.flow_control.may_send(peer, len(frame)):
             return errno.EAGAIN
         try:
             self._socket.send(peer, _MORE)
@@ -184,5 +184,5 @@ class Sender:
             return error.errno or errno.EIO
         return 0
 
-    def _elsewhere(self, peer: bytes, problem: int) -> list[Reply]:
+    def _other_addresses(self, peer: bytes, problem: int) -> list[Reply]:
         return self._dispatcher.unreachable(time.monotonic(), peer) if problem == zmq.EHOSTUNREACH else []

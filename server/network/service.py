@@ -1,8 +1,8 @@
 """run_master: the server process.
 
-One synchronous loop: asyncio would double the round trip, and the server has nothing else to do meanwhile. A frame goes
-through `Service._take`, `Dispatcher.receive` and `Sender.send`. ZeroMQ reads the connections in turn, so a busy one
-holds up the others by a frame of its own at a time.
+One synchronous loop: asyncio would double the round-trip time, and the server has no other work to overlap. A frame
+passes `Service._receive`, `Dispatcher.receive` and `Sender.send`. ZeroMQ reads the connections in rotation, so a busy
+one delays the others by one frame at a time.
 """
 
 import logging
@@ -21,11 +21,11 @@ import zmq
 
 from server.config import Config
 from server.core.dispatcher import Dispatcher
-from server.network.connections import Watch
-from server.network.listener import LOOK_SECONDS, Listener
+from server.network.connections import ConnectionManager
+from server.network.listener import POLL_SECONDS, Listener
 from server.network.sender import Sender
 from server.security import access, keygen
-from server.security.access import ANYBODY, Access, Tenant
+from server.security.access import ANONYMOUS, Access, Principal
 from statsd_bn import limits
 from statsd_bn.endpoints import needs_keys
 from statsd_bn.error_text import in_log
@@ -33,68 +33,68 @@ from statsd_bn.errors import BindError, ConfigurationError
 from statsd_bn.keys import PublicKey, is_out_of_files
 from statsd_bn.reduction import quietly
 
-# How long members may stay after the process that started the server has ended: they are told in milliseconds that it
-# is lost, and leave as soon as they have raised.
-PARTING_SECONDS = 5.0
+# How long members may stay after the parent process has ended: they learn of the loss within milliseconds, raise, and
+# leave.
+ORPHAN_SECONDS = 5.0
 
-# How long the members of a killed server may take to come back to its successor. Living ones are back in a moment; one
-# that left in between told neither server, and never comes. `silence_seconds` counts if it is longer.
-RETURN_SECONDS = 10.0
+# How long members may take to reconnect to the successor of a killed server. Living ones reconnect in a moment; one
+# that left in between never does. `silence_seconds` applies if it is longer.
+REJOIN_SECONDS = 10.0
 
 
 class Parent:
     """The process that started this server.
 
     Args:
-        number: the process's id.
-        of_this_process: returns the id of this process's present parent; another process adopts it when its own ends.
-        expected_until: until when the first member may come, on the clock that `needs_no_server` is given.
+        number: its process id.
+        getppid: returns the id of this process's current parent, which changes when the parent ends.
+        expected_until: deadline for the first member, on the clock of `should_exit`.
     """
 
     def __init__(
-        self, number: int, of_this_process: Callable[[], int] = os.getppid, *, expected_until: float = math.inf
+        self, number: int, getppid: Callable[[], int] = os.getppid, *, expected_until: float = math.inf
     ) -> None:
-        self._number = number
-        self._of_this_process = of_this_process
+        self._pid = number
+        self._getppid = getppid
         self._expected_until = expected_until
         self._ended = math.inf
 
-    def needs_no_server(self, now: float, *, has_members: bool, has_had_members: bool) -> bool:
-        """Whether nobody is left to serve.
+    def should_exit(self, now: float, *, has_members: bool, has_had_members: bool) -> bool:
+        """Whether no process needs this server any longer.
 
         Args:
             now: seconds, on any clock.
             has_members: whether any member is registered.
-            has_had_members: whether any member is registered, or was.
+            has_had_members: whether any member has ever registered.
         """
         if (has_had_members or now >= self._expected_until) and not has_members:
             return True
-        if self._ended == math.inf and self._of_this_process() != self._number:
+        if self._ended == math.inf and self._getppid() != self._pid:
             self._ended = now
-        return now >= (self._ended + PARTING_SECONDS if has_members else self._ended)
+        return now >= (self._ended + ORPHAN_SECONDS if has_members else self._ended)
 
 
 logger = logging.getLogger("statsd_bn.server")
 
-# How often deadlines are checked.
+# Interval of deadline checks.
 TICK_SECONDS = 0.25
 
-# A plain integer: combining pyzmq's flags takes as long as sending.
+# A plain integer: combining pyzmq's flags takes as long as receiving.
 _NO_WAIT = int(zmq.NOBLOCK)
 
-# Frames taken in one turn, so that a flood cannot delay deadlines and signals.
-DRAIN_AT_MOST = 1024
+# Frames received in one pass, so that a flood cannot delay deadlines and signals.
+MAX_DRAINED = 1024
 
 
 class Service:
-    """A bound server; a context manager, since it holds sockets.
+    """A bound server; a context manager that closes its sockets.
 
     Args:
-        config: where to listen.
+        config: endpoints, keys and limits.
 
     Raises:
-        BindError: an endpoint is taken or does not exist.
-        ConfigurationError: the folder of keys is unusable.
+        BindError: an endpoint is in use or does not exist.
+        ConfigurationError: the folder of keys is invalid.
     """
 
     def __init__(self, config: Config) -> None:
@@ -103,15 +103,15 @@ class Service:
         self._operator = ""
         pair = None
         if config.curve:
-            pair, clients = keygen.load(config.curve)
-            self._operator = keygen.operator(pair).public
+            pair, clients = keygen.load_server_keys(config.curve)
+            self._operator = keygen.operator_pair(pair).public
             self._access = Access(clients, self._operator)
-        self._listener = Listener(config.quota, pair, self._is_let_in)
+        self._listener = Listener(config.quota, pair, self._is_allowed)
         self._socket = self._listener.socket
         self._next_tick = 0.0
         self._stopping = False
-        self._is_reloading = False
-        self._parent = _parent(config)
+        self._reload_requested = False
+        self._parent = _make_parent(config)
         try:
             self.endpoints = tuple(self._listener.bind(endpoint) for endpoint in config.bind)
         except (BindError, ConfigurationError):
@@ -119,10 +119,10 @@ class Service:
             raise
         self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic(), config.quota)
         self._sender = Sender(self._socket, self._dispatcher)
-        self._watch = Watch(config.quota, self._listener, self._dispatcher, self._sender)
-        self._members = self._watch.members
-        # Keep resets out before anybody is let in.
-        self._watch.read_monitor()
+        self._connections = ConnectionManager(config.quota, self._listener, self._dispatcher, self._sender)
+        self._members = self._connections.members
+        # Attach the reset filter before the first connection is accepted.
+        self._connections.read_monitor()
         self._listener.open()
 
     def __enter__(self) -> Self:
@@ -134,148 +134,148 @@ class Service:
         self.close()
 
     def close(self) -> None:
-        """Close all sockets; answers under way have a moment to leave."""
+        """Close all sockets; pending replies get a moment."""
         self._listener.close()
 
     def stop(self) -> None:
-        """Ask `run` to drain and return at its next look; safe from any thread and from a signal handler."""
+        """Make `run` drain and return; safe from any thread and from a signal handler."""
         self._stopping = True
 
     def reload(self) -> None:
-        """Ask `run` to read the clients' public keys again at its next look; as safe as `stop`."""
-        self._is_reloading = True
+        """Make `run` reload the clients' public keys; as safe as `stop`."""
+        self._reload_requested = True
 
     @property
     def has_keys(self) -> bool:
-        """Whether only clients with known keys are let in."""
+        """Whether clients need a key."""
         return self._access is not None
 
     @property
-    def left_behind(self) -> str:
-        """Who is still there, for the log; empty if nobody is."""
+    def remaining(self) -> str:
+        """Log text with the number of ranks that have not left; empty if all have."""
         ranks = 0 if self._parent else self._dispatcher.nr_ranks
         return f"; {ranks} rank{'s' * (ranks > 1)} had not left" if ranks else ""
 
     @quietly
     def run(self) -> None:
-        """Serve until `stop`, or until the parent ends; then take what has come, and answer what is complete.
+        """Serve until `stop`, or until the parent ends; then process the received frames and return.
 
-        Who waits then waits for the next server at these endpoints, as if this one had been killed. One with a parent
-        has no successor, and tells all.
+        Members that still wait then wait for the next server at these endpoints, as if this one had been killed. A
+        server with a parent has no successor and sends each member an error.
         """
-        next_look = time.monotonic() + LOOK_SECONDS
+        next_look = time.monotonic() + POLL_SECONDS
         while not self._stopping:
-            # Waiting in `recv` costs some system calls less for each frame than polling before it.
+            # A blocking `recv` needs fewer system calls per frame than a poll before it.
             try:
                 peer = self._socket.recv()
             except zmq.Again:
                 pass
             else:
-                self._take(peer)
+                self._receive(peer)
             if time.monotonic() >= next_look:
-                self._look()
-                next_look = time.monotonic() + LOOK_SECONDS
+                self._run_periodic()
+                next_look = time.monotonic() + POLL_SECONDS
         self._drain()
         if self._parent:
-            # Nobody will start it again.
-            self._sender.send(self._dispatcher.farewell())
+            # There will be no successor.
+            self._sender.send(self._dispatcher.shutdown_notices())
             self._sender.send(self._dispatcher.stop())
 
-    def _take(self, peer: bytes) -> None:
-        """Take a frame, of which ZeroMQ has told only the peer, and send the answers."""
+    def _receive(self, peer: bytes) -> None:
+        """Receive the rest of a frame from a peer, and send the replies."""
         part = self._socket.recv(copy=False)
         if part.more:
             self._socket.recv_multipart()
-        tenant = self._members.get(peer) or self._newcomer(peer, part)
-        if tenant is None:
+        principal = self._members.get(peer) or self._principal_of(peer, part)
+        if principal is None:
             return
-        # Whoever sends several frames speaks another protocol; an empty frame is refused like any garbage.
+        # A peer that sends several frames uses another protocol; an empty frame is refused as malformed.
         frame = b"" if part.more else part.bytes
-        received = self._dispatcher.receive(time.monotonic(), peer, frame, tenant)
-        if received.replies:  # of a member's frames only a round's last contribution has any
+        received = self._dispatcher.receive(time.monotonic(), peer, frame, principal)
+        if received.replies:  # mostly only for the last contribution of a round
             self._sender.send(received.replies)
         if received.is_refused or peer not in self._members:
-            self._watch.note(peer, received, tenant)
+            self._connections.record(peer, received, principal)
 
-    def _newcomer(self, peer: bytes, part: zmq.Frame) -> Tenant | None:
-        """Owner of the key of a peer that is not a member yet; None if its frame does not count."""
-        if not self._watch.is_heard(peer, part):
+    def _principal_of(self, peer: bytes, part: zmq.Frame) -> Principal | None:
+        """Key and rights of a peer that is not a member yet; None if its frame is ignored."""
+        if not self._connections.accepts(peer, part):
             return None
-        tenant = ANYBODY if self._access is None else self._access.tenant(str(part.get("User-Id")))
-        if tenant is None:
-            self._watch.end(peer, access.revoked())
-        return tenant
+        principal = ANONYMOUS if self._access is None else self._access.principal(str(part.get("User-Id")))
+        if principal is None:
+            self._connections.close(peer, access.revoked())
+        return principal
 
-    def _look(self) -> None:
-        """Do what is due beside the frames."""
-        if self._is_reloading:
-            self._is_reloading = False
+    def _run_periodic(self) -> None:
+        """Do the periodic work: monitor events, probes, deadlines and reloads."""
+        if self._reload_requested:
+            self._reload_requested = False
             self._reload()
-        self._watch.read_monitor()
-        self._watch.end_doomed()
-        disconnected = self._watch.has_disconnected()
+        self._connections.read_monitor()
+        self._connections.close_due()
+        disconnected = self._connections.has_disconnected()
         self._drain()
-        self._watch.probe_members(disconnected=disconnected)
-        self._watch.end_reset()
+        self._connections.probe_members(disconnected=disconnected)
+        self._connections.close_reset()
         now = time.monotonic()
         if now >= self._next_tick:
             self._sender.send(self._dispatcher.tick(now))
-            self._watch.tick(time.monotonic())
+            self._connections.tick(time.monotonic())
             self._next_tick = time.monotonic() + TICK_SECONDS
-        if self._parent and self._needs_no_server(self._parent):
+        if self._parent and self._should_exit(self._parent):
             self.stop()
 
     def _drain(self) -> None:
         with suppress(zmq.Again):
-            for _ in range(DRAIN_AT_MOST):
-                self._take(self._socket.recv(_NO_WAIT))
+            for _ in range(MAX_DRAINED):
+                self._receive(self._socket.recv(_NO_WAIT))
 
-    def _needs_no_server(self, parent: Parent) -> bool:
+    def _should_exit(self, parent: Parent) -> bool:
         has_members, has_had_members = self._dispatcher.has_members, self._dispatcher.has_had_members
-        return parent.needs_no_server(time.monotonic(), has_members=has_members, has_had_members=has_had_members)
+        return parent.should_exit(time.monotonic(), has_members=has_members, has_had_members=has_had_members)
 
-    def _is_let_in(self, key: str) -> bool:
-        return not key if self._access is None else self._access.tenant(key) is not None
+    def _is_allowed(self, key: str) -> bool:
+        return not key if self._access is None else self._access.principal(key) is not None
 
     def _reload(self) -> None:
-        """Read the public keys again, and end the members and connections of those that are gone.
+        """Reload the public keys, and remove members and connections with revoked keys.
 
-        A file that is unsound is one key that is not let in; a revocation beside it takes effect. While connections
-        take all descriptors that this process may have, it tries again at each look.
+        An invalid file disables its key only; other revocations take effect. Without a free descriptor it tries again
+        at the next pass.
         """
         if self._curve is None:
-            logger.info("SIGHUP: no keys to read again")
+            logger.info("SIGHUP: no keys to reload")
             return
         try:
-            clients, problems = keygen.load_again(self._curve)
+            clients, problems = keygen.reload_clients(self._curve)
         except ConfigurationError as error:
-            self._is_reloading = is_out_of_files(error)
-            logger.error("the keys stay as they were: %s", in_log(error))  # noqa: TRY400 - the operator's mistake, not ours
+            self._reload_requested = is_out_of_files(error)
+            logger.error("reload failed, the keys stay unchanged: %s", in_log(error))  # noqa: TRY400 - no bug of ours
             return
         for problem in problems:
-            logger.error("a key is not let in: %s", in_log(problem))
-        access = self._let_in(clients)
-        logger.info("lets in %d keys from now on: %s", len(access.names), ", ".join(sorted(access.names)))
-        self._sender.send(self._dispatcher.expel(time.monotonic(), access))
-        self._watch.end_others(access.keys)
+            logger.error("key refused: %s", in_log(problem))
+        access = self._set_clients(clients)
+        logger.info("accepting %d keys from now on: %s", len(access.names), ", ".join(sorted(access.names)))
+        self._sender.send(self._dispatcher.revoke(time.monotonic(), access))
+        self._connections.close_others(access.keys)
 
-    def _let_in(self, clients: Iterable[PublicKey]) -> Access:
-        """Let in these clients from now on; the owner of each member's key is looked up again at its next frame."""
+    def _set_clients(self, clients: Iterable[PublicKey]) -> Access:
+        """Accept these clients from now on; the rights of each member are looked up again at its next frame."""
         self._access = Access(clients, self._operator)
         self._members.clear()
         return self._access
 
 
-def _parent(config: Config) -> Parent | None:
+def _make_parent(config: Config) -> Parent | None:
     if config.parent is None:
         return None
-    timeout = max(RETURN_SECONDS, config.quota.silence_seconds) if config.again else math.inf
+    timeout = max(REJOIN_SECONDS, config.quota.silence_seconds) if config.again else math.inf
     return Parent(config.parent, expected_until=time.monotonic() + timeout)
 
 
 @contextmanager
-def _signals(service: Service) -> Iterator[None]:
-    """SIGTERM and SIGINT stop the service, SIGHUP has it read the keys again; the former handlers come back after."""
+def _signal_handlers(service: Service) -> Iterator[None]:
+    """SIGTERM and SIGINT stop the service, SIGHUP reloads the keys; restores the former handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -294,11 +294,11 @@ def _handler(action: Callable[[], None]) -> Callable[[int, FrameType | None], No
     return lambda _number, _frame: action()
 
 
-def _take_all_descriptors() -> None:
+def _raise_file_limit() -> None:
     """Raise the soft limit of open files to the hard one."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # macOS takes no limit for none
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS refuses an unlimited soft limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 
 
 def run_master(config: Config | None = None) -> None:
@@ -307,14 +307,14 @@ def run_master(config: Config | None = None) -> None:
     Prints one line, `listening on ENDPOINT`, for each bound endpoint.
 
     Args:
-        config: what `python -m server` would read from its flags; default: ipc, for this user alone.
+        config: the flags of `python -m server`; default: ipc, for this user alone.
 
     Raises:
-        BindError: an endpoint is taken or does not exist.
-        ConfigurationError: the folder of keys is unusable.
+        BindError: an endpoint is in use or does not exist.
+        ConfigurationError: the folder of keys is invalid.
     """
-    _take_all_descriptors()
-    with Service(config or Config()) as service, _signals(service):
+    _raise_file_limit()
+    with Service(config or Config()) as service, _signal_handlers(service):
         for endpoint in service.endpoints:
             print(f"listening on {endpoint}", flush=True)  # noqa: T201 - a script reads the port from here
         if not service.has_keys and (plain := " and ".join(filter(needs_keys, service.endpoints))):
@@ -324,4 +324,4 @@ def run_master(config: Config | None = None) -> None:
                 plain,
             )
         service.run()
-        logger.info("stopped%s", service.left_behind)
+        logger.info("stopped%s", service.remaining)

@@ -1,12 +1,12 @@
-"""ZAP: answers ZeroMQ's question whether to let a connection in (RFC 27), and gives the connection its routing id.
+"""ZAP: authenticates connections for ZeroMQ (RFC 27), and assigns their routing ids.
 
-ZeroMQ asks at each handshake, over a socket inside this process, and the handshake waits for the answer. A thread of
-its own answers in time, however busy the server's loop is.
+ZeroMQ sends a request at each handshake, over a socket inside this process, and the handshake waits for the answer. A
+separate thread answers in time, however busy the server's loop is.
 
-A ZeroMQ peer may set its own routing id; to one that sets none, ZeroMQ gives the next number of a count. If another
-peer has already set that number, libzmq ends the whole process. So the gatekeeper gives each connection an id that
-nobody can guess. ZeroMQ keeps the id that it hears last, which is the gatekeeper's, except in rare moments. For these
-the count starts at a number that no peer knows. pyzmq's authenticator cannot do this: its answers have no metadata.
+A ZeroMQ peer may choose its own routing id; otherwise ZeroMQ assigns the next number of a counter. If another peer has
+already chosen that number, libzmq aborts the process. So the authenticator assigns an unpredictable id to each
+connection. ZeroMQ keeps the last id that it receives, which is the authenticator's except in rare races. For these the
+counter starts at a random number. pyzmq's authenticator cannot do this, because its answers have no metadata.
 """
 
 import ctypes
@@ -21,21 +21,21 @@ from contextlib import suppress
 import zmq
 from zmq.utils import z85
 
-from server.security.access import ANYBODY
+from server.security.access import ANONYMOUS
 
-# Nobody guesses one in the life of a universe; written in hexadecimal, since pyzmq reads properties as text.
+# 96 bits, in hexadecimal because pyzmq reads properties as text.
 _RANDOM_BYTES = 12
 
 
 def seed_routing_ids() -> None:
-    """Seed libc's `rand()`, where ZeroMQ's count starts and which it never seeds; call it before any socket is made."""
+    """Seed libc's `rand()`, which ZeroMQ's counter starts from without seeding it; call it before the first socket."""
     ctypes.CDLL(None).srand(ctypes.c_uint(int.from_bytes(os.urandom(4))))
 
 
 def _metadata(routing_id: bytes) -> bytes:
-    """Metadata that the gatekeeper sets for a connection; it overrides what the peer says.
+    """Metadata for a connection; it overrides the peer's.
 
-    ZeroMQ sets the real descriptor before, unless it does not know the peer's address.
+    ZeroMQ has set the real descriptor before, unless it does not know the peer's address.
     """
     return _property(b"Identity", routing_id) + _property(b"__fd", b"-1")
 
@@ -49,41 +49,41 @@ logger = logging.getLogger("statsd_bn.server")
 ENDPOINT = "inproc://zeromq.zap.01"
 DOMAIN = b"statsd_bn"
 
-# ZeroMQ asks as a REQ does: an empty frame stands between who asks and what it asks.
+# Requests come as from a REQ socket: routing id, empty frame, content.
 _ENVELOPE = 2
 
-# What follows a request's version and number: domain, address, routing id and mechanism, and with CURVE the key.
+# Fields after a request's version and number: domain, address, routing id, mechanism, and the key with CURVE.
 _FIELDS = 4
 _KEY_BYTES = 32
 
-# How long answers are held back. ZeroMQ asks first, then reads what the peer says about itself, and keeps the routing
-# id that it hears last. An immediate answer came first in one of four handshakes on a busy machine.
+# Delay of the answers. ZeroMQ sends its request before it reads the peer's own metadata, and keeps the last routing id.
+# Without the delay the answer came first in one of four handshakes on a busy machine.
 HOLD_SECONDS = 0.001
 
 
-class Gatekeeper:
-    """A running thread; it ends with its context.
+class Authenticator:
+    """The ZAP handler of a context, in a thread that ends with it.
 
     Args:
-        context: whose handshakes it answers.
-        is_allowed: whether to let in a client with this public key, "" for none; called from the thread.
+        context: context of the listening socket.
+        is_allowed: whether to accept a public key, "" for none; called from the thread.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], is_allowed: Callable[[str], bool]) -> None:
         self._is_allowed = is_allowed
         self._is_open = threading.Event()
-        # A REP would take the next request only after an answer: each would be held back by itself.
+        # A REP would receive the next request only after an answer, so the delays would add up.
         self._socket = context.socket(zmq.ROUTER)
         self._socket.bind(ENDPOINT)
-        self._thread = threading.Thread(target=self._run, name="statsd_bn gatekeeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="statsd_bn authenticator", daemon=True)
         self._thread.start()
 
     def open(self) -> None:
-        """Begin to answer; those that came before have waited."""
+        """Start to answer, including requests that wait already."""
         self._is_open.set()
 
     def join(self) -> None:
-        """Wait until the thread has ended, which it does when its context is terminated."""
+        """Wait for the end of the thread, after its context was terminated."""
         self._is_open.set()
         self._thread.join()
 
@@ -108,14 +108,14 @@ class Gatekeeper:
             address = fields[1].decode("ascii", "replace") if len(fields) > 1 else "?"
             logger.info("refused a connection from %s: unknown key %s", address, key or "(none)")
             return [*head, b"400", b"unknown key", b"", b""]
-        # What is behind the text becomes the User-Id of each message of the connection.
+        # The field after the text becomes the User-Id of each message of the connection.
         return [*head, b"200", b"OK", key.encode(), _metadata(os.urandom(_RANDOM_BYTES).hex().encode())]
 
 
 def _key(fields: list[bytes]) -> str | None:
-    """Public key that a client has proved to own the secret of; None if the request is unsound."""
+    """Public key of an authenticated client; None if the request is malformed."""
     if fields[_FIELDS - 1 :] == [b"NULL"]:
-        return ANYBODY.key
+        return ANONYMOUS.key
     if len(fields) != _FIELDS + 1 or fields[3] != b"CURVE" or len(fields[4]) != _KEY_BYTES:
         return None
     return z85.encode(fields[4]).decode("ascii")

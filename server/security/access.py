@@ -1,4 +1,4 @@
-"""Access: which keys are let in, and for which jobs."""
+"""Access: the accepted keys, and the jobs that each may join."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,85 +7,85 @@ from fnmatch import fnmatchcase
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError
 from statsd_bn.keys import PublicKey
 
-# Cause of the loss of a member whose key is no longer let in, or no longer for its job.
+# Cause of a loss after the key was revoked for the job.
 REVOKED = "its key was revoked"
 
-# No client can have this name.
+# Not a valid client name.
 OPERATOR = "(operator)"
 
 
 @dataclass(frozen=True, slots=True)
-class Tenant:
-    """The owner of a key; its sessions and its jobs are its own.
+class Principal:
+    """Identity and rights of a client key.
 
     Attributes:
-        name: of the client, for people.
-        key: its public key; empty where the server asks for none.
-        jobs: patterns of the names of jobs that it may join and see.
-        account: the name that its bytes and its time are counted under; several keys may share one.
-        only_asks: whether it may join no job, only see them.
+        name: display name of the client.
+        key: its public key; empty without CURVE.
+        jobs: patterns of the jobs that it may join and see.
+        tenant: tenant that its memory and requests count for; several keys may share one.
+        read_only: whether it may see jobs but join none.
     """
 
     name: str
     key: str
     jobs: tuple[str, ...]
-    account: str = ""
-    only_asks: bool = False
+    tenant: str = ""
+    read_only: bool = False
 
-    def may(self, job: str) -> bool:
-        """Whether it may join a job, and see it."""
+    def may_access(self, job: str) -> bool:
+        """Whether it may join and see a job."""
         return any(fnmatchcase(job, pattern) for pattern in self.jobs)
 
-    def owner(self, job: str) -> str:
-        """Owner that a job is counted for, see `server.security.quota`."""
-        return f"tenant {self.account or self.name!r}" if self.key else f"job {job!r}"
+    def tenant_of(self, job: str) -> str:
+        """Account that a job counts for, see `server.security.quota`."""
+        return f"tenant {self.tenant or self.name!r}" if self.key else f"job {job!r}"
 
 
-ANYBODY = Tenant("anybody", "", ("*",))
-"""The owner of every connection to a server without keys."""
+ANONYMOUS = Principal("anybody", "", ("*",))
+"""The principal of all connections to a server without keys."""
 
 
 class Access:
-    """The keys that are let in.
+    """The accepted keys.
 
     Args:
-        clients: one for each key.
-        operator: the public key that may ask about all jobs and join none; "" for none.
+        clients: public keys of the clients.
+        operator: public key that may see all jobs and join none; "" for none.
 
     Attributes:
-        names: of the clients that are let in.
+        names: names of the clients.
 
     Raises:
-        ConfigurationError: two clients have one key.
+        ConfigurationError: two clients have the same key.
     """
 
     def __init__(self, clients: Iterable[PublicKey], operator: str = "") -> None:
-        self._tenants: dict[str, Tenant] = {}
+        self._principals: dict[str, Principal] = {}
         for client in clients:
-            if other := self._tenants.get(client.key):
+            if other := self._principals.get(client.key):
                 raise ConfigurationError(
-                    f"curve: expected a key of its own for each client, got one for {other.name!r} and {client.name!r}"
+                    f"curve: expected different keys for all clients, got one for {other.name!r} and {client.name!r}"
                 )
-            self._tenants[client.key] = Tenant(client.name, client.key, client.jobs, client.tenant)
-        self.names = {tenant.name for tenant in self._tenants.values()}
+            self._principals[client.key] = Principal(client.name, client.key, client.jobs, client.tenant)
+        self.names = {tenant.name for tenant in self._principals.values()}
         if operator:
-            self._tenants[operator] = Tenant(OPERATOR, operator, ("*",), only_asks=True)
+            self._principals[operator] = Principal(OPERATOR, operator, ("*",), read_only=True)
 
     @property
     def keys(self) -> set[str]:
-        """All public keys that are let in."""
-        return set(self._tenants)
+        """All accepted public keys."""
+        return set(self._principals)
 
-    def tenant(self, key: str) -> Tenant | None:
-        """Owner of a key; None if the key is not let in."""
-        return self._tenants.get(key)
+    def principal(self, key: str) -> Principal | None:
+        """Identity of a key; None if it is not accepted."""
+        return self._principals.get(key)
 
     def allows(self, key: str, job: str) -> bool:
-        """Whether a key may take part in a job."""
-        tenant = self._tenants.get(key)
-        return tenant is not None and tenant.may(job)
+        """Whether a key may join a job."""
+        tenant = self._principals.get(key)
+        return tenant is not None and tenant.may_access(job)
 
 
 def revoked() -> AuthenticationRefused:
-    """Error for a client whose key was let in before, and no longer is."""
+    """Error for a client with a revoked key."""
     return AuthenticationRefused("authentication refused: the server no longer lets this key in", reason="revoked")

@@ -1,7 +1,7 @@
-"""`python -m server keygen DIR`: makes keys, in files that nobody else can read; and where a server finds its keys.
+"""`python -m server keygen DIR`: generates keys in private files, and loads them for a server.
 
-`keygen` only ever adds files. A folder that has a server's keys already gets further clients. A server reads its keys
-from such a folder, or for one job from standard input.
+`keygen` only adds files. A folder with a server's keys gets further clients. A server reads its keys from such a
+folder, or for one job from standard input.
 """
 
 import os
@@ -25,30 +25,29 @@ PRIVATE_FOLDER = 0o700
 # 256 bits.
 SECRET_BYTES = 32
 
-SECRET_NOTE = "# Whoever has this file is what it names: keep it private.\n"  # noqa: S105 - a comment in the file
+SECRET_NOTE = "# This file proves an identity to the server: keep it private.\n"  # noqa: S105 - a comment in the file
 PUBLIC_NOTE = "# A client's public key, which the server lets in while this file is here; SIGHUP reads it again.\n"
 
 
 def generate(folder: str | Path, clients: Sequence[str] = (), jobs: Sequence[str] = (), tenant: str = "") -> list[Path]:
-    """Makes a key pair for each client, and one for the server if it has no keys yet.
+    """Generates a key pair for each client, and one for the server if it has none.
 
     Args:
-        folder: where to; it is made if it is not there.
-        clients: their names; default: "client".
-        jobs: patterns of the names of jobs that these keys are for; default: all jobs.
-        tenant: whose keys these are, which share its limits; default: each is a tenant of its own.
+        folder: destination, created if missing.
+        clients: names of the clients; default: "client".
+        jobs: patterns of the jobs that these keys may join; default: all jobs.
+        tenant: tenant of these keys, which share its limits; default: one tenant per key.
 
     Returns:
-        The files that were written.
+        The new files.
 
     Raises:
-        ConfigurationError: a file is there already, a name is unusable, or the folder cannot be written, or others
-            can write to it.
+        ConfigurationError: a file exists, a name is invalid, or the folder is not writable or is writable for others.
     """
     check_curve()
     folder = Path(folder)
     names = [keys.check_name(name) for name in dict.fromkeys(clients or (keys.DEFAULT_CLIENT,))]
-    note = _lines(tenant=keys.check_name(tenant)) if tenant else ""
+    note = _toml(tenant=keys.check_name(tenant)) if tenant else ""
     try:
         for place in _folders(folder):
             check_folder(place)
@@ -58,10 +57,10 @@ def generate(folder: str | Path, clients: Sequence[str] = (), jobs: Sequence[str
 
 
 def write_secret(file: str | Path) -> None:
-    """Writes the secret of a job on several nodes, which the client reads where STATSD_BN_SECRET_FILE names it.
+    """Writes the secret of a job on several nodes, which clients read through STATSD_BN_SECRET_FILE.
 
     Raises:
-        ConfigurationError: there is a file already, others can write to the folder, or it cannot be written.
+        ConfigurationError: the file exists, or the folder is not writable or is writable for others.
     """
     path = Path(file)
     if path.exists():
@@ -74,16 +73,16 @@ def write_secret(file: str | Path) -> None:
 
 
 def _check_for_secret(folder: Path) -> None:
-    # The file is new, and read by whoever wrote it: a group that shares a folder, as a umask of 002 has it, is trusted.
+    # A shared group, as with a umask of 002, is trusted: the file is new, and its author reads it.
     real = folder.resolve(strict=True)
     for each in (real, *real.parents):
         _check_folder(each, stat.S_IWOTH, "secret", may_be_shared=True)
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ConfigurationError if somebody else could replace what is written to a folder, or add to it.
+    """Raises ConfigurationError if another user could add or replace files in a folder.
 
-    A folder that is not there yet is made private; what lies above it counts.
+    A missing folder will be created private, so its parents count.
     """
     there = folder.absolute()
     while not os.path.lexists(there):
@@ -92,18 +91,18 @@ def check_folder(folder: Path) -> None:
     is_there = there == folder.absolute()
     _check_folder(real, stat.S_IWOTH | stat.S_IWGRP * is_there, may_be_shared=not is_there)
     for above in real.parents:
-        # Where a group shares a folder its members trust one another with what lies in it.
+        # Members of a group that shares a folder trust each other.
         _check_folder(above, stat.S_IWOTH, may_be_shared=True)
 
 
 def _check_folder(folder: Path, writable: int, what: str = "keys", *, may_be_shared: bool) -> None:
-    """Raises ConfigurationError if others can write to a folder, or it is theirs.
+    """Raises ConfigurationError if another user owns a folder or can write to it.
 
     Args:
-        folder: which one.
-        writable: the modes by which others can.
-        what: is written there, for people.
-        may_be_shared: whether it may be one such as /tmp, where all may add files, and replace only their own.
+        folder: the folder.
+        writable: forbidden mode bits.
+        what: kind of the files there, for the error.
+        may_be_shared: whether to accept a sticky folder such as /tmp.
     """
     found = folder.stat()
     if found.st_uid not in {0, os.getuid()}:
@@ -123,7 +122,7 @@ def _folders(folder: Path) -> tuple[Path, ...]:
 
 
 def check_curve() -> None:
-    """Raises ConfigurationError if this machine's ZeroMQ has no CURVE."""
+    """Raises ConfigurationError if this libzmq was built without CURVE."""
     if not zmq.has("curve"):
         raise ConfigurationError(f"curve: libzmq {zmq.zmq_version()} was built without it; install pyzmq from a wheel")
 
@@ -134,14 +133,14 @@ def _contents(folder: Path, names: Sequence[str], rights: str) -> dict[Path, str
         server = keys.load_server(folder)
     else:
         server = _pair()
-        contents[folder / keys.SERVER_SECRET] = SECRET_NOTE + _lines(public_key=server.public, secret_key=server.secret)
-        contents[folder / keys.SERVER_PUBLIC] = _lines(public_key=server.public)
+        contents[folder / keys.SERVER_SECRET] = SECRET_NOTE + _toml(public_key=server.public, secret_key=server.secret)
+        contents[folder / keys.SERVER_PUBLIC] = _toml(public_key=server.public)
     for name in names:
         pair = _pair()
-        secret = _lines(public_key=pair.public, secret_key=pair.secret, server_key=server.public)
+        secret = _toml(public_key=pair.public, secret_key=pair.secret, server_key=server.public)
         contents[folder / keys.SECRET_FOLDER / keys.secret_name(name)] = SECRET_NOTE + secret
         public = folder / keys.PUBLIC_FOLDER / keys.public_name(name)
-        contents[public] = PUBLIC_NOTE + _lines(public_key=pair.public) + rights
+        contents[public] = PUBLIC_NOTE + _toml(public_key=pair.public) + rights
     return contents
 
 
@@ -150,15 +149,15 @@ def _pair() -> Pair:
     return Pair(public.decode(), secret.decode())
 
 
-def _lines(**values: str) -> str:
-    # Z85 has neither quotes nor backslashes.
+def _toml(**values: str) -> str:
+    # Z85 contains neither quotes nor backslashes.
     return "".join(f'{name.replace("_", "-")} = "{value}"\n' for name, value in values.items())
 
 
 def _patterns(jobs: Sequence[str]) -> str:
     if bad := [pattern for pattern in jobs if not (pattern.isprintable() and pattern)]:
         raise ConfigurationError(f"jobs: expected patterns of printable letters, got {bad[0]!r:.80}")
-    # A literal string of TOML ends with the first apostrophe, and a basic one has escapes.
+    # A basic string, because a literal string of TOML cannot contain an apostrophe.
     quoted = ['"' + pattern.replace("\\", "\\\\").replace('"', '\\"') + '"' for pattern in jobs or ("*",)]
     return f"{keys.JOBS} = [{', '.join(quoted)}]\n"
 
@@ -174,7 +173,7 @@ def _write(folder: Path, contents: dict[Path, str]) -> list[Path]:
 
 
 def _write_private(path: Path, text: str) -> None:
-    # EXCL, so that a file that has come meanwhile is not overwritten either; private from the beginning.
+    # EXCL, so that a file that another process has just created is not overwritten; created private.
     opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
     with os.fdopen(opened, "w", encoding="utf-8") as file:
         file.write(text)
@@ -182,15 +181,15 @@ def _write_private(path: Path, text: str) -> None:
 
 KEY_BYTES = 32
 
-# In place of a folder: whoever starts the server hands its keys over, and no file has them.
+# In place of a folder: the parent process passes the keys, and they are in no file.
 STANDARD_INPUT = "-"
 
 
-def load(curve: str) -> tuple[Pair, list[PublicKey]]:
-    """Returns the server's pair, and whom it lets in.
+def load_server_keys(curve: str) -> tuple[Pair, list[PublicKey]]:
+    """Returns the server's pair and the clients' public keys.
 
     Raises:
-        ConfigurationError: a file is missing or not sound.
+        ConfigurationError: a file is missing or invalid.
     """
     if curve != STANDARD_INPUT:
         return keys.load_server(curve), keys.load_clients(curve)
@@ -198,32 +197,32 @@ def load(curve: str) -> tuple[Pair, list[PublicKey]]:
     return found.pair, [PublicKey(found.client, found.client_key)]
 
 
-def operator(pair: Pair) -> Pair:
-    """Returns the pair that a server lets in to ask only; it follows from the server's own."""
+def operator_pair(pair: Pair) -> Pair:
+    """Returns the read-only pair of the operator, derived from the server's own."""
     check_curve()
     made = blake2b(b"operator", key=pair.secret.encode(), digest_size=KEY_BYTES, person=b"statsd_bn").digest()
     secret = z85.encode(made)
     return Pair(zmq.curve_public(secret).decode(), secret.decode())
 
 
-def load_asking(curve: str) -> ClientKeys:
-    """Returns the keys to ask a server with: the operator's from the server's own folder, else a client's.
+def load_query_keys(curve: str) -> ClientKeys:
+    """Returns the keys for status requests: the operator's if `curve` is the server's folder, else a client's.
 
     Raises:
-        ConfigurationError: there is no such file, or it holds no keys.
+        ConfigurationError: the file is missing or has no keys.
     """
     if not os.access(Path(curve) / keys.SERVER_SECRET, os.F_OK):
         return keys.load_client(curve)
     pair = keys.load_server(curve)
-    return ClientKeys(operator(pair), pair.public)
+    return ClientKeys(operator_pair(pair), pair.public)
 
 
-def load_again(curve: str) -> tuple[list[PublicKey], list[ConfigurationError]]:
-    """Returns whom the server lets in from now on, and what is wrong with the files that are not sound.
+def reload_clients(curve: str) -> tuple[list[PublicKey], list[ConfigurationError]]:
+    """Returns the clients' public keys, and the errors of invalid files.
 
     Raises:
-        ConfigurationError: nothing can be said of any.
+        ConfigurationError: the folder cannot be read.
     """
     if curve == STANDARD_INPUT:
-        raise ConfigurationError("curve: expected a folder, to read keys again, got standard input")
+        raise ConfigurationError("curve: expected a folder to reload keys from, got standard input")
     return keys.load_sound_clients(curve)

@@ -1,10 +1,10 @@
-"""Quota: how much the server accepts and keeps, and how long it waits; each limit is an option with a reason.
+"""Quota: limits on sizes, memory and times; each is an option with a reason.
 
-The protocol's own limits (docs/protocol.md) are the highest values: both sides rely on them. An option lowers one for
-this server. What exceeds a limit is answered with a `limit` Failure, and counted.
+The limits of the protocol (docs/protocol.md) are the maximum values, because both sides rely on them. An option lowers
+one for this server. The server answers excess with a `limit` Failure and counts it.
 
-Bytes are kept for owners. With keys each tenant is one; without keys anybody can claim to be anybody, and each job is
-one. Errors show an owner's name as it is: "job 'digits'", "tenant 'team-a'".
+Memory is accounted per tenant. Without keys any client can claim any name, so each job has its own account. Errors show
+the account's name: "job 'digits'", "tenant 'team-a'".
 """
 
 from dataclasses import Field, dataclass, field, fields
@@ -17,30 +17,30 @@ from statsd_bn.messages import Register
 from statsd_bn.round_key import RoundKey
 from statsd_bn.rows import Rows
 
-# Frames of one connection that wait to be read, by the peer or by the server: a member has one or two in flight.
+# Unread frames of one connection in each direction: a member has one or two in flight.
 SEND_HIGH_WATER_MARK = 64
 
-# What objects take, measured with tracemalloc and rounded up, with names and addresses of the greatest length.
+# Memory of objects, measured with tracemalloc with names of maximum length, and rounded up.
 
-# A contribution beside its numbers: 0.4 kB.
+# A contribution without its values: 0.4 kB.
 CONTRIBUTION_BYTES = 1024
 
-# A round before its first contribution: 0.8 kB, and its key may have 0.8 more.
+# A round before its first contribution: 0.8 kB, and up to 0.8 kB for its key.
 ROUND_BYTES = 2048
 
-# What a round keeps for each member it waits for: 94 bytes.
+# A round's future for each member: 94 bytes.
 FUTURE_BYTES = 128
 
-# A member: what its group knows of it, its record and its pulse, and what it tells, 2.5 kB.
+# A member: contributor, session record, liveness and reports, 2.5 kB.
 MEMBER_BYTES = 3072
 
 # A group without members: 6.5 kB.
 GROUP_BYTES = 8192
 
-# A member that others have named after a restart of the server, before it is back: a number in a set.
-NAMED_BYTES = 96
+# An expected member after a server restart: a number in a set.
+EXPECTED_BYTES = 96
 
-# A run in a set of members that a result names: two small tuples.
+# A run of ranks in a result: two small tuples.
 RUN_BYTES = 128
 
 
@@ -50,7 +50,7 @@ def _option(default: float, most: float, reason: str, least: float = 1) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """The limits of one server; every field is a flag of `python -m server` and a variable STATSD_BN_*.
+    """The limits of one server; each field is a flag of `python -m server` and a variable STATSD_BN_*.
 
     Raises:
         ConfigurationError: the protocol does not allow a value.
@@ -111,11 +111,11 @@ class Quota:
             value = getattr(self, option.name)
             if not option.metadata["least"] <= value <= option.metadata["most"]:
                 name = option.name.replace("_", "-")
-                raise ConfigurationError(f"{name}: expected {span(option)}, got {shown(value)}")
+                raise ConfigurationError(f"{name}: expected {option_range(option)}, got {shown(value)}")
 
     @property
     def narrows_contributions(self) -> bool:
-        """Whether a contribution that the protocol allows may exceed a limit here."""
+        """Whether a contribution within the protocol's limits may exceed one of these."""
         return (
             self.max_name_bytes < limits.MAX_NAME_BYTES
             or self.max_channels < limits.MAX_CHANNELS
@@ -123,22 +123,22 @@ class Quota:
         )
 
 
-def span(option: "Field[Any]") -> str:
-    """The values of an option of `Quota` that the protocol allows, in words."""
+def option_range(option: "Field[Any]") -> str:
+    """Text of the range of an option of `Quota`."""
     return f"{option.metadata['least']:g} to {option.metadata['most']:.15g}"
 
 
 @dataclass(slots=True)
-class Tally:
-    """What was refused since the server started, for the status report.
+class Counters:
+    """Refusals since the start, for the status report.
 
     Attributes:
         over_limits: messages answered with a `limit` Failure.
-        strangers: messages of sessions that are not registered.
-        refused_connections: handshakes that failed: an unknown key, or garbage.
-        idle_connections: connections closed because no member spoke over them.
-        flooding_connections: connections closed because too much had to be refused.
-        dropped_answers: answers to peers that did not read, or had gone.
+        strangers: messages of unregistered sessions.
+        refused_connections: failed handshakes: unknown keys or malformed data.
+        idle_connections: connections closed after the idle timeout.
+        flooding_connections: connections closed after too many refusals.
+        dropped_answers: replies to peers that did not read or had disconnected.
     """
 
     over_limits: int = 0
@@ -149,70 +149,70 @@ class Tally:
     dropped_answers: int = 0
 
 
-class Budget:
-    """The quota, and what is used of it; one for all groups of a server.
+class QuotaUsage:
+    """The quota and its use by all groups of a server.
 
     Args:
-        quota: the limits.
+        quota: the limits; default: the protocol's.
 
     Attributes:
-        quota: the limits.
-        tally: what was refused.
-        held: how many bytes are kept.
-        held_of: the same by owner.
-        narrows_contributions: whether a contribution that the protocol allows may be too large.
+        quota: as passed.
+        counters: refusals since the start.
+        allocated: bytes of all tenants.
+        allocated_by_tenant: bytes by tenant.
+        narrows_contributions: as in `Quota`.
     """
 
     def __init__(self, quota: Quota | None = None) -> None:
         self.quota = quota or Quota()
-        self.tally = Tally()
-        self.held = 0
-        self.held_of: dict[str, int] = {}
+        self.counters = Counters()
+        self.allocated = 0
+        self.allocated_by_tenant: dict[str, int] = {}
         self.narrows_contributions = self.quota.narrows_contributions
 
     def exceeded(self, text: str, limit: int, what: str) -> LimitExceeded:
-        """Count a refusal, and return its error."""
-        self.tally.over_limits += 1
+        """Count a refusal; returns its error."""
+        self.counters.over_limits += 1
         return LimitExceeded(text, limit=limit, what=what)
 
     def check_frame(self, frame: bytes) -> None:
-        """Refuse a frame that is too large, with LimitExceeded."""
+        """Raise LimitExceeded for a frame that is too large."""
         self._check("frame", len(frame), self.quota.max_frame_bytes, "bytes")
 
     def check_registration(self, register: Register) -> None:
-        """Refuse a name that is too long, or a group that is too big, with LimitExceeded."""
+        """Raise LimitExceeded for a name that is too long or a group that is too large."""
         self._check("job", len(register.job.encode()), self.quota.max_name_bytes, "bytes in its name")
         self._check("group", len(register.group.encode()), self.quota.max_name_bytes, "bytes in its name")
         self._check("group", register.world_size, self.quota.max_members, "members")
-        # A member of an elastic group may have any rank, and so make the group larger than it began.
+        # A member of an elastic group may have any rank, and so enlarge the group.
         self._check("rank", register.member + 1, self.quota.max_members, "members")
 
     def check_contribution(self, key: RoundKey, shape: tuple[int, ...]) -> None:
-        """Refuse a contribution that is too large, with LimitExceeded; `shape` is that of its values."""
+        """Raise LimitExceeded for a contribution that is too large; `shape` is (replicas, vectors, channels)."""
         self._check("layer", len(key.layer.encode()), self.quota.max_name_bytes, "bytes in its name")
         self._check("contribution", shape[2], self.quota.max_channels, "channels")
         self._check("contribution", shape[0], self.quota.max_replicas, "replicas")
 
-    def check_room(self, owner: str, size: int) -> None:
-        """Refuse to keep more bytes than allowed, for an owner or in all, with LimitExceeded."""
-        held, quota = self.held_of.get(owner, 0), self.quota
+    def check_memory(self, tenant: str, size: int) -> None:
+        """Raise LimitExceeded if a tenant or the server would exceed its memory limit."""
+        held, quota = self.allocated_by_tenant.get(tenant, 0), self.quota
         if held + size > quota.max_tenant_bytes:
             raise self.exceeded(
-                f"{owner} keeps {held} bytes here, and {size} more are above the limit of "
+                f"{tenant} keeps {held} bytes here, and {size} more are above the limit of "
                 f"{quota.max_tenant_bytes}; raise --max-tenant-bytes if this is legitimate",
                 quota.max_tenant_bytes,
                 "bytes kept for a tenant",
             )
-        if self.held + size > quota.max_server_bytes:
+        if self.allocated + size > quota.max_server_bytes:
             raise self.exceeded(
-                f"the server keeps {self.held} bytes, and {size} more for {owner} are above the limit of "
+                f"the server keeps {self.allocated} bytes, and {size} more for {tenant} are above the limit of "
                 f"{quota.max_server_bytes}; raise --max-server-bytes if there is memory for it",
                 quota.max_server_bytes,
                 "bytes kept in all",
             )
 
     def check_groups(self, groups: int, jobs: int, *, is_job_new: bool) -> None:
-        """Refuse another group, with LimitExceeded, if the server has so many groups and jobs already."""
+        """Raise LimitExceeded if another group exceeds the server's limits on groups and jobs."""
         for what, number, most in (
             ("jobs", jobs + is_job_new, self.quota.max_jobs),
             ("groups", groups + 1, self.quota.max_groups),
@@ -220,64 +220,64 @@ class Budget:
             if number > most:
                 raise self.exceeded(f"the server has as many {what} as it may have, {most}", most, what)
 
-    def check_tenant_groups(self, owner: str, its_groups: int, groups: int) -> None:
-        """Refuse a tenant's next group, with LimitExceeded: it has too many, or as many as are left for others.
+    def check_tenant_groups(self, tenant: str, its_groups: int, groups: int) -> None:
+        """Raise LimitExceeded if a tenant has too many groups, or as many as are free for the others.
 
         Args:
-            owner: the tenant.
-            its_groups: how many of the groups it began.
-            groups: how many there are.
+            tenant: the tenant.
+            its_groups: number of its groups.
+            groups: number of all groups.
         """
         most = min(self.quota.max_tenant_groups, self.quota.max_groups - groups)
         if its_groups >= most:
             what = "groups of a tenant"
-            raise self.exceeded(f"{owner} has {its_groups} groups already, the limit is {most}", most, what)
+            raise self.exceeded(f"{tenant} has {its_groups} groups already, the limit is {most}", most, what)
 
     def _check(self, what: str, got: int, most: int, unit: str) -> None:
         if got > most:
             raise self.exceeded(f"{what}: expected at most {most} {unit}, got {got}", most, f"{what}: {unit}")
 
 
-class Room:
-    """The bytes that one group keeps.
+class MemoryShare:
+    """The memory of one group, as a share of its tenant's and the server's.
 
     Args:
-        budget: what the server agrees to keep.
-        owner: whose group it is.
+        usage: the server's memory accounting.
+        tenant: account of the group.
 
     Attributes:
-        held: how many there are.
+        allocated: bytes of the group.
     """
 
-    def __init__(self, budget: Budget, owner: str) -> None:
-        self.held = 0
-        self._budget = budget
-        self._owner = owner
+    def __init__(self, usage: QuotaUsage, tenant: str) -> None:
+        self.allocated = 0
+        self._usage = usage
+        self._tenant = tenant
 
     def check(self, size: int) -> None:
-        """Refuse so many bytes more, with LimitExceeded, if there is no room for them."""
-        self._budget.check_room(self._owner, size)
+        """Raise LimitExceeded if so many further bytes are not available."""
+        self._usage.check_memory(self._tenant, size)
 
-    def take(self, size: int) -> None:
-        """Count bytes that are kept, or refuse them with LimitExceeded."""
-        self._budget.check_room(self._owner, size)
-        self.keep(size)
+    def allocate(self, size: int) -> None:
+        """Allocate bytes; raises LimitExceeded if they are not available."""
+        self._usage.check_memory(self._tenant, size)
+        self.adjust(size)
 
-    def keep(self, size: int) -> None:
-        """Count bytes that are kept, without a check; a negative size gives bytes back."""
-        self.held += size
-        budget, owner = self._budget, self._owner
-        budget.held += size
-        if left := budget.held_of.get(owner, 0) + size:
-            budget.held_of[owner] = left
+    def adjust(self, size: int) -> None:
+        """Allocate bytes without a check; a negative size releases bytes."""
+        self.allocated += size
+        usage, tenant = self._usage, self._tenant
+        usage.allocated += size
+        if left := usage.allocated_by_tenant.get(tenant, 0) + size:
+            usage.allocated_by_tenant[tenant] = left
         else:
-            budget.held_of.pop(owner, None)
+            usage.allocated_by_tenant.pop(tenant, None)
 
-    def empty(self) -> None:
-        """Give all bytes back."""
-        self.keep(-self.held)
+    def release_all(self) -> None:
+        """Release all bytes."""
+        self.adjust(-self.allocated)
 
 
 def size_of(rows: Rows) -> int:
-    """Bytes that a contribution takes while it is kept."""
+    """Memory of a stored contribution in bytes."""
     return rows.values.nbytes + CONTRIBUTION_BYTES

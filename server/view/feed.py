@@ -1,12 +1,12 @@
-"""Feed: asks the server once a second, in a thread of its own, and hands each snapshot to whoever shows it."""
+"""Feed: requests the server's report every second, in a separate thread, and publishes snapshots."""
 
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from server.cli.status import UNSOUND, unsound
-from server.view.snapshot import Snapshot, Watcher
+from server.cli.status import MALFORMED, malformed_report
+from server.view.snapshot import Snapshot, SnapshotBuilder
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import StatsdBNError
 
@@ -14,60 +14,60 @@ PERIOD_SECONDS = 1.0
 
 
 class Feed:
-    """The newest snapshot of a server.
+    """The latest snapshot of a server.
 
     Args:
-        endpoint: of the server, for people.
-        report: asks the server.
+        endpoint: endpoint of the server, for display.
+        report: requests a report.
     """
 
     def __init__(self, endpoint: str, report: Callable[[], dict[str, Any]]) -> None:
-        self._watcher = Watcher(endpoint)
+        self._builder = SnapshotBuilder(endpoint)
         self._report = report
         self._stopped = threading.Event()
-        self._changed = threading.Condition()
+        self._changed_since = threading.Condition()
         self._number = 0
         self.snapshot: Snapshot = {}
 
-    def ask(self) -> Snapshot:
-        """Ask once; returns the snapshot.
+    def refresh(self) -> Snapshot:
+        """Request one report; returns the snapshot.
 
         Raises:
             ServerUnreachable: the server has never answered.
             AuthenticationRefused: it has never accepted our keys.
         """
         try:
-            snapshot = self._take()
+            snapshot = self._fetch()
         except Exception as error:
             if not self.snapshot:
                 raise
-            snapshot = self._watcher.fail(time.time(), _in_words(error))
-        self._show(snapshot)
+            snapshot = self._builder.fail(time.time(), _in_words(error))
+        self._publish(snapshot)
         return snapshot
 
-    def _take(self) -> Snapshot:
+    def _fetch(self) -> Snapshot:
         report = self._report()
         try:
-            return self._watcher.take(time.time(), report)
-        except UNSOUND as error:
-            raise unsound(error) from error
+            return self._builder.update(time.time(), report)
+        except MALFORMED as error:
+            raise malformed_report(error) from error
 
-    def _show(self, snapshot: Snapshot) -> None:
-        with self._changed:
+    def _publish(self, snapshot: Snapshot) -> None:
+        with self._changed_since:
             self.snapshot = snapshot
             self._number += 1
-            self._changed.notify_all()
+            self._changed_since.notify_all()
 
     def next(self, after: int, seconds: float) -> tuple[int, Snapshot]:
-        """Number and snapshot once there is one after number `after`, or the last one after `seconds`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._number > after or self._stopped.is_set(), seconds)
+        """Number and snapshot: waits up to `seconds` for a number above `after`."""
+        with self._changed_since:
+            self._changed_since.wait_for(lambda: self._number > after or self._stopped.is_set(), seconds)
             return self._number, self.snapshot
 
     def run(self) -> None:
-        """Ask once a second until `stop`."""
+        """Request a report every second until `stop`."""
         while not self._stopped.wait(PERIOD_SECONDS):
-            self.ask()
+            self.refresh()
 
     @property
     def stopped(self) -> bool:
@@ -75,10 +75,10 @@ class Feed:
         return self._stopped.is_set()
 
     def stop(self) -> None:
-        """End `run`, and let nobody wait."""
+        """End `run` and all calls of `next`."""
         self._stopped.set()
-        with self._changed:
-            self._changed.notify_all()
+        with self._changed_since:
+            self._changed_since.notify_all()
 
 
 def _in_words(error: Exception) -> str:

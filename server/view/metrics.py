@@ -1,4 +1,4 @@
-"""Metrics: a snapshot as Prometheus reads it. Labels are bounded: a group's first ranks and most skewed layers."""
+"""Metrics: a snapshot in Prometheus format, for the first ranks and the most skewed layers of each group."""
 
 from collections.abc import Callable, Iterator
 from heapq import nlargest
@@ -14,14 +14,14 @@ from statsd_bn.timing import BOUNDS
 
 GROUP = ("job", "group")
 
-# Ranks of a group with a series of their own. Prometheus keeps each series that it ever saw in memory.
+# Ranks of a group with their own series: Prometheus keeps every series in memory.
 MAX_RANKS = 64
 
-# Layers of a group likewise, the most skewed ones.
+# Layers of a group with their own series.
 MAX_LAYERS = 20
 
 
-# A group's histograms in the report, and what they are about.
+# Histograms of a group, with their help texts.
 HISTOGRAMS = (
     ("round_seconds", "How long rounds at the server were open, from the first contribution to the last."),
     (
@@ -33,10 +33,10 @@ HISTOGRAMS = (
 
 
 class Metrics:
-    """What `/metrics` answers.
+    """The content of `/metrics`.
 
     Args:
-        snapshot: returns the newest one.
+        snapshot: returns the latest snapshot.
     """
 
     def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
@@ -49,11 +49,11 @@ class Metrics:
         return bytes(generate_latest(self._registry))
 
     def describe(self) -> list[Metric]:
-        """Nothing: the registry need not ask for a snapshot before there is one."""
+        """Empty, so that the registry does not collect before the first snapshot."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics of the newest snapshot."""
+        """The metrics of the latest snapshot."""
         snapshot = self._snapshot()
         up = GaugeMetricFamily("statsd_bn_up", "Whether the server answers the view.")
         up.add_metric((), float(not snapshot["error"]))
@@ -62,18 +62,18 @@ class Metrics:
         for kind, count in snapshot["counts"].items():
             events.add_metric((kind,), count)
         yield events
-        # A silent server's last numbers would look like a job that stands still.
+        # The last numbers of an unreachable server would look like a stalled job.
         groups = [] if snapshot["error"] else snapshot["groups"]
-        # Of groups that a report has no room for it is not known whether they run.
+        # A group that the report leaves out may still be running.
         ended = [] if snapshot["error"] or snapshot.get("left_out") else snapshot["ended"]
-        yield from _of_groups(groups)
+        yield from _group_metrics(groups)
         yield _broken(groups, ended)
-        yield from _of_ranks(groups)
+        yield from _rank_metrics(groups)
         yield from (_histogram(groups, *named) for named in HISTOGRAMS)
         yield _skew(groups)
 
 
-def _of_groups(groups: list[dict[str, Any]]) -> Iterator[Metric]:
+def _group_metrics(groups: list[dict[str, Any]]) -> Iterator[Metric]:
     counters = {"rounds": "rounds_done", "rounds_failed": "rounds_failed"}
     for name, field in counters.items():
         counter = CounterMetricFamily(f"statsd_bn_{name}", f"The server's `{field}`.", labels=GROUP)
@@ -95,21 +95,21 @@ def _of_groups(groups: list[dict[str, Any]]) -> Iterator[Metric]:
 
 
 def _broken(groups: list[dict[str, Any]], ended: list[dict[str, Any]]) -> Metric:
-    """Whether each group is broken, or its job was when it ended: ranks that are told leave in less than a second."""
+    """Whether each group is broken, including ended jobs: ranks leave a broken job within a second."""
     text = "Whether the group is broken; for some minutes after its end too, while no job of that name runs."
     gauge = GaugeMetricFamily("statsd_bn_broken", text, labels=GROUP)
-    told = {_labels(group): bool(group["lost"]) for group in groups}
+    broken = {_labels(group): bool(group["lost"]) for group in groups}
     running = {group["job"] for group in groups}
-    # The latest comes first.
+    # Latest first.
     for job in ended:
         if job["job"] not in running:
-            told.setdefault((job["job"], WORLD), bool(job["lost"]))
-    for labels, is_broken in told.items():
+            broken.setdefault((job["job"], WORLD), bool(job["lost"]))
+    for labels, is_broken in broken.items():
         gauge.add_metric(labels, float(is_broken))
     return gauge
 
 
-def _of_ranks(groups: list[dict[str, Any]]) -> Iterator[Metric]:
+def _rank_metrics(groups: list[dict[str, Any]]) -> Iterator[Metric]:
     labels = (*GROUP, "rank")
     step = GaugeMetricFamily("statsd_bn_rank_step", "The last step of a rank.", labels=labels)
     score = GaugeMetricFamily("statsd_bn_rank_score", "How fast a rank is, 0 to 1.", labels=labels)
@@ -135,11 +135,11 @@ def _of_ranks(groups: list[dict[str, Any]]) -> Iterator[Metric]:
 def _histogram(groups: list[dict[str, Any]], field: str, text: str) -> Metric:
     family = HistogramMetricFamily(f"statsd_bn_{field}", text, labels=GROUP)
     for group in groups:
-        if told := group.get(field):
-            # The report leaves out the buckets behind the last that has any; a series keeps all that it has.
-            up_to = accumulate(chain(told["counts"], repeat(0)))
+        if histogram := group.get(field):
+            # The report omits empty buckets at the end; a series needs all of them.
+            up_to = accumulate(chain(histogram["counts"], repeat(0)))
             buckets = [(repr(bound), total) for bound, total in zip(BOUNDS, up_to, strict=False)]
-            family.add_metric(_labels(group), [*buckets, ("+Inf", sum(told["counts"]))], told["sum"])
+            family.add_metric(_labels(group), [*buckets, ("+Inf", sum(histogram["counts"]))], histogram["sum"])
     return family
 
 

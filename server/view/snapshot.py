@@ -1,6 +1,6 @@
-"""Snapshot: what is known now, as one dictionary for the page and `/metrics`, with what has happened.
+"""Snapshot: the latest report with rates and events, as one dictionary for the page and `/metrics`.
 
-The heat map has the parts of a group's layers and ranks, packed: as text, 200,000 of them would take 2 MB. Pure.
+The heat map packs the parts of all layers and ranks as binary: 200,000 numbers as text would take 2 MB. Pure.
 """
 
 import base64
@@ -18,32 +18,32 @@ Report = dict[str, Any]
 def events(before: Report | None, now: Report) -> list[dict[str, str]]:
     """Events between two reports, each with `kind`, `job`, `group` and `text`.
 
-    The first report has only what it says has happened: losses, failed rounds, non-finite rows and findings.
+    The first report yields only losses, failed rounds, non-finite rows and findings.
 
     Args:
-        before: the report before; None for the first one.
-        now: the newest one.
+        before: previous report; None for the first one.
+        now: latest report.
     """
-    told: list[dict[str, str]] = []
+    found: list[dict[str, str]] = []
     restarted = before is not None and before["server"] != now["server"]
     if restarted:
-        told.append(_event("restart", {}, f"the server started again as {now['server']}"))
-    known = {_name(group): group for group in (before or {}).get("groups", ())}
+        found.append(_event("restart", {}, f"the server started again as {now['server']}"))
+    known = {_group_name(group): group for group in (before or {}).get("groups", ())}
     for group in now["groups"]:
-        old = known.pop(_name(group), None)
-        told += [_event(kind, group, text) for kind, text in _of_group(old, group, first=before is None)]
+        old = known.pop(_group_name(group), None)
+        found += [_event(kind, group, text) for kind, text in _group_events(old, group, first=before is None)]
     running = {group["job"] for group in now["groups"]}
-    # The latest comes first: a run of the same name may have ended before.
+    # Latest first: an earlier run of the same name may have ended before.
     ended = {job["job"]: job for job in reversed(now.get("ended", ())) if job["job"] not in running}
-    # A server that has just started again knows no group until its members are back.
+    # A restarted server knows no group before its members have reconnected.
     if not restarted and not now.get("left_out"):
         for group in known.values():
             how = ended.get(group["job"], {}).get("lost")
-            told.append(_event("lost" if how else "ended", group, how or "ended"))
-    return told
+            found.append(_event("lost" if how else "ended", group, how or "ended"))
+    return found
 
 
-def _name(group: Report) -> tuple[str, str]:
+def _group_name(group: Report) -> tuple[str, str]:
     return group["job"], group["group"]
 
 
@@ -51,27 +51,27 @@ def _event(kind: str, group: Report, text: str) -> dict[str, str]:
     return {"kind": kind, "job": group.get("job", ""), "group": group.get("group", ""), "text": text}
 
 
-def _of_group(old: Report | None, group: Report, *, first: bool) -> Iterator[tuple[str, str]]:
+def _group_events(old: Report | None, group: Report, *, first: bool) -> Iterator[tuple[str, str]]:
     old = old or {}
     if not first:
-        yield from _membership(old, group)
+        yield from _membership_events(old, group)
     if group["lost"] and group["lost"] != old.get("lost"):
         yield "lost", group["lost"]
-    # The count begins again with a new epoch.
+    # The count restarts with each epoch.
     failed = group["rounds_failed"] - (old.get("rounds_failed", 0) if old.get("epoch") == group["epoch"] else 0)
     if failed > 0:
         yield "mismatch", f"{failed} round{'s' * (failed != 1)} failed"
     known = set(old.get("non_finite", ()))
     yield from (("non-finite", text) for text in group.get("non_finite", ()) if text not in known)
-    known = {_finding(finding) for finding in old.get("findings", ())}
-    new = (finding for finding in group.get("findings", ()) if _finding(finding) not in known)
+    known = {_finding_key(finding) for finding in old.get("findings", ())}
+    new = (finding for finding in group.get("findings", ()) if _finding_key(finding) not in known)
     yield from ((finding["kind"], finding["text"]) for finding in new)
 
 
-def _membership(old: Report, group: Report) -> Iterator[tuple[str, str]]:
+def _membership_events(old: Report, group: Report) -> Iterator[tuple[str, str]]:
     before = {member["member"]: member for member in old.get("members", ())}
     after = {member["member"]: member for member in group["members"]}
-    # Members that a report has no room for have not left.
+    # Members that the report leaves out have not left.
     whole = not old.get("members_left_out") and not group.get("members_left_out")
     for rank, member in after.items():
         if rank not in before:
@@ -86,61 +86,61 @@ def _membership(old: Report, group: Report) -> Iterator[tuple[str, str]]:
         yield from (("left", f"rank {member['member']} ({member['place']}) left") for member in gone)
 
 
-def _finding(finding: Report) -> tuple[Any, ...]:
+def _finding_key(finding: Report) -> tuple[Any, ...]:
     return tuple(finding.get(name) for name in ("kind", "rank", "layer", "step"))
 
 
-# Events that are kept: an hour of one each four seconds.
+# Events kept: one hour of one event every four seconds.
 MAX_EVENTS = 900
 
 Snapshot = dict[str, Any]
 
 
-class Watcher:
-    """Makes snapshots of the reports of one server.
+class SnapshotBuilder:
+    """Makes snapshots from the reports of one server.
 
     Example usage:
 
-        watcher = Watcher("tcp://127.0.0.1:4555")
+        watcher = SnapshotBuilder("tcp://127.0.0.1:4555")
         snapshot = watcher.take(time.time(), ask(endpoint))
         snapshot = watcher.fail(time.time(), "no answer")
 
     A snapshot has `time` (seconds since 1970), `endpoint`, `error` ("" while the server answers), `server`, `seconds`
-    (since its start), `groups`, `ended`, `events` and `counts`, how many events there were of each kind. A group is
-    that of the report with `rounds_per_second`, and with `figures` where there are any, see `server.view.figures`; a
-    member that of the report with `steps_per_second` and `doing`, what it waits for. A rate is None before the second
-    report of the group or member.
+    (since its start), `groups`, `ended`, `events`, and `counts` of events by kind. Groups have the fields of the report
+    and `rounds_per_second`, and optionally `figures`, see `server.view.figures`. Members have the fields of the report,
+    `steps_per_second` and `doing`, the round that they wait in. A rate is None before the second report of the group or
+    member.
 
     Args:
-        endpoint: of the server, for people.
+        endpoint: endpoint of the server, for display.
     """
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
-        self._before: tuple[float, Report] | None = None
+        self._previous: tuple[float, Report] | None = None
         self._error = ""
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._counts: Counter[str] = Counter()
         self._snapshot: Snapshot = {"server": "", "seconds": 0.0, "groups": [], "ended": []}
 
-    def take(self, now: float, report: Report) -> Snapshot:
+    def update(self, now: float, report: Report) -> Snapshot:
         """Snapshot after a report.
 
         Args:
             now: seconds since 1970.
             report: the server's answer.
         """
-        before = self._before[1] if self._before else None
-        told = events(before, report)
-        seconds = now - self._before[0] if self._before else 0.0
-        known = {_life(group): group for group in (before or {}).get("groups", ())}
-        groups = [_shown(group, known.get(_life(group)), seconds) for group in report["groups"]]
-        # Nothing has changed if the report made no sense.
+        before = self._previous[1] if self._previous else None
+        found = events(before, report)
+        seconds = now - self._previous[0] if self._previous else 0.0
+        known = {_group_key(group): group for group in (before or {}).get("groups", ())}
+        groups = [_with_rates(group, known.get(_group_key(group)), seconds) for group in report["groups"]]
+        # A malformed report raises before this and changes nothing.
         if self._error:
-            told.insert(0, {"kind": "answers", "job": "", "group": "", "text": "the server answers again"})
-        for event in told:
+            found.insert(0, {"kind": "answers", "job": "", "group": "", "text": "the server answers again"})
+        for event in found:
             self._add(now, event)
-        self._before, self._error = (now, report), ""
+        self._previous, self._error = (now, report), ""
         self._snapshot = {
             **{name: value for name, value in report.items() if isinstance(value, int | float | str)},
             "groups": groups,
@@ -149,11 +149,11 @@ class Watcher:
         return self._with_head(now)
 
     def fail(self, now: float, error: str) -> Snapshot:
-        """Snapshot after a question that had no answer: the last one, with the error.
+        """Snapshot after a failed request: the previous one, with the error.
 
         Args:
             now: seconds since 1970.
-            error: what was wrong.
+            error: text of the error.
         """
         if not self._error:
             self._add(now, {"kind": "silent", "job": "", "group": "", "text": error})
@@ -169,11 +169,11 @@ class Watcher:
         return {**self._snapshot, **head, "events": list(self._events)}
 
 
-def _life(group: Report) -> tuple[str, str, int]:
+def _group_key(group: Report) -> tuple[str, str, int]:
     return group["job"], group["group"], group["epoch"]
 
 
-def _shown(group: Report, before: Report | None, seconds: float) -> Report:
+def _with_rates(group: Report, before: Report | None, seconds: float) -> Report:
     steps = {member["member"]: member["step"] for member in (before or {}).get("members", ())}
     doing = _doing(group)
     return {
@@ -195,11 +195,11 @@ def _rate(count: int, before: int | None, seconds: float) -> float | None:
 
 
 def _doing(group: Report) -> dict[int, str]:
-    """What each member does of whom the open rounds tell: the oldest round that it waits in, or that waits for it."""
+    """Activity of members by rank: the oldest round that a member waits in, or that waits for it."""
     doing: dict[int, str] = {}
     for round_ in group["waiting"]:
         missing = set(round_["missing"])
-        # Of a round whose list of missing members is cut off it is not known who waits in it.
+        # With an incomplete list of missing members the waiting ones are unknown.
         for member in group["members"]:
             rank = member["member"]
             if rank in missing:
@@ -210,20 +210,20 @@ def _doing(group: Report) -> dict[int, str]:
 
 
 def heat(snapshot: Snapshot, job: str, group: str) -> dict[str, Any] | None:
-    """How much of the variance between ranks each one brings to each layer, or None where that is not known.
+    """Part of each rank in each layer's variance between ranks; None if unknown.
 
     Args:
-        snapshot: what is known.
-        job: the training run.
-        group: which of its groups.
+        snapshot: latest snapshot.
+        job: name of the job.
+        group: name of the group.
 
     Returns:
-        `layers` (names, in the order of a step), `eta2` of each, `members` (how many), `ranks` (of each member, None
-        where it is not known), and `parts`: little-endian float32 in base64, of shape (layers, members).
+        `layers` (names in the order of a step), `eta2` of each, `members` (their number), `ranks` (of each member, None
+        if unknown), and `parts`: little-endian float32 in base64, of shape (layers, members).
     """
-    for told in snapshot["groups"]:
-        layers = told.get("figures", {}).get("layers", [])
-        if (told["job"], told["group"]) == (job, group) and layers:
+    for entry in snapshot["groups"]:
+        layers = entry.get("figures", {}).get("layers", [])
+        if (entry["job"], entry["group"]) == (job, group) and layers:
             parts = np.array([layer["parts"] for layer in layers], "<f4")
             return {
                 "job": job,
@@ -231,29 +231,29 @@ def heat(snapshot: Snapshot, job: str, group: str) -> dict[str, Any] | None:
                 "layers": [layer["name"] for layer in layers],
                 "eta2": [layer["eta2"] for layer in layers],
                 "members": parts.shape[1],
-                "ranks": ranks_of(told, parts.shape[1]),
+                "ranks": ranks_of(entry, parts.shape[1]),
                 "parts": base64.b64encode(parts.tobytes()).decode(),
             }
     return None
 
 
 def ranks_of(group: dict[str, Any], members: int) -> list[int | None]:
-    """Rank of each of a group's members, in their order; None for those that are not known.
+    """Rank of each member of the figures, in order; None if unknown.
 
     Args:
-        group: of the snapshot.
-        members: how many the figures are of.
+        group: group of the snapshot.
+        members: number of members in the figures.
     """
     if group["group"] == WORLD:
         return list(range(members))
     known = sorted(member["member"] for member in group["members"])
     left_out = group.get("members_left_out", 0)
-    # Where some have left, nobody knows whose place is whose.
+    # After a leave the order of the members is unknown.
     return [*known, *[None] * left_out] if len(known) + left_out == members else [None] * members
 
 
 def without_figures(snapshot: Snapshot) -> Snapshot:
-    """The snapshot with `has_figures` in the place of each group's figures, which a reader asks for by themselves."""
+    """The snapshot with `has_figures` instead of figures, which readers request separately."""
     groups = [
         {name: value for name, value in group.items() if name != "figures"}
         | {"has_figures": bool(group.get("figures"))}

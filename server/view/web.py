@@ -1,6 +1,6 @@
-"""Web: the page, its stream of snapshots, the heat map, and `/metrics`, on one port.
+"""Web: serves the page, its stream of snapshots, the heat map and `/metrics` on one port.
 
-`Guard` answers GET to requests with the token, and `BoundedProtocol` drops unfinished requests.
+`Guard` serves GET requests that have the token, and `BoundedProtocol` closes connections without a request.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 COOKIE = "statsd_bn_view"
 
-# Scripts, styles and data come from this host alone, and no other page shows this one in a frame.
+# Allow scripts, styles and data of this host only, and no embedding in other pages.
 POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -49,23 +49,22 @@ HEADERS = (
     (b"cache-control", b"no-store"),
 )
 
-# Time for a request to arrive. A browser sends one at once, after it has connected.
+# Timeout of a request after the connection is accepted; a browser sends it at once.
 REQUEST_SECONDS = 5.0
 
-# Connections whose request has not arrived; beyond, the oldest is closed. A browser opens six.
+# Maximum connections without a request, beyond which the oldest is closed. A browser opens six.
 MAX_WAITING = 64
 
 
 class Guard:
-    """Lets a request through to the page, or answers it.
+    """Passes requests with the token to the page, and refuses others.
 
-    The token also protects from a page of another host whose name leads here (DNS rebinding): the browser sends the
-    cookie to the name that set it only.
+    The token also protects against DNS rebinding: a browser sends the cookie only to the host name that set it.
 
     Args:
-        app: what is guarded.
-        token: what a request has to bring: as `Authorization: Bearer`, as the cookie, or once as `/?token=`, which
-            sets the cookie and leads to `/`, so that the token does not stay in the address.
+        app: the application behind the guard.
+        token: required as `Authorization: Bearer`, as the cookie, or once as `/?token=`, which sets the cookie and
+            redirects to `/`, so that the token does not stay in the address.
     """
 
     def __init__(self, app: App, token: str) -> None:
@@ -73,7 +72,7 @@ class Guard:
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, as ASGI has it."""
+        """Handle one request (ASGI)."""
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         cookie = _cookie(headers.get(b"host", ""))
         if scope["method"] not in {"GET", "HEAD"}:
@@ -81,12 +80,12 @@ class Guard:
         elif self._is_token(parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]):
             sets = f"{cookie}={quote(self._token, safe='')}; Path=/; HttpOnly; SameSite=Lax"
             await _answer(send, 303, "", ((b"location", b"/"), (b"set-cookie", sets.encode())))
-        elif not self._brings_token(headers, cookie):
+        elif not self._has_token(headers, cookie):
             await _answer(send, 401, "open the link that view has printed", ((b"www-authenticate", b"Bearer"),))
         else:
             await self._app(scope, receive, _with_headers(send))
 
-    def _brings_token(self, headers: dict[bytes, str], cookie: str) -> bool:
+    def _has_token(self, headers: dict[bytes, str], cookie: str) -> bool:
         kind, _, bearer = headers.get(b"authorization", "").partition(" ")
         pairs = (part.strip().partition("=") for part in headers.get(b"cookie", "").split(";"))
         cookies = [unquote(value) for name, _, value in pairs if name == cookie]
@@ -97,21 +96,21 @@ class Guard:
 
 
 class BoundedProtocol(H11Protocol):
-    """Uvicorn's protocol, with bounds for connections whose request has not arrived: in number and in time.
+    """Uvicorn's protocol with limits on the number and time of connections without a request.
 
-    Each connection serves one request (`connection: close`), so that only its first one has to be timed.
+    Each connection serves one request (`connection: close`), so only the first request needs a timeout.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
-        """Start the time of the request, and make room for it."""
+        """Start the timeout of the request, and close the oldest idle connection beyond the limit."""
         super().connection_made(transport)
-        self.expiry = self.loop.call_later(REQUEST_SECONDS, self.expire)
+        self.expiry = self.loop.call_later(REQUEST_SECONDS, self.close_if_waiting)
         waiting = [one for one in self.connections if isinstance(one, BoundedProtocol) and one.is_waiting]
         if len(waiting) > MAX_WAITING:
-            min(waiting, key=lambda one: one.expiry.when()).expire()
+            min(waiting, key=lambda one: one.expiry.when()).close_if_waiting()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Release what the connection held."""
+        """Cancel the timeout."""
         self.expiry.cancel()
         super().connection_lost(exc)
 
@@ -120,14 +119,14 @@ class BoundedProtocol(H11Protocol):
         """Whether the request has not arrived."""
         return self.cycle is None and not self.transport.is_closing()
 
-    def expire(self) -> None:
+    def close_if_waiting(self) -> None:
         """Close the connection if its request has not arrived."""
         if self.is_waiting:
             self.transport.abort()
 
 
 def _cookie(host: str) -> str:
-    """Name of the cookie. It has the port, since a browser sends the cookies of one host to all of its ports."""
+    """Name of the cookie, with the port, because browsers send a host's cookies to all its ports."""
     port = host.rpartition(":")[2]
     return f"{COOKIE}_{port}" if port.isdecimal() and port.isascii() else COOKIE
 
@@ -143,8 +142,8 @@ def _with_headers(send: Send) -> Send:
 
 async def _answer(send: Send, status: int, text: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
     body = text.encode()
-    told = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode()), *headers]
-    await _with_headers(send)({"type": "http.response.start", "status": status, "headers": told})
+    fields = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode()), *headers]
+    await _with_headers(send)({"type": "http.response.start", "status": status, "headers": fields})
     await send({"type": "http.response.body", "body": body})
 
 
@@ -156,29 +155,29 @@ FILES = {
     "/heat.js": ("heat.js", "text/javascript"),
 }
 
-# Streams that are open at once. Each holds one thread while it waits, of anyio's 40.
+# Concurrent streams; each occupies one of anyio's 40 threads while it waits.
 MAX_STREAMS = 16
 
-# A stream says something at least so often, so that a proxy keeps it and a reader that has gone is noticed.
+# Maximum silence of a stream, to keep proxies connected and to detect closed readers.
 SILENCE_SECONDS = 5.0
 
-# Seconds that streams have to end after Ctrl-C.
+# Seconds for streams to end after Ctrl-C.
 END_SECONDS = 1
 
-# Connections that the kernel queues, and that are accepted at once: a queue longer than the number of files that the
-# process may open makes asyncio log a traceback for each.
+# Connections queued by the kernel and accepted together. A queue longer than the limit on open files makes asyncio log
+# a traceback for each.
 BACKLOG = 32
 
-# Letters of a token: 64 bits where each letter is one of 16.
+# Characters of a token: 64 bits in hexadecimal.
 MIN_TOKEN = 16
 
 
 def app(feed: Feed, token: str) -> App:
-    """The page of a feed, as an ASGI application.
+    """The ASGI application of a feed.
 
     Args:
-        feed: where snapshots come from.
-        token: what readers have to bring.
+        feed: source of the snapshots.
+        token: token that requests need.
     """
     metrics = Metrics(lambda: feed.snapshot)
     streams = threading.BoundedSemaphore(MAX_STREAMS)
@@ -195,7 +194,7 @@ def app(feed: Feed, token: str) -> App:
         asked = [request.query_params.get(name) for name in ("job", "group")]
         if None in asked:
             return Response("expected job and group in the query", 400, media_type="text/plain")
-        # In a thread: of many ranks it takes a while.
+        # In a thread, because it takes long for many ranks.
         return await run_in_threadpool(lambda: _heat(feed, *map(str, asked)))
 
     routes = [Route(path, _file(*named)) for path, named in FILES.items()]
@@ -204,7 +203,7 @@ def app(feed: Feed, token: str) -> App:
 
 
 def _heat(feed: Feed, job: str, group: str) -> Response:
-    """The heat map as JSON; nothing (204) where it is not known."""
+    """The heat map as JSON; 204 if unknown."""
     found = heat(feed.snapshot, job, group)
     return JSONResponse(found) if found else Response(status_code=204)
 
@@ -219,7 +218,7 @@ def _file(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]
 
 
 async def _stream(feed: Feed, streams: threading.BoundedSemaphore) -> AsyncIterator[str]:
-    """Server-sent events: each snapshot; a comment where there was no new one."""
+    """Server-sent events: each new snapshot, or a comment after SILENCE_SECONDS."""
     number = -1
     try:
         while not feed.stopped:
@@ -231,10 +230,10 @@ async def _stream(feed: Feed, streams: threading.BoundedSemaphore) -> AsyncItera
 
 
 def token_for(given: str) -> str:
-    """The token that was given, or a new one.
+    """The given token, or a new one.
 
     Raises:
-        ConfigurationError: it can be guessed, or no header can bring it.
+        ConfigurationError: the token is too short or not valid in a header.
     """
     expected = f"STATSD_BN_VIEW_TOKEN: expected at least {MIN_TOKEN} printable letters of ASCII without blanks"
     if not (given.isascii() and given.isprintable() and " " not in given):
@@ -245,26 +244,26 @@ def token_for(given: str) -> str:
 
 
 def serve(endpoint: str, report: Callable[[], dict[str, Any]], host: str, port: int, token: str) -> None:
-    """Serve a page of what a server reports, until Ctrl-C.
+    """Serve the page of a server until Ctrl-C.
 
     Args:
-        endpoint: of the server, for people.
-        report: asks the server; called once a second, in a thread.
-        host: of the page.
-        port: of the page; 0 picks a free one.
-        token: what readers have to bring.
+        endpoint: endpoint of the server, for display.
+        report: requests a report; called every second, in a thread.
+        host: host of the page.
+        port: port of the page; 0 picks a free one.
+        token: token that requests need.
 
     Raises:
-        BindError: nobody can listen there.
-        ServerUnreachable: there was no server from the beginning.
+        BindError: the address is in use or does not exist.
+        ServerUnreachable: the first request failed.
     """
     feed = Feed(endpoint, report)
-    feed.ask()
+    feed.refresh()
     listener = _listening(host, port)
     link = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/?token={quote(token, safe='')}"
     sys.stderr.write(f"statsd_bn view: {link}\n")
-    # Neither requests nor what is wrong with them are logged: the first one's address has the token, and anybody who
-    # reaches the port can send garbage.
+    # Requests and their errors are not logged: the address of the first request has the token, and any client can cause
+    # errors.
     config = uvicorn.Config(
         app(feed, token),
         http=BoundedProtocol,

@@ -66,7 +66,7 @@ def test_causes_in_the_page_are_those_of_the_code():
     for cause in (
         "the connection was lost",
         "no sign of life for",
-        "did not come back after the server was restarted",
+        "did not reconnect after the server was restarted",
         "came back too late",
         "taken for lost",
         "its key was revoked",

@@ -21,7 +21,7 @@ from server.group import contributor, results
 from server.group.rounds import TRANSITIONS
 from server.network import connections, listener, service
 from server.security import quota
-from server.security.access import Tenant
+from server.security.access import Principal
 from statsd_bn import PROTOCOL_VERSION, errors, limits, messages
 from statsd_bn.errors import ProtocolError
 from statsd_bn.members import Members
@@ -411,7 +411,7 @@ TWO_RESULTS = (
     messages.Result(session_of(1), dataclasses.replace(AGGREGATE, count=2)),
 )
 LEFT = messages.Leave(session_of(1), "boom")
-EVE = Tenant("eve", "key of eve", ("eve-*",))
+EVE = Principal("eve", "key of eve", ("eve-*",))
 MOST = rows(1.0, count=limits.MAX_COUNT)
 
 # The ways to a failure that the document names.

@@ -53,7 +53,7 @@ def test_a_server_that_raises_is_found(monkeypatch):
     def heartbeat(*_):
         raise KeyError("out of the loop")
 
-    monkeypatch.setattr(Dispatcher, "_beat", heartbeat)
+    monkeypatch.setattr(Dispatcher, "_heartbeat", heartbeat)
     with pytest.raises(KeyError):
         _play_all(fuzz.seeds())
 

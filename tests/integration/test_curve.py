@@ -26,8 +26,8 @@ from client.connection.heartbeat_socket import secure
 from client.conversation.member import Member
 from server import Config, Service
 from server.cli.status import ask
-from server.network.listener import LOOK_SECONDS
-from server.security.keygen import generate, load_asking
+from server.network.listener import POLL_SECONDS
+from server.security.keygen import generate, load_query_keys
 from statsd_bn.errors import AuthenticationRefused, RegistrationRefused, ReplicaLost, ServerUnreachable
 from statsd_bn.keys import ClientKeys, load_client
 from statsd_bn.messages import Failure, Heartbeat, Registered, StatusRequest
@@ -203,7 +203,7 @@ def test_without_any_key_left_nobody_is_let_in(service, keys):
         # Once it answers somebody else it has done with bob's frame.
         ask(service.endpoints[0], keys=load_client(secret(keys, "alice")))
         # It takes the frame before it would cut the connection.
-        service._let_in([])
+        service._set_clients([])
         dealer.send(encode(StatusRequest()))
         assert dealer.poll(WAIT_SECONDS * 1000)
         answer = decode(dealer.recv())
@@ -245,14 +245,14 @@ def test_a_check_with_the_servers_folder_is_no_refused_connection(serve, keys, t
     service.reload()
     monkeypatch.setenv("STATSD_BN_CURVE", str(keys))
     assert [command.main(["check", endpoint]) for _ in range(3)] == [0] * 3
-    time.sleep(2 * LOOK_SECONDS)
+    time.sleep(2 * POLL_SECONDS)
     # Before anybody joins: a member that ends may break off the handshake of its second socket.
     assert ask(endpoint, keys=alice)["refused_connections"] == 0
     with join(endpoint, alice, job="alice-1"):
         assert command.main(["status", endpoint]) == 0
         assert "job 'alice-1'" in capsys.readouterr().out
         with pytest.raises(RegistrationRefused, match="may only ask"):
-            join(endpoint, load_asking(str(keys)), job="alice-1")
+            join(endpoint, load_query_keys(str(keys)), job="alice-1")
 
 
 def test_a_check_without_a_key_is_one_refused_connection(service, keys, caplog):
@@ -260,7 +260,7 @@ def test_a_check_without_a_key_is_one_refused_connection(service, keys, caplog):
     endpoint, alice = service.endpoints[0], load_client(secret(keys, "alice"))
     assert [command.main(["check", endpoint]) for _ in range(3)] == [0] * 3
     wait_until(lambda: ask(endpoint, keys=alice)["refused_connections"] >= 3)
-    time.sleep(2 * LOOK_SECONDS)
+    time.sleep(2 * POLL_SECONDS)
     assert ask(endpoint, keys=alice)["refused_connections"] == 3
     assert caplog.text == ""
 
@@ -276,7 +276,7 @@ def test_a_revocation_beside_a_file_that_is_not_sound_takes_effect(service, keys
     caplog.set_level("INFO", "statsd_bn.server")
     generate(keys, ["carol"])
     service.reload()
-    wait_until(lambda: "lets in 3 keys" in caplog.text)
+    wait_until(lambda: "accepting 3 keys" in caplog.text)
     alice, bob, carol = (load_client(secret(keys, name)) for name in ("alice", "bob", "carol"))
     endpoint = service.endpoints[0]
     with join(endpoint, alice):
@@ -285,12 +285,12 @@ def test_a_revocation_beside_a_file_that_is_not_sound_takes_effect(service, keys
         (keys / "clients" / "copy.key").write_bytes((keys / "clients" / "alice.key").read_bytes())
         os.mkfifo(keys / "clients" / "pipe.key")
         service.reload()
-        wait_until(lambda: "lets in 1 keys from now on: alice" in caplog.text)
+        wait_until(lambda: "accepting 1 keys from now on: alice" in caplog.text)
         for revoked in (bob, carol):
             assert isinstance(outcome(lambda who=revoked: ask(endpoint, keys=who)), AuthenticationRefused)
         assert len(names(service, alice)) == 1
     problems = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert [re.search(r"a key is not let in: curve: .*?(\w+\.key)", problem)[1] for problem in problems] == [
+    assert [re.search(r"key refused: curve: .*?(\w+\.key)", problem)[1] for problem in problems] == [
         "carol.key",
         "copy.key",
         "pipe.key",
@@ -302,7 +302,7 @@ def test_keys_that_cannot_be_listed_stay_as_they_were(service, keys, caplog):
     (keys / "clients").rename(keys / "former")
     (keys / "clients").write_text("")
     service.reload()
-    wait_until(lambda: "the keys stay as they were: curve: cannot list" in caplog.text)
+    wait_until(lambda: "reload failed, the keys stay unchanged: curve: cannot list" in caplog.text)
     assert names(service, alice) == []
 
 
@@ -323,8 +323,8 @@ def test_a_revocation_waits_for_a_descriptor_and_ends_no_other_key(service, keys
         (keys / "clients" / "bob.key").unlink()
         monkeypatch.setattr(of, function, without_descriptors)
         service.reload()
-        wait_until(lambda: "lets in 1 keys from now on: alice" in caplog.text)
-        assert caplog.text.count("the keys stay as they were: curve: cannot ") == 3
+        wait_until(lambda: "accepting 1 keys from now on: alice" in caplog.text)
+        assert caplog.text.count("reload failed, the keys stay unchanged: curve: cannot ") == 3
         assert isinstance(outcome(lambda: ask(endpoint, keys=bob)), AuthenticationRefused)
         assert len(names(service, alice)) == 1
 
@@ -389,12 +389,12 @@ def test_a_hangup_lets_a_new_key_in_and_nothing_secret_is_logged(keys, tmp_path)
         with pytest.raises(AuthenticationRefused):
             ask(command.endpoint, keys=carol)
         command.process.send_signal(signal.SIGHUP)
-        wait_until(lambda: "lets in 3 keys from now on: alice, bob, carol" in command.errors)
+        wait_until(lambda: "accepting 3 keys from now on: alice, bob, carol" in command.errors)
         with join(command.endpoint, carol):
             pass
         (keys / "clients" / "carol.key").unlink()
         command.process.send_signal(signal.SIGHUP)
-        wait_until(lambda: "lets in 2 keys" in command.errors)
+        wait_until(lambda: "accepting 2 keys" in command.errors)
     secrets = [
         key for path in keys.rglob("*.key_secret") for key in re.findall(r'secret-key = "(.{40})"', path.read_text())
     ]
@@ -419,7 +419,10 @@ def test_a_hangup_while_the_folder_of_public_keys_is_away_revokes_none(keys, tmp
         command.process.send_signal(signal.SIGHUP)
         wait_until(lambda: "ERROR" in command.errors)
         (line,) = (line for line in command.errors.splitlines() if "ERROR" in line)
-        assert f"the keys stay as they were: curve: cannot list {keys}/clients: No such file or directory" in line
+        assert (
+            f"reload failed, the keys stay unchanged: curve: cannot list {keys}/clients: No such file or directory"
+            in line
+        )
         assert connection.exchange("bn", rows(1.0)).values.item() == 1.0
         assert ask(command.endpoint, keys=load_client(secret(keys, "bob")))["groups"]
 

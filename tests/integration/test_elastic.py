@@ -203,7 +203,7 @@ def test_a_member_that_died_with_the_master_is_missed_for_a_moment_only(world):
     world.pass_time(3.0)
     assert not any(member.is_told for member in old)
     old[0].ask_again()
-    assert old[0].pending.message.endswith("waiting for rank 3 to come back to a restarted server")
+    assert old[0].pending.message.endswith("waiting for rank 3 to reconnect to the restarted server")
     world.pass_time(1.0)
     assert [member.total for member in old] == [([0, 1, 2], 3.0)] * 3
     world.silent.remove(dead)
@@ -302,7 +302,7 @@ def test_one_whose_results_get_lost_again_and_again_is_lost_too(world):
     assert [member.total for member in others] == [([0, 1, 2], 3.0)] * 3
     world.silent.remove(mute)
     mute.forward(1.0)
-    assert "what it was given did not come back" in mute.latest(ReplicaLost).fields["cause"]
+    assert "its results did not arrive" in mute.latest(ReplicaLost).fields["cause"]
 
 
 def test_one_that_was_lost_before_the_restart_does_not_come_back_by_it():

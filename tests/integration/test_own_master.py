@@ -345,7 +345,7 @@ def test_it_ends_with_a_parent_that_is_killed(tmp_path, has_member):
 QUICKLY_TIRED = """
 from server import __main__
 from server.network import service
-service.RETURN_SECONDS = 0.1
+service.REJOIN_SECONDS = 0.1
 raise SystemExit(__main__.main())
 """
 

@@ -62,7 +62,7 @@ def answer(peer: RawPeer) -> object:
 
 def test_a_peer_is_told_why_its_connection_ends_however_soon_the_server_looks(serve, monkeypatch):
     """The frame leaves by another thread, which needs a moment."""
-    monkeypatch.setattr(network_service, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(network_service, "POLL_SECONDS", 0.0)
     most = 16
     service = serve(max_refusals=most)
     for _ in range(20):

@@ -18,7 +18,14 @@ from integration.test_death import Company
 from programs import death_programs
 from server import Service
 from server.cli.status import ask
-from server.network.reset_filter import ANSWER_SECONDS, Answers, Resets, answers, dropped, let_no_reset_through
+from server.network.reset_filter import (
+    ANSWER_SECONDS,
+    ResetDetector,
+    TcpState,
+    drop_resets,
+    dropped_segments,
+    tcp_state,
+)
 from statsd_bn.errors import ReplicaLost
 from statsd_bn.messages import Registered, Status, StatusRequest
 from statsd_bn.wire import decode, encode
@@ -36,9 +43,9 @@ MANY = ("--max-refusals", str(2**20))
 
 # A peer, and how it answers: it has acknowledged all, a moment ago; something for some time; nothing since long ago.
 PEER = 7
-HAS_ANSWERED = Answers(is_awaited=False, silence=0.0, round_trip=0.0)
-ANSWERS_NOT = Answers(is_awaited=True, silence=99.0, round_trip=0.0)
-TAKES_NOTHING = Answers(is_awaited=False, silence=99.0, round_trip=0.0)
+HAS_ANSWERED = TcpState(has_unacknowledged=False, idle=0.0, round_trip=0.0)
+ANSWERS_NOT = TcpState(has_unacknowledged=True, idle=99.0, round_trip=0.0)
+TAKES_NOTHING = TcpState(has_unacknowledged=False, idle=99.0, round_trip=0.0)
 
 
 @dataclass
@@ -46,14 +53,14 @@ class System:
     """What the system tells of a connection, and what the server makes of it."""
 
     count: int = 0
-    answers: Answers | None = HAS_ANSWERED
-    resets: Resets = field(init=False)
+    answers: TcpState | None = HAS_ANSWERED
+    resets: ResetDetector = field(init=False)
 
     def __post_init__(self) -> None:
-        self.resets = Resets(lambda _: self.count, lambda _: self.answers)
+        self.resets = ResetDetector(lambda _: self.count, lambda _: self.answers)
 
     def suspects(self, now: float) -> list[int]:
-        return self.resets.suspects(now, [PEER])
+        return self.resets.find_suspects(now, [PEER])
 
 
 @pytest.fixture
@@ -68,41 +75,41 @@ def suspected() -> System:
 def test_a_connection_that_has_dropped_nothing_is_not_suspected():
     system = System(0, ANSWERS_NOT)
     assert system.suspects(10.0) == []
-    assert system.resets.gone(20.0) == []
+    assert system.resets.confirm_resets(20.0) == []
 
 
 def test_one_that_answers_with_resets_only_is_gone_once(suspected):
-    assert suspected.resets.gone(10.0 + ANSWER_SECONDS / 2) == []
-    assert suspected.resets.gone(10.0 + ANSWER_SECONDS) == [PEER]
-    assert suspected.resets.gone(20.0) == []
+    assert suspected.resets.confirm_resets(10.0 + ANSWER_SECONDS / 2) == []
+    assert suspected.resets.confirm_resets(10.0 + ANSWER_SECONDS) == [PEER]
+    assert suspected.resets.confirm_resets(20.0) == []
 
 
 def test_one_that_is_far_away_has_longer(suspected):
-    suspected.answers = Answers(is_awaited=True, silence=99.0, round_trip=0.5)
-    assert suspected.resets.gone(10.5) == []
-    assert suspected.resets.gone(10.5 + ANSWER_SECONDS) == [PEER]
+    suspected.answers = TcpState(has_unacknowledged=True, idle=99.0, round_trip=0.5)
+    assert suspected.resets.confirm_resets(10.5) == []
+    assert suspected.resets.confirm_resets(10.5 + ANSWER_SECONDS) == [PEER]
 
 
 def test_one_that_answers_is_kept_whatever_else_is_dropped(suspected):
     suspected.answers = HAS_ANSWERED
-    assert suspected.resets.gone(10.1) == []
+    assert suspected.resets.confirm_resets(10.1) == []
     suspected.answers = ANSWERS_NOT
-    assert suspected.resets.gone(20.0) == []
+    assert suspected.resets.confirm_resets(20.0) == []
 
 
 def test_one_that_has_answered_at_once_is_no_suspect_any_more(suspected):
     """Nothing else has come since, and the system counts time in coarse steps."""
-    suspected.answers = Answers(is_awaited=False, silence=0.059, round_trip=0.0)
-    assert suspected.resets.gone(10.05) == []
+    suspected.answers = TcpState(has_unacknowledged=False, idle=0.059, round_trip=0.0)
+    assert suspected.resets.confirm_resets(10.05) == []
     assert suspected.suspects(10.05) == [PEER]
 
 
 def test_what_is_dropped_later_is_a_suspicion_of_its_own(suspected):
     suspected.answers = HAS_ANSWERED
-    assert suspected.resets.gone(10.1) == []
+    assert suspected.resets.confirm_resets(10.1) == []
     assert suspected.suspects(11.0) == [PEER]
     suspected.answers = HAS_ANSWERED
-    assert suspected.resets.gone(11.1) == []
+    assert suspected.resets.confirm_resets(11.1) == []
     assert suspected.suspects(12.0) == []
 
 
@@ -113,26 +120,26 @@ def test_one_is_not_suspected_twice_at_a_time(suspected):
 def test_one_that_drops_nothing_more_is_kept():
     system = System(1, ANSWERS_NOT)
     assert system.suspects(10.0) == [PEER]
-    assert system.resets.gone(20.0) == []
+    assert system.resets.confirm_resets(20.0) == []
 
 
 def test_one_that_need_not_answer_is_kept(suspected):
     suspected.answers = TAKES_NOTHING
-    assert suspected.resets.gone(20.0) == []
+    assert suspected.resets.confirm_resets(20.0) == []
 
 
 def test_one_of_which_the_system_tells_nothing_is_kept(suspected):
     suspected.answers = None
-    assert suspected.resets.gone(20.0) == []
+    assert suspected.resets.confirm_resets(20.0) == []
 
 
 def test_a_descriptor_that_stands_for_another_connection_begins_anew(suspected):
-    suspected.resets.ended(PEER)
-    assert suspected.resets.gone(20.0) == []
+    suspected.resets.remove(PEER)
+    assert suspected.resets.confirm_resets(20.0) == []
     assert suspected.suspects(20.0) == [PEER]
     suspected.answers = HAS_ANSWERED
-    assert suspected.resets.gone(20.1) == []
-    suspected.resets.ended(PEER)
+    assert suspected.resets.confirm_resets(20.1) == []
+    suspected.resets.remove(PEER)
     assert suspected.suspects(21.0) == [PEER]
 
 
@@ -140,7 +147,7 @@ def test_a_descriptor_that_stands_for_another_connection_begins_anew(suspected):
 def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
     """Both ends of a TCP connection; no reset gets through to the first."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert let_no_reset_through(listener.fileno())
+        assert drop_resets(listener.fileno())
         with socket.create_connection(listener.getsockname()) as far, closing(listener.accept()[0]) as near:
             yield near, far
 
@@ -149,25 +156,25 @@ def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
 def test_the_system_counts_the_resets_that_it_drops(connection):
     near, far = connection
     near.sendall(b"unread")
-    wait_until(lambda: not answers(near.fileno()).is_awaited)
-    assert dropped(near.fileno()) == 0
+    wait_until(lambda: not tcp_state(near.fileno()).has_unacknowledged)
+    assert dropped_segments(near.fileno()) == 0
     far.close()
-    wait_until(lambda: dropped(near.fileno()) == 1)
+    wait_until(lambda: dropped_segments(near.fileno()) == 1)
     near.sendall(b"to nobody")
-    wait_until(lambda: dropped(near.fileno()) == 2)
-    assert answers(near.fileno()).is_awaited
-    silence = answers(near.fileno()).silence
-    wait_until(lambda: answers(near.fileno()).silence > silence + 0.1)
+    wait_until(lambda: dropped_segments(near.fileno()) == 2)
+    assert tcp_state(near.fileno()).has_unacknowledged
+    silence = tcp_state(near.fileno()).idle
+    wait_until(lambda: tcp_state(near.fileno()).idle > silence + 0.1)
 
 
 def test_nothing_is_told_of_what_is_no_connection(tmp_path):
     with (tmp_path / "file").open("w") as file:
-        assert (dropped(file.fileno()), answers(file.fileno())) == (0, None)
+        assert (dropped_segments(file.fileno()), tcp_state(file.fileno())) == (0, None)
     one, other = socket.socketpair()
     with one, other:
-        assert (dropped(one.fileno()), answers(one.fileno())) == (0, None)
+        assert (dropped_segments(one.fileno()), tcp_state(one.fileno())) == (0, None)
     nobody = 2**20
-    assert (dropped(nobody), answers(nobody)) == (0, None)
+    assert (dropped_segments(nobody), tcp_state(nobody)) == (0, None)
 
 
 @pytest.fixture

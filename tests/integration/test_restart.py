@@ -208,7 +208,7 @@ def test_what_comes_before_all_are_back_is_answered_when_they_are():
     assert world.read(first) == []
     (pending,) = world.read(second)
     assert isinstance(pending, Pending)
-    assert "waiting for rank 2 to come back to a restarted server" in pending.message
+    assert "waiting for rank 2 to reconnect to the restarted server" in pending.message
     world.say(third, *third.introduction())
     for session in world.members:
         *_, registered = (answer for answer in world.read(session) if isinstance(answer, Registered))
@@ -290,7 +290,7 @@ def test_a_member_that_does_not_come_back_is_named_when_it_would_be_lost():
         lost, news = sorted(world.read(session), key=lambda told: told.key is None)
         assert (lost.code, lost.key, lost.fields["member"]) == ("replica_lost", key, 2)
         assert (news.code, news.key, news.fields) == ("replica_lost", None, lost.fields)
-        assert "rank 2 did not come back after the server was restarted" in lost.message
+        assert "rank 2 did not reconnect after the server was restarted" in lost.message
     world.say(first, first.register())
     assert codes(world.read(first)) == ["replica_lost"]
 
@@ -308,7 +308,7 @@ def test_members_with_different_results_of_one_round_break_the_group():
     for session in world.members:
         failure = world.read(session)[-1]
         assert (failure.code, failure.key) == ("conflict", key)
-        assert "rank 2 (place 2) was given another aggregate than others were" in failure.message
+        assert "rank 2 (place 2) received another aggregate than other ranks" in failure.message
         assert failure.fields["member"] == 2
 
 
@@ -325,7 +325,7 @@ def test_the_rows_of_all_members_go_before_a_result_that_differs_from_their_sum(
     world.now += RECONNECT_SECONDS
     world.deliver(world.dispatcher.tick(world.now))
     assert [world.read(session)[-1].values[0, 0] for session in world.members] == [6.0] * N
-    assert "rank 2 (place 2) came back with another aggregate than the sum of all rows" in caplog.text
+    assert "rank 2 (place 2) resent an aggregate that differs from the sum of all rows" in caplog.text
 
 
 def test_no_result_counts_in_a_group_that_has_not_been_restarted():
@@ -343,11 +343,11 @@ def test_what_members_have_told_is_forgotten_when_nobody_can_wait_for_it():
     for session in world.members:
         world.read(session)
     (master,) = world.dispatcher._registry.masters.values()
-    assert len(master._claims.of) == 1
+    assert len(master._recovered.results) == 1
     for number in range(limits.KEPT_ROUNDS):
-        assert len(master._claims.of) == int(number < limits.KEPT_ROUNDS - 1)
+        assert len(master._recovered.results) == int(number < limits.KEPT_ROUNDS - 1)
         world.exchange(f"next {number}")
-    assert master._archive.remembers(key._replace(layer="bn"))
+    assert master._archive.has_ended(key._replace(layer="bn"))
 
 
 def test_results_of_another_group_are_refused():

@@ -18,7 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from server import Config, Service
 from server.cli.status import ask
-from server.security.access import ANYBODY
+from server.security.access import ANONYMOUS
 from statsd_bn import limits, messages
 from statsd_bn.errors import BindError
 from statsd_bn.wire import MAGIC, PROTOCOL_VERSION, decode, encode
@@ -162,7 +162,7 @@ def test_sighup_without_keys_changes_nothing(start, dial):
     command = start("--insecure", "--bind", ANY_PORT)
     endpoint = command.endpoint()
     command.process.send_signal(signal.SIGHUP)
-    wait_until(lambda: "SIGHUP: no keys to read again" in command.errors)
+    wait_until(lambda: "SIGHUP: no keys to reload" in command.errors)
     assert dial(endpoint).report()["groups"] == []
 
 
@@ -458,10 +458,10 @@ def test_a_chain_of_addresses_that_is_as_long_as_there_are_sessions_is_followed_
         dispatcher = service._dispatcher
         for number in range(sessions):
             introduction = register(number, limits.MAX_MEMBERS, session=number.to_bytes(limits.TOKEN_BYTES))
-            dispatcher.receive(0.0, str(number).encode(), encode(introduction), ANYBODY)
+            dispatcher.receive(0.0, str(number).encode(), encode(introduction), ANONYMOUS)
         for number in range(sessions):
             beat = messages.Heartbeat(number.to_bytes(limits.TOKEN_BYTES))
-            dispatcher.receive(0.0, str(number + 1).encode(), encode(beat), ANYBODY)
+            dispatcher.receive(0.0, str(number + 1).encode(), encode(beat), ANONYMOUS)
         with monkeypatch.context() as patch:
             patch.setattr(service._sender, "_socket", Unreachable())
             service._sender.probe(dispatcher.probes(0.0))

@@ -18,7 +18,7 @@ PROGRAM = ROOT / "tests" / "programs" / "skipping_program.py"
 FRAME = re.compile(r'^  File "(.*?)", line \d+, in (.+)$', re.MULTILINE)
 OURS = tuple(f"{ROOT / package}/" for package in ("client", "statsd_bn", "server"))
 RANK = re.compile(r"rank \d+ \(")
-WHAT = "statsd_bn.errors.RoundMismatch: the ranks wait for one another in different places, so nobody can go on"
+WHAT = "statsd_bn.errors.RoundMismatch: deadlock: the ranks wait in different places"
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +70,6 @@ def test_a_short_line_says_what_and_a_row_for_each_rank_who_waits_where(told, ra
 
 def test_the_servers_log_has_it_once(told):
     log = [line for line in told["0"].splitlines() if line.startswith("20")]
-    assert len([line for line in log if "wait for one another" in line]) == 1
+    assert len([line for line in log if "deadlock: the ranks wait" in line]) == 1
     leaving = [line for line in log if line.endswith("leaves after this RoundMismatch")]
     assert len(leaving) == len({RANK.search(line).group() for line in leaving}) == 2

@@ -24,7 +24,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from server.cli.status import ask
-from server.view.snapshot import Watcher
+from server.view.snapshot import SnapshotBuilder
 from server.view.web import MAX_STREAMS
 from statsd_bn.errors import ServerUnreachable
 from support.paths import ROOT
@@ -218,7 +218,7 @@ def test_the_heat_map_follows_within_two_seconds(tmp_path):
 
 
 def test_with_several_jobs_the_reader_stays_at_the_ranks_of_one():
-    snapshot = Watcher("tcp://x:1").take(1.0, report(group(member(0)), group(member(0), job="other")))
+    snapshot = SnapshotBuilder("tcp://x:1").take(1.0, report(group(member(0)), group(member(0), job="other")))
     port = free_port()
     with ExitStack() as stack:
         stack.enter_context(process(str(ROOT / "tests/programs/heat_program.py"), f"127.0.0.1:{port}", "job"))

@@ -28,7 +28,7 @@ from server.group.master import SyncMaster
 from server.group.membership import Membership
 from server.group.open_rounds import OpenRounds
 from server.group.recovery import Recovery
-from server.group.results import Claims
+from server.group.results import RecoveredResults
 from server.group.rounds import Round
 from statsd_bn import limits
 from statsd_bn.members import Members
@@ -155,30 +155,33 @@ def second_write_wins() -> Any:
 @bug
 def deadlock_unseen() -> Any:
     """Nobody looks whether members wait for one another."""
-    return mock.patch.object(deadlock, "find", return_value=[])
+    return mock.patch.object(deadlock, "find_deadlocks", return_value=[])
 
 
 @bug
 def late_is_held() -> Any:
     """A member that is asked where it is counts as one that waits in a collective for all others."""
 
-    def held_members(contributors: Any, _silence: float) -> list[collectives.Held]:
+    def blocked_members(contributors: Any, _silence: float) -> list[collectives.BlockedInCollective]:
         members = list(contributors)
         everybody = frozenset(contributor.member for contributor in members)
-        return [collectives.Held(contributor, 0.0, everybody - {contributor.member}) for contributor in members]
+        return [
+            collectives.BlockedInCollective(contributor, 0.0, everybody - {contributor.member})
+            for contributor in members
+        ]
 
-    return mock.patch.object(deadlock, "held_members", held_members)
+    return mock.patch.object(deadlock, "blocked_members", blocked_members)
 
 
 @bug
 def answers_mixed_up() -> Any:
     """An answer is taken for that of the member that was asked first."""
 
-    def answer(_right: Any, self: hang_probe.Inquiry, now: float, answer: StackReport) -> None:
-        for contributor in list(self._asked.values())[:1]:
-            contributor.sighting.take(now, replace(answer, number=contributor.sighting.number))
+    def answer(_right: Any, self: hang_probe.HangProbe, now: float, answer: StackReport) -> None:
+        for contributor in list(self._sampled.values())[:1]:
+            contributor.stack_sample.record_report(now, replace(answer, number=contributor.stack_sample.number))
 
-    return instead(hang_probe.Inquiry, "answer", answer)
+    return instead(hang_probe.HangProbe, "record_report", answer)
 
 
 @bug
@@ -243,7 +246,7 @@ def lost_still_covered() -> Any:
 @bug
 def too_few_go_on() -> Any:
     """An elastic group goes on with fewer members than it may."""
-    return mock.patch.object(Membership, "suffices", property(lambda _: True))
+    return mock.patch.object(Membership, "has_quorum", property(lambda _: True))
 
 
 @bug
@@ -256,7 +259,7 @@ def membership_frozen_late() -> Any:
             contributor.first_step = self.latest_step
         return contributor
 
-    return instead(Membership, "_take_in", take_in)
+    return instead(Membership, "_add", take_in)
 
 
 @bug
@@ -293,19 +296,19 @@ def recovery_does_not_wait() -> Any:
 def first_result_wins_unchecked() -> Any:
     """The results of an earlier master are taken for any round of their step."""
 
-    def take(right: Any, self: Claims, round_: Round) -> Any:
+    def take(right: Any, self: RecoveredResults, round_: Round) -> Any:
         told = right(self, round_)
-        claims = [claim.aggregate for claim in self.of.values()]
+        claims = [claim.aggregate for claim in self.results.values()]
         alike = [one for one in claims if (one.key.step, one.key.phase) == (round_.key.step, round_.key.phase)]
         return replace(alike[0], key=round_.key) if alike else told
 
-    return instead(Claims, "take", take)
+    return instead(RecoveredResults, "consume", take)
 
 
 @bug
 def claims_are_ignored() -> Any:
     """What members were given by an earlier server ends no round of those who wait for the same answer."""
-    return mock.patch.object(Claims, "are_due", return_value=False)
+    return mock.patch.object(RecoveredResults, "can_finish", return_value=False)
 
 
 @bug
@@ -320,7 +323,7 @@ def back_too_early() -> Any:
             contributor.first_step, contributor.state = self._next_step, MemberState.TAKES_PART
         return True
 
-    return instead(Membership, "_call_back", call_back)
+    return instead(Membership, "_begin_pass", call_back)
 
 
 @bug
@@ -362,7 +365,7 @@ def silence_too_short() -> Any:
 @bug
 def dead_kept() -> Any:
     """Nobody forgets the pulse of one who has left."""
-    return mock.patch.object(Liveness, "forget", return_value=None)
+    return mock.patch.object(Liveness, "remove", return_value=None)
 
 
 @bug
@@ -479,9 +482,9 @@ def settled_rounds_begin_anew() -> Any:
 
     def settle(right: Any, self: OpenRounds, now: float, key: Any) -> None:
         right(self, now, key)
-        self._archive._remembered.pop(hash(key), None)
+        self._archive._ended.pop(hash(key), None)
 
-    return instead(OpenRounds, "settle", settle)
+    return instead(OpenRounds, "discard", settle)
 
 
 @bug

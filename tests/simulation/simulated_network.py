@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.core.dispatcher import Dispatcher
-from server.network.connections import Probing
+from server.network.connections import ProbeScheduler
 from server.network.service import TICK_SECONDS
 from server.security.quota import Quota
 
@@ -280,7 +280,7 @@ class SimulatedServer:
         # While it naps, until when, and what has come meanwhile.
         self._awake_at = 0.0
         self._backlog: list[Callable[[], None]] | None = None
-        self._probing = Probing()
+        self._probing = ProbeScheduler()
         network.server = self
 
     def start(self) -> None:
@@ -288,7 +288,7 @@ class SimulatedServer:
         self.lives += 1
         self._awake_at = 0.0
         self._backlog = None
-        self._probing = Probing()
+        self._probing = ProbeScheduler()
         self._trace.append((self._clock.now, "server starts"))
         self.on_start()
         self.dispatcher = Dispatcher(self._rng.randbytes(8), self._clock.now, QUOTA)
@@ -330,7 +330,7 @@ class SimulatedServer:
             self._backlog.append(self.disconnected)
             return
         before = self._probing.due
-        self._probing.connection_ended(self._clock.now)
+        self._probing.record_disconnect(self._clock.now)
         if self._probing.due < before:
             self._clock.at(self._probing.due, self._probe, self.lives)
 
@@ -366,7 +366,7 @@ class SimulatedServer:
         if self._backlog is not None:
             self._backlog.append(lambda: self._probe(life))
             return
-        if self._probing.begin_if_due(self._clock.now):
+        if self._probing.start_if_due(self._clock.now):
             if self._probing.due < math.inf:
                 self._clock.at(self._probing.due, self._probe, life)
             self._try(self.dispatcher.probes(self._probing.disconnected))

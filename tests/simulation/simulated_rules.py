@@ -76,7 +76,7 @@ def check_outcome(world: "World", outcome: "Outcome") -> None:
 def check_memory(world: "World") -> None:
     """Nothing that the server keeps grows without bound."""
     registry = world.server.dispatcher._registry
-    sessions, pulses = len(registry.sessions), len(registry.liveness._pulses)
+    sessions, pulses = len(registry.sessions), len(registry.liveness._sessions)
     most = len(world.processes) * (1 + len(world.plan.groups))
     if sessions > most or pulses > most or pulses > sessions:
         world.find("memory is bounded", f"{sessions} sessions and {pulses} pulses for {len(world.processes)} processes")
@@ -85,8 +85,8 @@ def check_memory(world: "World") -> None:
         claimed = limits.KEPT_ROUNDS * len(world.processes) if world.server.outages else 0
         if (
             len(master._archive) > 2 * limits.KEPT_ROUNDS
-            or len(master._claims.of) > claimed
-            or len(master._archive._remembered) > REMEMBERED_ROUNDS
+            or len(master._recovered.results) > claimed
+            or len(master._archive._ended) > REMEMBERED_ROUNDS
             or len(master.open_rounds) > limits.MAX_OPEN_ROUNDS
         ):
             world.find("memory is bounded", f"{len(master._archive)} rounds kept, {len(master.open_rounds)} open")
@@ -106,7 +106,9 @@ def check_end(world: "World") -> None:
 def is_empty(world: "World") -> bool:
     """Whether the server keeps nothing any more."""
     dispatcher = world.server.dispatcher
-    return not (dispatcher._registry.masters or dispatcher._registry.sessions or dispatcher._registry.liveness._pulses)
+    return not (
+        dispatcher._registry.masters or dispatcher._registry.sessions or dispatcher._registry.liveness._sessions
+    )
 
 
 def check_nothing_is_left(world: "World") -> None:
@@ -184,7 +186,7 @@ def _news_was_lost(world: "World") -> bool:
     found = [one.error for process in world.processes for one in process.outcomes if one.error]
     causes = {error.fields["cause"] for error in found if isinstance(error, errors.ReplicaLost)}
     cut = world.plan.has("cut") and "the connection was lost" in causes
-    late = bool(world.server.outages) and {"did not come back after the server was restarted", TOO_LATE} & causes
+    late = bool(world.server.outages) and {"did not reconnect after the server was restarted", TOO_LATE} & causes
     return not world.plan.weather.is_fair and bool(cut or late)
 
 
@@ -272,7 +274,7 @@ def _is_gone(world: "World", error: Any) -> bool:
     if cause.startswith("no sign of life"):
         long_freeze = any(fact.how == "frozen" and fact.until - fact.when > HARMLESS_FREEZE for fact in facts)
         return long_freeze or any(fact.how in ENDS for fact in facts) or _was_mute(world, member)
-    if cause.startswith(("did not come back", "the others had gone on", "what it was given")):
+    if cause.startswith(("did not reconnect", "the others had gone on", "its results did not arrive")):
         return bool(world.server.outages) and (_was_away(world, member) or _was_left_behind(world, member, cause))
     if cause == "":
         return any(fact.how == "left" for fact in facts)
@@ -301,10 +303,10 @@ def _was_late_from_away(world: "World", member: int) -> bool:
 
 def _was_left_behind(world: "World", member: int, cause: str) -> bool:
     """Whether it is away for a restarted server because frames were lost, or for those of another beginning."""
-    if cause.startswith("did not come back"):
+    if cause.startswith("did not reconnect"):
         is_back = any(process.number == member for process in world.returned)
         return not world.plan.weather.is_fair and not is_back
-    if cause.startswith("what it was given"):
+    if cause.startswith("its results did not arrive"):
         return _a_result_was_lost_or_late(world, member)
     return cause.startswith("the others had gone on") and may_meet_another_beginning(world)
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from server.core.dispatcher import Dispatcher
-from server.security.access import ANYBODY, OPERATOR, REVOKED, Access, Tenant
+from server.security.access import ANONYMOUS, OPERATOR, REVOKED, Access, Principal
 from server.security.quota import Quota
 from statsd_bn import messages
 from statsd_bn.errors import ConfigurationError
@@ -13,8 +13,8 @@ from statsd_bn.keys import PublicKey, check_name
 from statsd_bn.wire import decode, encode
 from support.strategies import contribution, key, register, rows, session_of
 
-ALICE = Tenant("alice", "key of alice", ("a-*", "shared"))
-BOB = Tenant("bob", "key of bob", ("b-*", "shared"))
+ALICE = Principal("alice", "key of alice", ("a-*", "shared"))
+BOB = Principal("bob", "key of bob", ("b-*", "shared"))
 MINE = {"job": "a-1"}
 ACCESS = Access([PublicKey(tenant.name, tenant.key, tenant.jobs) for tenant in (ALICE, BOB)])
 
@@ -28,7 +28,7 @@ class World:
             self.say(register(member, **MINE), ALICE, b"alice %d" % member)
         self.say(contribution(0, 1.0, key(**MINE)), ALICE, b"alice 0")
 
-    def say(self, message: messages.Message, tenant: Tenant, peer: bytes = b"bob") -> dict[bytes, Any]:
+    def say(self, message: messages.Message, tenant: Principal, peer: bytes = b"bob") -> dict[bytes, Any]:
         replies = self.dispatcher.receive(0.0, peer, encode(message), tenant).replies
         return {whom: decode(frame) for whom, frame in replies}
 
@@ -44,8 +44,9 @@ def world() -> World:
 
 
 def test_a_key_joins_the_jobs_that_it_is_for():
-    assert [ALICE.may(job) for job in ("a-1", "shared", "b-1", "A-1", "shared2", "a")] == [True, True] + [False] * 4
-    assert ANYBODY.may("whatever")
+    jobs = ("a-1", "shared", "b-1", "A-1", "shared2", "a")
+    assert [ALICE.may_access(job) for job in jobs] == [True, True] + [False] * 4
+    assert ANONYMOUS.may_access("whatever")
 
 
 def test_a_foreign_job_is_refused_by_name(world):
@@ -98,7 +99,7 @@ def test_a_foreign_heartbeat_keeps_nobody_alive():
 
 @pytest.mark.parametrize("message", [*SAID, register(0, job="new")], ids=lambda message: type(message).__name__)
 def test_the_operator_may_only_ask(world, message):
-    operator = Access([], "its key").tenant("its key")
+    operator = Access([], "its key").principal("its key")
     before = world.group
     (answer,) = world.say(message, operator).values()
     assert (answer.code, answer.message.count("only ask")) == ("refused", 1)
@@ -113,14 +114,14 @@ def test_the_status_shows_a_tenant_its_jobs_only(world):
     world.say(register(0, job="b-1"), BOB)
     seen = {
         tenant.name: [group["job"] for group in world.say(messages.StatusRequest(), tenant)[b"bob"].report["groups"]]
-        for tenant in (ALICE, BOB, ANYBODY)
+        for tenant in (ALICE, BOB, ANONYMOUS)
     }
     assert seen == {"alice": ["a-1", "shared"], "bob": ["shared", "b-1"], "anybody": ["a-1", "shared", "b-1"]}
 
 
 def test_who_is_no_longer_let_in_is_lost_with_the_reason(world):
     world.say(register(0, job="b-1"), BOB)
-    replies = world.dispatcher.expel(1.0, Access([PublicKey("bob", BOB.key, BOB.jobs)]))
+    replies = world.dispatcher.revoke(1.0, Access([PublicKey("bob", BOB.key, BOB.jobs)]))
     told = {whom: decode(frame) for whom, frame in replies}
     assert told[b"alice 0"].code == "replica_lost"
     assert told[b"alice 0"].fields["cause"] == REVOKED
@@ -130,19 +131,19 @@ def test_who_is_no_longer_let_in_is_lost_with_the_reason(world):
 def test_a_key_that_is_no_longer_for_a_job_is_out_of_it(world):
     world.say(register(0, job="shared"), ALICE, b"alice")
     narrowed = [PublicKey("alice", ALICE.key, ("shared",)), PublicKey("bob", BOB.key, BOB.jobs)]
-    world.dispatcher.expel(1.0, Access(narrowed))
+    world.dispatcher.revoke(1.0, Access(narrowed))
     assert [group["job"] for group in world.dispatcher.report(1.0)["groups"]] == ["shared"]
 
 
 def test_nobody_is_expelled_who_is_still_let_in(world):
-    assert world.dispatcher.expel(1.0, ACCESS) == []
+    assert world.dispatcher.revoke(1.0, ACCESS) == []
     assert len(world.group["members"]) == 2
 
 
 def test_only_the_revoked_member_of_a_job_is_lost(world):
     for member, tenant in ((0, ALICE), (1, BOB)):
         world.say(register(member, job="shared", min_members=1), tenant, tenant.name.encode())
-    world.dispatcher.expel(1.0, Access([PublicKey("alice", ALICE.key, ALICE.jobs)]))
+    world.dispatcher.revoke(1.0, Access([PublicKey("alice", ALICE.key, ALICE.jobs)]))
     groups = {group["job"]: group for group in world.dispatcher.report(1.0)["groups"]}
     assert [member["member"] for member in groups["shared"]["members"]] == [0]
     assert [member["member"] for member in groups["a-1"]["members"]] == [0, 1]
@@ -151,7 +152,7 @@ def test_only_the_revoked_member_of_a_job_is_lost(world):
 def test_a_tenant_leaves_room_for_others():
     dispatcher = Dispatcher(b"server-0", 0.0, quota=Quota(max_tenant_groups=2))
 
-    def begin(tenant: Tenant, group: int) -> messages.Message:
+    def begin(tenant: Principal, group: int) -> messages.Message:
         message = register(
             0, job="shared", group=f"{tenant.name} {group}", session=b"%s %02d" % (tenant.key[-5:].encode(), group)
         )
@@ -168,19 +169,19 @@ def test_a_tenant_leaves_room_for_others():
 
 
 def test_the_keys_of_a_tenant_leave_as_many_groups_as_they_have():
-    keys = [Tenant(f"key {number}", f"secret {number}", ("*",), "team") for number in range(4)]
+    keys = [Principal(f"key {number}", f"secret {number}", ("*",), "team") for number in range(4)]
     dispatcher = Dispatcher(b"server-0", 0.0, quota=Quota(max_groups=16))
 
-    def begin(number: int, tenant: Tenant) -> messages.Message:
+    def begin(number: int, tenant: Principal) -> messages.Message:
         message = register(0, job=f"{number:05d}", session=b"%08d" % number)
         (reply,) = dispatcher.receive(0.0, b"peer", encode(message), tenant).replies
         return decode(reply[1])
 
     answers = [begin(number, keys[number % 4]) for number in range(32)]
     assert [type(answer).__name__ for answer in answers] == ["Registered"] * 8 + ["Failure"] * 24
-    assert isinstance(begin(99, Tenant("another", "its key", ("*",))), messages.Registered)
+    assert isinstance(begin(99, Principal("another", "its key", ("*",))), messages.Registered)
 
 
 def test_two_clients_with_one_key_are_refused_by_name():
-    with pytest.raises(ConfigurationError, match="a key of its own for each client, got one for 'alice' and 'bob'"):
+    with pytest.raises(ConfigurationError, match="different keys for all clients, got one for 'alice' and 'bob'"):
         Access([PublicKey("alice", "same"), PublicKey("bob", "same")])

@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 
 from server.core.dispatcher import Dispatcher
-from server.security.access import Tenant
-from server.security.quota import CONTRIBUTION_BYTES, FUTURE_BYTES, GROUP_BYTES, MEMBER_BYTES, Budget, Quota, Room
+from server.security.access import Principal
+from server.security.quota import (
+    CONTRIBUTION_BYTES,
+    FUTURE_BYTES,
+    GROUP_BYTES,
+    MEMBER_BYTES,
+    MemoryShare,
+    Quota,
+    QuotaUsage,
+)
 from statsd_bn import limits
 from statsd_bn.errors import LimitExceeded
 from statsd_bn.members import NOBODY, Members
@@ -19,9 +27,9 @@ from statsd_bn.messages import Failure, Heartbeat, LatenessReport, Leave, Messag
 from statsd_bn.wire import decode, encode
 from support.strategies import contribution, key, register, rows, session_of
 
-ALICE = Tenant("alice", "key of alice", ("*",), "team")
-ANNA = Tenant("anna", "key of anna", ("*",), "team")
-BOB = Tenant("bob", "key of bob", ("*",))
+ALICE = Principal("alice", "key of alice", ("*",), "team")
+ANNA = Principal("anna", "key of anna", ("*",), "team")
+BOB = Principal("bob", "key of bob", ("*",))
 
 
 class Play:
@@ -41,8 +49,8 @@ class Play:
             self.say(register(member, members, **given))
 
     @property
-    def budget(self) -> Budget:
-        return self.dispatcher._budget
+    def usage(self) -> QuotaUsage:
+        return self.dispatcher._usage
 
 
 def grown(act: Callable[[], None]) -> int:
@@ -138,9 +146,9 @@ def test_what_is_kept_counts_with_at_least_what_it_takes(ways):
             for frame in frames:
                 play.dispatcher.receive(0.0, os.urandom(5), frame)
 
-    counted = play.budget.held
+    counted = play.usage.allocated
     taken = grown(act)
-    counted = play.budget.held - counted
+    counted = play.usage.allocated - counted
     assert taken <= counted <= 8 * taken
 
 
@@ -161,10 +169,10 @@ def test_a_group_counts_with_what_it_takes_beside_its_member():
 
 def test_the_keys_of_a_tenant_share_an_account():
     play = Play(max_tenant_bytes=100_000)
-    play.say(register(0, 1, job="a"), tenant=ALICE)
-    play.say(register(0, 1, job="b"), tenant=ANNA)
-    play.say(register(0, 1, job="c"), tenant=BOB)
-    assert play.budget.held_of["tenant 'team'"] == 2 * play.budget.held_of["tenant 'bob'"]
+    play.say(register(0, 1, job="a"), principal=ALICE)
+    play.say(register(0, 1, job="b"), principal=ANNA)
+    play.say(register(0, 1, job="c"), principal=BOB)
+    assert play.usage.allocated_by_tenant["tenant 'team'"] == 2 * play.usage.allocated_by_tenant["tenant 'bob'"]
     wide = rows(1.0, channels=8000)
     assert not isinstance(bring(play, "a", ALICE, wide), Failure)
     refused = bring(play, "b", ANNA, wide)
@@ -172,8 +180,8 @@ def test_the_keys_of_a_tenant_share_an_account():
     assert not isinstance(bring(play, "c", BOB, wide), Failure)
 
 
-def bring(play: Play, job: str, tenant: Tenant, brought: Any) -> Any:
-    (answer,) = play.say(contribution(0, brought, key(job=job)), tenant=tenant).values()
+def bring(play: Play, job: str, tenant: Principal, brought: Any) -> Any:
+    (answer,) = play.say(contribution(0, brought, key(job=job)), principal=tenant).values()
     return answer
 
 
@@ -210,12 +218,12 @@ def test_an_error_that_is_told_again_and_again_keeps_nothing_of_what_came():
 
 
 def test_a_budget_says_which_of_both_limits_was_reached():
-    budget = Budget(Quota(max_server_bytes=100, max_tenant_bytes=60))
-    room, other = Room(budget, "job 'a'"), Room(budget, "job 'b'")
-    room.take(60)
+    usage = QuotaUsage(Quota(max_server_bytes=100, max_tenant_bytes=60))
+    room, other = MemoryShare(usage, "job 'a'"), MemoryShare(usage, "job 'b'")
+    room.allocate(60)
     with pytest.raises(LimitExceeded, match="job 'a' keeps 60 bytes here, and 1 more are above the limit of 60"):
-        room.take(1)
+        room.allocate(1)
     with pytest.raises(LimitExceeded, match="the server keeps 60 bytes, and 41 more for job 'b' are above") as caught:
-        other.take(41)
+        other.allocate(41)
     assert caught.value.fields == {"limit": 100, "what": "bytes kept in all"}
-    assert budget.held == 60
+    assert usage.allocated == 60

@@ -100,7 +100,7 @@ def test_members_in_other_layer_orders_are_told_who_waits_where():
     told = job.wait(QUIET)
     assert mismatches(told) == {b"0", b"1"}
     text = (
-        "the ranks wait for one another in different places, so nobody can go on\n"
+        "deadlock: the ranks wait in different places\n"
         "  rank 0 (host 0, process 00)  waits 0.5 s  in forward of layer 'layer1.bn', call 0, step 7\n"
         "  rank 1 (host 1, process 10)  waits 0.5 s  in forward of layer 'layer2.bn', call 3, step 7\n"
         "  in job 'job', group 'world', epoch 0\n"
@@ -326,7 +326,7 @@ def test_members_may_wait_for_a_group_to_open_and_for_one_another():
     assert "rank 0 (host 0, process 00)  waits 0.5 s  for group 'pair' to open" in told[b"1"].message
     first = told[b"0 pair"]
     assert first.key is None
-    assert first.message.startswith("the ranks wait for one another")
+    assert first.message.startswith("deadlock: the ranks wait")
     assert list(first.fields) == ["job", "group", "table", "places"]
     assert {"members": [0], "nr_members": 1, "seconds": 0.5, "group": "pair"} in first.fields["table"]
     assert [group["group"] for group in job.dispatcher.report(job.now)["groups"]] == ["world"]
@@ -438,7 +438,7 @@ def test_a_member_at_every_place_is_told_the_most_crowded_places():
         assert " more places\n  in job 'job', group 'world', epoch 0\n" in answer.message
         assert answer.message.endswith(round_key.ADVICE)
         assert len(encode(answer)) < 8 * limits.MAX_TEXT_BYTES
-        assert (answer.fields["places"], len(answer.fields["table"])) == (199, deadlock.MAX_TOLD_PLACES)
+        assert (answer.fields["places"], len(answer.fields["table"])) == (199, deadlock.MAX_PLACES)
 
 
 # The rule, against what it says in so many words.

@@ -4,7 +4,7 @@ import pytest
 
 from server.core.dispatcher import Dispatcher
 from server.core.registry import REMEMBERED_JOBS, REMEMBERED_SECONDS
-from server.security.access import ANYBODY, Tenant
+from server.security.access import ANONYMOUS, Principal
 from statsd_bn.messages import Leave
 from statsd_bn.wire import encode
 from support.strategies import contribution, register, session_of
@@ -16,13 +16,13 @@ class Play:
     def __init__(self) -> None:
         self.dispatcher = Dispatcher(b"server-0", 100.0)
 
-    def run(self, job: str = "job", causes: tuple[str, str] = ("", ""), tenant: Tenant = ANYBODY) -> None:
+    def run(self, job: str = "job", causes: tuple[str, str] = ("", ""), tenant: Principal = ANONYMOUS) -> None:
         for member in range(2):
             self.say(register(member, 2, job=job), job, member, tenant)
         for member, cause in enumerate(causes):
             self.say(Leave(session_of(member, job), cause), job, member, tenant)
 
-    def say(self, message, job: str, member: int, tenant: Tenant = ANYBODY) -> None:
+    def say(self, message, job: str, member: int, tenant: Principal = ANONYMOUS) -> None:
         self.dispatcher.receive(100.0, f"{job} {member}".encode(), encode(message), tenant)
 
     def ended(self, now: float = 100.0, **of) -> list[dict]:
@@ -59,7 +59,7 @@ def test_a_job_that_one_rank_left_too_early_is_told_with_that(play, leaves_first
         play.say(message, "job", member)
     play.say(Leave(session_of(1), ""), "job", 1)
     (job,) = play.ended()
-    assert "left while others went on" in job["lost"]
+    assert "left before the others finished" in job["lost"]
 
 
 def test_so_many_are_remembered_and_the_latest_come_first(play):
@@ -72,12 +72,12 @@ def test_so_many_are_remembered_and_the_latest_come_first(play):
 def test_a_tenant_is_told_of_its_own_jobs_only(play):
     play.run("a-1")
     play.run("b-1")
-    (job,) = play.ended(tenant=Tenant("alice", "k" * 40, ("a-*",)))
+    (job,) = play.ended(principal=Principal("alice", "k" * 40, ("a-*",)))
     assert job["job"] == "a-1"
 
 
 def test_who_has_many_jobs_makes_the_server_forget_none_of_others(play):
-    alice, bob = (Tenant(name, name[0] * 40, ("*",)) for name in ("alice", "bob"))
+    alice, bob = (Principal(name, name[0] * 40, ("*",)) for name in ("alice", "bob"))
     play.run("alice's", tenant=alice)
     for number in range(2 * REMEMBERED_JOBS):
         play.run(f"bob's {number}", tenant=bob)

@@ -5,15 +5,15 @@ import pytest
 
 from server.core import report
 from server.core.dispatcher import Dispatcher
-from server.security.access import ANYBODY, Tenant
+from server.security.access import ANONYMOUS, Principal
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
 from statsd_bn.messages import Failure, Figures, FiguresRequest, Message, SkewStats
 from statsd_bn.wire import decode, encode
 from support.strategies import register, session_of
 
-ALICE = Tenant("alice", "key of alice", ("a-*",))
-BOB = Tenant("bob", "key of bob", ("b-*",))
+ALICE = Principal("alice", "key of alice", ("a-*",))
+BOB = Principal("bob", "key of bob", ("b-*",))
 FIGURES = np.array([[10.0, 0.0, 1.0, 0.01], [10.0, 5.0, 9.0, 0.4]])
 
 
@@ -26,7 +26,7 @@ class Play:
         for member in (0, 1):
             self.say(register(member, 2, job="a-job", session=session_of(member)), ALICE)
 
-    def say(self, message: Message, tenant: Tenant) -> list[Message]:
+    def say(self, message: Message, tenant: Principal) -> list[Message]:
         replies = self.dispatcher.receive(self.now, b"peer", encode(message), tenant).replies
         return [decode(frame) for _, frame in replies]
 
@@ -54,7 +54,7 @@ def test_the_answer_has_the_layers_in_order_with_the_figures_of_each_member(play
 
 def test_nobody_is_told_of_a_job_that_his_key_is_not_for(play):
     play.tell(["stem"])
-    assert play.ask(ANYBODY).total == 1
+    assert play.ask(ANONYMOUS).total == 1
     answer = play.ask(BOB)
     assert (answer.total, answer.names, answer.values.size) == (0, [], 0)
 
@@ -78,8 +78,8 @@ def test_what_does_not_fit_into_one_answer_comes_in_the_next(play, monkeypatch):
 def test_who_asks_for_too_much_has_to_wait_and_nobody_else_has(play, monkeypatch):
     play.tell(["stem"])
     size = len(encode(play.ask()))
-    monkeypatch.setattr(report, "SENT_AT_ONCE", 3 * size)
-    monkeypatch.setattr(report, "SENT_EACH_SECOND", 2 * size)
+    monkeypatch.setattr(report, "BURST_BYTES", 3 * size)
+    monkeypatch.setattr(report, "BYTES_PER_SECOND", 2 * size)
     answers = [play.ask() for _ in range(5)]
     assert [isinstance(answer, Figures) for answer in answers] == [True, True, True, False, False]
     assert isinstance(answers[-1], Failure)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from server.group.contributor import MOST_RUNS, SILENT_SECONDS, Sighting, group_of
+from server.group.contributor import MOST_RUNS, SILENT_SECONDS, StackSample, group_of
 from server.network.service import TICK_SECONDS
 from statsd_bn.members import Members
 from statsd_bn.messages import Failure, Leave, Message, Participation, StackReport
@@ -55,7 +55,7 @@ def test_what_it_answered_is_forgotten_when_it_has_come():
     job.bring(1)
     job.pass_time(TICK_SECONDS)
     assert "where" not in job.report()["members"][1]
-    assert job.dispatcher._inquiry._asked == {}
+    assert job.dispatcher._hang_probe._sampled == {}
 
 
 def test_a_member_that_does_not_answer_is_said_not_to():
@@ -98,12 +98,12 @@ def test_a_thousand_questions_keep_nothing_more():
     contributor = job.dispatcher._registry.sessions[session_of(1)].contributor
     job.pass_time(1.5)
     for number in range(1000):
-        contributor.sighting.due = job.now
+        contributor.stack_sample.due = job.now
         job.processes[1] = Process(f"train.py:{number} f", held_in="0", of_0=number)
         job.pass_time(TICK_SECONDS)
     assert len(job.asked[1]) > 1000
-    assert len(contributor.sighting.launched) == 1
-    assert len(job.dispatcher._inquiry._asked) <= 2
+    assert len(contributor.stack_sample.launched) == 1
+    assert len(job.dispatcher._hang_probe._sampled) <= 2
 
 
 @pytest.mark.parametrize(("runs", "told"), [(MOST_RUNS, range(0, 2 * MOST_RUNS, 2)), (MOST_RUNS + 1, ())])
@@ -113,7 +113,7 @@ def test_of_a_process_group_of_too_many_runs_only_the_place_is_kept(runs, told):
     job.processes[1] = Process(LINE, held_in="0", of_0=14)
     job.bring(0)
     job.pass_time(1.5)
-    sighting = job.dispatcher._registry.sessions[session_of(1)].contributor.sighting
+    sighting = job.dispatcher._registry.sessions[session_of(1)].contributor.stack_sample
     assert list(sighting.latest.members) == list(told)
     assert len(sighting.launched) == bool(told)
     assert LINE in job.pending(0).stacks
@@ -222,7 +222,8 @@ def test_a_rank_whose_numbers_are_unknown_is_no_reason():
 
 
 @pytest.mark.parametrize(
-    ("cause", "text"), [("RuntimeError: boom", "failed with RuntimeError: boom"), ("", "left while")]
+    ("cause", "text"),
+    [("RuntimeError: boom", "failed with RuntimeError: boom"), ("", "left before the others finished")],
 )
 def test_all_members_of_a_broken_strict_job_hear_it_at_their_beacons_once(cause, text):
     job = Job(3)
@@ -243,19 +244,19 @@ def test_an_elastic_job_goes_on_and_hears_nothing():
 
 
 def test_a_sighting_ignores_an_answer_to_an_earlier_question():
-    sighting = Sighting(0.0)
-    sighting.ask(0.0, 1)
-    sighting.ask(1.0, 2)
-    sighting.take(1.1, StackReport(b"session0", 1, "old", 0, "", Members.of(()), 0))
-    assert sighting.told(1.2).startswith("does not answer")
-    sighting.take(1.3, StackReport(b"session0", 2, "new", 0, "", Members.of(()), 0))
-    assert sighting.told(3.3) == "is in new, for 2 s"
+    sighting = StackSample(0.0)
+    sighting.record_request(0.0, 1)
+    sighting.record_request(1.0, 2)
+    sighting.record_report(1.1, StackReport(b"session0", 1, "old", 0, "", Members.of(()), 0))
+    assert sighting.describe(1.2).startswith("does not answer")
+    sighting.record_report(1.3, StackReport(b"session0", 2, "new", 0, "", Members.of(()), 0))
+    assert sighting.describe(3.3) == "is in new, for 2 s"
 
 
 def test_a_sighting_forgets_the_numbers_of_a_rank_that_has_moved():
-    sighting = Sighting(0.0)
+    sighting = StackSample(0.0)
     for number, (stack, group) in enumerate([("one", "0"), ("one", "0"), ("two", "1")]):
-        sighting.ask(float(number), number)
-        sighting.take(float(number), StackReport(b"session0", number, stack, 1, group, Members.of([0, 1]), 5))
+        sighting.record_request(float(number), number)
+        sighting.record_report(float(number), StackReport(b"session0", number, stack, 1, group, Members.of([0, 1]), 5))
         known = sighting.has_launched(group_of(replace(sighting.latest, torch_group="0")), 6)
         assert known is (None, False, None)[number]

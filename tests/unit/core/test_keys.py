@@ -313,7 +313,7 @@ def test_the_keys_of_a_tenant_name_it(tmp_path):
         "bob": "",
     }
     access = Access(keys.load_clients(tmp_path))
-    owners = {client.name: access.tenant(client.key).owner("job") for client in keys.load_clients(tmp_path)}
+    owners = {client.name: access.principal(client.key).tenant_of("job") for client in keys.load_clients(tmp_path)}
     assert owners == {"alice": "tenant 'team-a'", "anna": "tenant 'team-a'", "bob": "tenant 'bob'"}
 
 

@@ -5,9 +5,9 @@ from itertools import product
 import pytest
 
 from server.group import lifecycle
-from server.group.lifecycle import Event, GroupState, MemberState, Policy, Told
+from server.group.lifecycle import Event, GroupState, MemberState, Notice, Policy
 
-MOVES = lifecycle._MOVES
+TRANSITIONS = lifecycle._TRANSITIONS
 REGISTERED = (MemberState.TAKES_PART, MemberState.PAUSED, MemberState.REJOINING)
 GOING = {Event.LEAVES: MemberState.LEFT, Event.FAILS: MemberState.LEFT, Event.IS_LOST: MemberState.LOST}
 COMING = (Event.ARRIVES, Event.RETURNS, Event.RETURNS_PAUSED)
@@ -20,7 +20,10 @@ def test_a_group_opens_once_and_a_broken_one_stays_broken():
         GroupState.OPEN: {GroupState.OPEN, GroupState.BROKEN},
         GroupState.BROKEN: {GroupState.BROKEN},
     }
-    found = {state: {move.group for (_, group, *_), move in MOVES.items() if group is state} for state in GroupState}
+    found = {
+        state: {transition.group for (_, group, *_), transition in TRANSITIONS.items() if group is state}
+        for state in GroupState
+    }
     assert found == onward
 
 
@@ -28,37 +31,39 @@ def test_a_group_opens_once_and_a_broken_one_stays_broken():
 @pytest.mark.parametrize("group", GroupState)
 def test_any_member_may_go_and_any_process_may_come_at_any_time(policy, group):
     for member, (event, after) in product(REGISTERED, GOING.items()):
-        assert lifecycle.move(policy, group, event, member).member is after
+        assert lifecycle.transition(policy, group, event, member).member is after
     for member, event in product((MemberState.NEW, *REGISTERED), COMING):
-        assert lifecycle.move(policy, group, event, member)
+        assert lifecycle.transition(policy, group, event, member)
 
 
 def test_a_strict_group_that_is_not_filling_breaks_unless_one_that_is_away_says_goodbye():
     for group, member, event in product((GroupState.RECOVERING, GroupState.OPEN), REGISTERED, GOING):
-        move = lifecycle.move(Policy.STRICT, group, event, member)
+        transition = lifecycle.transition(Policy.STRICT, group, event, member)
         may_go = member is MemberState.PAUSED and event is Event.LEAVES
-        assert (move.group, move.told) == ((group, Told.DEPARTED) if may_go else (GroupState.BROKEN, Told.BROKEN))
+        assert (transition.group, transition.notice) == (
+            (group, Notice.DEPARTED) if may_go else (GroupState.BROKEN, Notice.BROKEN)
+        )
 
 
 def test_an_elastic_group_breaks_for_different_results_only():
     breaking = {
         event
-        for (policy, group, event, _), move in MOVES.items()
-        if policy is Policy.ELASTIC and group is not GroupState.BROKEN and move.group is GroupState.BROKEN
+        for (policy, group, event, _), transition in TRANSITIONS.items()
+        if policy is Policy.ELASTIC and group is not GroupState.BROKEN and transition.group is GroupState.BROKEN
     }
     assert breaking == {Event.RESULTS_DIFFER}
 
 
 def test_whoever_breaks_a_group_is_told_to_those_who_wait_and_once():
-    for (_, group, *_), move in MOVES.items():
-        breaks = group is not GroupState.BROKEN and move.group is GroupState.BROKEN
-        assert breaks == (move.told is Told.BROKEN)
+    for (_, group, *_), transition in TRANSITIONS.items():
+        breaks = group is not GroupState.BROKEN and transition.group is GroupState.BROKEN
+        assert breaks == (transition.notice is Notice.BROKEN)
 
 
 def test_no_case_is_in_the_table_twice(monkeypatch):
     monkeypatch.setattr(lifecycle, "TABLE", f"{lifecycle.TABLE}{lifecycle.TABLE.strip().splitlines()[-1]}\n")
-    with pytest.raises(ValueError, match="says twice"):
-        lifecycle._moves()
+    with pytest.raises(ValueError, match="has two rows"):
+        lifecycle._transitions()
 
 
 # The code does what the table says: with another table it does something else.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from server.core.dispatcher import Dispatcher
-from server.core.registry import OTHERS_END_SECONDS
+from server.core.registry import LAUNCHER_STOP_SECONDS
 from server.group.recovery import RECONNECT_SECONDS
 from server.network import service
 from server.security.quota import Quota
@@ -201,7 +201,7 @@ def test_the_log_warns_of_who_is_lost_when_a_job_breaks_and_not_of_who_ends_beca
     with caplog.at_level("INFO", "statsd_bn.server"):
         clock.pass_time(SILENCE, alive=(0, 1, 2))
         clock.pass_time(SILENCE, alive=(0, 1))
-        clock.pass_time(OTHERS_END_SECONDS)
+        clock.pass_time(LAUNCHER_STOP_SECONDS)
     said = [(record.levelname, record.getMessage()) for record in caplog.records if " is lost: " in record.getMessage()]
     assert [level for level, _ in said] == ["WARNING", "WARNING", "INFO", "INFO"]
     assert [f"rank {member} " in text for member, (_, text) in zip((3, 2, 0, 1), said, strict=True)] == [True] * 4

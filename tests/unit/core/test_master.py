@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.core.report import group as report_of
+from server.core.report import group_entry as report_of
 from server.group import results
 from server.group.master import SyncMaster
-from server.group.rounds import Reply, failure
+from server.group.rounds import Reply, failure_frame
 from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate, Failure, Heartbeat
@@ -383,14 +383,16 @@ def test_the_report_tells_what_members_say_of_rounds_without_the_server():
     group.bring(1)
     contributors = group.master.membership.contributors
     for member, rounds in ((0, 40), (1, 38), (0, 39)):
-        group.master.hear(
+        group.master.record_heartbeat(
             0.0, contributors[member], Heartbeat(contributors[member].session, 7, rounds, "shared_memory", "")
         )
     report = report_of(group.master, 0.0)
     assert (report["rounds_done"], group.master.rounds_done) == (41, 41)
     assert [(one["step"], one["transport"]) for one in report["members"]] == [(7, "shared_memory")] * 2
     assert "why_not_faster" not in report
-    group.master.hear(0.0, contributors[0], Heartbeat(contributors[0].session, 7, 40, "server", "rank 1 ended"))
+    group.master.record_heartbeat(
+        0.0, contributors[0], Heartbeat(contributors[0].session, 7, 40, "server", "rank 1 ended")
+    )
     assert report_of(group.master, 0.0)["why_not_faster"] == "rank 1 ended"
 
 
@@ -415,6 +417,6 @@ def test_the_report_of_a_group_says_who_is_there_and_who_is_waited_for():
 
 
 def test_a_failure_that_is_too_long_for_the_wire_is_cut_between_characters():
-    cut = decode(failure(StatsdBNError("x" + "é" * limits.MAX_TEXT_BYTES)))
+    cut = decode(failure_frame(StatsdBNError("x" + "é" * limits.MAX_TEXT_BYTES)))
     assert len(cut.message.encode()) == limits.MAX_TEXT_BYTES - 1
     assert set(cut.message[1:]) == {"é"}

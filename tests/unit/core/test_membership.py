@@ -20,7 +20,7 @@ def group() -> Membership:
 
 def admit(group: Membership, register: Register, peer: bytes) -> Contributor:
     contributor = group.admit(0.0, register, peer)
-    group.settle(0.0)
+    group.advance(0.0)
     return contributor
 
 
@@ -50,13 +50,13 @@ def test_a_group_takes_the_members_it_has_room_for_and_no_other(name, size, numb
 @pytest.mark.parametrize(
     ("cause", "reason"),
     [
-        ("", "rank 1 (place 1) left while others went on; for data of different lengths see client.join"),
+        ("", "rank 1 (place 1) left before the others finished; for data of different lengths see client.join"),
         ("MemoryError: full", "failed with MemoryError: full"),
     ],
 )
 def test_leaving_an_open_group_breaks_it_with_the_cause(group, cause, reason):
     admit_all(group)
-    group.hear_of(7)
+    group.record_reported_step(7)
     assert group.remove(group.contributors[1], cause) is group.lost
     assert isinstance(group.lost, ReplicaLost)
     assert reason in in_log(group.lost)

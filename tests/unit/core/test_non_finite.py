@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from server.core.dispatcher import Dispatcher
-from server.core.report import group
-from server.group.first_non_finite import MOST_OVERFLOWS
+from server.core.report import group_entry
+from server.group.first_non_finite import MAX_OVERFLOWS
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Failure, Leave, NonFiniteRound
 from statsd_bn.reduction import bearers, is_finite, not_finite, sum_in_order
@@ -75,7 +75,7 @@ class Group:
     @property
     def told(self) -> list[str]:
         (master,) = self.dispatcher._registry.masters.values()
-        return group(master, 0.0)["non_finite"]
+        return group_entry(master, 0.0)["non_finite"]
 
 
 def test_an_aggregate_names_who_brought_it():
@@ -113,7 +113,7 @@ def test_the_first_one_of_each_direction_is_logged_and_in_the_status(caplog):
 def test_gradients_that_overflow_now_and_then_are_no_finding():
     """As a GradScaler has it: once every 2,000 steps, and for some steps at the beginning."""
     play = Group()
-    for step in (*range(MOST_OVERFLOWS), 2000, 4000):
+    for step in (*range(MAX_OVERFLOWS), 2000, 4000):
         play.round(key("b", step=step), 1.0, 1.0)
         play.round(key("b", step=step, phase=BACKWARD), 1.0, INF)
         play.round(key("a", step=step, phase=BACKWARD), INF, INF)
@@ -137,7 +137,7 @@ def test_gradients_are_told_of_and_logged_once_a_forward_pass_has_it_too(caplog)
 
 def test_gradients_that_stay_so_are_told_of():
     play = Group()
-    for step in range(MOST_OVERFLOWS + 1):
+    for step in range(MAX_OVERFLOWS + 1):
         assert play.told == []
         play.round(key("b", step=step, phase=BACKWARD), 1.0, NAN)
     assert play.told == [GRADIENTS]

@@ -17,35 +17,35 @@ SERVER = b"server-9"
 @pytest.fixture
 def recovery() -> Recovery:
     recovery = Recovery(10.0, SILENCE)
-    recovery.name(Members.of([0, 1]))
-    recovery.name(Members.of([1, 3]))
+    recovery.expect(Members.of([0, 1]))
+    recovery.expect(Members.of([1, 3]))
     return recovery
 
 
 def test_whoever_was_named_is_waited_for(recovery):
     assert recovery.missing([]) == [0, 1, 3]
     assert recovery.missing([3, 0, 7]) == [1]
-    assert not recovery.is_over(10.0, [0, 3], is_elastic=False)
-    assert recovery.is_over(10.0, [0, 1, 3], is_elastic=False)
+    assert not recovery.is_complete(10.0, [0, 3], is_elastic=False)
+    assert recovery.is_complete(10.0, [0, 1, 3], is_elastic=False)
 
 
 def test_one_that_is_forgotten_is_waited_for_no_longer(recovery):
-    recovery.forget(1)
-    recovery.forget(7)
+    recovery.drop(1)
+    recovery.drop(7)
     assert recovery.missing([]) == [0, 3]
 
 
 def test_those_who_do_not_come_in_time_are_late_once(recovery):
-    assert recovery.late(10.0 + SILENCE - 0.01, [0]) == []
-    assert recovery.late(10.0 + SILENCE, [0]) == [1, 3]
-    assert recovery.late(10.0 + SILENCE, [0]) == []
-    assert recovery.is_over(10.0 + SILENCE, [0], is_elastic=False)
+    assert recovery.expire(10.0 + SILENCE - 0.01, [0]) == []
+    assert recovery.expire(10.0 + SILENCE, [0]) == [1, 3]
+    assert recovery.expire(10.0 + SILENCE, [0]) == []
+    assert recovery.is_complete(10.0 + SILENCE, [0], is_elastic=False)
 
 
 def test_an_elastic_group_waits_for_those_whom_nobody_knows(recovery):
     everybody = [0, 1, 3]
-    assert not recovery.is_over(10.0 + RECONNECT_SECONDS - 0.01, everybody, is_elastic=True)
-    assert recovery.is_over(10.0 + RECONNECT_SECONDS + 0.01, everybody, is_elastic=True)
+    assert not recovery.is_complete(10.0 + RECONNECT_SECONDS - 0.01, everybody, is_elastic=True)
+    assert recovery.is_complete(10.0 + RECONNECT_SECONDS + 0.01, everybody, is_elastic=True)
 
 
 # In a group.
@@ -69,24 +69,24 @@ def test_one_that_tells_its_past_late_is_no_newcomer():
     group = Membership(register(2, 3, min_members=1))
     group.admit(0.0, register(2, 3, min_members=1), b"")
     contributor = group.admit(0.0, coming_back(2, min_members=1, results=1), b"")
-    assert (contributor.has_past, contributor.owes) == (True, True)
-    contributor.recalled.add(key(step=3))
-    group.recall(3, Members.of(range(3)))
+    assert (contributor.has_past, contributor.results_pending) == (True, True)
+    contributor.recovered.add(key(step=3))
+    group.record_result(3, Members.of(range(3)))
     for member in (0, 1):
         group.admit(0.0, coming_back(member, min_members=1, step=4), b"")
-    assert group.settle(RECONNECT_SECONDS)
+    assert group.advance(RECONNECT_SECONDS)
     assert contributor.first_step == 0, "a newcomer would begin after the others"
 
 
 def test_a_member_owes_the_results_that_it_has_announced():
     group = Membership(coming_back(0))
     contributor = group.admit(0.0, coming_back(0, results=2), b"")
-    assert contributor.owes
+    assert contributor.results_pending
     for layer in ("bn", "bn", "bn2"):
-        assert contributor.owes
-        contributor.recalled.add(key(layer, step=4))
-        group.recall(4, Members.of(range(3)))
-    assert not contributor.owes
+        assert contributor.results_pending
+        contributor.recovered.add(key(layer, step=4))
+        group.record_result(4, Members.of(range(3)))
+    assert not contributor.results_pending
     assert group.latest_step == 4
 
 
@@ -94,30 +94,30 @@ def test_one_that_owes_results_is_missing_though_it_is_there():
     group = Membership(coming_back(0))
     for member in range(3):
         group.admit(0.0, coming_back(member, results=int(member == 1)), b"")
-    assert not group.settle(0.0)
+    assert not group.advance(0.0)
     assert (group.missing, group.absent) == (1, [1])
-    group.contributors[1].recalled.add(key())
-    group.recall(0, Members.of(range(3)))
-    assert group.settle(0.0)
+    group.contributors[1].recovered.add(key())
+    group.record_result(0, Members.of(range(3)))
+    assert group.advance(0.0)
     assert (group.is_open, group.missing, group.recovery) == (True, 0, None)
 
 
 def test_a_newcomer_to_a_group_that_has_not_been_restarted_owes_nothing():
     group = Membership(register(0, 1))
-    assert not group.admit(0.0, register(0, 1, results=2), b"").owes
+    assert not group.admit(0.0, register(0, 1, results=2), b"").results_pending
 
 
 def test_a_strict_group_is_broken_by_those_who_do_not_come_back():
     group = Membership(coming_back(0))
     group.admit(0.0, coming_back(0, step=5), b"")
-    assert not group.give_up_waiting(SILENCE - 0.01)
-    assert group.give_up_waiting(SILENCE)
+    assert not group.expire(SILENCE - 0.01)
+    assert group.expire(SILENCE)
     assert isinstance(group.lost, ReplicaLost)
     assert str(group.lost) == (
-        "ranks 1-2 did not come back after the server was restarted\n  in job 'job', group 'world', step 5"
+        "ranks 1-2 did not reconnect after the server was restarted\n  in job 'job', group 'world', step 5"
     )
     assert (group.lost.fields["member"], group.lost.fields["step"]) == (1, 5)
-    assert not group.settle(SILENCE)
+    assert not group.advance(SILENCE)
 
 
 def test_a_member_that_leaves_while_others_come_back_breaks_a_strict_group():
@@ -125,7 +125,7 @@ def test_a_member_that_leaves_while_others_come_back_breaks_a_strict_group():
     contributor = group.admit(0.0, coming_back(0), b"")
     assert group.remove(contributor, "boom") is group.lost
     assert "rank 0 (place 0) failed with boom" in str(group.lost)
-    group.give_up_waiting(SILENCE)
+    group.expire(SILENCE)
     assert "rank 0 (place 0) failed with boom" in str(group.lost), "whoever comes too late is not the culprit"
 
 
@@ -136,7 +136,7 @@ def test_one_that_is_refused_begins_no_recovery():
     with pytest.raises(RegistrationRefused):
         group.admit(0.0, register(1, 2, server=SERVER, step=1, known=Members.of(range(2))), b"")
     assert group.recovery is None
-    assert not group.settle(1.0)
+    assert not group.advance(1.0)
 
 
 def test_one_whose_place_another_holds_begins_no_recovery():
@@ -190,6 +190,6 @@ def in_a_pass(*members: int) -> Membership:
 def test_a_newcomer_does_not_keep_one_that_missed_the_call_from_the_pass():
     group = in_a_pass(0)
     newcomer = group.admit(0.0, register(1, 3, min_members=1), b"")
-    assert group.settle(RECONNECT_SECONDS)
+    assert group.advance(RECONNECT_SECONDS)
     assert newcomer.first_step == 2
     assert group.participants(1) == [2, 0]

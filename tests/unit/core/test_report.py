@@ -7,15 +7,15 @@ import pytest
 from server.cli.status import describe
 from server.core import report
 from server.core.dispatcher import Dispatcher
-from server.core.report import KEPT_SECONDS, TOLD_MISSING, TOLD_ROUNDS
-from server.security.access import Tenant
+from server.core.report import CACHE_SECONDS, MAX_MISSING, MAX_ROUNDS
+from server.security.access import Principal
 from statsd_bn import limits
 from statsd_bn.messages import Status, StatusRequest
 from statsd_bn.wire import decode, encode
 from support.strategies import contribution, key, register
 
-ALICE = Tenant("alice", "key of alice", ("a-*",))
-BOB = Tenant("bob", "key of bob", ("b-*",))
+ALICE = Principal("alice", "key of alice", ("a-*",))
+BOB = Principal("bob", "key of bob", ("b-*",))
 
 
 class Play:
@@ -52,23 +52,23 @@ def test_a_large_group_does_not_hide_the_others():
     assert len(large["members"]) + large["members_left_out"] == 6000
     assert len(large["members"]) > 1000, "what there is room for is told"
     assert "6000 of 6000 ranks" in describe(told)
-    assert f"and {large['members_left_out']} ranks more than a report can hold" in describe(told)
+    assert f"and {large['members_left_out']} more ranks" in describe(told)
 
 
 def test_many_rounds_and_who_is_missing_in_them_are_told_in_part():
     play = Play()
     play.begin("job", 200)
-    for step in range(TOLD_ROUNDS + 5):
+    for step in range(MAX_ROUNDS + 5):
         play.say(contribution(0, key=key(step=step), session=b"job 0000"))
     (group,) = play.ask()["groups"]
-    assert [round_["round"] for round_ in group["waiting"]] == [str(key(step=step)) for step in range(TOLD_ROUNDS)]
+    assert [round_["round"] for round_ in group["waiting"]] == [str(key(step=step)) for step in range(MAX_ROUNDS)]
     assert group["waiting_left_out"] == 5
-    assert group["waiting"][0]["missing"] == list(range(1, 1 + TOLD_MISSING))
-    assert group["waiting"][0]["missing_left_out"] == 199 - TOLD_MISSING
+    assert group["waiting"][0]["missing"] == list(range(1, 1 + MAX_MISSING))
+    assert group["waiting"][0]["missing_left_out"] == 199 - MAX_MISSING
     play.now += 2.0
     text = describe(play.ask())
-    assert f"and {199 - TOLD_MISSING} more: job 'job'" in text
-    assert "and 5 rounds more than a report can hold" in text
+    assert f"and {199 - MAX_MISSING} more: job 'job'" in text
+    assert "and 5 more rounds" in text
 
 
 def test_a_group_that_waits_for_members_and_is_told_in_part_reads_as_text(monkeypatch):
@@ -98,32 +98,32 @@ def test_a_long_report_is_built_once_in_a_while_for_each_tenant(monkeypatch):
     play.begin("a-large", 4000)
     play.begin("b-large", 4000)
     built: list[int] = []
-    groups = report.groups
-    monkeypatch.setattr(report, "groups", lambda *given: built.append(1) or groups(*given))
+    groups = report.group_entries
+    monkeypatch.setattr(report, "group_entries", lambda *given: built.append(1) or groups(*given))
     for _ in range(20):
-        assert [group["job"] for group in play.ask(tenant=ALICE)["groups"]] == ["a-large"]
-        assert [group["job"] for group in play.ask(tenant=BOB)["groups"]] == ["b-large"]
+        assert [group["job"] for group in play.ask(principal=ALICE)["groups"]] == ["a-large"]
+        assert [group["job"] for group in play.ask(principal=BOB)["groups"]] == ["b-large"]
     assert len(built) == 2
-    play.now += KEPT_SECONDS
-    assert play.ask(tenant=ALICE)["seconds"] == KEPT_SECONDS
+    play.now += CACHE_SECONDS
+    assert play.ask(principal=ALICE)["seconds"] == CACHE_SECONDS
     assert len(built) == 3
 
 
 def test_who_asks_too_often_is_told_the_counts_and_nobody_else_is(monkeypatch):
-    monkeypatch.setattr(report, "SENT_AT_ONCE", 2**14)
-    monkeypatch.setattr(report, "SENT_EACH_SECOND", 2**12)
+    monkeypatch.setattr(report, "BURST_BYTES", 2**14)
+    monkeypatch.setattr(report, "BYTES_PER_SECOND", 2**12)
     play = Play()
     play.begin("a-job", 100)
     play.begin("b-job", 100)
-    told = [play.ask(tenant=ALICE) for _ in range(100)]
+    told = [play.ask(principal=ALICE) for _ in range(100)]
     whole = [one for one in told if one["groups"]]
     assert 2 <= len(whole) < 10
     assert told[-1]["received"] == 300
     assert all(one["left_out"] == 1 for one in told if not one["groups"])
-    assert "1 groups more" in describe(told[-1])
-    assert play.ask(tenant=BOB)["groups"]
+    assert "1 more groups" in describe(told[-1])
+    assert play.ask(principal=BOB)["groups"]
     play.now += 4.0
-    assert play.ask(tenant=ALICE)["groups"], "it waited"
+    assert play.ask(principal=ALICE)["groups"], "it waited"
 
 
 def test_a_short_report_is_always_of_now():

@@ -4,7 +4,7 @@ import struct
 import numpy as np
 import pytest
 
-from server.group.rounds import Event, FutureResult, Round, State
+from server.group.rounds import FutureResult, Round, RoundEvent, RoundState
 from statsd_bn.errors import ContributionConflict, RoundMismatch
 from statsd_bn.rows import Rows
 from support.strategies import key, rows
@@ -16,7 +16,7 @@ def a_round(*members: int, seconds: float = 600.0) -> Round:
     return Round(KEY, members, 100.0, seconds)
 
 
-@pytest.mark.parametrize(("state", "event"), [*itertools.product((State.REDUCED, State.FAILED), Event)])
+@pytest.mark.parametrize(("state", "event"), [*itertools.product((RoundState.REDUCED, RoundState.FAILED), RoundEvent)])
 def test_nothing_happens_to_a_round_that_has_ended(state, event):
     ended = a_round(0)
     ended.state = state

@@ -25,12 +25,12 @@ def report(world: PureWorld) -> dict:
 
 def test_a_round_that_is_settled_is_dropped_and_its_room_given_back(world):
     one, _ = world.members
-    before = world.dispatcher._budget.held
+    before = world.dispatcher._usage.allocated
     one.forward(1.0)
-    assert world.dispatcher._budget.held > before
+    assert world.dispatcher._usage.allocated > before
     assert len(report(world)["waiting"]) == 1
     settle(world, one)
-    assert world.dispatcher._budget.held == before
+    assert world.dispatcher._usage.allocated == before
     assert report(world)["waiting"] == []
     assert one.answers == []
 
@@ -64,9 +64,9 @@ def test_a_contribution_that_is_parked_after_a_restart_is_dropped_too(world):
     world.restart()
     one.introduce()
     one.forward(3.0)
-    held = world.dispatcher._budget.held
+    held = world.dispatcher._usage.allocated
     settle(world, one)
-    assert world.dispatcher._budget.held < held
+    assert world.dispatcher._usage.allocated < held
     two.introduce()
     assert report(world)["waiting"] == []
 

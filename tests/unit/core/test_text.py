@@ -14,7 +14,7 @@ from client.launch.settings import resolve
 from server.__main__ import main
 from server.cli.logs import MAX_LINE, PlainFormatter
 from server.core.dispatcher import Dispatcher
-from server.group.rounds import failure
+from server.group.rounds import failure_frame
 from statsd_bn import limits
 from statsd_bn.checks import check_depth, shown
 from statsd_bn.errors import ConfigurationError, ProtocolError, RegistrationRefused, StatsdBNError, from_wire
@@ -93,7 +93,7 @@ def test_a_cause_with_control_characters_is_told_escaped():
 
 
 def test_a_servers_own_error_is_told_escaped():
-    assert decode(failure(ConfigurationError(HOSTILE))).message == readable(HOSTILE)
+    assert decode(failure_frame(ConfigurationError(HOSTILE))).message == readable(HOSTILE)
 
 
 @pytest.mark.parametrize("job", ["a\nb", "\x1b[2J", "", "x" * 257, "a\u202eb", "\ud800"])

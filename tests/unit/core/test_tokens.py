@@ -42,7 +42,7 @@ def test_no_frame_and_no_line_of_the_log_holds_a_token(dispatcher, caplog):
     say(0.4, Leave(TOKENS[1], "ValueError: wrong"))
     say(0.5, contribution(1))
     say(0.5, register(1))
-    told += dispatcher.tick(60.0) + dispatcher.farewell() + dispatcher.stop()
+    told += dispatcher.tick(60.0) + dispatcher.shutdown_notices() + dispatcher.stop()
     frames = [frame for _, frame in told]
     codes = {answer.code for answer in map(decode, frames) if isinstance(answer, Failure)}
     assert {"protocol", "world_size", "duplicate_member", "conflict", "unknown_session", "refused"} <= codes

@@ -54,7 +54,7 @@ def test_one_that_takes_a_filling_group_for_open_makes_it_recover_and_learns_who
     world.deliver(world.dispatcher.tick(world.now))
     (failure,) = answers(world, session)
     assert (failure.code, failure.fields["member"]) == ("replica_lost", 0)
-    assert "ranks 0-1 did not come back" in failure.message
+    assert "ranks 0-1 did not reconnect" in failure.message
 
 
 def test_it_takes_part_once_the_others_are_back(late):

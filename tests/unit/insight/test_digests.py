@@ -56,7 +56,7 @@ def test_those_of_an_unknown_session_are_dropped_without_a_word(world):
     """A server that has been started again would be sent an introduction for each answer."""
     tell(world, session=b"stranger")
     assert world.members[0].answers == []
-    assert world.dispatcher.tally.strangers == 1
+    assert world.dispatcher.counters.strangers == 1
 
 
 def test_an_elastic_group_has_none():
@@ -78,17 +78,17 @@ def test_nothing_is_found_of_members_of_whom_one_has_left(world):
 
 
 def test_what_is_kept_is_counted_and_given_back(world):
-    before = world.dispatcher._budget.held
+    before = world.dispatcher._usage.allocated
     for n in range(300):
         tell(world, n, "\n".join(f"layer {n} {m}" for m in range(64)))
         world.now += 1.0
     world.pass_time(0.1)
-    held = world.dispatcher._budget.held
+    held = world.dispatcher._usage.allocated
     assert before + 2**20 < held < before + 2**24
     assert report(world)["kept_bytes"] == held
     for member in world.members:
         world.send(member, member.session.leave(""))
-    assert world.dispatcher._budget.held == 0
+    assert world.dispatcher._usage.allocated == 0
 
 
 def test_numbers_at_the_edge_of_float64_end_nothing(world):

@@ -57,7 +57,7 @@ class Job:
     @property
     def kept(self) -> int:
         (master,) = self.dispatcher._registry.masters.values()
-        return master.open_rounds._looks.kept
+        return master.open_rounds._samples.size
 
 
 @pytest.mark.parametrize(("factor", "found"), [(1.0, []), (5.0, [("skew", 2, "stem")])])
@@ -108,9 +108,9 @@ def test_what_is_kept_is_bounded_and_on_the_account():
     wide = np.ones((1, 2, 60_000))
     for member in range(MEMBERS):
         job.say(Contribution(session_of(member), key("wide"), 0, Rows((64,), wide)), member)
-    kept, counted = job.kept, master.kept
-    assert 0 < kept - KNOWN_BYTES <= open_rounds.MOST_LOOKS_BYTES
+    kept, counted = job.kept, master.allocated
+    assert 0 < kept - KNOWN_BYTES <= open_rounds.MAX_SAMPLE_BYTES
     job.pass_time(1.0)
     assert job.kept == KNOWN_BYTES
     # What the layer's history takes is little beside it.
-    assert kept // 2 < counted - master.kept <= kept
+    assert kept // 2 < counted - master.allocated <= kept

@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from server.core.report import group as report_of
+from server.core.report import group_entry as report_of
 from server.group.health import STARTUP_SECONDS, WINDOW_SECONDS
 from server.group.master import SyncMaster
 from statsd_bn import limits
@@ -61,9 +61,9 @@ def test_a_slow_rank_is_named_once(caplog, ranks):
     job.run(STARTUP_SECONDS + 5 * WINDOW_SECONDS, lambda rank: STEP * (1.25 if rank == 1 else 1.0))
     (text,) = warnings_in(caplog)
     assert text.startswith(
-        "job 'job', group 'world': straggler: rank 1 (place 1) held the others up for 20% of the last"
+        "job 'job', group 'world': straggler: rank 1 (place 1) delayed the others for 20% of the last"
     )
-    assert text.endswith("; where it came last, it was by up to 164 ms in the median and 164 ms in 99 of 100 rounds")
+    assert text.endswith("; in rounds where it came last: 164 ms late (median), 164 ms (p99)")
     (finding,) = job.report()["findings"]
     assert (finding["kind"], finding["rank"]) == ("straggler", 1)
     assert finding["text"] in text
@@ -120,19 +120,21 @@ def test_of_rounds_among_themselves_the_members_say_how_long_they_waited(caplog)
         waited += 250
         for rank, milliseconds in ((0, waited), (1, 0)):
             one = job.contributors[rank]
-            job.master.hear(job.now, one, Heartbeat(one.session, 1, 10 * second, "shared_memory", "", milliseconds))
+            job.master.record_heartbeat(
+                job.now, one, Heartbeat(one.session, 1, 10 * second, "shared_memory", "", milliseconds)
+            )
         job.now += 1.0
         job.master.expire(job.now)
     (text,) = warnings_in(caplog)
-    assert text.endswith("straggler: rank 1 (place 1) held the others up for 25% of the last minute")
+    assert text.endswith("straggler: rank 1 (place 1) delayed the others for 25% of the last minute")
 
 
 def test_a_rank_that_has_left_is_forgotten():
     job = Job(3)
     job.run(STARTUP_SECONDS + 1.5 * WINDOW_SECONDS, lambda rank: STEP * (1.5 if rank == 2 else 1.0))
     job.master.remove_contributor(job.now, job.contributors[2], "")
-    assert 2 not in job.master.insight.pace._waited
-    assert 2 not in job.master.insight.pace._best
+    assert 2 not in job.master.health.pace._waited
+    assert 2 not in job.master.health.pace._best
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def trips(job, rank, *, of=0, times=0, microseconds=0, kind=RoundTrips):
     counts = [0] * limits.BUCKETS
     counts[of] = times
     one = job.contributors[rank]
-    job.master.insight.count(one, kind(one.session, microseconds, tuple(counts)))
+    job.master.health.add_latency(one, kind(one.session, microseconds, tuple(counts)))
 
 
 def test_round_trips_are_those_that_all_members_have_told_of():
@@ -205,11 +207,11 @@ def test_a_round_at_the_server_adds_to_as_much_lateness_as_can_be_counted():
 def test_round_trips_that_are_more_than_can_be_counted_are_as_many_as_can():
     """Whoever comes and goes in an elastic group can tell of any number, and tell it again as somebody else."""
     job = Job(1)
-    job.master.insight.round_trips.counts[3] = 2**64 - 3
+    job.master.health.round_trips.counts[3] = 2**64 - 3
     trips(job, 0, of=3, times=1, microseconds=5)
     trips(job, 0, of=3, times=limits.MAX_COUNTER, microseconds=6)
     assert job.report()["round_trip_seconds"]["counts"] == [0, 0, 0, 2**64 - 1]
-    assert job.contributors[0].trips.counts[3] == limits.MAX_COUNTER
+    assert job.contributors[0].round_trips.counts[3] == limits.MAX_COUNTER
 
 
 @pytest.mark.parametrize(

@@ -176,4 +176,4 @@ def test_a_frozen_server_keeps_its_path(path):
         os.waitpid(child, 0)
         os.close(ready)
         os.close(told)
-    wait_until(lambda: not ipc_path._is_served(path))
+    wait_until(lambda: not ipc_path._is_in_use(path))

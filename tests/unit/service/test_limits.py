@@ -9,17 +9,17 @@ import pytest
 from server.cli.status import describe
 from server.config import from_arguments, parser
 from server.core.dispatcher import Dispatcher
-from server.security.access import ANYBODY
+from server.security.access import ANONYMOUS
 from server.security.quota import (
     CONTRIBUTION_BYTES,
+    EXPECTED_BYTES,
     FUTURE_BYTES,
     GROUP_BYTES,
     MEMBER_BYTES,
-    NAMED_BYTES,
     ROUND_BYTES,
+    MemoryShare,
     Quota,
-    Room,
-    span,
+    option_range,
 )
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
@@ -57,10 +57,12 @@ class Play:
         return [group["kept_bytes"] for group in self.dispatcher.report(self.now)["groups"]]
 
     def is_refused(self, *messages: Message) -> bool:
-        before = self.dispatcher.tally.over_limits
+        before = self.dispatcher.counters.over_limits
         (answer, *_) = self.say(*messages) or [None]
         refused = isinstance(answer, Failure) and answer.code == "limit"
-        assert (self.dispatcher.tally.over_limits > before) == refused, "what is refused is counted, and nothing else"
+        assert (self.dispatcher.counters.over_limits > before) == refused, (
+            "what is refused is counted, and nothing else"
+        )
         if refused:
             assert str(answer.fields["limit"]) in answer.message
         return refused
@@ -131,7 +133,7 @@ def test_a_huge_number_is_refused_in_one_line(option, text, capsys):
     ):
         error = unfolded(error_of(call, capsys))
         assert name in error.replace("_", "-").lower()
-        assert f"expected {span(option)}, got" in error
+        assert f"expected {option_range(option)}, got" in error
         assert len(error) < 250
 
 
@@ -257,11 +259,11 @@ def test_a_job_that_ends_gives_all_room_back(ends):
     play = Play()
     play.open()
     play.say(contribution(0), contribution(1), contribution(0, key=key(step=1)))
-    budget = play.dispatcher._budget
-    assert budget.held_of["job 'job'"] > 3 * SIZE
+    usage = play.dispatcher._usage
+    assert usage.allocated_by_tenant["job 'job'"] > 3 * SIZE
     play.say(*ends)
     assert play.kept == []
-    assert (budget.held, budget.held_of) == (0, {})
+    assert (usage.allocated, usage.allocated_by_tenant) == (0, {})
 
 
 PAST = {"server": b"server-9", "known": Members.of([0, 1]), "results": 1}
@@ -272,14 +274,14 @@ def test_what_is_put_off_after_a_restart_counts_and_is_given_back():
     back = Play()
     back.say(register(0, **PAST), Result(session_of(0), aggregate))
     results = back.kept[0]
-    assert results > GROUP_BYTES + MEMBER_BYTES + 2 * NAMED_BYTES + CONTRIBUTION_BYTES
+    assert results > GROUP_BYTES + MEMBER_BYTES + 2 * EXPECTED_BYTES + CONTRIBUTION_BYTES
     play = Play(max_tenant_bytes=results + SIZE)
     play.say(register(0, **PAST), Result(session_of(0), aggregate))
     assert not play.is_refused(contribution(0, key=key(step=1)))
     assert play.kept == [results + SIZE]
     assert play.is_refused(contribution(0, key=key(step=2)))
     play.say(Leave(session_of(0), ""))
-    assert play.dispatcher._budget.held == 0
+    assert play.dispatcher._usage.allocated == 0
 
 
 def test_whoever_is_lost_while_the_account_is_full_takes_what_it_put_off_along_and_no_more():
@@ -288,22 +290,22 @@ def test_whoever_is_lost_while_the_account_is_full_takes_what_it_put_off_along_a
         known = {**PAST, "known": Members.of([0, 1, 2]), "results": 0}
         play.say(register(member, 3, min_members=1, **known))
         assert not play.is_refused(contribution(member, key=key(step=1)))
-    budget = play.dispatcher._budget
-    before, full = budget.held, Room(budget, "job 'job'")
-    full.keep(budget.quota.max_tenant_bytes)
+    usage = play.dispatcher._usage
+    before, full = usage.allocated, MemoryShare(usage, "job 'job'")
+    full.adjust(usage.quota.max_tenant_bytes)
     play.say(Leave(session_of(1), "it failed"))
-    full.empty()
-    assert budget.held == before - SIZE - MEMBER_BYTES - NAMED_BYTES
+    full.release_all()
+    assert usage.allocated == before - SIZE - MEMBER_BYTES - EXPECTED_BYTES
 
 
 def test_one_that_names_more_members_than_there_is_room_for_is_refused():
-    play = Play(max_tenant_bytes=GROUP_BYTES + 2 * MEMBER_BYTES + 100 * NAMED_BYTES)
+    play = Play(max_tenant_bytes=GROUP_BYTES + 2 * MEMBER_BYTES + 100 * EXPECTED_BYTES)
     assert play.is_refused(register(0, **{**PAST, "known": Members.of(range(10_000))}))
     assert not play.is_refused(register(0, **PAST))
 
 
 def test_results_after_a_restart_count():
-    play = Play(max_tenant_bytes=GROUP_BYTES + MEMBER_BYTES + 2 * NAMED_BYTES)
+    play = Play(max_tenant_bytes=GROUP_BYTES + MEMBER_BYTES + 2 * EXPECTED_BYTES)
     play.say(register(0, **PAST))
     assert play.is_refused(Result(session_of(0), play_aggregate()))
 
@@ -316,7 +318,7 @@ def play_aggregate() -> Any:
 
 def test_the_report_tells_what_was_refused():
     play = Play(max_members=1)
-    assert "over a limit" not in describe(play.dispatcher.report(0.0, ANYBODY))
+    assert "over a limit" not in describe(play.dispatcher.report(0.0, ANONYMOUS))
     play.say(register(0, 2))
     (answer,) = play.say(StatusRequest())
     assert answer.report["over_limits"] == 1
@@ -329,9 +331,9 @@ def test_messages_of_strangers_are_counted_and_those_of_members_are_not():
     for number, message in enumerate(messages, start=1):
         play.say(message)
         assert play.received.is_refused
-        assert play.dispatcher.tally.strangers == number
+        assert play.dispatcher.counters.strangers == number
     # One who is back after a restart, and has not yet told what it announced, is no stranger.
     for message in (register(0, **PAST), Heartbeat(session_of(0)), contribution(0), StatusRequest()):
         play.say(message)
         assert not play.received.is_refused
-    assert play.dispatcher.tally.strangers == 3
+    assert play.dispatcher.counters.strangers == 3

@@ -70,8 +70,8 @@ def test_a_connection_over_which_no_member_speaks_is_ended_and_a_members_is_not(
     who = Member("job", "world", 0, 0, 1, 20.0, "here")
     with Connection(ZmqChannelPool(service.endpoints[0]), who) as member:
         # The member may have its answer before the server has noted whose connection it is.
-        wait_until(lambda: len(service._watch.members) > 0, WAIT_SECONDS)
-        before = len(service._watch.members)
+        wait_until(lambda: len(service._connections.members) > 0, WAIT_SECONDS)
+        before = len(service._connections.members)
         stranger = dial(service)
         with stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
             # However often it speaks, it says nothing.
@@ -79,7 +79,7 @@ def test_a_connection_over_which_no_member_speaks_is_ended_and_a_members_is_not(
             stranger.disable_monitor()
         assert told(service, "idle_connections") >= 1
         # The member has been silent but for its heartbeats, for longer than that.
-        assert len(service._watch.members) >= before
+        assert len(service._connections.members) >= before
         assert member.exchange("bn", rows(2.0)).values.item() == 2.0
 
 
@@ -88,7 +88,7 @@ def test_a_member_that_has_gone_leaves_nothing_behind(serve):
     who = Member("job", "world", 0, 0, 1, 20.0, "here")
     for _ in range(3):
         Connection(ZmqChannelPool(service.endpoints[0]), who).close()
-    wait_until(lambda: not service._watch.members)
+    wait_until(lambda: not service._connections.members)
 
 
 def test_a_status_is_answered_over_a_connection_that_was_ended_before(serve, dial, monkeypatch):
@@ -159,7 +159,7 @@ def test_what_was_refused_is_forgotten_after_a_moment(serve, dial):
         assert decode(stranger.recv()).code == "unknown_session"
         refused += 1
         if refused % 5 == 0:
-            wait_until(lambda: not service._watch._refused)
+            wait_until(lambda: not service._connections._refusals)
     assert told(service, "flooding_connections") == 0
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from server.network.service import PARTING_SECONDS, Parent
+from server.network.service import ORPHAN_SECONDS, Parent
 
 OURS, INIT, SUBREAPER = 7, 1, 6
 MEMBERS, NOBODY = True, False
@@ -19,8 +19,8 @@ HISTORIES = {
     "members stay after the parent": [
         (0.0, OURS, MEMBERS, SERVES),
         (10.0, INIT, MEMBERS, SERVES),
-        (10.0 + PARTING_SECONDS - 0.1, INIT, MEMBERS, SERVES),
-        (10.0 + PARTING_SECONDS, INIT, MEMBERS, ENDS),
+        (10.0 + ORPHAN_SECONDS - 0.1, INIT, MEMBERS, SERVES),
+        (10.0 + ORPHAN_SECONDS, INIT, MEMBERS, ENDS),
     ],
     "members leave soon after the parent": [
         (0.0, OURS, MEMBERS, SERVES),
@@ -42,7 +42,7 @@ def check(history, **given):
     parent = Parent(OURS, lambda: present.parent, **given)
     for now, present.parent, has_members, ends in history:
         has_had_members |= has_members
-        found = parent.needs_no_server(now, has_members=has_members, has_had_members=has_had_members)
+        found = parent.should_exit(now, has_members=has_members, has_had_members=has_had_members)
         assert found is ends, now
 
 

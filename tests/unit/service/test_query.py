@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from server.cli.query import asking
+from server.cli.query import query_connection
 from statsd_bn.errors import ServerUnreachable
 from statsd_bn.messages import FiguresRequest, StatusRequest
 from statsd_bn.wire import decode
@@ -68,7 +68,7 @@ def test_a_question_that_a_server_took_with_it_is_put_to_the_next(fake, first, s
 
     with ThreadPoolExecutor(1) as pool:
         servers = pool.submit(in_turn)
-        with asking(fake.endpoint, WAIT_MILLISECONDS / 1000) as ask:
+        with query_connection(fake.endpoint, WAIT_MILLISECONDS / 1000) as ask:
             assert ask(StatusRequest()) == b"first"
             assert ask(FiguresRequest("job", "world", 0)) == b"second"
         servers.result()
@@ -82,7 +82,7 @@ def test_servers_that_all_take_the_question_with_them_are_given_up_in_time(fake)
 
     with ThreadPoolExecutor(1) as pool:
         servers = pool.submit(in_turn)
-        with asking(fake.endpoint, UNANSWERED_SECONDS) as ask, pytest.raises(ServerUnreachable) as caught:
+        with query_connection(fake.endpoint, UNANSWERED_SECONDS) as ask, pytest.raises(ServerUnreachable) as caught:
             ask(StatusRequest())
         servers.result()
     assert caught.value.fields["seconds"] == UNANSWERED_SECONDS

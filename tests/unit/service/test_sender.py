@@ -1,4 +1,4 @@
-"""Answers that reach nobody: who has gone is no news, who does not read is."""
+"""TcpState that reach nobody: who has gone is no news, who does not read is."""
 
 import errno
 import logging
@@ -30,4 +30,4 @@ def test_only_an_answer_that_somebody_does_not_read_is_warned_of(monkeypatch, pr
     dispatcher = Dispatcher(b"server-0", 0.0)
     Sender(Refusing(problem), dispatcher).send([(b"peer", b"frame")])
     assert [(said, "was dropped" in text) for said, text in lines] == [(level, True)]
-    assert dispatcher.tally.dropped_answers == 1
+    assert dispatcher.counters.dropped_answers == 1

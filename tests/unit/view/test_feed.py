@@ -21,32 +21,32 @@ def feed_of(*answers):
 
 def test_a_server_that_falls_silent_is_shown_with_its_last_word():
     feed = feed_of(report(group(member(0))), ServerUnreachable("nobody there"), report(group(member(0))))
-    assert feed.ask()["error"] == ""
-    silent = feed.ask()
+    assert feed.refresh()["error"] == ""
+    silent = feed.refresh()
     assert (silent["error"], len(silent["groups"])) == ("nobody there", 1)
-    assert feed.ask()["error"] == ""
+    assert feed.refresh()["error"] == ""
     assert [event["kind"] for event in feed.snapshot["events"]][-2:] == ["silent", "answers"]
 
 
 def test_a_server_that_has_never_answered_is_an_error():
     with pytest.raises(ServerUnreachable, match="nobody there"):
-        feed_of(ServerUnreachable("nobody there")).ask()
+        feed_of(ServerUnreachable("nobody there")).refresh()
 
 
 def test_whoever_shows_it_gets_what_is_new():
     feed = feed_of(report(), report(group(member(0))))
-    feed.ask()
+    feed.refresh()
     number, first = feed.next(0, 0.0)
     assert (number, first["groups"]) == (1, [])
     assert feed.next(number, 0.0)[0] == number
-    feed.ask()
+    feed.refresh()
     number, second = feed.next(number, 0.0)
     assert (number, len(second["groups"])) == (2, 1)
 
 
 def test_who_waits_for_a_feed_that_stops_is_let_go():
     feed = feed_of(report())
-    feed.ask()
+    feed.refresh()
     feed.stop()
     assert feed.stopped
     assert feed.next(1, 60.0)[0] == 1
@@ -54,22 +54,22 @@ def test_who_waits_for_a_feed_that_stops_is_let_go():
 
 def test_a_report_that_makes_no_sense_is_an_error_of_the_server():
     feed = feed_of(report(group(member(0))), {"server": "abcd"}, report(group(member(0))))
-    feed.ask()
-    assert "makes no sense: KeyError" in feed.ask()["error"]
-    assert feed.ask()["error"] == ""
-    with pytest.raises(ServerUnreachable, match="makes no sense"):
-        feed_of({"server": "abcd"}).ask()
+    feed.refresh()
+    assert "malformed one: KeyError" in feed.refresh()["error"]
+    assert feed.refresh()["error"] == ""
+    with pytest.raises(ServerUnreachable, match="malformed"):
+        feed_of({"server": "abcd"}).refresh()
 
 
 def test_a_server_whose_reports_make_no_sense_for_long_is_told_of_once():
     feed = feed_of(report(group(member(0))), *[{"server": "abcd"}] * 20)
     for _ in range(20):
-        feed.ask()
+        feed.refresh()
     assert feed.snapshot["counts"] == {"silent": 1}
 
 
 def test_what_nobody_expects_is_shown_and_the_asking_goes_on():
     feed = feed_of(report(group(member(0))), OSError("no descriptor left"), report(group(member(0))))
-    feed.ask()
-    assert feed.ask()["error"] == "OSError: no descriptor left"
-    assert feed.ask()["error"] == ""
+    feed.refresh()
+    assert feed.refresh()["error"] == "OSError: no descriptor left"
+    assert feed.refresh()["error"] == ""

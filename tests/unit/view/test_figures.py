@@ -5,7 +5,7 @@ import pytest
 
 from server.view import figures
 from server.view.figures import add_figures
-from server.view.snapshot import Watcher
+from server.view.snapshot import SnapshotBuilder
 from statsd_bn import limits
 from statsd_bn.errors import LimitExceeded, ServerUnreachable
 from statsd_bn.messages import Failure, Figures
@@ -37,7 +37,7 @@ def test_a_group_has_its_layers_in_order_with_the_part_of_each_member():
     (layer,) = of["figures"]["layers"]
     assert (layer["name"], layer["eta2"]) == ("stem", 0.35)
     assert layer["parts"].tolist() == np.float32([0.1, 0.25]).tolist()
-    (shown,) = Watcher("tcp://127.0.0.1:4555").take(0.0, report(of))["groups"]
+    (shown,) = SnapshotBuilder("tcp://127.0.0.1:4555").update(0.0, report(of))["groups"]
     assert shown["figures"] is of["figures"]
 
 
@@ -81,7 +81,7 @@ def test_a_group_is_shown_whole_or_not_at_all():
 
 def test_a_server_with_very_many_groups_is_not_asked_for_all_of_them(monkeypatch):
     times = iter(np.arange(100.0))
-    monkeypatch.setattr(figures, "SECONDS", 2.0)
+    monkeypatch.setattr(figures, "FIGURES_SECONDS", 2.0)
     monkeypatch.setattr(figures.time, "monotonic", lambda: next(times))
     groups = [group() for _ in range(4)]
     add_figures(Server(["stem"]), groups)

@@ -10,7 +10,7 @@ pytest.importorskip("prometheus_client", reason="needs the extra view")
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.view.metrics import MAX_LAYERS, MAX_RANKS, Metrics
-from server.view.snapshot import Watcher
+from server.view.snapshot import SnapshotBuilder
 from statsd_bn.timing import BOUNDS
 from support.paths import ROOT
 from support.view_reports import figures, group, layer, member, report
@@ -20,9 +20,9 @@ HISTOGRAM = {"counts": [3, 2, *[0] * (len(BOUNDS) - 2), 1], "sum": 0.5}
 
 
 def samples(*reports):
-    watcher = Watcher("x")
+    watcher = SnapshotBuilder("x")
     for second, told in enumerate(reports):
-        snapshot = watcher.take(float(second), told)
+        snapshot = watcher.update(float(second), told)
     text = Metrics(lambda: snapshot).text().decode()
     return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
@@ -85,8 +85,8 @@ def test_a_series_keeps_the_buckets_that_it_has():
 
 
 def test_a_silent_server_has_no_numbers_that_stand_still():
-    watcher = Watcher("x")
-    watcher.take(0.0, report(group(member(0))))
+    watcher = SnapshotBuilder("x")
+    watcher.update(0.0, report(group(member(0))))
     snapshot = watcher.fail(1.0, "no answer")
     text = Metrics(lambda: snapshot).text().decode()
     assert "statsd_bn_up 0.0" in text
@@ -117,7 +117,7 @@ PROMTOOL = shutil.which("promtool")
 
 @pytest.mark.skipif(not PROMTOOL, reason="needs promtool, of Debian's package prometheus")
 def test_promtool_accepts_the_metrics_and_the_rules():
-    snapshot = Watcher("x").take(
+    snapshot = SnapshotBuilder("x").update(
         0.0,
         report(
             group(

@@ -28,7 +28,7 @@ class Page:
         told = figures(*(layer(name, 0.01, 0.01, 0.2) for name in ("bn0", LAYER)))
         answer = report(group(*(member(rank) for rank in range(3)), job=JOB, figures=told), group(member(0)))
         self.feed = Feed("tcp://127.0.0.1:4555", lambda: answer)
-        self.feed.ask()
+        self.feed.refresh()
         self.app = app(self.feed, TOKEN)
 
     def get(self, path, method="GET", headers=BEARER, **query):

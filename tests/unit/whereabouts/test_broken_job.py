@@ -17,7 +17,7 @@ from statsd_bn.errors import ReplicaLost, RoundMismatch
 from support.foreign_code import run_as
 
 LOST = ReplicaLost("job 'j': rank 1 (b, pid 2) failed with ValueError: boom", job="j", cause="ValueError: boom")
-LEFT = ReplicaLost("job 'j': rank 1 (b, pid 2) left while others went on", job="j", cause="")
+LEFT = ReplicaLost("job 'j': rank 1 (b, pid 2) left before the others finished", job="j", cause="")
 
 
 class FakeLooks:
@@ -143,7 +143,7 @@ def test_one_that_stands_still_behind_ranks_that_left_in_order_is_told_and_not_e
     play.job.take(LEFT)
     for now in range(100):
         play.job.step(float(now))
-    assert "left while others went on" in caplog.text
+    assert "left before the others finished" in caplog.text
     assert play.ended == []
 
 
@@ -171,7 +171,7 @@ def test_one_that_waits_elsewhere_for_ranks_that_left_in_order_is_told_and_not_e
     assert caplog.records == []
     for now in range(100):
         play.job.step(LEFT_SECONDS + now)
-    assert "left while others went on" in caplog.text
+    assert "left before the others finished" in caplog.text
     assert play.ended == []
 
 

@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from server.cli.logs import MOST_IN_A_PERIOD, PERIOD_SECONDS, Sparing
+from server.cli.logs import MAX_PER_PERIOD, PERIOD_SECONDS, RateLimitFilter
 
 
 @pytest.fixture
@@ -10,7 +10,7 @@ def log(caplog):
     """A logger whose clock the test moves, and what comes through."""
     logger = logging.getLogger("sparing test")
     logger.now = 0.0
-    sparing = Sparing(lambda: logger.now)
+    sparing = RateLimitFilter(lambda: logger.now)
     logger.addFilter(sparing)
     caplog.set_level("INFO", logger.name)
     yield logger, lambda: [record.getMessage() for record in caplog.records]
@@ -22,17 +22,17 @@ def test_a_few_messages_of_a_kind_pass_and_a_flood_does_not_nor_hides_another(lo
     for number in range(1000):
         logger.warning("refused: %s", number)
     logger.info("%s leaves", "member 1")
-    assert told() == [*(f"refused: {number}" for number in range(MOST_IN_A_PERIOD)), "member 1 leaves"]
+    assert told() == [*(f"refused: {number}" for number in range(MAX_PER_PERIOD)), "member 1 leaves"]
 
 
 def test_the_next_period_tells_how_many_were_left_out(log):
     logger, told = log
-    for _ in range(MOST_IN_A_PERIOD + 7):
+    for _ in range(MAX_PER_PERIOD + 7):
         logger.warning("refused: %s", "100%")
     logger.now = PERIOD_SECONDS
     logger.warning("refused: %s", "again")
     logger.warning("refused: %s", "and again")
-    assert told()[-2:] == ["refused: again (7 more like this were left out of the log)", "refused: and again"]
+    assert told()[-2:] == ["refused: again (7 similar messages were suppressed)", "refused: and again"]
 
 
 def test_where_nothing_was_left_out_nothing_is_told(log):

@@ -3,8 +3,8 @@
 import pytest
 
 from server.core import deadlock
-from server.core.deadlock import Mismatches
-from server.group.contributor import STEADY_SECONDS, Sighting
+from server.core.deadlock import DeadlockDetector
+from server.group.contributor import STEADY_SECONDS, StackSample
 from server.group.master import SyncMaster
 from statsd_bn import limits
 from statsd_bn.members import Members
@@ -29,12 +29,12 @@ def group(job: str, members: int = 2, rounds: int = 0) -> SyncMaster:
 def looks(monkeypatch):
     """The jobs that are looked at, in order."""
     seen = []
-    monkeypatch.setattr(deadlock, "find", lambda masters, *_: seen.append(masters[0].membership.job))
+    monkeypatch.setattr(deadlock, "find_deadlocks", lambda masters, *_: seen.append(masters[0].membership.job))
     return seen
 
 
 def look(jobs: list[SyncMaster], times: int) -> None:
-    watch = Mismatches()
+    watch = DeadlockDetector()
     for number in range(times):
         list(watch.find(number * TICK, {(master.membership.job, "world"): master for master in jobs}))
 
@@ -54,7 +54,7 @@ def test_a_large_job_is_looked_at_for_a_twentieth_of_the_time(looks):
 
 
 def test_many_large_jobs_take_turns(looks, monkeypatch):
-    monkeypatch.setattr(deadlock, "MOST_WAITS", 3000)
+    monkeypatch.setattr(deadlock, "MAX_WAITS", 3000)
     jobs = [group(f"job {number}", 50, 30) for number in range(10)]
     look([*jobs, group("small")], 40)
     counts = {looks.count(f"job {number}") for number in range(10)}
@@ -66,20 +66,20 @@ def test_many_large_jobs_take_turns(looks, monkeypatch):
 def test_ranks_of_collectives_that_members_tell_of_count_as_well(looks):
     master = group("job", 16)
     for contributor in master.membership.contributors.values():
-        contributor.sighting = Sighting(0.0, asked=0.0)
+        contributor.stack_sample = StackSample(0.0, unanswered_since=0.0)
         where = StackReport(contributor.session, 0, "", 1, "0", Members.of(range(limits.MAX_MEMBERS)), 1)
-        contributor.sighting.take(0.0, where)
-        contributor.sighting.asked = 0.0
-        contributor.sighting.take(STEADY_SECONDS, where)
-    watch, asked = Mismatches(), {"job": list(master.membership.contributors.values())}
+        contributor.stack_sample.record_report(0.0, where)
+        contributor.stack_sample.unanswered_since = 0.0
+        contributor.stack_sample.record_report(STEADY_SECONDS, where)
+    watch, asked = DeadlockDetector(), {"job": list(master.membership.contributors.values())}
     for number in range(100):
         list(watch.find(number * TICK, {("job", "world"): master}, asked))
-    size = 16 + 16 * limits.MAX_MEMBERS // deadlock.RANKS_OF_ONE
+    size = 16 + 16 * limits.MAX_MEMBERS // deadlock.RANKS_PER_WAIT
     assert 0 < looks.count("job") <= 100 * TICK / (size * deadlock.PAUSE_SECONDS_EACH) + 1
 
 
 def test_a_job_larger_than_can_be_looked_at_hides_no_other(looks, monkeypatch):
-    monkeypatch.setattr(deadlock, "MOST_WAITS", 3000)
+    monkeypatch.setattr(deadlock, "MAX_WAITS", 3000)
     look([group("huge", 50, 200), group("middle", 50, 30)], 40)
     assert "huge" not in looks
     assert "middle" in looks
@@ -93,7 +93,7 @@ def test_an_ordinary_job_is_told_within_a_second():
         master.contribute(
             0.0, contributor, contribution(contributor.member, key=key(layer)), b"%d" % contributor.member
         )
-    watch = Mismatches()
+    watch = DeadlockDetector()
     now, found = 0.0, []
     while not found:
         now += TICK
