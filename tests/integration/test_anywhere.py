@@ -5,13 +5,13 @@ import sys
 
 import pytest
 
-from programs.anywhere_programs import STEPS
 from support.groups_of_processes import run_to_its_end
 from support.launched import PATIENT
 from support.newer_torch import needs
 from support.paths import ROOT, TESTS
 
 PROGRAMS = TESTS / "programs" / "anywhere_programs.py"
+STEPS = 5  # as there; to import it takes a second
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", PROGRAMS)
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]  # torchrun twice, on a busy machine

@@ -17,7 +17,7 @@ from client.transports.choose import transport_for
 from statsd_bn import Rows
 from support.memory_members import outcome
 
-BUSY_SECONDS = 6.0
+BUSY_SECONDS = 4.5
 HELD_SECONDS = 4.5
 
 ROW = Rows((1,), np.ones((1, 2, 3)))

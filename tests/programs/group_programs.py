@@ -85,7 +85,7 @@ def as_member_of_many_groups(connection: client.Connection, backend: str | None)
     with _on_host(member):
         network = model(member)
         run = network
-        if backend:
+        if backend and member in {0, 3}:  # one of each host; the others are eager
             torch.compiler.reset()
             run = torch.compile(network, fullgraph=True, backend=backend)
         output = run(x)

@@ -79,7 +79,7 @@ def many_rows(play: Play) -> Callable[[], None]:
 
 
 def many_members(_: Play) -> list[Message]:
-    return [register(member, 1000, session=os.urandom(8), place="h" * 250) for member in range(900)]
+    return [register(member, 1000, session=os.urandom(8), place="h" * 250) for member in range(300)]
 
 
 def many_who_tell(play: Play) -> list[Message]:

@@ -433,7 +433,9 @@ def test_a_key_beyond_ascii_comes_back():
     assert encode(decode(frame)) == frame
 
 
-@pytest.mark.parametrize("present", [b"\1", b"\0\0\1", "", {}, [], [0, 1], bytes(4 * limits.MAX_MEMBERS)], ids=repr)
+@pytest.mark.parametrize(
+    "present", [b"\1", b"\0\0\1", "", {}, [], [0, 1], bytes(4 * limits.MAX_MEMBERS)], ids="{!r:.20}".format
+)
 def test_present_members_are_bytes_and_nothing_that_iterates_like_them(present):
     with pytest.raises(ProtocolError):
         decode(hand_built([2, b"session0", b"server00", 0, 0, 1, present]))
