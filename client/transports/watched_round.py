@@ -77,7 +77,7 @@ def _is_done(work: Any, seconds: float) -> bool:
     try:
         work.wait(timedelta(seconds=seconds))
     except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
+        if not work.is_completed():
+            return False
+        work.wait()  # raises the error again, unless it was that of a wait that ended a moment too early
     return True

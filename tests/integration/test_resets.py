@@ -186,8 +186,8 @@ def patient() -> Iterator[str]:
 
 
 @pytest.fixture
-def company(patient, job) -> Iterator[Company]:
-    found = Company(patient, job, OVER_SERVER)
+def company(patient, job, tmp_path) -> Iterator[Company]:
+    found = Company(patient, job, OVER_SERVER, str(tmp_path / "store"))
     try:
         assert found.ask(death_programs.exchange, 0, 1, 2) == [3, 3, 3]
         yield found

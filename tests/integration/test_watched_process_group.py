@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from client.conversation.member import OVER_PROCESS_GROUP, OVER_SERVER
+from client.transports import watched_round
 from programs import watched_programs
 from statsd_bn.text import unfolded
 from support.transports import CHOSEN, WATCHED
@@ -87,3 +88,18 @@ def test_a_script_ends_at_once_although_gloo_waits_for_a_frozen_rank(impatient_s
     assert "ReplicaLost" in told
     assert " was lost: no sign of life for " in unfolded(told)
     assert told.splitlines()[-1] == "this process ends at once: torch's threads still wait for a rank that is lost"
+
+
+def test_a_collective_that_is_done_just_after_a_wait_for_it_has_not_failed():
+    class Work:
+        waits = 0
+
+        def wait(self, *_):
+            self.waits += 1
+            if self.waits == 1:
+                raise RuntimeError("Operation timed out!")
+
+        def is_completed(self):
+            return True
+
+    assert watched_round._is_done(Work(), 0.01)

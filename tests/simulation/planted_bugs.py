@@ -375,7 +375,7 @@ def steps_count_by_forward() -> Any:
     def contribution(right: Any, self: Session, key: Any, *args: Any) -> bytes:
         frame = right(self, key, *args)
         if key.phase != client.conversation.session.FORWARD:
-            self._steps.step, self._steps._backward_seen = self._steps.step + 1, False
+            self.steps.step, self.steps._backward_seen = self.steps.step + 1, False
         return frame
 
     return instead(Session, "contribution", contribution)
