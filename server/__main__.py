@@ -129,7 +129,7 @@ def _add_curve(parser: Parser) -> None:
         "--curve",
         metavar="FILE",
         default=os.environ.get("STATSD_BN_CURVE") or None,
-        help="for a server with --curve: a client's secret key, or the server's own folder, whose key sees all jobs "
+        help="for a server with --curve: a client's secret key, or the server's own folder, which sees all jobs "
         "(STATSD_BN_CURVE)",
     )
 

@@ -81,7 +81,7 @@ def parser(environ: Mapping[str, str]) -> Parser:
         usage="%(prog)s [COMMAND] [OPTIONS]",
         epilog="Commands: `status` prints the status of a running server, `view` serves it as a page, "
         "`check` says whether it answers, `keygen DIR` makes keys for --curve, `secret FILE` the secret of a job on "
-        "several nodes; `serve` runs the server, as `python -m server` alone does. Each has a --help of its own. "
+        "several nodes; `serve` runs the server, as `python -m server` alone does. Each command has a --help. "
         "`statsd-bn COMMAND` and `python -m server COMMAND` are the same; `statsd-bn` alone prints this help.",
     )
     result.add_argument(
@@ -110,7 +110,7 @@ def parser(environ: Mapping[str, str]) -> Parser:
         "--curve",
         metavar="DIR",
         default=environ.get("STATSD_BN_CURVE") or None,
-        help="let in only clients whose public keys are in DIR, and encrypt; SIGHUP reads them again; "
+        help="accept only clients with a public key in DIR, and encrypt; SIGHUP reloads the keys; "
         "- reads the keys of a server for one client from standard input (STATSD_BN_CURVE)",
     )
     result.add_argument(

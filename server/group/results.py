@@ -162,7 +162,7 @@ class RecoveredResults:
     def _find_inconsistent(self) -> RecoveredResult | None:
         """A result that covers a member which another one of the same step does not, though that one covers no fewer.
 
-        Members may be lost within a step, but nobody joins one.
+        Members may be lost within a step, but none joins within one.
         """
         steps: dict[int, list[RecoveredResult]] = {}
         for key, result in self.results.items():

@@ -108,7 +108,7 @@ def _check_folder(folder: Path, writable: int, what: str = "keys", *, may_be_sha
     if found.st_uid not in {0, os.getuid()}:
         raise ConfigurationError(
             f"{what}: expected {folder} to belong to this user (uid {os.getuid()}), got uid {found.st_uid}, who could "
-            "replace what is written there; give a folder of your own"
+            "replace the files there; give another folder"
         )
     if found.st_mode & writable and not (may_be_shared and found.st_mode & stat.S_ISVTX):
         raise ConfigurationError(

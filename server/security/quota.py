@@ -73,7 +73,7 @@ class Quota:
     max_jobs: int = _option(limits.MAX_GROUPS, limits.MAX_GROUPS, "jobs at a time; each has a group at least")
     max_groups: int = _option(limits.MAX_GROUPS, limits.MAX_GROUPS, "groups of all jobs; each keeps some 0.2 MB")
     max_tenant_groups: int = _option(
-        256, limits.MAX_GROUPS, "groups that members of one tenant may be in, and no more than are free for others"
+        256, limits.MAX_GROUPS, "groups of one tenant, but at most as many as are free for others"
     )
     max_open_rounds: int = _option(
         limits.MAX_OPEN_ROUNDS, limits.MAX_OPEN_ROUNDS, "open rounds of a group; each thread of a member opens one"
@@ -90,7 +90,7 @@ class Quota:
     max_unread: int = _option(
         SEND_HIGH_WATER_MARK,
         SEND_HIGH_WATER_MARK,
-        "messages that wait on a connection whose peer, or the server, does not read; a member has one or two",
+        "unread messages of a connection in each direction; a member has one or two",
         least=2,
     )
     max_refusals: int = _option(

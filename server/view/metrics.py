@@ -58,7 +58,7 @@ class Metrics:
         up = GaugeMetricFamily("statsd_bn_up", "Whether the server answers the view.")
         up.add_metric((), float(not snapshot["error"]))
         yield up
-        events = CounterMetricFamily("statsd_bn_events", "What the view has seen, by kind.", labels=("kind",))
+        events = CounterMetricFamily("statsd_bn_events", "Events since the view started.", labels=("kind",))
         for kind, count in snapshot["counts"].items():
             events.add_metric((kind,), count)
         yield events
@@ -144,7 +144,7 @@ def _histogram(groups: list[dict[str, Any]], field: str, text: str) -> Metric:
 
 
 def _skew(groups: list[dict[str, Any]]) -> Metric:
-    text = "The share of a layer's variance that lies between the ranks, 0 to 1."
+    text = "The share of a layer's variance between the ranks, 0 to 1."
     gauge = GaugeMetricFamily("statsd_bn_skew_eta2", text, labels=(*GROUP, "layer"))
     for group in groups:
         layers = group.get("figures", {}).get("layers", ())
