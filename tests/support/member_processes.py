@@ -1,22 +1,23 @@
 """Worker processes that play the members of the tests."""
 
 import threading
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
-from typing import Any, Self
+from pathlib import Path
+from typing import Self
 
 from support.starter import STARTER
 
 WAIT_SECONDS = 100.0
 
-# Gloo groups are never freed (`ddp_programs.keep`), and the thread of each wakes a hundred times a second: the groups
-# of a whole run of the tests took a fifth of two cores. Most tasks make one.
-TASKS = 128
+# Gloo groups are never freed (`ddp_programs.keep`), and their threads, three for each, wake a hundred times a second: a
+# process with 30 groups takes 2.5 % of a core, and new processes take 0.1 s.
+MOST_THREADS = 120
 
 
 class MemberProcesses:
-    """A pool of processes, kept from test to test and replaced after `TASKS` tasks; leaving it ends them.
+    """A pool of processes, kept from test to test until they have `MOST_THREADS` threads; leaving it ends them.
 
     Args:
         number: of the processes.
@@ -34,33 +35,28 @@ class MemberProcesses:
 
     def for_one_test(self) -> ProcessPoolExecutor:
         """Returns the processes, which have imported torch; others, if a test has killed one of them."""
-        if self._executor.tasks >= TASKS or not self._executor.is_whole():
+        if not _is_whole(self._executor) or _threads(self._executor) > MOST_THREADS:
             _end(self._executor)
             self._executor = _started(self._number)
         return self._executor
 
 
-class _Executor(ProcessPoolExecutor):
-    """One that counts its tasks."""
-
-    tasks = 0
-
-    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        self.tasks += 1
-        return super().submit(*args, **kwargs)
-
-    def is_whole(self) -> bool:
-        """Whether all processes are there."""
-        try:
-            self.submit(int).result(WAIT_SECONDS)
-        except BrokenProcessPool:
-            return False
-        return True
+def _is_whole(executor: ProcessPoolExecutor) -> bool:
+    try:
+        executor.submit(int).result(WAIT_SECONDS)
+    except BrokenProcessPool:
+        return False
+    return True
 
 
-def _started(number: int) -> _Executor:
+def _threads(executor: ProcessPoolExecutor) -> int:
+    """Of all processes; 0 where the system has no /proc."""
+    return sum(len(list(Path(f"/proc/{number}/task").glob("*"))) for number in executor._processes)
+
+
+def _started(number: int) -> ProcessPoolExecutor:
     together = STARTER.Barrier(number)
-    executor = _Executor(number, mp_context=STARTER, initializer=_wait_for_all, initargs=(together,))
+    executor = ProcessPoolExecutor(number, mp_context=STARTER, initializer=_wait_for_all, initargs=(together,))
     try:
         # All have imported torch, as conftest.py does, when the first test's time begins.
         for started in [executor.submit(int) for _ in range(number)]:
