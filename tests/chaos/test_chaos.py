@@ -37,10 +37,10 @@ WAITING = [
 TIMES = {
     chaos_scenarios.killed_member: 2,
     chaos_scenarios.briefly_frozen_member: 1,
-    chaos_scenarios.killed_master: 8,
-    chaos_scenarios.cut_connections: 10,
+    chaos_scenarios.killed_master: 4,
+    chaos_scenarios.cut_connections: 6,
     chaos_scenarios.halved_streams: 5,
-    chaos_scenarios.everything: 8,
+    chaos_scenarios.everything: 5,
 }
 
 
