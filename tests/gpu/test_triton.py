@@ -332,7 +332,7 @@ OPTIONS = [{}, {"momentum": None}, {"chunks": 2}, {"affine": False}, {"track_run
 
 
 @pytest.mark.parametrize(
-    ("run", "options"), [(run, {}) for run in RUNS] + [(twice, options) for options in OPTIONS[1:]]
+    ("run", "options"), [(run, {}) for run in RUNS] + [(checkpointed, options) for options in OPTIONS[1:]]
 )
 def test_results_are_those_of_torchs_operators(run, options):
     found = []
