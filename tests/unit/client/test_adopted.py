@@ -300,7 +300,9 @@ def test_a_subclass_is_compiled_whole():
     check_same_model(converted, whole)
 
 
-def test_what_computes_its_statistics_itself_is_told_of_and_named_after_its_first_step(caplog):
+def test_what_computes_its_statistics_itself_is_told_of_and_named_after_its_first_step(caplog, monkeypatch):
+    # Once a process; another test may have been before.
+    monkeypatch.setattr(client.synchronized_class(Foreign), "_told", set())
     model = nn.Sequential(made(Foreign), made(Foreign), made(Functional))
     client.convert_model(model)
     for _ in range(2):
