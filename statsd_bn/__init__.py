@@ -10,8 +10,8 @@ from pathlib import Path
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate
 from statsd_bn.moments import Moments
+from statsd_bn.reduction import Rows
 from statsd_bn.round_key import RoundKey
-from statsd_bn.rows import Rows
 from statsd_bn.wire import PROTOCOL_VERSION
 
 __version__ = "0.1.0"

@@ -24,7 +24,7 @@ from client.conversation.member import Member
 from client.conversation.session import Session
 from statsd_bn import limits
 from statsd_bn.messages import Aggregate
-from statsd_bn.rows import Rows
+from statsd_bn.reduction import Rows
 from statsd_bn.wire import decode
 
 WAIT_MILLISECONDS = 60_000

@@ -8,11 +8,14 @@ other members may be elsewhere by then. So a call that runs inside the engine lo
 import math
 import threading
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from client.autograd import findings
 from client.autograd.exchange import Exchange, present_turn
@@ -169,3 +172,31 @@ def _distance(first: Moments, again: Moments) -> float:
 
 
 exchanges = Exchanges()
+
+
+# Hooks for saved tensors, which a checkpoint has: what a thread does with what its nodes save for backward.
+_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+_torchs: Any = torch._C._autograd  # noqa: SLF001 - `torch.autograd.graph` can add hooks, but not say whether there are any
+
+# Torch 2.6 and 2.7 have no such function.
+_top: Callable[[bool], _Hooks | None] | None = getattr(_torchs, "_top_saved_tensors_default_hooks", None)
+
+
+def may_have_hooks() -> bool:
+    """Whether hooks may see what the calling thread saves; always where torch cannot tell."""
+    return _top is None or _top(True) is not None  # noqa: FBT003 - torch's way to ask outside of a trace too
+
+
+@contextmanager
+def without_hooks() -> Iterator[None]:
+    """While it lasts, no hooks see what the calling thread saves, if torch can tell which there are."""
+    hooks = []
+    while _top is not None and (top := _top(True)) is not None:  # noqa: FBT003 - as above
+        hooks.append(top)
+        _torchs._pop_saved_tensors_default_hooks()  # noqa: SLF001 - as above
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            _torchs._push_saved_tensors_default_hooks(pack, unpack)  # noqa: SLF001 - as above

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from client.autograd import rounds
-from client.autograd.backward_passes import phase_of
 from client.autograd.findings import Few, too_few
+from client.autograd.rounds import phase_of
 from client.ops.statistics import ChannelMoments, ChannelStatistics, Count
 from client.transports.device_rows import LocalRows
 from client.transports.transport import Transport

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from client.autograd import saved_tensor_hooks
+from client.autograd import checkpointing
 from client.autograd.exchange import Exchange
 from client.autograd.second_order import SecondOrder
 from client.border import make_readable
@@ -60,7 +60,7 @@ def held(slice_: Slice) -> Slice:
     if not torch.is_grad_enabled():
         weight, bias = (None if vector is None else vector.detach() for vector in (slice_.weight, slice_.bias))
         return Slice(slice_.input.detach(), weight, bias, slice_.mask, NOBODY, slice_.stream)
-    if not saved_tensor_hooks.may_be_there() and not torch._C._are_functorch_transforms_active():  # noqa: SLF001 - private
+    if not checkpointing.may_have_hooks() and not torch._C._are_functorch_transforms_active():  # noqa: SLF001 - private
         return slice_
     if slice_.input.requires_grad:
         x = _Hold.apply(slice_.input, None if slice_.weight is None else slice_.weight.detach(), None)

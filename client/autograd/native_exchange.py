@@ -16,10 +16,9 @@ from client.autograd.plain import PlainExchange, is_plain
 from client.native.library import EXCHANGE, FINISH
 from client.native.row import NativeRow
 from client.ops import native
-from client.ops.layout import alike
 from client.ops.native import Plan, output_for, plan_of, ready, refuse, takes, takes_parameter
 from client.ops.statistics import ChannelMoments, ChannelStatistics, Running
-from client.ops.vectors import compute_type
+from client.ops.vectors import alike, compute_type
 from client.transports.transport import RowDone
 from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import BACKWARD, RoundKey

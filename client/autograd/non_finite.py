@@ -23,9 +23,8 @@ from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
 from statsd_bn.errors import ConfigurationError, NonFinite
 from statsd_bn.members import rank_in_words, ranks_in_words
 from statsd_bn.messages import Aggregate
-from statsd_bn.reduction import is_finite, not_finite
+from statsd_bn.reduction import Rows, is_finite, not_finite
 from statsd_bn.round_key import RoundKey, first_non_finite
-from statsd_bn.rows import Rows
 
 logger = logging.getLogger("statsd_bn.client")
 

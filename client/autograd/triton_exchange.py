@@ -13,9 +13,9 @@ from client.autograd import non_finite
 from client.autograd.findings import Few, Findings, hand_in_of_rows, verdicts
 from client.autograd.functional import Slice
 from client.autograd.plain import PlainExchange, is_plain
-from client.ops.layout import alike, dense
 from client.ops.statistics import ChannelMoments, ChannelStatistics, Running
 from client.ops.triton import available
+from client.ops.vectors import alike, dense
 from client.transports import device_rows
 from client.transports.device_rows import DeviceAggregate, LocalRows
 from client.transports.process_group import ProcessGroupPipe

@@ -35,9 +35,8 @@ from statsd_bn.errors import (
     StatsdBNError,
 )
 from statsd_bn.messages import Aggregate, Participation
-from statsd_bn.reduction import FloatArray
+from statsd_bn.reduction import FloatArray, Rows
 from statsd_bn.round_key import FORWARD, GATHER, RoundKey
-from statsd_bn.rows import Rows
 
 logger = logging.getLogger("statsd_bn.client")
 

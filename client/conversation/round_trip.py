@@ -13,8 +13,8 @@ from statsd_bn.error_text import error_text
 from statsd_bn.errors import MasterStopped, ProtocolError, RoundTimeout, UnknownSession
 from statsd_bn.members import Members, ranks_in_words
 from statsd_bn.messages import Aggregate, Pending
+from statsd_bn.reduction import Rows
 from statsd_bn.round_key import GATHER, RoundKey
-from statsd_bn.rows import Rows
 from statsd_bn.text import plain
 
 logger = logging.getLogger("statsd_bn.client")

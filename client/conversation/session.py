@@ -37,8 +37,8 @@ from statsd_bn.messages import (
     StackReport,
     StackRequest,
 )
+from statsd_bn.reduction import Rows
 from statsd_bn.round_key import FORWARD, FORWARD_PHASES, GATHER, RoundKey
-from statsd_bn.rows import Rows
 from statsd_bn.skew_samples import Sample, told_by
 from statsd_bn.text import told
 from statsd_bn.timing import ToldTimes

@@ -16,7 +16,7 @@ from torch import nn
 
 from client.connection.current import current_connection
 from client.conversation.registration import cause_of
-from client.integrations.connecting import connect_unless_connected
+from client.integrations import connect_unless_connected
 from client.layers.batchnorm import SynchronizedBatchNorm
 from client.layers.conversion.convert import convert, revert
 

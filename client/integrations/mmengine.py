@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS, MODELS
 
-from client.integrations.connecting import connect_unless_connected
+from client.integrations import connect_unless_connected
 from client.layers.batchnorm import SynchronizedBatchNorm
 
 if TYPE_CHECKING:

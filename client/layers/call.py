@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import _disable_current_modes
 
-from client.autograd import native_exchange, plain, saved_tensor_hooks, triton_exchange
+from client.autograd import checkpointing, native_exchange, plain, triton_exchange
 from client.autograd.checkpointing import exchanges, is_inside_backward
 from client.autograd.exchange import Exchange, phase_of_forward
 from client.autograd.functional import NOBODY, Slice, batch_norm, held
@@ -23,8 +23,7 @@ from client.autograd.plain import PlainExchange
 from client.autograd.triton_exchange import TritonExchange
 from client.data_parallel.barrier import Barrier
 from client.layers import running_stats
-from client.layers.micro_batches import Deferred
-from client.layers.recalibration_moments import Tally
+from client.layers.micro_batches import Deferred, Tally
 from client.ops import engine, streams
 from client.ops.native import CODES
 from client.ops.statistics import ChannelMoments, Running
@@ -126,7 +125,7 @@ class Call:
         with (
             torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext(),
             torch.enable_grad(),
-            saved_tensor_hooks.set_aside(),
+            checkpointing.without_hooks(),
             streams.entered(of_replicas) if of_replicas else nullcontext(),
         ):
             return self._normalise(slices, *of_replicas)

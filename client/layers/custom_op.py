@@ -17,10 +17,10 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.autograd.function import once_differentiable
 
 from client.autograd import program_order, rounds
-from client.autograd.backward_passes import BackwardPasses, phase_of
 from client.autograd.checkpointing import exchanges, is_inside_backward
 from client.autograd.exchange import Exchange, phase_of_forward
 from client.autograd.functional import Exchanging, apply_function
+from client.autograd.rounds import BackwardPasses, phase_of
 from client.border import make_readable
 from client.connection import groups
 from client.connection.groups import LOCAL, Group

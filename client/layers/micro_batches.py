@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from client.ops.statistics import ChannelMoments
+from statsd_bn.moments import Moments
 
 _numbers = itertools.count(1)
 _numbered: "WeakValueDictionary[int, Deferred]" = WeakValueDictionary()
@@ -70,3 +71,20 @@ def check_chunks(chunks: int) -> None:
         raise TypeError(f"chunks: expected an int, the micro-batches per mini-batch, got {chunks!r}")
     if chunks < 1:
         raise ValueError(f"chunks: expected at least 1 micro-batch per mini-batch, got {chunks}")
+
+
+class Tally:
+    """A layer's moments over many batches, while `recalibrate` runs a model over them.
+
+    Attributes:
+        moments: of all batches so far; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.moments: Moments | None = None
+        self._lock = threading.Lock()
+
+    def add(self, batch: Moments) -> None:
+        """Counts one more batch; replicas that never meet, as those of torch's own DataParallel, may do so at once."""
+        with self._lock:
+            self.moments = batch if self.moments is None else self.moments.merge(batch)

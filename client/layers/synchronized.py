@@ -7,8 +7,7 @@ from torch import nn
 
 from client.data_parallel.barrier import Barrier
 from client.layers import running_stats, tracing
-from client.layers.micro_batches import Deferred, check_chunks
-from client.layers.recalibration_moments import Tally
+from client.layers.micro_batches import Deferred, Tally, check_chunks
 from client.transports.choose import With
 from client.transports.named_process_group import NamedProcessGroup
 

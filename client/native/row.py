@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from client.native.library import DONE, FINISH, MEASURE, NO_MEMORY
-from statsd_bn.reduction import FloatArray
-from statsd_bn.rows import Rows
+from statsd_bn.reduction import FloatArray, Rows
 
 
 class Pass(NamedTuple):

@@ -7,9 +7,8 @@ lost, but the input is read twice more. To look first whether the mean is near z
 import torch
 from torch import Tensor
 
-from client.ops.layout import alike, dense
 from client.ops.statistics import ChannelMoments, ChannelStatistics
-from client.ops.vectors import along_channels, compute_type
+from client.ops.vectors import alike, along_channels, compute_type, dense
 
 # Which of the sums to take: those for the input's gradient hold those for weight and bias.
 _FOR_THE_INPUT = (True, False, False)

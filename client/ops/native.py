@@ -11,8 +11,8 @@ from torch import Tensor
 from client.native import library
 from client.native.library import BF16, DONE, F16, F32, F64, Slice
 from client.native.row import Pass
-from client.ops.layout import alike, dense
 from client.ops.statistics import ChannelMoments, ChannelStatistics
+from client.ops.vectors import alike, dense
 
 CODES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.float64: F64}
 

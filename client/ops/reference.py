@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from client.ops.layout import laid_out
 from client.ops.statistics import ChannelMoments, ChannelStatistics, Count, at_least_one
-from client.ops.vectors import along_channels, compute_type, home, narrow, widen
+from client.ops.vectors import along_channels, compute_type, home, laid_out, narrow, widen
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,8 +24,7 @@ import numpy as np
 from client.native.library import EXCHANGE, Library, description, library
 from client.native.row import NativeRow
 from statsd_bn import limits
-from statsd_bn.reduction import FloatArray
-from statsd_bn.rows import Rows
+from statsd_bn.reduction import FloatArray, Rows
 
 # Why a member comes to no further turn: it has ended in good order, or has given the memory up.
 ENDED, GIVEN_UP = 1, 2

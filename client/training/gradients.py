@@ -23,8 +23,7 @@ from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.members import Members, ranks_in_words
 from statsd_bn.messages import Aggregate
-from statsd_bn.reduction import FloatArray
-from statsd_bn.rows import Rows
+from statsd_bn.reduction import FloatArray, Rows
 
 # The name of its rounds. No layer has such a name: the name of a module contains no brackets.
 TRANSPORT = "average_gradients()"

@@ -20,7 +20,7 @@ from client.autograd import non_finite
 from client.border import at_border
 from client.data_parallel import any_device
 from client.layers import unconnected
-from client.layers.sharding import is_distributed
+from client.layers.input_checks import is_distributed
 from client.transports import device_rows
 from client.transports.choose import With, company_in, meant, transport_over
 from client.transports.named_process_group import NamedProcessGroup
@@ -30,8 +30,7 @@ from statsd_bn import limits
 from statsd_bn.error_text import broken
 from statsd_bn.errors import ConfigurationError, RoundMismatch
 from statsd_bn.moments import Moments
-from statsd_bn.reduction import FloatArray
-from statsd_bn.rows import Rows
+from statsd_bn.reduction import FloatArray, Rows
 
 # The name of its rounds. No layer has such a name: the name of a module contains no brackets.
 TRANSPORT = "moments()"

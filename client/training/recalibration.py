@@ -24,15 +24,14 @@ from torch.optim.swa_utils import AveragedModel
 from client.border import at_border
 from client.connection.connection import Connection
 from client.layers.batchnorm import SynchronizedBatchNorm
-from client.layers.recalibration_moments import Tally
+from client.layers.micro_batches import Tally
 from client.transports.choose import With, company_in, transport_for
 from client.transports.named_process_group import NamedProcessGroup
 from statsd_bn import limits
 from statsd_bn.error_text import broken
 from statsd_bn.errors import RoundMismatch
 from statsd_bn.moments import Moments
-from statsd_bn.reduction import FloatArray
-from statsd_bn.rows import Rows
+from statsd_bn.reduction import FloatArray, Rows
 
 # The name of its rounds. No layer has such a name: the name of a module contains no brackets.
 TRANSPORT = "recalibrate()"

@@ -26,8 +26,8 @@ from client.transports.server import SlavePipe
 from client.transports.transport import Transport
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
+from statsd_bn.reduction import Rows
 from statsd_bn.round_key import FORWARD, RoundKey
-from statsd_bn.rows import Rows
 
 # Devices that compute in float64, and copy to each other without the host.
 TYPES = frozenset({"cuda"})

@@ -14,9 +14,8 @@ from client.transports.transport import RowDone
 from client.whereabouts.collectives import rank_in_torch
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate, sound_aggregate
-from statsd_bn.reduction import bearers, is_finite, sum_in_order
+from statsd_bn.reduction import Rows, bearers, is_finite, sum_in_order
 from statsd_bn.round_key import FORWARD, RoundKey
-from statsd_bn.rows import Rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,9 +42,8 @@ from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
 from statsd_bn.errors import ConfigurationError, ConnectionClosed, ProtocolError, RoundMismatch, StatsdBNError
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate
-from statsd_bn.reduction import bearers, is_finite, sum_in_order
+from statsd_bn.reduction import Rows, bearers, is_finite, sum_in_order
 from statsd_bn.round_key import FORWARD, GATHER, RoundKey, advice_for
-from statsd_bn.rows import Rows
 from statsd_bn.text import readable
 
 logger = logging.getLogger("statsd_bn.client")

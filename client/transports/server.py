@@ -9,8 +9,8 @@ from client.native.row import NativeRow
 from client.transports.places import places
 from client.transports.transport import RowDone
 from statsd_bn.messages import Aggregate
+from statsd_bn.reduction import Rows
 from statsd_bn.round_key import FORWARD, RoundKey
-from statsd_bn.rows import Rows
 
 
 @dataclass(frozen=True, slots=True)

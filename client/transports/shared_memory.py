@@ -26,8 +26,8 @@ from client.transports.round_in_memory import ESCALATE_SECONDS, AtServer, RoundI
 from client.transports.server import SlavePipe
 from client.transports.transport import RowDone
 from statsd_bn.messages import Aggregate
+from statsd_bn.reduction import Rows
 from statsd_bn.round_key import FORWARD, RoundKey
-from statsd_bn.rows import Rows
 
 # Of each connection, the memory of its groups, from the group's first round on; None where they do not share any.
 _agreed: "WeakKeyDictionary[Connection, dict[str, Future[GroupMemory | None]]]" = WeakKeyDictionary()

@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 
 from client.native.row import NativeRow
 from statsd_bn.messages import Aggregate
+from statsd_bn.reduction import Rows
 from statsd_bn.round_key import FORWARD, RoundKey
-from statsd_bn.rows import Rows
 
 
 class RowDone(NamedTuple):

@@ -13,8 +13,8 @@ from client.transports.round_in_memory import ESCALATE_SECONDS, LISTEN_SECONDS
 from client.whereabouts import collectives
 from client.whereabouts.broken_job import NEWS_SECONDS
 from statsd_bn.errors import StatsdBNError
+from statsd_bn.reduction import Rows
 from statsd_bn.round_key import RoundKey
-from statsd_bn.rows import Rows
 
 # A rank that has left in good order has sent its rows, which may come later than the news.
 LAST_SECONDS = 0.5

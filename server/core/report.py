@@ -64,13 +64,6 @@ def group_entries(masters: Collection[SyncMaster], now: float, ended: list[dict[
     return report
 
 
-def group_entry(master: SyncMaster, now: float) -> dict[str, Any]:
-    """Report entry of a group that has the whole message for itself."""
-    head = _head(master)
-    _fill(head, master, now, limits.MAX_HEADER_BYTES)
-    return head
-
-
 def _head(master: SyncMaster) -> dict[str, Any]:
     membership = master.membership
     why = master.why_not_faster

@@ -33,8 +33,8 @@ from statsd_bn.messages import (
     Register,
     Registered,
 )
+from statsd_bn.reduction import Rows
 from statsd_bn.round_key import RoundKey
-from statsd_bn.rows import Rows
 from statsd_bn.tokens import digest
 from statsd_bn.wire import encode
 

@@ -35,9 +35,8 @@ from statsd_bn.errors import (
 )
 from statsd_bn.members import Members, ranks_in_words
 from statsd_bn.messages import Aggregate, Contribution, Pending
-from statsd_bn.reduction import FloatArray, is_finite
+from statsd_bn.reduction import FloatArray, Rows, is_finite
 from statsd_bn.round_key import RoundKey
-from statsd_bn.rows import Rows
 from statsd_bn.skew_samples import KNOWN_BYTES, VECTORS, Samples, told_by
 from statsd_bn.text import told
 from statsd_bn.timing import Histogram

@@ -27,9 +27,8 @@ from statsd_bn.errors import (
 )
 from statsd_bn.members import Members, ranks_in_words
 from statsd_bn.messages import Failure
-from statsd_bn.reduction import FloatArray
+from statsd_bn.reduction import FloatArray, Rows
 from statsd_bn.round_key import GATHER, RoundKey
-from statsd_bn.rows import Rows
 from statsd_bn.text import told
 from statsd_bn.tokens import digest
 from statsd_bn.wire import encode

@@ -14,8 +14,8 @@ from statsd_bn import limits
 from statsd_bn.checks import shown
 from statsd_bn.errors import ConfigurationError, LimitExceeded
 from statsd_bn.messages import Register
+from statsd_bn.reduction import Rows
 from statsd_bn.round_key import RoundKey
-from statsd_bn.rows import Rows
 
 # Unread frames of one connection in each direction: a member has one or two in flight.
 SEND_HIGH_WATER_MARK = 64

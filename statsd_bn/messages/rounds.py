@@ -17,9 +17,8 @@ from statsd_bn.checks import (
 )
 from statsd_bn.errors import ProtocolError
 from statsd_bn.members import NOBODY, Members
-from statsd_bn.reduction import FloatArray
+from statsd_bn.reduction import FloatArray, Rows
 from statsd_bn.round_key import RoundKey
-from statsd_bn.rows import Rows
 
 _new = object.__new__
 

@@ -27,8 +27,8 @@ from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate, Contribution, sound_aggregate, sound_contribution
+from statsd_bn.reduction import Rows, sound_rows
 from statsd_bn.round_key import key_of_frame
-from statsd_bn.rows import Rows, sound_rows
 from statsd_bn.wire.frame import BEGINNING, FLOAT, PADDING, PRELUDE, RUN, frame_of, header_end, packed_runs, values_in
 
 _CONTRIBUTION = struct.Struct("<BBH8sIQQQQ")

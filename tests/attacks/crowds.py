@@ -8,8 +8,8 @@ import zmq
 
 from attacks.peers import Peer, Peers, job_of
 from statsd_bn.messages import Contribution, Message, Register
+from statsd_bn.reduction import Rows
 from statsd_bn.round_key import RoundKey
-from statsd_bn.rows import Rows
 
 # Messages under way at a time, each of which is answered: what is not read is dropped.
 AT_A_TIME = 32

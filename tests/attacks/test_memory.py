@@ -14,8 +14,8 @@ from attacks.honest import ANY_SLOWDOWN, SLOWDOWN_OF_A_FULL_CORE
 from attacks.peers import Peers, job_of
 from attacks.servers import accounting
 from statsd_bn.messages import Contribution, Failure, StatusRequest
+from statsd_bn.reduction import Rows
 from statsd_bn.round_key import RoundKey
-from statsd_bn.rows import Rows
 from support.memory_members import wait_until
 
 ACCOUNT = 16 * 2**20

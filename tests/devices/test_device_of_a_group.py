@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 import client
 from client.autograd.functional import Slice
 from client.layers.call import Call
-from client.layers.recalibration_moments import Tally
+from client.layers.micro_batches import Tally
 from client.transports import device_rows, named_process_group, process_group
 from client.transports.process_group import ProcessGroupPipe
-from statsd_bn.rows import Rows
+from statsd_bn.reduction import Rows
 
 SECOND = torch.device("cuda", 1)
 

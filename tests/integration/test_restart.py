@@ -21,7 +21,7 @@ from statsd_bn import limits
 from statsd_bn.errors import ReplicaLost
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Failure, Pending, Registered, Result
-from statsd_bn.rows import Rows
+from statsd_bn.reduction import Rows
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 from support.launched import Launched

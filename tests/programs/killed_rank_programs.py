@@ -9,7 +9,7 @@ import torch
 import client
 from client.transports.choose import transport_for
 from statsd_bn.errors import StatsdBNError
-from statsd_bn.rows import Rows
+from statsd_bn.reduction import Rows
 
 # Of the rows: as small as those of a small layer, of a wide one, and some that fill the buffers of a connection.
 SIZES = (1, 64, 2048, 60_000)

@@ -14,9 +14,8 @@ from client.conversation.member import SHARED_MEMORY
 from client.transports.choose import transport_for
 from client.transports.server import SlavePipe
 from statsd_bn.messages import Aggregate
-from statsd_bn.reduction import FloatArray, sum_in_order
+from statsd_bn.reduction import FloatArray, Rows, sum_in_order
 from statsd_bn.round_key import BACKWARD
-from statsd_bn.rows import Rows
 
 # Of the rows: most are as small as those of a small layer, some are of a wide one, and a few do not fit into memory.
 SIZES = (1, 3, 16, 64, 256, 2048, 20_000)

@@ -33,9 +33,8 @@ from server.group.rounds import Round
 from statsd_bn import limits
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, StackReport
-from statsd_bn.reduction import join_in_order
+from statsd_bn.reduction import Rows, join_in_order
 from statsd_bn.round_key import GATHER
-from statsd_bn.rows import Rows
 from statsd_bn.wire import decode, encode
 
 BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {}

@@ -27,8 +27,8 @@ from simulation.simulated_process import SimulatedProcess
 from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate, Participation
+from statsd_bn.reduction import Rows
 from statsd_bn.round_key import FORWARD, GATHER, MEMORY, RoundKey
-from statsd_bn.rows import Rows
 from statsd_bn.skew_samples import Samples
 from support.oracle import Brought, KeyCounter
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from client.native.library import WAITS
 from client.shared_memory.group_memory import GroupMemory, size_of
-from statsd_bn.rows import Rows
+from statsd_bn.reduction import Rows
 
 if TYPE_CHECKING:
     from simulation.simulated_member import Process

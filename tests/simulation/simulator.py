@@ -26,8 +26,8 @@ from simulation.simulated_network import Clock, Network, SimulatedServer
 from simulation.simulated_plan import Call, Fault, Plan, draw
 from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
+from statsd_bn.reduction import Rows
 from statsd_bn.round_key import GATHER, RoundKey
-from statsd_bn.rows import Rows
 from statsd_bn.wire import decode
 from support.oracle import Ledger
 

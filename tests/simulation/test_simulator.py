@@ -18,8 +18,8 @@ from simulation.planted_bugs import BUGS
 from simulation.simulated_network import Clock, Network, SimulatedChannel, Weather
 from simulation.simulated_rules import kind_of
 from simulation.simulator import World
+from statsd_bn.reduction import Rows
 from statsd_bn.round_key import FORWARD
-from statsd_bn.rows import Rows
 from statsd_bn.wire import encode
 from support import oracle
 from support.paths import ROOT

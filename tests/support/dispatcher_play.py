@@ -4,8 +4,8 @@ from typing import Any
 
 from server.core.dispatcher import Dispatcher
 from statsd_bn.messages import Failure, Leave, Message
+from statsd_bn.reduction import Rows
 from statsd_bn.round_key import RoundKey
-from statsd_bn.rows import Rows
 from statsd_bn.wire import decode, encode
 from support.strategies import KEY, contribution, register, session_of
 

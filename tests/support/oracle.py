@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from statsd_bn.messages import Aggregate
+from statsd_bn.reduction import Rows
 from statsd_bn.round_key import GATHER, RoundKey
-from statsd_bn.rows import Rows
 
 # Which members' rows are in an aggregate, as (member, life); and what is in it, as (replicas, count, values).
 Lives = tuple[tuple[int, int], ...]

@@ -11,8 +11,8 @@ from server.core.dispatcher import Dispatcher
 from server.core.liveness import RECONNECT_SECONDS
 from statsd_bn.errors import StatsdBNError, UnknownSession
 from statsd_bn.messages import Aggregate, Pending, Registered
+from statsd_bn.reduction import Rows
 from statsd_bn.round_key import BACKWARD, RoundKey
-from statsd_bn.rows import Rows
 
 
 def rows_of(*values: float) -> Rows:

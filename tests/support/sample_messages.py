@@ -4,7 +4,7 @@ import numpy as np
 
 from statsd_bn import messages
 from statsd_bn.members import Members
-from statsd_bn.rows import Rows
+from statsd_bn.reduction import Rows
 from support.strategies import KEY, register
 
 AGGREGATE = messages.Aggregate(KEY, 1, 1, Members.of([0]), np.ones((2, 3)))

@@ -8,8 +8,8 @@ from hypothesis.extra import numpy as hnp
 
 from statsd_bn import limits, messages
 from statsd_bn.members import Members
+from statsd_bn.reduction import Rows
 from statsd_bn.round_key import BACKWARD, FORWARD, RoundKey
-from statsd_bn.rows import Rows
 from statsd_bn.skew import FIGURES
 
 

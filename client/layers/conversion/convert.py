@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from client.border import at_border
 from client.connection.groups import Group
 from client.data_parallel.replicate import DataParallelWithCallback
-from client.layers import sharding
+from client.layers import input_checks
 from client.layers.conversion.reasons import BOUND, why_left
 from client.layers.conversion.report import check_is_module, conversion_report, in_brief, is_unsynchronised, places
 from client.layers.micro_batches import check_chunks
@@ -89,7 +89,8 @@ def convert(module: nn.Module, group: With = None, chunks: int | None = None, *,
     _check_process_groups(module)
     converted = module
     try:
-        converted = _replace(module, _synchronised(), _converted, {part: part for part in sharding.parts_of(module)})
+        kept = {part: part for part in input_checks.parts_of(module)}
+        converted = _replace(module, _synchronised(), _converted, kept)
     finally:  # a conversion of somebody's own may fail, and layers that are converted by then go on working
         _equip(converted, group, chunks)
     report = conversion_report(converted)
@@ -139,7 +140,7 @@ def revert(module: nn.Module, *, kept: Iterable[nn.Module] = (), stacklevel: int
     """`revert_model`, but for the layers in `kept`; `stacklevel` is as `convert` takes it."""
     check_is_module(module)
     ours = set(kept)
-    reverted = _replace(module, _plain(), _released, {part: part for part in (*ours, *sharding.parts_of(module))})
+    reverted = _replace(module, _plain(), _released, {part: part for part in (*ours, *input_checks.parts_of(module))})
     left = {
         place: _described(layer)
         for place, layer in places(reverted)

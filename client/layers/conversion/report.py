@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from client.data_parallel.replicate import DataParallelWithCallback
-from client.layers import sharding
+from client.layers import input_checks
 from client.layers.conversion.reasons import goes_by_itself, why_left
 from client.layers.synchronized import Synchronized
 
@@ -58,7 +58,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         TypeError: it is not a module.
     """
     check_is_module(model)
-    sharded = set(sharding.parts_of(model))
+    sharded = set(input_checks.parts_of(model))
     synchronised: dict[str, str] = {}
     left: dict[str, tuple[str, str]] = {}
     for path, module in places(model):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import client
-from client.autograd.backward_passes import KEPT_CALLS, BackwardPasses
+from client.autograd.rounds import KEPT_CALLS, BackwardPasses
 from client.connection import current
 from client.layers import custom_op
 from programs import member_programs

@@ -17,7 +17,7 @@ from client.training.all_gather_tensors import TRANSPORT, share
 from client.training.measurements import as_tensor, joined, like
 from statsd_bn import limits
 from statsd_bn.errors import ConnectionClosed, ProtocolError, RoundFailed, RoundMismatch
-from statsd_bn.rows import Rows
+from statsd_bn.reduction import Rows
 from statsd_bn.text import unfolded
 from support.memory_members import MemoryMaster, in_threads, outcome, run_members
 from support.sentences import says

@@ -10,7 +10,7 @@ from client.conversation.session import LastSettled, Session
 from statsd_bn.errors import DuplicateMember, GroupIncomplete, MasterStopped, RoundTimeout, ServerUnreachable
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate, Contribution, Failure, Pending, Register, Registered
-from statsd_bn.rows import Rows
+from statsd_bn.reduction import Rows
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 

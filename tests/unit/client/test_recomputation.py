@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import client
-from client.autograd import saved_tensor_hooks
+from client.autograd import checkpointing
 from client.autograd.checkpointing import KEPT_WITHOUT_GRAPH, Exchanges
 from client.autograd.exchange import Exchange
 from client.ops.statistics import ChannelMoments
@@ -93,7 +93,7 @@ def test_a_checkpoint_around_a_first_layer_whose_input_needs_no_gradient():
 def test_a_checkpoint_around_one_replica_and_not_its_siblings(number, can_tell, monkeypatch):
     """Whichever of them comes last makes the layer for all, and must save nothing in the name of that checkpoint."""
     if not can_tell:
-        monkeypatch.setattr(saved_tensor_hooks, "_top", None)
+        monkeypatch.setattr(checkpointing, "_top", None)
     wrapped = client.DataParallelWithCallback(client.convert_model(OneCheckpointed(model(), number)), ["cpu"] * 3)
     expected = train(model(), 2, lambda model, x: model(x))
     found = train(wrapped, 2, lambda wrapped, x: wrapped(x))

@@ -8,8 +8,8 @@ from client.conversation.session import Session
 from statsd_bn.errors import DuplicateMember, ReplicaLost, RoundMismatch
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate, Contribution, Failure, Leave, Register, Registered
+from statsd_bn.reduction import Rows
 from statsd_bn.round_key import BACKWARD
-from statsd_bn.rows import Rows
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.core.report import group_entry as report_of
+from server.core.report import group_entries
 from server.group import results
 from server.group.master import SyncMaster
 from server.group.rounds import Reply, failure_frame
 from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate, Failure, Heartbeat
+from statsd_bn.reduction import Rows
 from statsd_bn.round_key import RoundKey
-from statsd_bn.rows import Rows
 from statsd_bn.wire import decode
 from support.strategies import KEY, contribution, key, register, rows
 
@@ -375,6 +375,11 @@ def test_only_so_many_rounds_that_are_over_are_remembered(monkeypatch):
         group.bring(0, key=key(step=step))
     answers = [decode(frame) for step in (3, 2, 1) for _, frame in group.bring(0, key=key(step=step))]
     assert [type(answer) for answer in answers] == [Failure, Failure, Aggregate]
+
+
+def report_of(master, now):
+    (entry,) = group_entries([master], now, [])["groups"]
+    return entry
 
 
 def test_the_report_tells_what_members_say_of_rounds_without_the_server():

@@ -6,8 +6,8 @@ import pytest
 
 from statsd_bn import limits, messages
 from statsd_bn.errors import ProtocolError
+from statsd_bn.reduction import Rows
 from statsd_bn.round_key import FORWARD, RoundKey
-from statsd_bn.rows import Rows
 from support.sample_messages import SAMPLES
 
 KEY = RoundKey("job", "world", 0, 1, "layer1.bn", 2, FORWARD)

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from server.core.dispatcher import Dispatcher
-from server.core.report import group_entry
+from server.core.report import group_entries
 from server.group.first_non_finite import MAX_OVERFLOWS
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Failure, Leave, NonFiniteRound
-from statsd_bn.reduction import bearers, is_finite, not_finite, sum_in_order
+from statsd_bn.reduction import Rows, bearers, is_finite, not_finite, sum_in_order
 from statsd_bn.round_key import BACKWARD, GATHER
-from statsd_bn.rows import Rows
 from statsd_bn.wire import decode, encode
 from support.strategies import contribution, key, register
 
@@ -75,7 +74,7 @@ class Group:
     @property
     def told(self) -> list[str]:
         (master,) = self.dispatcher._registry.masters.values()
-        return group_entry(master, 0.0)["non_finite"]
+        return group_entries([master], 0.0, [])["groups"][0]["non_finite"]
 
 
 def test_an_aggregate_names_who_brought_it():

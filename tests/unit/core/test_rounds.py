@@ -6,7 +6,7 @@ import pytest
 
 from server.group.rounds import FutureResult, Round, RoundEvent, RoundState
 from statsd_bn.errors import ContributionConflict, RoundMismatch
-from statsd_bn.rows import Rows
+from statsd_bn.reduction import Rows
 from support.strategies import key, rows
 
 KEY = key("layer3.bn", step=7, call=1)

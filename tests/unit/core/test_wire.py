@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from statsd_bn import limits, messages
 from statsd_bn.errors import ProtocolError, VersionMismatch
 from statsd_bn.members import Members
+from statsd_bn.reduction import Rows
 from statsd_bn.round_key import RoundKey
-from statsd_bn.rows import Rows
 from statsd_bn.wire import MAGIC, PROTOCOL_VERSION, decode, decode_request, encode
 from support.sample_messages import SAMPLES
 from support.strategies import MESSAGES, any_message, key, register

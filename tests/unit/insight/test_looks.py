@@ -7,7 +7,7 @@ from server.core.dispatcher import Dispatcher
 from server.group import open_rounds
 from server.network.service import TICK_SECONDS
 from statsd_bn.messages import Contribution
-from statsd_bn.rows import Rows
+from statsd_bn.reduction import Rows
 from statsd_bn.skew_samples import KNOWN_BYTES
 from statsd_bn.wire import encode
 from support.strategies import key, register, session_of

@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from server.core.report import group_entry as report_of
+from server.core.report import group_entries
 from server.group.health import STARTUP_SECONDS, WINDOW_SECONDS
 from server.group.master import SyncMaster
 from statsd_bn import limits
@@ -43,7 +43,7 @@ class Job:
             self.master.expire(self.now)
 
     def report(self):
-        return report_of(self.master, self.now)
+        return group_entries([self.master], self.now, [])["groups"][0]
 
 
 def warnings_in(caplog) -> list[str]:

@@ -13,8 +13,7 @@ from client.native.library import CLOSED, DIFFERS, DONE, NOT_FINITE, TOO_MANY, W
 from client.shared_memory import group_memory, passing
 from client.shared_memory.group_memory import MOST_MEMBERS, GroupMemory
 from statsd_bn import limits
-from statsd_bn.reduction import sum_in_order
-from statsd_bn.rows import Rows
+from statsd_bn.reduction import Rows, sum_in_order
 from support.memory_members import in_threads
 
 pytestmark = pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())

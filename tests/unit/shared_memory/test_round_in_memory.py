@@ -16,7 +16,7 @@ from client.transports.key_digest import digest_of
 from client.transports.round_in_memory import AtServer, RoundInMemory
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
-from statsd_bn.rows import Rows
+from statsd_bn.reduction import Rows
 
 pytestmark = pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
 

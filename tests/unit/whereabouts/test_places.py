@@ -11,7 +11,7 @@ from client.transports.server import SlavePipe
 from statsd_bn.errors import ProtocolError, ServerUnreachable
 from statsd_bn.members import TOLD_OF, Members, ranks_in_words
 from statsd_bn.messages import Failure, Status, StatusRequest
-from statsd_bn.rows import Rows
+from statsd_bn.reduction import Rows
 from statsd_bn.wire import decode, encode
 from support.memory_members import MemoryMaster, run_members, wait_until
 from support.strategies import key
