@@ -52,7 +52,7 @@ def wrong_sum() -> Iterator[None]:
 @contextmanager
 def rows_over_host() -> Iterator[None]:
     """Rows that leave their device although they need not."""
-    with mock.patch.object(device_rows, "_gathers_on_devices", return_value=False):
+    with mock.patch.object(device_rows, "gathers_on_devices", return_value=False):
         yield
 
 
