@@ -12,13 +12,13 @@ import torch
 
 from client.ops import reference
 from client.ops.fused import Fused
-from client.ops.vectors import compute_type
+from client.ops.vectors import CHANNELS_LAST, compute_type
 from support.transports import rows_on_devices
 
 
 def check(x, *vectors):
     """What the operators' code asks for."""
-    assert x.is_contiguous() or x.is_contiguous(memory_format=vectors.CHANNELS_LAST[x.dim()])
+    assert x.is_contiguous() or x.is_contiguous(memory_format=CHANNELS_LAST[x.dim()])
     for vector in vectors:
         assert vector.dtype == compute_type(x)
         assert vector.shape == (x.shape[1],)
