@@ -65,7 +65,8 @@ ALONE = {"honest_job_beside"}
 ALONE_WORDS = re.compile(r"honest_job_beside|mark\.alone")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
     """Marks the tests that use them; tests that start such processes by themselves say so."""
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
@@ -75,6 +76,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.alone)
         if item.get_closest_marker("alone") and not ALONE_WORDS.search(item.path.read_text()):
             raise pytest.UsageError(f"{item.nodeid} is alone: expected {ALONE_WORDS.pattern} in its file")
+    result = yield  # the others are deselected
+    if hasattr(config, "workerinput"):
+        items[:] = _dealt(items, config.workerinput["workercount"])
+    return result
+
+
+def _dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Puts the files that take long first in each worker's share, so that no worker ends with one while others idle.
+
+    xdist gives each worker as many tests, in their order; one that is through takes over the last ones of another.
+    """
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    long = [tests for tests in files.values() if any(test.get_closest_marker("processes") for test in tests)]
+    rest = [test for tests in files.values() if tests not in long for test in tests]
+    dealt: list[pytest.Item] = []
+    for worker in range(workers):
+        dealt += itertools.chain.from_iterable(long[worker::workers])
+        number = max(0, len(items) * (worker + 1) // workers - len(dealt))
+        dealt += rest[:number]
+        del rest[:number]
+    return dealt + rest
 
 
 @pytest.hookimpl(wrapper=True)
