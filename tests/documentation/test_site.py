@@ -27,7 +27,7 @@ PUBLIC = [
 ]
 
 # What the integrations share, and no user imports.
-HELPERS = {"__init__", "connecting"}
+HELPERS = {"__init__"}
 
 # Tags whose target a browser fetches to show the page, and where they name it.
 FETCHED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}

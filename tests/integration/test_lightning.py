@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import client
+from client import integrations
 from client.connection.sessions import Sessions
 from programs import lightning_training as training
 from support.groups_of_processes import run_to_its_end
@@ -149,12 +150,10 @@ def test_alone_it_connects_to_nobody(plugin, monkeypatch):
 
 def test_only_an_exception_that_ends_the_training_is_told_to_the_others(plugin, server, job, monkeypatch):
     """Not one that is being handled while it runs, as where an earlier training has failed."""
-    from client.integrations import connecting  # noqa: PLC0415 - as above
-
     monkeypatch.setenv("STATSD_BN_ENDPOINT", server.endpoint)
     monkeypatch.setenv("STATSD_BN_JOB", job)
-    monkeypatch.setattr(connecting, "_is_needed", lambda: True)
-    monkeypatch.setattr(connecting, "distributed", Mock(get_rank=lambda: 0, get_world_size=lambda: 1))
+    monkeypatch.setattr(integrations, "_is_needed", lambda: True)
+    monkeypatch.setattr(integrations, "distributed", Mock(get_rank=lambda: 0, get_world_size=lambda: 1))
     leave = Mock(wraps=Sessions.leave)
     monkeypatch.setattr(Sessions, "leave", lambda sessions, cause: leave(sessions, cause))  # noqa: PLW0108 - a Mock is not bound
     model = nn.Sequential(nn.BatchNorm1d(3))
