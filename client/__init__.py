@@ -4,9 +4,6 @@ Two lines synchronise a model: `model = client.convert_model(model)`, and `with 
 training. A single process under `client.DataParallelWithCallback` needs only the first.
 """
 
-from client.connection.connection import Connection
-from client.connection.current import current_connection, disconnect, local_group
-from client.connection.groups import Group
 from client.data_parallel.replicate import (
     CallbackContext,
     DataParallelWithCallback,
@@ -16,18 +13,21 @@ from client.data_parallel.replicate import (
 from client.elastic.sampler import ElasticSampler
 from client.elastic.state import ElasticState, MembersChanged, run_elastic
 from client.launch.connect import connect
-from client.layers.adopted import rebuilt_layer as rebuilt_layer
-from client.layers.adopted import synchronized_class
-from client.layers.batchnorm import (
+from client.nn.adopted import rebuilt_layer as rebuilt_layer
+from client.nn.adopted import synchronized_class
+from client.nn.batchnorm import (
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
 )
-from client.layers.conversion.convert import convert_model, patch_sync_batchnorm, revert_model
-from client.layers.conversion.report import ConversionReport, conversion_report
-from client.layers.lazy import LazySynchronizedBatchNorm1d, LazySynchronizedBatchNorm2d, LazySynchronizedBatchNorm3d
-from client.layers.synchronized import register_conversion, set_sbn_eps_mode
+from client.nn.conversion.convert import convert_model, patch_sync_batchnorm, revert_model
+from client.nn.conversion.report import ConversionReport, conversion_report
+from client.nn.lazy import LazySynchronizedBatchNorm1d, LazySynchronizedBatchNorm2d, LazySynchronizedBatchNorm3d
+from client.nn.synchronized import register_conversion, set_sbn_eps_mode
+from client.session.connection import Connection
+from client.session.current import current_connection, disconnect, local_group
+from client.session.groups import Group
 from client.training.ddp_handler import DDPHandler
 from client.training.gradients import average_gradients
 from client.training.join import commit_running_statistics, join

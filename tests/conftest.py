@@ -36,7 +36,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
 import client
-from client.conversation.member import AUTO, OVER_PROCESS_GROUP
+from client.session.protocol.member import AUTO, OVER_PROCESS_GROUP
 from programs.ddp_programs import process_group_of
 from server import Config, Service
 from server.security.quota import Quota
@@ -316,7 +316,7 @@ def over(
 
 
 def _member(program: Callable[..., Any], endpoint: str, member: int, given: dict[str, Any], arguments: Any) -> Any:
-    with client.connect(endpoint, rank=member, round_timeout=30.0, **given) as connection:
+    with client.connect(endpoint, rank=member, **{"round_timeout": 30.0, **given}) as connection:
         return program(connection, *arguments)
 
 

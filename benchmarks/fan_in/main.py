@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import zmq
 
-from client.conversation.member import Member
-from client.conversation.session import Session
+from client.session.protocol.member import Member
+from client.session.protocol.session import Session
 from statsd_bn import limits
 from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import Rows

@@ -16,7 +16,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.modules._functions import SyncBatchNorm
 
 import client
-from client.layers import batchnorm
+from client.nn import batchnorm
 from client.transports import device_rows
 from gpu_report import torchs_operators
 from gpu_report.step import Step

@@ -9,7 +9,7 @@ import torch
 from torch import distributed, nn
 
 import client
-from client.layers import batchnorm
+from client.nn import batchnorm
 from client.transports import device_rows
 from support.transports import rows_on_devices
 

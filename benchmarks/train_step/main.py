@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import client
-from client.connection.connection import Connection
 from client.native.row import NativeRow
+from client.session.connection import Connection
 from client.transports import choose
 from client.transports.server import SlavePipe
 from client.transports.shared_memory import SharedMemoryPipe

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.fx import Proxy
 
-from client.border import at_border
-from client.connection.current import current_connection
-from client.conversation.member import DEFAULT_ROUND_TIMEOUT
 from client.data_parallel import any_device, sync_master
 from client.data_parallel.barrier import Barrier
+from client.session.current import current_connection
+from client.session.protocol.member import DEFAULT_ROUND_TIMEOUT
+from client.tracebacks import at_border
 from statsd_bn.error_text import broken
 from statsd_bn.errors import ConfigurationError
 

@@ -24,8 +24,8 @@ from contextlib import contextmanager
 from queue import Empty, Full, Queue
 from typing import Any
 
-from client.conversation.member import DEFAULT_ROUND_TIMEOUT
 from client.data_parallel.barrier import Barrier
+from client.session.protocol.member import DEFAULT_ROUND_TIMEOUT
 from statsd_bn.error_text import broken
 from statsd_bn.errors import RoundTimeout
 
@@ -179,7 +179,7 @@ class FutureResult:
     """A place for one result, which one thread puts there and another takes."""
 
     def __init__(self) -> None:
-        # No SimpleQueue, which may wait for ever where a signal comes: see `client.connection.channel_pool`.
+        # No SimpleQueue, which may wait for ever where a signal comes: see `client.session.channel_pool`.
         self._results: Queue[Any] = Queue()
 
     def put(self, result: Any) -> None:

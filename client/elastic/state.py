@@ -18,13 +18,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from client import serialization
-from client.border import at_border
-from client.connection.connection import Connection
-from client.connection.current import current_connection
-from client.conversation.registration import cause_of
 from client.elastic import commit_reports
 from client.elastic.commit_reports import Report, Reports
 from client.elastic.sampler import ElasticSampler
+from client.session.connection import Connection
+from client.session.current import current_connection
+from client.session.protocol.registration import cause_of
+from client.tracebacks import at_border
 from statsd_bn.checks import shown
 from statsd_bn.errors import ConfigurationError, ProtocolError
 from statsd_bn.members import Members, ranks_in_words

@@ -14,14 +14,14 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from torch import nn
 
-from client.connection.current import current_connection
-from client.conversation.registration import cause_of
 from client.integrations import connect_unless_connected
-from client.layers.batchnorm import SynchronizedBatchNorm
-from client.layers.conversion.convert import convert, revert
+from client.nn.batchnorm import SynchronizedBatchNorm
+from client.nn.conversion.convert import convert, revert
+from client.session.current import current_connection
+from client.session.protocol.registration import cause_of
 
 if TYPE_CHECKING:
-    from client.connection.connection import Connection
+    from client.session.connection import Connection
 
 
 # Lightning refuses a LayerSync that is not a subclass of its own one together with sync_batchnorm=True.

@@ -14,10 +14,10 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS, MODELS
 
 from client.integrations import connect_unless_connected
-from client.layers.batchnorm import SynchronizedBatchNorm
+from client.nn.batchnorm import SynchronizedBatchNorm
 
 if TYPE_CHECKING:
-    from client.connection.connection import Connection
+    from client.session.connection import Connection
 
 MODELS.register_module("StatsdSyncBN", module=SynchronizedBatchNorm)
 

@@ -6,7 +6,7 @@ for MONAI's own: `norm=("statsdbatch", {"momentum": 0.01})`.
 
 from monai.networks.layers.factories import Norm
 
-from client.layers.batchnorm import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d
+from client.nn.batchnorm import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d
 
 NAME = "statsdbatch"
 

@@ -16,11 +16,16 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
 
-from client.border import at_border
-from client.connection.channel_pool import ZmqChannelPool, own_channel_pool
-from client.connection.connection import Connection
-from client.connection.current import current_connection, hold
-from client.conversation.member import (
+from client.diagnostics import collectives
+from client.diagnostics.broken_job import end_process
+from client.launch import launchers, own_server, server_process
+from client.launch.launchers import ARGUMENT, DEFAULT, Setting
+from client.launch.settings import Settings, resolve
+from client.launch.store import ANSWER_SECONDS, of_process_group, with_timeout
+from client.session.channel_pool import ZmqChannelPool, own_channel_pool
+from client.session.connection import Connection
+from client.session.current import current_connection, hold
+from client.session.protocol.member import (
     BY_ELASTIC,
     DEFAULT_ABORT_AFTER,
     DEFAULT_ROUND_TIMEOUT,
@@ -28,13 +33,8 @@ from client.conversation.member import (
     STRICT,
     Member,
 )
-from client.conversation.registration import cause_of
-from client.launch import launchers, own_server, server_process
-from client.launch.launchers import ARGUMENT, DEFAULT, Setting
-from client.launch.settings import Settings, resolve
-from client.launch.store import ANSWER_SECONDS, of_process_group, with_timeout
-from client.whereabouts import collectives
-from client.whereabouts.broken_job import end_process
+from client.session.protocol.registration import cause_of
+from client.tracebacks import at_border
 from statsd_bn.endpoints import check_key, check_server, find_server
 from statsd_bn.environment import PREFIX, log_level, misspelt
 from statsd_bn.error_text import in_log

@@ -9,19 +9,19 @@ from dataclasses import replace
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import TYPE_CHECKING
 
-from client.conversation.member import Member
 from client.launch import job_secret
 from client.launch.launchers import StoreAddress
 from client.launch.server_process import ServerProcess
 from client.launch.settings import Settings
 from client.launch.store import Announcement, StoreEntry
+from client.session.protocol.member import Member
 from statsd_bn.endpoints import ipc_path
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError, GroupIncomplete, ServerUnreachable
 from statsd_bn.keys import ClientKeys
 
 if TYPE_CHECKING:
-    from client.connection.connection import Connection
+    from client.session.connection import Connection
 
 logger = logging.getLogger("statsd_bn.client")
 

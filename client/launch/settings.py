@@ -14,8 +14,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from client.connection.groups import this_place
-from client.conversation.member import (
+from client.launch import launchers
+from client.launch.launchers import ARGUMENT, DEFAULT, PROCESS_GROUP, ProcessGroup, Setting, StoreAddress, found
+from client.session.groups import this_place
+from client.session.protocol.member import (
     DEFAULT_ABORT_AFTER,
     DEFAULT_ROUND_TIMEOUT,
     ELASTIC,
@@ -25,8 +27,6 @@ from client.conversation.member import (
     TRANSPORT_CHOICES,
     Member,
 )
-from client.launch import launchers
-from client.launch.launchers import ARGUMENT, DEFAULT, PROCESS_GROUP, ProcessGroup, Setting, StoreAddress, found
 from statsd_bn import limits
 from statsd_bn.checks import check_name, shown
 from statsd_bn.environment import PREFIX, boolean

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import distributed
 
-from client.connection.groups import this_machine
 from client.launch.launchers import StoreAddress
+from client.session.groups import this_machine
 from statsd_bn.errors import ConfigurationError, ProtocolError, ServerUnreachable
 from statsd_bn.text import plain, readable
 

@@ -1,4 +1,5 @@
-"""Arithmetic on one device: sums, normalisation and their gradients, by `engine` and its backends.
+"""Batch normalisation of tensors: the backends that compute, and the autograd function that synchronises them.
 
-Nothing here knows of layers, members or servers. A faster way to compute the same belongs here.
+`engine` chooses the backend of a tensor: reference, native (C) or Triton. `functional` runs one call of a layer over
+`client.transports`. Modules and buffers belong in `client.nn`.
 """

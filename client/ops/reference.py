@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from client.ops.statistics import ChannelMoments, ChannelStatistics, Count, at_least_one
+from client.ops.statistics import ChannelMoments, ChannelStatistics, at_least_one
 from client.ops.vectors import along_channels, compute_type, home, laid_out, narrow, widen
+from client.transports.device_rows import Count
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,11 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from client.ops.vectors import to_host
+from client.transports.device_rows import Count, to_host
 from statsd_bn.moments import Moments
-
-Count = int | Tensor
-"""Values per channel, an exact integer: an int where the host knows it, else of shape (), float64."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

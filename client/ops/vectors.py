@@ -5,11 +5,8 @@ Where a device has no float64, as MPS, its vectors are on the host, and go to th
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
-
-from statsd_bn.reduction import FloatArray
 
 HOST = torch.device("cpu")
 
@@ -51,22 +48,6 @@ def widen(x: Tensor, *vectors: Tensor) -> Sequence[Tensor]:
 def parameter(values: Tensor) -> Tensor:
     """Returns a parameter, shape (C,), as float64 where its vectors are."""
     return widen(values, values.detach())[0]
-
-
-def to_host(values: Tensor) -> FloatArray:
-    """Returns a float64 tensor as an array, which waits for its device."""
-    if values.is_cuda:
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        host.copy_(values, non_blocking=True)
-        torch.cuda.current_stream(values.device).synchronize()
-        values = host
-    return values.numpy()
-
-
-def from_host(values: FloatArray, device: torch.device) -> Tensor:
-    """Returns a copy of an array on a device; the host does not wait for it."""
-    copied = torch.from_numpy(np.array(values))
-    return copied.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else copied
 
 
 # Of dense tensors, by dimensions.

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from client.conversation.registration import cause_of
 from client.serialization import pack, unpack
+from client.session.protocol.registration import cause_of
 from client.transports import process_group
 from client.transports.choose import Company
 from client.transports.named_process_group import NamedProcessGroup

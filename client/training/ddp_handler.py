@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from client.border import at_border
-from client.connection.connection import Connection
-from client.connection.current import current_connection
+from client.session.connection import Connection
+from client.session.current import current_connection
+from client.tracebacks import at_border
 from client.training import data_loaders
 from client.training.all_gather_tensors import TRANSPORT, share
 from client.training.data_loaders import Loader, Sampler

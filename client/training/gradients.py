@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from client.border import at_border
-from client.connection.connection import Connection
-from client.connection.current import current_connection
+from client.session.connection import Connection
+from client.session.current import current_connection
+from client.tracebacks import at_border
 from client.transports.choose import company_in, transport_over
 from client.transports.transport import Transport
 from statsd_bn import limits

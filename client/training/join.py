@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from client.border import make_readable
-from client.connection.connection import Connection
-from client.connection.current import current_connection
-from client.connection.groups import Group
-from client.conversation.member import OVER_PROCESS_GROUP
-from client.layers.batchnorm import SynchronizedBatchNorm
+from client.nn.batchnorm import SynchronizedBatchNorm
+from client.session.connection import Connection
+from client.session.current import current_connection
+from client.session.groups import Group
+from client.session.protocol.member import OVER_PROCESS_GROUP
+from client.tracebacks import make_readable
 from client.transports.choose import company_in
 from client.transports.named_process_group import NamedProcessGroup
 from statsd_bn.error_text import error_text

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from client.autograd import non_finite
-from client.border import at_border
 from client.data_parallel import any_device
-from client.layers import unconnected
-from client.layers.input_checks import is_distributed
+from client.nn import unconnected
+from client.nn.input_checks import is_distributed
+from client.ops import non_finite
+from client.tracebacks import at_border
 from client.transports import device_rows
 from client.transports.choose import With, company_in, meant, transport_over
 from client.transports.named_process_group import NamedProcessGroup

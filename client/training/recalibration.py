@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
-from client.border import at_border
-from client.connection.connection import Connection
-from client.layers.batchnorm import SynchronizedBatchNorm
-from client.layers.micro_batches import Tally
+from client.nn.batchnorm import SynchronizedBatchNorm
+from client.nn.micro_batches import Tally
+from client.session.connection import Connection
+from client.tracebacks import at_border
 from client.transports.choose import With, company_in, transport_for
 from client.transports.named_process_group import NamedProcessGroup
 from statsd_bn import limits

@@ -8,9 +8,9 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from client.border import at_border
-from client.layers.conversion.convert import convert as synchronised
-from client.layers.synchronized import Synchronized
+from client.nn.conversion.convert import convert as synchronised
+from client.nn.synchronized import Synchronized
+from client.tracebacks import at_border
 from statsd_bn.environment import integer
 from statsd_bn.error_text import broken
 from statsd_bn.errors import ConfigurationError

@@ -1,5 +1,5 @@
-"""Transports: how a layer's rows reach the other members, and how their sum comes back.
+"""Transports: how the rows of a layer reach the other ranks, and how the total comes back.
 
-`transport` has the contract, `choose` picks the one of a layer, and each kind has a file of its own. What the rows
-mean is not known here.
+`transport` has the contract, `choose` selects the transport of a layer, and each transport has a file of its own.
+Transports add rows; the meaning of a row belongs in `client.ops`.
 """

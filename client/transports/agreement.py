@@ -17,14 +17,13 @@ from mmap import mmap
 
 from torch import distributed
 
-from client.connection.connection import Connection
-from client.connection.groups import Group
-from client.conversation.member import AUTO, OVER_PROCESS_GROUP, OVER_SERVER, SHARED_MEMORY, Member
-from client.conversation.session import Session
-from client.shared_memory import group_memory
-from client.shared_memory.group_memory import GroupMemory
-from client.shared_memory.passing import Offer, take, why_not
-from client.transports import device_rows, named_process_group
+from client.session.connection import Connection
+from client.session.groups import Group
+from client.session.protocol.member import AUTO, OVER_PROCESS_GROUP, OVER_SERVER, SHARED_MEMORY, Member
+from client.session.protocol.session import Session
+from client.transports import device_rows, group_memory, named_process_group
+from client.transports.group_memory import GroupMemory
+from client.transports.passing import Offer, take, why_not
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.messages import WORLD

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from client.connection import groups
-from client.connection.connection import Connection
-from client.connection.current import current_connection
-from client.connection.groups import Group
+from client.session import groups
+from client.session.connection import Connection
+from client.session.current import current_connection
+from client.session.groups import Group
 from client.transports import named_process_group
 from client.transports.in_process import LocalPipe
 from client.transports.named_process_group import NamedProcessGroup

@@ -2,7 +2,7 @@
 
 Replicas of one process hand their rows from device to device, and ranks of a process group gather them by a backend
 that works on devices, as NCCL does. They are added in the order of `statsd_bn.reduction`, so to the same bits. Nothing
-here waits for a device: what is wrong with a round is a tensor too, and `client.autograd.findings` tells of it later.
+here waits for a device: what is wrong with a round is a tensor too, and `client.ops.findings` tells of it later.
 
 Ranks that gather on devices must all do so, so the ranks of a process group agree over the host, once for each layer,
 before its first round. That also tells ranks apart that come to different layers there, or with other channels. Later
@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
-from client.ops.statistics import Count
-from client.ops.vectors import to_host
 from client.transports.in_process import LocalPipe
 from client.transports.key_digest import digest_of
 from client.transports.process_group import FIRST_ROW, ProcessGroupPipe, group_of, met, rounds_of, use_device
@@ -26,7 +24,7 @@ from client.transports.server import SlavePipe
 from client.transports.transport import Transport
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
-from statsd_bn.reduction import Rows
+from statsd_bn.reduction import FloatArray, Rows
 from statsd_bn.round_key import FORWARD, RoundKey
 
 # Devices that compute in float64, and copy to each other without the host.
@@ -37,6 +35,26 @@ OVER_THE_HOST = frozenset({"gloo", "mpi"})
 
 # Since torch 2.13 it has another name.
 _all_gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+
+Count = int | Tensor
+"""Values per channel, an exact integer: an int where the host knows it, else of shape (), float64."""
+
+
+def to_host(values: Tensor) -> FloatArray:
+    """Returns a float64 tensor as an array, which waits for its device."""
+    if values.is_cuda:
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        torch.cuda.current_stream(values.device).synchronize()
+        values = host
+    return values.numpy()
+
+
+def from_host(values: FloatArray, device: torch.device) -> Tensor:
+    """Returns a copy of an array on a device; the host does not wait for it."""
+    copied = torch.from_numpy(np.array(values))
+    return copied.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else copied
+
 
 # The phase of the round in which the ranks agree is that of the forward round behind it, and this before it.
 FIRST = "first "

@@ -2,7 +2,7 @@
 
 It has the rows of all ranks. If it has a connection as well, to a job of the same ranks, it tells the server, so that
 the log, `status` and the view have it. Without one, a thread beside the training compares the ranks once a second by
-the server's rules, and warns. Each rank says in any case whose NaN it was, see `client.autograd.non_finite`.
+the server's rules, and warns. Each rank says in any case whose NaN it was, see `client.ops.non_finite`.
 """
 
 import logging
@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from client.connection.connection import Connection
-from client.connection.current import current_connection
+from client.session.connection import Connection
+from client.session.current import current_connection
 from statsd_bn.members import rank_in_words
 from statsd_bn.messages import Aggregate, NonFiniteRound
 from statsd_bn.reduction import not_finite

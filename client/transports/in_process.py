@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from client.connection.current import current_connection
+from client.diagnostics.collectives import rank_in_torch
 from client.native.library import DONE, EXCHANGE
 from client.native.row import NativeRow
+from client.session.current import current_connection
 from client.transports.transport import RowDone
-from client.whereabouts.collectives import rank_in_torch
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate, sound_aggregate
 from statsd_bn.reduction import Rows, bearers, is_finite, sum_in_order

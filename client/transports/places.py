@@ -7,10 +7,10 @@ there is something to say of one, once in a run. A text without that is better t
 import logging
 from typing import Any
 
-from client.connection.channel_pool import run_machine
-from client.connection.connection import Connection
-from client.conversation.member import Member
-from client.conversation.session import Turn
+from client.session.channel_pool import run_machine
+from client.session.connection import Connection
+from client.session.protocol.member import Member
+from client.session.protocol.session import Turn
 from statsd_bn.errors import ProtocolError, ServerUnreachable, StatsdBNError
 from statsd_bn.members import places_in
 from statsd_bn.messages import WORLD, Failure, Status, StatusRequest

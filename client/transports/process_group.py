@@ -23,20 +23,20 @@ import numpy.typing as npt
 import torch
 from torch import distributed
 
-from client.border import make_readable
-from client.connection.connection import Connection
-from client.connection.current import current_connection, has_been_alone, has_been_connected
-from client.connection.groups import this_place
-from client.conversation.all_gather import MAX_BYTES
-from client.conversation.session import Session, Steps
+from client.diagnostics.broken_job import NEWS_SECONDS
 from client.native.row import NativeRow
+from client.session.connection import Connection
+from client.session.current import current_connection, has_been_alone, has_been_connected
+from client.session.groups import this_place
+from client.session.protocol.all_gather import MAX_BYTES
+from client.session.protocol.session import Session, Steps
+from client.tracebacks import make_readable
 from client.transports.group_insight import Here, ToServer, insight_of
 from client.transports.key_digest import digest_of
 from client.transports.named_process_group import NamedProcessGroup
 from client.transports.server import SlavePipe
 from client.transports.transport import Transport
 from client.transports.watched_round import WatchedRound
-from client.whereabouts.broken_job import NEWS_SECONDS
 from statsd_bn import limits
 from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
 from statsd_bn.errors import ConfigurationError, ConnectionClosed, ProtocolError, RoundMismatch, StatsdBNError

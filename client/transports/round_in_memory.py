@@ -7,10 +7,10 @@ every long wait, and says what it is about.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from client.conversation.round_trip import RoundTrip
-from client.conversation.session import Session, Turn
 from client.native.library import DONE, WAITS
-from client.shared_memory.group_memory import GroupMemory
+from client.session.protocol.round_trip import RoundTrip
+from client.session.protocol.session import Session, Turn
+from client.transports.group_memory import GroupMemory
 from statsd_bn.members import NOBODY
 from statsd_bn.messages import Aggregate, sound_aggregate
 from statsd_bn.round_key import RoundKey

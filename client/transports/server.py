@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from client.connection.connection import Connection
-from client.connection.groups import Group
 from client.native.row import NativeRow
+from client.session.connection import Connection
+from client.session.groups import Group
 from client.transports.places import places
 from client.transports.transport import RowDone
 from statsd_bn.messages import Aggregate

@@ -14,13 +14,13 @@ from functools import partial
 from time import monotonic
 from weakref import WeakKeyDictionary
 
-from client.connection.connection import Connection
-from client.connection.groups import Group
-from client.conversation.session import Session
 from client.native.library import CLOSED, DONE
 from client.native.row import NativeRow
-from client.shared_memory.group_memory import GroupMemory
+from client.session.connection import Connection
+from client.session.groups import Group
+from client.session.protocol.session import Session
 from client.transports import agreement
+from client.transports.group_memory import GroupMemory
 from client.transports.key_digest import digest_of
 from client.transports.round_in_memory import ESCALATE_SECONDS, AtServer, RoundInMemory, aggregate_in, count
 from client.transports.server import SlavePipe

@@ -8,10 +8,10 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any
 
-from client.connection.connection import Connection
+from client.diagnostics import collectives
+from client.diagnostics.broken_job import NEWS_SECONDS
+from client.session.connection import Connection
 from client.transports.round_in_memory import ESCALATE_SECONDS, LISTEN_SECONDS
-from client.whereabouts import collectives
-from client.whereabouts.broken_job import NEWS_SECONDS
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.reduction import Rows
 from statsd_bn.round_key import RoundKey

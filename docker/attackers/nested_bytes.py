@@ -11,9 +11,9 @@ import sys
 
 import msgpack
 
-from client.connection.channel_pool import ZmqChannelPool
-from client.connection.connection import Connection
-from client.conversation.session import Member
+from client.session.channel_pool import ZmqChannelPool
+from client.session.connection import Connection
+from client.session.protocol.session import Member
 from statsd_bn.errors import StatsdBNError
 
 ENDPOINT = "tcp://127.0.0.1:5555"

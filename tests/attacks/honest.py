@@ -80,9 +80,9 @@ def contributions() -> np.ndarray:
 def play(endpoint: str, secret: Path | None, job: str, member: int, folder: Path, min_members: int = 0) -> Played:
     """Takes part in rounds until the file `stop` is there; makes the file `begun` after the first ones."""
     import support.without_torch  # noqa: F401, PLC0415 - first; a process that tests keeps torch
-    from client.connection.channel_pool import ZmqChannelPool  # noqa: PLC0415
-    from client.connection.connection import Connection  # noqa: PLC0415
-    from client.conversation.session import Member  # noqa: PLC0415
+    from client.session.channel_pool import ZmqChannelPool  # noqa: PLC0415
+    from client.session.connection import Connection  # noqa: PLC0415
+    from client.session.protocol.session import Member  # noqa: PLC0415
     from statsd_bn import Rows  # noqa: PLC0415
     from statsd_bn.keys import load_client  # noqa: PLC0415
 

@@ -15,9 +15,9 @@ from attacks.peers import job_of
 from attacks.servers import ROOT, Attacked, environment
 from attacks.variants import first_is_quick
 from client import serialization
-from client.connection.channel_pool import ZmqChannelPool
-from client.connection.connection import Connection
-from client.conversation.member import Member
+from client.session.channel_pool import ZmqChannelPool
+from client.session.connection import Connection
+from client.session.protocol.member import Member
 from support.memory_members import outcome
 
 VICTIM = """

@@ -42,7 +42,7 @@ context.destroy(linger=0)
 # a process that has loaded torch.
 SCRIPT = f"""
 import os
-import client, client.connection.connection, client.launch.server_process, client.launch.own_server
+import client, client.session.connection, client.launch.server_process, client.launch.own_server
 from statsd_bn.errors import StatsdBNError
 for who, ranks in (("me", 1), ("another", 1), ("another", 2)):
     if os.fork():

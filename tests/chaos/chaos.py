@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from chaos import chaos_scenarios, chaos_world
 from chaos.chaos_scenarios import Result
 from chaos.chaos_world import Finding
-from client.conversation.member import TRANSPORTS
+from client.session.protocol.member import TRANSPORTS
 from support import starter
 
 HEADER = (

@@ -20,7 +20,7 @@ from attacks.honest import Workers
 from attacks.peers import job_of
 from attacks.servers import Attacked
 from chaos.chaos_world import require
-from client.conversation.member import TRANSPORTS
+from client.session.protocol.member import TRANSPORTS
 from programs import killed_rank_programs
 from support import starter
 from support.starter import STARTER

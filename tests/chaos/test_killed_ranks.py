@@ -5,7 +5,7 @@ import random
 import pytest
 
 from chaos.killed_ranks import JOBS, RANKS, kill_ranks
-from client.conversation.member import TRANSPORTS
+from client.session.protocol.member import TRANSPORTS
 from support import starter
 
 

@@ -6,8 +6,7 @@ import pytest
 
 from chaos import soak
 from chaos.chaos_world import Finding
-from client.shared_memory import passing
-from client.transports import agreement
+from client.transports import agreement, passing
 from support import starter
 
 pytestmark = [

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import client
-from client.autograd import non_finite
-from client.autograd.exchange import Exchange
-from client.autograd.verdicts import Slot
+from client.ops import non_finite
+from client.ops.exchange import Exchange
 from client.ops.statistics import ChannelStatistics
+from client.ops.verdicts import Slot
 from client.transports import device_rows
 from client.transports.choose import transport_for
 from client.transports.device_rows import LocalRows
@@ -185,7 +185,7 @@ def with_one_on_the_host(rank: Any) -> tuple[bool, np.ndarray]:
             made.append(self.capacity)
             super().forward(local)
 
-    with here, mock.patch("client.layers.call.Exchange", Noted):
+    with here, mock.patch("client.nn.call.Exchange", Noted):
         output = layer(sample(rank.rank))
     return any(made), output.detach().numpy()
 

@@ -13,9 +13,9 @@ from torch import distributed
 from torch.overrides import TorchFunctionMode
 
 import client
-from client.autograd.functional import Slice
-from client.layers.call import Call
-from client.layers.micro_batches import Tally
+from client.nn.call import Call
+from client.nn.micro_batches import Tally
+from client.ops.functional import Slice
 from client.transports import device_rows, named_process_group, process_group
 from client.transports.process_group import ProcessGroupPipe
 from statsd_bn.reduction import Rows

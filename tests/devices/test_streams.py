@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import client
-from client.autograd.exchange import Exchange
 from client.ops import streams
+from client.ops.exchange import Exchange
 from support.replicas_on_devices import Layered, plain
 from support.transports import rows_on_devices
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from client.autograd.verdicts import Slot, Verdicts
+from client.ops.verdicts import Slot, Verdicts
 
 
 def test_who_waits_for_a_device_does_not_hold_up_other_threads(monkeypatch):

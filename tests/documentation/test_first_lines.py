@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import client
-from client.connection.connection import Connection
+from client.session.connection import Connection
 from server.__main__ import main
 from statsd_bn.error_text import FIRST_LINE
 from statsd_bn.errors import BY_CODE

@@ -12,9 +12,9 @@ import msgpack
 import numpy as np
 import pytest
 
-from client.connection import channel_pool, heartbeat_socket
-from client.conversation import registration, round_trip
 from client.launch import connect
+from client.session import channel_pool, heartbeat_socket
+from client.session.protocol import registration, round_trip
 from server.core import collectives, deadlock, hang_probe, liveness, registry
 from server.core.dispatcher import Dispatcher
 from server.group import contributor, results

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from client.conversation.member import Member
-from client.conversation.session import Session
-from client.whereabouts.place import Place, TorchGroup
+from client.diagnostics.place import Place, TorchGroup
+from client.session.protocol.member import Member
+from client.session.protocol.session import Session
 from server.core.dispatcher import Dispatcher
 from server.group.rounds import Reply
 from statsd_bn import messages

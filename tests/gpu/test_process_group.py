@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import distributed
 
-from client.layers import batchnorm
+from client.nn import batchnorm
 from client.transports import named_process_group
 from client.transports.process_group import ProcessGroupPipe
 from support.cuda_stand_ins import as_on_cuda

@@ -17,12 +17,12 @@ from torch import distributed
 from torch.utils.checkpoint import checkpoint
 
 import client
-from client.autograd.checkpointing import exchanges
-from client.autograd.findings import verdicts
-from client.autograd.triton_exchange import TritonExchange
-from client.layers import batchnorm, running_stats
+from client.nn import batchnorm, running_stats
+from client.ops.checkpointing import exchanges
+from client.ops.findings import verdicts
 from client.ops.statistics import ChannelMoments, ChannelStatistics, Running
 from client.ops.triton import FEW, NOT_FINITE, OTHER_ROUND, available
+from client.ops.triton_exchange import TritonExchange
 from client.transports import device_rows, named_process_group
 from statsd_bn.errors import NonFinite, RoundMismatch
 from support.cuda_stand_ins import as_on_cuda

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor, distributed
 
-from client.layers import call, custom_op
+from client.nn import call, custom_op
 from client.ops import engine
 from client.ops.statistics import ChannelMoments, ChannelStatistics
 from client.transports import device_rows

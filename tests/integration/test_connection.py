@@ -11,12 +11,12 @@ import pytest
 import zmq
 
 import client
-from client.connection.channel_pool import ZmqChannelPool
-from client.connection.connection import Connection
-from client.conversation import registration, round_trip
-from client.conversation.member import Member
 from client.launch import connect as launch
 from client.launch.settings import resolve
+from client.session.channel_pool import ZmqChannelPool
+from client.session.connection import Connection
+from client.session.protocol import registration, round_trip
+from client.session.protocol.member import Member
 from programs import member_programs
 from server.core.dispatcher import Received
 from statsd_bn import PROTOCOL_VERSION, Rows, endpoints, errors, limits

@@ -20,10 +20,10 @@ from zmq.utils.monitor import recv_monitor_message
 
 import client
 import server.__main__ as command
-from client.connection.channel_pool import ZmqChannelPool
-from client.connection.connection import Connection
-from client.connection.heartbeat_socket import secure
-from client.conversation.member import Member
+from client.session.channel_pool import ZmqChannelPool
+from client.session.connection import Connection
+from client.session.heartbeat_socket import secure
+from client.session.protocol.member import Member
 from server import Config, Service
 from server.cli.status import ask
 from server.network.listener import POLL_SECONDS
@@ -120,7 +120,7 @@ def test_a_client_with_a_key_is_told_of_a_server_without_one(serve, keys):
 
 
 def test_where_nobody_listens_a_client_with_a_key_says_so(keys, tmp_path, monkeypatch):
-    monkeypatch.setattr("client.conversation.registration.ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr("client.session.protocol.registration.ANSWER_SECONDS", 1.0)
     with pytest.raises(ServerUnreachable):
         join(f"ipc://{tmp_path}/nobody", load_client(secret(keys, "alice")))
 
@@ -354,7 +354,7 @@ def test_nobody_takes_over_another_connection_by_its_routing_id(service, keys):
 
 def test_the_doors_stay_shut_when_the_gatekeeper_is_away(keys, monkeypatch, serve):
     """ZeroMQ's own default would let everybody in who knows the server's public key."""
-    monkeypatch.setattr("client.conversation.registration.ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr("client.session.protocol.registration.ANSWER_SECONDS", 1.0)
     monkeypatch.setattr("server.network.zap.ENDPOINT", "inproc://elsewhere")
     service = serve(curve=keys)
     error = outcome(lambda: join(service.endpoints[0], load_client(secret(keys, "alice"))))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from client.conversation.member import OVER_PROCESS_GROUP, OVER_SERVER, SHARED_MEMORY, TRANSPORTS
+from client.session.protocol.member import OVER_PROCESS_GROUP, OVER_SERVER, SHARED_MEMORY, TRANSPORTS
 from programs import death_programs
 from statsd_bn.errors import ReplicaLost, StatsdBNError
 from support.starter import STARTER

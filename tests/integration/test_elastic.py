@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import client
-from client.autograd import plain
-from client.autograd.exchange import Exchange
-from client.autograd.functional import Slice, batch_norm
-from client.autograd.native_exchange import NativeExchange
-from client.ops import native
+from client.ops import native, plain
+from client.ops.exchange import Exchange
+from client.ops.functional import Slice, batch_norm
+from client.ops.native_exchange import NativeExchange
 from client.transports.server import SlavePipe
 from statsd_bn.errors import RegistrationRefused, ReplicaLost, RoundTimeout, WorldSizeMismatch
 from statsd_bn.members import NOBODY

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import client
 from client import integrations
-from client.connection.sessions import Sessions
+from client.session.sessions import Sessions
 from programs import lightning_training as training
 from support.groups_of_processes import run_to_its_end
 from support.made_once import made_once

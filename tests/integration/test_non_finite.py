@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import client
-from client.autograd import non_finite
+from client.ops import non_finite
 from client.transports.in_process import LocalPipe
 from client.transports.server import SlavePipe
 from programs import non_finite_programs

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import zmq
 
-from client.connection.channel_pool import ZmqChannelPool
-from client.connection.connection import Connection
 from client.launch import job_secret, server_process
 from client.launch.server_process import ServerProcess
 from client.launch.settings import resolve
+from client.session.channel_pool import ZmqChannelPool
+from client.session.connection import Connection
 from server.cli.status import ask
 from statsd_bn.errors import AuthenticationRefused, ServerUnreachable
 from support.launched import PROC, WAIT_SECONDS, Launched

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from client.conversation.member import OVER_SERVER
+from client.session.protocol.member import OVER_SERVER
 from conftest import running_server
 from integration.test_death import Company
 from programs import death_programs

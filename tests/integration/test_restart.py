@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from client.conversation.member import OVER_SERVER, SHARED_MEMORY, Member
-from client.conversation.session import Session
+from client.session.protocol.member import OVER_SERVER, SHARED_MEMORY, Member
+from client.session.protocol.session import Session
 from programs import restart_programs
 from server.cli.status import ask
 from server.core.dispatcher import Dispatcher

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from client.shared_memory import passing
+from client.transports import passing
 from support.launched import PROC, Launched
 from support.paths import ROOT, TESTS
 

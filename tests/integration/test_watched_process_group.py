@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from client.conversation.member import OVER_PROCESS_GROUP, OVER_SERVER
+from client.session.protocol.member import OVER_PROCESS_GROUP, OVER_SERVER
 from client.transports import watched_round
 from programs import watched_programs
 from statsd_bn.text import unfolded

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import client
-from client.connection import groups
+from client.session import groups
 
 STEPS = 5
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import client
-from client.layers import batchnorm, custom_op
+from client.nn import batchnorm, custom_op
 from client.transports.in_process import LocalPipe
 from support import branch_networks
 from support.branch_networks import Network, Results

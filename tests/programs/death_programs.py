@@ -11,8 +11,8 @@ import numpy as np
 from torch import distributed
 
 import client
-from client.connection.connection import Connection
-from client.conversation.member import OVER_PROCESS_GROUP
+from client.session.connection import Connection
+from client.session.protocol.member import OVER_PROCESS_GROUP
 from client.transports.choose import transport_for
 from statsd_bn import Rows
 from support.memory_members import outcome

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import client
-from client.autograd import non_finite
+from client.ops import non_finite
 from statsd_bn.errors import NonFinite
 
 CHANNELS = 4

@@ -17,7 +17,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import client
-from client.autograd import non_finite
+from client.ops import non_finite
 from client.transports import group_insight, process_group
 from programs import ddp_programs
 from programs.ddp_programs import keep

@@ -11,7 +11,7 @@ import torch
 from torch import distributed, nn
 
 import client
-from client.whereabouts.look import Look, Looks
+from client.diagnostics.look import Look, Looks
 
 # Longer than it takes until ranks that wait apart are told of a mismatch.
 LONG = 10.0

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 import client
-from client.connection.connection import Connection
-from client.conversation.member import SHARED_MEMORY
+from client.session.connection import Connection
+from client.session.protocol.member import SHARED_MEMORY
 from client.transports.choose import transport_for
 from client.transports.server import SlavePipe
 from statsd_bn.messages import Aggregate

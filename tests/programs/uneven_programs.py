@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import client
-from client.connection.connection import Connection
+from client.session.connection import Connection
 from statsd_bn import Rows
 from statsd_bn.errors import RoundMismatch
 

@@ -13,11 +13,11 @@ from unittest import mock
 
 import numpy as np
 
-import client.conversation.session
-from client.conversation.registration import Registration
-from client.conversation.round_trip import GRACE_SECONDS, RoundTrip
-from client.conversation.session import Session
-from client.shared_memory.group_memory import Found, GroupMemory
+import client.session.protocol.session
+from client.session.protocol.registration import Registration
+from client.session.protocol.round_trip import GRACE_SECONDS, RoundTrip
+from client.session.protocol.session import Session
+from client.transports.group_memory import Found, GroupMemory
 from client.transports.round_in_memory import RoundInMemory
 from server.core import collectives, deadlock, hang_probe
 from server.core.dispatcher import Dispatcher, Received
@@ -373,7 +373,7 @@ def steps_count_by_forward() -> Any:
 
     def contribution(right: Any, self: Session, key: Any, *args: Any) -> bytes:
         frame = right(self, key, *args)
-        if key.phase != client.conversation.session.FORWARD:
+        if key.phase != client.session.protocol.session.FORWARD:
             self.steps.step, self.steps._backward_seen = self.steps.step + 1, False
         return frame
 

@@ -2,7 +2,7 @@
 
 import functools
 
-from client.conversation.session import Session
+from client.session.protocol.session import Session
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Failure, Message
 from statsd_bn.wire import decode

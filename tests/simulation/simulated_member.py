@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from client.connection import groups
-from client.connection.groups import Group
-from client.conversation.member import Member
-from client.conversation.registration import Registration, cause_of
-from client.conversation.round_trip import RoundTrip
-from client.conversation.session import LastSettled, Session
+from client.diagnostics.place import Place, TorchGroup
 from client.native.library import CLOSED
-from client.shared_memory.group_memory import GroupMemory
+from client.session import groups
+from client.session.groups import Group
+from client.session.protocol.member import Member
+from client.session.protocol.registration import Registration, cause_of
+from client.session.protocol.round_trip import RoundTrip
+from client.session.protocol.session import LastSettled, Session
+from client.transports.group_memory import GroupMemory
 from client.transports.key_digest import digest_of
 from client.transports.round_in_memory import RoundInMemory
-from client.whereabouts.place import Place, TorchGroup
 from simulation import simulated_membership_rules as membership_rules
 from simulation import simulated_rules as rules
 from simulation.simulated_frames import SimulatedSession

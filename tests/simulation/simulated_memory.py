@@ -5,7 +5,7 @@ from mmap import mmap
 from typing import TYPE_CHECKING
 
 from client.native.library import WAITS
-from client.shared_memory.group_memory import GroupMemory, size_of
+from client.transports.group_memory import GroupMemory, size_of
 from statsd_bn.reduction import Rows
 
 if TYPE_CHECKING:

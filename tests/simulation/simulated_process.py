@@ -4,15 +4,15 @@ import math
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from client.connection.channel_pool import WATCH_SECONDS
-from client.conversation.pulse import Pulse
-from client.conversation.session import Machine
-from client.whereabouts.place import Place
+from client.diagnostics.place import Place
+from client.session.channel_pool import WATCH_SECONDS
+from client.session.protocol.pulse import Pulse
+from client.session.protocol.session import Machine
 from simulation.simulated_network import BEACON_RECONNECT_SECONDS, Clock, Network, SimulatedChannel
 from statsd_bn.errors import StatsdBNError
 
 if TYPE_CHECKING:
-    from client.conversation.session import Session
+    from client.session.protocol.session import Session
 
 # What the simulator's own arithmetic may add to a time.
 ROUNDING_SECONDS = 1e-6

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from client.conversation.registration import ANSWER_SECONDS, TAKEN_SECONDS
-from client.conversation.round_trip import ASK_AGAIN_AT_MOST, ASK_AGAIN_SECONDS, GRACE_SECONDS
+from client.session.protocol.registration import ANSWER_SECONDS, TAKEN_SECONDS
+from client.session.protocol.round_trip import ASK_AGAIN_AT_MOST, ASK_AGAIN_SECONDS, GRACE_SECONDS
 from server.core.deadlock import THREADED_QUIET_SECONDS
 from server.core.liveness import RECONNECT_SECONDS
 from server.group.results import REMEMBERED_ROUNDS

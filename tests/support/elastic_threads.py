@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from client.connection.connection import Connection
 from client.elastic import sampler, state
 from client.elastic.sampler import ElasticSampler
 from client.elastic.state import ElasticState, run_elastic
+from client.session.connection import Connection
 from client.training import gradients
 from client.training.gradients import average_gradients
 from client.transports import choose

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from client.connection.channel_pool import MemoryChannelPool
-from client.connection.connection import Connection
-from client.conversation.member import OVER_SERVER, Member
+from client.session.channel_pool import MemoryChannelPool
+from client.session.connection import Connection
+from client.session.protocol.member import OVER_SERVER, Member
 from server.core.dispatcher import Dispatcher
 
 SERVER = b"server-0"

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from client.conversation.member import Member
-from client.conversation.session import Session
+from client.session.protocol.member import Member
+from client.session.protocol.session import Session
 from server.core.dispatcher import Dispatcher
 from server.core.liveness import RECONNECT_SECONDS
 from statsd_bn.errors import StatsdBNError, UnknownSession

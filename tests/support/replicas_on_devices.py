@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import client
-from client.autograd.exchange import Exchange
-from client.autograd.triton_exchange import TritonExchange
-from client.layers import call
+from client.nn import call
+from client.ops.exchange import Exchange
+from client.ops.triton_exchange import TritonExchange
 from client.transports.transport import Transport
 
 REPLICAS = 3

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from client.conversation import member
 from client.ops import engine, native
+from client.session.protocol import member
 from client.transports import device_rows
 
 PROCESS_GROUP = "process group"

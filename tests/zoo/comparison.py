@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import client
-from client.layers.synchronized import Synchronized
+from client.nn.synchronized import Synchronized
 from zoo.catalogue import layers_of
 from zoo.specimen import Specimen, Unfit, tensors_of
 

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import client
 from client.data_parallel import any_device
 from client.data_parallel.replicate import execute_replication_callbacks
-from client.layers import synchronized
-from client.layers.conversion.reasons import NAMES
-from client.layers.interception import Handed
+from client.nn import synchronized
+from client.nn.conversion.reasons import NAMES
+from client.nn.interception import Handed
 from support import subclasses
 from support.sentences import says
 from support.subclasses import AlwaysEval, Foreign, Functional, Reduced, SkipsEmpty, SynchronisesItself

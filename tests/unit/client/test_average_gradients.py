@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import client
-from client.connection.connection import Connection
+from client.session.connection import Connection
 from client.training.gradients import average_gradients
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, RoundMismatch

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from client.autograd.exchange import Exchange
-from client.autograd.functional import Slice, batch_norm
 from client.ops import engine
+from client.ops.exchange import Exchange
+from client.ops.functional import Slice, batch_norm
 from client.transports.in_process import LocalPipe
 from support.shards import MANY, MANY_VALUES, Shards, assert_equal, everywhere, on_the_whole_batch, with_many_values
 from support.whole_batch import KINDS

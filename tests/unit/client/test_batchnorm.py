@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import client
-from client.layers import running_stats
+from client.nn import running_stats
 from client.ops import engine
 from client.ops.vectors import narrow
 from programs import member_programs

@@ -10,9 +10,9 @@ from torch import nn
 
 import client
 from client import border
-from client.border import at_border, make_readable
-from client.connection import connection, current
-from client.connection.channel_pool import ZmqChannelPool
+from client.session import connection, current
+from client.session.channel_pool import ZmqChannelPool
+from client.tracebacks import at_border, make_readable
 from statsd_bn.errors import ConfigurationError, RoundMismatch
 from support.memory_members import MemoryMaster
 

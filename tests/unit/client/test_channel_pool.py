@@ -10,7 +10,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from client.connection.channel_pool import ChannelPool, MemoryChannelPool, ZmqChannelPool
+from client.session.channel_pool import ChannelPool, MemoryChannelPool, ZmqChannelPool
 from statsd_bn.errors import ConnectionClosed
 from support.interruption import WAIT_SECONDS, interrupted
 from support.memory_members import outcome, wait_until
@@ -110,8 +110,8 @@ def test_closing_wakes_a_thread_that_just_looks_whether_the_master_has_come_back
             monkeypatch.setattr(channel._monitor, "poll", lambda _: True)
             channel.receive(60.0)
 
-    monkeypatch.setattr("client.connection.channel_pool.CLOSE_SECONDS", 0.1)  # it waits for the channel
-    monkeypatch.setattr("client.connection.channel_pool.recv_monitor_message", close_first)
+    monkeypatch.setattr("client.session.channel_pool.CLOSE_SECONDS", 0.1)  # it waits for the channel
+    monkeypatch.setattr("client.session.channel_pool.recv_monitor_message", close_first)
     assert isinstance(outcome(wait), ConnectionClosed)
 
 
@@ -124,7 +124,7 @@ def test_a_closed_transport_opens_no_channel(tmp_path):
 
 def test_a_transport_that_is_being_closed_opens_no_channel(tmp_path, monkeypatch):
     """It waits for the channels that are lent."""
-    monkeypatch.setattr("client.connection.channel_pool.CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("client.session.channel_pool.CLOSE_SECONDS", 0.1)
     channel_pool = ZmqChannelPool(f"ipc://{tmp_path}/nobody")
 
     def open_late():
@@ -221,7 +221,7 @@ def test_closing_does_not_wait_for_a_zeromq_that_is_stuck(server, monkeypatch):
         term()
 
     monkeypatch.setattr(channel_pool._context, "term", stuck)
-    monkeypatch.setattr("client.connection.channel_pool.CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("client.session.channel_pool.CLOSE_SECONDS", 0.1)
     channel_pool.close()
     assert not channel_pool._context.closed
     release.set()

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 import client
-from client.autograd.rounds import KEPT_CALLS, BackwardPasses
-from client.connection import current
-from client.layers import custom_op
+from client.nn import custom_op
+from client.ops.rounds import KEPT_CALLS, BackwardPasses
+from client.session import current
 from programs import member_programs
 from statsd_bn.errors import ConfigurationError
 from support.memory_members import MemoryMaster

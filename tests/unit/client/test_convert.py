@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 import client
 from client import DataParallelWithCallback
-from client.layers.conversion.report import ConversionReport
+from client.nn.conversion.report import ConversionReport
 from client.transports.named_process_group import NamedProcessGroup
 from statsd_bn.errors import ConfigurationError
 from support.newer_torch import needs

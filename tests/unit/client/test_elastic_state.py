@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from client.connection.connection import Connection
 from client.elastic.commit_reports import Report
 from client.elastic.sampler import ElasticSampler
 from client.elastic.state import COMMIT, STATE, ElasticState, MembersChanged, run_elastic
 from client.serialization import pack
+from client.session.connection import Connection
 from statsd_bn.errors import ProtocolError, ReplicaLost, RoundMismatch
 from support.elastic_threads import Job, World, own_connections, use
 from support.memory_members import MemoryMaster, in_threads, outcome, wait_until

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from client.autograd.exchange import Exchange
-from client.autograd.functional import Slice, batch_norm
+from client.ops.exchange import Exchange
+from client.ops.functional import Slice, batch_norm
 from client.transports.in_process import LocalPipe
 from client.transports.server import SlavePipe
 from support.memory_members import run_members

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from client.connection.connection import Connection
-from client.conversation.all_gather import WORD_BYTES, _Parcel, _widths, gather
+from client.session.connection import Connection
+from client.session.protocol.all_gather import WORD_BYTES, _Parcel, _widths, gather
 from statsd_bn import Rows, limits
 from statsd_bn.errors import ProtocolError, RoundFailed, RoundMismatch
 from statsd_bn.members import Members

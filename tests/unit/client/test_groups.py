@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import client
-from client.connection import current, groups
-from client.connection.connection import Connection
-from client.connection.groups import Group
-from client.conversation import registration
+from client.session import current, groups
+from client.session.connection import Connection
+from client.session.groups import Group
+from client.session.protocol import registration
 from client.transports.in_process import LocalPipe
 from client.transports.server import SlavePipe
 from server.cli.status import ask

@@ -16,16 +16,16 @@ import pytest
 import zmq
 
 import client
-from client.connection.channel_pool import ZmqChannelPool
-from client.connection.connection import Connection
-from client.connection.heartbeat import Heartbeat
-from client.connection.heartbeat_socket import Beacon
-from client.conversation import pulse as pulse_module
-from client.conversation.member import Member
-from client.conversation.pulse import Pulse
-from client.conversation.session import Session
-from client.whereabouts.broken_job import BrokenJob
-from client.whereabouts.look import Looks
+from client.diagnostics.broken_job import BrokenJob
+from client.diagnostics.look import Looks
+from client.session.channel_pool import ZmqChannelPool
+from client.session.connection import Connection
+from client.session.heartbeat import Heartbeat
+from client.session.heartbeat_socket import Beacon
+from client.session.protocol import pulse as pulse_module
+from client.session.protocol.member import Member
+from client.session.protocol.pulse import Pulse
+from client.session.protocol.session import Session
 from statsd_bn import limits
 from statsd_bn import skew_samples as samples
 from statsd_bn.members import NOBODY, Members
@@ -305,7 +305,7 @@ def test_a_connection_has_one_thread_and_closing_ends_it(server, job):
 
 
 def test_a_connection_that_was_refused_leaves_no_thread_behind(monkeypatch, tmp_path):
-    monkeypatch.setattr(client.conversation.registration, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(client.session.protocol.registration, "ANSWER_SECONDS", 0.1)
     with pytest.raises(Exception, match="nobody listens"):
         client.connect(f"ipc://{tmp_path}/nobody")
     assert heartbeats() == []
@@ -331,9 +331,9 @@ def test_a_forked_child_has_none(server, job):
 
 UNTIDY = """
 import sys, client
-from client.connection.connection import Connection
-from client.conversation.member import Member
-from client.connection.channel_pool import ZmqChannelPool
+from client.session.connection import Connection
+from client.session.protocol.member import Member
+from client.session.channel_pool import ZmqChannelPool
 if sys.argv[2] == "connected":
     client.connect(sys.argv[1], job=sys.argv[3])
 else:

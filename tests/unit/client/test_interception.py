@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode
 
 import client
-from client.layers import adopted, interception
+from client.nn import adopted, interception
 
 CHANNELS = 4
 WATCHED = {adopted.__file__, interception.__file__}

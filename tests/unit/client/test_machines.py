@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from client.conversation.member import Member
-from client.conversation.registration import ANSWER_SECONDS, ASK_AGAIN_SECONDS, TAKEN_SECONDS, Registration
-from client.conversation.round_trip import ASK_AGAIN_AT_MOST, GRACE_SECONDS, WARN_SECONDS, RoundTrip
-from client.conversation.session import LastSettled, Session
+from client.session.protocol.member import Member
+from client.session.protocol.registration import ANSWER_SECONDS, ASK_AGAIN_SECONDS, TAKEN_SECONDS, Registration
+from client.session.protocol.round_trip import ASK_AGAIN_AT_MOST, GRACE_SECONDS, WARN_SECONDS, RoundTrip
+from client.session.protocol.session import LastSettled, Session
 from statsd_bn.errors import DuplicateMember, GroupIncomplete, MasterStopped, RoundTimeout, ServerUnreachable
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate, Contribution, Failure, Pending, Register, Registered

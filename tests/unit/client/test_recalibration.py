@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import client
-from client.autograd.checkpointing import exchanges
+from client.ops.checkpointing import exchanges
 from client.training import recalibration
 from client.transports import named_process_group
 from client.transports.in_process import LocalPipe

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import client
-from client.autograd import checkpointing
-from client.autograd.checkpointing import KEPT_WITHOUT_GRAPH, Exchanges
-from client.autograd.exchange import Exchange
+from client.ops import checkpointing
+from client.ops.checkpointing import KEPT_WITHOUT_GRAPH, Exchanges
+from client.ops.exchange import Exchange
 from client.ops.statistics import ChannelMoments
 from client.transports.in_process import LocalPipe
 from programs import member_programs

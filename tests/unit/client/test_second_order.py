@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from client.autograd.exchange import Exchange
-from client.autograd.functional import Slice, batch_norm
+from client.ops.exchange import Exchange
+from client.ops.functional import Slice, batch_norm
 from client.transports.in_process import LocalPipe
 
 SIZES = (3, 1, 2)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from client.conversation.member import Member
-from client.conversation.session import Session
+from client.session.protocol.member import Member
+from client.session.protocol.session import Session
 from statsd_bn.errors import DuplicateMember, ReplicaLost, RoundMismatch
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate, Contribution, Failure, Leave, Register, Registered

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from client.connection.switch_interval import INTERVAL_SECONDS, Switching
+from client.session.switch_interval import INTERVAL_SECONDS, Switching
 from statsd_bn import Rows
 from statsd_bn.errors import RoundMismatch
 from support.memory_members import MemoryMaster, run_members
@@ -29,7 +29,7 @@ SHORT = pytest.approx(INTERVAL_SECONDS)
 def fresh(monkeypatch):
     """One that knows of no rounds, which threads of other tests may be in."""
     found = Switching()
-    monkeypatch.setattr("client.connection.connection.switching", found)
+    monkeypatch.setattr("client.session.connection.switching", found)
     return found
 
 
@@ -98,7 +98,7 @@ def test_threads_that_begin_and_end_at_once_lose_no_count(usual):
 
 FORK = """
 import os, sys
-from client.connection.switch_interval import switching
+from client.session.switch_interval import switching
 
 switching.begin()
 child = os.fork()

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import client
-from client.connection import current
-from client.layers.unconnected import Unconnected
+from client.nn.unconnected import Unconnected
+from client.session import current
 from client.transports.named_process_group import NamedProcessGroup
 from statsd_bn import endpoints
 from support.memory_members import run_members
@@ -21,7 +21,7 @@ X = torch.arange(12.0).reshape(4, 3)
 def fresh(monkeypatch):
     """A process that has neither connected nor been told."""
     monkeypatch.setattr(current, "_current", None)
-    monkeypatch.setattr("client.layers.unconnected.unconnected", Unconnected())
+    monkeypatch.setattr("client.nn.unconnected.unconnected", Unconnected())
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import client
-from client.layers import synchronized
-from client.layers.conversion import convert
+from client.nn import synchronized
+from client.nn.conversion import convert
 from statsd_bn.errors import ConfigurationError
 from support.subclasses import Activated
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from client.conversation.member import Member
-from client.conversation.session import Session
 from client.launch.settings import resolve
+from client.session.protocol.member import Member
+from client.session.protocol.session import Session
 from server.__main__ import main
 from server.cli.logs import MAX_LINE, PlainFormatter
 from server.core.dispatcher import Dispatcher

@@ -2,8 +2,8 @@
 
 import pytest
 
-from client.conversation.member import Member
-from client.conversation.session import Session
+from client.session.protocol.member import Member
+from client.session.protocol.session import Session
 from integration.test_restart import World, rows_of
 from server.group.recovery import RECONNECT_SECONDS
 from statsd_bn import limits

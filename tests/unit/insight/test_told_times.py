@@ -2,9 +2,9 @@
 
 import pytest
 
-from client.conversation.member import Member
-from client.conversation.pulse import Pulse
-from client.conversation.session import Session
+from client.session.protocol.member import Member
+from client.session.protocol.pulse import Pulse
+from client.session.protocol.session import Session
 from statsd_bn.members import Members
 from statsd_bn.messages import LatenessReport, Registered, RoundTrips
 from statsd_bn.timing import MOST_TOLD, PAUSES, SECONDS, ToldTimes

@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
 
 import client
-from client.connection import current
 from client.launch import connect
+from client.session import current
 from client.transports.choose import company_in
 from statsd_bn import endpoints
 from statsd_bn.errors import ConfigurationError, ServerUnreachable

@@ -7,9 +7,9 @@ import pytest
 from torch.distributed import HashStore
 
 import client
-from client.connection.current import current_connection
 from client.launch import connect, launchers
 from client.launch.launchers import ARGUMENT, DEFAULT, ProcessGroup, Setting
+from client.session.current import current_connection
 from server.cli.status import ask
 from statsd_bn.errors import ConfigurationError
 from support.memory_members import outcome, run_members

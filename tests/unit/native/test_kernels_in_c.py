@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from client.layers.running_stats import move, newest
 from client.native import library
+from client.nn.running_stats import move, newest
 from client.ops.statistics import ChannelMoments, ChannelStatistics
 from support.paths import ROOT
 

@@ -12,7 +12,7 @@ from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import client
-from client.layers import call, running_stats
+from client.nn import call, running_stats
 from client.ops.statistics import ChannelMoments
 
 SHAPE = (8, 4, 3, 3)

@@ -9,7 +9,7 @@ from torch import nn
 import client
 from client import SynchronizedBatchNorm1d, convert_model, set_sbn_eps_mode
 from client import comm as comm_module
-from client.layers.synchronized import Synchronized
+from client.nn.synchronized import Synchronized
 from support.subclasses import Activated
 
 EPS = 0.5  # above the variances below, so that the modes differ

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import zmq
 
-from client.connection.channel_pool import ZmqChannelPool
-from client.connection.connection import Connection
-from client.conversation.member import Member
+from client.session.channel_pool import ZmqChannelPool
+from client.session.connection import Connection
+from client.session.protocol.member import Member
 from server import Service
 from server.cli.status import ask
 from server.network import connections, listener

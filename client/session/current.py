@@ -1,0 +1,60 @@
+"""The current connection: what this process's synchronised layers use.
+
+A process has at most one. Without one its layers synchronise over the replicas of their own process.
+"""
+
+from client.session.connection import Connection
+from client.session.groups import LOCAL, Group
+from client.tracebacks import at_border
+from statsd_bn.errors import ConfigurationError
+
+_current: Connection | None = None
+
+
+def hold(connection: Connection) -> None:
+    """Makes a connection the current one."""
+    global _current  # noqa: PLW0603 - a process has one current connection, as it has one rank
+    _current = connection
+
+
+def disconnect() -> None:
+    """Closes the current connection; harmless without one."""
+    if _current is not None:
+        _current.close()
+
+
+def current_connection() -> Connection | None:
+    """Returns the connection this process's layers use, if there is one."""
+    return None if _current is None or _current.closed else _current
+
+
+def has_been_connected() -> bool:
+    """Whether this process has had a connection, open or closed by now."""
+    return _current is not None
+
+
+def is_told_alone() -> bool:
+    """Whether somebody has said that this process's job has no others."""
+    return _current is not None and _current.is_told_alone
+
+
+def has_been_alone() -> bool:
+    """Whether this process's latest connection needed no server, because nothing said that there were others."""
+    return _current is not None and _current.is_in_process
+
+
+@at_border
+def local_group() -> Group:
+    """Returns the group of the ranks of this host, as `group=` takes it; its `size` is their number.
+
+    torchrun says how many ranks a host has. Without it, as under `mp.spawn`, the first call is a round of the whole
+    job, in which the ranks find out who shares a machine: all ranks call it at the same place then.
+
+    Raises:
+        ConfigurationError: this process is not connected; or the job is elastic, and no launcher says it.
+        StatsdBNError: the round failed.
+    """
+    connection = current_connection()
+    if connection is None:
+        raise ConfigurationError("local_group: expected a connected process, call client.connect() first")
+    return connection.group(LOCAL)

@@ -1,0 +1,354 @@
+"""Which collective of torch a thread is in, and how far its process is in each group."""
+
+import inspect
+import itertools
+import json
+import sys
+import threading
+import time
+from contextlib import suppress
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d
+from torch.nn.parallel.distributed import DistributedDataParallel, _DDPJoinHook
+
+from client.diagnostics import collectives, stack
+from client.diagnostics.look import Looks
+from client.diagnostics.place import Place
+from client.session.protocol.member import Member
+from client.session.protocol.session import Session
+from statsd_bn.messages import ALL_GATHER, ALL_REDUCE, BARRIER, BUFFERS, StackRequest
+from statsd_bn.wire import decode
+from support.foreign_code import frame_in, run_as
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """A process group of one."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_groups_of_this_process_are_told_with_how_far_it_is():
+    (before,) = collectives.groups()
+    distributed.all_reduce(torch.zeros(1))
+    distributed.barrier()
+    (after,) = collectives.groups()
+    assert (after.name, after.ranks) == (before.name, (0,))
+    assert after.launched - before.launched == 2
+    assert collectives.group_named(after.name) == after
+    assert collectives.group_named("none of them") is None
+    assert collectives.rank_in_torch() == 0
+
+
+def test_without_a_process_group_there_is_nothing_to_tell():
+    assert collectives.groups() == []
+    assert collectives.rank_in_torch() is None
+    assert Looks(tells_stacks=True, rank=0).look().place.group is None
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_thread_in_a_collective_is_found_and_its_group(monkeypatch):
+    found = []
+    work = SimpleNamespace(wait=lambda: found.append(collectives.current(sys._getframe(1))))
+    monkeypatch.setattr(distributed.ProcessGroup, "barrier", lambda *_, **__: work)
+    distributed.barrier()
+    (collective,) = found
+    assert collective.group.ranks == (0,)
+    assert collective.frame.f_code.co_name == "barrier"
+    assert not collectives.is_of_training(collective)
+
+
+@pytest.fixture
+def place_in(monkeypatch):
+    """What is told of a thread that waits for a collective to end."""
+
+    def place_in(method: str, call) -> Place:
+        found = []
+
+        def wait() -> None:
+            monkeypatch.setattr(stack, "main_frame", lambda: frame)
+            found.append(Looks(tells_stacks=True, rank=0).look().place)
+
+        def begin(*_, **__):
+            nonlocal frame
+            frame = sys._getframe(1)
+            return SimpleNamespace(wait=wait)
+
+        frame = None
+        monkeypatch.setattr(distributed.ProcessGroup, method, begin)
+        with suppress(EOFError):  # nothing is gathered
+            call()
+        return found[0]
+
+    return place_in
+
+
+ONE = torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("method", "call", "kind"),
+    [
+        ("barrier", distributed.barrier, BARRIER),
+        ("allreduce", lambda: distributed.all_reduce(ONE.clone()), ALL_REDUCE),
+        ("allgather", lambda: distributed.all_gather([ONE.clone()], ONE), ALL_GATHER),
+        ("allgather", lambda: distributed.all_gather_object([None], "one"), ALL_GATHER),
+        ("broadcast", lambda: distributed.broadcast(ONE.clone(), 0), ""),
+        ("gather", lambda: distributed.gather(ONE, [ONE.clone()]), ""),
+    ],
+)
+@pytest.mark.usefixtures("one_rank")
+def test_the_kind_of_a_collective_is_told_if_all_ranks_come_out_of_it_together(place_in, method, call, kind):
+    place = place_in(method, call)
+    assert (place.held, place.collective) == (True, kind)
+
+
+def test_the_broadcast_of_buffers_is_told_as_that():
+    file, module = "/x/site-packages/torch/nn/parallel/distributed.py", "torch.nn.parallel.distributed"
+    found = []
+    names = {"here": lambda: found.append(collectives._collective_frame(sys._getframe(1)))}
+    run_as("def _sync_buffers(): here()\n_sync_buffers()", file, module, **names)
+    assert collectives.kind_of(collectives.Collective(found[0], None, ())) == BUFFERS
+
+
+@pytest.mark.parametrize("name", ["_match_all_reduce_for_bwd_pass", "_match_unused_params_allreduce"])
+def test_a_rank_in_torchs_join_whose_data_has_ended_is_in_a_collective(name):
+    file, module = "/x/site-packages/torch/nn/parallel/distributed.py", "torch.nn.parallel.distributed"
+    found = []
+    run_as(f"def {name}(): here()\n{name}()", file, module, here=lambda: found.append(sys._getframe(1)))
+    assert collectives.is_collective(found[0])
+    assert hasattr(DistributedDataParallel, name), "torch calls it so"
+
+
+@pytest.mark.parametrize(("owner", "name"), [(DistributedDataParallel, "_pre_forward"), (_DDPJoinHook, "main_hook")])
+def test_a_rank_that_finds_out_the_order_of_gradients_may_wait_there(owner, name):
+    file, module = "/x/site-packages/torch/nn/parallel/distributed.py", owner.__module__
+    found = []
+    run_as(f"def {name}(): here(_getframe())\n{name}()", file, module, here=found.append, _getframe=sys._getframe)
+    assert collectives.may_compute(found[0])
+    assert not collectives.may_compute(sys._getframe())
+    assert hasattr(owner, name), "torch calls it so"
+
+
+@pytest.mark.parametrize(
+    ("backends", "kind"),
+    [
+        ("cpu:gloo,cuda:gloo", BARRIER),
+        ("gloo", BARRIER),
+        ("cpu:gloo,cuda:nccl", ""),
+        ("cpu:gloo,cuda:nccl,mps:gloo", ""),
+    ],
+)
+@pytest.mark.usefixtures("one_rank")
+def test_of_a_group_with_several_backends_no_kind_is_told(monkeypatch, place_in, backends, kind):
+    """torch counts the operations of one of them."""
+    world = distributed_c10d._world
+    monkeypatch.setitem(world.pg_backend_config, distributed_c10d.GroupMember.WORLD, backends)
+    assert place_in("barrier", distributed.barrier).collective == kind
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_thread_that_pickles_an_object_for_a_collective_is_in_none(monkeypatch):
+    found = []
+
+    class Pickler:
+        def __init__(self, _) -> None:
+            pass
+
+        def dump(self, _) -> None:
+            found.append(collectives.current(sys._getframe(1)))
+
+    monkeypatch.setattr(distributed_c10d, "_pickler", Pickler)
+    with suppress(Exception):  # there is nothing to send then
+        distributed.all_gather_object([None], "one")
+    assert found == [None]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_message_between_two_ranks_is_no_collective(monkeypatch):
+    found = []
+    work = SimpleNamespace(wait=lambda: found.append(collectives.current(sys._getframe(1))))
+    monkeypatch.setattr(distributed.ProcessGroup, "recv", lambda *_, **__: work)
+    distributed.recv(torch.zeros(1), 0)
+    assert found == [None]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_call_of_the_same_line_again_is_another_call(monkeypatch):
+    found = []
+    work = SimpleNamespace(wait=lambda: found.append(collectives.current(sys._getframe(1)).call))
+    real = distributed.ProcessGroup.barrier
+    monkeypatch.setattr(distributed.ProcessGroup, "barrier", lambda *args, **__: real(*args) and work)
+    for _ in range(2):
+        distributed.barrier()
+    assert found[0][2:] != found[1][2:], "whatever the frames' addresses are"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_rank_that_is_another_in_torch_tells_of_no_group():
+    name = collectives.groups()[0].name
+    assert Looks(tells_stacks=True, rank=0).look(name).place.group is not None
+    assert Looks(tells_stacks=True, rank=1).look(name).place.group is None
+
+
+@pytest.mark.parametrize(
+    ("times", "busy", "held"),
+    [
+        ([5, 5, 5, 5], 0.0, [True, True]),
+        ([5, 6, 7, 8], 0.0, [False, False]),
+        ([5, 5, 5, 5], 1e6, [False, False]),  # other threads compute for it, as on CUDA
+    ],
+)
+@pytest.mark.usefixtures("one_rank")
+def test_who_waits_in_autograds_engine_is_held_only_if_it_does_not_compute(monkeypatch, times, busy, held):
+    left, spent = iter(times), itertools.count(0.0, busy)
+    monkeypatch.setattr(time, "process_time", lambda: next(spent))
+    monkeypatch.setattr(collectives, "run_time", lambda: next(left))
+    frame = frame_in("here()", "/x/site-packages/torch/autograd/graph.py", "torch.autograd.graph")
+    monkeypatch.setattr(collectives, "may_compute", lambda _: True)
+    monkeypatch.setattr(stack, "main_frame", lambda: frame)
+    looks = Looks(tells_stacks=True, rank=0, pause=lambda _: None)
+    assert [looks.look().place.held for _ in held] == held
+
+
+@pytest.mark.filterwarnings("ignore:.*reduce_op:FutureWarning")
+def test_every_collective_of_this_torch_is_known():
+    """Its names change: `all_gather_into_tensor` became `all_gather_single`."""
+    found = {name for name, each in vars(distributed_c10d).items() if inspect.isfunction(each) and _waits(each)}
+    assert {"all_reduce", "broadcast"} <= found
+    assert {name for name in found if not name.startswith("_")} <= collectives._COLLECTIVES[distributed_c10d.__name__]
+
+
+def _waits(function: Any) -> bool:
+    return "async_op" in inspect.signature(function).parameters
+
+
+def test_without_a_process_group_nobody_is_held_in_autograds_engine(monkeypatch):
+    monkeypatch.setattr(collectives, "may_compute", lambda _: True)
+    assert not Looks(tells_stacks=True, rank=0, pause=lambda _: None).look().place.held
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_thousand_looks_keep_nothing():
+    looks = Looks(tells_stacks=True, rank=0)
+    session = Session(b"session0", Member("j", "world", 0, 0, 1, 30.0, "here"))
+    for number in range(1000):
+        frame = session.stack_report(StackRequest(b"digest00", number), looks.look().place)
+    assert decode(frame).number == 999
+    assert set(vars(looks)) == set(vars(Looks(tells_stacks=True, rank=0)))
+
+
+# Behind collectives that the host does not wait in, as NCCL's.
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """Two groups of NCCL, as torch tells of them: the number of the newest operation that has begun, and has ended."""
+    status = {"0": [5, 5], "1": [7, 6]}
+    told = {"begun": "last_enqueued_collective", "ended": "last_completed_collective"}
+
+    def dump(includeCollectives, onlyActive):  # noqa: N803 - torch's names
+        assert (includeCollectives, onlyActive) == (False, False)
+        groups = {
+            name: {told["begun"]: str(begun), told["ended"]: str(ended)} for name, (begun, ended) in status.items()
+        }
+        return json.dumps({"pg_status": groups, "version": "2.10"}).encode()
+
+    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", dump, raising=False)
+    return status
+
+
+@pytest.fixture
+def waiter(monkeypatch, nccl):  # noqa: ARG001 - for its effect
+    """A thread of the user's that stands in a call of C, as `loss.item()` is one, and the like in the next line."""
+    first, second = threading.Lock(), threading.Lock()
+    with first, second:
+        program = "def train():\n    first.acquire()\n    second.acquire()\ntrain()"
+        run = partial(run_as, program, "/home/me/train.py", "__main__", first=first, second=second)
+        thread = threading.Thread(target=run)
+        thread.start()
+        monkeypatch.setattr(stack, "main_frame", lambda: sys._current_frames().get(thread.ident))
+        wait_until(lambda: line_of(thread) == 2)
+        yield SimpleNamespace(move=lambda: (first.release(), wait_until(lambda: line_of(thread) == 3)))
+    thread.join(60)
+
+
+def line_of(thread):
+    frame = sys._current_frames()[thread.ident]
+    return frame.f_lineno if frame.f_code.co_name == "train" else 0
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def looks():
+    return Looks(tells_stacks=True, rank=0)
+
+
+@pytest.mark.usefixtures("waiter")
+def test_who_does_not_move_while_an_operation_of_nccl_does_not_end_stands_still(looks):
+    first = looks.standstill()
+    assert first is not None
+    assert looks.standstill() == first
+
+
+def test_who_has_come_to_another_line_has_moved(looks, waiter):
+    before = looks.standstill()
+    waiter.move()
+    assert looks.standstill() != before
+
+
+@pytest.mark.parametrize("now", [[8, 6], [8, 7]], ids=["has begun another", "has ended one"])
+@pytest.mark.usefixtures("waiter")
+def test_a_process_that_gets_on_in_its_operations_has_moved(looks, nccl, now):
+    before = looks.standstill()
+    nccl["1"] = now
+    assert looks.standstill() != before
+
+
+@pytest.mark.usefixtures("waiter")
+def test_nobody_stands_still_whose_operations_have_all_ended(looks, nccl):
+    """It may compute for minutes in one call of C."""
+    nccl["1"] = [7, 7]
+    assert looks.standstill() is None
+
+
+@pytest.mark.usefixtures("waiter")
+def test_nobody_stands_still_where_torch_tells_of_no_operations(looks, monkeypatch):
+    """It has been told to keep none, or is built without NCCL."""
+    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", lambda **_: b'{"version": "2.10"}')
+    assert looks.standstill() is None
+    monkeypatch.delattr(_distributed_c10d, "_dump_nccl_trace_json")
+    assert looks.standstill() is None
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_torch_tells_of_operations_in_these_words():
+    """Those of gloo, which are told in the same form."""
+    words = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
+    if words is None:
+        pytest.skip("this torch tells of NCCL's only")
+    distributed.all_reduce(torch.zeros(1))
+
+    def has_ended():
+        """Whether it has; gloo's thread notes it after it has let the caller go on."""
+        status = json.loads(words(includeCollectives=False))["pg_status"]
+        # Groups of earlier tests are told of too, some of which end amid an operation.
+        begun, ended = collectives.begun_and_ended(status[max(status, key=int)])
+        return begun >= 1 and begun == ended
+
+    wait_until(has_ended)

@@ -1,0 +1,204 @@
+"""Who uses memory: all strict members of a group that can and want to, or none, and all of them say why."""
+
+import logging
+import threading
+
+import pytest
+
+from client.session.protocol.member import AUTO, BY_A_RANK, BY_JOIN, OVER_SERVER, SHARED_MEMORY
+from client.transports import agreement, group_memory, passing
+from client.transports.choose import transport_over
+from client.transports.server import SlavePipe
+from client.transports.shared_memory import SharedMemoryPipe
+from statsd_bn import Rows
+from statsd_bn.messages import Contribution, Heartbeat
+from statsd_bn.round_key import MEMORY
+from statsd_bn.wire import decode
+from support.memory_members import MemoryMaster, in_threads, run_members
+from unit.transports.transport_rows import frames_of, rows_of
+
+pytestmark = pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
+
+GROUP = "group 'world' exchanges rows"
+REFUSED = "rank 1: its transport is 'server', as connect() or STATSD_BN_TRANSPORT says"
+
+
+def two_rounds(connection) -> tuple[str, str]:
+    """The transport after two rounds, and why it is no faster one."""
+    for _ in range(2):
+        SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1))
+    return connection.transport, connection.why_not_faster
+
+
+def with_transports(*transports: str, master: MemoryMaster | None = None, program=two_rounds):
+    """What members that ask for these transports return."""
+    master = master or MemoryMaster()
+
+    def member(number: int):
+        with master.connect(number, len(transports), transport=transports[number]) as connection:
+            return program(connection)
+
+    return in_threads([lambda number=number: member(number) for number in range(len(transports))])
+
+
+def told(caplog) -> list[tuple[int, str]]:
+    return sorted((one.levelno, one.getMessage()) for one in caplog.records if GROUP in one.getMessage())
+
+
+def test_members_that_can_take_memory_by_themselves(caplog):
+    caplog.set_level(logging.INFO, logger="statsd_bn.client")
+    assert with_transports(AUTO, AUTO, SHARED_MEMORY) == [(SHARED_MEMORY, "")] * 3
+    assert told(caplog) == [(logging.INFO, f"{GROUP} in shared memory")] * 3
+
+
+def test_one_member_that_wants_the_server_is_enough(caplog):
+    """Whoever has asked for memory is warned."""
+    caplog.set_level(logging.INFO, logger="statsd_bn.client")
+    assert with_transports(AUTO, OVER_SERVER, SHARED_MEMORY) == [(OVER_SERVER, REFUSED)] * 3
+    text = f"{GROUP} over the server, and not in shared memory: {REFUSED}"
+    assert told(caplog) == [(logging.INFO, text)] * 2 + [(logging.WARNING, text)]
+
+
+@pytest.mark.parametrize("transport", [AUTO, SHARED_MEMORY])
+def test_members_on_several_hosts_stay_at_the_server(monkeypatch, transport):
+    here = threading.local()
+    monkeypatch.setattr(passing, "_address", lambda name: f"\0host {here.number} {name}")
+
+    def program(connection):
+        here.number = (0, 0, 1)[connection.rank]
+        return two_rounds(connection)
+
+    why = "rank 2: it cannot reach the memory of the others; it is on another host, or in a container"
+    assert with_transports(transport, transport, transport, program=program) == [(OVER_SERVER, why)] * 3
+
+
+def test_members_of_which_one_has_no_native_core_stay_at_the_server(monkeypatch):
+    here, core = threading.local(), group_memory._core()
+    monkeypatch.setattr(group_memory, "_core", lambda: None if here.number == 1 else core)
+    monkeypatch.setattr(group_memory, "description", lambda: "native core: not in use")
+
+    def program(connection):
+        here.number = connection.rank
+        return two_rounds(connection)
+
+    assert with_transports(AUTO, AUTO, program=program) == [(OVER_SERVER, "rank 1: native core: not in use")] * 2
+
+
+def test_members_to_whom_the_system_gives_no_memory_stay_at_the_server(monkeypatch):
+    def refuse(_size):
+        raise OSError("out of descriptors")
+
+    monkeypatch.setattr(agreement, "Offer", refuse)
+    why = "rank 0: the system gives no memory to share: out of descriptors"
+    assert with_transports(AUTO, AUTO, AUTO) == [(OVER_SERVER, why)] * 3
+
+
+def test_members_that_are_too_many_for_one_memory_stay_at_the_server(monkeypatch):
+    monkeypatch.setattr(agreement, "MOST_MEMBERS", 2)
+    assert with_transports(AUTO, AUTO) == [(SHARED_MEMORY, "")] * 2
+    assert with_transports(AUTO, AUTO, AUTO) == [(OVER_SERVER, "3 ranks are in the group, more than 2")] * 3
+
+
+def test_a_machine_that_nobody_has_tried_has_to_be_asked_for_memory(monkeypatch):
+    monkeypatch.setattr(agreement.platform, "machine", lambda: "aarch64")
+    why = "rank 0: nobody has tried it on aarch64; ask for it by the transport 'shared_memory' (and 1 more)"
+    assert with_transports(AUTO, AUTO) == [(OVER_SERVER, why)] * 2
+    assert with_transports(SHARED_MEMORY, SHARED_MEMORY) == [(SHARED_MEMORY, "")] * 2
+
+
+def test_the_first_round_is_the_layers_own():
+    """Who is late at it is told of that layer. The members agree afterwards, in one round if one of them refuses."""
+    for transport, gathers in ((AUTO, 2), (OVER_SERVER, 1)):
+        master = MemoryMaster()
+        frames = frames_of(master)
+        with_transports(transport, transport, master=master)
+        contributions = [one for one in map(decode, list(frames)) if isinstance(one, Contribution)]
+        layers = [one.key.layer for one in contributions if one.session == contributions[0].session]
+        assert layers[: 1 + gathers] == ["bn"] + [MEMORY] * gathers
+        assert layers.count(MEMORY) == gathers
+
+
+def test_an_elastic_job_does_not_ask():
+    master = MemoryMaster()
+    frames = frames_of(master)
+
+    def member(number):
+        with master.connect(number, 2, min_members=1, transport=AUTO) as connection:
+            transport = transport_over(connection, "bn", None)
+            assert type(transport) is SlavePipe
+            transport.run_slave(rows_of(number, 1))
+            return connection.transport, connection.why_not_faster
+
+    assert in_threads([lambda n=n: member(n) for n in range(2)]) == [(OVER_SERVER, "the job is elastic")] * 2
+    assert not any(one.key.layer == MEMORY for one in map(decode, list(frames)) if isinstance(one, Contribution))
+
+
+def test_the_transport_is_told_as_it_is_and_not_as_it_was():
+    rounds = threading.Barrier(2)
+
+    def program(connection):
+        before = connection.transport, connection.why_not_faster
+        during = two_rounds(connection)
+        rounds.wait(30)
+        if connection.rank == 0:
+            connection.session(None).transport.memory.close()  # as whoever fails in a round does
+        rounds.wait(30)
+        return before, during, (connection.transport, connection.why_not_faster)
+
+    assert (
+        run_members(2, program, transport=AUTO)
+        == [((OVER_SERVER, ""), (SHARED_MEMORY, ""), (OVER_SERVER, BY_A_RANK))] * 2
+    )
+
+
+def test_a_rank_that_has_ended_in_good_order_changes_nothing():
+    """What a script prints at its end does not depend on who is there first."""
+    ended = threading.Event()
+    master = MemoryMaster()
+
+    def member(number):
+        with master.connect(number, 2, transport=AUTO) as connection:
+            two_rounds(connection)
+            if number:
+                assert ended.wait(30)
+                return connection.transport, connection.why_not_faster
+        ended.set()
+        return connection.transport, connection.why_not_faster
+
+    assert in_threads([lambda n=n: member(n) for n in range(2)]) == [(SHARED_MEMORY, "")] * 2
+
+
+def test_a_group_that_lets_ranks_be_away_says_so():
+    def program(connection):
+        assert two_rounds(connection) == (SHARED_MEMORY, "")
+        connection.come_back(None)
+        return two_rounds(connection)
+
+    assert run_members(2, program, transport=AUTO) == [(OVER_SERVER, BY_JOIN)] * 2
+
+
+def test_heartbeats_say_what_the_server_does_not_see():
+    def program(connection):
+        two_rounds(connection)
+        return decode(connection.session(None).heartbeat())
+
+    for said in run_members(2, program, transport=AUTO):
+        assert isinstance(said, Heartbeat)
+        # A round of a member that has waited for long is the server's too.
+        assert (said.step, said.transport, said.why) == (0, SHARED_MEMORY, "")
+        assert said.rounds <= 1
+
+
+def test_a_count_of_rounds_without_the_server_is_told_at_the_end():
+    master = MemoryMaster()
+    frames = frames_of(master)
+
+    def program(connection):
+        for _ in range(50):
+            SharedMemoryPipe(connection, "bn").run_slave(Rows((1,), rows_of(connection.rank, 1).values))
+        return connection.session(None).transport.rounds_in_memory
+
+    counts = run_members(2, program, master, transport=AUTO)
+    said = [one.rounds for one in map(decode, list(frames)) if isinstance(one, Heartbeat)]
+    assert sorted(said) == sorted(counts)
+    assert max(counts) > 25

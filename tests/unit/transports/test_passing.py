@@ -1,0 +1,165 @@
+"""Memory is handed to processes of this user on this host, and to nobody else."""
+
+import gc
+import os
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from client.transports import passing
+from client.transports.passing import Offer, take
+from support.paths import ROOT
+
+pytestmark = pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
+
+SIZE = 8192
+
+
+@pytest.fixture
+def offer():
+    with closing(Offer(SIZE)) as one:
+        yield one
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_what_one_writes_the_other_reads(offer):
+    taken = take(offer.name, SIZE)
+    taken[:5] = b"hello"
+    assert offer.memory[:5] == b"hello"
+    offer.memory[-1:] = b"!"
+    assert taken[-1:] == b"!"
+
+
+def test_nothing_is_left_open_or_lying_about():
+    before = open_files()
+    with closing(Offer(SIZE)) as offer:
+        taken = take(offer.name, SIZE)
+        # It is in no folder.
+        assert "/memfd:statsd_bn" in Path("/proc/self/maps").read_text()
+    taken.close()
+    offer.memory.close()
+    assert open_files() == before
+
+
+@pytest.fixture
+def late(offer, monkeypatch):
+    """What the other process hands its memory over after, as one that does not get the processor."""
+    may, user_of = threading.Event(), passing._user_of
+
+    def late_user_of(peer):
+        if threading.current_thread() is offer._thread:
+            assert may.wait(60.0)
+        return user_of(peer)
+
+    monkeypatch.setattr(passing, "_user_of", late_user_of)
+    monkeypatch.setattr(passing, "CHECK_SECONDS", 0.01)
+    yield may
+    may.set()
+
+
+def test_memory_that_is_handed_over_late_is_waited_for(offer, late):
+    checks = []
+
+    def is_broken():
+        checks.append(1)
+        if len(checks) == 3:
+            late.set()
+        return False
+
+    assert len(take(offer.name, SIZE, is_broken)) == SIZE
+    assert len(checks) >= 3
+
+
+@pytest.mark.usefixtures("late")
+def test_nobody_waits_for_memory_in_a_broken_job(offer):
+    checks = []
+
+    def is_broken():
+        checks.append(1)
+        return True
+
+    with pytest.raises(TimeoutError):
+        take(offer.name, SIZE, is_broken)
+    assert checks == [1]
+
+
+def test_where_nobody_offers_the_error_says_why():
+    with pytest.raises(OSError, match="on another host, or in a container"):
+        take("statsd_bn-nobody", SIZE)
+
+
+def test_memory_of_another_size_is_refused(offer):
+    with pytest.raises(OSError, match="has 8192 bytes, not 4096"):
+        take(offer.name, 4096)
+
+
+def test_another_user_gets_nothing(offer, monkeypatch):
+    monkeypatch.setattr(passing.os, "getuid", lambda: os.geteuid() + 1)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(10)
+        stranger.connect(f"\0{offer.name}")
+        assert socket.recv_fds(stranger, 1, 1)[:2] == (b"", [])
+
+
+def test_another_users_memory_is_not_taken(offer, monkeypatch):
+    monkeypatch.setattr(passing, "_user_of", lambda _: 12345)
+    with pytest.raises(OSError, match="is that of user 12345"):
+        take(offer.name, SIZE)
+
+
+def test_a_user_that_stands_for_strangers_shares_nothing():
+    """In a user namespace of its own a process has the number that all users of the host have there."""
+    command = [
+        "unshare",
+        "--user",
+        sys.executable,
+        "-c",
+        "import support.without_torch; from client.transports.passing import *; print(why_not())",
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs user namespaces")
+    assert "stands here for all users outside of this container" in done.stdout
+
+
+def test_nobody_in_particular_shares_memory_where_all_users_are_known(monkeypatch):
+    if Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]:
+        pytest.skip("is in a user namespace itself")
+    monkeypatch.setattr(passing.os, "getuid", lambda: 65_534)
+    assert passing.why_not() == ""
+
+
+def test_nobody_can_cut_the_memory_short(offer):
+    """Whoever reads behind its end would die of SIGBUS."""
+    with pytest.raises(PermissionError):
+        os.ftruncate(offer._descriptor, 0)
+
+
+def test_memory_that_somebody_could_cut_short_is_not_taken(offer, monkeypatch):
+    bare = os.memfd_create("bare", os.MFD_CLOEXEC)
+    os.ftruncate(bare, SIZE)
+    monkeypatch.setattr(offer, "_descriptor", bare)
+    with pytest.raises(OSError, match="is not sealed"):
+        take(offer.name, SIZE)
+
+
+def test_an_offer_that_fails_leaves_nothing_open(monkeypatch):
+    def refuse(_self):
+        raise RuntimeError("no more threads; on purpose")
+
+    gc.collect()  # of the tests before this one
+    before = open_files()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="no more threads"):
+        Offer(SIZE)
+    gc.collect()
+    assert open_files() == before

@@ -1,0 +1,142 @@
+"""One member's part in a round in memory: who came last, by how much, as its session counts it."""
+
+import re
+from mmap import mmap
+
+import numpy as np
+import pytest
+
+from client.native.library import DONE
+from client.session.protocol.member import Member
+from client.session.protocol.round_trip import RoundTrip
+from client.session.protocol.session import Session
+from client.transports import passing
+from client.transports.group_memory import GroupMemory, size_of
+from client.transports.key_digest import digest_of
+from client.transports.round_in_memory import AtServer, RoundInMemory
+from statsd_bn.members import Members
+from statsd_bn.messages import Aggregate
+from statsd_bn.reduction import Rows
+
+pytestmark = pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
+
+MEMBERS = 3
+
+
+class Host:
+    """Three members that take part in rounds; each has a session and the memory."""
+
+    def __init__(self) -> None:
+        memory = mmap(-1, size_of(MEMBERS))
+        self.memories = [GroupMemory(memory, MEMBERS, me) for me in range(MEMBERS)]
+        self.sessions = [
+            Session(b"session%d" % me, Member("job", "world", 0, me, MEMBERS, 60.0, f"place {me}"))
+            for me in range(MEMBERS)
+        ]
+        for session in self.sessions:
+            session.members = Members.of(range(MEMBERS))
+
+    def round(self, *, value: float = 1.0, order: tuple[int, ...] = (), **came: float) -> list[object]:
+        """All come, in the order of when they do or in another; returns what each has found."""
+        machines = {}
+        found: dict[str, object] = {}
+        for me in order or sorted(range(MEMBERS), key=lambda member: came[f"rank{member}"]):
+            name = f"rank{me}"
+            now = came[name]
+            session = self.sessions[me]
+            key, memory = session.forward_key("bn"), self.memories[me]
+            memory.arrive(digest_of(key), Rows((1,), np.full((1, 2, 1), value)), now)
+            machines[name] = RoundInMemory(session, key, memory, now, lambda: "trip")
+            found[name] = machines[name].begin(now)[2]
+        end = max(came.values())
+        return [found[name] or machines[name].step(end, None)[2] for name in sorted(came)]
+
+    def late(self) -> list[list[float]]:
+        """How often each member came last, and how late it came in all."""
+        for session in self.sessions:
+            session.lateness.count()
+        return [[one.lateness.counted.total, round(one.lateness.counted.sum, 6)] for one in self.sessions]
+
+
+TOGETHER = {"rank0": 1.0, "rank1": 1.0, "rank2": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("rounds", "late"),
+    [
+        pytest.param(
+            [
+                TOGETHER,
+                {"rank0": 2.0, "rank1": 2.03, "rank2": 2.005},
+                {"rank0": 3.0, "rank1": 3.02, "rank2": 3.01},
+                {"rank0": 4.004, "rank1": 4.0, "rank2": 4.001},
+            ],
+            [[1, 0.003], [2, 0.035], [0, 0.0]],
+            id="the last counts how much later it came than all others",
+        ),
+        # The system may hold one up between the look at its clock and its arrival.
+        pytest.param(
+            [TOGETHER, {"rank0": 2.0, "rank1": 2.005, "rank2": 2.0, "order": (0, 1, 2)}],
+            [[0, 0.0], [1, 0.005], [0, 0.0]],
+            id="by when it came, whoever saw last that all had",
+        ),
+        pytest.param(
+            [TOGETHER, {"rank0": 2.0, "rank1": 2.03, "rank2": 2.03}],
+            [[0, 0.0]] * MEMBERS,
+            id="two together are not late",
+        ),
+        # Members come to the first round from their start, each in its own time.
+        pytest.param([{"rank0": 1.0, "rank1": 30.0, "rank2": 1.0}], [[0, 0.0]] * MEMBERS, id="not the first round"),
+    ],
+)
+def test_a_member_counts_how_much_later_it_came_than_all_others(rounds, late):
+    host = Host()
+    for one in rounds:
+        assert all(isinstance(found, Aggregate) for found in host.round(**one))
+    assert host.late() == late
+
+
+def test_a_round_that_goes_to_the_server_is_counted_there():
+    host = Host()
+    host.round(rank0=1.0, rank1=1.0, rank2=1.0)
+    found = host.round(rank0=2.0, rank1=2.03, rank2=2.005, value=float("nan"))
+    assert all(isinstance(one, AtServer) for one in found)
+    assert host.late() == [[0, 0.0]] * MEMBERS
+
+
+@pytest.mark.parametrize("other", [0.5, 2.5, 1e6])
+def test_times_of_another_clock_are_not_counted(other):
+    """Of a container with a clock of its own; whoever comes to a round has been seen in the one before."""
+    host = Host()
+    host.round(rank0=1.0, rank1=1.01, rank2=1.0)
+    rows = Rows((1,), np.zeros((1, 2, 1)))
+    for me, now in ((0, other), (2, 0.4), (1, 2.0)):
+        found = host.memories[me].arrive(0, rows, now)
+    assert found == DONE
+    assert host.memories[1].found.behind == 0
+
+
+def test_who_has_not_come_is_told_where_the_server_does_not_answer(caplog):
+    """Nobody else can: the server may be gone, and a rank with it."""
+    host = Host()
+    rows, key = Rows((1,), np.ones((1, 2, 1))), host.sessions[0].forward_key("bn")
+
+    def begun(me):
+        def trip():
+            return RoundTrip(host.sessions[me], "ipc:///there", key, rows, b"", lambda: 0.0)
+
+        host.memories[me].arrive(digest_of(key), rows)
+        machine = RoundInMemory(host.sessions[me], key, host.memories[me], 0.0, trip)
+        machine.begin(0.0)
+        return machine
+
+    begun(2)
+    waiting = begun(0)
+    for now in range(1, 18):
+        waiting.step(float(now), None)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert re.search(
+        r"the server at ipc:///there has not answered for 1\d s; waiting for it, or for another one there, for 5\d s "
+        r"more. In shared memory the round waits for rank 1$",
+        told,
+    )

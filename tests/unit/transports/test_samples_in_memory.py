@@ -1,0 +1,129 @@
+"""Rounds in real shared memory are told to the server by one member, and a member whose data are scaled is named."""
+
+import re
+import time
+
+import numpy as np
+import pytest
+
+from client.session.protocol.member import SHARED_MEMORY
+from client.session.protocol.pulse import Pulse
+from client.transports import passing
+from client.transports.shared_memory import SharedMemoryPipe
+from statsd_bn import Rows
+from statsd_bn import skew_samples as samples
+from statsd_bn.messages import SkewStats
+from statsd_bn.round_key import BACKWARD
+from statsd_bn.skew import figures_of
+from statsd_bn.wire import decode
+from support.memory_members import MemoryMaster, run_members
+from unit.transports.transport_rows import frames_of
+
+pytestmark = pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
+
+LAYERS = ["stem", "block.0", "head"]
+STEPS, VALUES, CHANNELS = 30, 64, 5
+
+
+@pytest.fixture(autouse=True)
+def always_due(monkeypatch):
+    """Each layer is due in each step."""
+    monkeypatch.setattr(samples, "SECONDS", 1e-6)
+    monkeypatch.setattr(samples, "SETTLED_SECONDS", 0.0)
+
+
+def rows_of(rank, step, layer, replicas=1, scale=1.0):
+    rng = np.random.default_rng([rank, step, LAYERS.index(layer)])
+    data = rng.normal(0, 1, (replicas, 8, 1, CHANNELS)) + rng.normal(0, 1, (replicas, 8, VALUES // 8, CHANNELS))
+    data = scale * data.reshape(replicas, VALUES, CHANNELS)
+    return Rows((VALUES,) * replicas, np.stack([data.sum(axis=1), (data**2).sum(axis=1)], axis=1))
+
+
+class Told:
+    """What one member's heartbeats take to the server after each of its steps, a second later each."""
+
+    def __init__(self, master, connection):
+        self._master, self._pulse = master, Pulse()
+        self._session = connection.session(None)
+
+    def beat(self):
+        for session in self._pulse.due(time.monotonic(), [self._session]):
+            self._pulse.sent(session)
+        for frame in self._pulse.figures(time.monotonic(), [self._session]):
+            with self._master.channel_pool._master:
+                self._master.now += 1.0
+                self._master.channel_pool._receive(b"beacon", frame)
+
+
+def train(members, master, *, replicas=1, scales=None):
+    def program(connection):
+        told = Told(master, connection)
+        for step in range(STEPS):
+            scale = (scales or {}).get(connection.rank, 1.0)
+            for layer in LAYERS:
+                rows = rows_of(connection.rank, step, layer, replicas, scale)
+                key = SharedMemoryPipe(connection, layer).run_slave(rows).key
+            SharedMemoryPipe(connection, layer).run_slave(rows, key.of_phase(BACKWARD))
+            told.beat()
+        assert connection.transport == SHARED_MEMORY
+        # The group's entry goes with its last member.
+        return master.report("world") if connection.rank == 0 else connection.session(None).transport.samples
+
+    report, *others = run_members(members, program, master, transport=SHARED_MEMORY)
+    assert others == [None] * (members - 1)
+    return report
+
+
+def digests(frames):
+    return [message for message in map(decode, list(frames)) if isinstance(message, SkewStats)]
+
+
+@pytest.mark.parametrize(("members", "replicas"), [(3, 1), (4, 1), (3, 2)])
+def test_a_member_whose_data_are_scaled_is_named_with_the_earliest_layer(members, replicas):
+    master = MemoryMaster()
+    (finding,) = train(members, master, replicas=replicas, scales={1: 6.0})["findings"]
+    assert (finding["kind"], finding["rank"], finding["layer"]) == ("skew", 1, LAYERS[0])
+    assert re.match(
+        r"rank 1 \(thread 1\): input variance .*x the others' in layer 'stem' since step 0 ", finding["text"]
+    )
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_the_figures_are_those_of_the_rows_of_each_step(replicas):
+    master = MemoryMaster()
+    frames = frames_of(master)
+    train(3, master, replicas=replicas)
+    told = digests(frames)
+    # The very first round of the group is had over the server.
+    assert [one.names for one in told] == [LAYERS[1:], *[LAYERS] * (STEPS - 1)]
+    steps = [one.step for one in told]
+    assert steps == sorted(set(steps))
+    for n, one in enumerate(told):
+        for layer, found in zip(one.names, one.values, strict=True):
+            rows = [rows_of(rank, n, layer, replicas) for rank in range(3)]
+            counts = np.full(3, float(VALUES * replicas))
+            expected = figures_of(counts, np.stack([each.values.sum(axis=0) for each in rows]))
+            np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_rows_that_are_not_finite_are_told_at_once_and_not_in_a_digest():
+    master = MemoryMaster()
+    frames = frames_of(master)
+
+    def program(connection):
+        told = Told(master, connection)
+        for step in range(3):
+            rows = rows_of(connection.rank, step, "stem")
+            if step == 1 and connection.rank == 2:
+                rows.values[0, 1, 0] = np.nan
+            pipe = SharedMemoryPipe(connection, "stem")
+            pipe.run_slave(rows, pipe.run_slave(rows).key.of_phase(BACKWARD))
+            if step == 1:
+                text, *_ = master.report("world")["non_finite"]  # before any heartbeat
+            told.beat()
+        return text
+
+    texts = run_members(3, program, master, transport=SHARED_MEMORY)
+    assert set(texts) == {"first non-finite: layer 'stem', forward, step 1, rank 2 (thread 2), 1 of 5 channels (NaN)"}
+    # The first step went over the server, the second one was not finite.
+    assert [one.step for one in digests(frames)] == [2]

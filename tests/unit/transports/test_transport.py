@@ -1,0 +1,351 @@
+"""The transport over shared memory: the same bits as the server's, which hears of long waits only."""
+
+import gc
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from client.ops.native_exchange import NativeExchange
+from client.ops.statistics import Running
+from client.session.protocol.member import OVER_SERVER, SHARED_MEMORY
+from client.transports import agreement, passing, round_in_memory, shared_memory
+from client.transports.server import SlavePipe
+from client.transports.shared_memory import SharedMemoryPipe
+from statsd_bn import Rows
+from statsd_bn.errors import ReplicaLost, RoundMismatch
+from statsd_bn.messages import Contribution, RoundDone
+from statsd_bn.round_key import BACKWARD
+from statsd_bn.wire import decode
+from support.memory_members import MemoryMaster, in_threads, outcome, run_members, wait_until
+from unit.transports.transport_rows import ROWS, frames_of, rows_of
+
+pytestmark = pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
+
+
+def forward_and_backward(pipe: SlavePipe, rank: int, size: int, rounds: int):
+    found = []
+    for _ in range(rounds):
+        forward = pipe.run_slave(rows_of(rank, size))
+        backward = pipe.run_slave(rows_of(rank, size), forward.key.of_phase(BACKWARD))
+        found += [(one.key, one.replicas, one.count, one.members, one.values.tobytes()) for one in (forward, backward)]
+    return found
+
+
+@pytest.mark.parametrize(("members", "size"), [(2, 3), (3, 2), (6, 1)])
+def test_it_gives_the_keys_and_bits_of_the_server(members, size):
+    def program(kind):
+        return lambda c: forward_and_backward(kind(c, "bn"), c.rank, size, 4)
+
+    in_memory = run_members(members, program(SharedMemoryPipe), transport=SHARED_MEMORY)
+    over_server = run_members(members, program(SlavePipe), transport=OVER_SERVER)
+    # A gather is a call like others, and begins a step too.
+    assert in_memory == over_server
+
+
+@pytest.mark.parametrize("late_rank", [None, 0, 1])
+def test_a_layer_in_one_call_of_the_core_is_that_over_the_server(late_rank):
+    """Also where a wait is so long that the server hears of it, before or after the sum is there."""
+    x = torch.randn(2, 4, 3, 5, generator=torch.Generator().manual_seed(0))
+
+    def program(kind):
+        def run(connection):
+            layer, found = nn.BatchNorm2d(3), []
+            running = Running(layer.running_mean, layer.running_var, layer.num_batches_tracked, 0.1)
+            pipe = kind(connection, "bn")
+            pipe.run_slave(rows_of(connection.rank, 1))
+            for _ in range(3):
+                exchange = NativeExchange(pipe, "bn", 1e-5, "plus", running=running)
+                if connection.rank == late_rank:
+                    time.sleep(0.15)
+                y = exchange.normalise(x[connection.rank].unsqueeze(-1), layer.weight.detach(), None)
+                gradients = exchange.gradients(y.exp(), x[connection.rank].unsqueeze(-1), None, (True, False, True))
+                found += [y, *gradients[::2], exchange.moments.count]
+            return [*found, *(buffer.clone() for buffer in layer.buffers())]
+
+        return run
+
+    in_memory = run_members(2, program(SharedMemoryPipe), transport=SHARED_MEMORY)
+    over_server = run_members(2, program(SlavePipe), transport=OVER_SERVER)
+    torch.testing.assert_close(in_memory, over_server, rtol=0, atol=0)
+    assert in_memory[0][-1] == 3
+
+
+def test_quick_rounds_do_not_come_to_the_server(monkeypatch):
+    monkeypatch.setattr(shared_memory, "ESCALATE_SECONDS", 20.0)
+    master = MemoryMaster()
+    counts = {}
+
+    def program(connection):
+        pipe = SharedMemoryPipe(connection, "bn")
+        pipe.run_slave(rows_of(connection.rank, 1))
+        if connection.rank == 0:
+            counts["frames"] = frames_of(master)
+        for _ in range(20):
+            pipe.run_slave(rows_of(connection.rank, 1))
+        if connection.rank == 0:
+            counts["before the end"] = len(counts["frames"])
+        pipe.run_slave(rows_of(connection.rank, 1))
+        return connection.rounds
+
+    assert run_members(2, program, master, transport=SHARED_MEMORY) == [22, 22]
+    assert counts["before the end"] == 0
+
+
+@pytest.mark.parametrize("late_rank", [0, 1])
+def test_the_server_hears_of_a_long_wait_and_of_its_end_from_all(late_rank):
+    """What one says may be lost, and it would seem to wait there still."""
+    master = MemoryMaster()
+    late = threading.Event()
+
+    def program(connection):
+        pipe = SharedMemoryPipe(connection, "bn")
+        pipe.run_slave(rows_of(connection.rank, 1))
+        if connection.rank == late_rank:
+            late.wait(20)
+            frames = frames_of(master)
+        else:
+            threading.Thread(target=watch).start()
+        found = pipe.run_slave(rows_of(connection.rank, 1))
+        if connection.rank == late_rank:
+            wait_until(lambda: len(settled(frames, found.key)) == 2)
+        return found.values.tobytes(), connection.session(None).transport.rounds_in_memory
+
+    def watch():
+        wait_until(lambda: bool(master.report("world")["waiting"]))
+        late.set()
+
+    def settled(frames, key):
+        said = [one for one in map(decode, list(frames)) if isinstance(one, RoundDone)]
+        return {one.session for one in said if one.key == key}
+
+    found, counted = zip(*run_members(2, program, master, transport=SHARED_MEMORY), strict=True)
+    assert found == ((ROWS[0] + ROWS[1]).tobytes(),) * 2
+    assert not master.report("world")["waiting"]
+    # Only whoever has told the server does not count it.
+    assert counted == tuple(int(rank == late_rank) for rank in range(2))
+
+
+def test_a_member_that_leaves_ends_the_wait_of_the_others():
+    def program(connection):
+        pipe = SharedMemoryPipe(connection, "bn")
+        pipe.run_slave(rows_of(connection.rank, 1))
+        if connection.rank == 2:
+            raise ZeroDivisionError("augmentation")
+        return pipe.run_slave(rows_of(connection.rank, 1))
+
+    first, second, third = _outcomes(3, program)
+    assert isinstance(third, ZeroDivisionError)
+    for error in (first, second):
+        assert isinstance(error, ReplicaLost)
+        assert "augmentation" in str(error)
+
+
+def test_members_in_different_layers_are_told_so_by_the_server():
+    master = MemoryMaster()
+    seen = threading.Event()
+
+    def program(connection):
+        SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1))
+        if connection.rank == 0:
+            threading.Thread(target=watch).start()
+        return SharedMemoryPipe(connection, f"bn of {connection.rank}").run_slave(rows_of(connection.rank, 1))
+
+    def watch():
+        wait_until(lambda: len(master.report("world")["waiting"]) == 2)
+        for _ in range(4):
+            master.pass_time(0.5)
+        seen.set()
+
+    for error in _outcomes(2, program, master):
+        assert isinstance(error, RoundMismatch)
+        assert "bn of 0" in str(error)
+        assert "bn of 1" in str(error)
+    assert seen.wait(20)
+
+
+def test_rows_that_do_not_fit_go_over_the_server():
+    channels = 2**15  # twice as many as a slot has room for
+
+    def program(connection):
+        pipe = SharedMemoryPipe(connection, "bn")
+        found = []
+        for size in (1, channels, 1):
+            rows = Rows((2,), np.full((1, 2, size), 0.1 * (connection.rank + 1)))
+            found.append(pipe.run_slave(rows))
+        return [(one.count, one.values.shape, set(one.values.ravel())) for one in found]
+
+    expected = [(4, (2, size), {0.1 + 0.2}) for size in (1, channels, 1)]
+    assert run_members(2, program, transport=SHARED_MEMORY) == [expected, expected]
+
+
+def test_threads_that_come_in_another_order_on_each_member_all_get_their_rounds():
+    """As with two models in two threads: what is not the same for all goes over the server."""
+
+    def program(connection):
+        SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1))
+        names = ["a", "b"] if connection.rank else ["b", "a"]
+        found = {}
+
+        def run(name):
+            value = 1.0 if name == "a" else 10.0
+            found[name] = SharedMemoryPipe(connection, name).run_slave(Rows((1,), np.full((1, 2, 1), value)))
+
+        threads = [threading.Thread(target=run, args=[name]) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return {name: one.values[0, 0] for name, one in found.items()}
+
+    assert run_members(2, program, transport=SHARED_MEMORY) == [{"a": 2.0, "b": 20.0}] * 2
+
+
+def one_round(connection) -> bytes:
+    threading.current_thread().name = f"member {connection.rank}"
+    return SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1)).values.tobytes()
+
+
+def test_a_name_of_memory_that_is_no_text_is_not_taken(monkeypatch, caplog):
+    monkeypatch.setattr(agreement, "_ready", lambda _: b"ready \xff\xfe")
+    caplog.set_level("INFO", logger="statsd_bn.client")
+
+    assert len(set(run_members(2, one_round, transport=SHARED_MEMORY))) == 1
+    assert "rank 1: it cannot reach the memory of the others" in caplog.text
+
+
+def _outcomes(n, program, master=None):
+    """What each member's program returns or raises; an exception ends its connection, as in a script."""
+    master = master or MemoryMaster()
+
+    def member(number):
+        def run():
+            with master.connect(number, n, transport=SHARED_MEMORY) as connection:
+                return program(connection)
+
+        return outcome(run)
+
+    return in_threads([lambda number=number: member(number) for number in range(n)])
+
+
+def test_threads_of_one_member_find_the_memory_once(monkeypatch):
+    """As where another member has one thread, whose layers come one after the other."""
+    searches, agree = [], agreement.agree
+
+    def counted(connection, group):
+        searches.append(connection.rank)
+        return agree(connection, group)
+
+    monkeypatch.setattr(agreement, "agree", counted)
+
+    def program(connection):
+        def run(name):
+            return SharedMemoryPipe(connection, name).run_slave(rows_of(connection.rank, 1)).count
+
+        return [run(name) for name in "ab"] if connection.rank else in_threads([lambda n=name: run(n) for name in "ab"])
+
+    assert run_members(2, program, transport=SHARED_MEMORY) == [[2, 2], [2, 2]]
+    assert sorted(searches) == [0, 1]
+
+
+def test_the_step_is_the_same_however_long_a_thread_waits_in_memory():
+    """Who waits for long tells the server. Another thread has begun a step meanwhile."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def program(connection):
+        pipes = {name: SharedMemoryPipe(connection, name) for name in "abc"}
+        row = rows_of(connection.rank, 1)
+        forward = pipes["a"].run_slave(row)
+
+        def late():
+            begun.set()
+            pipes["a"].run_slave(row, forward.key.of_phase(BACKWARD))
+
+        if connection.rank:
+            assert go_on.wait(30)
+            late()
+            steps = [pipes["b"].run_slave(row).key.step]
+        else:
+            waiting = threading.Thread(target=late)
+            waiting.start()
+            assert begun.wait(30)
+            following = threading.Thread(target=lambda: steps.append(pipes["b"].run_slave(row).key.step))
+            steps = []
+            following.start()
+            time.sleep(2 * round_in_memory.ESCALATE_SECONDS)  # not for an event, but for a wait that is long
+            go_on.set()
+            waiting.join(30)
+            following.join(30)
+        return [*steps, pipes["c"].run_slave(row).key.step]
+
+    assert run_members(2, program, transport=SHARED_MEMORY) == [[1, 1], [1, 1]]
+
+
+def test_members_that_are_out_of_step_meet_no_more():
+    """Each has two threads, which fall back to the server and come to other memory afterwards."""
+    turns = threading.Barrier(2)
+
+    def program(connection):
+        found = {}
+
+        def run(name):
+            one = SharedMemoryPipe(connection, name).run_slave(Rows((1,), np.full((1, 2, 1), float(ord(name)))))
+            found[name] = one.values[0, 0]
+
+        run("0")
+        threads = []
+        # Each pair comes to one turn for different rounds; then one member comes to the other's rounds.
+        for names in (("X", "Y"), ("Z", "W"), (None, "X"), (None, "Z"), ("V", "V"), ("Y", None), ("W", None)):
+            turns.wait(30)
+            if name := names[connection.rank]:
+                threads.append(threading.Thread(target=run, args=[name]))
+                threads[-1].start()
+            time.sleep(3 * round_in_memory.ESCALATE_SECONDS)  # they are to come in this order
+        for thread in threads:
+            thread.join(30)
+        return found
+
+    expected = {name: 2.0 * ord(name) for name in "0XYZWV"}
+    assert run_members(2, program, transport=SHARED_MEMORY) == [expected, expected]
+
+
+def test_a_connection_that_has_met_others_is_freed():
+    connections = []
+
+    def program(connection):
+        connections.append(weakref.ref(connection))
+        return SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1)).count
+
+    assert run_members(2, program, transport=SHARED_MEMORY) == [2, 2]
+    gc.collect()
+    assert [connection() for connection in connections] == [None, None]
+
+
+def test_whoever_knows_that_the_job_is_broken_comes_to_the_server():
+    """One that the server has lost may still meet the others, and cannot be told."""
+    master = MemoryMaster()
+    connections = in_threads([lambda n=n: master.connect(n, 2, transport=SHARED_MEMORY) for n in range(2)])
+
+    def run(connection):
+        return SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1)).count
+
+    in_threads([lambda c=c: run(c) for c in connections])
+    connections[0]._sessions.job.take(ReplicaLost("on purpose"))
+    frames = frames_of(master)
+    in_threads([lambda c=c: run(c) for c in connections])
+    assert len([frame for frame in frames if isinstance(decode(frame), Contribution)]) == 2
+
+
+def test_whatever_the_end_of_a_connection_calls_the_others_are_told():
+    master = MemoryMaster()
+    connection = master.connect(0, 1)
+    called = []
+    connection.at_end += [lambda: called.append("first"), lambda: 1 / 0, lambda: called.append("last")]
+    with pytest.raises(ZeroDivisionError):
+        connection.close()
+    assert called == ["first", "last"]
+    assert master.members("world") == []
