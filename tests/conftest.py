@@ -158,10 +158,9 @@ class Server:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _inductors_cache(pytestconfig: pytest.Config) -> None:
-    """Each process of pytest has a folder of its own, so that none reads what another one is writing."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(pytestconfig.cache.mkdir(f"inductor-{worker}"))
+def _inductors_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Gives each process of pytest a cache of its own, so that none reads what another one is writing."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("inductor"))
 
 
 @pytest.fixture(scope="session")
