@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import client
-from client import border
+from client import tracebacks
 from client.session import connection, current
 from client.session.channel_pool import ZmqChannelPool
 from client.tracebacks import at_border, make_readable
@@ -20,7 +20,9 @@ from support.memory_members import MemoryMaster
 def ours(error: BaseException) -> list[str]:
     """The functions of ours in a traceback."""
     return [
-        frame.name for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(border._HIDDEN)
+        frame.name
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename.startswith(tracebacks._HIDDEN)
     ]
 
 
@@ -190,7 +192,7 @@ NO_BORDER = {
     *("Connection.exchange", "SlavePipe.run_row", "SlavePipe.run_slave", "join"),
     # A context manager around the user's own code.
     "patch_sync_batchnorm",
-    # The transports call them, inside of what has a border.
+    # The transports call them, inside of what has a tracebacks.
     *(
         "Connection.check_whole",
         "Connection.gather_in",
