@@ -1,4 +1,4 @@
-"""NativeRow: what one pass of a layer brings to its round, computed, exchanged and used by the core in one call."""
+"""NativeRow: a pass of a layer whose row the core computes, exchanges and applies in one call."""
 
 import ctypes
 from typing import Any, NamedTuple
@@ -10,12 +10,13 @@ from statsd_bn.reduction import FloatArray, Rows
 
 
 class Pass(NamedTuple):
-    """What the core has for one pass, forward or backward, of calls that are alike.
+    """The functions of one pass, forward or backward, for calls with equal plans.
 
     Attributes:
-        room: makes room for its rows, and what follows them.
-        alone: the function for the only rank.
-        together: for one of several, whose others threads of this process may be: it releases the GIL.
+        room: allocates the buffer of a pass.
+        alone: the function for a single rank; it may hold the GIL.
+        together: the function for one of several ranks. It releases the GIL: the other ranks may be threads of this
+            process.
     """
 
     room: Any
@@ -24,17 +25,17 @@ class Pass(NamedTuple):
 
 
 class NativeRow:
-    """The own row of a pass, and behind it the sum of all rows; each is two vectors and the count.
+    """One pass: the own row and the sum of all rows, each of two vectors and the count.
 
     Args:
-        of: which pass.
-        room: that it has made.
+        of: the pass.
+        room: its buffer.
         count: values per channel.
         channels: C.
-        arguments: what the function takes before the stage.
+        arguments: the function's arguments before the stage.
 
     Attributes:
-        is_finished: whether the pass is computed to its end.
+        is_finished: whether the pass is complete.
     """
 
     __slots__ = ("_arguments", "_channels", "_count", "_pass", "_room", "is_finished")
@@ -45,37 +46,37 @@ class NativeRow:
         self.is_finished = False
 
     def run(self, stage: int, group: Any = None, digest: int = 0, wait: int = 0) -> int:
-        """Goes on with the pass; returns how the round stands, after which the pass is finished if it is DONE.
+        """Runs the pass up to a stage and returns the state of its round.
 
         Args:
-            stage: MEASURE; EXCHANGE, in which the own row is the sum without a group; or FINISH.
+            stage: MEASURE, EXCHANGE or FINISH. EXCHANGE without a group uses the own row as the sum.
             group: the pointer to an `sbn_group`.
             digest: of the round.
-            wait: for the others, in nanoseconds at most.
+            wait: for the other ranks, at most, in nanoseconds.
 
         Raises:
-            MemoryError: the core got no memory for vectors of one value per channel.
+            MemoryError: the core could not allocate its vectors of one value per channel.
         """
         function = self._pass.alone if group is None else self._pass.together
         stands: int = function(*self._arguments, stage, group, digest, wait)
         if stands == NO_MEMORY:
-            raise MemoryError("the native core got no memory for vectors of one value per channel")
+            raise MemoryError("the native core could not allocate vectors of one value per channel")
         self.is_finished = stands == DONE and stage != MEASURE
         return stands
 
     def measured(self) -> Rows:
-        """Computes the row, and returns it as it travels otherwise."""
+        """Computes the row, and returns it in the form of the other transports."""
         self.run(MEASURE)
         return self.brought
 
     @property
     def brought(self) -> Rows:
-        """The row as it travels, once it is computed."""
+        """The computed row, in the form of the other transports."""
         return Rows((self._count,), self._vectors(0)[np.newaxis])
 
     @property
     def total(self) -> FloatArray:
-        """The sum of all rows, shape (2, C), in the memory of this."""
+        """The sum of all rows, shape (2, C): a view of the buffer."""
         return self._vectors(1)
 
     def _vectors(self, row: int) -> FloatArray:
@@ -84,11 +85,11 @@ class NativeRow:
 
     @property
     def total_at(self) -> int:
-        """The address of the same."""
+        """The address of `total`."""
         return ctypes.addressof(self._room) + 8 * (2 * self._channels + 1)
 
     def finish(self, total: FloatArray, count: int) -> None:
-        """Finishes the pass with the sum of all rows and its count, unless that is one value per channel."""
+        """Finishes the pass with the sum of all rows and their count; with a count of 1 the caller raises instead."""
         self.total[:] = total
         self._room[4 * self._channels + 1] = count
         if count > 1:

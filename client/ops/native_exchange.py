@@ -1,4 +1,4 @@
-"""NativeExchange: the plain call of a layer on a CPU, computed by the native core."""
+"""NativeExchange: the plain call on a CPU, computed by the native core."""
 
 import ctypes
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _NOTHING = Running()
 
 
 def serves(mine: Slice) -> bool:
-    """Whether the core serves a call with this slice, whose row goes over the host."""
+    """Whether the core can compute a call with this slice; the row travels over the host."""
     x = mine.input
     return (
         native.core is not None
@@ -35,7 +35,7 @@ def serves(mine: Slice) -> bool:
         and is_plain(mine)
         and takes_parameter(mine.weight)
         and takes_parameter(mine.bias)
-        and not (x.is_inference() and torch.is_grad_enabled())  # autograd refuses it, but only after the round
+        and not (x.is_inference() and torch.is_grad_enabled())  # autograd would raise, but only after the round
     )
 
 
@@ -44,8 +44,8 @@ class NativeExchange(PlainExchange):
     """One layer's call, see `PlainExchange`.
 
     Attributes:
-        room: the rows of the forward pass, and behind them mean, inverse deviation and slope.
-        plan: of that pass.
+        room: buffer of the forward pass: own row, sum of all rows, then mean, invstd and slope.
+        plan: the plan of the forward pass.
         shape: of the input.
     """
 
@@ -54,7 +54,7 @@ class NativeExchange(PlainExchange):
     shape: tuple[int, ...] = field(init=False)
 
     def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Returns the output for the input, after the forward round if there was none."""
+        """Returns the output; runs the forward round first if it has not run yet."""
         is_first = self.key is None
         if not (is_first and x.is_contiguous()):
             x = ready(x)
@@ -86,7 +86,7 @@ class NativeExchange(PlainExchange):
         return output
 
     def _round(self, row: NativeRow, found: Aggregate | RowDone, count: int | None = None) -> RoundKey:
-        """Finishes a pass with what its round has brought; `count` is that of all rows, by default the aggregate's."""
+        """Finishes a pass with the result of its round; `count` is over all ranks, by default the aggregate's."""
         if isinstance(found, Aggregate) and not row.is_finished:
             if found.non_finite.runs:
                 non_finite.check(self.transport, row.brought, found)
@@ -94,13 +94,13 @@ class NativeExchange(PlainExchange):
         return found.key
 
     def may_compute(self, grad: Tensor, x: Tensor, weight: Tensor | None) -> bool:
-        """Whether what hooks and users left of the forward pass's tensors is such as the core takes."""
+        """Whether the core supports these tensors, which hooks or users may have changed since the forward pass."""
         return takes(grad) and takes(x) and x.shape == self.shape and takes_parameter(weight)
 
     def gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor | None, needs: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of input, weight and bias, as far as they are needed."""
+        """Returns the gradients of input, weight and bias; None for those not needed."""
         if not x.is_contiguous() or grad.dtype != x.dtype or grad.stride() != x.stride():
             grad, x = alike(grad, x)
         needs_input, needs_weight, needs_bias = needs
@@ -119,7 +119,7 @@ class NativeExchange(PlainExchange):
             None if of_weight is None else of_weight.data_ptr(), None if of_bias is None else of_bias.data_ptr(),
         )  # fmt: skip
         if needs_input:
-            # A member that was lost since then brings no gradient, but is in the statistics.
+            # The count stays forward's: a member lost since then sends no gradient, but is part of the statistics.
             count = int(self.room[4 * plan.channels + 1])
             self._round(row, self.transport.run_row(row, self._next_key(BACKWARD), self.phase), count)
         else:  # parameters keep their local sums, as under DDP
@@ -127,7 +127,7 @@ class NativeExchange(PlainExchange):
         return of_input, of_weight, of_bias
 
     def made_when_asked(self, name: str) -> Any:
-        """Returns local moments, those of the whole batch, and statistics."""
+        """Returns the local moments, the moments of the whole batch, or its statistics."""
         if name not in {"local", "moments", "statistics"}:
             return None
         channels, values = self.plan.channels, torch.from_numpy(np.frombuffer(self.room))

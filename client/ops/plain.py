@@ -1,7 +1,7 @@
-"""The plain call: one slice without a mask, whose steps a backend computes in few calls of its own.
+"""The plain call: one slice without a mask, computed by a backend in one step forward and one step backward.
 
-All else goes by `client.ops.functional`: replicas, masks, second derivatives. What those need to know of a plain
-call is made from its buffers when they ask.
+Replicas, masks and second derivatives use `client.ops.functional`. The plain call creates the values that these need
+lazily, from its buffers.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from statsd_bn.errors import StatsdBNError
 
 
 def is_plain(mine: Slice) -> bool:
-    """Whether a slice has nothing special, and no parameter of another length: kernels do not look."""
+    """Whether a slice has no mask, stream or holder, and parameters of C values; kernels do not check lengths."""
     x, weight, bias, mask, holder, stream = mine
     channels = x.shape[1:2]
     return (
@@ -37,31 +37,31 @@ class PlainExchange(Exchange):
     """One layer's plain call, see `Exchange`.
 
     Attributes:
-        running: the running statistics that the forward pass moves; None where it leaves that to the layer.
+        running: the running statistics to update in the forward pass; None where the layer updates them.
     """
 
     running: Running | None = None
 
     def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Returns the output for the input, after the forward round if there was none."""
+        """Returns the output; runs the forward round first if it has not run yet."""
         raise NotImplementedError
 
     def may_compute(self, grad: Tensor, x: Tensor, weight: Tensor | None) -> bool:
-        """Whether `gradients` takes these, which have the shapes of before; hooks may have saved others."""
+        """Whether `gradients` supports these tensors, which saved-tensor hooks may have replaced."""
         raise NotImplementedError
 
     def gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor | None, needs: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of input, weight and bias, as far as they are needed."""
+        """Returns the gradients of input, weight and bias; None for those not needed."""
         raise NotImplementedError
 
     def made_when_asked(self, name: str) -> Any:
-        """Returns an attribute of `Exchange` that few calls need; None where it is not one of these."""
+        """Returns an attribute of `Exchange` that few calls need; None for any other name."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        """Makes an attribute the first time that something asks for it."""
+        """Creates an attribute on first access."""
         value = self.made_when_asked(name)
         if value is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -91,5 +91,5 @@ class _BatchNorm(Exchanging):
             raise
 
 
-# Takes an exchange, input, weight and bias, and returns the output; see `functional.apply_function`.
-batch_norm: Any = super(torch.autograd.Function, _BatchNorm).apply  # it comes from C
+# (exchange, input, weight, bias) -> output; see `functional.apply_function`.
+batch_norm: Any = super(torch.autograd.Function, _BatchNorm).apply  # defined in C
