@@ -21,7 +21,12 @@ ROOT = Path(__file__).parents[1]
 DOCS = "docs/"
 
 # Where a page of the repository is in the site; those in docs/ keep their names, and all others their paths.
-PLACES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "reporting.md"}
+PLACES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "reporting.md",
+}
 
 LINK = re.compile(r'\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?( "[^"]*")?\)')
 

@@ -102,7 +102,7 @@ def test_a_pod_has_keys_of_its_own_which_nobody_but_its_user_can_read(kind, name
 
 
 def test_the_page_makes_the_secrets_that_the_pods_want():
-    page = (FOLDER.parents[1] / "docs" / "docker.md").read_text()
+    page = (FOLDER.parent / "README.md").read_text()
     made = {
         name: {Path(file).name for file in re.findall(r"--from-file=(\S+)", files)}
         for name, files in re.findall(
@@ -121,7 +121,7 @@ def test_the_view_has_a_token_and_reaches_the_server_as_members_do():
     view = named("Deployment", "statsd-bn-view")["spec"]["template"]
     (container,) = view["spec"]["containers"]
     (token,) = [one["valueFrom"]["secretKeyRef"] for one in container["env"] if one["name"] == "STATSD_BN_VIEW_TOKEN"]
-    page = (FOLDER.parents[1] / "docs" / "docker.md").read_text()
+    page = (FOLDER.parent / "README.md").read_text()
     assert f"kubectl create secret generic {token['name']} --from-literal={token['key']}=" in page
     (members,) = named("NetworkPolicy", "statsd-bn-server")["spec"]["ingress"][0]["from"]
     assert members["podSelector"]["matchLabels"].items() <= view["metadata"]["labels"].items()

@@ -1,9 +1,10 @@
-"""Writes the parts of docs/architecture.md that follow from the code: the drawing and the table of packages."""
+"""Writes the parts of docs/architecture.md that follow from the code: the drawing and the list of files."""
 
 import ast
 import re
 from collections.abc import Iterator
-from itertools import zip_longest
+from itertools import groupby, zip_longest
+from pathlib import Path
 
 from documentation import import_graph
 from support.paths import ROOT
@@ -12,6 +13,11 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 # A part of the page that this script writes stands between two such lines.
 PART = re.compile(r"(<!-- (\w+): made by scripts/docs write -->\n).*?(<!-- end -->)", re.DOTALL)
+
+# A first line such as "Barrier: where replicas meet" repeats the name of its file.
+# Its first clause, of five words at least where a comma ends it, is enough to find a file.
+CLAUSE = re.compile(r"(?:\S+ ){4}.*?(?=[,.;:](?:\s|$)|$)|.*?(?=[.;:](?:\s|$)|$)")
+SUBJECT = re.compile(r"^[\w`().]+(?: [\w`().]+){0,3}: ")
 
 SIDES = ("client", "server")
 GROUND = "statsd_bn"
@@ -23,7 +29,7 @@ def page(text: str) -> str:
     Args:
         text: the page as it is.
     """
-    made = {"drawing": drawing(), "packages": package_table()}
+    made = {"drawing": drawing(), "files": files()}
     return PART.sub(lambda found: f"{found[1]}\n{made[found[2]]}\n\n{found[3]}", text)
 
 
@@ -55,32 +61,33 @@ def _label(name: str) -> str:
     return path.parent.name if path.name == "__init__.py" else path.name
 
 
-def package_table() -> str:
-    """What each package imports, and what belongs there in the words of its docstring."""
-    edges = import_graph.packages(import_graph.imports())
-    floors = import_graph.floors(edges)
-    rows = ["| package | imports | what belongs there |", "|---|---|---|"]
-    for name in sorted(edges, key=lambda name: (name.partition(".")[0], -floors[name], name)):
-        below = ", ".join(sorted(other.rpartition(".")[2] for other in edges[name])) or "none of ours"
-        rows.append(f"| {_link(name)} | {below} | {_text(name)} |")
-    parts = [name for name in import_graph.modules() if name.startswith(f"{GROUND}.") and _is_folder(name)]
-    return "\n".join([*rows, *(f"| {_link(name)} | {GROUND} | {_text(name)} |" for name in parts)])
+def files() -> str:
+    """The packages with their first sentence, and a line for each of their files."""
+    lines = []
+    for folder, paths in groupby(
+        sorted(_sources(), key=lambda path: (path.parent, path.name)), lambda path: path.parent
+    ):
+        inside = [path for path in paths if path.name != "__init__.py"]
+        lines += ["", f"{folder.relative_to(ROOT).as_posix()}/  {_summary(folder / '__init__.py')}".rstrip()]
+        width = max((len(path.name) for path in inside), default=0)
+        lines += [f"  {path.name:{width}}  {_summary(path)}".rstrip() for path in inside]
+    return "\n".join(["```", *lines[1:], "```"])
 
 
-def _is_folder(name: str) -> bool:
-    return import_graph.modules()[name].name == "__init__.py"
+def _sources() -> Iterator[Path]:
+    """The files in Python and C."""
+    yield from import_graph.modules().values()
+    yield from (ROOT / "client" / "native" / "core").glob("*.[ch]")
 
 
-def _link(name: str) -> str:
-    path = import_graph.modules()[name]
-    path = (path.parent if _is_folder(name) else path).relative_to(ROOT).as_posix()
-    return f"[{path}](../{path})"
-
-
-def _text(name: str) -> str:
-    """The docstring of a package in one line, up to a drawing in it."""
-    docstring = ast.get_docstring(ast.parse(import_graph.modules()[name].read_text())) or ""
-    return " ".join(docstring.partition("\n    ")[0].split()).replace("|", "\\|")
+def _summary(path: Path) -> str:
+    """The first clause of a file's first line, without its subject; empty where there is no file."""
+    if not path.exists():
+        return ""
+    text = path.read_text(encoding="utf-8")
+    line = ast.get_docstring(ast.parse(text)) or "" if path.suffix == ".py" else text.removeprefix("/* ").split("*/")[0]
+    clause = CLAUSE.match(SUBJECT.sub("", line.partition("\n")[0].strip()))[0]
+    return clause[:1].upper() + clause[1:]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Writes docs/configuration.md from the code, for `scripts/docs write`.
+"""Writer of docs/configuration.md, for `scripts/docs write`.
 
 Flags come from the server's parsers, ranges from its quota, arguments from the signature and the docstring of
-`client.connect`, and variables from wherever the client looks one up. Only what a variable means stands here.
+`client.connect`, and variables from every lookup in the client. Only the meaning of variables is written here.
 """
 
 import argparse
@@ -23,41 +23,38 @@ from support.paths import ROOT
 PAGE = ROOT / "docs" / "configuration.md"
 
 CLIENT_VARIABLES = {
-    "GROUP_RANK": 'which of the job\'s hosts this is, for the group "local"; torchrun sets it',
-    "LOCAL_RANK": "this process's number on its host; if a launcher sets it, WORLD_SIZE counts processes",
-    "LOCAL_WORLD_SIZE": 'how many processes this host has, for the group "local"; torchrun sets it',
-    "MASTER_ADDR": "where processes without an endpoint meet: a name or address of rank 0's host",
-    "MASTER_PORT": "the port where they meet",
-    "PET_NNODES": "Kubeflow's number of hosts; it shows that a WORLD_SIZE counts hosts",
+    "GROUP_RANK": 'the host\'s number, for the group "local"; torchrun sets it',
+    "LOCAL_RANK": "the process's number on its host; where it is set, WORLD_SIZE counts processes",
+    "LOCAL_WORLD_SIZE": 'number of processes on this host, for the group "local"; torchrun sets it',
+    "MASTER_ADDR": "name or address of rank 0's host, for jobs without an endpoint",
+    "MASTER_PORT": "port of torch's rendezvous store there",
+    "PET_NNODES": "Kubeflow's number of hosts; shows that WORLD_SIZE counts hosts",
     "PET_NPROC_PER_NODE": "Kubeflow's number of processes on each host",
     "RANK": "`rank`",
-    "SLURM_JOB_ID": "`job`, together with SLURM_STEP_ID, and the port where the tasks of srun meet",
-    "SLURM_NNODES": "how many hosts a step has, if SLURM_STEP_NUM_NODES is not set",
-    "SLURM_PROCID": "`rank`, for a task of srun, where RANK is not set",
-    "SLURM_RESTART_COUNT": "the job's epoch, for a task of srun, if TORCHELASTIC_RESTART_COUNT is not set",
+    "SLURM_JOB_ID": "`job`, with SLURM_STEP_ID; the port of the rendezvous store derives from it",
+    "SLURM_NNODES": "number of hosts, if SLURM_STEP_NUM_NODES is not set",
+    "SLURM_PROCID": "`rank` of a task of srun, if RANK is not set",
+    "SLURM_RESTART_COUNT": "epoch of a task of srun, if TORCHELASTIC_RESTART_COUNT is not set",
     "SLURM_STEP_ID": "see SLURM_JOB_ID",
-    "SLURM_STEP_NODELIST": "the hosts of a step; the first takes the place of MASTER_ADDR",
-    "SLURM_STEP_NUM_NODES": "how many hosts a step has",
-    "SLURM_STEP_NUM_TASKS": "`world_size`, for a task of srun, if WORLD_SIZE is not set",
+    "SLURM_STEP_NODELIST": "hosts of a step; the first replaces MASTER_ADDR",
+    "SLURM_STEP_NUM_NODES": "number of hosts of a step",
+    "SLURM_STEP_NUM_TASKS": "`world_size` of srun's tasks, if WORLD_SIZE is not set",
     "STATSD_BN_CURVE": "`curve`",
     "STATSD_BN_ENDPOINT": "`endpoint`",
-    "STATSD_BN_INSECURE": "1: TCP without a key, for a server with `--insecure` in a network that is closed to "
-    "strangers; `status` and `view` read it too",
+    "STATSD_BN_INSECURE": "1: TCP without a key, for a server with `--insecure`; `status` and `view` read it too",
     "STATSD_BN_JOB": "`job`",
-    "STATSD_BN_LOG_LEVEL": "debug, info, warning or error, in any case: what the client logs, and the server "
-    "that rank 0 starts; by default the client leaves this to `logging`, and the server logs warnings",
-    "STATSD_BN_NATIVE": "0: no native core: torch's operators compute on a CPU, and rows travel over the server; "
-    "default 1. Read once",
-    "STATSD_BN_SECRET": "the job's secret itself, instead of STATSD_BN_SECRET_FILE; it is an error to set both",
-    "STATSD_BN_SECRET_FILE": "a file with the job's secret, the same on all its hosts; `python -m server secret` makes "
-    "it. For a job on several hosts without an endpoint",
-    "STATSD_BN_SECRET_IN_STORE": "1: rank 0 makes the secret and sends it through torch's rendezvous store; anybody "
-    "who can reach MASTER_ADDR:MASTER_PORT can read it there",
-    "STATSD_BN_TRACEBACK": "full: tracebacks show all frames inside of the client; by default one",
-    "STATSD_BN_ON_NONFINITE": "`on_nonfinite`, if that is not given: warn, raise or ignore",
-    "STATSD_BN_TRANSPORT": "`transport`, if that is not given: auto, server, shared_memory or process_group",
-    "STATSD_BN_STACKS": "0: this process does not tell in which file, line and function it is when others wait for it; "
-    "default 1",
+    "STATSD_BN_LOG_LEVEL": "debug, info, warning or error: level of the client's log, default that of `logging`, "
+    "and of rank 0's server, default warning",
+    "STATSD_BN_NATIVE": "0: do without the native core; default 1. Read once",
+    "STATSD_BN_ON_NONFINITE": "`on_nonfinite`",
+    "STATSD_BN_SECRET": "the job's secret itself; excludes STATSD_BN_SECRET_FILE",
+    "STATSD_BN_SECRET_FILE": "file with the secret of a job on several hosts without an endpoint, made by `python -m "
+    "server secret`",
+    "STATSD_BN_SECRET_IN_STORE": "1: rank 0 sends a secret through torch's rendezvous store, where all who reach "
+    "MASTER_ADDR:MASTER_PORT can read it",
+    "STATSD_BN_STACKS": "0: this process does not report its stack; default 1",
+    "STATSD_BN_TRACEBACK": "full: tracebacks show all frames of the client; default one",
+    "STATSD_BN_TRANSPORT": "`transport`",
     "TORCHELASTIC_RESTART_COUNT": "the job's epoch, default 0; ranks of an older epoch are refused; torchrun sets it",
     "TORCHELASTIC_RUN_ID": "`job`, if STATSD_BN_JOB is not set; torchrun sets it",
     "WORLD_SIZE": "`world_size`",
@@ -72,31 +69,28 @@ EXIT_CODES = {
 
 HEAD = """# Configuration
 
-Every flag, argument and environment variable. `scripts/docs write` makes this page from the code, and
-`tests/documentation/test_configuration_page.py` compares them: change the code, not the page.
+This page is for you if you look for a flag, argument or environment variable. `scripts/docs write` makes it from the
+code.
 
-The command `statsd-bn` is the same as `python -m server`: `statsd-bn serve` runs the server, and `statsd-bn status`,
-`check`, `keygen` and `secret` are the commands below. Without arguments `python -m server` runs the server, and
-`statsd-bn` prints its help. In a folder that has a `server.py` only `statsd-bn` runs our server; `python -m server`
-would run that file."""
+`statsd-bn serve` is `python -m server`, and `statsd-bn status`, `check`, `keygen`, `secret` and `view` are its
+commands. In a folder with a `server.py` of your own only `statsd-bn` works."""
 
 FLAGS = """## python -m server
 
-A flag wins over its variable, whose name is in brackets. The variable wins over the default."""
+A flag takes precedence over its variable (in brackets), and the variable over the default."""
 
 LIMITS = """### Limits
 
-The server answers a request beyond a limit with an error, and counts it in the status. [security.md](security.md) says
-what they are for. Each limit is a flag, such as `--max-jobs 4`, and a variable, such as `STATSD_BN_MAX_JOBS=4`."""
+A request beyond a limit gets an error, and the status counts it ([security.md](security.md)). Each limit is a flag,
+such as `--max-jobs 4`, and a variable, such as `STATSD_BN_MAX_JOBS=4`."""
 
 CONNECT = """## client.connect
 
-An argument wins over a variable."""
+An argument takes precedence over a variable."""
 
 VARIABLES = """## Variables that the client reads
 
-They take the place of arguments of `client.connect` that you do not give, or have no argument. `client.connect` warns
-of a variable that is nearly one of these."""
+`client.connect` warns of a variable whose name is nearly one of these."""
 
 
 def page() -> str:

@@ -1,4 +1,4 @@
-"""The fenced code blocks of README.md and docs/, as `test_docs.py` runs them."""
+"""The fenced code blocks of README.md, docs/ and docker/README.md, as `test_docs.py` runs them."""
 
 import re
 import textwrap
@@ -9,7 +9,7 @@ from pathlib import Path
 from support.paths import ROOT
 
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "docker" / "README.md"]
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
 

@@ -4,7 +4,6 @@ Ports are replaced by free ones. `torchrun` with a script in no folder, such as 
 it in as many processes. They are forked from one that has loaded torch, since torchrun's own would load it for seconds
 each; with several nodes it is the real one, with an agent for each node, all of them on this machine. `docker` runs
 where an engine is asked for. `kubectl` makes secrets for no cluster; `test_kubernetes.py` checks what it would apply.
-What other tests run stands in `RUN_ELSEWHERE`.
 """
 
 import argparse
@@ -55,12 +54,6 @@ def check_files(words: Words, folder: Path) -> None:
             assert (ROOT / folder / word).is_file(), f"expected a file {word}"
 
 
-def check_torchrun(words: Words) -> None:
-    """Torchrun would understand it, and a script of the project is there."""
-    script = torchrun(words).training_script
-    assert "/" not in script or (ROOT / script).is_file(), f"expected a script at {script}, found none"
-
-
 def torchrun(words: Words) -> argparse.Namespace:
     """Returns torchrun's arguments."""
     try:
@@ -69,26 +62,7 @@ def torchrun(words: Words) -> argparse.Namespace:
         raise AssertionError(f"torchrun does not understand {shlex.join(words)}") from None
 
 
-# By a pattern of the command: the test that runs it, by what name of a program, and what is checked here.
-RUN_ELSEWHERE: dict[str, tuple[str, str, Callable[[Words], None]]] = {
-    "scripts/gpu-report": ("tests/gpu_reports/test_stand_in.py", '"gpu-report"', check_script),
-    "scripts/demo": ("tests/documentation/test_examples.py", '"demo.py"', check_script),
-    "torchrun .*examples/train_accelerate.py": (
-        "tests/integration/test_accelerate.py",
-        '"train_accelerate.py"',
-        check_torchrun,
-    ),
-    "torchrun .*examples/train_agent.py": (
-        "tests/documentation/test_examples.py",
-        '"train_agent.py"',
-        check_torchrun,
-    ),
-}
-
-WHAT_TO_DO = (
-    "Nobody knows how to run {command!r} in a test. Teach `Shell` in tests/documentation/docs_shell.py to; "
-    "if another test runs it, say so in `RUN_ELSEWHERE` there, with a check of what would go wrong most easily"
-)
+WHAT_TO_DO = "Nobody knows how to run {command!r} in a test. Teach `Shell` in tests/documentation/docs_shell.py to"
 
 
 class Shell:
@@ -145,10 +119,6 @@ class Shell:
 
     def _run_command(self, words: list[str], environ: Mapping[str, str]) -> None:
         command = " ".join(words)
-        for pattern, (_, _, check) in RUN_ELSEWHERE.items():
-            if re.match(pattern, command):
-                check(words)
-                return
         if words[0].startswith("scripts/test"):  # which runs this very test
             check_script(words)
         elif words[:3] == ["python", "-m", "server"] and words[3:] and words[3] in COMMANDS:

@@ -17,9 +17,9 @@ NAMED = sorted(set(re.findall(r"\[`([\w.]+)`\]\(([^)#]+)\)", TEXT)))
 PATHS = sorted(set(re.findall(r"(?:[\[`])((?:client|server|statsd_bn|scripts|tests|benchmarks|docs)/[\w/.-]*)", TEXT)))
 
 
-def test_the_drawing_and_the_table_are_what_the_code_would_write():
+def test_the_drawing_and_the_list_of_files_are_what_the_code_would_write():
     parts = architecture_page.PART.findall(TEXT)
-    assert [name for _, name, _ in parts] == ["drawing", "packages"]
+    assert [name for _, name, _ in parts] == ["drawing", "files"]
     assert architecture_page.page(TEXT) == TEXT, "docs/architecture.md is older than the code; run scripts/docs write"
 
 

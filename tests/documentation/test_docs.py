@@ -16,7 +16,7 @@ import pytest
 from documentation.docs_blocks import PAGES, README, ROOT, Block, all_blocks
 from documentation.docs_engine import want_of_engine
 from documentation.docs_runner import Run, Runner
-from documentation.docs_shell import RUN_ELSEWHERE, Shell
+from documentation.docs_shell import Shell
 from support.newer_torch import skip_if_one_is_missing, skip_without_its_library
 from support.ports import free_port
 
@@ -70,11 +70,6 @@ def test_a_python_block_that_fails_is_shown_with_its_line_on_the_page(python, en
     broken = Run("docs/page.md", 7, "import client\n\nclient.no_such_name()\n", str(tmp_path), environs(1))
     with pytest.raises(AssertionError, match=r'File "docs/page.md", line 9(.|\n)*no_such_name'):
         python(broken)
-
-
-def test_what_other_tests_are_said_to_run_they_run():
-    for test, program, _ in RUN_ELSEWHERE.values():
-        assert program in (ROOT / test).read_text(), f"expected {test} to run {program}"
 
 
 @of("toml")
