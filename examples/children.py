@@ -1,4 +1,4 @@
-"""Child processes that never outlive the demo, and whose errors are shown to whoever runs it."""
+"""Child processes of the demo: stopped with it, and shown with their error output when they fail."""
 
 import os
 import queue
@@ -16,36 +16,36 @@ STOP_SECONDS = 10.0
 # The server imports no torch and listens within a second; a loaded machine may take longer.
 START_SECONDS = 60.0
 
-# How long a look at one child may take until the next one has its turn.
-LOOK_SECONDS = 0.05
+# Wait for the next line of output, before the processes are checked again.
+POLL_SECONDS = 0.05
 
 
 class ChildFailed(Exception):
-    """A child ended otherwise than it should; the message has what it said."""
+    """A child failed; the message has its error output."""
 
 
 class Child:
     """`python ARGUMENTS` as a child process; a context manager that stops it.
 
     Args:
-        name: what to call it in an error.
+        name: its name in errors.
         arguments: for the interpreter.
         environ: variables to set besides the inherited ones.
     """
 
     def __init__(self, name: str, arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
         self.name = name
-        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - __exit__ closes it
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - __exit__ closes it
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._process = subprocess.Popen(  # noqa: S603 - this project's own programs
             [sys.executable, *arguments],
             env={**os.environ, **(environ or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=self._complaints,
+            stderr=self._errors,
             text=True,
         )
-        # Without a reader a child that says much would wait for ever with its pipe full.
+        # Without a reader a full pipe would block the child.
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -59,22 +59,22 @@ class Child:
         self._reader.join()
         if self._process.stdout is not None:
             self._process.stdout.close()
-        self._complaints.close()
+        self._errors.close()
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the child has not ended."""
         return self._process.poll() is None
 
     def line(self, seconds: float) -> str | None:
-        """Returns the next line of its output, or None if there is none within `seconds`."""
+        """Returns the next line of output, or None after `seconds`."""
         try:
             return self._lines.get(timeout=seconds)
         except queue.Empty:
             return None
 
     def stop(self) -> None:
-        """Asks it to end (SIGTERM), insists if it does not (SIGKILL), and waits until it has ended."""
+        """Terminates the child (SIGTERM, then SIGKILL after 10 s), and waits for its end."""
         self._process.terminate()
         try:
             self._process.wait(STOP_SECONDS)
@@ -83,13 +83,13 @@ class Child:
             self._process.wait()
 
     def failure(self) -> str:
-        """Returns how it ended and what it said, or nothing if it is running or has ended with exit code 0."""
+        """Returns exit code and error output of a failed child, else an empty text."""
         code = self._process.poll()
         if not code:
             return ""
-        self._complaints.seek(0)
-        said = self._complaints.read().decode(errors="replace").strip()
-        return f"{self.name} ended with exit code {code} and said:\n{said or '(nothing)'}"
+        self._errors.seek(0)
+        output = self._errors.read().decode(errors="replace").strip()
+        return f"{self.name} ended with exit code {code}:\n{output or '(no error output)'}"
 
     def _read(self) -> None:
         if self._process.stdout is not None:
@@ -99,10 +99,10 @@ class Child:
 
 @contextmanager
 def running_server() -> Iterator[tuple[Child, str]]:
-    """Runs `python -m server` in a folder of its own; gives it and its endpoint.
+    """Runs `python -m server` in a temporary folder; yields the process and its endpoint.
 
     Raises:
-        ChildFailed: it did not start, or did not stop with exit code 0.
+        ChildFailed: the server did not start, or did not stop with exit code 0.
     """
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -118,10 +118,10 @@ def running_server() -> Iterator[tuple[Child, str]]:
 
 
 def check(children: Sequence[Child]) -> None:
-    """Does nothing while all are running or have ended well.
+    """Raises if a child has failed.
 
     Raises:
-        ChildFailed: with what each child said that has failed, since one may have failed for another's failure.
+        ChildFailed: with the error output of all failed children, since one failure may cause another.
     """
     failures = [failure for child in children if (failure := child.failure())]
     if failures:
@@ -131,19 +131,19 @@ def check(children: Sequence[Child]) -> None:
 def run_group(
     arguments: Sequence[str],
     environs: Sequence[Mapping[str, str]],
-    tell: Callable[[str], None],
+    on_line: Callable[[str], None],
     server: Child | None = None,
 ) -> None:
-    """Runs a process per environment until all have ended well.
+    """Runs a process for each environment until all have succeeded.
 
     Args:
-        arguments: for the interpreter, the same for all.
-        environs: a process's own variables.
-        tell: called with every line that the first process prints.
-        server: what they depend on, watched as they are.
+        arguments: for the interpreter of each process.
+        environs: variables of each process.
+        on_line: called with every line that the first process prints.
+        server: a further process that must not fail.
 
     Raises:
-        ChildFailed: one of them, or the server, has ended otherwise; the rest are stopped.
+        ChildFailed: a process or the server has failed; the others are stopped.
     """
     with ExitStack() as stack:
         members = [
@@ -153,6 +153,6 @@ def run_group(
         working = True
         while working:
             working = any(member.running for member in members)
-            while line := members[0].line(LOOK_SECONDS):
-                tell(line)
+            while line := members[0].line(POLL_SECONDS):
+                on_line(line)
             check(watched)

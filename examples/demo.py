@@ -1,6 +1,7 @@
-"""The demo: the same training four ways, and a table of what came of each.
+"""The demo: the same training in four ways, and a table of the results.
 
-Exits with 0 if synchronised training was the whole batch's but for rounding, with 1 if not or if a process failed.
+Exits with 0 if synchronised training equals training on the whole batch up to rounding, with 1 if not or if a process
+failed.
 """
 
 import argparse
@@ -23,17 +24,17 @@ from children import ChildFailed
 
 STEPS = 600
 
-# Rounding differences grow with every step; after a hundred, a real difference has had time to show.
+# Rounding differences grow with every step; a real difference shows within a hundred.
 COMPARE_AFTER = 100
 
 INTRODUCTION = (
-    "Batch norm needs the statistics of the whole batch, but a process that has 2 of its 8 images knows only theirs. "
-    "You will see one small network learn 1,797 handwritten digits four times, from the same start and in the same "
-    "order: with the whole batch in one process, in four processes that meet in a `python -m server` and share their "
-    "statistics, in four that do not, and in four replicas within one process."
+    "Batch norm needs the statistics of the whole batch, but a process with 2 of its 8 images has only theirs. "
+    "One small network learns 1,797 handwritten digits four times, from the same weights and in the same order: with "
+    "the whole batch in one process, in four processes that share their statistics over a `python -m server`, in four "
+    "that do not, and in four replicas within one process."
 )
 
-TRAININGS: dict[str, Callable[[ways.Length, ways.Tell], ways.Trained]] = {
+TRAININGS: dict[str, Callable[[ways.Length, ways.OnStep], ways.Trained]] = {
     report.WHOLE_BATCH: ways.whole_batch,
     report.SYNCHRONISED: ways.synchronised,
     report.UNSYNCHRONISED: ways.unsynchronised,
@@ -48,7 +49,7 @@ def main() -> int:
     console = Console(stderr=options.json, highlight=False)
     started = time.monotonic()
     console.print(escape(INTRODUCTION), end="\n\n")
-    # Unlike the exception that Ctrl-C raises, SIGTERM's default would leave the children behind.
+    # By default SIGTERM would leave the children running.
     signal.signal(signal.SIGTERM, leave)
     try:
         rows = report.results({way: train(way, length, console) for way in TRAININGS})
@@ -69,17 +70,17 @@ def main() -> int:
 
 
 def train(way: str, length: ways.Length, console: Console) -> ways.Trained:
-    """Trains one way, and shows how it goes."""
+    """Trains in one way, and shows the progress."""
     started = time.monotonic()
-    with progress(report.TITLES[way], length.steps, console) as tell:
-        trained = TRAININGS[way](length, tell)
-        tell(length.steps)
+    with progress(report.TITLES[way], length.steps, console) as on_step:
+        trained = TRAININGS[way](length, on_step)
+        on_step(length.steps)
     return replace(trained, seconds=time.monotonic() - started)
 
 
 @contextmanager
-def progress(title: str, steps: int, console: Console) -> Iterator[ways.Tell]:
-    """Shows a bar that the given function moves; where nothing can move, a line at the end."""
+def progress(title: str, steps: int, console: Console) -> Iterator[ways.OnStep]:
+    """Yields a function that moves a progress bar; without a terminal, prints a line at the end."""
     if not console.is_interactive:
         started = time.monotonic()
         yield lambda _: None
@@ -94,7 +95,7 @@ def progress(title: str, steps: int, console: Console) -> Iterator[ways.Tell]:
 
 
 def leave(number: int, _frame: object) -> NoReturn:
-    """Ends the demo by an exception, so that whatever it has started is stopped."""
+    """Ends the demo by an exception, which stops its processes."""
     raise SystemExit(128 + number)
 
 
@@ -112,7 +113,7 @@ def positive(text: str) -> int:
     """Returns a number of steps.
 
     Raises:
-        ValueError: it is no number or less than 1.
+        ValueError: the text is not a number of 1 or more.
     """
     if int(text) < 1:
         raise ValueError(text)

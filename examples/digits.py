@@ -1,6 +1,6 @@
-"""The digits, the order in which they are seen, and the network: what every training of the demo has in common.
+"""The digits, their order and the network, the same in every training of the demo.
 
-Nothing here depends on how the training is spread, so that two trainings can differ only by their batch norm.
+Nothing here depends on the number of processes, so two trainings differ only by their batch norm.
 """
 
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 BATCH = 8
 
-# A fifth of the 1,797 images is kept back for the test.
+# The other fifth of the 1,797 images is for the test.
 TRAINING_IMAGES = 1437
 
-# The images, the initial weights and the order are drawn from it.
+# Seed of the split, the initial weights and the order.
 SEED = 0
 
 State = dict[str, Tensor]
@@ -35,7 +35,7 @@ class Images:
 
 
 def load(device: torch.device | str = "cpu") -> tuple[Images, Images]:
-    """Returns the images to train with and those to test with; shuffled, since they come sorted by writer."""
+    """Returns the images for training and for the test; shuffled, since the data set is sorted by writer."""
     data = load_digits()
     pixels = torch.tensor(data.images, dtype=torch.float32, device=device).unsqueeze(1) / 16
     labels = torch.tensor(data.target, device=device)
@@ -45,7 +45,7 @@ def load(device: torch.device | str = "cpu") -> tuple[Images, Images]:
 
 
 def batches(steps: int) -> Iterator[Tensor]:
-    """Yields the indices of `steps` whole batches, (BATCH,) each; every epoch has an order of its own."""
+    """Yields the indices of `steps` whole batches, (BATCH,) each; each epoch has another order."""
     generator = torch.Generator().manual_seed(SEED)
     whole = TRAINING_IMAGES // BATCH
     for step in range(steps):
@@ -57,9 +57,9 @@ def batches(steps: int) -> Iterator[Tensor]:
 def network() -> nn.Sequential:
     """Returns a small convolutional network, with the same initial weights each time.
 
-    Its last batch norm follows a dense layer, where an image has one value per channel: two images make a mean of
-    two values. SiLU in place of ReLU, because a rounding error that carries a value over ReLU's kink grows
-    10,000-fold in that step, and would hide whether two trainings are the same but for rounding.
+    Its last batch norm follows a dense layer, with one value per image and channel, so two images give a mean of two
+    values. SiLU instead of ReLU, because a rounding error across ReLU's kink grows 10,000-fold in one step, which would
+    hide whether two trainings are equal up to rounding.
     """
     torch.manual_seed(SEED)
     return nn.Sequential(

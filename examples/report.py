@@ -1,4 +1,4 @@
-"""What came of the trainings: as a table for people, as JSON for programs, and as a verdict."""
+"""Results of the trainings: as a table, as JSON, and as a verdict."""
 
 from dataclasses import asdict, dataclass
 
@@ -33,12 +33,12 @@ class Result:
     """A row of the table.
 
     Attributes:
-        accuracy: share of the test images that are recognised at the end.
+        accuracy: share of the test images that are recognised after the training.
         weights: largest absolute difference from the whole batch's weights at the step of comparison.
         running_statistics: the same of the running means, variances and batch counts.
-        rounds: exchanges of statistics between processes, if there were any.
-        median_round_trip: seconds that such an exchange took.
-        seconds: that the training took.
+        rounds: exchanges of statistics between processes, if any.
+        median_round_trip: duration of an exchange, in seconds.
+        seconds: duration of the training.
     """
 
     accuracy: float
@@ -50,17 +50,17 @@ class Result:
 
     @property
     def largest_difference(self) -> float:
-        """Of weights and running statistics."""
+        """The larger difference of weights and running statistics."""
         return max(self.weights, self.running_statistics)
 
     @property
     def equals_whole_batch(self) -> bool:
-        """Whether it differs by rounding at most; a NaN is a difference."""
+        """Whether both differences are rounding; a NaN is a difference."""
         return self.weights <= TOLERANCE and self.running_statistics <= TOLERANCE
 
 
 def results(trained: dict[str, Trained]) -> dict[str, Result]:
-    """Measures what came of each way against the whole batch."""
+    """Compares each way with the whole batch."""
     _, test = digits.load()
     weights = {name for name, _ in digits.network().named_parameters()}
     statistics = digits.network().state_dict().keys() - weights
@@ -84,7 +84,7 @@ def _difference(found: digits.State, whole: digits.State, names: set[str]) -> fl
 
 
 def as_json(rows: dict[str, Result], length: Length) -> dict[str, object]:
-    """Returns what a program may want to know."""
+    """Returns the results for programs."""
     return {
         "steps": length.steps,
         "compared_after": length.compare,
@@ -94,7 +94,7 @@ def as_json(rows: dict[str, Result], length: Length) -> dict[str, object]:
 
 
 def show(console: Console, rows: dict[str, Result], length: Length) -> None:
-    """Prints the table and what it means."""
+    """Prints the table and an explanation."""
     title = f"Accuracy after {length.steps} steps; differences from the whole batch after {length.compare}"
     # Without frame and column lines it fits into 80 columns.
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
@@ -105,10 +105,10 @@ def show(console: Console, rows: dict[str, Result], length: Length) -> None:
         table.add_row(TITLES[way], *_cells(way, row), style="bold" if way == SYNCHRONISED else None)
     console.print(table)
     console.print(
-        "\nDifferences are the largest absolute ones. Unsynchronised, the model is rank 0's; its last batch norm had "
-        f"{digits.BATCH // REPLICAS} values per channel to go by. A round is one exchange for one layer, forward or "
-        f"backward, and its time includes waiting for the slowest of {REPLICAS} processes; processes of one host share "
-        "memory for it from the second round on. Most of a short training's time is the start of its processes."
+        "\nDifferences are the largest absolute ones. The unsynchronised model is rank 0's; its last batch norm had "
+        f"{digits.BATCH // REPLICAS} values per channel. A round is one exchange for one layer, forward or backward; "
+        f"its time includes the wait for the slowest of {REPLICAS} processes, which share memory from the second round "
+        "on. Most of a short training's time is the start of its processes."
     )
 
 
@@ -119,14 +119,14 @@ def _cells(way: str, row: Result) -> list[str]:
 
 
 def cost(rows: dict[str, Result]) -> str:
-    """Returns what synchronising cost, in a sentence."""
+    """Returns a sentence with the cost of synchronisation."""
     with_it, without = rows[SYNCHRONISED].seconds, rows[UNSYNCHRONISED].seconds
     ratio = with_it / without
     return f"{REPLICAS} processes took {with_it:.1f} s synchronised and {without:.1f} s not: {ratio:.2f} times as long."
 
 
 def verdict(rows: dict[str, Result], length: Length) -> tuple[bool, str]:
-    """Returns whether synchronised training was the whole batch's but for rounding, and a sentence that says so."""
+    """Returns whether synchronised training equals the whole batch's up to rounding, with a sentence for people."""
     synchronised = [SYNCHRONISED, DATA_PARALLEL]
     wrong = [way for way in synchronised if not rows[way].equals_whole_batch]
     if wrong:
@@ -134,7 +134,7 @@ def verdict(rows: dict[str, Result], length: Length) -> tuple[bool, str]:
         return False, f"Not the whole batch: expected differences of at most {TOLERANCE:.0e}, got {found}."
     largest = max(rows[way].largest_difference for way in synchronised)
     return True, (
-        f"Synchronised training is training on the whole batch: after {length.compare} steps nothing differs by more "
-        f"than {largest:.1e}, which is float32 rounding (the demo fails above {TOLERANCE:.0e}). Unsynchronised, the "
-        f"difference is {rows[UNSYNCHRONISED].largest_difference:.1e}."
+        "Synchronised training equals training on the whole batch: the largest difference after "
+        f"{length.compare} steps is {largest:.1e}, float32 rounding (the demo fails above {TOLERANCE:.0e}). Without "
+        f"synchronisation it is {rows[UNSYNCHRONISED].largest_difference:.1e}."
     )

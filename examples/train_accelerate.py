@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 2 examples/train_accelerate.py
 
-Two lines make its batch norm synchronised, as in any script: `client.convert_model` before `prepare`, which hands the
-model to DistributedDataParallel, and `client.connect` around the training.
+Two lines make its batch norm synchronised, as in any script: `client.convert_model` before `prepare`, which wraps the
+model in DistributedDataParallel, and `client.connect` around the training.
 """
 
 import argparse
@@ -25,10 +25,10 @@ LEARNING_RATE = 0.05
 
 
 def main() -> None:
-    """Trains, and on rank 0 says how it goes and saves what came of it."""
+    """Trains; rank 0 prints the loss and saves the model."""
     options = arguments()
     torch.set_num_threads(1)
-    # With split_batches a batch of the loader is the whole one, of which each process gets its part.
+    # With split_batches each process gets its part of a batch of the loader.
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
     model = client.convert_model(digits.network())
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def batches() -> DataLoader[tuple[torch.Tensor, ...]]:
-    """Returns the whole batches of one epoch; the images are in no order already."""
+    """Returns the whole batches of one epoch; the images are shuffled already."""
     images, _ = digits.load()
     return DataLoader(TensorDataset(images.pixels, images.labels), digits.BATCH, drop_last=True)
 
@@ -64,10 +64,10 @@ if __name__ == "__main__":
     code = 0
     try:
         main()
-    except Exception:  # noqa: BLE001 - whatever it is, it is shown, and the interpreter must not be torn down
+    except Exception:  # noqa: BLE001 - printed; the interpreter must not be torn down
         traceback.print_exc()
         code = 1
-    # As in train_digits.py: a late thread of gloo's may abort an interpreter that is being torn down (pytorch#190489).
+    # As in train_digits.py: a late thread of gloo may abort an interpreter during its teardown (pytorch#190489).
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

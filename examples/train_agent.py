@@ -1,9 +1,9 @@
-"""Trains a toy agent whose ranks share the statistics of observations and returns, without a layer.
+"""Trains a toy agent with statistics of all ranks' observations and returns, without a layer.
 
 torchrun --nproc-per-node 2 examples/train_agent.py
 
-Each rank heats rooms of its own, of which rank 0 has twice as many as the others. A room is observed in kelvin and in
-pascal, so the agent learns from normalised observations only, and every rank must normalise alike.
+Each rank heats separate rooms, and rank 0 has twice as many as the others. Observations are in kelvin and pascal, so
+the agent learns only if they are normalised, with the same statistics on every rank.
 """
 
 import argparse
@@ -25,7 +25,7 @@ EFFECTS = torch.tensor([-2.0, 0.0, 2.0])
 
 
 def observe(kelvin: Tensor) -> Tensor:
-    """What the agent sees of each room: its temperature and the pressure of the air, which says nothing."""
+    """Returns the temperature of each room and an air pressure without information, shape (..., 2)."""
     return torch.stack((kelvin, 101_325 + 500 * torch.randn_like(kelvin)), dim=-1)
 
 
@@ -48,7 +48,7 @@ def train(rank: int, iterations: int) -> nn.Sequential:
     torch.manual_seed(0)
     agent = nn.Sequential(client.RunningMoments(2), nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, len(EFFECTS)))
     optimizer = torch.optim.Adam(agent.parameters(), lr=0.02)
-    torch.manual_seed(rank)  # the same agent everywhere, but other rooms
+    torch.manual_seed(rank)  # the same agent on all ranks, other rooms
     for iteration in range(iterations):
         observations, actions, returns = play(agent, ROOMS if rank else 2 * ROOMS)
         agent[0].update(observations)
@@ -64,7 +64,7 @@ def train(rank: int, iterations: int) -> nn.Sequential:
 
 
 def main() -> None:
-    """Trains as the rank that the launcher says, and saves what came of it."""
+    """Trains as the launcher's rank, and saves the agent."""
     parser = argparse.ArgumentParser(description="Trains a toy agent in the processes that torchrun starts.")
     parser.add_argument("--iterations", type=int, default=40, help="(default: 40)")
     parser.add_argument("--save", type=Path, metavar="FILE", help="save weights and statistics here")

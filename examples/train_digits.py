@@ -2,9 +2,9 @@
 
 torchrun --nproc-per-node 4 examples/train_digits.py
 
-Two lines make its batch norm synchronised: `client.convert_model`, and `client.connect`, which takes RANK and
-WORLD_SIZE from the environment and has rank 0 start a server. A server that runs already is used where
-STATSD_BN_ENDPOINT says where it listens. Gradients are the business of DistributedDataParallel, as ever.
+Two lines make its batch norm synchronised: `client.convert_model`, and `client.connect`, which reads RANK and
+WORLD_SIZE and lets rank 0 start a server, or uses the server at STATSD_BN_ENDPOINT. DistributedDataParallel averages
+the gradients as usual.
 """
 
 import argparse
@@ -24,14 +24,14 @@ import client
 import digits
 from training import snapshot, train
 
-# By default torch waits half an hour.
+# Torch's default is half an hour.
 DEADLINE = 60.0
 
-TELL_EVERY = 10
+PRINT_EVERY = 10
 
 
 def main() -> None:
-    """Trains, and on rank 0 says how it goes and saves what came of it."""
+    """Trains; rank 0 prints the loss and saves the results."""
     options = arguments()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     distributed.init_process_group(
@@ -45,31 +45,31 @@ def main() -> None:
     states = {}
     if options.synchronise:
         client.convert_model(network)
-    # Before this process connects, since torch imports its compiler here. Where a machine has little time for that, it
-    # holds Python's global lock for so long that the server takes the process for lost.
+    # Before connect(): torch imports its compiler here, and on a slow machine holds Python's global lock for so long
+    # that the server would report this process lost.
     model = parallel(network, options)
     connecting = client.connect(round_timeout=options.deadline) if options.synchronise else nullcontext()
-    with connecting as connection, naming_the_lost():
+    with connecting as connection, lost_rank_named():
         for step, loss in train(model, options.steps, rank, world_size):
-            if rank == 0 and step % TELL_EVERY == 0:
+            if rank == 0 and step % PRINT_EVERY == 0:
                 print(f"step {step} of {options.steps}: loss {loss:.3f}", flush=True)
             if step in {*options.keep, options.steps}:
                 states[step] = snapshot(network)
     if rank == 0 and options.save:
-        torch.save({"states": states, **exchanges(connection)}, options.save)
-    # Nobody tears the group down while another is still in its last exchange, nor while a model holds it: freeing the
-    # model afterwards may wait for a gloo thread that waits for the interpreter.
+        torch.save({"states": states, **round_figures(connection)}, options.save)
+    # Destroy the group only after every rank's last exchange, and after the model: freeing the model later may wait for
+    # a gloo thread that waits for the interpreter.
     distributed.barrier()
     del model
     distributed.destroy_process_group()
 
 
 def store(options: argparse.Namespace, rank: int, world_size: int) -> distributed.Store:
-    """Returns where the processes meet; those that `torchrun --max-restarts` has started anew, in a place of their own.
+    """Returns the rendezvous store, with a prefix for each restart by `torchrun --max-restarts`.
 
-    Torchrun keeps one store for all of them, where gloo would find the addresses of processes that are no more
-    (pytorch#135712). It counts restarts on each node by itself, so this is for one node; for several, start torchrun
-    with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+    Torchrun keeps one store for all restarts, where gloo would find addresses of ended processes (pytorch#135712). It
+    counts restarts per node, so this is for one node; for several, start torchrun with
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
     """
     found, _, _ = next(distributed.rendezvous(options.init_method, rank, world_size))
     is_one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
@@ -78,23 +78,23 @@ def store(options: argparse.Namespace, rank: int, world_size: int) -> distribute
 
 
 def device(options: argparse.Namespace) -> torch.device:
-    """Returns where to train: of several CUDA devices of a host each process has its own, as long as they suffice."""
+    """Returns the device of this process; CUDA devices are assigned by LOCAL_RANK, round robin."""
     if options.device != "cuda":
         return torch.device(options.device)
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def parallel(network: nn.Module, options: argparse.Namespace) -> nn.Module:
-    """Returns what spreads the batch over this process's devices, or averages the gradients with other processes."""
+    """Returns the network in DataParallelWithCallback or in DistributedDataParallel."""
     return client.DataParallelWithCallback(network) if options.data_parallel else DistributedDataParallel(network)
 
 
 @contextmanager
-def naming_the_lost() -> Iterator[None]:
-    """Says which process is gone where gloo is the first to notice that one is: gloo knows only an address.
+def lost_rank_named() -> Iterator[None]:
+    """Names a lost process where gloo notices the loss first: gloo knows only an address.
 
     Raises:
-        ReplicaLost: with the name, from the server.
+        ReplicaLost: from the server, with the process.
     """
     try:
         yield
@@ -104,8 +104,8 @@ def naming_the_lost() -> Iterator[None]:
         raise
 
 
-def exchanges(connection: client.Connection | None) -> dict[str, float]:
-    """Returns how often and how quickly the synchronised layers exchanged their statistics, if they did."""
+def round_figures(connection: client.Connection | None) -> dict[str, float]:
+    """Returns number and median duration of the rounds, if there is a connection."""
     if connection is None:
         return {}
     return {"rounds": connection.rounds, "median_round_trip": connection.median_round_trip}
@@ -120,9 +120,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument(
-        "--data-parallel", action="store_true", help="one process for all CUDA devices, in place of one for each"
+        "--data-parallel", action="store_true", help="one process for all CUDA devices, instead of one for each"
     )
-    parser.add_argument("--init-method", default="env://", help="where the processes meet (default: as torchrun says)")
+    parser.add_argument("--init-method", default="env://", help="rendezvous of the processes (default: torchrun's)")
     parser.add_argument(
         "--no-synchronise", dest="synchronise", action="store_false", help="leave torch's batch norm in place"
     )
@@ -137,11 +137,11 @@ if __name__ == "__main__":
     code = 0
     try:
         main()
-    except Exception:  # noqa: BLE001 - whatever it is, it is shown, and the interpreter must not be torn down
+    except Exception:  # noqa: BLE001 - printed; the interpreter must not be torn down
         traceback.print_exc()
         code = 1
-    # Once DistributedDataParallel was used, gloo's threads outlive destroy_process_group, and one that is late may
-    # abort an interpreter that is being torn down (pytorch#190489). So this one is not torn down.
+    # After DistributedDataParallel, gloo's threads outlive destroy_process_group, and a late one may abort the
+    # interpreter during its teardown (pytorch#190489). So exit without a teardown.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,11 +1,11 @@
-"""Trains on the digits while processes come and go.
+"""Trains on the digits while processes leave and join.
 
 python -m server &
 export WORLD_SIZE=3
 for rank in 0 1 2; do RANK=$rank python examples/train_elastic.py & done
 
-Kill any of them, and the others go on from the last commit; start another one (RANK=3), and it is brought up to date
-and takes its share. No sample of an epoch is lost or seen twice, and no process group is needed.
+Kill a process, and the others continue from the last commit; start another one (RANK=3), and it receives the state and
+a share of the data. No sample of an epoch is lost or repeated, and no process group is needed.
 """
 
 import argparse
@@ -24,7 +24,7 @@ COMMIT_EVERY = 5
 
 
 def main() -> None:
-    """Trains, says how it goes, and saves what came of it."""
+    """Trains, prints the progress, and saves the model."""
     options = arguments()
     torch.set_num_threads(1)
     images, _ = digits.load()
@@ -33,7 +33,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
 
     def train(state: client.ElasticState) -> None:
-        """From wherever the state is: at the beginning, in the middle of an epoch after a change, or as a newcomer."""
+        """Trains from the state: from the start, after a change within an epoch, or as a newcomer."""
         loader = DataLoader(dataset, BATCH, sampler=state.sampler)
         while state.epoch < options.epochs:
             state.sampler.set_epoch(state.epoch)
@@ -58,7 +58,7 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description="Trains on the digits as process RANK, while others come and go.")
+    parser = argparse.ArgumentParser(description="Trains on the digits as process RANK, while others leave and join.")
     parser.add_argument("--epochs", type=int, default=5, help="(default: 5)")
     parser.add_argument(
         "--deadline", type=float, default=60.0, metavar="SECONDS", help="how long to wait for others (default: 60)"

@@ -1,4 +1,4 @@
-"""The training loop: the same for a whole batch, for a member of a group, and for replicas in one process."""
+"""The training loop of a whole batch, of a member of a group, and of replicas in one process."""
 
 from collections.abc import Iterator
 
@@ -15,12 +15,12 @@ def train(model: nn.Module, steps: int, member: int = 0, members: int = 1) -> It
     """Trains `model` with SGD, and yields the step and the loss after each step.
 
     Args:
-        model: takes (N, 1, 8, 8) to (N, 10); if others take part, it averages its gradients with theirs.
+        model: maps (N, 1, 8, 8) to (N, 10), and averages the gradients of several members.
         steps: batches to train with.
-        member: which part of each batch is this process's own.
-        members: into how many parts each batch is split.
+        member: number of this process's part of each batch.
+        members: number of parts.
     """
-    # Small tensors, and maybe more processes than cores: threads would only get in each other's way.
+    # Small tensors, and perhaps more processes than cores: threads would compete.
     torch.set_num_threads(1)
     images, _ = digits.load(device=next(model.parameters()).device)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
@@ -34,5 +34,5 @@ def train(model: nn.Module, steps: int, member: int = 0, members: int = 1) -> It
 
 
 def snapshot(network: nn.Module) -> digits.State:
-    """Returns a copy of the weights and running statistics on the CPU, which further training leaves alone."""
+    """Returns a copy of the weights and running statistics on the CPU."""
     return {name: value.detach().cpu().clone() for name, value in network.state_dict().items()}
