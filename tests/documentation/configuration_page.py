@@ -69,7 +69,7 @@ EXIT_CODES = {
 
 HEAD = """# Configuration
 
-This page is for you if you look for a flag, argument or environment variable. `scripts/docs write` makes it from the
+This page is for you if you need a flag, argument or environment variable. `scripts/docs write` makes it from the
 code.
 
 `statsd-bn serve` is `python -m server`, and `statsd-bn status`, `check`, `keygen`, `secret` and `view` are its
