@@ -18,17 +18,16 @@ from client.data_parallel.barrier import Barrier
 from client.diagnostics import collectives
 from client.nn import running_stats
 from client.nn.micro_batches import Deferred, Tally
-from client.ops import checkpointing, engine, native_exchange, plain, streams, triton_exchange
-from client.ops.checkpointing import exchanges, is_inside_backward
+from client.ops import checkpointing, engine, native_exchange, plain, streams
+from client.ops.checkpointing import exchange_cache, is_inside_backward
 from client.ops.exchange import Exchange, phase_of_forward
-from client.ops.functional import NOBODY, Slice, batch_norm, held
+from client.ops.functional import UNSAVED, Slice, batch_norm, save_in_thread
 from client.ops.native import CODES
 from client.ops.native_exchange import NativeExchange
 from client.ops.plain import PlainExchange
-from client.ops.statistics import ChannelMoments, Running
-from client.ops.triton.available import TYPES
-from client.ops.triton_exchange import TritonExchange
-from client.ops.vectors import home
+from client.ops.statistics import ChannelMoments, Running, vector_device
+from client.ops.triton import exchange as triton_exchange
+from client.ops.triton.exchange import TYPES, TritonExchange
 from client.transports import device_rows
 from client.transports.transport import Transport
 
@@ -96,11 +95,11 @@ class Call:
         else:
             (output,) = batch_norm([mine], exchange)
         due = None if earlier else self._due_after(exchange, has_graph=output.requires_grad)
-        return output if due is None else self._moved(output, due.on(home(output)))
+        return output if due is None else self._moved(output, due.on(vector_device(output)))
 
     def _as_replica(self, mine: Slice, barrier: Barrier, replica: int) -> Tensor:
         """Normalises the slice of replica number `replica` of a process, together with its siblings at the barrier."""
-        mine = held(mine)
+        mine = save_in_thread(mine)
         if stream := streams.current(mine.input):
             mine = mine._replace(stream=stream)
         if is_inside_backward() and (earlier := self._earlier(mine, replica)):
@@ -116,7 +115,7 @@ class Call:
         with _disable_current_modes():
             with torch.no_grad():
                 moments = engine.moments(mine.input, mine.mask)
-            return exchanges.find(self.layer.layer_name, self.transport, replica, moments)
+            return exchange_cache.find(self.layer.layer_name, self.transport, replica, moments)
 
     def _normalise_replicas(self, slices: list[Slice]) -> list[tuple[Tensor, Any]]:
         """Runs in the last replica's thread, but not in its grad and inference modes, hooks and streams."""
@@ -139,13 +138,13 @@ class Call:
         else:
             outputs = batch_norm(slices, exchange)
         due = self._due_after(exchange, has_graph=any(output.requires_grad for output in outputs))
-        return [(output, None if due is None else due.on(home(output))) for output in outputs]
+        return [(output, None if due is None else due.on(vector_device(output))) for output in outputs]
 
     def _due_after(self, exchange: Exchange, *, has_graph: bool) -> ChannelMoments | None:
         """Keeps a call for checkpoints; returns what the running statistics move by, if they still have to."""
         if self.tally is None:
             collectives.remember()
-            exchanges.remember(exchange, has_graph=has_graph)
+            exchange_cache.add(exchange, has_graph=has_graph)
         return None if exchange.has_moved else self._due(exchange.moments)
 
     def _exchange(self, slices: list[Slice]) -> Exchange:
@@ -153,7 +152,7 @@ class Call:
         transport, layer = self.transport, self.layer
         # Threads without gradients hold nothing for a backward pass.
         capacity, x = 0, slices[0].input
-        is_needed = x.requires_grad or any(each.input.requires_grad or each.holder is NOBODY for each in slices)
+        is_needed = x.requires_grad or any(each.input.requires_grad or each.saver is UNSAVED for each in slices)
         phase = phase_of_forward(needs_gradient=is_needed)
         if device_rows.may_stay(transport, x):
             inputs = [slice_.input for slice_ in slices]

@@ -19,14 +19,12 @@ from torch.autograd.function import once_differentiable
 from client.diagnostics import collectives
 from client.nn import running_stats
 from client.nn.micro_batches import Deferred, numbered
-from client.ops import engine, program_order, rounds
-from client.ops.checkpointing import exchanges, is_inside_backward
-from client.ops.exchange import Exchange, phase_of_forward
+from client.ops import engine, program_order
+from client.ops.checkpointing import exchange_cache, is_inside_backward
+from client.ops.exchange import BackwardPasses, Exchange, backward_round, phase_of, phase_of_forward
 from client.ops.functional import Exchanging, apply_function
-from client.ops.reference import Traced, applied, slopes, vectors
-from client.ops.rounds import BackwardPasses, phase_of
-from client.ops.statistics import ChannelMoments, ChannelStatistics
-from client.ops.vectors import compute_type, widen
+from client.ops.reference import Traced, affine_vectors, apply_affine, gradient_vectors
+from client.ops.statistics import ChannelMoments, ChannelStatistics, compute_type, to_float64
 from client.session import groups
 from client.session.groups import LOCAL, Group
 from client.tracebacks import make_readable
@@ -45,7 +43,7 @@ from statsd_bn.round_key import BACKWARD, FORWARD
 COUNT, MEAN, INVSTD, SLOPE, NEWEST_COUNT, NEWEST_MEAN, NEWEST_VARIANCE, IS_DUE = range(8)
 ROWS = 8
 
-# Of the vectors that an operator returns for `reference.applied`.
+# Of the vectors that an operator returns for `reference.apply_affine`.
 VECTORS = 3
 
 # Entries of the ticket: the round's step and call, and the exchange's number.
@@ -149,8 +147,8 @@ def exchange(
         dtype: in which the slice is normalised.
 
     Returns:
-        The vectors that normalise the slice, shape (3, C), in that type, see `reference.applied`; the statistics, shape
-        (8, C), float64; the ticket, shape (3,), int64, on the host. Rows and entries of the latter are named above.
+        The vectors that normalise the slice, shape (3, C), in that type, see `reference.apply_affine`; the statistics,
+        shape (8, C), float64; the ticket, shape (3,), int64, on the host. Constants name rows and entries.
     """
     transport = transport_of(layer, group, size)
     capacity = device_rows.capacity_of(transport, [sums], phase) if device_rows.may_stay(transport, sums) else 0
@@ -164,8 +162,8 @@ def exchange(
     due = _due_after(found.moments, deferred) if found is fresh else None
     statistics = found.statistics.on(sums.device)
     ticket = torch.tensor((found.key.step, found.key.call, found.number), device="cpu")
-    applied = vectors(statistics, statistics.invstd, torch.zeros_like(statistics.mean), dtype)
-    return applied, _written(statistics, due), ticket
+    vectors = affine_vectors(statistics, statistics.invstd, torch.zeros_like(statistics.mean), dtype)
+    return vectors, _written(statistics, due), ticket
 
 
 def _count(counted: Tensor | None, shape: Shape) -> Count:
@@ -194,12 +192,12 @@ def _due_after(moments: ChannelMoments, deferred: int) -> ChannelMoments | None:
 
 def _exchanged(local: ChannelMoments, fresh: Exchange) -> Exchange:
     """Returns an exchange that has had its forward round; an earlier one if a checkpoint computes again."""
-    if is_inside_backward() and (earlier := exchanges.find(fresh.layer, fresh.transport, 0, local)):
+    if is_inside_backward() and (earlier := exchange_cache.find(fresh.layer, fresh.transport, 0, local)):
         return earlier
     fresh.forward([local])
     fresh.check_count(local.shape)
     collectives.remember()
-    exchanges.remember(fresh, has_graph=False)  # the graph has the ticket instead
+    exchange_cache.add(fresh, has_graph=False)  # the graph has the ticket instead
     return fresh
 
 
@@ -218,16 +216,17 @@ def exchange_backward(
     """Runs the backward round of this process's slice.
 
     Its sums, shape (2, C), float64, are Σdy and Σdy·(x - mean); all other arguments `exchange` was given or has
-    returned. It returns the vectors of the gradient through the statistics, shape (3, C), see `reference.slopes`.
+    returned. It returns the vectors of the gradient through the statistics, shape (3, C), see
+    `reference.gradient_vectors`.
     """
     transport = transport_of(layer, group, size)
     step, call, number = ticket.tolist()
     key = transport.key(step, call, phase_of(BACKWARD, _backward_passes.count(number)))
     rows = LocalRows.of([_count(counted, shape)], [sums])
     capacity = device_rows.capacity_of(transport, [sums]) if device_rows.stay(transport, [sums]) else 0
-    total = rounds.backward(transport, rows, capacity, key)
+    total = backward_round(transport, rows, capacity, key)
     found = _read(statistics)
-    return slopes(found, engine.means_of(total, found), dtype)
+    return gradient_vectors(found, engine.means_of(total, found), dtype)
 
 
 def _read(statistics: Tensor) -> ChannelStatistics:
@@ -266,7 +265,7 @@ class _BatchNorm(Exchanging):
     ) -> tuple[Tensor, ...]:
         moments = Traced(mask).moments(x)
         found = exchange(moments.vectors, _counted(x, mask), x.shape, *others, compute_type(x))
-        return applied(x, found[0], weight, bias).to(x.dtype), *found
+        return apply_affine(x, found[0], weight, bias).to(x.dtype), *found
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -286,14 +285,14 @@ class _BatchNorm(Exchanging):
         by_input = None
         if needs_input:
             ours = statistics, ticket, *ctx.transport
-            slopes = exchange_backward(sums, _counted(x, mask), x.shape, *ours, dtype)
-            by_input = traced.gradient(grad, x, vectors[1], slopes, weight)
-        by_weight, by_bias = (engine.vector(each, x) for each in engine.parameter_gradients(sums, found))
+            through_statistics = exchange_backward(sums, _counted(x, mask), x.shape, *ours, dtype)
+            by_input = traced.gradient(grad, x, vectors[1], through_statistics, weight)
+        by_weight, by_bias = (engine.to_parameter(each, x) for each in engine.parameter_gradients(sums, found))
         return by_input, by_weight if needs_weight else None, by_bias if needs_bias else None, *[None] * 8
 
 
 def _counted(x: Tensor, mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else widen(x, mask.sum())[0]
+    return None if mask is None else to_float64(x, mask.sum())[0]
 
 
 def batch_norm(

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from client.ops.statistics import ChannelMoments, Running
-from client.ops.vectors import compute_type, home, narrow
+from client.ops.statistics import ChannelMoments, Running, compute_type, to_compute_type, vector_device
 
 _TORCHS = frozenset({Tensor, nn.Parameter})
 _COUNTERS = frozenset({torch.int64})
@@ -18,10 +17,10 @@ def move_by(layer: Any, batch: ChannelMoments) -> None:
     """Moves a layer's running statistics towards those of this batch."""
     running = layer.running_mean
     if running is not None:
-        batch = batch.on(home(running))
+        batch = batch.on(vector_device(running))
     mean, variance = newest(batch)
     if running is not None:
-        mean, variance = narrow(running, mean, variance)
+        mean, variance = to_compute_type(running, mean, variance)
     if isinstance(batch.count, int):
         move(layer, mean, variance, has_values=batch.count > 0)
         return

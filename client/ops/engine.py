@@ -1,8 +1,7 @@
 """The steps of a layer's call for one slice, and the choice of the backend that computes them.
 
-Large tensors stay in the compute type (float32, or float64 for float64 input). Vectors are float64 tensors where
-`client.ops.vectors.home` says; they may come from another device of the process, and are copied between the two.
-Nothing here waits for a device.
+Large tensors stay in the compute type, vectors are float64, see `client.ops.statistics`. Vectors may come from another
+device of the process; they are copied asynchronously.
 """
 
 from typing import Protocol
@@ -13,27 +12,26 @@ from torch import Tensor
 from client.ops import native
 from client.ops.fused import Fused
 from client.ops.reference import Reference
-from client.ops.statistics import ChannelMoments, ChannelStatistics
-from client.ops.vectors import home, narrow
+from client.ops.statistics import ChannelMoments, ChannelStatistics, to_compute_type, vector_device
 
 
 class Backend(Protocol):
-    """Computes the steps of a layer for slices of one kind; the functions of this module say what each returns.
+    """Computes the steps of a layer for slices of one kind; the functions of this module describe each step.
 
-    All backends return the same up to rounding.
+    All backends return the same results up to rounding.
 
     Example usage:
 
         backend = backend_for(x, mask)
         moments = backend.moments(x)
         output = backend.normalise(x, statistics, weight, bias)
-        grad, x = backend.for_backward(grad, x)
+        grad, x = backend.prepare_backward(grad, x)
         sums = backend.backward_sums(grad, x, statistics)
         gradient = backend.input_gradient(grad, x, statistics, means, weight)
     """
 
-    def takes(self, x: Tensor) -> bool:
-        """Whether it computes with `x`, which is not empty and need not be dense."""
+    def supports(self, x: Tensor) -> bool:
+        """Whether it can compute with `x`, which is not empty and need not be dense."""
 
     def moments(self, x: Tensor) -> ChannelMoments:
         """Returns the moments of a slice."""
@@ -41,8 +39,8 @@ class Backend(Protocol):
     def normalise(self, x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Returns the output, in the type of `x`."""
 
-    def for_backward(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns both as the next two steps read them, which copy only what does not lie so."""
+    def prepare_backward(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns both in the layout of the next two steps, so that a copy is made once."""
 
     def backward_sums(self, grad: Tensor, x: Tensor, statistics: ChannelStatistics) -> Tensor:
         """Returns Σdy and Σdy·(x - mean), shape (2, C)."""
@@ -50,10 +48,10 @@ class Backend(Protocol):
     def input_gradient(
         self, grad: Tensor, x: Tensor, statistics: ChannelStatistics, means: Tensor, weight: Tensor | None
     ) -> Tensor:
-        """Returns dx, in the type of `x`; `means`: Σdy / n and slope * Σdy·(x - mean) / n, shape (2, C)."""
+        """Returns dx, in the type of `x`; `means` is the result of `means_of`."""
 
 
-# The first that takes a slice without a mask computes it; what none takes, the reference does.
+# The first backend that supports a slice without a mask computes it; otherwise the reference does.
 BACKENDS: tuple[Backend, ...] = (Fused(),) if native.core is None else (native.Native(), Fused())
 
 
@@ -61,7 +59,7 @@ def backend_for(x: Tensor, mask: Tensor | None = None) -> Backend:
     """Returns the backend for a slice; arguments as for `moments`."""
     if mask is None and x.numel():
         for backend in BACKENDS:
-            if backend.takes(x):
+            if backend.supports(x):
                 return backend
     return Reference(mask)
 
@@ -75,8 +73,7 @@ def moments(x: Tensor, mask: Tensor | None = None) -> ChannelMoments:
     """
     if x.numel():
         return backend_for(x, mask).moments(x)
-    nothing = zeros(2, x)
-    return ChannelMoments(0, nothing[0], nothing[1], tuple(x.shape))
+    return ChannelMoments(0, *zeros(2, x), tuple(x.shape))
 
 
 def normalise(x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -93,7 +90,7 @@ def normalise(x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, b
     """
     check_parameter("weight", weight, x)
     check_parameter("bias", bias, x)
-    return backend_for(x).normalise(x, statistics.on(home(x)), weight, bias)
+    return backend_for(x).normalise(x, statistics.on(vector_device(x)), weight, bias)
 
 
 def check_parameter(name: str, values: Tensor | None, x: Tensor) -> None:
@@ -102,19 +99,16 @@ def check_parameter(name: str, values: Tensor | None, x: Tensor) -> None:
         raise ValueError(f"expected a {name} of shape ({x.shape[1]},), got {tuple(values.shape)}")
 
 
-def for_backward(grad: Tensor, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns gradient and input as `backward_sums` and `input_gradient` read them.
-
-    Each of the two would copy what lies otherwise; this copies it once for both.
-    """
-    return backend_for(x, mask).for_backward(grad, x)
+def prepare_backward(grad: Tensor, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Returns gradient and input in the layout of `backward_sums` and `input_gradient`, which would each copy them."""
+    return backend_for(x, mask).prepare_backward(grad, x)
 
 
 def backward_sums(grad: Tensor, x: Tensor, statistics: ChannelStatistics, mask: Tensor | None = None) -> Tensor:
     """Returns Σdy and Σdy·(x - mean) of a slice: shape (2, C), float64.
 
-    Masked positions are normalised with the statistics too, so their gradients count here; but where such a gradient
-    is 0, as a loss that leaves them out makes it, a NaN or infinity that pads the input does no harm.
+    The output of masked positions is normalised too, so their gradients count. Where such a gradient is 0, because the
+    loss leaves the position out, NaN or infinity in the input has no effect.
 
     Args:
         grad: the gradient dy of the output, shape (N, C, *).
@@ -124,7 +118,7 @@ def backward_sums(grad: Tensor, x: Tensor, statistics: ChannelStatistics, mask: 
     """
     if x.numel() == 0:
         return zeros(2, x)
-    return backend_for(x, mask).backward_sums(grad, x, statistics.on(home(x)))
+    return backend_for(x, mask).backward_sums(grad, x, statistics.on(vector_device(x)))
 
 
 def input_gradient(
@@ -152,28 +146,28 @@ def input_gradient(
         ValueError: the weight has another shape.
     """
     check_parameter("weight", weight, x)
-    statistics = statistics.on(home(x))
-    means = means_of(sums.to(home(x), non_blocking=True), statistics)
+    statistics = statistics.on(vector_device(x))
+    means = means_of(sums.to(vector_device(x), non_blocking=True), statistics)
     return backend_for(x, mask).input_gradient(grad, x, statistics, means, weight)
 
 
 def means_of(sums: Tensor, statistics: ChannelStatistics) -> Tensor:
-    """Returns what `Backend.input_gradient` takes of the sums over all replicas, shape (2, C)."""
+    """Returns Σdy / n and slope * Σdy·(x - mean) / n for the sums over all replicas, shape (2, C)."""
     first, second = sums / statistics.count
     return torch.stack((first, second * statistics.slope))
 
 
 def parameter_gradients(sums: Tensor, statistics: ChannelStatistics) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of weight and bias, each of shape (C,), float64, of what `backward_sums` has returned."""
+    """Returns the gradients of weight and bias, shape (C,), float64, for the result of `backward_sums`."""
     return sums[1] * statistics.on(sums.device).invstd, sums[0]
 
 
-def vector(values: Tensor, x: Tensor) -> Tensor:
-    """Returns `values`, shape (C,), float64, in the compute type of `x` on its device, in memory of their own."""
-    (found,) = narrow(x, values.to(home(x), non_blocking=True))
-    return found.clone() if found.dtype == values.dtype else found
+def to_parameter(values: Tensor, x: Tensor) -> Tensor:
+    """Returns a copy of `values`, shape (C,), float64, in the compute type of `x` on its device."""
+    (converted,) = to_compute_type(x, values.to(vector_device(x), non_blocking=True))
+    return converted.clone() if converted.dtype == values.dtype else converted
 
 
 def zeros(number: int, x: Tensor) -> Tensor:
-    """Returns so many vectors of zeros, shape (number, C), float64."""
-    return torch.zeros(number, x.shape[1], dtype=torch.float64, device=home(x))
+    """Returns `number` vectors of zeros, shape (number, C), float64."""
+    return torch.zeros(number, x.shape[1], dtype=torch.float64, device=vector_device(x))

@@ -1,54 +1,62 @@
-"""Exchange: one call of one layer, with its rounds forward and backward."""
+"""Exchange: one call of one layer, with its rounds forward and backward, over the host or on the inputs' devices."""
 
 import itertools
-from collections.abc import Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from client.ops import rounds
-from client.ops.findings import Few, too_few
-from client.ops.rounds import phase_of
+from client.ops import non_finite
+from client.ops.device_errors import DeviceErrors, TooFewValues, async_checks, too_few_values
 from client.ops.statistics import ChannelMoments, ChannelStatistics
-from client.transports.device_rows import Count, LocalRows
+from client.transports import device_rows
+from client.transports.device_rows import Count, DeviceAggregate, LocalRows, from_host
 from client.transports.transport import Transport
 from statsd_bn.errors import ConfigurationError
+from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import FORWARD, FORWARD_WITHOUT_GRADIENT, RoundKey
 
 _numbers = itertools.count()
 
+# Few calls have a second backward pass, and only while their graph lives: up to a hundred layers of a few dozen
+# micro-batches, and of the mini-batches just before.
+MAX_COUNTED_CALLS = 2**14
 
-class Turn(NamedTuple):
-    """When a call is computed, in autograd's terms.
+
+class GraphPosition(NamedTuple):
+    """The position of a call among the nodes of autograd.
 
     Attributes:
-        sequence_nr: how many nodes there were in this thread before it.
-        is_inside_node: whether a node ran it, that of a reentrant checkpoint, say: then it has no nodes of its own.
+        sequence_nr: the number of nodes that this thread had created before the call.
+        is_inside_node: whether a node ran the call, for example a reentrant checkpoint; then the call has no node.
     """
 
     sequence_nr: int
     is_inside_node: bool
 
     def distance_to(self, node: int) -> int | None:
-        """Returns how far a node is that wants the call computed again, by its sequence number; None if it cannot.
+        """Returns the distance to a node that recomputes, by its sequence number; None if it cannot mean this call.
 
-        The node that ran the call was made before it, and all others that ask were made after it.
+        The node that ran a call was created before the call; all other nodes that recompute it were created after it.
         """
         distance = self.sequence_nr - node if self.is_inside_node else node - self.sequence_nr + 1
         return distance if distance > 0 else None
 
 
-def present_turn() -> list[Turn]:
-    """Returns the turn of a call that is computed now, in a list."""
-    return [Turn(torch._C._autograd._get_sequence_nr(), not torch.is_grad_enabled())]  # noqa: SLF001 - has no public name
+def current_position() -> list[GraphPosition]:
+    """Returns the position of a call that runs now, in a list."""
+    sequence_nr = torch._C._autograd._get_sequence_nr()  # noqa: SLF001 - has no public name
+    return [GraphPosition(sequence_nr, not torch.is_grad_enabled())]
 
 
 def phase_of_forward(*, needs_gradient: bool) -> str:
-    """Returns the phase of a forward round: by it ranks see at once whether all of them have a backward round to come.
+    """Returns the phase of a forward round, which tells ranks at once if only some of them will run a backward round.
 
-    A pass without gradients has none, whatever its input needs, so nothing is compared then.
+    Without gradient mode no rank does, so the phase does not depend on the inputs.
 
     Args:
         needs_gradient: whether the input of any local replica does.
@@ -58,25 +66,24 @@ def phase_of_forward(*, needs_gradient: bool) -> str:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Exchange:
-    """One layer's call: how it reaches the other replicas, and what they know together.
+    """One call of a layer: its transport, and the results that all replicas share.
 
     Attributes:
-        transport: the way to the others.
+        transport: of the rounds.
         layer: the layer's name, for errors.
         eps: the layer's.
         eps_mode: the layer's.
-        phase: of its forward round, see `phase_of_forward`.
-        capacity: how many rows each rank brings on its device, see `device_rows.capacity_of`; 0 where rows go over the
-            host.
-        local: what the local replicas contributed to the forward round.
+        phase: of the forward round, see `phase_of_forward`.
+        capacity: rows per rank on its device, see `device_rows.capacity_of`; 0 where rows travel over the host.
+        local: the local replicas' moments.
         key: of the forward round; None before it.
         moments: of the whole batch.
-        statistics: what they make of it.
-        number: grows with each call that this process makes.
-        turns: when it was computed, first and again.
-        has_moved: whether the forward round has moved the layer's running statistics itself.
-        computed_again: the local replicas whose checkpoints have run it a second time.
-        streams: in which the devices of the local replicas work; empty where they have none.
+        statistics: computed from `moments`.
+        number: increases with each call of this process.
+        positions: of the call, and of its recomputations.
+        has_moved: whether the forward pass has updated the layer's running statistics.
+        recomputed: the local replicas that a checkpoint has run a second time.
+        streams: of the local replicas' devices; empty on devices without streams.
     """
 
     transport: Transport
@@ -90,9 +97,9 @@ class Exchange:
     moments: ChannelMoments = field(init=False)
     statistics: ChannelStatistics = field(init=False)
     number: int = field(init=False, default_factory=_numbers.__next__)
-    turns: list[Turn] = field(init=False, default_factory=present_turn)
+    positions: list[GraphPosition] = field(init=False, default_factory=current_position)
     has_moved: bool = False
-    computed_again: set[int] = field(default_factory=set)
+    recomputed: set[int] = field(default_factory=set)
     streams: tuple[Any, ...] = ()
     _passes: dict[str, int] = field(default_factory=dict)
 
@@ -102,7 +109,7 @@ class Exchange:
         return self.key is not None
 
     def forward(self, local: list[ChannelMoments]) -> None:
-        """Exchanges the local replicas' moments for those of the whole batch.
+        """Exchanges the local replicas' moments for the moments of the whole batch.
 
         Raises:
             StatsdBNError: the round has failed; or, where rows stay on devices, an earlier one has.
@@ -112,49 +119,45 @@ class Exchange:
         rows = LocalRows.of(counts, [moments.vectors for moments in local])
         count: Count
         if self.capacity:
-            found = rounds.forward_on_devices(self.transport, rows, self.capacity, self.phase, self._few)
-            self.key, count, values = found
+            on_device, failed = _device_round(self.transport, rows, self.capacity, None, self.phase, self._too_few)
+            self.key, count, values = on_device.key, _nan_where(failed, on_device.count), on_device.values
         else:
-            aggregate, values = rounds.over_host(self.transport, rows, phase=self.phase)
+            aggregate, values = _host_round(self.transport, rows, None, self.phase)
             self.key, count = aggregate.key, aggregate.count
         self.moments = ChannelMoments(count, values[0], values[1])
         self.statistics = ChannelStatistics.of(self.moments, self.eps, self.eps_mode)
 
-    def _few(self, count: Tensor) -> Few | None:
-        """Returns whether the whole batch has too few values, as `check_count` has it; None where it has enough.
-
-        Mostly the shapes say that there are enough.
-        """
+    def _too_few(self, count: Tensor) -> TooFewValues | None:
+        """Returns the check of `check_count` for a count on a device; None where the shapes prove that it passes."""
         if sum(moments.known for moments in self.local) > 1:
             return None
         with_positions = [moments.shape for moments in self.local if 0 not in moments.shape]
         if with_positions:
-            return Few(count <= 1, self.layer, with_positions[0])
-        return Few(count == 1, self.layer, self.local[0].shape)
+            return TooFewValues(count <= 1, self.layer, with_positions[0])
+        return TooFewValues(count == 1, self.layer, self.local[0].shape)
 
     def backward(self, phase: str, local: list[Tensor]) -> Tensor:
         """Returns the sums over all replicas.
 
         Args:
-            phase: "backward" or "second backward". Each further backward pass through a graph that is kept has a round
-                of its own: "backward 2", ...
+            phase: "backward" or "second backward"; further backward passes through a retained graph number theirs:
+                "backward 2", ...
             local: shape (vectors, C) for each replica.
+
+        Raises:
+            ConfigurationError: some local replicas are missing.
         """
-        key = self.next_key(phase, len(local))
-        rows = LocalRows.of([moments.count for moments in self.local], local)
-        return rounds.backward(self.transport, rows, self.capacity, key)
-
-    def next_key(self, phase: str, replicas: int) -> RoundKey:
-        """Returns the key of the next round of this phase, to which so many local replicas bring something."""
-        if replicas != len(self.local):
+        if len(local) != len(self.local):
             raise ConfigurationError(
-                f"layer {self.layer!r}: expected gradients of all {len(self.local)} replicas of this process "
-                f"together, got those of {replicas}; a reentrant checkpoint computes one replica at a time, so pass "
-                "use_reentrant=False to torch.utils.checkpoint"
+                f"layer {self.layer!r}: backward got gradients of {len(local)} replicas, expected all "
+                f"{len(self.local)} of this process at once; pass use_reentrant=False to torch.utils.checkpoint (a "
+                "reentrant checkpoint runs one replica at a time)"
             )
-        return self._next_key(phase)
+        rows = LocalRows.of([moments.count for moments in self.local], local)
+        return backward_round(self.transport, rows, self.capacity, self.next_key(phase))
 
-    def _next_key(self, phase: str) -> RoundKey:
+    def next_key(self, phase: str) -> RoundKey:
+        """Returns the key of the next round of a backward phase."""
         number = self._passes[phase] = self._passes.get(phase, 0) + 1
         assert self.key is not None  # noqa: S101 - a backward follows a forward
         return self.key.of_phase(phase_of(phase, number))
@@ -162,8 +165,67 @@ class Exchange:
     def check_count(self, shape: Sequence[int]) -> None:
         """Raises ValueError if the whole batch has one value per channel, or none for positions of the input.
 
-        Where rows stay on devices, `forward` has seen to it.
+        On devices `forward` schedules this check.
         """
         count = self.moments.count
         if isinstance(count, int) and (count == 1 or (count == 0 and 0 not in shape)):
-            raise too_few(self.layer, count, tuple(shape))
+            raise too_few_values(self.layer, count, tuple(shape))
+
+
+def backward_round(transport: Transport, rows: LocalRows, capacity: int, key: RoundKey) -> Tensor:
+    """Returns the sums of a backward round, shape (vectors, C); NaN where it has failed on devices."""
+    if not capacity:
+        return _host_round(transport, rows, key)[1]
+    aggregate, failed = _device_round(transport, rows, capacity, key)
+    return _nan_where(failed, aggregate.values)
+
+
+def _host_round(
+    transport: Transport, rows: LocalRows, key: RoundKey | None, phase: str = FORWARD
+) -> tuple[Aggregate, Tensor]:
+    """Returns the aggregate of a round over the host, and its values, shape (vectors, C), on the rows' device."""
+    contribution = rows.on_host()
+    aggregate = transport.run_slave(contribution, key, phase=phase)
+    non_finite.check(transport, contribution, aggregate)
+    return aggregate, from_host(aggregate.values, rows.values.device)
+
+
+def _device_round(
+    transport: Transport,
+    rows: LocalRows,
+    capacity: int,
+    key: RoundKey | None,
+    phase: str = FORWARD,
+    too_few: Callable[[Tensor], TooFewValues | None] = lambda _: None,
+) -> tuple[DeviceAggregate, Tensor | None]:
+    """Returns the aggregate of a round on devices, and its `DeviceErrors.has_failed`; a later call raises the error."""
+    async_checks.poll(rows.values.device)
+    aggregate = device_rows.run(transport, rows, capacity, key, phase=phase)
+    errors = DeviceErrors(transport, rows, aggregate, too_few(aggregate.count))
+    errors.submit()
+    return aggregate, errors.has_failed()
+
+
+def _nan_where(failed: Tensor | None, values: Tensor) -> Tensor:
+    return values if failed is None else torch.where(failed, torch.full_like(values, torch.nan), values)
+
+
+def phase_of(phase: str, number: int) -> str:
+    """Returns the phase of backward pass `number`, counted from 1: "backward", "backward 2", ..."""
+    return phase if number == 1 else f"{phase} {number}"
+
+
+class BackwardPasses:
+    """A counter of the backward passes of recent calls, for compiled calls, which leave no `Exchange` to count them."""
+
+    def __init__(self) -> None:
+        self._passes: OrderedDict[int, int] = OrderedDict()  # the call with the latest pass is last
+        self._lock = threading.Lock()
+
+    def count(self, call: int) -> int:
+        """Counts a backward pass of call number `call`, and returns the number of the pass, from 1."""
+        with self._lock:
+            number = self._passes[call] = self._passes.pop(call, 0) + 1
+            if len(self._passes) > MAX_COUNTED_CALLS:
+                self._passes.popitem(last=False)
+        return number

@@ -1,10 +1,10 @@
 """The autograd functions: all local replicas in, all outputs out, one exchange each way.
 
-One node stands for all replicas of a process, because on a CPU one thread runs the whole backward pass: a node for each
-replica would wait forever for a sibling that only the same thread can run.
+One node computes all replicas of a process, because on a CPU one thread runs the whole backward pass: with a node for
+each replica, the first would wait forever for a sibling that only the same thread can run.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,56 +20,56 @@ from statsd_bn.error_text import broken
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.round_key import BACKWARD, SECOND_BACKWARD
 
+# In place of a slice's saver: nothing of it is saved.
+UNSAVED = "unsaved"
+
 
 class Slice(NamedTuple):
-    """What one replica brings.
+    """The part of the batch of one replica.
 
     Attributes:
         input: shape (N, C, *).
         weight: the replica's copy, shape (C,) or None.
-        bias: likewise.
+        bias: the replica's copy, shape (C,) or None.
         mask: shape (N, *), bool: which positions count for the statistics; None for all.
-        holder: who keeps the input, weight and mask for backward: None for the batch norm's node, which saves them;
-            `NOBODY` where they are not saved; or a node that has saved input and weight, see `held`.
-        stream: in which the replica's device works for it, see `client.ops.streams`; None where it has none.
+        saver: what saves input, weight and mask for backward: None for the batch norm's node, `UNSAVED` for nothing,
+            or a node that has saved input and weight, see `save_in_thread`.
+        stream: of the replica's device, see `client.ops.streams`; None on devices without streams.
     """
 
     input: Tensor
     weight: Tensor | None
     bias: Tensor | None
     mask: Tensor | None = None
-    holder: Any = None
+    saver: Any = None
     stream: Any = None
 
 
-NOBODY = "nobody"
+def save_in_thread(slice_: Slice) -> Slice:
+    """Saves the input in the calling thread, where a checkpoint around this replica sees it.
 
-
-def held(slice_: Slice) -> Slice:
-    """Saves the input now, in the calling thread, where a checkpoint around this replica would see it saved.
-
-    The last thread makes the batch norm for all replicas. What that saved, a checkpoint would take for the last
-    thread's, or not see. Checkpoints are hooks of their thread; without any, the batch norm may save it.
+    Checkpoints are hooks of their thread, and the last replica's thread runs the batch norm of all. Tensors saved there
+    would belong to the last thread's checkpoint, or to none. Without hooks the batch norm may save them.
 
     The weight is saved too, so that autograd notices if it changes before backward: on the module's device the copies
-    share its memory.
-
-    A thread without gradients saves nothing, whatever its siblings do.
+    share its memory. A thread without gradients saves nothing, whatever its siblings do.
     """
     if not torch.is_grad_enabled():
         weight, bias = (None if vector is None else vector.detach() for vector in (slice_.weight, slice_.bias))
-        return Slice(slice_.input.detach(), weight, bias, slice_.mask, NOBODY, slice_.stream)
+        return Slice(slice_.input.detach(), weight, bias, slice_.mask, UNSAVED, slice_.stream)
     if not checkpointing.may_have_hooks() and not torch._C._are_functorch_transforms_active():  # noqa: SLF001 - private
         return slice_
     if slice_.input.requires_grad:
-        x = _Hold.apply(slice_.input, None if slice_.weight is None else slice_.weight.detach(), None)
-        return slice_._replace(input=x, holder=x.grad_fn)
-    # With an output of the node for its input, the batch norm would take a round for a gradient nobody wants.
-    anchor = _Keep.apply(slice_.input, slice_.weight, slice_.bias)
-    return slice_._replace(holder=_Kept(anchor) if anchor.requires_grad else None)
+        x = _Save.apply(slice_.input, None if slice_.weight is None else slice_.weight.detach(), None)
+        return slice_._replace(input=x, saver=x.grad_fn)
+    # As output of such a node the input would require a gradient, and so an unnecessary round.
+    anchor = _SaveOnly.apply(slice_.input, slice_.weight, slice_.bias)
+    return slice_._replace(saver=_Saver(anchor) if anchor.requires_grad else None)
 
 
-class _Hold(torch.autograd.Function):
+class _Save(torch.autograd.Function):
+    """Saves input and weight, and returns the input."""
+
     @staticmethod
     def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:  # noqa: ARG004 - for `setup_context`
         return x.view_as(x)
@@ -83,19 +83,19 @@ class _Hold(torch.autograd.Function):
         return grad, None, None
 
 
-class _Keep(torch.autograd.Function):
-    """Saves input and weight; nobody differentiates the output, which has no elements and so keeps no memory."""
+class _SaveOnly(torch.autograd.Function):
+    """Saves input and weight; the output is never differentiated, and without elements uses no memory."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:  # noqa: ARG004 - for `setup_context`
         return x.new_empty(0)
 
-    setup_context = _Hold.setup_context
+    setup_context = _Save.setup_context
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """What such a node has saved, as long as this is there: in torch 2.6 a node ends with its output."""
+class _Saver:
+    """A `_SaveOnly` node with its output, because in torch 2.6 a node ends with its output."""
 
     output: Tensor
 
@@ -110,8 +110,8 @@ def batch_norm(slices: list[Slice], exchange: Exchange) -> list[Tensor]:
 
     Args:
         slices: one per local replica, in replica order.
-        exchange: a fresh one for this call, or that of an earlier call that is computed again. Afterwards it knows
-            the statistics of the whole batch.
+        exchange: new for this call, or the exchange of the call that is recomputed. Afterwards it has the statistics of
+            the whole batch.
 
     Returns:
         An output per slice.
@@ -120,26 +120,26 @@ def batch_norm(slices: list[Slice], exchange: Exchange) -> list[Tensor]:
         ValueError: the whole batch has one value per channel, or none where there are positions to normalise.
         StatsdBNError: the exchange failed; most kinds are RoundFailed.
     """
-    inputs, weights, biases, masks, holders, _ = zip(*slices, strict=True)
-    return list(apply_function(_BatchNorm, exchange, holders, *inputs, *weights, *biases, *masks))
+    inputs, weights, biases, masks, savers, _ = zip(*slices, strict=True)
+    return list(apply_function(_BatchNorm, exchange, savers, *inputs, *weights, *biases, *masks))
 
 
 def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """`function.apply` without its search for default arguments, which would double the time of the call."""
+    """Calls `function.apply` without its search for default arguments, which would double the time of the call."""
     if torch._C._are_functorch_transforms_active():  # noqa: SLF001 - torch asks the same
         return function.apply(*arguments)
-    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]  # it comes from C
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]  # defined in C
 
 
 class Exchanging(torch.autograd.Function):
-    """A function that sends rounds; its errors say what torch cannot do with it."""
+    """A function that sends rounds; its errors name the transforms of torch that it does not support."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
         """Raises NotImplementedError."""
         raise NotImplementedError(
             broken(
-                "synchronised batch norm cannot be mapped by torch.vmap, which torch.func.jacrev does; "
+                "synchronised batch norm does not support torch.vmap, nor torch.func.jacrev, which uses it; "
                 "torch.func.grad and vjp work"
             )
         )
@@ -149,86 +149,90 @@ class Exchanging(torch.autograd.Function):
         """Raises NotImplementedError."""
         raise NotImplementedError(
             broken(
-                "synchronised batch norm has no forward-mode derivatives, as torch.func.jvp and jacfwd want them; "
-                "backward, torch.func.grad and vjp work"
+                "synchronised batch norm has no forward-mode derivative (torch.func.jvp, jacfwd); use backward, "
+                "torch.func.grad or vjp"
             )
         )
 
 
 class _BatchNorm(Exchanging):
     @staticmethod
-    def forward(exchange: Exchange, holders: list[Any], *tensors: Any) -> tuple[Tensor, ...]:  # noqa: ARG004 - below
+    def forward(exchange: Exchange, savers: list[Any], *tensors: Any) -> tuple[Tensor, ...]:  # noqa: ARG004 - below
         inputs, weights, biases, masks = _split(tensors, 4)
         if not exchange.is_done:
             exchange.forward([engine.moments(x, mask) for x, mask in zip(inputs, masks, strict=True)])
-        return tuple([_normalise(exchange, *parts) for parts in zip(inputs, weights, biases, strict=True)])
+        outputs = []
+        for x, weight, bias in zip(inputs, weights, biases, strict=True):
+            exchange.check_count(x.shape)
+            outputs.append(engine.normalise(x, exchange.statistics, weight, bias))
+        return tuple(outputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.exchange, ctx.holders, *tensors = inputs
+        ctx.exchange, ctx.savers, *tensors = inputs
         xs, weights, _, masks = _split(tensors, 4)
         ctx.replicas = len(output)
-        if not any(ctx.holders):
+        if not any(ctx.savers):
             ctx.unsaved = None
             ctx.save_for_backward(*xs, *weights, *masks)
             return
-        unheld = (x if holder in {None, NOBODY} else None for x, holder in zip(xs, ctx.holders, strict=True))
-        kept = [*zip((*unheld, *weights, *masks), ctx.holders * 3, strict=True)]
-        ctx.unsaved = [None if holder is None else tensor for tensor, holder in kept]
-        ctx.save_for_backward(*(tensor if holder is None else None for tensor, holder in kept))
+        own_xs = (x if saver in {None, UNSAVED} else None for x, saver in zip(xs, ctx.savers, strict=True))
+        tensors_and_savers = [*zip((*own_xs, *weights, *masks), ctx.savers * 3, strict=True)]
+        ctx.unsaved = [None if saver is None else tensor for tensor, saver in tensors_and_savers]
+        ctx.save_for_backward(*(tensor if saver is None else None for tensor, saver in tensors_and_savers))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needs = _split(ctx.needs_input_grad[2 : 2 + 3 * ctx.replicas], 3)
-        xs, weights, masks = _split(_kept(ctx), 3)
+        xs, weights, masks = _split(_saved(ctx), 3)
         arguments = _BackwardPass(ctx.exchange, needs), *grads, *xs, *weights, *masks
-        # A graph of this pass, and so a node for it, is made only where someone asks for it.
+        # The pass becomes a node only where a graph of it is asked for.
         run = partial(apply_function, _Backward) if torch.is_grad_enabled() else _Backward.forward
-        try:
-            gradients = streams.computed_in(ctx.exchange.streams, arguments, partial(run, *arguments))
-        except StatsdBNError as error:
-            make_readable(error)
-            raise
+        gradients = _run_in_streams(ctx.exchange, run, arguments)
         return None, None, *gradients, *[None] * ctx.replicas
 
 
-def _normalise(exchange: Exchange, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    exchange.check_count(x.shape)
-    return engine.normalise(x, exchange.statistics, weight, bias)
-
-
-def _kept(ctx: Any) -> Sequence[Tensor | None]:
-    """Returns inputs, weights and masks, wherever they have been kept."""
+def _saved(ctx: Any) -> Sequence[Tensor | None]:
+    """Returns inputs, weights and masks, from the batch norm's node or the slices' savers."""
     if ctx.unsaved is None:
-        saved: Sequence[Tensor | None] = ctx.saved_tensors
-        return saved
-    kept = [here if there is None else there for here, there in zip(ctx.saved_tensors, ctx.unsaved, strict=True)]
-    for number, holder in enumerate(ctx.holders):
-        if holder not in {None, NOBODY}:
-            kept[number], _ = holder.saved_tensors
-    return kept
+        tensors: Sequence[Tensor | None] = ctx.saved_tensors
+        return tensors
+    merged = [own if other is None else other for own, other in zip(ctx.saved_tensors, ctx.unsaved, strict=True)]
+    for number, saver in enumerate(ctx.savers):
+        if saver not in {None, UNSAVED}:
+            merged[number], _ = saver.saved_tensors
+    return merged
+
+
+def _run_in_streams(exchange: Exchange, run: Any, arguments: tuple[Any, ...]) -> Sequence[Any]:
+    """Computes a part of the backward pass in the replicas' streams; a failed round shows the user's frames only."""
+    try:
+        return streams.run_in(exchange.streams, arguments, partial(run, *arguments))
+    except StatsdBNError as error:
+        make_readable(error)
+        raise
 
 
 def backward_by_operators(
     exchange: Exchange, needs: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of one slice's input, weight and bias, which can be differentiated once more.
+    """Returns the gradients of one slice's input, weight and bias; they can be differentiated again.
 
     Args:
         exchange: the call's.
-        needs: which of them are needed.
+        needs: which of the gradients are needed.
         grad: of the output.
         x: the input.
         weight: shape (C,) or None.
     """
-    this = _BackwardPass(exchange, [(need,) for need in needs])
-    found: tuple[Tensor | None, ...] = apply_function(_Backward, this, grad, x, weight, None)
-    return found
+    backward_pass = _BackwardPass(exchange, [(need,) for need in needs])
+    gradients: tuple[Tensor | None, ...] = apply_function(_Backward, backward_pass, grad, x, weight, None)
+    return gradients
 
 
 @dataclass(slots=True)
 class _BackwardPass:
-    """One backward pass of a call, and what a second derivative needs of it.
+    """One backward pass of a call, with the results that a second derivative needs.
 
     Attributes:
         exchange: the call's.
@@ -250,14 +254,22 @@ class _Backward(Exchanging):
     def forward(this: _BackwardPass, *tensors: Any) -> tuple[Tensor | None, ...]:
         grads, inputs, weights, masks = _split(tensors, 4)
         statistics = this.exchange.statistics
-        slices = zip(grads, inputs, masks, strict=True)
-        grads, inputs = zip(*[engine.for_backward(*slice_) for slice_ in slices], strict=True)
-        slices = zip(grads, inputs, masks, strict=True)
-        this.local = [engine.backward_sums(grad, x, statistics, mask) for grad, x, mask in slices]
+        prepared = [engine.prepare_backward(*slice_) for slice_ in zip(grads, inputs, masks, strict=True)]
+        this.local = [
+            engine.backward_sums(grad, x, statistics, mask) for (grad, x), mask in zip(prepared, masks, strict=True)
+        ]
         by_weight, by_bias = zip(*[engine.parameter_gradients(sums, statistics) for sums in this.local], strict=True)
-        _, needs_weight, needs_bias = this.needs
+        needs_input, needs_weight, needs_bias = this.needs
+        by_input: list[Tensor | None] = [None] * len(inputs)
+        # Only the inputs' gradients need the other replicas; parameters keep their local sums, as under DDP.
+        if any(needs_input):
+            this.total = total = this.exchange.backward(BACKWARD, this.local)
+            by_input = [
+                engine.input_gradient(grad, x, statistics, total, weight, mask)
+                for (grad, x), weight, mask in zip(prepared, weights, masks, strict=True)
+            ]
         return (
-            *_input_gradients(this, grads, inputs, weights, masks),
+            *by_input,
             *_where_needed(needs_weight, by_weight, inputs),
             *_where_needed(needs_bias, by_bias, inputs),
         )
@@ -271,12 +283,7 @@ class _Backward(Exchanging):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         replicas = len(ctx.backward_pass.local)
         arguments = ctx.backward_pass, *ctx.saved_tensors, *gradients
-        run = partial(_SecondBackward.apply, *arguments)
-        try:
-            found = streams.computed_in(ctx.backward_pass.exchange.streams, arguments, run)
-        except StatsdBNError as error:
-            make_readable(error)
-            raise
+        found = _run_in_streams(ctx.backward_pass.exchange, _SecondBackward.apply, arguments)
         return None, *found, *[None] * replicas
 
 
@@ -302,31 +309,13 @@ class _SecondBackward(Exchanging):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        raise NotImplementedError("synchronised batch norm has first and second derivatives, and no third")
+        raise NotImplementedError("synchronised batch norm supports first and second derivatives, not the third")
 
 
-def _input_gradients(
-    this: _BackwardPass,
-    grads: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    weights: Sequence[Tensor | None],
-    masks: Sequence[Tensor | None],
-) -> list[Tensor | None]:
-    """Only the inputs' gradients need the other replicas; parameters keep their local sums, as under DDP."""
-    if not any(this.needs[0]):
-        return [None] * len(inputs)
-    this.total = total = this.exchange.backward(BACKWARD, this.local)
+def _where_needed(needs: tuple[bool, ...], vectors: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor | None]:
     return [
-        engine.input_gradient(grad, x, this.exchange.statistics, total, weight, mask)
-        for grad, x, weight, mask in zip(grads, inputs, weights, masks, strict=True)
+        engine.to_parameter(values, x) if need else None for need, values, x in zip(needs, vectors, inputs, strict=True)
     ]
-
-
-def _where_needed(
-    needs: tuple[bool, ...], found: Sequence[Tensor], inputs: Sequence[Tensor]
-) -> Iterator[Tensor | None]:
-    for need, values, x in zip(needs, found, inputs, strict=True):
-        yield engine.vector(values, x) if need else None
 
 
 def _split(values: Any, parts: int) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The backend of the native core, for what is on a CPU; `client.native` has the core itself."""
+"""The backend for CPUs, computed by the native core; `client.native` loads the core itself."""
 
 import ctypes
 from functools import lru_cache
@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from client.native import library
-from client.native.library import BF16, DONE, F16, F32, F64, Slice
+from client.native.library import BF16, DONE, F16, F32, F64, PlanStruct, SliceStruct
 from client.native.row import Pass
-from client.ops.statistics import ChannelMoments, ChannelStatistics
-from client.ops.vectors import alike, dense
+from client.ops.statistics import ChannelMoments, ChannelStatistics, dense, same_layout
 
 CODES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.float64: F64}
 
-# Up to so many values the core takes less time than to release Python's global lock and to take it again.
+# Up to this number of values the core takes less time than releasing and acquiring the GIL.
 SMALL = 2**15
 
 core = library.library()
@@ -24,10 +23,10 @@ core = library.library()
 _TORCHS = frozenset({Tensor, torch.nn.Parameter})
 
 
-def takes(tensor: Tensor) -> bool:
-    """Whether the core computes with a tensor: with plain values in this process's memory, of a type that it knows."""
+def supports(tensor: Tensor) -> bool:
+    """Whether the core can compute with a tensor: plain values of a supported type in this process's memory."""
     return (
-        type(tensor) in _TORCHS  # of a subclass, such as a fake tensor, nobody knows what its address means
+        type(tensor) in _TORCHS  # the address of a subclass, such as a fake tensor, may not point to its values
         and tensor.is_cpu
         and tensor.dtype in CODES
         and tensor.layout is torch.strided
@@ -38,9 +37,9 @@ def takes(tensor: Tensor) -> bool:
 class Native:
     """The backend for a CPU, without masks."""
 
-    def takes(self, x: Tensor) -> bool:
-        """Takes all types of floating point that torch computes batch norm in."""
-        return takes(x)
+    def supports(self, x: Tensor) -> bool:
+        """Supports all floating-point types of torch's batch norm."""
+        return supports(x)
 
     def moments(self, x: Tensor) -> ChannelMoments:
         """Adds in float64 from the first value on."""
@@ -52,18 +51,16 @@ class Native:
         return ChannelMoments(x.numel() // channels, sums, squares, tuple(x.shape))
 
     def normalise(self, x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Computes in float64, and rounds once."""
+        """Computes in float64 and rounds once."""
         x = ready(x)
         output = output_for(x)
         kept = _kept(statistics, statistics.slope, x)
         weight, bias = _ready_parameter(weight), _ready_parameter(bias)
-        _call(
-            "sbn_normalize", x, x.data_ptr(), output.data_ptr(), kept.data_ptr(), *parameter(weight), *parameter(bias)
-        )
+        _call("sbn_normalize", x, x.data_ptr(), output.data_ptr(), kept.data_ptr(), *_pointer(weight), *_pointer(bias))
         return output
 
-    def for_backward(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns both alike."""
+    def prepare_backward(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns both in one layout and type."""
         return _alike(grad, x)
 
     def backward_sums(self, grad: Tensor, x: Tensor, statistics: ChannelStatistics) -> Tensor:
@@ -77,7 +74,7 @@ class Native:
     def input_gradient(
         self, grad: Tensor, x: Tensor, statistics: ChannelStatistics, means: Tensor, weight: Tensor | None
     ) -> Tensor:
-        """Computes in float64, and rounds once."""
+        """Computes in float64 and rounds once."""
         grad, x = _alike(grad, x)
         found = output_for(x)
         kept = _kept(statistics, torch.ones_like(statistics.slope), x)  # the means have the slope in them
@@ -85,7 +82,7 @@ class Native:
         weight = _ready_parameter(weight)
         _call(
             "sbn_input_grad", x, grad.data_ptr(), x.data_ptr(), found.data_ptr(), kept.data_ptr(), total.data_ptr(),
-            *parameter(weight),
+            *_pointer(weight),
         )  # fmt: skip
         return found
 
@@ -94,16 +91,16 @@ def ready(x: Tensor) -> Tensor:
     """Returns `x` dense.
 
     Raises:
-        RuntimeError: it has no values in memory, as where a mode makes fake tensors.
+        RuntimeError: it has no values in memory, for example a fake tensor.
     """
     x = dense(x)
-    if not takes(x) or not x.data_ptr():
+    if not supports(x) or not x.data_ptr():
         refuse(x)
     return x
 
 
 def output_for(x: Tensor) -> Tensor:
-    """Returns a tensor like `x` to be written; errors as for `ready`."""
+    """Returns an uninitialised tensor like `x`; errors as for `ready`."""
     output = torch.empty_like(x)
     if type(output) is not Tensor:
         refuse(output)
@@ -111,7 +108,7 @@ def output_for(x: Tensor) -> Tensor:
 
 
 def refuse(tensor: Tensor) -> int:
-    """Raises RuntimeError, because a tensor has no values in memory; for want of its address."""
+    """Raises RuntimeError for a tensor without values in memory; a stand-in for its address."""
     raise RuntimeError(f"expected a tensor with values in memory, got {type(tensor).__name__} on {tensor.device}")
 
 
@@ -119,30 +116,32 @@ def _alike(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     x = ready(x)
     if grad.shape != x.shape:
         raise RuntimeError(f"expected a gradient of shape {tuple(x.shape)}, got {tuple(grad.shape)}")
-    grad, x = alike(grad, x)
-    return (grad if takes(grad) else output_for(x).copy_(grad)), x
+    grad, x = same_layout(grad, x)
+    return (grad if supports(grad) else output_for(x).copy_(grad)), x
 
 
 def _kept(statistics: ChannelStatistics, slope: Tensor, x: Tensor) -> Tensor:
-    """Returns what the core keeps of a forward pass, shape (3, C)."""
+    """Returns mean, invstd and slope as the core stores them, shape (3, C)."""
     if statistics.mean.shape != x.shape[1:2]:
-        raise RuntimeError(f"expected an input of {len(statistics.mean)} channels, as before, got {x.shape[1]}")
+        raise RuntimeError(
+            f"expected an input of {len(statistics.mean)} channels, as in the forward pass, got {x.shape[1]}"
+        )
     return torch.stack((statistics.mean, statistics.invstd, slope))
 
 
 def _call(name: str, x: Tensor, *arguments: Any) -> None:
-    plan = slice_of(x)
+    plan = plan_of(x.shape, x.dtype, x.is_contiguous(), torch.get_num_threads())
     if getattr(plan.core, name)(plan.address, *arguments) != DONE:
-        raise MemoryError("the native core got no memory for vectors of one value per channel")
+        raise MemoryError("the native core could not allocate vectors of one value per channel")
 
 
-def parameter(values: Tensor | None) -> tuple[int | None, int]:
-    """Returns address and type of a dense weight, bias or the like, as the core takes them."""
+def _pointer(values: Tensor | None) -> tuple[int | None, int]:
+    """Returns address and type code of a dense parameter."""
     return (None, F32) if values is None else (values.data_ptr() or refuse(values), CODES[values.dtype])
 
 
-def takes_parameter(values: Tensor | None) -> bool:
-    """Whether the core takes a weight or bias as it lies."""
+def supports_parameter(values: Tensor | None) -> bool:
+    """Whether the core can read a weight or bias without a copy."""
     return values is None or (
         type(values) in _TORCHS
         and values.is_cpu
@@ -154,7 +153,7 @@ def takes_parameter(values: Tensor | None) -> bool:
 
 
 def _ready_parameter(values: Tensor | None) -> Tensor | None:
-    if values is None or takes_parameter(values):
+    if values is None or supports_parameter(values):
         return values
     if not values.is_cpu:
         raise RuntimeError(f"expected weight and bias on the device of the input, cpu, got {values.device}")
@@ -162,20 +161,15 @@ def _ready_parameter(values: Tensor | None) -> Tensor | None:
     return torch.empty(values.shape, dtype=dtype, device="cpu").copy_(values.detach())
 
 
-def slice_of(x: Tensor) -> "Plan":
-    """Returns the description of a dense `x`, shape (N, C, *); it has to live as long as its address is in use."""
-    return plan_of(x.shape, x.dtype, x.is_contiguous(), torch.get_num_threads())
-
-
-class Plan(library.Plan):
-    """A plan that knows where it is, and what follows from it.
+class Plan(PlanStruct):
+    """A plan with its address and the functions that use it.
 
     Attributes:
-        address: as functions of the core take it, for that of its slice too.
+        address: of the plan, and of its slice, which comes first.
         channels: C.
         count: values per channel.
-        core: the functions of the core for such slices: those of large ones release Python's global lock.
-        forward: the forward pass; behind its rows are mean, inverse deviation and slope.
+        core: the functions of the core for such slices; for large ones they release the GIL.
+        forward: the forward pass; its buffer holds the rows, then mean, invstd and slope.
         backward: the backward pass.
     """
 
@@ -202,20 +196,29 @@ def plan_of(
 ) -> Plan:
     """Returns the plan of calls with a dense input of this shape and type.
 
-    Weight, bias or its gradient, and running statistics have these types, as far as there are any. `momentum` is as in
-    `Running`; eps and eps_mode are the layer's.
+    Args:
+        shape: (N, C, *).
+        dtype: of the input.
+        is_contiguous: else the input is channels_last.
+        threads: the largest number of threads.
+        weight: its type; None without weight.
+        bias: the type of the bias, or of its gradient; None without it.
+        running: the type of the running statistics; None without them.
+        momentum: as in `Running`.
+        eps: the layer's.
+        eps_mode: the layer's.
     """
     samples, channels, *positions = shape
     length = prod(positions)
     is_rows = length == 1 or not is_contiguous
     sizes = (samples * length, channels, 1) if is_rows else (samples, channels, length)
-    slice_ = Slice(*sizes, CODES[dtype], is_rows, threads)
+    slice_ = SliceStruct(*sizes, CODES[dtype], is_rows, threads)
     codes = (F32 if each is None else CODES[each] for each in (weight, bias, running))
-    found = Plan(slice_, *codes, eps_mode == "clamp", eps, momentum)
-    found.address, found.channels, found.count = ctypes.addressof(found), channels, samples * length
-    assert core is not None  # noqa: S101 - `takes` is asked before
-    of, others = core.holding if found.count * channels <= SMALL else core.releasing, core.releasing
-    found.core = of
-    found.forward = Pass(ctypes.c_double * (7 * channels + 2), of.sbn_forward, others.sbn_forward)
-    found.backward = Pass(ctypes.c_double * (4 * channels + 2), of.sbn_backward, others.sbn_backward)
-    return found
+    plan = Plan(slice_, *codes, eps_mode == "clamp", eps, momentum)
+    plan.address, plan.channels, plan.count = ctypes.addressof(plan), channels, samples * length
+    assert core is not None  # noqa: S101 - `supports` is checked before
+    of, others = core.holding if plan.count * channels <= SMALL else core.releasing, core.releasing
+    plan.core = of
+    plan.forward = Pass(ctypes.c_double * (7 * channels + 2), of.sbn_forward, others.sbn_forward)
+    plan.backward = Pass(ctypes.c_double * (4 * channels + 2), of.sbn_backward, others.sbn_backward)
+    return plan

@@ -12,12 +12,11 @@ from torch import Tensor
 from client.native.library import EXCHANGE, FINISH
 from client.native.row import NativeRow
 from client.ops import native, non_finite
-from client.ops.findings import too_few
+from client.ops.device_errors import too_few_values
 from client.ops.functional import Slice
-from client.ops.native import Plan, output_for, plan_of, ready, refuse, takes, takes_parameter
+from client.ops.native import Plan, output_for, plan_of, ready, refuse, supports, supports_parameter
 from client.ops.plain import PlainExchange, is_plain
-from client.ops.statistics import ChannelMoments, ChannelStatistics, Running
-from client.ops.vectors import alike, compute_type
+from client.ops.statistics import ChannelMoments, ChannelStatistics, Running, compute_type, same_layout
 from client.transports.transport import RowDone
 from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import BACKWARD, RoundKey
@@ -30,11 +29,11 @@ def serves(mine: Slice) -> bool:
     x = mine.input
     return (
         native.core is not None
-        and takes(x)
+        and supports(x)
         and x.numel() > 0
         and is_plain(mine)
-        and takes_parameter(mine.weight)
-        and takes_parameter(mine.bias)
+        and supports_parameter(mine.weight)
+        and supports_parameter(mine.bias)
         and not (x.is_inference() and torch.is_grad_enabled())  # autograd would raise, but only after the round
     )
 
@@ -81,7 +80,7 @@ class NativeExchange(PlainExchange):
             return output
         key = self._round(row, self.transport.run_row(row, None, self.phase))
         if self.room[4 * plan.channels + 1] == 1:
-            raise too_few(self.layer, 1, tuple(x.shape))
+            raise too_few_values(self.layer, 1, tuple(x.shape))
         self.key, self.has_moved, self.running = key, self.running is not None, None
         return output
 
@@ -95,14 +94,14 @@ class NativeExchange(PlainExchange):
 
     def may_compute(self, grad: Tensor, x: Tensor, weight: Tensor | None) -> bool:
         """Whether the core supports these tensors, which hooks or users may have changed since the forward pass."""
-        return takes(grad) and takes(x) and x.shape == self.shape and takes_parameter(weight)
+        return supports(grad) and supports(x) and x.shape == self.shape and supports_parameter(weight)
 
     def gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor | None, needs: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
         """Returns the gradients of input, weight and bias; None for those not needed."""
         if not x.is_contiguous() or grad.dtype != x.dtype or grad.stride() != x.stride():
-            grad, x = alike(grad, x)
+            grad, x = same_layout(grad, x)
         needs_input, needs_weight, needs_bias = needs
         bias = compute_type(x)
         of = None if weight is None else weight.dtype
@@ -121,7 +120,7 @@ class NativeExchange(PlainExchange):
         if needs_input:
             # The count stays forward's: a member lost since then sends no gradient, but is part of the statistics.
             count = int(self.room[4 * plan.channels + 1])
-            self._round(row, self.transport.run_row(row, self._next_key(BACKWARD), self.phase), count)
+            self._round(row, self.transport.run_row(row, self.next_key(BACKWARD), self.phase), count)
         else:  # parameters keep their local sums, as under DDP
             row.run(EXCHANGE)
         return of_input, of_weight, of_bias

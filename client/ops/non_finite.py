@@ -1,11 +1,11 @@
-"""NaN and infinity in an aggregate: logged once, or refused.
+"""NaN and infinity in an aggregate: logged once, or raised as `NonFinite`.
 
-They go from rank to rank through the statistics, so after one round all ranks have them. Each transport says whose rows
-had them first.
+Every rank receives them through the statistics, so after one round all ranks have them. Each transport names the ranks
+that had them first.
 
-Gradients may be infinite on purpose: a GradScaler scales them until they overflow, and skips such a step. So a backward
-round is never refused, and no finding by itself. A forward round with values that are not finite is one, and what came
-in the gradients before it is then logged as well.
+Gradients may be infinite on purpose: a GradScaler increases its scale until they overflow, and skips such a step. So a
+backward round never raises, and alone is no finding. A forward round with non-finite values is one, and the non-finite
+gradients before it are then logged too.
 """
 
 import logging
@@ -28,39 +28,42 @@ from statsd_bn.round_key import RoundKey, first_non_finite
 
 logger = logging.getLogger("statsd_bn.client")
 
-# What `Connection.told_non_finite` has for gradients, beside `NON_FINITE`.
+# The key of gradients in `Connection.told_non_finite`, next to `NON_FINITE`.
 _GRADIENTS = "gradients"
 
-# Of rounds without a connection; a connection has its own.
-_told_here: dict[str, tuple[int, str]] = {}
+# The reports of rounds without a connection, like `Connection.told_non_finite`.
+_local_reports: dict[str, tuple[int, str]] = {}
 
-ADVICE = "Look at what the named ranks compute before this layer; the other ranks have it from their statistics."
+ADVICE = (
+    "Check what the named ranks compute before this layer; the other ranks received NaN or infinity through the "
+    "statistics."
+)
 
 
-def check(transport: Transport, brought: Rows, aggregate: Aggregate) -> None:
-    """Tells of an aggregate that is not finite, or refuses it.
+def check(transport: Transport, contribution: Rows, aggregate: Aggregate) -> None:
+    """Logs or raises an aggregate that is not finite, as the policy says.
 
     Args:
-        transport: it came over.
-        brought: this process's rows in it.
-        aggregate: any.
+        transport: of the round.
+        contribution: this process's rows.
+        aggregate: the result, finite or not.
 
     Raises:
-        NonFinite: it is one of a forward round and not finite, and the policy is to raise then.
+        NonFinite: the aggregate of a forward round is not finite, and the policy is "raise".
     """
     if aggregate.non_finite.runs:
-        _meet(transport, brought, aggregate)
+        _report(transport, contribution, aggregate)
 
 
 def is_awaited(transport: Transport) -> bool:
-    """Whether anything is reported or refused where an aggregate of this transport is not finite."""
+    """Whether a non-finite aggregate of this transport would be logged or raised."""
     connection = _connection_of(transport)
     policy = _policy(connection)
-    return policy == RAISE or (policy == WARN and NON_FINITE not in _told_over(connection))
+    return policy == RAISE or (policy == WARN and NON_FINITE not in _reports(connection))
 
 
 def raises(transport: Transport, key: RoundKey) -> bool:
-    """Whether an aggregate of this round is refused if it is not finite, before anything is made of it."""
+    """Whether a non-finite aggregate of this round raises, before its result is used."""
     return key.is_forward and _policy(_connection_of(transport)) == RAISE
 
 
@@ -68,32 +71,34 @@ def _connection_of(transport: Transport) -> Connection | None:
     return transport.connection if isinstance(transport, SlavePipe) else current_connection()
 
 
-def _told_over(connection: Connection | None) -> dict[str, tuple[int, str]]:
-    return _told_here if connection is None else connection.told_non_finite
+def _reports(connection: Connection | None) -> dict[str, tuple[int, str]]:
+    return _local_reports if connection is None else connection.told_non_finite
 
 
-def _meet(transport: Transport, brought: Rows, aggregate: Aggregate) -> None:
+def _report(transport: Transport, contribution: Rows, aggregate: Aggregate) -> None:
     connection = _connection_of(transport)
     policy = _policy(connection)
-    told = _told_over(connection)
-    if policy == IGNORE or (policy == WARN and NON_FINITE in told):
+    reports = _reports(connection)
+    if policy == IGNORE or (policy == WARN and NON_FINITE in reports):
         return
-    step, gradients = told.get(_GRADIENTS, (-1, ""))
+    own_place = {transport.rank: connection.member.host_and_pid if connection else this_place()}
+    step, gradients = reports.get(_GRADIENTS, (-1, ""))
     if not aggregate.key.is_forward:
-        if aggregate.key.step > step:  # the first round of a backward pass is where they come from
-            # Trainings with a GradScaler begin with some, so no other rank is asked where it runs.
-            text = _text(transport, brought, aggregate, _own_place(transport))
-            told[_GRADIENTS] = aggregate.key.step, text
+        if aggregate.key.step > step:  # the first round of a backward pass has the origin
+            # A training with a GradScaler starts with such steps, so no other rank is asked for its place.
+            text = _text(transport, contribution, aggregate, own_place)
+            reports[_GRADIENTS] = aggregate.key.step, text
             if not gradients:
                 logger.info("%s; a GradScaler skips such a step", text)
         return
-    if gradients and NON_FINITE not in told:
+    if gradients and NON_FINITE not in reports:
         logger.warning("%s", gradients)
-    told[NON_FINITE] = aggregate.key.step, ""
+    reports[NON_FINITE] = aggregate.key.step, ""
     if policy == RAISE:
-        raise _error(aggregate, _places(transport, aggregate))
+        is_own_alone = list(aggregate.non_finite) == list(own_place)
+        raise _error(aggregate, own_place if is_own_alone else {**transport.places(), **own_place})
     is_own = transport.rank in aggregate.non_finite
-    text = _text(transport, brought, aggregate, _own_place(transport) if is_own else transport.places())
+    text = _text(transport, contribution, aggregate, own_place if is_own else transport.places())
     logger.log(logging.ERROR if is_own else logging.WARNING, "%s", text)
 
 
@@ -108,46 +113,33 @@ def _policy(connection: Connection | None) -> str:
     return policy
 
 
-def _own_place(transport: Transport) -> dict[int, str]:
-    connection = _connection_of(transport)
-    return {transport.rank: connection.member.host_and_pid if connection else this_place()}
-
-
-def _places(transport: Transport, aggregate: Aggregate) -> dict[int, str]:
-    """Returns where the ranks run whose rows were not finite; the others are asked for only where there are any."""
-    own = _own_place(transport)
-    is_own_alone = list(aggregate.non_finite) == list(own)
-    return own if is_own_alone else {**transport.places(), **own}
-
-
-def _text(transport: Transport, brought: Rows, aggregate: Aggregate, places: Mapping[int, str]) -> str:
-    """Returns what is told; this rank tells of itself, with the replica that it was."""
+def _text(transport: Transport, contribution: Rows, aggregate: Aggregate, places: Mapping[int, str]) -> str:
+    """Returns the log line; a rank that is an origin itself names its replicas."""
     who = ranks_in_words(aggregate.non_finite, places)
     if transport.rank in aggregate.non_finite:
-        who = f"rank {transport.rank} ({places[transport.rank]}{_replicas(brought)})"
+        who = f"rank {transport.rank} ({places[transport.rank]}{_replicas(contribution)})"
         if others := len(aggregate.non_finite) - 1:
             who += f" and {others} more"
     what, has_steps = str(not_finite(aggregate.values)), not isinstance(transport, LocalPipe)
     return first_non_finite(aggregate.key, who, what, has_steps=has_steps)
 
 
-def _replicas(brought: Rows) -> str:
-    """Says which of several replicas of this process it was."""
-    if len(brought.counts) == 1:
+def _replicas(contribution: Rows) -> str:
+    if len(contribution.counts) == 1:
         return ""
-    bearers = [str(number) for number, row in enumerate(brought.values) if not is_finite(row)]
+    bearers = [str(number) for number, row in enumerate(contribution.values) if not is_finite(row)]
     return f", replica{'s' * (len(bearers) > 1)} {', '.join(bearers)}"
 
 
 def _error(aggregate: Aggregate, places: Mapping[int, str]) -> NonFinite:
-    whose, what = aggregate.non_finite, not_finite(aggregate.values)
-    names = [rank_in_words(rank, places) for rank in whose]
-    table = [Place([Row((name,)) for name in names[:MOST_ROWS]], len(names), "brought them")]
-    text = f"{ranks_in_words(whose)} brought values that are not finite: {what}"
+    bearers, what = aggregate.non_finite, not_finite(aggregate.values)
+    names = [rank_in_words(rank, places) for rank in bearers]
+    table = [Place([Row((name,)) for name in names[:MOST_ROWS]], len(names), "sent them")]
+    text = f"{ranks_in_words(bearers)} sent non-finite values: {what}"
     return NonFinite(
         error_text(text, table=table, where=str(aggregate.key), advice=ADVICE),
         **aggregate.key.fields,
-        members=list(whose),
+        members=list(bearers),
         names=names,
         spoilt_channels=what.spoilt,
         channels=what.channels,

@@ -19,12 +19,12 @@ from statsd_bn.errors import StatsdBNError
 
 
 def is_plain(mine: Slice) -> bool:
-    """Whether a slice has no mask, stream or holder, and parameters of C values; kernels do not check lengths."""
-    x, weight, bias, mask, holder, stream = mine
+    """Whether a slice has no mask, stream or saver, and parameters of C values; kernels do not check lengths."""
+    x, weight, bias, mask, saver, stream = mine
     channels = x.shape[1:2]
     return (
         mask is None
-        and holder is None
+        and saver is None
         and stream is None
         and (weight is None or weight.shape == channels)
         and (bias is None or bias.shape == channels)

@@ -1,14 +1,14 @@
-"""Rounds in the program's order, in the code that inductor makes.
+"""Program order of rounds in the code that inductor generates.
 
 Inductor orders the operators of independent branches by the memory they need, and so by the size of the batch: members
-with other shapes would then wait for each other in different layers. An operator registered as an ordered effect is
-tied to the one before it as far as the graph goes. But torch 2.13 writes down the tie between their kernels under the
-name of a buffer and looks for it under that of an operation, so the scheduler never sees it (`with_effects` in
-`torch/_inductor/lowering.py`). Torch's own `EffectfulKernel` says by itself what it reads, and so keeps its place; the
-lowering here makes one for each of our operators.
+with other shapes would then wait for each other in different layers. In the graph, operators registered as ordered
+effects are tied to each other. But torch 2.13 stores the tie between their kernels under the name of a buffer and reads
+it under the name of an operation, so the scheduler ignores it (`with_effects` in `torch/_inductor/lowering.py`). An
+`EffectfulKernel` of torch declares its dependencies itself and keeps its place; the lowering here creates one for each
+of our operators.
 
-Considered and not done: a tensor handed from layer to layer, which a checkpoint inside a compiled model refuses; and
-turning the reordering off, which is a setting of the user's whole program.
+Considered and not done: a tensor passed from layer to layer, which a checkpoint inside a compiled model refuses; and
+disabling the reordering, which is a setting of the user's whole program.
 """
 
 import sys
@@ -21,8 +21,8 @@ from torch._ops import OpOverload
 def keep(operators: Iterable[OpOverload]) -> None:
     """Makes inductor run these operators, which are ordered effects, in the order of the graph.
 
-    To be called while a graph is traced: inductor, if it is to compile it, has been imported by then, and is too slow
-    to import for nothing.
+    Call it while a graph is traced. If inductor compiles the graph, it has been imported by then; importing it takes
+    seconds.
     """
     lowering = sys.modules.get("torch._inductor.lowering")
     lowerings = getattr(lowering, "lowerings", None)  # missing while another thread imports it
@@ -53,7 +53,7 @@ def _lower(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     effect: Any = _get_effect(operator)
     previous = V.graph.effectful_ops.get(effect)
     made = pytree.tree_map(boxed, ir.EffectfulKernel.create(operator, *args, **kwargs))
-    # The caller writes down its own tie and who is the newest; it must not find this kernel as its own predecessor.
+    # The caller records its own tie and the latest kernel; it must not find this kernel as its own predecessor.
     V.graph.effectful_ops.pop(effect, None)
     if previous is not None:
         V.graph.effectful_ops[effect] = previous

@@ -7,8 +7,8 @@ The first backward is dx = w·s·(g - m·b/n - m·c·s²·z·B/n), dw = s·Σg·
     b   Σg over all replicas              B   Σg·z over all replicas
     n   the count
 
-Here v, u and t are the gradients of dx, dw and dbias. Differentiating once more gives sums over all replicas again,
-five of them, so a second backward takes one round too.
+Here v, u and t are the gradients of dx, dw and dbias. The second derivative needs five sums over all
+replicas, so it takes a round too.
 """
 
 from dataclasses import dataclass
@@ -18,23 +18,22 @@ from torch import Tensor
 
 from client.ops import engine
 from client.ops.reference import affine, centred, scaled, total, where
-from client.ops.statistics import ChannelStatistics
-from client.ops.vectors import home, parameter, widen
+from client.ops.statistics import ChannelStatistics, to_float64, vector_device
 
 VECTORS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class SecondOrder:
-    """One replica's part in a second backward.
+    """The second backward of one replica.
 
     Attributes:
         grad: g, shape (N, C, *).
         input: x, same shape.
         weight: w, shape (C,), or None for 1.
         mask: shape (N, *), bool, or None.
-        first: shape (2, C): this replica's Σg and Σg·z, where its vectors are.
-        by_input: v, the shape of x; None if the first backward gave no dx, and so took no round.
+        first: shape (2, C): this replica's Σg and Σg·z.
+        by_input: v, the shape of x; None if the first backward had no dx, and so no round.
         by_weight: u, shape (C,), or None for 0.
         by_bias: t, shape (C,), or None for 0.
     """
@@ -53,13 +52,13 @@ class SecondOrder:
         x = self.input
         if x.numel() == 0:
             return engine.zeros(VECTORS, x)
-        statistics = statistics.on(home(x))
+        statistics = statistics.on(vector_device(x))
         by_weight = _parameter(self.by_weight, 0.0, statistics)
         deviations, rest = centred(x, statistics)
-        assert self.by_input is not None  # noqa: S101 - see its description
+        assert self.by_input is not None  # noqa: S101 - the first backward had a round
         by_input = self.by_input.to(deviations.dtype)
         counted = where(self.mask, by_input)
-        product, sum_, moment = widen(
+        product, sum_, moment = to_float64(
             x,
             total(by_input * self.grad),
             total(counted),
@@ -68,9 +67,9 @@ class SecondOrder:
         return torch.stack((product, sum_, moment - rest * sum_, *(by_weight * self.first)))
 
     def without_input(self, statistics: ChannelStatistics) -> Tensor:
-        """Returns the gradient of g where the first backward gave dw and dbias only."""
+        """Returns the gradient of g where the first backward had only dw and dbias."""
         x = self.input
-        statistics = statistics.on(home(x))
+        statistics = statistics.on(vector_device(x))
         by_weight = _parameter(self.by_weight, 0.0, statistics)
         by_bias = _parameter(self.by_bias, 0.0, statistics)
         return affine(x, statistics, statistics.invstd * by_weight, by_bias).to(self.grad.dtype)
@@ -86,10 +85,10 @@ class SecondOrder:
             second: shape (5, C): the aggregate of `sums`.
             local: shape (5, C): this replica's `sums`.
         """
-        assert self.by_input is not None  # noqa: S101 - see its description
+        assert self.by_input is not None  # noqa: S101 - the first backward had a round
         x = self.input
-        statistics = statistics.on(home(x))
-        first, second, local = (each.to(home(x), non_blocking=True) for each in (first, second, local))
+        statistics = statistics.on(vector_device(x))
+        first, second, local = (each.to(vector_device(x), non_blocking=True) for each in (first, second, local))
         n, invstd = statistics.count, statistics.invstd
         weight, by_weight, by_bias = (
             _parameter(self.weight, 1.0, statistics),
@@ -100,7 +99,7 @@ class SecondOrder:
         products, totals, second_moments, weighted_grads, weighted_moments = second
         cubic = statistics.slope * (invstd * invstd * invstd) / n
         square = statistics.slope * (invstd * invstd) / n
-        # What g gives x and x gives g: the same, as in any second derivative.
+        # The mixed derivative by g and x, equal in both orders.
         mixed = invstd * by_weight - weight * cubic * second_moments
         by_centred = -weight * cubic * (products - totals * grads / n - 3 * square * second_moments * moments)
         by_centred = by_centred - cubic * weighted_moments
@@ -115,10 +114,10 @@ class SecondOrder:
         return (
             grad_of_grad.to(self.grad.dtype),
             grad_of_input.to(x.dtype),
-            None if self.weight is None else engine.vector(grad_of_weight, x),
+            None if self.weight is None else engine.to_parameter(grad_of_weight, x),
         )
 
 
 def _parameter(values: Tensor | None, default: float, statistics: ChannelStatistics) -> Tensor:
-    """Returns a parameter-like vector, shape (C,), as float64; full of `default` for None."""
-    return torch.full_like(statistics.mean, default) if values is None else parameter(values)
+    """Returns a vector of the shape of a parameter, (C,), as float64; filled with `default` for None."""
+    return torch.full_like(statistics.mean, default) if values is None else to_float64(values, values.detach())[0]

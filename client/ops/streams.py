@@ -1,7 +1,7 @@
-"""Streams: on CUDA, the queue in which a device works through what it is given.
+"""CUDA streams of the replicas of one process.
 
-One thread computes for all replicas of a process, each on its own device. There it goes on in the stream of the
-replica's own thread, where the input comes from; in another stream it could overtake the input.
+One thread computes for all replicas, each on its own device. It uses the stream of the replica's own thread, which
+computes the input; in another stream the batch norm could read the input before it is complete.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,46 +13,46 @@ from torch import Tensor
 
 
 def current(x: Tensor) -> Any:
-    """Returns the stream in which the calling thread's work on `x` is done; None where a device has none."""
+    """Returns the calling thread's stream on the device of `x`; None on devices without streams."""
     return torch.cuda.current_stream(x.device) if x.is_cuda else None
 
 
 @contextmanager
 def entered(streams: Iterable[Any]) -> Iterator[None]:
-    """Has this thread's work on the devices of some streams done in these."""
+    """Makes streams the current ones of this thread, each on its device."""
     with ExitStack() as stack:
         for stream in streams:
             stack.enter_context(torch.cuda.stream(stream))
         yield
 
 
-def computed_in(streams: Sequence[Any], given: Iterable[Any], compute: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-    """Returns the results of a part of a backward pass, computed in the replicas' streams.
+def run_in(streams: Sequence[Any], arguments: Iterable[Any], compute: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+    """Computes a part of a backward pass in the replicas' streams, and returns its results.
 
     Autograd passes gradients in its thread's current streams, and expects the results there. So the replicas' streams
-    first wait for the current ones, and the current ones wait for them at the end. Tensors that both use are recorded
+    first wait for the current ones, and the current ones wait for them at the end. Tensors used by both are recorded
     with the allocator, which could otherwise reuse their memory before the second stream has read it.
 
     Args:
         streams: of the replicas; empty on devices without streams.
-        given: the inputs of the computation: tensors and other values.
-        compute: returns tensors, and None.
+        arguments: the inputs of the computation: tensors and other values.
+        compute: returns tensors and None.
     """
     if not streams:
         return compute()
-    # Of several on one device that which was entered last counts, as in the forward pass.
+    # Of several streams on one device the last one counts, as in the forward pass.
     latest = {stream.device: stream for stream in streams}
     own = {device: torch.cuda.current_stream(device) for device in latest}
     others = {device: stream for device, stream in latest.items() if stream != own[device]}
     for device, stream in others.items():
         stream.wait_stream(own[device])
-    _record_streams(given, others)
+    _record_streams(arguments, others)
     with entered(others.values()):
-        found = compute()
+        results = compute()
     for device, stream in others.items():
         own[device].wait_stream(stream)
-    _record_streams(found, {device: own[device] for device in others})
-    return found
+    _record_streams(results, {device: own[device] for device in others})
+    return results
 
 
 def _record_streams(values: Iterable[Any], streams: Mapping[torch.device, Any]) -> None:

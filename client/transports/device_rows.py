@@ -2,7 +2,7 @@
 
 Replicas of one process hand their rows from device to device, and ranks of a process group gather them by a backend
 that works on devices, as NCCL does. They are added in the order of `statsd_bn.reduction`, so to the same bits. Nothing
-here waits for a device: what is wrong with a round is a tensor too, and `client.ops.findings` tells of it later.
+here waits for a device: what is wrong with a round is a tensor too, and `client.ops.device_errors` reports it later.
 
 Ranks that gather on devices must all do so, so the ranks of a process group agree over the host, once for each layer,
 before its first round. That also tells ranks apart that come to different layers there, or with other channels. Later

@@ -435,7 +435,7 @@ def _mismatch(group: Any, key: RoundKey, shape: tuple[int, ...]) -> RoundMismatc
         place = f"in {told}"
         places.append(Place([Row((f"rank {rank}", place)) for rank in there[:MOST_ROWS]], len(there), place))
     places.sort(key=lambda place: -place.size)
-    what = "the ranks have come to different rounds, so nobody can go on"
+    what = "deadlock: the ranks wait in different rounds"
     text = error_text(what, table=places, where="torch's process group", advice=advice_for(names))
     return RoundMismatch(text, **key.fields)
 

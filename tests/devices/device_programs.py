@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import client
 from client.ops import non_finite
+from client.ops.device_errors import Slot
 from client.ops.exchange import Exchange
 from client.ops.statistics import ChannelStatistics
-from client.ops.verdicts import Slot
 from client.transports import device_rows
 from client.transports.choose import transport_for
 from client.transports.device_rows import LocalRows
@@ -148,7 +148,7 @@ def bring_nan(rank: Any, phase: str) -> tuple[int, list[tuple[str, str]]]:
     logger = logging.getLogger("statsd_bn.client")
     logger.addHandler(kept)
     logger.setLevel(logging.INFO)
-    non_finite._told_here.clear()
+    non_finite._local_reports.clear()
     layer = _layer("bn")
     x = torch.randn(4, CHANNELS, 4)
     gradient = torch.randn(4, CHANNELS, 4)

@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import client
-from client.ops import vectors
 from client.ops.fused import Fused
+from client.ops.statistics import same_layout
 from support.cuda_stand_ins import as_on_cuda, on_the_cpu
 
 SHAPE = (4, 3, 5, 6)
@@ -31,7 +31,7 @@ class Copies(TorchDispatchMode):
 
 @contextmanager
 def over_the_host_on_cuda():
-    with on_the_cpu(), mock.patch.object(Fused, "takes", return_value=True):
+    with on_the_cpu(), mock.patch.object(Fused, "supports", return_value=True):
         yield
 
 
@@ -56,7 +56,7 @@ def test_a_gradient_of_another_layout_is_copied_once(way):
 def test_one_of_another_type_and_layout_is_copied_once_too(grad):
     x = torch.randn(SHAPE, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     with Copies(x.numel()) as copies:
-        found, _ = vectors.alike(grad, x)
+        found, _ = same_layout(grad, x)
     assert copies.number == 1
     assert (found.dtype, found.stride()) == (x.dtype, x.stride())
     assert torch.equal(found, grad.bfloat16())

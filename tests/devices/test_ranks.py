@@ -29,7 +29,7 @@ def test_ranks_that_part_ways_get_nan_and_then_the_error(ranks):
         assert is_nan
         assert stayed
         first, *rows = text.splitlines()
-        assert first == "RoundMismatch: the ranks have come to different rounds, so nobody can go on"
+        assert first == "RoundMismatch: deadlock: the ranks wait in different rounds"
         own = "head.bn" if rank == 1 else "stem.bn"
         here = {"rank 1"} if rank == 1 else {"rank 0", "rank 2"}
         table = dict(row.split("  ")[1:] for row in rows[:3])
@@ -40,7 +40,7 @@ def test_ranks_that_part_ways_get_nan_and_then_the_error(ranks):
 def test_ranks_that_begin_in_different_layers_are_all_told_where_the_others_are(ranks):
     for text in ranks(3, device_programs.begin_in_different_layers, on_devices=True):
         first, *rows = text.splitlines()
-        assert first == "RoundMismatch: the ranks have come to different rounds, so nobody can go on"
+        assert first == "RoundMismatch: deadlock: the ranks wait in different rounds"
         assert [row.split("  ") for row in rows[:3]] == [
             ["", "rank 0", "in first forward of layer 'stem.bn', call 0, step 0, 3 channels, 2 vectors"],
             ["", "rank 2", "in first forward of layer 'stem.bn', call 0, step 0, 3 channels, 2 vectors"],

@@ -26,7 +26,7 @@ def backend(request, device, monkeypatch):
         for name in test_kernels.STEPS:
             note = test_kernels.noted(getattr(kind, name), (kind.__name__.lower(), name), used)
             monkeypatch.setattr(kind, name, note)
-    monkeypatch.setattr(Fused, "takes", lambda *_: True)
+    monkeypatch.setattr(Fused, "supports", lambda *_: True)
     monkeypatch.setattr(engine, "BACKENDS", test_kernels.BACKENDS[request.param])
     for name in test_kernels.STEPS:
         monkeypatch.setattr(engine, name, on(device, getattr(engine, name)))

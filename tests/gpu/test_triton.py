@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 import client
 from client.nn import batchnorm, running_stats
-from client.ops.checkpointing import exchanges
-from client.ops.findings import verdicts
+from client.ops.checkpointing import exchange_cache
+from client.ops.device_errors import NOT_FINITE, OTHER_ROUND, TOO_FEW, async_checks
 from client.ops.statistics import ChannelMoments, ChannelStatistics, Running
-from client.ops.triton import FEW, NOT_FINITE, OTHER_ROUND, available
-from client.ops.triton_exchange import TritonExchange
+from client.ops.triton import exchange as triton_exchange
+from client.ops.triton.exchange import TritonExchange
 from client.transports import device_rows, named_process_group
 from statsd_bn.errors import NonFinite, RoundMismatch
 from support.cuda_stand_ins import as_on_cuda
@@ -72,11 +72,11 @@ def _fused_as_on_cuda(monkeypatch):
 
 @pytest.fixture(params=["one split", "many splits"])
 def _splits(request, monkeypatch, launch):
-    launch._cut.cache_clear()
+    launch._tiling.cache_clear()
     if request.param == "many splits":
         monkeypatch.setattr(launch, "TILE", 256)
     yield
-    launch._cut.cache_clear()
+    launch._tiling.cache_clear()
 
 
 @contextmanager
@@ -89,8 +89,8 @@ def kernels(*, are_used=True):
         return normalise(exchange, *given)
 
     with ExitStack() as stack:
-        serves = (lambda x, *_: x.dtype in available.TYPES) if are_used else lambda *_: False
-        stack.enter_context(mock.patch.object(available, "serves", serves))
+        supports = (lambda x, *_: x.dtype in triton_exchange.TYPES) if are_used else lambda *_: False
+        stack.enter_context(mock.patch.object(triton_exchange, "supports", supports))
         stack.enter_context(mock.patch.object(TritonExchange, "normalise", noted))
         yield made
 
@@ -189,7 +189,7 @@ def single(rows):
     [
         (other_digest, [0, OTHER_ROUND, 0, 0], True),
         (infinite, [0, NOT_FINITE, 0, 0], False),
-        (single, [0, 0, 0, FEW], True),
+        (single, [0, 0, 0, TOO_FEW], True),
     ],
 )
 def test_what_is_wrong_with_a_round_is_flagged(launch, spoil, flags, fails):
@@ -210,7 +210,7 @@ def called(layer, x):
     output = layer(x)
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-    verdicts.look(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE))
+    async_checks.poll(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE))
     return output
 
 
@@ -261,10 +261,10 @@ def test_tensors_of_another_length_are_refused(name):
 
 
 def test_a_round_nobody_has_looked_at_keeps_no_call_alive():
-    with kernels() as made, mock.patch.object(verdicts, "hand_in"):
+    with kernels() as made, mock.patch.object(async_checks, "submit"):
         layer_of(4)(torch.randn(6, 4, device=DEVICE, requires_grad=True))
         made.clear()
-        assert not exchanges._with_graph["bn"]
+        assert not exchange_cache._with_graph["bn"]
 
 
 def test_a_call_keeps_no_rows_of_other_ranks():
@@ -369,13 +369,13 @@ def test_kernels_launched(launch, samples, launches):
 )
 def test_without_triton_torchs_operators_compute(launch, monkeypatch, caplog, wrong, told):
     device = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE)
-    available.works_on.cache_clear()
-    assert available.works_on(device, torch.float32)
+    triton_exchange.works_on.cache_clear()
+    assert triton_exchange.works_on(device, torch.float32)
     if wrong == "no type":
         monkeypatch.setattr(launch.Backward, "input_gradient", mock.Mock(side_effect=RuntimeError("no such type")))
     else:
         monkeypatch.setattr(importlib.import_module("triton"), "__version__", "3.2.0")
     for _ in range(2):
-        assert not available.works_on(device, torch.float16)
-    available.works_on.cache_clear()
-    assert caplog.text.count(f"Triton does not work for torch.float16 on {device}") == caplog.text.count(told) == 1
+        assert not triton_exchange.works_on(device, torch.float16)
+    triton_exchange.works_on.cache_clear()
+    assert caplog.text.count(f"Triton failed for torch.float16 on {device}") == caplog.text.count(told) == 1

@@ -40,7 +40,7 @@ def test_torchs_layer_gets_its_process_group_back(ranks):
 def test_ranks_in_different_layers_are_all_told_where_the_others_are(ranks):
     for text in ranks(3, process_group_programs.come_to_different_layers, ["stem.bn", "head.bn", "stem.bn"]):
         first, *rows = text.splitlines()
-        assert first == "RoundMismatch: the ranks have come to different rounds, so nobody can go on"
+        assert first == "RoundMismatch: deadlock: the ranks wait in different rounds"
         assert [row.split("  ") for row in rows[:3]] == [
             ["", "rank 0", "in forward of layer 'stem.bn', call 0, step 0, 3 channels, 2 vectors"],
             ["", "rank 2", "in forward of layer 'stem.bn', call 0, step 0, 3 channels, 2 vectors"],
@@ -75,7 +75,7 @@ def test_a_rank_of_a_smaller_process_group_is_named_as_in_the_job(ranks):
     _, *found = ranks(3, process_group_programs.spoil_in_a_pair)
     for members, text in found:
         assert members == [2]
-        assert text.startswith("rank 2 brought values that are not finite: ")
+        assert text.startswith("rank 2 sent non-finite values: ")
     _, *told = ranks(3, process_group_programs.lie_in_a_pair)
     for text in told:
         assert "expected 1 to 64 rows from rank 2, got 1000" in text
@@ -84,12 +84,12 @@ def test_a_rank_of_a_smaller_process_group_is_named_as_in_the_job(ranks):
 def test_a_rank_that_is_alone_in_its_process_group_is_named_as_in_the_job(ranks):
     healthy, told = ranks(2, process_group_programs.spoil_alone)
     assert healthy == "no error"
-    assert told.startswith("rank 1 brought values that are not finite: ")
+    assert told.startswith("rank 1 sent non-finite values: ")
 
 
 def test_a_rank_that_gathers_while_another_is_in_a_layer_is_told_and_so_is_that(ranks):
     for text in ranks(2, process_group_programs.gather_beside_a_layer):
-        assert text.startswith("RoundMismatch: the ranks have come to different rounds")
+        assert text.startswith("RoundMismatch: deadlock: the ranks wait in different rounds")
         assert "rank 0  in forward of layer 'bn'" in text
         assert "rank 1  in gather of layer 'mp_sync()'" in text
 

@@ -62,7 +62,7 @@ def test_a_late_rank_is_told_with_its_place(over):
 
 def test_ranks_in_different_layers_are_told(over):
     for text in over(WATCHED, 2, watched_programs.come_to_different_layers):
-        assert text.startswith("the ranks have come to different rounds, so nobody can go on")
+        assert text.startswith("deadlock: the ranks wait in different rounds")
 
 
 @pytest.mark.parametrize(

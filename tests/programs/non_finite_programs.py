@@ -35,7 +35,7 @@ def three_steps(process: Any, value: float, phase: str, bearers: list[int], poli
     logger = logging.getLogger("statsd_bn.client")
     logger.addHandler(kept)
     logger.setLevel(logging.INFO)
-    non_finite._told_here.clear()
+    non_finite._local_reports.clear()
     try:
         with mock.patch.dict(os.environ, {"STATSD_BN_ON_NONFINITE": policy}):
             for step in range(3):

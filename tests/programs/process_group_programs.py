@@ -246,7 +246,7 @@ def differ(rank: Any, seconds: float, endpoint: str = "", job: str = "") -> tupl
             stack.enter_context(mock.patch.object(module, name, LOOK_SECONDS))
         stack.enter_context(mock.patch.object(skew, "LEAST_SECONDS", 0.0))
         # The process may have run another test before.
-        stack.enter_context(mock.patch.object(non_finite, "_told_here", {}))
+        stack.enter_context(mock.patch.object(non_finite, "_local_reports", {}))
         where = {"endpoint": endpoint, "rank": rank.rank, "world_size": size, "job": job}
         connection = stack.enter_context(client.connect(**where)) if endpoint else None
         layer = client.convert_model(nn.BatchNorm1d(4), process_group=distributed.group.WORLD)
@@ -270,7 +270,7 @@ def differ(rank: Any, seconds: float, endpoint: str = "", job: str = "") -> tupl
 def spoil_beside_a_connection(rank: Any, endpoint: str, job: str) -> list[str]:
     """The second rank brings infinity; returns what the server says of it, on the first rank."""
     where = {"endpoint": endpoint, "rank": rank.rank, "world_size": distributed.get_world_size(), "job": job}
-    with mock.patch.object(non_finite, "_told_here", {}), client.connect(**where) as connection:
+    with mock.patch.object(non_finite, "_local_reports", {}), client.connect(**where) as connection:
         layer = client.convert_model(nn.BatchNorm1d(4), process_group=distributed.group.WORLD)
         layer(torch.full((16, 4), math.inf if rank.rank == 1 else 1.0))
         until = time.monotonic() + 10.0

@@ -12,7 +12,7 @@ import torch
 
 from client.ops import reference
 from client.ops.fused import Fused
-from client.ops.vectors import CHANNELS_LAST, compute_type
+from client.ops.statistics import CHANNELS_LAST, compute_type
 from support.transports import rows_on_devices
 
 
@@ -83,5 +83,5 @@ def as_on_cuda(device: str) -> Iterator[None]:
     if device == "cuda":
         yield
         return
-    with rows_on_devices(), on_the_cpu(), mock.patch.object(Fused, "takes", return_value=True):
+    with rows_on_devices(), on_the_cpu(), mock.patch.object(Fused, "supports", return_value=True):
         yield

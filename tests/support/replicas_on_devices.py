@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import client
 from client.nn import call
 from client.ops.exchange import Exchange
-from client.ops.triton_exchange import TritonExchange
+from client.ops.triton.exchange import TritonExchange
 from client.transports.transport import Transport
 
 REPLICAS = 3

@@ -3,29 +3,28 @@
 An input is read as a contiguous (N, C, S): a contiguous (N, C, H, W) has S = H * W, and one in channels_last memory is
 (N * H * W, C, 1). Both layouts so share all kernels.
 
-Vectors of length C are float64. What a pass keeps lies in one buffer, and what it needs during its round in another;
-`launch` allocates both:
+Vectors of length C are float64. A pass has one buffer that is saved and one for its round; `launch` allocates both:
 
     forward   count, mean, invstd, slope, center, scale, shift, row
     backward  by_gradient, by_centred, constant, row
     round     rows of all ranks, flags
 
-A row is what travels: the round's digest, as the bits of a float64, the count, and two vectors: Σx and Σx² forward,
-Σdy and Σdy·(x - mean) backward. `center`, `scale` and `shift` hold float32 numbers: y = (x - center) * scale + shift;
-backward, dx = by_gradient * dy + by_centred * (x - center) + constant.
+A row is sent to the other ranks: the round's digest, as the bits of a float64, the count, and two vectors: Σx and Σx²
+forward, Σdy and Σdy·(x - mean) backward. `center`, `scale` and `shift` hold float32 numbers: forward, y = (x - center)
+* scale + shift; backward, dx = by_gradient * dy + by_centred * (x - center) + constant.
 
-`finish` and `finish_backward` alone compute what ranks must agree on to the bit, also with ranks that use the operators
-of torch: in rank order, in the order of operations of `client.ops.statistics`, without a reduction across
+`finish` and `finish_backward` compute all values that must be bit-identical on all ranks, also on ranks with torch's
+operators: they add in rank order, in the order of operations of `client.ops.statistics`, without a reduction across
 threads, and without fused multiply-adds (see `OPTIONS`).
 """
 
 import triton
 import triton.language as tl
 
-# For every launch. Triton 3.6 contracts a * b + c unless it is told not to, 3.9 only if it is told to.
+# For every launch. Triton 3.6 contracts a * b + c by default, 3.9 only on request.
 OPTIONS = {"enable_fp_fusion": False}
 
-# Numbers of which no variants are compiled: a last batch with fewer samples would wait for a compiler.
+# Numbers without compiled variants: else a smaller last batch would wait for the compiler.
 COUNTS = ["N", "steps", "splits", "ranks"]
 
 
@@ -36,7 +35,7 @@ def _tile(t, N, C, S, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.
     n = (t // across) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None, None]
     c = tl.program_id(CHANNEL_AXIS) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :, None]
     s = (t % across) * BLOCK_S + tl.arange(0, BLOCK_S)[None, None, :]
-    # In this order no product is of 32 bits.
+    # In this order no product has 32 bits.
     offsets = (n.to(tl.int64) * C + c) * S + s
     return offsets, (n < N) & (c < C) & (s < S)
 
@@ -61,13 +60,13 @@ def _vector(pointer, channels, there):
 
 @triton.jit
 def _parameter(pointer, channels, there):
-    """Returns a weight or bias as float64, by way of float32, which is the type that torch computes in."""
+    """Returns a weight or bias as float64, rounded to float32 first, the type in which torch computes."""
     return tl.load(pointer + channels, mask=there, other=0.0).to(tl.float32).to(tl.float64)
 
 
 @triton.jit
 def _store(pointers, values, mask):
-    """Stores in the type of `pointers`; 16 bits by way of float32, as torch rounds float64."""
+    """Stores in the type of `pointers`, rounded to float32 first, as torch rounds float64 to 16 bits."""
     tl.store(pointers, values.to(tl.float32).to(pointers.dtype.element_ty), mask=mask)
 
 
@@ -82,7 +81,7 @@ def _write_row(row, digest, count, channels, there, C, first, second):
 
 @triton.jit
 def _write_moments(work, digest, count, channels, there, C, center, first, second):
-    """Writes the row of a forward round, of a center and the sums of differences from it, and of their squares."""
+    """Writes the row of a forward round, given a center and the sums of differences from it and of their squares."""
     at_least_one = tl.where(count > 0, count, 1.0)
     mean = center + first / at_least_one
     centred = second - first * first / at_least_one
@@ -92,7 +91,7 @@ def _write_moments(work, digest, count, channels, there, C, center, first, secon
 
 @triton.jit
 def _write_sums(forward, work, digest, count, channels, there, C, first, second):
-    """Writes the row of a backward round; the second sum is still about the center."""
+    """Writes the row of a backward round, given the second sum about the center."""
     rest = _vector(forward + 1, channels, there) - _vector(forward + 1 + 3 * C, channels, there)
     _write_row(work + 3 * C, digest, count, channels, there, C, first, second - rest * first)
 
@@ -100,24 +99,24 @@ def _write_sums(forward, work, digest, count, channels, there, C, first, second)
 @triton.jit(do_not_specialize=["digest", *COUNTS])
 def moments(x, partial, work, N, C, S, steps, digest: tl.int64, count: tl.float64, WRITES_ROW: tl.constexpr,
             BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
-    """Sums up x - K and (x - K)² over one split of one block of channels.
+    """Sums x - K and (x - K)² over one split of one block of channels.
 
-    K is the mean of a channel's first tile, which all its programs read once more. If the tile has m of all n values,
-    K is within √(n / m) standard deviations of the mean, whatever the values are; so float32 is enough at any mean.
+    K is the mean of a channel's first tile, which each of its programs reads again. If the tile has m of all n values,
+    K is within √(n / m) standard deviations of the mean for all inputs; so float32 is enough at any mean.
 
     Args:
         partial: shape (1 + 2 * splits, C): K, then both sums of each split; unused if `WRITES_ROW`.
         work: the forward buffer.
-        digest: of the round. In a CUDA graph it stays what it was at capture, on all ranks.
+        digest: of the round. A CUDA graph replays the digest of its capture, on all ranks.
         count: values per channel.
-        WRITES_ROW: whether there is one split, so that no other kernel has to add any up.
+        WRITES_ROW: whether there is one split, so that no further kernel is needed.
     """
     split = tl.program_id(1)
     channels, there = _channels(tl.program_id(0), C, BLOCK_C)
     at, inside = _tile(0, N, C, S, BLOCK_N, BLOCK_C, BLOCK_S, 0)
     sample = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     center = _per_channel(sample) / tl.maximum(_per_channel(inside.to(tl.float32)), 1.0)
-    # Around infinity, all differences would be NaN or infinite, and the mean NaN. Around 0, the mean is infinite.
+    # Around an infinite center the mean would be NaN; around 0 it is infinite.
     center = tl.where(tl.abs(center) < float("inf"), center, 0.0)
     first = tl.zeros((BLOCK_N, BLOCK_C, BLOCK_S), tl.float32)
     second = tl.zeros((BLOCK_N, BLOCK_C, BLOCK_S), tl.float32)
@@ -144,7 +143,7 @@ def moments(x, partial, work, N, C, S, steps, digest: tl.int64, count: tl.float6
 
 @triton.jit
 def _add_splits(partial, channels, there, C, splits, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns both sums of all splits, shape (BLOCK,), added in an order that is the same in each run."""
+    """Returns both sums of all splits, shape (BLOCK,), added in a fixed order."""
     first = tl.zeros((AT_ONCE, BLOCK), tl.float64)
     second = tl.zeros((AT_ONCE, BLOCK), tl.float64)
     for start in range(0, splits, AT_ONCE):
@@ -159,7 +158,7 @@ def _add_splits(partial, channels, there, C, splits, AT_ONCE: tl.constexpr, BLOC
 @triton.jit(do_not_specialize=["digest", *COUNTS])
 def write_moments(partial, work, C, splits, digest: tl.int64, count: tl.float64,
                   AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Writes the row of a forward round from what several splits of `moments` have summed up."""
+    """Writes the row of a forward round from the sums of several splits of `moments`."""
     channels, there = _channels(tl.program_id(0), C, BLOCK)
     first, second = _add_splits(partial, channels, there, C, splits, AT_ONCE, BLOCK)
     center = _vector(partial, channels, there)
@@ -183,10 +182,10 @@ def _row(rows, flags, rank, digest, block, C, BLOCK: tl.constexpr):
 
 @triton.jit
 def _total(rows, flags, ranks, digest, block, C, BLOCK: tl.constexpr):
-    """Returns the sum of all rows, from first to last, and how many are of another round."""
+    """Returns the sum of all rows, from first to last, and the number of rows of another round."""
     count, first, second, others = _row(rows, flags, 0, digest, block, C, BLOCK)
     for rank in range(1, ranks):
-        # Other names: what a loop carries must keep its type.
+        # Separate names: variables carried by a loop must keep their type.
         its_count, its_first, its_second, is_other = _row(rows, flags, rank, digest, block, C, BLOCK)
         count += its_count
         first += its_first
@@ -197,7 +196,7 @@ def _total(rows, flags, ranks, digest, block, C, BLOCK: tl.constexpr):
 
 @triton.jit
 def _move(running, newest, momentum, moves, channels, there):
-    """Moves a running statistic towards the newest one as CUDA's `lerp` of float32 does, to the same bits."""
+    """Updates a running statistic, bit-identical to CUDA's `lerp` in float32."""
     old = tl.load(running + channels, mask=there, other=0.0).to(tl.float32)
     target = newest.to(tl.float32)
     share = tl.full((), momentum, tl.float64).to(tl.float32) + tl.zeros_like(old)
@@ -210,26 +209,26 @@ def _move(running, newest, momentum, moves, channels, there):
             do_not_specialize_on_alignment=["weight", "bias", "running_mean", "running_var", "tracked"])  # fmt: skip
 def finish(work, rows, weight, bias, running_mean, running_var, tracked, C, ranks, digest: tl.int64,
            eps: tl.float64, momentum: tl.float64, CLAMP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Makes of all rows what normalises, and moves the running statistics.
+    """Computes the statistics from all rows, and updates the running statistics.
 
-    A round that has failed gives NaN, and moves nothing. An empty batch is counted, and moves nothing.
+    A failed round gives NaN and updates nothing. An empty batch is counted, and updates nothing else.
 
     Args:
         work: the forward buffer.
-        rows: those of all ranks. Behind them are the flags: of each row as each block of channels sees it, so that
-            nothing has to be set to 0 before; then, once for each block, whether there are too few values.
+        rows: of all ranks, followed by the flags, see `client.ops.device_errors`: for each row one per block of
+            channels, so that none needs to be set to 0 first; then one per block for too few values.
         weight, bias: shape (C,) or None.
         running_mean, running_var: shape (C,), or both None.
         tracked: the number of batches, int64, shape (); or None.
-        momentum: how far running statistics move.
+        momentum: of the running statistics.
     """
     block = tl.program_id(0)
     channels, there = _channels(block, C, BLOCK)
     flags = rows + ranks * (2 * C + 2)
     count, first, second, others = _total(rows, flags, ranks, digest, block, C, BLOCK)
-    is_few = count == 1
-    tl.store(flags + ranks * tl.cdiv(C, BLOCK) + block, 4 * is_few.to(tl.float64))
-    count = tl.where((others > 0) | is_few, float("nan"), count)
+    is_too_few = count == 1
+    tl.store(flags + ranks * tl.cdiv(C, BLOCK) + block, 4 * is_too_few.to(tl.float64))
+    count = tl.where((others > 0) | is_too_few, float("nan"), count)
     at_least_one = tl.where(count < 1, 1.0, count)  # NaN stays
     mean = first / at_least_one
     centred = second - first * first / at_least_one
@@ -237,15 +236,15 @@ def finish(work, rows, weight, bias, running_mean, running_var, tracked, C, rank
     variance = centred / at_least_one
     if CLAMP:
         slope = (variance >= eps).to(tl.float64)
-        held = tl.where(variance < eps, eps, variance)
+        bounded = tl.where(variance < eps, eps, variance)
     else:
         slope = tl.full((BLOCK,), 1.0, tl.float64)
-        held = variance + eps
-    invstd = tl.where(count == 0, 0.0, 1.0 / tl.sqrt(held))
+        bounded = variance + eps
+    invstd = tl.where(count == 0, 0.0, 1.0 / tl.sqrt(bounded))
     tl.store(work + 1 + channels, mean, mask=there)
     tl.store(work + 1 + C + channels, invstd, mask=there)
     tl.store(work + 1 + 2 * C + channels, slope, mask=there)
-    # float32 holds the mean only to 2^-24 of itself; what that leaves over goes into the addend.
+    # float32 rounds the mean to 2^-24 of itself; the addend corrects the rounding error.
     center = mean.to(tl.float32).to(tl.float64)
     scale, shift = invstd, (center - mean) * invstd
     if weight is not None:
@@ -281,7 +280,7 @@ def normalise(x, y, work, N, C, S, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 def backward_sums(dy, x, forward, partial, work, N, C, S, steps, digest: tl.int64, count: tl.float64,
                   WRITES_ROW: tl.constexpr,
                   BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
-    """Sums up dy and dy·(x - center) over one split of one block of channels; arguments as for `moments`."""
+    """Sums dy and dy·(x - center) over one split of one block of channels; arguments as for `moments`."""
     split = tl.program_id(1)
     channels, there = _channels(tl.program_id(0), C, BLOCK_C)
     center = _vector(forward + 1 + 3 * C, channels, there).to(tl.float32)
@@ -307,7 +306,7 @@ def backward_sums(dy, x, forward, partial, work, N, C, S, steps, digest: tl.int6
 @triton.jit(do_not_specialize=["digest", *COUNTS])
 def write_sums(partial, forward, work, C, splits, digest: tl.int64, count: tl.float64,
                AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Writes the row of a backward round from what several splits of `backward_sums` have summed up."""
+    """Writes the row of a backward round from the sums of several splits of `backward_sums`."""
     channels, there = _channels(tl.program_id(0), C, BLOCK)
     first, second = _add_splits(partial, channels, there, C, splits, AT_ONCE, BLOCK)
     _write_sums(forward, work, digest, tl.full((), count, tl.float64), channels, there, C, first, second)
@@ -316,12 +315,12 @@ def write_sums(partial, forward, work, C, splits, digest: tl.int64, count: tl.fl
 @triton.jit(do_not_specialize=["digest", *COUNTS], do_not_specialize_on_alignment=["weight"])
 def finish_backward(forward, work, rows, weight, weight_gradient, bias_gradient, C, ranks, digest: tl.int64,
                     HAS_ROUND: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Makes of all rows what gives the input's gradient, and of this rank's row its weight's and bias's.
+    """Computes the factors of the input's gradient from all rows, and this rank's gradients of weight and bias.
 
     Args:
         forward: the buffer of the forward pass.
         work: the backward buffer.
-        rows: as for `finish`; here no flags are behind those of the rows.
+        rows: as for `finish`, without the flags for too few values.
         weight: shape (C,), or None.
         weight_gradient, bias_gradient: shape (C,), or None.
         HAS_ROUND: whether the input needs a gradient, and so the rows of all ranks.

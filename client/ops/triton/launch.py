@@ -1,9 +1,9 @@
-"""Launches: how an input is cut into tiles, the buffers of a pass, and each kernel with its arguments.
+"""Launches of the kernels: the tiling of an input, the buffers of a pass, and the arguments of each kernel.
 
-`kernel[grid](...)` of Triton looks at each argument to find the compiled variant, which took 80 µs of a host where a
-launch takes 10. So a variant is found that way once; what `kernel[grid](...)` returns is launched from then on, under a
-key of ours with all that Triton compiles variants for: types, what is None, whether numbers are 1 or divisible by 16,
-and whether addresses are. Numbers follow from the input's shape, so each shape has its own variants.
+Triton's `kernel[grid](...)` inspects each argument to find the compiled variant, which took 80 µs of host time where a
+launch takes 10. So a variant is looked up that way once, and cached under a key with all that Triton compiles variants
+for: types, None, numbers that are 1 or divisible by 16, and addresses divisible by 16. Numbers follow from the input's
+shape, so each shape has its own variants.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -18,27 +18,27 @@ from torch import Tensor
 from client.ops.statistics import Running
 from client.ops.triton import kernels
 
-# Values in a tile; programs that fill a large GPU; most tiles that one program adds up in float32, unless the launcher
-# takes no more programs.
-TILE, PROGRAMS, MOST_STEPS, MOST_PROGRAMS = 4096, 1056, 64, 65535
+# Values per tile; programs that fill a large GPU; the maximum number of tiles that one program adds in float32, as long
+# as the maximum number of programs of a launch allows.
+TILE, PROGRAMS, MAX_STEPS, MAX_PROGRAMS = 4096, 1056, 64, 65535
 
-# Channels per program of kernels over vectors, and partial sums that they add up at a time.
+# Channels per program of kernels over vectors, and partial sums that they add at a time.
 BLOCK, SPLITS_AT_ONCE = 128, 16
 
-# Addresses and numbers that this divides have variants of their own.
+# Addresses and numbers divisible by this have separate variants.
 ALIGNMENT = 16
 
 _WORD = torch.float64
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Cut:
-    """How an input of shape (n, c, s) is cut up: tiles of (block_n, block_c, block_s).
+class Tiling:
+    """The tiling of an input of shape (n, c, s) into tiles of (block_n, block_c, block_s).
 
     Attributes:
-        steps: tiles that a program of a sum adds up.
+        steps: tiles that a program of a sum adds.
         blocks: of channels, for kernels over vectors.
-        compiled: the variants of kernels that inputs of this shape use.
+        compiled: the kernel variants for inputs of this shape.
     """
 
     n: int
@@ -57,40 +57,40 @@ class Cut:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of the input as the kernels read it."""
+        """The input's shape, as the kernels read it."""
         return self.n, self.c, self.s
 
     @property
     def tile(self) -> tuple[int, int, int]:
-        """Of each dimension."""
+        """The block size of each dimension."""
         return self.block_n, self.block_c, self.block_s
 
 
-def cut_of(x: Tensor) -> Cut:
-    """Returns how to cut up a dense input."""
-    return _cut(x.shape, x.is_contiguous())
+def tiling_of(x: Tensor) -> Tiling:
+    """Returns the tiling of a dense input."""
+    return _tiling(x.shape, x.is_contiguous())
 
 
 @lru_cache(maxsize=4096)
-def _cut(shape: tuple[int, ...], is_contiguous: bool) -> Cut:
+def _tiling(shape: tuple[int, ...], is_contiguous: bool) -> Tiling:
     n, c, *positions = shape
     if 0 in shape:
-        return cut(0, c, 1)
-    return cut(n, c, prod(positions)) if is_contiguous else cut(n * prod(positions), c, 1)
+        return make_tiling(0, c, 1)
+    return make_tiling(n, c, prod(positions)) if is_contiguous else make_tiling(n * prod(positions), c, 1)
 
 
-def cut(n: int, c: int, s: int) -> Cut:
-    """Returns how to cut up an input of this shape."""
+def make_tiling(n: int, c: int, s: int) -> Tiling:
+    """Returns the tiling of an input of this shape."""
     block_s = min(_power_of_2(s), 256)
     block_c = min(_power_of_2(c), max(128 // block_s, 1))
     block_n = min(_power_of_2(n), max(TILE // (block_s * block_c), 1))
     warps = min(max(block_n * block_c * block_s // 512, 1), 8)
     channel_blocks = -(-c // block_c)
     tiles = -(-n // block_n) * -(-s // block_s)
-    wanted = max(-(-PROGRAMS // channel_blocks), -(-tiles // MOST_STEPS), 1)
-    steps = max(-(-tiles // min(wanted, MOST_PROGRAMS)), 1)
+    wanted = max(-(-PROGRAMS // channel_blocks), -(-tiles // MAX_STEPS), 1)
+    steps = max(-(-tiles // min(wanted, MAX_PROGRAMS)), 1)
     splits = max(-(-tiles // steps), 1)
-    return Cut(n, c, s, block_n, block_c, block_s, warps, channel_blocks, tiles, steps, splits, -(-c // BLOCK))
+    return Tiling(n, c, s, block_n, block_c, block_s, warps, channel_blocks, tiles, steps, splits, -(-c // BLOCK))
 
 
 def _power_of_2(number: int) -> int:
@@ -98,21 +98,21 @@ def _power_of_2(number: int) -> int:
 
 
 def fits(x: Tensor) -> bool:
-    """Whether programs can be counted: tiles are numbered in 32 bits, blocks of channels in 16, values in 64."""
+    """Whether the indices fit: tiles are numbered in 32 bits, blocks of channels in 16, values in 64."""
     channels = x.shape[1]
-    return 0 < channels <= MOST_PROGRAMS and x.numel() // channels < 2**31 - 2 * TILE
+    return 0 < channels <= MAX_PROGRAMS and x.numel() // channels < 2**31 - 2 * TILE
 
 
 def _launch(
-    made: Cut, variant: tuple[Any, ...], kernel: Any, grid: tuple[int, int, int], warps: int, *arguments: Any
+    tiling: Tiling, variant: tuple[Any, ...], kernel: Any, grid: tuple[int, int, int], warps: int, *arguments: Any
 ) -> None:
-    found = made.compiled.get(variant)
-    if found is None:
-        found = kernel[grid](*arguments, num_warps=warps, **kernels.OPTIONS)
-        if found is not None:  # the interpreter compiles nothing
-            made.compiled[variant] = found
+    compiled = tiling.compiled.get(variant)
+    if compiled is None:
+        compiled = kernel[grid](*arguments, num_warps=warps, **kernels.OPTIONS)
+        if compiled is not None:  # the interpreter compiles nothing
+            tiling.compiled[variant] = compiled
         return
-    found[grid](*arguments)
+    compiled[grid](*arguments)
 
 
 def _type_of(tensor: Tensor | None) -> torch.dtype | None:
@@ -127,29 +127,29 @@ def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
 
 
 class Pass:
-    """The buffer of one pass, the row in it, and those of all ranks.
+    """The buffers of one pass.
 
     Args:
         x: the input.
-        made: how it is cut up.
+        tiling: of the input.
         head: words before the row.
-        ranks: how many bring a row.
-        gathers: whether rows come from elsewhere; else this process's own is the only one.
+        ranks: the number of rows of a round.
+        gathers: whether other ranks send rows; else this process has the only one.
         more_flags: words behind the flags of the rows.
 
     Attributes:
         work: the buffer, float64.
-        row: this rank's, shape (2 * C + 2,); in the buffer.
-        rows: those of all ranks, shape (ranks * (2 * C + 2),); in a buffer of their own if they come from elsewhere.
-        flags: what is wrong, shape (flags,), for `finish` to write; behind the rows.
+        row: this rank's, shape (2 * C + 2,); a view of `work`.
+        rows: of all ranks, shape (ranks * (2 * C + 2),); in a separate buffer if other ranks send rows.
+        flags: of errors, shape (flags,), written by `finish`; behind the rows.
         digest: of the round; the kernels write it into the row.
     """
 
-    __slots__ = ("_gathers", "_made", "digest", "flags", "ranks", "row", "rows", "work")
+    __slots__ = ("_gathers", "_tiling", "digest", "flags", "ranks", "row", "rows", "work")
 
-    def __init__(self, x: Tensor, made: Cut, head: int, ranks: int, *, gathers: bool, more_flags: int = 0) -> None:
-        size, flags = 2 * made.c + 2, ranks * made.blocks + more_flags
-        self._made, self._gathers, self.ranks, self.digest = made, gathers, ranks, 0
+    def __init__(self, x: Tensor, tiling: Tiling, head: int, ranks: int, *, gathers: bool, more_flags: int = 0) -> None:
+        size, flags = 2 * tiling.c + 2, ranks * tiling.blocks + more_flags
+        self._tiling, self._gathers, self.ranks, self.digest = tiling, gathers, ranks, 0
         own = head + size
         self.work = torch.empty(own if gathers else own + flags, dtype=_WORD, device=x.device)
         self.row, behind = self.work[head:own], self.work[head:]
@@ -159,28 +159,28 @@ class Pass:
     @property
     def count(self) -> int:
         """This rank's values per channel."""
-        return self._made.n * self._made.s
+        return self._tiling.n * self._tiling.s
 
     @property
     def blocks(self) -> int:
-        """Blocks of channels; each writes flags of its own."""
-        return self._made.blocks
+        """Blocks of channels; each writes its own flags."""
+        return self._tiling.blocks
 
-    def let_go(self) -> None:
-        """Lets go of rows and flags, which grow with the ranks: a forward pass is kept for its backward pass."""
+    def release_rows(self) -> None:
+        """Releases rows and flags, whose size grows with the ranks; the rest is saved for the backward pass."""
         del self.rows, self.flags
 
     def vectors(self, *numbers: int) -> tuple[Tensor, ...]:
-        """Returns the vectors of these numbers, each of shape (C,), of the forward buffer: mean, invstd, slope, ..."""
-        c = self._made.c
+        """Returns vectors of the forward buffer, each of shape (C,), by index: mean, invstd, slope, ..."""
+        c = self._tiling.c
         return tuple([self.work[1 + number * c : 1 + (number + 1) * c] for number in numbers])
 
     def _partial(self, x: Tensor) -> Tensor:
-        """Returns room for the sums of splits, or any tensor where there is one split."""
-        made = self._made
-        if made.splits == 1:
+        """Returns a buffer for the sums of splits; with one split it is unused."""
+        tiling = self._tiling
+        if tiling.splits == 1:
             return self.work
-        return torch.empty((1 + 2 * made.splits) * made.c, dtype=_WORD, device=x.device)
+        return torch.empty((1 + 2 * tiling.splits) * tiling.c, dtype=_WORD, device=x.device)
 
 
 class Forward(Pass):
@@ -189,104 +189,105 @@ class Forward(Pass):
     __slots__ = ()
 
     def __init__(self, x: Tensor, ranks: int, *, gathers: bool) -> None:
-        made = cut_of(x)
-        super().__init__(x, made, 1 + 6 * made.c, ranks, gathers=gathers, more_flags=made.blocks)
+        tiling = tiling_of(x)
+        super().__init__(x, tiling, 1 + 6 * tiling.c, ranks, gathers=gathers, more_flags=tiling.blocks)
 
     def write_row(self, x: Tensor, digest: int) -> None:
         """Computes the row."""
-        made, self.digest = self._made, digest
+        tiling, self.digest = self._tiling, digest
         variant = x.device, x.dtype, x.data_ptr() % ALIGNMENT
         partial, count = self._partial(x), float(self.count)
-        grid = made.channel_blocks, made.splits, 1
+        grid = tiling.channel_blocks, tiling.splits, 1
         _launch(
-            made, ("moments", *variant), kernels.moments, grid, made.warps,
-            x, partial, self.work, *made.shape, made.steps, digest, count, made.splits == 1, *made.tile,
+            tiling, ("moments", *variant), kernels.moments, grid, tiling.warps,
+            x, partial, self.work, *tiling.shape, tiling.steps, digest, count, tiling.splits == 1, *tiling.tile,
         )  # fmt: skip
-        if made.splits > 1:
+        if tiling.splits > 1:
             _launch(
-                made, ("write_moments", x.device), kernels.write_moments, (made.blocks, 1, 1), 4,
-                partial, self.work, made.c, made.splits, digest, count, SPLITS_AT_ONCE, BLOCK,
+                tiling, ("write_moments", x.device), kernels.write_moments, (tiling.blocks, 1, 1), 4,
+                partial, self.work, tiling.c, tiling.splits, digest, count, SPLITS_AT_ONCE, BLOCK,
             )  # fmt: skip
 
     def finish(self, weight: Tensor | None, bias: Tensor | None, running: Running, eps: float, *, clamp: bool) -> None:
-        """Makes the statistics of all rows, and moves the running ones."""
-        made, (mean, var, tracked, momentum) = self._made, running
+        """Computes the statistics from all rows, and updates the running statistics."""
+        tiling, (mean, var, tracked, momentum) = self._tiling, running
         types = _type_of(weight), _type_of(bias), _type_of(mean), _type_of(var), tracked is None
         variant = "finish", self.work.device, *types, self.ranks, self._gathers, clamp
         _launch(
-            made, variant, kernels.finish, (made.blocks, 1, 1), 4,
-            self.work, self.rows, weight, bias, mean, var, tracked, made.c, self.ranks, self.digest,
+            tiling, variant, kernels.finish, (tiling.blocks, 1, 1), 4,
+            self.work, self.rows, weight, bias, mean, var, tracked, tiling.c, self.ranks, self.digest,
             eps, momentum, clamp, BLOCK,
         )  # fmt: skip
 
     def normalise(self, x: Tensor) -> Tensor:
-        """Returns the output, of the type and layout of `x`, which a checkpoint may have computed in another layout."""
-        made, output = cut_of(x), torch.empty_like(x)
-        if made.tiles:
+        """Returns the output, of the type and layout of `x`, which may differ from the first run's when recomputed."""
+        tiling, output = tiling_of(x), torch.empty_like(x)
+        if tiling.tiles:
             variant = "normalise", x.device, x.dtype, x.data_ptr() % ALIGNMENT
-            grid = made.tiles, made.channel_blocks, 1
+            grid = tiling.tiles, tiling.channel_blocks, 1
             _launch(
-                made, variant, kernels.normalise, grid, made.warps, x, output, self.work, *made.shape, *made.tile
+                tiling, variant, kernels.normalise, grid, tiling.warps,
+                x, output, self.work, *tiling.shape, *tiling.tile,
             )  # fmt: skip
         return output
 
 
 class Backward(Pass):
-    """A backward pass; see `Pass`. Gradient and input lie alike; hooks may have saved the input in another layout."""
+    """A backward pass; see `Pass`. Gradient and input have one layout; hooks may have changed it since the forward."""
 
     __slots__ = ("_forward",)
 
     def __init__(self, forward: Forward, x: Tensor, *, gathers: bool) -> None:
-        made = cut_of(x)
-        super().__init__(x, made, 3 * made.c, forward.ranks, gathers=gathers)
+        tiling = tiling_of(x)
+        super().__init__(x, tiling, 3 * tiling.c, forward.ranks, gathers=gathers)
         self._forward = forward.work
 
     def write_row(self, grad: Tensor, x: Tensor, digest: int) -> None:
         """Computes the row."""
-        made, self.digest = self._made, digest
+        tiling, self.digest = self._tiling, digest
         variant = x.device, x.dtype, x.data_ptr() % ALIGNMENT, grad.data_ptr() % ALIGNMENT
         partial, count = self._partial(x), float(self.count)
-        grid = made.channel_blocks, made.splits, 1
+        grid = tiling.channel_blocks, tiling.splits, 1
         _launch(
-            made, ("backward_sums", *variant), kernels.backward_sums, grid, made.warps,
-            grad, x, self._forward, partial, self.work, *made.shape, made.steps, digest, count,
-            made.splits == 1, *made.tile,
+            tiling, ("backward_sums", *variant), kernels.backward_sums, grid, tiling.warps,
+            grad, x, self._forward, partial, self.work, *tiling.shape, tiling.steps, digest, count,
+            tiling.splits == 1, *tiling.tile,
         )  # fmt: skip
-        if made.splits > 1:
+        if tiling.splits > 1:
             _launch(
-                made, ("write_sums", x.device), kernels.write_sums, (made.blocks, 1, 1), 4,
-                partial, self._forward, self.work, made.c, made.splits, digest, count, SPLITS_AT_ONCE, BLOCK,
+                tiling, ("write_sums", x.device), kernels.write_sums, (tiling.blocks, 1, 1), 4,
+                partial, self._forward, self.work, tiling.c, tiling.splits, digest, count, SPLITS_AT_ONCE, BLOCK,
             )  # fmt: skip
 
     def finish(
         self, weight: Tensor | None, of_weight: Tensor | None, of_bias: Tensor | None, *, has_round: bool
     ) -> None:
-        """Writes the gradients of weight and bias that are wanted, and with a round what the input's is made of."""
-        made = self._made
+        """Writes the gradients of weight and bias that are not None and, after a round, the factors of the input's."""
+        tiling = self._tiling
         types = _type_of(weight), _type_of(of_weight), _type_of(of_bias)
         variant = "finish_backward", self.work.device, *types, self.ranks, self._gathers, has_round
         _launch(
-            made, variant, kernels.finish_backward, (made.blocks, 1, 1), 4,
-            self._forward, self.work, self.rows, weight, of_weight, of_bias, made.c, self.ranks, self.digest,
+            tiling, variant, kernels.finish_backward, (tiling.blocks, 1, 1), 4,
+            self._forward, self.work, self.rows, weight, of_weight, of_bias, tiling.c, self.ranks, self.digest,
             has_round, BLOCK,
         )  # fmt: skip
 
     def input_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         """Returns dx, of the type and layout of `x`."""
-        made, found = self._made, torch.empty_like(x)
-        if made.tiles:
+        tiling, gradient = self._tiling, torch.empty_like(x)
+        if tiling.tiles:
             variant = "input_gradient", x.device, x.dtype, x.data_ptr() % ALIGNMENT, grad.data_ptr() % ALIGNMENT
-            grid = made.tiles, made.channel_blocks, 1
+            grid = tiling.tiles, tiling.channel_blocks, 1
             _launch(
-                made, variant, kernels.input_gradient, grid, made.warps,
-                grad, x, found, self._forward, self.work, *made.shape, *made.tile,
+                tiling, variant, kernels.input_gradient, grid, tiling.warps,
+                grad, x, gradient, self._forward, self.work, *tiling.shape, *tiling.tile,
             )  # fmt: skip
-        return found
+        return gradient
 
 
 def try_out(device: torch.device, dtype: torch.dtype) -> None:
-    """Compiles all kernels for inputs of a type and runs them, which fails where Triton cannot do that on a device."""
-    x = torch.zeros(TILE, 7, dtype=dtype, device=device)  # several splits, so that their sums are added up
+    """Compiles and runs all kernels for inputs of a type; raises where Triton cannot do that on a device."""
+    x = torch.zeros(TILE, 7, dtype=dtype, device=device)  # several splits
     weight, mean, var, gradient = (torch.ones(7, device=device) for _ in range(4))
     running = Running(mean, var, torch.zeros((), dtype=torch.int64, device=device), 0.1)
     with on_device_of(x):

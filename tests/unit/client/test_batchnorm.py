@@ -10,7 +10,7 @@ from torch import nn
 import client
 from client.nn import running_stats
 from client.ops import engine
-from client.ops.vectors import narrow
+from client.ops.statistics import to_compute_type
 from programs import member_programs
 from support.sentences import says
 from support.whole_batch import SYNCHRONISED
@@ -126,7 +126,9 @@ def test_an_empty_batch_is_counted_and_leaves_infinite_statistics_as_they_are(dt
 def test_mean_and_variance_go_to_the_running_statistics_in_one_copy(monkeypatch):
     layer = client.SynchronizedBatchNorm1d(2)
     copies = []
-    monkeypatch.setattr(running_stats, "narrow", lambda *given: copies.append(given) or narrow(*given))
+    monkeypatch.setattr(
+        running_stats, "to_compute_type", lambda *given: copies.append(given) or to_compute_type(*given)
+    )
     batch = engine.moments(torch.randn(8, 2))
     running_stats.move_by(layer, batch)
     ((to, *vectors),) = copies

@@ -7,7 +7,7 @@ from torch import nn
 
 import client
 from client.nn import custom_op
-from client.ops.rounds import KEPT_CALLS, BackwardPasses
+from client.ops.exchange import MAX_COUNTED_CALLS, BackwardPasses
 from client.session import current
 from programs import member_programs
 from statsd_bn.errors import ConfigurationError
@@ -78,7 +78,7 @@ def test_a_graph_that_is_kept_allows_another_backward_pass_even_after_another_fo
 def test_passes_are_forgotten_for_the_call_whose_last_one_is_the_oldest():
     passes = BackwardPasses()
     assert [passes.count(0), passes.count(1), passes.count(0)] == [1, 1, 2]
-    for call in range(2, KEPT_CALLS + 1):
+    for call in range(2, MAX_COUNTED_CALLS + 1):
         assert passes.count(call) == 1
     assert [passes.count(0), passes.count(1)] == [3, 1]
 

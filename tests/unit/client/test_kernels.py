@@ -27,7 +27,7 @@ def backend(request, monkeypatch):
     for kind in (Reference, Fused):
         for name in STEPS:
             monkeypatch.setattr(kind, name, noted(getattr(kind, name), (kind.__name__.lower(), name), used))
-    monkeypatch.setattr(Fused, "takes", lambda *_: True)
+    monkeypatch.setattr(Fused, "supports", lambda *_: True)
     monkeypatch.setattr(engine, "BACKENDS", BACKENDS[request.param])
     with cuda_stand_ins.on_the_cpu():
         yield request.param, used

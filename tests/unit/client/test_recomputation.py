@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import client
 from client.ops import checkpointing
-from client.ops.checkpointing import KEPT_WITHOUT_GRAPH, Exchanges
+from client.ops.checkpointing import MAX_WITHOUT_GRAPH, ExchangeCache
 from client.ops.exchange import Exchange
 from client.ops.statistics import ChannelMoments
 from client.transports.in_process import LocalPipe
@@ -220,9 +220,9 @@ def find(exchanges, replica, moments):
 
 def test_a_call_over_another_transport_is_not_found():
     """That of an earlier connection, say, whose members may have had other shards."""
-    exchanges = Exchanges()
+    exchanges = ExchangeCache()
     call = exchange_of([1.0, 2.0])
-    exchanges.remember(call, has_graph=True)
+    exchanges.add(call, has_graph=True)
     assert exchanges.find("bn", LocalPipe("another transport"), 0, moments_of([1.0, 2.0])) is None
     assert find(exchanges, 0, moments_of([1.0, 2.0])) is call
 
@@ -230,20 +230,20 @@ def test_a_call_over_another_transport_is_not_found():
 @pytest.mark.parametrize("has_graph", [True, False], ids=["with a graph", "without"])
 def test_of_equal_calls_each_is_found_before_one_is_found_again_and_the_latest_first(has_graph):
     """In full-batch training the first layer sees the same values in every step; its siblings' may differ."""
-    exchanges = Exchanges()
+    exchanges = ExchangeCache()
     calls = [exchange_of([1.0, 2.0]) for _ in range(8)]
     for call in calls:
-        exchanges.remember(call, has_graph=has_graph)
+        exchanges.add(call, has_graph=has_graph)
     found = [find(exchanges, 0, moments_of([1.0, 2.0])) for _ in calls]
     assert found == calls[::-1]
     assert find(exchanges, 0, moments_of([1.0, 2.0])) is calls[-1]
 
 
 def test_the_nearest_call_is_found_and_a_far_one_is_none():
-    exchanges = Exchanges()
+    exchanges = ExchangeCache()
     calls = [exchange_of([1.0, 2.0 + offset]) for offset in (0.0, 1e-6, 1.0)]
     for call in calls:
-        exchanges.remember(call, has_graph=True)
+        exchanges.add(call, has_graph=True)
     for call, offset in zip(calls, (0.0, 1e-6, 1.0), strict=True):
         assert find(exchanges, 0, moments_of([1.0, 2.0 + offset])) is call
     assert find(exchanges, 0, moments_of([1.0, 2.0 + 9e-7])) is calls[1]
@@ -254,48 +254,48 @@ def test_the_nearest_call_is_found_and_a_far_one_is_none():
 
 
 def test_values_that_are_not_finite_are_found_too():
-    exchanges = Exchanges()
+    exchanges = ExchangeCache()
     call = exchange_of([1.0, np.nan])
-    exchanges.remember(call, has_graph=True)
+    exchanges.add(call, has_graph=True)
     assert find(exchanges, 0, moments_of([1.0, np.nan])) is call
 
 
 def test_a_call_is_forgotten_with_its_graph():
-    exchanges = Exchanges()
+    exchanges = ExchangeCache()
     call = exchange_of([1.0, 2.0])
-    exchanges.remember(call, has_graph=True)
+    exchanges.add(call, has_graph=True)
     del call
     assert find(exchanges, 0, moments_of([1.0, 2.0])) is None
 
 
 def test_a_layer_is_forgotten_with_its_graphs_when_another_is_called():
     """One made by hand in each step would leave its name behind."""
-    exchanges = Exchanges()
+    exchanges = ExchangeCache()
     kept = exchange_of([1.0, 2.0])
-    exchanges.remember(kept, has_graph=True)
+    exchanges.add(kept, has_graph=True)
     for number in range(3):
-        exchanges.remember(exchange_of([1.0, 2.0], f"bn {number}"), has_graph=True)
+        exchanges.add(exchange_of([1.0, 2.0], f"bn {number}"), has_graph=True)
     assert list(exchanges._with_graph) == ["bn", "bn 2"]
     assert find(exchanges, 0, moments_of([1.0, 2.0])) is kept
 
 
 def test_calls_without_a_graph_are_forgotten_after_some_more():
-    exchanges = Exchanges()
-    for number in range(KEPT_WITHOUT_GRAPH + 1):
-        exchanges.remember(exchange_of([1.0, float(number)]), has_graph=False)
+    exchanges = ExchangeCache()
+    for number in range(MAX_WITHOUT_GRAPH + 1):
+        exchanges.add(exchange_of([1.0, float(number)]), has_graph=False)
     assert find(exchanges, 0, moments_of([1.0, 0.0])) is None
     assert find(exchanges, 0, moments_of([1.0, 1.0])) is not None
 
 
 def test_a_layer_that_is_called_no_more_is_forgotten_and_one_that_is_called_seldom_is_not():
-    exchanges = Exchanges()
+    exchanges = ExchangeCache()
     gone = exchange_of([1.0, 2.0], "gone")
     kept = weakref.ref(gone)
-    exchanges.remember(gone, has_graph=False)
+    exchanges.add(gone, has_graph=False)
     del gone
     for _ in range(3):
-        exchanges.remember(exchange_of([1.0, 3.0]), has_graph=False)
-        for _ in range(KEPT_WITHOUT_GRAPH):
-            exchanges.remember(exchange_of([1.0, 4.0], "often"), has_graph=False)
+        exchanges.add(exchange_of([1.0, 3.0]), has_graph=False)
+        for _ in range(MAX_WITHOUT_GRAPH):
+            exchanges.add(exchange_of([1.0, 4.0], "often"), has_graph=False)
         assert find(exchanges, 0, moments_of([1.0, 3.0])) is not None
     assert kept() is None

@@ -49,7 +49,7 @@ def at(tensor):
 
 def slice_of(x, threads=1):
     n, c, *rest = x.shape
-    return ctypes.byref(library.Slice(n, c, *(rest or [1]), DTYPES[x.dtype], not rest, threads))
+    return ctypes.byref(library.SliceStruct(n, c, *(rest or [1]), DTYPES[x.dtype], not rest, threads))
 
 
 def parameter(tensor):
@@ -62,7 +62,7 @@ def vectors(number, c):
 
 def plan_of(x, weight=None, bias=None, running=None, eps=1e-5, clamp=False, momentum=0.1, threads=1):
     types = (0 if each is None else DTYPES[each.dtype] for each in (weight, bias, running))
-    return ctypes.byref(library.Plan(slice_of(x, threads)._obj, *types, clamp, eps, momentum))
+    return ctypes.byref(library.PlanStruct(slice_of(x, threads)._obj, *types, clamp, eps, momentum))
 
 
 def forward(core, x, total, weight=None, bias=None, **given):

@@ -6,12 +6,12 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from client.ops.verdicts import Slot, Verdicts
+from client.ops.device_errors import AsyncChecks, Slot
 
 
 def test_who_waits_for_a_device_does_not_hold_up_other_threads(monkeypatch):
     """The round it waits for may want another rank, which waits for a round of another thread of this process."""
-    verdicts, waits, has_come = Verdicts(), threading.Event(), threading.Event()
+    checks, waits, has_come = AsyncChecks(), threading.Event(), threading.Event()
 
     def wait(_):
         waits.set()
@@ -23,13 +23,13 @@ def test_who_waits_for_a_device_does_not_hold_up_other_threads(monkeypatch):
 
     def refuse():
         with pytest.raises(ValueError, match="said"):
-            verdicts.hand_in(torch.tensor([True]), say, at_once=True)
+            checks.submit(torch.tensor([True]), say, wait=True)
         told.append("at once")
 
     first = threading.Thread(target=refuse)
     first.start()
     assert waits.wait(60)
-    second = threading.Thread(target=verdicts.hand_in, args=(torch.tensor([False]), say))
+    second = threading.Thread(target=checks.hand_in, args=(torch.tensor([False]), say))
     second.start()
     second.join(10)
     is_held_up = second.is_alive()
@@ -79,17 +79,17 @@ def test_it_counts_whether_the_device_of_the_flags_is_captured(monkeypatch, capt
         def __len__(self):
             return 1
 
-    Verdicts().hand_in(Flags(), say)
+    AsyncChecks().submit(Flags(), say)
     assert bool(filled) is is_taken
 
 
 @pytest.mark.parametrize(("captured", "is_seen"), [(0, True), (1, False)])
 def test_nobody_looks_while_the_device_that_works_is_captured(capturing, captured, is_seen):
-    verdicts = Verdicts()
-    verdicts.hand_in(torch.tensor([False]), say)
+    checks = AsyncChecks()
+    checks.submit(torch.tensor([False]), say)
     slot = Slot(1, torch.device("cpu"), torch.bool)
     slot.fill(torch.tensor([True]))
-    verdicts._open.append((slot, (1, SECOND, torch.bool), say))
+    checks._open.append((slot, (1, SECOND, torch.bool), say))
     capturing.add(captured)
     with pytest.raises(ValueError, match="said") if is_seen else nullcontext():
-        verdicts.look(SECOND)
+        checks.poll(SECOND)

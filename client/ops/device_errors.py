@@ -1,0 +1,273 @@
+"""Errors of rounds whose rows stay on a device, reported without waiting for the device.
+
+Over the host a failed round raises at once. On a device the host would have to wait for the result, and could no longer
+run ahead of the device. So the device computes flags, and the count of a failed round becomes NaN: its results are NaN
+and move no running statistics. The flags are copied to pinned memory, followed by an event. A later call that finds the
+event complete raises the error. On a CPU the error is raised at once.
+"""
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from client.ops import non_finite
+from client.transports import process_group
+from client.transports.device_rows import DeviceAggregate, LocalRows
+from client.transports.process_group import ProcessGroupPipe
+from client.transports.transport import Transport
+from statsd_bn.error_text import MOST_ROWS, Place, Row, broken, error_text
+from statsd_bn.errors import ConfigurationError, RoundMismatch
+from statsd_bn.members import Members
+from statsd_bn.messages import Aggregate
+from statsd_bn.round_key import ADVICE
+
+Flags = npt.NDArray[Any]
+
+# The flags of a row that Triton's kernels write are a sum of the first two; the last one follows the rows.
+OTHER_ROUND, NOT_FINITE, TOO_FEW = 1, 2, 4
+
+
+class Slot:
+    """A buffer on the host for the flags of one round; it is reused.
+
+    Args:
+        size: the number of flags.
+        device: the device that computes them.
+        dtype: their type.
+    """
+
+    def __init__(self, size: int, device: torch.device, dtype: torch.dtype) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        self._device = device
+        self._buffer = torch.empty(size, dtype=dtype, pin_memory=self._event is not None)
+        self.flags: Flags = self._buffer.numpy()
+
+    def fill(self, flags: Tensor) -> None:
+        """Copies flags asynchronously."""
+        self._buffer.copy_(flags, non_blocking=True)
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(self._device))
+
+    def is_filled(self) -> bool:
+        """Whether the copy is complete."""
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        """Waits until the copy is complete."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class AsyncChecks:
+    """The flags that have not been checked yet, in the order of their rounds."""
+
+    def __init__(self) -> None:
+        self._open: deque[tuple[Slot, Any, Callable[[Flags], None]]] = deque()
+        self._free: defaultdict[tuple[int, torch.device, torch.dtype], list[Slot]] = defaultdict(list)
+        self._lock = threading.Lock()
+
+    def submit(self, flags: Tensor, report: Callable[[Flags], None], *, wait: bool = False) -> None:
+        """Schedules the check of a round's flags. While a CUDA graph is captured the flags are dropped.
+
+        Args:
+            flags: shape (flags,); 0 or False where nothing is wrong.
+            report: logs or raises the errors, if a flag is set.
+            wait: wait for these flags and all earlier ones.
+        """
+        if _is_captured(flags.device):
+            return
+        kind = len(flags), flags.device, flags.dtype
+        with self._lock:
+            slot = self._free[kind].pop() if self._free[kind] else None
+        slot = slot or Slot(*kind)
+        slot.fill(flags)
+        with self._lock:
+            self._open.append((slot, kind, report))
+            awaited = [open_slot for open_slot, *_ in self._open] if wait else []
+        # Without the lock: two threads may wait here for each other, through another rank.
+        for open_slot in awaited:
+            open_slot.wait()
+        # A CUDA device has not computed the flags yet; the next call polls first.
+        if wait or flags.device.type != "cuda":
+            self.poll(flags.device)
+
+    def poll(self, device: torch.device) -> None:
+        """Reports the flags that have arrived; called before a round, which peers of a failed one would not join.
+
+        Raises:
+            Exception: whatever a `report` raises.
+        """
+        while self._open and not _is_captured(device):
+            with self._lock:
+                if not self._open or not self._open[0][0].is_filled():
+                    return
+                slot, kind, report = self._open.popleft()
+                flags = slot.flags.copy() if np.count_nonzero(slot.flags) else None
+                self._free[kind].append(slot)
+            if flags is not None:
+                report(flags)
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Whether this thread's work on a device is captured; torch answers for the current device only."""
+    if device.type != "cuda":
+        return False
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+async_checks = AsyncChecks()
+
+
+class TooFewValues(NamedTuple):
+    """A check that the whole batch has more than one value per channel.
+
+    Attributes:
+        flag: whether it has too few, shape (), bool.
+        layer: the layer's name.
+        shape: of this replica's input.
+    """
+
+    flag: Tensor
+    layer: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceErrors:
+    """The possible errors of one round.
+
+    Attributes:
+        transport: of the round.
+        contribution: this process's rows.
+        aggregate: the result.
+        too_few: None where the whole batch certainly has enough values.
+    """
+
+    transport: Transport
+    contribution: LocalRows
+    aggregate: DeviceAggregate
+    too_few: TooFewValues | None = None
+
+    def has_failed(self) -> Tensor | None:
+        """Returns whether the round has failed, shape (), bool; None where it cannot fail."""
+        others, too_few = self.aggregate.others, self.too_few
+        if others is None:
+            return None if too_few is None else too_few.flag
+        return others.any() if too_few is None else others.any() | too_few.flag
+
+    def submit(self) -> None:
+        """Schedules the checks of the round."""
+        flags = [] if self.aggregate.others is None else [self.aggregate.others]
+        if self.too_few is not None:
+            flags.append(self.too_few.flag.unsqueeze(0))
+        if non_finite.is_awaited(self.transport):
+            flags.append((self.aggregate.rows * 0).sum(1) != 0)  # NaN where a value is not finite, in few operators
+        if flags:
+            wait = non_finite.raises(self.transport, self.aggregate.key)
+            async_checks.submit(torch.cat(flags) if len(flags) > 1 else flags[0], self._report, wait=wait)
+
+    def report_rows(self, found: Flags) -> None:
+        """Reports the errors that Triton's flags say: a number per row, then one for the whole batch where known."""
+        nr_ranks = len(self.aggregate.ranks)
+        rows, whole = found[:nr_ranks], found[nr_ranks:]
+        others = rows[: 0 if self.aggregate.others is None else nr_ranks] & OTHER_ROUND
+        not_finite = rows & (NOT_FINITE if non_finite.is_awaited(self.transport) else 0)
+        self._report(np.concatenate((others, whole & TOO_FEW, not_finite)) != 0)
+
+    def _report(self, flags: Flags) -> None:
+        nr_ranks = 0 if self.aggregate.others is None else len(self.aggregate.ranks)
+        others, rest = flags[:nr_ranks], flags[nr_ranks:]
+        if others.any():
+            raise self._mismatch(others)
+        if self.too_few is not None:
+            is_too_few, rest = rest[0], rest[1:]
+            if is_too_few:
+                raise too_few_values(self.too_few.layer, int(self.aggregate.count), self.too_few.shape)
+        if rest.any():
+            self._report_non_finite(rest)
+
+    def _mismatch(self, others: Flags) -> RoundMismatch:
+        ranks, key = self.aggregate.ranks, self.aggregate.key
+        here = [rank for rank, is_other in zip(ranks, others, strict=True) if not is_other]
+        there = [rank for rank, is_other in zip(ranks, others, strict=True) if is_other]
+        table = [_place(here, f"in {key.in_words()}"), _place(there, "in another round")]
+        what = "deadlock: the ranks wait in different rounds"
+        where = "torch's process group, on devices; results computed since then are NaN"
+        return RoundMismatch(error_text(what, table=table, where=where, advice=ADVICE), **key.fields)
+
+    def _report_non_finite(self, rows: Flags) -> None:
+        """Reports NaN and infinity as a round over the host does; waiting for the device does no harm any more."""
+        found = self.aggregate
+        bearers = np.repeat(found.ranks, len(rows) // len(found.ranks))[rows]
+        aggregate = Aggregate(
+            found.key,
+            len(rows),
+            int(found.count.nan_to_num(0.0)),
+            Members.of(found.ranks),
+            found.values.cpu().numpy(),
+            non_finite=Members.of(map(int, bearers)),
+        )
+        if isinstance(self.transport, ProcessGroupPipe):
+            process_group.tell(self.transport, aggregate)
+        non_finite.check(self.transport, self.contribution.on_host(), aggregate)
+
+
+def submit_row_flags(flags: Tensor, blocks: int, errors: Callable[[], DeviceErrors], *, wait: bool) -> None:
+    """Schedules the check of the flags that Triton's kernels write.
+
+    Args:
+        flags: shape (rows * blocks,), or of one row more for the whole batch; each block of channels has its own flags.
+        blocks: the number of blocks.
+        errors: creates the round's errors, if a flag is set.
+        wait: wait for the flags.
+    """
+
+    def report(found: Flags) -> None:
+        errors().report_rows(np.bitwise_or.reduce(found.astype(np.int64).reshape(-1, blocks), axis=1))
+
+    async_checks.submit(flags, report, wait=wait)
+
+
+def check_recomputation(layer: str, first: Tensor, again: Tensor, tolerance: float) -> None:
+    """Schedules a check that a recomputed call has the input of the call that it was matched with.
+
+    Args:
+        layer: the layer's name.
+        first: the moments of the first run, shape (2, C).
+        again: the moments of the second run, shape (2, C).
+        tolerance: the largest difference, relative to the largest value of each vector.
+    """
+    first, again = first.nan_to_num(), again.to(first.device, non_blocking=True).nan_to_num()
+    differs = (first - again).abs().amax(1) > tolerance * first.abs().amax(1)
+
+    def report(_: Flags) -> None:
+        raise ConfigurationError(
+            f"layer {layer!r}: called during a backward pass with an input that no checkpointed forward had; call the "
+            "layer outside of the backward pass"
+        )
+
+    async_checks.submit(differs, report)
+
+
+def _place(ranks: Sequence[int], where: str) -> Place:
+    return Place([Row((f"rank {rank}", where)) for rank in ranks[:MOST_ROWS]], len(ranks), where)
+
+
+def too_few_values(layer: str, count: int, shape: tuple[int, ...]) -> ValueError:
+    """Returns the error for a whole batch with so few values per channel."""
+    return ValueError(
+        broken(
+            f"layer {layer!r}: expected more than 1 value per channel over all replicas when training, got {count} "
+            f"(this replica's input has shape {shape})"
+        )
+    )

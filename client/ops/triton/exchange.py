@@ -1,0 +1,202 @@
+"""TritonExchange: the plain call on CUDA, computed by Triton's kernels, and the check that they work on a device."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from importlib import import_module
+from math import isnan
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from client.ops import non_finite
+from client.ops.device_errors import DeviceErrors, TooFewValues, async_checks, submit_row_flags
+from client.ops.functional import Slice
+from client.ops.plain import PlainExchange, is_plain
+from client.ops.statistics import ChannelMoments, ChannelStatistics, Running, dense, same_layout
+from client.transports import device_rows
+from client.transports.device_rows import DeviceAggregate, LocalRows
+from client.transports.process_group import ProcessGroupPipe
+from client.transports.transport import Transport
+from statsd_bn.round_key import BACKWARD, RoundKey
+
+if TYPE_CHECKING:
+    from client.ops.triton.launch import Backward, Forward
+
+logger = logging.getLogger("statsd_bn.client")
+
+# Older versions pass numbers to kernels as float32, whatever their annotation.
+OLDEST = (3, 4)
+
+TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+def serves(slices: Sequence[Slice], capacity: int) -> bool:
+    """Whether the kernels can compute a call with these slices, where each rank sends `capacity` rows."""
+    mine = slices[0]
+    return capacity == len(slices) == 1 and is_plain(mine) and supports(mine.input, mine.weight, mine.bias)
+
+
+def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether the kernels can compute with an input and its parameters, on the input's device."""
+    is_plain_tensor = (
+        type(x) in {Tensor, torch.nn.Parameter} and not x.is_neg()
+    )  # else the address is not of its values
+    if not is_plain_tensor or x.dtype not in TYPES or not x.is_cuda or not works_on(x.device, x.dtype):
+        return False
+    from client.ops.triton import launch  # noqa: PLC0415 - needs Triton
+
+    return launch.fits(x) and all(each is None or each.device == x.device for each in (weight, bias))
+
+
+@cache
+def works_on(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether Triton is installed and compiles for inputs of a type on a device; logs the reason once if not.
+
+    All kernels are tried: if one failed in a round, the other ranks would wait in that round.
+    """
+    try:
+        version = import_module("triton").__version__
+        if tuple(map(int, version.split(".")[:2])) < OLDEST:
+            raise ImportError(f"expected Triton {'.'.join(map(str, OLDEST))} or newer, got {version}")  # noqa: TRY301
+        from client.ops.triton import launch  # noqa: PLC0415 - as above
+
+        launch.try_out(device, dtype)
+    except Exception as error:  # noqa: BLE001 - compilers, drivers and the import fail in many ways
+        logger.warning(
+            "Triton failed for %s on %s (%s: %.300s); layers use torch's operators, which cost more host time",
+            dtype,
+            device,
+            type(error).__name__,
+            error,
+        )
+        return False
+    return True
+
+
+@dataclass(slots=True, eq=False)
+class TritonExchange(PlainExchange):
+    """One layer's call, see `PlainExchange`.
+
+    Attributes:
+        shape: of the input.
+        first: the forward pass.
+    """
+
+    shape: tuple[int, ...] = field(init=False)
+    first: "Forward" = field(init=False)
+
+    def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Returns the output; runs the forward round first if it has not run yet."""
+        from client.ops.triton import launch  # noqa: PLC0415 - needs Triton
+
+        x = dense(x)
+        with launch.on_device_of(x):
+            if not self.is_done:
+                self._forward_round(launch.Forward, x, weight, bias)
+            return self.first.normalise(x)
+
+    def _forward_round(self, forward: type["Forward"], x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+        async_checks.poll(x.device)
+        self.shape = tuple(x.shape)
+        self.first = first = forward(x, device_rows.nr_ranks(self.transport), gathers=self._gathers)
+
+        def write(digest: int) -> tuple[Tensor, Tensor]:
+            first.write_row(x, digest)
+            return first.row, first.rows
+
+        key = device_rows.run_row(self.transport, write, phase=self.phase)
+        wait = non_finite.raises(self.transport, key)
+        # A round that may raise updates nothing here; a cumulative average is updated by the layer.
+        running = None if wait or (self.running and isnan(self.running.momentum)) else self.running
+        first.finish(
+            _contiguous(weight), _contiguous(bias), running or Running(), self.eps, clamp=self.eps_mode == "clamp"
+        )
+        self.has_moved = running is not None
+        self._submit(first, key, TooFewValues(first.flags, self.layer, self.shape), wait=wait)
+        if not self.has_moved:
+            _, (sums, squares) = _total(first.rows, first.ranks)
+            self.moments = ChannelMoments(first.work[0], sums, squares)
+        first.release_rows()
+        self.key = key
+
+    def made_when_asked(self, name: str) -> Any:
+        """Returns the local moments or the statistics."""
+        first = self.first
+        if name == "local":
+            sums, squares = first.row[2:].view(2, -1)
+            return [ChannelMoments(first.count, sums, squares, self.shape)]
+        if name == "statistics":
+            return ChannelStatistics(first.work[0].clamp(min=1), *first.vectors(0, 1, 2))
+        return None
+
+    @property
+    def _gathers(self) -> bool:
+        return isinstance(self.transport, ProcessGroupPipe)
+
+    def _submit(
+        self, of: "Forward | Backward", key: RoundKey, too_few: TooFewValues | None = None, *, wait: bool = False
+    ) -> None:
+        # Without `self`: unchecked flags would keep the call alive, and checkpoints would take its graph for alive.
+        others = of.flags if self._gathers else None
+        errors = partial(_errors, self.transport, key, of.row, of.rows, others, too_few)
+        submit_row_flags(of.flags, of.blocks, errors, wait=wait)
+
+    def may_compute(self, grad: Tensor, x: Tensor, weight: Tensor | None) -> bool:  # noqa: ARG002 - `gradients` copies it
+        """Whether the kernels support input and weight."""
+        return tuple(x.shape) == self.shape and supports(x, weight, None)
+
+    def gradients(
+        self, grad: Tensor, x: Tensor, weight: Tensor | None, needs: Sequence[bool]
+    ) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of input, weight and bias; None for those not needed."""
+        from client.ops.triton import launch  # noqa: PLC0415 - as above
+
+        x = dense(x)
+        if grad.dtype != x.dtype or grad.stride() != x.stride():
+            grad, x = same_layout(grad, x)
+        with launch.on_device_of(x):
+            return self._gradients(launch.Backward, grad, x, weight, needs)
+
+    def _gradients(
+        self, backward: type["Backward"], grad: Tensor, x: Tensor, weight: Tensor | None, needs: Sequence[bool]
+    ) -> tuple[Tensor | None, ...]:
+        async_checks.poll(x.device)
+        needs_input, needs_weight, needs_bias = needs
+        this = backward(self.first, x, gathers=self._gathers)
+
+        def write(digest: int) -> tuple[Tensor, Tensor]:
+            this.write_row(grad, x, digest)
+            return this.row, this.rows
+
+        key = None
+        if needs_input:
+            key = device_rows.run_row(self.transport, write, self.next_key(BACKWARD))
+        else:  # parameters keep their local sums, as under DDP
+            write(0)
+        of_weight = torch.empty_like(weight) if needs_weight and weight is not None else None
+        of_bias = torch.empty(x.shape[1], dtype=torch.float32, device=x.device) if needs_bias else None
+        this.finish(_contiguous(weight), of_weight, of_bias, has_round=needs_input)
+        if key is None:
+            return None, of_weight, of_bias
+        self._submit(this, key)
+        return this.input_gradient(grad, x), of_weight, of_bias
+
+
+def _errors(
+    transport: Transport, key: RoundKey, row: Tensor, rows: Tensor, others: Tensor | None, too_few: TooFewValues | None
+) -> DeviceErrors:
+    ranks = device_rows.ranks_of(transport)
+    aggregate = DeviceAggregate(key, *_total(rows, len(ranks)), rows.view(len(ranks), -1)[:, 1:], ranks, others)
+    contribution = LocalRows(row[1:2].unbind(), row[2:].view(1, 2, -1))
+    return DeviceErrors(transport, contribution, aggregate, too_few)
+
+
+def _total(rows: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    return device_rows.total(rows.view(ranks, -1)[:, 1:], (2, -1))
+
+
+def _contiguous(vector: Tensor | None) -> Tensor | None:
+    return None if vector is None else vector.contiguous()
