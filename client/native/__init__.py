@@ -1,5 +1,5 @@
-"""The native core in C, as a library that `build` compiles and `library` loads: arithmetic on a CPU, rounds in memory.
+"""The native core in C: arithmetic on a CPU and rounds in shared memory. `build` compiles it, `library` loads it.
 
-The library needs neither Python's headers nor torch's, so one serves every version of both. It is called by ctypes with
-addresses. What the numbers mean to a layer is not known here, and nothing here imports torch.
+The library needs no headers of Python or torch, so one build serves all their versions. Its functions are called
+through ctypes and take addresses. Nothing here imports torch; the layers' use of the results belongs in `client.ops`.
 """

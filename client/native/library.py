@@ -1,4 +1,4 @@
-"""The loaded library of the native core, with the types of its functions; core/sbn.h says what each does."""
+"""Loader of the native core, with the types of its functions; core/sbn.h describes them."""
 
 import ctypes
 import os
@@ -8,12 +8,12 @@ from typing import NamedTuple, TypeAlias
 
 from statsd_bn.environment import boolean
 
-# Of core/sbn.h.
+# As in core/sbn.h.
 VERSION = 3
 F32, BF16, F16, F64 = range(4)
-# How a round stands; from DIFFERS to NOT_FINITE all have come, and all find the same.
+# The state of a round; from DIFFERS to NOT_FINITE all members have arrived, and all get the same state.
 DONE, WAITS, CLOSED, DIFFERS, TOO_MANY, NOT_FINITE, NO_MEMORY = range(7)
-# How far a pass of a layer goes.
+# The last stage of a pass of a layer.
 MEASURE, EXCHANGE, FINISH = range(3)
 LEVELS = ("baseline", "AVX2")
 
@@ -39,11 +39,8 @@ _FUNCTIONS: dict[str, tuple[type[_INT] | None, tuple[type, ...]]] = {
 }
 
 
-class Slice(ctypes.Structure):
-    """A dense slice: planes (n, c, l); or n rows of c values where channels lie last, then l is 1.
-
-    `ctypes.addressof` of one is what functions take; it has to live as long as they run.
-    """
+class SliceStruct(ctypes.Structure):
+    """`sbn_slice`; functions take its address, so it must outlive the call."""
 
     _fields_ = (
         ("n", ctypes.c_int64),
@@ -56,22 +53,22 @@ class Slice(ctypes.Structure):
     )
 
 
-class Plan(ctypes.Structure):
-    """What of a layer's call stays the same from one to the next: its slice, types of vectors, eps and the like."""
+class PlanStruct(ctypes.Structure):
+    """`sbn_plan`."""
 
     _fields_ = (
-        ("slice", Slice),
+        ("slice", SliceStruct),
         *((name, ctypes.c_int32) for name in ("weight_dtype", "bias_dtype", "running_dtype", "clamp")),
         *((name, ctypes.c_double) for name in ("eps", "momentum")),
     )
 
 
 class Library(NamedTuple):
-    """The functions of the core, twice.
+    """The functions of the core, loaded twice.
 
     Attributes:
-        releasing: they release the GIL while they run.
-        holding: they hold it, which takes less time for slices of a few microseconds.
+        releasing: functions that release the GIL.
+        holding: functions that hold the GIL, which is faster for slices of a few microseconds.
     """
 
     releasing: ctypes.CDLL
@@ -79,16 +76,16 @@ class Library(NamedTuple):
 
 
 def library() -> Library | None:
-    """Returns the core; None if it cannot be used: `description` says why.
+    """Returns the core; None if it cannot be used, see `description`.
 
     Raises:
-        ConfigurationError: STATSD_BN_NATIVE is neither a yes nor a no.
+        ConfigurationError: STATSD_BN_NATIVE is not a boolean.
     """
     return _load()[0]
 
 
 def description() -> str:
-    """Returns a line that says whether the core is in use, and with which instructions, or why not.
+    """Returns a line on whether the core is in use, with its instruction set or the reason why not.
 
     Raises:
         ConfigurationError: as for `library`.
@@ -107,7 +104,7 @@ def _load() -> tuple[Library | None, str]:
 
 
 def load(path: Path) -> tuple[Library | None, str]:
-    """Returns the core in a file, and nothing; or None, and why it cannot be used."""
+    """Returns the core in a file, or None with the reason why it cannot be used."""
     if not path.exists():
         return None, f"it was not compiled when statsd_bn was installed: there is no {path}"
     try:

@@ -126,7 +126,7 @@ def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device)
 
 
-class Pass:
+class PassBuffers:
     """The buffers of one pass.
 
     Args:
@@ -183,8 +183,8 @@ class Pass:
         return torch.empty((1 + 2 * tiling.splits) * tiling.c, dtype=_WORD, device=x.device)
 
 
-class Forward(Pass):
-    """A forward pass of a dense input; see `Pass`."""
+class Forward(PassBuffers):
+    """A forward pass of a dense input; see `PassBuffers`."""
 
     __slots__ = ()
 
@@ -232,8 +232,8 @@ class Forward(Pass):
         return output
 
 
-class Backward(Pass):
-    """A backward pass; see `Pass`. Gradient and input have one layout; hooks may have changed it since the forward."""
+class Backward(PassBuffers):
+    """A backward pass, see `PassBuffers`. Gradient and input have one layout, which may differ from the forward's."""
 
     __slots__ = ("_forward",)
 
