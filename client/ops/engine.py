@@ -73,7 +73,8 @@ def moments(x: Tensor, mask: Tensor | None = None) -> ChannelMoments:
     """
     if x.numel():
         return backend_for(x, mask).moments(x)
-    return ChannelMoments(0, *zeros(2, x), tuple(x.shape))
+    sums, squares = zeros(2, x)
+    return ChannelMoments(0, sums, squares, tuple(x.shape))
 
 
 def normalise(x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -102,7 +102,8 @@ class Traced(Reference):
         if vector_device(x) != x.device:
             return super().moments(x)
         values = where(self.mask, x.double())
-        return ChannelMoments(count(x, self.mask), *self._totals(x, values, values.square()), tuple(x.shape))
+        sums, squares = self._totals(x, values, values.square())
+        return ChannelMoments(count(x, self.mask), sums, squares, tuple(x.shape))
 
     def _totals(self, x: Tensor, *values: Tensor) -> Sequence[Tensor]:
         if vector_device(x) != x.device:

@@ -79,7 +79,8 @@ class ChannelMoments:
         """Returns the moments on a device."""
         if self.sums.device == device:
             return self
-        return ChannelMoments(*_moved(device, self.count, self.sums, self.squares), self.shape)
+        count, sums, squares = _moved(device, self.count, self.sums, self.squares)
+        return ChannelMoments(count, sums, squares, self.shape)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

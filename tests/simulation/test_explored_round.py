@@ -45,7 +45,7 @@ SLIPS = {
     "nobody woken": ("    wake_all(g);\n    return add_up", "    return add_up", (2, 1, 0)),
     "woken for the word alone": ("word, 1, memory_order", "word, 0, memory_order", (2, 1, 0)),
     "asleep unseen": ("    set(asleep, 1);\n", "", (2, 1, 0)),
-    "no look before sleep": ("    found = look(g);\n    int", "    int", (2, 1, 0)),
+    "no look before sleep": ("    found = state_of(g);\n    int", "    int", (2, 1, 0)),
     "keys not compared": ("its.digest != g->digest || ", "", (2, 2, OTHER_KEY)),
     "rows of the first alone": ("        add(total, rows + row * size, size);", "        ;", (2, 1, 0)),
     "times of the turn before": ("values, replicas);\n  set", "values, replicas);\n  g->came = 0;\n  set", (2, 2, 0)),

@@ -1,26 +1,25 @@
-/* A pool of threads that sleep until there is work. The caller never waits for a helper to wake up: it takes parts itself,
- * then closes the work, and waits only for helpers that have begun a part. */
+/* A pool of threads that sleep until there is work. The caller never waits for a helper to wake up: it runs parts itself,
+ * closes the work, and waits only for helpers that have started a part. */
 #define _GNU_SOURCE
-#include "pool.h"
+#include "internal.h"
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
-#include <string.h>
 
-enum { MOST_HELPERS = 255, STACK = 1 << 18, SPINS = 1 << 12 };
+enum { MAX_HELPERS = 255, STACK = 1 << 18, SPINS = 1 << 12 };
 
 static struct {
-  pthread_mutex_t in_use; /* by the caller that has the helpers */
-  pthread_mutex_t lock;   /* of all below but next and active, which are read without it too */
+  pthread_mutex_t in_use; /* held by the caller that has the helpers */
+  pthread_mutex_t lock;   /* of all fields below; next and active are also read without it */
   pthread_cond_t is_open, is_left;
   sbn_work work; /* NULL: closed */
   const void *job;
   int64_t parts;
-  int places; /* how many more helpers may join */
+  int places; /* for further helpers */
   int helpers, is_ending;
   _Atomic int64_t next;
   _Atomic int active;
-  pthread_t threads[MOST_HELPERS];
+  pthread_t threads[MAX_HELPERS];
 } pool;
 
 static void begin(void) {
@@ -33,7 +32,7 @@ static void begin(void) {
 
 __attribute__((constructor)) static void load(void) {
   begin();
-  pthread_atfork(NULL, NULL, begin); /* a child has no helpers, whatever its parent was doing */
+  pthread_atfork(NULL, NULL, begin); /* a child has no helpers */
 }
 
 __attribute__((destructor)) static void unload(void) {
@@ -52,7 +51,7 @@ static void relax(void) {
 #endif
 }
 
-static void take_parts(sbn_work work, const void *job, int64_t parts) {
+static void run_parts(sbn_work work, const void *job, int64_t parts) {
   for (int64_t i; (i = atomic_fetch_add(&pool.next, 1)) < parts;) work(job, i);
 }
 
@@ -70,7 +69,7 @@ static void *help(void *unused) {
     pool.places--;
     atomic_fetch_add(&pool.active, 1);
     pthread_mutex_unlock(&pool.lock);
-    take_parts(work, job, parts);
+    run_parts(work, job, parts);
     pthread_mutex_lock(&pool.lock);
     if (atomic_fetch_sub(&pool.active, 1) == 1) pthread_cond_signal(&pool.is_left);
   }
@@ -78,12 +77,12 @@ static void *help(void *unused) {
   return NULL;
 }
 
-/* Under the lock. With fewer threads than wanted it takes longer, no more. */
+/* Called with the lock. If the system refuses a thread, the work only takes longer. */
 static void start_helpers(int wanted) {
   if (pool.helpers >= wanted || pool.is_ending) return;
   sigset_t all, before;
   sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the program's own threads */
+  pthread_sigmask(SIG_SETMASK, &all, &before); /* signals belong to the program's threads */
   pthread_attr_t small;
   pthread_attr_init(&small);
   pthread_attr_setstacksize(&small, STACK);
@@ -99,7 +98,7 @@ static void share(int helpers, int64_t parts, sbn_work work, const void *job) {
   atomic_store(&pool.next, 0);
   for (int i = 0; i < helpers; i++) pthread_cond_signal(&pool.is_open);
   pthread_mutex_unlock(&pool.lock);
-  take_parts(work, job, parts);
+  run_parts(work, job, parts);
   for (int i = 0; i < SPINS && atomic_load(&pool.active); i++) relax();
   pthread_mutex_lock(&pool.lock);
   pool.work = NULL;
@@ -109,7 +108,7 @@ static void share(int helpers, int64_t parts, sbn_work work, const void *job) {
 
 void sbn_share(int threads, int64_t parts, sbn_work work, const void *job) {
   int64_t helpers = threads < parts ? threads - 1 : parts - 1;
-  if (helpers > MOST_HELPERS) helpers = MOST_HELPERS;
+  if (helpers > MAX_HELPERS) helpers = MAX_HELPERS;
   if (helpers < 1 || pthread_mutex_trylock(&pool.in_use)) {
     for (int64_t i = 0; i < parts; i++) work(job, i);
     return;

@@ -1,14 +1,15 @@
-/* The round in shared memory: each member writes its rows, waits until all have, and adds them in the members' order.
+/* A round in shared memory: each member writes its rows, waits for the rows of all, and adds them in member order.
  *
  *   futex | member 0: arrival, closed, told, asleep | slot 0 | slot 1 | member 1: arrival, ... | slot 0 | ...
  *
- * Every word but the futex has one writer, its member, so no process that is killed leaves a lock behind. Two slots are
- * enough, used in turn: nobody comes to turn n + 2 before all have come to n + 1, and nobody comes to n + 1 before it
- * has read turn n.
+ * Every word but the futex has one writer, its member, so a killed process leaves no lock behind. Two alternating slots
+ * suffice: no member arrives at turn n + 2 before all have arrived at n + 1, and a member arrives at n + 1 only after
+ * reading turn n.
  *
- * All words are atomic and sequentially consistent: of two that come last at the same time, one at least sees the other;
- * so it is with one that goes to sleep or tells the server, and one that comes. Slots are plain memory. Their writer
- * announces them by its arrival, and writes again only after the arrivals of all readers at the turn between. */
+ * All words are atomic and sequentially consistent: of two members that arrive last at the same time, at least one sees
+ * the other; likewise of a member that goes to sleep, or reports to the server, and one that arrives. Slots are plain
+ * memory. Their writer publishes them by its arrival, and overwrites them only after all readers have arrived at the turn
+ * in between. */
 #define _GNU_SOURCE
 #include "round.h"
 #include <errno.h>
@@ -22,9 +23,9 @@
 #include <unistd.h>
 #endif
 
-/* What different members write never shares a cache line. A slot has room for rows of 16,000 channels and two vectors;
- * memory that nobody has touched takes none. */
-enum { LINE = 64, SLOT = 1 << 18, LOOKS = 16 };
+/* Members never write to the same cache line. A slot holds rows of up to 16,000 channels and two vectors; untouched pages
+ * use no memory. */
+enum { LINE = 64, SLOT = 1 << 18, POLLS = 16 };
 
 typedef struct {
   _Alignas(LINE) _Atomic uint32_t word;
@@ -52,8 +53,8 @@ static char *slot_of(const sbn_group *g, int64_t member) {
 static uint64_t value_of(_Atomic uint64_t *word) { return atomic_load_explicit(word, memory_order_seq_cst); }
 static void set(_Atomic uint64_t *word, uint64_t value) { atomic_store_explicit(word, value, memory_order_seq_cst); }
 
-/* How many rows of this size, each with its count, a slot has room for. */
-static uint64_t room_for(uint64_t vectors, uint64_t channels) {
+/* The number of rows of this size, each with its count, that fit into a slot. */
+static uint64_t capacity_of(uint64_t vectors, uint64_t channels) {
   if (vectors > MOST_WORDS || channels > MOST_WORDS) return 0;
   return MOST_WORDS / (1 + vectors * channels);
 }
@@ -72,7 +73,7 @@ static void pause_briefly(void) {
 #endif
 }
 
-/* Sleeps until somebody wakes, and not at all if the word is no longer `value`; returns 0 after a signal. */
+/* Sleeps until a wake, but not at all if the word is no longer `value`; returns 0 after a signal. */
 static int futex_sleep(futex *f, uint32_t value, int64_t at_most_ns) {
 #ifdef __linux__
   struct timespec at_most = {at_most_ns / 1000000000, at_most_ns % 1000000000};
@@ -97,7 +98,7 @@ int sbn_has_futex(void) {
   return futex_wake(&one);
 }
 
-/* A member that is about to sleep says so, and then looks again: it is seen here, or sees why it is woken. */
+/* A member sets `asleep` and then checks the round again: it is either seen here, or sees the new state itself. */
 static void wake_all(const sbn_group *g) {
   atomic_fetch_add_explicit(&futex_of(g)->word, 1, memory_order_seq_cst);
   for (int64_t member = 0; member < g->members; member++)
@@ -113,19 +114,19 @@ static int have_all_come(const sbn_group *g) {
   return 1;
 }
 
-static int look(const sbn_group *g) {
+static int state_of(const sbn_group *g) {
   if (have_all_come(g)) return SBN_DONE;
   if (!sbn_closed(g)) return SBN_WAITS;
-  return have_all_come(g) ? SBN_DONE : SBN_CLOSED; /* the last one to come may have closed at once */
+  return have_all_come(g) ? SBN_DONE : SBN_CLOSED; /* the last member to arrive may have closed at once */
 }
 
-static int look_for(const sbn_group *g, int64_t ns) {
-  int found = look(g);
+static int wait_for_all(const sbn_group *g, int64_t ns) {
+  int found = state_of(g);
   if (found != SBN_WAITS || ns <= 0) return found;
   int64_t now = now_ns();
   const int64_t spun = now + g->spin_ns, end = now + ns;
   while (now < spun) {
-    for (int n = 0; n < LOOKS; n++) {
+    for (int n = 0; n < POLLS; n++) {
       if (have_all_come(g)) return SBN_DONE;
       pause_briefly();
     }
@@ -135,14 +136,14 @@ static int look_for(const sbn_group *g, int64_t ns) {
   while (now < end) {
     uint32_t word = atomic_load_explicit(&futex_of(g)->word, memory_order_seq_cst);
     set(asleep, 1);
-    found = look(g);
+    found = state_of(g);
     int is_woken = found != SBN_WAITS || futex_sleep(futex_of(g), word, end - now);
     set(asleep, 0);
     if (found != SBN_WAITS) return found;
     if (!is_woken) break;
     now = now_ns();
   }
-  return look(g);
+  return state_of(g);
 }
 
 static void add(double *total, const double *row, int64_t size) {
@@ -150,7 +151,7 @@ static void add(double *total, const double *row, int64_t size) {
 }
 
 int sbn_is_finite(const double *values, int64_t size) {
-  /* All bits of the exponent are set: then adding one to them carries into the sign. */
+  /* NaN and infinity have all exponent bits set, so that adding one to them carries into the sign bit. */
   uint64_t found = 0;
   for (int64_t k = 0; k < size; k++) {
     uint64_t bits;
@@ -162,7 +163,7 @@ int sbn_is_finite(const double *values, int64_t size) {
 
 static void write_rows(sbn_group *g, const uint64_t *counts, const double *values, uint64_t replicas) {
   char *slot = slot_of(g, g->me);
-  int fits = replicas <= room_for(g->vectors, g->channels);
+  int fits = replicas <= capacity_of(g->vectors, g->channels);
   head mine = {g->digest, fits ? replicas : 0, g->vectors, g->channels, g->came};
   memcpy(slot, &mine, sizeof mine);
   if (!fits) return;
@@ -170,10 +171,10 @@ static void write_rows(sbn_group *g, const uint64_t *counts, const double *value
   memcpy(slot + sizeof mine + 8 * replicas, values, 8 * replicas * g->vectors * g->channels);
 }
 
-/* Adds what all have brought. Another process has written it, so its sizes may be anything. */
+/* Adds the rows of all members. Other processes have written the slots, so their sizes are not trusted. */
 static int add_up(sbn_group *g, double *total) {
   const int64_t size = g->vectors * g->channels;
-  const uint64_t room = room_for(g->vectors, g->channels);
+  const uint64_t capacity = capacity_of(g->vectors, g->channels);
   int64_t latest = 0;
   g->rows = g->count = 0;
   for (int64_t member = 0; member < g->members; member++) {
@@ -181,7 +182,7 @@ static int add_up(sbn_group *g, double *total) {
     head its;
     memcpy(&its, slot, sizeof its);
     if (its.digest != g->digest || its.vectors != (uint64_t)g->vectors || its.channels != (uint64_t)g->channels ||
-        its.replicas == 0 || its.replicas > room)
+        its.replicas == 0 || its.replicas > capacity)
       return SBN_DIFFERS;
     if (member != g->me && (int64_t)its.came > latest) latest = its.came;
     const uint64_t *counts = (const uint64_t *)(slot + sizeof its);
@@ -197,10 +198,10 @@ static int add_up(sbn_group *g, double *total) {
     }
   }
   if (!sbn_is_finite(total, size)) return SBN_NOT_FINITE;
-  /* All came after this one had come to the turn before; what says otherwise is the time of another clock. */
+  /* All members arrived after this one arrived at the previous turn; discard implausible times of other clocks. */
   const int64_t behind = g->came - latest;
   g->behind_ns = behind > 0 && g->came_before > 0 && behind <= g->came - g->came_before ? behind : 0;
-  /* One that has told of the next turn may have told of this one before: it has gone on while this member slept. */
+  /* A member that reported a later turn may have reported this one before, while this member slept. */
   g->is_told = 0;
   for (int64_t member = 0; member < g->members; member++)
     if (value_of(&place_of(g, member)->told) >= g->turn) g->is_told = 1;
@@ -235,7 +236,7 @@ int sbn_round_of_row(sbn_group *g, uint64_t digest, int64_t channels, const doub
 }
 
 int sbn_wait(sbn_group *g, double *total, int64_t wait_ns) {
-  int found = look_for(g, wait_ns);
+  int found = wait_for_all(g, wait_ns);
   return found == SBN_DONE ? add_up(g, total) : found;
 }
 
@@ -270,7 +271,7 @@ void sbn_rows(const sbn_group *g, uint64_t *replicas, uint64_t *counts, double *
     const char *slot = slot_of(g, member);
     head its;
     memcpy(&its, slot, sizeof its);
-    /* As many as were added, whatever has become of the slot since. */
+    /* At most the rows that were added, even if the slot has changed since. */
     const uint64_t rows = its.replicas <= (uint64_t)left ? its.replicas : (uint64_t)left;
     replicas[member] = rows;
     memcpy(counts, slot + sizeof its, 8 * rows);

@@ -1,10 +1,17 @@
-/* Values as they are stored, and as they are computed with. Without branches, so that compilers vectorise loops of them. */
-#ifndef SBN_SCALARS_H
-#define SBN_SCALARS_H
+/* Shared by the sources: the thread pool, and conversions between storage types and float, free of branches so that
+ * compilers vectorise them. */
+#ifndef SBN_INTERNAL_H
+#define SBN_INTERNAL_H
 #include "sbn.h"
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
+
+typedef void (*sbn_work)(const void *job, int64_t part);
+
+/* Runs work(job, 0) to work(job, parts - 1), in any order, in the caller and up to threads - 1 helpers; returns when all
+ * are done. The helpers serve one caller at a time; a concurrent caller does not wait for them but works alone. */
+void sbn_share(int threads, int64_t parts, sbn_work work, const void *job);
 
 typedef uint16_t bf16;
 typedef uint16_t f16;
@@ -21,7 +28,7 @@ INLINE uint32_t bits_of(float value) {
 }
 
 INLINE float from_bf16(bf16 v) { return float_of((uint32_t)v << 16); }
-INLINE bf16 to_bf16(float v) { /* to nearest even; NaN stays one */
+INLINE bf16 to_bf16(float v) { /* to nearest even; NaN stays NaN */
   uint32_t u = bits_of(v);
   return v != v ? 0x7fc0 : (bf16)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
@@ -33,17 +40,17 @@ INLINE float from_f16(f16 v) {
   uint32_t u = magnitude < 0x400 ? subnormal : magnitude > 0x7bff ? special : normal;
   return float_of(u | (uint32_t)(v & 0x8000) << 16);
 }
-INLINE f16 to_f16(float v) { /* to nearest even; NaN stays one */
+INLINE f16 to_f16(float v) { /* to nearest even; NaN stays NaN */
   uint32_t u = bits_of(v), sign = (u >> 16) & 0x8000, magnitude = u & 0x7fffffff, shifted = magnitude - (112u << 23);
   uint32_t normal = (shifted + 0xfff + ((shifted >> 13) & 1)) >> 13;
-  /* 0.5 has the last bit of the least float16, so the addition rounds */
+  /* the last bit of 0.5f is that of the smallest float16, so the addition rounds */
   uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000;
   uint32_t finite = magnitude < 0x38800000 ? subnormal : normal;
   uint32_t infinite = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
   return (f16)(sign | (magnitude < 0x47800000 ? finite : infinite));
 }
 
-/* A value of a vector whose type is known at run time only. */
+/* Element i of a vector whose type is known at run time. */
 INLINE double read_at(const void *vector, int dtype, int64_t i) {
   switch (dtype) {
   case SBN_F32: return ((const float *)vector)[i];

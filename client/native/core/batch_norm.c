@@ -1,9 +1,10 @@
-/* What is done with a slice: which kernel does it, and in which parts. */
+/* Batch norm of a slice: the choice of the kernel, the split into parts, and the statistics. All values that ranks must
+ * share to the bit are computed here without contraction, in the order of the formulas in numpy and torch. */
 #define _GNU_SOURCE
-#include "pool.h"
+#include "internal.h"
 #include "round.h"
-#include "scalars.h"
 #include <errno.h>
+#include <math.h>
 #include <stdlib.h>
 #ifdef __linux__
 #include <sys/mman.h>
@@ -13,7 +14,7 @@
 #include <immintrin.h>
 #endif
 
-/* Of four values, as AVX2 has them in float64: gcc keeps wider ones in memory. */
+/* Vectors of four, as AVX2 has in float64: gcc keeps wider ones in memory. */
 typedef double v4d __attribute__((vector_size(32)));
 typedef double v4du __attribute__((vector_size(32), aligned(8)));
 typedef int64_t v4l __attribute__((vector_size(32)));
@@ -25,21 +26,19 @@ typedef float v8fu __attribute__((vector_size(32), aligned(4)));
 typedef uint32_t v8u __attribute__((vector_size(32)));
 #define AT8(p) (*(const v8fu *)(p))
 
-/* For eight values from e on, and the next eight; the last ones overlap those before, which are computed once more. */
+/* For each eight values from e on; the last eight overlap the ones before, which are computed twice. */
 #define EIGHTS(k, e, l) for (int64_t e; (l) >= 8 && (k) < (l) && (e = smaller(k, (l) - 8), 1); (k) += 8)
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Samples, or rows, from n0 to n1, and of planes the channels from c0 to c1. */
+/* Samples (of rows layout: rows) from n0 to n1; of planes the channels from c0 to c1. */
 typedef struct {
   int64_t n0, n1, c0, c1;
 } part;
 typedef struct {
-  void (*sums_planes)(const sbn_slice *, part, const void *x, const void *dy, const double *mean, double *out);
-  void (*sums_rows)(const sbn_slice *, part, const void *x, const void *dy, const double *mean, double *out);
-  void (*affine_planes)(const sbn_slice *, part, const void *dy, const void *x, void *y, const void *vectors);
-  void (*affine_rows)(const sbn_slice *, part, const void *dy, const void *x, void *y, const void *vectors);
+  void (*sums)(const sbn_slice *, part, const void *x, const void *dy, const double *mean, double *out);
+  void (*affine)(const sbn_slice *, part, const void *dy, const void *x, void *y, const void *vectors);
 } kernels;
 
 INLINE double finite_or_0(double v) { return v - v == 0 ? v : 0; }
@@ -60,13 +59,13 @@ static const kernels *const LEVELS[] = {kernels_0}; /* aarch64 has NEON */
 static int best, level;
 
 #ifdef __x86_64__
-/* Not by __builtin_cpu_supports, since zig's libraries lack what it reads. */
+/* Without __builtin_cpu_supports, whose data zig's libraries lack. */
 static int has_level_1(void) {
   unsigned a, b, c, d, saved;
   const unsigned needed = bit_OSXSAVE | bit_AVX | bit_F16C;
   if (!__get_cpuid(1, &a, &b, &c, &d) || (c & needed) != needed) return 0;
   __asm__("xgetbv" : "=a"(saved), "=d"(d) : "c"(0));
-  if ((saved & 6) != 6) return 0; /* the system does not save the registers */
+  if ((saved & 6) != 6) return 0; /* the system does not save AVX registers */
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2) != 0;
 }
 #else
@@ -84,26 +83,27 @@ int sbn_level(int wanted) {
 
 static const kernels *kernels_of(const sbn_slice *s) { return &LEVELS[level][s->dtype]; }
 
-/* Parts are no smaller than so many elements, nor more than so many; both follow from the shape alone. */
-enum { LEAST = 1 << 15, MOST = 256, FEW_CHANNELS = 8 };
+/* The minimum elements of a part, the maximum number of parts, and the channels from which on sums are split by channels.
+ * The split depends on the shape alone, never on the number of threads. */
+enum { MIN_ELEMENTS = 1 << 15, MAX_PARTS = 256, FEW_CHANNELS = 8 };
 
-/* To wake a thread takes as long as it takes to add so many elements. */
+/* Waking a thread takes as long as adding this number of elements. */
 enum { LARGE = 1 << 17 };
 
 static int64_t parts_of(int64_t number, int64_t each) { return (number + each - 1) / each; }
 
-/* How many of `number` samples, rows or channels, of `elements` values each, make a part; rows are added four at a time. */
+/* The samples, rows or channels per part, of `number` with `elements` values each; rows are added four at a time. */
 static int64_t size_of_part(int64_t number, int64_t elements) {
-  const int64_t size = larger(LEAST / larger(elements, 1), parts_of(number, MOST));
+  const int64_t size = larger(MIN_ELEMENTS / larger(elements, 1), parts_of(number, MAX_PARTS));
   return (size + 3) & ~(int64_t)3;
 }
 
 static int threads_of(const sbn_slice *s) { return s->n * s->c * s->l < LARGE ? 1 : s->threads; }
 
-/* Sums of planes with many channels are split by channels, so that each is added in one go; all others by samples. */
+/* Planes with many channels are split by channels, so that no partial sums are needed; all others by samples. */
 static int is_by_channels(const sbn_slice *s) { return !s->rows && (s->c >= FEW_CHANNELS || s->n == 1); }
 
-/* The part of this number, where each has so many channels, or samples or rows. */
+/* Part `number` of parts with `size` channels, samples or rows. */
 static part part_of(const sbn_slice *s, int64_t number, int64_t size) {
   const int64_t from = number * size;
   return is_by_channels(s) ? (part){0, s->n, from, smaller(from + size, s->c)}
@@ -114,7 +114,7 @@ typedef struct {
   const sbn_slice *slice;
   const void *x, *dy;
   const double *mean;
-  double *out; /* 2c doubles for each part, or for all where they have channels of their own */
+  double *out; /* 2c doubles per part; with a split by channels 2c in all */
   int64_t size;
 } sums_job;
 
@@ -122,8 +122,7 @@ static void sums_of_part(const void *of, int64_t number) {
   const sums_job *job = of;
   const sbn_slice *s = job->slice;
   double *out = is_by_channels(s) ? job->out : job->out + 2 * s->c * number;
-  (s->rows ? kernels_of(s)->sums_rows : kernels_of(s)->sums_planes)(s, part_of(s, number, job->size), job->x, job->dy,
-                                                                    job->mean, out);
+  kernels_of(s)->sums(s, part_of(s, number, job->size), job->x, job->dy, job->mean, out);
 }
 
 static int sums(const sbn_slice *s, const void *x, const void *dy, const double *mean, double *row) {
@@ -144,7 +143,7 @@ static int sums(const sbn_slice *s, const void *x, const void *dy, const double 
   return SBN_DONE;
 }
 
-/* Turns Σ(x - shift) and Σ(x - shift)² of float64 into Σx and Σx². */
+/* Converts Σ(x - shift) and Σ(x - shift)² of float64 to Σx and Σx². */
 static void unshift(const sbn_slice *s, const double *x, double *row) {
   const double n = row[2 * s->c];
   for (int64_t i = 0; i < s->c && n > 0; i++) {
@@ -161,12 +160,12 @@ int sbn_moments(const sbn_slice *s, const void *x, double *row) {
   return code;
 }
 
-int sbn_backward_sums(const sbn_slice *s, const void *dy, const void *x, const double *kept, double *row) {
-  return sums(s, x, dy, kept, row);
+int sbn_backward_sums(const sbn_slice *s, const void *dy, const void *x, const double *saved, double *row) {
+  return sums(s, x, dy, saved, row);
 }
 
-/* New memory of many megabytes takes longer to map in small pages than to fill. */
-static void on_huge_pages(const sbn_slice *s, void *y) {
+/* New memory of many megabytes takes longer to map in 4 KiB pages than to fill. */
+static void use_huge_pages(const sbn_slice *s, void *y) {
 #ifdef MADV_HUGEPAGE
   static const int64_t WIDTH[] = {[SBN_F32] = 4, [SBN_BF16] = 2, [SBN_F16] = 2, [SBN_F64] = 8};
   const uintptr_t bytes = (uintptr_t)(s->n * s->c * s->l * WIDTH[s->dtype]), page = 4095;
@@ -180,24 +179,24 @@ static void on_huge_pages(const sbn_slice *s, void *y) {
 #endif
 }
 
-/* Vectors of an affine map, in the type that is computed in: high, factor, addend, by_grad. */
+/* The vectors of an affine map, in the compute type: high, factor, addend, by_grad. */
 enum { VECTORS = 4, ON_STACK = 512 };
 typedef struct {
-  double room[VECTORS * ON_STACK];
+  double on_stack[VECTORS * ON_STACK];
   void *at;
 } vectors;
 
-static void *make_room(vectors *v, int64_t c) {
-  v->at = c <= ON_STACK ? v->room : malloc((size_t)(VECTORS * c) * sizeof(double));
+static void *allocate(vectors *v, int64_t c) {
+  v->at = c <= ON_STACK ? v->on_stack : malloc((size_t)(VECTORS * c) * sizeof(double));
   return v->at;
 }
-static void free_room(vectors *v) {
-  if (v->at != v->room) free(v->at);
+static void release(vectors *v) {
+  if (v->at != v->on_stack) free(v->at);
 }
 
-/* Puts (x - mean) * factor + addend as (x - high) * factor + rest: x - high is exact where it matters, so that a mean far
- * from zero costs no digit. */
-static void put(const sbn_slice *s, void *at, int64_t i, double mean, double factor, double addend, double by_grad) {
+/* Writes (x - mean) * factor + addend as (x - high) * factor + rest, with high the rounded mean: x - high is nearly
+ * exact, so that a mean far from zero costs no digit. */
+static void set_at(const sbn_slice *s, void *at, int64_t i, double mean, double factor, double addend, double by_grad) {
   const int64_t c = s->c;
   if (s->dtype == SBN_F64) {
     double *v = at;
@@ -220,13 +219,12 @@ typedef struct {
 static void affine_of_part(const void *of, int64_t number) {
   const affine_job *job = of;
   const sbn_slice *s = job->slice;
-  (s->rows ? kernels_of(s)->affine_rows : kernels_of(s)->affine_planes)(s, part_of(s, number, job->size), job->dy,
-                                                                        job->x, job->y, job->vectors);
+  kernels_of(s)->affine(s, part_of(s, number, job->size), job->dy, job->x, job->y, job->vectors);
 }
 
 static void affine(const sbn_slice *s, const void *dy, const void *x, void *y, const void *vectors) {
   if (s->n * s->c * s->l == 0) return;
-  on_huge_pages(s, y);
+  use_huge_pages(s, y);
   const int channels = is_by_channels(s);
   const int64_t number = channels ? s->c : s->n;
   const int64_t size = size_of_part(number, channels ? s->n * s->l : s->c * s->l);
@@ -234,37 +232,93 @@ static void affine(const sbn_slice *s, const void *dy, const void *x, void *y, c
   sbn_share(threads_of(s), parts_of(number, size), affine_of_part, &job);
 }
 
-int sbn_normalize(const sbn_slice *s, const void *x, void *y, const double *kept, const void *weight, int weight_dtype,
+int sbn_normalize(const sbn_slice *s, const void *x, void *y, const double *saved, const void *weight, int weight_dtype,
                   const void *bias, int bias_dtype) {
   const int64_t c = s->c;
   vectors v;
-  if (!make_room(&v, c)) return SBN_NO_MEMORY;
+  if (!allocate(&v, c)) return SBN_NO_MEMORY;
   for (int64_t i = 0; i < c; i++) {
-    const double factor = kept[c + i] * (weight ? read_at(weight, weight_dtype, i) : 1);
-    put(s, v.at, i, kept[i], factor, bias ? read_at(bias, bias_dtype, i) : 0, 0);
+    const double factor = saved[c + i] * (weight ? read_at(weight, weight_dtype, i) : 1);
+    set_at(s, v.at, i, saved[i], factor, bias ? read_at(bias, bias_dtype, i) : 0, 0);
   }
   affine(s, NULL, x, y, v.at);
-  free_room(&v);
+  release(&v);
   return SBN_DONE;
 }
 
-int sbn_input_grad(const sbn_slice *s, const void *dy, const void *x, void *dx, const double *kept, const double *total,
+int sbn_input_grad(const sbn_slice *s, const void *dy, const void *x, void *dx, const double *saved, const double *total,
                    const void *weight, int weight_dtype) {
   const int64_t c = s->c;
-  const double *invstd = kept + c, *slope = invstd + c, n = total[2 * c] > 0 ? total[2 * c] : 1;
+  const double *invstd = saved + c, *slope = invstd + c, n = total[2 * c] > 0 ? total[2 * c] : 1;
   vectors v;
-  if (!make_room(&v, c)) return SBN_NO_MEMORY;
+  if (!allocate(&v, c)) return SBN_NO_MEMORY;
   for (int64_t i = 0; i < c; i++) {
     const double by_grad = invstd[i] * (weight ? read_at(weight, weight_dtype, i) : 1);
     const double through_variance = invstd[i] * invstd[i] * (total[c + i] / n * slope[i]);
-    put(s, v.at, i, kept[i], -by_grad * through_variance, -by_grad * (total[i] / n), by_grad);
+    set_at(s, v.at, i, saved[i], -by_grad * through_variance, -by_grad * (total[i] / n), by_grad);
   }
   affine(s, dy, x, dx, v.at);
-  free_room(&v);
+  release(&v);
   return SBN_DONE;
 }
 
-/* From the own row to the sum of all rows, which stands behind it. */
+/* Σ(x - mean)², never below 0; NaN stays NaN. */
+INLINE double centred_at(const double *total, int64_t c, int64_t i) {
+  const double centred = total[c + i] - total[i] * total[i] / total[2 * c];
+  return centred < 0 ? 0 : centred;
+}
+
+static void write_statistics(int64_t c, const double *restrict total, double eps, int clamp, double *restrict saved) {
+  const double n = total[2 * c];
+  double *restrict mean = saved, *restrict invstd = saved + c, *restrict slope = saved + 2 * c;
+  for (int64_t i = 0; i < c; i++) {
+    const double variance = centred_at(total, c, i) / n, bounded = variance < eps ? eps : variance;
+    mean[i] = total[i] / n;
+    invstd[i] = 1 / sqrt(clamp ? bounded : variance + eps);
+    slope[i] = !clamp || variance >= eps;
+  }
+}
+
+/* torch's lerp: one fused multiply-add from the nearer end; in float32 for all types but float64. */
+static void move(void *running, int dtype, int64_t i, double newest, double share) {
+  if (dtype == SBN_F64) {
+    double *old = (double *)running + i;
+    *old = fabs(share) < 0.5 ? fma(share, newest - *old, *old) : fma(share - 1, newest - *old, newest);
+    return;
+  }
+  const float old = (float)read_at(running, dtype, i), to = (float)newest, by = (float)share;
+  write_at(running, dtype, i, fabsf(by) < 0.5f ? fmaf(by, to - old, old) : fmaf(by - 1, to - old, to));
+}
+
+void sbn_finish(const sbn_plan *plan, const double *total, double *saved, void *running_mean, void *running_var,
+                int64_t *tracked) {
+  const int64_t c = plan->slice.c;
+  const double n = total[2 * c];
+  double share = plan->momentum;
+  if (tracked) ++*tracked;
+  if (n == 0) {
+    memset(saved, 0, 3 * (size_t)c * sizeof *saved);
+    return;
+  }
+  write_statistics(c, total, plan->eps, plan->clamp, saved);
+  if (!running_mean || !running_var) return;
+  if (share != share) share = !tracked ? 0 : 1 / (double)(*tracked > 1 ? *tracked : 1);
+  for (int64_t i = 0; i < c; i++) {
+    move(running_mean, plan->running_dtype, i, saved[i], share);
+    move(running_var, plan->running_dtype, i, centred_at(total, c, i) / (n - 1), share);
+  }
+}
+
+void sbn_param_grads(const sbn_plan *plan, const double *row, const double *saved, void *dweight, void *dbias) {
+  const int64_t c = plan->slice.c;
+  const double *invstd = saved + c;
+  for (int64_t i = 0; i < c; i++) {
+    if (dweight) write_at(dweight, plan->weight_dtype, i, row[c + i] * invstd[i]);
+    if (dbias) write_at(dbias, plan->bias_dtype, i, row[i]);
+  }
+}
+
+/* Exchanges the own row for the sum of all rows, which is written behind it. */
 static int exchange(sbn_group *group, uint64_t digest, int64_t c, double *row, int64_t wait_ns) {
   double *total = row + 2 * c + 1;
   if (group) return sbn_round_of_row(group, digest, c, row, total, wait_ns);
@@ -272,27 +326,27 @@ static int exchange(sbn_group *group, uint64_t digest, int64_t c, double *row, i
   return sbn_is_finite(total, 2 * c) ? SBN_DONE : SBN_NOT_FINITE;
 }
 
-int sbn_forward(const sbn_plan *plan, double *room, const void *x, void *y, const void *weight, const void *bias,
+int sbn_forward(const sbn_plan *plan, double *buffer, const void *x, void *y, const void *weight, const void *bias,
                 void *running_mean, void *running_var, int64_t *tracked, int stage, sbn_group *group, uint64_t digest,
                 int64_t wait_ns) {
   const sbn_slice *s = &plan->slice;
-  double *total = room + 2 * s->c + 1, *kept = total + 2 * s->c + 1;
-  int code = stage == SBN_FINISH ? SBN_DONE : sbn_moments(s, x, room);
-  if (stage == SBN_EXCHANGE && code == SBN_DONE) code = exchange(group, digest, s->c, room, wait_ns);
+  double *total = buffer + 2 * s->c + 1, *saved = total + 2 * s->c + 1;
+  int code = stage == SBN_FINISH ? SBN_DONE : sbn_moments(s, x, buffer);
+  if (stage == SBN_EXCHANGE && code == SBN_DONE) code = exchange(group, digest, s->c, buffer, wait_ns);
   if (stage == SBN_MEASURE || code != SBN_DONE || (stage == SBN_EXCHANGE && total[2 * s->c] == 1)) return code;
-  sbn_finish(plan, total, kept, running_mean, running_var, tracked);
-  return sbn_normalize(s, x, y, kept, weight, plan->weight_dtype, bias, plan->bias_dtype);
+  sbn_finish(plan, total, saved, running_mean, running_var, tracked);
+  return sbn_normalize(s, x, y, saved, weight, plan->weight_dtype, bias, plan->bias_dtype);
 }
 
-int sbn_backward(const sbn_plan *plan, double *room, const double *kept, const void *dy, const void *x, void *dx,
+int sbn_backward(const sbn_plan *plan, double *buffer, const double *saved, const void *dy, const void *x, void *dx,
                  const void *weight, void *dweight, void *dbias, int stage, sbn_group *group, uint64_t digest,
                  int64_t wait_ns) {
   const sbn_slice *s = &plan->slice;
-  const double *total = room + 2 * s->c + 1;
-  int code = stage == SBN_FINISH ? SBN_DONE : sbn_backward_sums(s, dy, x, kept, room);
-  if (dx && stage == SBN_EXCHANGE && code == SBN_DONE) code = exchange(group, digest, s->c, room, wait_ns);
+  const double *total = buffer + 2 * s->c + 1;
+  int code = stage == SBN_FINISH ? SBN_DONE : sbn_backward_sums(s, dy, x, saved, buffer);
+  if (dx && stage == SBN_EXCHANGE && code == SBN_DONE) code = exchange(group, digest, s->c, buffer, wait_ns);
   if (stage == SBN_MEASURE || code != SBN_DONE) return code;
-  if (dx) code = sbn_input_grad(s, dy, x, dx, kept, total, weight, plan->weight_dtype);
-  if (code == SBN_DONE) sbn_param_grads(plan, room, kept, dweight, dbias);
+  if (dx) code = sbn_input_grad(s, dy, x, dx, saved, total, weight, plan->weight_dtype);
+  if (code == SBN_DONE) sbn_param_grads(plan, buffer, saved, dweight, dbias);
   return code;
 }
