@@ -145,7 +145,7 @@ def _distance_to(node: int | None, call: Exchange) -> float:
 def _distances(calls: list[Exchange], replica: int, moments: ChannelMoments) -> Iterator[tuple[Exchange, float]]:
     """Yields the calls with an input of this shape, and the distance of their moments from these.
 
-    A single candidate whose moments are on a device is assumed to match, and a later call raises if it does not.
+    A single candidate with moments on a device is assumed to match; a later call raises if it does not.
     Several candidates are compared on the host, which waits for the device.
     """
     candidates = [call for call in calls if replica < len(call.local) and call.local[replica].shape == moments.shape]

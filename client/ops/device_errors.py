@@ -1,4 +1,4 @@
-"""Errors of rounds whose rows stay on a device, reported without waiting for the device.
+"""Errors of rounds on a device, reported without waiting for the device.
 
 Over the host a failed round raises at once. On a device the host would have to wait for the result, and could no longer
 run ahead of the device. So the device computes flags, and the count of a failed round becomes NaN: its results are NaN
@@ -35,13 +35,7 @@ OTHER_ROUND, NOT_FINITE, TOO_FEW = 1, 2, 4
 
 
 class Slot:
-    """A buffer on the host for the flags of one round; it is reused.
-
-    Args:
-        size: the number of flags.
-        device: the device that computes them.
-        dtype: their type.
-    """
+    """A reusable buffer on the host for the flags that a device computes in one round."""
 
     def __init__(self, size: int, device: torch.device, dtype: torch.dtype) -> None:
         self._event = torch.cuda.Event() if device.type == "cuda" else None
@@ -129,34 +123,21 @@ async_checks = AsyncChecks()
 
 
 class TooFewValues(NamedTuple):
-    """A check that the whole batch has more than one value per channel.
+    """A check that the whole batch has more than one value per channel."""
 
-    Attributes:
-        flag: whether it has too few, shape (), bool.
-        layer: the layer's name.
-        shape: of this replica's input.
-    """
-
-    flag: Tensor
+    flag: Tensor  # whether it has too few, shape (), bool
     layer: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of this replica's input
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceErrors:
-    """The possible errors of one round.
-
-    Attributes:
-        transport: of the round.
-        contribution: this process's rows.
-        aggregate: the result.
-        too_few: None where the whole batch certainly has enough values.
-    """
+    """The possible errors of one round."""
 
     transport: Transport
     contribution: LocalRows
     aggregate: DeviceAggregate
-    too_few: TooFewValues | None = None
+    too_few: TooFewValues | None = None  # None where the whole batch certainly has enough values
 
     def has_failed(self) -> Tensor | None:
         """Returns whether the round has failed, shape (), bool; None where it cannot fail."""
@@ -241,11 +222,7 @@ def submit_row_flags(flags: Tensor, blocks: int, errors: Callable[[], DeviceErro
 def check_recomputation(layer: str, first: Tensor, again: Tensor, tolerance: float) -> None:
     """Schedules a check that a recomputed call has the input of the call that it was matched with.
 
-    Args:
-        layer: the layer's name.
-        first: the moments of the first run, shape (2, C).
-        again: the moments of the second run, shape (2, C).
-        tolerance: the largest difference, relative to the largest value of each vector.
+    The moments of both runs, shape (2, C), may differ by `tolerance` relative to the largest value of each vector.
     """
     first, again = first.nan_to_num(), again.to(first.device, non_blocking=True).nan_to_num()
     differs = (first - again).abs().amax(1) > tolerance * first.abs().amax(1)

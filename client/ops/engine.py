@@ -78,16 +78,10 @@ def moments(x: Tensor, mask: Tensor | None = None) -> ChannelMoments:
 
 
 def normalise(x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Returns (x - mean) * invstd * weight + bias, in the type of `x`.
-
-    Args:
-        x: shape (N, C, *).
-        statistics: of the round.
-        weight: shape (C,) or None for 1.
-        bias: shape (C,) or None for 0.
+    """Returns (x - mean) * invstd * weight + bias, in the type of `x`; None stands for weight 1 or bias 0.
 
     Raises:
-        ValueError: weight or bias have another shape.
+        ValueError: weight or bias have another shape than (C,).
     """
     check_parameter("weight", weight, x)
     check_parameter("bias", bias, x)
@@ -110,12 +104,6 @@ def backward_sums(grad: Tensor, x: Tensor, statistics: ChannelStatistics, mask: 
 
     The output of masked positions is normalised too, so their gradients count. Where such a gradient is 0, because the
     loss leaves the position out, NaN or infinity in the input has no effect.
-
-    Args:
-        grad: the gradient dy of the output, shape (N, C, *).
-        x: the input, same shape.
-        statistics: of the forward round.
-        mask: as for `moments`.
     """
     if x.numel() == 0:
         return zeros(2, x)
@@ -133,18 +121,10 @@ def input_gradient(
     """Returns dx, in the type of `x`.
 
     dx = invstd * weight * (dy - m·Σdy/n - m·(x - mean) * invstd² * Σdy·(x - mean)/n), with the sums over all replicas
-    and m = 1 where a position counts, else 0.
-
-    Args:
-        grad: dy, shape (N, C, *).
-        x: the input, same shape.
-        statistics: of the forward round.
-        sums: shape (2, C): the aggregate of `backward_sums`.
-        weight: shape (C,) or None for 1.
-        mask: as for `moments`.
+    and m = 1 where a position counts, else 0. `sums` is the aggregate of `backward_sums`.
 
     Raises:
-        ValueError: the weight has another shape.
+        ValueError: the weight has another shape than (C,).
     """
     check_parameter("weight", weight, x)
     statistics = statistics.on(vector_device(x))

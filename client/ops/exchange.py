@@ -28,15 +28,10 @@ MAX_COUNTED_CALLS = 2**14
 
 
 class GraphPosition(NamedTuple):
-    """The position of a call among the nodes of autograd.
+    """The position of a call among the nodes of autograd."""
 
-    Attributes:
-        sequence_nr: the number of nodes that this thread had created before the call.
-        is_inside_node: whether a node ran the call, for example a reentrant checkpoint; then the call has no node.
-    """
-
-    sequence_nr: int
-    is_inside_node: bool
+    sequence_nr: int  # the number of nodes that this thread had created before the call
+    is_inside_node: bool  # whether a node ran the call, for example a reentrant checkpoint; then the call has no node
 
     def distance_to(self, node: int) -> int | None:
         """Returns the distance to a node that recomputes, by its sequence number; None if it cannot mean this call.
@@ -54,12 +49,9 @@ def current_position() -> list[GraphPosition]:
 
 
 def phase_of_forward(*, needs_gradient: bool) -> str:
-    """Returns the phase of a forward round, which tells ranks at once if only some of them will run a backward round.
+    """Returns the phase of a forward round; by it ranks notice at once if only some of them will run a backward round.
 
-    Without gradient mode no rank does, so the phase does not depend on the inputs.
-
-    Args:
-        needs_gradient: whether the input of any local replica does.
+    `needs_gradient` says whether the input of any local replica does. Without gradient mode it has no effect.
     """
     return FORWARD if needs_gradient or not torch.is_grad_enabled() else FORWARD_WITHOUT_GRADIENT
 

@@ -216,15 +216,7 @@ def _run_in_streams(exchange: Exchange, run: Any, arguments: tuple[Any, ...]) ->
 def backward_by_operators(
     exchange: Exchange, needs: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of one slice's input, weight and bias; they can be differentiated again.
-
-    Args:
-        exchange: the call's.
-        needs: which of the gradients are needed.
-        grad: of the output.
-        x: the input.
-        weight: shape (C,) or None.
-    """
+    """Returns the needed gradients of one slice's input, weight and bias; they can be differentiated again."""
     backward_pass = _BackwardPass(exchange, [(need,) for need in needs])
     gradients: tuple[Tensor | None, ...] = apply_function(_Backward, backward_pass, grad, x, weight, None)
     return gradients
@@ -232,19 +224,12 @@ def backward_by_operators(
 
 @dataclass(slots=True)
 class _BackwardPass:
-    """One backward pass of a call, with the results that a second derivative needs.
-
-    Attributes:
-        exchange: the call's.
-        needs: whether the inputs, weights and biases need gradients.
-        local: shape (2, C) per local replica: its Σdy and Σdy·(x-mean).
-        total: their sums over all replicas; None if no input needs a gradient.
-    """
+    """One backward pass of a call, with the results that a second derivative needs."""
 
     exchange: Exchange
-    needs: list[tuple[bool, ...]]
-    local: list[Tensor] = field(default_factory=list)
-    total: Tensor | None = None
+    needs: list[tuple[bool, ...]]  # whether the inputs, weights and biases need gradients
+    local: list[Tensor] = field(default_factory=list)  # Σdy and Σdy·(x-mean) of each local replica, shape (2, C)
+    total: Tensor | None = None  # their sums over all replicas; None if no input needs a gradient
 
 
 class _Backward(Exchanging):

@@ -129,7 +129,7 @@ def affine(
 ) -> Tensor:
     """Returns (by_centred * (x - mean) + constant) * weight + bias in the compute type; vectors of shape (C,).
 
-    Its layout is that of torch's batch norm: channels_last if `x` is, else contiguous.
+    The layout is as in torch's batch norm: channels_last if `x` is, else contiguous.
     """
     return apply_affine(x, affine_vectors(statistics, by_centred, constant, compute_type(x)), weight, bias)
 

@@ -25,27 +25,16 @@ VECTORS = 5
 
 @dataclass(frozen=True, slots=True)
 class SecondOrder:
-    """The second backward of one replica.
+    """The second backward of one replica."""
 
-    Attributes:
-        grad: g, shape (N, C, *).
-        input: x, same shape.
-        weight: w, shape (C,), or None for 1.
-        mask: shape (N, *), bool, or None.
-        first: shape (2, C): this replica's Σg and Σg·z.
-        by_input: v, the shape of x; None if the first backward had no dx, and so no round.
-        by_weight: u, shape (C,), or None for 0.
-        by_bias: t, shape (C,), or None for 0.
-    """
-
-    grad: Tensor
-    input: Tensor
-    weight: Tensor | None
-    mask: Tensor | None
-    first: Tensor
-    by_input: Tensor | None
-    by_weight: Tensor | None
-    by_bias: Tensor | None
+    grad: Tensor  # g, shape (N, C, *)
+    input: Tensor  # x, same shape
+    weight: Tensor | None  # w, shape (C,); None for 1
+    mask: Tensor | None  # shape (N, *), bool
+    first: Tensor  # this replica's Σg and Σg·z, shape (2, C)
+    by_input: Tensor | None  # v, the shape of x; None if the first backward had no dx, and so no round
+    by_weight: Tensor | None  # u, shape (C,); None for 0
+    by_bias: Tensor | None  # t, shape (C,); None for 0
 
     def sums(self, statistics: ChannelStatistics) -> Tensor:
         """Returns Σv·g, Σm·v, Σm·v·z, u·Σg and u·Σg·z of this replica: shape (5, C)."""
@@ -58,12 +47,8 @@ class SecondOrder:
         assert self.by_input is not None  # noqa: S101 - the first backward had a round
         by_input = self.by_input.to(deviations.dtype)
         counted = where(self.mask, by_input)
-        product, sum_, moment = to_float64(
-            x,
-            total(by_input * self.grad),
-            total(counted),
-            total(counted * where(self.mask, deviations)),
-        )
+        sums = total(by_input * self.grad), total(counted), total(counted * where(self.mask, deviations))
+        product, sum_, moment = to_float64(x, *sums)
         return torch.stack((product, sum_, moment - rest * sum_, *(by_weight * self.first)))
 
     def without_input(self, statistics: ChannelStatistics) -> Tensor:
@@ -79,22 +64,16 @@ class SecondOrder:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns the gradients of g, x and w.
 
-        Args:
-            statistics: of the forward round.
-            first: shape (2, C): b and B.
-            second: shape (5, C): the aggregate of `sums`.
-            local: shape (5, C): this replica's `sums`.
+        `first` holds b and B, `second` the aggregate of `sums`, and `local` this replica's `sums`.
         """
         assert self.by_input is not None  # noqa: S101 - the first backward had a round
         x = self.input
         statistics = statistics.on(vector_device(x))
         first, second, local = (each.to(vector_device(x), non_blocking=True) for each in (first, second, local))
         n, invstd = statistics.count, statistics.invstd
-        weight, by_weight, by_bias = (
-            _parameter(self.weight, 1.0, statistics),
-            _parameter(self.by_weight, 0.0, statistics),
-            _parameter(self.by_bias, 0.0, statistics),
-        )
+        weight = _parameter(self.weight, 1.0, statistics)
+        by_weight = _parameter(self.by_weight, 0.0, statistics)
+        by_bias = _parameter(self.by_bias, 0.0, statistics)
         grads, moments = first
         products, totals, second_moments, weighted_grads, weighted_moments = second
         cubic = statistics.slope * (invstd * invstd * invstd) / n
@@ -111,11 +90,8 @@ class SecondOrder:
         counted.add_(scaled(self.by_input, -weight * cubic * moments))
         grad_of_input = where(self.mask, counted).add_(scaled(self.grad, mixed))
         grad_of_weight = invstd * (local[0] - local[1] * grads / n - square * local[2] * moments)
-        return (
-            grad_of_grad.to(self.grad.dtype),
-            grad_of_input.to(x.dtype),
-            None if self.weight is None else engine.to_parameter(grad_of_weight, x),
-        )
+        of_weight = None if self.weight is None else engine.to_parameter(grad_of_weight, x)
+        return grad_of_grad.to(self.grad.dtype), grad_of_input.to(x.dtype), of_weight
 
 
 def _parameter(values: Tensor | None, default: float, statistics: ChannelStatistics) -> Tensor:

@@ -3,7 +3,7 @@
 The float64 vectors are on the device of the input; where a device has no float64, as MPS, they are on the host, and
 move to the device in the compute type (float32, or float64 for float64 input).
 
-No function here reads the value of a tensor, which would wait for its device. The operations are those of
+No function here reads the value of a tensor, which would wait for its device. The operations are as in
 `statsd_bn.moments`, in the same order and rounded as IEEE 754 says, so all ranks get the same bits on every device. A
 round that has failed on devices has a count of NaN, which makes all results NaN and moves no running statistics.
 """
@@ -85,13 +85,13 @@ class ChannelMoments:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ChannelStatistics:
-    """The result of a round for each channel.
+    """The result of a round for each channel; vectors of shape (C,).
 
     Attributes:
         count: values per channel over all replicas, at least 1.
-        mean: shape (C,): Σx / n.
-        invstd: shape (C,): the factor of the centred input.
-        slope: shape (C,): 1 where `invstd` depends on the variance, 0 where eps_mode "clamp" makes it constant.
+        mean: Σx / n.
+        invstd: the factor of the centred input.
+        slope: 1 where `invstd` depends on the variance, 0 where eps_mode "clamp" makes it constant.
     """
 
     count: Count
@@ -101,12 +101,9 @@ class ChannelStatistics:
 
     @classmethod
     def of(cls, moments: ChannelMoments, eps: float, eps_mode: str) -> "ChannelStatistics":
-        """Returns the statistics of a batch.
+        """Returns the statistics of a batch, zeros for an empty one.
 
-        Args:
-            moments: of the whole batch; of an empty batch the statistics are zeros.
-            eps: keeps `invstd` finite.
-            eps_mode: "plus" for (var + eps)^-1/2, "clamp" for max(var, eps)^-1/2.
+        `invstd` is (var + eps)^-1/2 in `eps_mode` "plus", max(var, eps)^-1/2 in "clamp".
         """
         count = at_least_one(moments.count)
         moments_of_some = ChannelMoments(count, moments.sums, moments.squares)

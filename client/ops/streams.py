@@ -33,10 +33,7 @@ def run_in(streams: Sequence[Any], arguments: Iterable[Any], compute: Callable[[
     first wait for the current ones, and the current ones wait for them at the end. Tensors used by both are recorded
     with the allocator, which could otherwise reuse their memory before the second stream has read it.
 
-    Args:
-        streams: of the replicas; empty on devices without streams.
-        arguments: the inputs of the computation: tensors and other values.
-        compute: returns tensors and None.
+    `streams` is empty on devices without streams. The tensors among `arguments` are the inputs of `compute`.
     """
     if not streams:
         return compute()

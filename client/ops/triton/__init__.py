@@ -1,1 +1,1 @@
-"""Triton kernels for a layer's call on CUDA whose rows stay on the device: one slice, without a mask."""
+"""Triton kernels for a call on CUDA with rows that stay on the device: one slice, without a mask."""

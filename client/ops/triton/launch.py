@@ -167,7 +167,7 @@ class PassBuffers:
         return self._tiling.blocks
 
     def release_rows(self) -> None:
-        """Releases rows and flags, whose size grows with the ranks; the rest is saved for the backward pass."""
+        """Releases rows and flags, which grow with the number of ranks; the rest is saved for the backward pass."""
         del self.rows, self.flags
 
     def vectors(self, *numbers: int) -> tuple[Tensor, ...]:
