@@ -67,8 +67,8 @@ def _compiler(variables: Mapping[str, str]) -> list[str]:
     named = shlex.split(variables["CC"]) if "CC" in variables else []
     if named:
         return named
-    found = (shutil.which(name, path=variables.get("PATH", os.defpath)) for name in COMPILERS)
-    return next(([path] for path in found if path), [])
+    paths = (shutil.which(name, path=variables.get("PATH", os.defpath)) for name in COMPILERS)
+    return next(([path] for path in paths if path), [])
 
 
 def _run(command: list[str], variables: Mapping[str, str]) -> str:

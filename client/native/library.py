@@ -108,15 +108,15 @@ def load(path: Path) -> tuple[Library | None, str]:
     if not path.exists():
         return None, f"it was not compiled when statsd_bn was installed: there is no {path}"
     try:
-        found = Library(ctypes.CDLL(str(path)), ctypes.PyDLL(str(path)))
-        found.holding.sbn_version.argtypes = ()
-        version = found.holding.sbn_version()
+        core = Library(ctypes.CDLL(str(path)), ctypes.PyDLL(str(path)))
+        core.holding.sbn_version.argtypes = ()
+        version = core.holding.sbn_version()
     except (OSError, AttributeError) as error:
         return None, f"{path} cannot be loaded: {error}"
     if version != VERSION:
         return None, f"expected version {VERSION} of its interface in {path}, got {version}; install statsd_bn again"
-    for functions in found:
+    for functions in core:
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(functions, name)
             function.restype, function.argtypes = result, arguments
-    return found, ""
+    return core, ""

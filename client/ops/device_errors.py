@@ -157,10 +157,10 @@ class DeviceErrors:
             wait = non_finite.raises(self.transport, self.aggregate.key)
             async_checks.submit(torch.cat(flags) if len(flags) > 1 else flags[0], self._report, wait=wait)
 
-    def report_rows(self, found: Flags) -> None:
+    def report_rows(self, flags: Flags) -> None:
         """Reports the errors that Triton's flags say: a number per row, then one for the whole batch where known."""
         nr_ranks = len(self.aggregate.ranks)
-        rows, whole = found[:nr_ranks], found[nr_ranks:]
+        rows, whole = flags[:nr_ranks], flags[nr_ranks:]
         others = rows[: 0 if self.aggregate.others is None else nr_ranks] & OTHER_ROUND
         not_finite = rows & (NOT_FINITE if non_finite.is_awaited(self.transport) else 0)
         self._report(np.concatenate((others, whole & TOO_FEW, not_finite)) != 0)
@@ -188,14 +188,14 @@ class DeviceErrors:
 
     def _report_non_finite(self, rows: Flags) -> None:
         """Reports NaN and infinity as a round over the host does; waiting for the device does no harm any more."""
-        found = self.aggregate
-        bearers = np.repeat(found.ranks, len(rows) // len(found.ranks))[rows]
+        result = self.aggregate
+        bearers = np.repeat(result.ranks, len(rows) // len(result.ranks))[rows]
         aggregate = Aggregate(
-            found.key,
+            result.key,
             len(rows),
-            int(found.count.nan_to_num(0.0)),
-            Members.of(found.ranks),
-            found.values.cpu().numpy(),
+            int(result.count.nan_to_num(0.0)),
+            Members.of(result.ranks),
+            result.values.cpu().numpy(),
             non_finite=Members.of(map(int, bearers)),
         )
         if isinstance(self.transport, ProcessGroupPipe):
@@ -213,8 +213,8 @@ def submit_row_flags(flags: Tensor, blocks: int, errors: Callable[[], DeviceErro
         wait: wait for the flags.
     """
 
-    def report(found: Flags) -> None:
-        errors().report_rows(np.bitwise_or.reduce(found.astype(np.int64).reshape(-1, blocks), axis=1))
+    def report(by_block: Flags) -> None:
+        errors().report_rows(np.bitwise_or.reduce(by_block.astype(np.int64).reshape(-1, blocks), axis=1))
 
     async_checks.submit(flags, report, wait=wait)
 

@@ -141,9 +141,9 @@ class Exchange:
         """
         if len(local) != len(self.local):
             raise ConfigurationError(
-                f"layer {self.layer!r}: backward got gradients of {len(local)} replicas, expected all "
-                f"{len(self.local)} of this process at once; pass use_reentrant=False to torch.utils.checkpoint (a "
-                "reentrant checkpoint runs one replica at a time)"
+                f"layer {self.layer!r}: backward got gradients of {len(local)}, expected all {len(self.local)} "
+                "replicas of this process at once; pass use_reentrant=False to torch.utils.checkpoint (a reentrant "
+                "checkpoint runs one replica at a time)"
             )
         rows = LocalRows.of([moments.count for moments in self.local], local)
         return backward_round(self.transport, rows, self.capacity, self.next_key(phase))

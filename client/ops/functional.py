@@ -236,19 +236,21 @@ class _Backward(Exchanging):
     """The first backward, as a function that can be differentiated itself."""
 
     @staticmethod
-    def forward(this: _BackwardPass, *tensors: Any) -> tuple[Tensor | None, ...]:
+    def forward(backward_pass: _BackwardPass, *tensors: Any) -> tuple[Tensor | None, ...]:
         grads, inputs, weights, masks = _split(tensors, 4)
-        statistics = this.exchange.statistics
+        statistics = backward_pass.exchange.statistics
         prepared = [engine.prepare_backward(*slice_) for slice_ in zip(grads, inputs, masks, strict=True)]
-        this.local = [
+        backward_pass.local = [
             engine.backward_sums(grad, x, statistics, mask) for (grad, x), mask in zip(prepared, masks, strict=True)
         ]
-        by_weight, by_bias = zip(*[engine.parameter_gradients(sums, statistics) for sums in this.local], strict=True)
-        needs_input, needs_weight, needs_bias = this.needs
+        by_weight, by_bias = zip(
+            *[engine.parameter_gradients(sums, statistics) for sums in backward_pass.local], strict=True
+        )
+        needs_input, needs_weight, needs_bias = backward_pass.needs
         by_input: list[Tensor | None] = [None] * len(inputs)
         # Only the inputs' gradients need the other replicas; parameters keep their local sums, as under DDP.
         if any(needs_input):
-            this.total = total = this.exchange.backward(BACKWARD, this.local)
+            backward_pass.total = total = backward_pass.exchange.backward(BACKWARD, backward_pass.local)
             by_input = [
                 engine.input_gradient(grad, x, statistics, total, weight, mask)
                 for (grad, x), weight, mask in zip(prepared, weights, masks, strict=True)
@@ -268,24 +270,29 @@ class _Backward(Exchanging):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         replicas = len(ctx.backward_pass.local)
         arguments = ctx.backward_pass, *ctx.saved_tensors, *gradients
-        found = _run_in_streams(ctx.backward_pass.exchange, _SecondBackward.apply, arguments)
-        return None, *found, *[None] * replicas
+        gradients_of_pass = _run_in_streams(ctx.backward_pass.exchange, _SecondBackward.apply, arguments)
+        return None, *gradients_of_pass, *[None] * replicas
 
 
 class _SecondBackward(Exchanging):
     """The gradient of the first backward."""
 
     @staticmethod
-    def forward(this: _BackwardPass, *tensors: Any) -> tuple[Tensor | None, ...]:
-        statistics = this.exchange.statistics
+    def forward(backward_pass: _BackwardPass, *tensors: Any) -> tuple[Tensor | None, ...]:
+        statistics = backward_pass.exchange.statistics
         *saved, by_input, by_weight, by_bias = _split(tensors, 7)
-        parts = [SecondOrder(*part) for part in zip(*saved, this.local, by_input, by_weight, by_bias, strict=True)]
-        if this.total is None:
+        parts = [
+            SecondOrder(*part) for part in zip(*saved, backward_pass.local, by_input, by_weight, by_bias, strict=True)
+        ]
+        if backward_pass.total is None:
             return *(part.without_input(statistics) for part in parts), *[None] * 2 * len(parts)
         local = [part.sums(statistics) for part in parts]
-        second = this.exchange.backward(SECOND_BACKWARD, local)
-        found = [part.gradients(statistics, this.total, second, sums) for part, sums in zip(parts, local, strict=True)]
-        by_grad, by_input, by_weight = zip(*found, strict=True)
+        second = backward_pass.exchange.backward(SECOND_BACKWARD, local)
+        gradients = [
+            part.gradients(statistics, backward_pass.total, second, sums)
+            for part, sums in zip(parts, local, strict=True)
+        ]
+        by_grad, by_input, by_weight = zip(*gradients, strict=True)
         return *by_grad, *by_input, *by_weight
 
     @staticmethod

@@ -54,9 +54,9 @@ class Native:
         """Computes in float64 and rounds once."""
         x = ready(x)
         output = output_for(x)
-        kept = _kept(statistics, statistics.slope, x)
+        saved = _saved(statistics, statistics.slope, x)
         weight, bias = _ready_parameter(weight), _ready_parameter(bias)
-        _call("sbn_normalize", x, x.data_ptr(), output.data_ptr(), kept.data_ptr(), *_pointer(weight), *_pointer(bias))
+        _call("sbn_normalize", x, x.data_ptr(), output.data_ptr(), saved.data_ptr(), *_pointer(weight), *_pointer(bias))
         return output
 
     def prepare_backward(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,9 +66,9 @@ class Native:
     def backward_sums(self, grad: Tensor, x: Tensor, statistics: ChannelStatistics) -> Tensor:
         """Adds in float64."""
         grad, x = _alike(grad, x)
-        kept = _kept(statistics, statistics.slope, x)
+        saved = _saved(statistics, statistics.slope, x)
         row = torch.empty(2 * x.shape[1] + 1, dtype=torch.float64, device="cpu")
-        _call("sbn_backward_sums", x, grad.data_ptr(), x.data_ptr(), kept.data_ptr(), row.data_ptr())
+        _call("sbn_backward_sums", x, grad.data_ptr(), x.data_ptr(), saved.data_ptr(), row.data_ptr())
         return row[:-1].view(2, -1)
 
     def input_gradient(
@@ -76,15 +76,15 @@ class Native:
     ) -> Tensor:
         """Computes in float64 and rounds once."""
         grad, x = _alike(grad, x)
-        found = output_for(x)
-        kept = _kept(statistics, torch.ones_like(statistics.slope), x)  # the means have the slope in them
+        gradient = output_for(x)
+        saved = _saved(statistics, torch.ones_like(statistics.slope), x)  # the means have the slope in them
         total = torch.cat((means.flatten(), means.new_ones(1)))
         weight = _ready_parameter(weight)
         _call(
-            "sbn_input_grad", x, grad.data_ptr(), x.data_ptr(), found.data_ptr(), kept.data_ptr(), total.data_ptr(),
+            "sbn_input_grad", x, grad.data_ptr(), x.data_ptr(), gradient.data_ptr(), saved.data_ptr(), total.data_ptr(),
             *_pointer(weight),
         )  # fmt: skip
-        return found
+        return gradient
 
 
 def ready(x: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def _alike(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return (grad if supports(grad) else output_for(x).copy_(grad)), x
 
 
-def _kept(statistics: ChannelStatistics, slope: Tensor, x: Tensor) -> Tensor:
+def _saved(statistics: ChannelStatistics, slope: Tensor, x: Tensor) -> Tensor:
     """Returns mean, invstd and slope as the core stores them, shape (3, C)."""
     if statistics.mean.shape != x.shape[1:2]:
         raise RuntimeError(

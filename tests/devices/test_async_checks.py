@@ -29,7 +29,7 @@ def test_who_waits_for_a_device_does_not_hold_up_other_threads(monkeypatch):
     first = threading.Thread(target=refuse)
     first.start()
     assert waits.wait(60)
-    second = threading.Thread(target=checks.hand_in, args=(torch.tensor([False]), say))
+    second = threading.Thread(target=checks.submit, args=(torch.tensor([False]), say))
     second.start()
     second.join(10)
     is_held_up = second.is_alive()

@@ -26,7 +26,7 @@ values[:] = [chance.random() for _ in values]
 
 def sums(threads: int) -> bytes:
     row = (ctypes.c_double * (2 * CHANNELS + 1))()
-    kind = library.Slice(SAMPLES, CHANNELS, POSITIONS, library.F32, 0, threads, 0)
+    kind = library.SliceStruct(SAMPLES, CHANNELS, POSITIONS, library.F32, 0, threads, 0)
     assert core.releasing.sbn_moments(ctypes.byref(kind), values, row) == library.DONE
     return bytes(row)
 

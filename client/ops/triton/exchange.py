@@ -98,10 +98,12 @@ class TritonExchange(PlainExchange):
                 self._forward_round(launch.Forward, x, weight, bias)
             return self.first.normalise(x)
 
-    def _forward_round(self, forward: type["Forward"], x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    def _forward_round(
+        self, forward_type: type["Forward"], x: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> None:
         async_checks.poll(x.device)
         self.shape = tuple(x.shape)
-        self.first = first = forward(x, device_rows.nr_ranks(self.transport), gathers=self._gathers)
+        self.first = first = forward_type(x, device_rows.nr_ranks(self.transport), gathers=self._gathers)
 
         def write(digest: int) -> tuple[Tensor, Tensor]:
             first.write_row(x, digest)
@@ -161,15 +163,15 @@ class TritonExchange(PlainExchange):
             return self._gradients(launch.Backward, grad, x, weight, needs)
 
     def _gradients(
-        self, backward: type["Backward"], grad: Tensor, x: Tensor, weight: Tensor | None, needs: Sequence[bool]
+        self, backward_type: type["Backward"], grad: Tensor, x: Tensor, weight: Tensor | None, needs: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
         async_checks.poll(x.device)
         needs_input, needs_weight, needs_bias = needs
-        this = backward(self.first, x, gathers=self._gathers)
+        backward = backward_type(self.first, x, gathers=self._gathers)
 
         def write(digest: int) -> tuple[Tensor, Tensor]:
-            this.write_row(grad, x, digest)
-            return this.row, this.rows
+            backward.write_row(grad, x, digest)
+            return backward.row, backward.rows
 
         key = None
         if needs_input:
@@ -178,11 +180,11 @@ class TritonExchange(PlainExchange):
             write(0)
         of_weight = torch.empty_like(weight) if needs_weight and weight is not None else None
         of_bias = torch.empty(x.shape[1], dtype=torch.float32, device=x.device) if needs_bias else None
-        this.finish(_contiguous(weight), of_weight, of_bias, has_round=needs_input)
+        backward.finish(_contiguous(weight), of_weight, of_bias, has_round=needs_input)
         if key is None:
             return None, of_weight, of_bias
-        self._submit(this, key)
-        return this.input_gradient(grad, x), of_weight, of_bias
+        self._submit(backward, key)
+        return backward.input_gradient(grad, x), of_weight, of_bias
 
 
 def _errors(

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import client
-from client.ops.checkpointing import exchanges
+from client.ops.checkpointing import exchange_cache
 from client.training import recalibration
 from client.transports import named_process_group
 from client.transports.in_process import LocalPipe
@@ -394,7 +394,7 @@ def test_a_checkpoint_never_finds_these_calls_nor_they_its():
     (output * samples(4, seed=1)).sum().backward()
     assert totals == [1]
     assert_population(bn, x)
-    assert "checkpointed" not in exchanges._without_graph
+    assert "checkpointed" not in exchange_cache._without_graph
 
 
 def test_an_average_of_a_model_is_a_model_in_its_mode_as_well():
