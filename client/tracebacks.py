@@ -26,7 +26,7 @@ _INSTALLED = f"-packages{os.sep}"
 _FUTURES = f"{os.sep}concurrent{os.sep}futures{os.sep}"
 
 
-def make_readable(error: StatsdBNError, *, for_caller: bool = False) -> None:
+def hide_internal_frames(error: StatsdBNError, *, for_caller: bool = False) -> None:
     """Hides our frames but the first of an error that is about to be raised again, and adds where to read about it.
 
     Args:
@@ -43,7 +43,7 @@ def make_readable(error: StatsdBNError, *, for_caller: bool = False) -> None:
             error.__cause__ = None
 
 
-def at_border(function: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT]:
+def api_boundary(function: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT]:
     """Makes a public function raise its errors as users are to see them; not for one that is called in each round."""
 
     @functools.wraps(function)
@@ -51,7 +51,7 @@ def at_border(function: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT
         try:
             return function(*arguments, **named)
         except StatsdBNError as error:
-            make_readable(error)
+            hide_internal_frames(error)
             raise
 
     return raises_for_user

@@ -74,7 +74,7 @@ def in_a_world_of_one(step: Step) -> Iterator[list[Variant]]:
     def ours(group: Any) -> Callable[[int], nn.Module]:
         return lambda channels: client.SynchronizedBatchNorm2d(channels, process_group=group)
 
-    with mock.patch.object(batchnorm, "company_in", lambda group: group):
+    with mock.patch.object(batchnorm, "communicator_for", lambda group: group):
         yield [
             Variant(PLAIN, nn.BatchNorm2d),
             Variant(TORCHS, torchs, step.pick(nullcontext, torchs_operators.stood_in)),

@@ -40,7 +40,7 @@ def world_of_one(device: torch.device) -> Iterator[Any]:
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
-    with rows_on(device), mock.patch.object(batchnorm, "company_in", _as_given):
+    with rows_on(device), mock.patch.object(batchnorm, "communicator_for", _as_given):
         yield distributed.group.WORLD
 
 

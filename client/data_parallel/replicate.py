@@ -17,7 +17,7 @@ from client.data_parallel import any_device, sync_master
 from client.data_parallel.barrier import Barrier
 from client.session.current import current_connection
 from client.session.protocol.member import DEFAULT_ROUND_TIMEOUT
-from client.tracebacks import at_border
+from client.tracebacks import api_boundary
 from statsd_bn.error_text import broken
 from statsd_bn.errors import ConfigurationError
 
@@ -119,7 +119,7 @@ class DataParallelWithCallback(nn.DataParallel[Any]):
         execute_replication_callbacks(replicas)
         return replicas
 
-    @at_border
+    @api_boundary
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Runs the replicas; an exception in one reaches its siblings at once and is the one raised."""
         return _parallel_apply(self, replicas, inputs, kwargs)
@@ -189,7 +189,7 @@ def _needs_replicas(module: nn.Module) -> bool:
     return module.training and hasattr(module, "__data_parallel_replicate__")
 
 
-@at_border
+@api_boundary
 def _parallel_apply(
     data_parallel: nn.DataParallel[Any], replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any
 ) -> list[Any]:

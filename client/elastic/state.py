@@ -24,7 +24,7 @@ from client.elastic.sampler import ElasticSampler
 from client.session.connection import Connection
 from client.session.current import current_connection
 from client.session.protocol.registration import cause_of
-from client.tracebacks import at_border
+from client.tracebacks import api_boundary
 from statsd_bn.checks import shown
 from statsd_bn.errors import ConfigurationError, ProtocolError
 from statsd_bn.members import Members, ranks_in_words
@@ -97,7 +97,7 @@ class ElasticState:
             setattr(self, name, value)
         self._saved = self._copy()
 
-    @at_border
+    @api_boundary
     def commit(self) -> None:
         """Commits with the other members, and keeps a copy of the state if nobody is lost; all call it equally often.
 
@@ -122,7 +122,7 @@ class ElasticState:
         """Goes back to the last commit, or the beginning; the samples processed since count as unprocessed."""
         self._load(copy.deepcopy(self._saved))
 
-    @at_border
+    @api_boundary
     def sync(self) -> None:
         """Commits with the other members, loads the state of the most advanced one, and keeps a copy of it.
 
@@ -245,7 +245,7 @@ class ElasticState:
                 setattr(self, name, serialization.placed_like(part, mine))
 
 
-@at_border
+@api_boundary
 def run_elastic(train: Callable[[ElasticState], Result], state: ElasticState) -> Result:
     """Trains while members come and go.
 

@@ -34,7 +34,7 @@ from client.session.protocol.member import (
     Member,
 )
 from client.session.protocol.registration import cause_of
-from client.tracebacks import at_border
+from client.tracebacks import api_boundary
 from statsd_bn.endpoints import check_key, check_server, find_server
 from statsd_bn.environment import PREFIX, log_level, misspelt
 from statsd_bn.error_text import in_log
@@ -64,7 +64,7 @@ RUN_BYTES = 8
 ACCEPT_SECONDS = 1.0
 
 
-@at_border
+@api_boundary
 def connect(
     endpoint: str | None = None,
     *,

@@ -85,13 +85,13 @@ class Intercepted(Adopted):
         """The original's; where it calls `batch_norm` in training, the statistics are those of the whole batch."""
         if (traced := tracing.leaf(self, args, kwargs)) is not None:
             return traced
-        if not self.training and self._tally is None:
+        if not self.training and self._accumulator is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if is_compiling():
             return self._traced(*args, **kwargs)
         self.__dict__.pop("_has_come", None)  # from a call that raised, or one that a checkpoint computed again
         # Whether this call must not simply count on.
-        is_special = self._tally is not None or self._deferred is not None or is_inside_backward()
+        is_special = self._accumulator is not None or self._deferred is not None or is_inside_backward()
         counted = self._tracked_now() if is_special else None
         with Interception(self, Intercepted._normalise_handed, counted, _OF_FORWARD) as interception:
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -135,9 +135,9 @@ class Intercepted(Adopted):
         input_checks.check(self, handed.input, handed.nr_channels)
         deferred = self._deferred_now()
         # What counts passes, or waits for micro-batches, knows one pair of statistics for each layer.
-        knows_one = self._tally is not None or deferred is not None
+        knows_one = self._accumulator is not None or deferred is not None
         if knows_one and handed.running_mean is not None and not handed.moves_own(self):
-            if self._tally is not None:
+            if self._accumulator is not None:
                 return handed.forward()
             text = "expected chunks=1, since its forward has other running statistics beside its own"
             raise ConfigurationError(broken(f"layer {self.layer_name!r}: {text}"))
@@ -147,7 +147,7 @@ class Intercepted(Adopted):
         if deferred is not None:
             handed.num_batches_tracked = self.num_batches_tracked
             handed.momentum = None if self.momentum is None else handed.momentum
-        if not (handed.training or self._tally is not None):
+        if not (handed.training or self._accumulator is not None):
             return handed.forward()
         output: Tensor = self._normalise(handed, handed.input, None)
         return output
@@ -180,7 +180,7 @@ class Behind(SynchronizedBatchNorm):
         if is_compiling():
             self._has_come = True
             return super().forward(input, mask)
-        if self.training or self._tally is not None:
+        if self.training or self._accumulator is not None:
             vars(self)["_has_come"] = True
         return unseen(super().forward, input, mask)
 

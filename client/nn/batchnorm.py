@@ -18,15 +18,15 @@ from client.nn.call import Call, synchronized_batch_norm
 from client.nn.conversion.convert import convert
 from client.nn.micro_batches import Deferred, check_chunks
 from client.nn.synchronized import Synchronized, check_eps_mode, twin_of
-from client.tracebacks import make_readable
-from client.transports.choose import Company, With, company_in, meant, transport_over
+from client.tracebacks import hide_internal_frames
+from client.transports.choose import Communicator, GroupSpec, communicator_for, resolve_group, transport_over
 from client.transports.named_process_group import NamedProcessGroup
 from client.transports.transport import Transport
 from statsd_bn.errors import ConfigurationError, StatsdBNError
 
 # What binds a layer to its replicas, to a mini-batch and to a call under way. The last is how many chunks a pickle says
 # there are.
-BONDS = frozenset({"_replica", "_tally", "_deferred", "_has_come", "_missed", "_chunks"})
+BONDS = frozenset({"_replica", "_accumulator", "_deferred", "_has_come", "_missed", "_chunks"})
 
 
 class Way(Enum):
@@ -115,13 +115,13 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         *,
         bias: bool = True,
         eps_mode: str | None = None,
-        group: With = None,
+        group: GroupSpec = None,
         chunks: int = 1,
         process_group: Any = None,
     ) -> None:
         check_eps_mode(eps_mode)
         check_chunks(chunks)
-        group = meant(group, process_group)
+        group = resolve_group(group, process_group)
         without_bias = {} if bias else {"bias": False}  # torch before 2.13 has no such argument
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
         if eps_mode is not None:
@@ -163,11 +163,11 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
             input_checks.check_local(self, input, weight)
         replica = self._replica if way is Way.AS_REPLICA else None
         deferred = None if self._deferred is None else self._deferred_now()
-        call = Call(of, transport, self._tally, deferred, replica)
+        call = Call(of, transport, self._accumulator, deferred, replica)
         try:
             return synchronized_batch_norm(input, weight, of.bias, mask, call)
         except StatsdBNError as error:
-            make_readable(error, for_caller=True)
+            hide_internal_frames(error, for_caller=True)
             raise
 
     def reset_running_stats(self) -> None:
@@ -189,7 +189,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         Raises:
             ValueError: as `convert_model` says.
         """
-        return convert(module, meant(None, process_group), stacklevel=3)
+        return convert(module, resolve_group(None, process_group), stacklevel=3)
 
     def extra_repr(self) -> str:
         """Torch's, and what is not its default."""
@@ -238,26 +238,26 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
     def _route(self, mask: Tensor | None) -> tuple[Way, Transport | None]:
         """Returns how this call is computed, and over which transport if it exchanges anything.
 
-        It asks for the company once, so that the way and the transport fit together.
+        It asks for the communicator once, so that the way and the transport fit together.
         """
-        is_tallied = self._tally is not None
-        if not (self.training or is_tallied or (self.running_mean is None and self.running_var is None)):
+        is_accumulated = self._accumulator is not None
+        if not (self.training or is_accumulated or (self.running_mean is None and self.running_var is None)):
             return Way.TORCHS, None
         is_traced = torch.compiler.is_compiling() and self._replica is None
         if is_traced and mask is not None:
             return Way.COMPILED, None
-        company = company_in(self.group) if self.training and not is_tallied else None
-        if mask is None and not self._has_company(company) and self._can_be_torchs(is_traced=is_traced):
+        communicator = communicator_for(self.group) if self.training and not is_accumulated else None
+        if mask is None and not self._must_synchronise(communicator) and self._can_be_torchs(is_traced=is_traced):
             return Way.TORCHS, None
         if is_traced:
             return Way.COMPILED, None
-        is_replica = self._replica is not None and (self.training or is_tallied)
-        transport = transport_over(company, self.layer_name, self.group)
+        is_replica = self._replica is not None and (self.training or is_accumulated)
+        transport = transport_over(communicator, self.layer_name, self.group)
         return (Way.AS_REPLICA if is_replica else Way.BY_ITSELF), transport
 
-    def _has_company(self, company: Company | None) -> bool:
+    def _must_synchronise(self, communicator: Communicator | None) -> bool:
         """Whether other batches belong to this one; while `recalibrate` counts the pass, all that it counts."""
-        if company is not None or self._tally is not None:
+        if communicator is not None or self._accumulator is not None:
             return True
         if not self.training:
             return False

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from client.data_parallel.barrier import Barrier
 from client.diagnostics import collectives
 from client.nn import running_stats
-from client.nn.micro_batches import Deferred, Tally
+from client.nn.micro_batches import Deferred, MomentAccumulator
 from client.ops import checkpointing, engine, native_exchange, plain, streams
 from client.ops.checkpointing import exchange_cache, is_inside_backward
 from client.ops.exchange import Exchange, phase_of_forward
@@ -73,14 +73,14 @@ class Call:
     Attributes:
         layer: a `SynchronizedBatchNorm`.
         transport: of its rounds.
-        tally: counts the batch while `recalibrate` runs; then nothing moves.
+        accumulator: counts the batch while `recalibrate` runs; then nothing moves.
         deferred: says when the running statistics move; None after each call.
         replica: where the replicas of its process meet, and its number among them; None for a layer without any.
     """
 
     layer: Any
     transport: Transport
-    tally: Tally | None
+    accumulator: MomentAccumulator | None
     deferred: Deferred | None
     replica: tuple[Barrier, int] | None
 
@@ -109,7 +109,7 @@ class Call:
 
     def _earlier(self, mine: Slice, replica: int) -> Exchange | None:
         """Returns the call that a checkpoint computes again, if this is one of its second runs."""
-        if self.tally is not None:
+        if self.accumulator is not None:
             return None
         # Modes of the first run, such as that of a selective checkpoint, have not seen this.
         with _disable_current_modes():
@@ -142,7 +142,7 @@ class Call:
 
     def _due_after(self, exchange: Exchange, *, has_graph: bool) -> ChannelMoments | None:
         """Keeps a call for checkpoints; returns what the running statistics move by, if they still have to."""
-        if self.tally is None:
+        if self.accumulator is None:
             collectives.remember()
             exchange_cache.add(exchange, has_graph=has_graph)
         return None if exchange.has_moved else self._due(exchange.moments)
@@ -156,7 +156,7 @@ class Call:
         phase = phase_of_forward(needs_gradient=is_needed)
         if device_rows.may_stay(transport, x):
             inputs = [slice_.input for slice_ in slices]
-            capacity = device_rows.capacity_of(transport, inputs, phase, over_the_host=self.tally is not None)
+            capacity = device_rows.capacity_of(transport, inputs, phase, over_the_host=self.accumulator is not None)
         of_layer = layer.layer_name, layer.eps, layer.eps_mode, phase
         if capacity and triton_exchange.serves(slices, capacity):
             return TritonExchange(transport, *of_layer, capacity=capacity, running=self._running(x, TYPES))
@@ -166,13 +166,13 @@ class Call:
 
     def _running(self, x: Tensor, types: Collection[torch.dtype]) -> Running | None:
         """Returns the running statistics that a plain call moves itself."""
-        is_moved = self.deferred is None and self.tally is None
+        is_moved = self.deferred is None and self.accumulator is None
         return running_stats.in_place(self.layer, x, types) if is_moved else None
 
     def _due(self, batch: ChannelMoments) -> ChannelMoments | None:
         """Counts a batch once for all replicas."""
-        if self.tally is not None:
-            self.tally.add(batch.on_host())
+        if self.accumulator is not None:
+            self.accumulator.add(batch.on_host())
             return None
         if not self.layer.training:
             return None

@@ -27,9 +27,9 @@ from client.ops.reference import Traced, affine_vectors, apply_affine, gradient_
 from client.ops.statistics import ChannelMoments, ChannelStatistics, compute_type, to_float64
 from client.session import groups
 from client.session.groups import LOCAL, Group
-from client.tracebacks import make_readable
+from client.tracebacks import hide_internal_frames
 from client.transports import device_rows
-from client.transports.choose import With, transport_for
+from client.transports.choose import GroupSpec, transport_for
 from client.transports.device_rows import Count, LocalRows
 from client.transports.in_process import LocalPipe
 from client.transports.named_process_group import NamedProcessGroup
@@ -60,7 +60,7 @@ THIS_PROCESS = (f"{LOCAL} process", 1)
 _backward_passes = BackwardPasses()
 
 
-def named(group: With) -> tuple[str, int]:
+def named(group: GroupSpec) -> tuple[str, int]:
     """Returns a layer's group as plain values, name and size.
 
     ("", 0) stands for None, the rule's name and 0 for a rule. A process
@@ -156,7 +156,7 @@ def exchange(
     try:
         found = _exchanged(ChannelMoments(_count(counted, shape), sums[0], sums[1], tuple(shape)), fresh)
     except StatsdBNError as error:
-        make_readable(error)
+        hide_internal_frames(error)
         raise
     assert found.key is not None  # noqa: S101 - the forward round has set it
     due = _due_after(found.moments, deferred) if found is fresh else None
@@ -319,7 +319,7 @@ def batch_norm(
     try:
         output, _, statistics, _ = apply_function(_BatchNorm, x, weight, bias, mask, *others)
     except StatsdBNError as error:
-        make_readable(error)
+        hide_internal_frames(error)
         raise
     return output, statistics
 

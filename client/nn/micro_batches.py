@@ -73,7 +73,7 @@ def check_chunks(chunks: int) -> None:
         raise ValueError(f"chunks: expected at least 1 micro-batch per mini-batch, got {chunks}")
 
 
-class Tally:
+class MomentAccumulator:
     """A layer's moments over many batches, while `recalibrate` runs a model over them.
 
     Attributes:

@@ -7,8 +7,8 @@ from torch import nn
 
 from client.data_parallel.barrier import Barrier
 from client.nn import running_stats, tracing
-from client.nn.micro_batches import Deferred, Tally, check_chunks
-from client.transports.choose import With
+from client.nn.micro_batches import Deferred, MomentAccumulator, check_chunks
+from client.transports.choose import GroupSpec
 from client.transports.named_process_group import NamedProcessGroup
 
 Kind = TypeVar("Kind", bound=type[nn.Module])
@@ -82,9 +82,9 @@ class Synchronized:
 
     eps_mode: str = "plus"
     layer_name: str = "unnamed"
-    group: With = None
+    group: GroupSpec = None
     _replica: tuple[Barrier, int] | None = None
-    _tally: Tally | None = None
+    _accumulator: MomentAccumulator | None = None
     _deferred: Deferred | None = None
     _has_come: bool = False
     _missed: list[bool]

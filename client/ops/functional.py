@@ -15,7 +15,7 @@ from torch import Tensor
 from client.ops import checkpointing, engine, streams
 from client.ops.exchange import Exchange
 from client.ops.second_order import SecondOrder
-from client.tracebacks import make_readable
+from client.tracebacks import hide_internal_frames
 from statsd_bn.error_text import broken
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.round_key import BACKWARD, SECOND_BACKWARD
@@ -209,7 +209,7 @@ def _run_in_streams(exchange: Exchange, run: Any, arguments: tuple[Any, ...]) ->
     try:
         return streams.run_in(exchange.streams, arguments, partial(run, *arguments))
     except StatsdBNError as error:
-        make_readable(error)
+        hide_internal_frames(error)
         raise
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from client.ops.exchange import Exchange
 from client.ops.functional import Exchanging, Slice, backward_by_operators
 from client.ops.statistics import Running
-from client.tracebacks import make_readable
+from client.tracebacks import hide_internal_frames
 from statsd_bn.errors import StatsdBNError
 
 
@@ -87,7 +87,7 @@ class _BatchNorm(Exchanging):
                 return None, *backward_by_operators(exchange, needs, grad, x, weight)
             return None, *exchange.gradients(grad, x, weight, needs)
         except StatsdBNError as error:
-            make_readable(error)
+            hide_internal_frames(error)
             raise
 
 

@@ -28,7 +28,7 @@ from client.session.protocol.round_trip import RoundTrip
 from client.session.protocol.session import Session
 from client.session.sessions import Sessions
 from client.session.switch_interval import switching
-from client.tracebacks import at_border, make_readable
+from client.tracebacks import api_boundary, hide_internal_frames
 from statsd_bn.errors import (
     ConfigurationError,
     ConnectionClosed,
@@ -240,13 +240,13 @@ class Connection:
             group = None
         return self.group(group).size == 1 and not self.member.is_elastic
 
-    @at_border
+    @api_boundary
     def stay_away(self, group: Group | str | None) -> None:
         """Takes no part in the rounds of a group until it comes back; `client.join` is the way to it."""
         self._check_usable()
         self._sessions.change_participation(self.group(group), Participation.PAUSED)
 
-    @at_border
+    @api_boundary
     def come_back(self, group: Group | str | None) -> None:
         """Takes part in the rounds of a group again, as soon as all its members want to.
 
@@ -257,7 +257,7 @@ class Connection:
         self._check_usable()
         self._sessions.change_participation(self.group(group), Participation.REJOINING)
 
-    @at_border
+    @api_boundary
     def end_absence(self, group: Group | str | None) -> None:
         """Comes back if it is away, for a round between two passes, in which all members of the group take part.
 
@@ -300,7 +300,7 @@ class Connection:
         try:
             return self._round(layer, rows, key, self.group(group), phase, way)
         except StatsdBNError as error:
-            make_readable(error)
+            hide_internal_frames(error)
             raise
 
     def over_server(self, session: Session, key: RoundKey, rows: Rows) -> Aggregate:
@@ -322,7 +322,7 @@ class Connection:
         """Gives this member's bytes to all members of a group, and returns theirs, in the order of their ranks."""
         return list(self._gather(group, name, data, counts=False).values())
 
-    @at_border
+    @api_boundary
     def all_gather(self, name: str, data: bytes) -> dict[int, bytes]:
         """Gives this member's bytes to all members of the job, and returns theirs.
 
@@ -448,7 +448,7 @@ class Connection:
         size = self.member.world_size
         return [session.transport for session in self._sessions.all() if session.member.world_size == size]
 
-    @at_border
+    @api_boundary
     def _gather_machines(self, machine: bytes) -> dict[int, bytes]:
         self.end_absence(None)
         return self._gather(self._world, groups.HOSTS, machine, counts=False)

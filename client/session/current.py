@@ -5,7 +5,7 @@ A process has at most one. Without one its layers synchronise over the replicas 
 
 from client.session.connection import Connection
 from client.session.groups import LOCAL, Group
-from client.tracebacks import at_border
+from client.tracebacks import api_boundary
 from statsd_bn.errors import ConfigurationError
 
 _current: Connection | None = None
@@ -43,7 +43,7 @@ def has_been_alone() -> bool:
     return _current is not None and _current.is_in_process
 
 
-@at_border
+@api_boundary
 def local_group() -> Group:
     """Returns the group of the ranks of this host, as `group=` takes it; its `size` is their number.
 

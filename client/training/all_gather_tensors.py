@@ -13,7 +13,7 @@ from torch import Tensor
 from client.serialization import pack, unpack
 from client.session.protocol.registration import cause_of
 from client.transports import process_group
-from client.transports.choose import Company
+from client.transports.choose import Communicator
 from client.transports.named_process_group import NamedProcessGroup
 from statsd_bn.checks import shown
 from statsd_bn.errors import ProtocolError, RoundFailed, RoundMismatch
@@ -29,11 +29,11 @@ TRANSPORT = "mp_sync()"
 MAX_TOLD_KEYS = 8
 
 
-def share(company: Company | None, make: Callable[[], Mapping[Any, Tensor]]) -> dict[int, Tensors]:
+def share(communicator: Communicator | None, make: Callable[[], Mapping[Any, Tensor]]) -> dict[int, Tensors]:
     """Returns every member's tensors on the CPU, by rank, in order.
 
     Args:
-        company: what reaches the other members; None if this process has no others.
+        communicator: what reaches the other members; None if this process has no others.
         make: returns this member's tensors, by names that are the same on all members, in any order.
 
     Raises:
@@ -46,22 +46,22 @@ def share(company: Company | None, make: Callable[[], Mapping[Any, Tensor]]) -> 
     try:
         message = _packed(make())
     except Exception as error:
-        _gathered(company, _message({}, cause_of(error)))
+        _gathered(communicator, _message({}, cause_of(error)))
         raise
     shared, causes = {}, {}
-    for member, data in _gathered(company, message).items():
+    for member, data in _gathered(communicator, message).items():
         shared[member], causes[member] = _unpacked(member, data)
     _check_nobody_raised({member: cause for member, cause in causes.items() if cause})
     _check_names(shared)
     return shared
 
 
-def _gathered(company: Company | None, message: bytes) -> dict[int, bytes]:
-    if company is None:
+def _gathered(communicator: Communicator | None, message: bytes) -> dict[int, bytes]:
+    if communicator is None:
         return {0: message}
-    if isinstance(company, NamedProcessGroup):
-        return process_group.all_gather(company, TRANSPORT, message)
-    return company.all_gather(TRANSPORT, message)
+    if isinstance(communicator, NamedProcessGroup):
+        return process_group.all_gather(communicator, TRANSPORT, message)
+    return communicator.all_gather(TRANSPORT, message)
 
 
 def _packed(tensors: Mapping[Any, Tensor]) -> bytes:

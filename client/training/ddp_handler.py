@@ -14,12 +14,12 @@ from torch.utils.data.distributed import DistributedSampler
 
 from client.session.connection import Connection
 from client.session.current import current_connection
-from client.tracebacks import at_border
+from client.tracebacks import api_boundary
 from client.training import data_loaders
 from client.training.all_gather_tensors import TRANSPORT, share
 from client.training.data_loaders import Loader, Sampler
 from client.training.measurements import as_tensor, joined, like
-from client.transports.choose import Company, company_in
+from client.transports.choose import Communicator, communicator_for
 from client.transports.named_process_group import NamedProcessGroup
 
 LOADERS = ("train_loader", "validation_loader", "test_loader")
@@ -41,7 +41,7 @@ class DDPHandler:
         self._samplers: dict[str, Sampler] = {}
         self._is_registered = False
 
-    @at_border
+    @api_boundary
     def add_distributed_samplers(self, world_size: int | None = None, rank: int | None = None) -> None:
         """Replaces each loader by one that gives this member's samples.
 
@@ -80,7 +80,7 @@ class DDPHandler:
             sampler.set_epoch(epoch)
 
     @staticmethod
-    @at_border
+    @api_boundary
     def build_loader_sampler(data_loader: Loader, shuffle: bool, world_size: int, rank: int) -> tuple[Loader, Sampler]:
         """Returns a loader like `data_loader` for the samples of `rank` among `world_size`, and its sampler.
 
@@ -92,7 +92,7 @@ class DDPHandler:
         """
         return data_loaders.split(data_loader, shuffle, world_size, rank)
 
-    @at_border
+    @api_boundary
     def mp_sync(
         self, data: Any, double_precision: bool = False, concat_mp_data: bool = True, return_tensor: bool = True
     ) -> Any:
@@ -117,13 +117,13 @@ class DDPHandler:
             RoundFailed: another member raised; the error names it and its cause.
             StatsdBNError: the exchange failed, with the reason.
         """
-        shared = share(self._company, lambda: {"data": as_tensor(data, double_precision)})
+        shared = share(self._communicator, lambda: {"data": as_tensor(data, double_precision)})
         tensors = {member: given["data"] for member, given in shared.items()}
         if concat_mp_data:
             return like(joined(TRANSPORT, tensors), data, return_tensor)
         return [like(tensor, data, return_tensor) for tensor in tensors.values()]
 
-    @at_border
+    @api_boundary
     def mp_sync_dict(self, dict_data: Mapping[str | int, Any]) -> dict[str | int, Tensor]:
         """Returns `mp_sync` of each value, by its key, in one exchange.
 
@@ -131,7 +131,7 @@ class DDPHandler:
             RoundMismatch: on all members: their keys differ, or values do as in `mp_sync`.
             TypeError, ValueError, RoundFailed, StatsdBNError: as in `mp_sync`.
         """
-        shared = share(self._company, lambda: _tensors(dict_data))
+        shared = share(self._communicator, lambda: _tensors(dict_data))
         results = {}
         for key, data in dict_data.items():
             tensors = {member: given[key] for member, given in shared.items()}
@@ -139,16 +139,16 @@ class DDPHandler:
         return results
 
     @property
-    def _company(self) -> Company | None:
+    def _communicator(self) -> Communicator | None:
         if self._given is not None:
             return self._given
-        return company_in(None) or current_connection()
+        return communicator_for(None) or current_connection()
 
     def _rank_and_size(self) -> tuple[int, int]:
-        company = self._company
-        if isinstance(company, NamedProcessGroup):
-            return company.find().rank(), company.size
-        return company.rank_and_size if company else (0, 1)
+        communicator = self._communicator
+        if isinstance(communicator, NamedProcessGroup):
+            return communicator.find().rank(), communicator.size
+        return communicator.rank_and_size if communicator else (0, 1)
 
     def _register(self) -> None:
         callbacks_handler: Any = getattr(self.train_loop_obj, "callbacks_handler", None)

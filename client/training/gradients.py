@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from client.session.connection import Connection
 from client.session.current import current_connection
-from client.tracebacks import at_border
-from client.transports.choose import company_in, transport_over
+from client.tracebacks import api_boundary
+from client.transports.choose import communicator_for, transport_over
 from client.transports.transport import Transport
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
@@ -33,7 +33,7 @@ logger = logging.getLogger("statsd_bn.client")
 _told: "WeakSet[Connection]" = WeakSet()
 
 
-@at_border
+@api_boundary
 def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) -> int:
     """Replaces each gradient by the sum of all members' gradients, divided by the sum of their counts.
 
@@ -58,15 +58,15 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) 
         StatsdBNError: a round failed, with the reason; RoundMismatch where the members' models differ in size.
     """
     count = _checked(count)
-    company = company_in(None) or current_connection()
+    communicator = communicator_for(None) or current_connection()
     trained = _trained(parameters)
     _check_dense(trained)
-    if company is None:
+    if communicator is None:
         _divide(trained, count)
         return count
-    parts = _sum(transport_over(company, TRANSPORT, None), _flat(trained), count)
-    if isinstance(company, Connection):
-        _tell_of_absent(company, parts[0])
+    parts = _sum(transport_over(communicator, TRANSPORT, None), _flat(trained), count)
+    if isinstance(communicator, Connection):
+        _tell_of_absent(communicator, parts[0])
     # A member may be lost between two parts; each part is an average over its own members.
     averages = np.concatenate([part.values[0] / max(1, part.count) for part in parts])
     if parts[0].count:

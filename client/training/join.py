@@ -15,8 +15,8 @@ from client.session.connection import Connection
 from client.session.current import current_connection
 from client.session.groups import Group
 from client.session.protocol.member import OVER_PROCESS_GROUP
-from client.tracebacks import make_readable
-from client.transports.choose import company_in
+from client.tracebacks import hide_internal_frames
+from client.transports.choose import communicator_for
 from client.transports.named_process_group import NamedProcessGroup
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import ConfigurationError, StatsdBNError
@@ -59,7 +59,7 @@ def join(model: nn.Module) -> Iterator[None]:
     try:
         groups = _begin(model, connection)
     except StatsdBNError as error:
-        make_readable(error)
+        hide_internal_frames(error)
         raise
     try:
         yield
@@ -71,7 +71,7 @@ def join(model: nn.Module) -> Iterator[None]:
     try:
         _end(model, connection, groups)
     except StatsdBNError as error:
-        make_readable(error)
+        hide_internal_frames(error)
         raise
 
 
@@ -84,7 +84,7 @@ def _check_transports(model: nn.Module, connection: Connection | None) -> None:
     is_agreed = connection is not None and connection.of_all.process_group is not None
     is_meant = connection is not None and connection.member.transport == OVER_PROCESS_GROUP
     for layer in _layers(model):
-        group, is_default = company_in(layer.group), layer.group is None
+        group, is_default = communicator_for(layer.group), layer.group is None
         if (is_meant and is_default) or (isinstance(group, NamedProcessGroup) and not (is_agreed and is_default)):
             raise ConfigurationError(
                 error_text(

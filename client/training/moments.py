@@ -20,9 +20,9 @@ from client.data_parallel import any_device
 from client.nn import unconnected
 from client.nn.input_checks import is_distributed
 from client.ops import non_finite
-from client.tracebacks import at_border
+from client.tracebacks import api_boundary
 from client.transports import device_rows
-from client.transports.choose import With, company_in, meant, transport_over
+from client.transports.choose import GroupSpec, communicator_for, resolve_group, transport_over
 from client.transports.named_process_group import NamedProcessGroup
 from client.transports.process_group import ProcessGroupPipe, group_of, use_device
 from client.transports.transport import Transport
@@ -80,7 +80,7 @@ class _Whole(NamedTuple):
     centred: FloatArray
 
 
-@at_border
+@api_boundary
 @_uncompiled
 def moments(
     x: Tensor,
@@ -89,7 +89,7 @@ def moments(
     *,
     correction: float = 1,
     name: str = TRANSPORT,
-    group: With = None,
+    group: GroupSpec = None,
     process_group: Any = None,
 ) -> BatchMoments:
     """Returns count, mean and variance of all ranks' values, the same bits on every rank.
@@ -128,7 +128,7 @@ def moments(
     x = x if x.dim() else x.unsqueeze(0)
     dims = _reduced(name, x, dim)
     left = [x.shape[each] for each in range(x.dim()) if each not in dims]
-    whole = _over_all_ranks(name, _rows(name, x, dims, mask), left, meant(group, process_group))
+    whole = _over_all_ranks(name, _rows(name, x, dims, mask), left, resolve_group(group, process_group))
     return _as_tensors(whole, correction, left, x)
 
 
@@ -171,20 +171,20 @@ class RunningMoments(nn.Module):
         eps: float = 1e-8,
         *,
         name: str | None = None,
-        group: With = None,
+        group: GroupSpec = None,
         process_group: Any = None,
         device: torch.device | str | int | None = None,
     ) -> None:
         super().__init__()
         self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
         self.eps = eps
-        self.group = meant(group, process_group)
+        self.group = resolve_group(group, process_group)
         self.name = f"{type(self).__name__}-{next(_unnamed)}" if name is None else name
         self.register_buffer("count", torch.zeros((), dtype=torch.int64, device=device))
         self.register_buffer("mean", torch.zeros(self.shape, dtype=torch.float64, device=device))
         self.register_buffer("var", torch.ones(self.shape, dtype=torch.float64, device=device))
 
-    @at_border
+    @api_boundary
     @_uncompiled
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Merges a batch of all ranks; in eval it does nothing, as `nn.BatchNorm` keeps its statistics there.
@@ -327,16 +327,16 @@ def _sums(rows: Tensor) -> FloatArray:
     return found
 
 
-def _over_all_ranks(name: str, rows: Tensor, left: Sequence[int], group: With) -> _Whole:
+def _over_all_ranks(name: str, rows: Tensor, left: Sequence[int], group: GroupSpec) -> _Whole:
     """Exchanges this rank's moments for those of all.
 
     A third vector says by a number which shape is left, since others may have as many values. And rounds of two vectors
     are taken for a layer's, whose ranks' data are compared.
     """
-    company = company_in(group)
-    if company is None and not isinstance(group, NamedProcessGroup):
+    communicator = communicator_for(group)
+    if communicator is None and not isinstance(group, NamedProcessGroup):
         unconnected.tell(name)
-    transport = transport_over(company, name, group)
+    transport = transport_over(communicator, name, group)
     if isinstance(transport, ProcessGroupPipe):
         use_device(group_of(transport), rows.device)
     shape = np.full((1, rows.shape[1]), float(zlib.crc32(str(tuple(left)).encode())))

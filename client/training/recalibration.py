@@ -22,10 +22,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
 from client.nn.batchnorm import SynchronizedBatchNorm
-from client.nn.micro_batches import Tally
+from client.nn.micro_batches import MomentAccumulator
 from client.session.connection import Connection
-from client.tracebacks import at_border
-from client.transports.choose import With, company_in, transport_for
+from client.tracebacks import api_boundary
+from client.transports.choose import GroupSpec, communicator_for, transport_for
 from client.transports.named_process_group import NamedProcessGroup
 from statsd_bn import limits
 from statsd_bn.error_text import broken
@@ -36,11 +36,11 @@ from statsd_bn.reduction import FloatArray, Rows
 # The name of its rounds. No layer has such a name: the name of a module contains no brackets.
 TRANSPORT = "recalibrate()"
 
-Tallies = dict[SynchronizedBatchNorm, Tally]
+Accumulators = dict[SynchronizedBatchNorm, MomentAccumulator]
 Population = tuple[SynchronizedBatchNorm, Moments]
 
 
-@at_border
+@api_boundary
 def recalibrate(
     model: nn.Module,
     loader: Iterable[Any],
@@ -81,12 +81,12 @@ def recalibrate(
         UserWarning: a layer was not called on any member, and keeps its statistics.
     """
     _check_num_batches(num_batches)
-    tallies: Tallies = {layer: Tally() for layer in _layers_that_run(model)}
-    kept = [layer for layer in tallies if layer.running_mean is not None and layer.running_var is not None]
+    accumulators: Accumulators = {layer: MomentAccumulator() for layer in _layers_that_run(model)}
+    kept = [layer for layer in accumulators if layer.running_mean is not None and layer.running_var is not None]
     _check_layers(kept)
-    batches = _run(model, islice(loader, num_batches), tallies, progress)
+    batches = _run(model, islice(loader, num_batches), accumulators, progress)
     shares = [(group, [layer for layer in kept if layer.group == group]) for group in _groups(kept)]
-    totals = [_over_all_members(layers, tallies, batches, group) for group, layers in shares]
+    totals = [_over_all_members(layers, accumulators, batches, group) for group, layers in shares]
     population = [measured for moments, _ in totals for measured in moments]
     total = max(total for _, total in totals)
     measured = [(layer, moments) for layer, moments in population if moments.count]
@@ -138,11 +138,18 @@ def _check_layers(layers: list[SynchronizedBatchNorm]) -> None:
         )
 
 
-def _run(model: nn.Module, batches: Iterable[Any], tallies: Tallies, progress: Callable[[int], object] | None) -> int:
+def _run(
+    model: nn.Module, batches: Iterable[Any], accumulators: Accumulators, progress: Callable[[int], object] | None
+) -> int:
     """Returns how many batches there were."""
     done = 0
     for done, batch in enumerate(batches, 1):
-        with torch.no_grad(), _tallied(tallies), _without_collectives(model), torch.compiler.set_stance("force_eager"):
+        with (
+            torch.no_grad(),
+            _accumulating(accumulators),
+            _without_collectives(model),
+            torch.compiler.set_stance("force_eager"),
+        ):
             _forward(model, batch, done)
         if progress is not None:
             progress(done)
@@ -158,15 +165,15 @@ def _forward(model: nn.Module, batch: Any, number: int) -> None:
 
 
 @contextmanager
-def _tallied(tallies: Tallies) -> Iterator[None]:
+def _accumulating(accumulators: Accumulators) -> Iterator[None]:
     """Only a forward pass is counted: a loader or a progress report may use the model for other things."""
     try:
-        for layer, tally in tallies.items():
-            vars(layer)["_tally"] = tally
+        for layer, accumulator in accumulators.items():
+            vars(layer)["_accumulator"] = accumulator
         yield
     finally:
-        for layer in tallies:
-            vars(layer).pop("_tally", None)
+        for layer in accumulators:
+            vars(layer).pop("_accumulator", None)
 
 
 @contextmanager
@@ -220,20 +227,20 @@ def _width(layer: SynchronizedBatchNorm) -> int:
     return layer.num_features if layer.running_mean is None else layer.running_mean.numel()
 
 
-def _groups(layers: list[SynchronizedBatchNorm]) -> list[With]:
+def _groups(layers: list[SynchronizedBatchNorm]) -> list[GroupSpec]:
     """Returns the layers' groups, each once, in the order of the model, which is the same on all members."""
     return list(dict.fromkeys(layer.group for layer in layers))
 
 
 def _over_all_members(
-    layers: list[SynchronizedBatchNorm], tallies: Tallies, batches: int, group: With
+    layers: list[SynchronizedBatchNorm], accumulators: Accumulators, batches: int, group: GroupSpec
 ) -> tuple[list[Population], int]:
     """Exchanges this member's moments and number of batches for those of all members of the layers' group."""
-    shares = [_Share(layer, tallies[layer].moments or Moments.empty(_width(layer))) for layer in layers]
+    shares = [_Share(layer, accumulators[layer].moments or Moments.empty(_width(layer))) for layer in layers]
     vectors = np.concatenate([share.vectors for share in shares], axis=1)
-    company = company_in(group)
-    if isinstance(company, Connection) and not isinstance(group, NamedProcessGroup):
-        company.end_absence(group)
+    communicator = communicator_for(group)
+    if isinstance(communicator, Connection) and not isinstance(group, NamedProcessGroup):
+        communicator.end_absence(group)
     transport = transport_for(TRANSPORT, group)
     aggregates = [transport.run_slave(Rows((batches,), part[None])) for part in _parts(vectors)]
     ends = np.cumsum([_width(layer) for layer in layers])[:-1]

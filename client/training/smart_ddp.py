@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from client.nn.conversion.convert import convert as synchronised
 from client.nn.synchronized import Synchronized
-from client.tracebacks import at_border
+from client.tracebacks import api_boundary
 from statsd_bn.environment import integer
 from statsd_bn.error_text import broken
 from statsd_bn.errors import ConfigurationError
@@ -22,7 +22,7 @@ REFUSED_VERSION = "1.12.0"
 EQUAL_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-@at_border
+@api_boundary
 def smart_ddp(
     model: nn.Module, *, static_graph: bool = True, convert: bool = True, broadcast_buffers: bool | None = None
 ) -> DistributedDataParallel:

@@ -14,14 +14,14 @@ from client.transports.server import SlavePipe
 from client.transports.shared_memory import SharedMemoryPipe
 from client.transports.transport import Transport
 
-With = Group | NamedProcessGroup | str | None
+GroupSpec = Group | NamedProcessGroup | str | None
 """With whom a layer synchronises: the ranks of a process group, or of a group of the connection; None for all."""
 
-Company = Connection | NamedProcessGroup
+Communicator = Connection | NamedProcessGroup
 """What a process reaches others by."""
 
 
-def meant(group: With, process_group: Any) -> With:
+def resolve_group(group: GroupSpec, process_group: Any) -> GroupSpec:
     """Returns with whom a layer synchronises that was given these two.
 
     Args:
@@ -40,7 +40,7 @@ def meant(group: With, process_group: Any) -> With:
     return group
 
 
-def company_in(group: With) -> Company | None:
+def communicator_for(group: GroupSpec) -> Communicator | None:
     """Returns what reaches the other members of a group; None where nobody else is in it.
 
     A connection goes before torch's default process group, unless the members of its job have agreed on that. One that
@@ -62,21 +62,21 @@ def company_in(group: With) -> Company | None:
     return None if connection.is_alone(group) else connection
 
 
-def transport_for(layer: str, group: With) -> Transport:
+def transport_for(layer: str, group: GroupSpec) -> Transport:
     """Returns the transport of a layer.
 
     Args:
         layer: the layer's name.
         group: with whom it synchronises.
     """
-    return transport_over(company_in(group), layer, group)
+    return transport_over(communicator_for(group), layer, group)
 
 
-def transport_over(company: Company | None, layer: str, group: With) -> Transport:
-    """Returns the transport of a layer for which `company_in(group)` has returned this company."""
-    if company is None:
+def transport_over(communicator: Communicator | None, layer: str, group: GroupSpec) -> Transport:
+    """Returns the transport of a layer for which `communicator_for(group)` has returned this communicator."""
+    if communicator is None:
         return LocalPipe(layer)
-    if isinstance(company, NamedProcessGroup):
-        return ProcessGroupPipe(company, layer)
-    assert not isinstance(group, NamedProcessGroup)  # noqa: S101 - it would be the company
-    return (SlavePipe if company.member.is_elastic else SharedMemoryPipe)(company, layer, group)
+    if isinstance(communicator, NamedProcessGroup):
+        return ProcessGroupPipe(communicator, layer)
+    assert not isinstance(group, NamedProcessGroup)  # noqa: S101 - it would be the communicator
+    return (SlavePipe if communicator.member.is_elastic else SharedMemoryPipe)(communicator, layer, group)

@@ -30,7 +30,7 @@ from client.session.current import current_connection, has_been_alone, has_been_
 from client.session.groups import this_place
 from client.session.protocol.all_gather import MAX_BYTES
 from client.session.protocol.session import Session, Steps
-from client.tracebacks import make_readable
+from client.tracebacks import hide_internal_frames
 from client.transports.group_insight import Here, ToServer, insight_of
 from client.transports.key_digest import digest_of
 from client.transports.named_process_group import NamedProcessGroup
@@ -111,7 +111,7 @@ class ProcessGroupPipe:
                 rounds.steps.begins(key.phase)
                 return _sum(group, contribution, key)
         except StatsdBNError as error:
-            make_readable(error)
+            hide_internal_frames(error)
             raise
 
     def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:

@@ -44,7 +44,7 @@ def _group_of_one(monkeypatch):
     """A process group of one rank, which all rounds go through."""
     backend = "gloo" if DEVICE == "cpu" else "nccl"
     distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(batchnorm, "company_in", lambda _: named_process_group.named(distributed.group.WORLD))
+    monkeypatch.setattr(batchnorm, "communicator_for", lambda _: named_process_group.named(distributed.group.WORLD))
     torch.manual_seed(0)
     with as_on_cuda(DEVICE):
         yield

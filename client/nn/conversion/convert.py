@@ -23,8 +23,8 @@ from client.nn.conversion.report import check_is_module, conversion_report, in_b
 from client.nn.micro_batches import check_chunks
 from client.nn.synchronized import CONVERSIONS, OWN_ATTRIBUTES, TWINS, Synchronized, conversion_of
 from client.session.groups import Group
-from client.tracebacks import at_border
-from client.transports.choose import With, meant
+from client.tracebacks import api_boundary
+from client.transports.choose import GroupSpec, resolve_group
 from client.transports.named_process_group import NamedProcessGroup, named
 from statsd_bn import limits
 from statsd_bn.checks import check_name
@@ -35,7 +35,7 @@ logger = logging.getLogger("statsd_bn.client")
 Kinds = dict[type[nn.Module], type[nn.Module]]
 
 
-@at_border
+@api_boundary
 def convert_model(
     module: nn.Module,
     *,
@@ -77,10 +77,10 @@ def convert_model(
             module: the layers before it are converted then.
         ConfigurationError: a layer's place in the model is not printable, or too long; nothing is changed.
     """
-    return convert(module, meant(group, process_group), chunks, stacklevel=4)  # the border's frame is between
+    return convert(module, resolve_group(group, process_group), chunks, stacklevel=4)  # the border's frame is between
 
 
-def convert(module: nn.Module, group: With = None, chunks: int | None = None, *, stacklevel: int) -> nn.Module:
+def convert(module: nn.Module, group: GroupSpec = None, chunks: int | None = None, *, stacklevel: int) -> nn.Module:
     """`convert_model`; `stacklevel`: as for `warnings.warn`."""
     check_is_module(module)
     if chunks is not None:
@@ -103,7 +103,7 @@ def convert(module: nn.Module, group: With = None, chunks: int | None = None, *,
     return converted
 
 
-def _equip(module: nn.Module, group: With, chunks: int | None) -> None:
+def _equip(module: nn.Module, group: GroupSpec, chunks: int | None) -> None:
     """Gives each layer of ours its name, with whom it synchronises, and its micro-batches."""
     for place, layer in places(module):
         if isinstance(layer, Synchronized):
@@ -114,7 +114,7 @@ def _equip(module: nn.Module, group: With, chunks: int | None) -> None:
                 layer.chunks = chunks
 
 
-@at_border
+@api_boundary
 def revert_model(module: nn.Module) -> nn.Module:
     """Makes every synchronised layer in `module` torch's own again: the inverse of `convert_model`.
 
@@ -194,7 +194,7 @@ def _is_adopted(layer: nn.Module) -> bool:
     return is_unsynchronised(layer) and not isinstance(layer, nn.DataParallel) and not why_left(layer)
 
 
-def _with_whom(layer: Synchronized, group: With) -> With:
+def _with_whom(layer: Synchronized, group: GroupSpec) -> GroupSpec:
     # What a subclass calls so is its own affair.
     given = None if layer.converted_from else vars(layer).pop("process_group", None)
     process_group = None if given is None else named(given)
@@ -209,7 +209,7 @@ def _check_process_groups(module: nn.Module) -> None:
     """Check them before anything is changed."""
     for _, layer in places(module):
         if type(layer) is SyncBatchNorm:
-            meant(None, layer.process_group)
+            resolve_group(None, layer.process_group)
 
 
 def _replace(

@@ -203,7 +203,7 @@ def test_a_failed_exchange_leaves_the_layer_as_it_was(monkeypatch):
     with pytest.raises(TimeoutError, match="on purpose"):
         client.recalibrate(bn, [samples(4)])
     assert unchanged(bn, before)
-    assert "_tally" not in vars(bn)
+    assert "_accumulator" not in vars(bn)
 
 
 def test_all_layers_are_written_or_none():
@@ -378,7 +378,7 @@ def test_a_copy_made_meanwhile_counts_for_nobody():
     bn, copies = layer(), []
     bn.register_forward_hook(lambda module, *_: copies.append(copy.deepcopy(module)))
     client.recalibrate(bn, [samples(4)])
-    assert "_tally" not in vars(copies[0])
+    assert "_accumulator" not in vars(copies[0])
     copies[0]._forward_hooks.clear()
     copies[0](samples(4))
     assert copies[0].num_batches_tracked == 1

@@ -12,7 +12,7 @@ import client
 from client import tracebacks
 from client.session import connection, current
 from client.session.channel_pool import ZmqChannelPool
-from client.tracebacks import at_border, make_readable
+from client.tracebacks import api_boundary, hide_internal_frames
 from statsd_bn.errors import ConfigurationError, RoundMismatch
 from support.memory_members import MemoryMaster
 
@@ -132,7 +132,7 @@ def test_the_cause_of_an_error_is_not_shown_where_it_says_nothing_more(monkeypat
 
 @pytest.mark.parametrize("fail", [lambda: int("x"), lambda: nn.Linear(2, 2)(torch.ones(3))], ids=["user's", "model's"])
 def test_a_cause_that_a_users_code_or_a_model_has_raised_stays(fail):
-    @at_border
+    @api_boundary
     def wrong():
         try:
             fail()
@@ -145,7 +145,7 @@ def test_a_cause_that_a_users_code_or_a_model_has_raised_stays(fail):
 
 
 def test_what_is_not_ours_passes_as_it_is():
-    @at_border
+    @api_boundary
     def wrong():
         return torch.zeros(2)[5]
 
@@ -156,15 +156,15 @@ def test_what_is_not_ours_passes_as_it_is():
 
 def test_the_note_is_added_once_and_survives_a_pickle():
     error = RoundMismatch("the ranks differ", step=3)
-    make_readable(error)
-    make_readable(error)
+    hide_internal_frames(error)
+    hide_internal_frames(error)
     copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - of our own
     assert copy.__notes__ == error.__notes__ == ["see docs/errors.md#roundmismatch"]
     assert (str(copy), copy.fields) == ("the ranks differ", {"step": 3})
 
 
 def test_futures_between_threads_are_hidden():
-    @at_border
+    @api_boundary
     def in_another_thread():
         def fail():
             raise RoundMismatch("the ranks differ")
@@ -188,7 +188,7 @@ NO_BORDER = {
     *("execute_replication_callbacks", "patch_replication_callback"),
     # They raise TypeError.
     *("register_conversion", "synchronized_class"),
-    # They call `make_readable` themselves: in each round, and in a context manager.
+    # They call `hide_internal_frames` themselves: in each round, and in a context manager.
     *("Connection.exchange", "SlavePipe.run_row", "SlavePipe.run_slave", "join"),
     # A context manager around the user's own code.
     "patch_sync_batchnorm",

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import client
 from client.launch import connect
 from client.session import current
-from client.transports.choose import company_in
+from client.transports.choose import communicator_for
 from statsd_bn import endpoints
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
 
@@ -165,7 +165,7 @@ def test_a_connection_that_was_told_that_it_is_alone_has_no_company_in_a_process
     with client.connect(**given):
         distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
         try:
-            assert (company_in(None) is None) == is_alone
+            assert (communicator_for(None) is None) == is_alone
             assert current.is_told_alone() == is_alone
         finally:
             distributed.destroy_process_group()
