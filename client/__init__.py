@@ -1,4 +1,4 @@
-"""What a training script imports: synchronised batch-norm layers, and the connection they use.
+"""Public API of the client: synchronised batch-norm layers, and the connection they use.
 
 Two lines synchronise a model: `model = client.convert_model(model)`, and `with client.connect(endpoint):` around its
 training. A single process under `client.DataParallelWithCallback` needs only the first.
@@ -13,18 +13,20 @@ from client.data_parallel.replicate import (
 from client.elastic.sampler import ElasticSampler
 from client.elastic.state import ElasticState, MembersChanged, run_elastic
 from client.launch.connect import connect
-from client.nn.adopted import rebuilt_layer as rebuilt_layer
-from client.nn.adopted import synchronized_class
 from client.nn.batchnorm import (
+    LazySynchronizedBatchNorm1d,
+    LazySynchronizedBatchNorm2d,
+    LazySynchronizedBatchNorm3d,
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
 )
-from client.nn.conversion.convert import convert_model, patch_sync_batchnorm, revert_model
-from client.nn.conversion.report import ConversionReport, conversion_report
-from client.nn.lazy import LazySynchronizedBatchNorm1d, LazySynchronizedBatchNorm2d, LazySynchronizedBatchNorm3d
-from client.nn.synchronized import register_conversion, set_sbn_eps_mode
+from client.nn.conversion import convert_model, patch_sync_batchnorm, revert_model
+from client.nn.conversion_report import ConversionReport, conversion_report
+from client.nn.layer import register_conversion, set_sbn_eps_mode
+from client.nn.subclasses import rebuilt_layer as rebuilt_layer
+from client.nn.subclasses import synchronized_class
 from client.session.connection import Connection
 from client.session.current import current_connection, disconnect, local_group
 from client.session.groups import Group
@@ -79,7 +81,7 @@ __all__ = [
     "synchronized_class",
 ]
 
-# Pickles name a class by its module: by this one, so that they outlive the files below it.
+# Pickles contain a class's module: use this one, so that pickles load after the files below it have changed.
 for _name in __all__:
     if isinstance(_class := globals()[_name], type):
         _class.__module__ = __name__

@@ -1,6 +1,6 @@
-"""What users of Synchronized-BatchNorm-PyTorch import from `sync_batchnorm.comm`.
+"""Names of `sync_batchnorm.comm` in Synchronized-BatchNorm-PyTorch.
 
-`client.comm.SlavePipe` leads to another replica of this process, `client.SlavePipe` to the server.
+`client.comm.SlavePipe` connects replicas of this process, `client.SlavePipe` a layer to the server.
 """
 
 from client.data_parallel.sync_master import FutureResult, SlavePipe, SyncMaster

@@ -1,4 +1,4 @@
-"""What users of Synchronized-BatchNorm-PyTorch import from `sync_batchnorm.replicate`; all of it is in `client` too."""
+"""Names of `sync_batchnorm.replicate` in Synchronized-BatchNorm-PyTorch; all are in `client` too."""
 
 from client.data_parallel.replicate import (
     CallbackContext,

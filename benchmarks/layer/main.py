@@ -126,7 +126,7 @@ def _member(
     torch.set_num_threads(case["threads"])
     torch.manual_seed(rank)
     if case["members"] == 1:
-        with mock.patch.object(client.SynchronizedBatchNorm, "_has_company", _believe):
+        with mock.patch.object(client.SynchronizedBatchNorm, "_must_synchronise", _believe):
             queue.put(_both_layers(case, calls, start))
         return
     with client.connect(endpoint, rank=rank, world_size=case["members"]):

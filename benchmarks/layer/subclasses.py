@@ -122,7 +122,7 @@ def _measure(shape: str, calls: int) -> dict[str, dict[str, float]]:
 def _times(steps: dict[tuple[str, bool], Callable[[], None]], calls: int) -> dict[tuple[str, bool], list[float]]:
     times: dict[tuple[str, bool], list[float]] = {each: [] for each in steps}
     order = random.Random(0)  # noqa: S311 - no secret
-    with mock.patch.object(client.SynchronizedBatchNorm, "_has_company", _believe):
+    with mock.patch.object(client.SynchronizedBatchNorm, "_must_synchronise", _believe):
         gc.disable()  # else it falls on the one that comes next
         for turn in range(WARM_UP + calls):
             for each, run in order.sample(list(steps.items()), len(steps)):  # the one before makes a difference

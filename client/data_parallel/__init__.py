@@ -1,4 +1,4 @@
-"""Replicas of a model in one process: threads that share a batch, and meet in each layer.
+"""Replicas of a model in one process: threads that share a batch and meet at a barrier in each layer.
 
-Replicas in processes of their own need nothing from here.
+Replicas in separate processes need nothing from here.
 """

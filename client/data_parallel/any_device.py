@@ -1,27 +1,31 @@
-"""Replicas that may share a device: what torch's DataParallel does around its modules, for any devices.
+"""scatter, replicate, parallel_apply and gather for any devices.
 
-Torch's own scatter, replicate, parallel_apply and gather need distinct accelerators. These take any list of devices, so
-that `["cpu"] * 4` makes four replicas on a laptop; they follow torch's rules (chunks of the batch, replica 0 shares
-its buffers with the module, gradients flow back into the module's parameters).
+torch's DataParallel needs distinct accelerators. These functions accept any list of devices: `["cpu"] * 4` makes four
+replicas on a laptop. They follow torch's rules: replicas get chunks of the batch, replica 0 shares its buffers with the
+module, and gradients flow back into the module's parameters.
+
+Replicas run in pooled threads. Starting and joining a thread takes 80 µs, and recreating the threads that torch starts
+for its operators in each thread takes milliseconds.
 """
 
+import os
 import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from client.data_parallel import thread_pool
-
 Device = torch.device
+Task = Callable[[], None]
 
-# Classes derived from these are leaves to pytree, which knows only those that are registered with it.
+# pytree treats their unregistered subclasses as leaves.
 CONTAINERS = (dict, list, tuple)
 
 _thread = threading.local()
@@ -30,12 +34,12 @@ _thread = threading.local()
 def scatter(
     inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[Device], dim: int
 ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
-    """Splits every tensor in `inputs` and `kwargs` along `dim`; everything else goes to all replicas.
+    """Split every tensor in `inputs` and `kwargs` along `dim`, and pass other values to all replicas.
 
     Returns:
         Positional and keyword arguments per replica; fewer than devices if the batch is smaller.
     """
-    if inputs and not kwargs and all(isinstance(value, Tensor) for value in inputs):  # walking trees is slow
+    if inputs and not kwargs and all(isinstance(value, Tensor) for value in inputs):  # faster than pytree
         parts = list(zip(*(_split_leaf(value, devices, dim) for value in inputs), strict=False))
         return tuple(parts), tuple({} for _ in parts)
     if not pytree.tree_leaves((inputs, kwargs)):
@@ -45,7 +49,7 @@ def scatter(
 
 
 def _split(tree: Any, devices: Sequence[Device], dim: int) -> list[Any]:
-    """Returns a part per replica."""
+    """Return a part per replica."""
     leaves, structure = pytree.tree_flatten(tree)
     parts = [_split_leaf(leaf, devices, dim) for leaf in leaves]
     replicas = min(map(len, parts), default=len(devices))
@@ -57,39 +61,34 @@ def _split_leaf(leaf: Any, devices: Sequence[Device], dim: int) -> list[Any]:
         chunks = leaf.chunk(len(devices), dim)
         return [chunk.to(device) for chunk, device in zip(chunks, devices, strict=False)]
     if isinstance(leaf, CONTAINERS):
-        return [type(leaf)(part) for part in _split(_plain(leaf), devices, dim)]
+        return [type(leaf)(part) for part in _split(_builtin(leaf), devices, dim)]
     return [leaf] * len(devices)
 
 
-def _plain(container: Any) -> Any:
+def _builtin(container: Any) -> Any:
     return dict(container) if isinstance(container, dict) else list(container)
 
 
 def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
-    """Returns a copy of `module` per device; gradients of all copies flow into `module`'s parameters.
+    """Return a copy of `module` per device; gradients of all copies flow into `module`'s parameters.
 
-    Copy 0 shares its buffers with `module`; the others' buffers are their own and are forgotten.
+    Copy 0 shares its buffers with `module`; changes of the other copies' buffers are lost.
     """
     parameters = list(module.parameters())
-    copies = _Copies.apply(devices, *parameters)
+    copies = _CopyParameters.apply(devices, *parameters)
     size = len(parameters)
-    return [
-        _replica(
-            module,
-            device,
-            number,
-            dict(zip(parameters, copies[number * size : (number + 1) * size], strict=True)),
-            {},
-        )
-        for number, device in enumerate(devices)
-    ]
+    replicas = []
+    for number, device in enumerate(devices):
+        own: dict[Tensor, Tensor] = dict(zip(parameters, copies[number * size : (number + 1) * size], strict=True))
+        replicas.append(_replica(module, device, number, own, {}))
+    return replicas
 
 
-class _Copies(torch.autograd.Function):
-    """Every device's copies of all parameters; backward adds their gradients in replica order.
+class _CopyParameters(torch.autograd.Function):
+    """Copies all parameters to every device; backward adds the gradients in replica order.
 
-    Left to autograd, the order would be that in which the replicas' threads happened to build their graphs, and
-    the same training would end in other bits each time.
+    Autograd would add them in the order in which the replicas' threads built their graphs, which varies, so that the
+    same training would give different bits each time.
     """
 
     @staticmethod
@@ -120,24 +119,24 @@ def _replica(
     device: Device,
     number: int,
     copies: dict[Tensor, Tensor],
-    made: dict[nn.Module, Any],
+    replicas: dict[nn.Module, Any],
 ) -> Any:
-    if module in made:
-        return made[module]
+    if module in replicas:
+        return replicas[module]
     replica: Any = module._replicate_for_data_parallel()
-    made[module] = replica
-    # Recurrent layers notice a parameter that is set, and keep it in a list; for others that takes too long.
-    notices = type(module).__setattr__ is not nn.Module.__setattr__
-    replica._former_parameters = OrderedDict()  # where torch's replicas keep them
+    replicas[module] = replica
+    # Recurrent layers record each parameter that is set. For other modules setattr is too slow.
+    uses_setattr = type(module).__setattr__ is not nn.Module.__setattr__
+    replica._former_parameters = OrderedDict()  # as in torch's replicas
     for name, child in module._modules.items():
-        replica._modules[name] = None if child is None else _replica(child, device, number, copies, made)
+        replica._modules[name] = None if child is None else _replica(child, device, number, copies, replicas)
     for name, parameter in module._parameters.items():
         if parameter is None:
             replica._parameters[name] = None
         else:
-            # The copy is no Parameter: as in torch, replicas have none of their own.
+            # As in torch, the copy is no Parameter.
             vars(replica)[name] = replica._former_parameters[name] = copies[parameter]
-            if notices:
+            if uses_setattr:
                 setattr(replica, name, copies[parameter])
     for name, buffer in module._buffers.items():
         if buffer is not None:
@@ -153,21 +152,16 @@ def parallel_apply(
     finish: Callable[[int], None],
     fail: Callable[[int, BaseException], None],
 ) -> list[Any]:
-    """Runs every replica in a thread of its own, in the caller's grad, inference and autocast modes.
+    """Run every replica in a separate thread, in the caller's grad, inference and autocast modes.
 
-    None runs in the caller's thread, not even the first: what is bound to that thread, as the hooks of a checkpoint
-    around the wrapper, must find all replicas or none.
+    The caller's thread runs none: thread-local state, such as the hooks of a checkpoint around the wrapper, must apply
+    to all replicas or none.
 
-    Args:
-        replicas: the modules.
-        inputs: positional arguments per replica.
-        kwargs: keyword arguments per replica.
-        devices: where each runs.
-        finish: told which replica is through.
-        fail: told which replica raised what.
+    `finish` is called with the number of each replica that has finished, `fail` with the number and the error of each
+    replica that raised.
 
     Raises:
-        BaseException: the first that a replica raised, with a note that says which replica it was.
+        BaseException: the first that a replica raised, with a note that names the replica.
     """
     outputs: dict[int, Any] = {}
     failures: list[BaseException] = []
@@ -177,39 +171,39 @@ def parallel_apply(
     def work(number: int) -> None:
         _thread.runs_replicas = True
         try:
-            if torch.get_num_threads() != nr_threads:  # the worker is older than the number
+            if torch.get_num_threads() != nr_threads:  # it was changed since the worker started
                 torch.set_num_threads(nr_threads)
             with ExitStack() as stack:
                 modes[number](stack)
                 outputs[number] = replicas[number](*inputs[number], **kwargs[number])
             finish(number)
-        except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             error.add_note(f"in replica {number} on {devices[number]}")
             failures.append(error)
             fail(number, error)
 
-    thread_pool.run([partial(work, number) for number in range(len(replicas))])
+    run_tasks([partial(work, number) for number in range(len(replicas))])
     if failures:
         raise failures[0]
     return [outputs[number] for number in range(len(replicas))]
 
 
 def is_inside_replica() -> bool:
-    """Whether the calling thread is one in which `parallel_apply` runs a replica."""
+    """Whether the calling thread runs a replica of `parallel_apply`."""
     return getattr(_thread, "runs_replicas", False)
 
 
 def _modes(device: Device) -> Callable[[ExitStack], None]:
-    """Reads the calling thread's modes; the result enters them in another thread, until the stack is closed."""
+    """Record the calling thread's modes; the result enters them in another thread, until its stack is closed."""
     kind = device.type
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     autocast = _autocast(kind)
     stream = torch.cuda.current_stream(device) if kind == "cuda" else None
 
     def enter(stack: ExitStack) -> None:
-        # The thread is in most of them already, and to enter one costs more than to ask.
+        # Entering a mode costs more than checking it.
         if torch.is_inference_mode_enabled() != inference:
-            stack.enter_context(torch.inference_mode(inference))  # it sets the grad mode too, so it comes first
+            stack.enter_context(torch.inference_mode(inference))  # first, because it sets the grad mode too
         if torch.is_grad_enabled() != grad:
             stack.enter_context(torch.set_grad_enabled(grad))
         if _autocast(kind) != autocast:
@@ -227,10 +221,10 @@ def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
 
 
 def gather(outputs: Sequence[Any], device: Device, dim: int) -> Any:
-    """Joins the replicas' outputs along `dim` on `device`; scalars become a vector.
+    """Concatenate the replicas' outputs along `dim` on `device`; scalars become a vector.
 
     Raises:
-        TypeError: an output is neither tensor nor None nor a container of these.
+        TypeError: an output is not a tensor, None, or a container of these.
         ValueError: the replicas' outputs differ in structure.
     """
     if all(isinstance(output, Tensor) for output in outputs):
@@ -247,11 +241,54 @@ def _join(parts: list[Any], device: Device, dim: int) -> Any:
     if all(part is None for part in parts):
         return None
     if isinstance(parts[0], CONTAINERS) and len({type(part) for part in parts}) == 1:
-        return type(parts[0])(gather([_plain(part) for part in parts], device, dim))
+        return type(parts[0])(gather([_builtin(part) for part in parts], device, dim))
     if not all(isinstance(part, Tensor) for part in parts):
         raise TypeError(f"outputs: expected tensors, got {sorted({type(part).__name__ for part in parts})}")
-    with torch.autocast(device.type, enabled=False):  # joining changes no type
+    with torch.autocast(device.type, enabled=False):  # keep the type
         if dim == 0 and all(part.dim() == 0 for part in parts):
             warnings.warn("the replicas returned scalars; they are gathered into a vector", stacklevel=2)
             return torch.stack([part.to(device) for part in parts])
         return torch.cat([part.to(device) for part in parts], dim)
+
+
+class _Worker:
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[tuple[Task, threading.Lock]] = SimpleQueue()
+        threading.Thread(target=self._work, name="statsd_bn replica", daemon=True).start()
+
+    def start(self, task: Task) -> threading.Lock:
+        """Start a task; the returned lock is released when the task has finished."""
+        running = threading.Lock()
+        running.acquire()
+        self._tasks.put((task, running))
+        return running
+
+    def _work(self) -> None:
+        while True:
+            task, running = self._tasks.get()
+            try:
+                task()
+                del task  # an idle worker must not keep the task's objects alive
+                _idle_workers.append(self)
+            finally:
+                running.release()
+
+
+_idle_workers: list[_Worker] = []  # append and pop are atomic: a lock could be held during a fork
+os.register_at_fork(after_in_child=_idle_workers.clear)  # a forked child has the caller's thread only
+
+
+def run_tasks(tasks: Sequence[Task]) -> None:
+    """Run all tasks concurrently, each in a separate thread, and wait for them.
+
+    Tasks must not raise. An exception ends that task's thread with a traceback, and no other.
+    """
+    for running in [_worker().start(task) for task in tasks]:
+        running.acquire()
+
+
+def _worker() -> _Worker:
+    try:
+        return _idle_workers.pop()
+    except IndexError:
+        return _Worker()

@@ -1,11 +1,11 @@
-"""Barrier: where the replica threads of one process meet, and leave with one result each.
+"""Barrier at which the replica threads of one process meet in each layer.
 
-The replicas of one process must form one node of autograd: on a CPU one thread runs the whole backward pass, so a node
-that waited for its sibling would wait for a node that only the same thread can run. So each replica brings its part to
-the barrier, the last to arrive combines all parts, and each leaves with its result.
+All replicas of a process must share one autograd node. On a CPU one thread runs the whole backward pass, so a node that
+waited for its sibling would block the thread that has to run the sibling. So each replica passes its value to the
+barrier, the last to arrive combines all values, and each replica gets its own result.
 
-No replica waits for one that cannot come. A replica is running, waiting or finished. As soon as none is running, the
-meeting either takes place or never will; then all are told which replica waits where.
+A replica is running, waiting or finished. As soon as none is running, the barrier either combines the values, or raises
+in all waiting replicas an error that lists where each one waits.
 """
 
 import threading
@@ -19,21 +19,21 @@ Combine = Callable[[list[Any]], Sequence[Any]]
 
 
 @dataclass(slots=True)
-class _Waiting:
-    """A replica at a meeting point; it sleeps until `asleep` is released."""
+class _Waiter:
+    """A replica that waits at `point` until `lock` is released."""
 
     point: str
-    offer: Any
-    asleep: threading.Lock
+    value: Any
+    lock: threading.Lock
     result: Any = None
-    served: bool = False
+    has_result: bool = False
 
 
 class Barrier:
-    """Where the replicas of one parallel forward pass meet.
+    """Barrier of one parallel forward pass.
 
     Args:
-        nr_replicas: how many threads take part, numbered from 0.
+        nr_replicas: number of threads; replicas are numbered from 0.
         timeout: seconds that a replica waits for its siblings.
     """
 
@@ -41,109 +41,104 @@ class Barrier:
         self.nr_replicas = nr_replicas
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiters: dict[int, _Waiter] = {}
         self._finished: set[int] = set()
         self._failure: BaseException | None = None
 
     @property
-    def is_over(self) -> bool:
-        """Whether all replicas have ended their forward pass."""
+    def is_finished(self) -> bool:
+        """Whether all replicas have finished their forward pass."""
         return len(self._finished) == self.nr_replicas
 
-    def meet(self, replica: int, point: str, offer: Any, combine: Combine) -> Any:
-        """Waits for all replicas at `point` and returns this replica's part of the result.
+    def wait(self, replica: int, point: str, value: Any, combine: Combine) -> Any:
+        """Wait for all replicas at `point`, and return this replica's result.
 
         Args:
-            replica: the caller's number.
-            point: where it waits; all must name the same.
-            offer: its part.
-            combine: takes all offers in replica order and returns a result for each. The last to arrive calls it,
-                once.
+            replica: number of the caller.
+            point: name of the meeting point, the same in all replicas.
+            value: input to `combine`.
+            combine: takes all values in replica order and returns a result for each. The last replica to arrive calls
+                it once.
 
         Raises:
             RoundMismatch: the replicas wait at different points, or one has finished.
             ReplicaLost: a sibling raised.
-            RoundTimeout: a sibling did not come in time.
+            RoundTimeout: a sibling did not arrive in time.
         """
-        me = _Waiting(point, offer, threading.Lock())
-        me.asleep.acquire()
+        waiter = _Waiter(point, value, threading.Lock())
+        waiter.lock.acquire()
         with self._lock:
-            self._waiting[replica] = me
-            self._settle(combine)
-        me.asleep.acquire(timeout=self._timeout)
-        if not me.served:
+            self._waiters[replica] = waiter
+            self._advance(combine)
+        waiter.lock.acquire(timeout=self._timeout)
+        if not waiter.has_result:
             with self._lock:  # `combine` runs under the lock, and may take longer than the timeout
-                self._check_served(me, replica)
-        return me.result
+                self._check_result(waiter, replica)
+        return waiter.result
 
     def finish(self, replica: int) -> None:
-        """Notes that a replica has ended its forward pass."""
+        """Record that a replica has finished its forward pass."""
         with self._lock:
             self._finished.add(replica)
-            self._settle(None)
+            self._advance(None)
 
     def fail(self, replica: int, error: BaseException) -> None:
-        """Makes the siblings of a replica that raised raise too, at once and with its error as the cause."""
+        """Record that a replica raised; its siblings raise at once, with its error as the cause."""
         with self._lock:
             self._finished.add(replica)
             if self._failure is None:
-                self._failure = _lost(replica, error)
-            self._wake()
+                cause = f"{type(error).__name__}: {error}"
+                self._failure = ReplicaLost(f"replica {replica} failed with {cause}", replica=replica, cause=cause)
+                self._failure.__cause__ = error
+            self._release_all()
 
-    def _settle(self, combine: Combine | None) -> None:
-        """If nobody is running any more, holds the meeting or says why it cannot take place."""
+    def _advance(self, combine: Combine | None) -> None:
+        """Unless a replica is still running, combine the values or fail, and release the waiters."""
         if self._failure is None:
-            if not self._waiting or len(self._waiting) + len(self._finished) < self.nr_replicas:
+            if not self._waiters or len(self._waiters) + len(self._finished) < self.nr_replicas:
                 return
-            points = {waiting.point for waiting in self._waiting.values()}
+            points = {waiter.point for waiter in self._waiters.values()}
             if combine is None or self._finished or len(points) > 1:
                 self._failure = self._mismatch()
             else:
-                self._serve(combine)
-        self._wake()
+                self._run(combine)
+        self._release_all()
 
-    def _serve(self, combine: Combine) -> None:
-        everyone = [self._waiting[replica] for replica in sorted(self._waiting)]
+    def _run(self, combine: Combine) -> None:
+        waiters = [self._waiters[replica] for replica in sorted(self._waiters)]
         try:
-            results = combine([waiting.offer for waiting in everyone])
-        except BaseException as error:  # noqa: BLE001 - every replica raises it, this one too
+            results = combine([waiter.value for waiter in waiters])
+        except BaseException as error:  # noqa: BLE001 - raised in every replica, this one included
             self._failure = error
             return
-        for waiting, result in zip(everyone, results, strict=True):
-            waiting.result = result
-            waiting.served = True
+        for waiter, result in zip(waiters, results, strict=True):
+            waiter.result = result
+            waiter.has_result = True
 
-    def _wake(self) -> None:
-        """Releases a lock for each replica: with one lock for all, they would wait for each other to take it."""
-        for waiting in self._waiting.values():
-            waiting.asleep.release()
-        self._waiting.clear()
+    def _release_all(self) -> None:
+        """Release each waiter's own lock: with a shared one the threads would wake one after another."""
+        for waiter in self._waiters.values():
+            waiter.lock.release()
+        self._waiters.clear()
 
     def _mismatch(self) -> RoundMismatch:
-        table = {replica: f"waits at {waiting.point}" for replica, waiting in self._waiting.items()}
-        table |= dict.fromkeys(self._finished, "has finished its forward pass")
-        lines = "; ".join(f"replica {replica} {state}" for replica, state in sorted(table.items()))
+        states = {replica: f"waits at {waiter.point}" for replica, waiter in self._waiters.items()}
+        states |= dict.fromkeys(self._finished, "has finished its forward pass")
+        lines = "; ".join(f"replica {replica} {state}" for replica, state in sorted(states.items()))
         return RoundMismatch(
             f"the replicas of this process do not run the same layers: {lines}",
-            replicas={str(replica): state for replica, state in sorted(table.items())},
+            replicas={str(replica): state for replica, state in sorted(states.items())},
         )
 
-    def _check_served(self, me: _Waiting, replica: int) -> None:
-        if me.served:
+    def _check_result(self, waiter: _Waiter, replica: int) -> None:
+        if waiter.has_result:
             return
         if self._failure is None:
             self._failure = RoundTimeout(
-                f"replica {replica} waited {self._timeout:g} s at {me.point}; waiting there or elsewhere: "
-                f"{sorted(self._waiting)} of {self.nr_replicas} replicas",
-                waiting=sorted(self._waiting),
+                f"replica {replica} waited {self._timeout:g} s at {waiter.point}; waiting there or elsewhere: "
+                f"{sorted(self._waiters)} of {self.nr_replicas} replicas",
+                waiting=sorted(self._waiters),
                 seconds=self._timeout,
             )
-            self._wake()
+            self._release_all()
         raise self._failure
-
-
-def _lost(replica: int, error: BaseException) -> ReplicaLost:
-    cause = f"{type(error).__name__}: {error}"
-    lost = ReplicaLost(f"replica {replica} failed with {cause}", replica=replica, cause=cause)
-    lost.__cause__ = error
-    return lost

@@ -1,8 +1,8 @@
-"""SynchronizedBatchNorm and its 1d, 2d and 3d: torch's batch norm, over all replicas of the job.
+"""The synchronised layers: torch's batch norm over all replicas of the job.
 
-A layer is an `nn.BatchNorm*d` in every respect (parameters, buffers, state_dict, eval), and in training, when there
-is anybody to synchronise with, it normalises with the statistics of the whole batch. It holds no connection: it
-asks for the process's current one each time, so copies, pickles and forks of it are harmless.
+A layer equals an `nn.BatchNorm*d` in parameters, buffers, state_dict and eval. In training it normalises with the
+statistics of the whole batch, if there are other replicas. It holds no connection and looks up the current one in each
+call, so it can be copied, pickled and forked.
 """
 
 import itertools
@@ -13,40 +13,41 @@ import torch
 from torch import Tensor, nn
 
 from client.data_parallel import any_device
-from client.nn import custom_op, input_checks, tracing, unconnected, unsynchronized
-from client.nn.call import Call, synchronized_batch_norm
-from client.nn.conversion.convert import convert
-from client.nn.micro_batches import Deferred, check_chunks
-from client.nn.synchronized import Synchronized, check_eps_mode, twin_of
+from client.nn import custom_op, input_checks, unsynchronized
+from client.nn.call import SynchronizedCall, synchronized_batch_norm
+from client.nn.conversion import convert
+from client.nn.layer import SynchronizedLayer, check_eps_mode, replaces
+from client.nn.running_stats import DeferredUpdate, check_chunks
+from client.session import groups
+from client.session.groups import Group
 from client.tracebacks import hide_internal_frames
 from client.transports.choose import Communicator, GroupSpec, communicator_for, resolve_group, transport_over
 from client.transports.named_process_group import NamedProcessGroup
 from client.transports.transport import Transport
 from statsd_bn.errors import ConfigurationError, StatsdBNError
 
-# What binds a layer to its replicas, to a mini-batch and to a call under way. The last is how many chunks a pickle says
-# there are.
-BONDS = frozenset({"_replica", "_accumulator", "_deferred", "_has_come", "_missed", "_chunks"})
+# Attributes of a replica, a mini-batch or a call, which copies and pickles drop. `_chunks` is in pickles only.
+TRANSIENT_ATTRIBUTES = frozenset({"_replica", "_accumulator", "_deferred", "_was_called", "_bypassed", "_chunks"})
 
 
-class Way(Enum):
-    """How a layer computes one call."""
+class ExecutionMode(Enum):
+    """Implementation of one call."""
 
-    TORCHS = auto()
-    """Torch's own operator: in eval, or with nobody to synchronise with."""
+    UNSYNCHRONIZED = auto()
+    """Torch's operator: in eval, or without other ranks and replicas."""
 
     COMPILED = auto()
-    """Our operator, which looks for its transport when it runs: where torch.compile traces the call."""
+    """Our operator, under torch.compile. It chooses its transport when it runs."""
 
-    BY_ITSELF = auto()
-    """One slice of this process, over the transport."""
+    SINGLE = auto()
+    """One slice in this process, over the transport."""
 
-    AS_REPLICA = auto()
-    """One slice of several, whose replicas meet at a barrier; the last takes all over the transport."""
+    REPLICA = auto()
+    """One of several slices in this process. The replicas meet at a barrier, and the last one runs the exchange."""
 
 
 class _ProcessGroup:
-    """Attribute of that name; a layer whose own class has another of this name keeps that."""
+    """Property `process_group`; a subclass may define another attribute of this name."""
 
     def __get__(self, layer: Any, kind: type | None = None) -> Any:
         group = None if layer is None else layer.group
@@ -56,45 +57,44 @@ class _ProcessGroup:
 _unnamed = itertools.count()
 
 
-@twin_of(nn.SyncBatchNorm)
-class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # noqa: SLF001 - as torch's own
-    """What the layers share, and by itself the twin of `torch.nn.SyncBatchNorm`, for input of any dimension.
+@replaces(nn.SyncBatchNorm)
+class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronizedLayer):  # noqa: SLF001 - as torch's own
+    """Base of the layers, and the replacement of `torch.nn.SyncBatchNorm`, for input of any dimension.
 
     Args:
         num_features: C, the channels.
         eps: keeps the inverse standard deviation finite.
         momentum: weight of the newest batch in the running statistics; None for a cumulative average.
         affine: learn `weight` and `bias`, each of shape (C,).
-        track_running_stats: keep running statistics for eval; without them eval uses those of its own batch, alone.
+        track_running_stats: keep running statistics for eval; without them eval uses the statistics of its batch.
         device: of parameters and buffers.
         dtype: of parameters and buffers.
         bias: learn `bias` where `affine`.
         eps_mode: "plus" for (var + eps)^-1/2, as torch; "clamp" for max(var, eps)^-1/2 of synchronised batches; None
-            for what `set_sbn_eps_mode` has said, which is "plus" where nobody has called it.
-        group: with whom the layer synchronises over the server: None for the whole job, "local" for the members of
-            this host, or a `client.Group`. Without a connection None means torch's default process group, if there is
-            one.
-        chunks: micro-batches per mini-batch. Each call in training is normalised by itself, and the running statistics
-            move once after `chunks` of them, towards those of all their values together; where a mini-batch has
-            fewer, by `commit_running_statistics`.
-        process_group: with whom the layer synchronises over torch's collectives, without a server.
+            for the mode that `set_sbn_eps_mode` sets, "plus" by default.
+        group: ranks that the layer synchronises with over the server: None for the whole job, "local" for the members
+            of this host, or a `client.Group`. Without a connection None means torch's default process group, if there
+            is one.
+        chunks: micro-batches per mini-batch. Each call in training is normalised separately. After `chunks` calls the
+            running statistics are updated once, with the statistics of all their values. For a mini-batch with fewer
+            calls use `commit_running_statistics`.
+        process_group: ranks that the layer synchronises with over torch's collectives, without a server.
 
     Attributes:
-        layer_name: the layer's name on the wire, the same on every member. `convert_model` sets it to the place in the
-            model; a layer made by hand is called after its class and how many were made before it.
-        group: as given; for a process group of torch's its name and size.
-        process_group: as given.
-        chunks: as given; what is pending moves the running statistics when it is set.
+        layer_name: the layer's name on the wire, the same on every member. `convert_model` sets it to the path in the
+            model. A layer created otherwise has the name of its class with a number.
+        group: the argument; for torch's process group its name and size.
+        process_group: the argument.
+        chunks: the argument. Setting it updates the running statistics with the pending micro-batches.
 
     Shape:
-        Input (N, C, *) as the torch layer of the same dimension takes it, output the same. N may differ between
-        replicas, and be 0.
+        Input and output (N, C, *), as for the torch layer of the same dimension. N may differ between replicas, and be
+        0.
 
     Raises:
-        ValueError: `eps_mode` is neither "plus" nor "clamp", `group` is neither None, "local" nor a `client.Group`,
-            `process_group` is something else, both are given, or `chunks` is below 1; in `forward`, the
-            input has other dimensions or channels, the mask another shape, or the whole batch has one value per
-            channel.
+        ValueError: `eps_mode`, `group`, `process_group` or `chunks` is invalid, or both `group` and `process_group` are
+            set; in `forward`, the input has other dimensions or channels, the mask another shape, or the whole batch
+            has one value per channel.
         TypeError: `chunks` is not an int; in `forward`, the input is not floating-point or a DTensor, or the mask not
             boolean.
         StatsdBNError: in `forward` and `backward`, the exchange with the other members failed; most kinds are
@@ -131,132 +131,127 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         self.layer_name = f"{type(self).__name__}-{next(_unnamed)}"
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
-        """Normalises `input`, in training with the statistics of the whole batch.
+        """Normalise `input`, in training with the statistics of the whole batch.
 
         Args:
             input: shape (N, C, *).
-            mask: shape (N, *), bool: which positions count for the statistics; None for all. Masked positions are
+            mask: shape (N, *), bool: positions that count for the statistics; None for all. Masked positions are
                 normalised like the rest.
         """
         if type(input) is not Tensor or mask is not None:
-            traced: Tensor | None = tracing.leaf(self, (input,) if mask is None else (input, mask), {})
-            if traced is not None:
-                return traced
+            proxy: Tensor | None = input_checks.fx_proxy(self, (input,) if mask is None else (input, mask), {})
+            if proxy is not None:
+                return proxy
         self._check_input_dim(input)
-        input_checks.check(self, input)
+        input_checks.check_input(self, input)
         if mask is not None:
             input_checks.check_mask(self, input, mask)
         return self._normalise(self, input, mask)
 
-    def _normalise(self, of: Any, input: Tensor, mask: Tensor | None) -> Tensor:  # noqa: A002 - torch's name
-        """Computes one call; `of` is the layer, or what its subclass's `forward` has handed over in its name."""
-        way, transport = self._route(mask)
-        if way is Way.TORCHS:
-            return unsynchronized.forward(of, input, self._deferred_now())
-        if way is Way.COMPILED:
-            return custom_op.forward(of, input, mask, self._deferred_now())
-        assert transport is not None  # noqa: S101 - the other ways exchange
+    def _normalise(self, call: Any, input: Tensor, mask: Tensor | None) -> Tensor:  # noqa: A002 - torch's name
+        """Compute one call; `call` is the layer, or the `BatchNormCall` of a subclass's `forward`."""
+        mode, transport = self._route(mask)
+        if mode is ExecutionMode.UNSYNCHRONIZED:
+            return unsynchronized.forward(call, input, self._active_deferred())
+        if mode is ExecutionMode.COMPILED:
+            return custom_op.forward(call, input, mask, self._active_deferred())
+        assert transport is not None  # noqa: S101 - the other modes exchange
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
-            raise tracing.refusal(self.layer_name, "traced by torch.jit.trace in training mode")
-        weight = of.weight
+            raise input_checks.tracing_error(self.layer_name, "traced by torch.jit.trace in training mode")
+        weight = call.weight
         if type(input) is not Tensor or type(weight) is not nn.Parameter:
-            input_checks.check_local(self, input, weight)
-        replica = self._replica if way is Way.AS_REPLICA else None
-        deferred = None if self._deferred is None else self._deferred_now()
-        call = Call(of, transport, self._accumulator, deferred, replica)
+            input_checks.check_not_distributed(self, input, weight)
+        replica = self._replica if mode is ExecutionMode.REPLICA else None
+        deferred = None if self._deferred is None else self._active_deferred()
+        synchronized = SynchronizedCall(call, transport, self._accumulator, deferred, replica)
         try:
-            return synchronized_batch_norm(input, weight, of.bias, mask, call)
+            return synchronized_batch_norm(input, weight, call.bias, mask, synchronized)
         except StatsdBNError as error:
             hide_internal_frames(error, for_caller=True)
             raise
 
     def reset_running_stats(self) -> None:
-        """Torch's; what is pending is forgotten."""
+        """Reset the running statistics, and drop pending micro-batches."""
         super().reset_running_stats()
         self.forget_pending()
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
-        """`client.convert_model(module)` under torch's name; as there, the class it is called on makes no difference.
+        """Convert a model as `client.convert_model` does; torch's name. As in torch, the class makes no difference.
 
         Args:
             module: any module; containers are changed in place.
-            process_group: with whom the layers synchronise, as `convert_model` takes it.
-
-        Returns:
-            The module.
+            process_group: as for `convert_model`.
 
         Raises:
-            ValueError: as `convert_model` says.
+            ValueError: as `convert_model`.
         """
         return convert(module, resolve_group(None, process_group), stacklevel=3)
 
     def extra_repr(self) -> str:
-        """Torch's, and what is not its default."""
+        """Torch's representation and the options that differ from their defaults."""
         eps_mode = "" if self.eps_mode == "plus" else f", eps_mode={self.eps_mode!r}"
         group = "" if self.group is None else f", group={self.group!r}"
         chunks = "" if self.chunks == 1 else f", chunks={self.chunks}"
         return f"{super().extra_repr()}{eps_mode}{group}{chunks}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or pickle is a layer like any other: it is no replica beside those of its original.
+        """Drop transient attributes: a copy is no replica of its original's process, and has no pending micro-batches.
 
-        What is pending of a mini-batch stays behind, and no class is named that is not public.
+        The state contains no private classes.
         """
         state: dict[str, Any] = super().__getstate__()
-        kept = {name: value for name, value in state.items() if name not in BONDS}
-        return {**kept, "_chunks": self.chunks} if self.chunks > 1 else kept
+        state = {name: value for name, value in state.items() if name not in TRANSIENT_ATTRIBUTES}
+        return {**state, "_chunks": self.chunks} if self.chunks > 1 else state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes over the state of a copy or pickle."""
+        """Restore the state of a copy or pickle."""
         super().__setstate__({name: value for name, value in state.items() if name != "_chunks"})
         if chunks := state.get("_chunks"):
             self.chunks = chunks
 
     def _load_from_state_dict(self, *args: Any, **named: Any) -> None:
-        """What was pending belongs to the state that is replaced, such as that of a step that failed."""
+        """Load a state, and drop pending micro-batches, which belong to the replaced state."""
         super()._load_from_state_dict(*args, **named)
         self.forget_pending()
 
     def __data_parallel_replicate__(self, context: Any, copy_id: int) -> None:
-        """Makes this copy one of the replicas of its process.
+        """Make this copy one of the replicas of its process.
 
         Raises:
-            ConfigurationError: these are replicas of a replica: the others in their process would be left out.
+            ConfigurationError: DataParallelWithCallback is nested; the replicas of the outer one would be ignored.
         """
         if self.training and any_device.is_inside_replica():
-            raise ConfigurationError(
-                "DataParallelWithCallback: expected none inside a replica of another, got one around layer "
-                f"{self.layer_name!r}; give the outer one all devices"
-            )
+            problem = f"nested DataParallelWithCallback around layer {self.layer_name!r}"
+            raise ConfigurationError(f"{problem}; wrap the model once, with all devices")
         self._replica = (context.barrier, copy_id)
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
         if input.dim() < 2:  # noqa: PLR2004 - the batch and the channels
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
-    def _route(self, mask: Tensor | None) -> tuple[Way, Transport | None]:
-        """Returns how this call is computed, and over which transport if it exchanges anything.
+    def _route(self, mask: Tensor | None) -> tuple[ExecutionMode, Transport | None]:
+        """Choose the execution mode of this call, and the transport if it exchanges anything.
 
-        It asks for the communicator once, so that the way and the transport fit together.
+        The communicator is looked up once, so that the two are consistent.
         """
         is_accumulated = self._accumulator is not None
         if not (self.training or is_accumulated or (self.running_mean is None and self.running_var is None)):
-            return Way.TORCHS, None
+            return ExecutionMode.UNSYNCHRONIZED, None
         is_traced = torch.compiler.is_compiling() and self._replica is None
         if is_traced and mask is not None:
-            return Way.COMPILED, None
+            return ExecutionMode.COMPILED, None
         communicator = communicator_for(self.group) if self.training and not is_accumulated else None
-        if mask is None and not self._must_synchronise(communicator) and self._can_be_torchs(is_traced=is_traced):
-            return Way.TORCHS, None
+        if mask is None and not self._must_synchronise(communicator) and self._allows_torch(is_traced=is_traced):
+            return ExecutionMode.UNSYNCHRONIZED, None
         if is_traced:
-            return Way.COMPILED, None
+            return ExecutionMode.COMPILED, None
         is_replica = self._replica is not None and (self.training or is_accumulated)
         transport = transport_over(communicator, self.layer_name, self.group)
-        return (Way.AS_REPLICA if is_replica else Way.BY_ITSELF), transport
+        return (ExecutionMode.REPLICA if is_replica else ExecutionMode.SINGLE), transport
 
     def _must_synchronise(self, communicator: Communicator | None) -> bool:
-        """Whether other batches belong to this one; while `recalibrate` counts the pass, all that it counts."""
+        """Whether the batch has slices elsewhere, or `recalibrate` accumulates its moments."""
         if communicator is not None or self._accumulator is not None:
             return True
         if not self.training:
@@ -264,32 +259,90 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, Synchronized):  # n
         if self._replica is not None:
             return self._replica[0].nr_replicas > 1
         if not isinstance(self.group, NamedProcessGroup):
-            unconnected.tell(self.layer_name)
+            unsynchronized.warn_if_unconnected(self.layer_name)
         return False
 
-    def _can_be_torchs(self, *, is_traced: bool) -> bool:
-        """Where the input of a micro-batch is traced, only our operator can measure what it saw."""
+    def _allows_torch(self, *, is_traced: bool) -> bool:
+        """Whether torch's operator will do: in a trace, only ours can measure the moments of a micro-batch."""
         is_transformed = is_traced or torch._C._are_functorch_transforms_active()  # noqa: SLF001 - has no public name
-        return self._deferred_now() is None or not is_transformed
+        return self._active_deferred() is None or not is_transformed
 
-    def _deferred_now(self) -> Deferred | None:
-        """Statistics that are not kept need no deferring."""
+    def _active_deferred(self) -> DeferredUpdate | None:
         return self._deferred if self.training and self.track_running_stats else None
 
 
-# Torch's class stands first, because it knows the dimensions of its input; all else is ours.
+# Torch's class comes first: its `_check_input_dim` is the one to use.
 
 
-@twin_of(nn.BatchNorm1d)
+@replaces(nn.BatchNorm1d)
 class SynchronizedBatchNorm1d(nn.BatchNorm1d, SynchronizedBatchNorm):
     """Synchronised batch norm over (N, C) or (N, C, L) input; see `SynchronizedBatchNorm`."""
 
 
-@twin_of(nn.BatchNorm2d)
+@replaces(nn.BatchNorm2d)
 class SynchronizedBatchNorm2d(nn.BatchNorm2d, SynchronizedBatchNorm):
     """Synchronised batch norm over (N, C, H, W) input; see `SynchronizedBatchNorm`."""
 
 
-@twin_of(nn.BatchNorm3d)
+@replaces(nn.BatchNorm3d)
 class SynchronizedBatchNorm3d(nn.BatchNorm3d, SynchronizedBatchNorm):
     """Synchronised batch norm over (N, C, D, H, W) input; see `SynchronizedBatchNorm`."""
+
+
+class LazySynchronizedBatchNorm(nn.modules.batchnorm._LazyNormBase, SynchronizedBatchNorm):  # noqa: SLF001 - as there
+    """Base of the three lazy layers, which learn their channels from the first input, as torch's do.
+
+    In the first forward pass a hook changes the class to `cls_to_become`. Torch looks up `forward` before the hook
+    runs, so the lazy class needs the synchronised `forward` too.
+
+    Args and errors: see `SynchronizedBatchNorm`; there is no `num_features` and no `process_group`.
+    """
+
+    def __init__(
+        self,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        eps_mode: str | None = None,
+        group: Group | str | None = None,
+        chunks: int = 1,
+    ) -> None:
+        check_eps_mode(eps_mode)
+        groups.check(group)
+        check_chunks(chunks)
+        without_bias = {} if bias else {"bias": False}  # torch before 2.13 has no such argument
+        super().__init__(eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
+        if eps_mode is not None:
+            self.eps_mode = eps_mode
+        self.group = group
+        self.chunks = chunks
+
+    def initialize_parameters(self, input: Tensor, mask: Tensor | None = None) -> None:  # noqa: A002, ARG002 - forward's
+        """Set the shape (C,) of parameters and buffers; torch passes all arguments of `forward`."""
+        super().initialize_parameters(input)
+
+
+@replaces(nn.LazyBatchNorm1d)
+class LazySynchronizedBatchNorm1d(LazySynchronizedBatchNorm, nn.LazyBatchNorm1d):
+    """Becomes a `SynchronizedBatchNorm1d` in its first forward pass."""
+
+    cls_to_become = SynchronizedBatchNorm1d
+
+
+@replaces(nn.LazyBatchNorm2d)
+class LazySynchronizedBatchNorm2d(LazySynchronizedBatchNorm, nn.LazyBatchNorm2d):
+    """Becomes a `SynchronizedBatchNorm2d` in its first forward pass."""
+
+    cls_to_become = SynchronizedBatchNorm2d
+
+
+@replaces(nn.LazyBatchNorm3d)
+class LazySynchronizedBatchNorm3d(LazySynchronizedBatchNorm, nn.LazyBatchNorm3d):
+    """Becomes a `SynchronizedBatchNorm3d` in its first forward pass."""
+
+    cls_to_become = SynchronizedBatchNorm3d

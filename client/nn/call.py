@@ -1,7 +1,7 @@
-"""Call: one synchronised call of a layer, outside of torch.compile.
+"""One synchronised call of a layer, outside of torch.compile.
 
-It takes part in a forward round, or finds the call that a checkpoint computes again, and then moves the running
-statistics.
+The call runs a forward round and updates the running statistics. If a checkpoint recomputes the call, it reuses the
+round of the first run.
 """
 
 from collections.abc import Collection
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from client.data_parallel.barrier import Barrier
 from client.diagnostics import collectives
 from client.nn import running_stats
-from client.nn.micro_batches import Deferred, MomentAccumulator
+from client.nn.running_stats import DeferredUpdate, MomentAccumulator
 from client.ops import checkpointing, engine, native_exchange, plain, streams
 from client.ops.checkpointing import exchange_cache, is_inside_backward
 from client.ops.exchange import Exchange, phase_of_forward
@@ -31,7 +31,7 @@ from client.ops.triton.exchange import TYPES, TritonExchange
 from client.transports import device_rows
 from client.transports.transport import Transport
 
-_PLAIN = frozenset({Tensor, nn.Parameter, type(None)})
+_PLAIN_TYPES = frozenset({Tensor, nn.Parameter, type(None)})
 
 
 def synchronized_batch_norm(
@@ -39,86 +39,79 @@ def synchronized_batch_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     mask: Tensor | None,
-    call: "Call",
+    call: "SynchronizedCall",
 ) -> Tensor:
-    """Normalises one slice. A subclass of Tensor gets this function in its `__torch_function__`, as `F.batch_norm`.
-
-    Args:
-        input: shape (N, C, *).
-        weight: shape (C,) or None.
-        bias: shape (C,) or None.
-        mask: shape (N, *), bool, or None.
-        call: the layer's.
-    """
+    """Normalise one slice. Subclasses of Tensor receive this function in `__torch_function__`, like `F.batch_norm`."""
     tensors = input, weight, bias, mask
-    if not _PLAIN.issuperset(map(type, tensors)):
+    if not _PLAIN_TYPES.issuperset(map(type, tensors)):
         if has_torch_function(tensors):
             output: Tensor = handle_torch_function(synchronized_batch_norm, tensors, *tensors, call)
             return output
-        input, weight, bias, mask = map(_plain, tensors)  # noqa: A001 - torch's name
+        input, weight, bias, mask = map(_unwrap, tensors)  # noqa: A001 - torch's name
     return call.normalise(Slice(input, weight, bias, mask))
 
 
-def _plain(tensor: Any) -> Any:
-    """Takes a tensor's class off: threads of replicas and of backward passes would dispatch to it once more."""
-    if type(tensor) in _PLAIN or type(tensor).__torch_function__ is nn.Parameter.__torch_function__:
+def _unwrap(tensor: Any) -> Any:
+    """View a tensor without its subclass, to which the threads of replicas and backward passes would dispatch again."""
+    if type(tensor) in _PLAIN_TYPES or type(tensor).__torch_function__ is nn.Parameter.__torch_function__:
         return tensor
     return tensor.as_subclass(Tensor)
 
 
 @dataclass(slots=True)
-class Call:
-    """What one call needs to know of its layer.
+class SynchronizedCall:
+    """One call of a layer in training, or while `recalibrate` runs.
 
     Attributes:
-        layer: a `SynchronizedBatchNorm`.
+        layer: a `SynchronizedBatchNorm` or `BatchNormCall`.
         transport: of its rounds.
-        accumulator: counts the batch while `recalibrate` runs; then nothing moves.
-        deferred: says when the running statistics move; None after each call.
-        replica: where the replicas of its process meet, and its number among them; None for a layer without any.
+        accumulator: adds the batch's moments while `recalibrate` runs; then the running statistics do not change.
+        deferred: of the layer; None where each call updates the running statistics.
+        replica: the barrier of the process's replicas and the number of this one; None without replicas.
     """
 
     layer: Any
     transport: Transport
     accumulator: MomentAccumulator | None
-    deferred: Deferred | None
+    deferred: DeferredUpdate | None
     replica: tuple[Barrier, int] | None
 
-    def normalise(self, mine: Slice) -> Tensor:
-        """Normalises the slice of the layer, or of one of its replicas."""
+    def normalise(self, slice_: Slice) -> Tensor:
+        """Normalise the slice of the layer, or of one of its replicas."""
         if self.replica is not None:
-            return self._as_replica(mine, *self.replica)
-        earlier = self._earlier(mine, 0) if is_inside_backward() else None
-        exchange = earlier or self._exchange([mine])
-        if isinstance(exchange, PlainExchange) and (earlier is None or plain.is_plain(mine)):
-            output: Tensor = plain.batch_norm(exchange, mine.input, mine.weight, mine.bias)
+            return self._normalise_at_barrier(slice_, *self.replica)
+        recomputed = self._recomputed_exchange(slice_, 0) if is_inside_backward() else None
+        exchange = recomputed or self._new_exchange([slice_])
+        if isinstance(exchange, PlainExchange) and (recomputed is None or plain.is_plain(slice_)):
+            output: Tensor = plain.batch_norm(exchange, slice_.input, slice_.weight, slice_.bias)
         else:
-            (output,) = batch_norm([mine], exchange)
-        due = None if earlier else self._due_after(exchange, has_graph=output.requires_grad)
-        return output if due is None else self._moved(output, due.on(vector_device(output)))
+            (output,) = batch_norm([slice_], exchange)
+        due = None if recomputed else self._finish(exchange, has_graph=output.requires_grad)
+        return output if due is None else self._with_update(output, due.on(vector_device(output)))
 
-    def _as_replica(self, mine: Slice, barrier: Barrier, replica: int) -> Tensor:
-        """Normalises the slice of replica number `replica` of a process, together with its siblings at the barrier."""
-        mine = save_in_thread(mine)
-        if stream := streams.current(mine.input):
-            mine = mine._replace(stream=stream)
-        if is_inside_backward() and (earlier := self._earlier(mine, replica)):
-            return batch_norm([mine], earlier)[0]
-        output, due = barrier.meet(replica, f"layer {self.layer.layer_name!r}", mine, self._normalise_replicas)
-        return self._moved(output if torch.is_grad_enabled() else output.detach(), due)
+    def _normalise_at_barrier(self, slice_: Slice, barrier: Barrier, replica: int) -> Tensor:
+        """Normalise the slice of one replica, together with the others at the barrier."""
+        slice_ = save_in_thread(slice_)
+        if stream := streams.current(slice_.input):
+            slice_ = slice_._replace(stream=stream)
+        if is_inside_backward() and (recomputed := self._recomputed_exchange(slice_, replica)):
+            return batch_norm([slice_], recomputed)[0]
+        point = f"layer {self.layer.layer_name!r}"
+        output, due = barrier.wait(replica, point, slice_, self._normalise_replicas)
+        return self._with_update(output if torch.is_grad_enabled() else output.detach(), due)
 
-    def _earlier(self, mine: Slice, replica: int) -> Exchange | None:
-        """Returns the call that a checkpoint computes again, if this is one of its second runs."""
+    def _recomputed_exchange(self, slice_: Slice, replica: int) -> Exchange | None:
+        """The exchange of the call that a checkpoint recomputes here, or None."""
         if self.accumulator is not None:
             return None
-        # Modes of the first run, such as that of a selective checkpoint, have not seen this.
+        # The mode of a selective checkpoint did not see these operations in the first run.
         with _disable_current_modes():
             with torch.no_grad():
-                moments = engine.moments(mine.input, mine.mask)
+                moments = engine.moments(slice_.input, slice_.mask)
             return exchange_cache.find(self.layer.layer_name, self.transport, replica, moments)
 
     def _normalise_replicas(self, slices: list[Slice]) -> list[tuple[Tensor, Any]]:
-        """Runs in the last replica's thread, but not in its grad and inference modes, hooks and streams."""
+        """Normalise all slices in the last replica's thread, outside of its modes, hooks and streams."""
         of_replicas = [slice_.stream for slice_ in slices if slice_.stream is not None]
         with (
             torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext(),
@@ -126,34 +119,27 @@ class Call:
             checkpointing.without_hooks(),
             streams.entered(of_replicas) if of_replicas else nullcontext(),
         ):
-            return self._normalise(slices, *of_replicas)
+            return self._normalise_slices(slices, *of_replicas)
 
-    def _normalise(self, slices: list[Slice], *of_replicas: Any) -> list[tuple[Tensor, Any]]:
-        """Returns an output for each slice, and what its running statistics move by now, if they move."""
-        exchange = self._exchange(slices)
+    def _normalise_slices(self, slices: list[Slice], *of_replicas: Any) -> list[tuple[Tensor, Any]]:
+        """Return for each slice the output, and the moments that its running statistics are updated with, if any."""
+        exchange = self._new_exchange(slices)
         exchange.streams = of_replicas
         if isinstance(exchange, PlainExchange):
             ((x, weight, bias, *_),) = slices
             outputs = [plain.batch_norm(exchange, x, weight, bias)]
         else:
             outputs = batch_norm(slices, exchange)
-        due = self._due_after(exchange, has_graph=any(output.requires_grad for output in outputs))
+        due = self._finish(exchange, has_graph=any(output.requires_grad for output in outputs))
         return [(output, None if due is None else due.on(vector_device(output))) for output in outputs]
 
-    def _due_after(self, exchange: Exchange, *, has_graph: bool) -> ChannelMoments | None:
-        """Keeps a call for checkpoints; returns what the running statistics move by, if they still have to."""
-        if self.accumulator is None:
-            collectives.remember()
-            exchange_cache.add(exchange, has_graph=has_graph)
-        return None if exchange.has_moved else self._due(exchange.moments)
-
-    def _exchange(self, slices: list[Slice]) -> Exchange:
-        """Returns the call's exchange: over the host, or on the devices of its slices."""
+    def _new_exchange(self, slices: list[Slice]) -> Exchange:
+        """Create the exchange of this call, over the host or on the devices of its slices."""
         transport, layer = self.transport, self.layer
-        # Threads without gradients hold nothing for a backward pass.
         capacity, x = 0, slices[0].input
-        is_needed = x.requires_grad or any(each.input.requires_grad or each.saver is UNSAVED for each in slices)
-        phase = phase_of_forward(needs_gradient=is_needed)
+        # Threads without gradients save nothing for a backward pass.
+        needs_gradient = x.requires_grad or any(each.input.requires_grad or each.saver is UNSAVED for each in slices)
+        phase = phase_of_forward(needs_gradient=needs_gradient)
         if device_rows.may_stay(transport, x):
             inputs = [slice_.input for slice_ in slices]
             capacity = device_rows.capacity_of(transport, inputs, phase, over_the_host=self.accumulator is not None)
@@ -165,20 +151,25 @@ class Call:
         return Exchange(transport, *of_layer, capacity=capacity)
 
     def _running(self, x: Tensor, types: Collection[torch.dtype]) -> Running | None:
-        """Returns the running statistics that a plain call moves itself."""
-        is_moved = self.deferred is None and self.accumulator is None
-        return running_stats.in_place(self.layer, x, types) if is_moved else None
+        """The running statistics that a plain call updates itself."""
+        is_updated = self.deferred is None and self.accumulator is None
+        return running_stats.in_place_buffers(self.layer, x, types) if is_updated else None
 
-    def _due(self, batch: ChannelMoments) -> ChannelMoments | None:
-        """Counts a batch once for all replicas."""
+    def _finish(self, exchange: Exchange, *, has_graph: bool) -> ChannelMoments | None:
+        """Record the exchange for checkpoints; return the moments to update the running statistics with, if any."""
+        if self.accumulator is None:
+            collectives.remember()
+            exchange_cache.add(exchange, has_graph=has_graph)
+        if exchange.has_moved:
+            return None
         if self.accumulator is not None:
-            self.accumulator.add(batch.on_host())
+            self.accumulator.add(exchange.moments.on_host())
             return None
         if not self.layer.training:
             return None
-        return batch if self.deferred is None else self.deferred.add(batch)
+        return exchange.moments if self.deferred is None else self.deferred.add(exchange.moments)
 
-    def _moved(self, output: Tensor, due: Any) -> Tensor:
+    def _with_update(self, output: Tensor, due: Any) -> Tensor:
         if due is not None:
-            running_stats.move_by(self.layer, due)
+            running_stats.update_from(self.layer, due)
         return output

@@ -1,36 +1,35 @@
-"""Inputs: what a layer takes, and the words for what it does not; and what torch has dealt out over processes.
+"""Checks of inputs, distributed tensors and torch's tracers.
 
-Loading torch's classes of the latter takes a while, and who has made such things has loaded them.
+torch's classes for distributed tensors are looked up in `sys.modules`: importing them is slow, and a process that has
+such a tensor has imported them.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.fx import Proxy, Tracer
+from torch.overrides import has_torch_function
 
 from statsd_bn.error_text import broken
 
 
-def check(layer: Any, x: Tensor, expected: int | None = None) -> None:
-    """Raises TypeError or ValueError where a layer cannot take an input of shape (N, C, *).
+def check_input(layer: Any, x: Tensor, expected: int | None = None) -> None:
+    """Raise TypeError or ValueError unless a layer can normalise `x`, shape (N, C, *), with `expected` channels.
 
-    A layer that does not know its channels yet takes them from its tensors, or from the input. Where channels were
-    pruned by hand, so that `num_features` is another number, the input may have as many as the tensors.
-
-    Args:
-        layer: which one.
-        x: the input.
-        expected: its channels; None for the layer's.
+    By default the layer's channels are expected. `num_features` of a lazy layer may be 0; it is set from the layer's
+    tensors or the input. After pruning by hand it may be wrong; then the channels of the layer's tensors count.
     """
     if not x.is_floating_point():
-        remedy = "; quantise client.revert_model(model)" if x.is_quantized else ""
+        remedy = "; quantise the model after client.revert_model(model)" if x.is_quantized else ""
         raise TypeError(broken(f"layer {layer.layer_name!r}: expected a floating-point input, got {x.dtype}{remedy}"))
     if layer.num_features == 0:
         layer.num_features = channels_of(layer, x.shape[1])
     channels = x.shape[1]
-    # torch.jit.trace makes a tensor of it, and warns of whoever asks for its value; torch's operator asks again.
+    # Under torch.jit.trace it is a tensor, and reading its value warns; torch's operator checks it as well.
     if isinstance(channels, Tensor) or (expected is None and channels == layer.num_features):
         return
     expected = channels_of(layer, layer.num_features) if expected is None else expected
@@ -43,20 +42,19 @@ def check(layer: Any, x: Tensor, expected: int | None = None) -> None:
         )
 
 
-def check_local(layer: Any, *tensors: Tensor | None) -> None:
-    """Raises TypeError where a tensor is distributed by torch: its parts belong to several processes already."""
+def check_not_distributed(layer: Any, *tensors: Tensor | None) -> None:
+    """Raise TypeError if one of the tensors is a DTensor."""
     if any(map(is_distributed, tensors)):
         raise TypeError(
             broken(
-                f"layer {layer.layer_name!r}: expected an input and parameters that are this process's own, got a "
-                "DTensor; "
-                "pass the to_local() of an input that is sharded by samples, and keep the layer's parameters whole"
+                f"layer {layer.layer_name!r}: expected a local input and local parameters, got a DTensor; pass "
+                "input.to_local() if the input is sharded by samples, and do not shard the layer's parameters"
             )
         )
 
 
 def check_mask(layer: Any, x: Tensor, mask: Tensor) -> None:
-    """Raises TypeError or ValueError where a mask is not boolean, of shape (N, *), and where the input is."""
+    """Raise TypeError or ValueError unless a mask is boolean, of shape (N, *), and on the device of `x`."""
     if mask.dtype != torch.bool:
         raise TypeError(f"layer {layer.layer_name!r}: expected a boolean mask, got {mask.dtype}")
     expected = (x.shape[0], *x.shape[2:])
@@ -69,28 +67,25 @@ def check_mask(layer: Any, x: Tensor, mask: Tensor) -> None:
         )
 
 
-def channels_of(layer: Any, otherwise: int) -> int:
-    """The channels of a layer's tensors; of one without tensors what is given.
-
-    Torch's lazy layers leave `num_features` at 0 where they have no tensor, or loaded theirs.
-    """
+def channels_of(layer: Any, default: int) -> int:
+    """Channels of a layer's tensors; `default` for a layer without tensors."""
     for tensor in (layer.weight, layer.running_mean):
         if tensor is not None:
             channels: int = tensor.shape[0]
             return channels
-    return otherwise
+    return default
 
 
 def is_distributed(tensor: Tensor | None) -> bool:
-    """Whether a tensor is a DTensor, of which this process has a part."""
+    """Whether a tensor is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def parts_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields what FSDP, of either version, has in its hands: it has made classes or wrappers of its own of it.
+def sharded_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that FSDP, version 1 or 2, has sharded. It has changed their classes or wrapped them.
 
-    Of a model in a FullyShardedDataParallel a part does not show that it is one.
+    All parts of a FullyShardedDataParallel are yielded, because they do not show that they are sharded.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     wrappers = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule) if fsdp else ()
@@ -98,4 +93,38 @@ def parts_of(module: nn.Module) -> Iterator[nn.Module]:
         if isinstance(part, wrappers):
             yield from part.modules()
         elif any(map(is_distributed, part.parameters(recurse=False))):
-            yield part  # of a model that was sharded as a whole
+            yield part  # `module` is part of a larger sharded model
+
+
+def tracing_error(layer: str, tracing: str) -> TypeError:
+    """Error of a tracer that cannot record an exchange; `tracing` says which, such as "traced by torch.jit.trace"."""
+    return TypeError(
+        broken(
+            f"layer {layer!r}: a synchronised layer cannot be {tracing}; use client.revert_model(model), which "
+            "restores torch's layers"
+        )
+    )
+
+
+def fx_proxy(layer: Any, arguments: Sequence[Any], named: dict[str, Any]) -> Any:
+    """The `Proxy` of the call's result if torch.fx traces it, else None.
+
+    The graph calls the layer as a module, as it calls torch's own layers.
+
+    Raises:
+        TypeError: the layer is the root of the trace, or has hooks, which would run during the trace as well.
+    """
+    # The root of a trace that takes any arguments gets one proxy for all of them.
+    values = (arguments,) if isinstance(arguments, Proxy) else (*arguments, *named.values())
+    if is_compiling() or not has_torch_function(values):
+        return None
+    proxies = [value for value in values if isinstance(value, Proxy)]
+    if not proxies:
+        return None
+    tracer = proxies[0].tracer
+    path = tracer.path_of_module(layer) if isinstance(tracer, Tracer) else ""
+    if not path or layer._forward_hooks or layer._forward_pre_hooks:  # noqa: SLF001 - they have no public names
+        raise tracing_error(
+            layer.layer_name, f"traced by torch.fx {'with its hooks' if path else 'as the root module'}"
+        )
+    return tracer.create_proxy("call_module", path, tuple(arguments), named)

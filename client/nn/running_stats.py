@@ -1,87 +1,136 @@
-"""Running statistics: what a layer keeps of the batches it has seen, for eval."""
+"""Updates of running statistics after each call or mini-batch, and moments over many batches.
 
+Pipelines (GPipe: Huang et al., 2019, section 2.2) and gradient accumulation split a mini-batch into micro-batches. Each
+is normalised with its own statistics. With an update for each, however, the running statistics would decay `chunks`
+times faster and miss the variance between micro-batches. So a `DeferredUpdate` adds their moments, and the update
+follows once per mini-batch.
+"""
+
+import itertools
 import math
+import threading
 from collections.abc import Collection
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from client.ops.statistics import ChannelMoments, Running, compute_type, to_compute_type, vector_device
+from statsd_bn.moments import Moments
 
-_TORCHS = frozenset({Tensor, nn.Parameter})
-_COUNTERS = frozenset({torch.int64})
+_TENSOR_TYPES = frozenset({Tensor, nn.Parameter})
+_COUNTER_TYPES = frozenset({torch.int64})
+
+_numbers = itertools.count(1)
+_deferred_updates: "WeakValueDictionary[int, DeferredUpdate]" = WeakValueDictionary()
 
 
-def move_by(layer: Any, batch: ChannelMoments) -> None:
-    """Moves a layer's running statistics towards those of this batch."""
+class DeferredUpdate:
+    """Pending moments of a mini-batch, which update the running statistics after `chunks` micro-batches.
+
+    The replicas of one forward pass share it. Pending moments are not part of a layer's state: copies and pickles start
+    empty.
+
+    Attributes:
+        chunks: micro-batches per mini-batch.
+        number: key for `deferred_update`.
+    """
+
+    def __init__(self, chunks: int) -> None:
+        self.chunks = chunks
+        self.number = next(_numbers)
+        self._pending: ChannelMoments | None = None
+        self._calls = 0
+        self._lock = threading.Lock()
+        _deferred_updates[self.number] = self
+
+    def __reduce__(self) -> Any:
+        """Copy without pending moments; needed where a copy has all attributes of a layer, as of a parametrized one."""
+        return type(self), (self.chunks,)
+
+    def add(self, micro_batch: ChannelMoments) -> ChannelMoments | None:
+        """Add a micro-batch; the last one of a mini-batch returns the moments of all, the others None."""
+        with self._lock:
+            self._pending = micro_batch if self._pending is None else self._pending.merge(micro_batch)
+            self._calls += 1
+            return self._pop() if self._calls == self.chunks else None
+
+    def pop(self) -> ChannelMoments | None:
+        """Remove and return the pending moments, None if there are none; the next micro-batch starts a mini-batch."""
+        with self._lock:
+            return self._pop()
+
+    def _pop(self) -> ChannelMoments | None:
+        pending, self._pending, self._calls = self._pending, None, 0
+        return pending
+
+
+def deferred_update(number: int) -> DeferredUpdate:
+    """The DeferredUpdate with this number: operators of torch.compile receive plain values only."""
+    return _deferred_updates[number]
+
+
+def check_chunks(chunks: int) -> None:
+    """Raise TypeError or ValueError unless `chunks` is a positive int."""
+    if not isinstance(chunks, int) or isinstance(chunks, bool):
+        raise TypeError(f"chunks: expected an int, the micro-batches per mini-batch, got {chunks!r}")
+    if chunks < 1:
+        raise ValueError(f"chunks: expected at least 1 micro-batch per mini-batch, got {chunks}")
+
+
+class MomentAccumulator:
+    """Moments of one layer over many batches, while `recalibrate` runs a model over them.
+
+    Attributes:
+        moments: of all batches so far; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.moments: Moments | None = None
+        self._lock = threading.Lock()
+
+    def add(self, batch: Moments) -> None:
+        """Add a batch. Replicas without a barrier, as in torch's own DataParallel, may call it concurrently."""
+        with self._lock:
+            self.moments = batch if self.moments is None else self.moments.merge(batch)
+
+
+def update_from(layer: Any, batch: ChannelMoments) -> None:
+    """Update a layer's running statistics with the moments of a batch."""
     running = layer.running_mean
     if running is not None:
         batch = batch.on(vector_device(running))
-    mean, variance = newest(batch)
+    mean, variance = batch_statistics(batch)
     if running is not None:
         mean, variance = to_compute_type(running, mean, variance)
     if isinstance(batch.count, int):
-        move(layer, mean, variance, has_values=batch.count > 0)
+        update(layer, mean, variance, has_values=batch.count > 0)
         return
-    # The device decides whether anything moves: a round that has failed moves nothing.
-    has_ended_well = (~batch.count.isnan()).long()
-    move(layer, mean, variance, is_due=has_ended_well, has_values=batch.count > 0)
+    # The count is on the device, and NaN after a failed round, which must not update anything.
+    has_succeeded = (~batch.count.isnan()).long()
+    update(layer, mean, variance, is_due=has_succeeded, has_values=batch.count > 0)
 
 
-def newest(batch: ChannelMoments) -> tuple[Tensor, Tensor]:
-    """Returns what running statistics move towards: mean and unbiased variance, shape (C,); NaN without values."""
+def batch_statistics(batch: ChannelMoments) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance of a batch, shape (C,), for the running statistics; NaN without values."""
     return batch.mean(), batch.variance(unbiased=True)
 
 
-def in_place(layer: Any, x: Tensor, types: Collection[torch.dtype]) -> Running | None:
-    """Returns the buffers that the forward pass of an input can move itself; None where it cannot.
+def update(layer: Any, mean: Tensor, variance: Tensor, *, is_due: int | Tensor = 1, has_values: bool | Tensor) -> None:
+    """Update a layer's running statistics with a batch's mean and variance, as torch does.
 
-    It cannot where the buffers are elsewhere, or of another shape or type than a backend moves.
-
-    Args:
-        layer: as for `move`.
-        x: the input.
-        types: of running mean and variance.
-    """
-    if not (layer.training and layer.track_running_stats):
-        return Running()
-    mean, var, tracked = layer.running_mean, layer.running_var, layer.num_batches_tracked
-    device = x.device
-    if tracked is not None and not _is_beside(device, tracked, _COUNTERS, ()):
-        return None
-    if mean is None or var is None:
-        return Running(tracked=tracked)
-    channels = x.shape[1:2]
-    if not (_is_beside(device, mean, types, channels) and _is_beside(device, var, (mean.dtype,), channels)):
-        return None
-    return Running(mean, var, tracked, math.nan if layer.momentum is None else float(layer.momentum))
-
-
-def _is_beside(device: torch.device, kept: Tensor, types: Collection[torch.dtype], shape: tuple[int, ...]) -> bool:
-    return (
-        type(kept) in _TORCHS
-        and kept.device == device
-        and kept.dtype in types
-        and kept.shape == shape
-        and kept.is_contiguous()
-        and not (kept.is_inference() or kept.requires_grad or kept.is_neg())
-    )
-
-
-def move(layer: Any, mean: Tensor, variance: Tensor, *, is_due: int | Tensor = 1, has_values: bool | Tensor) -> None:
-    """Moves a layer's running statistics towards those of the newest batch, as torch does.
-
-    The numbers may be tensors that a compiler has yet to compute, so nothing here asks for their values.
+    Reads no value of a tensor, because torch.compile may trace it.
 
     Args:
-        layer: with the attributes of an `nn.BatchNorm2d`; without `track_running_stats` nothing moves.
+        layer: with the attributes of an `nn.BatchNorm2d`; without `track_running_stats` nothing changes.
         mean: shape (C,).
         variance: shape (C,), unbiased.
-        is_due: 1, or 0 where nothing moves: a checkpoint computes the call again, or the mini-batch goes on.
-        has_values: whether there was any value in the batch; an empty one is counted, and moves nothing.
+        is_due: 1, or 0 where nothing may change: in a call that a checkpoint recomputes, or before the end of a
+            mini-batch.
+        has_values: whether the batch had any values. An empty batch increments `num_batches_tracked` only.
     """
-    if not layer.track_running_stats:  # it may be switched off for a while in a layer that has them
+    if not layer.track_running_stats:  # scripts switch it off temporarily
         return
     tracked = layer.num_batches_tracked
     if tracked is not None:
@@ -89,30 +138,66 @@ def move(layer: Any, mean: Tensor, variance: Tensor, *, is_due: int | Tensor = 1
     running_mean, running_var = layer.running_mean, layer.running_var
     if running_mean is None or running_var is None:
         return
-    moves = is_due * has_values
-    if not isinstance(moves, Tensor) and not moves:
+    updates = is_due * has_values
+    if not isinstance(updates, Tensor) and not updates:
         return
-    weight = _weight_of_newest(layer)
-    for running, batch in ((running_mean, mean), (running_var, variance)):
-        # In half precision the newest may overflow where the average does not.
+    momentum = _momentum(layer)
+    for running, newest in ((running_mean, mean), (running_var, variance)):
+        # In half precision `newest` may overflow where the average does not.
         dtype = compute_type(running)
         wide = running if running.dtype == dtype else running.to(dtype)
-        target = batch if batch.dtype == dtype and batch.is_cpu and wide.is_cpu else batch.to(wide)
-        by = weight.to(wide) if isinstance(weight, Tensor) else weight
-        if isinstance(moves, Tensor):  # a weight of 0 would make NaN of infinity
-            wide = torch.where(moves.bool().to(wide.device), wide.lerp(target, by), wide)
+        target = newest if newest.dtype == dtype and newest.is_cpu and wide.is_cpu else newest.to(wide)
+        weight = momentum.to(wide) if isinstance(momentum, Tensor) else momentum
+        if isinstance(updates, Tensor):  # not a weight of 0, which turns infinity into NaN
+            wide = torch.where(updates.bool().to(wide.device), wide.lerp(target, weight), wide)
         else:
-            wide.lerp_(target, by)
+            wide.lerp_(target, weight)
         if wide is not running:
             running.copy_(wide)
 
 
-def _weight_of_newest(layer: Any) -> float | Tensor:
+def _momentum(layer: Any) -> float | Tensor:
     if layer.momentum is not None:
         return float(layer.momentum)
     tracked = layer.num_batches_tracked
     if tracked is None:
         return 0.0
-    # MPS has no float64, and from there the host has to fetch it.
+    # MPS has no float64.
     number: Tensor = (tracked.cpu() if tracked.device.type == "mps" else tracked).double()
-    return 1.0 / number.clamp(min=1)  # none is tracked yet while the first mini-batch goes on
+    return 1.0 / number.clamp(min=1)  # 0 until the first mini-batch has ended
+
+
+def in_place_buffers(layer: Any, x: Tensor, types: Collection[torch.dtype]) -> Running | None:
+    """Buffers that a backend can update in the forward pass of `x`.
+
+    Args:
+        layer: as for `update`.
+        x: the input.
+        types: supported types of the running statistics.
+
+    Returns:
+        None if the backend cannot update them: they are on another device, or have another shape or type.
+    """
+    if not (layer.training and layer.track_running_stats):
+        return Running()
+    mean, var, tracked = layer.running_mean, layer.running_var, layer.num_batches_tracked
+    device = x.device
+    if tracked is not None and not _is_supported(device, tracked, _COUNTER_TYPES, ()):
+        return None
+    if mean is None or var is None:
+        return Running(tracked=tracked)
+    channels = x.shape[1:2]
+    if not (_is_supported(device, mean, types, channels) and _is_supported(device, var, (mean.dtype,), channels)):
+        return None
+    return Running(mean, var, tracked, math.nan if layer.momentum is None else float(layer.momentum))
+
+
+def _is_supported(device: torch.device, buffer: Tensor, types: Collection[torch.dtype], shape: tuple[int, ...]) -> bool:
+    return (
+        type(buffer) in _TENSOR_TYPES
+        and buffer.device == device
+        and buffer.dtype in types
+        and buffer.shape == shape
+        and buffer.is_contiguous()
+        and not (buffer.is_inference() or buffer.requires_grad or buffer.is_neg())
+    )

@@ -1,68 +1,139 @@
-"""A layer with nobody to synchronise with: torch's own batch norm, to the last bit, without two of its faults."""
+"""Calls without other ranks: torch's own batch norm, bit for bit, with two of its faults avoided.
 
+A process of a larger job that trains without a connection logs a warning, once.
+"""
+
+import gc
+import logging
+import os
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from client.nn import running_stats
-from client.nn.interception import Handed, unseen
-from client.nn.micro_batches import Deferred
+from client.nn.layer import SynchronizedLayer
+from client.nn.override import BatchNormCall, without_override
+from client.nn.running_stats import DeferredUpdate
 from client.ops import engine
 from client.ops.checkpointing import is_inside_backward
+from client.session import current
+from client.transports.named_process_group import NamedProcessGroup
+
+logger = logging.getLogger("statsd_bn.client")
 
 
-def forward(layer: Any, x: Tensor, deferred: Deferred | None = None) -> Tensor:
-    """Normalises `x`, shape (N, C, *), as torch's layer does; in training `deferred` says when its buffers move.
+def forward(layer: Any, x: Tensor, deferred: DeferredUpdate | None = None) -> Tensor:
+    """Normalise `x`, shape (N, C, *), as torch's layer does; `layer` may be a `BatchNormCall`.
 
-    Args:
-        layer: an `nn.BatchNorm2d` or the like, or what has been handed over in its name.
-        x: the input.
-        deferred: None where each call moves the buffers.
+    Without `deferred` each call in training updates the running statistics.
     """
     if not torch.compiler.is_compiling():
-        # The `forward` of another layer may be under way, around this one, and is not to take the call for its own.
-        return unseen(_forward, layer, x, deferred)
+        # An enclosing layer's override must not mistake this call for its own.
+        return without_override(_forward, layer, x, deferred)
     if layer.training and layer.momentum is None:
-        return _with_cumulative_average(layer, x)
-    return _by_torch(layer, x)
+        return _forward_with_cumulative_average(layer, x)
+    return _forward_of_torch(layer, x)
 
 
-def _forward(layer: Any, x: Tensor, deferred: Deferred | None) -> Tensor:
+def _forward(layer: Any, x: Tensor, deferred: DeferredUpdate | None) -> Tensor:
     if layer.training and is_inside_backward():
-        return _without_moving(layer, x)
+        return _forward_without_update(layer, x)
     if layer.training and deferred is not None:
-        return _deferred(layer, x, deferred)
-    return _by_torch(layer, x)
+        output = _forward_without_update(layer, x)
+        # The same moments as in synchronised calls, because a mini-batch may contain both kinds.
+        if due := deferred.add(engine.moments(x.detach())):
+            running_stats.update_from(layer, due)
+        return output
+    return _forward_of_torch(layer, x)
 
 
-def _by_torch(layer: Any, x: Tensor) -> Tensor:
-    if isinstance(layer, Handed):
+def _forward_of_torch(layer: Any, x: Tensor) -> Tensor:
+    if isinstance(layer, BatchNormCall):
         return layer.forward()
     return nn.modules.batchnorm._BatchNorm.forward(layer, x)  # noqa: SLF001 - as torch's own
 
 
-def _without_moving(layer: Any, x: Tensor) -> Tensor:
-    """Where a checkpoint computes again, the running statistics have moved already (pytorch#96136)."""
-    mean, variance = (None if kept is None else kept.clone() for kept in (layer.running_mean, layer.running_var))
+def _forward_without_update(layer: Any, x: Tensor) -> Tensor:
+    """For calls that a checkpoint recomputes: the running statistics were updated before (pytorch#96136)."""
+    mean, variance = (None if buffer is None else buffer.clone() for buffer in (layer.running_mean, layer.running_var))
     return F.batch_norm(x, mean, variance, layer.weight, layer.bias, training=True, eps=layer.eps)
 
 
-def _deferred(layer: Any, x: Tensor, deferred: Deferred) -> Tensor:
-    output = _without_moving(layer, x)
-    # As for calls with company or a mask: a mini-batch may have both kinds.
-    if due := deferred.add(engine.moments(x.detach())):
-        running_stats.move_by(layer, due)
-    return output
-
-
-def _with_cumulative_average(layer: Any, x: Tensor) -> Tensor:
-    """A cumulative average needs a number that the compiler does not know (pytorch#194504)."""
+def _forward_with_cumulative_average(layer: Any, x: Tensor) -> Tensor:
+    """For torch.compile, which does not know the weight of a cumulative average (pytorch#194504)."""
     mean, variance = (
-        None if kept is None else torch.zeros_like(kept) for kept in (layer.running_mean, layer.running_var)
+        None if buffer is None else torch.zeros_like(buffer) for buffer in (layer.running_mean, layer.running_var)
     )
     output = F.batch_norm(x, mean, variance, layer.weight, layer.bias, training=True, momentum=1.0, eps=layer.eps)
     if mean is not None and variance is not None:
-        running_stats.move(layer, mean, variance, has_values=x.numel() > 0)
+        running_stats.update(layer, mean, variance, has_values=x.numel() > 0)
     return output
+
+
+class UnconnectedWarning:
+    """Warning that this process trains alone although its job has others."""
+
+    def __init__(self) -> None:
+        self._is_logged = False
+        self._launcher_evidence: str | None = None
+
+    def log_once(self, layer: str) -> None:
+        """Log the warning if the job has other processes and this one has never been connected to them.
+
+        torch's process group may be initialised after the first forward pass, so each call checks it.
+        """
+        if self._is_logged or current.is_told_alone() or not (evidence := self._evidence_of_others()):
+            return
+        self._is_logged = True
+        if not current.has_been_connected():
+            problem, remedy = "this process is not connected", "call client.connect() before training"
+        elif current.has_been_alone():
+            problem, remedy = "client.connect() found no other process", "call it after init_process_group()"
+        else:
+            return
+        logger.warning("%s, and %s: %s; %s", evidence, problem, _unsynchronised_layers(layer), remedy)
+
+    def _evidence_of_others(self) -> str:
+        """Evidence of other processes from the launcher or torch's process group; "" if there is none."""
+        if self._launcher_evidence is None:
+            processes = os.environ.get("WORLD_SIZE", "")
+            has_others = processes.isdecimal() and int(processes) > 1
+            self._launcher_evidence = f"WORLD_SIZE is {processes}" if has_others else ""
+        if self._launcher_evidence or not (distributed.is_available() and distributed.is_initialized()):
+            return self._launcher_evidence
+        size = distributed.get_world_size()
+        return f"torch's process group has {size} ranks" if size > 1 else ""
+
+
+def _unsynchronised_layers(layer: str) -> str:
+    others = sum(map(_is_unsynchronised, gc.get_objects())) - 1
+    if others < 1:
+        return f"layer {layer!r} is not synchronised"
+    return f"layer {layer!r} and {others} more are not synchronised"
+
+
+def _is_unsynchronised(candidate: object) -> bool:
+    """Whether an object is a layer in training without replicas and without its own process group.
+
+    Uses `type`, because `isinstance` may run a proxy's code, which may fail.
+    """
+    if not issubclass(type(candidate), SynchronizedLayer):
+        return False
+    layer: Any = candidate
+    is_in_training = getattr(layer, "training", False)  # absent during `__init__`
+    return is_in_training and layer._replica is None and not isinstance(layer.group, NamedProcessGroup)  # noqa: SLF001 - ours
+
+
+unconnected_warning = UnconnectedWarning()
+
+
+def warn_if_unconnected(layer: str) -> None:
+    """Log the warning, see `UnconnectedWarning.log_once`."""
+    unconnected_warning.log_once(layer)
+
+
+# torch.compile evaluates the function while it traces. `torch.compiler.assume_constant_result` sets the same attribute,
+# but imports the compiler.
+warn_if_unconnected._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001 - has no public name

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from client.data_parallel import any_device
-from client.nn import unconnected
 from client.nn.input_checks import is_distributed
+from client.nn.unsynchronized import warn_if_unconnected
 from client.ops import non_finite
 from client.tracebacks import api_boundary
 from client.transports import device_rows
@@ -335,7 +335,7 @@ def _over_all_ranks(name: str, rows: Tensor, left: Sequence[int], group: GroupSp
     """
     communicator = communicator_for(group)
     if communicator is None and not isinstance(group, NamedProcessGroup):
-        unconnected.tell(name)
+        warn_if_unconnected(name)
     transport = transport_over(communicator, name, group)
     if isinstance(transport, ProcessGroupPipe):
         use_device(group_of(transport), rows.device)

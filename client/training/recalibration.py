@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
 from client.nn.batchnorm import SynchronizedBatchNorm
-from client.nn.micro_batches import MomentAccumulator
+from client.nn.running_stats import MomentAccumulator
 from client.session.connection import Connection
 from client.tracebacks import api_boundary
 from client.transports.choose import GroupSpec, communicator_for, transport_for

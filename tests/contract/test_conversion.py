@@ -120,7 +120,7 @@ def test_the_report_names_what_is_synchronised_and_what_is_not_and_why(caplog):
         client.convert_model(model)
     # Only a step in training shows that a forward does without batch_norm.
     model(torch.rand(2, 3, 2, 2))
-    assert "not synchronised: layer '3'; the forward of HomeMade did not call batch_norm" in caplog.text
+    assert "layer '3' not synchronised: the forward of HomeMade did not call batch_norm" in caplog.text
     report = client.conversion_report(model)
     assert isinstance(report, client.ConversionReport)
     assert report.synchronised == {"0": "SynchronizedBatchNorm2d", "1.0": "Functional"}

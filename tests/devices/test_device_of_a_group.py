@@ -13,8 +13,8 @@ from torch import distributed
 from torch.overrides import TorchFunctionMode
 
 import client
-from client.nn.call import Call
-from client.nn.micro_batches import MomentAccumulator
+from client.nn.call import SynchronizedCall
+from client.nn.running_stats import MomentAccumulator
 from client.ops.functional import Slice
 from client.transports import device_rows, named_process_group, process_group
 from client.transports.process_group import ProcessGroupPipe
@@ -78,7 +78,8 @@ def test_the_rounds_of_a_layer_that_recalibrates_do_so_as_well(transport):
     """They go over the host, and the ranks need not agree on it."""
     layer = client.SynchronizedBatchNorm1d(3)
     layer.layer_name = "bn"
-    Call(layer, transport, MomentAccumulator(), None, None)._exchange([Slice(input_on(SECOND), None, None)])
+    call = SynchronizedCall(layer, transport, MomentAccumulator(), None, None)
+    call._new_exchange([Slice(input_on(SECOND), None, None)])
     row = Rows((4,), np.zeros((1, 2, 3)))
     assert device_of(transport.run_slave, row) == SECOND
 

@@ -165,7 +165,7 @@ def test_ranks_with_and_without_kernels_have_the_same_bits(launch, dtype, clamp)
     )
     count, (sums, squares) = device_rows.total(rows[:, 1:], (2, 300))
     moments = ChannelMoments(count, sums, squares)
-    running_stats.move_by(torchs, moments)
+    running_stats.update_from(torchs, moments)
     expected = ChannelStatistics.of(moments, 1e-5, "clamp" if clamp else "plus")
     for one, other in zip(found.vectors(0, 1, 2), (expected.mean, expected.invstd, expected.slope), strict=True):
         assert torch.equal(one, other)

@@ -59,13 +59,13 @@ def rows_over_host() -> Iterator[None]:
 @contextmanager
 def moved_twice() -> Iterator[None]:
     """Running statistics that each batch moves twice."""
-    move = call.running_stats.move_by
+    move = call.running_stats.update_from
 
     def twice(*given: object) -> None:
         move(*given)
         move(*given)
 
-    with mock.patch.object(call.running_stats, "move_by", twice):
+    with mock.patch.object(call.running_stats, "update_from", twice):
         yield
 
 
@@ -101,7 +101,7 @@ def counted_on_host() -> Iterator[None]:
 @contextmanager
 def compiled_without_round() -> Iterator[None]:
     """A compiled backward pass that asks the other ranks for nothing, and takes their sums for 0."""
-    with mock.patch.object(custom_op.rounds, "backward", lambda _transport, rows, *_: torch.zeros_like(rows.values[0])):
+    with mock.patch.object(custom_op, "backward_round", lambda _transport, rows, *_: torch.zeros_like(rows.values[0])):
         yield
 
 

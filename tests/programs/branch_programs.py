@@ -59,7 +59,7 @@ class _Recorded:
 
 
 def _compiled(*_):
-    return batchnorm.Way.COMPILED, None
+    return batchnorm.ExecutionMode.COMPILED, None
 
 
 def _no_kernel(*_, **__):

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import client
 from client.data_parallel import any_device
 from client.data_parallel.replicate import execute_replication_callbacks
-from client.nn import synchronized
-from client.nn.conversion.reasons import NAMES
-from client.nn.interception import Handed
+from client.nn import layer as base
+from client.nn.conversion_report import RESERVED_NAMES
+from client.nn.override import BatchNormCall
 from support import subclasses
 from support.sentences import says
 from support.subclasses import AlwaysEval, Foreign, Functional, Reduced, SkipsEmpty, SynchronisesItself
@@ -204,9 +204,10 @@ def test_calls_without_tensors_that_nobody_can_tell_apart_are_told_of(caplog):
 )
 def test_a_call_without_tensors_is_that_of_a_layer_without_tensors_and_its_channels(options, shape, is_own):
     layer = nn.BatchNorm2d(CHANNELS, **options)
-    assert Handed(layer, torch.zeros(shape), None, None).is_of(layer) == is_own
+    call = BatchNormCall(layer, torch.zeros(shape), None, None)
+    assert call.belongs_to(layer) == is_own
     layer.track_running_stats = False  # for a while, as where statistics are not to move
-    assert Handed(layer, torch.zeros(shape), None, None).is_of(layer) == (is_own or options == {"affine": False})
+    assert call.belongs_to(layer) == (is_own or options == {"affine": False})
 
 
 def test_a_subclass_alone_computes_what_the_original_does_to_the_bit():
@@ -230,7 +231,7 @@ def test_the_layer_stays_the_same_object_with_all_that_it_has():
     assert layer.layer_name == "1"
     converted(batch()[0])
     assert calls == ["hook"]
-    attributes = vars(layer).keys() - {"layer_name", "group", "eps_mode", "_deferred", "_missed"}
+    attributes = vars(layer).keys() - {"layer_name", "group", "eps_mode", "_deferred", "_bypassed"}
     reverted = client.revert_model(converted)
     assert reverted[1] is layer
     assert type(layer) is subclasses.Deeper
@@ -302,14 +303,14 @@ def test_a_subclass_is_compiled_whole():
 
 def test_what_computes_its_statistics_itself_is_told_of_and_named_after_its_first_step(caplog, monkeypatch):
     # Once a process; another test may have been before.
-    monkeypatch.setattr(client.synchronized_class(Foreign), "_told", set())
+    monkeypatch.setattr(client.synchronized_class(Foreign), "_logged_warnings", set())
     model = nn.Sequential(made(Foreign), made(Foreign), made(Functional))
     client.convert_model(model)
     for _ in range(2):
         model(batch()[0])
-    told = "layer '0.1' (1 more of its class); the forward of Foreign did not call batch_norm with the layer's tensors"
-    advice = "a rank without rows must call it too, with an empty tensor of shape (0, C)"
-    assert caplog.messages == [f"not synchronised: {told}; {advice}"]
+    told = "the forward of Foreign did not call batch_norm with the layer's tensors"
+    advice = "a rank without rows must call it with an empty tensor of shape (0, C)"
+    assert caplog.messages == [f"layer '0.1' (1 more of its class) not synchronised: {told}; {advice}"]
     reason = "its forward did not call batch_norm in training"
     report = client.conversion_report(model)
     assert report.synchronised == {"2.1": "Functional"}
@@ -320,7 +321,7 @@ def test_what_computes_its_statistics_itself_is_told_of_and_named_after_its_firs
     (warning,) = warned
     assert str(warning.message) == (
         f"convert_model left 2 layers unsynchronised: '0.1' (Foreign: {reason}) and 1 more of its class. "
-        "client.conversion_report(model) names each"
+        "client.conversion_report(model) lists each with its reason"
     )
 
 
@@ -337,7 +338,7 @@ def test_an_empty_batch_begins_no_round_of_a_layer_that_has_come_to_no_batch_nor
 
 def test_a_forward_that_synchronises_by_itself_is_left_and_named():
     model = nn.Sequential(made(SynchronisesItself), made(Reduced))
-    reason = "its forward synchronises by itself; client.register_conversion says how to convert it"
+    reason = "its forward synchronises already; client.register_conversion says how to convert it"
     with pytest.warns(UserWarning, match=f"left 1 layer unsynchronised: '0.1' .SynchronisesItself: {reason}"):
         client.convert_model(model)
     report = client.conversion_report(model)
@@ -355,7 +356,7 @@ def test_a_registered_conversion_is_used_for_a_class_and_its_subclasses(monkeypa
     class Below(Foreign):
         pass
 
-    monkeypatch.setattr(synchronized, "CONVERSIONS", dict(synchronized.CONVERSIONS))
+    monkeypatch.setattr(base, "CONVERSIONS", dict(base.CONVERSIONS))
     client.register_conversion(Foreign, lambda layer: client.SynchronizedBatchNorm2d(layer.num_features))
     converted = client.convert_model(nn.Sequential(made(Foreign), made(Below)))
     assert client.conversion_report(converted).synchronised == dict.fromkeys(("0.1", "1.1"), "SynchronizedBatchNorm2d")
@@ -368,7 +369,7 @@ def test_a_class_that_synchronises_itself_is_converted_with_its_tensors(monkeypa
         layer.__class__ = nn.BatchNorm2d
         return client.convert_model(layer)
 
-    monkeypatch.setattr(synchronized, "CONVERSIONS", dict(synchronized.CONVERSIONS))
+    monkeypatch.setattr(base, "CONVERSIONS", dict(base.CONVERSIONS))
     client.register_conversion(SynchronisesItself, without_its_own_collectives)
     itself = made(SynchronisesItself).eval()
     weight, whole = itself[1].weight, made(nn.BatchNorm2d)
@@ -481,7 +482,7 @@ def test_every_name_of_ours_that_torchs_layers_do_not_have_is_kept_from_subclass
     layer(torch.randn(2, CHANNELS, 3, 2))
     ours = {name for name in {*dir(layer), *vars(layer)} - {*dir(plain)} if not name.startswith("__")}
     # A subclass may have these: ours are not looked at there.
-    assert ours - {"process_group", "convert_sync_batchnorm"} == set(NAMES)
+    assert ours - {"process_group", "convert_sync_batchnorm"} == set(RESERVED_NAMES)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
@@ -490,7 +491,7 @@ def test_a_synchronised_layer_says_how_to_script_and_trace_it(kind):
     model = client.convert_model(nn.Sequential(nn.ReLU(), kind(3)))
     with pytest.raises(TypeError, match=r"layer '1': .* cannot be scripted (.|\n)* client.revert_model"):
         torch.jit.script(model)
-    with pytest.raises(TypeError, check=says(r"traced by torch.fx by itself; .* client.revert_model")):
+    with pytest.raises(TypeError, check=says(r"traced by torch.fx as the root module; .* client.revert_model")):
         torch.fx.symbolic_trace(model[1])
     model[1].register_forward_hook(lambda *_: None)
     with pytest.raises(TypeError, check=says("layer '1': .* torch.fx with its hooks; .* client.revert_model")):
@@ -502,6 +503,6 @@ def test_what_a_call_in_eval_leaves_behind_does_not_hide_an_empty_batch(monkeypa
     layer = client.convert_model(subclasses.SkipsEmpty(3))
     layer.eval()(torch.randn(4, 3, 2, 2))
     passed_by = []
-    monkeypatch.setattr(type(layer), "_pass_by", lambda self, output, _: passed_by.append(self) or output)
+    monkeypatch.setattr(type(layer), "_handle_bypass", lambda self, output, _: passed_by.append(self) or output)
     layer.train()(torch.empty(0, 3, 2, 2))
     assert passed_by == [layer]

@@ -66,7 +66,7 @@ def test_integer_and_quantised_inputs_are_named():
     expected = "'stem.bn': expected a floating-point input, got torch"
     with pytest.raises(TypeError, match=f"{expected}.int64$"):
         layer(torch.ones(2, 4, dtype=torch.int64))
-    with pytest.raises(TypeError, check=says(rf"{expected}.quint8; quantise client.revert_model\(model\)")):
+    with pytest.raises(TypeError, check=says(rf"{expected}.quint8; quantise the model after client.revert_model")):
         layer(torch.quantize_per_tensor(torch.ones(2, 4), 1.0, 0, torch.quint8))
 
 
@@ -117,7 +117,7 @@ def test_an_empty_batch_is_counted_and_leaves_infinite_statistics_as_they_are(dt
     layer = client.SynchronizedBatchNorm1d(2, momentum=momentum, dtype=dtype)
     layer.running_mean.fill_(-torch.inf)
     layer.running_var.fill_(torch.inf)
-    running_stats.move(layer, torch.zeros(2), torch.zeros(2), has_values=has_values)
+    running_stats.update(layer, torch.zeros(2), torch.zeros(2), has_values=has_values)
     assert layer.num_batches_tracked == 1
     assert layer.running_mean.tolist() == [-torch.inf] * 2
     assert layer.running_var.tolist() == [torch.inf] * 2
@@ -130,7 +130,7 @@ def test_mean_and_variance_go_to_the_running_statistics_in_one_copy(monkeypatch)
         running_stats, "to_compute_type", lambda *given: copies.append(given) or to_compute_type(*given)
     )
     batch = engine.moments(torch.randn(8, 2))
-    running_stats.move_by(layer, batch)
+    running_stats.update_from(layer, batch)
     ((to, *vectors),) = copies
     assert to is layer.running_mean
     np.testing.assert_array_equal(vectors, [batch.mean(), batch.variance(unbiased=True)])

@@ -94,7 +94,7 @@ def test_checkpoints_around_and_inside_a_compiled_model_move_the_statistics_once
 @pytest.mark.parametrize("backend", [TRACE, pytest.param("inductor", marks=pytest.mark.long)])
 def test_a_large_mean_costs_a_compiled_layer_no_digits(monkeypatch, backend):
     torch.compiler.reset()
-    monkeypatch.setattr(client.SynchronizedBatchNorm, "_has_company", lambda *_: True)
+    monkeypatch.setattr(client.SynchronizedBatchNorm, "_must_synchronise", lambda *_: True)
     generator = torch.Generator().manual_seed(0)
     x, grad = (torch.randn(8, 3, 20, 20, generator=generator) for _ in range(2))
     results = []

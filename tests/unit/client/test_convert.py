@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 import client
 from client import DataParallelWithCallback
-from client.nn.conversion.report import ConversionReport
+from client.nn.conversion_report import ConversionReport
 from client.transports.named_process_group import NamedProcessGroup
 from statsd_bn.errors import ConfigurationError
 from support.newer_torch import needs
@@ -181,7 +181,7 @@ def test_a_forward_of_its_own_is_reported_since_it_would_bypass_ours(plain, bind
     """As other libraries' hooks set it: it is bound to the old layer and would run that one's."""
     old = plain(*[3] if plain is nn.BatchNorm1d else [])
     bind(old)
-    with pytest.warns(UserWarning, match=r"'0' \((Lazy)?BatchNorm1d: compiled, or given a forward of its own; "):
+    with pytest.warns(UserWarning, match=r"'0' \((Lazy)?BatchNorm1d: compiled, or its forward was replaced; "):
         converted = client.convert_model(nn.Sequential(old))
     assert converted[0] is old
     assert type(old) is plain
@@ -322,7 +322,7 @@ def test_torchs_converter_leaves_synchronised_layers_as_they_are(kind, options):
     model = client.convert_model(nn.ModuleDict({"deep": nn.Sequential(nn.Conv2d(1, 3, 1), kind(3, **options))}))
     ours = model["deep"][1]
     model["new"] = nn.BatchNorm2d(3)
-    with pytest.warns(UserWarning, match=r"leaves synchronised layers as they are[.] .* client.revert_model"):
+    with pytest.warns(UserWarning, match=r"does not convert synchronised layers[.] .* client.revert_model"):
         assert nn.SyncBatchNorm.convert_sync_batchnorm(model)["deep"][1] is ours
     assert type(model["new"]) is nn.SyncBatchNorm
     model["deep"][1] = by_hand = nn.SyncBatchNorm(3)
@@ -403,7 +403,7 @@ def test_wrappers_whose_replicas_share_a_device_are_left_by_revert():
 
 
 def test_revert_reports_the_subclasses_of_ours_that_it_leaves():
-    with pytest.warns(UserWarning, match=r"left as they are, synchronised: '0' \(OurSpecial\)") as reports:
+    with pytest.warns(UserWarning, match=r"left 1 layer synchronised: '0' \(OurSpecial\)") as reports:
         client.revert_model(nn.Sequential(OurSpecial(4)))
     assert reports[0].filename == __file__
     with pytest.warns(UserWarning, match=r"synchronised: '0' \(OurSpecial\) and 49 more of its class. Replace each"):

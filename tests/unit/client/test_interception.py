@@ -11,10 +11,10 @@ from torch import nn
 from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode
 
 import client
-from client.nn import adopted, interception
+from client.nn import override, subclasses
 
 CHANNELS = 4
-WATCHED = {adopted.__file__, interception.__file__}
+WATCHED = {subclasses.__file__, override.__file__}
 
 
 def normalised(layer, x):
@@ -155,9 +155,9 @@ def test_a_layer_that_comes_to_no_batch_norm_is_noted_in_training_only():
 
     converted, x = client.convert_model(Sometimes()), torch.ones(8, CHANNELS, 3, 2, dtype=torch.float64)
     converted.eval()(x)
-    assert not converted.is_unreached
+    assert not converted.is_bypassed
     converted.train()(x)
-    assert converted.is_unreached
+    assert converted.is_bypassed
 
 
 class Again(nn.Module):
@@ -312,7 +312,7 @@ def test_a_forward_that_torch_compile_was_told_to_leave_out_stays_synchronised(h
         for seed in range(3):
             torch.testing.assert_close(compiled(batch(seed)), whole(batch(seed)).sin())
     assert handed
-    assert not converted.is_unreached
+    assert not converted.is_bypassed
 
 
 def _copy(function):

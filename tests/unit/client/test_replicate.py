@@ -57,7 +57,7 @@ def wrapping_all(network):
 def test_a_compiled_part_with_synchronised_layers_is_refused_in_training(compiled, named):
     """A copy would run the original, which synchronises with nobody here."""
     network = compiled(nn.Sequential(nn.Linear(2, 4), client.SynchronizedBatchNorm1d(4)))
-    with pytest.raises(ConfigurationError, match=f"got {named} compiled"):
+    with pytest.raises(ConfigurationError, match=f"{named} is compiled"):
         DataParallelWithCallback(network, ["cpu"] * 2)(torch.ones(4, 2))
 
 
@@ -183,7 +183,7 @@ def test_replicas_of_replicas_are_refused_where_they_would_miss_their_cousins():
     layer = client.SynchronizedBatchNorm1d(2)
     nested = DataParallelWithCallback(DataParallelWithCallback(nn.Sequential(layer), ["cpu"] * 2), ["cpu"] * 2)
     x = torch.randn(8, 2)
-    with pytest.raises(ConfigurationError, match=f"got one around layer '{layer.layer_name}'"):
+    with pytest.raises(ConfigurationError, match=f"nested DataParallelWithCallback around layer '{layer.layer_name}'"):
         nested(x)
     torch.testing.assert_close(nested.eval()(x), layer(x))
 

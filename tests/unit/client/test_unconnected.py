@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import client
-from client.nn.unconnected import Unconnected
+from client.nn.unsynchronized import UnconnectedWarning
 from client.session import current
 from client.transports.named_process_group import NamedProcessGroup
 from statsd_bn import endpoints
@@ -21,7 +21,7 @@ X = torch.arange(12.0).reshape(4, 3)
 def fresh(monkeypatch):
     """A process that has neither connected nor been told."""
     monkeypatch.setattr(current, "_current", None)
-    monkeypatch.setattr("client.nn.unconnected.unconnected", Unconnected())
+    monkeypatch.setattr("client.nn.unsynchronized.unconnected_warning", UnconnectedWarning())
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_the_warning_says_how_many_layers_train_alone(monkeypatch, told):
     monkeypatch.setattr(gc, "get_objects", lambda: [*alone, *others, nn.BatchNorm1d(3), "a text"])
     first(X)
     (text,) = told()
-    assert "layer 'first' and 2 more normalise their batches alone; call client.connect()" in text
+    assert "layer 'first' and 2 more are not synchronised; call client.connect()" in text
 
 
 def test_the_layers_are_found_in_the_process(monkeypatch, told):
@@ -77,7 +77,7 @@ def test_a_single_layer_has_no_others(monkeypatch, told):
     monkeypatch.setattr(gc, "get_objects", lambda: [only])
     only(X)
     (text,) = told()
-    assert "layer 'bn1' normalises its batch alone;" in text
+    assert "layer 'bn1' is not synchronised;" in text
 
 
 @pytest.mark.parametrize("world_size", [None, "1", "many", ""])
@@ -154,7 +154,7 @@ def test_whoever_connected_before_there_was_a_process_group_is_told(process_grou
         process_group()
         bn(X)
     (text,) = told()
-    assert "client.connect() heard of no others" in text
+    assert "client.connect() found no other process" in text
     assert "call it after init_process_group()" in text
 
 

@@ -33,7 +33,7 @@ def _no(*_):
 def _in_company():
     """As if there were other members, which bring nothing."""
     torch.compiler.reset()
-    with mock.patch.object(client.SynchronizedBatchNorm, "_has_company", _yes):
+    with mock.patch.object(client.SynchronizedBatchNorm, "_must_synchronise", _yes):
         yield
 
 
@@ -89,7 +89,7 @@ def test_a_compiled_forward_that_goes_another_way_is_told_of_once(caplog):
     told = [record.getMessage() for record in caplog.records if record.name == "statsd_bn.client"]
     (text,) = told
     assert text.startswith(
-        "not synchronised: layer '1'; the forward of Evading did not call batch_norm with the layer's "
+        "layer '1' not synchronised: the forward of Evading did not call batch_norm with the layer's "
     )
     assert client.conversion_report(model).left.keys() == {"1"}
 
@@ -101,11 +101,11 @@ def test_a_second_compiled_call_compiles_nothing_anew(kind):
     run(batches()[0])
     with torch._dynamo.config.patch(error_on_recompile=True):
         run(batches()[1])
-    assert "_has_come" not in model[1].__getstate__(), "it is of the call, and no state"
+    assert "_was_called" not in model[1].__getstate__(), "it is of the call, and no state"
 
 
 @TWO_KINDS
 def test_without_company_a_compiled_call_is_counted_once(kind):
     whole, model = made(kind), client.convert_model(made(kind))
-    with mock.patch.object(client.SynchronizedBatchNorm, "_has_company", _no):
+    with mock.patch.object(client.SynchronizedBatchNorm, "_must_synchronise", _no):
         torch.testing.assert_close(trained(model, compiled(model)), trained(whole, whole))

@@ -265,7 +265,7 @@ def test_a_parametrized_layer_with_micro_batches_is_copied():
 def test_a_layer_whose_forward_was_wrapped_since_is_left_by_revert_and_named():
     model = client.convert_model(nn.Sequential(Activated(CHANNELS)))
     model[0].forward = functools.partial(lambda forward, x: 2 * forward(x), model[0].forward)
-    with pytest.warns(UserWarning, match="revert_model left as they are, synchronised: '0' .*with its own forward"):
+    with pytest.warns(UserWarning, match="revert_model left 1 layer synchronised: '0' .*with its own forward"):
         client.revert_model(model)
     model(batch())
     del model[0].forward
@@ -327,7 +327,7 @@ def test_a_call_without_tensors_beside_one_that_has_some_is_told_of(caplog):
         model(batch())
     told = [record.getMessage() for record in caplog.records if record.name == "statsd_bn.client"]
     assert len(told) == 1
-    assert "layer '0': the forward of MovesApart calls batch_norm without its tensors too" in told[0]
+    assert "layer '0': the forward of MovesApart also calls batch_norm without the layer's tensors" in told[0]
 
 
 @pytest.mark.parametrize("given", [nn.BatchNorm2d(CHANNELS), nn.InstanceNorm2d, None])
@@ -356,7 +356,7 @@ def test_of_a_class_those_layers_are_named_whose_forward_goes_another_way(in_rep
     assert {path: reason for path, (_, reason) in report.left.items()} == {
         "1": "its forward did not call batch_norm in training"
     }
-    assert any("layer '1' (1 more of its class); the forward of " in told for told in caplog.messages)
+    assert any("layer '1' (1 more of its class) not synchronised: the forward of " in told for told in caplog.messages)
 
 
 class Unseen(nn.BatchNorm2d):

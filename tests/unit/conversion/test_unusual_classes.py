@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import client
-from client.nn import synchronized
-from client.nn.conversion import convert
+from client.nn import conversion
+from client.nn import layer as base
 from statsd_bn.errors import ConfigurationError
 from support.subclasses import Activated
 
@@ -138,7 +138,7 @@ def compiling():
 def test_a_layer_that_was_compiled_by_itself_is_converted_with_what_compiles_it(monkeypatch):
     rounds = []
     monkeypatch.setattr(client.SynchronizedBatchNorm, "_normalise", lambda _, *given: rounds.append(given) or given[1])
-    monkeypatch.setattr(client.SynchronizedBatchNorm, "_has_company", lambda *_: True)
+    monkeypatch.setattr(client.SynchronizedBatchNorm, "_must_synchronise", lambda *_: True)
     model = nn.Sequential(torch.compile(nn.BatchNorm2d(CHANNELS), backend="eager"))
     client.convert_model(model)
     model(batch().float())
@@ -155,7 +155,7 @@ class Tripled(client.synchronized_class(Activated)):
 def test_micro_batches_know_no_statistics_beside_the_layers_own():
     model = client.convert_model(nn.Sequential(WithAuxiliary(CHANNELS)), chunks=2)
     replicas = client.DataParallelWithCallback(model, device_ids=["cpu"] * 2)
-    with pytest.raises(ConfigurationError, match="expected chunks=1, since its forward has other running statistics"):
+    with pytest.raises(ConfigurationError, match="expected chunks=1: its forward updates other running statistics"):
         replicas(batch().float())
 
 
@@ -177,14 +177,14 @@ def test_a_class_derived_from_one_that_is_made_here_stays_itself(copied):
     found = copied(layer)
     assert (type(found), found.chunks) == (Tripled, 2)
     assert torch.equal(found(batch().float()), layer(batch().float()))
-    with pytest.warns(UserWarning, match="revert_model left as they are, synchronised: '0' \\(Tripled\\)"):
+    with pytest.warns(UserWarning, match="revert_model left 1 layer synchronised: '0' \\(Tripled\\)"):
         assert type(client.revert_model(nn.Sequential(found))[0]) is Tripled
 
 
 def test_what_is_parametrized_after_it_was_converted_is_left_by_revert_and_named():
     model = client.convert_model(nn.Sequential(Activated(CHANNELS)))
     parametrizations.weight_norm(model[0])
-    with pytest.warns(UserWarning, match="revert_model left as they are, synchronised: '0'"):
+    with pytest.warns(UserWarning, match="revert_model left 1 layer synchronised: '0'"):
         client.revert_model(model)
     model(batch().float())
 
@@ -249,7 +249,7 @@ with client.patch_sync_batchnorm():
 @pytest.mark.parametrize("kind", [CallsTheFunctionHere, MadeWhilePatched])
 def test_a_class_derived_from_ours_that_calls_torchs_batch_norm_is_named(kind):
     model = nn.Sequential(kind(CHANNELS))
-    with pytest.warns(UserWarning, match=f"'0' \\({kind.__name__}: its own forward calls torch's"):
+    with pytest.warns(UserWarning, match=f"'0' \\({kind.__name__}: its forward calls torch's"):
         client.convert_model(model)
     assert list(client.conversion_report(model).left) == ["0"]
 
@@ -290,15 +290,15 @@ class Calling(nn.BatchNorm2d):
 
 
 def test_a_class_whose_calls_need_not_come_to_its_forward_is_left_and_named():
-    with pytest.warns(UserWarning, match="'0' \\(Calling: it has a __call__"):
+    with pytest.warns(UserWarning, match="'0' \\(Calling: it overrides __call__"):
         model = client.convert_model(nn.Sequential(Calling(CHANNELS)))
     assert type(model[0]) is Calling
 
 
 @pytest.fixture
 def conversions(monkeypatch):
-    monkeypatch.setattr(synchronized, "CONVERSIONS", kept := dict(synchronized.CONVERSIONS))
-    monkeypatch.setattr(convert, "CONVERSIONS", kept)
+    monkeypatch.setattr(base, "CONVERSIONS", kept := dict(base.CONVERSIONS))
+    monkeypatch.setattr(conversion, "CONVERSIONS", kept)
 
 
 @pytest.mark.usefixtures("conversions")
@@ -326,7 +326,7 @@ def test_a_conversion_of_torchs_own_class_may_ask_for_ours():
 def test_a_conversion_that_returns_no_module_is_said_to():
     client.register_conversion(Activated, lambda _: None)
     model = nn.Sequential(nn.BatchNorm2d(CHANNELS), Activated(CHANNELS))
-    with pytest.raises(TypeError, match="the conversion registered for Activated: expected a module from it, got None"):
+    with pytest.raises(TypeError, match="the conversion registered for Activated returned None, expected a module"):
         client.convert_model(model)
     assert model[0].layer_name == "0"
     model(batch().float())

@@ -22,7 +22,7 @@ def test_the_offers_are_combined_once_in_replica_order():
         return [f"{offer} of {len(offers)}" for offer in offers]
 
     programs = [
-        lambda replica=replica: barrier.meet(replica, "bn", f"offer {replica}", combine) for replica in (2, 0, 1)
+        lambda replica=replica: barrier.wait(replica, "bn", f"offer {replica}", combine) for replica in (2, 0, 1)
     ]
     assert in_threads(programs) == ["offer 2 of 3", "offer 0 of 3", "offer 1 of 3"]
     assert calls == [["offer 0", "offer 1", "offer 2"]]
@@ -32,7 +32,7 @@ def test_replicas_at_different_layers_are_told_who_waits_where_without_any_deadl
     barrier = Barrier(2, 3600.0)
     errors = in_threads(
         [
-            lambda point=point, number=number: outcome(lambda: barrier.meet(number, point, None, double_all))
+            lambda point=point, number=number: outcome(lambda: barrier.wait(number, point, None, double_all))
             for number, point in enumerate(("layer 'a'", "layer 'b'"))
         ]
     )
@@ -46,8 +46,8 @@ def test_a_replica_that_raises_frees_its_siblings_with_the_cause():
     cause = MemoryError("too large")
     first, second, _ = in_threads(
         [
-            lambda: outcome(lambda: barrier.meet(0, "bn", None, double_all)),
-            lambda: outcome(lambda: barrier.meet(1, "bn", None, double_all)),
+            lambda: outcome(lambda: barrier.wait(0, "bn", None, double_all)),
+            lambda: outcome(lambda: barrier.wait(1, "bn", None, double_all)),
             lambda: barrier.fail(2, cause),
         ]
     )
@@ -64,7 +64,7 @@ def test_what_combining_raises_is_raised_in_every_replica():
         raise ValueError("one value per channel")
 
     errors = in_threads(
-        [lambda number=number: outcome(lambda: barrier.meet(number, "bn", 0, refuse)) for number in range(2)]
+        [lambda number=number: outcome(lambda: barrier.wait(number, "bn", 0, refuse)) for number in range(2)]
     )
     assert [str(error) for error in errors] == ["one value per channel"] * 2
 
@@ -72,7 +72,7 @@ def test_what_combining_raises_is_raised_in_every_replica():
 def test_a_sibling_that_does_not_come_is_waited_for_until_the_deadline():
     barrier = Barrier(2, 0.05)
     with pytest.raises(RoundTimeout, match=r"replica 0 waited 0.05 s at bn; .*\[0\] of 2 replicas"):
-        barrier.meet(0, "bn", None, double_all)
+        barrier.wait(0, "bn", None, double_all)
 
 
 def test_who_comes_after_a_sibling_has_failed_does_not_wait():
@@ -80,7 +80,7 @@ def test_who_comes_after_a_sibling_has_failed_does_not_wait():
     barrier.fail(2, MemoryError("too large"))
     for replica in (0, 1):
         with pytest.raises(ReplicaLost, match="replica 2 failed"):
-            barrier.meet(replica, "bn", None, double_all)
+            barrier.wait(replica, "bn", None, double_all)
 
 
 def test_the_deadline_is_for_siblings_and_not_for_what_they_wait_for_together():
@@ -91,5 +91,5 @@ def test_the_deadline_is_for_siblings_and_not_for_what_they_wait_for_together():
         late.wait(0.2)
         return double_all(offers)
 
-    programs = [lambda number=number: barrier.meet(number, "bn", number, slowly) for number in range(2)]
+    programs = [lambda number=number: barrier.wait(number, "bn", number, slowly) for number in range(2)]
     assert in_threads(programs) == [0, 2]

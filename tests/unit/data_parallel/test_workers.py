@@ -4,7 +4,7 @@ import multiprocessing
 import threading
 import weakref
 
-from client.data_parallel import thread_pool
+from client.data_parallel.any_device import run_tasks
 
 
 def idents_of(number):
@@ -16,7 +16,7 @@ def idents_of(number):
         together.wait()
         found.append(threading.get_ident())
 
-    thread_pool.run([task] * number)
+    run_tasks([task] * number)
     return set(found)
 
 
@@ -27,7 +27,7 @@ def test_the_next_tasks_find_the_same_threads():
 
 def test_a_task_may_run_others():
     inner = []
-    thread_pool.run([lambda: inner.append(idents_of(3))] * 2)
+    run_tasks([lambda: inner.append(idents_of(3))] * 2)
     assert [len(idents) for idents in inner] == [3, 3]
 
 
@@ -38,7 +38,7 @@ class Known:
 def test_what_a_task_knew_is_forgotten_with_it():
     known = Known()
     reference = weakref.ref(known)
-    thread_pool.run([known.__repr__])
+    run_tasks([known.__repr__])
     del known
     assert reference() is None
 
@@ -52,7 +52,7 @@ def test_a_task_that_raises_ends_its_thread_and_nobody_waits_for_it(monkeypatch)
         runs.append(threading.get_ident())
         raise MemoryError("too large")
 
-    thread_pool.run([fail])
+    run_tasks([fail])
     (ident,) = runs
     for thread in threading.enumerate():
         if thread.ident == ident:

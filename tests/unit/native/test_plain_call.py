@@ -21,7 +21,7 @@ SHAPE = (8, 4, 3, 3)
 @pytest.fixture(autouse=True)
 def company(monkeypatch):
     """The layer alone is not torch's."""
-    monkeypatch.setattr(client.SynchronizedBatchNorm2d, "_has_company", lambda *_: True)
+    monkeypatch.setattr(client.SynchronizedBatchNorm2d, "_must_synchronise", lambda *_: True)
 
 
 def layers():
@@ -153,7 +153,7 @@ def test_an_inference_tensor_moves_no_running_statistics():
 def test_buffers_that_the_core_cannot_move_are_left_to_torch(buffer):
     x, layer = random(), layers()[0]
     layer.running_mean = buffer
-    assert running_stats.in_place(layer, x, {torch.float32}) is None
+    assert running_stats.in_place_buffers(layer, x, {torch.float32}) is None
 
 
 def test_an_exchange_that_is_kept_holds_no_buffers():

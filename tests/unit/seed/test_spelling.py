@@ -9,7 +9,7 @@ from torch import nn
 import client
 from client import SynchronizedBatchNorm1d, convert_model, set_sbn_eps_mode
 from client import comm as comm_module
-from client.nn.synchronized import Synchronized
+from client.nn.layer import SynchronizedLayer
 from support.subclasses import Activated
 
 EPS = 0.5  # above the variances below, so that the modes differ
@@ -17,7 +17,7 @@ EPS = 0.5  # above the variances below, so that the modes differ
 
 @pytest.fixture(autouse=True)
 def mode_of_before(monkeypatch):
-    monkeypatch.setattr(Synchronized, "eps_mode", "plus")
+    monkeypatch.setattr(SynchronizedLayer, "eps_mode", "plus")
 
 
 def normalised(x, mode):
@@ -62,7 +62,7 @@ def test_alone_and_in_eval_a_layer_is_torchs_as_there():
 
 def test_a_compiled_layer_follows_a_later_mode(monkeypatch):
     """Under the compiler the mode is a constant, which has to be looked at again."""
-    monkeypatch.setattr(SynchronizedBatchNorm1d, "_has_company", lambda *_: True)
+    monkeypatch.setattr(SynchronizedBatchNorm1d, "_must_synchronise", lambda *_: True)
     torch.compiler.reset()
     compiled = torch.compile(layer(), fullgraph=True, backend="eager")
     for mode in ("plus", "clamp", "plus"):

@@ -105,7 +105,7 @@ def test_a_signal_does_not_make_the_wait_for_a_result_endless():
 def test_a_future_is_put_and_taken_in_turn():
     future = FutureResult()
     future.put(None)
-    with pytest.raises(Full, match="to have been taken"):
+    with pytest.raises(Full, match="before the previous result was read"):
         future.put(2)
     assert future.get() is None
     with pytest.raises(RoundTimeout, match="no result came within 0 s"):

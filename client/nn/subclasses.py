@@ -1,0 +1,310 @@
+"""Generated classes for users' subclasses of torch's batch norm, which keep their `forward`.
+
+    BatchNormAct2d                        calls F.batch_norm, then an activation
+    SynchronizedBatchNormAct2d            generated: (SubclassWithForward, BatchNormAct2d, SuperForward)
+
+The generated class derives from the original one and keeps `isinstance`, attributes and methods. Where the original's
+`forward` calls `super().forward(x)` it reaches `SuperForward`; where it calls `batch_norm`, that is overridden, see
+`client.nn.override`.
+"""
+
+import copyreg
+import functools
+import logging
+from typing import Any, ClassVar, cast
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from client.nn import input_checks
+from client.nn.batchnorm import TRANSIENT_ATTRIBUTES, ExecutionMode, SynchronizedBatchNorm
+from client.nn.conversion_report import class_errors, reason_not_derivable, reason_not_synchronised, user_classes
+from client.nn.layer import CONVERSIONS
+from client.nn.override import BatchNormCall, BatchNormOverride, without_override
+from client.ops.checkpointing import is_inside_backward
+from statsd_bn.error_text import broken
+from statsd_bn.errors import ConfigurationError
+
+logger = logging.getLogger("statsd_bn.client")
+
+_generated: "WeakKeyDictionary[type[nn.Module], type[nn.Module]]" = WeakKeyDictionary()
+
+
+class SynchronizedSubclass:
+    """First base of a generated class: pickling, and the record of its layers."""
+
+    converted_from: ClassVar[type[nn.Module]]
+    # Converted layers of this class, which warnings count.
+    _converted_layers: ClassVar["WeakSet[nn.Module]"]
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        """Hide generated classes from the original's `__init_subclass__`, which may register its subclasses."""
+        if "converted_from" not in vars(cls):
+            super().__init_subclass__(**named)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """Pickle and copy by the original class. A subclass that a user derives from a generated one has a name."""
+        if "converted_from" not in vars(type(self)):
+            return super().__reduce_ex__(protocol)
+        return rebuilt_layer, (type(self).converted_from, self.chunks), self.__getstate__()
+
+    def __getstate__(self: Any) -> Any:
+        """Drop transient attributes: the original's `__getstate__` may not.
+
+        `rebuilt_layer` restores the chunks of a generated class. A class that a user derives from one needs them here.
+        """
+        state = _without_transient(super().__getstate__())
+        is_generated = "converted_from" in vars(type(self))
+        if is_generated or self.chunks == 1 or not isinstance(state, dict):
+            return state
+        return {**state, "_chunks": self.chunks}
+
+
+class SubclassWithForward(SynchronizedSubclass):
+    """First base of a generated class if the original overrides `forward`."""
+
+    _logged_warnings: ClassVar[set[str]]
+
+    def __new__(cls, *args: Any, **named: Any) -> Any:
+        """Create a layer with the record that `convert_subclass` adds to a converted one."""
+        new: Any = super().__new__
+        layer: Any = new(cls) if new is object.__new__ else new(cls, *args, **named)
+        return _with_bypass_record(layer)
+
+    @property
+    def is_bypassed(self: Any) -> bool:
+        """Whether the layer's `forward` was seen to skip `batch_norm` in training."""
+        return bool(self._bypassed)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the original's `forward`; in training its calls of `batch_norm` are synchronised."""
+        if (proxy := input_checks.fx_proxy(self, args, kwargs)) is not None:
+            return proxy
+        if not self.training and self._accumulator is None:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        if is_compiling():
+            return self._traced_forward(*args, **kwargs)
+        self.__dict__.pop("_was_called", None)  # left by a call that raised, or that a checkpoint recomputed
+        # In these cases the increment of `num_batches_tracked` by the original is undone.
+        is_special = self._accumulator is not None or self._deferred is not None or is_inside_backward()
+        tracked = self._tracked_snapshot() if is_special else None
+        with BatchNormOverride(self, SubclassWithForward._compute_call, tracked, _FORWARD_CODE) as override:
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        if override.nr_without_tensors > 1:
+            _warn_once(type(self), self.layer_name, "ambiguous")
+        if not (self.__dict__.pop("_was_called", False) or override.was_called):
+            output = self._handle_bypass(output, (*args, *kwargs.values()))
+        elif override.nr_unrelated:
+            _warn_once(type(self), self.layer_name, "unrelated call")
+        return output
+
+    def _traced_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """`forward` under torch.compile, which compiles a batch of size 0 separately."""
+        self._was_called = False
+        with BatchNormOverride(self, SubclassWithForward._compute_traced_call, self._tracked_snapshot()):
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        if not self._was_called:
+            output = self._handle_bypass(output, (*args, *kwargs.values()))
+        return output
+
+    def _tracked_snapshot(self: Any) -> Tensor | None:
+        tracked: Tensor | None = self.num_batches_tracked
+        return None if tracked is None else tracked.clone()
+
+    def _compute_traced_call(self: Any, call: BatchNormCall, tracked_before: Tensor | None) -> Tensor:
+        """`_compute_call` under torch.compile: only at run time it is known whether the call counts as a batch."""
+        self._was_called = True
+        output: Tensor
+        is_deferred = self._active_deferred() is not None
+        if tracked_before is None or is_deferred or self._route(None)[0] is not ExecutionMode.COMPILED:
+            output = self._compute_call(call, tracked_before if is_deferred else None)
+            return output
+        tracked = self.num_batches_tracked
+        call.num_batches_tracked = is_due = torch.zeros_like(tracked)
+        output = self._compute_call(call, None)
+        tracked.copy_(tracked_before + (tracked - tracked_before) * is_due)
+        return output
+
+    def _compute_call(self: Any, call: BatchNormCall, tracked_before: Tensor | None) -> Tensor:
+        """Compute one call of `batch_norm` in place of torch."""
+        input_checks.check_input(self, call.input, call.nr_channels)
+        deferred = self._active_deferred()
+        # The accumulator and the deferred update have one pair of statistics for each layer.
+        has_one_pair = self._accumulator is not None or deferred is not None
+        if has_one_pair and call.running_mean is not None and not call.updates_usual_buffers(self):
+            if self._accumulator is not None:
+                return call.forward()
+            text = "expected chunks=1: its forward updates other running statistics too"
+            raise ConfigurationError(broken(f"layer {self.layer_name!r}: {text}"))
+        if tracked_before is not None:
+            # The original has counted a call that may be a recomputed one, or not the last of its mini-batch.
+            self.num_batches_tracked.copy_(tracked_before)
+        if deferred is not None:
+            call.num_batches_tracked = self.num_batches_tracked
+            call.momentum = None if self.momentum is None else call.momentum
+        if not (call.training or self._accumulator is not None):
+            return call.forward()
+        output: Tensor = self._normalise(call, call.input, None)
+        return output
+
+    def _handle_bypass(self: Any, output: Any, arguments: tuple[Any, ...]) -> Any:
+        """Finish a `forward` that did not call `batch_norm`.
+
+        With an empty batch the other ranks wait for this one, so it joins their round. With values it is a mistake, and
+        the other ranks did not start a round either.
+        """
+        empty = [x for x in arguments if isinstance(x, Tensor) and x.numel() == 0 and x.dim() > 1]
+        channels = input_checks.channels_of(self, self.num_features)
+        is_awaited = empty and empty[0].shape[1] == channels and isinstance(output, Tensor) and not self._bypassed
+        if not is_awaited:
+            if not self._bypassed:
+                self._bypassed.append(True)
+            _warn_unreached(type(self), self.layer_name)
+            return output
+        # Adding the empty sum, 0, makes the round's backward pass part of the output's graph.
+        return output + SynchronizedBatchNorm.forward(self, empty[0]).sum()
+
+
+_FORWARD_CODE = SubclassWithForward.forward.__code__
+
+
+class SuperForward(SynchronizedBatchNorm):
+    """Last base of a generated class if the original overrides `forward`: the target of `super().forward`."""
+
+    def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
+        """Normalise `input` as `SynchronizedBatchNorm` does."""
+        if is_compiling():
+            self._was_called = True
+            return super().forward(input, mask)
+        if self.training or self._accumulator is not None:
+            vars(self)["_was_called"] = True
+        return without_override(super().forward, input, mask)
+
+
+_WARNINGS = {
+    "unreached": (
+        "%s not synchronised: the forward of %s did not call batch_norm with the layer's tensors; "
+        "a rank without rows must call it with an empty tensor of shape (0, C)"
+    ),
+    "unrelated call": "%s: the forward of %s also calls batch_norm without the layer's tensors; that call is not "
+    "synchronised",
+    "ambiguous": "%s: the forward of %s calls batch_norm several times without tensors; all are synchronised",
+}
+
+
+def _warn_once(kind: Any, layer: str, warning: str) -> None:
+    """Log a warning once for each generated class."""
+    if warning in kind._logged_warnings:  # noqa: SLF001 - a generated class
+        return
+    kind._logged_warnings.add(warning)  # noqa: SLF001 - as above
+    others = sum(type(each) is kind for each in list(kind._converted_layers)) - 1  # noqa: SLF001 - as above
+    layers = f"layer {layer!r} ({others} more of its class)" if others > 0 else f"layer {layer!r}"
+    logger.warning(_WARNINGS[warning], layers, kind.converted_from.__qualname__)
+
+
+def _warn_unreached(kind: Any, layer: str) -> None:
+    _warn_once(kind, layer, "unreached")
+
+
+# torch.compile evaluates the function while it traces. `torch.compiler.assume_constant_result` sets the same attribute,
+# but imports the compiler.
+_warn_unreached._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001 - has no public name
+
+
+def synchronized_class(original: type[nn.Module]) -> type[nn.Module]:
+    """Return `original` with synchronised statistics, as a generated class; the same one for each call.
+
+    Args:
+        original: a subclass of `nn.BatchNorm1d/2d/3d`, or of torch's `_BatchNorm` for input of any dimension. It may
+            override `forward`.
+
+    Returns:
+        The class. Its pickles contain the name of `original`, which must be importable where they are loaded.
+
+    Raises:
+        TypeError: `original` cannot be synchronised; the text says why.
+    """
+    if reason := reason_not_derivable(original):
+        raise TypeError(f"{original!r}: {reason}")
+    generated = _generated.get(original)
+    if generated is None:
+        body = {
+            "converted_from": original,
+            "_logged_warnings": set(),
+            "_converted_layers": WeakSet(),
+            "__module__": original.__module__,
+            "__doc__": original.__doc__,
+        }
+        metaclass: Any = type(original)
+        has_forward = any("forward" in vars(kind) for kind in user_classes(original))
+        bases = (
+            (SubclassWithForward, original, SuperForward)
+            if has_forward
+            else (SynchronizedSubclass, original, SynchronizedBatchNorm)
+        )
+        generated = _picklable(metaclass)(f"Synchronized{original.__name__}", bases, body)
+        _generated[original] = generated
+    return generated
+
+
+@functools.cache
+def _picklable(metaclass: Any) -> Any:
+    """Derive a metaclass that pickles its classes by their original: generated classes are in no module."""
+    derived = type("PickledByItsOriginal", (metaclass,), {})
+    copyreg.pickle(derived, _reduce_class)
+    return derived
+
+
+def _reduce_class(kind: type[nn.Module]) -> Any:
+    """Pickle a generated class by its original, and a class that a user derives from it by its name."""
+    original = vars(kind).get("converted_from")
+    return kind.__qualname__ if original is None else (synchronized_class, (original,))
+
+
+def convert_subclass(layer: nn.Module) -> nn.Module:
+    """Change a layer's class to the generated one. The layer stays the same object, so references to it stay valid.
+
+    A layer that cannot be converted is returned unchanged.
+    """
+    if reason_not_synchronised(layer):
+        return layer
+    try:
+        generated: Any = synchronized_class(type(layer))
+        object.__setattr__(layer, "__class__", generated)
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        # Raised, for example, by a metaclass that needs more arguments.
+        class_errors[type(layer)] = f"no class can be derived from it: {error}"
+        return layer
+    generated._converted_layers.add(layer)  # noqa: SLF001 - a generated class
+    return _with_bypass_record(layer)
+
+
+def _with_bypass_record(layer: nn.Module) -> nn.Module:
+    """Set the list that the layer shares with its replicas, which have copies of all other attributes."""
+    vars(layer)["_bypassed"] = []
+    return layer
+
+
+CONVERSIONS[nn.modules.batchnorm._BatchNorm] = convert_subclass  # noqa: SLF001 - the base of all its batch norms
+
+
+def rebuilt_layer(original: type[nn.Module], chunks: int = 1) -> nn.Module:
+    """Create a layer of the class generated from `original`, without state; pickles and copies start with it."""
+    generated = synchronized_class(original)
+    layer: Any = generated.__new__(generated)
+    layer.chunks = chunks
+    return cast("nn.Module", layer)
+
+
+# Pickles contain these names, so they must not change with this file.
+rebuilt_layer.__module__ = synchronized_class.__module__ = "client"
+
+
+def _without_transient(state: Any) -> Any:
+    if isinstance(state, tuple):
+        return tuple(map(_without_transient, state))
+    if isinstance(state, dict):
+        return {name: value for name, value in state.items() if name not in TRANSIENT_ATTRIBUTES}
+    return state
