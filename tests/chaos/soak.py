@@ -1,8 +1,8 @@
-"""Rounds in shared memory by the million, while the server is killed again and again; `scripts/chaos soak` runs it.
+"""Rounds in shared memory by the million, while the server and ranks are killed; `scripts/chaos soak` runs it.
 
-Each member checks each aggregate to the bit against the sum that it computes itself, and of some rounds also against
-the server's. At the end members that are in the middle of their rounds are killed, all at once, and nothing of the
-memory may be left anywhere.
+Each rank checks each aggregate to the bit against the sum that it computes itself, and of some rounds also against the
+server's. After the kill of a rank the others must raise ReplicaLost for it, and a new job runs the remaining rounds. At
+the end all ranks are killed at once in the middle of their rounds, and nothing of the memory may be left anywhere.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,8 +27,8 @@ from programs.soak_programs import Told
 from support import starter
 from support.starter import STARTER
 
-# From one kill of the server to the next, at most.
-KILL_SECONDS = 10.0
+# From one kill of the server to the next, and from the first round of a job to the kill of a rank, at most.
+KILL_SECONDS, RANK_SECONDS = 10.0, 60.0
 
 # How long the members may get no further.
 STUCK_SECONDS = 120.0
@@ -73,13 +74,14 @@ class Members:
         """Whether all have ended their rounds, or one has failed."""
         return all(pipe.poll() for pipe in self._pipes)
 
-    def told(self) -> list[Told]:
-        """What each says of its rounds."""
-        found = [pipe.recv() for pipe in self._pipes]
-        for pipe in self._pipes:
+    def reports(self, killed: int | None = None) -> list[Told]:
+        """Returns what each rank reports of its rounds, without the one that was killed."""
+        pipes = [pipe for rank, pipe in enumerate(self._pipes) if rank != killed]
+        reports = [pipe.recv() for pipe in pipes]
+        for pipe in pipes:
             with suppress(OSError):  # one that has failed has ended
                 pipe.send(None)
-        return found
+        return reports
 
     def kill(self) -> None:
         """Kills all of them outright, and waits for that."""
@@ -103,25 +105,61 @@ class Members:
             time.sleep(0.02)
 
 
-def soak(size: int, rounds: int, kill_seconds: float, chance: random.Random) -> tuple[list[Told], int]:
-    """Rounds of `size` members; returns what they say, and how often the server was killed."""
-    kills = 0
+@dataclass
+class Soaked:
+    """Counts of a soak: rounds of each rank, those of the last job without the server, those also over it; kills."""
+
+    rounds: int = 0
+    in_memory: int = 0
+    over_server: int = 0
+    server_kills: int = 0
+    rank_kills: int = 0
+
+
+class _ServerKills:
+    """Kills and restarts a server at random moments."""
+
+    def __init__(self, server: Server, seconds: float, chance: random.Random) -> None:
+        self.server, self.seconds, self.chance, self.number = server, seconds, chance, 0
+        self._due = time.monotonic() + chance.uniform(0, seconds)
+
+    def __call__(self) -> None:
+        if time.monotonic() >= self._due:
+            self.server.restart()
+            self.number += 1
+            self._due = time.monotonic() + self.chance.uniform(0, self.seconds)
+
+
+def soak(size: int, rounds: int, kill_seconds: float, rank_seconds: float, chance: random.Random) -> Soaked:
+    """Runs rounds of `size` ranks, in a new job after each kill of a rank, until each rank has had `rounds`."""
+    soaked = Soaked()
     with tempfile.TemporaryDirectory() as folder, Server(Path(folder), f"ipc://{folder}/server") as server:
-        due = time.monotonic() + chance.uniform(0, kill_seconds)
+        kill_server = _ServerKills(server, kill_seconds, chance)
+        while soaked.rounds < rounds:
+            job = f"soak {soaked.rank_kills}"
+            with Members(server.endpoint, job, size, rounds - soaked.rounds) as members:
+                _run_job(members, chance.uniform(0, rank_seconds), chance.randrange(size), kill_server, soaked)
+        soaked.server_kills = kill_server.number
+    return soaked
 
-        def kill_server() -> None:
-            nonlocal due, kills
-            if time.monotonic() >= due:
-                server.restart()
-                kills += 1
-                due = time.monotonic() + chance.uniform(0, kill_seconds)
 
-        with Members(server.endpoint, "soak", size, rounds) as members:
-            members.wait_until(lambda: members.have_told, kill_server)
-            told = members.told()
-    wrong = [f"member {rank}: {one.why}" for rank, one in enumerate(told) if one.why or one.rounds != rounds]
-    require(not wrong, "; ".join(wrong))
-    return told, kills
+def _run_job(members: Members, seconds: float, rank: int, kill_server: Callable[[], None], soaked: Soaked) -> None:
+    """Runs a job until its ranks are through, or to the kill of `rank` some seconds after its first rounds."""
+    members.wait_until(lambda: members.have_told or min(each.value for each in members.progress) > 0)
+    due = time.monotonic() + seconds
+    members.wait_until(lambda: members.have_told or time.monotonic() >= due, kill_server)
+    killed = None if members.have_told else rank
+    if killed is not None:
+        os.kill(members.pids[killed], signal.SIGKILL)
+        soaked.rank_kills += 1
+        members.wait_until(lambda: members.have_told)
+    reports = members.reports(killed)
+    loss = f"ReplicaLost: rank {killed} "
+    wrong = [one for one in reports if one.why and not (killed is not None and one.why.startswith(loss))]
+    require(not wrong, f"after the kill of rank {killed}: {wrong}")
+    soaked.rounds += min(one.rounds for one in reports)
+    soaked.in_memory = min(one.in_memory for one in reports)
+    soaked.over_server += min(one.over_server for one in reports)
 
 
 def kill_all(size: int) -> int:
@@ -168,6 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--members", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=1_000_000, help="of each number of members")
     parser.add_argument("--kill-seconds", type=float, default=KILL_SECONDS, help="between kills of the server, at most")
+    parser.add_argument("--rank-seconds", type=float, default=RANK_SECONDS, help="to the kill of a rank, at most")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     options = parser.parse_args(arguments)
     if min(options.members) < 2:
@@ -177,17 +216,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for size in options.members:
         started = time.monotonic()
         try:
-            told, kills = soak(size, options.rounds, options.kill_seconds, random.Random(options.seed))
+            soaked = soak(size, options.rounds, options.kill_seconds, options.rank_seconds, random.Random(options.seed))
             left = kill_all(size)
         except Finding as finding:
             findings += 1
-            print(f"{size} members: {finding}", file=sys.stderr, flush=True)
+            print(f"{size} ranks: {finding}", file=sys.stderr, flush=True)
             continue
         print(
-            f"{size} members: {options.rounds} rounds each in "
-            f"{time.monotonic() - started:.0f} s, {min(one.in_memory for one in told)} of them without the server, "
-            f"{told[0].over_server} also by each over it, "
-            f"{kills} kills of the server; all bits right; nothing left of {left} killed",
+            f"{size} ranks: {soaked.rounds} rounds each in {time.monotonic() - started:.0f} s, {soaked.in_memory} of "
+            f"the last job's without the server, {soaked.over_server} also by each over it, "
+            f"{soaked.server_kills} kills of the server, {soaked.rank_kills} of a rank; all bits right; "
+            f"nothing left of {left} killed",
             flush=True,
         )
     return int(findings > 0)

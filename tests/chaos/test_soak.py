@@ -25,12 +25,18 @@ def _warm():
 
 
 def test_every_round_has_the_right_bits_whatever_becomes_of_the_server():
-    told, kills = soak.soak(3, ROUNDS, kill_seconds=1.0, chance=random.Random(1))
-    assert [one.rounds for one in told] == [ROUNDS] * 3
-    assert kills >= 1
+    soaked = soak.soak(3, ROUNDS, kill_seconds=1.0, rank_seconds=1e6, chance=random.Random(1))
+    assert (soaked.rounds, soaked.rank_kills) == (ROUNDS, 0)
+    assert soaked.server_kills >= 1
     # The rest are those of which somebody has waited for long, or which do not fit.
-    assert min(one.in_memory for one in told) > ROUNDS // 2
-    assert min(one.over_server for one in told) >= 1
+    assert soaked.in_memory > ROUNDS // 2
+    assert soaked.over_server >= 1
+
+
+def test_the_others_name_a_rank_that_is_killed_and_a_new_job_goes_on():
+    soaked = soak.soak(2, 4 * ROUNDS, kill_seconds=1e6, rank_seconds=0.3, chance=random.Random(2))
+    assert soaked.rounds == 4 * ROUNDS
+    assert soaked.rank_kills >= 1
 
 
 def test_nothing_is_left_of_members_that_are_killed():
