@@ -100,14 +100,14 @@ def page() -> str:
         FLAGS,
         _flags(parser({}), but=_limits()),
         LIMITS,
-        _table(("limit", "default", "from", "to", "what"), map(_limit, fields(Quota))),
+        _list(map(_limit, fields(Quota))),
         *map(_command, sorted(command_line.COMMANDS)),
         "### Exit codes",
-        _table(("code", "error", "what"), _exit_codes()),
+        _list(_exit_codes()),
         CONNECT,
-        _table(("argument", "default", "what"), _arguments()),
+        _list(_arguments()),
         VARIABLES,
-        _table(("variable", "what"), _variables()),
+        _list(_variables()),
     )
     return "\n\n".join(parts) + "\n"
 
@@ -133,7 +133,7 @@ def _flags(of: argparse.ArgumentParser, but: Iterable[str] = ()) -> str:
     """A flag's help names its variable and its default."""
     actions = [action for action in of._actions if not isinstance(action, argparse._HelpAction)]
     rows = ((f"`{_call(action)}`", action.help or "") for action in actions if _name(action) not in but)
-    return _table(("argument", "what"), rows)
+    return _list(rows)
 
 
 def _call(action: argparse.Action) -> str:
@@ -149,10 +149,10 @@ def _limits() -> list[str]:
     return [f"--{option.name.replace('_', '-')}" for option in fields(Quota)]
 
 
-def _limit(option: object) -> tuple[str, ...]:
+def _limit(option: object) -> tuple[str, str]:
     least, most, reason = (option.metadata[name] for name in ("least", "most", "reason"))
-    numbers = (f"{value:.15g}" for value in (option.default, least, most))
-    return (f"`--{option.name.replace('_', '-')}`", *numbers, reason)
+    default, low, high = (f"{value:.15g}" for value in (option.default, least, most))
+    return f"`--{option.name.replace('_', '-')}`", f"{reason}; default {default}, from {low} to {high}"
 
 
 def _command(name: str) -> str:
@@ -178,29 +178,28 @@ def _parser_of(command: object) -> argparse.ArgumentParser:
     raise AssertionError(f"expected that {command} parses its arguments, but it does not")
 
 
-def _exit_codes() -> Iterator[tuple[str, ...]]:
+def _exit_codes() -> Iterator[tuple[str, str]]:
     for error, code in sorted(command_line.EXIT_CODES.items(), key=lambda item: item[1]):
-        yield f"{code}", f"`{error.__name__}`", EXIT_CODES[error]
+        yield f"{code}", f"{EXIT_CODES[error]} (`{error.__name__}`)"
 
 
-def _arguments() -> Iterator[tuple[str, ...]]:
+def _arguments() -> Iterator[tuple[str, str]]:
     said = re.search(r"^Args:\n(.*?)\n\n", inspect.getdoc(client.connect), re.MULTILINE | re.DOTALL)[1]
     texts = dict(re.findall(r"^    (\w+): (.*?)(?=^    \w+: |\Z)", said, re.MULTILINE | re.DOTALL))
     for name, parameter in inspect.signature(client.connect).parameters.items():
-        default = "" if parameter.default is None else f"`{parameter.default!r}`"
-        yield f"`{name}`", default, " ".join(texts[name].split())
+        default = "" if parameter.default is None else f" (default `{parameter.default!r}`)"
+        yield f"`{name}`{default}", " ".join(texts[name].split())
 
 
-def _variables() -> Iterator[tuple[str, ...]]:
+def _variables() -> Iterator[tuple[str, str]]:
     for name in sorted(variables_of("client")):
         if name not in CLIENT_VARIABLES:
             raise KeyError(f"the client reads {name}: say in CLIENT_VARIABLES of {__file__} what it means")
         yield f"`{name}`", CLIENT_VARIABLES[name]
 
 
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = (head, ("---",) * len(head), *rows)
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+def _list(items: Iterable[tuple[str, str]]) -> str:
+    return "\n".join(f"- {name}: {text}" for name, text in items)
 
 
 if __name__ == "__main__":
