@@ -1,55 +1,63 @@
-"""BrokenJob: what this process does when the server says that its strict job is broken.
+"""BrokenJob: how this process reacts to the server's report that its strict job is broken.
 
-A main thread that is in a call of ours gets the error there, and one that computes gets it at its next round. One that
-waits in a collective of torch would never get it: a rank that it waits for has gone, or will not come. So the thread
-of the heartbeats logs the reason, has torch give up the collective where torch can do that, and after a while ends the
-process. What ends by itself before that, as gloo's collectives do when a connection breaks, gets the reason as a note.
+A main thread in a call of this package raises the error there; one that computes raises it in its next round. One
+that is blocked in a collective of torch would wait for ever, because the ranks it waits for are gone or elsewhere. So
+the heartbeat thread logs the cause, has torch abort the collective where torch can, and ends the process after
+`abort_after` seconds. If the collective raises first, as gloo's does when a connection breaks, the exception gets the
+cause as a note.
 
-A collective of NCCL returns at once. The main thread waits later, in any call that reads a value from the device, such
-as `loss.item()`, and no stack frame shows that. So the thread counts as waiting for NCCL while torch's flight recorder
+A collective of NCCL returns at once, and the main thread later waits in a call that reads a value from the device, such
+as `loss.item()`; no stack frame shows this wait. Such a thread counts as blocked while torch's flight recorder
 reports an unfinished NCCL operation and the thread's stack does not change.
 
-Never end a process whose main thread makes progress. If the other ranks have left in good order, end a process only if
-it waits in a collective of DistributedDataParallel itself: it would train on without them.
+A process that makes progress is never ended. After a clean exit of the other ranks, a process is ended only if it is
+blocked in a collective of DistributedDataParallel itself: it would train on without them.
 """
 
 import logging
 import os
+import re
+import signal
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any, NoReturn
 
-from client.diagnostics import collectives
-from client.diagnostics.look import Look, Looks
+from client.diagnostics import collectives, stack
+from client.diagnostics.sampler import ThreadSample, ThreadSampler
 from statsd_bn.error_text import in_brief, in_log
 from statsd_bn.errors import StatsdBNError
-from statsd_bn.text import plain
+from statsd_bn.text import plain, readable
 
 logger = logging.getLogger("statsd_bn.client")
 
-# How long a process that is about to end waits for the server's report. The server detects a killed process within a
-# second, on a busy host within a few, and any lost process within `silence_seconds`, 3.5 by default. Launchers kill a
-# process 10 to 30 s after SIGTERM.
-NEWS_SECONDS = 4.0
+# How long a failing process waits for the server's report. The server detects a killed process within a second, on
+# a busy host within a few, and any lost process within `silence_seconds`, 3.5 by default. Launchers kill a process 10
+# to 30 s after SIGTERM.
+CAUSE_SECONDS = 4.0
 
-# How long others may have left before a rank that waits for them in a collective is told: at the end of a run they
-# leave some moments apart.
-LEFT_SECONDS = 3.0
+# How long other ranks must be gone before a rank that is blocked in a collective logs their clean exit: at the end of a
+# run, ranks exit some moments apart.
+EXIT_SECONDS = 3.0
 
 # How long the main thread's stack must not change before its NCCL collectives are aborted. Until then the other ranks
 # may still start the last collective, and it may complete.
-STILL_SECONDS = 3.0
+STALL_SECONDS = 3.0
+
+# The text of errors of collectives. Autograd's engine raises these errors and the model's.
+_COLLECTIVE_ERROR = re.compile(r"gloo|nccl|c10d|process ?group|connection (?:closed|reset)", re.IGNORECASE)
 
 
-def has_left_in_order(error: StatsdBNError) -> bool:
-    """Whether an error says that a rank has left without an error of its own."""
+def is_clean_exit(error: StatsdBNError) -> bool:
+    """Whether an error reports a rank that left without an error."""
     return error.fields.get("cause") == ""
 
 
 def end_process(text: str) -> NoReturn:
-    """Ends this process at once, with a last line on its error output."""
+    """Ends this process at once with exit code 1, and with a last line on stderr."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # closed, or another thread is writing
             stream.flush()
@@ -59,91 +67,152 @@ def end_process(text: str) -> NoReturn:
 
 
 class BrokenJob:
-    """The news of this process's job, and what follows from it.
+    """The reported cause of a broken job, and the reaction to it.
 
     Args:
-        abort_after: how long the main thread may stay in one collective after the news, or stand still behind one of
-            NCCL, in seconds; None: for ever.
+        name: this process in log lines.
+        abort_after: how long the main thread may be blocked in one collective after the report, or make no progress
+            behind one of NCCL, in seconds; None: for ever.
     """
 
     def __init__(
-        self, looks: Looks, name: str, abort_after: float | None, end: Callable[[str], Any] = end_process
+        self, sampler: ThreadSampler, name: str, abort_after: float | None, end: Callable[[str], Any] = end_process
     ) -> None:
-        self.looks = looks
+        self.sampler = sampler
         self._name = name
         self._abort_after = abort_after
         self._end = end
-        self._news: StatsdBNError | None = None
-        self._has_come = threading.Event()
-        self._is_told = False
+        self._cause: StatsdBNError | None = None
+        self._is_reported = threading.Event()
+        self._is_logged = False
         self._raised: str | None = None
-        self._held: tuple[tuple[object, ...], float] | None = None
+        self._blocked: tuple[tuple[object, ...], float] | None = None
         self._has_aborted = False
 
-    def take(self, error: StatsdBNError) -> None:
-        """Takes the news that the job is broken. The first says most, but a failure says more than a good-bye."""
-        if self._news is None or (has_left_in_order(self._news) and not has_left_in_order(error)):
-            self._news = error
-            self._has_come.set()
+    def report(self, error: StatsdBNError) -> None:
+        """Records why the job is broken. The first report counts, but a failure replaces a clean exit."""
+        if self._cause is None or (is_clean_exit(self._cause) and not is_clean_exit(error)):
+            self._cause = error
+            self._is_reported.set()
 
-    def raises(self, error: StatsdBNError) -> None:
-        """Takes note of an error that the main thread is about to raise: the log does not repeat it."""
+    def record_raised(self, error: StatsdBNError) -> None:
+        """Records an error that the main thread is about to raise, so that the log does not repeat it."""
         self._raised = in_brief(error)
 
     @property
-    def is_logged(self) -> bool:
-        """Whether the log says why the job is broken."""
-        return self._is_told and logger.isEnabledFor(logging.ERROR)
+    def is_broken(self) -> bool:
+        """Whether the server has reported the job as broken."""
+        return self._cause is not None
 
-    @property
-    def has_news(self) -> bool:
-        """Whether it is known to be broken."""
-        return self._news is not None
+    def wait_for_cause(self, seconds: float) -> StatsdBNError | None:
+        """Returns why the job is broken; None if no report comes within this many seconds."""
+        self._is_reported.wait(seconds)
+        return self._cause
 
-    def wait(self, seconds: float) -> StatsdBNError | None:
-        """Returns why the job is broken, if that is known within some time; None while it is not."""
-        self._has_come.wait(seconds)
-        return self._news
-
-    def step(self, now: float) -> None:
-        """Does what is due; the heartbeat's thread calls it each time that it runs."""
-        error = self._news
+    def check(self, now: float) -> None:
+        """Logs the cause, aborts collectives or ends the process, when due; the heartbeat thread calls it regularly."""
+        error = self._cause
         if error is None:
             return
-        look = self.looks.look()
-        in_order = has_left_in_order(error)
-        if not (in_order or look.is_in_call):
-            self._tell(error, look)
-        collective = None if look.is_in_call else look.collective
-        # A call of ours that waits for the server has raised by now, and only one that waits for a device stands still.
-        call = collective.call if collective else self.looks.standstill()
+        sample = self.sampler.sample()
+        is_clean = is_clean_exit(error)
+        if not (is_clean or sample.is_in_call):
+            self._log(error, sample)
+        collective = None if sample.is_in_call else sample.collective
+        # A call of this package that waits for the server has raised by now; one that waits for a device is blocked.
+        call = collective.call if collective else self.sampler.nccl_progress()
         if call is None:
-            self._held = None
+            self._blocked = None
             return
-        if self._held is None or self._held[0] != call:
-            self._held = call, now
-        seconds = now - self._held[1]
-        if in_order and seconds >= LEFT_SECONDS:
-            self._tell(error, look)
-        if not in_order and (collective or seconds >= STILL_SECONDS):
-            self._abort()
-        is_doomed = not in_order or (collective is not None and collectives.is_of_training(collective))
-        if self._abort_after is not None and is_doomed and seconds >= self._abort_after:
-            where = look.place.stack or "a collective of torch"
+        if self._blocked is None or self._blocked[0] != call:
+            self._blocked = call, now
+        seconds = now - self._blocked[1]
+        if is_clean and seconds >= EXIT_SECONDS:
+            self._log(error, sample)
+        if not is_clean and (collective or seconds >= STALL_SECONDS):
+            self._abort_collectives()
+        must_end = not is_clean or (collective is not None and collectives.is_of_training(collective))
+        if self._abort_after is not None and must_end and seconds >= self._abort_after:
+            where = sample.stack or "a collective of torch"
             behind = "" if collective else ", behind a collective of NCCL,"
-            since = f"has waited in {where}{behind} for {seconds:.0f} s since its job broke"
-            self._end(f"{self._name} {since}, and ends now: {in_log(error)}")
+            since = f"blocked in {where}{behind} for {seconds:.0f} s after its job broke"
+            self._end(f"aborting {self._name}: {since}: {in_log(error)}")
 
-    def _tell(self, error: StatsdBNError, look: Look) -> None:
-        # What ended another rank was raised here as well, if it was a mismatch.
-        if self._is_told or (self._raised and self._raised in {in_brief(error), error.fields.get("cause")}):
+    def annotate(self, error: BaseException) -> None:
+        """Adds the cause to an exception that is not a `StatsdBNError`, as a note.
+
+        For an exception of a torch collective, waits up to `CAUSE_SECONDS` for the report. If a launcher sends SIGTERM
+        during this wait, prints the exception and ends the process.
+        """
+        if isinstance(error, StatsdBNError) or not isinstance(error, Exception):
             return
-        self._is_told = True
-        where = f"; {self._name} is in {look.place.stack}" if look.place.stack else ""
+        if not _is_of_collective(error):
+            cause = self.wait_for_cause(0.0)
+            if cause and not is_clean_exit(cause):
+                self._add_note(error, cause)
+            return
+        with _deferred_termination() as signals:
+            if cause := self.wait_for_cause(CAUSE_SECONDS):
+                self._add_note(error, cause)
+            if signals:
+                traceback.print_exception(error)
+                sys.stderr.flush()
+
+    def _add_note(self, error: Exception, cause: StatsdBNError) -> None:
+        text = f"{type(cause).__name__}: {readable(str(cause))}"
+        if self._is_logged and logger.isEnabledFor(logging.ERROR):
+            text = "the job is broken; see the log for the cause"
+        note = f"statsd_bn: {text}"
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+
+    def _log(self, error: StatsdBNError, sample: ThreadSample) -> None:
+        # After a mismatch, this rank has raised the error that ended the other rank.
+        if self._is_logged or (self._raised and self._raised in {in_brief(error), error.fields.get("cause")}):
+            return
+        self._is_logged = True
+        where = f"; {self._name} is in {sample.stack}" if sample.stack else ""
         logger.error("%s: %s%s", type(error).__name__, in_log(error), where)
 
-    def _abort(self) -> None:
+    def _abort_collectives(self) -> None:
         if not self._has_aborted:
             self._has_aborted = True
-            # It may take its time, or not return.
+            # It may block, or never return.
             threading.Thread(target=collectives.abort, name="statsd_bn abort", daemon=True).start()
+
+
+def _is_of_collective(error: Exception) -> bool:
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    if trace is None:
+        return False
+    if collectives.is_collective(trace.tb_frame):
+        return True
+    is_torchs = stack.module_of(trace.tb_frame).startswith("torch.")
+    return is_torchs and _COLLECTIVE_ERROR.search(str(error)) is not None
+
+
+@contextmanager
+def _deferred_termination() -> Iterator[list[int]]:
+    """Defers SIGTERM, which a launcher sends as soon as another rank has ended, to the end of the block.
+
+    Yields:
+        The signals received so far.
+    """
+    signals: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield signals
+        return
+
+    def record(number: int, _: FrameType | None) -> None:
+        signals.append(number)
+
+    signal.signal(signal.SIGTERM, record)
+    try:
+        yield signals
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if signals:
+            os.kill(os.getpid(), signal.SIGTERM)

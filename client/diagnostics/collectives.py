@@ -1,8 +1,8 @@
-"""Collectives: whether the main thread is inside of a collective of torch, and how far this process is on its groups.
+"""Collectives: the collective of torch in which the main thread is, and this process's progress in each process group.
 
-torch counts the operations that a process has begun on each process group, and all ranks of a group begin the same
-ones in the same order. So the numbers of two ranks say which of them waits for the other. torch is never imported:
-where nobody has loaded it, there is no collective.
+torch counts the operations that a process has launched on each process group. All ranks of a group launch the same
+operations in the same order, so the counts of two ranks show which one waits for the other. This module never imports
+torch: in a process that has not imported it there are no collectives.
 """
 
 import json
@@ -17,7 +17,6 @@ from typing import Any
 from weakref import WeakSet
 
 from client.diagnostics import stack
-from client.diagnostics.place import TorchGroup
 from statsd_bn.messages import ALL_GATHER, ALL_REDUCE, BARRIER, BUFFERS
 
 _C10D = "torch.distributed.distributed_c10d"
@@ -25,92 +24,84 @@ _C = "torch._C._distributed_c10d"
 _DDP = "torch.nn.parallel.distributed"
 _ENGINE = "torch.autograd.graph"
 
-# What computes, or waits for other ranks in a collective that has no function of Python's. The forward pass of
-# DistributedDataParallel finds out once in which order the ranks have their gradients, and so does a rank in torch's
-# `Join` whose data has ended.
-_MAY_WAIT = {_ENGINE: frozenset({"_engine_run_backward"}), _DDP: frozenset({"_pre_forward", "main_hook"})}
+# Functions that compute, or wait in a collective for which there is no Python function. DistributedDataParallel's
+# forward pass agrees once on the order of the gradients, and so does a rank in torch's `Join` after the end of its
+# data.
+_MAY_COMPUTE = {_ENGINE: frozenset({"_engine_run_backward"}), _DDP: frozenset({"_pre_forward", "main_hook"})}
 
-# What a thread is in while it waits for other ranks, by module: for all of a group. `recv` and the like wait for one
-# rank, and which one nobody can see.
+# Functions that wait for all ranks of a group, by module. `recv` and the like wait for one rank, which is unknown.
+_C10D_NAMES = """
+    all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_single all_reduce
+    all_reduce_coalesced all_to_all all_to_all_single barrier broadcast broadcast_object_list gather gather_into_tensor
+    gather_object gather_single monitored_barrier reduce reduce_scatter reduce_scatter_single reduce_scatter_tensor
+    scatter scatter_object_list
+"""
 _COLLECTIVES = {
-    _C10D: frozenset(
-        {
-            "all_gather",
-            "all_gather_coalesced",
-            "all_gather_into_tensor",
-            "all_gather_object",
-            "all_gather_single",
-            "all_reduce",
-            "all_reduce_coalesced",
-            "all_to_all",
-            "all_to_all_single",
-            "barrier",
-            "broadcast",
-            "broadcast_object_list",
-            "gather",
-            "gather_into_tensor",
-            "gather_object",
-            "gather_single",
-            "monitored_barrier",
-            "reduce",
-            "reduce_scatter",
-            "reduce_scatter_single",
-            "reduce_scatter_tensor",
-            "scatter",
-            "scatter_object_list",
-        }
-    ),
-    # The last three are those of a rank in torch's `Join`, mostly of one whose data has ended.
+    _C10D: frozenset(_C10D_NAMES.split()),
     _DDP: frozenset(
-        {"_sync_buffers", "_sync_module_states", "_match_all_reduce_for_bwd_pass", "_match_unused_params_allreduce"}
+        {"_sync_buffers", "_sync_module_states"}
+        # A rank in torch's `Join`, usually after the end of its data.
+        | {"_match_all_reduce_for_bwd_pass", "_match_unused_params_allreduce"}
         | {"_check_global_requires_backward_grad_sync"}
     ),
     "torch.distributed.utils": frozenset({"_sync_module_states", "_verify_param_shape_across_processes"}),
 }
 
-# What kind those are that every rank is through with at about the same time, and the forward pass's broadcast of
-# buffers, which its first rank is through with before the others.
+# The kinds of collectives that all ranks leave at about the same time. BUFFERS is the broadcast in
+# DistributedDataParallel's forward pass, which the group's first rank leaves before the others.
+_ALL_GATHERS = "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_single"
 _KINDS = {
     "barrier": BARRIER,
-    "all_reduce": ALL_REDUCE,
-    "all_reduce_coalesced": ALL_REDUCE,
-    "all_gather": ALL_GATHER,
-    "all_gather_coalesced": ALL_GATHER,
-    "all_gather_into_tensor": ALL_GATHER,
-    "all_gather_object": ALL_GATHER,
-    "all_gather_single": ALL_GATHER,
+    **dict.fromkeys(("all_reduce", "all_reduce_coalesced"), ALL_REDUCE),
+    **dict.fromkeys(_ALL_GATHERS.split(), ALL_GATHER),
     "_sync_buffers": BUFFERS,
 }
 
-# What these functions do themselves with objects, before and after the collective: pickling a large one takes long.
-_WORK_OF_OBJECTS = frozenset({"_object_to_tensor", "_tensor_to_object"})
+# Functions that pickle objects before and after a collective, which takes long for large objects.
+_PICKLING = frozenset({"_object_to_tensor", "_tensor_to_object"})
 
-# The names under which these functions keep their process group.
+# The variables in which these functions keep their process group.
 _GROUP_NAMES = ("group", "process_group", "pg")
 
-# How deep inside of a collective its own frames may be.
-_DEEPEST = 12
+# The largest number of frames inside of a collective.
+_MAX_DEPTH = 12
 
-# Ranks that can be told; a group with others is told as none.
-_MOST_RANKS = 16_384
+# Reports leave out process groups with ranks from this on.
+_MAX_RANKS = 16_384
 
-# Wrappers whose backward pass reduces gradients over their process group, as far as layers of ours are in them.
+# DistributedDataParallel modules with layers of this package: they reduce gradients over their own process group.
 _wrappers: WeakSet[Any] = WeakSet()
 
-# Set once a collective was given up that gloo still works on: its threads would hold up the end of the process.
+# Set after a timeout in a collective of gloo: its threads still wait, and would block the end of the process.
 abandoned = threading.Event()
 
-# Where Linux says how long a thread has run: the first number, in nanoseconds.
-_RUN_TIME = Path("/proc/self/task")
+# Linux reports each thread's run time here: the first number of `schedstat`, in nanoseconds.
+_THREADS = Path("/proc/self/task")
+
+
+@dataclass(frozen=True, slots=True)
+class TorchGroup:
+    """This process's progress in one of its process groups.
+
+    Attributes:
+        name: torch's name for the group, the same on all ranks.
+        launched: the number of operations that this process has launched on it.
+        counts_all: whether that number covers all operations: in a group of several backends it covers one backend.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    launched: int
+    counts_all: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective that the main thread is inside of.
+    """A collective that the main thread is in.
 
     Attributes:
-        group: its process group; None if that cannot be seen.
-        call: tells this call from any other; a new call of the same line is another one.
+        group: its process group; None if unknown.
+        call: an identity of this call: the next call of the same line has another one.
     """
 
     frame: FrameType
@@ -119,7 +110,7 @@ class Collective:
 
 
 def remember() -> None:
-    """Notes the DistributedDataParallel whose forward pass is under way: its backward pass reduces over its group."""
+    """Records the DistributedDataParallel in its forward pass: its backward pass will reduce over its group."""
     kind = getattr(sys.modules.get(_DDP), "DistributedDataParallel", None)
     wrapper = getattr(kind, "_active_ddp_module", None)
     if wrapper is not None:
@@ -127,18 +118,17 @@ def remember() -> None:
 
 
 def current(innermost: FrameType | None) -> Collective | None:
-    """Returns the collective that a thread is inside of, from the frame that it is in; None if it is in none.
+    """Returns the collective that a thread is in, given its innermost frame; None if it is in none.
 
-    In the backward pass of DistributedDataParallel the thread waits in the engine of autograd, in no function of its
-    own; see `may_compute` for this one and others like it.
+    DistributedDataParallel's backward pass has no function but waits in autograd's engine: see `may_compute`.
     """
     if innermost is None:
         return None
-    found = _collective_frame(innermost) or (innermost if may_compute(innermost) and _all() else None)
-    if found is None:
+    frame = _collective_frame(innermost) or (innermost if may_compute(innermost) and _process_groups() else None)
+    if frame is None:
         return None
-    group = _group_of(found)
-    return Collective(found, group, (id(found), found.f_lasti, *((one.name, one.launched) for one in groups())))
+    group = _group_of(frame)
+    return Collective(frame, group, (id(frame), frame.f_lasti, *((each.name, each.launched) for each in groups())))
 
 
 def is_collective(innermost: FrameType) -> bool:
@@ -147,56 +137,56 @@ def is_collective(innermost: FrameType) -> bool:
 
 
 def is_of_training(collective: Collective) -> bool:
-    """Whether it is one that a wrapped model begins by itself, in each training step."""
+    """Whether this collective is part of each training step of a wrapped model."""
     return stack.module_of(collective.frame) in {_DDP, _ENGINE}
 
 
 def kind_of(collective: Collective) -> str:
-    """Returns the kind of a collective; empty if ranks may be through with it at very different times."""
+    """Returns the kind of a collective; empty if ranks may leave it at very different times."""
     return _KINDS.get(collective.frame.f_code.co_name, "")
 
 
 def may_compute(innermost: FrameType) -> bool:
-    """Whether a thread may wait for other ranks where it is, or compute.
+    """Whether a thread with this innermost frame either computes or waits for other ranks.
 
-    It waits only while the process takes next to no processor time, see `client.diagnostics.look`.
+    It waits only while the process uses next to no processor time, see `client.diagnostics.sampler`.
     """
-    return innermost.f_code.co_name in _MAY_WAIT.get(stack.module_of(innermost), ())
+    return innermost.f_code.co_name in _MAY_COMPUTE.get(stack.module_of(innermost), ())
 
 
 def groups() -> list[TorchGroup]:
-    """Returns this process's process groups; empty where torch has none, or does not tell."""
-    return [told for group in _all() if (told := _told(group))]
+    """Returns this process's process groups; empty if torch has none or does not list them."""
+    return [found for group in _process_groups() if (found := _torch_group(group))]
 
 
-def group_named(name: str) -> TorchGroup | None:
-    """Returns one of this process's process groups by torch's name for it; None if it has no such group."""
+def find_group(name: str) -> TorchGroup | None:
+    """Returns one of this process's process groups by torch's name for it; None if there is no such group."""
     return next((group for group in groups() if group.name == name), None)
 
 
 def rank_in_torch() -> int | None:
     """Returns this process's rank in torch's default process group; None without such a group."""
-    torchs = sys.modules.get(_C10D)
-    # Asked in each round of a process without a connection, and mostly there is no such group.
-    if torchs is None or getattr(getattr(torchs, "GroupMember", None), "WORLD", torchs) is None:
+    c10d = sys.modules.get(_C10D)
+    # Called in each round of a process without a connection, usually without such a group.
+    if c10d is None or getattr(getattr(c10d, "GroupMember", None), "WORLD", c10d) is None:
         return None
     try:
-        rank = torchs.get_rank()
+        rank = c10d.get_rank()
     except Exception:  # noqa: BLE001 - it is not loaded, or not initialised, or of an unknown version
         return None
     return rank if isinstance(rank, int) else None
 
 
-def run_time() -> int | None:
-    """Returns for how long the main thread has run, in nanoseconds of the processor; None where nobody says."""
+def main_thread_time() -> int | None:
+    """Returns the main thread's processor time in nanoseconds; None if the system does not report it."""
     number = threading.main_thread().native_id
     try:
-        return int((_RUN_TIME / str(number) / "schedstat").read_text().split()[0])
+        return int((_THREADS / str(number) / "schedstat").read_text().split()[0])
     except (OSError, ValueError, IndexError):
         return None
 
 
-def unfinished() -> tuple[tuple[str, int, int], ...]:
+def unfinished_operations() -> tuple[tuple[str, int, int], ...]:
     """Returns the progress of this process's NCCL groups, if one of them has an unfinished operation.
 
     The host continues while such an operation runs, and waits for it in any call that reads a value from the device.
@@ -204,47 +194,47 @@ def unfinished() -> tuple[tuple[str, int, int], ...]:
 
     Returns:
         For each group its number, and the numbers of its newest started and newest completed operation; empty if all
-        have completed, or if there is no flight recorder.
+        have completed, or without a flight recorder.
     """
     with suppress(Exception):  # it is not loaded, has no NCCL or is of an unknown version
-        dump = sys.modules[_C]._dump_nccl_trace_json  # noqa: SLF001 - torch says it nowhere else
-        told = dump(includeCollectives=False, onlyActive=False)
-        groups = tuple((name, *begun_and_ended(status)) for name, status in json.loads(told)["pg_status"].items())
-        return groups if any(begun > ended for _, begun, ended in groups) else ()
+        dump = sys.modules[_C]._dump_nccl_trace_json  # noqa: SLF001 - torch has no public name for it
+        status = json.loads(dump(includeCollectives=False, onlyActive=False))["pg_status"]
+        found = tuple((name, *started_and_completed(entry)) for name, entry in status.items())
+        return found if any(started > completed for _, started, completed in found) else ()
     return ()
 
 
-def begun_and_ended(status: dict[str, Any]) -> tuple[int, int]:
-    """Returns the numbers of the newest operations, from what torch's flight recorder tells of one group."""
-    return int(status["last_enqueued_collective"]), int(status["last_completed_collective"])
+def started_and_completed(entry: dict[str, Any]) -> tuple[int, int]:
+    """Returns the numbers of a group's newest operations from its entry in torch's flight recorder."""
+    return int(entry["last_enqueued_collective"]), int(entry["last_completed_collective"])
 
 
 def abort() -> None:
-    """Has torch give up the collectives under way, so that they raise, where torch can do that: on NCCL.
+    """Aborts the running collectives of NCCL, so that they raise.
 
-    gloo's `abort` ends nothing that is under way, as of torch 2.13.
+    gloo's `abort` ends no running collective, as of torch 2.13.
     """
     with suppress(Exception):
         module = sys.modules[_C10D]
-        backends = [backend for backend, _ in module._world.pg_map.values()]  # noqa: SLF001 - torch says it nowhere else
+        backends = [backend for backend, _ in module._world.pg_map.values()]  # noqa: SLF001 - no public name
         if any("nccl" in backend for backend in backends):
             module._abort_process_group()  # noqa: SLF001 - since torch 2.6
 
 
 def _collective_frame(innermost: FrameType) -> FrameType | None:
-    found = None
-    for frame in islice(stack.frames(innermost), _DEEPEST):
+    outermost = None
+    for frame in islice(stack.frames(innermost), _MAX_DEPTH):
         module = stack.module_of(frame)
-        if not module.startswith("torch.") or frame.f_code.co_name in _WORK_OF_OBJECTS:
+        if not module.startswith("torch.") or frame.f_code.co_name in _PICKLING:
             break
         if frame.f_code.co_name in _COLLECTIVES.get(module, ()):
-            found = frame  # the outermost says most
-    return found
+            outermost = frame
+    return outermost
 
 
-def _all() -> list[Any]:
+def _process_groups() -> list[Any]:
     world = getattr(sys.modules.get(_C10D), "_world", None)
-    # Another thread may make or end a group just now.
+    # Another thread may add or remove a group at the same time.
     with suppress(Exception):
         return list(world.pg_names) if world else []
     return []
@@ -252,44 +242,39 @@ def _all() -> list[Any]:
 
 def _group_of(frame: FrameType) -> TorchGroup | None:
     if stack.module_of(frame) == _ENGINE:
-        # Nothing here says which: that of the wrappers, or the only one there is.
-        found = _groups_of_wrappers() or groups()
-        return found[0] if len(found) == 1 else None
+        # The frame does not name the group: it is the wrappers' group, or the only one.
+        candidates = _groups_of_wrappers() or groups()
+        return candidates[0] if len(candidates) == 1 else None
     names = frame.f_locals
     group = next((names[name] for name in _GROUP_NAMES if names.get(name) is not None), None)
     if group is None and "self" in names:
-        # A hook of torch's `Join` names its wrapper.
+        # A hook of torch's `Join` refers to its wrapper.
         group = getattr(names.get("ddp", names["self"]), "process_group", None)
     if group is None:
-        group = _default()
-    return _told(group)
+        with suppress(Exception):
+            group = sys.modules[_C10D].GroupMember.WORLD
+    return _torch_group(group)
 
 
 def _groups_of_wrappers() -> list[TorchGroup]:
-    with suppress(Exception):  # the main thread may make a wrapper just now
-        found = (_told(wrapper.process_group) for wrapper in list(_wrappers))
+    with suppress(Exception):  # the main thread may add a wrapper at the same time
+        found = (_torch_group(wrapper.process_group) for wrapper in list(_wrappers))
         return list({group.name: group for group in found if group}.values())
     return []
 
 
-def _default() -> Any:
+def _torch_group(group: Any) -> TorchGroup | None:
     with suppress(Exception):
-        return sys.modules[_C10D].GroupMember.WORLD
-    return None
-
-
-def _told(group: Any) -> TorchGroup | None:
-    with suppress(Exception):
-        world = sys.modules[_C10D]._world  # noqa: SLF001 - torch says it nowhere else
+        world = sys.modules[_C10D]._world  # noqa: SLF001 - torch has no public name for it
         ranks = tuple(sorted(world.pg_group_ranks[group]))
-        if ranks[-1] < _MOST_RANKS:
+        if ranks[-1] < _MAX_RANKS:
             launched = int(group._get_sequence_number_for_group())  # noqa: SLF001 - as above
             return TorchGroup(str(world.pg_names[group]), ranks, launched, _has_one_backend(world, group))
     return None
 
 
 def _has_one_backend(world: Any, group: Any) -> bool:
-    """Whether a process group has the same backend for all devices, such as "cpu:gloo,cuda:gloo"."""
-    with suppress(Exception):  # torch has told it so since 2.1
+    """Whether all devices of a process group use the same backend, unlike in "cpu:gloo,cuda:nccl"."""
+    with suppress(Exception):  # torch reports it since 2.1
         return len({each.partition(":")[2] for each in str(world.pg_backend_config[group]).split(",")}) == 1
     return False

@@ -1,4 +1,4 @@
-"""Training that goes on when members come and go: states to commit and restore, and shares of the data.
+"""Elastic training: committing and restoring the state, and splitting the data, when members join or are lost.
 
-The connection alone survives a change of members; this package restores the training after it.
+The connection survives a change of members; this package restores the training after it.
 """

@@ -1,7 +1,7 @@
-"""ElasticSampler: every sample of an epoch once, however often the members change meanwhile.
+"""ElasticSampler: each sample of an epoch once, however often the members change.
 
-Samples that are recorded as processed are taken out, and the rest is split again whenever the members change. Nothing
-is padded, so no sample is seen twice; the shares of the members may differ by one.
+After a change of members the samples that are not recorded as processed are split again. There is no padding, so no
+sample is seen twice, and the members' shares may differ by one.
 """
 
 from collections.abc import Iterator, Sequence, Sized
@@ -16,24 +16,24 @@ from statsd_bn.error_text import broken
 
 
 class ElasticSampler(Sampler[int]):
-    """Gives each member its share of the samples that are not processed yet.
+    """Splits the unprocessed samples of an epoch among the members.
 
     For a `DataLoader(dataset, batch_size, sampler=sampler)`. Members with the same state have disjoint shares, which
-    together are all remaining samples. Do not use `drop_last`: it leaves samples over in each epoch, and gives members
-    different numbers of batches when they commit; `ElasticState` reports that.
+    together are all remaining samples. Do not use `drop_last`: it skips samples in each epoch, and gives members
+    different numbers of batches at a commit, which `ElasticState` reports.
 
     Args:
-        dataset: only its length is used; the same on every member.
+        dataset: only its length is used, which must be equal on all members.
         shuffle: draw a new order for each epoch; else the order of the dataset.
-        seed: of the order, the same on every member.
+        seed: of the order, equal on all members.
 
     Attributes:
         epoch: the current epoch.
-        rank: this member's index among those who share.
-        world_size: how many share.
+        rank: the index of this member's share.
+        world_size: the number of shares.
         indices: this member's share, in order.
-        recorded: its own batches recorded since the share was split, or since `ElasticState` reported them to the
-            others.
+        recorded: its own batches recorded since the last split, or since `ElasticState` reported them to the other
+            members.
 
     Raises:
         TypeError: the dataset has no length.
@@ -60,7 +60,7 @@ class ElasticSampler(Sampler[int]):
         return len(self.indices)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch; does nothing in the current one, so that a restored epoch goes on."""
+        """Starts an epoch; without effect for the current one, so that a restored epoch continues."""
         if epoch == self.epoch:
             return
         self.epoch = epoch
@@ -71,7 +71,7 @@ class ElasticSampler(Sampler[int]):
         """Records that a batch of this member's share has been processed.
 
         Args:
-            batch_idx: which one, as a loader with this sampler counts them, from 0 after each `reset`.
+            batch_idx: its index in a loader with this sampler, from 0 after each `reset`.
             batch_size: the loader's; the last batch may be shorter.
 
         Raises:
@@ -89,12 +89,12 @@ class ElasticSampler(Sampler[int]):
         self.record_indices(batch)
 
     def record_indices(self, indices: Sequence[int]) -> None:
-        """Records that these samples have been processed, by any member."""
+        """Records samples as processed, by any member."""
         self._processed[list(indices)] = True
 
     @property
     def processed_indices(self) -> list[int]:
-        """The processed samples of this epoch, as far as this member knows, in ascending order."""
+        """The processed samples of this epoch that this member knows, in ascending order."""
         indices: list[int] = np.flatnonzero(self._processed).tolist()
         return indices
 
@@ -104,15 +104,15 @@ class ElasticSampler(Sampler[int]):
         return bool(self._processed.all())
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the epoch and its processed samples; not who has which share."""
-        # A tensor: a list of a million numbers takes more than a second to be copied at each commit.
+        """Returns the epoch and its processed samples, without the shares."""
+        # A tensor: copying a list of a million numbers at each commit would take more than a second.
         return {"epoch": self.epoch, "processed_indices": torch.from_numpy(np.flatnonzero(self._processed))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state, and splits the remaining samples again; `processed_indices` may be a list as well.
+        """Loads a state, and splits the remaining samples again; `processed_indices` may also be a list.
 
         Raises:
-            ValueError: the state names a sample that the dataset does not have.
+            ValueError: the state contains a sample outside of the dataset.
         """
         processed = torch.as_tensor(state_dict["processed_indices"], dtype=torch.int64, device="cpu").numpy()
         if processed.size and not 0 <= processed.min() <= processed.max() < self._size:
@@ -128,11 +128,11 @@ class ElasticSampler(Sampler[int]):
         self.reset(self.rank, self.world_size)
 
     def reset(self, rank: int | None = None, world_size: int | None = None) -> None:
-        """Splits the remaining samples of the epoch; after it, start a new iteration of a loader with this sampler.
+        """Splits the remaining samples of the epoch; afterwards start a new iteration of a loader with this sampler.
 
         Args:
-            rank: this member's index among those who share; None: from the current connection.
-            world_size: how many share; None: from the current connection.
+            rank: the index of this member's share; None: from the current connection.
+            world_size: the number of shares; None: from the current connection.
         """
         if rank is None or world_size is None:
             connection = current_connection()

@@ -1,32 +1,33 @@
-"""Elastic training: members come and go, and no sample of an epoch is lost or seen twice.
+"""Elastic training: members may join and be lost, and each sample of an epoch is processed once.
 
-An `ElasticState` holds what a training consists of. Every so often all members *commit*: they tell one another which
-samples they have processed, and keep a copy of the state. A commit also shows who has joined and who is lost. If nobody
-is lost the commit stands. Otherwise all go back to the previous commit, and split the samples again that it leaves
-unprocessed. New members get the state at a commit too, and only there.
+An `ElasticState` holds the state of a training. From time to time all members *commit*: they exchange reports of the
+samples that they have processed, and copy the state. A commit also detects new and lost members. If no member is lost,
+the commit is valid. Otherwise all members restore the previous commit, and split its unprocessed samples again. New
+members receive the state at a commit.
 
-A commit waits for all members, like the beginning of a pass in `client.join`. They decide from one aggregate, the same
-bytes for all, so they decide alike.
+A commit waits for all members, like the start of a pass in `client.join`. All decide from the same bytes of one
+aggregate, so they reach the same decision.
 """
 
 import copy
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
 from client import serialization
-from client.elastic import commit_reports
-from client.elastic.commit_reports import Report, Reports
 from client.elastic.sampler import ElasticSampler
 from client.session.connection import Connection
 from client.session.current import current_connection
 from client.session.protocol.registration import cause_of
 from client.tracebacks import api_boundary
+from statsd_bn import limits
 from statsd_bn.checks import shown
-from statsd_bn.errors import ConfigurationError, ProtocolError
+from statsd_bn.errors import ConfigurationError, ProtocolError, ReplicaLost, RoundMismatch
 from statsd_bn.members import Members, ranks_in_words
 from statsd_bn.text import told
 
@@ -34,7 +35,7 @@ logger = logging.getLogger("statsd_bn.client")
 
 Result = TypeVar("Result")
 
-# The names of its rounds. No layer has such a name: the name of a module contains no brackets.
+# The names of the rounds. No layer has such a name: the name of a module contains no brackets.
 COMMIT = "ElasticState.commit()"
 STATE = "ElasticState.sync()"
 
@@ -43,8 +44,8 @@ class MembersChanged(Exception):
     """Members joined or were lost at a commit; `run_elastic` catches this and calls `train` again.
 
     Attributes:
-        lost: the ranks that are lost; the work since the previous commit is undone.
-        joined: the ranks that have joined.
+        lost: the lost ranks; the work since the previous commit is undone.
+        joined: the new ranks.
     """
 
     def __init__(self, lost: Iterable[int], joined: Iterable[int]) -> None:
@@ -52,25 +53,115 @@ class MembersChanged(Exception):
         super().__init__(f"{_in_words(self)}; return to run_elastic()")
 
 
-class ElasticState:
-    """What a training consists of, with copies to go back to; the same on all members after each commit.
-
-    Args:
-        model: the model.
-        optimizer: its optimizer; None without one.
-        sampler: of its data; None where each member chooses its own data.
-        values: everything else that belongs to the training, as attributes that may be set: plain values (numbers,
-            text, None, tensors, and lists, tuples and dicts of these, nested at most 32 deep; a tensor stays on its
-            member's device), or objects with `state_dict` and `load_state_dict`, such as learning-rate schedulers.
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A member's report at a commit.
 
     Attributes:
-        model: as given.
-        optimizer: as given.
-        sampler: as given.
+        generation: the number of commits of its state.
+        members: the members of its previous commit; empty if it is new.
+        is_latecomer: whether the job was already running when it connected.
+        batches: the number of batches that it has recorded since.
+        indices: the samples of these batches.
+    """
+
+    generation: int
+    epoch: int
+    members: list[int]
+    is_latecomer: bool
+    batches: int
+    indices: list[int]
+
+    def pack(self) -> bytes:
+        """Serializes the report."""
+        plain = self.generation, self.epoch, self.members, self.is_latecomer, self.batches
+        return serialization.pack([*plain, np.array(self.indices, np.int64)])
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Report":
+        """Deserializes a report; raises ProtocolError for other bytes."""
+        match serialization.unpack(data):
+            case [int(generation), int(epoch), list(members), bool(is_late), int(batches), np.ndarray() as indices] if (
+                max(generation, batches) <= limits.MAX_COUNTER
+                and all(type(number) is int and 0 <= number < limits.MAX_MEMBERS for number in members)
+                and (indices.dtype == np.int64 and indices.ndim == 1 and (indices >= 0).all())
+            ):
+                return cls(generation, epoch, members, is_late, batches, indices.tolist())
+            case other:
+                raise ProtocolError(f"expected a report of a member, got {shown(other)}")
+
+    @property
+    def is_new(self) -> bool:
+        """Whether this is the member's first commit. A new process may have the rank of a lost one."""
+        return not self.members
+
+
+class _Reports(dict[int, Report]):
+    """The reports of all members at a commit, by rank.
+
+    All members have the same reports, byte for byte, so they reach the same conclusions.
+    """
+
+    @property
+    def new(self) -> set[int]:
+        """Members at their first commit."""
+        return {member for member, report in self.items() if report.is_new}
+
+    @property
+    def lost(self) -> set[int]:
+        """Members of the previous commit that are absent now."""
+        seen = {member for report in self.values() for member in report.members}
+        return seen.difference(self) | seen & self.new
+
+    @property
+    def leader(self) -> int:
+        """The member that sends its state to all: existing before new, then the most advanced, then the lowest rank."""
+        return max(
+            self, key=lambda member: (not self[member].is_new, self[member].generation, self[member].batches, -member)
+        )
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether some members had fewer batches than others."""
+        return len({report.batches for report in self.values()}) > 1
+
+    def check_not_too_late(self, job: str, member: int) -> None:
+        """Raises ReplicaLost if all members are new to a running job, so that no member has its state."""
+        if all(report.is_new and report.is_latecomer for report in self.values()):
+            raise ReplicaLost(
+                f"job {job!r}: no member with the state is left: all have left or were lost before "
+                f"{ranks_in_words(Members.of(self))} could load it; unless the job has finished, start a new one from "
+                "a checkpoint",
+                job=job,
+                member=member,
+                cause="joined too late",
+            )
+
+    def check_agreement(self) -> None:
+        """Raises RoundMismatch if existing members commit at different points of the training."""
+        points = {member: (report.epoch, report.generation) for member, report in self.items() if not report.is_new}
+        if len(set(points.values())) > 1:
+            positions = ", ".join(
+                f"rank {member} in epoch {epoch} after {generation} commits"
+                for member, (epoch, generation) in points.items()
+            )
+            raise RoundMismatch(f"{COMMIT}: expected all ranks at the same point, got {positions}")
+
+
+class ElasticState:
+    """The state of a training, with a copy to restore; equal on all members after each commit.
+
+    Args:
+        model: the model, also an attribute.
+        optimizer: its optimizer, also an attribute; None without one.
+        sampler: the sampler of its data, also an attribute; None if each member chooses its own data.
+        values: the rest of the training's state, as attributes that may be set: plain values (numbers, text, None,
+            tensors, and lists, tuples and dicts of these, nested at most 32 deep; a tensor stays on its member's
+            device), or objects with `state_dict` and `load_state_dict`, such as learning-rate schedulers.
 
     Raises:
-        TypeError: a value, or what a `state_dict` gives, is of another kind.
-        ValueError: a value nests deeper, or its name is taken.
+        TypeError: a value, or a value of a `state_dict`, is of another kind.
+        ValueError: a value nests deeper, or its name is used by ElasticState.
     """
 
     if TYPE_CHECKING:
@@ -99,17 +190,17 @@ class ElasticState:
 
     @api_boundary
     def commit(self) -> None:
-        """Commits with the other members, and keeps a copy of the state if nobody is lost; all call it equally often.
+        """Commits with the other members, and copies the state unless a member is lost; all call it equally often.
 
-        If some members have one batch more than others in an epoch, only they take part in its last commit. The others
-        get the result.
+        If some members have one batch more than others in an epoch, the last commit of the epoch is theirs alone. The
+        others receive the result.
 
         Raises:
-            MembersChanged: members have joined or are lost. The state is then the one to go on with: that of this
-                commit, or if members are lost that of the previous one.
+            MembersChanged: members have joined or are lost. The state is the one to continue with: of this commit, or
+                of the previous commit if members are lost.
             RoundMismatch: the members have committed at different points of the training.
-            TypeError, ValueError: a value has become one that cannot travel to another member.
-            StatsdBNError: the exchange with the others failed, with the reason.
+            TypeError, ValueError: a value can no longer be serialized.
+            StatsdBNError: the exchange with the other members failed, with the reason.
         """
         if self._is_epoch_committed():
             self._saved = self._copy()
@@ -119,82 +210,77 @@ class ElasticState:
             raise MembersChanged(lost, joined)
 
     def restore(self) -> None:
-        """Goes back to the last commit, or the beginning; the samples processed since count as unprocessed."""
+        """Restores the last commit, or the initial state; samples processed since then count as unprocessed."""
         self._load(copy.deepcopy(self._saved))
 
     @api_boundary
     def sync(self) -> None:
-        """Commits with the other members, loads the state of the most advanced one, and keeps a copy of it.
+        """Commits with the other members, loads the state of the most advanced one, and copies it.
 
-        If all have just begun they load the state of the lowest rank.
+        At the start of the job that is the state of the lowest rank.
 
         Raises:
-            ReplicaLost: this member has joined a job that nobody is left of.
-            StatsdBNError: the exchange with the others failed, with the reason.
+            ReplicaLost: this member has joined a job of which no member with the state is left.
+            StatsdBNError: the exchange with the other members failed, with the reason.
         """
         self._agree_with_others()
 
     def _agree_with_others(self) -> tuple[set[int], set[int]]:
-        """Agrees with the others on one state; returns who is lost and who has joined."""
+        """Agrees with the other members on one state; returns the lost and the new members."""
         connection = current_connection()
-        self._use(connection)
-        if connection is None:
-            self._keep(self._generation + 1)
-            return set(), set()
-        while True:
-            connection.come_back(None)
-            reports = _reports(connection, self._report(is_latecomer=connection.is_latecomer))
-            commit_reports.check_not_too_late(reports, connection.member.job, connection.rank)
-            if self._unite(connection, reports):
-                return commit_reports.lost(reports), commit_reports.new(reports)
-            logger.warning("the member whose state the others were about to load was lost; committing again")
-
-    def _use(self, connection: Connection | None) -> None:
-        """With a new connection this member is new: the others have gone on without it, or all start from a commit."""
         if connection is not None and connection is not self._connection:
+            # With a new connection this member is new, since the others may have continued without it.
             if self._members:
                 self.restore()
             self._connection, self._members = connection, []
+        if connection is None:
+            self._save(self._generation + 1)
+            return set(), set()
+        while True:
+            connection.come_back(None)
+            packed = connection.all_gather(COMMIT, self._report(is_latecomer=connection.is_latecomer).pack())
+            reports = _Reports({member: Report.unpack(data) for member, data in packed.items()})
+            reports.check_not_too_late(connection.member.job, connection.rank)
+            if self._synchronize(connection, reports):
+                return reports.lost, reports.new
+            logger.warning("the rank that sends its state was lost; committing again, with the state of another rank")
 
-    def _unite(self, connection: Connection, reports: Reports) -> bool:
-        """Gives all members one state; returns False if the member that has it was lost meanwhile."""
-        lost, new = commit_reports.lost(reports), commit_reports.new(reports)
-        if not lost:
-            commit_reports.check_agreement(reports)
+    def _synchronize(self, connection: Connection, reports: _Reports) -> bool:
+        """Gives all members the state of one; returns False if that member was lost before it sent its state."""
+        if not reports.lost:
+            reports.check_agreement()
             self._record(reports)
         elif self._members:
             self.restore()
-        leader = commit_reports.leader(reports)
-        is_changed = bool(lost or new)
-        if (is_changed or commit_reports.is_uneven(reports)) and not self._load_from(
-            connection, leader, with_sampler=is_changed
-        ):
+        leader = reports.leader
+        is_changed = bool(reports.lost or reports.new)
+        if (is_changed or reports.is_uneven) and not self._load_from(connection, leader, with_sampler=is_changed):
             return False
         self._members = list(reports)
-        self._keep(reports[leader].generation + 1)
+        self._save(reports[leader].generation + 1)
         if is_changed and self.sampler is not None:
             self.sampler.reset(self._members.index(connection.rank), len(reports))
         return True
 
     def _load_from(self, connection: Connection, leader: int, *, with_sampler: bool) -> bool:
-        mine = serialization.pack(self._copy()) if leader == connection.rank else b""
-        given = connection.all_gather(STATE, mine)
-        if leader not in given:
+        own = serialization.pack(self._copy()) if leader == connection.rank else b""
+        packed = connection.all_gather(STATE, own)
+        if leader not in packed:
             return False
-        state = self._unpacked(leader, given[leader])
+        state = self._unpack(leader, packed[leader])
         if not with_sampler:
-            # A loader is already reading this member's share, and everyone knows what has been processed.
+            # A loader is already reading this member's share, and the processed samples are known to all.
             del state["sampler"]
         try:
             self._load(state)
-        except Exception as error:  # noqa: BLE001 - what a foreign state makes of an optimizer is anybody's guess
-            # Not `from error`, whose text may hold whatever the state does.
+        except Exception as error:  # noqa: BLE001 - a received state may raise anything in an optimizer
+            # Not `from error`: its text may contain parts of the state.
             cause = told(cause_of(error))
             raise ProtocolError(f"{STATE}: the state of rank {leader} does not fit: {cause}") from None
         return True
 
-    def _unpacked(self, member: int, data: bytes) -> dict[str, Any]:
-        """Reads a member's state, and checks that it has the same parts as this one's."""
+    def _unpack(self, member: int, data: bytes) -> dict[str, Any]:
+        """Deserializes a member's state, and checks that it has the same parts as this member's."""
         try:
             state = serialization.unpack(data)
         except ProtocolError as error:
@@ -205,14 +291,14 @@ class ElasticState:
             )
         return state
 
-    def _report(self, *, is_latecomer: bool) -> bytes:
+    def _report(self, *, is_latecomer: bool) -> Report:
         sampler = self.sampler
         batches = [] if sampler is None else sampler.recorded
         indices = [index for batch in batches for index in batch]
         epoch = 0 if sampler is None else sampler.epoch
-        return Report(self._generation, epoch, self._members, is_latecomer, len(batches), indices).packed()
+        return Report(self._generation, epoch, self._members, is_latecomer, len(batches), indices)
 
-    def _record(self, reports: Reports) -> None:
+    def _record(self, reports: _Reports) -> None:
         if self.sampler is not None:
             try:
                 self.sampler.record_indices([index for report in reports.values() for index in report.indices])
@@ -221,71 +307,67 @@ class ElasticState:
 
     def _is_epoch_committed(self) -> bool:
         sampler = self.sampler
-        # Not `bool(sampler)`: that is its length, the size of a share, which may be 0.
+        # Not `bool(sampler)`: its length is the size of a share, which may be 0.
         return sampler is not None and sampler.is_exhausted and not sampler.recorded
 
-    def _keep(self, generation: int) -> None:
+    def _save(self, generation: int) -> None:
         self._generation = generation
         self._saved = self._copy()
         if self.sampler is not None:
             self.sampler.recorded = []
 
     def _copy(self) -> dict[str, Any]:
-        given = {name: getattr(self, name) for name in self._names}
-        parts = {name: part.state_dict() if _has_state(part) else part for name, part in given.items()}
-        serialization.check(parts)  # here, and not where others need it
+        values = {name: getattr(self, name) for name in self._names}
+        parts = {name: part.state_dict() if _has_state(part) else part for name, part in values.items()}
+        serialization.check(parts)  # before other members need the state
         return copy.deepcopy(parts)
 
     def _load(self, state: dict[str, Any]) -> None:
         for name, part in state.items():
-            mine = getattr(self, name)
-            if _has_state(mine):
-                mine.load_state_dict(part)
+            own = getattr(self, name)
+            if _has_state(own):
+                own.load_state_dict(part)
             else:
-                setattr(self, name, serialization.placed_like(part, mine))
+                setattr(self, name, serialization.to_devices_of(part, own))
 
 
 @api_boundary
 def run_elastic(train: Callable[[ElasticState], Result], state: ElasticState) -> Result:
-    """Trains while members come and go.
+    """Runs a training in which members may join and be lost.
 
-    All members call it right after `client.connect(policy="elastic")`, also those that join later; the others wait for
-    that call. It gives all members one state and calls `train`. `train` commits now and then. It is called again after
-    each change, so it must go on from what the state says (`state.epoch`, the sampler's share).
+    All members, also new ones, call it right after `client.connect(policy="elastic")`; the other members wait for
+    that call. It gives all members one state and calls `train`, which commits from time to time. After each change of
+    members `train` is called again, so it must continue at the position of the state (`state.epoch`, the sampler's
+    share).
 
     Args:
         train: takes the state, and trains to the end.
-        state: what the training consists of.
+        state: the state of the training.
 
     Returns:
-        What `train` returns.
+        The result of `train`.
 
     Raises:
         ConfigurationError: the connection is not elastic.
-        ReplicaLost: this member has joined a job that nobody is left of.
-        StatsdBNError: the exchange with the others failed, with the reason.
+        ReplicaLost: this member has joined a job of which no member with the state is left.
+        StatsdBNError: the exchange with the other members failed, with the reason.
     """
     connection = current_connection()
     if connection and not connection.member.is_elastic:
         raise ConfigurationError(
-            "run_elastic: expected an elastic connection, got a strict one, whose members fail when one is lost; "
-            'connect with client.connect(policy="elastic")'
+            'run_elastic: expected an elastic connection, got a strict one; call client.connect(policy="elastic")'
         )
     state.sync()
     while True:
         try:
             return train(state)
         except MembersChanged as change:
-            logger.warning("%s; going on", _in_words(change))
+            logger.warning("%s; continuing", _in_words(change))
 
 
 def _in_words(change: MembersChanged) -> str:
     lost, joined = (ranks_in_words(Members.of(ranks)) for ranks in (change.lost, change.joined))
     return f"{lost} lost, {joined} joined"
-
-
-def _reports(connection: Connection, report: bytes) -> Reports:
-    return {member: Report.unpacked(data) for member, data in connection.all_gather(COMMIT, report).items()}
 
 
 def _has_state(part: Any) -> bool:

@@ -1,6 +1,6 @@
-"""Other frameworks' hooks, each in a module of its own that is imported only where that framework is used.
+"""Hooks of other frameworks, which connect when the framework starts a training.
 
-They connect where the framework says that a training begins. What works without a framework belongs in
+Each framework has a module, which is imported only by its users. Helpers that need no framework belong in
 `client.training`.
 """
 
@@ -20,19 +20,14 @@ def connect_unless_connected(**options: Any) -> Connection | None:
         **options: further arguments of `client.connect`.
 
     Returns:
-        The connection, which is the caller's to close. None where none is needed: this process has one already, or is
-        alone in its process group.
+        The connection, which the caller has to close. None if this process has a connection already, or is alone in its
+        process group.
 
     Raises:
         StatsdBNError: as `client.connect`.
     """
-    if not _is_needed():
+    connection = current_connection()
+    is_alone = not distributed.is_initialized() or distributed.get_world_size() == 1
+    if is_alone or (connection and connection.is_own):
         return None
     return connect(rank=distributed.get_rank(), world_size=distributed.get_world_size(), **options)
-
-
-def _is_needed() -> bool:
-    connection = current_connection()
-    if connection and connection.is_own:
-        return False
-    return distributed.is_initialized() and distributed.get_world_size() > 1

@@ -1,11 +1,11 @@
-"""MMEngine: the layer and the hook that a configuration names.
+"""MMEngine: a layer and a hook for configurations.
 
     custom_imports = dict(imports=["client.integrations.mmengine"])
     norm_cfg = dict(type="StatsdSyncBN")
     custom_hooks = [dict(type="StatsdBNHook")]
 
-The import registers both, for all libraries that are built on MMEngine. `mmcv.cnn.build_norm_layer` finds the layer by
-its name, and calls it "bn" where it names its attributes.
+The import registers both, for all libraries that use MMEngine. `mmcv.cnn.build_norm_layer` builds the layer by its
+name, and names its attributes "bn".
 """
 
 from typing import TYPE_CHECKING, Any
@@ -26,11 +26,11 @@ MODELS.register_module("StatsdSyncBN", module=SynchronizedBatchNorm)
 class StatsdBNHook(Hook):
     """Connects the ranks while `Runner.train` runs.
 
-    A process that is connected keeps its connection, and a process that is alone in its process group needs none. If an
-    exception ends the training, `after_train` is not called: then the process leaves when it ends, with that exception.
+    A process that is connected keeps its connection, and a process that is alone in its process group needs none. After
+    an exception MMEngine does not call `after_train`: the process disconnects at its end, with the exception as cause.
 
     Args:
-        **options: arguments of `client.connect`, but for `rank` and `world_size`, which are the process group's.
+        **options: arguments of `client.connect`, except `rank` and `world_size`, which are the process group's.
     """
 
     priority = "VERY_HIGH"

@@ -1,7 +1,7 @@
-"""MONAI: the norm that networks take by name, `UNet(..., norm="statsdbatch")`.
+"""MONAI: a norm for networks, by name: `UNet(..., norm="statsdbatch")`.
 
-The import registers it with `monai.networks.layers.Norm`, for 1, 2 and 3 dimensions. Arguments stand beside the name as
-for MONAI's own: `norm=("statsdbatch", {"momentum": 0.01})`.
+The import registers it with `monai.networks.layers.Norm`, for 1, 2 and 3 dimensions. Arguments follow the name, as for
+MONAI's own norms: `norm=("statsdbatch", {"momentum": 0.01})`.
 """
 
 from monai.networks.layers.factories import Norm
@@ -12,10 +12,10 @@ NAME = "statsdbatch"
 
 
 def statsd_batch_factory(dim: int) -> type[SynchronizedBatchNorm1d | SynchronizedBatchNorm2d | SynchronizedBatchNorm3d]:
-    """Synchronised batch norm over 1, 2 or 3 dimensions.
+    """Returns the class of synchronised batch norm for 1, 2 or 3 spatial dimensions.
 
     Args:
-        dim: how many dimensions a channel has.
+        dim: the number of spatial dimensions.
     """
     return (SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d)[dim - 1]
 

@@ -1,4 +1,4 @@
-"""How `client.connect` finds its settings and its server: arguments, variables, launchers, torch's store.
+"""`client.connect`: its settings from arguments, variables and launchers, and its server, found or started.
 
-It also starts a server where the job needs one. What is sent over the connection belongs in `client.session`.
+The messages on the connection belong in `client.session`.
 """

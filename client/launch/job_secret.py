@@ -1,7 +1,7 @@
-"""The secret of a job on several nodes. Each process makes the same keys from it, so nothing secret is sent.
+"""The secret of a job on several nodes. Each process derives the same keys from it, so no secret is sent.
 
-A launcher gives it to all processes, in a file or in the environment. Standard input would not work: the processes on a
-host share it, and the first reader would leave nothing for the others.
+A launcher passes it to all processes, in a file or in the environment. Standard input would not work: the processes of
+a host share it, and the first reader would consume it.
 """
 
 import logging
@@ -19,30 +19,29 @@ from statsd_bn.keys import ClientKeys, Pair, ServerKeys
 logger = logging.getLogger("statsd_bn.client")
 
 # 128 bits in hexadecimal digits.
-LEAST_LETTERS = 32
+MIN_LETTERS = 32
 
-# Random text of that length has more different letters than this; "changeme" four times has fewer.
-LEAST_DIFFERENT_LETTERS = 8
+# Random text of that length has more distinct letters than this; "changeme" four times has fewer.
+MIN_DISTINCT_LETTERS = 8
 
-# 256 bits, for a secret made here.
-MADE_BYTES = 32
+# 256 bits, for a generated secret.
+SECRET_BYTES = 32
 
 KEY_BYTES = 32
 MEMBER = "member"
 
-WAYS = (
+ADVICE = (
     "Give all processes the same secret, in a file that STATSD_BN_SECRET_FILE names (`python -m server secret FILE` "
     "makes one) or in STATSD_BN_SECRET; or start `python -m server --curve DIR` yourself, and give them its endpoint "
-    "and keys. STATSD_BN_SECRET_IN_STORE=1 sends a secret through torch's rendezvous store, where whoever reaches "
+    "and keys. STATSD_BN_SECRET_IN_STORE=1 sends a secret through torch's rendezvous store, where any client of "
     "MASTER_ADDR:MASTER_PORT can read it"
 )
 
 
-def given(environ: Mapping[str, str]) -> str | None:
-    """Returns the job's secret; None if rank 0 makes one and sends it through torch's store.
+def read(environ: Mapping[str, str]) -> str | None:
+    """Returns the job's secret; None if rank 0 generates one and sends it through torch's store.
 
-    Raises:
-        ConfigurationError: the job has no secret, several ones, or a weak one.
+    A missing, ambiguous or weak secret is a ConfigurationError.
     """
     path, text = environ.get("STATSD_BN_SECRET_FILE", ""), environ.get("STATSD_BN_SECRET", "")
     in_store = environ.get("STATSD_BN_SECRET_IN_STORE", "") == "1"
@@ -56,23 +55,23 @@ def given(environ: Mapping[str, str]) -> str | None:
         return _checked("STATSD_BN_SECRET", text)
     if not in_store:
         raise ConfigurationError(
-            "endpoint: none given, and the processes may be on several nodes, as far as the launcher says. If all "
-            f"are on this host, set MASTER_ADDR=127.0.0.1, or LOCAL_WORLD_SIZE to their number. {WAYS}"
+            "endpoint: none given, and the processes may be on several nodes according to the launcher. If all are on "
+            f"this host, set MASTER_ADDR=127.0.0.1, or LOCAL_WORLD_SIZE to their number. {ADVICE}"
         )
     logger.warning(
-        "STATSD_BN_SECRET_IN_STORE=1: the job's secret goes through torch's rendezvous store; whoever can reach "
+        "STATSD_BN_SECRET_IN_STORE=1: the job's secret is sent through torch's rendezvous store; any client of "
         "MASTER_ADDR:MASTER_PORT can read it, and then join, end and falsify the job"
     )
     return None
 
 
-def make() -> str:
+def generate() -> str:
     """Returns a new secret."""
-    return secrets.token_hex(MADE_BYTES)
+    return secrets.token_hex(SECRET_BYTES)
 
 
 def server_keys(secret: str, job: str) -> ServerKeys:
-    """Returns the keys of a job's server; it lets in only the members of the job."""
+    """Returns the keys of a job's server, which admits only the members of the job."""
     return ServerKeys(_pair(secret, job, "server"), MEMBER, _pair(secret, job, MEMBER).public)
 
 
@@ -85,16 +84,16 @@ def _pair(secret: str, job: str, label: str) -> Pair:
     if not zmq.has("curve"):
         raise ConfigurationError(f"curve: libzmq {zmq.zmq_version()} was built without it; install pyzmq from a wheel")
     key = blake2b(secret.encode()).digest()
-    made = blake2b(f"{label}\0{job}".encode(), key=key, digest_size=KEY_BYTES, person=b"statsd_bn").digest()
-    private = z85.encode(made)
+    digest = blake2b(f"{label}\0{job}".encode(), key=key, digest_size=KEY_BYTES, person=b"statsd_bn").digest()
+    private = z85.encode(digest)
     return Pair(zmq.curve_public(private).decode(), private.decode())
 
 
 def _checked(name: str, text: str) -> str:
     secret = text.strip()
-    if len(secret) < LEAST_LETTERS or len(set(secret)) < LEAST_DIFFERENT_LETTERS:
+    if len(secret) < MIN_LETTERS or len(set(secret)) < MIN_DISTINCT_LETTERS:
         raise ConfigurationError(
-            f"{name}: expected at least {LEAST_LETTERS} random letters, as `python -m server secret FILE` makes them, "
+            f"{name}: expected at least {MIN_LETTERS} random letters, as `python -m server secret FILE` makes them, "
             f"got {len(secret)} letters, {len(set(secret))} different ones"
         )
     return secret

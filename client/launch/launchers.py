@@ -1,15 +1,16 @@
-"""Launchers: what their variables say of a process's rank, its job, and where torch's store is.
+"""Launchers: a process's rank, world size, job and store address according to the variables of its launcher.
 
-torchrun's names are the common ones, and Kubeflow's PyTorchJob sets them too: RANK, WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT. They win over SLURM's. Some set-ups count nodes in WORLD_SIZE, for a torchrun on each node; the job would
-be too small and the processes would be grouped wrongly, so this is an error.
+torchrun and Kubeflow's PyTorchJob set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which take precedence over SLURM's
+variables. Some platforms set WORLD_SIZE to the number of nodes, for one torchrun on each node. Such a job would be too
+small and its processes in wrong groups, so this is an error.
 
-srun numbers the tasks and says how many its step has. It names no address for a store, so we take the first host of the
-step, and a port computed from the job's number. SLURM_STEP_NUM_TASKS tells its tasks apart from the batch script, which
-has SLURM_PROCID and SLURM_NTASKS too. https://slurm.schedmd.com/srun.html, "Output environment variables".
+srun numbers the tasks of a step and counts them. It names no address for torch's store, so the store is on the first
+host of the step, at a port computed from the job's number. SLURM_STEP_NUM_TASKS distinguishes tasks from the batch
+script, which has SLURM_PROCID and SLURM_NTASKS too. https://slurm.schedmd.com/srun.html, "Output environment
+variables".
 
-A script that starts its processes itself, by `torch.multiprocessing.spawn` say, tells each its rank when it initialises
-torch's process group. The group's store then takes the place of the launcher's.
+Scripts that start their own processes, for example with `torch.multiprocessing.spawn`, pass each its rank when it
+initialises torch's process group. The group's store then replaces the launcher's.
 """
 
 import re
@@ -27,20 +28,20 @@ from statsd_bn.errors import ConfigurationError
 T_co = TypeVar("T_co", covariant=True)
 Value = TypeVar("Value")
 
-# Sources of a setting that are not variables.
+# Sources of a setting besides variables.
 ARGUMENT = "argument"
 DEFAULT = "default"
 PROCESS_GROUP = "process group"
 
-LAST_PORT = 65_535
+MAX_PORT = 65_535
 
-# What torchrun calls a run that was given no id, unless it makes one up.
+# TORCHELASTIC_RUN_ID without a run id.
 NO_RUN_ID = ("", "none")
 
-# A name, or an address of IPv4.
-_NAME = re.compile(r"[\w.-]+")
+# A host name, or an IPv4 address.
+_HOST = re.compile(r"[\w.-]+")
 
-# Ports for a step: below those of outgoing connections (32768 and more on Linux), above those of known services.
+# Ports for a step: below the ephemeral ports (32768 and more on Linux), above the ports of known services.
 FIRST_PORT = 15_000
 PORTS = 15_000
 
@@ -54,12 +55,7 @@ _NUMBERS = re.compile(r"\[([0-9]+)(?:[-,][0-9,-]*)?\]")
 
 @dataclass(frozen=True, slots=True)
 class Setting(Generic[T_co]):
-    """One value, and its source for errors and the log; as text "world_size 4 (WORLD_SIZE)".
-
-    Attributes:
-        name: what the argument of `client.connect` is called.
-        source: "argument", "default", "process group", or the environment variable that gave it.
-    """
+    """An argument of `client.connect` and its source, for errors and the log: "world_size 4 (WORLD_SIZE)"."""
 
     name: str
     value: T_co
@@ -69,13 +65,13 @@ class Setting(Generic[T_co]):
         return f"{self.name} {self.value!r:.80} ({self.source})"
 
 
-def found(name: str, value: Value | None, source: str) -> Setting[Value] | None:
-    """Returns the setting, or None where the source gives no value; so that sources can be joined by `or`."""
+def optional(name: str, value: Value | None, source: str) -> Setting[Value] | None:
+    """Returns a setting; None if the source has no value, so that `or` tries the next source."""
     return None if value is None else Setting(name, value, source)
 
 
 class StoreAddress(NamedTuple):
-    """Where torch's store of a job listens."""
+    """The address of torch's store of a job."""
 
     host: str
     port: int
@@ -89,32 +85,24 @@ class ProcessGroup(NamedTuple):
 
 
 def rank(environ: Mapping[str, str]) -> Setting[int] | None:
-    """Returns this process's rank; None where no launcher says it."""
-    return found("rank", optional_integer(environ, "RANK"), "RANK") or found(
-        "rank", _of_task(environ, "SLURM_PROCID"), "SLURM_PROCID"
-    )
+    """Returns this process's rank; None without a launcher."""
+    return _integer(environ, "RANK", "rank") or _of_task(environ, "SLURM_PROCID", "rank")
 
 
 def world_size(environ: Mapping[str, str]) -> Setting[int] | None:
-    """Returns how many processes there are; None where no launcher says it.
-
-    Raises:
-        ConfigurationError: WORLD_SIZE counts nodes.
-    """
-    given = optional_integer(environ, "WORLD_SIZE")
-    if given is None:
-        return found("world_size", _of_task(environ, "SLURM_STEP_NUM_TASKS"), "SLURM_STEP_NUM_TASKS")
-    if evidence := _counts_nodes(environ, given):
+    """Returns the number of processes; None without a launcher. It is an error if WORLD_SIZE counts nodes."""
+    size = _integer(environ, "WORLD_SIZE", "world_size") or _of_task(environ, "SLURM_STEP_NUM_TASKS", "world_size")
+    if size and size.source == "WORLD_SIZE" and (evidence := _counts_nodes(environ, size.value)):
         raise ConfigurationError(
-            f"WORLD_SIZE: expected the number of processes, got {given}, which counts nodes: {evidence}. Start the "
-            "processes of each node by torchrun, which sets RANK and WORLD_SIZE for each, or set both yourself, or "
+            f"WORLD_SIZE: expected the number of processes, got {size.value}, which counts nodes: {evidence}. Start "
+            "the processes of each node by torchrun, which sets RANK and WORLD_SIZE for each, or set both yourself, or "
             "pass rank and world_size"
         )
-    return Setting("world_size", given, "WORLD_SIZE")
+    return size
 
 
 def job(environ: Mapping[str, str]) -> Setting[str] | None:
-    """Returns the run's name; None where no launcher has given it one. Each step of SLURM's is a run of its own."""
+    """Returns the run's name; None if the launcher has none. Each step of SLURM's is a run."""
     run_id, number = environ.get("TORCHELASTIC_RUN_ID"), environ.get("SLURM_JOB_ID")
     if run_id is not None and run_id not in NO_RUN_ID:
         return Setting("job", run_id, "TORCHELASTIC_RUN_ID")
@@ -124,28 +112,21 @@ def job(environ: Mapping[str, str]) -> Setting[str] | None:
 
 
 def epoch(environ: Mapping[str, str]) -> Setting[int] | None:
-    """Returns how often the launcher has restarted the processes; None where it does not say."""
-    restarts = optional_integer(environ, "TORCHELASTIC_RESTART_COUNT")
-    return found("epoch", restarts, "TORCHELASTIC_RESTART_COUNT") or found(
-        "epoch", _of_task(environ, "SLURM_RESTART_COUNT"), "SLURM_RESTART_COUNT"
-    )
+    """Returns how often the launcher has restarted the processes; None if it does not count restarts."""
+    return _integer(environ, "TORCHELASTIC_RESTART_COUNT", "epoch") or _of_task(environ, "SLURM_RESTART_COUNT", "epoch")
 
 
 def store_address(environ: Mapping[str, str]) -> Setting[StoreAddress] | None:
-    """Returns where torch's store of this job listens; None where no launcher says it.
-
-    Raises:
-        ConfigurationError: a value is unusable.
-    """
-    address = found("store", environ.get("MASTER_ADDR") or None, "MASTER_ADDR") or _first_of_step(environ)
+    """Returns the address of torch's store of this job; None without a launcher."""
+    address = optional("store", environ.get("MASTER_ADDR") or None, "MASTER_ADDR") or _first_step_host(environ)
     port = optional_integer(environ, "MASTER_PORT")
     if port is None:
         port = step_port(environ)
     if not address or port is None:
         return None
-    if not 1 <= port <= LAST_PORT:
-        raise ConfigurationError(f"MASTER_PORT: expected a port from 1 to {LAST_PORT}, got {port}")
-    if not (_NAME.fullmatch(address.value) or _is_ipv6(address.value)):
+    if not 1 <= port <= MAX_PORT:
+        raise ConfigurationError(f"MASTER_PORT: expected a port from 1 to {MAX_PORT}, got {port}")
+    if not (_HOST.fullmatch(address.value) or _is_ipv6(address.value)):
         raise ConfigurationError(
             f"MASTER_ADDR: expected a host's name or address and nothing else, got {address.value!r:.80}"
         )
@@ -153,17 +134,17 @@ def store_address(environ: Mapping[str, str]) -> Setting[StoreAddress] | None:
 
 
 def is_one_node(environ: Mapping[str, str], store: StoreAddress, processes: int) -> bool:
-    """Returns whether all processes are on this host, as far as their launcher says."""
+    """Returns whether all processes are on this host according to their launcher."""
     if _is_loopback(store.host):
-        # A process on another host could not reach it.
+        # A process on another host could not reach the store.
         return True
     local = optional_integer(environ, "LOCAL_WORLD_SIZE")
     if local is not None:
         return local == processes
     if processes == 1:
         return True
-    nodes = _of_task(environ, "SLURM_STEP_NUM_NODES")
-    return (_of_task(environ, "SLURM_NNODES") if nodes is None else nodes) == 1
+    nodes = _task_integer(environ, "SLURM_STEP_NUM_NODES")
+    return (_task_integer(environ, "SLURM_NNODES") if nodes is None else nodes) == 1
 
 
 def find_process_group() -> ProcessGroup | None:
@@ -173,17 +154,13 @@ def find_process_group() -> ProcessGroup | None:
     return ProcessGroup(distributed.get_rank(), distributed.get_world_size())
 
 
-def merged(
+def merge_process_group(
     size: Setting[int] | None, rank: Setting[int] | None, group: ProcessGroup
 ) -> tuple[Setting[int], Setting[int]]:
-    """Returns size and rank: those of the process group where neither an argument nor a launcher gives them.
-
-    Raises:
-        ConfigurationError: a launcher of several processes says something else than the process group.
-    """
+    """Returns size and rank, which default to the process group's; raises if a launcher of several contradicts it."""
     in_group = Setting("world_size", group.size, PROCESS_GROUP), Setting("rank", group.rank, PROCESS_GROUP)
     if size and size.source != ARGUMENT and size.value == 1 < group.size:
-        # The launcher has started one process, and that has started the others.
+        # The launcher has started one process, which has started the others.
         return in_group[0], rank if rank and rank.source == ARGUMENT else in_group[1]
     for launched, grouped in zip((size, rank), in_group, strict=True):
         if launched and launched.source != ARGUMENT and launched.value != grouped.value:
@@ -195,27 +172,24 @@ def merged(
 
 
 def step_port(environ: Mapping[str, str]) -> int | None:
-    """Returns a port for the step that srun has started; two jobs on one host rarely get the same."""
-    number = _of_task(environ, "SLURM_JOB_ID")
+    """Returns the store's port for a step of srun; two jobs on one host rarely get the same."""
+    number = _task_integer(environ, "SLURM_JOB_ID")
     if number is None:
         return None
     return FIRST_PORT + (number + STEP_STRIDE * integer(environ, "SLURM_STEP_ID", 0)) % PORTS
 
 
-def first_host(listed: str) -> str:
-    """Returns the first name of a list of hosts as SLURM writes it.
+def first_host(hosts: str) -> str:
+    """Returns the first name of a list of hosts in SLURM's format.
 
     Brackets are a shorthand: "node[01-04,07]" means node01 to node04 and node07, so the first is node01.
-
-    Raises:
-        ConfigurationError: the text is not such a list.
     """
-    found = _FIRST_NAME.match(listed)
-    name = _NUMBERS.sub(r"\1", found[0]) if found else ""
-    follows = listed[found.end() :] if found else ""
-    if not name or "[" in name or follows[:1] not in {"", ","}:
+    match = _FIRST_NAME.match(hosts)
+    name = _NUMBERS.sub(r"\1", match[0]) if match else ""
+    rest = hosts[match.end() :] if match else ""
+    if not name or "[" in name or rest[:1] not in {"", ","}:
         raise ConfigurationError(
-            f"SLURM_STEP_NODELIST: expected hosts such as node[01-04,07] or a,b, got {listed!r:.80}; "
+            f"SLURM_STEP_NODELIST: expected hosts such as node[01-04,07] or a,b, got {hosts!r:.80}; "
             "set MASTER_ADDR to the host of task 0"
         )
     return name
@@ -226,18 +200,26 @@ def _is_task(environ: Mapping[str, str]) -> bool:
     return bool(environ.get("SLURM_STEP_NUM_TASKS") and environ.get("SLURM_PROCID"))
 
 
-def _of_task(environ: Mapping[str, str], variable: str) -> int | None:
+def _integer(environ: Mapping[str, str], variable: str, name: str) -> Setting[int] | None:
+    return optional(name, optional_integer(environ, variable), variable)
+
+
+def _of_task(environ: Mapping[str, str], variable: str, name: str) -> Setting[int] | None:
+    return _integer(environ, variable, name) if _is_task(environ) else None
+
+
+def _task_integer(environ: Mapping[str, str], variable: str) -> int | None:
     return optional_integer(environ, variable) if _is_task(environ) else None
 
 
-def _first_of_step(environ: Mapping[str, str]) -> Setting[str] | None:
-    """The first host of the step, where task 0 runs."""
-    listed = environ.get("SLURM_STEP_NODELIST")
-    return Setting("store", first_host(listed), "SLURM_STEP_NODELIST") if listed and _is_task(environ) else None
+def _first_step_host(environ: Mapping[str, str]) -> Setting[str] | None:
+    """The first host of the step, which runs task 0."""
+    hosts = environ.get("SLURM_STEP_NODELIST")
+    return Setting("store", first_host(hosts), "SLURM_STEP_NODELIST") if hosts and _is_task(environ) else None
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether a host is this one by its name or its literal address; any other name may mean anything."""
+    """Whether a host is this one by its name or its literal address; other names may resolve to anything."""
     with suppress(ValueError):
         return ip_address(host).is_loopback
     return host == "localhost"
@@ -249,26 +231,23 @@ def _is_ipv6(address: str) -> bool:
     return False
 
 
-def _counts_nodes(environ: Mapping[str, str], given: int) -> str:
+def _counts_nodes(environ: Mapping[str, str], world_size: int) -> str:
     """Returns the variables that prove that WORLD_SIZE counts nodes, or "" if none do."""
     local = optional_integer(environ, "LOCAL_WORLD_SIZE")
     if local is not None:
-        return f"this node alone has LOCAL_WORLD_SIZE={local}" if local > given else ""
-    return _kubeflow_counts_nodes(environ, given) or _slurm_counts_nodes(environ, given)
-
-
-def _kubeflow_counts_nodes(environ: Mapping[str, str], given: int) -> str:
-    """A PyTorchJob with several processes per pod expects torchrun to start them, and torchrun sets LOCAL_RANK."""
+        return f"this node alone has LOCAL_WORLD_SIZE={local}" if local > world_size else ""
+    # A PyTorchJob with several processes per pod expects torchrun to start them, and torchrun sets LOCAL_RANK.
     nodes, per_node = environ.get("PET_NNODES", ""), environ.get("PET_NPROC_PER_NODE", "")
-    if environ.get("LOCAL_RANK") or nodes != str(given) or not per_node.isdecimal() or per_node == "1":
-        return ""
-    return f"PET_NNODES={nodes}, PET_NPROC_PER_NODE={per_node}"
+    is_pod = not environ.get("LOCAL_RANK") and nodes == str(world_size)
+    if is_pod and per_node.isdecimal() and per_node != "1":
+        return f"PET_NNODES={nodes}, PET_NPROC_PER_NODE={per_node}"
+    return _slurm_counts_nodes(environ, world_size)
 
 
-def _slurm_counts_nodes(environ: Mapping[str, str], given: int) -> str:
-    tasks, nodes = _of_task(environ, "SLURM_STEP_NUM_TASKS"), optional_integer(environ, "SLURM_NNODES")
-    # A task may be told to train alone; that is no mistake.
-    is_alone = given == 1 and integer(environ, "RANK", -1) == 0
-    if tasks is None or nodes != given or tasks <= given or is_alone:
+def _slurm_counts_nodes(environ: Mapping[str, str], world_size: int) -> str:
+    tasks, nodes = _task_integer(environ, "SLURM_STEP_NUM_TASKS"), optional_integer(environ, "SLURM_NNODES")
+    # A single task may deliberately train alone.
+    is_alone = world_size == 1 and integer(environ, "RANK", -1) == 0
+    if tasks is None or nodes != world_size or tasks <= world_size or is_alone:
         return ""
     return f"SLURM_NNODES={nodes}, SLURM_STEP_NUM_TASKS={tasks}"

@@ -6,201 +6,202 @@ import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from typing import TYPE_CHECKING
 
 from client.launch import job_secret
-from client.launch.launchers import StoreAddress
 from client.launch.server_process import ServerProcess
 from client.launch.settings import Settings
 from client.launch.store import Announcement, StoreEntry
+from client.session.channel_pool import ZmqChannelPool
+from client.session.connection import Connection
 from client.session.protocol.member import Member
-from statsd_bn.endpoints import ipc_path
+from statsd_bn.endpoints import check_key, check_server, ipc_path
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError, GroupIncomplete, ServerUnreachable
 from statsd_bn.keys import ClientKeys
 
-if TYPE_CHECKING:
-    from client.session.connection import Connection
-
 logger = logging.getLogger("statsd_bn.client")
 
-# When all processes are restarted, rank 0 may reach connect() this much later than another one. Until then the store
+# After a restart of all processes, rank 0 may call connect() this much later than another one. Until then the store
 # still names the previous server, which is gone.
 RESTART_SECONDS = 30.0
 
-# A client whose keys come from another secret is refused like a stranger.
+# The likely reason why the server refuses or ignores this client's keys.
 OTHER_SECRET_HINT = "Do all processes have the same STATSD_BN_SECRET?"  # noqa: S105 - a question
 
-Join = Callable[[str, ClientKeys | None, Member], "Connection"]
-"""Joins a job: where its server listens, the keys for it, and who this process is."""
+
+def open_connection(endpoint: str, keys: ClientKeys | None, member: Member, *, insecure: bool = False) -> Connection:
+    """Connects a member to the server at an endpoint, which must be this user's or use keys, unless `insecure`."""
+    check_server(endpoint)
+    check_key(endpoint, has_key=keys is not None, insecure=insecure)
+    return Connection(ZmqChannelPool(endpoint, keys), member)
 
 
-def join(settings: Settings, store: StoreAddress | None, environ: Mapping[str, str], join_at: Join) -> "Connection":
-    """Connects to the server that rank 0 starts for this job.
+class Rendezvous:
+    """The search for the server that rank 0 starts for this job.
 
-    `store` is the launcher's; without one the processes meet in that of torch's process group.
-
-    Raises:
-        ConfigurationError: this process is set up differently from rank 0, or the job runs on several nodes and has no
-            secret.
-        ServerUnreachable: there is no server, with the reason.
+    Args:
+        settings: with the launcher's store; without one the processes use the store of torch's process group.
+        connect: opens the connection, given endpoint, keys and member.
     """
-    who = settings.member()
-    life = _life(settings)
 
-    def entry() -> StoreEntry:
-        return StoreEntry(store, who.rank, who.world_size, f"job {who.job}/{life}", who.seconds_to_join)
+    def __init__(
+        self,
+        settings: Settings,
+        environ: Mapping[str, str],
+        connect: Callable[[str, ClientKeys | None, Member], Connection] = open_connection,
+    ) -> None:
+        self._settings = settings
+        self._member = settings.member
+        self._environ = environ
+        self._connect = connect
 
-    is_one_node = settings.is_one_node
-    if store is None:
-        shared = entry()
-        entry, is_one_node = (lambda: shared), shared.is_one_host()
-    # Before rank 0 announces anything: without a secret all processes say so at once.
-    secret = None if is_one_node else job_secret.given(environ)
-    if who.rank != 0:
-        return _on_one_node(who, entry, join_at) if is_one_node else _on_many(who, secret, entry, join_at)
-    if is_one_node:
-        return _with_own_server(who, "", Announcement(), entry, join_at)
-    made = "" if secret else job_secret.make()
-    address = store.host if store else environ.get("MASTER_ADDR") or socket.gethostname()
-    return _with_own_server(who, address, Announcement(secret=made), entry, join_at, secret or made)
+    def join(self) -> Connection:
+        """Connects to rank 0's server; rank 0 starts it.
 
+        Raises:
+            ConfigurationError: this process is configured differently from rank 0, or the job runs on several nodes and
+                has no secret.
+            ServerUnreachable: there is no server, with the reason.
+        """
+        store = self._settings.store
+        is_one_node = self._settings.is_one_node if store else self._entry.is_one_host()
+        # Before rank 0 announces a server: a missing secret is an error on all processes.
+        secret = None if is_one_node else job_secret.read(self._environ)
+        if self._member.rank != 0:
+            return self._join_on_one_node() if is_one_node else self._join_on_several(secret)
+        if is_one_node:
+            return self._start_server()
+        new_secret = "" if secret else job_secret.generate()
+        address = store.host if store else self._environ.get("MASTER_ADDR") or socket.gethostname()
+        return self._start_server(address, secret or new_secret, announced_secret=new_secret)
 
-def _with_own_server(
-    who: Member,
-    address: str,
-    announcement: Announcement,
-    entry: Callable[[], StoreEntry],
-    join_at: Join,
-    secret: str = "",
-) -> "Connection":
-    """Starts a server and announces it; other hosts reach it at `address`, without one only this host does."""
-    keys = job_secret.member_keys(secret, who.job) if secret else None
-    try:
-        server = ServerProcess(
-            binding(address) if address else None,
-            keys=job_secret.server_keys(secret, who.job) if secret else None,
-            leave_timeout=who.round_timeout,
-        )
-    except (ServerUnreachable, ConfigurationError) as error:
-        entry().write(Announcement(problem=f"{who.host_and_pid}: {error.message}"))
-        raise
-    try:
-        endpoint = reached_by(address, server.endpoint) if address else server.endpoint
-        entry().write(replace(announcement, endpoint=endpoint, epoch=who.epoch))
-        return join_at(endpoint, keys, who)
-    except GroupIncomplete:
-        # The others have timed out as well. Each is told for whom it waited; the server ends when they have left.
-        raise
-    except BaseException:
-        server.stop()
-        raise
+    @cached_property
+    def _entry(self) -> StoreEntry:
+        # The name of this life of the job, since the store may contain announcements of earlier lives. Only torchrun's
+        # store outlives the processes, and on one node all of them have the same count of restarts.
+        is_counted = self._settings.is_one_node and self._settings.source("epoch") == "TORCHELASTIC_RESTART_COUNT"
+        member = self._member
+        life = f"job {member.job}/{f'life {member.epoch}' if is_counted else 'latest life'}"
+        return StoreEntry(self._settings.store, member.rank, member.world_size, life, member.seconds_to_join)
 
-
-def _on_one_node(who: Member, entry: Callable[[], StoreEntry], join_at: Join) -> "Connection":
-    announcement = _read(entry())
-    path = ipc_path(announcement.endpoint)
-    if path is None:
-        raise _not_the_same(announcement, "all processes are on its host", "they are on several")
-    try:
-        path.parent.stat()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigurationError(
-            f"endpoint: expected one, since rank 0's server listens at {announcement.endpoint}, and this process sees "
-            "no such folder. They may be in different containers: start `python -m server` where all reach it"
-        ) from error
-    except OSError:
-        # `join_at` says why this process cannot enter it, or that it is another user's.
-        pass
-    return join_at(announcement.endpoint, None, replace(who, epoch=announcement.epoch))
-
-
-def _on_many(who: Member, secret: str | None, entry: Callable[[], StoreEntry], join_at: Join) -> "Connection":
-    own_entry = entry()
-    announcement = _read(own_entry)
-    while True:
-        if ipc_path(announcement.endpoint):
-            # Some launchers tell rank 0 that its own address is "localhost".
-            raise _not_the_same(announcement, "they are on several hosts", "all are on its own")
-        if bool(secret) == bool(announcement.secret):
-            has, announces = ("a", "one too") if secret else ("no", "none either")
-            raise ConfigurationError(
-                "STATSD_BN_SECRET_FILE, STATSD_BN_SECRET, STATSD_BN_SECRET_IN_STORE: expected the same on all "
-                f"processes, but this one has {has} secret, and rank 0 announces {announces}"
-            )
+    def _start_server(self, address: str = "", secret: str = "", announced_secret: str = "") -> Connection:
+        """Starts a server and announces it; other hosts connect to `address`, without which only this host can."""
+        member = self._member
         try:
-            # torchrun counts restarts on each node separately, so all use the count of rank 0.
-            keys = job_secret.member_keys(secret or announcement.secret, who.job)
-            return join_at(announcement.endpoint, keys, replace(who, epoch=announcement.epoch))
-        except (ServerUnreachable, AuthenticationRefused) as error:
-            logger.warning("%s; waiting in case rank 0 was restarted and announces another server", in_log(error))
+            server = ServerProcess(
+                bind_endpoint(address) if address else None,
+                keys=job_secret.server_keys(secret, member.job) if secret else None,
+                leave_timeout=member.round_timeout,
+            )
+        except (ServerUnreachable, ConfigurationError) as error:
+            self._entry.write(Announcement(problem=f"{member.host_and_pid}: {error.message}"))
+            raise
+        try:
+            endpoint = public_endpoint(address, server.endpoint) if address else server.endpoint
+            self._entry.write(Announcement(endpoint, member.epoch, announced_secret))
+            return self._connect(endpoint, job_secret.member_keys(secret, member.job) if secret else None, member)
+        except GroupIncomplete:
+            # The other ranks have timed out as well, and get the same error from the server, which ends after them.
+            raise
+        except BaseException:
+            server.stop()
+            raise
+
+    def _join_on_one_node(self) -> Connection:
+        announcement = self._announced()
+        path = ipc_path(announcement.endpoint)
+        if path is None:
+            raise self._contradiction(announcement, "one host", "several hosts")
+        try:
+            path.parent.stat()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise ConfigurationError(
+                f"endpoint: rank 0's server listens at {announcement.endpoint}, which does not exist for this process; "
+                "are they in different containers? Start `python -m server` at an endpoint that all ranks reach"
+            ) from error
+        except OSError:
+            # `check_server` reports why this process cannot enter it, or that another user owns it.
+            pass
+        return self._connect(announcement.endpoint, None, replace(self._member, epoch=announcement.epoch))
+
+    def _join_on_several(self, secret: str | None) -> Connection:
+        announcement = self._announced()
+        while True:
+            if ipc_path(announcement.endpoint):
+                # Some launchers give rank 0 the address "localhost".
+                raise self._contradiction(announcement, "several hosts", "one host")
+            if bool(secret) == bool(announcement.secret):
+                problem = "this process has no secret, and rank 0 announces none"
+                if secret:
+                    problem = "this process has a secret, and rank 0 announces another one"
+                raise ConfigurationError(
+                    "STATSD_BN_SECRET_FILE, STATSD_BN_SECRET, STATSD_BN_SECRET_IN_STORE: expected the same on all "
+                    f"processes, but {problem}"
+                )
             try:
-                announcement = _read(own_entry, announcement, RESTART_SECONDS)
-            except ServerUnreachable:
-                text = f"{error.message}. {OTHER_SECRET_HINT}" if secret else error.message
-                raise type(error)(text, **error.fields) from None
+                # torchrun counts restarts on each node separately, so all use the count of rank 0.
+                keys = job_secret.member_keys(secret or announcement.secret, self._member.job)
+                return self._connect(announcement.endpoint, keys, replace(self._member, epoch=announcement.epoch))
+            except (ServerUnreachable, AuthenticationRefused) as error:
+                logger.warning("%s; waiting in case rank 0 was restarted and announces another server", in_log(error))
+                try:
+                    announcement = self._announced(announcement, RESTART_SECONDS)
+                except ServerUnreachable:
+                    text = f"{error.message}. {OTHER_SECRET_HINT}" if secret else error.message
+                    raise type(error)(text, **error.fields) from None
+
+    def _announced(self, known: Announcement | None = None, seconds: float = math.inf) -> Announcement:
+        """Returns the announcement of a server other than `known`."""
+        announcement = self._entry.read(known, seconds)
+        if announcement.problem:
+            raise ServerUnreachable(f"rank 0 could not start a server: {announcement.problem}", endpoint="")
+        return announcement
+
+    @staticmethod
+    def _contradiction(announcement: Announcement, here: str, there: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"MASTER_ADDR: expected the same on all processes; it means {here} on this process, and {there} on rank 0. "
+            f"The server of rank 0 listens at {announcement.endpoint}. Give rank 0 its name or address in the network"
+        )
 
 
-def _read(entry: StoreEntry, known: Announcement | None = None, seconds: float = math.inf) -> Announcement:
-    """Returns the announcement of a server, another one than `known`."""
-    announcement = entry.read(known, seconds)
-    if announcement.problem:
-        raise ServerUnreachable(f"rank 0 could not start a server: {announcement.problem}", endpoint="")
-    return announcement
+def bind_endpoint(address: str) -> str:
+    """Returns the endpoint to bind so that other hosts reach the server at `address`: that address, if it is local.
 
-
-def _not_the_same(announcement: Announcement, here: str, there: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"MASTER_ADDR: expected the same on all processes; by this one's {here}, but by rank 0's {there}, and its "
-        f"server listens at {announcement.endpoint}. Give rank 0 the name or address by which the others reach it"
-    )
-
-
-def _life(settings: Settings) -> str:
-    """Returns a name for this life of the job, in a store that may hold announcements of earlier lives.
-
-    Only torchrun's store outlives the processes, and on one node its count of restarts is the same for all of them.
+    Otherwise all interfaces: the name may resolve differently here, as to 127.0.1.1, or there is address translation.
     """
-    is_counted = settings.is_one_node and settings.epoch.source == "TORCHELASTIC_RESTART_COUNT"
-    return f"life {settings.epoch.value}" if is_counted else "latest life"
+    for candidate in _resolved(address):
+        if not candidate.is_loopback and _is_local(candidate):
+            return f"tcp://{_bracketed(str(candidate))}:*"
+    return f"tcp://{_bracketed('::' if ':' in address else '0.0.0.0')}:*"  # noqa: S104 - with keys only
 
 
-def binding(address: str) -> str:
-    """Returns where a server has to listen so that other hosts reach it at `address`: there, if it is this host's.
-
-    Otherwise all interfaces: the name may mean another address here, such as 127.0.1.1, or addresses are translated.
-    """
-    for candidate in _addresses(address):
-        if not candidate.is_loopback and _is_of_this_host(candidate):
-            return f"tcp://{_quoted(str(candidate))}:*"
-    return f"tcp://{_quoted('::' if ':' in address else '0.0.0.0')}:*"  # noqa: S104 - with keys only
+def public_endpoint(address: str, endpoint: str) -> str:
+    """Returns the endpoint for other hosts of a server that is bound to `endpoint`."""
+    return f"tcp://{_bracketed(address)}:{endpoint.rpartition(':')[2]}"
 
 
-def reached_by(address: str, endpoint: str) -> str:
-    """Returns the endpoint by which other hosts reach a server that listens at `endpoint`."""
-    return f"tcp://{_quoted(address)}:{endpoint.rpartition(':')[2]}"
-
-
-def _quoted(address: str) -> str:
+def _bracketed(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def _addresses(name: str) -> list[IPv4Address | IPv6Address]:
-    """Returns the addresses of a host name, only IPv4 as in ZeroMQ; an address stands for itself."""
+def _resolved(name: str) -> list[IPv4Address | IPv6Address]:
+    """Returns the addresses of a host name, only IPv4 as in ZeroMQ, or the address in the text."""
     with suppress(ValueError):
         return [ip_address(name)]
     try:
-        return [ip_address(found[4][0]) for found in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)]
-    except (OSError, UnicodeError):  # that of a name that cannot be one, such as "a..b"
+        return [ip_address(entry[4][0]) for entry in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)]
+    except (OSError, UnicodeError):  # UnicodeError: not a host name, such as "a..b"
         return []
 
 
-def _is_of_this_host(address: IPv4Address | IPv6Address) -> bool:
+def _is_local(address: IPv4Address | IPv6Address) -> bool:
     family = socket.AF_INET6 if address.version == 6 else socket.AF_INET  # noqa: PLR2004 - the versions of IP
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as trial:
-            trial.bind((str(address), 0))
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((str(address), 0))
     except OSError:
         return False
     return True

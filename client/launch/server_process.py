@@ -1,9 +1,9 @@
-"""A server that this process starts as its child, for the members of its own job.
+"""A server that this process starts as a child process for its own job.
 
-The client imports nothing from the server, so the child is `python -m server`, from the folder beside this package. It
-ends when this process does, however that ends, and when all members have left (`--parent`). If it is killed it is
-started again at the same endpoint; that costs the members a moment and changes no result. Its keys go through a pipe,
-so that they are in no file and in no list of arguments.
+The client imports nothing from the server, so the child runs `python -m server`, from the folder that contains this
+package. It ends with this process, even if that is killed, and when all members have left (`--parent`). A server that
+is killed is restarted at the same endpoint, which delays the members for a moment and changes no result. It reads its
+keys from a pipe, so that they are neither in a file nor in its arguments.
 """
 
 import logging
@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -26,48 +26,47 @@ from statsd_bn.keys import ServerKeys
 
 logger = logging.getLogger("statsd_bn.client")
 
-# The server imports no torch and listens within a second; a loaded machine may take longer.
+# The server imports no torch and listens within a second, on a busy machine later.
 START_SECONDS = 60.0
 
-# A server that is told to stop first sends its last answers, which takes up to a second.
+# After SIGTERM a server sends its last replies, which takes up to a second.
 STOP_SECONDS = 5.0
 
-# Warn when this process has waited this long at its end for the other members.
+# At its end, this process warns after waiting this long for the other members.
 WARN_SECONDS = 10.0
 
-# The folder of `client` and `server`, so that a program named server in the script's folder is not taken instead.
+# The folder of `client` and `server`, which precedes a module named server in the script's folder.
 PACKAGES = Path(__file__).parents[2]
 
-# Failures longer ago than this do not count.
+# Earlier failures do not count.
 WINDOW_SECONDS = 60.0
 
-# After so many failures within the window the server starts at once. Then the pauses double, so that the cause has time
-# to pass.
-AT_ONCE = 3
+# The first failures within the window restart the server at once. Then the pauses double: the cause may be transient.
+IMMEDIATE_RESTARTS = 3
 FIRST_PAUSE_SECONDS = 1.0
 
-# After more failures than this within the window the next server would fail too. The pauses until then add up to 31 s.
-AT_MOST = 8
+# The limit of failures within the window. The pauses until then add up to 31 s.
+MAX_FAILURES = 8
 
-# A server that failed to listen so often in a row will not listen the next time.
-STARTS = 3
+# The limit of consecutive starts after which the server does not listen.
+MAX_FAILED_STARTS = 3
 
-# Variables of the training script that would change what the server's arguments say.
+# Variables of the training script that would override the server's arguments.
 NOT_INHERITED = {"STATSD_BN_BIND", "STATSD_BN_CURVE", "STATSD_BN_INSECURE", "STATSD_BN_SECRET"}
 
 _started: list["ServerProcess"] = []
 
 
 class ServerProcess:
-    """A running server; a thread waits for its end, so that no zombie is left, and starts it again if it failed.
+    """A running server; a thread reaps the child and restarts it after a failure.
 
     Args:
-        bind: the ZeroMQ endpoint to listen at; None: a new folder that only this user can enter.
-        keys: its keys, and the key of the one client that it lets in; None: no keys.
+        bind: the ZeroMQ endpoint to listen on; None: a socket in a new folder that only this user can enter.
+        keys: its keys, and the key of its only client; None: no keys.
         leave_timeout: how long the members may take to leave when this process ends, in seconds.
 
     Attributes:
-        endpoint: where it listens, with the port that it chose.
+        endpoint: the bound endpoint, with the chosen port.
 
     Raises:
         ServerUnreachable: it did not start.
@@ -79,7 +78,7 @@ class ServerProcess:
         self._keys = keys
         self._folder: Path | None = None
         self._stopping = threading.Event()
-        self._has_ended = threading.Event()
+        self._has_stopped = threading.Event()
         try:
             if bind is None:
                 self._folder = make_job_folder()
@@ -93,33 +92,31 @@ class ServerProcess:
         threading.Thread(target=self._watch, name="statsd_bn server", daemon=True).start()
 
     def stop(self) -> None:
-        """Stops the server, and kills it if it does not stop."""
+        """Stops the server; kills it after `STOP_SECONDS`."""
         self._stopping.set()
         self._process.terminate()
-        if not self._has_ended.wait(STOP_SECONDS):
+        if not self._has_stopped.wait(STOP_SECONDS):
             self._process.kill()
 
     def wait_for_members(self) -> None:
-        """Waits until all members have left, or the timeout is over."""
-        # A forked child inherits the list, but the servers are its parent's.
+        """Waits until all members have left, up to the timeout."""
+        # A forked child inherits the list, but not the servers.
         if os.getpid() != self._owner:
             return
-        quietly = min(WARN_SECONDS, self._leave_timeout)
-        if not self._has_ended.wait(quietly):
+        silent = min(WARN_SECONDS, self._leave_timeout)
+        if not self._has_stopped.wait(silent):
             logger.warning(
-                "this process has finished, but its server waits up to %g s for members that have not",
+                "waiting up to %g s for the other members before stopping the server of this process",
                 self._leave_timeout,
             )
-            self._has_ended.wait(self._leave_timeout - quietly)
+            self._has_stopped.wait(self._leave_timeout - silent)
 
     def _start(self, bind: str, *options: str) -> str:
         """Starts the server; returns its endpoint once it listens."""
         self._make_folder()
         keys = ["--curve", "-"] if self._keys else []
-        return self._run(["--bind", bind, "--parent", str(self._owner), *keys, *options])
-
-    def _run(self, arguments: Sequence[str]) -> str:
-        # In a session of its own: Ctrl-C at the terminal must reach only the members, which then leave.
+        arguments = "--bind", bind, "--parent", str(self._owner), *keys, *options
+        # In a new session: Ctrl-C at the terminal must interrupt only the members, which then leave.
         self._process = subprocess.Popen(  # noqa: S603 - this project's own program
             _command(*arguments),
             env=_environment(),
@@ -129,61 +126,63 @@ class ServerProcess:
             start_new_session=True,
         )
         if self._stopping.is_set():
-            # `stop` was called during a restart, and reached only the earlier process.
+            # `stop` was called during a restart, and terminated only the previous process.
             self._process.terminate()
         try:
-            if self._keys:
-                _hand_over(self._process, self._keys)
-            return _endpoint(self._process)
+            if self._keys and self._process.stdin:
+                # After a broken pipe, `_read_endpoint` reports the exit code.
+                with suppress(BrokenPipeError), self._process.stdin as pipe:
+                    pipe.write(self._keys.text())
+            return _read_endpoint(self._process)
         except BaseException:
-            _end(self._process)
+            _terminate(self._process)
             raise
 
     def _watch(self) -> None:
-        """Waits for the server to end, and starts it again each time that it failed.
+        """Restarts the server after each failure, until a normal exit.
 
-        One thread does all of this, because Python 3.12 starts no thread while the interpreter ends.
+        One thread does all of this: Python 3.12 starts no threads while the interpreter shuts down.
         """
         restarts = Restarts()
         try:
-            problem, has_listened = self._problem(), True
+            problem, has_listened = self._wait_for_exit(), True
             while problem and not self._stopping.is_set():
                 pause = restarts.pause(time.monotonic(), has_listened=has_listened)
                 if pause is None:
-                    logger.error("%s; it is not started again, so its members wait in vain", problem)
+                    logger.error("%s; it is not restarted again, so its members will time out", problem)
                     break
-                logger.warning("%s; it is started again%s", problem, f" in {pause:g} s" if pause else "")
-                # Members take it for the end if the folder is gone. What is wrong with it is told at the start.
+                logger.warning("%s; restarting it%s", problem, f" in {pause:g} s" if pause else "")
+                # Without the folder members conclude that the job has ended. The next start reports problems.
                 with suppress(ConfigurationError):
                     self._make_folder()
                 if not self._stopping.wait(pause):
-                    problem, has_listened = self._problem_again()
+                    problem, has_listened = self._restart()
         finally:
             self._remove_folder()
             with suppress(ValueError):
                 _started.remove(self)
-            self._has_ended.set()
+            self._has_stopped.set()
 
-    def _problem(self) -> str:
-        """Waits for the server to end; returns what went wrong, or "" after a normal end."""
+    def _wait_for_exit(self) -> str:
+        """Waits for the server to exit; returns the problem, or "" after a normal exit."""
         code = self._process.wait()
-        return f"the server that this process started {_ending(code)}" if code else ""
+        return f"the server that this process started {_format_exit(code)}" if code else ""
 
-    def _problem_again(self) -> tuple[str, bool]:
-        """Starts the server again; returns what went wrong, and whether it had listened."""
+    def _restart(self) -> tuple[str, bool]:
+        """Restarts the server and waits for its exit; returns the problem, and whether it has listened."""
         try:
             self._start(self.endpoint, "--again")
         except (OSError, ServerUnreachable, ConfigurationError) as error:
             return in_log(error), False
-        return self._problem(), True
+        return self._wait_for_exit(), True
 
     def _make_folder(self) -> None:
-        """Makes the folder again if a server has removed it, as one does that ends in good order."""
+        """Creates the folder again: a server removes it at a normal exit."""
         if self._folder:
             make_private(self._folder)
 
     def _remove_folder(self) -> None:
-        """Removes what a killed server leaves behind."""
+        """Removes the files of a killed server."""
         if self._folder:
             with suppress(OSError):
                 (self._folder / SOCKET).unlink(missing_ok=True)
@@ -191,27 +190,27 @@ class ServerProcess:
 
 
 class Restarts:
-    """The failures of one server; the caller tells the time."""
+    """The failures of one server."""
 
     def __init__(self) -> None:
-        self._ends: deque[float] = deque()
+        self._failures: deque[float] = deque()
         self._failed_starts = 0
 
     def pause(self, now: float, *, has_listened: bool) -> float | None:
         """Records a failure; returns the seconds until the next start, or None for no further start."""
         self._failed_starts = 0 if has_listened else self._failed_starts + 1
-        self._ends.append(now)
-        while self._ends[0] < now - WINDOW_SECONDS:
-            self._ends.popleft()
-        if self._failed_starts >= STARTS or len(self._ends) > AT_MOST:
+        self._failures.append(now)
+        while self._failures[0] < now - WINDOW_SECONDS:
+            self._failures.popleft()
+        if self._failed_starts >= MAX_FAILED_STARTS or len(self._failures) > MAX_FAILURES:
             return None
-        beyond = len(self._ends) - AT_ONCE
+        beyond = len(self._failures) - IMMEDIATE_RESTARTS
         return FIRST_PAUSE_SECONDS * 2 ** (beyond - 1) if beyond > 0 else 0.0
 
 
 def wait_for_members() -> None:
-    """Waits until the members of all servers of this process have left, or the timeout is over."""
-    for server in _started.copy():  # each leaves the list when it ends
+    """Waits until the members of all servers of this process have left, up to the timeout."""
+    for server in _started.copy():  # a server removes itself from the list
         server.wait_for_members()
 
 
@@ -230,22 +229,17 @@ def _environment() -> Mapping[str, str]:
     }
 
 
-def _endpoint(process: subprocess.Popen[str]) -> str:
-    """Reads the endpoint that a starting server prints.
-
-    Raises:
-        ServerUnreachable: it printed something else, or nothing in time.
-    """
+def _read_endpoint(process: subprocess.Popen[str]) -> str:
+    """Reads the endpoint that a starting server prints; raises ServerUnreachable for other output or none in time."""
     started = time.monotonic()
-    said = _first_line(process)
-    _, is_listening, endpoint = said.rstrip("\n").partition("listening on ")
+    _, is_listening, endpoint = _first_line(process).rstrip("\n").partition("listening on ")
     if not is_listening:
         seconds = time.monotonic() - started
         code = process.poll()
-        how = "said nothing" if code is None else _ending(code)
+        how = "printed nothing" if code is None else _format_exit(code)
         raise ServerUnreachable(
-            f"cannot start a server: expected it to listen within {START_SECONDS:g} s, and it {how} "
-            f"after {seconds:.1f} s; its messages are in the error output of this process",
+            f"cannot start a server: expected it to listen within {START_SECONDS:g} s, but it {how} after "
+            f"{seconds:.1f} s; see its messages on the stderr of this process",
             endpoint="",
             seconds=seconds,
         )
@@ -259,15 +253,15 @@ def _first_line(process: subprocess.Popen[str]) -> str:
     with process.stdout as output:
         if not wait([output.fileno()], START_SECONDS):
             return ""
-        said = output.readline()
-    if not said:
-        # It is about to end; wait, to report its exit code.
+        line = output.readline()
+    if not line:
+        # It is exiting; wait for its exit code.
         with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
-    return said
+    return line
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _terminate(process: subprocess.Popen[str]) -> None:
     process.terminate()
     try:
         process.wait(STOP_SECONDS)
@@ -276,12 +270,5 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-def _hand_over(process: subprocess.Popen[str], keys: ServerKeys) -> None:
-    # If it has ended already its exit code is reported.
-    if process.stdin is not None:
-        with suppress(BrokenPipeError), process.stdin as pipe:
-            pipe.write(keys.text())
-
-
-def _ending(code: int) -> str:
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+def _format_exit(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

@@ -1,21 +1,19 @@
-"""Settings: everything that `client.connect` has to know, and where each value came from.
+"""Settings: the resolved configuration of `client.connect`, with the source of each value.
 
-An argument wins over a variable named for us, that wins over the launcher's variables, these win over torch's process
-group, and that wins over the default. A launcher that has started one process does not know of those which that process
-has started, so a process group of several wins over it.
-`resolve` is the only place that decides this. It is a function of its arguments, so a test needs no environment of its
-own; only `Settings.member` and `Settings.keys` ask the machine for something.
+The precedence is: argument, STATSD_BN_ variable, the launcher's variables, torch's process group, default. A launcher
+of one process does not know the processes that this one has started, so a process group of several overrides it.
+`resolve` decides all of this from its arguments, so tests need no environment of their own.
 """
 
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from client.launch import launchers
-from client.launch.launchers import ARGUMENT, DEFAULT, PROCESS_GROUP, ProcessGroup, Setting, StoreAddress, found
+from client.launch.launchers import ARGUMENT, DEFAULT, PROCESS_GROUP, ProcessGroup, Setting, StoreAddress, optional
 from client.session.groups import this_place
 from client.session.protocol.member import (
     DEFAULT_ABORT_AFTER,
@@ -34,149 +32,131 @@ from statsd_bn.errors import ConfigurationError, ProtocolError
 from statsd_bn.keys import ClientKeys, load_client
 from statsd_bn.messages import WORLD
 
-JOB = "default"
-
-# What each argument may be, in words and in Python. A bool is an int to Python, and never meant here.
+# The types of the arguments, as text and in Python. A bool is an int in Python, but invalid for each of them.
 _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
     **dict.fromkeys(("endpoint", "job", "policy", "transport", "on_nonfinite"), ("a str", (str,))),
     **dict.fromkeys(("rank", "world_size", "min_members"), ("an int", (int,))),
     **dict.fromkeys(("round_timeout", "join_timeout", "abort_after"), ("a number of seconds", (int, float))),
     "curve": ("a path", (str, os.PathLike)),
 }
-# The others are None by default.
+# The default of the others is None.
 _DEFAULTS = {"round_timeout": DEFAULT_ROUND_TIMEOUT, "policy": STRICT, "abort_after": DEFAULT_ABORT_AFTER}
 _MAY_BE_NONE = _TYPES.keys() - {"round_timeout", "policy"}
+
+# The settings that are attributes of `Member`, under the same names.
+_MEMBER_SETTINGS = (
+    *("job", "epoch", "rank", "world_size", "min_members", "round_timeout", "join_timeout", "abort_after"),
+    *("transport", "on_nonfinite"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All that `client.connect` has to know: its arguments with their defaults resolved, and what follows from them.
+    """The resolved configuration of `client.connect`.
 
     Attributes:
-        endpoint: where the server listens; None where rank 0 starts one, or this user's own is to be found.
-        min_members: how few members an elastic job may go on with; 0 in a strict job.
-        epoch: how often the launcher has restarted the processes.
-        insecure: whether it may connect to a server by TCP without keys.
-        store: where torch's store is, in which rank 0 says where its server is; None where there is an endpoint, or
-            no launcher.
-        is_one_node: whether all processes are on this host, as far as the launcher says.
-        is_process_group: whether the processes are those of torch's process group, and no launcher says where a store
-            is; then they meet in the group's store.
-        launched: how many processes the launcher or the process group counts, where `world_size` says more; else None.
-        stacks: whether this process tells where it is when others wait for it.
+        member: this process in its job.
+        endpoint: the server's address; None if rank 0 starts the server, or this user's own server is used.
+        curve: the file with this client's keys; None for no keys.
+        insecure: whether TCP without keys is allowed.
+        store: the address of torch's store, in which rank 0 announces its server; None with an endpoint or without a
+            launcher.
+        is_one_node: whether all processes are on this host according to the launcher.
+        uses_process_group: whether rank 0 announces its server in the store of torch's process group.
+        launched: the number of processes according to the launcher or process group, if `world_size` is larger.
+        resolved: all settings by name, with their sources.
     """
 
-    endpoint: Setting[str | None]
-    job: Setting[str]
-    rank: Setting[int]
-    world_size: Setting[int]
-    round_timeout: Setting[float]
-    join_timeout: Setting[float]
-    policy: Setting[str]
-    min_members: Setting[int]
-    epoch: Setting[int]
-    curve: Setting[str | os.PathLike[str] | None]
-    insecure: Setting[bool]
-    store: Setting[StoreAddress] | None
+    member: Member
+    endpoint: str | None
+    curve: str | os.PathLike[str] | None
+    insecure: bool
+    store: StoreAddress | None
     is_one_node: bool
-    abort_after: Setting[float | None]
-    stacks: Setting[bool]
-    transport: Setting[str]
-    on_nonfinite: Setting[str]
-    is_process_group: bool
+    uses_process_group: bool
     launched: Setting[int] | None
+    resolved: Mapping[str, Setting[Any]]
 
     @property
     def is_alone(self) -> bool:
-        """Whether this process is the only one there can be, and no server is named."""
-        return self.world_size.value == 1 and not self.min_members.value and self.endpoint.value is None
+        """Whether the job can have no other process, and no server is named."""
+        return self.member.world_size == 1 and not self.member.is_elastic and self.endpoint is None
 
     def __str__(self) -> str:
-        all_of_them = (getattr(self, each.name) for each in fields(self))
-        return ", ".join(str(one) for one in all_of_them if isinstance(one, Setting) and one.value is not None)
+        return ", ".join(str(setting) for setting in self.resolved.values() if setting.value is not None)
 
-    def member(self) -> Member:
-        """Returns who this process is, with the name of its host and its process id."""
-        return Member(
-            job=self.job.value,
-            group=WORLD,
-            epoch=self.epoch.value,
-            rank=self.rank.value,
-            world_size=self.world_size.value,
-            round_timeout=self.round_timeout.value,
-            host_and_pid=this_place(),
-            min_members=self.min_members.value,
-            join_timeout=self.join_timeout.value,
-            abort_after=self.abort_after.value,
-            tells_stacks=self.stacks.value,
-            transport=self.transport.value,
-            on_nonfinite=self.on_nonfinite.value,
-        )
+    def source(self, name: str) -> str:
+        """Returns the source of a setting: "argument", "default", "process group" or a variable."""
+        return self.resolved[name].source
 
-    def keys(self) -> ClientKeys | None:
-        """Reads this client's keys; returns None where no file is named.
-
-        Raises:
-            ConfigurationError: there is no such file, or it is not a key file.
-        """
-        return load_client(Path(self.curve.value)) if self.curve.value else None
+    def load_keys(self) -> ClientKeys | None:
+        """Reads this client's keys; returns None if no file is configured."""
+        return load_client(Path(self.curve)) if self.curve else None
 
 
 def resolve(environ: Mapping[str, str], group: ProcessGroup | None = None, **arguments: Any) -> Settings:
-    """Finds the value of each setting.
-
-    Args:
-        environ: the environment.
-        group: torch's process group; None where it is not initialised.
-        arguments: those of `client.connect`.
+    """Resolves the arguments of `client.connect`, given the environment and torch's process group, if initialised.
 
     Raises:
-        ConfigurationError: a value is unusable; the text says what it is and where it came from.
+        ConfigurationError: a value is invalid; the text contains the value and its source.
     """
     given = {**dict.fromkeys(_TYPES), **_DEFAULTS, **arguments}
     _check_types(given)
-    at = _named(environ, "STATSD_BN_ENDPOINT", given)
-    size = found("world_size", given["world_size"], ARGUMENT) or launchers.world_size(environ)
-    number = found("rank", given["rank"], ARGUMENT) or launchers.rank(environ)
+    endpoint = _text(environ, "STATSD_BN_ENDPOINT", given)
+    size = optional("world_size", given["world_size"], ARGUMENT) or launchers.world_size(environ)
+    rank = optional("rank", given["rank"], ARGUMENT) or launchers.rank(environ)
     if group:
-        size, number = launchers.merged(size, number, group)
-    if size and number is None:
-        _check_is_alone(size)
-    size, number = size or Setting("world_size", 1, DEFAULT), number or Setting("rank", 0, DEFAULT)
-    _check_world_size(size)
-    least = _min_members(given["policy"], given["min_members"], size)
+        size, rank = launchers.merge_process_group(size, rank, group)
+    size, rank = _checked_size_and_rank(size, rank)
+    policy = Setting("policy", given["policy"], DEFAULT if given["policy"] == STRICT else ARGUMENT)
+    min_members = _min_members(policy.value, given["min_members"], size)
+    is_elastic = min_members.value > 0
     launched = _launched(environ, group)
-    if launched and not least.value:  # newcomers may join an elastic job
-        _check_is_whole(size, number, launched)
-    _check_rank(number, size, is_elastic=least.value > 0)
-    transport = _one_of(TRANSPORT_CHOICES, _named(environ, "STATSD_BN_TRANSPORT", given, TRANSPORT_CHOICES[0]))
-    if least.value and transport.value == OVER_PROCESS_GROUP:
-        raise ConfigurationError(f"{transport}: expected one that goes on without a lost rank, as the job is elastic")
-    in_round, to_join = _timeouts(given["round_timeout"], given["join_timeout"])
-    store = None if at.value else _store(environ, size)
-    is_of_group = group is not None and group.size > 1 and (number.value, size.value) == group
-    meets_in_group = at.value is None and is_of_group and not (store and _is_launched(number, environ))
-    store = None if meets_in_group else store
+    if launched and not is_elastic:  # new members may join an elastic job
+        _check_is_complete(size, rank, launched)
+    _check_rank(rank, size, is_elastic=is_elastic)
+    transport = _choice(TRANSPORT_CHOICES, _text(environ, "STATSD_BN_TRANSPORT", given, TRANSPORT_CHOICES[0]))
+    if is_elastic and transport.value == OVER_PROCESS_GROUP:
+        raise ConfigurationError(
+            f"{transport}: expected another transport for an elastic job, which continues without a lost rank"
+        )
+    round_timeout, join_timeout = _timeouts(given["round_timeout"], given["join_timeout"])
+    store, uses_process_group = (None, False) if endpoint.value else _store(environ, size, rank, group)
+    settings: tuple[Setting[Any] | None, ...] = (
+        endpoint,
+        _job(environ, given["job"]),
+        rank,
+        size,
+        round_timeout,
+        join_timeout,
+        policy,
+        min_members,
+        _epoch(environ),
+        _text(environ, "STATSD_BN_CURVE", given),
+        _flag(environ, "STATSD_BN_INSECURE", default=False),
+        store,
+        _seconds("abort_after", given["abort_after"], or_none=" or None"),
+        _flag(environ, "STATSD_BN_STACKS", default=True),
+        transport,
+        _choice(ON_NONFINITE, _text(environ, "STATSD_BN_ON_NONFINITE", given, ON_NONFINITE[0])),
+    )
+    resolved = {setting.name: setting for setting in settings if setting}
+    member = Member(
+        group=WORLD,
+        host_and_pid=this_place(),
+        reports_stacks=resolved["stacks"].value,
+        **{name: resolved[name].value for name in _MEMBER_SETTINGS},
+    )
     return Settings(
-        endpoint=at,
-        job=_job(environ, given["job"]),
-        rank=number,
-        world_size=size,
-        round_timeout=in_round,
-        join_timeout=to_join,
-        policy=Setting("policy", given["policy"], DEFAULT if given["policy"] == STRICT else ARGUMENT),
-        min_members=least,
-        epoch=_epoch(environ),
-        curve=_named(environ, "STATSD_BN_CURVE", given),
-        insecure=_flag(environ, "STATSD_BN_INSECURE", default=False),
-        store=store,
+        member=member,
+        endpoint=endpoint.value,
+        curve=resolved["curve"].value,
+        insecure=resolved["insecure"].value,
+        store=store.value if store else None,
         is_one_node=store is not None and launchers.is_one_node(environ, store.value, size.value),
-        is_process_group=meets_in_group,
+        uses_process_group=uses_process_group,
         launched=launched if launched and launched.value < size.value else None,
-        abort_after=_seconds("abort_after", given["abort_after"], or_none=" or None"),
-        stacks=_flag(environ, "STATSD_BN_STACKS", default=True),
-        transport=transport,
-        on_nonfinite=_one_of(ON_NONFINITE, _named(environ, "STATSD_BN_ON_NONFINITE", given, ON_NONFINITE[0])),
+        resolved=resolved,
     )
 
 
@@ -189,22 +169,22 @@ def _check_types(arguments: Mapping[str, Any]) -> None:
             raise ConfigurationError(f"{name}: expected {expected}, got {shown(value)}")
 
 
-def _named(environ: Mapping[str, str], variable: str, given: Mapping[str, Any], default: str | None = None) -> Any:
-    """Returns the setting of the argument that a variable is named after, else of the variable, else the default."""
+def _text(environ: Mapping[str, str], variable: str, given: Mapping[str, Any], default: str | None = None) -> Any:
+    """Resolves an argument that has a STATSD_BN_ variable of the same name; empty values count as missing."""
     name = variable.removeprefix(PREFIX).lower()
     return (
-        found(name, given[name] or None, ARGUMENT)
-        or found(name, environ.get(variable) or None, variable)
+        optional(name, given[name] or None, ARGUMENT)
+        or optional(name, environ.get(variable) or None, variable)
         or Setting(name, default, DEFAULT)
     )
 
 
-def _job(environ: Mapping[str, str], given: str | None) -> Setting[str]:
+def _job(environ: Mapping[str, str], argument: str | None) -> Setting[str]:
     job = (
-        found("job", given, ARGUMENT)
-        or found("job", environ.get("STATSD_BN_JOB") or None, "STATSD_BN_JOB")
+        optional("job", argument, ARGUMENT)
+        or optional("job", environ.get("STATSD_BN_JOB") or None, "STATSD_BN_JOB")
         or launchers.job(environ)
-        or Setting("job", JOB, DEFAULT)
+        or Setting("job", "default", DEFAULT)
     )
     try:
         check_name("job", job.value, limits.MAX_NAME_BYTES)
@@ -220,32 +200,31 @@ def _epoch(environ: Mapping[str, str]) -> Setting[int]:
     return epoch
 
 
-def _check_is_alone(size: Setting[int]) -> None:
-    """Of several processes without ranks each would take itself for rank 0."""
-    if size.source != ARGUMENT and size.value > 1:
+def _checked_size_and_rank(size: Setting[int] | None, rank: Setting[int] | None) -> tuple[Setting[int], Setting[int]]:
+    if size and rank is None and size.source != ARGUMENT and size.value > 1:
+        # Each of these processes would connect as rank 0.
         raise ConfigurationError(
             f"RANK: expected this process's rank, since {size.source} says {size.value}, got nothing; set it for each "
             "process, or pass rank"
         )
-
-
-def _check_world_size(size: Setting[int]) -> None:
+    size, rank = size or Setting("world_size", 1, DEFAULT), rank or Setting("rank", 0, DEFAULT)
     if not 1 <= size.value <= limits.MAX_MEMBERS:
         raise ConfigurationError(
             f"world_size: expected 1 to {limits.MAX_MEMBERS}, got {shown(size.value)} ({size.source})"
         )
+    return size, rank
 
 
 def _launched(environ: Mapping[str, str], group: ProcessGroup | None) -> Setting[int] | None:
     """Returns the number of processes of a launcher of several, or of torch's process group; None if unknown."""
-    with suppress(ConfigurationError):  # an argument may stand for a variable that is wrong
+    with suppress(ConfigurationError):  # an argument may replace an invalid variable
         if (launched := launchers.world_size(environ)) and launched.value > 1:
             return launched
     return Setting("world_size", group.size, PROCESS_GROUP) if group and group.size > 1 else None
 
 
-def _check_is_whole(size: Setting[int], rank: Setting[int], launched: Setting[int]) -> None:
-    """Raises ConfigurationError for a job of some of the launched processes, unless they have ranks of their own."""
+def _check_is_complete(size: Setting[int], rank: Setting[int], launched: Setting[int]) -> None:
+    """Raises ConfigurationError for a job of some of the launched processes, unless `rank` is an argument too."""
     if size.value < launched.value and rank.source != ARGUMENT:
         raise ConfigurationError(
             f"world_size: expected at least {launched.value}, as {launched.source} says, got {size.value} "
@@ -254,29 +233,29 @@ def _check_is_whole(size: Setting[int], rank: Setting[int], launched: Setting[in
 
 
 def _check_rank(rank: Setting[int], size: Setting[int], *, is_elastic: bool) -> None:
-    # Newcomers to an elastic job may bring it above the size that it began with.
-    least_above, of = (limits.MAX_MEMBERS, "MAX_MEMBERS") if is_elastic else (size.value, "world_size")
-    if not 0 <= rank.value < least_above:
+    # New members may bring an elastic job above its initial size.
+    bound, name = (limits.MAX_MEMBERS, "MAX_MEMBERS") if is_elastic else (size.value, "world_size")
+    if not 0 <= rank.value < bound:
         raise ConfigurationError(
-            f"rank: expected a number in [0, {of}), here [0, {least_above}), "
-            f"got {shown(rank.value)} ({rank.source}); {size}"
+            f"rank: expected a number in [0, {name}), here [0, {bound}), got {shown(rank.value)} ({rank.source}); "
+            f"{size}"
         )
 
 
-def _min_members(policy: str, given: int | None, size: Setting[int]) -> Setting[int]:
+def _min_members(policy: str, argument: int | None, size: Setting[int]) -> Setting[int]:
     if policy not in {STRICT, ELASTIC}:
         raise ConfigurationError(f"policy: expected {STRICT!r} or {ELASTIC!r}, got {policy!r:.80}")
     if policy == STRICT:
-        if given is not None:
+        if argument is not None:
             raise ConfigurationError(
-                f"min_members: expected no value under the policy {STRICT!r}, got {shown(given)} ({ARGUMENT})"
+                f"min_members: expected no value under the policy {STRICT!r}, got {shown(argument)} ({ARGUMENT})"
             )
         return Setting("min_members", 0, DEFAULT)
-    if given is None:
+    if argument is None:
         return Setting("min_members", 1, DEFAULT)
-    if not 1 <= given <= size.value:
-        raise ConfigurationError(f"min_members: expected 1 to {size}, got {shown(given)} ({ARGUMENT})")
-    return Setting("min_members", given, ARGUMENT)
+    if not 1 <= argument <= size.value:
+        raise ConfigurationError(f"min_members: expected 1 to {size}, got {shown(argument)} ({ARGUMENT})")
+    return Setting("min_members", argument, ARGUMENT)
 
 
 def _timeouts(in_round: float, to_join: float | None) -> tuple[Setting[float], Setting[float]]:
@@ -287,13 +266,13 @@ def _timeouts(in_round: float, to_join: float | None) -> tuple[Setting[float], S
     return round_timeout, join_timeout
 
 
-def _seconds(name: str, given: float | None, or_none: str = "") -> Setting[Any]:
-    if given is not None and not 0 < given <= limits.MAX_DEADLINE:
+def _seconds(name: str, argument: float | None, or_none: str = "") -> Setting[Any]:
+    if argument is not None and not 0 < argument <= limits.MAX_DEADLINE:
         raise ConfigurationError(
-            f"{name}: expected seconds in (0, {limits.MAX_DEADLINE:g}]{or_none}, got {shown(given)} ({ARGUMENT})"
+            f"{name}: expected seconds in (0, {limits.MAX_DEADLINE:g}]{or_none}, got {shown(argument)} ({ARGUMENT})"
         )
-    source = DEFAULT if given == _DEFAULTS.get(name) else ARGUMENT
-    return Setting(name, None if given is None else float(given), source)
+    source = DEFAULT if argument == _DEFAULTS.get(name) else ARGUMENT
+    return Setting(name, None if argument is None else float(argument), source)
 
 
 def _flag(environ: Mapping[str, str], variable: str, *, default: bool) -> Setting[bool]:
@@ -302,7 +281,7 @@ def _flag(environ: Mapping[str, str], variable: str, *, default: bool) -> Settin
     return Setting(name, boolean(environ, variable), variable) if is_set else Setting(name, default, DEFAULT)
 
 
-def _one_of(choices: Sequence[str], setting: Setting[str]) -> Setting[str]:
+def _choice(choices: Sequence[str], setting: Setting[str]) -> Setting[str]:
     if setting.value not in choices:
         expected = ", ".join(choices)
         raise ConfigurationError(
@@ -311,14 +290,15 @@ def _one_of(choices: Sequence[str], setting: Setting[str]) -> Setting[str]:
     return setting
 
 
-def _store(environ: Mapping[str, str], size: Setting[int]) -> Setting[StoreAddress] | None:
+def _store(
+    environ: Mapping[str, str], size: Setting[int], rank: Setting[int], group: ProcessGroup | None
+) -> tuple[Setting[StoreAddress] | None, bool]:
+    """Returns the launcher's store, and whether the store of torch's process group replaces it."""
     store = launchers.store_address(environ)
-    # Variables that are left in a shell do not make a launcher.
-    is_launched = size.value > 1 or launchers.world_size(environ) is not None
-    return store if is_launched else None
-
-
-def _is_launched(rank: Setting[int], environ: Mapping[str, str]) -> bool:
-    """Whether a launcher has given this process its rank."""
-    launched = launchers.rank(environ)
-    return launched is not None and launched.value == rank.value and rank.source != PROCESS_GROUP
+    if size.value == 1 and launchers.world_size(environ) is None:
+        store = None  # leftover variables in a shell do not mean that there is a launcher
+    if group is None or group.size == 1 or (rank.value, size.value) != group:
+        return store, False
+    launched = launchers.rank(environ) if store else None
+    has_launched = launched is not None and launched.value == rank.value and rank.source != PROCESS_GROUP
+    return (store, False) if has_launched else (None, True)

@@ -1,9 +1,8 @@
-"""torch's store: rank 0 announces its server there, and the other processes of the job look for it.
+"""torch's store: rank 0 announces its server there to the other processes of the job.
 
-It is the store of `torch.distributed.init_process_group("env://")`. torchrun keeps it; without torchrun rank 0
-keeps it, and a later process group uses it too. Where no launcher says where it is, it is the store of the process
-group that the script has initialised. Whoever reaches the store can read and change an announcement, so it holds no
-secret unless the user asks for that.
+It is the store of `torch.distributed.init_process_group("env://")`. torchrun hosts it; without torchrun rank 0 does,
+and a later process group uses it too. Without a launcher it is the store of the script's process group. Every client of
+the store can read and change an announcement, so it contains no secret unless the user asks for that.
 """
 
 import itertools
@@ -36,33 +35,32 @@ T = TypeVar("T")
 
 PREFIX = "statsd_bn"
 
-# Pauses between two looks into the store, growing: rank 0 needs half a second, and a thousand others ask one store.
+# Growing pauses between two reads: rank 0 needs half a second, and a thousand processes may read from one store.
 FIRST_PAUSE_SECONDS = 0.01
 PAUSE_SECONDS = 0.25
 
-# A store answers in milliseconds, but torch waits for ever for one whose process is frozen. It gets this much time on
-# top of the timeout.
+# A store answers in milliseconds, but torch waits for ever for a frozen process. This is the limit of a
+# call, in addition to the timeout.
 ANSWER_SECONDS = 5.0
 
 # Warn after this long, then at doubling intervals.
 WARN_SECONDS = 10.0
 
-# Keep references: a store that is collected closes, and rank 0's closes for all. The process id is part of the key
-# because a forked child must not use its parent's store.
+# Keep references: a store that is garbage-collected closes, and rank 0's closes for all. The process id is part of the
+# key because a forked child must not use its parent's store.
 _stores: dict[tuple[int, StoreAddress], "Store"] = {}
 
-# A process may connect again after it has disconnected, to another server: the n-th time all use the n-th entry.
+# A process may disconnect and connect to another server: the n-th connect of each process uses the n-th entry.
 _entries = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What rank 0 writes into the store.
+    """Rank 0's server, or the reason why it has none.
 
     Attributes:
-        endpoint: where its server listens.
-        epoch: how often the job was restarted, as rank 0 counts it.
-        secret: from which all make their keys; empty where they have it already, or use no keys.
+        epoch: rank 0's count of restarts of the job.
+        secret: the secret for the job's keys; empty if all processes have it already, or use no keys.
         problem: why there is no server; empty if there is one.
     """
 
@@ -73,34 +71,28 @@ class Announcement:
 
     @classmethod
     def parse(cls, text: bytes) -> "Announcement":
-        """Reads an announcement.
-
-        Raises:
-            ProtocolError: the text is not an announcement.
-        """
+        """Parses an announcement; raises ProtocolError for other text."""
         try:
-            found = cls(**json.loads(text))
+            announcement = cls(**json.loads(text))
         except (ValueError, TypeError, RecursionError):
             # The reason may quote a secret.
             raise ProtocolError("expected the announcement of rank 0 in torch's store, got something else") from None
-        if any(type(getattr(found, each.name)) is not type(each.default) for each in fields(cls)):
-            raise ProtocolError(
-                "expected the announcement of rank 0 in torch's store, with a text for each text and an epoch"
-            )
-        # Both texts appear in errors, and anybody can write to the store.
-        return replace(found, endpoint=plain(found.endpoint), problem=readable(found.problem))
+        if any(type(getattr(announcement, each.name)) is not type(each.default) for each in fields(cls)):
+            raise ProtocolError("expected the announcement of rank 0 in torch's store, got fields of other types")
+        # Both texts appear in errors, and any client of the store may have written them.
+        return replace(announcement, endpoint=plain(announcement.endpoint), problem=readable(announcement.problem))
 
 
 class StoreEntry:
-    """The place in torch's store for one connect of the job.
+    """The entry in torch's store for one connect of the job.
 
     Args:
-        address: where the store listens; None: it is that of torch's process group.
-        life: tells this life of the job from earlier ones; torchrun's store outlives the processes.
+        address: the store's address; None for the store of torch's process group.
+        life: distinguishes this life of the job from earlier ones; torchrun's store outlives the processes.
         timeout: how long the other processes may take, in seconds.
 
     Raises:
-        ServerUnreachable: there is no store, or it did not start in time.
+        ServerUnreachable: also from all methods: there is no store, or it did not answer in time.
     """
 
     def __init__(self, address: StoreAddress | None, rank: int, world_size: int, life: str, timeout: float) -> None:
@@ -109,99 +101,79 @@ class StoreEntry:
         self._world_size = world_size
         self._key = f"{life}/{next(_entries)}"
         self._expiry = time.monotonic() + timeout
-        self._store = _open(address, rank, world_size, timeout) if address else of_process_group()
+        self._store = _open(address, rank, world_size, timeout) if address else process_group_store()
 
     def is_one_host(self) -> bool:
-        """Returns whether all processes are on one host. Rank 0 waits until each has said where it is.
-
-        Raises:
-            ServerUnreachable: not all did in time, or the store is gone.
-        """
-        verdict = f"{self._key}/hosts"
-        self._set(f"{verdict}/{self._rank}", self._host())
+        """Returns whether all processes are on one host; rank 0 waits until each has written its host."""
+        key = f"{self._key}/hosts"
+        advice = "check that every rank calls client.connect() equally often"
+        self._set(f"{key}/{self._rank}", self._host())
         if self._rank == 0:
-            ranks = range(self._world_size)
-            hosts = {self._wait_for(f"{verdict}/{rank}", f"rank {rank} to call client.connect()") for rank in ranks}
-            self._set(verdict, "one" if len(hosts) == 1 else "several")
-        return self._wait_for(verdict, "rank 0 to hear from all ranks where they are") == b"one"
+            hosts = {
+                self._poll(self._get, f"{key}/{rank}", f"rank {rank} to call client.connect()", advice)
+                for rank in range(self._world_size)
+            }
+            self._set(key, "one" if len(hosts) == 1 else "several")
+        return self._poll(self._get, key, "rank 0 to collect the hosts of all ranks", advice) == b"one"
 
     def write(self, announcement: Announcement) -> None:
-        """Writes the announcement; it stays there until the store closes.
-
-        Raises:
-            ServerUnreachable: the store is gone.
-        """
+        """Writes the announcement; it stays there until the store closes."""
         self._set(self._key, json.dumps(asdict(announcement)))
 
     def read(self, known: Announcement | None = None, seconds: float = math.inf) -> Announcement:
-        """Waits for an announcement of rank 0.
+        """Waits for an announcement of rank 0 other than `known`, up to the entry's timeout or `seconds`."""
 
-        Args:
-            known: an announcement to ignore.
-            seconds: give up after this long, if that is sooner than the timeout.
-
-        Raises:
-            ServerUnreachable: no announcement came in time, or the store is gone.
-            ProtocolError: what came is not an announcement.
-        """
-
-        def look(expiry: float) -> Announcement | None:
-            text = self._look(self._key, expiry)
+        def read(key: str, expiry: float) -> Announcement | None:
+            text = self._get(key, expiry)
             announcement = None if text is None else Announcement.parse(text)
             return None if announcement == known else announcement
 
-        found = self._wait(look, "rank 0 to announce a server", seconds)
-        if isinstance(found, float):
-            raise self._nothing_came(found)
-        return found
+        advice = "check that it calls client.connect() equally often, for the same job, without an endpoint"
+        return self._poll(read, self._key, "rank 0 to announce a server", advice, seconds)
 
     def _host(self) -> str:
-        # No other host has the same.
+        # Unique to this host.
         return f"{socket.gethostname()} {this_machine()}"
 
-    def _wait_for(self, name: str, what: str) -> bytes:
-        found = self._wait(lambda expiry: self._look(name, expiry), what)
-        if isinstance(found, float):
-            raise ServerUnreachable(
-                f"waited {found:.1f} s for {what}, in {self._where}; do all ranks of the job call client.connect() as "
-                "often as this process?",
-                endpoint="",
-                seconds=found,
-            )
-        return found
-
-    def _wait(self, look: Callable[[float], T | None], what: str, seconds: float = math.inf) -> T | float:
-        """Returns what `look` finds; the seconds that were waited if it finds nothing in time."""
+    def _poll(
+        self,
+        read: Callable[[str, float], T | None],
+        key: str,
+        event: str,
+        advice: str,
+        seconds: float = math.inf,
+    ) -> T:
+        """Reads a key until there is a result; warns and raises ServerUnreachable with the event it waits for."""
         started = time.monotonic()
         expiry = min(self._expiry, started + seconds)
         next_warning, pause = WARN_SECONDS, FIRST_PAUSE_SECONDS
-        while (found := look(expiry)) is None:
+        while (result := read(key, expiry)) is None:
             waited = time.monotonic() - started
             if started + waited >= expiry:
-                return waited
+                text = f"timed out after {waited:.1f} s waiting for {event} in {self._where}: {advice}"
+                raise ServerUnreachable(text, endpoint="", seconds=waited)
             if waited >= next_warning:
                 next_warning = waited * 2
-                logger.warning("has waited %.0f s for %s in %s", waited, what, self._where)
+                logger.warning("waited %.0f s for %s in %s", waited, event, self._where)
             time.sleep(pause)
             pause = min(2 * pause, PAUSE_SECONDS)
-        return found
+        return result
 
-    def _look(self, name: str, expiry: float) -> bytes | None:
-        left = max(0.0, expiry - time.monotonic())
+    def _get(self, key: str, expiry: float) -> bytes | None:
+        def get() -> bytes | None:
+            # Not `wait`: when it times out torch prints several lines to stderr.
+            return self._store.get(key) if self._store.check([key]) else None
+
         try:
-            return with_timeout(left + ANSWER_SECONDS, lambda: self._text(name))
+            return call_with_timeout(max(0.0, expiry - time.monotonic()) + ANSWER_SECONDS, get)
         except (RuntimeError, TimeoutError) as error:
-            raise _no_store(self._address, error) from error
+            raise _unreachable(self._address, error) from error
 
-    def _text(self, name: str) -> bytes | None:
-        # Not `wait`: when it times out torch prints several lines to stderr.
-        return self._store.get(name) if self._store.check([name]) else None
-
-    def _set(self, name: str, text: str) -> None:
+    def _set(self, key: str, text: str) -> None:
         try:
-            self._store.set(name, text)
+            self._store.set(key, text)
         except RuntimeError as error:
-            raise _no_store(self._address, error) from error
+            raise _unreachable(self._address, error) from error
 
     @property
     def _where(self) -> str:
@@ -209,18 +181,10 @@ class StoreEntry:
             return "the store of the process group"
         return f"the store at {self._address.host}:{self._address.port}"
 
-    def _nothing_came(self, waited: float) -> ServerUnreachable:
-        return ServerUnreachable(
-            f"rank 0 has announced no server in {self._where} within {waited:.1f} s; does it call client.connect() as "
-            "often as this process, for the same job, and without an endpoint too?",
-            endpoint="",
-            seconds=waited,
-        )
 
-
-def of_process_group() -> "Store":
-    """Returns the store that torch's process group has met in, for what is ours."""
-    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store  # noqa: PLC0415 - where there is one
+def process_group_store() -> "Store":
+    """Returns the store of torch's process group, with a prefix for keys of this package."""
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store  # noqa: PLC0415 - if available
 
     return PrefixStore(PREFIX, _get_default_store())
 
@@ -228,7 +192,7 @@ def of_process_group() -> "Store":
 def _open(address: StoreAddress, rank: int, world_size: int, timeout: float) -> "Store":
     if not distributed.is_available():
         raise ConfigurationError("endpoint: expected one, since this torch was built without torch.distributed")
-    from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - where there is one
+    from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - if available
     from torch.distributed.rendezvous import rendezvous  # noqa: PLC0415 - as above
 
     identity = (os.getpid(), address)
@@ -236,17 +200,17 @@ def _open(address: StoreAddress, rank: int, world_size: int, timeout: float) -> 
         host = f"[{address.host}]" if ":" in address.host else address.host
         url = f"tcp://{host}:{address.port}"
         try:
-            _stores[identity], _, _ = with_timeout(
+            _stores[identity], _, _ = call_with_timeout(
                 timeout + ANSWER_SECONDS,
                 lambda: next(rendezvous(url, rank, world_size, timeout=timedelta(seconds=timeout))),
             )
         except (RuntimeError, TimeoutError) as error:
-            raise _no_store(address, error) from error
+            raise _unreachable(address, error) from error
     return PrefixStore(PREFIX, _stores[identity])
 
 
-def _no_store(address: StoreAddress | None, error: RuntimeError | TimeoutError) -> ServerUnreachable:
-    # torch adds the frames of its own code.
+def _unreachable(address: StoreAddress | None, error: RuntimeError | TimeoutError) -> ServerUnreachable:
+    # torch appends the frames of its C++ code.
     reason = str(error).partition("\n")[0] or "it does not answer; its process may be frozen, or its host cut off"
     if address is None:
         text = f"the store of torch's process group, where rank 0 announces its server: {reason}"
@@ -258,21 +222,18 @@ def _no_store(address: StoreAddress | None, error: RuntimeError | TimeoutError) 
     )
 
 
-def with_timeout(seconds: float, call: Callable[[], T]) -> T:
-    """Makes a call in a thread of its own and returns its result; a call that takes longer is left behind.
+def call_with_timeout(seconds: float, call: Callable[[], T]) -> T:
+    """Makes a call in a new thread and returns its result; after a timeout the thread is abandoned.
 
-    torch's store needs this: whatever its timeout says, it waits for ever for a process that is frozen.
-
-    Raises:
-        TimeoutError: the call took longer.
+    Calls of torch's store need this: whatever their timeout, they wait for ever for a frozen process.
     """
     result: Future[T] = Future()
-    threading.Thread(target=_make, args=[call, result], name="statsd_bn call", daemon=True).start()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="statsd_bn call", daemon=True).start()
     return result.result(seconds)
-
-
-def _make(call: Callable[[], T], result: Future[T]) -> None:
-    try:
-        result.set_result(call())
-    except BaseException as error:  # noqa: BLE001 - it is raised where the call was asked for
-        result.set_exception(error)

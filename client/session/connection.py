@@ -16,7 +16,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from client.diagnostics import notes
 from client.session import groups
 from client.session.channel_pool import IN_PROCESS, ChannelPool, run_machine
 from client.session.groups import Group
@@ -354,7 +353,7 @@ class Connection:
     @property
     def is_broken(self) -> bool:
         """Whether this process knows already that its strict job is broken."""
-        return self._sessions.job.has_news
+        return self._sessions.job.is_broken
 
     def check_whole(self, cause: BaseException | None = None, seconds: float = 0.0) -> None:
         """Raises why the strict job is broken, if this process knows that, or will within so many seconds.
@@ -363,7 +362,7 @@ class Connection:
             cause: what torch has raised of it.
             seconds: how long to wait for the news.
         """
-        if news := self._sessions.job.wait(seconds):
+        if news := self._sessions.job.wait_for_cause(seconds):
             raise news from cause
 
     def session(self, group: Group | str | None) -> Session:
@@ -395,7 +394,7 @@ class Connection:
         try:
             found = (way or self.over_server)(session, key, rows)
         except StatsdBNError as error:
-            self._sessions.job.raises(error)
+            self._sessions.job.record_raised(error)
             raise
         finally:
             switching.end()
@@ -412,7 +411,7 @@ class Connection:
         If it comes out of a collective of torch, it waits a moment for that news.
         """
         if self.is_own and not self.member.is_elastic and self.member.world_size > 1:
-            notes.explain(error, self._sessions.job)
+            self._sessions.job.annotate(error)
 
     def close(self, cause: str = "") -> None:
         """Leaves all groups and closes the sockets; harmless when repeated.

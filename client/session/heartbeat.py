@@ -15,6 +15,7 @@ from client.diagnostics.broken_job import BrokenJob
 from client.session.heartbeat_socket import Beacon
 from client.session.protocol.pulse import Pulse
 from client.session.protocol.session import Session
+from statsd_bn.wire import encode
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -75,7 +76,7 @@ class Heartbeat:
                         self._reconnected()
                     self._has_connected = True
                 if self._job:
-                    self._guarded(self._job.step, time.monotonic())
+                    self._guarded(self._job.check, time.monotonic())
         finally:
             self._beacon.close()
 
@@ -97,9 +98,10 @@ class Heartbeat:
     def _attend(self, job: BrokenJob, frame: bytes) -> None:
         if asked := self._pulse.asked(frame, self._sessions()):
             session, question = asked
-            self._beacon.send(session.stack_report(question, job.looks.look(question.torch_group).place))
+            report = job.sampler.sample(question.torch_group).report(session.token, question.number)
+            self._beacon.send(encode(report))
         elif news := self._pulse.news(frame, self._sessions()):
-            job.take(news)
+            job.report(news)
 
     def _tell_figures(self) -> None:
         for frame in self._pulse.figures(time.monotonic(), self._sessions()):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from client.diagnostics.broken_job import BrokenJob
-from client.diagnostics.look import Looks
+from client.diagnostics.sampler import ThreadSampler
 from client.session.channel_pool import ChannelPool, run_machine
 from client.session.groups import Group
 from client.session.heartbeat import Heartbeat
@@ -51,8 +51,8 @@ class Sessions:
         # Those that need no lock and no wait any more, which is what all rounds but the first find.
         self._open_sessions: dict[str, _Entry] = {}
         beacon = channel_pool.beacon()
-        looks = Looks(tells_stacks=member.tells_stacks, rank=member.rank)
-        self.job = BrokenJob(looks, f"rank {member.rank} ({member.host_and_pid})", member.abort_after)
+        sampler = ThreadSampler(reports_stacks=member.reports_stacks, rank=member.rank)
+        self.job = BrokenJob(sampler, f"rank {member.rank} ({member.host_and_pid})", member.abort_after)
         self._heartbeat = Heartbeat(beacon, self.all, channel_pool.close_idle, unused, self.job) if beacon else None
 
     def of(self, group: Group) -> Session:

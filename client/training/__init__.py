@@ -1,4 +1,4 @@
-"""Helpers around a training loop; synchronising a model needs none of them.
+"""Helpers around a training loop, which a synchronised model does not need.
 
 Code that runs inside a layer belongs in `client.nn`.
 """

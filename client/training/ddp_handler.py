@@ -1,70 +1,76 @@
-"""DDPHandler: a training loop's loaders split among the members, and its measurements gathered from all of them.
+"""DDPHandler: splits a training loop's loaders among the members, and gathers its measurements.
 
-The name, the calls and their results are those of aitoolbox's handler, which needs a process group on GPUs. This one
-goes over the service: on any devices, and with values of another length on each member.
+It has the interface of aitoolbox's handler, which needs a process group on GPUs. This handler uses the server: it works
+on any devices, and with values of different lengths on the members.
 """
 
+import inspect
+import sys
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 from torch import Tensor
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from client.session.connection import Connection
 from client.session.current import current_connection
 from client.tracebacks import api_boundary
-from client.training import data_loaders
-from client.training.all_gather_tensors import TRANSPORT, share
-from client.training.data_loaders import Loader, Sampler
-from client.training.measurements import as_tensor, joined, like
+from client.training.all_gather_tensors import ROUND_NAME, all_gather_tensors, as_tensor, concatenate, from_tensor
 from client.transports.choose import Communicator, communicator_for
 from client.transports.named_process_group import NamedProcessGroup
+from statsd_bn.errors import ConfigurationError
 
 LOADERS = ("train_loader", "validation_loader", "test_loader")
 
+Loader = DataLoader[Any]
+Sampler = DistributedSampler[Any]
+
+# The arguments of a loader, except its sampler, in this version of torch; a loader has attributes of the same names.
+COPIED = sorted({*inspect.signature(DataLoader).parameters} - {"dataset", "shuffle", "sampler", "batch_sampler"})
+
 
 class DDPHandler:
-    """What a training loop needs among several members.
+    """Splits the loaders of a training loop, and gathers its measurements.
 
     Args:
         train_loop_obj: has `train_loader`, `validation_loader` and `test_loader`, each a DataLoader or None. If it has
-            a `callbacks_handler`, that tells the samplers each epoch, and `train_loop_obj.epoch` is its number.
-        connection: to the other members; default: this process's current one at the time of each call; without any,
-            torch's default process group; without that too, this process is the only member.
+            a `callbacks_handler`, a callback sets the samplers' epoch to `train_loop_obj.epoch`.
+        connection: the connection to the other members; default: this process's current connection at each call;
+            without one, torch's default process group; without both, this process is the only member.
     """
 
     def __init__(self, train_loop_obj: Any, *, connection: Connection | None = None) -> None:
         self.train_loop_obj = train_loop_obj
-        self._given = connection
+        self._connection = connection
         self._samplers: dict[str, Sampler] = {}
         self._is_registered = False
 
     @api_boundary
     def add_distributed_samplers(self, world_size: int | None = None, rank: int | None = None) -> None:
-        """Replaces each loader by one that gives this member's samples.
+        """Replaces each loader by one for this member's samples.
 
-        They come in random order, another one each epoch, where those of the loader do. In an elastic job it can be
-        called again when the members have changed.
+        Shuffled loaders stay shuffled, in a new order each epoch. In an elastic job, call it again after a change of
+        members.
 
         Args:
-            world_size: how many members there are; default: from `Connection.rank_and_size`, or the process group's.
-            rank: this member's index among them; default: likewise.
+            world_size: the number of members; default: from `Connection.rank_and_size`, or the process group's.
+            rank: this member's index; default: from the same source.
 
         Raises:
-            ConfigurationError: `rank` is outside [0, world_size), or a loader cannot be split. All loaders are then
-                as they were.
+            ConfigurationError: `rank` is outside [0, world_size), or a loader cannot be split. No loader is replaced
+                then.
 
         Warns:
-            UserWarning: a loader's own sampler, neither sequential nor random, is replaced by a sequential one.
+            UserWarning: a sequential sampler replaces a loader's custom sampler.
         """
         own_rank, size = self._rank_and_size()
         world_size = size if world_size is None else world_size
         rank = own_rank if rank is None else rank
         loaders = {name: getattr(self.train_loop_obj, name) for name in LOADERS}
         split = {
-            name: data_loaders.split(loader, data_loaders.is_shuffled(loader), world_size, rank)
+            name: _split(loader, _is_shuffled(loader), world_size, rank)
             for name, loader in loaders.items()
             if loader is not None
         }
@@ -75,7 +81,7 @@ class DDPHandler:
         self._register()
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells the samplers which epoch begins; call it if the training loop has no `callbacks_handler`."""
+        """Sets the samplers' epoch; call it at each epoch if the training loop has no `callbacks_handler`."""
         for sampler in self._samplers.values():
             sampler.set_epoch(epoch)
 
@@ -84,64 +90,63 @@ class DDPHandler:
     def build_loader_sampler(data_loader: Loader, shuffle: bool, world_size: int, rank: int) -> tuple[Loader, Sampler]:
         """Returns a loader like `data_loader` for the samples of `rank` among `world_size`, and its sampler.
 
-        Except for the sampler it has all settings of the given loader.
+        The loader keeps all other settings.
 
         Raises:
-            ConfigurationError: `rank` is outside [0, world_size); or the samples cannot be split: of an
-                IterableDataset, of a dataset without a length, of a loader with a batch_sampler of its own.
+            ConfigurationError: `rank` is outside [0, world_size); or the loader cannot be split, because of an
+                IterableDataset, a dataset without a length, or a custom batch_sampler.
         """
-        return data_loaders.split(data_loader, shuffle, world_size, rank)
+        return _split(data_loader, shuffle, world_size, rank)
 
     @api_boundary
     def mp_sync(
         self, data: Any, double_precision: bool = False, concat_mp_data: bool = True, return_tensor: bool = True
     ) -> Any:
-        """Returns the values of all members. All of them call it, in the same order among their rounds.
+        """Returns the values of all members. All members call it, in the same order among their rounds.
 
-        A member that has finished a pass in `client.join` waits until the others have finished too.
+        After a pass in `client.join` it waits until all members have finished the pass.
 
         Args:
             data: a tensor, array, number, or list of numbers. Its length, the size of dimension 0, may differ between
                 members; a number has length 1. Python's numbers become bool, int64 or torch's default dtype.
-            double_precision: whether anything but a tensor becomes float64.
-            concat_mp_data: whether the values are joined along dimension 0, in the order of the ranks; else the result
-                is a list with the values of each member.
-            return_tensor: whether the result is a tensor, on the device of `data`; else an array for an array, and a
-                list for anything else.
+            double_precision: convert everything but tensors to float64.
+            concat_mp_data: concatenate the values along dimension 0, in the order of the ranks; else the result is a
+                list with the values of each member.
+            return_tensor: return a tensor, on the device of `data`; else an array for an array, and a list for other
+                types.
 
         Raises:
-            TypeError: `data` is something else, such as a str, None or dict. The other members raise RoundFailed.
+            TypeError: `data` has another type, such as str, None or dict. The other members raise RoundFailed.
             ValueError: a list's elements differ in shape. The other members raise RoundFailed.
-            RoundMismatch: on all members: the values differ in dtype, or in more than the length, so they cannot be
-                joined.
+            RoundMismatch: on all members: the values differ in dtype, or in dimensions other than 0.
             RoundFailed: another member raised; the error names it and its cause.
             StatsdBNError: the exchange failed, with the reason.
         """
-        shared = share(self._communicator, lambda: {"data": as_tensor(data, double_precision)})
-        tensors = {member: given["data"] for member, given in shared.items()}
+        gathered = all_gather_tensors(self._communicator, lambda: {"data": as_tensor(data, double_precision)})
+        tensors = {member: named["data"] for member, named in gathered.items()}
         if concat_mp_data:
-            return like(joined(TRANSPORT, tensors), data, return_tensor)
-        return [like(tensor, data, return_tensor) for tensor in tensors.values()]
+            return from_tensor(concatenate(ROUND_NAME, tensors), data, return_tensor)
+        return [from_tensor(tensor, data, return_tensor) for tensor in tensors.values()]
 
     @api_boundary
     def mp_sync_dict(self, dict_data: Mapping[str | int, Any]) -> dict[str | int, Tensor]:
         """Returns `mp_sync` of each value, by its key, in one exchange.
 
         Raises:
-            RoundMismatch: on all members: their keys differ, or values do as in `mp_sync`.
+            RoundMismatch: on all members: their keys differ, or values differ as in `mp_sync`.
             TypeError, ValueError, RoundFailed, StatsdBNError: as in `mp_sync`.
         """
-        shared = share(self._communicator, lambda: _tensors(dict_data))
+        gathered = all_gather_tensors(self._communicator, lambda: _tensors(dict_data))
         results = {}
         for key, data in dict_data.items():
-            tensors = {member: given[key] for member, given in shared.items()}
-            results[key] = like(joined(f"{TRANSPORT}, {key!r}", tensors), data, return_tensor=True)
+            tensors = {member: named[key] for member, named in gathered.items()}
+            results[key] = from_tensor(concatenate(f"{ROUND_NAME}, {key!r}", tensors), data, return_tensor=True)
         return results
 
     @property
     def _communicator(self) -> Communicator | None:
-        if self._given is not None:
-            return self._given
+        if self._connection is not None:
+            return self._connection
         return communicator_for(None) or current_connection()
 
     def _rank_and_size(self) -> tuple[int, int]:
@@ -153,27 +158,96 @@ class DDPHandler:
     def _register(self) -> None:
         callbacks_handler: Any = getattr(self.train_loop_obj, "callbacks_handler", None)
         if hasattr(callbacks_handler, "register_callbacks") and not self._is_registered:
-            callbacks_handler.register_callbacks([data_loaders.epoch_callback(callbacks_handler, self.set_epoch)])
+            callbacks_handler.register_callbacks([_epoch_callback(callbacks_handler, self.set_epoch)])
             self._is_registered = True
 
 
 def _tensors(dict_data: Any) -> dict[Any, Tensor]:
     if not isinstance(dict_data, Mapping):
         raise TypeError(f"expected a dict, got {type(dict_data).__name__}")
-    return {key: _named(key, data) for key, data in dict_data.items()}
-
-
-def _named(key: Any, data: Any) -> Tensor:
-    try:
-        return as_tensor(data, double_precision=False)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{key!r}: {error}") from error
+    tensors = {}
+    for key, data in dict_data.items():
+        try:
+            tensors[key] = as_tensor(data, double_precision=False)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{key!r}: {error}") from error
+    return tensors
 
 
 def _warn_of_lost_sampler(name: str, sampler: Any) -> None:
     if not isinstance(sampler, SequentialSampler | RandomSampler | DistributedSampler):
         warnings.warn(
-            f"{name}: expected a sequential or random sampler, got {type(sampler).__name__}; the members' samples come "
+            f"{name}: expected a sequential or random sampler, got {type(sampler).__name__}; the members' samples are "
             "in sequential order",
-            stacklevel=4,  # the border's frame is between
+            stacklevel=4,  # above the frame of `api_boundary`
         )
+
+
+def _split(data_loader: Loader, shuffle: bool, world_size: int, rank: int) -> tuple[Loader, Sampler]:
+    """Returns a loader like `data_loader` for one member's share of the samples, and its sampler."""
+    if not 0 <= rank < world_size:
+        raise ConfigurationError(f"rank: expected at least 0 and less than world_size, {world_size}, got {rank}")
+    _check_can_be_split(data_loader)
+    sampler: Sampler = DistributedSampler(data_loader.dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)
+    arguments = {name: getattr(data_loader, name) for name in COPIED}
+    return DataLoader(data_loader.dataset, sampler=sampler, **arguments), sampler
+
+
+def _check_can_be_split(data_loader: Loader) -> None:
+    dataset = data_loader.dataset
+    name = type(dataset).__name__
+    if isinstance(dataset, IterableDataset):
+        raise ConfigurationError(
+            f"data_loader: expected a dataset with indices, got the IterableDataset {name}, which no sampler can "
+            "split; make it yield different samples on each rank"
+        )
+    if not hasattr(dataset, "__len__"):
+        raise ConfigurationError(
+            f"data_loader: expected a dataset with a length, which a sampler can split, got {name} without __len__"
+        )
+    if data_loader.batch_size is None and data_loader.batch_sampler is not None:
+        raise ConfigurationError(
+            f"data_loader: expected a batch_size, got the batch_sampler {type(data_loader.batch_sampler).__name__}; "
+            "pass batch_size, or make it yield different batches on each rank"
+        )
+
+
+def _is_shuffled(data_loader: Loader) -> bool:
+    """Returns whether the samples are in random order, also for a loader that is already split."""
+    sampler = data_loader.sampler
+    return isinstance(sampler, RandomSampler) or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
+
+
+class EpochCallback:
+    """Callback of a training loop that sets the samplers' epoch at its start."""
+
+    callback_name = "epoch of the distributed samplers"
+    execution_order = -100  # before callbacks that may read from the loaders
+    device_idx_execution = None  # on all devices
+
+    def __init__(self, set_epoch: Callable[[int], None]) -> None:
+        self.set_epoch = set_epoch
+        self.train_loop_obj: Any = None
+        self.message_service: Any = None
+
+    def register_train_loop_object(self, train_loop_obj: Any) -> Self:
+        """Sets the training loop that counts the epochs."""
+        self.train_loop_obj = train_loop_obj
+        self.message_service = getattr(train_loop_obj, "message_service", None)
+        return self
+
+    def on_epoch_begin(self) -> None:
+        """Sets the samplers' epoch."""
+        self.set_epoch(self.train_loop_obj.epoch)
+
+
+def _epoch_callback(callbacks_handler: Any, set_epoch: Callable[[int], None]) -> EpochCallback:
+    """Returns a callback that `callbacks_handler` accepts.
+
+    aitoolbox's handler accepts only subclasses of the `AbstractCallback` in its module. The package may be missing, so
+    the subclass is created from the handler's module.
+    """
+    module = sys.modules.get(callbacks_handler.register_callbacks.__module__)
+    base: type = getattr(module, "AbstractCallback", object)
+    kind: type[EpochCallback] = type(EpochCallback.__name__, (EpochCallback, base), {})
+    return kind(set_epoch)

@@ -1,7 +1,7 @@
 """average_gradients(): the gradients of the whole batch, without a process group.
 
-A process group has a fixed membership, so members that come and go cannot average through one. The aggregation server
-adds gradients as it adds statistics: in replica order, in float64, the same bits for everybody.
+The membership of a process group is fixed, so an elastic job cannot average gradients over one. The aggregation server
+adds gradients like statistics: in replica order, in float64, with the same bits for all members.
 """
 
 import logging
@@ -25,12 +25,12 @@ from statsd_bn.members import Members, ranks_in_words
 from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import FloatArray, Rows
 
-# The name of its rounds. No layer has such a name: the name of a module contains no brackets.
-TRANSPORT = "average_gradients()"
+# The name of the rounds. No layer has such a name: the name of a module contains no brackets.
+ROUND_NAME = "average_gradients()"
 
 logger = logging.getLogger("statsd_bn.client")
 
-_told: "WeakSet[Connection]" = WeakSet()
+_warned: "WeakSet[Connection]" = WeakSet()
 
 
 @api_boundary
@@ -38,24 +38,25 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) 
     """Replaces each gradient by the sum of all members' gradients, divided by the sum of their counts.
 
     All members call it after `backward`, in each step. With `count=len(batch)` and a loss that is a sum over the batch
-    (`reduction="sum"`), the result is the gradient of the mean over the whole batch, however unequal the members'
-    shares; a member without samples in the loss calls it with 0. Where all shares are equal, a loss that is a mean and
-    no `count` give the same. With unequal shares and means nobody could: a synchronised layer adds up the members'
-    gradients in `backward`, and has to know by then what each weighs.
+    (`reduction="sum"`), the result is the gradient of the mean over the whole batch, also with unequal shares; a member
+    without samples in the loss passes 0. With equal shares, a mean loss and the default `count` give the same result.
+    Unequal shares need the sum: a synchronised layer adds the members' gradients in `backward`, when their weights must
+    be included already.
 
-    It takes one round for each 65,536 elements. A process that trains alone divides its own gradients.
+    It takes one round per 65,536 elements. A process that trains alone divides its own gradients.
 
     Args:
-        parameters: the model, or what `model.parameters()` gives; the same shapes on every member. Where a member has
-            no gradient it counts as zero; where nobody has one it stays None, so that no optimizer moves the parameter.
-        count: the samples over which this member's loss is a sum; 1 for a mean over as many samples as the others'.
+        parameters: the model, or its `parameters()`, with the same shapes on all members. A missing gradient counts as
+            zero; if no member has the gradient it stays None, so that the optimizer skips the parameter.
+        count: the number of samples over which this member's loss is a sum; 1 for a mean over as many samples as on the
+            other members.
 
     Returns:
         The sum of the counts.
 
     Raises:
-        ConfigurationError: `count` is no int or negative, no parameter is trained, or a gradient is sparse.
-        StatsdBNError: a round failed, with the reason; RoundMismatch where the members' models differ in size.
+        ConfigurationError: `count` is not an int of at least 0, no parameter requires a gradient, or one is sparse.
+        StatsdBNError: a round failed, with the reason; RoundMismatch if the members' models differ in size.
     """
     count = _checked(count)
     communicator = communicator_for(None) or current_connection()
@@ -64,26 +65,26 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) 
     if communicator is None:
         _divide(trained, count)
         return count
-    parts = _sum(transport_over(communicator, TRANSPORT, None), _flat(trained), count)
+    parts = exchange_parts(transport_over(communicator, ROUND_NAME, None), count, _flat(trained)[np.newaxis])
     if isinstance(communicator, Connection):
-        _tell_of_absent(communicator, parts[0])
-    # A member may be lost between two parts; each part is an average over its own members.
+        _warn_of_absent(communicator, parts[0])
+    # A member may be lost between two parts, so each part is averaged over its own members.
     averages = np.concatenate([part.values[0] / max(1, part.count) for part in parts])
     if parts[0].count:
         _write(trained, averages)
     return parts[0].count
 
 
-def _tell_of_absent(connection: Connection, part: Aggregate) -> None:
-    """Warns once where ranks of a strict job have ended their pass in `client.join`, and others train on."""
-    who = connection.member
-    absent = sorted(set(range(who.world_size)).difference(part.members))
-    if absent and not who.is_elastic and connection not in _told:
-        _told.add(connection)
+def _warn_of_absent(connection: Connection, part: Aggregate) -> None:
+    """Warns once if ranks of a strict job have ended their pass in `client.join` while others train on."""
+    member = connection.member
+    absent = sorted(set(range(member.world_size)).difference(part.members))
+    if absent and not member.is_elastic and connection not in _warned:
+        _warned.add(connection)
         logger.warning(
-            "job %r: %s ended their pass in client.join and get no gradients: their weights stay as they are, "
-            "while those of the others move",
-            who.job,
+            "job %r: %s ended their pass in client.join and get no gradients: their weights differ from the other "
+            "ranks' from now on",
+            member.job,
             ranks_in_words(Members.of(absent)),
         )
 
@@ -102,7 +103,7 @@ def _checked(count: Any) -> int:
 
 @torch.no_grad()
 def _divide(trained: list[Tensor], count: int) -> None:
-    # Each once, though a parameter may be given twice.
+    # A parameter may be listed twice.
     gradients = {id(parameter.grad): parameter.grad for parameter in trained}
     for gradient in gradients.values():
         if gradient is not None and count > 1:
@@ -110,8 +111,8 @@ def _divide(trained: list[Tensor], count: int) -> None:
 
 
 def _trained(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
-    given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
-    trained = [parameter for parameter in given if parameter.requires_grad]
+    candidates = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+    trained = [parameter for parameter in candidates if parameter.requires_grad]
     if not any(parameter.numel() for parameter in trained):
         raise ConfigurationError("parameters: expected at least one that requires a gradient, got none")
     return trained
@@ -128,12 +129,12 @@ def _check_dense(trained: list[Tensor]) -> None:
 
 
 def _sizes(trained: list[Tensor]) -> list[int]:
-    """Returns how many numbers each gradient has; a complex one has two for each element."""
+    """Returns how many real numbers each gradient has: two for each complex element."""
     return [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in trained]
 
 
 def _flat(trained: list[Tensor]) -> FloatArray:
-    """Returns all gradients in a row, followed by 1 for each parameter that has one, else 0."""
+    """Returns all gradients in one vector, followed by 1 for each parameter with a gradient, else 0."""
     has_gradient = torch.tensor([parameter.grad is not None for parameter in trained]).double()
     gradients = (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in trained)
     return torch.cat([*(_numbers(gradient.detach().cpu()) for gradient in gradients), has_gradient]).numpy()
@@ -144,16 +145,17 @@ def _numbers(gradient: Tensor) -> Tensor:
     return real.double().flatten()
 
 
-def _sum(transport: Transport, values: FloatArray, count: int) -> list[Aggregate]:
-    parts = np.split(values, range(limits.MAX_CHANNELS, len(values), limits.MAX_CHANNELS))
-    return [transport.run_slave(Rows((count,), part[np.newaxis, np.newaxis])) for part in parts]
+def exchange_parts(transport: Transport, count: int, vectors: FloatArray) -> list[Aggregate]:
+    """Exchanges vectors, shape (V, N), in as few rounds as possible."""
+    parts = np.split(vectors, range(limits.MAX_CHANNELS, vectors.shape[1], limits.MAX_CHANNELS), axis=1)
+    return [transport.run_slave(Rows((count,), part[np.newaxis])) for part in parts]
 
 
 @torch.no_grad()
 def _write(trained: list[Tensor], averages: FloatArray) -> None:
-    *parts, had_gradient = torch.split(torch.from_numpy(averages), [*_sizes(trained), len(trained)])
-    for parameter, part, anybody in zip(trained, parts, had_gradient.tolist(), strict=True):
-        if not anybody:
+    *parts, has_gradient = torch.split(torch.from_numpy(averages), [*_sizes(trained), len(trained)])
+    for parameter, part, is_used in zip(trained, parts, has_gradient.tolist(), strict=True):
+        if not is_used:
             parameter.grad = None
             continue
         if parameter.grad is None:

@@ -1,8 +1,8 @@
-"""join(): uneven inputs, where some members have fewer batches than others.
+"""join(): uneven inputs, when some members have fewer batches than others.
 
-Inside the block a member takes part in the rounds of its groups. After the block it is away, and the others go on
-without it, as with a member whose slice is empty. When it enters the block again it waits until all others have left
-theirs too, so every pass over the data begins together.
+Inside the block a member participates in the rounds of its groups. After the block it pauses, and the other members
+continue as if its slice was empty. When it enters the next block it waits until all members have left theirs, so all
+members start each pass over the data together.
 """
 
 from collections.abc import Iterator
@@ -22,33 +22,33 @@ from statsd_bn.error_text import error_text
 from statsd_bn.errors import ConfigurationError, StatsdBNError
 
 # The name of the round before the first pass. No layer has such a name: the name of a module contains no brackets.
-ENTRANCE = "client.join()"
+ROUND_NAME = "client.join()"
 
 
 @contextmanager
 def join(model: nn.Module) -> Iterator[None]:
-    """Lets the members of a job have different numbers of batches in one pass over their data.
+    """Allows different numbers of batches on the members in one pass over their data.
 
-    Every member puts its pass into this block, `with client.join(model): for batch in loader: ...`. A member that has
-    finished leaves the block and does not wait; the rounds of the others go on without it. Entering waits until all
-    members of the groups that the model's layers use have entered, for up to `round_timeout`. So does whatever all
-    members do between two passes, as `DDPHandler.mp_sync`, `client.recalibrate` or a step of training.
+    All members put their pass into this block, `with client.join(model): for batch in loader: ...`. A member that has
+    finished leaves the block without waiting; the other members' rounds continue without it. Entering waits until all
+    members of the groups of the model's layers have entered, for up to `round_timeout`. Between two passes,
+    `DDPHandler.mp_sync`, `client.recalibrate` and training steps of all members wait in the same way.
 
     With `convert_model(model, chunks=k)` the end of a pass also ends the mini-batch, see
     `client.commit_running_statistics`.
 
-    A model under DistributedDataParallel needs torch's own `Join` as well, for the gradients: `with Join([ddp]),
-    client.join(ddp):`, ours inside.
+    A DistributedDataParallel model also needs torch's `Join`, for the gradients, outside of this block: `with
+    Join([ddp]), client.join(ddp):`.
 
     Args:
         model: contains all synchronised layers that this process uses in the pass.
 
     Raises:
         GroupIncomplete, RoundTimeout: not all members entered in time.
-        RoundMismatch: one of them waits for this one in a layer, or in a collective of torch, instead.
-        ReplicaLost: one of them has left the job, so no further pass is possible.
-        ConfigurationError: layers synchronise over a process group of torch's, which waits for all its ranks. Where
-            `connect(transport="auto")` has chosen the default one, they use the server from here on instead.
+        RoundMismatch: a member waits for this one in a layer, or in a collective of torch, instead.
+        ReplicaLost: a member has left the job, so no further pass is possible.
+        ConfigurationError: layers synchronise over a process group of torch, which waits for all its ranks. If
+            `connect(transport="auto")` has chosen the default group, they use the server from here on instead.
     """
     connection = current_connection()
     _check_transports(model, connection)
@@ -64,10 +64,10 @@ def join(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except GeneratorExit:
-        # The block is in a generator that nobody reads to the end: the pass ends here.
+        # The block is in a generator that is closed before its end: the pass ends here.
         _end(model, connection, groups)
         raise
-    # Not after another exception: that ends this member, and the others get its cause.
+    # Not after another exception, which ends this member and reaches the other members as the cause.
     try:
         _end(model, connection, groups)
     except StatsdBNError as error:
@@ -80,19 +80,19 @@ def _layers(model: nn.Module) -> Iterator[SynchronizedBatchNorm]:
 
 
 def _check_transports(model: nn.Module, connection: Connection | None) -> None:
-    """Nobody can be away from a collective of torch's, so the others would wait there for ever."""
+    """Raises ConfigurationError for a process group: its other ranks would wait for a paused rank for ever."""
     is_agreed = connection is not None and connection.of_all.process_group is not None
-    is_meant = connection is not None and connection.member.transport == OVER_PROCESS_GROUP
+    is_requested = connection is not None and connection.member.transport == OVER_PROCESS_GROUP
     for layer in _layers(model):
         group, is_default = communicator_for(layer.group), layer.group is None
-        if (is_meant and is_default) or (isinstance(group, NamedProcessGroup) and not (is_agreed and is_default)):
+        if (is_requested and is_default) or (isinstance(group, NamedProcessGroup) and not (is_agreed and is_default)):
             raise ConfigurationError(
                 error_text(
                     "client.join() needs a connection: a process group waits for all its ranks\n"
                     f"layer {layer.layer_name!r} synchronises over torch's "
                     f"{group if isinstance(group, NamedProcessGroup) else 'default process group'}",
                     advice=f"Call client.connect() before it, with another transport than {OVER_PROCESS_GROUP!r}, or "
-                    "give every rank as many batches.",
+                    "use equal numbers of batches on all ranks.",
                 )
             )
 
@@ -100,43 +100,39 @@ def _check_transports(model: nn.Module, connection: Connection | None) -> None:
 def _begin(model: nn.Module, connection: Connection) -> list[Group]:
     groups = _groups_of(model, connection)
     for group in groups:
-        _meet_others(connection, group)
+        if not (connection.member.is_elastic or connection.session(group).is_uneven):
+            # Before the first pass: otherwise a rank that is still in a round would complete it without this rank.
+            connection.gather_in(group, ROUND_NAME, b"")
         connection.come_back(group)
     return groups
 
 
-def _meet_others(connection: Connection, group: Group) -> None:
-    """Before the first pass nobody has been away, so a rank that is still in a round would end it without this one."""
-    if not (connection.member.is_elastic or connection.session(group).is_uneven):
-        connection.gather_in(group, ENTRANCE, b"")
-
-
 def _end(model: nn.Module, connection: Connection, groups: list[Group]) -> None:
-    # Pending micro-batches would count for the next pass, and this member would be out of step with the others.
+    # Pending micro-batches would count towards the next pass, out of step with the other members.
     commit_running_statistics(model)
     for group in groups:
         connection.stay_away(group)
 
 
 def _groups_of(model: nn.Module, connection: Connection) -> list[Group]:
-    """The groups of the model, in the same order on all members, so that no two wait for each other."""
+    """Returns the model's groups, in the same order on all members: different orders would deadlock."""
     named = (layer.group for layer in _layers(model) if not isinstance(layer.group, NamedProcessGroup))
     groups = {group.name: group for group in map(connection.group, named)}
     return [group for _, group in sorted(groups.items()) if not connection.is_alone(group)]
 
 
 def commit_running_statistics(model: nn.Module) -> None:
-    """Updates the running statistics with the micro-batches that are still pending; call it after each optimizer step.
+    """Updates the running statistics with pending micro-batches; call it after each optimizer step.
 
-    With `convert_model(model, chunks=k)` a mini-batch of k micro-batches updates them by itself, and this does nothing.
-    Shorter mini-batches need it: the last of an epoch, or 9 samples in 4 chunks, which are 3 micro-batches. All members
-    call it; nothing is sent, since all have the same numbers.
+    With `convert_model(model, chunks=k)`, complete mini-batches of k micro-batches update the statistics already, and
+    this has no effect. Shorter mini-batches need it: the last of an epoch, or 9 samples in 4 chunks, which are 3
+    micro-batches. All members call it; nothing is sent, since all have the same numbers.
 
     Pending micro-batches are not part of a layer's state: copies, pickles and checkpoints leave them out, and loading a
     state drops them.
 
     Args:
-        model: its synchronised layers, at any depth, end their mini-batch.
+        model: contains the synchronised layers, at any depth.
     """
     for module in model.modules():
         if isinstance(module, SynchronizedBatchNorm):

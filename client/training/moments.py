@@ -1,8 +1,8 @@
 """moments() and RunningMoments: statistics of all ranks' values, without a layer.
 
-Reinforcement learning normalises observations and returns by a mean and a variance that all ranks must share. Here they
-take the way of a layer's statistics: each rank sends its count, Σx and Σx² in float64, and the sums come back in the
-same bits for all.
+Reinforcement learning normalises observations and returns by a mean and variance that all ranks share. They are
+exchanged like a layer's statistics: each rank sends its count, Σx and Σx² in float64, and receives the same bits of the
+sums.
 """
 
 import functools
@@ -32,11 +32,11 @@ from statsd_bn.errors import ConfigurationError, RoundMismatch
 from statsd_bn.moments import Moments
 from statsd_bn.reduction import FloatArray, Rows
 
-# The name of its rounds. No layer has such a name: the name of a module contains no brackets.
-TRANSPORT = "moments()"
+# The name of the rounds. No layer has such a name: the name of a module contains no brackets.
+ROUND_NAME = "moments()"
 
-# How many values are in float64 at a time: 8 MB.
-_PART = 2**20
+# The number of values that are converted to float64 at a time: 8 MB.
+_CHUNK = 2**20
 
 ParamsT = ParamSpec("ParamsT")
 ResultT = TypeVar("ResultT")
@@ -45,13 +45,13 @@ _unnamed = itertools.count()
 
 
 def _uncompiled(function: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT]:
-    """As `torch.compiler.disable`, which loads the compiler: from the first call on, as torch's optimizers do."""
+    """Applies `torch.compiler.disable` at the first call, because it loads the compiler."""
     disabled: list[Callable[ParamsT, ResultT]] = []
 
     @functools.wraps(function)
     def run(*arguments: ParamsT.args, **named: ParamsT.kwargs) -> ResultT:
         if not disabled:
-            disable: Any = torch.compiler.disable  # torch leaves it untyped
+            disable: Any = torch.compiler.disable  # untyped in torch
             disabled.append(disable(function))
         return disabled[0](*arguments, **named)
 
@@ -59,21 +59,21 @@ def _uncompiled(function: Callable[ParamsT, ResultT]) -> Callable[ParamsT, Resul
 
 
 class BatchMoments(NamedTuple):
-    """What `moments` returns.
+    """The result of `moments`.
 
     Attributes:
-        count: how many values each mean is of: an int64 tensor without dimensions.
-        mean: the mean; NaN where `count` is 0.
-        var: the variance; NaN where `count` is not above the correction.
+        count: the number of values of each mean: an int64 tensor without dimensions.
+        mean: the mean; NaN if `count` is 0.
+        var: the variance; NaN if `count` is not above the correction.
     """
 
-    count: Tensor  # type: ignore[assignment] # a tuple has a method of this name, and no use for it here
+    count: Tensor  # type: ignore[assignment] # hides the tuple's method of this name
     mean: Tensor
     var: Tensor
 
 
-class _Whole(NamedTuple):
-    """All ranks' values: how many there are, and their mean and Σ(x - mean)², of shape (C,)."""
+class _Population(NamedTuple):
+    """All ranks' values: their number, and their mean and Σ(x - mean)², of shape (C,)."""
 
     size: int
     mean: FloatArray
@@ -88,74 +88,71 @@ def moments(
     mask: Tensor | None = None,
     *,
     correction: float = 1,
-    name: str = TRANSPORT,
+    name: str = ROUND_NAME,
     group: GroupSpec = None,
     process_group: Any = None,
 ) -> BatchMoments:
-    """Returns count, mean and variance of all ranks' values, the same bits on every rank.
+    """Returns count, mean and variance of all ranks' values, with the same bits on all ranks.
 
-    All ranks of the group call it, equally often and in the same order; one without values passes a tensor of no rows,
-    such as (0, C). It takes one round for each 65,536 means. Nothing is differentiated, and grad mode makes no
-    difference. Without a connection or a process group the values of this process are all there are.
+    All ranks of the group call it, equally often and in the same order; a rank without values passes an empty tensor,
+    such as (0, C). It takes one round per 65,536 means. It is not differentiable, whatever the grad mode. Without a
+    connection or a process group the result covers the values of this process.
 
     Args:
-        x: any shape, type float16 to float64, and device. The lengths of the reduced dimensions may differ between
-            ranks, the others may not; types and devices may.
-        dim: the dimensions that are reduced, as in `torch.var`; None for all.
-        mask: bool, on the device of `x`: which positions count. Its shape is that of the reduced dimensions, in their
-            order in `x`, or one that expands to it.
-        correction: the variance is the sum of squares divided by count - correction, as in `torch.var`: 1 is
-            unbiased, 0 is the variance that normalises a batch.
-        name: the name of the call on the wire, the same on every rank; it stands in errors. Calls of different names
-            cannot be mistaken for each other.
-        group: whose ranks take part, as a layer takes it: None for the whole job, "local", or a `client.Group`.
-        process_group: or whose, over torch's collectives.
+        x: any shape, type float16 to float64, and device. The ranks' shapes may differ in the reduced dimensions only;
+            their types and devices may differ.
+        dim: the dimensions to reduce, as in `torch.var`; None for all.
+        mask: bool, on the device of `x`: the positions to include. It has the shape of the reduced dimensions, in their
+            order in `x`, or expands to it.
+        correction: the variance is the sum of squares divided by count - correction, as in `torch.var`: 1 for the
+            unbiased variance, 0 for the variance that normalises a batch.
+        name: the name of the call in rounds and errors, equal on all ranks. Calls with different names never share a
+            round.
+        group: the participating ranks, as for a layer: None for the whole job, "local", or a `client.Group`.
+        process_group: or a process group of torch, for its collectives.
 
     Returns:
-        The count; mean and variance in the shape that remains, on the device of `x`, in its type, or in float32 where
-        that is narrower. They are computed in float64 and rounded once.
+        The count; mean and variance in the remaining shape, on the device of `x`, in its type, but at least float32.
+        They are computed in float64 and rounded once.
 
     Raises:
-        TypeError: `x` is no dense floating-point tensor of this process, or `mask` is not boolean.
-        ValueError: `dim` names a dimension that `x` has not, or one twice, or is empty; nothing remains; `mask` does
-            not fit; `group` is not a group, or both groups are given.
+        TypeError: `x` is not a dense floating-point tensor of this process, or `mask` is not boolean.
+        ValueError: `dim` is empty, or has a wrong or repeated dimension; no values remain; `mask` does not expand to
+            the reduced dimensions; `group` is not a group, or both groups are given.
         ConfigurationError: it is called in a replica of `DataParallelWithCallback`.
-        RoundMismatch: the ranks' shapes differ in what remains.
+        RoundMismatch: the ranks' shapes differ in the remaining dimensions.
         NonFinite: there are NaN or infinity, and the policy is to raise.
-        StatsdBNError: the round failed, with the reason; most kinds are RoundFailed.
+        StatsdBNError: the round failed, with the reason; in most cases RoundFailed.
     """
     _check(name, x, mask)
     x = x if x.dim() else x.unsqueeze(0)
-    dims = _reduced(name, x, dim)
-    left = [x.shape[each] for each in range(x.dim()) if each not in dims]
-    whole = _over_all_ranks(name, _rows(name, x, dims, mask), left, resolve_group(group, process_group))
-    return _as_tensors(whole, correction, left, x)
+    dims = _normalized_dims(name, x, dim)
+    shape = [x.shape[each] for each in range(x.dim()) if each not in dims]
+    population = _over_all_ranks(name, _rows(name, x, dims, mask), shape, resolve_group(group, process_group))
+    return _as_tensors(population, correction, shape, x)
 
 
 class RunningMoments(nn.Module):
-    """Count, mean and variance of all values that any rank has seen so far; RL libraries call it RunningMeanStd.
+    """Running count, mean and variance of the values of all ranks; RL libraries call it RunningMeanStd.
 
-    `update` merges a batch of all ranks by the parallel formula of Chan, Golub & LeVeque, in float64. So ranks that
-    begin with the same state, as from one checkpoint, keep the same bits. `half()` and `to(dtype)` convert the buffers
-    as those of any module: the update computes in float64 all the same, and rounds to their type.
+    `update` merges a batch of all ranks by the parallel formula of Chan, Golub & LeVeque, in float64. Ranks that start
+    from equal states, such as one checkpoint, keep equal bits. `half()` and `to(dtype)` convert the buffers as in any
+    module; the update still computes in float64, and rounds to the buffers' type.
 
     Args:
-        shape: of one value, such as that of an observation; () for numbers, such as returns.
+        shape: the shape of one value, such as an observation; () for numbers, such as returns.
         eps: added to the variance under the root.
-        name: the name of its rounds on the wire, the same on every rank; None for one after the class and how many were
-            made before it.
-        group: whose ranks are merged, as a layer takes it: None for the whole job, "local", or a `client.Group`.
-        process_group: or whose, over torch's collectives.
-        device: of the buffers.
+        name: the name of its rounds, equal on all ranks; None for the class with the number of the instance.
+        group: the participating ranks, as for a layer: None for the whole job, "local", or a `client.Group`.
+        process_group: or a process group of torch, for its collectives.
+        device: the device of the buffers.
 
     Attributes:
-        count: buffer, int64: how many values the mean is of.
+        count: buffer, int64: the number of values.
         mean: buffer, float64, of `shape`: the mean; 0 before the first update.
         var: buffer, float64, of `shape`: the variance, divided by `count`; 1 before the first update.
-        shape: as given, a tuple.
-        eps: as given.
-        name: as given.
-        group: as given; for a process group of torch's its name and size.
+        shape: the shape as a tuple.
+        group: the group; for a process group of torch its name and size.
 
     Raises:
         ValueError: `group` is not a group, or both groups are given.
@@ -187,17 +184,17 @@ class RunningMoments(nn.Module):
     @api_boundary
     @_uncompiled
     def update(self, x: Tensor, mask: Tensor | None = None) -> None:
-        """Merges a batch of all ranks; in eval it does nothing, as `nn.BatchNorm` keeps its statistics there.
+        """Merges a batch of all ranks; without effect in eval mode, like the statistics of `nn.BatchNorm`.
 
-        All ranks call it in training mode, equally often; one without values passes a tensor of no rows.
+        All ranks call it in training mode, equally often; a rank without values passes an empty tensor.
 
         Args:
             x: shape (*, *shape): all dimensions before `shape` are the batch's. Any floating-point type and device.
-            mask: bool, of the batch's dimensions: which values count.
+            mask: bool, of the batch's dimensions: the values to include.
 
         Raises:
-            ValueError: `x` does not end in `shape`, or as `moments` says.
-            Exception: as `moments` says; the buffers keep their values then.
+            ValueError: `x` does not end in `shape`, or an error of `moments`.
+            Exception: an error of `moments`; the buffers keep their values.
         """
         if not self.training:
             return
@@ -210,7 +207,7 @@ class RunningMoments(nn.Module):
         self._merge(_over_all_ranks(self.name, rows, self.shape, self.group))
 
     def normalize(self, x: Tensor, clip: float | None = None) -> Tensor:
-        """Returns (x - mean) / sqrt(var + eps), computed in the buffers' type, in that of `x`; it is differentiable.
+        """Returns (x - mean) / sqrt(var + eps), differentiable, computed in the buffers' type, in the type of `x`.
 
         Args:
             x: shape (*, *shape), floating-point, on the buffers' device.
@@ -220,7 +217,7 @@ class RunningMoments(nn.Module):
         return (normal if clip is None else normal.clamp(-clip, clip)).to(x.dtype)
 
     def denormalize(self, x: Tensor) -> Tensor:
-        """Returns x * sqrt(var + eps) + mean, the inverse of `normalize` where it clipped nothing.
+        """Returns x * sqrt(var + eps) + mean, the inverse of `normalize` without clipping.
 
         Args:
             x: shape (*, *shape), floating-point, on the buffers' device.
@@ -228,11 +225,11 @@ class RunningMoments(nn.Module):
         return (x * self._std() + self.mean).to(x.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns `normalize(x)`, and updates nothing: a policy sees a batch more often than once."""
+        """Returns `normalize(x)`, without an update: a policy uses a batch several times."""
         return self.normalize(x)
 
     def extra_repr(self) -> str:
-        """The shape, and what is not its default."""
+        """The shape, and arguments that differ from their defaults."""
         eps = "" if self.eps == 1e-8 else f", eps={self.eps}"  # noqa: PLR2004 - the default
         return f"{self.shape}{eps}{'' if self.group is None else f', group={self.group!r}'}"
 
@@ -240,8 +237,8 @@ class RunningMoments(nn.Module):
         return torch.sqrt(self.var + self.eps)
 
     @torch.no_grad()
-    def _merge(self, batch: _Whole) -> None:
-        """Adds a batch to the buffers; on the host, where all ranks round alike."""
+    def _merge(self, batch: _Population) -> None:
+        """Adds a batch to the buffers, on the host, so that all ranks round equally."""
         if not batch.size:
             return
         old, total = int(self.count), int(self.count) + batch.size
@@ -267,16 +264,16 @@ def _check(name: str, x: Any, mask: Tensor | None) -> None:
     if any_device.is_inside_replica():
         raise ConfigurationError(
             broken(
-                f"{name}: expected a call outside of DataParallelWithCallback, got one in a replica; call it on the "
-                "whole batch, before or after the model"
+                f"{name}: called inside a replica of DataParallelWithCallback; call it on the whole batch, before or "
+                "after the model"
             )
         )
 
 
-def _reduced(name: str, x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
-    """Returns the dimensions to reduce, in order, counted from 0."""
-    given = range(x.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
-    dims = sorted(each + x.dim() if each < 0 else each for each in given)
+def _normalized_dims(name: str, x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
+    """Returns the dimensions to reduce, in ascending order, not negative."""
+    listed = range(x.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
+    dims = sorted(each + x.dim() if each < 0 else each for each in listed)
     if not dims or len(set(dims)) != len(dims) or not set(dims) <= set(range(x.dim())):
         raise ValueError(
             broken(f"{name}: expected dim to name different dimensions of shape {tuple(x.shape)}, got {dim!r:.80}")
@@ -285,18 +282,18 @@ def _reduced(name: str, x: Tensor, dim: int | Sequence[int] | None) -> list[int]
 
 
 def _rows(name: str, x: Tensor, dims: Sequence[int], mask: Tensor | None) -> Tensor:
-    """Returns the values that count, shape (n, C); on the host where the device has no float64."""
-    reduced, left = ([x.shape[each] for each in range(x.dim()) if (each in dims) is among] for among in (True, False))
-    if not prod(left):
-        raise ValueError(f"{name}: expected a value beside the reduced dimensions, got shape {tuple(x.shape)}")
+    """Returns the included values, shape (n, C), on the host if the device has no float64."""
+    reduced, kept = ([x.shape[each] for each in range(x.dim()) if (each in dims) is among] for among in (True, False))
+    if not prod(kept):
+        raise ValueError(f"{name}: expected a value outside of the reduced dimensions, got shape {tuple(x.shape)}")
     values = x.detach().movedim(tuple(dims), tuple(range(len(dims))))
-    rows = values.reshape(prod(reduced), prod(left))
+    rows = values.reshape(prod(reduced), prod(kept))
     if mask is not None:
-        rows = rows[_expanded(name, mask, reduced, x.device)]
+        rows = rows[_expand_mask(name, mask, reduced, x.device)]
     return rows if rows.device.type in device_rows.TYPES else rows.cpu()
 
 
-def _expanded(name: str, mask: Tensor, reduced: list[int], device: torch.device) -> Tensor:
+def _expand_mask(name: str, mask: Tensor, reduced: list[int], device: torch.device) -> Tensor:
     """Returns the mask with an entry for each row."""
     lengths = zip(reversed(mask.shape), reversed(reduced), strict=False)
     if (
@@ -318,20 +315,20 @@ def _sums(rows: Tensor) -> FloatArray:
     """Returns Σx and Σx², shape (2, C), in float64."""
     channels = rows.shape[1]
     sums = torch.zeros(2, channels, dtype=torch.float64, device=rows.device)
-    for part in torch.split(rows, max(1, _PART // channels)):
+    for part in torch.split(rows, max(1, _CHUNK // channels)):
         if count := len(part):
             values = part.double()
             mean = values.mean(0)
             sums += torch.stack((count * mean, (values - mean).square().sum(0) + count * mean * mean))
-    found: FloatArray = sums.cpu().numpy()
-    return found
+    result: FloatArray = sums.cpu().numpy()
+    return result
 
 
-def _over_all_ranks(name: str, rows: Tensor, left: Sequence[int], group: GroupSpec) -> _Whole:
-    """Exchanges this rank's moments for those of all.
+def _over_all_ranks(name: str, rows: Tensor, shape: Sequence[int], group: GroupSpec) -> _Population:
+    """Sends this rank's moments, and returns the moments of all ranks.
 
-    A third vector says by a number which shape is left, since others may have as many values. And rounds of two vectors
-    are taken for a layer's, whose ranks' data are compared.
+    A third vector contains a checksum of the remaining shape, since different shapes may have equally many values. It
+    also distinguishes the rounds from a layer's rounds of two vectors, in which the server compares the ranks' data.
     """
     communicator = communicator_for(group)
     if communicator is None and not isinstance(group, NamedProcessGroup):
@@ -339,34 +336,32 @@ def _over_all_ranks(name: str, rows: Tensor, left: Sequence[int], group: GroupSp
     transport = transport_over(communicator, name, group)
     if isinstance(transport, ProcessGroupPipe):
         use_device(group_of(transport), rows.device)
-    shape = np.full((1, rows.shape[1]), float(zlib.crc32(str(tuple(left)).encode())))
-    vectors = np.concatenate((_sums(rows), shape))
+    checksum = np.full((1, rows.shape[1]), float(zlib.crc32(str(tuple(shape)).encode())))
+    vectors = np.concatenate((_sums(rows), checksum))
     parts = np.split(vectors, np.arange(limits.MAX_CHANNELS, vectors.shape[1], limits.MAX_CHANNELS), axis=1)
-    # A rank of an elastic job may be lost between two parts; each is of its own ranks.
-    wholes = [_exchanged(transport, Rows((len(rows),), part[None]), left) for part in parts]
-    counts, means, centred = zip(*wholes, strict=True)
-    return _Whole(counts[0], np.concatenate(means), np.concatenate(centred))
+    # An elastic job may lose a rank between two parts, so each part covers its own ranks.
+    results = [_exchange(transport, Rows((len(rows),), part[None]), shape) for part in parts]
+    counts, means, centred = zip(*results, strict=True)
+    return _Population(counts[0], np.concatenate(means), np.concatenate(centred))
 
 
-def _exchanged(transport: Transport, rows: Rows, left: Sequence[int]) -> _Whole:
+def _exchange(transport: Transport, rows: Rows, shape: Sequence[int]) -> _Population:
     aggregate = transport.run_slave(rows)
     if (aggregate.values[2] != aggregate.replicas * rows.values[0, 2]).any():
         raise RoundMismatch(
-            f"{aggregate.key}: expected one shape beside the reduced dimensions on all ranks, got {tuple(left)} here "
-            "and another elsewhere",
+            f"{aggregate.key}: expected one remaining shape on all ranks, got {tuple(shape)} on this rank and another "
+            "one elsewhere",
             **aggregate.key.fields,
         )
     non_finite.check(transport, rows, aggregate)
-    found = Moments.from_vectors(aggregate.count, aggregate.values)
+    total = Moments.from_vectors(aggregate.count, aggregate.values)
     with np.errstate(all="ignore"):  # of no values, or of infinity
-        return _Whole(found.count, found.mean, found.centred)
+        return _Population(total.count, total.mean, total.centred)
 
 
-def _as_tensors(whole: _Whole, correction: float, left: Sequence[int], x: Tensor) -> BatchMoments:
+def _as_tensors(population: _Population, correction: float, shape: Sequence[int], x: Tensor) -> BatchMoments:
     dtype = x.dtype if x.element_size() >= torch.float32.itemsize else torch.float32
     with np.errstate(all="ignore"):
-        var = whole.centred / np.float64(max(0.0, whole.size - correction))
-    count = torch.tensor(whole.size).to(x.device)
-    return BatchMoments(
-        count, *(torch.from_numpy(each).view(tuple(left)).to(dtype).to(x.device) for each in (whole.mean, var))
-    )
+        var = population.centred / np.float64(max(0.0, population.size - correction))
+    tensors = (torch.from_numpy(each).view(tuple(shape)).to(dtype).to(x.device) for each in (population.mean, var))
+    return BatchMoments(torch.tensor(population.size).to(x.device), *tensors)

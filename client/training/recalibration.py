@@ -1,9 +1,9 @@
-"""recalibrate(): the statistics of the whole population, instead of a moving average over the last batches.
+"""recalibrate(): population statistics in place of the moving average over the last batches.
 
-Running statistics lag behind the weights, and the last few batches count most. Before an important evaluation a pass
-over many batches with fixed weights measures them again ("precise BN": Wu & Johnson, "Rethinking 'Batch' in BatchNorm",
-2021, section 3). We average values, not batches: every layer adds up its sums, squares and counts. So batches of any
-sizes, spread over the members in any way, give the same result as one process that has them all.
+Running statistics lag behind the weights, and weight the last batches most. A pass over many batches with fixed weights
+measures them again ("precise BN": Wu & Johnson, "Rethinking 'Batch' in BatchNorm", 2021, section 3). The average is
+over values, not batches: every layer adds its sums, squares and counts. So the result does not depend on the sizes of
+the batches, nor on their distribution over the members.
 """
 
 import warnings
@@ -25,16 +25,16 @@ from client.nn.batchnorm import SynchronizedBatchNorm
 from client.nn.running_stats import MomentAccumulator
 from client.session.connection import Connection
 from client.tracebacks import api_boundary
+from client.training.gradients import exchange_parts
 from client.transports.choose import GroupSpec, communicator_for, transport_for
 from client.transports.named_process_group import NamedProcessGroup
-from statsd_bn import limits
 from statsd_bn.error_text import broken
 from statsd_bn.errors import RoundMismatch
 from statsd_bn.moments import Moments
-from statsd_bn.reduction import FloatArray, Rows
+from statsd_bn.reduction import FloatArray
 
-# The name of its rounds. No layer has such a name: the name of a module contains no brackets.
-TRANSPORT = "recalibrate()"
+# The name of the rounds. No layer has such a name: the name of a module contains no brackets.
+ROUND_NAME = "recalibrate()"
 
 Accumulators = dict[SynchronizedBatchNorm, MomentAccumulator]
 Population = tuple[SynchronizedBatchNorm, Moments]
@@ -50,48 +50,51 @@ def recalibrate(
 ) -> int:
     """Replaces the running statistics by the mean and unbiased variance over all batches of all members.
 
-    All members call it, each with its own batches, of any number and size, even none. The forward pass runs without
+    All members call it, each with its own batches, of any number and size, or none. The forward pass runs without
     gradients, and each synchronised layer normalises with the statistics of this process's batch. Nothing is sent
-    before the last batch; then one message per member and group carries all layers (one for every
+    before the last batch; then each member sends one message per group with all layers (one per
     `limits.MAX_CHANNELS` channels).
 
-    Momentum, modes, hooks and `num_batches_tracked` stay as they are; pending micro-batches of an unfinished mini-batch
-    are dropped. If anything raises, all statistics stay as they were.
+    Momentum, modes, hooks and `num_batches_tracked` stay the same; pending micro-batches of an unfinished mini-batch
+    are dropped. After an exception, all statistics are unchanged.
 
     Args:
-        model: in training mode its layers in training mode are measured, and a layer in eval stays frozen; in eval
-            mode all are. Other modules run in the mode they are in: in eval there is no dropout.
-        loader: gives the batches. If a batch is a tuple or list its first element goes into the model, as in
+        model: in training mode, layers in training mode are measured, and layers in eval mode stay frozen; in eval
+            mode all layers are measured. Other modules keep their mode: in eval there is no dropout.
+        loader: yields the batches. If a batch is a tuple or list, the model gets its first element, as in
             `torch.optim.swa_utils.update_bn`.
-        num_batches: the most batches to take.
-        progress: called after each batch with the number of batches done on this member.
+        num_batches: the largest number of batches.
+        progress: called after each batch with the number of finished batches of this member.
 
     Returns:
-        How many batches there were on all members; where layers have groups, in the group with the most.
+        The number of batches of all members; if layers have groups, in the group with the most.
 
     Raises:
-        ValueError: `num_batches` is below 1; the model has no layer to measure, or one whose size is not known yet;
-            a batch has one value per channel; on every member alike: there were no batches at all, or a layer saw
-            NaN or infinity.
-        TypeError: `num_batches` is no int.
-        StatsdBNError: the exchange failed; RoundMismatch if the members' models differ. With `on_nonfinite="raise"` a
-            member whose own batch gives NaN or infinity raises NonFinite at once, and the others ReplicaLost.
+        ValueError: `num_batches` is below 1; the model has no layer to measure, or a lazy one; a batch has one value
+            per channel; on all members: there were no batches, or a layer got NaN or infinity.
+        TypeError: `num_batches` is not an int.
+        StatsdBNError: the exchange failed; RoundMismatch if the members' models differ. With `on_nonfinite="raise"` NaN
+            or infinity in a batch raises NonFinite on its member at once, and ReplicaLost on the others.
 
     Warns:
         UserWarning: a layer was not called on any member, and keeps its statistics.
     """
     _check_num_batches(num_batches)
-    accumulators: Accumulators = {layer: MomentAccumulator() for layer in _layers_that_run(model)}
-    kept = [layer for layer in accumulators if layer.running_mean is not None and layer.running_var is not None]
-    _check_layers(kept)
+    accumulators: Accumulators = {layer: MomentAccumulator() for layer in _running_layers(model)}
+    layers = [layer for layer in accumulators if layer.running_mean is not None and layer.running_var is not None]
+    _check_layers(layers)
     batches = _run(model, islice(loader, num_batches), accumulators, progress)
-    shares = [(group, [layer for layer in kept if layer.group == group]) for group in _groups(kept)]
-    totals = [_over_all_members(layers, accumulators, batches, group) for group, layers in shares]
+    # Each group once, in the order of the model, which is the same on all members.
+    groups = list(dict.fromkeys(layer.group for layer in layers))
+    totals = [
+        _over_all_members([layer for layer in layers if layer.group == group], accumulators, batches, group)
+        for group in groups
+    ]
     population = [measured for moments, _ in totals for measured in moments]
     total = max(total for _, total in totals)
     measured = [(layer, moments) for layer, moments in population if moments.count]
     _check_population(measured, total)
-    _warn_of_idle([layer for layer, moments in population if not moments.count])
+    _warn_of_unused([layer for layer, moments in population if not moments.count])
     _write([update for layer, moments in measured for update in _updates(layer, moments)])
     for layer, _ in measured:
         layer.forget_pending()
@@ -107,15 +110,18 @@ def _check_num_batches(num_batches: int | None) -> None:
         raise ValueError(f"num_batches: expected at least 1, got {num_batches}")
 
 
-def _layers_that_run(model: nn.Module) -> list[SynchronizedBatchNorm]:
-    """The layers that normalise with batch statistics; those that keep none would otherwise exchange each batch."""
+def _running_layers(model: nn.Module) -> list[SynchronizedBatchNorm]:
+    """Returns the layers that normalise with batch statistics.
+
+    It includes layers without running statistics, which would otherwise exchange each batch.
+    """
     layers = [module for module in model.modules() if isinstance(module, SynchronizedBatchNorm)]
     training = _unwrapped(model).training
     return [layer for layer in layers if layer.training or not training]
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself: a wrapper made after `model.eval()` is in training mode."""
+    """Returns the model in wrappers, which are in training mode even around a model in eval mode."""
     while isinstance(model, nn.DataParallel | DistributedDataParallel | AveragedModel):
         model = model.module
     return model
@@ -125,15 +131,15 @@ def _check_layers(layers: list[SynchronizedBatchNorm]) -> None:
     if not layers:
         raise ValueError(
             broken(
-                "model: expected a synchronised layer that keeps running statistics and, in a model in training mode, "
-                "is in training mode too; found none (client.convert_model() synchronises a model)"
+                "model: expected a synchronised layer with running statistics in training mode, got none; call "
+                "client.convert_model() and model.train()"
             )
         )
     if unknown := [layer.layer_name for layer in layers if any(map(is_lazy, layer.buffers()))]:
         raise ValueError(
             broken(
-                f"model: expected layers that know their channels, got lazy ones {_shown(unknown)}; run one batch "
-                "through the model first"
+                f"model: expected initialised layers, got lazy ones {_shown(unknown)}; run one batch through the model "
+                "first"
             )
         )
 
@@ -141,7 +147,7 @@ def _check_layers(layers: list[SynchronizedBatchNorm]) -> None:
 def _run(
     model: nn.Module, batches: Iterable[Any], accumulators: Accumulators, progress: Callable[[int], object] | None
 ) -> int:
-    """Returns how many batches there were."""
+    """Runs the model on this member's batches; returns their number."""
     done = 0
     for done, batch in enumerate(batches, 1):
         with (
@@ -160,13 +166,13 @@ def _forward(model: nn.Module, batch: Any, number: int) -> None:
     try:
         model(batch[0] if isinstance(batch, tuple | list) else batch)
     except ValueError as error:
-        error.add_note(f"in batch {number} of recalibrate(), where the batch of this process alone is the whole batch")
+        error.add_note(f"in batch {number} of recalibrate(), which does not synchronise forward passes")
         raise
 
 
 @contextmanager
 def _accumulating(accumulators: Accumulators) -> Iterator[None]:
-    """Only a forward pass is counted: a loader or a progress report may use the model for other things."""
+    """Has the layers count, during one forward pass: a loader or `progress` may use the model for other purposes."""
     try:
         for layer, accumulator in accumulators.items():
             vars(layer)["_accumulator"] = accumulator
@@ -178,16 +184,16 @@ def _accumulating(accumulators: Accumulators) -> Iterator[None]:
 
 @contextmanager
 def _without_collectives(model: nn.Module) -> Iterator[None]:
-    """DistributedDataParallel would wait in a forward pass for members with fewer batches.
+    """Disables collectives in the forward pass of DistributedDataParallel, for members with fewer batches.
 
-    It sends its buffers there; and after a `Join`, which leaves this on, it asks who has data left.
+    These broadcast buffers, and after a `Join`, which leaves this enabled, gather the ranks that have data left.
     """
     wrappers: list[Any] = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     before = [(wrapper.require_forward_param_sync, wrapper._join_config) for wrapper in wrappers]  # noqa: SLF001 - below
     try:
         for wrapper in wrappers:
             wrapper.require_forward_param_sync = False
-            wrapper._join_config = wrapper._join_config._replace(enable=False)  # noqa: SLF001 - torch has no other way
+            wrapper._join_config = wrapper._join_config._replace(enable=False)  # noqa: SLF001 - no public name
         yield
     finally:
         for wrapper, (sync, join) in zip(wrappers, before, strict=True):
@@ -198,8 +204,8 @@ def _without_collectives(model: nn.Module) -> Iterator[None]:
 class _Share:
     """One layer's part of the message.
 
-    Four vectors of length C: Σx, Σx², the count, and the number its name gives, by which the members see that they
-    mean the same layer. The integers are exact, since float64 holds them below 2^53.
+    Four vectors of length C: Σx, Σx², the count, and a checksum of the layer's name, by which the members detect
+    different layers. float64 represents the integers exactly, up to 2^53.
     """
 
     layer: SynchronizedBatchNorm
@@ -213,78 +219,68 @@ class _Share:
                 self.moments.sums,
                 self.moments.squares,
                 np.full(channels, float(self.moments.count)),
-                np.full(channels, self.number),
+                np.full(channels, self.checksum),
             ]
         )
 
     @property
-    def number(self) -> float:
+    def checksum(self) -> float:
         return float(zlib.crc32(self.layer.layer_name.encode()))
 
 
 def _width(layer: SynchronizedBatchNorm) -> int:
-    """How many statistics a layer keeps, which may be several for each channel."""
+    """Returns the number of a layer's running means, which may be several per channel."""
     return layer.num_features if layer.running_mean is None else layer.running_mean.numel()
-
-
-def _groups(layers: list[SynchronizedBatchNorm]) -> list[GroupSpec]:
-    """Returns the layers' groups, each once, in the order of the model, which is the same on all members."""
-    return list(dict.fromkeys(layer.group for layer in layers))
 
 
 def _over_all_members(
     layers: list[SynchronizedBatchNorm], accumulators: Accumulators, batches: int, group: GroupSpec
 ) -> tuple[list[Population], int]:
-    """Exchanges this member's moments and number of batches for those of all members of the layers' group."""
+    """Sends this member's moments and number of batches, and returns all members', in the layers' group."""
     shares = [_Share(layer, accumulators[layer].moments or Moments.empty(_width(layer))) for layer in layers]
     vectors = np.concatenate([share.vectors for share in shares], axis=1)
     communicator = communicator_for(group)
     if isinstance(communicator, Connection) and not isinstance(group, NamedProcessGroup):
         communicator.end_absence(group)
-    transport = transport_for(TRANSPORT, group)
-    aggregates = [transport.run_slave(Rows((batches,), part[None])) for part in _parts(vectors)]
+    transport = transport_for(ROUND_NAME, group)
+    aggregates = exchange_parts(transport, batches, vectors)
     ends = np.cumsum([_width(layer) for layer in layers])[:-1]
     totals = np.split(np.concatenate([aggregate.values for aggregate in aggregates], axis=1), ends, axis=1)
     last = aggregates[-1]
     for share, total in zip(shares, totals, strict=True):
-        if not (total[3] == last.replicas * share.number).all():
+        if not (total[3] == last.replicas * share.checksum).all():
             raise RoundMismatch(
-                f"{last.key}: expected all members to recalibrate layer {share.layer.layer_name!r} of "
-                f"{share.layer.num_features} channels at this place of the model; some have another there, or have "
-                "frozen another",
+                f"{last.key}: expected the same layers on all members, got layer {share.layer.layer_name!r} with "
+                f"{share.layer.num_features} channels on this one and another elsewhere; build and freeze the same "
+                "layers on all members",
                 **last.key.fields,
             )
     moments = [Moments.from_vectors(int(total[2, 0]), total) for total in totals]
     return list(zip(layers, moments, strict=True)), last.count
 
 
-def _parts(vectors: FloatArray) -> list[FloatArray]:
-    """As few parts as one message each can carry."""
-    return np.split(vectors, range(limits.MAX_CHANNELS, vectors.shape[1], limits.MAX_CHANNELS), axis=1)
-
-
 def _check_population(measured: list[Population], batches: int) -> None:
-    """All members have the same numbers and come to the same end."""
+    """Raises ValueError without any values or with non-finite ones, which is the same on all members."""
     if not measured:
         raise ValueError(
             broken(f"loader: expected values for at least one layer, got none in the {batches} batches of all members")
         )
-    spoilt = [layer.layer_name for layer, moments in measured if not np.isfinite(moments.vectors).all()]
-    if spoilt:
+    non_finite = [layer.layer_name for layer, moments in measured if not np.isfinite(moments.vectors).all()]
+    if non_finite:
         raise ValueError(
             broken(
-                f"loader: expected finite values, got NaN or infinity in layers {_shown(spoilt)}; all layers keep the "
-                "statistics they had"
+                f"loader: expected finite values, got NaN or infinity in layers {_shown(non_finite)}; all layers keep "
+                "their statistics"
             )
         )
 
 
-def _warn_of_idle(layers: list[SynchronizedBatchNorm]) -> None:
+def _warn_of_unused(layers: list[SynchronizedBatchNorm]) -> None:
     if layers:
         warnings.warn(
             f"layers {_shown([layer.layer_name for layer in layers])} were called on no member and keep their "
             "statistics",
-            stacklevel=4,  # the border's frame is between
+            stacklevel=4,  # above the frame of `api_boundary`
         )
 
 
@@ -294,7 +290,7 @@ def _shown(names: list[str], most: int = 5) -> str:
 
 
 def _updates(layer: SynchronizedBatchNorm, moments: Moments) -> Iterator[tuple[Tensor, Tensor]]:
-    """The layer's buffers, each of shape (C,), and what they shall hold."""
+    """Yields the layer's buffers, each of shape (C,), with their new values."""
     for buffer, values in (
         (layer.running_mean, moments.mean),
         (layer.running_var, moments.variance(unbiased=True)),
@@ -304,7 +300,7 @@ def _updates(layer: SynchronizedBatchNorm, moments: Moments) -> Iterator[tuple[T
 
 
 def _write(updates: list[tuple[Tensor, Tensor]]) -> None:
-    """Writes all or none."""
+    """Writes all buffers, or after an exception none."""
     old: list[tuple[Tensor, Tensor]] = []
     try:
         for buffer, values in updates:

@@ -1,4 +1,4 @@
-"""smart_ddp(): DistributedDataParallel with the arguments that the model's device asks for, and synchronised layers."""
+"""smart_ddp(): DistributedDataParallel with synchronised layers, and with arguments for the model's device."""
 
 import os
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ from statsd_bn.environment import integer
 from statsd_bn.error_text import broken
 from statsd_bn.errors import ConfigurationError
 
-# DistributedDataParallel is broken there (ultralytics/yolov5#8395).
+# DistributedDataParallel is broken in this version (ultralytics/yolov5#8395).
 REFUSED_VERSION = "1.12.0"
 
-# Buffers that a synchronised layer moves alike on all its ranks; a subclass may have others.
+# Buffers that a synchronised layer updates equally on all its ranks; subclasses may have others.
 EQUAL_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -26,29 +26,29 @@ EQUAL_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 def smart_ddp(
     model: nn.Module, *, static_graph: bool = True, convert: bool = True, broadcast_buffers: bool | None = None
 ) -> DistributedDataParallel:
-    """Wraps a model in DistributedDataParallel, its batch norms synchronised.
+    """Wraps a model with synchronised batch norms in DistributedDataParallel.
 
-    All processes call it, with the model on its device and the process group initialised. The synchronised layers find
-    their connection in each forward pass, so `client.connect` may come before or after.
+    All processes call it, with the model on its device and the process group initialised. The synchronised layers look
+    up their connection in each forward pass, so `client.connect` may be called before or after.
 
-    The wrapper sends rank 0's buffers to the others when it is made.
+    The new wrapper broadcasts rank 0's buffers.
 
     Args:
-        model: with all parameters on one device.
-        static_graph: every step computes with the same parameters in the same way, which lets checkpoints be
-            reentrant and costs less; under `no_sync` the first step must synchronise each of its backward passes. False
-            for a graph that changes: then each step looks for the parameters that it does not use.
-        convert: `client.convert_model` the model first, with its defaults; False for a model that is to stay as it is.
-        broadcast_buffers: send rank 0's buffers again before each forward pass, which is DistributedDataParallel's own
-            default. None: only if the model has buffers other than those of layers that synchronise over all ranks,
-            which are equal on all ranks anyway; a batch norm that is not converted would drift apart. True under
-            torch's `Join`: a rank whose data ends early takes over the others' buffers at the end.
+        model: a model with all parameters on one device.
+        static_graph: all steps use the same parameters in the same way, which allows reentrant checkpoints and is
+            faster; under `no_sync` the first step must synchronise each of its backward passes. False for a changing
+            graph: then each step searches for unused parameters.
+        convert: apply `client.convert_model` first, with its defaults.
+        broadcast_buffers: broadcast rank 0's buffers again before each forward pass, which is DistributedDataParallel's
+            default. None: only if the model has buffers outside of layers that synchronise over all ranks,
+            because the buffers of a batch norm that is not converted would diverge. Pass True under torch's `Join`: a
+            rank with fewer batches receives the other ranks' buffers at the end.
 
     Raises:
         RuntimeError: torch is 1.12.0, or there is no process group.
-        ValueError: no parameter of the model learns, or they are on several devices, or on a CUDA device that is not
-            this process's; or as `convert_model` says.
-        ConfigurationError: the model is on a CUDA device, and `LOCAL_RANK` does not say which is this process's.
+        ValueError: no parameter requires a gradient, or the parameters are on several devices, or on another process's
+            CUDA device; or an error of `convert_model`.
+        ConfigurationError: the model is on a CUDA device, and `LOCAL_RANK` is not set.
 
     Warns:
         UserWarning: as `convert_model`.
@@ -63,18 +63,18 @@ def smart_ddp(
         )
     arguments = arguments_for(_device_of(model), os.environ, static_graph=static_graph)
     if convert:
-        model = synchronised(model, stacklevel=4)  # the border's frame is between
+        model = synchronised(model, stacklevel=4)  # above the frame of `api_boundary`
     wrapper = DistributedDataParallel(model, **arguments)
-    # Not as an argument: in older versions of torch that leaves out the broadcast at the beginning too.
+    # Not as an argument: older versions of torch then omit the initial broadcast too.
     wrapper.broadcast_buffers = _may_differ(model) if broadcast_buffers is None else broadcast_buffers
     return wrapper
 
 
-smart_DDP = smart_ddp  # noqa: N816 - YOLOv5 spells it so
+smart_DDP = smart_ddp  # noqa: N816 - YOLOv5's spelling
 
 
 def check_version(version: str) -> None:
-    """Raises RuntimeError where torch is 1.12.0, or a local build of it such as 1.12.0+cu113."""
+    """Raises RuntimeError if torch is 1.12.0, or a local build of it such as 1.12.0+cu113."""
     if version.partition("+")[0] == REFUSED_VERSION:
         raise RuntimeError(
             broken(
@@ -85,13 +85,8 @@ def check_version(version: str) -> None:
 
 
 def arguments_for(device: torch.device, environ: Mapping[str, str], *, static_graph: bool) -> dict[str, Any]:
-    """Returns what DistributedDataParallel is to be told of a model on this device.
-
-    Raises:
-        ConfigurationError: the device is a CUDA one, and `environ` has no `LOCAL_RANK` of 0 or more.
-        ValueError: the device is a CUDA one other than that of this number.
-    """
-    # A parameter that a step does not use is waited for, unless it was looked for (ultralytics/yolov5#10410).
+    """Returns the arguments of DistributedDataParallel for a model on this device; on CUDA it must be `LOCAL_RANK`."""
+    # Unless it searches for unused parameters, DistributedDataParallel waits for them (ultralytics/yolov5#10410).
     arguments: dict[str, Any] = {"static_graph": static_graph, "find_unused_parameters": not static_graph}
     if device.type != "cuda":
         return arguments
@@ -112,7 +107,7 @@ def arguments_for(device: torch.device, environ: Mapping[str, str], *, static_gr
 
 
 def _may_differ(model: nn.Module) -> bool:
-    """Whether the model has buffers that may come to differ between the ranks."""
+    """Whether the model has buffers that may diverge between the ranks."""
     layers = [layer for layer in model.modules() if isinstance(layer, SynchronizedLayer) and _is_over_all_ranks(layer)]
     equal = {id(getattr(layer, name)) for layer in layers for name in EQUAL_BUFFERS}
     return any(id(buffer) not in equal for buffer in model.buffers())
@@ -127,8 +122,8 @@ def _device_of(model: nn.Module) -> torch.device:
     if not any(parameter.requires_grad for parameter in parameters):
         raise ValueError(
             broken(
-                f"model: expected a parameter that learns, got {len(parameters)} parameters and none with "
-                "requires_grad; without any there are no gradients to average, and the model needs no wrapper"
+                f"model: expected a parameter with requires_grad, got none among {len(parameters)}; a model without "
+                "gradients needs no wrapper"
             )
         )
     devices = sorted({str(parameter.device) for parameter in parameters})

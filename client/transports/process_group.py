@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import distributed
 
-from client.diagnostics.broken_job import NEWS_SECONDS
+from client.diagnostics.broken_job import CAUSE_SECONDS
 from client.native.row import NativeRow
 from client.session.connection import Connection
 from client.session.current import current_connection, has_been_alone, has_been_connected
@@ -281,7 +281,7 @@ class Rounds:
         """
         if self.device is None or self.watch is None:
             return
-        module, until = torch.get_device_module(self.device), time.monotonic() + NEWS_SECONDS
+        module, until = torch.get_device_module(self.device), time.monotonic() + CAUSE_SECONDS
         event = module.current_stream(self.device).record_event()
         while not (event.query() or self.watch.is_broken) and time.monotonic() < until:
             time.sleep(0.001)

@@ -9,7 +9,7 @@ from time import monotonic
 from typing import Any
 
 from client.diagnostics import collectives
-from client.diagnostics.broken_job import NEWS_SECONDS
+from client.diagnostics.broken_job import CAUSE_SECONDS
 from client.session.connection import Connection
 from client.transports.round_in_memory import ESCALATE_SECONDS, LISTEN_SECONDS
 from statsd_bn.errors import StatsdBNError
@@ -45,7 +45,7 @@ class WatchedRound:
             if not _is_done(work, ESCALATE_SECONDS):
                 self._listen(work)
         except RuntimeError as error:  # as when a rank is killed, which the server knows a moment later
-            self._connection.check_whole(error, NEWS_SECONDS)
+            self._connection.check_whole(error, CAUSE_SECONDS)
             raise
         except StatsdBNError:
             if not _is_done(work, LAST_SECONDS):

@@ -37,8 +37,8 @@ def test_it_converts_unless_told_not_to_and_assumes_a_static_graph_unless_told_i
             "{'convert': False}": ("BatchNorm1d", True, False),
         }
         frozen, empty = found["refused"]
-        assert "expected a parameter that learns, got 4 parameters" in frozen
-        assert "expected a parameter that learns, got 0 parameters" in empty
+        assert "expected a parameter with requires_grad, got none among 4" in frozen
+        assert "expected a parameter with requires_grad, got none among 0" in empty
 
 
 @pytest.mark.parametrize(

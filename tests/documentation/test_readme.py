@@ -165,4 +165,4 @@ def test_a_rank_that_is_stopped_is_found_as_the_page_says(bash):
     os.kill(pid, signal.SIGSTOP)
     shell.until(rf"rank 1 \(\S+, pid {pid}\) is lost: no sign of life for [\d.]+ s")
     # It raises if it waits in a layer, and is ended if it waits in a collective.
-    shell.until(rf"(ReplicaLost|ends now)\b.*rank 1 \(\S+, pid {pid}\)")
+    shell.until(rf"(ReplicaLost|aborting)\b.*rank 1 \(\S+, pid {pid}\)")

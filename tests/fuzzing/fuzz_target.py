@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from client.diagnostics.place import Place, TorchGroup
 from client.session.protocol.member import Member
 from client.session.protocol.session import Session
 from server.core.dispatcher import Dispatcher
@@ -148,10 +147,9 @@ def _sound_frames() -> Iterator[bytes]:
         yield session.contribution(session.forward_key("bn"), rows)
         yield from _gather(session)
         yield session.heartbeat()
-        group = TorchGroup("0", (0, 1), 7)
         for number in (1, 2):
-            question = messages.StackRequest(digest(session.token), number)
-            yield session.stack_report(question, Place("train.py:1 main", held=number == 1, group=group))
+            report = session.token, number, "train.py:1 main", number % 2, "0", Members.of([0, 1]), 7
+            yield encode(messages.StackReport(*report))
         yield session.leave("")
         yield session.leave("it failed")
         yield _figures(session, key)

@@ -51,17 +51,17 @@ CHILD_SECONDS = 60
 )
 def test_a_wrong_value_is_named(environ, arguments, message):
     with pytest.raises(errors.ConfigurationError, match=message):
-        resolve(environ, **arguments).member()
+        resolve(environ, **arguments)
 
 
 def test_a_job_is_strict_unless_it_is_told_to_be_elastic():
-    assert resolve({}, world_size=4).member().min_members == 0
-    assert resolve({}, world_size=4, policy="elastic").member().min_members == 1
-    assert resolve({}, world_size=4, policy="elastic", min_members=3).member().min_members == 3
+    assert resolve({}, world_size=4).member.min_members == 0
+    assert resolve({}, world_size=4, policy="elastic").member.min_members == 1
+    assert resolve({}, world_size=4, policy="elastic", min_members=3).member.min_members == 3
 
 
 def test_a_newcomer_to_an_elastic_job_may_have_a_number_beyond_those_it_began_with():
-    assert resolve({}, world_size=4, rank=7, policy="elastic").member().rank == 7
+    assert resolve({}, world_size=4, rank=7, policy="elastic").member.rank == 7
 
 
 def test_without_an_endpoint_and_a_server_of_this_user_it_says_so(monkeypatch, tmp_path):
@@ -280,7 +280,7 @@ def test_processes_that_are_started_anew_replace_those_before_and_late_ones_are_
 
     def connect(restarts):
         environ = {"STATSD_BN_JOB": job, "TORCHELASTIC_RESTART_COUNT": restarts}
-        return Connection(ZmqChannelPool(server.endpoint), resolve(environ, round_timeout=20.0).member())
+        return Connection(ZmqChannelPool(server.endpoint), resolve(environ, round_timeout=20.0).member)
 
     with connect("0") as before, connect("1") as after:
         with pytest.raises(errors.RegistrationRefused, match="a new run of the group was begun by rank 0"):

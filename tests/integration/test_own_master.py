@@ -44,12 +44,12 @@ def start():
 
 
 def member(endpoint, keys=None):
-    return Connection(ZmqChannelPool(endpoint, keys), resolve({}, round_timeout=20.0).member())
+    return Connection(ZmqChannelPool(endpoint, keys), resolve({}, round_timeout=20.0).member)
 
 
 def has_ended(master):
     """Whether its owner knows that it has, and no zombie is left."""
-    return master._has_ended.is_set() and not (PROC / str(master._process.pid)).exists()
+    return master._has_stopped.is_set() and not (PROC / str(master._process.pid)).exists()
 
 
 def test_it_listens_in_a_folder_of_its_own_that_nobody_else_can_enter_and_that_is_gone_with_it(start):
@@ -108,8 +108,8 @@ def test_it_ends_when_its_members_have_left(start):
 def test_it_stays_while_a_member_is_there_however_many_have_left(start):
     master = start()
     who = {"round_timeout": 20.0, "world_size": 1}
-    first = Connection(ZmqChannelPool(master.endpoint), resolve({}, job="a", **who).member())
-    with Connection(ZmqChannelPool(master.endpoint), resolve({}, job="b", **who).member()):
+    first = Connection(ZmqChannelPool(master.endpoint), resolve({}, job="a", **who).member)
+    with Connection(ZmqChannelPool(master.endpoint), resolve({}, job="b", **who).member):
         first.close()
         wait_until(lambda: [group["job"] for group in ask(master.endpoint)["groups"]] == ["b"])
         assert master._process.poll() is None
@@ -148,7 +148,7 @@ def test_programs_and_variables_of_the_script_do_not_make_it_another(start, tmp_
 
 def test_a_server_that_does_not_start_is_told_with_its_exit_code(start, monkeypatch, capfd):
     monkeypatch.setenv("STATSD_BN_LOG_LEVEL", "loud")
-    with pytest.raises(ServerUnreachable, check=says(r"cannot start a server: .*it ended with exit code 2 after")):
+    with pytest.raises(ServerUnreachable, check=says(r"cannot start a server: .*it exited with code 2 after")):
         start()
     assert "STATSD_BN_LOG_LEVEL: expected one of" in capfd.readouterr().err
 
@@ -157,7 +157,7 @@ def kill(master):
     """Kills its server, and waits until it has another one or none."""
     before = master._process
     os.kill(before.pid, signal.SIGKILL)
-    wait_until(lambda: master._process is not before or master._has_ended.is_set())
+    wait_until(lambda: master._process is not before or master._has_stopped.is_set())
 
 
 @pytest.mark.parametrize("with_keys", [False, pytest.param(True, marks=with_curve)])
@@ -172,20 +172,20 @@ def test_a_server_that_is_killed_is_started_again_where_it_was(start, caplog, tm
     wait_until(lambda: has_ended(master))
     assert master._process.returncode == 0
     assert list(tmp_path.iterdir()) == []
-    assert caplog.messages.count("the server that this process started was ended by SIGKILL; it is started again") == 1
+    assert caplog.messages.count("the server that this process started was killed by SIGKILL; restarting it") == 1
 
 
 def test_one_that_is_killed_as_soon_as_it_listens_is_started_again(start, monkeypatch):
-    run = ServerProcess._run
+    start_server = ServerProcess._start
 
-    def killed(self, arguments):
-        endpoint = run(self, arguments)
+    def killed(self, bind):
+        endpoint = start_server(self, bind)
         monkeypatch.undo()
         os.kill(self._process.pid, signal.SIGKILL)
         self._process.wait(20)
         return endpoint
 
-    monkeypatch.setattr(ServerProcess, "_run", killed)
+    monkeypatch.setattr(ServerProcess, "_start", killed)
     # Until the next one listens, as in all tests below.
     assert ask(start().endpoint, WAIT_SECONDS)["groups"] == []
 
@@ -218,23 +218,23 @@ def test_one_that_is_started_again_does_not_wait_for_members_who_have_left(start
 
 def test_one_that_is_killed_again_and_again_is_told_and_not_started_any_more(start, caplog, monkeypatch):
     monkeypatch.setattr(server_process, "FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(server_process, "AT_ONCE", 1)
-    monkeypatch.setattr(server_process, "AT_MOST", 3)
+    monkeypatch.setattr(server_process, "IMMEDIATE_RESTARTS", 1)
+    monkeypatch.setattr(server_process, "MAX_FAILURES", 3)
     master = start()
-    for _ in range(server_process.AT_MOST):
+    for _ in range(server_process.MAX_FAILURES):
         kill(master)
         assert ask(master.endpoint, WAIT_SECONDS)["groups"] == []
     kill(master)
     wait_until(lambda: has_ended(master))
-    assert caplog.text.count("it is started again in 0.") == server_process.AT_MOST - server_process.AT_ONCE
-    assert "was ended by SIGKILL; it is not started again, so its members wait in vain" in caplog.messages[-1]
+    assert caplog.text.count("restarting it in 0.") == server_process.MAX_FAILURES - server_process.IMMEDIATE_RESTARTS
+    assert "was killed by SIGKILL; it is not restarted again, so its members will time out" in caplog.messages[-1]
     assert not Path(master.endpoint.removeprefix("ipc://")).parent.exists()
     assert master not in server_process._started
 
 
 def test_one_that_is_stopped_in_the_pause_before_it_is_started_again_stays_stopped(start, monkeypatch):
     monkeypatch.setattr(server_process, "FIRST_PAUSE_SECONDS", 3600.0)
-    monkeypatch.setattr(server_process, "AT_ONCE", 0)
+    monkeypatch.setattr(server_process, "IMMEDIATE_RESTARTS", 0)
     master = start()
     os.kill(master._process.pid, signal.SIGKILL)
     master._process.wait(20)
@@ -248,7 +248,7 @@ def test_one_that_cannot_be_started_again_is_told(start, caplog, monkeypatch):
     kill(master)
     wait_until(lambda: has_ended(master))
     assert re.search(
-        r"cannot start a server: .* exit code 7 .*; it is not started again, so its members wait in vain", caplog.text
+        r"cannot start a server: .* exited with code 7 .*; it is not restarted again, so its members will", caplog.text
     )
 
 
@@ -288,7 +288,7 @@ def test_a_server_that_says_nothing_is_told_and_stopped(start, monkeypatch):
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     monkeypatch.setattr(server_process, "_command", lambda *_: command)
     before = _children()
-    with pytest.raises(ServerUnreachable, check=says(r"within 0.2 s, and it said nothing after")):
+    with pytest.raises(ServerUnreachable, check=says(r"within 0.2 s, but it printed nothing after")):
         start()
     assert _children() == before
 
@@ -297,7 +297,7 @@ def test_a_server_that_does_not_start_leaves_no_folder(start, tmp_path, monkeypa
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(server_process, "_command", lambda *_: [sys.executable, "-c", "raise SystemExit(7)"])
     for keys in (None, job_secret.server_keys(SECRET, "job")):
-        with pytest.raises(ServerUnreachable, check=says(r"cannot start a server: .*exit code 7")):
+        with pytest.raises(ServerUnreachable, check=says(r"cannot start a server: .*exited with code 7")):
             start(keys=keys)
     assert list(tmp_path.iterdir()) == []
 
@@ -307,7 +307,7 @@ def test_a_long_wait_for_the_members_at_the_end_is_told(start, monkeypatch, capl
     start(leave_timeout=0.2)
     with caplog.at_level("WARNING", "statsd_bn.client"):
         server_process.wait_for_members()
-    assert "its server waits up to 0.2 s for members that have not" in caplog.text
+    assert "waiting up to 0.2 s for the other members" in caplog.text
 
 
 def test_whoever_is_at_the_end_waits_for_the_members_as_long_as_it_said(start):

@@ -72,7 +72,7 @@ def test_after_a_worker_was_killed_those_that_are_started_anew_train_as_on_the_w
 def test_a_server_that_is_killed_is_started_again_and_nothing_is_lost(tmp_path, whole_batch):
     with digits_in(2, tmp_path, killed="server") as run:
         assert run.end() == 0, run.errors
-        assert "was ended by SIGKILL; it is started again" in run.errors
+        assert "was killed by SIGKILL; restarting it" in run.errors
         assert run.leaves_nothing()
     assert is_whole_batch(tmp_path / "saved.pt", whole_batch)
 

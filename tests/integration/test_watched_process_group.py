@@ -87,7 +87,7 @@ def test_a_script_ends_at_once_although_gloo_waits_for_a_frozen_rank(impatient_s
     assert ranks[0].returncode == 1
     assert "ReplicaLost" in told
     assert " was lost: no sign of life for " in unfolded(told)
-    assert told.splitlines()[-1] == "this process ends at once: torch's threads still wait for a rank that is lost"
+    assert told.splitlines()[-1] == "exiting at once: torch's threads still wait for a lost rank"
 
 
 def test_a_collective_that_is_done_just_after_a_wait_for_it_has_not_failed():

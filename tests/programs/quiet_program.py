@@ -11,7 +11,7 @@ import torch
 from torch import distributed, nn
 
 import client
-from client.diagnostics.look import Look, Looks
+from client.diagnostics.sampler import ThreadSample, ThreadSampler
 
 # Longer than it takes until ranks that wait apart are told of a mismatch.
 LONG = 10.0
@@ -78,13 +78,13 @@ class Quiet:
 
 
 def count_questions() -> None:
-    look = Looks.look
+    sample = ThreadSampler.sample
 
-    def counted(self: Looks, torch_group: str = "") -> Look:
+    def counted(self: ThreadSampler, torch_group: str = "") -> ThreadSample:
         questions.append(torch_group)
-        return look(self, torch_group)
+        return sample(self, torch_group)
 
-    Looks.look = counted
+    ThreadSampler.sample = counted
 
 
 def main() -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from client.diagnostics.place import Place, TorchGroup
+from client.diagnostics.collectives import TorchGroup
+from client.diagnostics.sampler import ThreadSample
 from client.native.library import CLOSED
 from client.session import groups
 from client.session.groups import Group
@@ -261,11 +262,10 @@ class Process(SimulatedProcess):
         world.rounds += 1
         self.rounds += 1
 
-    def place(self) -> Place:
-        """It computes: it is never in a collective of torch, and has begun none."""
-        return Place(
-            f"program.py:{self.number} run", held=False, group=TorchGroup("0", tuple(range(self.world.plan.size)), 0)
-        )
+    def sample(self) -> ThreadSample:
+        """It computes: it is never in a collective of torch, and has launched none."""
+        group = TorchGroup("0", tuple(range(self.world.plan.size)), 0)
+        return ThreadSample(f"program.py:{self.number} run", torch_group=group)
 
     def was_told(self, text: str) -> None:
         rules.check_whereabouts(self.world, text)

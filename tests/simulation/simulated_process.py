@@ -4,12 +4,13 @@ import math
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from client.diagnostics.place import Place
+from client.diagnostics.sampler import ThreadSample
 from client.session.channel_pool import WATCH_SECONDS
 from client.session.protocol.pulse import Pulse
 from client.session.protocol.session import Machine
 from simulation.simulated_network import BEACON_RECONNECT_SECONDS, Clock, Network, SimulatedChannel
 from statsd_bn.errors import StatsdBNError
+from statsd_bn.wire import encode
 
 if TYPE_CHECKING:
     from client.session.protocol.session import Session
@@ -49,8 +50,8 @@ class SimulatedProcess:
     def _run(self) -> Generator[Any, Any, None]:
         raise NotImplementedError
 
-    def place(self) -> Place:
-        """Where it says that it is."""
+    def sample(self) -> ThreadSample:
+        """The state of its main thread."""
         raise NotImplementedError
 
     def was_told(self, text: str) -> None:
@@ -143,7 +144,7 @@ class SimulatedProcess:
                 if asked := self._pulse.asked(frame, self.sessions.values()):
                     session, question = asked
                     self._network.count("asked where")
-                    self._beacon.send(session.stack_report(question, self.place()))
+                    self._beacon.send(encode(self.sample().report(session.token, question.number)))
 
     def _go_on(self, resume: Callable[[], Any]) -> None:
         """Runs the program up to its next wait."""

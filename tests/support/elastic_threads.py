@@ -106,7 +106,7 @@ class World:
         except Killed:
             return None
         except ReplicaLost as error:
-            if error.fields["cause"] != "came too late":
+            if error.fields["cause"] != "joined too late":
                 raise
             return None
 

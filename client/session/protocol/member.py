@@ -63,7 +63,7 @@ class Member:
     min_members: int = 0
     join_timeout: float | None = None
     abort_after: float | None = DEFAULT_ABORT_AFTER
-    tells_stacks: bool = True
+    reports_stacks: bool = True
     transport: str = AUTO
     on_nonfinite: str = WARN
 

@@ -11,12 +11,11 @@ from typing import Protocol, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 
-from client.diagnostics.place import Place, TorchGroup
 from client.session.protocol.member import BY_ELASTIC, Member, TransportInUse
 from statsd_bn import limits
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import DuplicateMember, ReplicaLost, RoundFailed, StatsdBNError, UnknownSession, from_wire
-from statsd_bn.members import NOBODY, Members, ranks_in_words
+from statsd_bn.members import NOBODY, ranks_in_words
 from statsd_bn.messages import (
     NO_SERVER,
     Aggregate,
@@ -34,7 +33,6 @@ from statsd_bn.messages import (
     RoundDone,
     RoundTrips,
     SkewStats,
-    StackReport,
     StackRequest,
 )
 from statsd_bn.reduction import Rows
@@ -326,14 +324,6 @@ class Session:
         """Returns the question where this process is, if a frame is one to this session."""
         message = self._overheard(frame)
         return message if isinstance(message, StackRequest) and message.digest == self._digest else None
-
-    def stack_report(self, question: StackRequest, place: Place) -> bytes:
-        """Returns the frame that answers a question."""
-        group = place.group or TorchGroup("", (), 0)
-        of_group = group.name, Members.of(group.ranks), group.launched
-        return encode(
-            StackReport(self.token, question.number, place.stack, int(place.held), *of_group, place.collective)
-        )
 
     def news(self, frame: bytes) -> StatsdBNError | None:
         """Returns why the strict job is broken, if a frame that came while nothing was asked says so."""

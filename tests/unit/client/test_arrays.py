@@ -132,7 +132,7 @@ def a_list_of(number: int, item: bytes) -> bytes:
         (framed(described(NDARRAY, "int16", 0, 2**62)), "expected a shape within 9223372036854775807 bytes"),
         (framed(described(TENSOR, "int16", 3), bytes(5)), r"expected 6 bytes for \[3\] of int16, got 5"),
         (framed(described(TENSOR, "int8", 2**40), b"1"), r"expected 1099511627776 bytes for"),
-        (framed(described(NDARRAY, "int16", 3), bytes(7)), "expected no more after the last array, got 1 bytes"),
+        (framed(described(NDARRAY, "int16", 3), bytes(7)), "expected nothing after the last array, got 1 bytes"),
         (framed(described(TENSOR, "bool", 2), b"\1\2"), "expected bytes 0 and 1 for bool, got 2"),
         (a_list_of(MAX_ARRAYS + 1, described(TENSOR, "int8", 0)), "expected at most 65536 arrays, got more"),
     ],

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader
 import client
 from client import DDPHandler
 from client.serialization import pack
-from client.training.all_gather_tensors import TRANSPORT, share
-from client.training.measurements import as_tensor, joined, like
+from client.training.all_gather_tensors import ROUND_NAME, all_gather_tensors, as_tensor, concatenate, from_tensor
 from statsd_bn import limits
 from statsd_bn.errors import ConnectionClosed, ProtocolError, RoundFailed, RoundMismatch
 from statsd_bn.reduction import Rows
@@ -134,9 +133,9 @@ def test_without_a_tensor_there_is_an_array_for_an_array_and_else_a_list():
 
 def test_a_tensor_returns_to_its_device():
     on_meta = torch.empty(1, device="meta")
-    assert like(torch.ones(2), on_meta, return_tensor=True).device.type == "meta"
-    assert like(torch.ones(2), [1.0], return_tensor=True).device.type == "cpu"
-    assert like(torch.ones(2), on_meta, return_tensor=False) == [1.0, 1.0]
+    assert from_tensor(torch.ones(2), on_meta, return_tensor=True).device.type == "meta"
+    assert from_tensor(torch.ones(2), [1.0], return_tensor=True).device.type == "cpu"
+    assert from_tensor(torch.ones(2), on_meta, return_tensor=False) == [1.0, 1.0]
 
 
 def test_a_result_is_ones_own():
@@ -183,7 +182,7 @@ def after(connection: client.Connection, sync: Any) -> tuple[Any, list[int], int
         (
             [np.ones(1), np.ones(2)],
             ValueError,
-            r"elements have one shape, got \[\(1,\), \(2,\)\]",
+            r"elements of one shape, got \[\(1,\), \(2,\)\]",
         ),
         (2**64, ValueError, "expected numbers that fit into int64, got 18446744073709551616"),
         ([1, -(2**63) - 1], ValueError, r"fit into int64, got \[1, -9223372036854775809\]"),
@@ -212,7 +211,7 @@ def test_a_number_that_is_too_large_for_double_precision_is_refused():
 
 def test_a_cause_that_is_too_long_or_no_text_is_told_all_the_same():
     def sync(connection):
-        return outcome(lambda: share(connection, lambda: fail() if connection.rank else {}))
+        return outcome(lambda: all_gather_tensors(connection, lambda: fail() if connection.rank else {}))
 
     def fail():
         raise OSError("\udc80" * 100_000)
@@ -340,7 +339,7 @@ def test_in_an_elastic_job_the_values_are_those_of_the_members_that_are_there():
 def test_what_is_no_message_of_values_is_refused_by_all(foreign, what):
     def sync(connection):
         if connection.rank == 1:
-            connection.all_gather(TRANSPORT, foreign)
+            connection.all_gather(ROUND_NAME, foreign)
             return None
         return outcome(lambda: handler(connection).mp_sync(1))
 
@@ -360,7 +359,7 @@ def test_what_is_no_message_of_values_is_refused_by_all(foreign, what):
 def test_what_a_member_says_is_short_and_plain_in_the_others_error(foreign, what):
     def sync(connection):
         if connection.rank == 1:
-            connection.all_gather(TRANSPORT, foreign)
+            connection.all_gather(ROUND_NAME, foreign)
             return None
         return outcome(lambda: handler(connection).mp_sync_dict({"value": 1}))
 
@@ -374,4 +373,4 @@ def test_what_a_member_says_is_short_and_plain_in_the_others_error(foreign, what
 def test_many_members_in_an_error_are_told_in_short():
     tensors = {member: torch.ones(1, 1 + (member == 500)) for member in range(1000)}
     with pytest.raises(RoundMismatch, match=r"from ranks 0-499, 501-999; float32 of shape \(\*, 2\) from rank 500"):
-        joined("it", tensors)
+        concatenate("it", tensors)

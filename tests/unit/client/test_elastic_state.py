@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from client.elastic.commit_reports import Report
 from client.elastic.sampler import ElasticSampler
-from client.elastic.state import COMMIT, STATE, ElasticState, MembersChanged, run_elastic
+from client.elastic.state import COMMIT, STATE, ElasticState, MembersChanged, Report, run_elastic
 from client.serialization import pack
 from client.session.connection import Connection
 from statsd_bn.errors import ProtocolError, ReplicaLost, RoundMismatch
@@ -118,7 +117,7 @@ def test_a_value_that_cannot_travel_is_named_before_others_need_it():
         nested = [nested]
     for value, kind, what in (
         ("\udcff", ValueError, "surrogates not allowed"),
-        (nested, ValueError, "expected one that nests at most 32 deep"),
+        (nested, ValueError, "expected at most 32 levels of nesting"),
     ):
         with pytest.raises(kind, match=f"state.best: .*{what}"):
             ElasticState(nn.Linear(2, 1), best=value)
@@ -286,7 +285,7 @@ def test_a_report_of_something_else_is_refused(together, report, what):
 )
 def test_a_report_that_cannot_be_is_refused(report):
     with pytest.raises(ProtocolError, match="expected a report of a member, got "):
-        Report.unpacked(pack(report))
+        Report.unpack(pack(report))
 
 
 STATE_OF_A_LINEAR = {"weight": torch.zeros(1, 1), "bias": torch.zeros(1)}

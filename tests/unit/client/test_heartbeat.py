@@ -17,7 +17,7 @@ import zmq
 
 import client
 from client.diagnostics.broken_job import BrokenJob
-from client.diagnostics.look import Looks
+from client.diagnostics.sampler import ThreadSampler
 from client.session.channel_pool import ZmqChannelPool
 from client.session.connection import Connection
 from client.session.heartbeat import Heartbeat
@@ -194,7 +194,7 @@ def test_a_new_session_is_introduced_at_once_if_it_is_told_to_look(monkeypatch, 
 
 @pytest.fixture
 def broken_job():
-    return BrokenJob(Looks(tells_stacks=True, rank=0), "rank 0", None)
+    return BrokenJob(ThreadSampler(reports_stacks=True, rank=0), "rank 0", None)
 
 
 def test_a_question_where_the_process_is_gets_an_answer(beacon, broken_job):
@@ -217,7 +217,7 @@ def test_the_news_that_the_job_is_broken_are_heard(beacon, broken_job):
     news = [Failure("replica_lost", "not ours", others), Failure("replica_lost", "ours", fields)]
     beacon.incoming = [encode(message) for message in news]
     heartbeat.look()
-    heard = broken_job.wait(20.0)
+    heard = broken_job.wait_for_cause(20.0)
     heartbeat.stop()
     assert str(heard) == "ours"
 
@@ -257,7 +257,7 @@ def test_a_look_that_fails_does_not_end_the_heartbeats(context, tmp_path):
         raise ValueError("a torch that nobody knows")
 
     beacon = Beacon(context, f"ipc://{tmp_path}/nobody")
-    heartbeat = Heartbeat(beacon, list, lambda: None, lambda: None, SimpleNamespace(step=step))
+    heartbeat = Heartbeat(beacon, list, lambda: None, lambda: None, SimpleNamespace(check=step))
     for number in range(3):
         heartbeat.look()
         wait_until(lambda number=number: len(steps) > number)

@@ -29,7 +29,7 @@ MASK = torch.tensor([True, True, False, True, True, True])
         ((X, 3), ValueError, "expected dim to name different dimensions of shape (6, 3, 2), got 3"),
         ((X, (0, -3)), ValueError, "expected dim to name different dimensions of shape (6, 3, 2), got (0, -3)"),
         ((X, ()), ValueError, "expected dim to name different dimensions of shape (6, 3, 2), got ()"),
-        ((X[:, :0],), ValueError, "expected a value beside the reduced dimensions, got shape (6, 0, 2)"),
+        ((X[:, :0],), ValueError, "expected a value outside of the reduced dimensions, got shape (6, 0, 2)"),
         ((X, 0, MASK.float()), TypeError, "expected a boolean mask, got torch.float32"),
         ((X, 0, MASK[:5]), ValueError, "a mask on cpu that expands to the reduced dimensions (6,), got (5,) on cpu"),
         ((X, 0, MASK.view(1, -1)), ValueError, "expands to the reduced dimensions (6,), got (1, 6) on cpu"),
@@ -134,7 +134,7 @@ def test_replicas_of_one_process_are_refused():
             client.moments(x)
 
     model = client.DataParallelWithCallback(Counting(), device_ids=["cpu", "cpu"])
-    with pytest.raises(ConfigurationError, match="expected a call outside of DataParallelWithCallback"):
+    with pytest.raises(ConfigurationError, match="called inside a replica of DataParallelWithCallback"):
         model(X)
 
 

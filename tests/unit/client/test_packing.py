@@ -72,7 +72,7 @@ WRAPS = [lambda inner: [inner], lambda inner: (inner,), lambda inner: {"a": inne
 def test_a_state_nests_32_deep_and_no_deeper(wrap):
     deepest = nested(limits.MAX_DEPTH, wrap)
     assert repr(unpack(pack(deepest))) == repr(deepest)
-    with pytest.raises(ValueError, match="expected one that nests at most 32 deep"):
+    with pytest.raises(ValueError, match="expected at most 32 levels of nesting"):
         pack(wrap(deepest))
 
 
@@ -89,7 +89,7 @@ def items(code: int, number: int) -> msgpack.ExtType:
 @pytest.mark.parametrize("levels", [33, 200, 100_000])
 def test_what_comes_deeper_than_32_is_refused(code, levels):
     key = [1] if code in {COUNTER, DICT} else []
-    with pytest.raises(ProtocolError, match="nests at most 32 deep"):
+    with pytest.raises(ProtocolError, match="expected at most 32 levels of nesting"):
         unpack(framed(*[items(code, 1), *key] * levels, 1))
 
 
@@ -106,17 +106,17 @@ def test_extensions_within_extensions_end_no_process():
     ("data", "what"),
     [
         (b"\0\0\0", "expected at least 4 bytes, got 3"),
-        (struct.pack("<I", 9) + b"1234", "13 bytes announced, 8 came"),
-        (framed(), "expected one that was packed, got "),
+        (struct.pack("<I", 9) + b"1234", "expected 13 bytes, got 8"),
+        (framed(), "expected packed bytes, got "),
         (framed(1, 2), "expected 1 bytes of structure, got 2"),
-        (framed(1) + b"more", "expected no more after the last array, got 4 bytes"),
-        (framed([1]), "expected one that was packed, got 1 exceeds max_array_len"),
+        (framed(1) + b"more", "expected nothing after the last array, got 4 bytes"),
+        (framed([1]), "expected packed bytes, got 1 exceeds max_array_len"),
         (framed([]), r"expected plain values, got \[\]"),
         (framed({}), r"expected plain values, got {}"),
         (framed(msgpack.Timestamp(1)), "expected plain values, got Timestamp"),
-        (framed(items(LIST, 2), 1), "expected one that was packed, got "),
-        (framed(items(LIST, 2**32 - 1)), "expected one that was packed, got "),
-        (framed(items(TUPLE, 2**32 - 1)), "expected one that was packed, got "),
+        (framed(items(LIST, 2), 1), "expected packed bytes, got "),
+        (framed(items(LIST, 2**32 - 1)), "expected packed bytes, got "),
+        (framed(items(TUPLE, 2**32 - 1)), "expected packed bytes, got "),
         (framed(msgpack.ExtType(TUPLE, b"\1")), "expected a number of 4 bytes, got 1"),
         (framed(items(99, 0)), "expected one of the extensions 1 to 6, got 99"),
         (framed(items(DICT, 1), items(LIST, 0), 1), "expected keys of plain values and tuples, got list"),

@@ -290,7 +290,7 @@ def test_nan_on_one_member_is_an_error_on_every_member_and_names_the_layers(memb
 def test_members_that_measure_other_layers_are_told_which(members):
     for number, (told, kept) in enumerate(members(2, programs.recalibrate_other_layers)):
         assert "RoundMismatch" in told
-        assert f"recalibrate layer '{1 - number}' of 3 channels" in told
+        assert f"got layer '{1 - number}' with 3 channels" in told
         assert kept
 
 
@@ -335,7 +335,7 @@ def test_a_batch_of_one_value_per_channel_is_refused_by_number():
     "model", [nn.Linear(3, 3), nn.BatchNorm1d(3), layer(track_running_stats=False), nn.Sequential(layer().eval())]
 )
 def test_a_model_without_a_layer_to_measure_is_refused(model):
-    with pytest.raises(ValueError, match="model: expected a synchronised layer that keeps running statistics"):
+    with pytest.raises(ValueError, match="model: expected a synchronised layer with running statistics"):
         client.recalibrate(model, [samples(4)])
 
 

@@ -149,7 +149,7 @@ def test_a_secret_is_not_written_where_everybody_can_write(tmp_path, capsys, bel
 )
 def test_a_secret_that_is_none_is_refused_and_not_quoted(environ, problem):
     with pytest.raises(ConfigurationError, check=says(problem)) as caught:
-        job_secret.given(environ)
+        job_secret.read(environ)
     assert "changeme" not in str(caught.value)
 
 
@@ -234,12 +234,12 @@ def test_the_command_names_the_files_and_no_key(tmp_path, capsys):
 
 def test_a_client_is_found_by_its_file_by_the_folder_and_by_the_environment(tmp_path):
     generate(tmp_path, ["client", "alice"])
-    alice = resolve({"STATSD_BN_CURVE": str(tmp_path / "secrets" / "alice.key_secret")}).keys()
+    alice = resolve({"STATSD_BN_CURVE": str(tmp_path / "secrets" / "alice.key_secret")}).load_keys()
     assert alice == keys.load_client(tmp_path / "secrets" / "alice.key_secret")
-    default = resolve({"STATSD_BN_CURVE": "/nowhere"}, curve=tmp_path).keys()
+    default = resolve({"STATSD_BN_CURVE": "/nowhere"}, curve=tmp_path).load_keys()
     assert default == keys.load_client(tmp_path / "secrets" / "client.key_secret")
     assert default != alice
-    assert resolve({}).keys() is resolve({"STATSD_BN_CURVE": ""}).keys() is None
+    assert resolve({}).load_keys() is resolve({"STATSD_BN_CURVE": ""}).load_keys() is None
 
 
 SOUND = f'public-key = "{KEY}"\nsecret-key = "{KEY}"\nserver-key = "{OTHER}"\n'

@@ -99,16 +99,16 @@ def test_a_servers_own_error_is_told_escaped():
 @pytest.mark.parametrize("job", ["a\nb", "\x1b[2J", "", "x" * 257, "a\u202eb", "\ud800"])
 def test_a_job_that_cannot_be_a_name_is_refused_at_once(job):
     with pytest.raises(ConfigurationError, check=says("job: expected printable text of 1 to 256 bytes, got ")):
-        resolve({"STATSD_BN_JOB": job} if job else {}, job=job).member()
+        resolve({"STATSD_BN_JOB": job} if job else {}, job=job)
 
 
 def test_an_unusual_job_is_none_the_worse():
-    assert resolve({}, job="naïve λ 層 🙂").member().job == "naïve λ 層 🙂"
+    assert resolve({}, job="naïve λ 層 🙂").member.job == "naïve λ 層 🙂"
 
 
 def test_the_place_is_printable_whatever_the_host_is_called(monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "host\x1b\n")
-    assert resolve({}).member().host_and_pid.startswith(r"host\x1b\n, pid ")
+    assert resolve({}).member.host_and_pid.startswith(r"host\x1b\n, pid ")
 
 
 def test_a_line_of_the_log_is_short():

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from client.diagnostics import collectives, notes
-from client.diagnostics.broken_job import LEFT_SECONDS, STILL_SECONDS, BrokenJob
-from client.diagnostics.look import Look
-from client.diagnostics.place import Place
+from client.diagnostics import collectives
+from client.diagnostics.broken_job import EXIT_SECONDS, STALL_SECONDS, BrokenJob
+from client.diagnostics.sampler import ThreadSample
 from statsd_bn.error_text import in_log
 from statsd_bn.errors import ReplicaLost, RoundMismatch
 from support.foreign_code import run_as
@@ -20,53 +19,53 @@ LOST = ReplicaLost("job 'j': rank 1 (b, pid 2) failed with ValueError: boom", jo
 LEFT = ReplicaLost("job 'j': rank 1 (b, pid 2) left before the others finished", job="j", cause="")
 
 
-class FakeLooks:
+class FakeSampler:
     """The main thread is where the test says."""
 
     def __init__(self) -> None:
-        self.now = Look(Place("train.py:1 f", held=False, group=None), None, is_in_call=False)
+        self.now = ThreadSample("train.py:1 f")
         self.behind = None
 
     def hold(self, call: str, module: str = "torch.nn.parallel.distributed") -> None:
         frame = SimpleNamespace(f_globals={"__name__": module})
         collective = collectives.Collective(frame, None, (call,))
-        self.now = Look(Place("torch/d.py:1 _sync_buffers", held=True, group=None), collective, is_in_call=False)
+        self.now = ThreadSample("torch/d.py:1 _sync_buffers", collective)
 
     def call_ours(self) -> None:
-        self.now = Look(Place("train.py:2 f", held=False, group=None), None, is_in_call=True)
+        self.now = ThreadSample("train.py:2 f", is_in_call=True)
 
-    def look(self, _: str = "") -> Look:
+    def sample(self, _: str = "") -> ThreadSample:
         return self.now
 
-    def standstill(self) -> tuple[object, ...] | None:
+    def nccl_progress(self) -> tuple[object, ...] | None:
         return self.behind
 
 
 @pytest.fixture
 def play():
-    looks, ended = FakeLooks(), []
-    job = BrokenJob(looks, "rank 0 (a, pid 1)", 10.0, ended.append)
-    return SimpleNamespace(looks=looks, ended=ended, job=job)
+    sampler, ended = FakeSampler(), []
+    job = BrokenJob(sampler, "rank 0 (a, pid 1)", 10.0, ended.append)
+    return SimpleNamespace(sampler=sampler, ended=ended, job=job)
 
 
 def test_nothing_happens_while_the_job_is_whole(play):
-    play.looks.hold("one")
+    play.sampler.hold("one")
     for now in range(100):
-        play.job.step(now)
+        play.job.check(now)
     assert play.ended == []
 
 
 def test_a_process_that_a_collective_holds_is_told_at_once_and_ended_after_a_while(play, caplog):
-    play.looks.hold("one")
-    play.job.take(LOST)
-    play.job.step(0.0)
+    play.sampler.hold("one")
+    play.job.report(LOST)
+    play.job.check(0.0)
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert "ValueError: boom" in caplog.text
-    play.job.step(9.9)
+    play.job.check(9.9)
     assert play.ended == []
-    play.job.step(10.0)
+    play.job.check(10.0)
     (text,) = play.ended
-    assert text.startswith("rank 0 (a, pid 1) has waited in torch/d.py:1 _sync_buffers for 10 s")
+    assert text.startswith("aborting rank 0 (a, pid 1): blocked in torch/d.py:1 _sync_buffers for 10 s")
     assert text.endswith(in_log(LOST))
 
 
@@ -82,112 +81,112 @@ def test_a_process_that_a_collective_holds_is_told_at_once_and_ended_after_a_whi
     ids=["the error that ended the other rank", "the news itself"],
 )
 def test_an_error_that_this_rank_has_raised_is_not_logged_as_well(play, caplog, raised, news):
-    play.job.raises(raised)
-    play.job.take(ReplicaLost(LOST.message, job="j", cause=news))
-    play.job.step(0.0)
+    play.job.record_raised(raised)
+    play.job.report(ReplicaLost(LOST.message, job="j", cause=news))
+    play.job.check(0.0)
     assert caplog.records == []
 
 
 def test_a_process_that_gets_from_one_collective_to_the_next_is_never_ended(play):
-    play.job.take(LOST)
+    play.job.report(LOST)
     for now in range(100):
-        play.looks.hold(f"call {now // 9}")
-        play.job.step(float(now))
+        play.sampler.hold(f"call {now // 9}")
+        play.job.check(float(now))
     assert play.ended == []
 
 
 def test_a_process_that_computes_or_is_in_a_call_of_ours_is_never_ended(play):
-    play.job.take(LOST)
-    for where in (lambda: None, play.looks.call_ours):
+    play.job.report(LOST)
+    for where in (lambda: None, play.sampler.call_ours):
         where()
         for now in range(100):
-            play.job.step(float(now))
+            play.job.check(float(now))
     assert play.ended == []
 
 
 def test_a_process_that_stands_still_behind_nccl_is_ended_after_a_while(play, monkeypatch):
     """As one that waits in `loss.item()`, which is no collective."""
     aborts = []
-    monkeypatch.setattr(play.job, "_abort", lambda: aborts.append(now))
-    play.looks.behind = ("train.py:1", 7)
-    play.job.take(LOST)
+    monkeypatch.setattr(play.job, "_abort_collectives", lambda: aborts.append(now))
+    play.sampler.behind = ("train.py:1", 7)
+    play.job.report(LOST)
     for now in range(10):
-        play.job.step(float(now))
+        play.job.check(float(now))
     assert play.ended == []
-    assert aborts[0] == STILL_SECONDS, "until then the collective may still come to an end"
-    play.job.step(10.0)
+    assert aborts[0] == STALL_SECONDS, "until then the collective may still come to an end"
+    play.job.check(10.0)
     (text,) = play.ended
-    assert text.startswith("rank 0 (a, pid 1) has waited in train.py:1 f, behind a collective of NCCL, for 10 s")
+    assert text.startswith("aborting rank 0 (a, pid 1): blocked in train.py:1 f, behind a collective of NCCL, for 10 s")
 
 
 def test_so_is_one_that_does_so_in_a_call_of_ours(play):
     """Which would have raised by now if it waited for the server."""
-    play.looks.call_ours()
-    play.looks.behind = ("client/transports/process_group.py:1", 7)
-    play.job.take(LOST)
-    play.job.step(0.0)
-    play.job.step(10.0)
+    play.sampler.call_ours()
+    play.sampler.behind = ("client/transports/process_group.py:1", 7)
+    play.job.report(LOST)
+    play.job.check(0.0)
+    play.job.check(10.0)
     assert len(play.ended) == 1
 
 
 def test_one_whose_main_thread_moves_behind_nccl_is_never_ended(play):
-    play.job.take(LOST)
+    play.job.report(LOST)
     for now in range(100):
-        play.looks.behind = (f"train.py:{now // 9}", 7) if now % 20 else None
-        play.job.step(float(now))
+        play.sampler.behind = (f"train.py:{now // 9}", 7) if now % 20 else None
+        play.job.check(float(now))
     assert play.ended == []
 
 
 def test_one_that_stands_still_behind_ranks_that_left_in_order_is_told_and_not_ended(play, caplog):
-    play.looks.behind = ("train.py:1", 7)
-    play.job.take(LEFT)
+    play.sampler.behind = ("train.py:1", 7)
+    play.job.report(LEFT)
     for now in range(100):
-        play.job.step(float(now))
+        play.job.check(float(now))
     assert "left before the others finished" in caplog.text
     assert play.ended == []
 
 
 def test_a_process_in_a_call_of_ours_says_nothing_twice(play, caplog):
-    play.looks.call_ours()
-    play.job.take(LOST)
-    play.job.step(0.0)
+    play.sampler.call_ours()
+    play.job.report(LOST)
+    play.job.check(0.0)
     assert caplog.records == []
 
 
 def test_none_ends_nobody():
-    looks, ended = FakeLooks(), []
-    job = BrokenJob(looks, "rank 0", None, ended.append)
-    looks.hold("one")
-    job.take(LOST)
+    sampler, ended = FakeSampler(), []
+    job = BrokenJob(sampler, "rank 0", None, ended.append)
+    sampler.hold("one")
+    job.report(LOST)
     for now in range(1000):
-        job.step(float(now))
+        job.check(float(now))
     assert ended == []
 
 
 def test_one_that_waits_elsewhere_for_ranks_that_left_in_order_is_told_and_not_ended(play, caplog):
-    play.looks.hold("barrier", "torch.distributed.distributed_c10d")
-    play.job.take(LEFT)
-    play.job.step(0.0)
+    play.sampler.hold("barrier", "torch.distributed.distributed_c10d")
+    play.job.report(LEFT)
+    play.job.check(0.0)
     assert caplog.records == []
     for now in range(100):
-        play.job.step(LEFT_SECONDS + now)
+        play.job.check(EXIT_SECONDS + now)
     assert "left before the others finished" in caplog.text
     assert play.ended == []
 
 
 def test_one_that_trains_on_though_others_left_in_order_is_ended(play):
-    play.looks.hold("_sync_buffers")
-    play.job.take(LEFT)
-    play.job.step(0.0)
-    play.job.step(10.0)
+    play.sampler.hold("_sync_buffers")
+    play.job.report(LEFT)
+    play.job.check(0.0)
+    play.job.check(10.0)
     assert len(play.ended) == 1
 
 
 def test_a_failure_says_more_than_a_good_bye(play):
-    play.job.take(LEFT)
-    play.job.take(LOST)
-    play.job.take(RoundMismatch("later"))
-    assert play.job.wait(0.0) is LOST
+    play.job.report(LEFT)
+    play.job.report(LOST)
+    play.job.report(RoundMismatch("later"))
+    assert play.job.wait_for_cause(0.0) is LOST
 
 
 END = """
@@ -227,37 +226,37 @@ def raised_in_torch(error: Exception) -> Exception:
 
 
 def notes_of(error: BaseException, play) -> list[str]:
-    notes.explain(error, play.job)
+    play.job.annotate(error)
     return getattr(error, "__notes__", [])
 
 
 def test_an_exception_after_a_failure_gets_a_note_once(play):
-    play.job.take(LOST)
+    play.job.report(LOST)
     error = raised(RuntimeError("Connection closed by peer"))
     assert notes_of(error, play) == notes_of(error, play) == [f"statsd_bn: ReplicaLost: {LOST}"]
 
 
 def test_an_exception_of_a_collective_waits_for_the_news(play):
-    threading.Timer(0.1, play.job.take, [LOST]).start()
+    threading.Timer(0.1, play.job.report, [LOST]).start()
     assert notes_of(raised_in_torch(RuntimeError("Connection closed by peer")), play) == [
         f"statsd_bn: ReplicaLost: {LOST}"
     ]
 
 
 def test_an_exception_of_the_script_waits_for_nothing(play, monkeypatch):
-    monkeypatch.setattr(play.job, "wait", lambda seconds: pytest.fail("waits") if seconds else None)
+    monkeypatch.setattr(play.job, "wait_for_cause", lambda seconds: pytest.fail("waits") if seconds else None)
     assert notes_of(raised(ValueError("mine")), play) == []
 
 
 def test_an_exception_of_the_script_has_nothing_to_do_with_ranks_that_left_in_order(play):
-    play.job.take(LEFT)
+    play.job.report(LEFT)
     assert notes_of(raised(ValueError("mine")), play) == []
     assert notes_of(raised_in_torch(RuntimeError("closed")), play) == [f"statsd_bn: ReplicaLost: {LEFT}"]
 
 
 @pytest.mark.parametrize("error", [LOST, KeyboardInterrupt(), SystemExit(3)])
 def test_what_is_ours_and_what_ends_the_process_on_purpose_stays_as_it_is(play, error):
-    play.job.take(LOST)
+    play.job.report(LOST)
     assert notes_of(raised(error), play) == []
 
 
@@ -266,19 +265,18 @@ def test_a_signal_to_end_waits_for_the_news_and_then_ends_the_process():
 import support.without_torch
 import os, signal, threading
 from statsd_bn.errors import ReplicaLost
-from client.diagnostics import notes
 from client.diagnostics.broken_job import BrokenJob
 job = BrokenJob(None, "rank 0", None)
 def later():
     os.kill(os.getpid(), signal.SIGTERM)
-    job.take(ReplicaLost("rank 1 failed", cause="boom"))
+    job.report(ReplicaLost("rank 1 failed", cause="boom"))
 names = {"__name__": "torch.distributed.distributed_c10d"}
 exec("def barrier(): raise RuntimeError('closed')", names)
 threading.Timer(0.1, later).start()
 try:
     names["barrier"]()
 except RuntimeError as error:
-    notes.explain(error, job)
+    job.annotate(error)
 print("lives")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)

@@ -19,12 +19,9 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel.distributed import DistributedDataParallel, _DDPJoinHook
 
 from client.diagnostics import collectives, stack
-from client.diagnostics.look import Looks
-from client.diagnostics.place import Place
-from client.session.protocol.member import Member
-from client.session.protocol.session import Session
-from statsd_bn.messages import ALL_GATHER, ALL_REDUCE, BARRIER, BUFFERS, StackRequest
-from statsd_bn.wire import decode
+from client.diagnostics.sampler import ThreadSample, ThreadSampler
+from statsd_bn.messages import ALL_GATHER, ALL_REDUCE, BARRIER, BUFFERS
+from statsd_bn.wire import decode, encode
 from support.foreign_code import frame_in, run_as
 
 
@@ -44,15 +41,15 @@ def test_the_groups_of_this_process_are_told_with_how_far_it_is():
     (after,) = collectives.groups()
     assert (after.name, after.ranks) == (before.name, (0,))
     assert after.launched - before.launched == 2
-    assert collectives.group_named(after.name) == after
-    assert collectives.group_named("none of them") is None
+    assert collectives.find_group(after.name) == after
+    assert collectives.find_group("none of them") is None
     assert collectives.rank_in_torch() == 0
 
 
 def test_without_a_process_group_there_is_nothing_to_tell():
     assert collectives.groups() == []
     assert collectives.rank_in_torch() is None
-    assert Looks(tells_stacks=True, rank=0).look().place.group is None
+    assert ThreadSampler(reports_stacks=True, rank=0).sample().torch_group is None
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -68,15 +65,15 @@ def test_a_thread_in_a_collective_is_found_and_its_group(monkeypatch):
 
 
 @pytest.fixture
-def place_in(monkeypatch):
+def sample_in(monkeypatch):
     """What is told of a thread that waits for a collective to end."""
 
-    def place_in(method: str, call) -> Place:
+    def sample_in(method: str, call) -> ThreadSample:
         found = []
 
         def wait() -> None:
             monkeypatch.setattr(stack, "main_frame", lambda: frame)
-            found.append(Looks(tells_stacks=True, rank=0).look().place)
+            found.append(ThreadSampler(reports_stacks=True, rank=0).sample())
 
         def begin(*_, **__):
             nonlocal frame
@@ -89,7 +86,7 @@ def place_in(monkeypatch):
             call()
         return found[0]
 
-    return place_in
+    return sample_in
 
 
 ONE = torch.zeros(1)
@@ -107,9 +104,9 @@ ONE = torch.zeros(1)
     ],
 )
 @pytest.mark.usefixtures("one_rank")
-def test_the_kind_of_a_collective_is_told_if_all_ranks_come_out_of_it_together(place_in, method, call, kind):
-    place = place_in(method, call)
-    assert (place.held, place.collective) == (True, kind)
+def test_the_kind_of_a_collective_is_told_if_all_ranks_come_out_of_it_together(sample_in, method, call, kind):
+    sample = sample_in(method, call)
+    assert (sample.collective is not None, sample.kind) == (True, kind)
 
 
 def test_the_broadcast_of_buffers_is_told_as_that():
@@ -149,11 +146,11 @@ def test_a_rank_that_finds_out_the_order_of_gradients_may_wait_there(owner, name
     ],
 )
 @pytest.mark.usefixtures("one_rank")
-def test_of_a_group_with_several_backends_no_kind_is_told(monkeypatch, place_in, backends, kind):
+def test_of_a_group_with_several_backends_no_kind_is_told(monkeypatch, sample_in, backends, kind):
     """torch counts the operations of one of them."""
     world = distributed_c10d._world
     monkeypatch.setitem(world.pg_backend_config, distributed_c10d.GroupMember.WORLD, backends)
-    assert place_in("barrier", distributed.barrier).collective == kind
+    assert sample_in("barrier", distributed.barrier).kind == kind
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -196,8 +193,8 @@ def test_a_call_of_the_same_line_again_is_another_call(monkeypatch):
 @pytest.mark.usefixtures("one_rank")
 def test_a_rank_that_is_another_in_torch_tells_of_no_group():
     name = collectives.groups()[0].name
-    assert Looks(tells_stacks=True, rank=0).look(name).place.group is not None
-    assert Looks(tells_stacks=True, rank=1).look(name).place.group is None
+    assert ThreadSampler(reports_stacks=True, rank=0).sample(name).torch_group is not None
+    assert ThreadSampler(reports_stacks=True, rank=1).sample(name).torch_group is None
 
 
 @pytest.mark.parametrize(
@@ -212,12 +209,12 @@ def test_a_rank_that_is_another_in_torch_tells_of_no_group():
 def test_who_waits_in_autograds_engine_is_held_only_if_it_does_not_compute(monkeypatch, times, busy, held):
     left, spent = iter(times), itertools.count(0.0, busy)
     monkeypatch.setattr(time, "process_time", lambda: next(spent))
-    monkeypatch.setattr(collectives, "run_time", lambda: next(left))
+    monkeypatch.setattr(collectives, "main_thread_time", lambda: next(left))
     frame = frame_in("here()", "/x/site-packages/torch/autograd/graph.py", "torch.autograd.graph")
     monkeypatch.setattr(collectives, "may_compute", lambda _: True)
     monkeypatch.setattr(stack, "main_frame", lambda: frame)
-    looks = Looks(tells_stacks=True, rank=0, pause=lambda _: None)
-    assert [looks.look().place.held for _ in held] == held
+    sampler = ThreadSampler(reports_stacks=True, rank=0, pause=lambda _: None)
+    assert [sampler.sample().collective is not None for _ in held] == held
 
 
 @pytest.mark.filterwarnings("ignore:.*reduce_op:FutureWarning")
@@ -234,17 +231,16 @@ def _waits(function: Any) -> bool:
 
 def test_without_a_process_group_nobody_is_held_in_autograds_engine(monkeypatch):
     monkeypatch.setattr(collectives, "may_compute", lambda _: True)
-    assert not Looks(tells_stacks=True, rank=0, pause=lambda _: None).look().place.held
+    assert ThreadSampler(reports_stacks=True, rank=0, pause=lambda _: None).sample().collective is None
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_thousand_looks_keep_nothing():
-    looks = Looks(tells_stacks=True, rank=0)
-    session = Session(b"session0", Member("j", "world", 0, 0, 1, 30.0, "here"))
+def test_a_thousand_samples_keep_nothing():
+    sampler = ThreadSampler(reports_stacks=True, rank=0)
     for number in range(1000):
-        frame = session.stack_report(StackRequest(b"digest00", number), looks.look().place)
+        frame = encode(sampler.sample().report(b"session0", number))
     assert decode(frame).number == 999
-    assert set(vars(looks)) == set(vars(Looks(tells_stacks=True, rank=0)))
+    assert set(vars(sampler)) == set(vars(ThreadSampler(reports_stacks=True, rank=0)))
 
 
 # Behind collectives that the host does not wait in, as NCCL's.
@@ -295,45 +291,45 @@ def wait_until(condition):
 
 
 @pytest.fixture
-def looks():
-    return Looks(tells_stacks=True, rank=0)
+def sampler():
+    return ThreadSampler(reports_stacks=True, rank=0)
 
 
 @pytest.mark.usefixtures("waiter")
-def test_who_does_not_move_while_an_operation_of_nccl_does_not_end_stands_still(looks):
-    first = looks.standstill()
+def test_who_does_not_move_while_an_operation_of_nccl_does_not_end_stands_still(sampler):
+    first = sampler.nccl_progress()
     assert first is not None
-    assert looks.standstill() == first
+    assert sampler.nccl_progress() == first
 
 
-def test_who_has_come_to_another_line_has_moved(looks, waiter):
-    before = looks.standstill()
+def test_who_has_come_to_another_line_has_moved(sampler, waiter):
+    before = sampler.nccl_progress()
     waiter.move()
-    assert looks.standstill() != before
+    assert sampler.nccl_progress() != before
 
 
 @pytest.mark.parametrize("now", [[8, 6], [8, 7]], ids=["has begun another", "has ended one"])
 @pytest.mark.usefixtures("waiter")
-def test_a_process_that_gets_on_in_its_operations_has_moved(looks, nccl, now):
-    before = looks.standstill()
+def test_a_process_that_gets_on_in_its_operations_has_moved(sampler, nccl, now):
+    before = sampler.nccl_progress()
     nccl["1"] = now
-    assert looks.standstill() != before
+    assert sampler.nccl_progress() != before
 
 
 @pytest.mark.usefixtures("waiter")
-def test_nobody_stands_still_whose_operations_have_all_ended(looks, nccl):
+def test_nobody_stands_still_whose_operations_have_all_ended(sampler, nccl):
     """It may compute for minutes in one call of C."""
     nccl["1"] = [7, 7]
-    assert looks.standstill() is None
+    assert sampler.nccl_progress() is None
 
 
 @pytest.mark.usefixtures("waiter")
-def test_nobody_stands_still_where_torch_tells_of_no_operations(looks, monkeypatch):
+def test_nobody_stands_still_where_torch_tells_of_no_operations(sampler, monkeypatch):
     """It has been told to keep none, or is built without NCCL."""
     monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", lambda **_: b'{"version": "2.10"}')
-    assert looks.standstill() is None
+    assert sampler.nccl_progress() is None
     monkeypatch.delattr(_distributed_c10d, "_dump_nccl_trace_json")
-    assert looks.standstill() is None
+    assert sampler.nccl_progress() is None
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -348,7 +344,7 @@ def test_torch_tells_of_operations_in_these_words():
         """Whether it has; gloo's thread notes it after it has let the caller go on."""
         status = json.loads(words(includeCollectives=False))["pg_status"]
         # Groups of earlier tests are told of too, some of which end amid an operation.
-        begun, ended = collectives.begun_and_ended(status[max(status, key=int)])
+        begun, ended = collectives.started_and_completed(status[max(status, key=int)])
         return begun >= 1 and begun == ended
 
     wait_until(has_ended)

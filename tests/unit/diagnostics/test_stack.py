@@ -4,15 +4,15 @@ import sys
 import threading
 
 from client.diagnostics import stack
-from client.diagnostics.look import Looks
+from client.diagnostics.sampler import ThreadSampler
 from statsd_bn import limits
 from support.foreign_code import run_as
 
 
 def test_a_file_is_told_from_its_package_on_and_a_script_by_its_name():
-    assert stack.shortened("/home/me/env/lib/python3.11/site-packages/torch/nn/a.py") == "torch/nn/a.py"
-    assert stack.shortened(threading.__file__) == "threading.py"
-    assert stack.shortened("/home/me/secret project/train.py") == "train.py"
+    assert stack.short_path("/home/me/env/lib/python3.11/site-packages/torch/nn/a.py") == "torch/nn/a.py"
+    assert stack.short_path(threading.__file__) == "threading.py"
+    assert stack.short_path("/home/me/secret project/train.py") == "train.py"
 
 
 def test_a_thread_in_a_library_is_told_with_the_line_of_the_script_that_called_it():
@@ -21,7 +21,7 @@ def test_a_thread_in_a_library_is_told_with_the_line_of_the_script_that_called_i
         "def forward(x):\n    here()",
         "/x/site-packages/torch/nn/a.py",
         "torch.nn.a",
-        here=lambda: told.append(stack.told(sys._getframe(1))),
+        here=lambda: told.append(stack.format_stack(sys._getframe(1))),
     )
     script = "\n\ndef main(): forward(1)\nmain()"
     run_as(script, "/home/me/train.py", "__main__", forward=library["forward"])
@@ -31,7 +31,7 @@ def test_a_thread_in_a_library_is_told_with_the_line_of_the_script_that_called_i
 def test_only_names_files_and_lines_are_told():
     def load(password):
         assert password
-        return stack.told(sys._getframe())
+        return stack.format_stack(sys._getframe())
 
     told = load("hunter2")
     assert "hunter2" not in told
@@ -41,7 +41,7 @@ def test_only_names_files_and_lines_are_told():
 
 def test_a_stack_is_bounded_and_printable():
     name, found, odd = "漢" * 5000, [], "漢\n\x1b" * 2000
-    here = {"here": lambda: found.append(stack.told(sys._getframe(1)))}
+    here = {"here": lambda: found.append(stack.format_stack(sys._getframe(1)))}
     library = run_as(f"def {name}(): here()", f"/x/site-packages/{odd}.py", "m", **here)
     run_as(f"def {name}2(): f()\n{name}2()", f"/x/{odd}.py", "__main__", f=library[name])
     (told,) = found
@@ -51,7 +51,7 @@ def test_a_stack_is_bounded_and_printable():
 
 def test_the_main_threads_frame_is_found_from_another_thread():
     found = []
-    thread = threading.Thread(target=lambda: found.append(stack.told(stack.main_frame())))
+    thread = threading.Thread(target=lambda: found.append(stack.format_stack(stack.main_frame())))
     thread.start()
     thread.join()
     assert "test_stack.py" in found[0]
@@ -67,5 +67,5 @@ def test_a_thread_in_a_call_of_ours_is_known_though_it_waits_in_a_library():
 
 
 def test_without_permission_no_stack_is_told():
-    assert Looks(tells_stacks=True, rank=0).look().place.stack
-    assert not Looks(tells_stacks=False, rank=0).look().place.stack
+    assert ThreadSampler(reports_stacks=True, rank=0).sample().stack
+    assert not ThreadSampler(reports_stacks=False, rank=0).sample().stack

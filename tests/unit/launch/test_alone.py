@@ -78,7 +78,7 @@ def test_it_says_so_once_and_who_it_is(caplog):
     caplog.set_level("INFO", "statsd_bn.client")
     client.connect(job="digits").close()
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
-    assert "this process is alone, as far as anything says, and needs no server" in told
+    assert "no launcher or process group names other ranks: training alone, without a server" in told
     assert told[-1] == "connected: job 'digits', rank 0 of 1, in process"
 
 
@@ -90,7 +90,7 @@ def test_a_misspelt_variable_is_warned_of_and_one_of_the_server_is_not(monkeypat
     monkeypatch.setenv(name, "4")
     client.connect().close()
     told = [record.getMessage() for record in caplog.records if name in record.getMessage()]
-    assert told == ([f"{name} is set, which nothing reads; is {meant} meant?"] if meant else [])
+    assert told == ([f"unknown environment variable {name} is ignored; did you mean {meant}?"] if meant else [])
 
 
 def test_a_server_of_this_user_that_is_running_is_used(serve, tmp_path):
@@ -112,11 +112,11 @@ def test_a_socket_that_a_killed_server_has_left_behind_is_no_server(tmp_path):
 @pytest.mark.parametrize("given", [None, "ipc:///nowhere/b"])
 def test_an_endpoint_that_a_variable_gave_is_said_to_be_its(monkeypatch, given):
     monkeypatch.setenv("STATSD_BN_ENDPOINT", "ipc:///nowhere/a")
-    monkeypatch.setattr(connect, "_join", mock.Mock(side_effect=ServerUnreachable("no server")))
+    monkeypatch.setattr(connect, "open_connection", mock.Mock(side_effect=ServerUnreachable("no server")))
     with pytest.raises(ServerUnreachable) as caught:
         client.connect(given, rank=0, world_size=2)
     notes = getattr(caught.value, "__notes__", [])
-    assert ("The endpoint is that of STATSD_BN_ENDPOINT." in notes) == (given is None)
+    assert ("The endpoint came from STATSD_BN_ENDPOINT." in notes) == (given is None)
 
 
 def test_more_than_one_process_without_a_server_stays_an_error(monkeypatch):
@@ -147,7 +147,7 @@ def is_loaded(*_):
     raise SystemExit
 client.connect().close()
 print("torch._dynamo" in sys.modules)
-connect._connection = is_loaded
+connect._open = is_loaded
 client.connect("ipc:///nowhere", rank=0, world_size=2)
 """
 

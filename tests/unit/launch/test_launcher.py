@@ -45,25 +45,25 @@ SLURM = {
 
 
 def test_torchrun():
-    found = resolve(TORCHRUN).member()
+    found = resolve(TORCHRUN).member
     assert (found.rank, found.world_size, found.job, found.epoch) == (5, 8, "run-7", 2)
     assert launchers.store_address(TORCHRUN).value == StoreAddress("node1", 29500)
 
 
 def test_kubeflow():
-    found = resolve(KUBEFLOW).member()
+    found = resolve(KUBEFLOW).member
     assert (found.rank, found.world_size, found.job, found.epoch) == (1, 3, "default", 0)
     assert launchers.store_address(KUBEFLOW).value == StoreAddress("digits-master-0", 23456)
 
 
 def test_srun():
-    found = resolve(SLURM).member()
+    found = resolve(SLURM).member
     assert (found.rank, found.world_size, found.job, found.epoch) == (5, 8, "slurm-4711.3", 1)
     assert launchers.store_address(SLURM).value == StoreAddress("node01", 15_000 + 4711 + 303)
 
 
 def test_variables_without_a_number_in_their_name_win_over_slurms():
-    found = resolve({**SLURM, **TORCHRUN, "RANK": "7", "TORCHELASTIC_RESTART_COUNT": "0"}).member()
+    found = resolve({**SLURM, **TORCHRUN, "RANK": "7", "TORCHELASTIC_RESTART_COUNT": "0"}).member
     assert (found.rank, found.world_size, found.job, found.epoch) == (7, 8, "run-7", 0)
     assert launchers.store_address({**SLURM, "MASTER_ADDR": "here"}).value == StoreAddress("here", 15_000 + 4711 + 303)
     assert launchers.store_address({**SLURM, "MASTER_PORT": "1234"}).value == StoreAddress("node01", 1234)
@@ -72,14 +72,14 @@ def test_variables_without_a_number_in_their_name_win_over_slurms():
 def test_a_batch_script_is_no_task():
     """sbatch sets SLURM_PROCID and SLURM_NTASKS in the script itself, which is one process."""
     script = {name: SLURM[name] for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_RESTART_COUNT")}
-    found = resolve({**script, "SLURM_PROCID": "0"}).member()
+    found = resolve({**script, "SLURM_PROCID": "0"}).member
     assert (found.rank, found.world_size, found.job, found.epoch) == (0, 1, "default", 0)
     assert launchers.store_address({**script, "SLURM_PROCID": "0"}) is None
 
 
 def test_two_steps_of_one_job_are_two_jobs_with_ports_of_their_own():
     other = {**SLURM, "SLURM_STEP_ID": "4"}
-    assert resolve(SLURM).member().job != resolve(other).member().job
+    assert resolve(SLURM).member.job != resolve(other).member.job
     assert launchers.step_port(SLURM) != launchers.step_port(other)
 
 
@@ -124,9 +124,9 @@ def test_a_list_of_hosts_that_is_none_is_named(listed):
 )
 def test_a_world_size_that_counts_nodes_is_told(environ, evidence):
     with pytest.raises(ConfigurationError, check=says(r"WORLD_SIZE: .*counts nodes: .*torchrun")) as caught:
-        resolve(environ).member()
+        resolve(environ)
     assert says(evidence)(caught.value)
-    assert resolve(environ, world_size=8, rank=0).member().world_size == 8
+    assert resolve(environ, world_size=8, rank=0).member.world_size == 8
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_world_size_that_counts_nodes_is_told(environ, evidence):
     ],
 )
 def test_a_world_size_that_counts_processes_is_taken(environ):
-    assert resolve(environ).member().world_size == int(environ["WORLD_SIZE"])
+    assert resolve(environ).member.world_size == int(environ["WORLD_SIZE"])
 
 
 @pytest.mark.parametrize(
@@ -184,9 +184,9 @@ def test_one_of_several_processes_has_a_number(rank):
     """Else each would be member 0, start a master of its own, and wait for the others there."""
     environ = {"WORLD_SIZE": "4", **rank}
     with pytest.raises(ConfigurationError, match=r"RANK: expected this process's rank, since WORLD_SIZE says 4"):
-        resolve(environ).member()
-    assert resolve(environ, rank=0).member().world_size == 4
-    assert resolve({"WORLD_SIZE": "1", **rank}).member().rank == 0
+        resolve(environ)
+    assert resolve(environ, rank=0).member.world_size == 4
+    assert resolve({"WORLD_SIZE": "1", **rank}).member.rank == 0
 
 
 def test_without_a_launcher_there_is_no_place_to_meet():

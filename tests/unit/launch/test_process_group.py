@@ -3,8 +3,9 @@
 import pytest
 from torch import distributed
 
-from client.launch import own_server, server_process, store
+from client.launch import server_process, store
 from client.launch.launchers import ProcessGroup
+from client.launch.own_server import Rendezvous
 from client.launch.settings import resolve
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
 from support.memory_members import in_threads, outcome
@@ -17,7 +18,7 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", **STORE}
 
 def who(environ, **arguments):
     found = resolve(environ, GROUP, **arguments)
-    return (found.rank.value, found.rank.source), (found.world_size.value, found.world_size.source)
+    return tuple((found.resolved[name].value, found.source(name)) for name in ("rank", "world_size"))
 
 
 def test_where_nothing_else_says_who_this_process_is_the_process_group_does():
@@ -25,7 +26,7 @@ def test_where_nothing_else_says_who_this_process_is_the_process_group_does():
     for environ in ({}, STORE):
         assert who(environ) == ((1, "process group"), (4, "process group"))
         found = resolve(environ, GROUP)
-        assert found.is_process_group
+        assert found.uses_process_group
         assert found.store is None
 
 
@@ -33,14 +34,14 @@ def test_a_launcher_wins_over_the_process_group_and_keeps_its_store():
     assert who(TORCHRUN) == ((1, "RANK"), (4, "WORLD_SIZE"))
     for arguments in ({}, {"rank": 1, "world_size": 4}):
         found = resolve(TORCHRUN, GROUP, **arguments)
-        assert found.store.value == ("node1", 29500)
-        assert not found.is_process_group
+        assert found.store == ("node1", 29500)
+        assert not found.uses_process_group
 
 
 def test_arguments_win_over_the_process_group():
     assert who({}, rank=0, world_size=2) == ((0, "argument"), (2, "argument"))
-    assert not resolve({}, GROUP, rank=0, world_size=2).is_process_group, "these are other processes"
-    assert resolve({}, GROUP, rank=1, world_size=4).is_process_group, "as Lightning passes them"
+    assert not resolve({}, GROUP, rank=0, world_size=2).uses_process_group, "these are other processes"
+    assert resolve({}, GROUP, rank=1, world_size=4).uses_process_group, "as Lightning passes them"
 
 
 def test_a_launcher_of_one_process_does_not_know_of_those_that_this_one_has_started():
@@ -48,7 +49,7 @@ def test_a_launcher_of_one_process_does_not_know_of_those_that_this_one_has_star
     srun = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
     for environ in ({"RANK": "0", "WORLD_SIZE": "1", **STORE}, srun):
         assert who(environ) == ((1, "process group"), (4, "process group"))
-        assert resolve(environ, GROUP).is_process_group
+        assert resolve(environ, GROUP).uses_process_group
 
 
 @pytest.mark.parametrize(
@@ -65,12 +66,12 @@ def test_a_launcher_of_one_process_does_not_know_of_those_that_this_one_has_star
 def test_a_launcher_of_several_that_says_something_else_is_an_error(environ, told):
     with pytest.raises(ConfigurationError, check=says(told)):
         resolve(environ, GROUP)
-    assert resolve(environ, GROUP, rank=1, world_size=4).rank.source == "argument"
+    assert resolve(environ, GROUP, rank=1, world_size=4).source("rank") == "argument"
 
 
 def test_with_an_endpoint_nothing_is_looked_for():
-    assert not resolve({}, GROUP, endpoint="tcp://a:1").is_process_group
-    assert not resolve({"STATSD_BN_ENDPOINT": "tcp://a:1"}, GROUP).is_process_group
+    assert not resolve({}, GROUP, endpoint="tcp://a:1").uses_process_group
+    assert not resolve({"STATSD_BN_ENDPOINT": "tcp://a:1"}, GROUP).uses_process_group
 
 
 @pytest.mark.parametrize(
@@ -99,11 +100,11 @@ def meet(monkeypatch):
 
     def run(*hosts, environ=None, **arguments):
         kept = distributed.HashStore()
-        monkeypatch.setattr(store, "of_process_group", lambda: kept)
+        monkeypatch.setattr(store, "process_group_store", lambda: kept)
 
         def join(rank):
             settings = resolve({}, ProcessGroup(rank, 2), round_timeout=20.0, **arguments)
-            return own_server.join(settings, None, environ or {}, lambda *found: found)
+            return Rendezvous(settings, environ or {}, lambda *found: found).join()
 
         monkeypatch.setattr(store.StoreEntry, "_host", lambda entry: hosts[entry._rank])
         return in_threads([lambda rank=rank: outcome(lambda: join(rank)) for rank in range(len(hosts))])
@@ -142,4 +143,4 @@ def test_on_several_hosts_with_a_secret_the_server_has_keys(meet):
 def test_a_rank_that_does_not_come_is_named(meet):
     (told,) = meet("a", join_timeout=0.1)
     assert isinstance(told, ServerUnreachable)
-    assert "for rank 1 to call client.connect(), in the store of the process group" in told.message
+    assert "for rank 1 to call client.connect() in the store of the process group" in told.message

@@ -2,7 +2,7 @@
 
 import pytest
 
-from client.launch.server_process import AT_MOST, AT_ONCE, STARTS, WINDOW_SECONDS, Restarts
+from client.launch.server_process import IMMEDIATE_RESTARTS, MAX_FAILED_STARTS, MAX_FAILURES, WINDOW_SECONDS, Restarts
 
 
 def ends(every, times):
@@ -30,17 +30,17 @@ def test_an_end_every_few_seconds_is_outlived_with_pauses(every):
 
 def test_pauses_grow_and_the_last_end_within_the_window_is_told():
     pauses, now = ends(0.5, 100)
-    assert pauses == [0.0] * AT_ONCE + [1.0, 2.0, 4.0, 8.0, 16.0] + [None]
-    assert len(pauses) == AT_MOST + 1
+    assert pauses == [0.0] * IMMEDIATE_RESTARTS + [1.0, 2.0, 4.0, 8.0, 16.0] + [None]
+    assert len(pauses) == MAX_FAILURES + 1
     assert now < WINDOW_SECONDS
 
 
 def test_what_does_not_begin_to_listen_is_given_up_after_a_few_times_in_a_row():
     restarts = Restarts()
     assert restarts.pause(0.0, has_listened=True) == 0.0
-    for time in range(1, STARTS):
+    for time in range(1, MAX_FAILED_STARTS):
         assert restarts.pause(float(time), has_listened=False) == 0.0
-    assert restarts.pause(float(STARTS), has_listened=False) is None
+    assert restarts.pause(float(MAX_FAILED_STARTS), has_listened=False) is None
 
 
 def test_a_start_in_vain_is_forgotten_once_it_has_listened():

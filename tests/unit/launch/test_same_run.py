@@ -36,7 +36,7 @@ def meet(monkeypatch):
     """Has two ranks meet, each in a process group with the store that is given for it; returns what comes of it."""
     here = threading.local()
     monkeypatch.setattr(launchers, "find_process_group", lambda: here.group)
-    monkeypatch.setattr(connect, "of_process_group", lambda: here.store)
+    monkeypatch.setattr(connect, "process_group_store", lambda: here.store)
 
     def run(*stores, job=DEFAULT_NAME, size=2):
         def member(connection):

@@ -92,13 +92,13 @@ def test_a_number_of_restarts_that_no_message_can_carry_is_refused(restarts):
 
 @pytest.mark.parametrize("seconds", [1, 1.5])
 def test_a_timeout_may_be_an_int_or_a_float(seconds):
-    assert resolve({}, round_timeout=seconds).round_timeout.value == seconds
+    assert resolve({}, round_timeout=seconds).member.round_timeout == seconds
 
 
 def sources(environ, **arguments):
-    found = resolve(environ, **arguments)
+    found = resolve(environ, **arguments).resolved
     names = ("endpoint", "job", "rank", "world_size", "epoch", "curve")
-    return [(getattr(found, name).value, getattr(found, name).source) for name in names]
+    return [(found[name].value, found[name].source) for name in names]
 
 
 def test_without_anything_there_are_defaults():
@@ -144,15 +144,15 @@ def test_an_empty_variable_counts_as_missing():
 
 
 def test_the_time_to_join_is_that_of_a_round_unless_it_is_given():
-    assert str(resolve({}).join_timeout) == "join_timeout 600.0 (default)"
-    assert str(resolve({}, round_timeout=5).join_timeout) == "join_timeout 5.0 (round_timeout)"
-    assert str(resolve({}, round_timeout=5, join_timeout=9).join_timeout) == "join_timeout 9.0 (argument)"
+    assert str(resolve({}).resolved["join_timeout"]) == "join_timeout 600.0 (default)"
+    assert str(resolve({}, round_timeout=5).resolved["join_timeout"]) == "join_timeout 5.0 (round_timeout)"
+    assert str(resolve({}, round_timeout=5, join_timeout=9).resolved["join_timeout"]) == "join_timeout 9.0 (argument)"
 
 
 def test_the_store_is_looked_for_only_under_a_launcher_and_without_an_endpoint():
-    assert resolve({**TORCHRUN, **STORE}).store.value == ("a", 1)
-    assert resolve({**STORE, "WORLD_SIZE": "1"}).store.value == ("a", 1)
-    assert resolve(STORE, world_size=2, rank=0).store.source == "MASTER_ADDR"
+    assert resolve({**TORCHRUN, **STORE}).store == ("a", 1)
+    assert resolve({**STORE, "WORLD_SIZE": "1"}).store == ("a", 1)
+    assert resolve(STORE, world_size=2, rank=0).source("store") == "MASTER_ADDR"
     assert resolve(STORE).store is None
     assert resolve({**TORCHRUN, **STORE}, endpoint="tcp://a:1").store is None
     assert resolve({**TORCHRUN, **STORE, "MASTER_PORT": "x"}, endpoint="tcp://a:1").store is None
@@ -194,14 +194,14 @@ def test_the_first_line_says_that_more_ranks_are_awaited_than_were_launched(envi
         client.connect("tcp://a:1", world_size=3, curve=tmp_path / "missing")
     who = "WORLD_SIZE" if environ else "process group"
     assert caplog.records[0].getMessage() == (
-        f"world_size 3 (argument), but {who} says 2: connect() waits up to 600 s for the others, "
-        "which must be started elsewhere; without others leave world_size out"
+        f"world_size 3 (argument), but {who} has 2 processes: connect() waits up to 600 s for the other ranks, "
+        "which must be started elsewhere; leave world_size out without other ranks"
     )
     assert resolve({"RANK": "0", "WORLD_SIZE": "1"}, world_size=3).launched is None, "it started the others itself"
-    assert resolve(TORCHRUN, rank=0, world_size=2).world_size.value == 2
-    assert resolve(TORCHRUN, policy="elastic", world_size=2).world_size.value == 2
+    assert resolve(TORCHRUN, rank=0, world_size=2).member.world_size == 2
+    assert resolve(TORCHRUN, policy="elastic", world_size=2).member.world_size == 2
 
 
 @pytest.mark.parametrize(("said", "tells"), [("0", False), ("no", False), ("1", True), (" ", True)])
 def test_whether_it_tells_where_it_is_is_said_in_many_ways(said, tells):
-    assert resolve({"STATSD_BN_STACKS": said}).stacks.value is tells
+    assert resolve({"STATSD_BN_STACKS": said}).member.reports_stacks is tells

@@ -334,7 +334,7 @@ def test_whoever_knows_that_the_job_is_broken_comes_to_the_server():
         return SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1)).count
 
     in_threads([lambda c=c: run(c) for c in connections])
-    connections[0]._sessions.job.take(ReplicaLost("on purpose"))
+    connections[0]._sessions.job.report(ReplicaLost("on purpose"))
     frames = frames_of(master)
     in_threads([lambda c=c: run(c) for c in connections])
     assert len([frame for frame in frames if isinstance(decode(frame), Contribution)]) == 2

@@ -1,0 +1,105 @@
+"""Samples of the main thread: its stack, and the collective of torch in which it is blocked."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from client.diagnostics import collectives, stack
+from client.diagnostics.collectives import Collective, TorchGroup
+from statsd_bn.members import Members
+from statsd_bn.messages import StackReport
+
+# A thread that computes uses processor time within this many seconds.
+SAMPLE_SECONDS = 0.03
+
+# The largest share of a core that an idle process uses: the sampling thread and ZeroMQ's threads wake up regularly.
+IDLE_SHARE = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadSample:
+    """The state of the main thread at one moment.
+
+    Attributes:
+        stack: its position for people; empty if this process does not report stacks, or has none.
+        collective: the collective of torch in which the thread is blocked; None if it is in none, or computes.
+        torch_group: the process group to report; None for none.
+        kind: the kind of the collective, as in `statsd_bn.messages`; empty if unknown.
+        is_in_call: whether the thread is in a call of this package, which the server knows about.
+    """
+
+    stack: str
+    collective: Collective | None = None
+    torch_group: TorchGroup | None = None
+    kind: str = ""
+    is_in_call: bool = False
+
+    def report(self, token: bytes, number: int) -> StackReport:
+        """Returns the reply to stack request `number` of the session with this token."""
+        group = self.torch_group or TorchGroup("", (), 0)
+        is_blocked = int(self.collective is not None)
+        ranks = Members.of(group.ranks)
+        return StackReport(token, number, self.stack, is_blocked, group.name, ranks, group.launched, self.kind)
+
+
+class ThreadSampler:
+    """Samples the main thread.
+
+    In autograd's engine, for example, the main thread may compute, have other threads or a device compute, or wait for
+    other ranks. It counts as waiting if it has used no processor time since the previous sample, and the process
+    next to none. The first sample measures this over `SAMPLE_SECONDS`.
+
+    Args:
+        reports_stacks: whether samples contain the stack.
+        rank: this process's rank in its job. Samples contain torch's groups only if torch uses the same rank.
+    """
+
+    def __init__(self, *, reports_stacks: bool, rank: int, pause: Callable[[float], object] = time.sleep) -> None:
+        self._pause = pause
+        self._reports_stacks = reports_stacks
+        self._rank = rank
+        self._thread_time: int | None = None
+        self._process_time = (0.0, 0.0)
+
+    def sample(self, torch_group: str = "") -> ThreadSample:
+        """Samples the main thread; `torch_group` names the process group to report, default the collective's."""
+        innermost = stack.main_frame()
+        collective = collectives.current(innermost)
+        if collective and innermost and collectives.may_compute(innermost) and not self._is_thread_idle():
+            collective = None
+        group = collective.group if collective else None
+        if torch_group:
+            group = collectives.find_group(torch_group)
+        if collectives.rank_in_torch() != self._rank:
+            group = None
+        text = ""
+        if self._reports_stacks:
+            text = stack.format_stack(innermost, collective.frame if collective else None)
+        kind = collectives.kind_of(collective) if collective and group and group.counts_all else ""
+        return ThreadSample(text, collective, group, kind, stack.is_in_call(innermost))
+
+    def nccl_progress(self) -> tuple[object, ...] | None:
+        """Returns the main thread's stack and the progress of unfinished NCCL operations; None if all have completed.
+
+        Two equal results mean no progress in between. A host thread that waits for a device is not in a collective, but
+        in `loss.item()` or another C function. It may spin there, so its processor time does not show the wait.
+        """
+        operations = collectives.unfinished_operations()
+        if not operations:
+            return None
+        return operations, *((id(frame), frame.f_lasti) for frame in stack.frames(stack.main_frame()))
+
+    def _is_thread_idle(self) -> bool:
+        previous, self._thread_time = self._thread_time, collectives.main_thread_time()
+        is_idle = self._is_process_idle()
+        if previous is None and self._thread_time is not None:
+            self._pause(SAMPLE_SECONDS)
+            previous, self._thread_time = self._thread_time, collectives.main_thread_time()
+            is_idle = self._is_process_idle()
+        return is_idle and previous is not None and previous == self._thread_time
+
+    def _is_process_idle(self) -> bool:
+        """Whether the process has used next to no processor time since the previous call."""
+        (busy, at), self._process_time = self._process_time, (time.process_time(), time.monotonic())
+        now_busy, now = self._process_time
+        return now_busy - busy <= IDLE_SHARE * (now - at)
