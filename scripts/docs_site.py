@@ -1,10 +1,10 @@
-"""What mkdocs has to be told to make a site of pages that are written for a code host (the hooks in `mkdocs.yml`).
+"""Hooks of mkdocs (`mkdocs.yml`) for pages that are written for a code host.
 
-- The home page is README.md, and the changelog and the benchmarks' pages are in the site, too.
-- A link to a file of the code leads to a copy of it in the site, one to a folder to a list of its files.
-- The pages of the API are written here, a group of public names on each; the docstrings are in the code.
+- The home page is README.md, and every page that another page links to is in the site, such as the benchmarks'.
+- Links to files of the code lead to copies in the site, links to folders to lists of their files.
+- The pages of the API are generated from the public names below and their docstrings.
 
-A link that leads to no file of the repository stays as it is, and mkdocs complains of it.
+Links to files that do not exist stay unchanged, and mkdocs reports them.
 """
 
 import posixpath
@@ -20,7 +20,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 DOCS = "docs/"
 
-# Where a page of the repository is in the site; those in docs/ keep their names, and all others their paths.
+# Places in the site of pages outside docs/, other than their paths.
 PLACES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
@@ -33,7 +33,7 @@ LINK = re.compile(r'\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?( "[^"]*")?\)')
 
 @dataclass(frozen=True)
 class Api:
-    """A page of the API: public names, by what they are for."""
+    """A page of the API: public names of one purpose."""
 
     title: str
     about: str
@@ -43,7 +43,7 @@ class Api:
 API = {
     "layers": Api(
         "Layers and conversion",
-        "The layers, and how a model gets them.",
+        "The layers, and the conversion of models.",
         [
             "client.convert_model",
             "client.revert_model",
@@ -66,7 +66,7 @@ API = {
     ),
     "connection": Api(
         "Connection",
-        "How a process meets the other ranks of its job.",
+        "The connection of a process to the other ranks of its job.",
         [
             "client.connect",
             "client.disconnect",
@@ -78,7 +78,7 @@ API = {
     ),
     "data_parallel": Api(
         "Replicas in one process",
-        "`nn.DataParallel` whose replicas know each other.",
+        "`nn.DataParallel` with synchronised replicas.",
         [
             "client.DataParallelWithCallback",
             "client.patch_replication_callback",
@@ -88,7 +88,7 @@ API = {
     ),
     "training": Api(
         "Around the training loop",
-        "Data of different lengths, precise statistics, gradients, moments, loaders and measurements.",
+        "Uneven data, precise statistics, gradients, moments, loaders and measurements.",
         [
             "client.join",
             "client.recalibrate",
@@ -103,22 +103,22 @@ API = {
     ),
     "elastic": Api(
         "Elastic training",
-        "Training on while ranks come and go; [elastic.md](../elastic.md) shows how.",
+        "Training while ranks leave and join; see [elastic.md](../elastic.md).",
         ["client.run_elastic", "client.ElasticState", "client.ElasticSampler", "client.MembersChanged"],
     ),
     "lightning": Api(
         "Lightning",
-        "The plugin and the callback for Lightning's Trainer; [frameworks.md](../frameworks.md#lightning) shows how.",
+        "The plugin and the callback for Lightning's Trainer; see [frameworks.md](../frameworks.md#lightning).",
         ["client.integrations.lightning.StatsdBNLayerSync", "client.integrations.lightning.StatsdBNMetrics"],
     ),
     "mmengine": Api(
         "MMEngine",
-        "The hook for MMEngine's Runner; [frameworks.md](../frameworks.md#mmengine-mmcv) shows how.",
+        "The hook for MMEngine's Runner; see [frameworks.md](../frameworks.md#mmengine-mmcv).",
         ["client.integrations.mmengine.StatsdBNHook"],
     ),
     "monai": Api(
         "MONAI",
-        "The norm that MONAI's networks take by name; [frameworks.md](../frameworks.md#monai) shows how.",
+        "The norm for MONAI's networks; see [frameworks.md](../frameworks.md#monai).",
         ["client.integrations.monai.statsd_batch_factory"],
     ),
     "server": Api(
@@ -128,17 +128,17 @@ API = {
     ),
     "errors": Api(
         "Errors",
-        "What is raised; [errors.md](../errors.md) says what to do about each.",
+        "The errors; [errors.md](../errors.md) has their causes and remedies.",
         ["statsd_bn.errors"],
     ),
 }
 
 _sources: dict[str, str] = {}
-"""Which file of the repository a page of the site is, by the page's place."""
+"""Files of the repository, by their places in the site."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds to docs/ what the site has beside it: see the top of this file."""
+    """Adds the pages outside docs/, copies of linked files, and the API's pages."""
     _sources.clear()
     for name, page in API.items():
         files.append(File.generated(config, f"api/{name}.md", content=_api(page)))
@@ -150,7 +150,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             continue
         _sources[place] = path
         if path.startswith(DOCS) and not place.endswith(".md"):
-            continue  # mkdocs has it, such as an image
+            continue  # mkdocs copies it, such as an image
         text = _text(path)
         if not path.startswith(DOCS):
             files.append(File.generated(config, place, content=text))
@@ -160,7 +160,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001 - mkdocs' names
-    """Leads a page's links to the places of what they link to."""
+    """Replaces a page's links by links to places in the site."""
     place = page.file.src_uri
     path = _sources.get(place)
     if path is None:
@@ -172,7 +172,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def place_of(path: str) -> str:
-    """Where in the site a file or folder of the repository is."""
+    """Returns the place in the site of a file or folder of the repository."""
     if path in PLACES:
         return PLACES[path]
     if path.startswith(DOCS):
@@ -183,7 +183,7 @@ def place_of(path: str) -> str:
 
 
 def _targets(path: str, text: str) -> Iterator[tuple[str, str, str]]:
-    """What a page links to in the repository: the path, the link as it stands, and its anchor and title."""
+    """Yields a page's links into the repository: the path, the link as written, and its anchor and title."""
     base = path if (ROOT / path).is_dir() else posixpath.dirname(path)
     for match in LINK.finditer(text):
         target = posixpath.normpath(posixpath.join(base, match[1]))
