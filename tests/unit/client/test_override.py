@@ -1,4 +1,4 @@
-"""Interceptions: what a subclass's `forward` hands to `batch_norm` is found wherever it does so."""
+"""The override of `batch_norm` in the `forward` of a subclass."""
 
 import sys
 from functools import partial
