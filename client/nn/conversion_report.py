@@ -99,7 +99,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
 
 
 def check_is_module(model: Any) -> None:
-    """Raise TypeError unless `model` is a module; a class or a list of modules is none."""
+    """Raise TypeError unless `model` is a module, not a class or a list of modules."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a module, got {model!r:.80}")
 

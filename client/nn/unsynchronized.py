@@ -96,7 +96,7 @@ class UnconnectedWarning:
         logger.warning("%s, and %s: %s; %s", evidence, problem, _unsynchronised_layers(layer), remedy)
 
     def _evidence_of_others(self) -> str:
-        """Evidence of other processes from the launcher or torch's process group; "" if there is none."""
+        """Evidence of other processes from the launcher or torch's process group; "" without any."""
         if self._launcher_evidence is None:
             processes = os.environ.get("WORLD_SIZE", "")
             has_others = processes.isdecimal() and int(processes) > 1
