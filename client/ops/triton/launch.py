@@ -33,37 +33,18 @@ _WORD = torch.float64
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Tiling:
-    """The tiling of an input of shape (n, c, s) into tiles of (block_n, block_c, block_s).
+    """The tiling of an input, which the kernels read as (n, c, s)."""
 
-    Attributes:
-        steps: tiles that a program of a sum adds.
-        blocks: of channels, for kernels over vectors.
-        compiled: the kernel variants for inputs of this shape.
-    """
-
-    n: int
+    shape: tuple[int, int, int]
     c: int
-    s: int
-    block_n: int
-    block_c: int
-    block_s: int
+    tile: tuple[int, int, int]  # the block size of each dimension
     warps: int
     channel_blocks: int
     tiles: int
-    steps: int
+    steps: int  # tiles that a program of a sum adds
     splits: int
-    blocks: int
-    compiled: dict[Any, Any] = field(default_factory=dict)
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """The input's shape, as the kernels read it."""
-        return self.n, self.c, self.s
-
-    @property
-    def tile(self) -> tuple[int, int, int]:
-        """The block size of each dimension."""
-        return self.block_n, self.block_c, self.block_s
+    blocks: int  # of channels, for kernels over vectors
+    compiled: dict[Any, Any] = field(default_factory=dict)  # the kernel variants for inputs of this shape
 
 
 def tiling_of(x: Tensor) -> Tiling:
@@ -74,13 +55,11 @@ def tiling_of(x: Tensor) -> Tiling:
 @lru_cache(maxsize=4096)
 def _tiling(shape: tuple[int, ...], is_contiguous: bool) -> Tiling:
     n, c, *positions = shape
+    s = prod(positions)
     if 0 in shape:
-        return make_tiling(0, c, 1)
-    return make_tiling(n, c, prod(positions)) if is_contiguous else make_tiling(n * prod(positions), c, 1)
-
-
-def make_tiling(n: int, c: int, s: int) -> Tiling:
-    """Returns the tiling of an input of this shape."""
+        n, s = 0, 1
+    elif not is_contiguous:
+        n, s = n * s, 1
     block_s = min(_power_of_2(s), 256)
     block_c = min(_power_of_2(c), max(128 // block_s, 1))
     block_n = min(_power_of_2(n), max(TILE // (block_s * block_c), 1))
@@ -90,7 +69,8 @@ def make_tiling(n: int, c: int, s: int) -> Tiling:
     wanted = max(-(-PROGRAMS // channel_blocks), -(-tiles // MAX_STEPS), 1)
     steps = max(-(-tiles // min(wanted, MAX_PROGRAMS)), 1)
     splits = max(-(-tiles // steps), 1)
-    return Tiling(n, c, s, block_n, block_c, block_s, warps, channel_blocks, tiles, steps, splits, -(-c // BLOCK))
+    tile = block_n, block_c, block_s
+    return Tiling((n, c, s), c, tile, warps, channel_blocks, tiles, steps, splits, -(-c // BLOCK))
 
 
 def _power_of_2(number: int) -> int:
@@ -159,7 +139,8 @@ class PassBuffers:
     @property
     def count(self) -> int:
         """This rank's values per channel."""
-        return self._tiling.n * self._tiling.s
+        n, _, s = self._tiling.shape
+        return n * s
 
     @property
     def blocks(self) -> int:
