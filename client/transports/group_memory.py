@@ -46,7 +46,7 @@ _Start: Any = ctypes.c_char * 0
 
 
 class Found(ctypes.Structure):
-    """What a turn that is done has brought, in `sbn_group` of round.h.
+    """What a turn that is done has brought, in `sbn_group` of sbn.h.
 
     Attributes:
         members, vectors, channels: the shape of the rows, and how many members bring some.

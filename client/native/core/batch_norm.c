@@ -2,7 +2,6 @@
  * share to the bit are computed here without contraction, in the order of the formulas in numpy and torch. */
 #define _GNU_SOURCE
 #include "internal.h"
-#include "round.h"
 #include <errno.h>
 #include <math.h>
 #include <stdlib.h>

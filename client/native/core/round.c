@@ -11,7 +11,7 @@
  * memory. Their writer publishes them by its arrival, and overwrites them only after all readers have arrived at the turn
  * in between. */
 #define _GNU_SOURCE
-#include "round.h"
+#include "sbn.h"
 #include <errno.h>
 #include <limits.h>
 #include <stdatomic.h>
