@@ -195,10 +195,10 @@ def is_inside_replica() -> bool:
 
 def _modes(device: Device) -> Callable[[ExitStack], None]:
     """Record the calling thread's modes; the result enters them in another thread, until its stack is closed."""
-    kind = device.type
+    device_type = device.type
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    autocast = _autocast(kind)
-    stream = torch.cuda.current_stream(device) if kind == "cuda" else None
+    autocast = _autocast(device_type)
+    stream = torch.cuda.current_stream(device) if device_type == "cuda" else None
 
     def enter(stack: ExitStack) -> None:
         # Entering a mode costs more than checking it.
@@ -206,9 +206,9 @@ def _modes(device: Device) -> Callable[[ExitStack], None]:
             stack.enter_context(torch.inference_mode(inference))  # first, because it sets the grad mode too
         if torch.is_grad_enabled() != grad:
             stack.enter_context(torch.set_grad_enabled(grad))
-        if _autocast(kind) != autocast:
+        if _autocast(device_type) != autocast:
             enabled, dtype, cache = autocast
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
+            stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache))
         if stream is not None:
             stack.enter_context(torch.cuda.device(device))
             stack.enter_context(torch.cuda.stream(stream))
@@ -216,8 +216,12 @@ def _modes(device: Device) -> Callable[[ExitStack], None]:
     return enter
 
 
-def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+def _autocast(device_type: str) -> tuple[bool, torch.dtype, bool]:
+    return (
+        torch.is_autocast_enabled(device_type),
+        torch.get_autocast_dtype(device_type),
+        torch.is_autocast_cache_enabled(),
+    )
 
 
 def gather(outputs: Sequence[Any], device: Device, dim: int) -> Any:

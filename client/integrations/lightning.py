@@ -58,7 +58,7 @@ class StatsdBNLayerSync(TorchSyncBatchNorm):
             self._connection.close("" if error is self._handled else cause_of(error))
             self._connection = None
         kept, self._synchronized_before = self._synchronized_before, []
-        return revert(model, kept=kept, stacklevel=3)
+        return revert(model, exclude=kept, stacklevel=3)
 
 
 class StatsdBNMetrics(Callback):

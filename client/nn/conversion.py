@@ -128,8 +128,8 @@ def revert_model(module: nn.Module) -> nn.Module:
 
     A `DataParallelWithCallback` becomes an `nn.DataParallel`, unless its replicas share a device, which torch does not
     support. Users' subclasses of our classes, layers with a replaced `forward`, and modules that FSDP has sharded are
-    left unchanged; a `UserWarning` names them. Micro-batches of an unfinished mini-batch are
-    dropped; `client.commit_running_statistics(module)` counts them before.
+    left unchanged; a `UserWarning` names them. Micro-batches of an unfinished mini-batch are dropped, unless
+    `client.commit_running_statistics(module)` is called before.
 
     Args:
         module: any module; containers are changed in place.
@@ -143,16 +143,16 @@ def revert_model(module: nn.Module) -> nn.Module:
     return revert(module, stacklevel=4)  # api_boundary adds a frame
 
 
-def revert(module: nn.Module, *, kept: Iterable[nn.Module] = (), stacklevel: int) -> nn.Module:
-    """Implement `revert_model`, except for the layers in `kept`; `stacklevel` is passed to `warnings.warn`."""
+def revert(module: nn.Module, *, exclude: Iterable[nn.Module] = (), stacklevel: int) -> nn.Module:
+    """Implement `revert_model`, except for the layers in `exclude`; `stacklevel` is passed to `warnings.warn`."""
     check_is_module(module)
-    kept = set(kept)
-    unchanged = {part: part for part in (*kept, *input_checks.sharded_modules(module))}
+    exclude = set(exclude)
+    unchanged = {part: part for part in (*exclude, *input_checks.sharded_modules(module))}
     reverted = _replace(module, _torch_classes(), _restore_class, unchanged)
     left = {
         path: f"{type(layer).__qualname__}{' with its own forward' if has_own_forward(layer) else ''}"
         for path, layer in named_modules(reverted)
-        if isinstance(layer, SynchronizedLayer) and layer not in kept
+        if isinstance(layer, SynchronizedLayer) and layer not in exclude
     }
     if left:
         warnings.warn(
@@ -204,8 +204,8 @@ def _is_convertible_subclass(layer: nn.Module) -> bool:
 
 def _group_for(layer: SynchronizedLayer, group: GroupSpec) -> GroupSpec:
     # A converted subclass may use the name `process_group` for something else.
-    torchs = None if layer.converted_from else vars(layer).pop("process_group", None)
-    process_group = None if torchs is None else named(torchs)
+    torch_group = None if layer.converted_from else vars(layer).pop("process_group", None)
+    process_group = None if torch_group is None else named(torch_group)
     if layer.group is not None or group is not None:
         if process_group:
             layer._process_group_before = process_group
@@ -253,8 +253,8 @@ def _convert_registered(module: nn.Module) -> nn.Module:
     finally:
         _in_conversion.discard(module)
     if not isinstance(converted, nn.Module):
-        kind = type(module).__qualname__
-        raise TypeError(f"the conversion registered for {kind} returned {converted!r:.80}, expected a module")
+        cls = type(module).__qualname__
+        raise TypeError(f"the conversion registered for {cls} returned {converted!r:.80}, expected a module")
     return converted
 
 
@@ -269,15 +269,15 @@ def _restore_class(module: nn.Module) -> nn.Module:
     return module
 
 
-def _with_class(kind: type[nn.Module], old: nn.Module) -> nn.Module:
-    """Return the module as a `kind`: layers are changed in place, DataParallel is replaced."""
+def _with_class(cls: type[nn.Module], old: nn.Module) -> nn.Module:
+    """Return a module with another class: layers are changed in place, DataParallel is replaced."""
     new, process_group = old, _process_group_of(old)
     if isinstance(old, nn.DataParallel):
-        new = kind.__new__(kind)
+        new = cls.__new__(cls)
         vars(new).update(vars(old))
         _rebind_hooks(old, new)
     else:
-        new.__class__ = kind
+        new.__class__ = cls
     for name in (*OWN_ATTRIBUTES, "has_virtual_replicas"):
         vars(new).pop(name, None)
     if isinstance(new, SyncBatchNorm):

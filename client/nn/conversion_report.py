@@ -56,15 +56,15 @@ class ConversionReport:
 
     def __str__(self) -> str:
         text = f"synchronised {layers(len(self.synchronised))}"
-        kinds = Counter(self.synchronised.values())
-        if kinds:
-            text += f" ({', '.join(f'{number} {kind}' for kind, number in kinds.most_common())})"
+        classes = Counter(self.synchronised.values())
+        if classes:
+            text += f" ({', '.join(f'{number} {name}' for name, number in classes.most_common())})"
         return f"{text}; left {self.summary_of_left}" if self.left else text
 
     @property
     def summary_of_left(self) -> str:
         """Layers left, by class, with the first of each: `2 layers unsynchronised: 'head.norm' (MyNorm: ...)`."""
-        descriptions = {path: f"{kind}: {reason}" for path, (kind, reason) in self.left.items()}
+        descriptions = {path: f"{name}: {reason}" for path, (name, reason) in self.left.items()}
         return f"{layers(len(self.left))} unsynchronised: {summarize(descriptions)}"
 
 
@@ -83,14 +83,14 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     left: dict[str, tuple[str, str]] = {}
     for path, module in named_modules(model):
         if isinstance(module, SynchronizedLayer):
-            kind = (module.converted_from or type(module)).__qualname__
+            name = (module.converted_from or type(module)).__qualname__
             if module.is_bypassed:
-                left[path] = (kind, "its forward did not call batch_norm in training")
+                left[path] = (name, "its forward did not call batch_norm in training")
             elif _bypasses_ours(type(module)):
                 remedy = "call super().forward, or derive it from torch's class"
-                left[path] = (kind, f"its forward calls torch's batch norm directly; {remedy}")
+                left[path] = (name, f"its forward calls torch's batch norm directly; {remedy}")
             else:
-                synchronised[path] = kind
+                synchronised[path] = name
         elif is_unsynchronised(module):
             is_sharded = module in sharded
             reason = "sharded by FSDP; convert the model before" if is_sharded else reason_not_synchronised(module)
@@ -186,7 +186,7 @@ def _reserved_names_of(original: type[nn.Module] | nn.Module) -> str:
 
 
 def _problem_of_methods(original: type[nn.Module]) -> str:
-    methods = [(name, value) for kind in user_classes(original) for name, value in vars(kind).items()]
+    methods = [(name, value) for cls in user_classes(original) for name, value in vars(cls).items()]
     if any(name == "__call__" for name, _ in methods):
         return "it overrides __call__, which may bypass its forward"
     if _has_collective(next((value for name, value in methods if name == "forward"), None)):
@@ -212,9 +212,9 @@ def _calls_super_of_type(method: Any) -> bool:
     return any(one == "super" and other in {"__class__", "type"} for one, other in pairwise(_names_in(method)))
 
 
-def _bypasses_ours(kind: type[SynchronizedLayer]) -> bool:
+def _bypasses_ours(cls: type[SynchronizedLayer]) -> bool:
     """Whether the `forward` of a subclass of a synchronised class calls torch's `batch_norm`."""
-    names = _names_in(kind.forward)  # type: ignore[attr-defined]
+    names = _names_in(cls.forward)  # type: ignore[attr-defined]
     return "batch_norm" in names and "forward" not in names  # with `forward` it may call ours in training
 
 
@@ -228,4 +228,4 @@ def _names_in(function: Any) -> tuple[str, ...]:
 def user_classes(original: type[nn.Module]) -> tuple[type, ...]:
     """A class and its bases down to torch's own."""
     bases = original.__mro__
-    return bases[: next(place for place, kind in enumerate(bases) if kind.__module__ == _TORCH_MODULE.__name__)]
+    return bases[: next(place for place, cls in enumerate(bases) if cls.__module__ == _TORCH_MODULE.__name__)]

@@ -63,9 +63,9 @@ def register_conversion(original: type[nn.Module], convert: Callable[[nn.Module]
     CONVERSIONS[original] = convert
 
 
-def conversion_of(kind: type[nn.Module]) -> Callable[[nn.Module], nn.Module] | None:
+def conversion_of(cls: type[nn.Module]) -> Callable[[nn.Module], nn.Module] | None:
     """The registered conversion of a class, or None."""
-    return next((CONVERSIONS[base] for base in kind.__mro__ if base in CONVERSIONS), None)
+    return next((CONVERSIONS[base] for base in cls.__mro__ if base in CONVERSIONS), None)
 
 
 class SynchronizedLayer:

@@ -118,17 +118,11 @@ def batch_statistics(batch: ChannelMoments) -> tuple[Tensor, Tensor]:
 
 
 def update(layer: Any, mean: Tensor, variance: Tensor, *, is_due: int | Tensor = 1, has_values: bool | Tensor) -> None:
-    """Update a layer's running statistics with a batch's mean and variance, as torch does.
+    """Update a layer's running statistics with a batch's mean and unbiased variance, shape (C,), as torch does.
 
-    Reads no value of a tensor, because torch.compile may trace it.
-
-    Args:
-        layer: with the attributes of an `nn.BatchNorm2d`; without `track_running_stats` nothing changes.
-        mean: shape (C,).
-        variance: shape (C,), unbiased.
-        is_due: 1, or 0 where nothing may change: in a call that a checkpoint recomputes, or before the end of a
-            mini-batch.
-        has_values: whether the batch had any values. An empty batch increments `num_batches_tracked` only.
+    Reads no value of a tensor, because torch.compile may trace it. `is_due` is 0 where nothing may change: in a call
+    that a checkpoint recomputes, or before the end of a mini-batch. A batch without values increments
+    `num_batches_tracked` only.
     """
     if not layer.track_running_stats:  # scripts switch it off temporarily
         return
@@ -168,15 +162,9 @@ def _momentum(layer: Any) -> float | Tensor:
 
 
 def in_place_buffers(layer: Any, x: Tensor, types: Collection[torch.dtype]) -> Running | None:
-    """Buffers that a backend can update in the forward pass of `x`.
+    """Buffers that a backend with these `types` can update in the forward pass of `x`.
 
-    Args:
-        layer: as for `update`.
-        x: the input.
-        types: supported types of the running statistics.
-
-    Returns:
-        None if the backend cannot update them: they are on another device, or have another shape or type.
+    None if it cannot update them: they are on another device, or have another shape or type.
     """
     if not (layer.training and layer.track_running_stats):
         return Running()

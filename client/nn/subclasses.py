@@ -194,18 +194,18 @@ _WARNINGS = {
 }
 
 
-def _warn_once(kind: Any, layer: str, warning: str) -> None:
+def _warn_once(cls: Any, layer: str, warning: str) -> None:
     """Log a warning once for each generated class."""
-    if warning in kind._logged_warnings:  # noqa: SLF001 - a generated class
+    if warning in cls._logged_warnings:
         return
-    kind._logged_warnings.add(warning)  # noqa: SLF001 - as above
-    others = sum(type(each) is kind for each in list(kind._converted_layers)) - 1  # noqa: SLF001 - as above
+    cls._logged_warnings.add(warning)
+    others = sum(type(each) is cls for each in list(cls._converted_layers)) - 1
     layers = f"layer {layer!r} ({others} more of its class)" if others > 0 else f"layer {layer!r}"
-    logger.warning(_WARNINGS[warning], layers, kind.converted_from.__qualname__)
+    logger.warning(_WARNINGS[warning], layers, cls.converted_from.__qualname__)
 
 
-def _warn_unreached(kind: Any, layer: str) -> None:
-    _warn_once(kind, layer, "unreached")
+def _warn_unreached(cls: Any, layer: str) -> None:
+    _warn_once(cls, layer, "unreached")
 
 
 # torch.compile evaluates the function while it traces. `torch.compiler.assume_constant_result` sets the same attribute,
@@ -238,7 +238,7 @@ def synchronized_class(original: type[nn.Module]) -> type[nn.Module]:
             "__doc__": original.__doc__,
         }
         metaclass: Any = type(original)
-        has_forward = any("forward" in vars(kind) for kind in user_classes(original))
+        has_forward = any("forward" in vars(cls) for cls in user_classes(original))
         bases = (
             (SubclassWithForward, original, SuperForward)
             if has_forward
@@ -257,10 +257,10 @@ def _picklable(metaclass: Any) -> Any:
     return derived
 
 
-def _reduce_class(kind: type[nn.Module]) -> Any:
+def _reduce_class(cls: type[nn.Module]) -> Any:
     """Pickle a generated class by its original, and a class that a user derives from it by its name."""
-    original = vars(kind).get("converted_from")
-    return kind.__qualname__ if original is None else (synchronized_class, (original,))
+    original = vars(cls).get("converted_from")
+    return cls.__qualname__ if original is None else (synchronized_class, (original,))
 
 
 def convert_subclass(layer: nn.Module) -> nn.Module:
