@@ -16,8 +16,8 @@ from client.data_parallel import any_device
 from client.nn import custom_op, input_checks, unsynchronized
 from client.nn.call import SynchronizedCall, synchronized_batch_norm
 from client.nn.conversion import convert
-from client.nn.layer import SynchronizedLayer, check_eps_mode, replaces
-from client.nn.running_stats import DeferredUpdate, check_chunks
+from client.nn.layer import SynchronizedLayer, replaces, set_options
+from client.nn.running_stats import DeferredUpdate
 from client.session import groups
 from client.session.groups import Group
 from client.tracebacks import hide_internal_frames
@@ -119,15 +119,10 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronizedLayer):
         chunks: int = 1,
         process_group: Any = None,
     ) -> None:
-        check_eps_mode(eps_mode)
-        check_chunks(chunks)
         group = resolve_group(group, process_group)
         without_bias = {} if bias else {"bias": False}  # torch before 2.13 has no such argument
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
-        if eps_mode is not None:
-            self.eps_mode = eps_mode
-        self.group = group
-        self.chunks = chunks
+        set_options(self, eps_mode, group, chunks)
         self.layer_name = f"{type(self).__name__}-{next(_unnamed)}"
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
@@ -312,15 +307,10 @@ class LazySynchronizedBatchNorm(nn.modules.batchnorm._LazyNormBase, Synchronized
         group: Group | str | None = None,
         chunks: int = 1,
     ) -> None:
-        check_eps_mode(eps_mode)
         groups.check(group)
-        check_chunks(chunks)
         without_bias = {} if bias else {"bias": False}  # torch before 2.13 has no such argument
         super().__init__(eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
-        if eps_mode is not None:
-            self.eps_mode = eps_mode
-        self.group = group
-        self.chunks = chunks
+        set_options(self, eps_mode, group, chunks)
 
     def initialize_parameters(self, input: Tensor, mask: Tensor | None = None) -> None:  # noqa: A002, ARG002 - forward's
         """Set the shape (C,) of parameters and buffers; torch passes all arguments of `forward`."""

@@ -124,10 +124,14 @@ class SynchronizedLayer:
             self._deferred.pop()
 
 
-def check_eps_mode(eps_mode: str | None) -> None:
-    """Raise ValueError unless `eps_mode` is None or one of `EPS_MODES`."""
-    if eps_mode is not None and eps_mode not in EPS_MODES:
-        raise ValueError(f"eps_mode: expected one of {EPS_MODES}, got {eps_mode!r}")
+def set_options(layer: SynchronizedLayer, eps_mode: str | None, group: GroupSpec, chunks: int) -> None:
+    """Set the options of a new layer; raise ValueError or TypeError for invalid ones."""
+    if eps_mode is not None:
+        if eps_mode not in EPS_MODES:
+            raise ValueError(f"eps_mode: expected one of {EPS_MODES}, got {eps_mode!r}")
+        layer.eps_mode = eps_mode
+    layer.group = group
+    layer.chunks = chunks
 
 
 def set_sbn_eps_mode(mode: str) -> None:
