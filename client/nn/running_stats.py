@@ -57,7 +57,7 @@ class DeferredUpdate:
             return self._pop() if self._calls == self.chunks else None
 
     def pop(self) -> ChannelMoments | None:
-        """Remove and return the pending moments, None if there are none; the next micro-batch starts a mini-batch."""
+        """Remove and return the pending moments, or None; the next micro-batch starts a new mini-batch."""
         with self._lock:
             return self._pop()
 
