@@ -160,7 +160,7 @@ class SynchronizedCall:
         if self.accumulator is None:
             collectives.remember()
             exchange_cache.add(exchange, has_graph=has_graph)
-        if exchange.has_moved:
+        if exchange.has_updated_running:
             return None
         if self.accumulator is not None:
             self.accumulator.add(exchange.moments.on_host())

@@ -73,7 +73,7 @@ class Exchange:
         statistics: computed from `moments`.
         number: increases with each call of this process.
         positions: of the call, and of its recomputations.
-        has_moved: whether the forward pass has updated the layer's running statistics.
+        has_updated_running: whether the forward pass has updated the layer's running statistics.
         recomputed: the local replicas that a checkpoint has run a second time.
         streams: of the local replicas' devices; empty on devices without streams.
     """
@@ -90,7 +90,7 @@ class Exchange:
     statistics: ChannelStatistics = field(init=False)
     number: int = field(init=False, default_factory=_numbers.__next__)
     positions: list[GraphPosition] = field(init=False, default_factory=current_position)
-    has_moved: bool = False
+    has_updated_running: bool = False
     recomputed: set[int] = field(default_factory=set)
     streams: tuple[Any, ...] = ()
     _passes: dict[str, int] = field(default_factory=dict)

@@ -81,7 +81,7 @@ class NativeExchange(PlainExchange):
         key = self._round(row, self.transport.run_row(row, None, self.phase))
         if self.room[4 * plan.channels + 1] == 1:
             raise too_few_values(self.layer, 1, tuple(x.shape))
-        self.key, self.has_moved, self.running = key, self.running is not None, None
+        self.key, self.has_updated_running, self.running = key, self.running is not None, None
         return output
 
     def _round(self, row: NativeRow, found: Aggregate | RowDone, count: int | None = None) -> RoundKey:

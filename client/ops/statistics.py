@@ -5,7 +5,7 @@ move to the device in the compute type (float32, or float64 for float64 input).
 
 No function here reads the value of a tensor, which would wait for its device. The operations are as in
 `statsd_bn.moments`, in the same order and rounded as IEEE 754 says, so all ranks get the same bits on every device. A
-round that has failed on devices has a count of NaN, which makes all results NaN and moves no running statistics.
+round that has failed on devices has a count of NaN, which makes all results NaN and updates no running statistics.
 """
 
 from collections.abc import Sequence

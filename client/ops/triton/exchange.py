@@ -116,9 +116,9 @@ class TritonExchange(PlainExchange):
         first.finish(
             _contiguous(weight), _contiguous(bias), running or Running(), self.eps, clamp=self.eps_mode == "clamp"
         )
-        self.has_moved = running is not None
+        self.has_updated_running = running is not None
         self._submit(first, key, TooFewValues(first.flags, self.layer, self.shape), wait=wait)
-        if not self.has_moved:
+        if not self.has_updated_running:
             _, (sums, squares) = _total(first.rows, first.ranks)
             self.moments = ChannelMoments(first.work[0], sums, squares)
         first.release_rows()
