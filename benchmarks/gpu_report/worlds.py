@@ -26,8 +26,8 @@ def rows_on(device: torch.device, *, also_over_gloo: bool = False) -> Iterator[N
         with rows_on_devices():
             yield
         return
-    over_the_host = device_rows.OVER_THE_HOST - ({"gloo"} if also_over_gloo else set())
-    with mock.patch.object(device_rows, "OVER_THE_HOST", over_the_host):
+    over_the_host = device_rows.HOST_BACKENDS - ({"gloo"} if also_over_gloo else set())
+    with mock.patch.object(device_rows, "HOST_BACKENDS", over_the_host):
         yield
 
 

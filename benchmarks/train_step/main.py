@@ -30,10 +30,10 @@ from torch.nn.parallel import DistributedDataParallel
 import client
 from client.native.row import NativeRow
 from client.session.connection import Connection
+from client.session.round import Round
 from client.transports import choose
 from client.transports.server import SlavePipe
 from client.transports.shared_memory import SharedMemoryPipe
-from client.transports.transport import RowDone
 
 if TYPE_CHECKING:
     from multiprocessing.queues import Queue
@@ -159,24 +159,28 @@ def _timed_rounds() -> list[float]:
     """Returns a list that each round of this process will add its milliseconds to, without what computes the layer."""
     found: list[float] = []
     in_core = [0.0]
-    exchange, run = Connection.exchange, NativeRow.run
+    started = [0.0]
+    begin, end, run = Connection.round, Round.__exit__, NativeRow.run
 
-    def timed(*arguments: Any) -> Any:
-        started = time.perf_counter()
-        result = exchange(*arguments)
-        seconds = time.perf_counter() - started
-        if isinstance(result, RowDone):  # the same call of the core has computed the layer
-            seconds -= in_core[0] - result.seconds
+    def begin_timed(*arguments: Any) -> Round:
+        started[0] = time.perf_counter()
+        return begin(*arguments)
+
+    def end_timed(round_: Round, *arguments: Any) -> None:
+        end(round_, *arguments)
+        seconds = time.perf_counter() - started[0]
+        if round_.native_seconds is not None:  # the same call of the core has computed the layer
+            seconds -= in_core[0] - round_.native_seconds
         found.append(seconds * 1e3)
-        return result
 
     def timed_run(*arguments: Any) -> int:
-        started = time.perf_counter()
-        stands = run(*arguments)
-        in_core[0] = time.perf_counter() - started
-        return stands
+        began = time.perf_counter()
+        state = run(*arguments)
+        in_core[0] = time.perf_counter() - began
+        return state
 
-    Connection.exchange = timed  # type: ignore[method-assign]
+    Connection.round = begin_timed  # type: ignore[method-assign, assignment]
+    Round.__exit__ = end_timed  # type: ignore[method-assign, assignment]
     NativeRow.run = timed_run  # type: ignore[method-assign]
     return found
 

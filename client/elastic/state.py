@@ -237,7 +237,7 @@ class ElasticState:
             self._save(self._generation + 1)
             return set(), set()
         while True:
-            connection.come_back(None)
+            connection.rejoin(None)
             packed = connection.all_gather(COMMIT, self._report(is_latecomer=connection.is_latecomer).pack())
             reports = _Reports({member: Report.unpack(data) for member, data in packed.items()})
             reports.check_not_too_late(connection.member.job, connection.rank)

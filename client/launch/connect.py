@@ -23,9 +23,9 @@ from client.launch.launchers import ARGUMENT, DEFAULT, Setting
 from client.launch.own_server import Rendezvous, open_connection
 from client.launch.settings import Settings, resolve
 from client.launch.store import ANSWER_SECONDS, call_with_timeout, process_group_store
-from client.session.channel_pool import own_channel_pool
+from client.session.channel_pool import in_process_channel_pool
 from client.session.connection import Connection
-from client.session.current import current_connection, hold
+from client.session.current import current_connection, set_current_connection
 from client.session.protocol.member import (
     BY_ELASTIC,
     DEFAULT_ABORT_AFTER,
@@ -164,7 +164,7 @@ def connect(
         with suppress(ImportError):  # the optimizer will report it
             import_module("torch._dynamo")
     connection = _open(settings)
-    hold(connection)
+    set_current_connection(connection)
     member = connection.member
     how = "in process" if connection.is_in_process else f"over ZeroMQ, server at {connection.endpoint}"
     logger.info("connected: job %r, rank %d of %d, %s", member.job, member.rank, member.world_size, how)
@@ -228,8 +228,8 @@ def _open_alone(settings: Settings) -> Connection:
         )
     else:
         logger.info("no launcher or process group names other ranks: training alone, without a server")
-    connection = Connection(own_channel_pool(), settings.member)
-    connection.is_told_alone = settings.source("world_size") == ARGUMENT
+    connection = Connection(in_process_channel_pool(), settings.member)
+    connection.is_explicitly_alone = settings.source("world_size") == ARGUMENT
     return connection
 
 
@@ -272,7 +272,7 @@ def check_same_run(connection: Connection, job: Setting[str]) -> None:
         return
     group = launchers.find_process_group()
     own = _run_token() if group and group.size == member.world_size else b""
-    tokens = connection.gather_in(connection.group(None), SAME_RUN, own)
+    tokens = connection.gather_in_group(connection.group(None), SAME_RUN, own)
     if others := [rank for rank, token in enumerate(tokens) if token and own and token != own]:
         raise ConfigurationError(
             f"job {job.value!r}: expected the ranks of one run, got {ranks_in_words(Members.of(others))} of "

@@ -14,7 +14,7 @@ from typing import Any
 
 from client.launch import launchers
 from client.launch.launchers import ARGUMENT, DEFAULT, PROCESS_GROUP, ProcessGroup, Setting, StoreAddress, optional
-from client.session.groups import this_place
+from client.session.groups import host_and_pid
 from client.session.protocol.member import (
     DEFAULT_ABORT_AFTER,
     DEFAULT_ROUND_TIMEOUT,
@@ -143,7 +143,7 @@ def resolve(environ: Mapping[str, str], group: ProcessGroup | None = None, **arg
     resolved = {setting.name: setting for setting in settings if setting}
     member = Member(
         group=WORLD,
-        host_and_pid=this_place(),
+        host_and_pid=host_and_pid(),
         reports_stacks=resolved["stacks"].value,
         **{name: resolved[name].value for name in _MEMBER_SETTINGS},
     )

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import distributed
 
 from client.launch.launchers import StoreAddress
-from client.session.groups import this_machine
+from client.session.groups import machine_id
 from statsd_bn.errors import ConfigurationError, ProtocolError, ServerUnreachable
 from statsd_bn.text import plain, readable
 
@@ -133,7 +133,7 @@ class StoreEntry:
 
     def _host(self) -> str:
         # Unique to this host.
-        return f"{socket.gethostname()} {this_machine()}"
+        return f"{socket.gethostname()} {machine_id()}"
 
     def _poll(
         self,

@@ -307,7 +307,7 @@ class LazySynchronizedBatchNorm(nn.modules.batchnorm._LazyNormBase, Synchronized
         group: Group | str | None = None,
         chunks: int = 1,
     ) -> None:
-        groups.check(group)
+        groups.check_group(group)
         without_bias = {} if bias else {"bias": False}  # torch before 2.13 has no such argument
         super().__init__(eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
         set_options(self, eps_mode, group, chunks)

@@ -31,7 +31,7 @@ from client.tracebacks import hide_internal_frames
 from client.transports import device_rows
 from client.transports.choose import GroupSpec, transport_for
 from client.transports.device_rows import Count, LocalRows
-from client.transports.in_process import LocalPipe
+from client.transports.local import LocalPipe
 from client.transports.named_process_group import NamedProcessGroup
 from client.transports.process_group import ProcessGroupPipe
 from client.transports.transport import Transport
@@ -78,7 +78,7 @@ def transport_of(layer: str, group: str, size: int) -> Transport:
         return LocalPipe(layer)
     if size < 0:
         return ProcessGroupPipe(NamedProcessGroup(group, -1 - size), layer)
-    return transport_for(layer, groups.named(group, size) if size else group or None)
+    return transport_for(layer, groups.group_named(group, size) if size else group or None)
 
 
 def forward(layer: Any, x: Tensor, mask: Tensor | None, deferred: DeferredUpdate | None) -> Tensor:
@@ -136,7 +136,9 @@ def exchange(
         round's id, shape (3,), int64, on the host.
     """
     transport = transport_of(layer, group, size)
-    capacity = device_rows.capacity_of(transport, [sums], phase) if device_rows.may_stay(transport, sums) else 0
+    capacity = (
+        device_rows.device_capacity(transport, [sums], phase) if device_rows.may_use_devices(transport, sums) else 0
+    )
     fresh = Exchange(transport, layer, eps, eps_mode, phase, capacity)
     try:
         done = _run_forward(ChannelMoments(_count(masked_count, shape), sums[0], sums[1], tuple(shape)), fresh)
@@ -208,7 +210,7 @@ def exchange_backward(
     step, call, number = round_id.tolist()
     key = transport.key(step, call, phase_of(BACKWARD, _backward_passes.count(number)))
     rows = LocalRows.of([_count(masked_count, shape)], [sums])
-    capacity = device_rows.capacity_of(transport, [sums]) if device_rows.stay(transport, [sums]) else 0
+    capacity = device_rows.device_capacity(transport, [sums]) if device_rows.stayed_on_devices(transport, [sums]) else 0
     total = backward_round(transport, rows, capacity, key)
     of_forward = _unpack(statistics)
     return gradient_vectors(of_forward, engine.means_of(total, of_forward), dtype)

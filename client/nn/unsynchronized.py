@@ -84,7 +84,7 @@ class UnconnectedWarning:
 
         torch's process group may be initialised after the first forward pass, so each call checks it.
         """
-        if self._is_logged or current.is_told_alone() or not (evidence := self._evidence_of_others()):
+        if self._is_logged or current.is_explicitly_alone() or not (evidence := self._evidence_of_others()):
             return
         self._is_logged = True
         if not current.has_been_connected():

@@ -20,7 +20,7 @@ from torch import Tensor
 from client.ops.device_errors import check_recomputation
 from client.ops.exchange import Exchange, current_position
 from client.ops.statistics import ChannelMoments
-from client.transports.process_group import follows
+from client.transports.process_group import switched_from_server
 from client.transports.transport import Transport
 from statsd_bn.moments import Moments
 
@@ -87,7 +87,9 @@ class ExchangeCache:
         """
         with self._lock:
             calls = [*self._with_graph.get(layer, ()), *self._without_graph.get(layer, ())]
-        calls = [call for call in calls if call.transport == transport or follows(transport, call.transport)]
+        calls = [
+            call for call in calls if call.transport == transport or switched_from_server(transport, call.transport)
+        ]
         node = _asking_node()
         near: list[tuple[float, float, bool, int, Exchange]] = [
             (

@@ -141,14 +141,14 @@ class DeviceErrors:
 
     def has_failed(self) -> Tensor | None:
         """Returns whether the round has failed, shape (), bool; None where it cannot fail."""
-        others, too_few = self.aggregate.others, self.too_few
+        others, too_few = self.aggregate.mismatched, self.too_few
         if others is None:
             return None if too_few is None else too_few.flag
         return others.any() if too_few is None else others.any() | too_few.flag
 
     def submit(self) -> None:
         """Schedules the checks of the round."""
-        flags = [] if self.aggregate.others is None else [self.aggregate.others]
+        flags = [] if self.aggregate.mismatched is None else [self.aggregate.mismatched]
         if self.too_few is not None:
             flags.append(self.too_few.flag.unsqueeze(0))
         if non_finite.is_awaited(self.transport):
@@ -161,12 +161,12 @@ class DeviceErrors:
         """Reports the errors that Triton's flags say: a number per row, then one for the whole batch where known."""
         nr_ranks = len(self.aggregate.ranks)
         rows, whole = flags[:nr_ranks], flags[nr_ranks:]
-        others = rows[: 0 if self.aggregate.others is None else nr_ranks] & OTHER_ROUND
+        others = rows[: 0 if self.aggregate.mismatched is None else nr_ranks] & OTHER_ROUND
         not_finite = rows & (NOT_FINITE if non_finite.is_awaited(self.transport) else 0)
         self._report(np.concatenate((others, whole & TOO_FEW, not_finite)) != 0)
 
     def _report(self, flags: Flags) -> None:
-        nr_ranks = 0 if self.aggregate.others is None else len(self.aggregate.ranks)
+        nr_ranks = 0 if self.aggregate.mismatched is None else len(self.aggregate.ranks)
         others, rest = flags[:nr_ranks], flags[nr_ranks:]
         if others.any():
             raise self._mismatch(others)
@@ -199,7 +199,7 @@ class DeviceErrors:
             non_finite=Members.of(map(int, bearers)),
         )
         if isinstance(self.transport, ProcessGroupPipe):
-            process_group.tell(self.transport, aggregate)
+            process_group.report_non_finite(self.transport, aggregate)
         non_finite.check(self.transport, self.contribution.on_host(), aggregate)
 
 

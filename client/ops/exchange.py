@@ -66,7 +66,7 @@ class Exchange:
         eps: the layer's.
         eps_mode: the layer's.
         phase: of the forward round, see `phase_of_forward`.
-        capacity: rows per rank on its device, see `device_rows.capacity_of`; 0 where rows travel over the host.
+        capacity: rows per rank on its device, see `device_rows.device_capacity`; 0 where rows travel over the host.
         local: the local replicas' moments.
         key: of the forward round; None before it.
         moments: of the whole batch.

@@ -209,7 +209,7 @@ def _run_in_streams(exchange: Exchange, run: Any, arguments: tuple[Any, ...]) ->
     try:
         return streams.run_in(exchange.streams, arguments, partial(run, *arguments))
     except StatsdBNError as error:
-        hide_internal_frames(error)
+        hide_internal_frames(error, for_caller=True)
         raise
 
 

@@ -17,7 +17,7 @@ from client.ops.functional import Slice
 from client.ops.native import Plan, output_for, plan_of, ready, refuse, supports, supports_parameter
 from client.ops.plain import PlainExchange, is_plain
 from client.ops.statistics import ChannelMoments, ChannelStatistics, Running, compute_type, same_layout
-from client.transports.transport import RowDone
+from client.transports.transport import NativeResult
 from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import BACKWARD, RoundKey
 
@@ -84,7 +84,7 @@ class NativeExchange(PlainExchange):
         self.key, self.has_updated_running, self.running = key, self.running is not None, None
         return output
 
-    def _round(self, row: NativeRow, found: Aggregate | RowDone, count: int | None = None) -> RoundKey:
+    def _round(self, row: NativeRow, found: Aggregate | NativeResult, count: int | None = None) -> RoundKey:
         """Finishes a pass with the result of its round; `count` is over all ranks, by default the aggregate's."""
         if isinstance(found, Aggregate) and not row.is_finished:
             if found.non_finite.runs:

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 
 from client.session.connection import NON_FINITE, Connection
 from client.session.current import current_connection
-from client.session.groups import this_place
+from client.session.groups import host_and_pid
 from client.session.protocol.member import IGNORE, ON_NONFINITE, RAISE, WARN
-from client.transports.in_process import LocalPipe
+from client.transports.local import LocalPipe
 from client.transports.server import SlavePipe
 from client.transports.transport import Transport
 from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
@@ -28,10 +28,10 @@ from statsd_bn.round_key import RoundKey, first_non_finite
 
 logger = logging.getLogger("statsd_bn.client")
 
-# The key of gradients in `Connection.told_non_finite`, next to `NON_FINITE`.
+# The key of gradients in `Connection.non_finite_reports`, next to `NON_FINITE`.
 _GRADIENTS = "gradients"
 
-# The reports of rounds without a connection, like `Connection.told_non_finite`.
+# The reports of rounds without a connection, like `Connection.non_finite_reports`.
 _local_reports: dict[str, tuple[int, str]] = {}
 
 ADVICE = (
@@ -72,7 +72,7 @@ def _connection_of(transport: Transport) -> Connection | None:
 
 
 def _reports(connection: Connection | None) -> dict[str, tuple[int, str]]:
-    return _local_reports if connection is None else connection.told_non_finite
+    return _local_reports if connection is None else connection.non_finite_reports
 
 
 def _report(transport: Transport, contribution: Rows, aggregate: Aggregate) -> None:
@@ -81,7 +81,7 @@ def _report(transport: Transport, contribution: Rows, aggregate: Aggregate) -> N
     reports = _reports(connection)
     if policy == IGNORE or (policy == WARN and NON_FINITE in reports):
         return
-    own_place = {transport.rank: connection.member.host_and_pid if connection else this_place()}
+    own_place = {transport.rank: connection.member.host_and_pid if connection else host_and_pid()}
     step, gradients = reports.get(_GRADIENTS, (-1, ""))
     if not aggregate.key.is_forward:
         if aggregate.key.step > step:  # the first round of a backward pass has the origin

@@ -1,9 +1,9 @@
-"""Channel pool: how frames travel between a member and its server.
+"""Channel pool: channels for frames between this member and its server.
 
-The interface is small: a channel pool lends out *channels*, and a channel sends a frame and waits for one. A channel
-belongs to one thread while it is lent, which is all that ZeroMQ asks for, so threads that exchange at the same
-time hold a channel each and never wait for one another. `ZmqChannelPool` goes over a socket, `MemoryChannelPool` calls
-a function; tests and demos use it to run several members in one process.
+A channel pool lends *channels*, and a channel sends a frame and waits for one. A channel is used by one thread while it
+is lent, as ZeroMQ requires, so threads that exchange at the same time hold a channel each and never wait for one
+another. `ZmqChannelPool` uses sockets; `MemoryChannelPool` calls a function, and runs several members in one process
+for tests and demos.
 """
 
 import itertools
@@ -19,8 +19,8 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from client.session.heartbeat_socket import CONNECT_MILLISECONDS, Beacon, secure
-from client.session.protocol.session import Machine, ResultT, Turn
+from client.session.heartbeat import CONNECT_MILLISECONDS, HeartbeatSocket, secure
+from client.session.protocol.session import ResultT, StateMachine
 from statsd_bn import limits
 from statsd_bn.endpoints import JOB_PREFIX, check_endpoint, ipc_path, silent, why_silent
 from statsd_bn.errors import ConfigurationError, ConnectionClosed
@@ -33,23 +33,23 @@ from statsd_bn.round_key import GATHER
 from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 
-# A wait that is over so soon does without what a longer one needs; most are.
+# Timeout of the first, cheap wait, which suffices for most rounds.
 SHORT_SECONDS = 0.002
 
-# How often a longer wait looks whether the connection broke and was made again: what was sent before is lost then.
+# Interval at which a longer wait checks for a reconnect, after which sent frames may be lost.
 WATCH_SECONDS = 0.1
 
-# As a plain integer, which is quicker than pyzmq's flag.
-_AT_ONCE = int(zmq.NOBLOCK)
+# A plain integer, which is quicker than pyzmq's flag.
+_NOBLOCK = int(zmq.NOBLOCK)
 
 _WATCH_MILLISECONDS = int(WATCH_SECONDS * 1000)
 
-# What a connection that needs no server calls its endpoint; and the life of its server, which is that of the process.
+# Endpoint of a connection that needs no server; the ID of its server, which lives as long as the process; its members.
 IN_PROCESS = "in process"
 _SERVER = bytes(limits.TOKEN_BYTES - 1) + b"\1"
 _ONLY = Members.of([0])
 
-# How long a goodbye may take to leave when the connection closes, and all of the closing.
+# Timeouts for the last frames to leave when the connection closes, and for closing altogether.
 LINGER_MILLISECONDS = 1000
 CLOSE_SECONDS = 3.0
 
@@ -58,56 +58,51 @@ class Channel(Protocol):
     """A way to the server for one thread at a time."""
 
     def send(self, frame: bytes) -> None:
-        """Sends a frame, and does not wait; it may be lost."""
+        """Send a frame without waiting; it may be lost."""
 
     def receive_soon(self) -> bytes | None:
-        """Returns the next frame if one comes within `SHORT_SECONDS`, else None."""
+        """Return the next frame if one arrives within `SHORT_SECONDS`, else None."""
 
     def receive(self, seconds: float) -> bytes | None:
-        """Returns the next frame, or None if none came in time, or the server has come back meanwhile.
-
-        The time is kept to a tenth of a second.
+        """Return the next frame, or None at the timeout, to a tenth of a second, or after a reconnect.
 
         Raises:
             AuthenticationRefused: server and client do not accept each other's keys.
         """
 
-    def look(self) -> bytes | None:
-        """Returns the next frame if one is there; never waits."""
+    def receive_nowait(self) -> bytes | None:
+        """Return the next frame if one is there, else None."""
 
     def close(self) -> None:
-        """Closes the channel; frames sent before still leave."""
+        """Close the channel; frames sent before still leave."""
 
 
-def run_machine(machine: Machine[ResultT], channel: Channel) -> ResultT:
-    """Runs a machine to its end and returns its result.
+def run_state_machine(machine: StateMachine[ResultT], channel: Channel) -> ResultT:
+    """Run a state machine on a channel and return its result.
 
     Raises:
-        StatsdBNError: how the machine ended otherwise.
+        StatsdBNError: of the state machine.
         ConnectionClosed: another thread closed the channel pool.
     """
     monotonic = time.monotonic
-    turn = machine.begin(monotonic())
-    _send(turn, channel)
-    if turn[2] is None and (answer := channel.receive_soon()) is not None:
-        turn = machine.step(monotonic(), answer)
-        _send(turn, channel)
-    _, due, result = turn
+    frames, due, result = machine.begin(monotonic())
+    for frame in frames:
+        channel.send(frame)
+    answer = channel.receive_soon() if result is None else None
+    if answer is not None:
+        frames, due, result = machine.step(monotonic(), answer)
+        for frame in frames:
+            channel.send(frame)
     while result is None:
         answer = channel.receive(due - monotonic())
-        turn = machine.step(monotonic(), answer)
-        _send(turn, channel)
-        _, due, result = turn
+        frames, due, result = machine.step(monotonic(), answer)
+        for frame in frames:
+            channel.send(frame)
     return result
 
 
-def _send(turn: Turn[ResultT], channel: Channel) -> None:
-    for frame in turn[0]:
-        channel.send(frame)
-
-
-class Loan:
-    """A channel that is lent for the time of a `with` block; a class, since a generator takes twice as long."""
+class ChannelLease:
+    """Context in which a channel is lent; a class, since a generator takes twice as long."""
 
     __slots__ = ("_channel", "_idle")
 
@@ -128,51 +123,49 @@ class Loan:
 class ChannelPool:
     """A pool of channels to one server.
 
-    A channel that saw an error is closed rather than lent again: a late answer may still come through it.
+    After an error a channel is closed rather than lent again: it may still deliver a late answer.
+
+    Attributes:
+        endpoint: of the server.
+        key: this client's public key; empty for a server without keys.
     """
 
     def __init__(self, endpoint: str, key: str = "") -> None:
         self.endpoint = endpoint
-        # This client's public key; empty for a server that asks for none.
         self.key = key
-        # Its ends are safe to use from any thread, without a lock.
+        # The ends of a deque are thread-safe without a lock.
         self._idle: deque[Channel] = deque()
 
-    def channel(self) -> "Loan":
-        """Lends a channel to the calling thread, for a `with` block."""
-        return Loan(self._taken() or self._open(), self._idle)
+    def channel(self) -> ChannelLease:
+        """Lend a channel to the calling thread, for a `with` block."""
+        try:
+            channel: Channel | None = self._idle.pop()
+        except IndexError:
+            channel = None
+        return ChannelLease(channel or self._open(), self._idle)
 
-    def beacon(self) -> Beacon | None:
-        """Opens a way for signs of life; None where the server needs none, because it lives in this process."""
+    def heartbeat_socket(self) -> HeartbeatSocket | None:
+        """Open a socket for heartbeats, to be closed before the pool; None for a server in this process."""
         return None
 
-    def why_silent(self, seconds: float) -> str:
-        """Returns why nobody has answered for so long, as the text of an error."""
+    def diagnose_silence(self, seconds: float) -> str:
+        """Return the text of an error about a server that has not answered for so long."""
         return silent(self.endpoint, seconds)
 
     @property
     def is_gone(self) -> bool:
-        """Whether no server can be started here any more, as in the folder of a job whose rank 0 has ended."""
+        """Whether no server can start at the endpoint any more, for example because rank 0 removed the job's folder."""
         return False
 
     def close_idle(self) -> None:
-        """Closes the channels that nobody has borrowed; whoever needs one opens another.
-
-        To a server that was started again they would connect too, and have nothing to say to it.
-        """
+        """Close the idle channels, which would only burden a restarted server with connections."""
         with suppress(IndexError):
             while True:
                 self._idle.pop().close()
 
     def close(self) -> None:
-        """Closes all idle channels."""
+        """Close all idle channels."""
         self.close_idle()
-
-    def _taken(self) -> Channel | None:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return None
 
     def _open(self) -> Channel:
         raise NotImplementedError
@@ -198,20 +191,20 @@ class ZmqChannelPool(ChannelPool):
             self._context.term()
             raise
 
-    def beacon(self) -> Beacon:
-        """Opens a socket for signs of life; whoever asks for it closes it before the channel pool."""
-        return Beacon(self._context, self.endpoint, self._keys)
+    def heartbeat_socket(self) -> HeartbeatSocket:
+        """Open a socket for heartbeats, to be closed before the pool."""
+        return HeartbeatSocket(self._context, self.endpoint, self._keys)
 
     @property
     def is_gone(self) -> bool:
-        """Whether the folder is gone that was made for a server of one job."""
+        """Whether the endpoint's folder was made for one job and is gone."""
         path = ipc_path(self.endpoint)
         return path is not None and path.parent.name.startswith(JOB_PREFIX) and not path.parent.exists()
 
-    def why_silent(self, seconds: float) -> str:
-        """Tries a plain connection, for a few seconds at most."""
-        found = [super().why_silent(seconds)]
-        # Like ZeroMQ's thread below, it may be asking for a name that nobody answers for.
+    def diagnose_silence(self, seconds: float) -> str:
+        """Try a plain connection, for a few seconds at most, and return its findings."""
+        found = [super().diagnose_silence(seconds)]
+        # Like ZeroMQ's thread below, it may wait for the name server.
         probe = threading.Thread(
             target=lambda: found.append(why_silent(self.endpoint, seconds, socket)), name="statsd_bn probe", daemon=True
         )
@@ -220,13 +213,13 @@ class ZmqChannelPool(ChannelPool):
         return found[-1]
 
     def close(self) -> None:
-        """Closes all sockets; the last frames have a moment to leave."""
+        """Close all sockets; the last frames have a moment to leave."""
         self._is_closed = True
         super().close()
-        # It waits for ZeroMQ's thread, which may be asking for a name that nobody answers for, 30 seconds long.
-        ending = threading.Thread(target=self._context.term, name="statsd_bn close", daemon=True)
-        ending.start()
-        ending.join(CLOSE_SECONDS)
+        # It waits for ZeroMQ's thread, which may wait for a name server, for 30 s.
+        closer = threading.Thread(target=self._context.term, name="statsd_bn close", daemon=True)
+        closer.start()
+        closer.join(CLOSE_SECONDS)
 
     def _open(self) -> Channel:
         try:
@@ -267,32 +260,32 @@ class _ZmqChannel:
             ) from error
 
     def send(self, frame: bytes) -> None:
-        # The wait for room in a full queue has no end while the server is away. What is dropped is lost as on the
-        # network, and asked again.
+        # Waiting for space in a full queue could last as long as the server is away. A dropped frame is lost as on the
+        # network, and its request is repeated.
         try:
-            self._socket.send(frame, _AT_ONCE)
+            self._socket.send(frame, _NOBLOCK)
         except zmq.Again:
             pass
         except zmq.ContextTerminated as error:
             raise _closed() from error
 
     def receive_soon(self) -> bytes | None:
-        # Waiting in `recv` costs some system calls less than polling before it.
-        return self._received(0)
+        # `recv` with a timeout takes fewer system calls than `poll` before it.
+        return self._receive(0)
 
     def receive(self, seconds: float) -> bytes | None:
         expiry = time.monotonic() + seconds
         while True:
             try:
-                if self._socket.poll(_WATCH_MILLISECONDS) and (frame := self.look()) is not None:
+                if self._socket.poll(_WATCH_MILLISECONDS) and (frame := self.receive_nowait()) is not None:
                     return frame
-                if time.monotonic() >= expiry or self._is_connected_anew():
+                if time.monotonic() >= expiry or self._has_reconnected():
                     return None
             except zmq.ContextTerminated as error:
                 raise _closed() from error
 
-    def look(self) -> bytes | None:
-        return self._received(_AT_ONCE)
+    def receive_nowait(self) -> bytes | None:
+        return self._receive(_NOBLOCK)
 
     def close(self, linger: int | None = None) -> None:
         with suppress(zmq.ZMQError):  # of a terminated context
@@ -300,7 +293,7 @@ class _ZmqChannel:
         self._monitor.close(linger=0)
         self._socket.close(linger)
 
-    def _received(self, flags: int) -> bytes | None:
+    def _receive(self, flags: int) -> bytes | None:
         try:
             return self._socket.recv(flags)
         except zmq.Again:
@@ -308,16 +301,16 @@ class _ZmqChannel:
         except zmq.ContextTerminated as error:
             raise _closed() from error
 
-    def _is_connected_anew(self) -> bool:
+    def _has_reconnected(self) -> bool:
         before = self._handshakes.successes
         while self._monitor.poll(0):
-            told = recv_monitor_message(self._monitor)
-            self._handshakes.take(time.monotonic(), int(told["event"]), int(told["value"]))
+            message = recv_monitor_message(self._monitor)
+            self._handshakes.take(time.monotonic(), int(message["event"]), int(message["value"]))
         return 0 < before < self._handshakes.successes
 
 
 def _closed() -> ConnectionClosed:
-    """Another thread closed the connection: ZeroMQ wakes whoever waits on a socket of a terminated context."""
+    """Error for a thread that ZeroMQ wakes because another one terminated the context."""
     return ConnectionClosed("the connection was closed by another thread while this one waited")
 
 
@@ -334,14 +327,14 @@ class MemoryChannelPool(ChannelPool):
         super().__init__(endpoint)
         self._receive = receive
         self._master = threading.Lock()
-        # No SimpleQueue: in Python 3.11 one that waits with a timeout waits for ever, if a signal comes and its handler
+        # Not a SimpleQueue: in Python 3.11 its wait with a timeout lasts for ever if a signal arrives and the handler
         # outlasts the timeout.
         self._inboxes: dict[bytes, queue.Queue[bytes]] = {}
-        # Threads open channels at the same time, and each needs a number of its own.
+        # Threads open channels at the same time, and each needs its own number.
         self._numbers = itertools.count()
 
     def deliver(self, replies: Iterable[tuple[bytes, bytes]]) -> None:
-        """Puts frames into their peers' inboxes."""
+        """Put frames into their peers' inboxes."""
         for peer, frame in replies:
             if peer in self._inboxes:
                 self._inboxes[peer].put(frame)
@@ -374,18 +367,18 @@ class _MemoryChannel:
         except queue.Empty:
             return None
 
-    def look(self) -> bytes | None:
+    def receive_nowait(self) -> bytes | None:
         return self.receive(0.0)
 
     def close(self) -> None:
         pass
 
 
-def own_channel_pool() -> MemoryChannelPool:
-    """Returns what a connection of one asks instead of a server: this process answers as to a strict job's only member.
+def in_process_channel_pool() -> MemoryChannelPool:
+    """Channels to a stand-in for the server of a strict job with one member, this process.
 
-    A plain script, a notebook or a debugger has nobody to exchange with, and needs no server for that. But all that a
-    connection can do has to work there as anywhere else, so such a connection goes the usual way, with the same frames.
+    A plain script, a notebook or a debugger has no other members and needs no server. Its connection works like any
+    other, with the same frames.
     """
 
     def receive(peer: bytes, frame: bytes) -> list[tuple[bytes, bytes]]:
@@ -397,19 +390,12 @@ def own_channel_pool() -> MemoryChannelPool:
 
 def _answer(message: Message) -> Registered | Aggregate | None:
     if isinstance(message, Register):
-        return _registered(message)
+        # A member that rejoins begins at a new step.
+        is_rejoining = message.participation == Participation.REJOINING
+        first_step = message.step + 1 if is_rejoining else message.first_step
+        return Registered(digest(message.session), _SERVER, message.epoch, first_step, 0, _ONLY)
     if isinstance(message, Contribution):
-        return _reduced(message)
+        rows = message.rows
+        combine = join_in_order if message.key.phase == GATHER else sum_in_order
+        return Aggregate(message.key, len(rows.counts), sum(rows.counts), _ONLY, combine(rows.values))
     return None
-
-
-def _registered(message: Register) -> Registered:
-    # Whoever is back from an absence begins a step of its own.
-    first_step = message.step + 1 if message.participation == Participation.REJOINING else message.first_step
-    return Registered(digest(message.session), _SERVER, message.epoch, first_step, 0, _ONLY)
-
-
-def _reduced(message: Contribution) -> Aggregate:
-    rows = message.rows
-    combine = join_in_order if message.key.phase == GATHER else sum_in_order
-    return Aggregate(message.key, len(rows.counts), sum(rows.counts), _ONLY, combine(rows.values))

@@ -1,58 +1,52 @@
-"""Connection: a member's place among the members of its job, and all that it exchanges with them.
+"""Connection: this process as a member of its job, with its sessions, rounds and gathers.
 
-It may be used by any thread; it must not be used by a forked child, which would share its sockets, and says so.
+Any thread may use it. A forked child must not, since it would share the sockets; it gets an error.
 """
 
 import logging
 import os
 import threading
-import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from client.session import groups
-from client.session.channel_pool import IN_PROCESS, ChannelPool, run_machine
+from client.session.channel_pool import IN_PROCESS, ChannelPool, run_state_machine
 from client.session.groups import Group
 from client.session.protocol import all_gather
-from client.session.protocol.member import OVER_PROCESS_GROUP, OVER_SERVER, SHARED_MEMORY, Member, TransportInUse
-from client.session.protocol.pulse import UNUSED_SECONDS
+from client.session.protocol.heartbeats import UNUSED_SECONDS
+from client.session.protocol.member import OVER_PROCESS_GROUP, OVER_SERVER, SHARED_MEMORY, Member, TransportState
 from client.session.protocol.registration import cause_of
 from client.session.protocol.round_trip import RoundTrip
 from client.session.protocol.session import Session
+from client.session.round import Round
 from client.session.sessions import Sessions
-from client.session.switch_interval import switching
 from client.tracebacks import api_boundary, hide_internal_frames
-from statsd_bn.errors import (
-    ConfigurationError,
-    ConnectionClosed,
-    StatsdBNError,
-)
+from statsd_bn.errors import ConfigurationError, ConnectionClosed, StatsdBNError
 from statsd_bn.messages import Aggregate, Participation
 from statsd_bn.reduction import FloatArray, Rows
 from statsd_bn.round_key import FORWARD, GATHER, RoundKey
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 logger = logging.getLogger("statsd_bn.client")
 
-Way = Callable[[Session, RoundKey, Any], Any]
-"""How a member takes part in a round; what it returns has the `seconds` of one that the native core has had."""
-
-# What `told_non_finite` has where NaN or infinity came to a forward round.
+# Key of `non_finite_reports` for forward rounds.
 NON_FINITE = "finding"
 
-# Round trips remembered for `median_round_trip` and `metrics`.
-REMEMBERED_ROUND_TRIPS = 4096
+# Durations kept for `median_round_trip` and `metrics`.
+MAX_ROUND_TRIPS = 4096
 
 
 class Connection:
-    """A member's place among the members of its job; also a context manager that says goodbye.
+    """This process as a member of its job; also a context manager that leaves the job.
 
-    It belongs to the group of all members from the beginning, and to any other group from when that is first used.
+    It is in the group of all members from the beginning, and joins any other group at its first use.
 
     Args:
         channel_pool: how to reach the server.
@@ -61,42 +55,42 @@ class Connection:
     Attributes:
         member: who this process is.
         channel_pool: how it reaches the server.
-        rounds: how many rounds it has taken part in, in all its groups.
-        is_latecomer: whether the job was under way already when this member came.
-        of_all: how the rows of all members of the job travel.
-        is_told_alone: whether it needs no server because `connect(world_size=1)` said that its job has one member.
-        at_end: called when it closes.
-        told_non_finite: step and text of what was logged of aggregates that are not finite, see
-            `client.ops.non_finite`.
+        rounds: number of rounds so far, in all groups.
+        is_latecomer: whether the job had begun before this member joined.
+        world_transport: state of the transport of the group of all members.
+        is_explicitly_alone: whether `connect(world_size=1)` said that the job has one member.
+        close_callbacks: called when it closes, the last one first.
+        non_finite_reports: step and text of each logged report, see `client.ops.non_finite`.
 
     Raises:
-        ServerUnreachable: nobody answers at the endpoint.
-        RegistrationRefused: the server does not take this member, or the group did not fill in time.
+        ServerUnreachable: no server answers at the endpoint.
+        RegistrationRefused: the server refuses this member, or the group did not fill in time.
     """
 
     def __init__(self, channel_pool: ChannelPool, member: Member) -> None:
         self.member = member
         self.rounds = 0
         self.channel_pool = channel_pool
-        unused = partial(self._warn_of_no_layer, f"its connection has been open for {UNUSED_SECONDS:.0f} s")
+        on_unused = partial(self._warn_of_no_layer, f"in the first {UNUSED_SECONDS:.0f} s")
         self._has_warned = False
-        self._sessions = Sessions(channel_pool, member, unused)
-        self._world = groups.world(member.world_size)
-        self._of_this_host = groups.GroupOfThisHost(member, self._gather_machines)
+        self._sessions = Sessions(channel_pool, member, on_unused)
+        self._broken_job = self._sessions.broken_job
+        self._world = groups.world_group(member.world_size)
+        self._host_group = groups.HostGroup(member, self._gather_machine_ids)
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._closed = False
-        self.at_end: list[Callable[[], None]] = []
-        self.is_told_alone = False
-        self.told_non_finite: dict[str, tuple[int, str]] = {}
-        self._round_trips: deque[float] = deque(maxlen=REMEMBERED_ROUND_TRIPS)
+        self.close_callbacks: list[Callable[[], None]] = []
+        self.is_explicitly_alone = False
+        self.non_finite_reports: dict[str, tuple[int, str]] = {}
+        self._round_trips: deque[float] = deque(maxlen=MAX_ROUND_TRIPS)
         try:
-            session = self._sessions.of(self._world)
+            session = self._sessions.get(self._world)
         except BaseException as error:
             self.close(cause=cause_of(error))
             raise
         self.is_latecomer = session.first_step > 0
-        self.of_all = session.transport
+        self.world_transport = session.transport
 
     def __enter__(self) -> Self:
         return self
@@ -119,12 +113,12 @@ class Connection:
 
     @property
     def endpoint(self) -> str:
-        """Where its server listens, such as `ipc:///run/user/1000/statsd_bn/server`; "in process" if it has none."""
+        """The server's endpoint, such as `ipc:///run/user/1000/statsd_bn/server`; "in process" without a server."""
         return self.channel_pool.endpoint
 
     @property
     def is_in_process(self) -> bool:
-        """Whether this process is alone in its job and needs no server."""
+        """Whether this process is the only member of its job and needs no server."""
         return self.endpoint == IN_PROCESS
 
     @property
@@ -132,46 +126,46 @@ class Connection:
         """How rows reach the other members of the job now.
 
         "server", over the server; from the second round on "shared_memory" where they share a host, or "process_group",
-        over torch's default process group; "in process" where there is no other.
+        over torch's default process group; "in process" without other members.
         """
         if self.is_in_process:
             return IN_PROCESS
-        in_use = {transport.name for transport in self._transports()}
+        in_use = {transport.name for transport in self._world_transports()}
         return next((name for name in (OVER_PROCESS_GROUP, SHARED_MEMORY) if name in in_use), OVER_SERVER)
 
     @property
     def why_not_faster(self) -> str:
-        """Why `transport` is "server", for people; empty if it is not, or before the first round."""
+        """Why `transport` is "server", for people; empty for other transports, and before the first round."""
         if self.transport != OVER_SERVER:
             return ""
-        return next((why for transport in self._transports() if (why := transport.why_not_faster)), "")
+        return next((why for transport in self._world_transports() if (why := transport.why_not_faster)), "")
 
     @property
     def closed(self) -> bool:
-        """Whether it can no longer be used."""
+        """Whether the connection is closed."""
         return self._closed
 
     @property
     def is_own(self) -> bool:
-        """Whether this process has opened it; a forked child inherits one that it must not use."""
+        """Whether this process opened the connection; a forked child inherits one that it must not use."""
         return os.getpid() == self._process
 
     @property
     def members(self) -> list[int]:
-        """The members of the job that the latest round covers; before any, those that were there at the beginning."""
-        return list(self._sessions.of(self._world).members)
+        """The members of the job that the latest round covers; before any round, those present at the beginning."""
+        return list(self._sessions.get(self._world).members)
 
     @property
     def rank(self) -> int:
-        """This process's number in the job, the same for as long as it is connected."""
+        """This process's number in the job; it never changes."""
         return self.member.rank
 
     @property
     def rank_and_size(self) -> tuple[int, int]:
-        """This process's index among the members, from 0, and how many there are; for splitting data.
+        """This process's index among the members, from 0, and their number; for splitting data.
 
-        In a strict job these are `rank` and `world_size`, whoever is away. In an elastic job they count the members
-        that are there now, so the index may be less than `rank`.
+        In a strict job these are `rank` and `world_size`, even while members are paused. In an elastic job they count
+        the present members, so the index may be less than `rank`.
         """
         if not self.member.is_elastic:
             return self.member.rank, self.member.world_size
@@ -180,23 +174,20 @@ class Connection:
 
     @property
     def first_step(self) -> int:
-        """The first step that this member takes part in; more than 0 for one that joined an elastic job later."""
-        return self._sessions.of(self._world).first_step
+        """The first step of this member; more than 0 if it joined an elastic job later."""
+        return self._sessions.get(self._world).first_step
 
     @property
     def median_round_trip(self) -> float:
-        """Seconds from sending a contribution to having the aggregate, the median of the latest; 0 before any.
-
-        It includes the wait for the other members.
-        """
+        """Median duration of the latest rounds, in seconds; 0 before any. Waits for other members are included."""
         trips = sorted(self._round_trips)
         return trips[len(trips) // 2] if trips else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Returns numbers about the exchange, by name, for a logger: TensorBoard's, W&B's, MLflow's, `self.log_dict`.
+        """Return metrics of the rounds, by name, for a logger: TensorBoard's, W&B's, MLflow's, `self.log_dict`.
 
         Returns:
-            `statsd_bn/members`: how many ranks the latest round covers.
+            `statsd_bn/members`: number of ranks that the latest round covers.
             `statsd_bn/rounds`: as `rounds`.
             `statsd_bn/round_trip_ms`, `statsd_bn/round_trip_p99_ms`: median and 99th percentile of the latest 4,096
             rounds, in milliseconds; 0 before any. They include the wait for the slowest rank.
@@ -209,22 +200,22 @@ class Connection:
             "statsd_bn/rounds": float(self.rounds),
             "statsd_bn/round_trip_ms": 1e3 * trips[len(trips) // 2],
             "statsd_bn/round_trip_p99_ms": 1e3 * trips[len(trips) * 99 // 100],
-            "statsd_bn/non_finite": float(NON_FINITE in self.told_non_finite),
+            "statsd_bn/non_finite": float(NON_FINITE in self.non_finite_reports),
         }
 
     def group(self, group: Group | str | None) -> Group:
-        """Returns the group that is meant: the whole job for None, the members of this host for "local".
+        """Resolve a group: the whole job for None, the members of this host for "local".
 
-        Where no launcher says how many members a host has, the first call with "local" is a round of the whole job.
+        If no launcher says how many members a host has, the first call with "local" is a round of the whole job.
 
         Raises:
-            ConfigurationError: no group of this job is meant, or it is elastic and the environment does not say who is
-                on this host.
+            ConfigurationError: it is not a group of this job; or it is "local", the job is elastic, and the environment
+                does not say who is on this host.
             StatsdBNError: the round failed.
         """
         if group is None:
             return self._world
-        found = group if isinstance(group, Group) else self._of_this_host.by_rule(group)
+        found = group if isinstance(group, Group) else self._host_group.resolve(group)
         if found.size > self.member.world_size:
             raise ConfigurationError(
                 f"group {found.name!r}: expected at most the {self.member.world_size} members of the job, "
@@ -233,230 +224,220 @@ class Connection:
         return found
 
     def is_alone(self, group: Group | str | None) -> bool:
-        """Returns whether a group has no other members, and can have none; False while that is not known yet."""
-        if self._of_this_host.known is None and isinstance(group, str):
-            groups.check(group)  # its first round finds out who is in it; torch.compile follows a layer to here
+        """Whether this process is and stays the only member of a group; False while that is unknown."""
+        if self._host_group.known is None and isinstance(group, str):
+            groups.check_group(group)  # its first round resolves it, and torch.compile traces a layer to here
             group = None
         return self.group(group).size == 1 and not self.member.is_elastic
 
     @api_boundary
-    def stay_away(self, group: Group | str | None) -> None:
-        """Takes no part in the rounds of a group until it comes back; `client.join` is the way to it."""
+    def pause(self, group: Group | str | None) -> None:
+        """Skip the rounds of a group from now on, until `rejoin`; `client.join` calls it."""
         self._check_usable()
         self._sessions.change_participation(self.group(group), Participation.PAUSED)
 
     @api_boundary
-    def come_back(self, group: Group | str | None) -> None:
-        """Takes part in the rounds of a group again, as soon as all its members want to.
+    def rejoin(self, group: Group | str | None) -> None:
+        """Resume the rounds of a group, as soon as all its members do.
 
         Raises:
             GroupIncomplete: they did not within `round_timeout`.
-            ReplicaLost: one of them has left the job.
+            ReplicaLost: a member has left the job.
         """
         self._check_usable()
         self._sessions.change_participation(self.group(group), Participation.REJOINING)
 
     @api_boundary
-    def end_absence(self, group: Group | str | None) -> None:
-        """Comes back if it is away, for a round between two passes, in which all members of the group take part.
+    def rejoin_if_paused(self, group: Group | str | None) -> None:
+        """Rejoin a group if this member is paused: for a round of all members between two passes.
 
         Raises:
-            GroupIncomplete, ReplicaLost: as in `come_back`.
+            GroupIncomplete, ReplicaLost: as in `rejoin`.
         """
         self._check_usable()
-        if self._sessions.of(self.group(group)).participation is Participation.PAUSED:
-            self.come_back(group)
+        if self._sessions.get(self.group(group)).participation is Participation.PAUSED:
+            self.rejoin(group)
 
-    def exchange(
-        self,
-        layer: str,
-        rows: Any,
-        key: RoundKey | None = None,
-        group: Group | str | None = None,
-        way: Way | None = None,
-        phase: str = FORWARD,
-    ) -> Any:
-        """Takes part in one round and returns its aggregate; `SlavePipe.run_slave` is the way to it.
+    def round(
+        self, layer: str, key: RoundKey | None = None, group: Group | str | None = None, phase: str = FORWARD
+    ) -> Round:
+        """Begin a round; a transport exchanges its rows inside of the returned context.
 
         Args:
             layer: the layer's name.
-            rows: what this process's replicas contribute; with `way` what that takes.
             key: of this round; None for the layer's next forward round.
-            group: who takes part; as `Connection.group` takes it. Its first use waits until all its members use it.
-            way: how the rows reach the other members; None: over the server.
+            group: of the round, as in `Connection.group`. Its first use waits until all its members use it.
             phase: of a forward round, see `Transport.run_slave`.
-
-        Returns:
-            The aggregate; with `way` what that returns.
 
         Raises:
             StatsdBNError: the round failed, with the reason; most kinds are RoundFailed.
-            RegistrationRefused: the group did not fill in time, or does not take this member; this concerns no other
-                group, and a later use tries again.
+            RegistrationRefused: the group did not fill in time, or the server refuses this member. Other groups are not
+                affected, and a later use tries again.
             ConfigurationError: this is not a group of this job, or this process uses it with another size.
             ConnectionClosed: the connection was closed, or belongs to the parent process.
         """
         try:
-            return self._round(layer, rows, key, self.group(group), phase, way)
+            return self._begin_round(layer, key, self.group(group), phase)
         except StatsdBNError as error:
             hide_internal_frames(error)
             raise
 
+    def exchange(
+        self,
+        layer: str,
+        rows: Rows,
+        key: RoundKey | None = None,
+        group: Group | str | None = None,
+        phase: str = FORWARD,
+    ) -> Aggregate:
+        """Run one round over the server and return its aggregate; arguments and errors as in `round`."""
+        with self.round(layer, key, group, phase) as round_:
+            return self.over_server(round_.session, round_.key, rows)
+
     def over_server(self, session: Session, key: RoundKey, rows: Rows) -> Aggregate:
-        """Takes part in a round over the server."""
+        """Exchange the rows of a round over the server."""
         return self.run(self.round_trip(session, key, rows))
 
     def run(self, trip: RoundTrip) -> Aggregate:
-        """Runs what takes part in a round over the server to its end."""
+        """Run a round trip to the server to its end."""
         with self.channel_pool.channel() as channel:
-            return run_machine(trip, channel)
+            return run_state_machine(trip, channel)
 
     def round_trip(self, session: Session, key: RoundKey, rows: Rows) -> RoundTrip:
-        """Returns what takes part in a round over the server, not yet begun."""
+        """Return a round trip to the server, not yet begun."""
         trip = RoundTrip(session, self.channel_pool.endpoint, key, rows, session.contribution(key, rows))
         trip.is_gone = lambda: self.channel_pool.is_gone
         return trip
 
-    def gather_in(self, group: Group, name: str, data: bytes) -> list[bytes]:
-        """Gives this member's bytes to all members of a group, and returns theirs, in the order of their ranks."""
-        return list(self._gather(group, name, data, counts=False).values())
+    def gather_in_group(self, group: Group, name: str, data: bytes) -> list[bytes]:
+        """Gather the bytes of all members of a group, in the order of their ranks."""
+        return list(self._gather(group, name, data, is_counted=False).values())
 
     @api_boundary
     def all_gather(self, name: str, data: bytes) -> dict[int, bytes]:
-        """Gives this member's bytes to all members of the job, and returns theirs.
+        """Gather the bytes of all members of the job.
 
-        All members call it in the same order among their rounds. One that is away, see `client.join`, comes back for
-        it, as for every new round, and waits until all are. It takes one round trip where each member has 8 KiB at most
-        (with more than 31 members less), and one more for each 512 KiB of all members together.
+        All members call it in the same order among their rounds. A paused member, see `client.join`, rejoins for it, as
+        for every new round, and waits until all have. It takes one round trip where each member has 8 KiB at most (less
+        with more than 31 members), and one more for each 512 KiB of all members together.
 
         Args:
-            name: what is gathered, the same on every member; chosen like the name of a layer.
+            name: of the gathered data, the same on every member and distinct from the layers' names.
             data: of any length, which may differ between the members.
 
         Returns:
-            Each member's bytes, by rank, in order; in an elastic job of those who were there to the end.
+            Each member's bytes, by rank, in order; in an elastic job of the members present to the end.
 
         Raises:
             StatsdBNError: a round failed, with the reason; most kinds are RoundFailed.
         """
-        self.end_absence(None)
+        self.rejoin_if_paused(None)
         return self._gather(self._world, name, data)
 
-    def _gather(self, group: Group, name: str, data: bytes, *, counts: bool = True) -> dict[int, bytes]:
-        def join(part: FloatArray) -> Aggregate:
-            rows = Rows((0,), part[np.newaxis, np.newaxis])
-            found: Aggregate = self._round(name, rows, None, group, GATHER, counts=counts)
-            return found
+    def _gather(self, group: Group, name: str, data: bytes, *, is_counted: bool = True) -> dict[int, bytes]:
+        def concatenate(part: FloatArray) -> Aggregate:
+            with self._begin_round(name, None, group, GATHER, is_counted=is_counted) as round_:
+                return self.over_server(round_.session, round_.key, Rows((0,), part[np.newaxis, np.newaxis]))
 
-        return all_gather.gather(join, data, self.member.rank, len(self.session(group).members))
+        return all_gather.gather(concatenate, data, self.member.rank, len(self.session(group).members))
 
     @property
     def is_broken(self) -> bool:
-        """Whether this process knows already that its strict job is broken."""
-        return self._sessions.job.is_broken
+        """Whether this process knows that its strict job is broken."""
+        return self._broken_job.is_broken
 
-    def check_whole(self, cause: BaseException | None = None, seconds: float = 0.0) -> None:
-        """Raises why the strict job is broken, if this process knows that, or will within so many seconds.
+    def raise_if_broken(self, cause: BaseException | None = None, seconds: float = 0.0) -> None:
+        """Raise the reason if the strict job is known to be broken, or becomes so within `seconds`.
 
         Args:
-            cause: what torch has raised of it.
-            seconds: how long to wait for the news.
+            cause: torch's error for it.
+            seconds: timeout of the wait for the news.
         """
-        if news := self._sessions.job.wait_for_cause(seconds):
+        if news := self._broken_job.wait_for_cause(seconds):
             raise news from cause
 
     def session(self, group: Group | str | None) -> Session:
-        """Returns this member's session in a group; its first use waits until all its members use it."""
+        """This member's session in a group; its first use waits until all its members use it."""
         self._check_usable()
-        return self._sessions.of(self.group(group))
+        return self._sessions.get(self.group(group))
 
-    def _round(
-        self,
-        layer: str,
-        rows: Any,
-        key: RoundKey | None,
-        group: Group,
-        phase: str = FORWARD,
-        way: Way | None = None,
-        *,
-        counts: bool = True,
-    ) -> Any:
+    def _begin_round(
+        self, layer: str, key: RoundKey | None, group: Group, phase: str, *, is_counted: bool = True
+    ) -> Round:
+        """Begin a round; rounds of layers and users are counted."""
         if self._closed or os.getpid() != self._process:
             self._check_usable()
-        session = self._sessions.of(group)
+        session = self._sessions.get(group)
         if key is None and session.participation is Participation.PAUSED:  # a step behind a pass of `client.join`
-            self.come_back(group)
+            self.rejoin(group)
         with self._lock:
             key = key or session.forward_key(layer, phase)
-            session.begins(key)
-        started = time.perf_counter()
-        switching.begin()
-        try:
-            found = (way or self.over_server)(session, key, rows)
-        except StatsdBNError as error:
-            self._sessions.job.record_raised(error)
-            raise
-        finally:
-            switching.end()
-        seconds = time.perf_counter() - started if isinstance(found, Aggregate) else found.seconds
-        self._round_trips.append(seconds)
-        if counts:  # those of layers and of users do
-            self.rounds += 1
-            session.times.add(seconds)
-        return found
+            session.begin_round(key)
+        return Round(session, key, self._end_round, is_counted=is_counted)
+
+    def _end_round(self, round_: Round, seconds: float, error: BaseException | None) -> None:
+        if error is None:
+            self._round_trips.append(seconds)
+            if round_.is_counted:
+                self.rounds += 1
+                round_.session.times.add(seconds)
+        elif isinstance(error, StatsdBNError):
+            self._broken_job.record_raised(error)
+            hide_internal_frames(error)
 
     def explain(self, error: BaseException) -> None:
-        """Adds a note to an exception that is not ours: which rank has left the strict job, and why, as far as known.
+        """Add a note to a foreign exception: which rank has left the strict job, and why, as far as known.
 
-        If it comes out of a collective of torch, it waits a moment for that news.
+        For an exception of a torch collective it waits a moment for the news.
         """
         if self.is_own and not self.member.is_elastic and self.member.world_size > 1:
-            self._sessions.job.annotate(error)
+            self._broken_job.annotate(error)
 
     def close(self, cause: str = "") -> None:
-        """Leaves all groups and closes the sockets; harmless when repeated.
+        """Leave all groups and close the sockets; harmless when repeated.
 
         Args:
-            cause: what went wrong, told to the other members; empty for an orderly end.
+            cause: error that ends this member, reported to the others; empty for an orderly end.
         """
         if self._closed or not self.is_own:
             return
         self._closed = True
         with ExitStack() as rest:
-            # Whatever one of them raises, the others still see the end, the last ones first.
+            # If a callback raises, the others are still called. The last one runs first.
             rest.callback(self.channel_pool.close)
             rest.callback(self._sessions.leave, cause)
             if not (self.rounds or cause):
-                rest.callback(self._warn_of_no_layer, "its connection ends")
-            for call in reversed(self.at_end):
+                rest.callback(self._warn_of_no_layer, "before the connection closed")
+            for call in reversed(self.close_callbacks):
                 rest.callback(call)
 
     def _warn_of_no_layer(self, when: str) -> None:
-        """Warn, the first time, that no layer has been synchronised, if there are other members."""
+        """Warn, once, that no layer was synchronised although there are other members."""
         if self.member.world_size > 1 and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%s has synchronised no layer, and %s: was the model given to client.convert_model(), and are its "
-                "batch norms in training mode?",
+                "%s: no layer was synchronised %s; check that client.convert_model() was called and the model is in "
+                "training mode",
                 self._name,
                 when,
             )
 
-    def _transports(self) -> list[TransportInUse]:
-        """Those of the groups that all members of the job are in."""
+    def _world_transports(self) -> list[TransportState]:
+        """Transports of the groups of all members of the job."""
         size = self.member.world_size
         return [session.transport for session in self._sessions.all() if session.member.world_size == size]
 
     @api_boundary
-    def _gather_machines(self, machine: bytes) -> dict[int, bytes]:
-        self.end_absence(None)
-        return self._gather(self._world, groups.HOSTS, machine, counts=False)
+    def _gather_machine_ids(self, machine: bytes) -> dict[int, bytes]:
+        self.rejoin_if_paused(None)
+        return self._gather(self._world, groups.HOSTS, machine, is_counted=False)
 
     def _check_usable(self) -> None:
         if self._closed:
-            raise ConnectionClosed(f"{self._name}: expected an open connection, and it was closed")
+            raise ConnectionClosed(f"{self._name}: the connection is closed; call client.connect() again")
         if not self.is_own:
             raise ConnectionClosed(
-                f"connection of process {self._process} cannot be used by its forked child {os.getpid()}; "
-                f"evaluate there, or call client.connect(rank=0, world_size=1) to train alone there; {self._name}"
+                f"process {os.getpid()} was forked from process {self._process} and cannot use its connection "
+                f"({self._name}); use the model in eval mode there, or call client.connect(rank=0, world_size=1) to "
+                "train alone there"
             )

@@ -1,6 +1,6 @@
-"""The current connection: what this process's synchronised layers use.
+"""The current connection, which this process's synchronised layers use.
 
-A process has at most one. Without one its layers synchronise over the replicas of their own process.
+A process has at most one. Without one its layers synchronise over the replicas of the process.
 """
 
 from client.session.connection import Connection
@@ -11,20 +11,20 @@ from statsd_bn.errors import ConfigurationError
 _current: Connection | None = None
 
 
-def hold(connection: Connection) -> None:
-    """Makes a connection the current one."""
+def set_current_connection(connection: Connection) -> None:
+    """Make a connection the current one."""
     global _current  # noqa: PLW0603 - a process has one current connection, as it has one rank
     _current = connection
 
 
 def disconnect() -> None:
-    """Closes the current connection; harmless without one."""
+    """Close the current connection; harmless without one."""
     if _current is not None:
         _current.close()
 
 
 def current_connection() -> Connection | None:
-    """Returns the connection this process's layers use, if there is one."""
+    """Return the connection that this process's layers use; None without one."""
     return None if _current is None or _current.closed else _current
 
 
@@ -33,22 +33,22 @@ def has_been_connected() -> bool:
     return _current is not None
 
 
-def is_told_alone() -> bool:
-    """Whether somebody has said that this process's job has no others."""
-    return _current is not None and _current.is_told_alone
+def is_explicitly_alone() -> bool:
+    """Whether `connect(world_size=1)` said that this process's job has no other members."""
+    return _current is not None and _current.is_explicitly_alone
 
 
 def has_been_alone() -> bool:
-    """Whether this process's latest connection needed no server, because nothing said that there were others."""
+    """Whether this process's latest connection found no other members and needed no server."""
     return _current is not None and _current.is_in_process
 
 
 @api_boundary
 def local_group() -> Group:
-    """Returns the group of the ranks of this host, as `group=` takes it; its `size` is their number.
+    """Return the group of the ranks of this host, as `group=` takes it; its `size` is their number.
 
     torchrun says how many ranks a host has. Without it, as under `mp.spawn`, the first call is a round of the whole
-    job, in which the ranks find out who shares a machine: all ranks call it at the same place then.
+    job, in which the ranks compare their machines: all ranks call it at the same place then.
 
     Raises:
         ConfigurationError: this process is not connected; or the job is elastic, and no launcher says it.

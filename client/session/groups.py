@@ -1,7 +1,7 @@
-"""Groups: which members of a job synchronise together.
+"""Groups: sets of members of a job that synchronise together.
 
-A member is in as many groups as it names. A group is the `size` members that name it, whoever they are, so the members
-need not be listed anywhere, and nobody outside of it takes notice.
+A member is in every group that it uses. The members of a group are the `size` ranks that use its name, so no list of
+them exists, and the other members of the job are not involved.
 """
 
 import os
@@ -21,29 +21,29 @@ from statsd_bn.errors import ConfigurationError, ProtocolError
 from statsd_bn.messages import WORLD
 from statsd_bn.text import plain
 
-# The rule: the members of this host.
+# Specification of the group of this host's members.
 LOCAL = "local"
 
-# What the members tell one another their hosts under, where no launcher counts the members of a host.
+# Name of the gather in which members compare their machines, where no launcher counts the members of a host.
 HOSTS = "statsd_bn hosts"
 
-# Differs from host to host, also where they are clones of one another; containers on a host share it.
+# Differs between hosts, clones included; containers on a host share it.
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-# What a launcher of one process would say.
-_ONE_HERE = {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1"}
+# Environment of a launcher of one process.
+_ONE_PROCESS = {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1"}
 
 
 @dataclass(frozen=True)
 class Group:
-    """The `size` members of the job that name it.
+    """The `size` members of the job that use this name.
 
     Args:
-        name: 1 to 256 bytes of UTF-8; "world", "local" and names that begin with "local " are taken.
-        size: how many members name it.
+        name: 1 to 256 bytes of UTF-8; "world", "local" and names that begin with "local " are reserved.
+        size: number of members.
 
     Raises:
-        ConfigurationError: one of them is unusable.
+        ConfigurationError: an argument is invalid.
     """
 
     name: str
@@ -60,13 +60,13 @@ class Group:
     def _check_reserved(self) -> None:
         if self.name in {WORLD, LOCAL} or self.name.startswith(f"{LOCAL} "):
             raise ConfigurationError(
-                f"group: expected a name of your own, got {self.name!r}, which is reserved; "
-                f"the whole job is group=None, the members of a host are group={LOCAL!r}"
+                f"group: the name {self.name!r} is reserved; use group=None for the whole job, group={LOCAL!r} for "
+                "the ranks of one host"
             )
 
 
-class _RuledGroup(Group):
-    """A group by a rule: its name is reserved, so that no group that somebody names can be taken for it."""
+class _ReservedGroup(Group):
+    """A group with a reserved name, which no user's group can have."""
 
     def _check_reserved(self) -> None:
         pass
@@ -75,26 +75,26 @@ class _RuledGroup(Group):
         return f"Group(name={self.name!r}, size={self.size})"
 
 
-def named(name: str, size: int) -> Group:
-    """Returns the group of a name and a size that were a group's, by a rule or not."""
-    return _RuledGroup(name, size) if name == WORLD or name.startswith(f"{LOCAL} ") else Group(name, size)
+def group_named(name: str, size: int) -> Group:
+    """Rebuild a group, reserved or not, from its name and size."""
+    return _ReservedGroup(name, size) if name == WORLD or name.startswith(f"{LOCAL} ") else Group(name, size)
 
 
-def world(size: int) -> Group:
-    """Returns the group of all `size` members of a job."""
-    return _RuledGroup(WORLD, size)
+def world_group(size: int) -> Group:
+    """The group of all `size` members of a job."""
+    return _ReservedGroup(WORLD, size)
 
 
-def is_told(environ: Mapping[str, str], world_size: int) -> bool:
-    """Returns whether a launcher says how many members of a job of this size the host has.
+def has_local_size(environ: Mapping[str, str], world_size: int) -> bool:
+    """Whether a launcher says how many members of a job of this size the host has.
 
-    One that has started a single process does not know of those that this one has started.
+    A launcher of a single process cannot see processes that this one started.
     """
     return bool(environ.get("LOCAL_WORLD_SIZE")) and integer(environ, "WORLD_SIZE", world_size) == world_size
 
 
-def local(environ: Mapping[str, str], host: str | None = None) -> Group:
-    """Returns the group of this host's members, by the variables that torchrun sets.
+def from_environment(environ: Mapping[str, str], host: str | None = None) -> Group:
+    """The group of this host's members, from the variables that torchrun sets.
 
     Raises:
         ConfigurationError: the environment does not say how many members the host has.
@@ -105,33 +105,33 @@ def local(environ: Mapping[str, str], host: str | None = None) -> Group:
             "start the members by torchrun, or give them client.Group(name, size)"
         )
     size = integer(environ, "LOCAL_WORLD_SIZE", 0)
-    # LOCAL_WORLD_SIZE counts the processes of one torchrun agent, and GROUP_RANK numbers the agents, so these two
-    # belong together. Host names do not: containers may share one, and two agents of a job may share a host, and both
-    # would make one name with more members than its size. Only a launcher without agents is left with the host's name.
+    # LOCAL_WORLD_SIZE counts the processes of one torchrun agent, and GROUP_RANK numbers the agents. Host names do not
+    # fit: containers may share one, and two agents of a job may share a host; both would give one name more members
+    # than its size. Only a launcher without agents leaves nothing but the host's name.
     node = environ.get("GROUP_RANK")
-    return _RuledGroup(f"{LOCAL} node {node}" if node else f"{LOCAL} host {host or socket.gethostname()}", size)
+    return _ReservedGroup(f"{LOCAL} node {node}" if node else f"{LOCAL} host {host or socket.gethostname()}", size)
 
 
-def this_place() -> str:
-    """Returns where this process runs, for people: host and process."""
+def host_and_pid() -> str:
+    """Host and ID of this process, for people."""
     return f"{plain(socket.gethostname())[:200]}, pid {os.getpid()}"
 
 
-def this_machine() -> str:
-    """Returns a name for this machine that no other has; containers on it share the name."""
+def machine_id() -> str:
+    """Unique ID of this machine; its containers share the ID."""
     with suppress(OSError):
         return BOOT_ID.read_text().strip()
     return f"{socket.gethostname()} {uuid.getnode()}"
 
 
-def of_hosts(told: Mapping[int, bytes], rank: int) -> Group:
-    """Returns the group of a rank's host, which has the ranks that have told the same machine."""
-    ranks = [each for each, machine in told.items() if machine == told[rank]]
-    return _RuledGroup(f"{LOCAL} host of rank {min(ranks)}", len(ranks))
+def from_hosts(machines: Mapping[int, bytes], rank: int) -> Group:
+    """The group of a rank's host: all ranks with the same machine ID."""
+    ranks = [each for each, machine in machines.items() if machine == machines[rank]]
+    return _ReservedGroup(f"{LOCAL} host of rank {min(ranks)}", len(ranks))
 
 
-def check(group: Group | str | None) -> None:
-    """Raises ConfigurationError where `group` is neither None nor a Group nor the name of a rule."""
+def check_group(group: Group | str | None) -> None:
+    """Raise ConfigurationError unless `group` is None, a Group or "local"."""
     # In this order: older versions of torch.compile cannot compare a Group with a text.
     if group is None or isinstance(group, Group) or group == LOCAL:
         return
@@ -139,50 +139,47 @@ def check(group: Group | str | None) -> None:
     raise ConfigurationError(f"group: expected None, {LOCAL!r} or a client.Group, got {group!r:.80}{hint}")
 
 
-class GroupOfThisHost:
-    """The group of the members of this host, once it is known who they are.
+class HostGroup:
+    """The group "local" of one member, resolved at most once.
 
     Args:
-        gather: gives the name of this machine to all members of the job, and returns theirs, by rank.
+        gather: gathers the machine IDs of all members of the job, by rank.
 
     Attributes:
-        known: the group; None until the members have found it out.
+        known: the group; None until it is resolved.
     """
 
     def __init__(self, member: Member, gather: Callable[[bytes], dict[int, bytes]]) -> None:
         self._member = member
         self._gather = gather
         self._lock = threading.Lock()
-        # Looked up now where that can be done: torch.compile follows a layer to its group, but not to the host's name.
+        # Resolved here if possible: torch.compile traces a layer to its group, but not to the host's name.
         self.known: Group | None = None
         with suppress(ConfigurationError):
-            self.known = self._told()
+            self.known = self._from_environment()
 
-    def by_rule(self, rule: str) -> Group:
-        """Returns the group; where nobody has said it, the members find it out now.
+    def resolve(self, name: str) -> Group:
+        """Return the group; if the environment does not say it, the members gather their machine IDs now.
 
         Raises:
-            ConfigurationError: `rule` is another one, or neither can be done.
-            StatsdBNError: the round failed in which they find it out.
+            ConfigurationError: `name` is not "local", or the group cannot be resolved.
+            StatsdBNError: the gather failed.
         """
-        check(rule)
-        # No cached_property: it takes a lock, and torch.compile follows a layer down to here.
-        return self.known or self._found_out()
+        check_group(name)
+        if self.known is None:  # a cached_property takes a lock, and torch.compile traces a layer to here
+            with self._lock:
+                # Set before another thread acquires the lock, which would gather again.
+                self.known = self.known or self._from_environment() or self._from_gather()
+        return self.known
 
-    def _found_out(self) -> Group:
-        with self._lock:
-            # Kept before another thread has the lock, or that would gather again.
-            self.known = self.known or self._told() or self._gathered()
-            return self.known
-
-    def _told(self) -> Group | None:
-        """By the environment; None where it does not say it, and the members can find out themselves."""
+    def _from_environment(self) -> Group | None:
+        """The group by the environment; None if it does not say it, and the members can gather."""
         member = self._member
-        # No launcher is needed to say how many there are of one.
+        # A job of one member needs no launcher to count the members.
         is_alone = member.world_size == 1 and not member.is_elastic
-        environ = {**os.environ, **(_ONE_HERE if is_alone else {})}
-        can_ask = not member.is_elastic
-        return None if can_ask and not is_told(environ, member.world_size) else local(environ)
+        environ = {**os.environ, **(_ONE_PROCESS if is_alone else {})}
+        can_gather = not member.is_elastic
+        return None if can_gather and not has_local_size(environ, member.world_size) else from_environment(environ)
 
-    def _gathered(self) -> Group:
-        return of_hosts(self._gather(this_machine().encode()), self._member.rank)
+    def _from_gather(self) -> Group:
+        return from_hosts(self._gather(machine_id().encode()), self._member.rank)

@@ -1,126 +1,221 @@
-"""Heartbeat: the thread that says for silent sessions that this process is alive.
+"""Heartbeats: a socket and a thread that show the server that this process is alive.
 
-It also answers the server's question where this process is, hears that the job is broken, and tells of rounds that the
-server does not see, because it can do so wherever the training script is. It is Python on purpose. ZeroMQ has
-heartbeats of its own, but its I/O thread answers them even where no line of Python runs any more. Which sessions speak,
-and when, is in `client.session.protocol.pulse`.
+The thread also answers the server's stack requests, receives the news that the job is broken, and reports rounds that
+bypass the server, because it runs whatever the training script does. ZeroMQ's own heartbeats would not do: its I/O
+thread answers them even if Python is stuck. `client.session.protocol.heartbeats` decides which sessions send when.
 """
 
 import logging
+import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+import zmq
 
 from client.diagnostics.broken_job import BrokenJob
-from client.session.heartbeat_socket import Beacon
-from client.session.protocol.pulse import Pulse
+from client.session.protocol.heartbeats import HeartbeatScheduler
 from client.session.protocol.session import Session
+from statsd_bn.errors import ConfigurationError
+from statsd_bn.keys import ClientKeys
 from statsd_bn.wire import encode
 
 logger = logging.getLogger("statsd_bn.client")
 
+# Pause before ZeroMQ reconnects: the server waits 300 ms before it takes the member for dead.
+RECONNECT_MILLISECONDS = 50
 
-class Heartbeat:
-    """A running thread; `stop` ends it, and it closes the beacon.
+# Timeout of an attempt to connect. TCP itself repeats a lost first packet after 1, 3 and 7 s.
+CONNECT_MILLISECONDS = 1000
+
+
+class HeartbeatSocket:
+    """A socket that sends frames without waiting; one thread at a time uses it, but any thread may call `wake`.
+
+    It lives as long as the connection, while other channels come and go, so the server always knows where it reaches a
+    live process. Frames that cannot leave at once are dropped: a late heartbeat is worthless, and nothing may queue up
+    while the server is away.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ClientKeys | None = None) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.settimeout(0)
+        self._writer.settimeout(0)
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        # No queue without a connection.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MILLISECONDS)
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MILLISECONDS)
+        self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        secure(self._socket, keys)
+        self._socket.connect(endpoint)
+        self._poller = zmq.Poller()
+        for readable in (self._socket, self._monitor, self._reader):
+            self._poller.register(readable, zmq.POLLIN)
+
+    def send(self, frame: bytes) -> bool:
+        """Send a frame if it can leave now; return whether it could."""
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a frame could leave now."""
+        return bool(self._socket.poll(0, zmq.POLLOUT))
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for a connection, a frame, a `wake` or the timeout; return whether it has connected."""
+        ready = dict(self._poller.poll(max(0, math.ceil(seconds * 1000))))
+        with suppress(BlockingIOError):
+            self._reader.recv(64)
+        return self._monitor in ready and bool(self._drain(self._monitor))
+
+    def received(self) -> list[bytes]:
+        """Return the frames that have arrived."""
+        return self._drain(self._socket)
+
+    def wake(self) -> None:
+        """End a `wait`; from any thread."""
+        # A full buffer wakes as well as one byte more; on a closed socket no thread waits.
+        with suppress(OSError):
+            self._writer.send(b"\0")
+
+    def close(self) -> None:
+        """Close all of its sockets."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close()
+        self._reader.close()
+        self._writer.close()
+
+    @staticmethod
+    def _drain(readable: "zmq.Socket[bytes]") -> list[bytes]:
+        frames = []
+        with suppress(zmq.Again):
+            while True:
+                frames.append(readable.recv_multipart(zmq.NOBLOCK)[-1])
+        return frames
+
+
+def secure(socket: "zmq.Socket[bytes]", keys: ClientKeys | None) -> None:
+    """Set a socket's CURVE keys, before it connects; do nothing without keys.
+
+    Raises:
+        ConfigurationError: this machine's ZeroMQ has no CURVE.
+    """
+    if keys is None:
+        return
+    if not zmq.has("curve"):
+        raise ConfigurationError(f"curve: libzmq {zmq.zmq_version()} was built without it; install pyzmq from a wheel")
+    socket.curve_serverkey = keys.server.encode()
+    socket.curve_publickey = keys.pair.public.encode()
+    socket.curve_secretkey = keys.pair.secret.encode()
+
+
+class HeartbeatThread:
+    """A running thread; `stop` ends it, and it closes the socket.
 
     Args:
-        reconnected: called when the connection has come up again after it was lost.
-        unused: called once if no layer has begun a round for long.
+        on_reconnected: called when the connection is back after a loss.
+        on_unused: called once if no layer begins a round for long.
     """
 
     def __init__(
         self,
-        beacon: Beacon,
+        heartbeat_socket: HeartbeatSocket,
         sessions: Callable[[], Iterable[Session]],
-        reconnected: Callable[[], None],
-        unused: Callable[[], None],
+        on_reconnected: Callable[[], None],
+        on_unused: Callable[[], None],
         job: BrokenJob | None = None,
     ) -> None:
         self._job = job
-        self._beacon = beacon
+        self._socket = heartbeat_socket
         self._sessions = sessions
-        self._reconnected = reconnected
-        self._unused = unused
+        self._on_reconnected = on_reconnected
+        self._on_unused = on_unused
         self._has_connected = False
-        self._pulse = Pulse()
+        self._scheduler = HeartbeatScheduler()
         self._stopping = False
-        # A daemon, so that a process that ends without `stop` ends all the same.
+        # A daemon, so that a process that never calls `stop` can end.
         self._thread = threading.Thread(target=self._run, name="statsd_bn heartbeat", daemon=True)
         self._thread.start()
 
-    def look(self) -> None:
-        """Makes sessions that are new known to the server as living here, at once."""
-        self._beacon.wake()
+    def wake(self) -> None:
+        """Announce new sessions to the server now."""
+        self._socket.wake()
 
     def stop(self) -> None:
-        """Ends the thread, at once; harmless when repeated."""
+        """End the thread now; harmless when repeated."""
         self._stopping = True
-        self._beacon.wake()
+        self._socket.wake()
         self._thread.join()
 
     def _run(self) -> None:
         try:
             while not self._stopping:
-                is_anew = self._beacon.wait(self._pulse.pause(time.monotonic(), self._sessions()))
-                if is_anew:
-                    self._pulse.connected_anew()
-                self._listen()
-                self._beat()
-                self._guarded(self._tell_if_away)
-                self._guarded(self._tell_if_unused)
-                self._guarded(self._tell_figures)
-                self._guarded(self._tell_times)
-                if is_anew:
-                    # After the heartbeat: a server that sees other connections close must know of this one.
+                has_connected = self._socket.wait(self._scheduler.seconds_until_due(time.monotonic(), self._sessions()))
+                if has_connected:
+                    self._scheduler.on_reconnected()
+                self._receive()
+                self._send_heartbeats()
+                self._guarded(self._warn_of_outage)
+                self._guarded(self._check_unused)
+                self._guarded(self._send_reports, self._scheduler.skew_frames)
+                self._guarded(self._send_reports, self._scheduler.timing_frames)
+                if has_connected:
+                    # After the heartbeat: a server that sees other connections close must know this one.
                     if self._has_connected:
-                        self._reconnected()
+                        self._on_reconnected()
                     self._has_connected = True
                 if self._job:
                     self._guarded(self._job.check, time.monotonic())
         finally:
-            self._beacon.close()
+            self._socket.close()
 
-    def _listen(self) -> None:
-        for frame in self._beacon.received():
-            for reply in self._pulse.overhear(frame, self._sessions()):
-                self._beacon.send(reply)
+    def _receive(self) -> None:
+        for frame in self._socket.received():
+            for reply in self._scheduler.on_unsolicited(frame, self._sessions()):
+                self._socket.send(reply)
             if self._job:
-                self._guarded(self._attend, self._job, frame)
+                self._guarded(self._handle_request, self._job, frame)
 
     @staticmethod
-    def _guarded(look: Callable[..., object], *arguments: object) -> None:
-        """Looks at the training script, or at its numbers; whatever goes wrong there must not end the heartbeats."""
+    def _guarded(call: Callable[..., object], *arguments: object) -> None:
+        """Call a function whose errors must not end the heartbeats."""
         try:
-            look(*arguments)
+            call(*arguments)
         except Exception:
-            logger.debug("a look at what this process does has failed", exc_info=True)
+            logger.debug("sampling this process failed", exc_info=True)
 
-    def _attend(self, job: BrokenJob, frame: bytes) -> None:
-        if asked := self._pulse.asked(frame, self._sessions()):
-            session, question = asked
-            report = job.sampler.sample(question.torch_group).report(session.token, question.number)
-            self._beacon.send(encode(report))
-        elif news := self._pulse.news(frame, self._sessions()):
-            job.report(news)
+    def _handle_request(self, job: BrokenJob, frame: bytes) -> None:
+        if found := self._scheduler.stack_request(frame, self._sessions()):
+            session, request = found
+            report = job.sampler.sample(request.torch_group).report(session.member_token, request.number)
+            self._socket.send(encode(report))
+        elif failure := self._scheduler.job_failure(frame, self._sessions()):
+            job.report(failure)
 
-    def _tell_figures(self) -> None:
-        for frame in self._pulse.figures(time.monotonic(), self._sessions()):
-            self._beacon.send(frame)
+    def _send_heartbeats(self) -> None:
+        for session in self._scheduler.sessions_due(time.monotonic(), self._sessions()):
+            if self._socket.send(session.heartbeat()):
+                self._scheduler.mark_sent(session)
 
-    def _tell_times(self) -> None:
-        for frame in self._pulse.told_times(time.monotonic(), self._sessions()):
-            self._beacon.send(frame)
+    def _send_reports(self, frames: Callable[[float, Iterable[Session]], list[bytes]]) -> None:
+        for frame in frames(time.monotonic(), self._sessions()):
+            self._socket.send(frame)
 
-    def _tell_if_away(self) -> None:
-        is_connected = self._beacon.is_connected
-        if told := self._pulse.away(time.monotonic(), self._sessions(), is_connected=is_connected):
-            logger.warning("%s", told)
+    def _warn_of_outage(self) -> None:
+        is_connected = self._socket.is_connected
+        if text := self._scheduler.outage_warning(time.monotonic(), self._sessions(), is_connected=is_connected):
+            logger.warning("%s", text)
 
-    def _tell_if_unused(self) -> None:
-        if self._pulse.is_unused(time.monotonic(), self._sessions()):
-            self._unused()
-
-    def _beat(self) -> None:
-        for session in self._pulse.due(time.monotonic(), self._sessions()):
-            if self._beacon.send(session.heartbeat()):
-                self._pulse.sent(session)
+    def _check_unused(self) -> None:
+        if self._scheduler.is_unused(time.monotonic(), self._sessions()):
+            self._on_unused()

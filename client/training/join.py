@@ -81,7 +81,7 @@ def _layers(model: nn.Module) -> Iterator[SynchronizedBatchNorm]:
 
 def _check_transports(model: nn.Module, connection: Connection | None) -> None:
     """Raises ConfigurationError for a process group: its other ranks would wait for a paused rank for ever."""
-    is_agreed = connection is not None and connection.of_all.process_group is not None
+    is_agreed = connection is not None and connection.world_transport.process_group is not None
     is_requested = connection is not None and connection.member.transport == OVER_PROCESS_GROUP
     for layer in _layers(model):
         group, is_default = communicator_for(layer.group), layer.group is None
@@ -100,10 +100,10 @@ def _check_transports(model: nn.Module, connection: Connection | None) -> None:
 def _begin(model: nn.Module, connection: Connection) -> list[Group]:
     groups = _groups_of(model, connection)
     for group in groups:
-        if not (connection.member.is_elastic or connection.session(group).is_uneven):
+        if not (connection.member.is_elastic or connection.session(group).has_uneven_inputs):
             # Before the first pass: otherwise a rank that is still in a round would complete it without this rank.
-            connection.gather_in(group, ROUND_NAME, b"")
-        connection.come_back(group)
+            connection.gather_in_group(group, ROUND_NAME, b"")
+        connection.rejoin(group)
     return groups
 
 
@@ -111,7 +111,7 @@ def _end(model: nn.Module, connection: Connection, groups: list[Group]) -> None:
     # Pending micro-batches would count towards the next pass, out of step with the other members.
     commit_running_statistics(model)
     for group in groups:
-        connection.stay_away(group)
+        connection.pause(group)
 
 
 def _groups_of(model: nn.Module, connection: Connection) -> list[Group]:

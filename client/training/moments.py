@@ -290,7 +290,7 @@ def _rows(name: str, x: Tensor, dims: Sequence[int], mask: Tensor | None) -> Ten
     rows = values.reshape(prod(reduced), prod(kept))
     if mask is not None:
         rows = rows[_expand_mask(name, mask, reduced, x.device)]
-    return rows if rows.device.type in device_rows.TYPES else rows.cpu()
+    return rows if rows.device.type in device_rows.DEVICE_TYPES else rows.cpu()
 
 
 def _expand_mask(name: str, mask: Tensor, reduced: list[int], device: torch.device) -> Tensor:

@@ -241,7 +241,7 @@ def _over_all_members(
     vectors = np.concatenate([share.vectors for share in shares], axis=1)
     communicator = communicator_for(group)
     if isinstance(communicator, Connection) and not isinstance(group, NamedProcessGroup):
-        communicator.end_absence(group)
+        communicator.rejoin_if_paused(group)
     transport = transport_for(ROUND_NAME, group)
     aggregates = exchange_parts(transport, batches, vectors)
     ends = np.cumsum([_width(layer) for layer in layers])[:-1]

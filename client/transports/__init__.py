@@ -1,5 +1,5 @@
-"""Transports: how the rows of a layer reach the other ranks, and how the total comes back.
+"""Transports: carry the rows of a layer to the other ranks and return their sum.
 
-`transport` has the contract, `choose` selects the transport of a layer, and each transport has a file of its own.
-Transports add rows; the meaning of a row belongs in `client.ops`.
+`transport` defines the contract, `choose` selects the transport of a layer, and each transport has a module. Transports
+add rows; the meaning of a row belongs in `client.ops`.
 """

@@ -1,4 +1,4 @@
-"""Chooses the transport of a layer, from how this process is connected now."""
+"""Choice of a layer's transport, by the current connection and process group."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from client.session.connection import Connection
 from client.session.current import current_connection
 from client.session.groups import Group
 from client.transports import named_process_group
-from client.transports.in_process import LocalPipe
+from client.transports.local import LocalPipe
 from client.transports.named_process_group import NamedProcessGroup
 from client.transports.process_group import ProcessGroupPipe
 from client.transports.server import SlavePipe
@@ -15,65 +15,58 @@ from client.transports.shared_memory import SharedMemoryPipe
 from client.transports.transport import Transport
 
 GroupSpec = Group | NamedProcessGroup | str | None
-"""With whom a layer synchronises: the ranks of a process group, or of a group of the connection; None for all."""
+"""Group that a layer synchronises over: a torch process group, or a group of the connection; None: the whole job."""
 
 Communicator = Connection | NamedProcessGroup
-"""What a process reaches others by."""
+"""What connects this process to the other members of a group."""
 
 
 def resolve_group(group: GroupSpec, process_group: Any) -> GroupSpec:
-    """Returns with whom a layer synchronises that was given these two.
+    """Group specification from a layer's two arguments, of which at most one is set.
 
     Args:
-        group: as a layer takes it.
-        process_group: one of torch's, or None.
+        group: the layer's `group`.
+        process_group: a torch process group, or None.
 
     Raises:
-        ValueError: both are given, or one of them is nothing that a layer can synchronise with.
+        ValueError: both are set.
+        ConfigurationError: one of them is not a group.
     """
     if process_group is not None:
         if group is not None:
             raise ValueError(f"expected group or process_group, got both: {group!r:.80} and {process_group!r:.80}")
         return named_process_group.named(process_group)
     if not isinstance(group, NamedProcessGroup):
-        groups.check(group)
+        groups.check_group(group)
     return group
 
 
 def communicator_for(group: GroupSpec) -> Communicator | None:
-    """Returns what reaches the other members of a group; None where nobody else is in it.
+    """Communicator of a group; None if this process is its only member.
 
-    A connection goes before torch's default process group, unless the members of its job have agreed on that. One that
-    heard of no others comes behind it: `connect` may have been called before there was a process group.
-
-    Args:
-        group: with whom a layer synchronises.
+    A connection precedes torch's default process group, unless the job has negotiated the process group. A connection
+    that found no other process yields to it: `connect` may have been called before `init_process_group`.
     """
     if isinstance(group, NamedProcessGroup):
         return group if group.size != 1 else None
     connection = current_connection()
-    if group is None and (connection is None or (connection.is_in_process and not connection.is_told_alone)):
+    if group is None and (connection is None or (connection.is_in_process and not connection.is_explicitly_alone)):
         return named_process_group.default()
     if connection is None:
         return None
-    if group is None and connection.of_all.process_group is not None:
-        agreed: NamedProcessGroup = connection.of_all.process_group
-        return agreed
+    if group is None and connection.world_transport.process_group is not None:
+        negotiated: NamedProcessGroup = connection.world_transport.process_group
+        return negotiated
     return None if connection.is_alone(group) else connection
 
 
 def transport_for(layer: str, group: GroupSpec) -> Transport:
-    """Returns the transport of a layer.
-
-    Args:
-        layer: the layer's name.
-        group: with whom it synchronises.
-    """
+    """Transport of the layer of this name."""
     return transport_over(communicator_for(group), layer, group)
 
 
 def transport_over(communicator: Communicator | None, layer: str, group: GroupSpec) -> Transport:
-    """Returns the transport of a layer for which `communicator_for(group)` has returned this communicator."""
+    """Transport of a layer over the communicator of its group, see `communicator_for`."""
     if communicator is None:
         return LocalPipe(layer)
     if isinstance(communicator, NamedProcessGroup):

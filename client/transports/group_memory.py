@@ -1,13 +1,13 @@
-"""GroupMemory: all members of a group on one host bring their rows, and each adds everybody's.
+"""GroupMemory: shared memory in which the members of a group on one host gather their rows.
 
-    found = memory.arrive(digest, rows, now, seconds)
-    while found == WAITS:
-        found = memory.wait(seconds)
+    state = memory.arrive(digest, rows, now, seconds)
+    while state == WAITS:
+        state = memory.wait(seconds)
     total = memory.total
 
-Members come to it in turns: a turn is over when all have come, and nobody leaves it with a sum before. So after it all
-members know the same: the sum, or that only the server can end the round. `client/native/core/round.c` says what lies
-where, and how a member waits.
+Each round is a turn of the memory. A turn ends when all members have arrived, and no member leaves it with a sum before
+that. So all members end it in the same state: with the sum, or knowing that only the server can finish the round.
+`client/native/core/round.c` describes the layout and how a member waits.
 """
 
 import ctypes
@@ -26,37 +26,37 @@ from client.native.row import NativeRow
 from statsd_bn import limits
 from statsd_bn.reduction import FloatArray, Rows
 
-# Why a member comes to no further turn: it has ended in good order, or has given the memory up.
-ENDED, GIVEN_UP = 1, 2
+# Why a member takes no further turn: it left in good order, or abandoned the memory.
+LEFT, ABANDONED = 1, 2
 
 # Each member has a bit of a word.
-MOST_MEMBERS = 64
+MAX_MEMBERS = 64
 
-# How long to look for the others without sleeping, where each member can have a processor. A sleeper takes about half
-# as long to wake up. Members that spin for less wake one another in each round, since a woken member comes late.
+# How long to spin before sleeping, where each member can have a processor. A sleeper takes half as long to wake up.
+# Members that spin for less wake each other in every round, since a woken member arrives late.
 SPIN_NANOSECONDS = 100_000
 
 _INTEGER, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 
-# What packs the counts of so many rows.
+# Packs the counts of this many rows.
 _PACK = [struct.Struct(f"{replicas}Q").pack for replicas in range(limits.MAX_REPLICAS + 1)]
 
-# Of an array: is passed as its address, and keeps it.
-_Start: Any = ctypes.c_char * 0
+# Passes an array as its address, and keeps the array alive.
+_Buffer: Any = ctypes.c_char * 0
 
 
-class Found(ctypes.Structure):
-    """What a turn that is done has brought, in `sbn_group` of sbn.h.
+class TurnResult(ctypes.Structure):
+    """`sbn_group` of sbn.h; the attributes below are the result of a completed turn.
 
     Attributes:
-        members, vectors, channels: the shape of the rows, and how many members bring some.
-        rows: how many rows all have brought.
-        count: the sum of their counts.
-        behind: how many nanoseconds later than all others this member came; 0 if others came later, for the first turn,
-            and where another process has another clock, as it may in a container.
-        is_told: whether some member, perhaps this one, may have told the server that it waits.
-        came: when this member came, in nanoseconds.
-        done: when the sum was there, likewise.
+        members, vectors, channels: shape of the rows, and the number of members.
+        rows: number of rows of all members.
+        count: sum of their counts.
+        behind: nanoseconds by which this member arrived later than all others; 0 if others arrived later, for the first
+            turn, and where another process has another clock, as in some containers.
+        is_escalated: whether some member, perhaps this one, may have sent its rows to the server.
+        came: arrival time of this member, in nanoseconds.
+        done: time at which the sum was ready, in nanoseconds.
     """
 
     members: int
@@ -65,7 +65,7 @@ class Found(ctypes.Structure):
     rows: int
     count: int
     behind: int
-    is_told: int
+    is_escalated: int
     came: int
     done: int
 
@@ -74,11 +74,11 @@ class Found(ctypes.Structure):
         *((name, _INTEGER) for name in ("members", "me", "spin", "most_count")),
         *((name, ctypes.c_uint64) for name in ("turn", "digest")),
         *((name, _INTEGER) for name in ("vectors", "channels", "came", "came_before")),
-        *((name, _INTEGER) for name in ("rows", "count", "behind", "is_told", "done")),
+        *((name, _INTEGER) for name in ("rows", "count", "behind", "is_escalated", "done")),
     )
 
 
-# What the functions take behind the group, and what they return.
+# Argument types behind the group, and result types.
 _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "sbn_round": (
         (ctypes.c_uint64, _ADDRESS, _ADDRESS, _INTEGER, _INTEGER, _INTEGER, _ADDRESS, _INTEGER, _INTEGER),
@@ -93,12 +93,12 @@ _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
 }
 
 
-class Brought(NamedTuple):
-    """What all members have brought to a turn, in their order, row by row.
+class GatheredRows(NamedTuple):
+    """Rows of all members in a turn, in member order.
 
     Attributes:
         counts: of each row.
-        replicas: how many of the rows each member has brought.
+        replicas: number of rows of each member.
         values: shape (rows, vectors, channels).
     """
 
@@ -112,65 +112,64 @@ def _core() -> Library | None:
     core = library()
     for functions in core or ():
         functions.sbn_group_bytes.argtypes, functions.sbn_group_bytes.restype = (_INTEGER,), _INTEGER
-        for name, (behind, result) in _FUNCTIONS.items():
+        for name, (arguments, result) in _FUNCTIONS.items():
             function = getattr(functions, name)
-            function.argtypes, function.restype = (ctypes.POINTER(Found), *behind), result
+            function.argtypes, function.restype = (ctypes.POINTER(TurnResult), *arguments), result
     return core
 
 
-def why_not() -> str:
-    """Returns why this process has no such memory; empty if it can have some."""
+def unavailable_reason() -> str:
+    """Why this process cannot use such memory; empty if it can."""
     core = _core()
     if core is None:
         return description()
-    return "" if core.holding.sbn_has_futex() else f"{sys.platform} lets no process wait in memory that it shares"
+    return "" if core.holding.sbn_has_futex() else f"{sys.platform} has no futex to wait on shared memory"
 
 
 def size_of(members: int) -> int:
-    """Returns how many bytes the memory of a group of so many members has."""
+    """Size of the memory of a group, in bytes."""
     core = _core()
-    assert core is not None, why_not()  # noqa: S101 - whoever asks knows that there is one
+    assert core is not None, unavailable_reason()  # noqa: S101 - callers have checked it
     return int(core.holding.sbn_group_bytes(members))
 
 
 class GroupMemory:
-    """The memory of one group, as one member sees it; only where `why_not` returns nothing.
+    """The memory of one group, from the view of one member; only where `unavailable_reason` is empty.
 
     Args:
         memory: shared by the members; `size_of(members)` bytes, all zero at first.
-        members: how many there are.
-        me: which of them this is, from 0.
+        members: number of members.
+        index: of this member, from 0.
 
     Attributes:
-        lock: for whoever takes a turn; one thread of a process at a time.
-        found: what the latest turn has brought, once it is done.
+        lock: held during a turn; one thread of a process at a time.
+        result: of the latest completed turn.
     """
 
-    def __init__(self, memory: mmap, members: int, me: int) -> None:
+    def __init__(self, memory: mmap, members: int, index: int) -> None:
         self.lock = threading.Lock()
-        self._start = _Start.from_buffer(memory)
+        self._buffer = _Buffer.from_buffer(memory)
         spin = SPIN_NANOSECONDS if members <= len(os.sched_getaffinity(0)) else 0
-        self.found = Found(ctypes.addressof(self._start), members, me, spin, limits.MAX_COUNT)
-        self._pointer = ctypes.byref(self.found)
+        self.result = TurnResult(ctypes.addressof(self._buffer), members, index, spin, limits.MAX_COUNT)
+        self._pointer = ctypes.byref(self.result)
         core = _core()
-        assert core is not None, why_not()  # noqa: S101 - as above
-        # A round lets other threads run; what takes a microsecond does not.
+        assert core is not None, unavailable_reason()  # noqa: S101 - as above
+        # A round releases the GIL; calls of a microsecond hold it.
         self._round, self._wait = core.releasing.sbn_round, core.releasing.sbn_wait
         self._core: Any = core.holding
         self._sum: Any = None
         self._total: Any = None
 
     def arrive(self, digest: int, rows: Rows | NativeRow, now: float = 0.0, seconds: float = 0.0) -> int:
-        """Comes to the next turn, and waits for the others; returns how the round stands, CLOSED if it has not come.
+        """Arrive at the next turn and wait for the others; return the state of the round, CLOSED if not arrived.
 
-        It ends early, with WAITS, when a signal comes, so that Python handles it.
+        The wait ends early, with WAITS, when a signal arrives, so that Python handles it.
 
         Args:
-            digest: of what it is about, 64 bits; the same for all members.
-            rows: what this member brings.
-            now: the time, by the clock that the processes of a host have in common; a row that is still to be computed
-                comes when it is.
-            seconds: how long to wait at most.
+            digest: of the round, 64 bits.
+            rows: of this member. A row that is still to be computed arrives when it is.
+            now: the time, by the clock that all processes of a host share.
+            seconds: timeout.
         """
         if isinstance(rows, NativeRow):
             self._sum, self._total = rows, rows.total_at
@@ -178,8 +177,8 @@ class GroupMemory:
         values = rows.values
         replicas, vectors, channels = values.shape
         self._sum = np.empty((vectors, channels))
-        self._total = _Start.from_buffer(self._sum)
-        found: int = self._round(
+        self._total = _Buffer.from_buffer(self._sum)
+        state: int = self._round(
             self._pointer,
             digest,
             _PACK[replicas](*rows.counts),
@@ -191,56 +190,56 @@ class GroupMemory:
             int(1e9 * now),
             int(1e9 * seconds),
         )
-        return found
+        return state
 
     def wait(self, seconds: float) -> int:
-        """Waits on, for so many seconds at most; returns how the round stands. It ends early when a signal comes."""
-        found: int = self._wait(self._pointer, self._total, int(1e9 * seconds))
-        return found
+        """Wait for the others, `seconds` at most; return the state of the round. A signal ends the wait early."""
+        state: int = self._wait(self._pointer, self._total, int(1e9 * seconds))
+        return state
 
     @property
     def total(self) -> FloatArray:
-        """The sum of the rows of the latest turn, once it is done: shape (vectors, channels)."""
-        found: FloatArray = self._sum.total if isinstance(self._sum, NativeRow) else self._sum
-        return found
+        """Sum of the rows of the latest completed turn, shape (vectors, channels)."""
+        total: FloatArray = self._sum.total if isinstance(self._sum, NativeRow) else self._sum
+        return total
 
     @property
-    def have_all_come(self) -> bool:
-        """Whether all have come to this turn."""
+    def have_all_arrived(self) -> bool:
+        """Whether all members have arrived at this turn."""
         return not self._core.sbn_late(self._pointer)
 
     @property
     def late(self) -> list[int]:
-        """The members that have not come to this turn."""
+        """Indices of the members that have not arrived at this turn."""
         late = self._core.sbn_late(self._pointer)
-        return [member for member in range(MOST_MEMBERS) if late >> member & 1]
+        return [member for member in range(MAX_MEMBERS) if late >> member & 1]
 
-    def tell(self) -> None:
-        """Lets the others know that this member tells the server that it waits."""
+    def escalate(self) -> None:
+        """Announce to the others that this member sends its rows to the server."""
         self._core.sbn_tell(self._pointer)
 
-    def brought(self) -> Brought:
-        """Returns a copy of what the members have brought to a turn that is done, until this one comes to the next."""
-        group = self.found
-        counts, replicas = np.empty(group.rows, np.uint64), np.empty(group.members, np.uint64)
-        values = np.empty((group.rows, group.vectors, group.channels))
-        self._core.sbn_rows(self._pointer, *map(_Start.from_buffer, (replicas, counts, values)))
-        return Brought(counts.tolist(), replicas.tolist(), values)
+    def gathered_rows(self) -> GatheredRows:
+        """Copy the members' rows of a completed turn; valid until this member arrives at the next one."""
+        result = self.result
+        counts, replicas = np.empty(result.rows, np.uint64), np.empty(result.members, np.uint64)
+        values = np.empty((result.rows, result.vectors, result.channels))
+        self._core.sbn_rows(self._pointer, *map(_Buffer.from_buffer, (replicas, counts, values)))
+        return GatheredRows(counts.tolist(), replicas.tolist(), values)
 
-    def close(self) -> None:
-        """Comes to no further turn, and lets the others know."""
-        self._core.sbn_close(self._pointer, GIVEN_UP)
+    def abandon(self) -> None:
+        """Take no further turn, and announce it to the others."""
+        self._core.sbn_close(self._pointer, ABANDONED)
 
-    def end(self) -> None:
-        """The same, since this member ends."""
-        self._core.sbn_close(self._pointer, ENDED)
+    def leave(self) -> None:
+        """Take no further turn because this member ends in good order."""
+        self._core.sbn_close(self._pointer, LEFT)
 
     @property
     def is_closed(self) -> bool:
-        """Whether some member, perhaps this one, comes to no further turn."""
+        """Whether some member, perhaps this one, takes no further turn."""
         return bool(self._core.sbn_closed(self._pointer))
 
     @property
-    def is_given_up(self) -> bool:
-        """Whether it is closed for those that go on: not if some member has only ended in good order."""
-        return bool(self._core.sbn_closed(self._pointer) == GIVEN_UP)
+    def is_abandoned(self) -> bool:
+        """Whether some member abandoned the memory, so that the remaining members cannot use it either."""
+        return bool(self._core.sbn_closed(self._pointer) == ABANDONED)

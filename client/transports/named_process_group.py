@@ -1,4 +1,4 @@
-"""Torch's process groups as layers keep them: by name, since a group itself can be neither copied nor pickled."""
+"""Torch's process groups by name, as layers store them: a group itself can be neither copied nor pickled."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,17 +7,17 @@ from torch import distributed
 
 from statsd_bn.errors import ConfigurationError
 
-# Of this build of torch.
+# In this build of torch.
 _IS_AVAILABLE = distributed.is_available()
 
 
 @dataclass(frozen=True)
 class NamedProcessGroup:
-    """A process group of torch's.
+    """A process group of torch.
 
     Attributes:
-        name: torch's name for it in this process.
-        size: how many ranks it has; 0 of one that this process is not in, which torch gives no name.
+        name: torch's name of it in this process; empty for a group that this process is not in.
+        size: number of ranks; 0 for a group that this process is not in.
     """
 
     name: str
@@ -27,10 +27,10 @@ class NamedProcessGroup:
         return f"process group {self.name!r} of {self.size} ranks"
 
     def find(self) -> Any:
-        """Returns the group itself, or what torch has in place of one that this process is not in.
+        """The group itself, or torch's placeholder for a group that this process is not in.
 
         Raises:
-            ConfigurationError: this process has no such group, or has it no longer.
+            ConfigurationError: this process has no such group any more.
         """
         if not self.size:
             return distributed.GroupMember.NON_GROUP_MEMBER
@@ -38,33 +38,32 @@ class NamedProcessGroup:
             from torch._C import _distributed_c10d  # noqa: PLC0415 - missing where torch was built without it
 
             try:
-                name: Any = self.name  # torch has a type of its own for these texts
+                name: Any = self.name  # torch declares a separate type for group names
                 found = _distributed_c10d._resolve_process_group(name)  # noqa: SLF001 - has no public name
             except (RuntimeError, ValueError):
                 pass
             else:
-                if found is not distributed.group.WORLD:  # which means all ranks, however many there are now
+                if found is not distributed.group.WORLD:  # all ranks, whatever their number is now
                     self._check_size(found.size())
                 return found
         raise ConfigurationError(
-            f"process_group: expected one that this process is in, got {self.name!r}, which it does not have or has "
-            "destroyed"
+            f"process_group: process group {self.name!r} does not exist in this process, or was destroyed"
         )
 
     def _check_size(self, size: int) -> None:
-        """Torch gives the names of groups that were destroyed to others."""
+        """Raise ConfigurationError if torch has given the name of a destroyed group to another one."""
         if size != self.size:
             raise ConfigurationError(
-                f"process_group: expected {self.name!r} of {self.size} ranks, as when the layer was given it, and this "
-                f"process has one of {size} by that name now; revert the model, and convert it with the new one"
+                f"process_group: process group {self.name!r} has {size} ranks now, {self.size} when the layer was "
+                "converted; revert the model and convert it with the new group"
             )
 
 
 def default() -> NamedProcessGroup | None:
-    """Returns torch's default process group; None without one, or where this process is alone in it.
+    """Torch's default process group; None without one, or if this process is its only rank.
 
-    Where a call is traced, the compiler watches WORLD, as it does not watch `is_initialized`. That of torch 2.6 takes
-    WORLD for a group even where it is None.
+    In a traced call torch.compile guards WORLD, but not `is_initialized`. The compiler of torch 2.6 takes WORLD for a
+    group even if it is None.
     """
     if not _IS_AVAILABLE:
         return None
@@ -75,10 +74,10 @@ def default() -> NamedProcessGroup | None:
 
 
 def named(process_group: Any) -> NamedProcessGroup:
-    """Returns what a layer keeps of a process group of torch's, whatever its size.
+    """Convert a process group of torch, of any size.
 
     Raises:
-        ConfigurationError: it is something else.
+        ConfigurationError: it is not a process group.
     """
     if distributed.is_available():
         if process_group is distributed.GroupMember.NON_GROUP_MEMBER:
@@ -86,6 +85,5 @@ def named(process_group: Any) -> NamedProcessGroup:
         if isinstance(process_group, distributed.ProcessGroup):
             return NamedProcessGroup(process_group.group_name, process_group.size())
     raise ConfigurationError(
-        "process_group: expected one of torch's, as torch.distributed.new_group() makes them, "
-        f"got {process_group!r:.80}"
+        f"process_group: expected a torch process group, as new_group() returns it, got {process_group!r:.80}"
     )

@@ -1,11 +1,11 @@
-"""ProcessGroupPipe: the transport over a process group of torch's.
+"""ProcessGroupPipe: the transport over a torch process group.
 
-Every rank gathers the rows of all and adds them in rank order for itself, to the same bits as over the other
-transports. Only the order of the collectives holds the ranks together, so each also says which round it has come for.
+Every rank gathers the rows of all ranks and adds them in rank order, to the same bits as the other transports.
+Collectives match only by order, so each message carries the digest of its round's key.
 
-Where the members of a job have agreed on the default process group, see `client.transports.agreement`, their server
-watches: rounds have the job's keys, and long waits are told to it. Without a server the group tells what else goes
-wrong: its errors and its deadline are torch's.
+With a connection, where the members of the job have negotiated the default process group (see
+`client.transports.negotiation`), rounds have the job's keys and the server reports long waits. Without one, all other
+errors and the timeout are torch's.
 """
 
 import logging
@@ -27,16 +27,14 @@ from client.diagnostics.broken_job import CAUSE_SECONDS
 from client.native.row import NativeRow
 from client.session.connection import Connection
 from client.session.current import current_connection, has_been_alone, has_been_connected
-from client.session.groups import this_place
+from client.session.groups import host_and_pid
 from client.session.protocol.all_gather import MAX_BYTES
-from client.session.protocol.session import Session, Steps
+from client.session.protocol.session import StepCounter
 from client.tracebacks import hide_internal_frames
-from client.transports.group_insight import Here, ToServer, insight_of
-from client.transports.key_digest import digest_of
 from client.transports.named_process_group import NamedProcessGroup
+from client.transports.process_group_monitor import LocalReporter, ServerReporter, WatchedRound, reporter_for
 from client.transports.server import SlavePipe
-from client.transports.transport import Transport
-from client.transports.watched_round import WatchedRound
+from client.transports.transport import Transport, key_digest
 from statsd_bn import limits
 from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
 from statsd_bn.errors import ConfigurationError, ConnectionClosed, ProtocolError, RoundMismatch, StatsdBNError
@@ -50,22 +48,22 @@ logger = logging.getLogger("statsd_bn.client")
 
 Words = npt.NDArray[np.int64]
 
-# Gloo ends the process where ranks bring different sizes, and would not say why. So all messages of layers up to 2,048
-# channels have one size; longer ones double it, again and again. On one host this takes no longer.
-LEAST_WORDS = 4104
+# Gloo ends the process without a reason if ranks gather different sizes. So all messages of layers with up to 2,048
+# channels have one size; longer messages double it as often as needed. On one host this takes no longer.
+MIN_WORDS = 4104
 
-# Words of a message: which round it is about, how many rows of which shape there are, and then the first row.
+# Words of a message: digest of the round, number and shape of the rows, then the first row.
 DIGEST, ROWS, VECTORS, CHANNELS, FIRST_ROW = range(5)
 
 WORD_BYTES = 8
 
-# What the server is told of a wait for anything but rows.
-_NOTHING = Rows((0,), np.zeros((1, 1, 1)))
+# Rows of a watched round that is not a layer's.
+_NO_ROWS = Rows((0,), np.zeros((1, 1, 1)))
 
-# What a rank says of where it runs, and of the round that it has come for, where they differ; in bytes.
-NAME_BYTES = 1024
+# Size of a rank's text in a gather of texts.
+TEXT_BYTES = 1024
 
-# What the log adds where this process is not connected either.
+# End of the log line in a process without a connection.
 WITHOUT_SERVER = (
     ": a rank that hangs or is lost is not reported, and the others wait until torch's timeout; "
     "client.connect() before training reports it"
@@ -74,10 +72,10 @@ WITHOUT_SERVER = (
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroupPipe:
-    """The transport over a process group of torch's.
+    """The transport over a torch process group.
 
     Args:
-        process_group: whose ranks synchronise.
+        process_group: of the layer.
         layer: the layer's name, the same on every rank.
     """
 
@@ -85,312 +83,299 @@ class ProcessGroupPipe:
     layer: str
 
     def run_slave(self, contribution: Rows, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:
-        """Gathers the rows of all ranks and adds them.
-
-        Args:
-            contribution: as `SlavePipe.run_slave` takes it.
-            key: likewise.
-            phase: likewise.
+        """Gather the rows of all ranks and add them; arguments as for `SlavePipe.run_slave`.
 
         Raises:
-            RoundMismatch: on all ranks: they have come for different rounds.
-            ProtocolError: on all ranks: one has told numbers that none can have.
-            ConfigurationError: the process group is gone.
-            ConnectionClosed: it is that of the process which this one was forked from.
-            RuntimeError: torch's, for whatever goes wrong in the process group.
-            StatsdBNError: the round failed, with the reason, where a server watches.
+            RoundMismatch: on all ranks: they are in different rounds.
+            ProtocolError: on all ranks: one sent invalid numbers.
+            ConfigurationError: the process group no longer exists.
+            ConnectionClosed: the process group belongs to the parent of this forked process.
+            RuntimeError: of torch: the process group failed.
+            StatsdBNError: the round failed, with the reason, as the server reports it.
         """
-        if watch := watch_of(self.process_group.name):
-            aggregate: Aggregate = watch.exchange(self.layer, contribution, key, None, self._take_part, phase)
-            return aggregate
+        if connection := connection_over(self.process_group.name):
+            with connection.round(self.layer, key, None, phase) as round_:
+                group, started = group_of(self), time.monotonic()
+                rounds = rounds_of(group)
+                with rounds.lock, rounds.watched(round_.key, contribution) as watched:
+                    aggregate = _sum(group, contribution, round_.key)
+                transport = round_.session.transport
+                transport.bypassed_rounds += not (watched and watched.is_counted)
+                transport.bypassed_seconds += time.monotonic() - started
+                return aggregate
         try:
             group = group_of(self)
             rounds = rounds_of(group)
             with rounds.lock:
                 key = key or self.key(*rounds.steps.next(self.layer), phase)
-                rounds.steps.begins(key.phase)
+                rounds.steps.record_phase(key.phase)
                 return _sum(group, contribution, key)
         except StatsdBNError as error:
             hide_internal_frames(error)
             raise
 
     def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:
-        """Gathers the row as any other."""
+        """Compute the row and gather it."""
         return self.run_slave(row.measured(), key, phase)
-
-    def _take_part(self, session: Session, key: RoundKey, rows: Rows) -> Aggregate:
-        group, began = group_of(self), time.monotonic()
-        rounds = rounds_of(group)
-        with rounds.lock, rounds.watched(key, rows) as round_:
-            aggregate = _sum(group, rows, key)
-        session.transport.rounds_in_memory += not (round_ and round_.is_counted)
-        session.transport.seconds_in_memory += time.monotonic() - began
-        return aggregate
 
     @property
     def rank(self) -> int:
-        """This process's number among the members that an aggregate names: torch's, in the default process group."""
+        """This process's number among the ranks that an aggregate lists: its rank in torch's default process group."""
         return distributed.get_rank()
 
     def places(self) -> Mapping[int, str]:
-        """Those that the ranks have told one another before their first round."""
+        """Places of the ranks, which they gathered before their first round."""
         try:
             return rounds_of(group_of(self)).places
-        except ConfigurationError:  # what is told late may be of a group that is gone
+        except ConfigurationError:  # a late report may be of a group that no longer exists
             return {}
 
     def key(self, step: int, call: int, phase: str) -> RoundKey:
-        """Returns the key of a round of an earlier call."""
-        return _key(watch_of(self.process_group.name), step, self.layer, call, phase)
+        """Key of a round of an earlier call."""
+        return _key(connection_over(self.process_group.name), step, self.layer, call, phase)
 
 
-def _key(watch: Connection | None, step: int, name: str, call: int, phase: str) -> RoundKey:
-    job = ("torch", "process group", 0) if watch is None else (watch.member.job, watch.member.group, watch.member.epoch)
-    return RoundKey(*job, step, name, call, phase)
+def _key(connection: Connection | None, step: int, name: str, call: int, phase: str) -> RoundKey:
+    if connection is None:
+        return RoundKey("torch", "process group", 0, step, name, call, phase)
+    member = connection.member
+    return RoundKey(member.job, member.group, member.epoch, step, name, call, phase)
 
 
-def watch_of(name: str) -> Connection | None:
-    """Returns the connection whose members have agreed on the process group of this name for their rows."""
+def connection_over(name: str) -> Connection | None:
+    """The current connection, if its members have negotiated the process group of this name."""
     connection = current_connection()
-    agreed = connection.of_all.process_group if connection else None
-    return connection if agreed is not None and agreed.name == name else None
+    negotiated = connection.world_transport.process_group if connection else None
+    return connection if negotiated is not None and negotiated.name == name else None
 
 
-def follows(transport: Transport, earlier: Transport) -> bool:
-    """Whether a layer goes over a process group on which its job agreed after an earlier round over the server."""
+def switched_from_server(transport: Transport, earlier: Transport) -> bool:
+    """Whether a layer uses the process group that its job negotiated after an earlier round over the server."""
     return isinstance(transport, ProcessGroupPipe) and isinstance(earlier, SlavePipe) and earlier.group is None
 
 
 def group_of(pipe: ProcessGroupPipe) -> Any:
-    """Returns the process group of a transport.
+    """The process group of a transport.
 
     Raises:
         ConfigurationError: this process has no such group, or is not in it.
     """
     if not pipe.process_group.size:
         raise ConfigurationError(
-            f"layer {pipe.layer!r}: expected a process group that this process is in, where it trains, got another"
+            f"layer {pipe.layer!r}: this process is not a member of the layer's process group; train the layer on its "
+            "members only"
         )
     return pipe.process_group.find()
 
 
-def tell(pipe: ProcessGroupPipe, aggregate: Aggregate) -> None:
-    """Tells of an aggregate that is not finite, and has not come over the host, whoever takes the group's rounds."""
-    with suppress(ConfigurationError):  # as above
-        if insight := rounds_of(group_of(pipe)).insight:
-            insight.tell(aggregate)
+def report_non_finite(pipe: ProcessGroupPipe, aggregate: Aggregate) -> None:
+    """Report an aggregate that is not finite and was computed on devices."""
+    with suppress(ConfigurationError):  # the group may no longer exist
+        if reporter := rounds_of(group_of(pipe)).reporter:
+            reporter.report_non_finite(aggregate)
 
 
 def all_gather(process_group: NamedProcessGroup, name: str, message: bytes) -> dict[int, bytes]:
-    """Returns every rank's bytes, of any length, by rank in the process group.
+    """Gather the ranks' bytes, of any length; return them by rank in the process group.
 
     Args:
-        process_group: whose ranks gather.
-        name: of what is gathered, the same on every rank; chosen like the name of a layer.
-        message: this rank's.
+        process_group: of the gathering ranks.
+        name: of the gathered data, the same on every rank and distinct from the layers' names.
+        message: this rank's bytes.
 
     Raises:
-        RoundMismatch: on all ranks: they have come for different things.
-        ProtocolError: on all ranks: one has told a length that none can have.
+        RoundMismatch: on all ranks: they are in different rounds.
+        ProtocolError: on all ranks: one sent an invalid length.
     """
     group = process_group.find()
     rounds = rounds_of(group)
     with rounds.lock:
         step, call = rounds.steps.next(name)
-        key = _key(rounds.watch, step, name, call, GATHER)
-        # What others send is never unpickled, as torch's `all_gather_object` would.
+        key = _key(rounds.connection, step, name, call, GATHER)
+        # torch's `all_gather_object` would unpickle data of other ranks.
         with rounds.watched(key):
-            lengths = met(group, key, (1, 1), 1, np.array([len(message)], np.int64))[:, FIRST_ROW]
+            lengths = gather_messages(group, key, (1, 1), 1, np.array([len(message)], np.int64))[:, FIRST_ROW]
             _check(group, key, "bytes", lengths, 0, MAX_BYTES)
-            words = np.frombuffer(message.ljust(_up_to_words(max(lengths)), b"\0"), np.int64)
-            messages = _gathered(group, words)
+            padded = -(-max(lengths) // WORD_BYTES) * WORD_BYTES
+            messages = _gather(group, np.frombuffer(message.ljust(padded, b"\0"), np.int64))
     return {rank: messages[rank].tobytes()[:length] for rank, length in enumerate(lengths)}
-
-
-def _up_to_words(size: int) -> int:
-    return -(-size // WORD_BYTES) * WORD_BYTES
 
 
 class Rounds:
     """The rounds of this process in one process group.
 
     Attributes:
-        lock: held while a round is under way: collectives have no names, so two rounds must not mix.
-        watch: the connection whose server watches them; None without one.
-        steps: counts them, as for a server.
-        insight: takes rows of them; None on all ranks but one.
-        places: where the ranks run, by their number; nobody's before the first round over the host.
-        on_device: of the layers whose ranks have agreed on it, how many rows each brings on its device; 0 where they go
-            over the host.
-        device: where messages of the host travel in a group that takes none there: that of the newest input of a layer.
+        lock: held during a round: collectives have no names, so two rounds must not mix.
+        connection: to the server that watches the rounds; None without one.
+        steps: of the rounds.
+        reporter: of the rounds; None on all ranks but the first.
+        places: host and process ID by rank; empty before the first round over the host.
+        on_device: rows per rank on its device, by layer, as the ranks have agreed, see `device_rows`; 0: over the host.
+        device: of the newest input, on which host messages travel if the group has no host backend.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.watch: Connection | None = None
-        self.steps = Steps()
+        self.connection: Connection | None = None
+        self.steps = StepCounter()
         self.places: dict[int, str] = {}
-        self.insight: ToServer | Here | None = None
+        self.reporter: ServerReporter | LocalReporter | None = None
         self._round: WatchedRound | None = None
-        self._latest: RoundKey | None = None
+        self._previous: RoundKey | None = None
         self.on_device: dict[str, int] = {}
         self.device: torch.device | None = None
 
-    def look_on(self, group: Any, watch: Connection | None = None) -> None:
-        """Has a connection's server watch from now on, or this process itself."""
-        self.watch = watch
+    def attach(self, group: Any, connection: Connection | None = None) -> None:
+        """Report the rounds from now on, to a connection's server or in this process's log."""
+        self.connection = connection
         ranks = distributed.get_process_group_ranks(group)
-        self.insight = insight_of(group.group_name, ranks, group.rank(), self.places)
-        if watch:
-            self.steps, self._latest = watch.session(None).steps, None
-            watch.at_end.append(self._come_through)
+        self.reporter = reporter_for(group.group_name, ranks, group.rank(), self.places)
+        if connection:
+            self.steps, self._previous = connection.session(None).steps, None
+            connection.close_callbacks.append(self._drain_device)
 
     @contextmanager
-    def watched(self, key: RoundKey, rows: Rows = _NOTHING) -> Iterator[WatchedRound | None]:
-        """Has the server hear of a round that takes long on the host; the lock is held."""
-        if self.watch:
-            self.watch.check_whole()
-            self._round = WatchedRound(self.watch, key, rows, self._latest)
+    def watched(self, key: RoundKey, rows: Rows = _NO_ROWS) -> Iterator[WatchedRound | None]:
+        """Escalate a round on the host to the server if it is slow; with the lock held."""
+        if self.connection:
+            self.connection.raise_if_broken()
+            self._round = WatchedRound(self.connection, key, rows, self._previous)
         try:
             yield self._round
-            self._latest = key
+            self._previous = key
         finally:
             self._round = None
 
     def begin_on_devices(self, pipe: ProcessGroupPipe, key: RoundKey | None, phase: str) -> RoundKey:
-        """Returns the key of a round on devices that begins now; the lock is held."""
-        if self.watch:
-            self.watch.check_whole()
-            self.watch.rounds += 1
-            self.watch.of_all.rounds_in_memory += 1
+        """Begin a round on devices and return its key; with the lock held."""
+        if self.connection:
+            self.connection.raise_if_broken()
+            self.connection.rounds += 1
+            self.connection.world_transport.bypassed_rounds += 1
         key = key or pipe.key(*self.steps.next(pipe.layer), phase)
-        self.steps.begins(key.phase)
+        self.steps.record_phase(key.phase)
         return key
 
     def wait(self, work: Any, device: torch.device) -> None:
-        """Waits for a collective; one on a device is waited for by that, and `BrokenJob` sees to it."""
+        """Wait for a collective; a slow one on a device is the business of `BrokenJob`."""
         if self._round and device.type == "cpu":
             self._round.wait(work)
         else:
             work.wait()
 
-    def _come_through(self) -> None:
-        """Waits until the device has done the rounds that were begun, for a while: others may not have begun them.
+    def _drain_device(self) -> None:
+        """Wait until the device has finished the rounds in its queue, `CAUSE_SECONDS` at most.
 
-        Else they would hear that this rank has left, and take it for missing in a round that it has brought rows to.
+        Otherwise the server would report that this rank left, although its rows of those rounds are on their way.
         """
-        if self.device is None or self.watch is None:
+        if self.device is None or self.connection is None:
             return
         module, until = torch.get_device_module(self.device), time.monotonic() + CAUSE_SECONDS
         event = module.current_stream(self.device).record_event()
-        while not (event.query() or self.watch.is_broken) and time.monotonic() < until:
+        while not (event.query() or self.connection.is_broken) and time.monotonic() < until:
             time.sleep(0.001)
 
 
 _rounds: "WeakKeyDictionary[Any, Rounds]" = WeakKeyDictionary()
 
 
-class _Inherited:
-    """The default process group that a forked child has of its parent; its threads and sockets stay with the parent.
+class _InheritedGroup:
+    """Default process group that a forked child inherits; its threads and sockets stay in the parent.
 
     Attributes:
-        world: the group; None in a process that has inherited none.
-        process: which process joined it.
+        world: the group; None in a process that inherited none.
+        process: that created it.
     """
 
     world: Any = None
     process = os.getpid()
 
-    def note(self) -> None:
-        """Notes what this process, a child that was just forked, has inherited."""
+    def record(self) -> None:
+        """Record the inherited group, in a child that was just forked."""
         world = distributed.group.WORLD if distributed.is_available() else None
         if world is None or world is not self.world:
             self.world, self.process = world, os.getppid()
 
     def check(self) -> None:
-        """Raises ConnectionClosed while this process has no other default process group than that of its parent."""
+        """Raise ConnectionClosed while the default process group is an inherited one."""
         if self.world is not None and self.world is distributed.group.WORLD:
             raise ConnectionClosed(
-                f"torch's process group of {distributed.get_world_size()} ranks was joined by process {self.process} "
-                f"and cannot be used by its forked child {os.getpid()}; evaluate there, or call "
+                f"process {os.getpid()} was forked from process {self.process} and cannot use its process group of "
+                f"{distributed.get_world_size()} ranks; use the model in eval mode there, or call "
                 "client.connect(rank=0, world_size=1) to train alone there"
             )
 
 
-_inherited = _Inherited()
-os.register_at_fork(after_in_child=_inherited.note)
+_inherited = _InheritedGroup()
+os.register_at_fork(after_in_child=_inherited.record)
 
 
 def rounds_of(group: Any) -> Rounds:
-    """Returns the rounds of this process in a group; the log says when they begin, and when another server watches.
+    """Rounds of this process in a group; log their beginning, and each change of the connection.
 
     Raises:
-        ConnectionClosed: the group is that of the process which this one was forked from.
+        ConnectionClosed: the group belongs to the parent of this forked process.
     """
     _inherited.check()
-    rounds, watch = _rounds.get(group), watch_of(group.group_name)
-    if rounds is None or rounds.watch is not watch:
+    rounds, over = _rounds.get(group), connection_over(group.group_name)
+    if rounds is None or rounds.connection is not over:
         rounds = _rounds.setdefault(group, Rounds())
-        rounds.look_on(group, watch)
-        # Whoever was connected to others may mean to be alone now, and the others may still be connected.
-        has_had_others = has_been_connected() and not has_been_alone()
+        rounds.attach(group, over)
+        # A process that closed a connection to others may synchronise by mistake: the others may still be connected.
+        had_others = has_been_connected() and not has_been_alone()
         connection = current_connection()
-        is_after_connection = has_had_others and connection is None
+        is_disconnected = had_others and connection is None
         logger.log(
-            logging.WARNING if is_after_connection else logging.INFO,
+            logging.WARNING if is_disconnected else logging.INFO,
             "%sthis process synchronises over torch's process group %r of %d ranks (%s), %s%s",
-            "the connection is closed: " if is_after_connection else "",
+            "the connection is closed: " if is_disconnected else "",
             group.group_name,
             group.size(),
             distributed.get_backend(group),
-            "watched by the server" if watch else "without a server",
+            "watched by the server" if over else "without a server",
             WITHOUT_SERVER if connection is None or connection.is_in_process else "",
         )
     return rounds
 
 
 def _sum(group: Any, contribution: Rows, key: RoundKey) -> Aggregate:
-    """Returns the sum over all ranks."""
+    """Sum of the rows of all ranks."""
     shape = contribution.values.shape[1:]
     first, *others = _as_words(contribution)
-    messages = met(group, key, shape, 1 + len(others), first)
-    firsts = messages[:, FIRST_ROW : FIRST_ROW + len(first)]
-    rows = _with_others(group, firsts, others, messages[:, ROWS])
+    messages = gather_messages(group, key, shape, 1 + len(others), first)
+    replicas = messages[:, ROWS]
+    rows = _all_rows(group, messages[:, FIRST_ROW : FIRST_ROW + len(first)], others, replicas)
     counts = [int(row[0]) for row in rows]
     if min(counts) < 0:
         raise ProtocolError(f"{key}: expected counts from 0, got {min(counts)}")
     values = [np.ascontiguousarray(row[1:]).view(np.float64).reshape(shape) for row in rows]
     total = sum_in_order(values)
     ranks = distributed.get_process_group_ranks(group)
-    whose = NOBODY if is_finite(total) else bearers(zip(_of_rows(ranks, messages[:, ROWS]), values, strict=True))
-    aggregate = Aggregate(key, len(rows), sum(counts), Members.of(ranks), total, non_finite=whose)
-    if insight := rounds_of(group).insight:
+    rank_of_row = np.repeat(ranks, replicas).tolist()
+    non_finite = NOBODY if is_finite(total) else bearers(zip(rank_of_row, values, strict=True))
+    aggregate = Aggregate(key, len(rows), sum(counts), Members.of(ranks), total, non_finite=non_finite)
+    if reporter := rounds_of(group).reporter:
         now = time.monotonic()
-        if whose.runs:
-            insight.tell(aggregate)
-        elif insight.samples.is_due(now, key):
-            insight.samples.look(now, key, counts, messages[:, ROWS].tolist(), np.stack(values))
+        if non_finite.runs:
+            reporter.report_non_finite(aggregate)
+        elif reporter.samples.is_due(now, key):
+            reporter.samples.look(now, key, counts, replicas.tolist(), np.stack(values))
     return aggregate
 
 
-def _of_rows(ranks: list[int], numbers: Words) -> list[int]:
-    """Returns the rank that each row is of, where each has brought so many."""
-    return [int(rank) for rank in np.repeat(ranks, numbers)]
-
-
-def met(group: Any, key: RoundKey, shape: tuple[int, ...], nr_rows: int, first: Words) -> Words:
-    """Returns the messages of all ranks, which have come to the same round with rows of the same shape.
+def gather_messages(group: Any, key: RoundKey, shape: tuple[int, ...], nr_rows: int, first: Words) -> Words:
+    """Gather the messages of all ranks, which are in the same round with rows of the same shape.
 
     Raises:
-        RoundMismatch: on all ranks: they have not.
-        ProtocolError: on all ranks: one has told numbers that none can have.
+        RoundMismatch: on all ranks: they are not.
+        ProtocolError: on all ranks: one sent an invalid number of rows.
     """
     rounds = rounds_of(group)
-    if not rounds.places:  # nobody waits longer for it than for the first round
+    if not rounds.places:  # takes no longer than the wait for the first round
         ranks = distributed.get_process_group_ranks(group)
-        rounds.places.update(zip(ranks, _texts(group, this_place()), strict=True))
-    head = np.array([np.uint64(digest_of(key)).view(np.int64), nr_rows, *shape], np.int64)
-    messages = _gathered(group, np.concatenate((head, first)))
+        rounds.places.update(zip(ranks, _gather_texts(group, host_and_pid()), strict=True))
+    head = np.array([np.uint64(key_digest(key)).view(np.int64), nr_rows, *shape], np.int64)
+    messages = _gather(group, np.concatenate((head, first)))
     if (messages[:, (DIGEST, VECTORS, CHANNELS)] != head[[DIGEST, VECTORS, CHANNELS]]).any():
         raise _mismatch(group, key, shape)
     _check(group, key, "rows", messages[:, ROWS], 1, limits.MAX_REPLICAS)
@@ -398,41 +383,41 @@ def met(group: Any, key: RoundKey, shape: tuple[int, ...], nr_rows: int, first: 
 
 
 def _check(group: Any, key: RoundKey, what: str, numbers: Words, least: int, most: int) -> None:
-    """Raises ProtocolError, on all ranks alike, if one of them has told a number that none can have."""
+    """Raise ProtocolError, on all ranks alike, if one of them sent a number outside of the bounds."""
     if least <= numbers.min() and numbers.max() <= most:
         return
-    place = int(((numbers < least) | (numbers > most)).argmax())
-    rank = distributed.get_process_group_ranks(group)[place]
-    raise ProtocolError(f"{key}: expected {least} to {most} {what} from rank {rank}, got {numbers[place]}")
+    index = int(((numbers < least) | (numbers > most)).argmax())
+    rank = distributed.get_process_group_ranks(group)[index]
+    raise ProtocolError(f"{key}: expected {least} to {most} {what} from rank {rank}, got {numbers[index]}")
 
 
 def _as_words(contribution: Rows) -> list[Words]:
-    """Returns the rows as they travel: the count, then the bits of the values."""
+    """Format of the rows: the count, then the bits of the values."""
     words = contribution.values.view(np.int64).reshape(len(contribution.counts), -1)
     counts = np.array(contribution.counts, np.int64).reshape(-1, 1)
     return list(np.concatenate((counts, words), axis=1))
 
 
-def _with_others(group: Any, firsts: Words, others: list[Words], numbers: Words) -> list[Words]:
-    """Returns all rows in rank order; where a rank has more than one, the others come in a message of their own."""
-    most = int(numbers.max()) - 1
+def _all_rows(group: Any, firsts: Words, others: list[Words], replicas: Words) -> list[Words]:
+    """All rows in rank order; if a rank has more than one, all gather their other rows in a second message."""
+    most = int(replicas.max()) - 1
     if not most:
         return list(firsts)
     rest = np.zeros((most, firsts.shape[1]), np.int64)
     rest[: len(others)] = np.array(others).reshape(-1, firsts.shape[1])
-    gathered = _gathered(group, rest.ravel())[:, : rest.size].reshape(len(firsts), *rest.shape)
-    return [row for rank, first in enumerate(firsts) for row in (first, *gathered[rank, : numbers[rank] - 1])]
+    gathered = _gather(group, rest.ravel())[:, : rest.size].reshape(len(firsts), *rest.shape)
+    return [row for rank, first in enumerate(firsts) for row in (first, *gathered[rank, : replicas[rank] - 1])]
 
 
 def _mismatch(group: Any, key: RoundKey, shape: tuple[int, ...]) -> RoundMismatch:
-    """Asks all what they have come for; all know by now that they differ."""
+    """Gather the rounds of all ranks, which all know by now that they differ, for an error that lists them."""
     vectors, channels = shape
-    names = _texts(group, f"{key.in_words()}, {channels} channels, {vectors} vectors")
+    names = _gather_texts(group, f"{key.in_words()}, {channels} channels, {vectors} vectors")
     ranks = distributed.get_process_group_ranks(group)
     places = []
-    for told in dict.fromkeys(names):
-        there = [rank for rank, each in zip(ranks, names, strict=True) if each == told]
-        place = f"in {told}"
+    for name in dict.fromkeys(names):
+        there = [rank for rank, each in zip(ranks, names, strict=True) if each == name]
+        place = f"in {name}"
         places.append(Place([Row((f"rank {rank}", place)) for rank in there[:MOST_ROWS]], len(there), place))
     places.sort(key=lambda place: -place.size)
     what = "deadlock: the ranks wait in different rounds"
@@ -440,19 +425,19 @@ def _mismatch(group: Any, key: RoundKey, shape: tuple[int, ...]) -> RoundMismatc
     return RoundMismatch(text, **key.fields)
 
 
-def _texts(group: Any, text: str) -> list[str]:
-    """Returns what all ranks say, in their order; `NAME_BYTES` of each."""
-    words = np.frombuffer(bytearray(text.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")), np.int64)
-    said = (bytes(one.view(np.uint8)).rstrip(b"\0") for one in _gathered(group, words))
-    return [readable(one.decode(errors="replace")) for one in said]
+def _gather_texts(group: Any, text: str) -> list[str]:
+    """Gather `TEXT_BYTES` of text from each rank, in order."""
+    words = np.frombuffer(bytearray(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")), np.int64)
+    texts = (bytes(each.view(np.uint8)).rstrip(b"\0") for each in _gather(group, words))
+    return [readable(each.decode(errors="replace")) for each in texts]
 
 
-def _gathered(group: Any, words: Words) -> Words:
-    """Returns the messages of all ranks, shape (ranks, words and more)."""
-    size = LEAST_WORDS
+def _gather(group: Any, words: Words) -> Words:
+    """Gather the ranks' messages, shape (ranks, words or more)."""
+    size = MIN_WORDS
     while size < len(words):
         size *= 2
-    device = _device_of(group)
+    device = _message_device(group)
     message = torch.zeros(size, dtype=torch.int64, device="cpu")
     message[: len(words)] = torch.from_numpy(words)
     message = message.to(device)
@@ -463,15 +448,15 @@ def _gathered(group: Any, words: Words) -> Words:
 
 
 def use_device(group: Any, device: torch.device) -> None:
-    """Has later messages of the host travel by the device of a layer's input, if the group can use that device."""
+    """Send later host messages over the device of a layer's input, if the group supports that device."""
     if device.type != "cpu" and any(device.type == kind.type for kind in group._device_types):  # noqa: SLF001 - has no public name
         rounds_of(group).device = device
 
 
-def _device_of(group: Any) -> torch.device:
-    """Returns where the group takes messages of the host; on the host, if it can.
+def _message_device(group: Any) -> torch.device:
+    """Device over which the group gathers host messages; the host if it can.
 
-    A group of NCCL's alone says "cuda" without a number, which would be the current device: the first one for all ranks
+    An NCCL-only group says "cuda" without an index, which would be the current device: the first one for all ranks
     whose script does not call `torch.cuda.set_device`.
     """
     devices = group._device_types  # noqa: SLF001 - has no public name

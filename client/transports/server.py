@@ -1,26 +1,50 @@
-"""SlavePipe: the transport to the aggregation server, over this process's connection."""
+"""SlavePipe: the transport over this process's connection to the aggregation server."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from client.native.row import NativeRow
+from client.session.channel_pool import run_state_machine
 from client.session.connection import Connection
 from client.session.groups import Group
-from client.transports.places import places
-from client.transports.transport import RowDone
-from statsd_bn.messages import Aggregate
+from client.session.protocol.member import Member
+from client.session.protocol.session import Actions
+from client.transports.transport import NativeResult
+from statsd_bn.errors import ProtocolError, ServerUnreachable, StatsdBNError
+from statsd_bn.members import places_in
+from statsd_bn.messages import WORLD, Aggregate, Failure, Status, StatusRequest
 from statsd_bn.reduction import Rows
 from statsd_bn.round_key import FORWARD, RoundKey
+from statsd_bn.text import plain
+from statsd_bn.wire import decode, encode
+
+logger = logging.getLogger("statsd_bn.client")
+
+# Timeout of a query for the members' places.
+PLACES_SECONDS = 1.0
+
+# All ranks may query at the same time, and the status of a large job is long: only this many ranks query.
+MAX_QUERYING_RANKS = 64
+
+
+# Time after which a round that bypasses the server escalates: its rows go to the server too, which diagnoses the wait.
+# Members' steps rarely differ by more.
+ESCALATE_SECONDS = 0.05
+
+# Interval at which an escalated round polls the server and its own transport.
+LISTEN_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class SlavePipe:
-    """The transport to the server.
+    """The transport over the server.
 
     Args:
         connection: this process's connection.
         layer: the layer's name, the same on every member.
-        group: the members that take part, as `Connection.group` takes it; None for all.
+        group: of the layer, as in `Connection.group`; None for the whole job.
     """
 
     connection: Connection
@@ -28,7 +52,7 @@ class SlavePipe:
     group: Group | str | None = None
 
     def run_slave(self, contribution: Rows, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:
-        """Sends this process's rows and waits for the sum over all members of the group.
+        """Send this process's rows and wait for the sum over all members of the group.
 
         Args:
             contribution: counts, and float64 values of shape (replicas, vectors, channels): Σx and Σx² forward,
@@ -43,23 +67,80 @@ class SlavePipe:
         Raises:
             StatsdBNError: the round failed, with the reason; most kinds are RoundFailed.
         """
-        found: Aggregate = self.connection.exchange(self.layer, contribution, key, self.group, None, phase)
-        return found
+        return self.connection.exchange(self.layer, contribution, key, self.group, phase)
 
-    def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate | RowDone:
-        """Sends the row as any other."""
+    def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate | NativeResult:
+        """Compute the row and send it."""
         return self.run_slave(row.measured(), key, phase)
 
     @property
     def rank(self) -> int:
-        """This process's number among the members that an aggregate names."""
+        """This process's number among the members that an aggregate lists."""
         return self.connection.rank
 
     def places(self) -> Mapping[int, str]:
-        """Asks the server where the members of the job run."""
-        return places(self.connection)
+        """Query the server for the host and process ID of the job's members, by number; empty if it does not answer."""
+        connection = self.connection
+        if connection.rank >= MAX_QUERYING_RANKS or connection.closed:
+            return {}
+        try:
+            with connection.channel_pool.channel() as channel:
+                return run_state_machine(PlacesQuery(connection.member), channel)
+        except StatsdBNError as error:
+            logger.debug("cannot ask the server which hosts the ranks run on: %s", error)
+            return {}
 
     def key(self, step: int, call: int, phase: str) -> RoundKey:
-        """Returns the key of a round of an earlier call."""
-        who, group = self.connection.member, self.connection.group(self.group)
-        return RoundKey(who.job, group.name, who.epoch, step, self.layer, call, phase)
+        """Key of a round of an earlier call."""
+        member, group = self.connection.member, self.connection.group(self.group)
+        return RoundKey(member.job, group.name, member.epoch, step, self.layer, call, phase)
+
+
+class PlacesQuery:
+    """A `StateMachine` that queries the server's status; its result is the place of each member of a job, by number."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._frame = encode(StatusRequest())
+        self._expiry = 0.0
+
+    def begin(self, now: float) -> Actions[dict[int, str]]:
+        """Send the query."""
+        self._expiry = now + PLACES_SECONDS
+        return (self._frame,), self._expiry, None
+
+    def step(self, now: float, frame: bytes | None) -> Actions[dict[int, str]]:
+        """Read the answer; without a frame, send the query again.
+
+        Raises:
+            ServerUnreachable: the query timed out.
+            ProtocolError: the answer is malformed, or the server refused.
+        """
+        answer = decode(frame) if frame is not None else None
+        if isinstance(answer, Status):
+            return (), now, places_in_report(answer.report, self._member.job)
+        if isinstance(answer, Failure) and answer.key is None:
+            raise ProtocolError(f"expected a status, got {answer.message}")
+        if now >= self._expiry:
+            raise ServerUnreachable(f"no status within {PLACES_SECONDS:.0f} s")
+        return (self._frame,) if frame is None else (), self._expiry, None
+
+
+def places_in_report(report: dict[str, Any], job: str) -> dict[int, str]:
+    """Places of a job's members in a status report: of present members, and of others that its findings name."""
+    found: dict[int, str] = {}
+    for group in _dicts(report.get("groups")):
+        if group.get("job") == job and group.get("group") == WORLD:
+            for text in _items(group.get("non_finite")):
+                found.update(places_in(str(text)))
+            members = _dicts(group.get("members"))
+            found.update((each["member"], str(each["place"])) for each in members if {"member", "place"} <= each.keys())
+    return {member: plain(place) for member, place in found.items()}
+
+
+def _items(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _dicts(value: object) -> list[dict[str, Any]]:
+    return [each for each in _items(value) if isinstance(each, dict)]

@@ -1,124 +1,126 @@
-"""SharedMemoryPipe: the transport between the members of one host, over memory that they share.
+"""SharedMemoryPipe: the transport between the members of one host over shared memory.
 
-The first round of a group goes over the server. After it the members agree on whether they share memory. If they do,
-each member writes its rows, waits until all have, and adds them for itself, to the same bits as the server would. The
-server has no part in it, and a restart of it goes by unnoticed. But what a wait is about is the server's business: who
-is late and where, who has gone, who has come to another layer. So a member that waits for more than a moment sends its
-rows to the server as well, as if there were no memory, and listens to both.
+The first round of a group goes over the server; behind it the members negotiate whether they share memory. If they do,
+each member writes its rows, waits for the others and adds all rows itself, to the same bits as the server. A restart of
+the server does not disturb these rounds. Only the server can diagnose a wait: which rank is late and where, which has
+left, which is in another layer. So after `ESCALATE_SECONDS` a waiting member escalates: it also sends its rows to the
+server and takes the first answer, from memory or from the server.
 """
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
+from typing import Any
 from weakref import WeakKeyDictionary
 
-from client.native.library import CLOSED, DONE
+from client.native.library import CLOSED, DONE, WAITS
 from client.native.row import NativeRow
 from client.session.connection import Connection
 from client.session.groups import Group
-from client.session.protocol.session import Session
-from client.transports import agreement
+from client.session.protocol.round_trip import RoundTrip
+from client.session.protocol.session import Actions, Session
+from client.session.round import Round
+from client.transports import negotiation
 from client.transports.group_memory import GroupMemory
-from client.transports.key_digest import digest_of
-from client.transports.round_in_memory import ESCALATE_SECONDS, AtServer, RoundInMemory, aggregate_in, count
-from client.transports.server import SlavePipe
-from client.transports.transport import RowDone
-from statsd_bn.messages import Aggregate
+from client.transports.server import ESCALATE_SECONDS, LISTEN_SECONDS, SlavePipe
+from client.transports.transport import NativeResult, key_digest
+from statsd_bn.members import NOBODY
+from statsd_bn.messages import Aggregate, sound_aggregate
 from statsd_bn.reduction import Rows
 from statsd_bn.round_key import FORWARD, RoundKey
 
-# Of each connection, the memory of its groups, from the group's first round on; None where they do not share any.
-_agreed: "WeakKeyDictionary[Connection, dict[str, Future[GroupMemory | None]]]" = WeakKeyDictionary()
+# The memory of each connection's groups, from a group's first round on; None for groups that do not share any.
+_negotiated: "WeakKeyDictionary[Connection, dict[str, Future[GroupMemory | None]]]" = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryPipe(SlavePipe):
-    """The transport over shared memory; over the server where the group's members do not share any.
+    """The transport of strict groups: over shared memory, or over the server where the members do not share any.
 
-    It is the transport of every strict group, since all members have to agree.
+    Negotiation needs all members, so elastic groups use `SlavePipe`.
     """
 
     def run_slave(self, contribution: Rows, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:
-        """Exchanges a contribution for the aggregate of its round; see `SlavePipe.run_slave`."""
-        found: Aggregate = self.connection.exchange(self.layer, contribution, key, self.group, self._take_part, phase)
-        return found
+        """Exchange a contribution for the aggregate of its round; see `SlavePipe.run_slave`."""
+        with self.connection.round(self.layer, key, self.group, phase) as round_:
+            aggregate: Aggregate = self._exchange(round_, contribution)
+            return aggregate
 
-    def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate | RowDone:
-        """The same with a row that the core computes, brings to the memory and uses, in one call."""
-        found: Aggregate | RowDone = self.connection.exchange(self.layer, row, key, self.group, self._take_part, phase)
-        return found
+    def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate | NativeResult:
+        """Like `run_slave`; in shared memory the native core computes, exchanges and uses the row in one call."""
+        with self.connection.round(self.layer, key, self.group, phase) as round_:
+            result: Aggregate | NativeResult = self._exchange(round_, row)
+            return result
 
-    def _take_part(self, session: Session, key: RoundKey, rows: Rows | NativeRow) -> Aggregate | RowDone:
-        memory = session.transport.memory or self._agreed_memory(session)
-        connection = self.connection
-        if not isinstance(memory, GroupMemory) or session.is_uneven:
+    def _exchange(self, round_: Round, rows: Rows | NativeRow) -> Any:
+        session, key, connection = round_.session, round_.key, self.connection
+        memory = session.transport.memory or self._negotiated_memory(session)
+        if not isinstance(memory, GroupMemory) or session.has_uneven_inputs:
             rows = rows.measured() if isinstance(rows, NativeRow) else rows
             aggregate = connection.over_server(session, key, rows)
-            if memory is None and not session.is_uneven:
-                _agree(connection, connection.group(self.group))
+            if memory is None and not session.has_uneven_inputs:
+                _negotiate(connection, connection.group(self.group))
             return aggregate
         with memory.lock:
             try:
                 if connection.is_broken:
-                    # The server may have lost this member, and in memory it would go on: there nothing says so.
-                    memory.close()
-                began = monotonic()
-                stands = memory.arrive(digest_of(key), rows, began, ESCALATE_SECONDS)
-                if stands == DONE and not memory.found.is_told:
-                    return _done(session, key, memory, rows, began)
-                brought = rows.brought if isinstance(rows, NativeRow) else rows
-                begin_trip = partial(connection.round_trip, session, key, brought)
-                if stands == CLOSED:
-                    found: Aggregate | AtServer = AtServer(begin_trip())
+                    # The server may have lost this member, and rounds in memory would not notice.
+                    memory.abandon()
+                arrived = monotonic()
+                state = memory.arrive(key_digest(key), rows, arrived, ESCALATE_SECONDS)
+                if state == DONE and not memory.result.is_escalated:
+                    return _finish(round_, memory, rows, arrived)
+                own_rows = rows.brought if isinstance(rows, NativeRow) else rows
+                make_trip = partial(connection.round_trip, session, key, own_rows)
+                if state == CLOSED:
+                    found: Aggregate | ServerFallback = ServerFallback(make_trip())
                 else:
-                    round_ = RoundInMemory(session, key, memory, began, begin_trip)
-                    found = _go_on(round_, memory, connection)
+                    found = _run(MemoryRound(session, key, memory, arrived, make_trip), memory, connection)
             except BaseException:
                 # A member that leaves a round early is out of step with the others for good.
-                memory.close()
+                memory.abandon()
                 raise
         # Without the lock: two threads may wait for each other there, on this member and on another.
         return found if isinstance(found, Aggregate) else connection.run(found.trip)
 
-    def _agreed_memory(self, session: Session) -> GroupMemory | None:
-        """Waits for another thread that is about to agree."""
-        agreed = _agreed.get(self.connection, {}).get(session.member.group)
-        return agreed.result() if agreed else None
+    def _negotiated_memory(self, session: Session) -> GroupMemory | None:
+        """Wait for another thread that is negotiating."""
+        future = _negotiated.get(self.connection, {}).get(session.member.group)
+        return future.result() if future else None
 
 
-def _agree(connection: Connection, group: Group) -> None:
-    """Finds out whether the group shares memory; of threads that come at once the first one does so."""
+def _negotiate(connection: Connection, group: Group) -> None:
+    """Negotiate the group's memory, in the first of several threads only."""
     with _lock:
-        of_groups = _agreed.setdefault(connection, {})
-        if group.name in of_groups:
+        futures = _negotiated.setdefault(connection, {})
+        if group.name in futures:
             return
-        agreed: Future[GroupMemory | None] = of_groups.setdefault(group.name, Future())
+        future: Future[GroupMemory | None] = futures.setdefault(group.name, Future())
     try:
-        agreed.set_result(agreement.agree(connection, group))
+        future.set_result(negotiation.negotiate(connection, group))
     except BaseException as error:
-        # The next to use the group tries again.
-        del of_groups[group.name]
-        agreed.set_exception(error)
+        # The next use of the group negotiates again.
+        del futures[group.name]
+        future.set_exception(error)
         raise
 
 
-def _done(
-    session: Session, key: RoundKey, memory: GroupMemory, rows: Rows | NativeRow, began: float
-) -> Aggregate | RowDone:
-    """Ends a round that is done in memory: with a row that the core has computed, it has used the sum as well."""
+def _finish(round_: Round, memory: GroupMemory, rows: Rows | NativeRow, arrived: float) -> Aggregate | NativeResult:
+    """Finish a round that completed in memory; for a `NativeRow` the core has used the sum already."""
     now = monotonic()
-    if isinstance(rows, NativeRow):
-        seconds = (memory.found.done - memory.found.came) / 1e9
-        count(session, key, memory, seconds, now)
-        return RowDone(key, seconds)
-    return aggregate_in(session, key, memory, now - began, now)
+    if not isinstance(rows, NativeRow):
+        return _aggregate(round_.session, round_.key, memory, now - arrived, now)
+    round_.native_seconds = seconds = (memory.result.done - memory.result.came) / 1e9
+    _count(round_.session, round_.key, memory, seconds, now)
+    return NativeResult(round_.key, seconds)
 
 
-def _go_on(round_: RoundInMemory, memory: GroupMemory, connection: Connection) -> Aggregate | AtServer:
-    """Ends a round that is not done in memory within a moment, or of which the server has heard."""
+def _run(round_: "MemoryRound", memory: GroupMemory, connection: Connection) -> "Aggregate | ServerFallback":
+    """Run a round that did not complete within `ESCALATE_SECONDS`, or that another member escalated."""
     frames, due, found = round_.begin(monotonic())
     if found is None:
         memory.wait(due - monotonic())
@@ -132,4 +134,127 @@ def _go_on(round_: RoundInMemory, memory: GroupMemory, connection: Connection) -
             if found is not None:
                 return found
             memory.wait(due - monotonic())
-            frames, due, found = round_.step(monotonic(), channel.look())
+            frames, due, found = round_.step(monotonic(), channel.receive_nowait())
+
+
+@dataclass(frozen=True)
+class ServerFallback:
+    """Result of a round that only the server can finish.
+
+    Attributes:
+        trip: the round over the server, begun or not.
+    """
+
+    trip: RoundTrip
+
+
+class MemoryRound:
+    """A `StateMachine` for a round in memory that takes long; its result is the same kind for all members.
+
+    Args:
+        session: of this member.
+        key: of the round.
+        memory: of the group, in the turn of this round. It is abandoned if the round fails.
+        arrived: when this member arrived at that turn.
+        make_trip: returns the round over the server, not begun.
+        listen_seconds: interval at which memory and server are polled after escalation.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        key: RoundKey,
+        memory: GroupMemory,
+        arrived: float,
+        make_trip: Callable[[], RoundTrip],
+        listen_seconds: float = LISTEN_SECONDS,
+    ) -> None:
+        self._session = session
+        self._key = key
+        self._memory = memory
+        self._make_trip = make_trip
+        self._listen_seconds = listen_seconds
+        self._trip: RoundTrip | None = None
+        self._arrived, self._due = arrived, arrived + ESCALATE_SECONDS
+
+    def begin(self, now: float) -> Actions[Aggregate | ServerFallback]:
+        """Poll the memory."""
+        return self._poll(now) or ((), self._due, None)
+
+    def step(self, now: float, frame: bytes | None) -> Actions[Aggregate | ServerFallback]:
+        """Poll the memory, then read the server's frame; escalate when it is due.
+
+        Raises:
+            StatsdBNError: the round failed, with the reason.
+        """
+        if finished := self._poll(now):
+            return finished
+        if frame is None and now < self._due:
+            return (), self._next_poll(now), None
+        if self._trip is None:
+            return self._escalate(now)
+        frames, self._due, aggregate = self._trip.step(now, frame)
+        if aggregate and not self._memory.have_all_arrived:
+            # The others completed this round in an earlier turn: they are out of step with this member.
+            self._memory.abandon()
+        return frames, self._next_poll(now), aggregate
+
+    def _escalate(self, now: float) -> Actions[Aggregate | ServerFallback]:
+        self._memory.escalate()
+        if finished := self._poll(now):
+            return finished
+        self._trip = self._make_trip()
+        self._trip.late = self._late_ranks
+        frames, self._due, aggregate = self._trip.begin(now)
+        return frames, self._next_poll(now), aggregate
+
+    def _late_ranks(self) -> list[int]:
+        """Ranks that have not arrived in memory; a member that leaves never arrives."""
+        late = self._memory.late
+        return [rank for index, rank in enumerate(self._session.members) if index in late]
+
+    def _next_poll(self, now: float) -> float:
+        return min(self._due, now + self._listen_seconds)
+
+    def _poll(self, now: float) -> Actions[Aggregate | ServerFallback] | None:
+        """Result of the round if it has ended in memory."""
+        memory = self._memory
+        state = memory.wait(0.0)
+        if state == WAITS:
+            return None
+        if state != DONE:
+            # Only the server can find the reason: a member that left, or values that are not finite.
+            return (), now, self._fallback()
+        was_sent = self._trip is not None
+        aggregate = _aggregate(self._session, self._key, memory, now - self._arrived, now, was_sent=was_sent)
+        # After an escalation every member reports the end of the round at once: the escalating member may be
+        # descheduled or its frame lost, and the server would see a false deadlock with the next round.
+        return (self._session.round_done(self._key),) if memory.result.is_escalated else (), now, aggregate
+
+    def _fallback(self) -> ServerFallback:
+        if self._trip:
+            self._trip.late = tuple  # the memory may be in another round by then
+        return ServerFallback(self._trip or self._make_trip())
+
+
+def _aggregate(
+    session: Session, key: RoundKey, memory: GroupMemory, seconds: float, now: float, *, was_sent: bool = False
+) -> Aggregate:
+    """Aggregate of a completed turn, which it counts; arguments as for `_count`."""
+    _count(session, key, memory, seconds, now, was_sent=was_sent)
+    result = memory.result
+    return sound_aggregate(key, result.rows, result.count, session.members, memory.total, NOBODY)
+
+
+def _count(
+    session: Session, key: RoundKey, memory: GroupMemory, seconds: float, now: float, *, was_sent: bool = False
+) -> None:
+    """Count a completed turn, which took `seconds`; if the rows `was_sent` to the server too, it counts the round."""
+    transport, behind = session.transport, memory.result.behind
+    transport.bypassed_rounds += not was_sent
+    transport.bypassed_seconds += seconds
+    if behind:
+        session.lateness.add(behind / 1e9)
+    samples = transport.samples
+    if samples is not None and samples.is_due(now, key):
+        samples.look(now, key, *memory.gathered_rows())

@@ -1,10 +1,11 @@
-"""Transport: how the rows of one layer reach the other members, and how the aggregate comes back.
+"""Transport: the contract of all transports, which exchange the rows of one layer for the aggregate over all members.
 
-Every transport follows this contract, so nothing above it knows which one it uses. Each kind has a file of its own, and
-`client.transports.choose` decides which one a layer gets.
+Code above this package never depends on the kind of transport; `client.transports.choose` selects it.
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
+from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
 from client.native.row import NativeRow
@@ -12,13 +13,20 @@ from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import Rows
 from statsd_bn.round_key import FORWARD, RoundKey
 
+_DIGEST_BYTES = 8
+_DIGEST_MASK = (1 << 8 * _DIGEST_BYTES) - 1
 
-class RowDone(NamedTuple):
-    """What remains of a round that the core has had, and whose sum it has used.
+# Odd random factors. Digests of two rounds of one layer differ while steps and calls are below 2^30; digests of two
+# layers collide only by chance.
+_STEP_FACTOR, _CALL_FACTOR = 0x9FD35B1C64E8A72B, 0xC25A0F9716B3D4E9
+
+
+class NativeResult(NamedTuple):
+    """Result of a round in which the native core computed the row, exchanged it and finished the pass.
 
     Attributes:
         key: of the round.
-        seconds: that it took.
+        seconds: duration of the round.
     """
 
     key: RoundKey
@@ -26,9 +34,9 @@ class RowDone(NamedTuple):
 
 
 class Transport(Protocol):
-    """Takes rows, returns the aggregate of everybody's rows.
+    """Exchanges this process's rows for the aggregate over all members.
 
-    All transports add the same rows to the same bits. Two are equal if they take the same layer the same way.
+    All transports return the same bits. Two transports are equal if they carry the same layer in the same way.
 
     Example usage:
 
@@ -38,23 +46,35 @@ class Transport(Protocol):
     """
 
     def run_slave(self, contribution: Rows, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:
-        """Exchanges a contribution for the aggregate of its round.
+        """Exchange a contribution for the aggregate of its round.
 
         Args:
-            contribution: this process's rows, one for each of its replicas.
+            contribution: one row per replica of this process.
             key: of the round; None for the layer's next forward round.
-            phase: of that forward round, one of `FORWARD_PHASES`; all members say the same.
+            phase: of that forward round, one of `FORWARD_PHASES`, the same on all members.
         """
 
-    def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> "Aggregate | RowDone":
-        """The same for a row that is still to be computed; the pass is finished with it where the core can do so."""
+    def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> "Aggregate | NativeResult":
+        """Like `run_slave`, for a row that is not computed yet; the native core finishes the pass where it can."""
 
     @property
     def rank(self) -> int:
-        """This process's number among the members that an aggregate names."""
+        """This process's number among the members that an aggregate lists."""
 
     def places(self) -> Mapping[int, str]:
-        """Returns host and process of members, by number, as far as this process can find out; may ask the server."""
+        """Host and process ID of the members, by number, as far as known; may query the server."""
 
     def key(self, step: int, call: int, phase: str) -> RoundKey:
-        """Returns the key of a round of an earlier call."""
+        """Key of a round of an earlier call."""
+
+
+def key_digest(key: RoundKey) -> int:
+    """Digest of a round's key, 64 bits, unsigned: members compare it to detect that their rounds differ."""
+    job, group, epoch, step, layer, call, phase = key
+    return (_layer_digest(job, group, epoch, layer, phase) + step * _STEP_FACTOR + call * _CALL_FACTOR) & _DIGEST_MASK
+
+
+@lru_cache(maxsize=4096)
+def _layer_digest(*parts: str | int) -> int:
+    # The repr of a tuple of strings and integers is unambiguous, and faster than the wire encoding.
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=_DIGEST_BYTES).digest(), "little")

@@ -6,13 +6,13 @@ import pytest
 
 from chaos import soak
 from chaos.chaos_world import Finding
-from client.transports import agreement, passing
+from client.transports import memfd, negotiation
 from support import starter
 
 pytestmark = [
-    pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not()),
+    pytest.mark.skipif(bool(memfd.unavailable_reason()), reason=memfd.unavailable_reason()),
     pytest.mark.skipif(
-        agreement.platform.machine() not in agreement.TRIED_ON, reason="it is not chosen by itself here"
+        negotiation.platform.machine() not in negotiation.TESTED_MACHINES, reason="it is not chosen by itself here"
     ),
 ]
 
@@ -45,7 +45,7 @@ def test_nothing_is_left_of_members_that_are_killed():
 
 def test_memory_that_somebody_still_has_is_found(monkeypatch):
     """Otherwise the test above could not fail."""
-    offer = passing.Offer(2**16)
+    offer = memfd.MemoryOffer(2**16)
     try:
         monkeypatch.setattr(soak, "MEMORY", "memfd:statsd_bn")
         (mine,) = soak.memories_of(soak.os.getpid())

@@ -66,11 +66,11 @@ def gather(transport):
 
 
 def test_ranks_agree_on_the_device_of_their_input(transport):
-    assert device_of(device_rows.capacity_of, transport, [input_on(SECOND)]) == SECOND
+    assert device_of(device_rows.device_capacity, transport, [input_on(SECOND)]) == SECOND
 
 
 def test_what_goes_over_the_host_later_travels_by_that_device_too(transport):
-    device_of(device_rows.capacity_of, transport, [input_on(SECOND)])
+    device_of(device_rows.device_capacity, transport, [input_on(SECOND)])
     assert device_of(gather, transport) == SECOND
 
 
@@ -85,8 +85,8 @@ def test_the_rounds_of_a_layer_that_recalibrates_do_so_as_well(transport):
 
 
 def test_an_input_that_the_group_cannot_take_changes_nothing(transport):
-    device_of(device_rows.capacity_of, transport, [input_on(SECOND)])
-    assert device_of(device_rows.capacity_of, transport, [input_on("cpu")]) == SECOND
+    device_of(device_rows.device_capacity, transport, [input_on(SECOND)])
+    assert device_of(device_rows.device_capacity, transport, [input_on("cpu")]) == SECOND
 
 
 def test_before_any_input_it_is_the_device_that_the_group_is_bound_to(transport, monkeypatch):

@@ -68,7 +68,7 @@ def test_causes_in_the_page_are_those_of_the_code():
         "no sign of life for",
         "did not reconnect after the server was restarted",
         "came back too late",
-        "taken for lost",
+        "declared lost",
         "its key was revoked",
     ):
         assert cause in SECTIONS["ReplicaLost"]

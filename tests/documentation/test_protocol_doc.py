@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from client.launch import connect
-from client.session import channel_pool, heartbeat_socket
+from client.session import channel_pool, heartbeat
 from client.session.protocol import registration, round_trip
 from server.core import collectives, deadlock, hang_probe, liveness, registry
 from server.core.dispatcher import Dispatcher
@@ -532,7 +532,7 @@ def test_the_life_of_a_round_is_the_codes_table():
 def test_deadlines_and_queues_have_the_codes_values():
     whose = {
         "server": [service, results, deadlock, liveness, registry, connections, quota],
-        "client": [heartbeat_socket, connect, registration, round_trip, channel_pool],
+        "client": [heartbeat, connect, registration, round_trip, channel_pool],
         "both": [listener, channel_pool],
     }
     for name, value, side in table("Deadlines"):

@@ -142,25 +142,25 @@ def _sound_frames() -> Iterator[bytes]:
         aggregate = messages.Aggregate(key, 2, 4, Members.of(range(WORLD)), rows.values[0])
         for attempt in (0, 1):
             yield session.contribution(key, rows, attempt)
-        session.begins(key.of_phase(BACKWARD))
+        session.begin_round(key.of_phase(BACKWARD))
         yield session.contribution(key.of_phase(BACKWARD), rows)
         yield session.contribution(session.forward_key("bn"), rows)
         yield from _gather(session)
         yield session.heartbeat()
         for number in (1, 2):
-            report = session.token, number, "train.py:1 main", number % 2, "0", Members.of([0, 1]), 7
+            report = session.member_token, number, "train.py:1 main", number % 2, "0", Members.of([0, 1]), 7
             yield encode(messages.StackReport(*report))
         yield session.leave("")
         yield session.leave("it failed")
         yield _figures(session, key)
-        yield encode(messages.RoundTrips(session.token, 500, (0, 3, *[0] * 22)))
-        yield encode(messages.LatenessReport(session.token, 500, (0, 3, *[0] * 22)))
-        yield encode(messages.NonFiniteRound(session.token, key, Members.of([0]), "1 of 3 channels (inf)"))
+        yield encode(messages.RoundTrips(session.member_token, 500, (0, 3, *[0] * 22)))
+        yield encode(messages.LatenessReport(session.member_token, 500, (0, 3, *[0] * 22)))
+        yield encode(messages.NonFiniteRound(session.member_token, key, Members.of([0]), "1 of 3 channels (inf)"))
         if session.member.rank == 0:  # all of them would leave few rounds to end otherwise
-            yield session.settled(key)
-        yield encode(messages.Result(session.token, aggregate))
-        session.overhear(_registered(session))
-        yield from session.introduction()
+            yield session.round_done(key)
+        yield encode(messages.Result(session.member_token, aggregate))
+        session.on_unsolicited(_registered(session))
+        yield from session.resync_frames()
 
 
 def _gather(session: Session) -> Iterator[bytes]:
@@ -169,7 +169,7 @@ def _gather(session: Session) -> Iterator[bytes]:
     channels = 2 + session.member.rank
     yield session.contribution(key, Rows((0,), np.arange(float(channels)).reshape(1, 1, channels)))
     joined = messages.Aggregate(key, WORLD, 0, Members.of(range(WORLD)), np.arange(5.0).reshape(1, 5))
-    yield encode(messages.Result(session.token, joined))
+    yield encode(messages.Result(session.member_token, joined))
 
 
 def _figures(session: Session, key: RoundKey) -> bytes:
@@ -182,9 +182,9 @@ def _figures(session: Session, key: RoundKey) -> bytes:
 
 def _registered(session: Session) -> bytes:
     """What an earlier life of the server has told a member."""
-    return encode(messages.Registered(digest(session.token), EARLIER, 0, 0, 0, Members.of(range(WORLD))))
+    return encode(messages.Registered(digest(session.member_token), EARLIER, 0, 0, 0, Members.of(range(WORLD))))
 
 
-TOKENS = [session.token for session in _sessions()]
+TOKENS = [session.member_token for session in _sessions()]
 REGISTRATIONS = [session.register() for session in _sessions()]
 SOUND = list(_sound_frames())

@@ -163,7 +163,7 @@ def test_ranks_with_and_without_kernels_have_the_same_bits(launch, dtype, clamp)
     found = finished(
         launch, rows, Running(ours.running_mean, ours.running_var, ours.num_batches_tracked, 0.1), 300, clamp=clamp
     )
-    count, (sums, squares) = device_rows.total(rows[:, 1:], (2, 300))
+    count, (sums, squares) = device_rows.sum_rows(rows[:, 1:], (2, 300))
     moments = ChannelMoments(count, sums, squares)
     running_stats.update_from(torchs, moments)
     expected = ChannelStatistics.of(moments, 1e-5, "clamp" if clamp else "plus")

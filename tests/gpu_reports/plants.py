@@ -39,13 +39,13 @@ def value_read() -> Iterator[None]:
 @contextmanager
 def wrong_sum() -> Iterator[None]:
     """Sums that are a thousandth too large."""
-    add = device_rows.total
+    add = device_rows.sum_rows
 
     def wrong(*given: object) -> tuple[Tensor, Tensor]:
         count, values = add(*given)
         return count, values * 1.001
 
-    with mock.patch.object(device_rows, "total", wrong):
+    with mock.patch.object(device_rows, "sum_rows", wrong):
         yield
 
 
@@ -108,20 +108,20 @@ def compiled_without_round() -> Iterator[None]:
 @contextmanager
 def own_order() -> Iterator[None]:
     """Each rank adds the rows beginning with its own, which changes last bits."""
-    add = device_rows.total
+    add = device_rows.sum_rows
 
     def from_own(rows: Tensor, shape: object) -> tuple[Tensor, Tensor]:
         rank = distributed.get_rank() if distributed.is_initialized() else 0
         return add(rows.roll(-rank, 0), shape)
 
-    with mock.patch.object(device_rows, "total", from_own):
+    with mock.patch.object(device_rows, "sum_rows", from_own):
         yield
 
 
 @contextmanager
 def same_digests() -> Iterator[None]:
     """Ranks cannot tell rounds apart."""
-    with mock.patch.object(device_rows, "digest_of", return_value=1):
+    with mock.patch.object(device_rows, "key_digest", return_value=1):
         yield
 
 

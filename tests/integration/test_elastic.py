@@ -154,7 +154,7 @@ def test_a_round_that_ended_without_a_member_is_no_answer_to_it(world):
     ).replies[0][1]
     late.key = world.members[0].key
     late.hear(frame)
-    assert "ranks 0-2 went on without it" in str(late.latest(ReplicaLost))
+    assert "ranks 0-2 continued without it" in str(late.latest(ReplicaLost))
 
 
 @pytest.mark.parametrize("min_members", [0, 1])
@@ -296,7 +296,7 @@ def test_one_whose_results_get_lost_again_and_again_is_lost_too(world):
     forward(others, 1.0)
     for _ in range(8):
         for frame in (mute.session.register(), mute.session.heartbeat()):
-            world.dispatcher.receive(world.now, mute.session.token, frame)
+            world.dispatcher.receive(world.now, mute.session.member_token, frame)
         world.pass_time(0.5)
     assert [member.total for member in others] == [([0, 1, 2], 3.0)] * 3
     world.silent.remove(mute)

@@ -10,7 +10,7 @@ import torch
 
 import client
 from client.ops import non_finite
-from client.transports.in_process import LocalPipe
+from client.transports.local import LocalPipe
 from client.transports.server import SlavePipe
 from programs import non_finite_programs
 from programs.non_finite_programs import three_steps

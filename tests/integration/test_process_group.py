@@ -117,12 +117,12 @@ def test_a_compiled_layer_notices_that_it_has_company_now(pool, tmp_path):
 
 def test_a_process_group_that_is_gone_is_told(ranks):
     for text in ranks(2, process_group_programs.destroyed):
-        assert "expected one that this process is in" in unfolded(text)
+        assert "does not exist in this process, or was destroyed" in unfolded(text)
 
 
 def test_a_rank_outside_of_its_process_group_is_told(ranks):
     _, text = ranks(2, process_group_programs.outside)
-    assert "expected a process group that this process is in" in unfolded(text)
+    assert "this process is not a member of the layer's process group" in unfolded(text)
 
 
 def test_one_of_group_and_process_group_is_enough():
@@ -150,7 +150,7 @@ def test_a_rank_whose_data_differ_is_named_by_the_first_rank_without_a_server(ra
 def test_of_a_process_group_that_is_gone_by_now_nothing_is_told_late():
     pipe = process_group.ProcessGroupPipe(NamedProcessGroup("gone", 2), "bn")
     assert pipe.places() == {}
-    process_group.tell(pipe, mock.Mock())
+    process_group.report_non_finite(pipe, mock.Mock())
 
 
 @pytest.mark.parametrize("on_devices", [False, True])

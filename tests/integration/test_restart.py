@@ -115,7 +115,7 @@ class World:
 
     def say(self, session, *frames):
         for frame in frames:
-            self.deliver(self.dispatcher.receive(self.now, session.token, frame).replies)
+            self.deliver(self.dispatcher.receive(self.now, session.member_token, frame).replies)
 
     def deliver(self, replies):
         for to, frame in replies:
@@ -123,14 +123,14 @@ class World:
 
     def read(self, session):
         """Returns what this session was answered since it last read."""
-        frames = self.inboxes.pop(session.token, [])
+        frames = self.inboxes.pop(session.member_token, [])
         for frame in frames:
-            session.overhear(frame)
+            session.on_unsolicited(frame)
         return [decode(frame) for frame in frames]
 
     def take(self, session, key):
         """Lets a session take the answer to a round as its program would; returns the frame."""
-        (frame,) = self.inboxes.pop(session.token)
+        (frame,) = self.inboxes.pop(session.member_token)
         assert isinstance(session.answer(key, frame), Aggregate)
         return frame
 
@@ -163,7 +163,7 @@ def restarted(**given):
 
 
 def come_back(world, session, key):
-    world.say(session, *session.introduction(), session.contribution(key, rows_of(session.member.rank)))
+    world.say(session, *session.resync_frames(), session.contribution(key, rows_of(session.member.rank)))
 
 
 def test_a_round_that_one_member_had_an_answer_to_and_another_not_is_answered_with_the_same_bytes():
@@ -181,16 +181,16 @@ def test_a_round_that_one_member_had_an_answer_to_and_another_not_is_answered_wi
         world.say(session, session.contribution(key, rows_of(number), attempt=1))
     for session in world.members:
         (failure,) = world.read(session)
-        assert (failure.code, failure.fields) == ("unknown_session", {"digest": digest(session.token).hex()})
-        world.say(session, *session.introduction())
+        assert (failure.code, failure.fields) == ("unknown_session", {"digest": digest(session.member_token).hex()})
+        world.say(session, *session.resync_frames())
     world.say(ahead, ahead.contribution(following, rows_of(0, 7.0), attempt=1))
     for session in world.members:
         world.read(session)
     for number, session in enumerate(others, 1):
         world.say(session, session.contribution(key, rows_of(number), attempt=2))
     for session in others:
-        assert world.inboxes[session.token][-1] == expected
-        del world.inboxes[session.token][:-1]
+        assert world.inboxes[session.member_token][-1] == expected
+        del world.inboxes[session.member_token][:-1]
         world.take(session, key)
     for number, session in enumerate(others, 1):
         world.say(session, session.contribution(session.forward_key("bn2"), rows_of(number, 7.0)))
@@ -201,7 +201,7 @@ def test_what_comes_before_all_are_back_is_answered_when_they_are():
     world, key = restarted()
     first, second, third = world.members
     for session in (first, second):
-        world.say(session, *session.introduction())
+        world.say(session, *session.resync_frames())
         world.read(session)
     world.say(first, first.contribution(key, rows_of(0)))
     world.say(second, second.contribution(key, rows_of(1), attempt=1))
@@ -209,7 +209,7 @@ def test_what_comes_before_all_are_back_is_answered_when_they_are():
     (pending,) = world.read(second)
     assert isinstance(pending, Pending)
     assert "waiting for rank 2 to reconnect to the restarted server" in pending.message
-    world.say(third, *third.introduction())
+    world.say(third, *third.resync_frames())
     for session in world.members:
         *_, registered = (answer for answer in world.read(session) if isinstance(answer, Registered))
         assert (registered.missing, registered.server) == (0, b"server-1")
@@ -234,8 +234,8 @@ def test_only_the_latest_results_are_told_and_in_order():
     world = World(n=1)
     (session,) = world.members
     frames = [frame for number in range(20) for frame in world.exchange(f"bn{number}")]
-    register, *results = [decode(frame) for frame in session.introduction()]
-    assert (register.session, register.server, register.known) == (session.token, b"server-0", Members.of([0]))
+    register, *results = [decode(frame) for frame in session.resync_frames()]
+    assert (register.session, register.server, register.known) == (session.member_token, b"server-0", Members.of([0]))
     assert register.results == len(results) == limits.KEPT_ROUNDS
     assert [encode(result.aggregate) for result in results] == frames[-limits.KEPT_ROUNDS :]
 
@@ -249,25 +249,25 @@ def test_a_group_to_which_one_member_has_no_more_to_say_is_taken_up_again():
         pair.say(session, session.contribution(key, rows_of(number)))
     expected = pair.take(done, key)
     pair.restart(b"server-1")
-    pair.say(waiting, *waiting.introduction(), waiting.contribution(key, rows_of(0), attempt=1))
+    pair.say(waiting, *waiting.resync_frames(), waiting.contribution(key, rows_of(0), attempt=1))
     pair.heartbeats(done)
-    (unknown,) = pair.inboxes.pop(done.token)
-    assert waiting.overhear(unknown) == [], "it is about another session"
+    (unknown,) = pair.inboxes.pop(done.member_token)
+    assert waiting.on_unsolicited(unknown) == [], "it is about another session"
     pair.read(waiting)
-    pair.say(done, *done.overhear(unknown))
+    pair.say(done, *done.on_unsolicited(unknown))
     # It was told that all are back, and what it waits for.
-    *_, answer = pair.inboxes[waiting.token]
+    *_, answer = pair.inboxes[waiting.member_token]
     pair.say(waiting, waiting.contribution(key, rows_of(0), attempt=2))
-    assert pair.inboxes[waiting.token][-1] == expected
+    assert pair.inboxes[waiting.member_token][-1] == expected
     assert answer == expected
 
 
 def test_a_session_overhears_nothing_but_what_it_must_answer():
     session = World(n=1).members[0]
     for failure in (Failure("replica_lost", "gone", {}), Failure("unknown_session", "who?", {})):
-        assert session.overhear(encode(failure)) == []
-    assert session.overhear(b"garbage") == []
-    assert session.overhear(encode(Pending(session.forward_key("bn"), 0, "waiting"))) == []
+        assert session.on_unsolicited(encode(failure)) == []
+    assert session.on_unsolicited(b"garbage") == []
+    assert session.on_unsolicited(encode(Pending(session.forward_key("bn"), 0, "waiting"))) == []
 
 
 def test_a_member_that_does_not_come_back_is_named_when_it_would_be_lost():
@@ -301,7 +301,7 @@ def test_members_with_different_results_of_one_round_break_the_group():
     for session in (first, second):
         come_back(world, session, key)
         world.read(session)
-    register, result = map(decode, third.introduction())
+    register, result = map(decode, third.resync_frames())
     other = replace(result.aggregate, values=result.aggregate.values + 1.0)
     world.say(third, encode(register), encode(replace(result, aggregate=other)))
     world.say(third, third.contribution(key, rows_of(2)))
@@ -315,10 +315,12 @@ def test_members_with_different_results_of_one_round_break_the_group():
 def test_the_rows_of_all_members_go_before_a_result_that_differs_from_their_sum(caplog):
     world, key = restarted(min_members=1)
     for session in world.members:
-        register, result = map(decode, session.introduction())
+        register, result = map(decode, session.resync_frames())
         other = replace(result.aggregate, key=key, values=result.aggregate.values + 1.0)
         results = (
-            [encode(result), encode(Result(session.token, other))] if session.member.rank == 2 else [encode(result)]
+            [encode(result), encode(Result(session.member_token, other))]
+            if session.member.rank == 2
+            else [encode(result)]
         )
         world.say(session, encode(replace(register, results=len(results))), *results)
         world.say(session, session.contribution(key, rows_of(session.member.rank)))
@@ -332,7 +334,7 @@ def test_no_result_counts_in_a_group_that_has_not_been_restarted():
     world = World()
     (frame, *_) = world.exchange("bn")
     other = replace(decode(frame), values=np.full((2, 1), 1e30))
-    world.say(world.members[0], encode(Result(world.members[0].token, other)))
+    world.say(world.members[0], encode(Result(world.members[0].member_token, other)))
     world.exchange("bn2")
 
 
@@ -353,9 +355,9 @@ def test_what_members_have_told_is_forgotten_when_nobody_can_wait_for_it():
 def test_results_of_another_group_are_refused():
     world, other = World(), World("pair", 1)
     other.exchange("bn")
-    (foreign,) = (decode(frame).aggregate for frame in other.members[0].introduction()[1:])
+    (foreign,) = (decode(frame).aggregate for frame in other.members[0].resync_frames()[1:])
     session = world.members[0]
-    world.say(session, encode(Result(session.token, foreign)))
+    world.say(session, encode(Result(session.member_token, foreign)))
     assert codes(world.read(session)) == ["protocol"]
 
 

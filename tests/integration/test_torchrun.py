@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from client.transports import passing
+from client.transports import memfd
 from support.launched import PROC, Launched
 from support.paths import ROOT, TESTS
 
@@ -79,7 +79,7 @@ def test_a_server_that_is_killed_is_started_again_and_nothing_is_lost(tmp_path, 
 
 @pytest.mark.processes
 @pytest.mark.long
-@pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
+@pytest.mark.skipif(bool(memfd.unavailable_reason()), reason=memfd.unavailable_reason())
 def test_a_rank_with_brighter_images_is_named_over_the_default_transport_also_by_a_new_server(tmp_path):
     with Launched(
         (*TORCHRUN, "--nproc-per-node", "3", PROGRAMS / "skewed_program.py", "3.0"), {}, tmp_path / "errors"

@@ -134,7 +134,7 @@ def test_whoever_waits_for_another_pass_is_told_once(world):
     first, second = (
         world.dispatcher.receive(world.now, b"", member.session.leave("")).replies for member in (one, two)
     )
-    assert [to for to, _ in first] == [zero.session.token]
+    assert [to for to, _ in first] == [zero.session.member_token]
     assert second == []
 
 
@@ -268,9 +268,9 @@ def test_one_that_waits_no_longer_for_the_others_is_away_and_they_wait_for_it():
 
     def impatient():
         with master.connect(0, 2, round_timeout=0.3) as connection:
-            connection.stay_away(None)
+            connection.pause(None)
             with pytest.raises(GroupIncomplete):
-                connection.come_back(None)
+                connection.rejoin(None)
             wait_until(lambda: master.report("world")["members"][0]["participation"] == "paused")
             gave_up.set()
             wait_until(lambda: master.report("world")["members"][1]["participation"] == "rejoining")
@@ -279,7 +279,7 @@ def test_one_that_waits_no_longer_for_the_others_is_away_and_they_wait_for_it():
     def late():
         with master.connect(1, 2, round_timeout=20.0) as connection:
             assert gave_up.wait(20.0)
-            connection.come_back(None)
+            connection.rejoin(None)
             return len(connection.all_gather("all", b""))
 
     assert in_threads([impatient, late]) == [2, 2]
@@ -296,7 +296,7 @@ def test_an_exception_inside_is_told_to_the_others_and_nobody_is_away():
 
     def member(number):
         with master.connect(number, 2) as connection:
-            connection.come_back(None)
+            connection.rejoin(None)
             if number == 1:
                 raise MemoryError("full")
             return connection.exchange("bn", uneven_programs.ROW)
@@ -357,7 +357,7 @@ def test_members_that_do_not_come_back_are_named_at_the_deadline():
 
     def waiting():
         with master.connect(0, 2, round_timeout=0.3) as connection:
-            error = outcome(lambda: connection.come_back(None))
+            error = outcome(lambda: connection.rejoin(None))
             done.set()
             return error
 

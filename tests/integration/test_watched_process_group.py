@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from client.session.protocol.member import OVER_PROCESS_GROUP, OVER_SERVER
-from client.transports import watched_round
+from client.transports import process_group_monitor
 from programs import watched_programs
 from statsd_bn.text import unfolded
 from support.transports import CHOSEN, WATCHED
@@ -102,4 +102,4 @@ def test_a_collective_that_is_done_just_after_a_wait_for_it_has_not_failed():
         def is_completed(self):
             return True
 
-    assert watched_round._is_done(Work(), 0.01)
+    assert process_group_monitor._is_done(Work(), 0.01)

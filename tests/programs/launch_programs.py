@@ -36,7 +36,7 @@ def go_on_after_member_0() -> None:
     connection = client.connect(round_timeout=DEADLINE)
     connection.exchange("bn", ROW)
     if connection.rank == 0:
-        connection.stay_away(None)
+        connection.pause(None)
         say("at the end")
     else:
         sys.stdin.readline()

@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import client
+from client.session.round import Round
 from client.transports.choose import transport_for
 from statsd_bn import Rows, StatsdBNError
-from statsd_bn.messages import Aggregate
 from support.transports import reference_kernels
 
 Buffers = dict[str, np.ndarray]
@@ -421,13 +421,13 @@ class _Branches(nn.Module):
 def order_of_compiled_branches(connection: client.Connection, backend: str) -> list[str]:
     torch.compiler.reset()
     order = []
-    exchange = connection.exchange
+    begin = connection.round
 
     def recorded(layer: str, *arguments: object, **options: object) -> object:
         order.append(layer)
-        return exchange(layer, *arguments, **options)
+        return begin(layer, *arguments, **options)
 
-    connection.exchange = recorded
+    connection.round = recorded
     model = client.convert_model(_Branches())
     x = torch.randn(2 + 5 * connection.rank, 3, requires_grad=True)
     (torch.compile(model, fullgraph=True, backend=backend)(x) ** 2).sum().backward()
@@ -501,14 +501,14 @@ def backward_through_compiled_again(
 def _recorded_phases(connection: client.Connection) -> list[str]:
     """The phases of all rounds from now on."""
     phases = []
-    exchange = connection.exchange
+    begin = connection.round
 
-    def recorded(*arguments: object, **options: object) -> Aggregate:
-        aggregate = exchange(*arguments, **options)
-        phases.append(aggregate.key.phase)
-        return aggregate
+    def recorded(*arguments: object, **options: object) -> Round:
+        found = begin(*arguments, **options)
+        phases.append(found.key.phase)
+        return found
 
-    connection.exchange = recorded
+    connection.round = recorded
     return phases
 
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import client
 from client.ops import non_finite
-from client.transports import group_insight, process_group
+from client.transports import process_group, process_group_monitor
 from programs import ddp_programs
 from programs.ddp_programs import keep
 from programs.member_programs import Buffers, state
@@ -135,7 +135,7 @@ def lie(rank: Any, what: str, place: int, number: int) -> str:
 
 def _telling(liar: int, rank: Any, place: int, number: int) -> Any:
     """Has one rank write a number of its own into its second message; in the first one each tells where it runs."""
-    messages, gathered = itertools.count(), process_group._gathered
+    messages, gathered = itertools.count(), process_group._gather
 
     def changed(group: Any, words: Any) -> Any:
         if rank.rank == liar and next(messages) == 1:
@@ -143,7 +143,7 @@ def _telling(liar: int, rank: Any, place: int, number: int) -> Any:
             words[place] = number
         return gathered(group, words)
 
-    return mock.patch.object(process_group, "_gathered", changed)
+    return mock.patch.object(process_group, "_gather", changed)
 
 
 def _error_of(name: str, channels: int) -> str:
@@ -242,7 +242,7 @@ def differ(rank: Any, seconds: float, endpoint: str = "", job: str = "") -> tupl
     logging.getLogger("statsd_bn.client").addHandler(told)
     size = distributed.get_world_size()
     with ExitStack() as stack:
-        for module, name in ((samples, "SECONDS"), (samples, "SETTLED_SECONDS"), (group_insight, "SECONDS")):
+        for module, name in ((samples, "SECONDS"), (samples, "SETTLED_SECONDS"), (process_group_monitor, "SECONDS")):
             stack.enter_context(mock.patch.object(module, name, LOOK_SECONDS))
         stack.enter_context(mock.patch.object(skew, "LEAST_SECONDS", 0.0))
         # The process may have run another test before.

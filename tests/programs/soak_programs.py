@@ -53,7 +53,7 @@ def soak(endpoint: str, job: str, rank: int, size: int, rounds: int, pipe: Pipe,
     try:
         with client.connect(endpoint, job=job, rank=rank, world_size=size, round_timeout=120.0) as connection:
             over_server = _rounds(connection, rounds, progress)
-            in_memory = connection.session(None).transport.rounds_in_memory
+            in_memory = connection.session(None).transport.bypassed_rounds
             pipe.send(Told(progress.value, in_memory, over_server, _wrong_transport(connection)))
             pipe.poll(120)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding

@@ -41,7 +41,7 @@ def by_reference(process: Any) -> dict[str, np.ndarray]:
 
 def compiled_for_devices(process: Any) -> dict[str, np.ndarray]:
     """A compiled layer whose input is on a device, but whose process group gathers on the host."""
-    with mock.patch.object(device_rows, "TYPES", frozenset({"cpu"})):
+    with mock.patch.object(device_rows, "DEVICE_TYPES", frozenset({"cpu"})):
         return compiled(process)
 
 

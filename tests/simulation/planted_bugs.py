@@ -17,8 +17,8 @@ import client.session.protocol.session
 from client.session.protocol.registration import Registration
 from client.session.protocol.round_trip import GRACE_SECONDS, RoundTrip
 from client.session.protocol.session import Session
-from client.transports.group_memory import Found, GroupMemory
-from client.transports.round_in_memory import RoundInMemory
+from client.transports.group_memory import GroupMemory, TurnResult
+from client.transports.shared_memory import MemoryRound
 from server.core import collectives, deadlock, hang_probe
 from server.core.dispatcher import Dispatcher, Received
 from server.core.liveness import Liveness
@@ -87,13 +87,13 @@ def arrival_order_sum() -> Any:
 @bug
 def reply_lost_on_restart() -> Any:
     """A member tells a new master nothing of its latest rounds."""
-    return mock.patch.object(Session, "introduction", lambda self: [self.register()])
+    return mock.patch.object(Session, "resync_frames", lambda self: [self.register()])
 
 
 @bug
 def ring_too_short() -> Any:
     """A member keeps one result too few to tell a new master: not the latest but one."""
-    return instead(Session, "introduction", lambda right, self: [self.register(), *right(self)[1:][:-1]])
+    return instead(Session, "resync_frames", lambda right, self: [self.register(), *right(self)[1:][:-1]])
 
 
 @bug
@@ -400,7 +400,7 @@ def retry_without_attempt() -> Any:
         self._attempt = -1
         return right(self, now)
 
-    return instead(RoundTrip, "_ask_again", ask_again)
+    return instead(RoundTrip, "_retry", ask_again)
 
 
 @bug
@@ -418,7 +418,7 @@ def deadline_counts_anew() -> Any:
 @bug
 def no_introduction_in_a_round() -> Any:
     """A member that waits for a round does not introduce itself to a restarted master."""
-    return instead(RoundTrip, "_introduction", lambda _right, self, now: self._ask_again(now))
+    return instead(RoundTrip, "_resync", lambda _right, self, now: self._retry(now))
 
 
 @bug
@@ -431,7 +431,7 @@ def registers_once() -> Any:
             self._due = due = now + 1000.0
         return frames, due, result
 
-    return instead(Registration, "_take", take)
+    return instead(Registration, "_handle", take)
 
 
 def _reduced(round_: Round, contributions: list[Rows]) -> Aggregate:
@@ -445,7 +445,7 @@ def _reduced(round_: Round, contributions: list[Rows]) -> Aggregate:
 @bug
 def memory_never_escalates() -> Any:
     """Who waits in memory waits for ever, and the server hears nothing of it."""
-    return instead(RoundInMemory, "_escalate", lambda _right, _self, now: ((), now + 1.0, None))
+    return instead(MemoryRound, "_escalate", lambda _right, _self, now: ((), now + 1.0, None))
 
 
 @bug
@@ -458,21 +458,21 @@ def memory_keys_not_compared() -> Any:
 @bug
 def settled_rounds_untold() -> Any:
     """The server is not told that a round is over in memory."""
-    return mock.patch.object(Found, "is_told", new=False)
+    return mock.patch.object(TurnResult, "is_escalated", new=False)
 
 
 @bug
 def settled_by_the_teller_alone() -> Any:
     """Of a round that is over in memory only those tell the server who have sent it their rows."""
 
-    def look(right: Any, self: RoundInMemory, now: float) -> Any:
+    def look(right: Any, self: MemoryRound, now: float) -> Any:
         over = right(self, now)
         if self._trip or not over:
             return over
-        self._session.last_settled.frame = b""
+        self._session.last_round_done.frame = b""
         return ((), *over[1:])
 
-    return instead(RoundInMemory, "_look", look)
+    return instead(MemoryRound, "_poll", look)
 
 
 @bug
@@ -490,7 +490,7 @@ def settled_rounds_begin_anew() -> Any:
 def memory_not_looked_at_again() -> Any:
     """Who has sent its rows to the server does not look into memory any more."""
 
-    def look(right: Any, self: RoundInMemory, now: float) -> Any:
+    def look(right: Any, self: MemoryRound, now: float) -> Any:
         return None if self._trip else right(self, now)
 
-    return instead(RoundInMemory, "_look", look)
+    return instead(MemoryRound, "_poll", look)

@@ -15,10 +15,10 @@ from client.session.groups import Group
 from client.session.protocol.member import Member
 from client.session.protocol.registration import Registration, cause_of
 from client.session.protocol.round_trip import RoundTrip
-from client.session.protocol.session import LastSettled, Session
+from client.session.protocol.session import LastRoundDone, Session
 from client.transports.group_memory import GroupMemory
-from client.transports.key_digest import digest_of
-from client.transports.round_in_memory import RoundInMemory
+from client.transports.shared_memory import MemoryRound
+from client.transports.transport import key_digest
 from simulation import simulated_membership_rules as membership_rules
 from simulation import simulated_rules as rules
 from simulation.simulated_frames import SimulatedSession
@@ -89,8 +89,8 @@ class Process(SimulatedProcess):
         self.result: BaseException | str | None = None
         # By group.
         self._memories: dict[str, GroupMemory] = {}
-        self._last_settled = LastSettled()
-        self._world = groups.world(world.plan.size)
+        self._last_round_done = LastRoundDone()
+        self._world = groups.world_group(world.plan.size)
         # Only a first life has them.
         self._own_faults = [fault for fault in world.plan.faults if fault.member == number and not life]
 
@@ -132,7 +132,7 @@ class Process(SimulatedProcess):
             self.world.note(self, "left")
         self.ended = self.world.clock.now
         for memory in self._memories.values():
-            memory.close()
+            memory.abandon()
         # A process that ends closes its sockets.
         self.world.network.vanish(self, silently=False)
         self.world.over(self)
@@ -275,9 +275,9 @@ class Process(SimulatedProcess):
         session = yield from self._session(group)
         if key.phase in {FORWARD, GATHER}:
             key = session.forward_key(layer, key.phase)
-        session.begins(key)
-        memory = self._memories.get(group.name) if key.phase != GATHER and not session.is_uneven else None
-        if memory and memory.arrive(digest_of(key), rows, self.world.clock.now) != CLOSED:
+        session.begin_round(key)
+        memory = self._memories.get(group.name) if key.phase != GATHER and not session.has_uneven_inputs else None
+        if memory and memory.arrive(key_digest(key), rows, self.world.clock.now) != CLOSED:
             found = yield from self._round_in_memory(session, key, rows, memory)
             if isinstance(found, Aggregate):
                 self.world.network.count("in memory")
@@ -298,15 +298,15 @@ class Process(SimulatedProcess):
             return self._trip(session, key, rows)
 
         try:
-            return (yield RoundInMemory(session, key, memory, self.world.clock.now, begin_trip, LISTEN_SECONDS))
+            return (yield MemoryRound(session, key, memory, self.world.clock.now, begin_trip, LISTEN_SECONDS))
         except StatsdBNError:
-            memory.close()
+            memory.abandon()
             raise
 
     def _agree(self, group: Group, session: Session, key: RoundKey) -> Part:
-        """Does what `agreement.agree` does, where the members of a group share memory."""
+        """Does what `negotiation.negotiate` does, where the members of a group share memory."""
         plan = self.world.plan
-        if not plan.in_memory or plan.min_members or session.is_uneven or group.name in self._memories:
+        if not plan.in_memory or plan.min_members or session.has_uneven_inputs or group.name in self._memories:
             return
         self.world.agreements.add(key)
         members = list(session.members)
@@ -341,12 +341,12 @@ class Process(SimulatedProcess):
         plan = self.world.plan
         who = Member("job", "world", self.epoch, self.number, plan.size, plan.deadline, repr(self), plan.min_members)
         token = self.world.rng.randbytes(limits.TOKEN_BYTES)
-        return SimulatedSession(token, who.in_group(group.name, group.size), self._last_settled)
+        return SimulatedSession(token, who.in_group(group.name, group.size), self._last_round_done)
 
     def _change_stand(self, session: Session, participation: Participation) -> Part:
         """Does what `Sessions.change_stand` does."""
         session.participation = participation
-        session.is_uneven = True
+        session.has_uneven_inputs = True
         return (yield Registration(session, ENDPOINT, session.member.round_timeout))
 
     def _observed(self, what: str, group: str, key: RoundKey | None, part: Part) -> Part:

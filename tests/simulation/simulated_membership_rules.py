@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from client.transports.round_in_memory import ESCALATE_SECONDS
+from client.transports.server import ESCALATE_SECONDS
 from server.group.recovery import RECONNECT_SECONDS
 from simulation import simulated_rules as rules
 from simulation.simulated_beginnings import may_meet_another_beginning, newcomers_may_come_first, opened
@@ -83,7 +83,7 @@ def _joined_a_new_group(process: "Process") -> bool:
     Where a group was begun anew, the first to hear of it may be one that has joined it only then: the others are told
     before, but nothing keeps the order on the way.
     """
-    record = process.world.server.dispatcher._registry.sessions.get(process.sessions["world"].token)
+    record = process.world.server.dispatcher._registry.sessions.get(process.sessions["world"].member_token)
     if record is None or record.master.open_rounds.done:
         return False
     return not any(one.has_past for one in record.master.membership.contributors.values())
@@ -147,8 +147,8 @@ def _is_unknown_and_late(process: "Process") -> bool:
     if not (process.is_newcomer and world.server.outages) or world.plan.weather.is_fair:
         return False
     _, back = world.server.outages[-1]
-    is_known = any(process.number in covered.members for covered in world.covered)
-    return not is_known and world.returned.get(process, float("inf")) > back + RECONNECT_SECONDS
+    is_registered = any(process.number in covered.members for covered in world.covered)
+    return not is_registered and world.returned.get(process, float("inf")) > back + RECONNECT_SECONDS
 
 
 def _was_told_nothing(process: "Process") -> bool:

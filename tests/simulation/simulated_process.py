@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from client.diagnostics.sampler import ThreadSample
 from client.session.channel_pool import WATCH_SECONDS
-from client.session.protocol.pulse import Pulse
-from client.session.protocol.session import Machine
+from client.session.protocol.heartbeats import HeartbeatScheduler
+from client.session.protocol.session import StateMachine
 from simulation.simulated_network import BEACON_RECONNECT_SECONDS, Clock, Network, SimulatedChannel
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.wire import encode
@@ -20,7 +20,7 @@ ROUNDING_SECONDS = 1e-6
 
 
 class SimulatedProcess:
-    """Does in virtual time what `run_machine`, `ChannelPool.channel` and `Heartbeat` do.
+    """Does in virtual time what `run_state_machine`, `ChannelPool.channel` and `Heartbeat` do.
 
     Attributes:
         alive: whether it has not been killed.
@@ -39,11 +39,11 @@ class SimulatedProcess:
         self._clock, self._network = clock, network
         self._idle: list[SimulatedChannel] = []
         self._beacon: SimulatedChannel | None = None
-        self._pulse = Pulse()
+        self._scheduler = HeartbeatScheduler()
         self._has_left = False
         self._program = self._run()
         # What the program waits for: a machine on a channel, or without one a time.
-        self._machine: Machine[Any] | None = None
+        self._machine: StateMachine[Any] | None = None
         self._channel: SimulatedChannel | None = None
         self._due = self._beat_due = self._alarm = math.inf
 
@@ -81,7 +81,7 @@ class SimulatedProcess:
     def connected_anew(self, channel: SimulatedChannel) -> None:
         """A socket has another connection than before."""
         if channel is self._beacon:
-            self._pulse.connected_anew()
+            self._scheduler.on_reconnected()
             self.beat()
         elif channel is self._channel:
             # The wait looks a moment later whether its connection is another.
@@ -110,13 +110,13 @@ class SimulatedProcess:
             return
         self._listen()
         sessions = self.sessions.values()
-        for session in self._pulse.due(now, sessions):
+        for session in self._scheduler.sessions_due(now, sessions):
             if self._beacon.link:
                 self._beacon.send(session.heartbeat())
-                self._pulse.sent(session)
-        for frame in self._pulse.figures(now, sessions):
+                self._scheduler.mark_sent(session)
+        for frame in self._scheduler.skew_frames(now, sessions):
             self._beacon.send(frame)
-        self._beat_due = now + self._pulse.pause(now, sessions) + ROUNDING_SECONDS
+        self._beat_due = now + self._scheduler.seconds_until_due(now, sessions) + ROUNDING_SECONDS
         self._set_alarm()
 
     def leave(self, cause: str) -> None:
@@ -139,12 +139,12 @@ class SimulatedProcess:
         while self._beacon and self._beacon.inbox:
             frame = self._beacon.inbox.popleft()
             if not self._has_left:
-                for reply in self._pulse.overhear(frame, self.sessions.values()):
+                for reply in self._scheduler.on_unsolicited(frame, self.sessions.values()):
                     self._beacon.send(reply)
-                if asked := self._pulse.asked(frame, self.sessions.values()):
+                if asked := self._scheduler.stack_request(frame, self.sessions.values()):
                     session, question = asked
                     self._network.count("asked where")
-                    self._beacon.send(encode(self.sample().report(session.token, question.number)))
+                    self._beacon.send(encode(self.sample().report(session.member_token, question.number)))
 
     def _go_on(self, resume: Callable[[], Any]) -> None:
         """Runs the program up to its next wait."""
@@ -176,7 +176,7 @@ class SimulatedProcess:
             if ended is not None:
                 self._go_on(self._succeeded(ended))
 
-    def _turn(self, machine: Machine[Any], frames: Any, due: float, result: Any) -> Any:
+    def _turn(self, machine: StateMachine[Any], frames: Any, due: float, result: Any) -> Any:
         """Returns the machine's result, or None when it waits."""
         channel, now = self._channel, self._clock.now
         while True:
@@ -208,7 +208,7 @@ class SimulatedProcess:
         return lambda: self._program.send(result)
 
     def _end_machine(self) -> None:
-        if told := getattr(self._machine, "_told", ""):
+        if told := getattr(self._machine, "_latest_news", ""):
             self.was_told(told)
 
     def _wait_until(self, due: float) -> None:

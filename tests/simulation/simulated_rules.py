@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from client.session.protocol.registration import ANSWER_SECONDS, TAKEN_SECONDS
-from client.session.protocol.round_trip import ASK_AGAIN_AT_MOST, ASK_AGAIN_SECONDS, GRACE_SECONDS
+from client.session.protocol.registration import ANSWER_SECONDS, DUPLICATE_SECONDS
+from client.session.protocol.round_trip import GRACE_SECONDS, MAX_RETRY_SECONDS, RETRY_SECONDS
 from server.core.deadlock import THREADED_QUIET_SECONDS
 from server.core.liveness import RECONNECT_SECONDS
 from server.group.results import REMEMBERED_ROUNDS
@@ -122,7 +122,7 @@ def check_nothing_is_left(world: "World") -> None:
 
 def _ends_within_its_bound(world: "World", outcome: "Outcome") -> None:
     plan = world.plan
-    filling = plan.deadline + 2 * ANSWER_SECONDS + TAKEN_SECONDS
+    filling = plan.deadline + 2 * ANSWER_SECONDS + DUPLICATE_SECONDS
     bound = plan.deadline + GRACE_SECONDS if outcome.what == "exchange" else filling
     if outcome.group != "world":
         bound += filling
@@ -153,7 +153,7 @@ def kind_of(frame: bytes) -> int:
 def _costs_one_message_each_way(world: "World") -> None:
     waits = [one for process in world.processes for one in process.outcomes if one.what == "exchange"]
     exchanges = len(waits)
-    again = sum(int((one.ended - one.started) / (0.9 * ASK_AGAIN_SECONDS)) for one in waits)
+    again = sum(int((one.ended - one.started) / (0.9 * RETRY_SECONDS)) for one in waits)
     if any(isinstance(process.result, BaseException) for process in world.processes):
         world.find("a round costs one message each way", "an error in a world without a fault")
     counts = (world.contributions, world.aggregates)
@@ -205,7 +205,7 @@ def _a_slow_one_lost_frames(world: "World", outcome: "Outcome") -> bool:
 def _asked_again_since(world: "World", member: int, since: float) -> bool:
     """Whether a member has been in a round for so long since then that it has asked again."""
     waits = [one for process in world.processes if process.number == member for one in process.outcomes]
-    return any((one.ended or world.clock.now) - max(one.started, since) >= 0.9 * ASK_AGAIN_SECONDS for one in waits)
+    return any((one.ended or world.clock.now) - max(one.started, since) >= 0.9 * RETRY_SECONDS for one in waits)
 
 
 def _one_lost_all_its_time(world: "World") -> bool:
@@ -216,7 +216,7 @@ def _one_lost_all_its_time(world: "World") -> bool:
     waits = [one for process in world.processes for one in process.outcomes]
     late = [one for one in waits if isinstance(one.error, errors.RoundTimeout)]
     return any(
-        _frames_lost(world, wait) * ASK_AGAIN_AT_MOST >= world.plan.deadline
+        _frames_lost(world, wait) * MAX_RETRY_SECONDS >= world.plan.deadline
         for one in late
         for wait in waits
         if wait.process.number in (one.error.fields.get("missing") or ())
@@ -282,7 +282,7 @@ def _is_gone(world: "World", error: Any) -> bool:
         # Newcomers that are as many as the group are a group, if they come to a restarted server first.
         # Nobody waits for one that was away.
         return True
-    taken_for_lost = cause in {"taken for lost", TOO_LATE} and _was_away(world, member)
+    taken_for_lost = cause in {"declared lost", TOO_LATE} and _was_away(world, member)
     return taken_for_lost or any(fact.cause == cause for fact in facts) or _is_cause_of_refusal(world, member, cause)
 
 
@@ -314,7 +314,7 @@ def _was_left_behind(world: "World", member: int, cause: str) -> bool:
 def _a_result_was_lost_or_late(world: "World", member: int) -> bool:
     """Whether one was held up on its way to a restarted server, for which there was no time any more."""
     lives = [process for process in world.processes if process.number == member]
-    sessions = {session.token for process in lives for session in process.sessions.values()}
+    sessions = {session.member_token for process in lives for session in process.sessions.values()}
     held_up = (entry[-1] for entry in world.trace if entry[1] in {"dropped", "corrupted", "delayed"})
     return any(frame[SESSION] in sessions for frame in held_up if kind_of(frame) == RESULT)
 
@@ -407,7 +407,7 @@ def _timeout_is_true(world: "World", outcome: "Outcome", error: Any) -> bool:
         # The master itself would have told, if the member had not slept through the answer.
         if outcome.process.frozen_seconds >= world.plan.deadline:
             return True
-        if "the latest was: " in str(error):
+        if "last report: " in str(error):
             return _was_counted_anew(world)
         away = sum(back - gone for gone, back in world.server.outages)
         return away > world.plan.deadline / 2 or world.plan.weather.dropped > 0
@@ -437,7 +437,7 @@ def _is_late(world: "World", outcome: "Outcome", member: int) -> bool:
     ]
     for wait in waits:
         since = outcome.ended - wait.started
-        if wait.key == outcome.key and since > 2 * ASK_AGAIN_AT_MOST + MARGIN and world.plan.weather.is_fair:
+        if wait.key == outcome.key and since > 2 * MAX_RETRY_SECONDS + MARGIN and world.plan.weather.is_fair:
             return _was_frozen(world, member)
         if since > THREADED_QUIET_SECONDS + MARGIN and _all_wait(world, outcome, since):
             return _was_frozen(world, member)
@@ -453,7 +453,7 @@ def _all_wait(world: "World", outcome: "Outcome", seconds: float) -> bool:
 
 
 def _seconds_in(world: "World", wait: "Outcome") -> float:
-    return world.clock.now - wait.started - ASK_AGAIN_AT_MOST * len(_lost(world, wait))
+    return world.clock.now - wait.started - MAX_RETRY_SECONDS * len(_lost(world, wait))
 
 
 def _was_frozen(world: "World", member: int) -> bool:

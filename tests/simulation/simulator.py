@@ -287,8 +287,8 @@ class World:
 
     def _heard(self, process: Process, frame: bytes) -> None:
         # Of a frame that came damaged the server does not know whose it is, and an answer is no sign of life.
-        is_known = not self.plan.weather.corrupted or is_sound(frame)
-        if is_known and rules.kind_of(frame) != rules.WHEREABOUTS:
+        is_registered = not self.plan.weather.corrupted or is_sound(frame)
+        if is_registered and rules.kind_of(frame) != rules.WHEREABOUTS:
             process.hear()
         if self._membership_changes:
             membership_rules.note_arrival(self, frame)

@@ -63,7 +63,7 @@ FOUND_LAST = {
     "memory-not-looked-at-again": 0,
     "never-expires": 224,
     "no-duplicate-check": 13,
-    "no-introduction-in-a-round": 2,
+    "no-resync_frames-in-a-round": 2,
     "one-is-not-answered": 2,
     "recovery-does-not-wait": 18,
     "refused-begins-recovery": 8414,

@@ -135,7 +135,7 @@ def learn(model: nn.Module, batch: torch.Tensor) -> None:
 def _count_rounds(
     connection: Connection, death: int | None, arrivals: dict[tuple[int, int], Callable[[], None]]
 ) -> None:
-    through = connection._round
+    through = connection._begin_round
     member = connection.rank
 
     def counted(*arguments: Any, **options: Any) -> Any:
@@ -145,7 +145,7 @@ def _count_rounds(
             arrival()
         return through(*arguments, **options)
 
-    connection._round = counted
+    connection._begin_round = counted
 
 
 def use(connection: Connection) -> None:

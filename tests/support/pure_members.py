@@ -47,7 +47,7 @@ class PureMember:
     def contribute(self, key: RoundKey, *values: float, attempt: int = 0) -> None:
         self.key, self.rows, self.attempt = key, rows_of(*values), attempt
         self.answers.clear()
-        self.session.begins(key)
+        self.session.begin_round(key)
         self._world.send(self, self.session.contribution(key, self.rows, attempt))
 
     def ask_again(self) -> None:
@@ -70,7 +70,7 @@ class PureMember:
             self.answers += [answer] if answer else []
 
     def introduce(self) -> None:
-        for frame in self.session.introduction():
+        for frame in self.session.resync_frames():
             self._world.send(self, frame)
 
     def latest(self, kind: type) -> object:
@@ -133,7 +133,7 @@ class PureWorld:
         self.dispatcher = Dispatcher(b"server%02d" % self.lives, self.now)
 
     def send(self, member: PureMember, frame: bytes) -> None:
-        self._deliver(self.dispatcher.receive(self.now, member.session.token, frame).replies)
+        self._deliver(self.dispatcher.receive(self.now, member.session.member_token, frame).replies)
 
     def pass_time(self, seconds: float) -> None:
         """Time passes, with the heartbeats of all that are not silent."""
@@ -143,10 +143,10 @@ class PureWorld:
             for member in self.members:
                 if member not in self.silent:
                     answers = self.dispatcher.receive(
-                        self.now, member.session.token, member.session.heartbeat()
+                        self.now, member.session.member_token, member.session.heartbeat()
                     ).replies
                     for _, answer in answers:
-                        for frame in member.session.overhear(answer):
+                        for frame in member.session.on_unsolicited(answer):
                             self.send(member, frame)
             self._deliver(self.dispatcher.tick(self.now))
 
@@ -154,11 +154,11 @@ class PureWorld:
         """Their processes die, and the master finds out."""
         self.silent.update(members)
         for member in members:
-            self.dispatcher.unreachable(self.now, member.session.token)
+            self.dispatcher.unreachable(self.now, member.session.member_token)
         self.pass_time(RECONNECT_SECONDS + 0.25)
 
     def _deliver(self, replies: list[tuple[bytes, bytes]]) -> None:
-        alive = {member.session.token: member for member in self.members if member not in self.silent}
+        alive = {member.session.member_token: member for member in self.members if member not in self.silent}
         for to, frame in replies:
             if to in alive:
                 alive[to].hear(frame)

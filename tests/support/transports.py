@@ -26,7 +26,7 @@ def rows_on_devices() -> Iterator[None]:
     """
     without_core = tuple(backend for backend in engine.BACKENDS if not isinstance(backend, native.Native))
     with (
-        mock.patch.multiple(device_rows, TYPES=frozenset({"cpu"}), OVER_THE_HOST=frozenset()),
+        mock.patch.multiple(device_rows, DEVICE_TYPES=frozenset({"cpu"}), HOST_BACKENDS=frozenset()),
         mock.patch.object(engine, "BACKENDS", without_core),
     ):
         yield

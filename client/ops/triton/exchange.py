@@ -197,7 +197,7 @@ def _errors(
 
 
 def _total(rows: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    return device_rows.total(rows.view(ranks, -1)[:, 1:], (2, -1))
+    return device_rows.sum_rows(rows.view(ranks, -1)[:, 1:], (2, -1))
 
 
 def _contiguous(vector: Tensor | None) -> Tensor | None:

@@ -1,8 +1,8 @@
-"""Gathering: every member's bytes to every member, in rounds of a limited size.
+"""All-gather of bytes, in rounds of a limited size.
 
-A gather's rounds carry float64 values whose bits are bytes; the server puts what the members bring one behind the other
-and looks into none of it. The first round says how many bytes each member has, and brings the first of them; what is
-left follows in further rounds, whose sizes all members compute alike.
+The rounds carry the bytes as float64 values; the server concatenates them without interpreting them. In the first round
+each member announces its number of bytes and sends the first of them. The rest follows in further rounds; all members
+compute the same sizes for them.
 """
 
 from collections.abc import Callable
@@ -16,23 +16,23 @@ from statsd_bn.members import Members, ranks_in_words
 from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import FloatArray
 
-WORD_BYTES = 8
+VALUE_BYTES = 8
 
-# What one member may announce, a tebibyte: two million rounds. What has come is all that is kept.
+# Limit of what one member may announce, a tebibyte: two million rounds. Only received bytes are allocated.
 MAX_BYTES = 2**40
 
-# What a member brings to the first round: two words, how many bytes it has and how many words of them follow, and so
-# many words at most. A number from every member, or a small array, needs no second round.
-HEAD_WORDS = 2
-FIRST_WORDS = 1024
+# A member's part of the first round: two values, its number of bytes and the number of values that follow here; and at
+# most this many values. Small data needs no second round.
+HEAD_VALUES = 2
+FIRST_VALUES = 1024
 
-_WORD = np.dtype("<f8")
+_VALUE = np.dtype("<f8")
 _LENGTH = np.dtype("<i8")
 
 
 @dataclass(slots=True)
 class _Parcel:
-    """What has come of one member's bytes: `size` counts bytes, `left` the words that are to come."""
+    """One member's data: `size` in bytes, the received `parts`, and the number of values `left` to receive."""
 
     size: int
     parts: list[FloatArray]
@@ -43,64 +43,70 @@ class _Parcel:
         return b"".join(part.tobytes() for part in self.parts)[: self.size]
 
 
-def gather(join: Callable[[FloatArray], Aggregate], data: bytes, member: int, nr_members: int) -> dict[int, bytes]:
-    """Returns the bytes of all members.
+def gather(
+    concatenate: Callable[[FloatArray], Aggregate], data: bytes, member: int, nr_members: int
+) -> dict[int, bytes]:
+    """Gather the bytes of all members.
 
     Args:
-        join: takes part in one round with values of shape (n,), and returns what all brought, one behind the other.
+        concatenate: runs one round with values of shape (n,), and returns the concatenated values of all members.
         data: this member's bytes.
         member: its number.
-        nr_members: about how many members there are.
+        nr_members: approximate number of members.
 
     Returns:
-        Each member's bytes, by member; of those who were there to the end.
+        Each member's bytes, by member; of the members present to the end.
 
     Raises:
-        ProtocolError: what came is no gather's.
+        ProtocolError: the received values are malformed.
     """
-    words = np.frombuffer(data + bytes(-len(data) % WORD_BYTES), _WORD)
-    first = words[: min(FIRST_WORDS, limits.MAX_CHANNELS // (2 * nr_members) - HEAD_WORDS)]
-    head = np.array([len(data), len(first)], _LENGTH).view(_WORD)
-    parcels = _begun(join(np.concatenate([head, first])))
+    values = np.frombuffer(data + bytes(-len(data) % VALUE_BYTES), _VALUE)
+    first = values[: min(FIRST_VALUES, limits.MAX_CHANNELS // (2 * nr_members) - HEAD_VALUES)]
+    head = np.array([len(data), len(first)], _LENGTH).view(_VALUE)
+    parcels = _first_parcels(concatenate(np.concatenate([head, first])))
     while any(parcel.left for parcel in parcels.values()):
         widths = _widths(parcels)
-        mine = words[len(words) - parcels[member].left :][: widths[member]]
-        # Whoever has nothing left brings a word all the same: the round waits for everybody.
-        aggregate = join(mine if len(mine) else np.zeros(1))
-        parcels = _of(aggregate, parcels)
-        _take(parcels, _split(aggregate, [widths[other] for other in aggregate.members]))
+        part = values[len(values) - parcels[member].left :][: widths[member]]
+        # A member with nothing left sends one value, since the round waits for all members.
+        aggregate = concatenate(part if len(part) else np.zeros(1))
+        parcels = _present(aggregate, parcels)
+        parts = _split(aggregate, [widths[other] for other in aggregate.members])
+        for parcel, part in zip(parcels.values(), parts, strict=True):
+            if parcel.left:
+                parcel.parts.append(part)
+                parcel.left -= len(part)
     return {other: parcel.data for other, parcel in parcels.items()}
 
 
-def _begun(aggregate: Aggregate) -> dict[int, _Parcel]:
-    """Returns the parcels as the first round leaves them."""
+def _first_parcels(aggregate: Aggregate) -> dict[int, _Parcel]:
+    """Parcels after the first round."""
     values = aggregate.values[0]
     parcels = {}
     for member in aggregate.members:
-        size, here = (int(word) for word in values[:HEAD_WORDS].view(_LENGTH))
-        first, values = values[HEAD_WORDS : HEAD_WORDS + here], values[HEAD_WORDS + here :]
+        size, here = (int(word) for word in values[:HEAD_VALUES].view(_LENGTH))
+        first, values = values[HEAD_VALUES : HEAD_VALUES + here], values[HEAD_VALUES + here :]
         if not 0 <= size <= MAX_BYTES:
             raise ProtocolError(f"{aggregate.key}: expected 0 to {MAX_BYTES} bytes from rank {member}, got {size}")
-        total = -(-size // WORD_BYTES)
+        total = -(-size // VALUE_BYTES)
         if not len(first) == here <= total:
             raise ProtocolError(
-                f"{aggregate.key}: expected {here} of {total} words from rank {member}, got {len(first)}"
+                f"{aggregate.key}: expected {here} of {total} values from rank {member}, got {len(first)}"
             )
         parcels[member] = _Parcel(size, [first], total - here)
     if len(values):
-        raise ProtocolError(f"{aggregate.key}: expected no more after the last rank's words, got {len(values)}")
+        raise ProtocolError(f"{aggregate.key}: expected no values after the last rank's, got {len(values)}")
     return parcels
 
 
 def _widths(parcels: dict[int, _Parcel]) -> dict[int, int]:
-    """Returns how many words each member brings to the next round: those with something left share what there is."""
+    """Number of values of each member in the next round: members with values left share it evenly."""
     busy = sum(parcel.left > 0 for parcel in parcels.values())
     share = (limits.MAX_CHANNELS - (len(parcels) - busy)) // busy
     return {member: max(1, min(parcel.left, share)) for member, parcel in parcels.items()}
 
 
-def _of(aggregate: Aggregate, parcels: dict[int, _Parcel]) -> dict[int, _Parcel]:
-    """Returns the parcels of those who are still there."""
+def _present(aggregate: Aggregate, parcels: dict[int, _Parcel]) -> dict[int, _Parcel]:
+    """Parcels of the members that are still present."""
     if strangers := [member for member in aggregate.members if member not in parcels]:
         known, others = (ranks_in_words(Members.of(ranks)) for ranks in (parcels, strangers))
         raise ProtocolError(f"{aggregate.key}: expected no others than {known}, got {others} as well")
@@ -110,12 +116,5 @@ def _of(aggregate: Aggregate, parcels: dict[int, _Parcel]) -> dict[int, _Parcel]
 def _split(aggregate: Aggregate, widths: list[int]) -> list[FloatArray]:
     values = aggregate.values[0]
     if len(values) != sum(widths):
-        raise ProtocolError(f"{aggregate.key}: expected {sum(widths)} words of all members, got {len(values)}")
+        raise ProtocolError(f"{aggregate.key}: expected {sum(widths)} values of all members, got {len(values)}")
     return np.split(values, np.cumsum(widths)[:-1])
-
-
-def _take(parcels: dict[int, _Parcel], parts: list[FloatArray]) -> None:
-    for parcel, part in zip(parcels.values(), parts, strict=True):
-        if parcel.left:
-            parcel.parts.append(part)
-            parcel.left -= len(part)

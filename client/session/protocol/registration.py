@@ -1,9 +1,9 @@
-"""Registration: a session asks to belong to its group, and waits until the group is open."""
+"""Registration: registers a session with its group and waits until the group is open."""
 
 import logging
 
 from client.session.protocol.member import Member
-from client.session.protocol.session import Session, Turn
+from client.session.protocol.session import Actions, Session
 from statsd_bn.endpoints import silent
 from statsd_bn.error_text import error_text, in_brief, without_traceback
 from statsd_bn.errors import DuplicateMember, GroupIncomplete, ServerUnreachable, StatsdBNError
@@ -11,24 +11,25 @@ from statsd_bn.messages import WORLD, Participation, Registered, missing_members
 
 logger = logging.getLogger("statsd_bn.client")
 
-# A server that is there answers a registration in milliseconds; a loaded network may take seconds.
+# Timeout of an answer. A server answers a registration in milliseconds; a loaded network may take seconds.
 ANSWER_SECONDS = 5.0
 
-# Asking again sooner than that finds an answer that was lost, or a group that has opened.
-ASK_AGAIN_SECONDS = 1.0
+# Delay of a retry, which finds an answer that was lost or a group that has opened.
+RETRY_SECONDS = 1.0
 
 # Warn after a wait of this length, then at doubling intervals.
 WARN_SECONDS = 10.0
 
-# A server notices within a second that a killed process has ended, so asking again helps.
-TAKEN_SECONDS = 1.0
-TAKEN_PAUSE_SECONDS = 0.1
+# How long, and how often, to retry while an earlier process holds this rank: the server detects within a second that a
+# killed process has ended.
+DUPLICATE_SECONDS = 1.0
+DUPLICATE_RETRY_SECONDS = 0.1
 
 
 def cause_of(error: BaseException | None) -> str:
-    """Returns what the other members are told about an exception; empty for none.
+    """Text about an exception for the other members; empty for none.
 
-    Of an error of ours they know the rest already, since it concerns them all.
+    An error of ours is sent in brief: it concerns all members, which know the rest.
     """
     if error is None:
         return ""
@@ -39,21 +40,21 @@ def cause_of(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {without_traceback(str(error))}".removesuffix(": ")
 
 
-NOT_CONNECTED = "Look at the logs of the missing ranks: did they start, with the same endpoint and job name?"
+NOT_CONNECTED = "Check the missing ranks' logs: did they start, with the same endpoint and job name?"
 NOT_BACK = (
-    "They are still in their pass, or do nothing that all ranks do behind it. DistributedDataParallel needs torch's "
-    "Join around ours: `with Join([ddp]), client.join(ddp):`."
+    "The missing ranks have not left client.join, or run nothing behind it that all ranks run. A "
+    "DistributedDataParallel model also needs torch's Join: `with Join([ddp]), client.join(ddp):`."
 )
 
 
 class Registration:
-    """A `Machine` whose result is the answer that says that the group is open.
+    """A `StateMachine` that registers a session; its result is the answer that the group is open.
 
-    It asks until there is an answer. While members are missing it listens for the news that they have come, and asks
-    again now and then. While an earlier process may still hold its number, it pauses and asks again.
+    It retries until there is an answer. While members are missing it waits for the news that they have registered, and
+    asks again now and then. While an earlier process may still hold its rank, it pauses and asks again.
 
     Args:
-        timeout: how long the other members may take, in seconds.
+        timeout: of the wait for the other members, in seconds.
     """
 
     def __init__(self, session: Session, endpoint: str, timeout: float) -> None:
@@ -64,102 +65,94 @@ class Registration:
         self._is_asking = False
         self._is_pausing = False
 
-    def begin(self, now: float) -> Turn[Registered]:
-        """Asks for the first time."""
+    def begin(self, now: float) -> Actions[Registered]:
+        """Send the first request."""
         self._started = now
         return self._ask(now, ANSWER_SECONDS)
 
-    def step(self, now: float, frame: bytes | None) -> Turn[Registered]:
-        """Reads a frame; without one, asks again.
+    def step(self, now: float, frame: bytes | None) -> Actions[Registered]:
+        """Handle a frame; without one, send the request again.
 
         Raises:
-            ServerUnreachable: nobody answers at the endpoint.
-            RegistrationRefused: the server does not take this member, or the group did not fill in time.
+            ServerUnreachable: no server answers at the endpoint.
+            RegistrationRefused: the server refuses this member, or the group did not fill in time.
             ReplicaLost: the group is broken.
         """
         try:
             answer = None if frame is None else self._session.registered(frame)
         except DuplicateMember:
-            if not self._is_asking or now >= self._taken_until:
+            if not self._is_asking or now >= self._duplicate_expiry:
                 raise
-            return self._pause(now)
+            self._is_pausing = True
+            return self._wait(now + DUPLICATE_RETRY_SECONDS)
         if answer is not None:
-            return self._take(now, answer)
+            return self._handle(now, answer)
         if frame is not None and now < self._due:
             return (), self._due, None
-        return self._go_on(now)
-
-    def _go_on(self, now: float) -> Turn[Registered]:
-        """The time to wait for an answer, for the others, or for an earlier process is over."""
         if self._is_pausing:
-            return self._ask_anew(now)
+            return self._restart_request(now)
         if self._is_asking:
-            return self._ask_again(now)
-        # However little is left, a server that is there has its time to answer.
+            return self._request(now)
+        # However little time is left, the server gets its time to answer.
         return self._ask(now, max(ANSWER_SECONDS, self._started + self._timeout - now))
 
-    def _ask(self, now: float, seconds: float) -> Turn[Registered]:
+    def _ask(self, now: float, seconds: float) -> Actions[Registered]:
         self._is_asking = True
-        self._answer_within = seconds
-        self._taken_until = now + TAKEN_SECONDS
-        return self._ask_anew(now)
+        self._answer_timeout = seconds
+        self._duplicate_expiry = now + DUPLICATE_SECONDS
+        return self._restart_request(now)
 
-    def _ask_anew(self, now: float) -> Turn[Registered]:
+    def _restart_request(self, now: float) -> Actions[Registered]:
         self._is_pausing = False
-        self._expiry = now + self._answer_within
-        return self._ask_again(now)
+        self._expiry = now + self._answer_timeout
+        return self._request(now)
 
-    def _ask_again(self, now: float) -> Turn[Registered]:
+    def _request(self, now: float) -> Actions[Registered]:
         if now >= self._expiry:
             raise ServerUnreachable(
-                silent(self._endpoint, self._answer_within),
-                endpoint=self._endpoint,
-                seconds=self._answer_within,
+                silent(self._endpoint, self._answer_timeout), endpoint=self._endpoint, seconds=self._answer_timeout
             )
-        self._session.spoke = now
-        return self._wait(min(now + ASK_AGAIN_SECONDS, self._expiry), self._session.register())
+        self._session.last_sent = now
+        return self._wait(min(now + RETRY_SECONDS, self._expiry), self._session.register())
 
-    def _pause(self, now: float) -> Turn[Registered]:
-        self._is_pausing = True
-        return self._wait(now + TAKEN_PAUSE_SECONDS)
-
-    def _take(self, now: float, answer: Registered) -> Turn[Registered]:
+    def _handle(self, now: float, answer: Registered) -> Actions[Registered]:
         if not answer.missing:
             return (), now, answer
         waited = now - self._started
-        who = self._session.member
+        member = self._session.member
         if waited >= self._timeout:
             raise _incomplete(self._session, answer, self._timeout)
         if waited >= self._next_warning:
             self._next_warning = 2 * waited
-            name, awaited = f"job {who.job!r}, group {who.group!r}", _awaited(who, answer)
-            what = "come back from client.join" if self._session.participation is Participation.REJOINING else "connect"
-            logger.warning("%s: has waited %.0f s for %s to %s", name, waited, awaited, what)
+            name, missing = f"job {member.job!r}, group {member.group!r}", _missing(member, answer)
+            is_rejoining = self._session.participation is Participation.REJOINING
+            what = "come back from client.join" if is_rejoining else "connect"
+            logger.warning("%s: waited %.0f s for %s to %s", name, waited, missing, what)
         self._is_asking = self._is_pausing = False
         return self._wait(now + min(ANSWER_SECONDS, self._timeout - waited))
 
-    def _wait(self, due: float, *frames: bytes) -> Turn[Registered]:
+    def _wait(self, due: float, *frames: bytes) -> Actions[Registered]:
         self._due = due
         return frames, due, None
 
 
 def _incomplete(session: Session, answer: Registered, timeout: float) -> GroupIncomplete:
-    who = session.member
+    member = session.member
     what, advice = ("did not connect", NOT_CONNECTED)
     if session.participation is Participation.REJOINING:
         what, advice = ("did not come back from client.join", NOT_BACK)
-    fields = {"job": who.job, "group": who.group, "size": who.world_size, "present": list(answer.present)}
-    if who.group == WORLD:
-        fields["missing"] = sorted(set(range(who.world_size)).difference(answer.present))
+    fields = {"job": member.job, "group": member.group, "size": member.world_size, "present": list(answer.present)}
+    if member.group == WORLD:
+        fields["missing"] = sorted(set(range(member.world_size)).difference(answer.present))
     return GroupIncomplete(
         error_text(
-            f"{_awaited(who, answer)} {what} within {timeout:g} s",
-            where=f"job {who.job!r}, group {who.group!r} of {who.world_size}",
+            f"{_missing(member, answer)} {what} within {timeout:g} s",
+            where=f"job {member.job!r}, group {member.group!r} of {member.world_size}",
             advice=advice,
         ),
         **fields,
     )
 
 
-def _awaited(who: Member, answer: Registered) -> str:
-    return missing_members(who.group, who.world_size, answer.present, answer.missing)
+def _missing(member: Member, answer: Registered) -> str:
+    return missing_members(member.group, member.world_size, answer.present, answer.missing)

@@ -1,14 +1,14 @@
-"""One round trip: rows go to the server, and go again until the answer is there.
+"""RoundTrip: one round over the server, from the contribution to the aggregate.
 
-The server may be killed and restarted meanwhile, and the network may lose what was under way. What was sent can be
-sent again without harm: a contribution is known by its key, and the first bytes count.
+The server may be killed and restarted during the round, and the network may lose frames. Repeating a contribution is
+harmless: the server identifies it by its key, and the first bytes count.
 """
 
 import logging
 import random
 from collections.abc import Callable, Sequence
 
-from client.session.protocol.session import Session, Turn
+from client.session.protocol.session import Actions, Session
 from statsd_bn.error_text import error_text
 from statsd_bn.errors import MasterStopped, ProtocolError, RoundTimeout, UnknownSession
 from statsd_bn.members import Members, ranks_in_words
@@ -19,30 +19,30 @@ from statsd_bn.text import plain
 
 logger = logging.getLogger("statsd_bn.client")
 
-# The server ends a late round itself and says who is missing; only if nothing comes this long after that, the
-# member gives up on the server.
+# The server itself ends a late round and names the missing ranks. The member gives up on the server only if nothing
+# arrives this long after the round's timeout.
 GRACE_SECONDS = 5.0
 
-# When to ask again: soon, then less and less often. An undisturbed round is over long before.
-ASK_AGAIN_SECONDS = 1.0
-ASK_AGAIN_AT_MOST = 3.0
+# Delay of the first retry, and the longest delay. An undisturbed round ends long before.
+RETRY_SECONDS = 1.0
+MAX_RETRY_SECONDS = 3.0
 
-# Warn after a wait of this length, then at doubling intervals. The first warning comes earlier if it can say where the
-# late member is: then it helps, and is not only a complaint about a slow step.
+# Warn after a wait of this length, then at doubling intervals. The first warning is earlier if it contains the stack of
+# the late member: then it helps, and does not just complain about a slow step.
 WARN_SECONDS = 10.0
-WARN_WITH_PLACE_SECONDS = 2.0
+WARN_WITH_STACK_SECONDS = 2.0
 
 
 class RoundTrip:
-    """One exchange with the server, a `Machine` whose result is the aggregate.
+    """A `StateMachine` for one round over the server; its result is the aggregate.
 
     Args:
-        frame: the contribution of the rows, encoded.
-        chance: returns a number from 0 to 1, so that members do not ask in step.
+        frame: the contribution, encoded.
+        chance: returns a number from 0 to 1, so that the members' retries spread.
 
     Attributes:
-        late: returns the ranks that are known here not to have come, where the round is one in memory too.
-        is_gone: returns whether there can be no server any more.
+        late: returns the ranks that have not arrived in shared memory, if the round is in memory too.
+        is_gone: returns whether no server can start at the endpoint any more.
     """
 
     def __init__(
@@ -63,85 +63,85 @@ class RoundTrip:
         self._attempt = 0
         self._expiry = 0.0
         self._next_warning = WARN_SECONDS
-        self._told = ""
+        self._latest_news = ""
         self.late: Callable[[], Sequence[int]] = tuple
         self.is_gone: Callable[[], bool] = bool
-        self._settled = b""
+        self._round_done = b""
 
-    def begin(self, now: float) -> Turn[Aggregate]:
-        """Sends the contribution; again, if it has begun before, on another channel."""
+    def begin(self, now: float) -> Actions[Aggregate]:
+        """Send the contribution; a second call sends it again, on another channel."""
         if self._expiry:
-            return self._wait(now, self._ask_again(now))
-        self._heard = self._session.spoke = now
+            return self._wait(now, self._retry(now))
+        self._last_received = self._session.last_sent = now
         self._expiry = now + self._session.member.round_timeout + GRACE_SECONDS
-        return self._wait(now, self._with_settled(self._frame))
+        return self._wait(now, self._with_round_done(self._frame))
 
-    def step(self, now: float, frame: bytes | None) -> Turn[Aggregate]:
-        """Reads a frame; without one, asks again.
+    def step(self, now: float, frame: bytes | None) -> Actions[Aggregate]:
+        """Handle a frame; without one, send the contribution again.
 
         Raises:
-            MasterStopped: there is no server, and there can be none.
+            MasterStopped: the server is gone for good.
             StatsdBNError: the round failed, with the reason.
         """
         frames: Sequence[bytes] = ()
         if frame is not None:
-            self._heard = now
+            self._last_received = now
             try:
                 if (aggregate := self._read(frame)) is not None:
-                    self._session.last_settled.was_heard(self._settled)
+                    self._session.last_round_done.acknowledge(self._round_done)
                     return (), now, aggregate
             except UnknownSession:
-                frames = self._introduction(now)
+                frames = self._resync(now)
         if now >= self._expiry:
             raise self._timeout()
-        return self._wait(now, frames if frame is not None else self._ask_again(now))
+        return self._wait(now, frames if frame is not None else self._retry(now))
 
-    def _wait(self, now: float, frames: Sequence[bytes]) -> Turn[Aggregate]:
-        seconds = min(ASK_AGAIN_SECONDS * (1 + self._attempt), ASK_AGAIN_AT_MOST) * (0.9 + 0.2 * self._chance())
+    def _wait(self, now: float, frames: Sequence[bytes]) -> Actions[Aggregate]:
+        seconds = min(RETRY_SECONDS * (1 + self._attempt), MAX_RETRY_SECONDS) * (0.9 + 0.2 * self._chance())
         return frames, min(now + seconds, self._expiry), None
 
     def _read(self, frame: bytes) -> Aggregate | None:
         before = self._session.members
         answer = self._session.answer(self._key, frame)
-        if isinstance(answer, Aggregate):
-            self._tell_changes(before, answer)
-            shape = self._rows.values.shape[1:]
-            if answer.values.shape != shape and self._key.phase != GATHER:
-                raise ProtocolError(f"{answer.key}: expected an aggregate of shape {shape}, got {answer.values.shape}")
-            return answer
-        if answer is not None:
-            self._take_news(answer)
-        return None
-
-    def _take_news(self, answer: Pending) -> None:
-        self._told = f"{answer.message}; {answer.stacks}" if answer.stacks else answer.message
-        is_early = bool(answer.stacks) and self._next_warning == WARN_SECONDS
-        self._warn(answer.seconds, plain(self._told), WARN_WITH_PLACE_SECONDS if is_early else self._next_warning)
-
-    def _tell_changes(self, before: Members, answer: Aggregate) -> None:
-        """Nothing is dropped silently; in a strict group only members whose data has ended come and go."""
+        if isinstance(answer, Pending):
+            self._report(answer)
+        if not isinstance(answer, Aggregate):
+            return None
+        # In a strict group only paused members come and go, which is no news.
         if self._session.member.is_elastic and answer.members != before:
-            logger.warning("%s: from now on ranks %s, before ranks %s", answer.key, answer.members, before)
+            logger.warning(
+                "%s: membership changed: ranks %s take part, before ranks %s", self._key, answer.members, before
+            )
+        shape = self._rows.values.shape[1:]
+        if answer.values.shape != shape and self._key.phase != GATHER:
+            raise ProtocolError(f"{answer.key}: expected an aggregate of shape {shape}, got {answer.values.shape}")
+        return answer
 
-    def _introduction(self, now: float) -> list[bytes]:
-        logger.info("the server at %s has been restarted; taking part again", self._endpoint)
-        return [*self._session.introduction(), *self._ask_again(now)]
+    def _report(self, answer: Pending) -> None:
+        self._latest_news = f"{answer.message}; {answer.stacks}" if answer.stacks else answer.message
+        is_early = bool(answer.stacks) and self._next_warning == WARN_SECONDS
+        after = WARN_WITH_STACK_SECONDS if is_early else self._next_warning
+        self._warn(answer.seconds, plain(self._latest_news), after)
 
-    def _with_settled(self, contribution: bytes) -> Sequence[bytes]:
-        """Returns a contribution, behind the last RoundDone of this process where the server may not have that."""
-        self._settled = self._session.last_settled.frame
-        return (self._settled, contribution) if self._settled else (contribution,)
+    def _resync(self, now: float) -> list[bytes]:
+        logger.info("the server at %s has been restarted; this rank registers again", self._endpoint)
+        return [*self._session.resync_frames(), *self._retry(now)]
 
-    def _ask_again(self, now: float) -> Sequence[bytes]:
-        if (silent := now - self._heard) >= self._next_warning:
+    def _with_round_done(self, contribution: bytes) -> Sequence[bytes]:
+        """The contribution, behind the latest RoundDone of this process if the server may not have received that."""
+        self._round_done = self._session.last_round_done.frame
+        return (self._round_done, contribution) if self._round_done else (contribution,)
+
+    def _retry(self, now: float) -> Sequence[bytes]:
+        if (silent := now - self._last_received) >= self._next_warning:
             if self.is_gone():
                 raise self._stopped()
-            self._warn(silent, self._about_silence(now, silent), self._next_warning)
+            self._warn(silent, self._silence_warning(now, silent), self._next_warning)
         self._attempt += 1
-        self._session.spoke = now
-        return self._with_settled(self._session.contribution(self._key, self._rows, self._attempt))
+        self._session.last_sent = now
+        return self._with_round_done(self._session.contribution(self._key, self._rows, self._attempt))
 
-    def _about_silence(self, now: float, seconds: float) -> str:
+    def _silence_warning(self, now: float, seconds: float) -> str:
         left = max(0.0, self._expiry - now)
         late = Members.of(self.late())
         return (
@@ -149,29 +149,28 @@ class RoundTrip:
             f"another one there, for {left:.0f} s more"
         ) + (f". In shared memory the round waits for {ranks_in_words(late)}" if late else "")
 
-    def _warn(self, seconds: float, text: str, least: float) -> None:
-        if seconds >= least:
+    def _warn(self, seconds: float, text: str, after: float) -> None:
+        if seconds >= after:
             self._next_warning = 2 * seconds
             logger.warning("%s", text)
 
     def _stopped(self) -> MasterStopped:
         return MasterStopped(
             error_text(
-                f"the server has ended with the process that had started it; it was at {self._endpoint}",
+                f"the server at {self._endpoint} stopped, because the process that started it has ended",
                 where=str(self._key),
-                advice="Look at the logs of the other ranks: they may have taken this one for lost.",
+                advice="Check the other ranks' logs: they may have reported this rank lost.",
             )
         )
 
     def _timeout(self) -> RoundTimeout:
         seconds = self._session.member.round_timeout + GRACE_SECONDS
-        # A restarted server counts the round's time anew, so it may have had no reason to end it yet.
-        reason = f"the latest was: {self._told}" if self._told else ""
+        # A restarted server measures the round's timeout anew, so it may not have ended the round yet.
         return RoundTimeout(
             error_text(
                 f"no aggregate from the server at {self._endpoint} within {seconds:g} s",
                 where=str(self._key),
-                advice=reason,
+                advice=f"last report: {self._latest_news}" if self._latest_news else "",
             ),
             **self._key.fields,
             seconds=seconds,

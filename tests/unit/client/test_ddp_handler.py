@@ -56,13 +56,13 @@ def test_between_two_passes_all_members_are_there_again():
     def measure(connection: client.Connection) -> Any:
         mine = connection.rank
         loop = SimpleNamespace(train_loader=DataLoader(range(6)), validation_loader=None, test_loader=None)
-        connection.come_back(None)
+        connection.rejoin(None)
         for _ in range(1 + mine):
             connection.exchange("bn", Rows((1,), np.ones((1, 2, 1))))
-        connection.stay_away(None)
+        connection.pause(None)
         DDPHandler(loop, connection=connection).add_distributed_samplers()
         sums = handler(connection).mp_sync(mine).tolist()
-        connection.come_back(None)
+        connection.rejoin(None)
         aggregate = connection.exchange("bn", Rows((1,), np.ones((1, 2, 1))))
         return list(loop.train_loader.sampler), sums, list(aggregate.members)
 

@@ -262,7 +262,7 @@ def test_a_newcomer_that_comes_before_the_first_commit_is_one_of_those_who_begin
 def test_a_report_of_something_else_is_refused(together, report, what):
     def commit(connection: Connection) -> Any:
         if connection.rank:
-            connection.come_back(None)
+            connection.rejoin(None)
             return connection.all_gather(COMMIT, pack(report))
         return ElasticState(nn.Linear(1, 1), sampler=ElasticSampler(range(4))).sync()
 
@@ -308,7 +308,7 @@ NOTHING = {"model": STATE_OF_A_LINEAR, "optimizer": None, "sampler": None}
 def test_a_state_that_does_not_fit_is_refused_and_says_nothing_to_a_terminal(together, state, what):
     def commit(connection: Connection) -> Any:
         if connection.rank:
-            connection.come_back(None)
+            connection.rejoin(None)
             connection.all_gather(COMMIT, pack([5, 0, [0, 1], False, 0, np.zeros(0, "i8")]))
             connection.all_gather(STATE, pack(state))
             return None

@@ -5,7 +5,7 @@ import torch
 
 from client.ops.exchange import Exchange
 from client.ops.functional import Slice, batch_norm
-from client.transports.in_process import LocalPipe
+from client.transports.local import LocalPipe
 from client.transports.server import SlavePipe
 from support.memory_members import run_members
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from client.session.connection import Connection
-from client.session.protocol.all_gather import WORD_BYTES, _Parcel, _widths, gather
+from client.session.protocol.all_gather import VALUE_BYTES, _Parcel, _widths, gather
 from statsd_bn import Rows, limits
 from statsd_bn.errors import ProtocolError, RoundFailed, RoundMismatch
 from statsd_bn.members import Members
@@ -21,8 +21,8 @@ from support.strategies import key
 ROW = Rows((1,), np.ones((1, 2, 3)))
 
 # One word more than the first round brings, and more than two further rounds do.
-BEYOND_FIRST = WORD_BYTES * 1024 + 1
-BEYOND_THREE = 2 * WORD_BYTES * limits.MAX_CHANNELS + 5
+BEYOND_FIRST = VALUE_BYTES * 1024 + 1
+BEYOND_THREE = 2 * VALUE_BYTES * limits.MAX_CHANNELS + 5
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_whoever_is_lost_meanwhile_is_left_out():
 
     def leave_after_the_first_round() -> None:
         part = np.array([BEYOND_FIRST, 0], "<i8").view("<f8")
-        lost._round("all", Rows((0,), part[np.newaxis, np.newaxis]), None, lost._world, GATHER)
+        lost.exchange("all", Rows((0,), part[np.newaxis, np.newaxis]), phase=GATHER)
         lost.close(cause="OutOfMemoryError: full")
 
     survivors = [lambda one=one: one.all_gather("all", sent[one.rank]) for one in connections]
@@ -105,11 +105,11 @@ def test_the_master_refuses_rows_that_are_none_of_a_gather(rows, what):
     sound = Rows((0,), np.zeros((1, 1, 3)))
 
     def first() -> Any:
-        return outcome(lambda: connections[0]._round("all", sound, None, connections[0]._world, GATHER))
+        return outcome(lambda: connections[0].exchange("all", sound, phase=GATHER))
 
     def second() -> Any:
         wait_until(lambda: bool(master.report("world")["waiting"]))
-        return outcome(lambda: connections[1]._round("all", rows, None, connections[1]._world, GATHER))
+        return outcome(lambda: connections[1].exchange("all", rows, phase=GATHER))
 
     for error in in_threads([first, second]):
         assert type(error) is RoundFailed
@@ -119,12 +119,12 @@ def test_the_master_refuses_rows_that_are_none_of_a_gather(rows, what):
 @pytest.mark.parametrize(
     ("integers", "what"),
     [
-        ([8, 1], "expected 1 of 1 words from rank 0, got 0"),
-        ([8, 2, 0, 0], "expected 2 of 1 words from rank 0, got 2"),
+        ([8, 1], "expected 1 of 1 values from rank 0, got 0"),
+        ([8, 2, 0, 0], "expected 2 of 1 values from rank 0, got 2"),
         ([-1, 0], "expected 0 to 1099511627776 bytes from rank 0, got -1"),
         ([2**63 - 1, 0], "expected 0 to 1099511627776 bytes from rank 0, got 9223372036854775807"),
-        ([8, -1, 5], "expected -1 of 1 words from rank 0, got 0"),
-        ([8, 0, 5], "expected no more after the last rank's words, got 1"),
+        ([8, -1, 5], "expected -1 of 1 values from rank 0, got 0"),
+        ([8, 0, 5], "expected no values after the last rank's, got 1"),
     ],
 )
 def test_a_first_round_that_makes_no_sense_is_refused(integers, what):
@@ -134,7 +134,7 @@ def test_a_first_round_that_makes_no_sense_is_refused(integers, what):
 
 def test_a_further_round_of_another_width_is_refused():
     rounds = iter([[16, 1, 7], [7, 7]])
-    with pytest.raises(ProtocolError, match="expected 1 words of all members, got 2"):
+    with pytest.raises(ProtocolError, match="expected 1 values of all members, got 2"):
         gather(lambda _: _brought(next(rounds)), bytes(16), 0, 1)
 
 

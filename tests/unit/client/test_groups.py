@@ -14,7 +14,7 @@ from client.session import current, groups
 from client.session.connection import Connection
 from client.session.groups import Group
 from client.session.protocol import registration
-from client.transports.in_process import LocalPipe
+from client.transports.local import LocalPipe
 from client.transports.server import SlavePipe
 from server.cli.status import ask
 from statsd_bn import Rows
@@ -54,7 +54,7 @@ def connected(master: MemoryMaster, n: int, deadline_of_last: float = 20.0) -> I
 
 def test_who_is_alone_in_a_group_is_named_as_in_the_job():
     with connected(MemoryMaster(), 2) as (_, second):
-        current.hold(second)
+        current.set_current_connection(second)
         aggregate = LocalPipe("bn").run_slave(row(np.nan))
     assert list(aggregate.members) == list(aggregate.non_finite) == [1]
 
@@ -69,9 +69,9 @@ def test_who_is_alone_in_a_group_is_named_as_in_the_job():
         ("é" * 129, 2, "group: name: expected printable text of 1 to 256 bytes"),
         ("\ud800", 2, "group: name: expected printable text of 1 to 256 bytes"),
         (7, 2, "group: name: expected printable text of 1 to 256 bytes, got 7"),
-        ("world", 2, "expected a name of your own, got 'world', which is reserved"),
-        ("local", 2, "got 'local', which is reserved; .* are group='local'"),
-        ("local node 0", 2, "got 'local node 0', which is reserved"),
+        ("world", 2, "the name 'world' is reserved"),
+        ("local", 2, "the name 'local' is reserved; .* group='local' for the ranks of one host"),
+        ("local node 0", 2, "the name 'local node 0' is reserved"),
         ("pair", 0, r"group: size: expected an integer in \[1, 16384\], got 0"),
         ("pair", 16_385, "got 16385"),
         ("pair", True, "got True"),
@@ -87,15 +87,19 @@ def test_a_group_that_cannot_be_is_refused_with_what_came(name, size, message):
 def test_the_members_of_a_host_are_those_of_its_torchrun_agent():
     """Also where containers share a host name, or two agents share a host."""
     first, second = ({"LOCAL_WORLD_SIZE": "4", "GROUP_RANK": rank} for rank in "01")
-    assert groups.local(first, "host") == groups.local(first, "another name of it")
-    assert groups.local(first, "host") != groups.local(second, "host")
-    assert {groups.local(environ, "host").size for environ in (first, second)} == {4}
+    assert groups.from_environment(first, "host") == groups.from_environment(first, "another name of it")
+    assert groups.from_environment(first, "host") != groups.from_environment(second, "host")
+    assert {groups.from_environment(environ, "host").size for environ in (first, second)} == {4}
 
 
 def test_without_agents_the_hosts_name_tells_two_hosts_apart():
     environ = {"LOCAL_WORLD_SIZE": "2"}
-    assert groups.local(environ, "host 1") == groups.local(environ, "host 1") != groups.local(environ, "host 2")
-    assert groups.local(environ, "0") != groups.local({**environ, "GROUP_RANK": "0"}, "0")
+    assert (
+        groups.from_environment(environ, "host 1")
+        == groups.from_environment(environ, "host 1")
+        != groups.from_environment(environ, "host 2")
+    )
+    assert groups.from_environment(environ, "0") != groups.from_environment({**environ, "GROUP_RANK": "0"}, "0")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +113,7 @@ def test_without_agents_the_hosts_name_tells_two_hosts_apart():
 )
 def test_the_rule_says_what_it_needs(environ, message):
     with pytest.raises(ConfigurationError, check=says(message)):
-        groups.local(environ, "host")
+        groups.from_environment(environ, "host")
 
 
 @pytest.mark.parametrize(
@@ -123,27 +127,27 @@ def test_the_rule_says_what_it_needs(environ, message):
     ],
 )
 def test_a_launcher_of_other_processes_does_not_say_who_is_on_a_host(environ, world_size, is_told):
-    assert groups.is_told(environ, world_size) is is_told
+    assert groups.has_local_size(environ, world_size) is is_told
 
 
 def test_without_a_launcher_the_members_of_a_host_are_those_that_name_the_same_machine():
     told = {0: b"machine 1", 2: b"machine 2", 3: b"machine 1", 5: b"machine 2"}
-    found = {rank: groups.of_hosts(told, rank) for rank in told}
+    found = {rank: groups.from_hosts(told, rank) for rank in told}
     assert found[0] == found[3] != found[2] == found[5]
     assert (found[5].name, found[5].size) == ("local host of rank 2", 2)
 
 
 def test_a_machine_has_a_name_also_where_the_system_has_no_boot_id(monkeypatch, tmp_path):
-    first = groups.this_machine()
-    assert first == groups.this_machine() != ""
+    first = groups.machine_id()
+    assert first == groups.machine_id() != ""
     monkeypatch.setattr(groups, "BOOT_ID", tmp_path / "none")
-    assert first != groups.this_machine() == groups.this_machine() != ""
+    assert first != groups.machine_id() == groups.machine_id() != ""
 
 
-@pytest.mark.parametrize("group", [Group("pair", 2), groups.world(3), groups.of_hosts({4: b""}, 4)])
+@pytest.mark.parametrize("group", [Group("pair", 2), groups.world_group(3), groups.from_hosts({4: b""}, 4)])
 def test_a_group_is_made_again_from_its_name_and_size(group):
-    assert groups.named(group.name, group.size) == group
-    assert eval(repr(group), {"Group": groups.named}) == group  # noqa: S307 - as Python shows it
+    assert groups.group_named(group.name, group.size) == group
+    assert eval(repr(group), {"Group": groups.group_named}) == group  # noqa: S307 - as Python shows it
 
 
 # What a connection makes of it.
@@ -180,12 +184,12 @@ def of_machines(monkeypatch, machines: dict[int, str]) -> None:
     """Has each rank take its machine for one of these; the members are threads of one process."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    gathered = Connection._gather_machines
+    gathered = Connection._gather_machine_ids
 
     def gather_machines(connection: Connection, _: bytes) -> dict[int, bytes]:
         return gathered(connection, machines[connection.rank].encode())
 
-    monkeypatch.setattr(Connection, "_gather_machines", gather_machines)
+    monkeypatch.setattr(Connection, "_gather_machine_ids", gather_machines)
 
 
 def test_without_a_launcher_the_members_find_out_who_shares_a_host(monkeypatch):
@@ -222,7 +226,7 @@ def test_threads_of_one_member_find_it_out_in_one_round(monkeypatch):
 
     def program(connection):
         begun = threading.Barrier(2)
-        monkeypatch.setattr(connection._of_this_host, "_lock", SlowlyLeft())
+        monkeypatch.setattr(connection._host_group, "_lock", SlowlyLeft())
 
         def ask() -> Group:
             begun.wait(20)
@@ -253,7 +257,7 @@ def test_the_group_of_this_host_can_be_asked_for(monkeypatch):
     with pytest.raises(ConfigurationError, match="local_group: expected a connected process"):
         client.local_group()
     with MemoryMaster().connect(0, 1) as connection:
-        current.hold(connection)
+        current.set_current_connection(connection)
         assert (client.local_group().name, client.local_group().size) == ("local node 3", 1)
 
 
@@ -351,7 +355,9 @@ def test_a_backward_round_stays_in_its_group():
 def test_a_process_uses_a_group_with_one_size():
     with connected(MemoryMaster(), 2) as pair:
         assert in_threads([lambda c=c: total(c, PAIR) for c in pair]) == [11.0, 11.0]
-        with pytest.raises(ConfigurationError, match=r"'pair': expected size 2, with which this .* already, got 1"):
+        with pytest.raises(
+            ConfigurationError, match=r"'pair': expected size 2, as in this process's earlier use, got 1"
+        ):
             total(pair[0], Group("pair", 1))
 
 
@@ -455,7 +461,7 @@ def test_whoever_waits_for_a_group_hears_of_a_member_that_failed(monkeypatch):
 def test_a_closed_connection_begins_no_group():
     with connected(MemoryMaster(), 2) as (zero, _):
         zero.close()
-        with pytest.raises(ConnectionClosed, match="expected an open connection"):
+        with pytest.raises(ConnectionClosed, match="the connection is closed"):
             total(zero, PAIR)
 
 
@@ -464,7 +470,7 @@ def test_closing_wakes_a_thread_that_waits_for_a_group(server, job):
         return (job, "pair") in {(group["job"], group["group"]) for group in ask(server.endpoint)["groups"]}
 
     with client.connect(server.endpoint, job=job) as connection, ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(outcome, lambda: connection._sessions.of(PAIR))
+        waiting = thread.submit(outcome, lambda: connection._sessions.get(PAIR))
         wait_until(is_waiting)
         connection.close()
         assert isinstance(waiting.result(20), ConnectionClosed)

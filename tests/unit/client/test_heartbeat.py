@@ -20,11 +20,10 @@ from client.diagnostics.broken_job import BrokenJob
 from client.diagnostics.sampler import ThreadSampler
 from client.session.channel_pool import ZmqChannelPool
 from client.session.connection import Connection
-from client.session.heartbeat import Heartbeat
-from client.session.heartbeat_socket import Beacon
-from client.session.protocol import pulse as pulse_module
+from client.session.heartbeat import HeartbeatSocket, HeartbeatThread
+from client.session.protocol import heartbeats as heartbeats_module
+from client.session.protocol.heartbeats import HeartbeatScheduler
 from client.session.protocol.member import Member
-from client.session.protocol.pulse import Pulse
 from client.session.protocol.session import Session
 from statsd_bn import limits
 from statsd_bn import skew_samples as samples
@@ -94,14 +93,14 @@ class FakeBeacon:
 class Talkative(Session):
     """One that has always just spoken, however late the threads of a test are."""
 
-    spoke = property(lambda _: time.monotonic(), lambda _, __: None)
+    last_sent = property(lambda _: time.monotonic(), lambda _, __: None)
 
 
 def a_session(token=b"session0", known=True, kind=Session):
     session = kind(token, Member("job", "world", 0, 0, 1, 30.0, "here"))
     if known:
         session.registered(encode(Registered(digest(token), b"server-0", 0, 0, 0, NOBODY)))
-    session.spoke = time.monotonic()
+    session.last_sent = time.monotonic()
     return session
 
 
@@ -113,10 +112,10 @@ def beacon():
 @pytest.fixture
 def start(beacon):
     """Starts heartbeats; none outlives the test."""
-    started: list[Heartbeat] = []
+    started: list[HeartbeatThread] = []
 
     def run(sessions, reconnected=lambda: None, unused=lambda: None):
-        started.append(Heartbeat(beacon, sessions, reconnected, unused))
+        started.append(HeartbeatThread(beacon, sessions, reconnected, unused))
         return started[-1]
 
     yield run
@@ -188,7 +187,7 @@ def test_a_new_session_is_introduced_at_once_if_it_is_told_to_look(monkeypatch, 
     sessions = []
     heartbeat = start(lambda: sessions)
     sessions.append(a_session())
-    heartbeat.look()
+    heartbeat.wake()
     wait_until(lambda: beacon.sessions() == [b"session0"])
 
 
@@ -199,24 +198,24 @@ def broken_job():
 
 def test_a_question_where_the_process_is_gets_an_answer(beacon, broken_job):
     session, other = a_session(), a_session(b"session1")
-    heartbeat = Heartbeat(beacon, lambda: [other, session], lambda: None, lambda: None, broken_job)
-    beacon.incoming = [encode(StackRequest(digest(session.token), 7)), encode(StackRequest(b"no such ", 8))]
-    heartbeat.look()
+    heartbeat = HeartbeatThread(beacon, lambda: [other, session], lambda: None, lambda: None, broken_job)
+    beacon.incoming = [encode(StackRequest(digest(session.member_token), 7)), encode(StackRequest(b"no such ", 8))]
+    heartbeat.wake()
     wait_until(lambda: StackReport in beacon.kinds)
     heartbeat.stop()
     assert beacon.kinds.count(StackReport) == 1
     (answer,) = (frame for frame in beacon.frames if isinstance(frame, StackReport))
-    assert (answer.session, answer.number) == (session.token, 7)
+    assert (answer.session, answer.number) == (session.member_token, 7)
     assert answer.stack
 
 
 def test_the_news_that_the_job_is_broken_are_heard(beacon, broken_job):
-    heartbeat = Heartbeat(beacon, lambda: [a_session()], lambda: None, lambda: None, broken_job)
+    heartbeat = HeartbeatThread(beacon, lambda: [a_session()], lambda: None, lambda: None, broken_job)
     fields = {"job": "job", "group": "world", "member": 1, "step": 3, "cause": "boom"}
     others = {**fields, "job": "another"}
     news = [Failure("replica_lost", "not ours", others), Failure("replica_lost", "ours", fields)]
     beacon.incoming = [encode(message) for message in news]
-    heartbeat.look()
+    heartbeat.wake()
     heard = broken_job.wait_for_cause(20.0)
     heartbeat.stop()
     assert str(heard) == "ours"
@@ -233,7 +232,7 @@ def context():
 
 def test_a_beacon_says_when_it_is_connected_and_queues_nothing_while_it_is_not(context, tmp_path):
     endpoint = f"ipc://{tmp_path}/master"
-    beacon = Beacon(context, endpoint)
+    beacon = HeartbeatSocket(context, endpoint)
     assert not beacon.send(b"nobody is there")
     assert not beacon.wait(0.0)
     for _ in range(2):
@@ -256,16 +255,16 @@ def test_a_look_that_fails_does_not_end_the_heartbeats(context, tmp_path):
         steps.append(now)
         raise ValueError("a torch that nobody knows")
 
-    beacon = Beacon(context, f"ipc://{tmp_path}/nobody")
-    heartbeat = Heartbeat(beacon, list, lambda: None, lambda: None, SimpleNamespace(check=step))
+    beacon = HeartbeatSocket(context, f"ipc://{tmp_path}/nobody")
+    heartbeat = HeartbeatThread(beacon, list, lambda: None, lambda: None, SimpleNamespace(check=step))
     for number in range(3):
-        heartbeat.look()
+        heartbeat.wake()
         wait_until(lambda number=number: len(steps) > number)
     heartbeat.stop()
 
 
 def test_waking_a_beacon_ends_its_wait(context, tmp_path):
-    beacon = Beacon(context, f"ipc://{tmp_path}/nobody")
+    beacon = HeartbeatSocket(context, f"ipc://{tmp_path}/nobody")
     thread = threading.Thread(target=lambda: beacon.wait(3600.0))
     thread.start()
     beacon.wake()
@@ -275,7 +274,7 @@ def test_waking_a_beacon_ends_its_wait(context, tmp_path):
 
 
 def test_answers_and_probes_do_not_pile_up_at_a_beacon(context, tmp_path):
-    beacon = Beacon(context, f"ipc://{tmp_path}/master")
+    beacon = HeartbeatSocket(context, f"ipc://{tmp_path}/master")
     with context.socket(zmq.ROUTER) as router:
         router.bind(f"ipc://{tmp_path}/master")
         wait_until(lambda: beacon.send(b"alive"))
@@ -349,104 +348,104 @@ def test_a_script_that_never_closes_ends_all_the_same(server, job, how):
 
 def test_a_session_says_its_transport_as_soon_as_it_is_another_one():
     """One that takes part in rounds sends no heartbeats otherwise."""
-    pulse, session = Pulse(), a_session()
+    scheduler, session = HeartbeatScheduler(), a_session()
 
     def said() -> list[str]:
-        session.spoke = now = time.monotonic()
-        due = pulse.due(now, [session])
+        session.last_sent = now = time.monotonic()
+        due = scheduler.sessions_due(now, [session])
         transports = [decode(one.heartbeat()).transport for one in due]
         for one in due:
-            pulse.sent(one)
+            scheduler.mark_sent(one)
         return transports
 
     assert [said(), said()] == [[""], []]
-    session.transport.refuse("on purpose")
+    session.transport.fall_back("on purpose")
     assert [said(), said()] == [["server"], []]
-    pulse.connected_anew()
+    scheduler.on_reconnected()
     assert [said(), said()] == [["server"], []]
 
 
 @pytest.mark.parametrize(
-    ("memory", "beats"), [(SimpleNamespace(is_given_up=False), 10), (SimpleNamespace(is_given_up=True), 0), (None, 0)]
+    ("memory", "beats"), [(SimpleNamespace(is_abandoned=False), 10), (SimpleNamespace(is_abandoned=True), 0), (None, 0)]
 )
 def test_one_that_shares_memory_beats_though_it_speaks_as_where_others_come_late(memory, beats):
     """The server knows only from heartbeats how long it has waited in memory."""
-    pulse, session, now, sent = Pulse(), a_session(), 100.0, 0
+    scheduler, session, now, sent = HeartbeatScheduler(), a_session(), 100.0, 0
     session.transport.memory = memory
-    for one in pulse.due(now, [session]):
-        pulse.sent(one)
+    for one in scheduler.sessions_due(now, [session]):
+        scheduler.mark_sent(one)
     while now < 110.0:
         now += 0.25
-        session.spoke = now  # a contribution that was brought over the server
+        session.last_sent = now  # a contribution that was brought over the server
         left = 0.75 - (now - 100.25) % 1.0 if beats else limits.HEARTBEAT_SECONDS
-        assert pulse.pause(now, [session]) == pytest.approx(left)
-        for one in pulse.due(now, [session]):
-            pulse.sent(one)
+        assert scheduler.seconds_until_due(now, [session]) == pytest.approx(left)
+        for one in scheduler.sessions_due(now, [session]):
+            scheduler.mark_sent(one)
             sent += 1
     assert sent == beats
 
 
 @pytest.mark.parametrize(("is_in_memory", "times"), [(True, 1), (False, 0)])
 def test_ranks_that_need_no_server_are_told_once_that_it_is_away(is_in_memory, times):
-    pulse, session = Pulse(), a_session()
+    scheduler, session = HeartbeatScheduler(), a_session()
     if is_in_memory:
-        session.transport.memory = SimpleNamespace(is_given_up=False)
-    told = [pulse.away(float(now), [session], is_connected=False) for now in range(60)]
+        session.transport.memory = SimpleNamespace(is_abandoned=False)
+    told = [scheduler.outage_warning(float(now), [session], is_connected=False) for now in range(60)]
     assert (told[9], len([text for text in told if text])) == ("", times)
-    assert not times or "the server has been away for 10 s. The ranks go on in shared memory" in told[10]
+    assert not times or "no connection to the server for 10 s. The ranks continue in shared memory" in told[10]
 
 
 def test_a_server_that_was_back_may_be_away_again():
-    pulse, session = Pulse(), a_session()
-    session.transport.memory = SimpleNamespace(is_given_up=False)
+    scheduler, session = HeartbeatScheduler(), a_session()
+    session.transport.memory = SimpleNamespace(is_abandoned=False)
     for began in (0.0, 100.0):
-        assert not pulse.away(began, [session], is_connected=False)
-        assert pulse.away(began + 20, [session], is_connected=False)
-        assert not pulse.away(began + 30, [session], is_connected=True)
+        assert not scheduler.outage_warning(began, [session], is_connected=False)
+        assert scheduler.outage_warning(began + 20, [session], is_connected=False)
+        assert not scheduler.outage_warning(began + 30, [session], is_connected=True)
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_rank_that_speaks_to_a_server_in_vain_is_told_too(start, beacon, monkeypatch, caplog):
     """It asks the server in each long wait, so no heartbeat is due."""
-    monkeypatch.setattr(pulse_module, "AWAY_SECONDS", 3 * INTERVAL)
+    monkeypatch.setattr(heartbeats_module, "AWAY_SECONDS", 3 * INTERVAL)
     beacon.connected = False
     session = a_session()
-    session.transport.memory = SimpleNamespace(is_given_up=False)
+    session.transport.memory = SimpleNamespace(is_abandoned=False)
     start(lambda: [session])
 
     def is_told():
-        session.spoke = time.monotonic()
-        return "the server has been away" in caplog.text
+        session.last_sent = time.monotonic()
+        return "no connection to the server" in caplog.text
 
     wait_until(is_told)
 
 
 def opened(session):
-    session.registered(encode(Registered(digest(session.token), b"server-0", 0, 0, 0, Members.of([0, 1]))))
+    session.registered(encode(Registered(digest(session.member_token), b"server-0", 0, 0, 0, Members.of([0, 1]))))
     return session
 
 
 def test_a_job_that_has_been_open_for_a_minute_without_a_layer_is_unused_once():
     """The time until all members have come does not count, nor do rounds that are no layer's."""
-    pulse, session = Pulse(), a_session()
+    scheduler, session = HeartbeatScheduler(), a_session()
     session.forward_key("hello", GATHER)
-    assert not any(pulse.is_unused(float(now), [session]) for now in range(300))
+    assert not any(scheduler.is_unused(float(now), [session]) for now in range(300))
     opened(session)
-    assert [now for now in range(300, 600) if pulse.is_unused(float(now), [session])] == [360]
+    assert [now for now in range(300, 600) if scheduler.is_unused(float(now), [session])] == [360]
 
 
 def test_a_job_in_which_a_layer_has_begun_a_round_is_not_unused_though_it_waits():
-    pulse, first, second = Pulse(), opened(a_session()), opened(a_session(b"session1"))
-    assert not pulse.is_unused(0.0, [first])
+    scheduler, first, second = HeartbeatScheduler(), opened(a_session()), opened(a_session(b"session1"))
+    assert not scheduler.is_unused(0.0, [first])
     second.forward_key("bn", FORWARD)
-    assert not any(pulse.is_unused(float(now), [first, second]) for now in range(300))
+    assert not any(scheduler.is_unused(float(now), [first, second]) for now in range(300))
 
 
 def test_a_rank_whose_model_was_not_converted_is_warned_once(server, job, monkeypatch, caplog):
-    monkeypatch.setattr(pulse_module, "UNUSED_SECONDS", 0.1)
+    monkeypatch.setattr(heartbeats_module, "UNUSED_SECONDS", 0.1)
 
     def warned():
-        return [text for text in caplog.messages if "has synchronised no layer" in text]
+        return [text for text in caplog.messages if "no layer was synchronised" in text]
 
     def train(rank):
         who = Member(job, "world", 0, rank, 2, 30.0, "here")
@@ -454,31 +453,31 @@ def test_a_rank_whose_model_was_not_converted_is_warned_once(server, job, monkey
             wait_until(lambda: len(warned()) == 2)
 
     in_threads([partial(train, rank) for rank in range(2)])
-    assert [f"rank {rank} of 2 " in text for rank, text in enumerate(sorted(warned()))] == [True, True]
-    expected = "no layer, and its connection has been open for 60 s: was the model given to client.convert_model(), and"
+    assert [f"rank {rank} of 2: " in text for rank, text in enumerate(sorted(warned()))] == [True, True]
+    expected = "no layer was synchronised in the first 60 s; check that client.convert_model() was called"
     assert all(expected in text for text in warned())
 
 
 def test_a_session_that_a_new_master_did_not_know_beats_again_at_once():
     """The master has not taken the first heartbeat, and would look for it where it spoke last, which may be closed."""
-    pulse, session = Pulse(), a_session()
-    unknown = encode(Failure("unknown_session", "who?", {"digest": digest(session.token).hex()}))
+    scheduler, session = HeartbeatScheduler(), a_session()
+    unknown = encode(Failure("unknown_session", "who?", {"digest": digest(session.member_token).hex()}))
 
     def is_due() -> bool:
-        due = pulse.due(time.monotonic(), [session])
+        due = scheduler.sessions_due(time.monotonic(), [session])
         for one in due:
-            pulse.sent(one)
+            scheduler.mark_sent(one)
         return bool(due)
 
     assert [is_due(), is_due()] == [True, False]
-    assert pulse.overhear(unknown, [session]) == session.introduction()
+    assert scheduler.on_unsolicited(unknown, [session]) == session.resync_frames()
     assert [is_due(), is_due()] == [True, False]
     # Once for each connection: a master that misses results says the same.
-    pulse.overhear(unknown, [session])
+    scheduler.on_unsolicited(unknown, [session])
     assert not is_due()
-    pulse.connected_anew()
+    scheduler.on_reconnected()
     assert [is_due(), is_due()] == [True, False]
-    pulse.overhear(unknown, [session])
+    scheduler.on_unsolicited(unknown, [session])
     assert is_due()
 
 
@@ -492,15 +491,15 @@ def sampled(session, step=0):
 
 def test_figures_go_only_where_a_heartbeat_has_gone_before():
     """A server that does not know the session has no use for them, and would say so."""
-    pulse, session = Pulse(), sampled(a_session())
-    assert pulse.figures(1.0, [session]) == []
-    pulse.due(time.monotonic(), [session])
-    pulse.sent(session)
-    assert pulse.figures(3.0, [session]) == []  # they are too old
-    (frame,) = pulse.figures(5.0, [sampled(session, 4)])
+    scheduler, session = HeartbeatScheduler(), sampled(a_session())
+    assert scheduler.skew_frames(1.0, [session]) == []
+    scheduler.sessions_due(time.monotonic(), [session])
+    scheduler.mark_sent(session)
+    assert scheduler.skew_frames(3.0, [session]) == []  # they are too old
+    (frame,) = scheduler.skew_frames(5.0, [sampled(session, 4)])
     assert isinstance(decode(frame), SkewStats)
-    pulse.connected_anew()
-    assert pulse.figures(9.0, [sampled(session, 8)]) == []
+    scheduler.on_reconnected()
+    assert scheduler.skew_frames(9.0, [sampled(session, 8)]) == []
 
 
 def test_figures_leave_beside_the_heartbeats(start, beacon, monkeypatch):
@@ -511,7 +510,7 @@ def test_figures_leave_beside_the_heartbeats(start, beacon, monkeypatch):
     wait_until(lambda: SkewStats in beacon.kinds)
     assert beacon.kinds.index(HeartbeatMessage) < beacon.kinds.index(SkewStats)
     (digest_,) = (frame for frame in beacon.frames if isinstance(frame, SkewStats))
-    assert (digest_.session, digest_.step, digest_.names) == (session.token, 0, ["bn"])
+    assert (digest_.session, digest_.step, digest_.names) == (session.member_token, 0, ["bn"])
     assert digest_.values.tolist() == [[[2.0, 1.0, 1.0, 0.25], [2.0, 3.0, 1.0, 0.25]]]
 
 
@@ -519,7 +518,7 @@ def test_numbers_that_have_no_figures_end_no_heartbeats(start, beacon, monkeypat
     monkeypatch.setattr(samples, "SETTLED_SECONDS", 0.0)
     monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", 0.05)
     session = sampled(a_session())
-    monkeypatch.setattr(session, "figures", lambda _: 1 / 0)
+    monkeypatch.setattr(session, "skew_frame", lambda _: 1 / 0)
     start(lambda: [session])
     wait_until(lambda: beacon.kinds.count(HeartbeatMessage) > 5)
     assert SkewStats not in beacon.kinds
@@ -529,4 +528,4 @@ def test_figures_that_are_not_finite_are_left_out():
     session = sampled(a_session())
     (sample,) = session.transport.samples.take(1.0)
     huge = replace(sample, counts=np.ones(2), values=np.full((2, 2, 2), 1.7e308))
-    assert session.figures([huge]) is None
+    assert session.skew_frame([huge]) is None

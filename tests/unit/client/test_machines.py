@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from client.session.protocol.member import Member
-from client.session.protocol.registration import ANSWER_SECONDS, ASK_AGAIN_SECONDS, TAKEN_SECONDS, Registration
-from client.session.protocol.round_trip import ASK_AGAIN_AT_MOST, GRACE_SECONDS, WARN_SECONDS, RoundTrip
-from client.session.protocol.session import LastSettled, Session
+from client.session.protocol.registration import ANSWER_SECONDS, DUPLICATE_SECONDS, RETRY_SECONDS, Registration
+from client.session.protocol.round_trip import GRACE_SECONDS, MAX_RETRY_SECONDS, WARN_SECONDS, RoundTrip
+from client.session.protocol.session import LastRoundDone, Session
 from statsd_bn.errors import DuplicateMember, GroupIncomplete, MasterStopped, RoundTimeout, ServerUnreachable
 from statsd_bn.members import NOBODY, Members
 from statsd_bn.messages import Aggregate, Contribution, Failure, Pending, Register, Registered
@@ -70,7 +70,7 @@ def test_news_of_a_wait_does_not_prolong_the_deadline(trip):
     pending = encode(Pending(decode(first).key, 3, "waiting for members [1]"))
     for seconds in range(1, int(DEADLINE + GRACE_SECONDS)):
         assert trip.step(BEGAN + seconds, pending)[2] is None
-    with pytest.raises(RoundTimeout, match="the latest was: waiting for members"):
+    with pytest.raises(RoundTimeout, match="last report: waiting for members"):
         trip.step(BEGAN + DEADLINE + GRACE_SECONDS, None)
 
 
@@ -89,8 +89,8 @@ def test_one_whose_server_can_have_no_successor_waits_for_none(trip):
     trip.is_gone = lambda: True
     while due < BEGAN + WARN_SECONDS:
         _, due, _ = trip.step(due, None)
-    assert due <= BEGAN + WARN_SECONDS + ASK_AGAIN_AT_MOST
-    with pytest.raises(MasterStopped, match="ended with the process that had started it"):
+    assert due <= BEGAN + WARN_SECONDS + MAX_RETRY_SECONDS
+    with pytest.raises(MasterStopped, match="because the process that started it has ended"):
         trip.step(due, None)
 
 
@@ -102,7 +102,7 @@ def test_a_member_introduces_itself_to_a_restarted_master_and_asks_again(trip):
 
 
 def test_where_this_process_was_last_is_said_again_ahead_of_a_contribution_until_there_is_an_answer(trip, session):
-    settled = session.settled(session.forward_key("before"))
+    settled = session.round_done(session.forward_key("before"))
     frames, due, _ = trip.begin(BEGAN)
     assert frames[0] == settled
     again, *_ = trip.step(due, None)
@@ -116,18 +116,18 @@ def test_where_this_process_was_last_is_said_again_ahead_of_a_contribution_until
 
 
 def test_what_is_settled_while_an_earlier_round_is_answered_is_still_to_be_said_again(session):
-    earlier, later = (session.settled(session.forward_key(layer)) for layer in ("one", "two"))
-    session.last_settled.was_heard(earlier)
-    assert session.last_settled.frame == later
+    earlier, later = (session.round_done(session.forward_key(layer)) for layer in ("one", "two"))
+    session.last_round_done.acknowledge(earlier)
+    assert session.last_round_done.frame == later
 
 
 def test_the_sessions_of_a_process_say_for_one_another_where_it_was_last():
-    last = LastSettled()
+    last = LastRoundDone()
     world, pair = (
         Session(token, Member("job", group, 0, 0, 2, DEADLINE, "here"), last)
         for token, group in ((TOKEN, "world"), (b"session1", "pair"))
     )
-    settled = pair.settled(pair.forward_key("bn"))
+    settled = pair.round_done(pair.forward_key("bn"))
     key, rows = world.forward_key("bn"), Rows((1,), np.ones((1, 2, 1)))
     frames, *_ = RoundTrip(world, "memory://", key, rows, world.contribution(key, rows)).begin(BEGAN)
     assert frames[0] == settled
@@ -135,7 +135,7 @@ def test_the_sessions_of_a_process_say_for_one_another_where_it_was_last():
 
 def test_a_registration_asks_again_until_nobody_has_answered_for_long(registration):
     frames, due, _ = registration.begin(BEGAN)
-    for _ in range(int(ANSWER_SECONDS / ASK_AGAIN_SECONDS) - 1):
+    for _ in range(int(ANSWER_SECONDS / RETRY_SECONDS) - 1):
         assert [type(message) for message in sent(frames)] == [Register]
         frames, due, _ = registration.step(due, None)
     assert due == BEGAN + ANSWER_SECONDS
@@ -167,4 +167,4 @@ def test_a_number_that_is_still_taken_is_asked_for_again_for_a_moment(registrati
     (frame,), *_ = registration.step(due, None)
     assert isinstance(decode(frame), Register)
     with pytest.raises(DuplicateMember):
-        registration.step(BEGAN + TAKEN_SECONDS, taken)
+        registration.step(BEGAN + DUPLICATE_SECONDS, taken)

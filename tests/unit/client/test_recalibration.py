@@ -15,7 +15,7 @@ import client
 from client.ops.checkpointing import exchange_cache
 from client.training import recalibration
 from client.transports import named_process_group
-from client.transports.in_process import LocalPipe
+from client.transports.local import LocalPipe
 from programs import recalibration_programs as programs
 from programs.recalibration_programs import statistics
 from statsd_bn import limits

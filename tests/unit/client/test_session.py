@@ -18,7 +18,7 @@ TOKEN = b"session0"
 
 def walk(session, forward):
     """A backward round of the call that `forward` began."""
-    session.begins(forward.of_phase(BACKWARD))
+    session.begin_round(forward.of_phase(BACKWARD))
 
 
 @pytest.fixture
@@ -126,11 +126,11 @@ def opened(first_step=0):
 
 @pytest.mark.parametrize("is_said_in_the_round", [True, False])
 def test_one_that_was_taken_in_again_at_a_later_step_waits_for_no_earlier_round(session, is_said_in_the_round):
-    session.overhear(opened())
+    session.on_unsolicited(opened())
     key = session.forward_key("a")
     if not is_said_in_the_round:
-        session.overhear(opened(first_step=5))
-    with pytest.raises(ReplicaLost, match="rank 1 was taken for lost, and was taken in again from step 5 on"):
+        session.on_unsolicited(opened(first_step=5))
+    with pytest.raises(ReplicaLost, match="rank 1 was declared lost, and rejoined at step 5"):
         session.answer(key, opened(first_step=5))
     assert session.forward_key("a").step == 5
 
@@ -141,11 +141,11 @@ def refusal(**others):
 
 
 def test_one_that_has_overheard_of_its_double_takes_no_answer_and_introduces_itself_to_no_other_master(session):
-    session.overhear(opened())
+    session.on_unsolicited(opened())
     unknown = encode(Failure("unknown_session", "who?", {"digest": digest(TOKEN).hex()}))
-    assert session.overhear(unknown) == session.introduction()
-    assert session.overhear(refusal()) == []
-    assert session.overhear(unknown) == []
+    assert session.on_unsolicited(unknown) == session.resync_frames()
+    assert session.on_unsolicited(refusal()) == []
+    assert session.on_unsolicited(unknown) == []
     key = session.forward_key("a")
     with pytest.raises(DuplicateMember, match="there is a rank 1 already"):
         session.answer(key, encode(Aggregate(key, 2, 6, Members.of(range(3)), np.ones((2, 2)))))
@@ -153,27 +153,27 @@ def test_one_that_has_overheard_of_its_double_takes_no_answer_and_introduces_its
 
 
 def test_one_that_was_told_of_its_double_in_a_round_takes_no_later_answer_either(session):
-    session.overhear(opened())
+    session.on_unsolicited(opened())
     key = session.forward_key("a")
     frame = encode(Aggregate(key, 2, 6, Members.of(range(3)), np.ones((2, 2))))
     for said in (refusal(), frame):
         with pytest.raises(DuplicateMember, match="there is a rank 1 already"):
             session.answer(key, said)
-    assert session.overhear(encode(Failure("unknown_session", "who?", {"digest": digest(TOKEN).hex()}))) == []
+    assert session.on_unsolicited(encode(Failure("unknown_session", "who?", {"digest": digest(TOKEN).hex()}))) == []
 
 
 @pytest.mark.parametrize("others", [{"job": "other"}, {"group": "pair"}, {"member": 2}])
 def test_the_double_of_another_session_does_not_concern_it(session, others):
-    session.overhear(opened())
-    session.overhear(refusal(**others))
+    session.on_unsolicited(opened())
+    session.on_unsolicited(refusal(**others))
     key = session.forward_key("a")
     frame = encode(Aggregate(key, 2, 6, Members.of(range(3)), np.ones((2, 2))))
     assert session.answer(key, frame).count == 6
 
 
 def test_one_that_was_in_no_open_group_may_get_its_number_later(session):
-    session.overhear(refusal())
-    session.overhear(opened())
+    session.on_unsolicited(refusal())
+    session.on_unsolicited(opened())
     key = session.forward_key("a")
     frame = encode(Aggregate(key, 2, 6, Members.of(range(3)), np.ones((2, 2))))
     assert session.answer(key, frame).count == 6

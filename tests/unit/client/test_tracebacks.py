@@ -28,16 +28,16 @@ def ours(error: BaseException) -> list[str]:
 
 def failing_round(monkeypatch, *, after: int = 0) -> nn.Module:
     """A layer whose rounds fail, after so many that do not."""
-    real, rounds = connection.Connection._round, []
+    real, rounds = connection.Connection._begin_round, []
 
     def round_(self, *arguments, **options):
         # The members agree on a transport after the first one.
-        rounds.append(options.get("counts", True))
+        rounds.append(options.get("is_counted", True))
         if sum(rounds) > after:
             raise RoundMismatch("the ranks differ")
         return real(self, *arguments, **options)
 
-    monkeypatch.setattr(connection.Connection, "_round", round_)
+    monkeypatch.setattr(connection.Connection, "_begin_round", round_)
     return client.SynchronizedBatchNorm1d(3)
 
 
@@ -118,7 +118,7 @@ def test_all_frames_are_shown_on_demand(monkeypatch, value):
     layer = failing_round(monkeypatch)
     with pytest.raises(RoundMismatch) as caught:
         layer(torch.randn(4, 3))
-    assert {"normalise", "run_row", "exchange"} <= set(ours(caught.value))
+    assert {"normalise", "run_row", "round"} <= set(ours(caught.value))
 
 
 @pytest.mark.parametrize("value", ["", "full"])
@@ -189,13 +189,13 @@ NO_BORDER = {
     # They raise TypeError.
     *("register_conversion", "synchronized_class"),
     # They call `hide_internal_frames` themselves: in each round, and in a context manager.
-    *("Connection.exchange", "SlavePipe.run_row", "SlavePipe.run_slave", "join"),
+    *("Connection.exchange", "Connection.round", "SlavePipe.run_row", "SlavePipe.run_slave", "join"),
     # A context manager around the user's own code.
     "patch_sync_batchnorm",
     # The transports call them, inside of what has a tracebacks.
     *(
-        "Connection.check_whole",
-        "Connection.gather_in",
+        "Connection.raise_if_broken",
+        "Connection.gather_in_group",
         "Connection.over_server",
         "Connection.run",
         "Connection.round_trip",
@@ -244,7 +244,7 @@ def test_every_public_function_has_a_border_or_needs_none():
 )
 def test_public_functions_show_one_frame_of_ours(monkeypatch, call):
     layer = failing_round(monkeypatch)
-    monkeypatch.setattr(connection.Connection, "come_back", lambda *_: None)
+    monkeypatch.setattr(connection.Connection, "rejoin", lambda *_: None)
     with pytest.raises((RoundMismatch, ConfigurationError)) as caught:
         call(layer)
     assert len(ours(caught.value)) == 1

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from client.transports.in_process import LocalPipe
+from client.transports.local import LocalPipe
 from client.transports.server import SlavePipe
 from statsd_bn import Rows
 from support.memory_members import in_threads, run_members

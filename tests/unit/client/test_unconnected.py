@@ -169,7 +169,7 @@ def test_a_member_that_closes_without_a_round_is_told(told):
     run_members(2, lambda _: None)
     assert len(told()) == 2
     assert all(
-        "has synchronised no layer, and its connection ends: was the model given to client.convert_model(), and" in text
+        "no layer was synchronised before the connection closed; check that client.convert_model() was called" in text
         for text in told()
     )
 

@@ -15,7 +15,7 @@ def world():
 
 def settle(world: PureWorld, member: PureMember) -> None:
     """The member tells that its latest round is over."""
-    world.send(member, member.session.settled(member.key))
+    world.send(member, member.session.round_done(member.key))
 
 
 def report(world: PureWorld) -> dict:
@@ -40,9 +40,9 @@ def test_one_that_has_gone_on_is_not_taken_to_wait_elsewhere(world, is_settled):
     """One member has not woken since the other found the rows, went on, and waits for it in the next round."""
     asleep, ahead = world.members
     asleep.forward(1.0)
-    ahead.session.begins(ahead.session.forward_key("bn"))
+    ahead.session.begin_round(ahead.session.forward_key("bn"))
     if is_settled:
-        world.send(ahead, ahead.session.settled(asleep.key))
+        world.send(ahead, ahead.session.round_done(asleep.key))
     ahead.forward(2.0, layer="next")
     world.pass_time(QUIET_SECONDS)
     errors = [answer for answer in ahead.answers if isinstance(answer, RoundMismatch)]
@@ -75,7 +75,7 @@ def test_members_of_an_elastic_group_cannot_end_one_anothers_rounds():
     world = PureWorld(2, min_members=1)
     one, two = world.members
     one.forward(1.0)
-    world.send(two, two.session.settled(one.key))
+    world.send(two, two.session.round_done(one.key))
     two.forward(2.0)
     assert one.total == ([0, 1], 3.0)
 
@@ -83,8 +83,8 @@ def test_members_of_an_elastic_group_cannot_end_one_anothers_rounds():
 def test_a_stranger_settles_nothing(world):
     one, two = world.members
     one.forward(1.0)
-    two.session.token = b"stranger"
-    world.send(two, two.session.settled(one.key))
+    two.session.member_token = b"stranger"
+    world.send(two, two.session.round_done(one.key))
     assert len(report(world)["waiting"]) == 1
 
 
@@ -92,7 +92,7 @@ def test_a_stranger_settles_nothing(world):
 def test_a_member_settles_no_round_of_another_group(world, foreign):
     one, two = world.members
     one.forward(1.0)
-    world.send(two, two.session.settled(one.key._replace(**foreign)))
+    world.send(two, two.session.round_done(one.key._replace(**foreign)))
     assert [type(answer) for answer in two.answers] == [ProtocolError]
     assert world.dispatcher.bad_frames == 1
     assert len(report(world)["waiting"]) == 1
@@ -101,6 +101,6 @@ def test_a_member_settles_no_round_of_another_group(world, foreign):
 def test_whoever_waits_for_a_round_that_a_liar_settles_is_told_when_it_asks_again(world):
     one, two = world.members
     one.forward(1.0)
-    world.send(two, two.session.settled(one.key))
+    world.send(two, two.session.round_done(one.key))
     one.ask_again()
     assert [type(answer) for answer in one.answers] == [RoundFailed]

@@ -19,7 +19,7 @@ def newcomer(number, *, n, min_members=0):
 
 
 def answers(world, session):
-    return [decode(frame) for frame in world.inboxes.pop(session.token, [])]
+    return [decode(frame) for frame in world.inboxes.pop(session.member_token, [])]
 
 
 @pytest.fixture
@@ -29,19 +29,19 @@ def late():
     session = newcomer(2, n=3)
     world.restart(b"server-1")
     world.say(session, session.register())
-    opened = Registered(digest(session.token), b"server-0", 0, 0, 0, Members.of(range(3)))
+    opened = Registered(digest(session.member_token), b"server-0", 0, 0, 0, Members.of(range(3)))
     assert answers(world, session)[-1].missing == 2
-    session.overhear(encode(opened))
+    session.on_unsolicited(encode(opened))
     return world, session
 
 
 def contribute(world, session, key):
     """Does what a round trip does up to the first answers that are no question."""
     world.say(session, session.contribution(key, rows_of(session.member.rank)))
-    (frame,) = world.inboxes.pop(session.token)
+    (frame,) = world.inboxes.pop(session.member_token)
     with pytest.raises(UnknownSession):
         session.answer(key, frame)
-    world.say(session, *session.introduction(), session.contribution(key, rows_of(session.member.rank), 1))
+    world.say(session, *session.resync_frames(), session.contribution(key, rows_of(session.member.rank), 1))
     return answers(world, session)
 
 
@@ -62,7 +62,9 @@ def test_it_takes_part_once_the_others_are_back(late):
     key = session.forward_key("bn")
     contribute(world, session, key)
     for other in world.members[:2]:
-        world.say(other, *other.introduction(), other.contribution(other.forward_key("bn"), rows_of(other.member.rank)))
+        world.say(
+            other, *other.resync_frames(), other.contribution(other.forward_key("bn"), rows_of(other.member.rank))
+        )
     (aggregate,) = [answer for answer in answers(world, session) if isinstance(answer, Aggregate)]
     assert list(aggregate.members) == [0, 1, 2]
 
@@ -88,7 +90,7 @@ def test_members_of_two_beginnings_are_told_and_none_is_given_the_result_of_the_
     world.exchange("bn2")
     world.restart(b"server-2")
     for session in (left_out, world.members[1]):
-        world.say(session, *session.introduction())
+        world.say(session, *session.resync_frames())
     world.say(left_out, left_out.contribution(waiting_for, rows_of(1)))
     for _ in range(3):
         world.now += limits.SILENCE_SECONDS / 2
@@ -110,7 +112,7 @@ def test_results_of_a_step_whose_members_cannot_have_been_together_tell_of_two_b
     key = double.forward_key("bn3")
     world.restart(b"server-2")
     for session in (before, *world.members):
-        world.say(session, *session.introduction())
+        world.say(session, *session.resync_frames())
     world.say(double, double.contribution(key, rows_of(1)))
     go_on(world)
     told = answers(world, double)
@@ -135,7 +137,7 @@ def test_results_of_a_step_that_lost_a_member_do_not():
     world.exchange("bn2")
     world.restart(b"server-1")
     for session in world.members:
-        world.say(session, *session.introduction())
+        world.say(session, *session.resync_frames())
     live_on(world)
     for session in world.members:
         world.read(session)
@@ -144,8 +146,8 @@ def test_results_of_a_step_that_lost_a_member_do_not():
 
 def listen(world, session):
     """Does what the thread of the heartbeats does with what has come."""
-    for frame in world.inboxes.pop(session.token, []):
-        world.say(session, *session.overhear(frame))
+    for frame in world.inboxes.pop(session.member_token, []):
+        world.say(session, *session.on_unsolicited(frame))
 
 
 def go_on(world):
@@ -162,7 +164,7 @@ def test_a_member_that_was_told_of_its_double_is_given_no_sum_with_that_ones_row
     double = newcomer(1, n=2, min_members=1)
     world.say(double, double.register())
     for session in (stays, displaced):
-        world.say(session, *session.introduction())
+        world.say(session, *session.resync_frames())
     listen(world, displaced)
     go_on(world)
     for session in (stays, double):
@@ -173,8 +175,8 @@ def test_a_member_that_was_told_of_its_double_is_given_no_sum_with_that_ones_row
     world.restart(b"server-2")
     world.heartbeats(displaced)
     listen(world, displaced)
-    world.say(stays, *stays.introduction())
+    world.say(stays, *stays.resync_frames())
     go_on(world)
     world.say(displaced, displaced.contribution(key, rows_of(1)))
     with pytest.raises(DuplicateMember, match="newcomer 1 is registered, place 1 was refused"):
-        [displaced.answer(key, frame) for frame in world.inboxes.pop(displaced.token)]
+        [displaced.answer(key, frame) for frame in world.inboxes.pop(displaced.member_token)]

@@ -5,9 +5,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from client.transports import places
-from client.transports.places import SECONDS, Asking, of_job
-from client.transports.server import SlavePipe
+from client.transports import server
+from client.transports.server import PLACES_SECONDS, PlacesQuery, SlavePipe, places_in_report
 from statsd_bn.errors import ProtocolError, ServerUnreachable
 from statsd_bn.members import TOLD_OF, Members, ranks_in_words
 from statsd_bn.messages import Failure, Status, StatusRequest
@@ -29,25 +28,25 @@ TOLD = answer(members=[{"member": number, "place": place} for number, place in W
 @pytest.fixture
 def asking():
     with MemoryMaster().connect(0, 1) as connection:
-        yield Asking(connection.member)
+        yield PlacesQuery(connection.member)
 
 
 def test_the_server_is_asked_for_its_status(asking):
     (frame,), due, found = asking.begin(0.0)
-    assert (decode(frame), due, found) == (StatusRequest(), SECONDS, None)
+    assert (decode(frame), due, found) == (StatusRequest(), PLACES_SECONDS, None)
     assert asking.step(0.1, encode(TOLD)) == ((), 0.1, WHERE)
 
 
 def test_it_is_asked_again_over_a_new_connection_and_not_for_ever(asking):
     frames, *_ = asking.begin(0.0)
-    assert asking.step(0.1, None) == (frames, SECONDS, None)
+    assert asking.step(0.1, None) == (frames, PLACES_SECONDS, None)
     with pytest.raises(ServerUnreachable):
-        asking.step(SECONDS, None)
+        asking.step(PLACES_SECONDS, None)
 
 
 def test_what_is_about_a_round_is_passed_over(asking):
     asking.begin(0.0)
-    assert asking.step(0.1, encode(Failure("round_failed", "no", {}, key()))) == ((), SECONDS, None)
+    assert asking.step(0.1, encode(Failure("round_failed", "no", {}, key()))) == ((), PLACES_SECONDS, None)
     with pytest.raises(ProtocolError, match="expected a status, got no"):
         asking.step(0.1, encode(Failure("refused", "no", {})))
 
@@ -55,8 +54,8 @@ def test_what_is_about_a_round_is_passed_over(asking):
 def test_whoever_has_left_is_named_as_the_server_has_told_of_it():
     text = "first non-finite: layer 'b', forward, step 0, rank 1 (host-b, pid 812), rank 7, 1 of 2 channels (inf)"
     told = answer(members=[{"member": 0, "place": WHERE[0]}], non_finite=[text])
-    assert of_job(told.report, "job") == WHERE
-    assert of_job(told.report, "other") == {}
+    assert places_in_report(told.report, "job") == WHERE
+    assert places_in_report(told.report, "other") == {}
 
 
 @pytest.mark.parametrize(
@@ -64,12 +63,12 @@ def test_whoever_has_left_is_named_as_the_server_has_told_of_it():
     [{}, {"groups": 3}, {"groups": [3]}, {"groups": [{"job": "job", "group": "world", "members": [3, {"member": 1}]}]}],
 )
 def test_an_odd_report_tells_of_nobody(report):
-    assert of_job(report, "job") == {}
+    assert places_in_report(report, "job") == {}
 
 
 def test_what_it_says_cannot_speak_to_a_terminal():
     report = answer(members=[{"member": 0, "place": "a\x1b[2J"}]).report
-    assert of_job(report, "job") == {0: "a\\x1b[2J"}
+    assert places_in_report(report, "job") == {0: "a\\x1b[2J"}
 
 
 def test_a_transport_over_the_server_knows_all_members():
@@ -99,7 +98,7 @@ def test_whoever_brings_nan_and_leaves_at_once_is_known_still():
 
 
 def test_a_server_that_does_not_answer_costs_a_moment_and_nothing_else():
-    with MemoryMaster().connect(0, 1) as connection, mock.patch.object(places, "SECONDS", 0.01):
+    with MemoryMaster().connect(0, 1) as connection, mock.patch.object(server, "PLACES_SECONDS", 0.01):
         silent = mock.patch.object(connection.channel_pool, "_call")
         with silent:
             assert SlavePipe(connection, "bn").places() == {}
@@ -109,8 +108,8 @@ def test_a_server_that_does_not_answer_costs_a_moment_and_nothing_else():
 def test_of_a_large_job_the_first_ranks_ask():
     with MemoryMaster().connect(0, 1) as connection:
         for most, told in ((1, {0: "thread 0"}), (0, {})):
-            with mock.patch.object(places, "MOST_ASKING", most):
-                assert places.places(connection) == told
+            with mock.patch.object(server, "MAX_QUERYING_RANKS", most):
+                assert SlavePipe(connection, "bn").places() == told
 
 
 @pytest.mark.parametrize(

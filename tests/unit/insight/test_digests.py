@@ -21,7 +21,9 @@ def world():
 
 def tell(world, step=0, layers="stem\nhead", figures=FIGURES, session=None):
     values = np.stack([figures] * (layers.count("\n") + 1))
-    world.send(world.members[0], encode(SkewStats(session or world.members[0].session.token, step, layers, values)))
+    world.send(
+        world.members[0], encode(SkewStats(session or world.members[0].session.member_token, step, layers, values))
+    )
 
 
 def report(world):
@@ -53,7 +55,7 @@ def test_figures_of_others_than_the_members_are_refused(world, members):
 
 
 def test_those_of_an_unknown_session_are_dropped_without_a_word(world):
-    """A server that has been started again would be sent an introduction for each answer."""
+    """A server that has been started again would be sent the resync frames for each answer."""
     tell(world, session=b"stranger")
     assert world.members[0].answers == []
     assert world.dispatcher.counters.strangers == 1

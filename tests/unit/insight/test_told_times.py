@@ -2,8 +2,8 @@
 
 import pytest
 
+from client.session.protocol.heartbeats import HeartbeatScheduler
 from client.session.protocol.member import Member
-from client.session.protocol.pulse import Pulse
 from client.session.protocol.session import Session
 from statsd_bn.members import Members
 from statsd_bn.messages import LatenessReport, Registered, RoundTrips
@@ -14,7 +14,7 @@ from statsd_bn.wire import decode, encode
 
 def a_session():
     session = Session(b"session0", Member("job", "world", 0, 0, 2, 60.0, "place 0"))
-    session.overhear(encode(Registered(digest(session.token), b"server00", 0, 0, 0, Members.of([0, 1]))))
+    session.on_unsolicited(encode(Registered(digest(session.member_token), b"server00", 0, 0, 0, Members.of([0, 1]))))
     return session
 
 
@@ -26,26 +26,26 @@ def counts(frames, kind=RoundTrips):
 
 def test_all_rounds_are_told_again_each_time():
     session = a_session()
-    assert session.told_times(0.0) == []
+    assert session.timing_frames(0.0) == []
     for _ in range(3):
         session.times.add(30e-6)
-    assert counts(session.told_times(1.0)) == (b"session0", 90, [3])
+    assert counts(session.timing_frames(1.0)) == (b"session0", 90, [3])
     session.times.add(1e-3)
-    assert session.told_times(1.0 + SECONDS / 2) == []
-    assert counts(session.told_times(1.0 + SECONDS)) == (b"session0", 1090, [3, 1])
-    assert session.told_times(9.0) == [], "there is no news"
+    assert session.timing_frames(1.0 + SECONDS / 2) == []
+    assert counts(session.timing_frames(1.0 + SECONDS)) == (b"session0", 1090, [3, 1])
+    assert session.timing_frames(9.0) == [], "there is no news"
     # The last frame may have been lost, or the server may know nothing any more.
-    assert counts(session.told_times(1.0 + (1 + PAUSES) * SECONDS)) == (b"session0", 1090, [3, 1])
-    assert session.told_times(2.0 + (1 + PAUSES) * SECONDS) == []
+    assert counts(session.timing_frames(1.0 + (1 + PAUSES) * SECONDS)) == (b"session0", 1090, [3, 1])
+    assert session.timing_frames(2.0 + (1 + PAUSES) * SECONDS) == []
 
 
 def test_lateness_is_told_beside_them():
     session = a_session()
     session.lateness.add(30e-6)
-    assert counts(session.told_times(1.0), LatenessReport) == (b"session0", 30, [1])
+    assert counts(session.timing_frames(1.0), LatenessReport) == (b"session0", 30, [1])
     session.times.add(1e-3)
     session.lateness.add(50e-6)
-    trips, late = session.told_times(1.0 + SECONDS)
+    trips, late = session.timing_frames(1.0 + SECONDS)
     assert counts([trips]) == (b"session0", 1000, [1])
     assert counts([late], LatenessReport) == (b"session0", 80, [1, 1])
 
@@ -63,9 +63,9 @@ def test_in_a_large_group_each_tells_less_often(members, pause):
 
 
 def test_they_go_only_where_a_heartbeat_has_gone_before():
-    pulse, session = Pulse(), a_session()
+    scheduler, session = HeartbeatScheduler(), a_session()
     session.times.add(1e-3)
-    assert pulse.told_times(1.0, [session]) == []
-    pulse.due(1e9, [session])
-    pulse.sent(session)
-    assert len(pulse.told_times(2.0, [session])) == 1
+    assert scheduler.timing_frames(1.0, [session]) == []
+    scheduler.sessions_due(1e9, [session])
+    scheduler.mark_sent(session)
+    assert len(scheduler.timing_frames(2.0, [session])) == 1

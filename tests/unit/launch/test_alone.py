@@ -66,10 +66,10 @@ def test_a_member_that_is_back_from_an_absence_begins_a_step_of_its_own():
     with client.connect() as connection:
         steps = [connection.first_step]
         for _ in range(2):
-            connection.stay_away(None)
-            connection.come_back(None)
+            connection.pause(None)
+            connection.rejoin(None)
             steps.append(connection.first_step)
-            connection.stay_away(None)
+            connection.pause(None)
             assert connection.all_gather("data", b"x") == {0: b"x"}, "it comes back by itself"
         assert steps == sorted(set(steps))
 
@@ -166,6 +166,6 @@ def test_a_connection_that_was_told_that_it_is_alone_has_no_company_in_a_process
         distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
         try:
             assert (communicator_for(None) is None) == is_alone
-            assert current.is_told_alone() == is_alone
+            assert current.is_explicitly_alone() == is_alone
         finally:
             distributed.destroy_process_group()

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from client.native.library import CLOSED, DIFFERS, DONE, NOT_FINITE, TOO_MANY, WAITS
-from client.transports import group_memory, passing
-from client.transports.group_memory import MOST_MEMBERS, GroupMemory
+from client.transports import group_memory, memfd
+from client.transports.group_memory import MAX_MEMBERS, GroupMemory
 from statsd_bn import limits
 from statsd_bn.reduction import Rows, sum_in_order
 from support.memory_members import in_threads
 
-pytestmark = pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
+pytestmark = pytest.mark.skipif(bool(memfd.unavailable_reason()), reason=memfd.unavailable_reason())
 
 LONG = 20.0
 
@@ -51,7 +51,7 @@ def test_whoever_waits_is_woken_when_the_last_comes():
     waited = in_threads([lambda: first.wait(LONG), lambda: second.arrive(1, rows(0.25), seconds=LONG)])
     assert waited == [DONE, DONE]
     assert first.total.tobytes() == second.total.tobytes() == (rows(0.5).values + rows(0.25).values)[0].tobytes()
-    assert (first.late, first.have_all_come) == ([], True)
+    assert (first.late, first.have_all_arrived) == ([], True)
 
 
 def test_a_signal_ends_a_wait_so_that_python_handles_it():
@@ -108,8 +108,8 @@ def test_rows_of_one_turn_leave_nothing_for_those_of_another(order):
         found = meet(memories, [Rows(counts, values) for values in brought])
         assert found == [DIFFERS if shape[2] == TOO_WIDE else DONE] * 3
         for mine in memories if found[0] == DONE else ():
-            assert mine.brought().counts == [*counts] * 3
-            assert mine.brought().values.tobytes() == np.concatenate(brought).tobytes()
+            assert mine.gathered_rows().counts == [*counts] * 3
+            assert mine.gathered_rows().values.tobytes() == np.concatenate(brought).tobytes()
 
 
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (3, 3, 3), (1, 2, 5)])
@@ -124,8 +124,8 @@ def test_each_member_adds_what_all_have_brought_in_their_order(replicas):
     counts = [count for mine in brought for count in mine.counts]
     for one in memories:
         assert one.total.tobytes() == sum_in_order(np.concatenate(parts)).tobytes()
-        assert (one.found.rows, one.found.count) == (sum(replicas), sum(counts))
-        found = one.brought()
+        assert (one.result.rows, one.result.count) == (sum(replicas), sum(counts))
+        found = one.gathered_rows()
         assert (found.counts, found.replicas) == (counts, list(replicas))
         assert found.values.tobytes() == np.concatenate(parts).tobytes()
 
@@ -135,14 +135,14 @@ def test_a_member_may_be_at_the_next_turn_while_another_reads_the_last():
     assert meet(memories, [rows(1.0)] * 3) == [DONE] * 3
     assert memories[0].arrive(8, rows(2.0)) == WAITS
     assert memories[1].wait(0.0) == DONE
-    assert memories[1].brought().values[:, 0, 0].tolist() == [1.0, 1.0, 1.0]
+    assert memories[1].gathered_rows().values[:, 0, 0].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_members_do_not_write_into_one_anothers_places():
     memories = memories_of(3)
     for turn in (0.0, 10.0):
         meet(memories, [rows(turn + number, channels=WIDEST) for number in range(3)])
-        assert memories[0].brought().values[:, 0, 0].tolist() == [turn, turn + 1, turn + 2]
+        assert memories[0].gathered_rows().values[:, 0, 0].tolist() == [turn, turn + 1, turn + 2]
     assert not memories[0].is_closed
 
 
@@ -170,30 +170,30 @@ def test_sizes_and_counts_that_another_process_has_made_up_are_not_believed(firs
     assert words[slot : slot + HEAD_WORDS + 1].tolist() == [7, 1, 2, 4, 0, 5]
     words[slot + first : slot + first + len(made_up)] = memoryview(np.array(made_up, np.uint64)).cast("B").cast("Q")
     assert memories[0].wait(0.0) == found
-    memories[0].brought()  # reads no more than was there
+    memories[0].gathered_rows()  # reads no more than was there
 
 
-@pytest.mark.parametrize(("close", "is_given_up"), [(GroupMemory.close, True), (GroupMemory.end, False)])
-def test_a_wait_ends_when_a_member_comes_no_more(close, is_given_up):
+@pytest.mark.parametrize(("close", "is_abandoned"), [(GroupMemory.abandon, True), (GroupMemory.leave, False)])
+def test_a_wait_ends_when_a_member_comes_no_more(close, is_abandoned):
     first, second, third = memories_of(3)
     assert first.arrive(1, rows(1.0)) == WAITS
     assert not first.is_closed
     waited, _ = in_threads([lambda: first.wait(LONG), lambda: close(second)])
     assert waited == CLOSED
-    assert all(one.is_closed and one.is_given_up == is_given_up for one in (first, second, third))
+    assert all(one.is_closed and one.is_abandoned == is_abandoned for one in (first, second, third))
     # Who has not come yet does not come.
     assert third.arrive(1, rows(1.0)) == CLOSED
     assert first.late == [1, 2]
-    third.end()
-    second.close()
-    assert first.is_given_up == is_given_up  # the first reason stays
+    third.leave()
+    second.abandon()
+    assert first.is_abandoned == is_abandoned  # the first reason stays
 
 
 def test_a_turn_that_all_have_come_to_counts_although_one_has_closed_since():
     first, second = memories_of(2)
     first.arrive(1, rows(1.0))
     assert second.arrive(1, rows(2.0)) == DONE
-    second.close()
+    second.abandon()
     assert first.wait(LONG) == DONE
 
 
@@ -203,16 +203,16 @@ def test_a_turn_is_told_by_whoever_has_told_it_or_the_next_one():
         for one in (first, second):
             one.arrive(1, rows(1.0))
             if one is told:
-                one.tell()
+                one.escalate()
         assert [one.wait(0.0) for one in (first, second)] == [DONE, DONE]
-        assert tuple(bool(one.found.is_told) for one in (first, second)) == (told is not None, told is not None)
+        assert tuple(bool(one.result.is_escalated) for one in (first, second)) == (told is not None, told is not None)
     first.arrive(1, rows(1.0))
     second.arrive(1, rows(1.0))
-    assert not second.found.is_told
+    assert not second.result.is_escalated
     second.arrive(1, rows(1.0))
-    second.tell()
+    second.escalate()
     assert first.wait(0.0) == DONE
-    assert first.found.is_told  # the other may have told this turn too, before the next
+    assert first.result.is_escalated  # the other may have told this turn too, before the next
 
 
 @pytest.mark.parametrize("members", [2, 3, 8])
@@ -236,8 +236,8 @@ def test_many_turns_with_pauses_give_everybody_the_sum_of_each(members):
 
 
 def test_as_many_members_as_there_may_be_are_told_apart():
-    memories = memories_of(MOST_MEMBERS)
+    memories = memories_of(MAX_MEMBERS)
     memories[3].arrive(1, rows(1.0))
-    assert memories[3].late == [member for member in range(MOST_MEMBERS) if member != 3]
+    assert memories[3].late == [member for member in range(MAX_MEMBERS) if member != 3]
     memories[-1].arrive(1, rows(1.0))
-    assert memories[3].late[-1] == MOST_MEMBERS - 2
+    assert memories[3].late[-1] == MAX_MEMBERS - 2

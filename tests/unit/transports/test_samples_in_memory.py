@@ -6,9 +6,9 @@ import time
 import numpy as np
 import pytest
 
+from client.session.protocol.heartbeats import HeartbeatScheduler
 from client.session.protocol.member import SHARED_MEMORY
-from client.session.protocol.pulse import Pulse
-from client.transports import passing
+from client.transports import memfd
 from client.transports.shared_memory import SharedMemoryPipe
 from statsd_bn import Rows
 from statsd_bn import skew_samples as samples
@@ -19,7 +19,7 @@ from statsd_bn.wire import decode
 from support.memory_members import MemoryMaster, run_members
 from unit.transports.transport_rows import frames_of
 
-pytestmark = pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
+pytestmark = pytest.mark.skipif(bool(memfd.unavailable_reason()), reason=memfd.unavailable_reason())
 
 LAYERS = ["stem", "block.0", "head"]
 STEPS, VALUES, CHANNELS = 30, 64, 5
@@ -43,13 +43,13 @@ class Told:
     """What one member's heartbeats take to the server after each of its steps, a second later each."""
 
     def __init__(self, master, connection):
-        self._master, self._pulse = master, Pulse()
+        self._master, self._scheduler = master, HeartbeatScheduler()
         self._session = connection.session(None)
 
     def beat(self):
-        for session in self._pulse.due(time.monotonic(), [self._session]):
-            self._pulse.sent(session)
-        for frame in self._pulse.figures(time.monotonic(), [self._session]):
+        for session in self._scheduler.sessions_due(time.monotonic(), [self._session]):
+            self._scheduler.mark_sent(session)
+        for frame in self._scheduler.skew_frames(time.monotonic(), [self._session]):
             with self._master.channel_pool._master:
                 self._master.now += 1.0
                 self._master.channel_pool._receive(b"beacon", frame)

@@ -13,7 +13,7 @@ from torch import nn
 from client.ops.native_exchange import NativeExchange
 from client.ops.statistics import Running
 from client.session.protocol.member import OVER_SERVER, SHARED_MEMORY
-from client.transports import agreement, passing, round_in_memory, shared_memory
+from client.transports import memfd, negotiation, server, shared_memory
 from client.transports.server import SlavePipe
 from client.transports.shared_memory import SharedMemoryPipe
 from statsd_bn import Rows
@@ -24,7 +24,7 @@ from statsd_bn.wire import decode
 from support.memory_members import MemoryMaster, in_threads, outcome, run_members, wait_until
 from unit.transports.transport_rows import ROWS, frames_of, rows_of
 
-pytestmark = pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
+pytestmark = pytest.mark.skipif(bool(memfd.unavailable_reason()), reason=memfd.unavailable_reason())
 
 
 def forward_and_backward(pipe: SlavePipe, rank: int, size: int, rounds: int):
@@ -113,7 +113,7 @@ def test_the_server_hears_of_a_long_wait_and_of_its_end_from_all(late_rank):
         found = pipe.run_slave(rows_of(connection.rank, 1))
         if connection.rank == late_rank:
             wait_until(lambda: len(settled(frames, found.key)) == 2)
-        return found.values.tobytes(), connection.session(None).transport.rounds_in_memory
+        return found.values.tobytes(), connection.session(None).transport.bypassed_rounds
 
     def watch():
         wait_until(lambda: bool(master.report("world")["waiting"]))
@@ -211,11 +211,11 @@ def one_round(connection) -> bytes:
 
 
 def test_a_name_of_memory_that_is_no_text_is_not_taken(monkeypatch, caplog):
-    monkeypatch.setattr(agreement, "_ready", lambda _: b"ready \xff\xfe")
+    monkeypatch.setattr(negotiation, "_ready", lambda _: b"ready \xff\xfe")
     caplog.set_level("INFO", logger="statsd_bn.client")
 
     assert len(set(run_members(2, one_round, transport=SHARED_MEMORY))) == 1
-    assert "rank 1: it cannot reach the memory of the others" in caplog.text
+    assert "rank 1: it cannot open the shared memory" in caplog.text
 
 
 def _outcomes(n, program, master=None):
@@ -234,13 +234,13 @@ def _outcomes(n, program, master=None):
 
 def test_threads_of_one_member_find_the_memory_once(monkeypatch):
     """As where another member has one thread, whose layers come one after the other."""
-    searches, agree = [], agreement.agree
+    searches, agree = [], negotiation.negotiate
 
     def counted(connection, group):
         searches.append(connection.rank)
         return agree(connection, group)
 
-    monkeypatch.setattr(agreement, "agree", counted)
+    monkeypatch.setattr(negotiation, "negotiate", counted)
 
     def program(connection):
         def run(name):
@@ -276,7 +276,7 @@ def test_the_step_is_the_same_however_long_a_thread_waits_in_memory():
             following = threading.Thread(target=lambda: steps.append(pipes["b"].run_slave(row).key.step))
             steps = []
             following.start()
-            time.sleep(2 * round_in_memory.ESCALATE_SECONDS)  # not for an event, but for a wait that is long
+            time.sleep(2 * server.ESCALATE_SECONDS)  # not for an event, but for a wait that is long
             go_on.set()
             waiting.join(30)
             following.join(30)
@@ -304,7 +304,7 @@ def test_members_that_are_out_of_step_meet_no_more():
             if name := names[connection.rank]:
                 threads.append(threading.Thread(target=run, args=[name]))
                 threads[-1].start()
-            time.sleep(3 * round_in_memory.ESCALATE_SECONDS)  # they are to come in this order
+            time.sleep(3 * server.ESCALATE_SECONDS)  # they are to come in this order
         for thread in threads:
             thread.join(30)
         return found
@@ -334,7 +334,7 @@ def test_whoever_knows_that_the_job_is_broken_comes_to_the_server():
         return SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1)).count
 
     in_threads([lambda c=c: run(c) for c in connections])
-    connections[0]._sessions.job.report(ReplicaLost("on purpose"))
+    connections[0]._broken_job.report(ReplicaLost("on purpose"))
     frames = frames_of(master)
     in_threads([lambda c=c: run(c) for c in connections])
     assert len([frame for frame in frames if isinstance(decode(frame), Contribution)]) == 2
@@ -344,7 +344,7 @@ def test_whatever_the_end_of_a_connection_calls_the_others_are_told():
     master = MemoryMaster()
     connection = master.connect(0, 1)
     called = []
-    connection.at_end += [lambda: called.append("first"), lambda: 1 / 0, lambda: called.append("last")]
+    connection.close_callbacks += [lambda: called.append("first"), lambda: 1 / 0, lambda: called.append("last")]
     with pytest.raises(ZeroDivisionError):
         connection.close()
     assert called == ["first", "last"]

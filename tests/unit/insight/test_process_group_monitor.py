@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from client.transports import group_insight
-from client.transports.group_insight import Here, insight_of
+from client.transports import process_group_monitor
+from client.transports.process_group_monitor import LocalReporter, reporter_for
 from statsd_bn.round_key import FORWARD, RoundKey
 
 RANKS = (4, 5, 7)
@@ -24,11 +24,11 @@ def round_of(here, now, scale):
 
 
 def warnings(caplog, scale):
-    here = Here("pair", RANKS, {7: "host-b, pid 812"})
+    here = LocalReporter("pair", RANKS, {7: "host-b, pid 812"})
     with caplog.at_level(logging.WARNING, "statsd_bn.client"):
         for second in range(1, 60):
             round_of(here, float(second), scale)
-            here.look(second + 0.5)
+            here.compare(second + 0.5)
     return [record.getMessage() for record in caplog.records]
 
 
@@ -47,10 +47,10 @@ def looking():
 
 
 def test_its_thread_ends_with_the_process_group(monkeypatch):
-    monkeypatch.setattr(group_insight, "SECONDS", 0.01)
+    monkeypatch.setattr(process_group_monitor, "SECONDS", 0.01)
     before = len(looking())
-    here = insight_of("pair", RANKS, 0, {})
-    assert isinstance(here, Here)
+    here = reporter_for("pair", RANKS, 0, {})
+    assert isinstance(here, LocalReporter)
     assert len(looking()) == before + 1
     del here
     until = time.monotonic() + 10
@@ -61,4 +61,4 @@ def test_its_thread_ends_with_the_process_group(monkeypatch):
 
 @pytest.mark.parametrize("index", [1, 2])
 def test_only_the_first_rank_looks(index):
-    assert insight_of("pair", RANKS, index, {}) is None
+    assert reporter_for("pair", RANKS, index, {}) is None

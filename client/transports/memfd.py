@@ -1,7 +1,7 @@
-"""Passing memory on: one process makes it, and hands it to the others of this host over a Unix socket.
+"""Shared memory of the processes of one host: one process allocates it and sends its descriptor over a Unix socket.
 
-Who can take it is found out by trying: another host cannot connect, another user is turned away. The memory has no
-name, so nothing is left behind, however its processes end.
+A process learns whether it can share memory by trying: another host cannot connect, another user is turned away. The
+memory is anonymous, so nothing remains when the processes end, however they end.
 """
 
 import fcntl
@@ -19,46 +19,45 @@ from pathlib import Path
 
 from client.transports import group_memory
 
-# How long a process may take to hand the memory over. A process that has ended closes the connection at once, and the
-# server detects a frozen one earlier. So only a busy machine needs this long, and a group must not leave shared memory
-# for that.
+# Timeout for receiving the memory. A process that has ended closes the connection at once, and the server detects a
+# frozen one earlier. Only a busy machine takes this long, and a group must not lose shared memory because of it.
 SECONDS = 60.0
 
-# How often a wait for it checks whether the job has broken.
+# Interval at which a waiting process checks whether the job is broken.
 CHECK_SECONDS = 0.5
 
-# Memory that somebody cuts short would kill whoever reads it.
+# Truncated memory would kill its readers.
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SEAL", 0)
 
-# How many users a system has, and the one that stands for those whom a user namespace does not have.
-_USERS, _UNKNOWN_USER = 2**32 - 1, 65_534
+# Number of user IDs of a system, and the usual overflow ID, to which unmapped users of a user namespace are mapped.
+_USERS, _OVERFLOW_USER = 2**32 - 1, 65_534
 
 _CREDENTIALS = struct.Struct("3i")
 _NAME_BYTES = 16
 
 
-def why_not() -> str:
-    """Returns why this process cannot share memory with others; empty if it can."""
+def unavailable_reason() -> str:
+    """Why this process cannot share memory with others; empty if it can."""
     if not hasattr(os, "memfd_create"):
-        return f"{sys.platform} has no memory that processes can share without a name"
-    if why := group_memory.why_not():
-        return why
-    if os.getuid() == _unknown_user():
-        return f"user {os.getuid()} stands here for all users outside of this container; run as another user"
+        return f"{sys.platform} has no anonymous shared memory (memfd)"
+    if reason := group_memory.unavailable_reason():
+        return reason
+    if os.getuid() == _overflow_user():
+        return f"uid {os.getuid()} is the overflow uid of this container, shared by all unmapped users; use another"
     return ""
 
 
-class Offer:
-    """Memory that other processes of this user on this host may take; a thread hands it out until `close`.
+class MemoryOffer:
+    """Memory that other processes of this user on this host may receive; a thread sends it to them until `close`.
 
     Args:
         size: in bytes.
 
     Raises:
-        OSError: the system gives no memory, or no socket.
+        OSError: the system provides no memory, or no socket.
 
     Attributes:
-        name: where to take it.
+        name: address at which to receive it.
         memory: the memory, all zero at first.
     """
 
@@ -80,7 +79,7 @@ class Offer:
             raise
 
     def close(self) -> None:
-        """Hands out no more; what was handed out stays."""
+        """End the offer; processes that received the memory keep it."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
@@ -99,44 +98,40 @@ class Offer:
                     socket.send_fds(peer, [b"\0"], [self._descriptor])
 
 
-def take(name: str, size: int, is_broken: Callable[[], bool] = bool) -> mmap:
-    """Takes memory that a process of this user on this host offers.
+def receive_memory(name: str, size: int, is_broken: Callable[[], bool] = bool) -> mmap:
+    """Receive memory that a process of this user on this host offers.
 
     Args:
         name: of the offer.
         size: in bytes.
-        is_broken: whether waiting for the other process is in vain.
+        is_broken: whether the job is broken, which ends the wait.
 
     Raises:
-        OSError: it cannot; the text says why.
+        OSError: the memory cannot be received; the text says why.
     """
     with socket.socket(socket.AF_UNIX) as server:
         server.settimeout(CHECK_SECONDS)
         try:
             server.connect(_address(name))
         except OSError as error:
-            raise OSError(
-                "it cannot reach the memory of the others; it is on another host, or in a container"
-            ) from error
+            raise OSError("it cannot open the shared memory; it is on another host, or in another container") from error
         if _user_of(server) != os.getuid():
-            raise OSError(
-                f"the memory of the others is that of user {_user_of(server)}, and this is user {os.getuid()}"
-            )
-        descriptors = _received(server, is_broken)
+            raise OSError(f"the shared memory belongs to uid {_user_of(server)}, and it runs as uid {os.getuid()}")
+        descriptors = _receive_descriptors(server, is_broken)
     if not descriptors:
-        raise OSError("the memory of the others was not handed over")
+        raise OSError("it received no file descriptor of the shared memory")
     (descriptor,) = descriptors
     try:
         if os.fstat(descriptor).st_size != size:
-            raise OSError(f"the memory of the others has {os.fstat(descriptor).st_size} bytes, not {size}")
+            raise OSError(f"the shared memory has {os.fstat(descriptor).st_size} bytes, expected {size}")
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            raise OSError("the memory of the others is not sealed: whoever has it could cut it short")
+            raise OSError("the shared memory is not sealed: another process could truncate it")
         return mmap(descriptor, size)
     finally:
         os.close(descriptor)
 
 
-def _received(server: socket.socket, is_broken: Callable[[], bool]) -> list[int]:
+def _receive_descriptors(server: socket.socket, is_broken: Callable[[], bool]) -> list[int]:
     expiry = time.monotonic() + SECONDS
     while True:
         try:
@@ -148,19 +143,19 @@ def _received(server: socket.socket, is_broken: Callable[[], bool]) -> list[int]
             return descriptors
 
 
-def _unknown_user() -> int:
-    """Returns the number that the system gives all users that this user namespace does not have; -1 if it has all."""
+def _overflow_user() -> int:
+    """Overflow user ID of this user namespace; -1 if all users are mapped."""
     try:
         lines = Path("/proc/self/uid_map").read_text().splitlines()
-        # Each line is a range: first number here, first number outside, how many.
+        # Each line is a range: first ID inside, first ID outside, length.
         has_all = sum(int(line.split()[2]) for line in lines) >= _USERS
         return -1 if has_all else int(Path("/proc/sys/kernel/overflowuid").read_text())
     except OSError:
-        return _UNKNOWN_USER
+        return _OVERFLOW_USER
 
 
 def _address(name: str) -> str:
-    """The zero byte puts it beside the file system, where it goes with its process."""
+    """Abstract address of an offer: without a file, so it ends with its process."""
     return f"\0{name}"
 
 

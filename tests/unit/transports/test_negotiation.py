@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from client.session.protocol.member import AUTO, BY_A_RANK, BY_JOIN, OVER_SERVER, SHARED_MEMORY
-from client.transports import agreement, group_memory, passing
+from client.transports import group_memory, memfd, negotiation
 from client.transports.choose import transport_over
 from client.transports.server import SlavePipe
 from client.transports.shared_memory import SharedMemoryPipe
@@ -17,7 +17,7 @@ from statsd_bn.wire import decode
 from support.memory_members import MemoryMaster, in_threads, run_members
 from unit.transports.transport_rows import frames_of, rows_of
 
-pytestmark = pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
+pytestmark = pytest.mark.skipif(bool(memfd.unavailable_reason()), reason=memfd.unavailable_reason())
 
 GROUP = "group 'world' exchanges rows"
 REFUSED = "rank 1: its transport is 'server', as connect() or STATSD_BN_TRANSPORT says"
@@ -62,13 +62,13 @@ def test_one_member_that_wants_the_server_is_enough(caplog):
 @pytest.mark.parametrize("transport", [AUTO, SHARED_MEMORY])
 def test_members_on_several_hosts_stay_at_the_server(monkeypatch, transport):
     here = threading.local()
-    monkeypatch.setattr(passing, "_address", lambda name: f"\0host {here.number} {name}")
+    monkeypatch.setattr(memfd, "_address", lambda name: f"\0host {here.number} {name}")
 
     def program(connection):
         here.number = (0, 0, 1)[connection.rank]
         return two_rounds(connection)
 
-    why = "rank 2: it cannot reach the memory of the others; it is on another host, or in a container"
+    why = "rank 2: it cannot open the shared memory; it is on another host, or in another container"
     assert with_transports(transport, transport, transport, program=program) == [(OVER_SERVER, why)] * 3
 
 
@@ -88,20 +88,20 @@ def test_members_to_whom_the_system_gives_no_memory_stay_at_the_server(monkeypat
     def refuse(_size):
         raise OSError("out of descriptors")
 
-    monkeypatch.setattr(agreement, "Offer", refuse)
-    why = "rank 0: the system gives no memory to share: out of descriptors"
+    monkeypatch.setattr(negotiation, "MemoryOffer", refuse)
+    why = "rank 0: it cannot allocate shared memory: out of descriptors"
     assert with_transports(AUTO, AUTO, AUTO) == [(OVER_SERVER, why)] * 3
 
 
 def test_members_that_are_too_many_for_one_memory_stay_at_the_server(monkeypatch):
-    monkeypatch.setattr(agreement, "MOST_MEMBERS", 2)
+    monkeypatch.setattr(negotiation, "MAX_MEMBERS", 2)
     assert with_transports(AUTO, AUTO) == [(SHARED_MEMORY, "")] * 2
     assert with_transports(AUTO, AUTO, AUTO) == [(OVER_SERVER, "3 ranks are in the group, more than 2")] * 3
 
 
 def test_a_machine_that_nobody_has_tried_has_to_be_asked_for_memory(monkeypatch):
-    monkeypatch.setattr(agreement.platform, "machine", lambda: "aarch64")
-    why = "rank 0: nobody has tried it on aarch64; ask for it by the transport 'shared_memory' (and 1 more)"
+    monkeypatch.setattr(negotiation.platform, "machine", lambda: "aarch64")
+    why = "rank 0: shared memory is untested on aarch64; pass transport='shared_memory' to use it (and 1 more)"
     assert with_transports(AUTO, AUTO) == [(OVER_SERVER, why)] * 2
     assert with_transports(SHARED_MEMORY, SHARED_MEMORY) == [(SHARED_MEMORY, "")] * 2
 
@@ -141,7 +141,7 @@ def test_the_transport_is_told_as_it_is_and_not_as_it_was():
         during = two_rounds(connection)
         rounds.wait(30)
         if connection.rank == 0:
-            connection.session(None).transport.memory.close()  # as whoever fails in a round does
+            connection.session(None).transport.memory.abandon()  # as whoever fails in a round does
         rounds.wait(30)
         return before, during, (connection.transport, connection.why_not_faster)
 
@@ -171,7 +171,7 @@ def test_a_rank_that_has_ended_in_good_order_changes_nothing():
 def test_a_group_that_lets_ranks_be_away_says_so():
     def program(connection):
         assert two_rounds(connection) == (SHARED_MEMORY, "")
-        connection.come_back(None)
+        connection.rejoin(None)
         return two_rounds(connection)
 
     assert run_members(2, program, transport=AUTO) == [(OVER_SERVER, BY_JOIN)] * 2
@@ -196,7 +196,7 @@ def test_a_count_of_rounds_without_the_server_is_told_at_the_end():
     def program(connection):
         for _ in range(50):
             SharedMemoryPipe(connection, "bn").run_slave(Rows((1,), rows_of(connection.rank, 1).values))
-        return connection.session(None).transport.rounds_in_memory
+        return connection.session(None).transport.bypassed_rounds
 
     counts = run_members(2, program, master, transport=AUTO)
     said = [one.rounds for one in map(decode, list(frames)) if isinstance(one, Heartbeat)]

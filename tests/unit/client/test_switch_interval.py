@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from client.session.switch_interval import INTERVAL_SECONDS, Switching
+from client.session.round import INTERVAL_SECONDS, SwitchInterval
 from statsd_bn import Rows
 from statsd_bn.errors import RoundMismatch
 from support.memory_members import MemoryMaster, run_members
@@ -28,8 +28,8 @@ SHORT = pytest.approx(INTERVAL_SECONDS)
 @pytest.fixture
 def fresh(monkeypatch):
     """One that knows of no rounds, which threads of other tests may be in."""
-    found = Switching()
-    monkeypatch.setattr("client.session.connection.switching", found)
+    found = SwitchInterval()
+    monkeypatch.setattr("client.session.round.switch_interval", found)
     return found
 
 
@@ -63,30 +63,30 @@ def test_a_round_that_fails_leaves_the_usual_interval(usual):
 
 
 def test_the_interval_stays_short_until_the_last_of_several_rounds_has_ended(usual):
-    several = Switching()
-    several.begin()
-    several.begin()
-    several.end()
+    several = SwitchInterval()
+    several.shorten()
+    several.shorten()
+    several.restore()
     assert sys.getswitchinterval() == SHORT
-    several.end()
+    several.restore()
     assert sys.getswitchinterval() == usual
 
 
 def test_an_interval_that_is_shorter_already_stays(fresh):
     sys.setswitchinterval(0.00002)
-    fresh.begin()
+    fresh.shorten()
     assert sys.getswitchinterval() == pytest.approx(0.00002)
-    fresh.end()
+    fresh.restore()
     assert sys.getswitchinterval() == pytest.approx(0.00002)
 
 
 def test_threads_that_begin_and_end_at_once_lose_no_count(usual):
-    many = Switching()
+    many = SwitchInterval()
 
     def work():
         for _ in range(2000):
-            many.begin()
-            many.end()
+            many.shorten()
+            many.restore()
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -98,14 +98,14 @@ def test_threads_that_begin_and_end_at_once_lose_no_count(usual):
 
 FORK = """
 import os, sys
-from client.session.switch_interval import switching
+from client.session.round import switch_interval
 
-switching.begin()
+switch_interval.shorten()
 child = os.fork()
 if child == 0:
     usual = abs(sys.getswitchinterval() - 0.005) < 1e-6
-    switching.begin()  # would hang on a lock that a thread of the parent held
-    switching.end()
+    switch_interval.shorten()  # would hang on a lock that a thread of the parent held
+    switch_interval.restore()
     os._exit(0 if usual and abs(sys.getswitchinterval() - 0.005) < 1e-6 else 1)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from client.transports import passing
-from client.transports.passing import Offer, take
+from client.transports import memfd
+from client.transports.memfd import MemoryOffer, receive_memory
 from support.paths import ROOT
 
-pytestmark = pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
+pytestmark = pytest.mark.skipif(bool(memfd.unavailable_reason()), reason=memfd.unavailable_reason())
 
 SIZE = 8192
 
 
 @pytest.fixture
 def offer():
-    with closing(Offer(SIZE)) as one:
+    with closing(MemoryOffer(SIZE)) as one:
         yield one
 
 
@@ -31,7 +31,7 @@ def open_files() -> int:
 
 
 def test_what_one_writes_the_other_reads(offer):
-    taken = take(offer.name, SIZE)
+    taken = receive_memory(offer.name, SIZE)
     taken[:5] = b"hello"
     assert offer.memory[:5] == b"hello"
     offer.memory[-1:] = b"!"
@@ -40,8 +40,8 @@ def test_what_one_writes_the_other_reads(offer):
 
 def test_nothing_is_left_open_or_lying_about():
     before = open_files()
-    with closing(Offer(SIZE)) as offer:
-        taken = take(offer.name, SIZE)
+    with closing(MemoryOffer(SIZE)) as offer:
+        taken = receive_memory(offer.name, SIZE)
         # It is in no folder.
         assert "/memfd:statsd_bn" in Path("/proc/self/maps").read_text()
     taken.close()
@@ -52,15 +52,15 @@ def test_nothing_is_left_open_or_lying_about():
 @pytest.fixture
 def late(offer, monkeypatch):
     """What the other process hands its memory over after, as one that does not get the processor."""
-    may, user_of = threading.Event(), passing._user_of
+    may, user_of = threading.Event(), memfd._user_of
 
     def late_user_of(peer):
         if threading.current_thread() is offer._thread:
             assert may.wait(60.0)
         return user_of(peer)
 
-    monkeypatch.setattr(passing, "_user_of", late_user_of)
-    monkeypatch.setattr(passing, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(memfd, "_user_of", late_user_of)
+    monkeypatch.setattr(memfd, "CHECK_SECONDS", 0.01)
     yield may
     may.set()
 
@@ -74,7 +74,7 @@ def test_memory_that_is_handed_over_late_is_waited_for(offer, late):
             late.set()
         return False
 
-    assert len(take(offer.name, SIZE, is_broken)) == SIZE
+    assert len(receive_memory(offer.name, SIZE, is_broken)) == SIZE
     assert len(checks) >= 3
 
 
@@ -87,22 +87,22 @@ def test_nobody_waits_for_memory_in_a_broken_job(offer):
         return True
 
     with pytest.raises(TimeoutError):
-        take(offer.name, SIZE, is_broken)
+        receive_memory(offer.name, SIZE, is_broken)
     assert checks == [1]
 
 
 def test_where_nobody_offers_the_error_says_why():
-    with pytest.raises(OSError, match="on another host, or in a container"):
-        take("statsd_bn-nobody", SIZE)
+    with pytest.raises(OSError, match="on another host, or in another container"):
+        receive_memory("statsd_bn-nobody", SIZE)
 
 
 def test_memory_of_another_size_is_refused(offer):
-    with pytest.raises(OSError, match="has 8192 bytes, not 4096"):
-        take(offer.name, 4096)
+    with pytest.raises(OSError, match="has 8192 bytes, expected 4096"):
+        receive_memory(offer.name, 4096)
 
 
 def test_another_user_gets_nothing(offer, monkeypatch):
-    monkeypatch.setattr(passing.os, "getuid", lambda: os.geteuid() + 1)
+    monkeypatch.setattr(memfd.os, "getuid", lambda: os.geteuid() + 1)
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.settimeout(10)
         stranger.connect(f"\0{offer.name}")
@@ -110,9 +110,9 @@ def test_another_user_gets_nothing(offer, monkeypatch):
 
 
 def test_another_users_memory_is_not_taken(offer, monkeypatch):
-    monkeypatch.setattr(passing, "_user_of", lambda _: 12345)
-    with pytest.raises(OSError, match="is that of user 12345"):
-        take(offer.name, SIZE)
+    monkeypatch.setattr(memfd, "_user_of", lambda _: 12345)
+    with pytest.raises(OSError, match="belongs to uid 12345"):
+        receive_memory(offer.name, SIZE)
 
 
 def test_a_user_that_stands_for_strangers_shares_nothing():
@@ -122,20 +122,20 @@ def test_a_user_that_stands_for_strangers_shares_nothing():
         "--user",
         sys.executable,
         "-c",
-        "import support.without_torch; from client.transports.passing import *; print(why_not())",
+        "import support.without_torch; from client.transports.memfd import *; print(unavailable_reason())",
     ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("needs user namespaces")
-    assert "stands here for all users outside of this container" in done.stdout
+    assert "is the overflow uid of this container" in done.stdout
 
 
 def test_nobody_in_particular_shares_memory_where_all_users_are_known(monkeypatch):
     if Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]:
         pytest.skip("is in a user namespace itself")
-    monkeypatch.setattr(passing.os, "getuid", lambda: 65_534)
-    assert passing.why_not() == ""
+    monkeypatch.setattr(memfd.os, "getuid", lambda: 65_534)
+    assert memfd.unavailable_reason() == ""
 
 
 def test_nobody_can_cut_the_memory_short(offer):
@@ -149,7 +149,7 @@ def test_memory_that_somebody_could_cut_short_is_not_taken(offer, monkeypatch):
     os.ftruncate(bare, SIZE)
     monkeypatch.setattr(offer, "_descriptor", bare)
     with pytest.raises(OSError, match="is not sealed"):
-        take(offer.name, SIZE)
+        receive_memory(offer.name, SIZE)
 
 
 def test_an_offer_that_fails_leaves_nothing_open(monkeypatch):
@@ -160,6 +160,6 @@ def test_an_offer_that_fails_leaves_nothing_open(monkeypatch):
     before = open_files()
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(RuntimeError, match="no more threads"):
-        Offer(SIZE)
+        MemoryOffer(SIZE)
     gc.collect()
     assert open_files() == before

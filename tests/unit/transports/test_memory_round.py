@@ -10,15 +10,15 @@ from client.native.library import DONE
 from client.session.protocol.member import Member
 from client.session.protocol.round_trip import RoundTrip
 from client.session.protocol.session import Session
-from client.transports import passing
+from client.transports import memfd
 from client.transports.group_memory import GroupMemory, size_of
-from client.transports.key_digest import digest_of
-from client.transports.round_in_memory import AtServer, RoundInMemory
+from client.transports.shared_memory import MemoryRound, ServerFallback
+from client.transports.transport import key_digest
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import Rows
 
-pytestmark = pytest.mark.skipif(bool(passing.why_not()), reason=passing.why_not())
+pytestmark = pytest.mark.skipif(bool(memfd.unavailable_reason()), reason=memfd.unavailable_reason())
 
 MEMBERS = 3
 
@@ -45,8 +45,8 @@ class Host:
             now = came[name]
             session = self.sessions[me]
             key, memory = session.forward_key("bn"), self.memories[me]
-            memory.arrive(digest_of(key), Rows((1,), np.full((1, 2, 1), value)), now)
-            machines[name] = RoundInMemory(session, key, memory, now, lambda: "trip")
+            memory.arrive(key_digest(key), Rows((1,), np.full((1, 2, 1), value)), now)
+            machines[name] = MemoryRound(session, key, memory, now, lambda: "trip")
             found[name] = machines[name].begin(now)[2]
         end = max(came.values())
         return [found[name] or machines[name].step(end, None)[2] for name in sorted(came)]
@@ -100,7 +100,7 @@ def test_a_round_that_goes_to_the_server_is_counted_there():
     host = Host()
     host.round(rank0=1.0, rank1=1.0, rank2=1.0)
     found = host.round(rank0=2.0, rank1=2.03, rank2=2.005, value=float("nan"))
-    assert all(isinstance(one, AtServer) for one in found)
+    assert all(isinstance(one, ServerFallback) for one in found)
     assert host.late() == [[0, 0.0]] * MEMBERS
 
 
@@ -113,7 +113,7 @@ def test_times_of_another_clock_are_not_counted(other):
     for me, now in ((0, other), (2, 0.4), (1, 2.0)):
         found = host.memories[me].arrive(0, rows, now)
     assert found == DONE
-    assert host.memories[1].found.behind == 0
+    assert host.memories[1].result.behind == 0
 
 
 def test_who_has_not_come_is_told_where_the_server_does_not_answer(caplog):
@@ -125,8 +125,8 @@ def test_who_has_not_come_is_told_where_the_server_does_not_answer(caplog):
         def trip():
             return RoundTrip(host.sessions[me], "ipc:///there", key, rows, b"", lambda: 0.0)
 
-        host.memories[me].arrive(digest_of(key), rows)
-        machine = RoundInMemory(host.sessions[me], key, host.memories[me], 0.0, trip)
+        host.memories[me].arrive(key_digest(key), rows)
+        machine = MemoryRound(host.sessions[me], key, host.memories[me], 0.0, trip)
         machine.begin(0.0)
         return machine
 

@@ -1,0 +1,153 @@
+"""HeartbeatScheduler: which sessions send heartbeats and reports, and when; pure.
+
+A session in rounds over the server needs no heartbeat, since its contributions prove that it is alive. If rows bypass
+the server it sends heartbeats even so: they say how many rounds it has had and how long it waited.
+"""
+
+from collections.abc import Iterable
+from math import inf
+
+from client.session.protocol.member import OVER_PROCESS_GROUP
+from client.session.protocol.session import Session
+from statsd_bn import limits
+from statsd_bn.errors import StatsdBNError
+from statsd_bn.messages import StackRequest
+
+# Outage of the server after which ranks that bypass it log a warning.
+AWAY_SECONDS = 10.0
+
+# How long after a job has opened a layer should have begun a round. Data loading and compilation precede it.
+UNUSED_SECONDS = 60.0
+
+
+class HeartbeatScheduler:
+    """The heartbeats of one process over one connection."""
+
+    def __init__(self) -> None:
+        # The transport in each session's latest heartbeat over this connection, by token; and in the one on its way.
+        self._announced: dict[bytes, str] = {}
+        self._announcing: dict[bytes, str] = {}
+        self._resent: set[bytes] = set()
+        self._last_heartbeat: dict[bytes, float] = {}
+        # Begin of the current outage, and whether it was logged.
+        self._away_since: float | None = None
+        self._is_outage_logged = False
+        # When the job opened; infinity once `is_unused` has answered.
+        self._open_since: float | None = None
+
+    def on_reconnected(self) -> None:
+        """Forget the heartbeats sent before: the connection is a new one."""
+        self._announced.clear()
+        self._resent.clear()
+
+    def seconds_until_due(self, now: float, sessions: Iterable[Session]) -> float:
+        """Seconds until the next heartbeat is due, if nothing is sent until then."""
+        last = min(map(self._last_complete, _registered(sessions)), default=now)
+        return limits.HEARTBEAT_SECONDS - (now - last)
+
+    def sessions_due(self, now: float, sessions: Iterable[Session]) -> list[Session]:
+        """Sessions that must send a heartbeat now; one that fails to send waits for its next time."""
+        due = [
+            session
+            for session in _registered(sessions)
+            if now - self._last_complete(session) >= limits.HEARTBEAT_SECONDS
+            or self._announced.get(session.member_token) != session.transport.name
+        ]
+        for session in due:
+            session.last_sent = self._last_heartbeat[session.member_token] = now
+            # If another thread changes it before the heartbeat is encoded, the next one repeats it.
+            self._announcing[session.member_token] = session.transport.name
+        return due
+
+    def _last_complete(self, session: Session) -> float:
+        """When a session last sent all that its heartbeats say."""
+        if not session.transport.bypasses_server:
+            return session.last_sent
+        return min(session.last_sent, self._last_heartbeat.get(session.member_token, session.last_sent))
+
+    def mark_sent(self, session: Session) -> None:
+        """Record that the heartbeat of a session has left."""
+        self._announced[session.member_token] = self._announcing[session.member_token]
+
+    def outage_warning(self, now: float, sessions: Iterable[Session], *, is_connected: bool) -> str:
+        """Warning for ranks that bypass the server in an outage; once per outage, otherwise empty."""
+        if is_connected:
+            self._away_since, self._is_outage_logged = None, False
+            return ""
+        if self._away_since is None:
+            self._away_since = now
+        seconds = now - self._away_since
+        if seconds < AWAY_SECONDS or self._is_outage_logged:
+            return ""
+        bypassing = [session for session in _registered(sessions) if session.transport.bypasses_server]
+        if not bypassing:
+            return ""
+        self._is_outage_logged = True
+        by = "over torch's process group" if bypassing[0].transport.name == OVER_PROCESS_GROUP else "in shared memory"
+        return (
+            f"job {bypassing[0].member.job!r}: no connection to the server for {seconds:.0f} s. The ranks continue "
+            f"{by}; late and lost ranks are not reported until the server is back"
+        )
+
+    def is_unused(self, now: float, sessions: Iterable[Session]) -> bool:
+        """Whether the job has been open for `UNUSED_SECONDS` and no layer has begun a round; True once."""
+        opened = [session for session in sessions if session.members]
+        if self._open_since is None:
+            self._open_since = now if opened else None
+        if self._open_since is None or now - self._open_since < UNUSED_SECONDS:
+            return False
+        self._open_since = inf
+        return not any(session.has_forward_rounds for session in opened)
+
+    def skew_frames(self, now: float, sessions: Iterable[Session]) -> list[bytes]:
+        """Frames with skew statistics of rounds that bypassed the server; once a second at most.
+
+        Samples of sessions that the server does not know yet are dropped; later rounds bring others.
+        """
+        samples_of = [
+            (session, session.transport.samples.take(now)) for session in sessions if session.transport.samples
+        ]
+        frames = [
+            session.skew_frame(samples)
+            for session, samples in samples_of
+            if samples and session.member_token in self._announced
+        ]
+        return [frame for frame in frames if frame]
+
+    def timing_frames(self, now: float, sessions: Iterable[Session]) -> list[bytes]:
+        """Frames with the durations of rounds, and the members' lateness in them."""
+        known = [session for session in _registered(sessions) if session.member_token in self._announced]
+        return [frame for session in known for frame in session.timing_frames(now)]
+
+    def on_unsolicited(self, frame: bytes, sessions: Iterable[Session]) -> list[bytes]:
+        """Replies to a frame that arrived over this connection.
+
+        By these replies a member between two rounds returns to a restarted server, so that no other waits for it.
+        """
+        replies = []
+        for session in _registered(sessions):
+            if mine := session.on_unsolicited(frame):
+                replies += mine
+                # The restarted server also needs a heartbeat, to learn this connection: it would otherwise reach the
+                # session over its latest one, which may be closed. Once, since a server repeats its request.
+                if session.member_token not in self._resent:
+                    self._resent.add(session.member_token)
+                    self._announced.pop(session.member_token, None)
+        return replies
+
+    @staticmethod
+    def stack_request(frame: bytes, sessions: Iterable[Session]) -> tuple[Session, StackRequest] | None:
+        """The stack request in a frame, and its session; None for another frame."""
+        for session in _registered(sessions):
+            if request := session.stack_request(frame):
+                return session, request
+        return None
+
+    @staticmethod
+    def job_failure(frame: bytes, sessions: Iterable[Session]) -> StatsdBNError | None:
+        """The reason why the strict job is broken; None for another frame."""
+        return next((error for session in _registered(sessions) if (error := session.job_failure(frame))), None)
+
+
+def _registered(sessions: Iterable[Session]) -> list[Session]:
+    return [session for session in sessions if session.is_registered]

@@ -1,0 +1,174 @@
+"""Negotiation of a strict group's transport: shared memory, torch's default process group, or the server.
+
+All members exchange two rounds over the server, right behind the first round of the group. In the first one each member
+says whether it can and wants to use the process group, and whether it can share memory; the first member also offers
+memory. If all accept the process group, or one refuses memory, the negotiation ends there. In the second one each
+member says whether it has received the memory: a member that tries knows that it is on the same host, one that compares
+host names does not. So all members decide alike, and use the memory if each of them has received it.
+
+The members negotiate behind a round of the whole group, so no member waits here for one that is late or elsewhere: the
+wait for that one was in the round, which reports it by layer.
+"""
+
+import logging
+import platform
+from contextlib import closing, nullcontext
+from mmap import mmap
+
+from torch import distributed
+
+from client.session.connection import Connection
+from client.session.groups import Group
+from client.session.protocol.member import AUTO, OVER_PROCESS_GROUP, OVER_SERVER, SHARED_MEMORY, Member
+from client.session.protocol.session import Session
+from client.transports import device_rows, group_memory, memfd, named_process_group
+from client.transports.group_memory import GroupMemory
+from client.transports.memfd import MemoryOffer, receive_memory
+from statsd_bn.error_text import error_text
+from statsd_bn.errors import ConfigurationError
+from statsd_bn.messages import WORLD
+from statsd_bn.round_key import MEMORY
+from statsd_bn.skew_samples import Samples
+
+logger = logging.getLogger("statsd_bn.client")
+
+# Each member adds the rows of all.
+MAX_MEMBERS = group_memory.MAX_MEMBERS
+
+# Processors on which rounds in memory have run by the million; on others the user has to ask for shared memory.
+TESTED_MACHINES = ("x86_64",)
+
+# First reply about memory: this before the name of the member's offer, or else the reason for a refusal.
+_READY = b"ready "
+
+# Separates the reply about the process group from the one about memory. The former is the reason for a refusal, empty
+# for consent, and begins with the mark if the member accepts no other transport.
+_SEPARATOR, _INSISTS = b"\0", b"!"
+
+
+def negotiate(connection: Connection, group: Group) -> GroupMemory | None:
+    """Negotiate the group's transport in one or two rounds; return the memory if its members share some.
+
+    Raises:
+        ConfigurationError: on all members: one accepts only the process group, and another cannot use it.
+    """
+    session = connection.session(group)
+    members = list(session.members)
+    mapped, reason = _shared_memory(connection, group, members)
+    if process_group := session.transport.process_group:
+        logger.info("group %r exchanges rows over torch's %s", group.name, process_group)
+        return None
+    if mapped is None:
+        session.transport.fall_back(reason)
+        level = logging.WARNING if connection.member.transport == SHARED_MEMORY else logging.INFO
+        logger.log(level, "group %r exchanges rows over the server, and not in shared memory: %s", group.name, reason)
+        return None
+    index = members.index(connection.rank)
+    memory = GroupMemory(mapped, len(members), index)
+    connection.close_callbacks.append(memory.leave)
+    session.transport.memory = memory
+    # All members see the same rows, so one of them samples them for the server.
+    session.transport.samples = Samples() if index == 0 else None
+    logger.info("group %r exchanges rows in shared memory", group.name)
+    return memory
+
+
+def _shared_memory(connection: Connection, group: Group, members: list[int]) -> tuple[mmap | None, str]:
+    """Memory that all members share; or None and the reason, which is empty if they use the process group."""
+    session, are_too_many = connection.session(group), len(members) > MAX_MEMBERS
+    is_offering = connection.rank == members[0] and not are_too_many
+    offer, reason = _offer(connection.member, len(members) if is_offering else 0)
+    with closing(offer) if offer else nullcontext():
+        reply = _SEPARATOR.join((_process_group_reply(session), reason.encode() or _ready(offer)))
+        replies = [each.partition(_SEPARATOR) for each in connection.gather_in_group(group, MEMORY, reply)]
+        if _accept_process_group(session, members, [about_group for about_group, *_ in replies]):
+            return None, ""
+        if are_too_many:
+            return None, f"{len(members)} ranks are in the group, more than {MAX_MEMBERS}"
+        about_memory = [about_memory for *_, about_memory in replies]
+        if reason := _refusals(members, [b"" if each.startswith(_READY) else each for each in about_memory]):
+            return None, reason
+        name = about_memory[0].removeprefix(_READY).decode(errors="replace")
+        memory, reason = (offer.memory, "") if offer else _receive(connection, name, len(members))
+        received = connection.gather_in_group(group, MEMORY, reason.encode())
+    reason = _refusals(members, received)
+    return (None, reason) if reason else (memory, "")
+
+
+def _process_group_reply(session: Session) -> bytes:
+    """This member's reply about torch's default process group."""
+    member = session.member
+    insists = member.transport == OVER_PROCESS_GROUP and member.group == WORLD
+    if not insists and not (member.transport == AUTO and session.transport.is_on_devices):
+        return f"its transport is {member.transport!r}".encode()
+    world = distributed.group.WORLD if distributed.is_available() else None
+    found = "none" if world is None else f"rank {world.rank()} of {world.size()}"
+    expected, reason = f"rank {member.rank} of {member.world_size}", ""
+    if world is None or found != expected:
+        reason = f"expected {expected} in torch's default process group, got {found}"
+    elif not (insists or device_rows.gathers_on_devices(world)):
+        reason = "its process group's backend gathers in host memory"
+    return _INSISTS * insists + reason.encode()
+
+
+def _accept_process_group(session: Session, members: list[int], replies: list[bytes]) -> bool:
+    """Use torch's default process group if all members consent; return whether they do.
+
+    Raises:
+        ConfigurationError: one member accepts no other transport, and another refuses.
+    """
+    reason = _refusals(members, [reply.removeprefix(_INSISTS) for reply in replies])
+    if not reason:
+        session.transport.process_group = named_process_group.default()
+    elif any(reply.startswith(_INSISTS) for reply in replies):
+        raise ConfigurationError(
+            error_text(
+                f"transport {OVER_PROCESS_GROUP!r} needs torch's default process group on all ranks: {reason}",
+                where=f"job {session.member.job!r}",
+                advice="Call torch.distributed.init_process_group() before the first step, for the ranks of the job, "
+                f"and give all of them this transport; or use {AUTO!r}.",
+            )
+        )
+    return not reason
+
+
+def _offer(member: Member, members: int) -> tuple[MemoryOffer | None, str]:
+    """Offer of memory for this many members, None for 0; and the reason if this member cannot share memory."""
+    if reason := _refusal(member):
+        return None, reason
+    try:
+        return MemoryOffer(group_memory.size_of(members)) if members else None, ""
+    except OSError as error:
+        return None, f"it cannot allocate shared memory: {error}"
+
+
+def _ready(offer: MemoryOffer | None) -> bytes:
+    return _READY + (offer.name.encode() if offer else b"")
+
+
+def _receive(connection: Connection, name: str, members: int) -> tuple[mmap | None, str]:
+    """Receive the memory that another member offers; or None, and the reason."""
+    try:
+        return receive_memory(name, group_memory.size_of(members), lambda: connection.is_broken), ""
+    except OSError as error:
+        return None, str(error) or type(error).__name__
+
+
+def _refusal(member: Member) -> str:
+    if member.transport == OVER_SERVER:
+        return f"its transport is {OVER_SERVER!r}, as connect() or STATSD_BN_TRANSPORT says"
+    if reason := memfd.unavailable_reason():
+        return reason
+    if member.transport == AUTO and platform.machine() not in TESTED_MACHINES:
+        return f"shared memory is untested on {platform.machine()}; pass transport={SHARED_MEMORY!r} to use it"
+    return ""
+
+
+def _refusals(members: list[int], reasons: list[bytes]) -> str:
+    """The first refusal, with its rank, and the number of further ones; empty if all members consent."""
+    refusals = [(member, text.decode(errors="replace")) for member, text in zip(members, reasons, strict=True) if text]
+    if not refusals:
+        return ""
+    member, reason = refusals[0]
+    others = f" (and {len(refusals) - 1} more)" if len(refusals) > 1 else ""
+    return f"rank {member}: {reason}{others}"

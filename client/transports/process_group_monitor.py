@@ -1,0 +1,197 @@
+"""Reports of a process group's rounds, which no server sees: skew, values that are not finite, slow rounds.
+
+The first rank has the rows of all ranks. With a connection to a job of the same ranks it reports them to the server, so
+that the log, `status` and the page show the findings. Without one, a background thread compares the ranks once a second
+by the server's rules and logs warnings. In both cases each rank logs the source of NaN, see `client.ops.non_finite`.
+
+A `WatchedRound` escalates like a round in shared memory, see `client.transports.shared_memory`: if it is slow, its rows
+go to the server as well, which reports late and lost ranks and mismatches. The sum is the process group's.
+"""
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from client.diagnostics import collectives
+from client.diagnostics.broken_job import CAUSE_SECONDS
+from client.session.connection import Connection
+from client.session.current import current_connection
+from client.transports.server import ESCALATE_SECONDS, LISTEN_SECONDS
+from statsd_bn.errors import StatsdBNError
+from statsd_bn.members import rank_in_words
+from statsd_bn.messages import Aggregate, NonFiniteRound
+from statsd_bn.reduction import Rows, not_finite
+from statsd_bn.round_key import RoundKey
+from statsd_bn.skew import Comparison
+from statsd_bn.skew_samples import SECONDS, Samples, told_by
+from statsd_bn.wire import encode
+
+logger = logging.getLogger("statsd_bn.client")
+
+# A rank that left in good order has sent its rows, which may arrive after the news of its end.
+LAST_SECONDS = 0.5
+
+
+class ServerReporter:
+    """Reports to a server; the heartbeats send the samples.
+
+    Args:
+        connection: to a job of the process group's ranks.
+
+    Attributes:
+        samples: of the rounds' rows.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        transport = connection.session(None).transport
+        self.samples = transport.samples = transport.samples or Samples()
+        self._reported: set[str] = set()
+
+    def report_non_finite(self, aggregate: Aggregate) -> None:
+        """Report the first aggregate of each phase that is not finite."""
+        key, connection = aggregate.key, self._connection
+        if key.phase in self._reported or connection.closed:
+            return
+        self._reported.add(key.phase)
+        member, session = connection.member, connection.session(None)
+        values = str(not_finite(aggregate.values))
+        job_key = RoundKey(member.job, session.member.group, member.epoch, key.step, key.layer, key.call, key.phase)
+        with connection.channel_pool.channel() as channel:
+            channel.send(encode(NonFiniteRound(session.member_token, job_key, aggregate.non_finite, values)))
+
+
+class LocalReporter:
+    """Compares the ranks in this process and logs warnings.
+
+    Args:
+        name: of the process group.
+        ranks: of the group, in its order.
+        places: host and process ID by rank; filled before the first round over the host.
+
+    Attributes:
+        samples: of the rounds' rows.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int], places: Mapping[int, str]) -> None:
+        self.samples = Samples()
+        self._name = name
+        self._ranks, self._places = ranks, places
+        self._comparison = Comparison(len(ranks))
+
+    def report_non_finite(self, aggregate: Aggregate) -> None:
+        """Do nothing: each rank logs aggregates that are not finite."""
+
+    def compare(self, now: float) -> None:
+        """Compare the ranks by the latest samples and log new findings."""
+        if stats := told_by(self.samples.take(now)):
+            step, layers = stats
+            names = [rank_in_words(rank, self._places) for rank in self._ranks]
+            for finding in self._comparison.look(now, step, list(layers), np.stack(list(layers.values()))):
+                logger.warning("process group %r: skew: %s", self._name, finding.in_words(names))
+
+    def start(self) -> None:
+        """Compare once a second, in a thread that ends with the last reference to this reporter."""
+        threading.Thread(target=_compare_forever, args=(weakref.ref(self),), name="statsd_bn skew", daemon=True).start()
+
+
+def reporter_for(
+    name: str, ranks: Sequence[int], index: int, places: Mapping[int, str]
+) -> ServerReporter | LocalReporter | None:
+    """Reporter of a process group's rounds on this rank, `ranks[index]`; None on all ranks but the first."""
+    if index:
+        return None
+    connection = current_connection()
+    if connection and _has_same_ranks(connection, ranks):
+        return ServerReporter(connection)
+    reporter = LocalReporter(name, ranks, places)
+    reporter.start()
+    return reporter
+
+
+def _has_same_ranks(connection: Connection, ranks: Sequence[int]) -> bool:
+    has_server = not (connection.is_in_process or connection.closed)
+    return has_server and not connection.member.is_elastic and connection.members == list(ranks)
+
+
+def _compare_forever(ref: "weakref.ref[LocalReporter]") -> None:
+    while (reporter := ref()) is not None:
+        try:
+            reporter.compare(time.monotonic())
+        except Exception:  # a bad sample must not end the thread
+            logger.debug("sampling the ranks' statistics failed", exc_info=True)
+        del reporter
+        time.sleep(SECONDS / 2)
+
+
+class WatchedRound:
+    """A round of a process group in a job with a server; it escalates after `ESCALATE_SECONDS`.
+
+    Args:
+        previous: key of the round before it, None for the first.
+
+    Attributes:
+        is_counted: whether the server completed the round too, and counts it.
+    """
+
+    def __init__(self, connection: Connection, key: RoundKey, rows: Rows, previous: RoundKey | None) -> None:
+        self._connection = connection
+        self._key = key
+        self._rows = rows
+        self._previous = previous
+        self.is_counted = False
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective of the round, on the host.
+
+        Raises:
+            StatsdBNError: the round failed, with the reason.
+            RuntimeError: of torch, if the server does not know the reason.
+        """
+        try:
+            if not _is_done(work, ESCALATE_SECONDS):
+                self._escalate(work)
+        except RuntimeError as error:  # for example a rank was killed, which the server detects a moment later
+            self._connection.raise_if_broken(error, CAUSE_SECONDS)
+            raise
+        except StatsdBNError:
+            if not _is_done(work, LAST_SECONDS):
+                collectives.abandoned.set()
+                raise
+
+    def _escalate(self, work: Any) -> None:
+        connection, session = self._connection, self._connection.session(None)
+        if self._previous:  # a rank that finished it and is descheduled may not have reported that
+            session.round_done(self._previous)
+        trip = connection.round_trip(session, self._key, self._rows)
+        with connection.channel_pool.channel() as channel:
+            frames, due, aggregate = trip.begin(monotonic())
+            while True:
+                for frame in frames:
+                    channel.send(frame)
+                if _is_done(work, LISTEN_SECONDS):
+                    break
+                connection.raise_if_broken()
+                frames, answer = (), None if aggregate else channel.receive_nowait()
+                if aggregate is None and (answer is not None or monotonic() >= due):
+                    frames, due, aggregate = trip.step(monotonic(), answer)
+            self.is_counted = aggregate is not None
+            channel.send(session.round_done(self._key))
+
+
+def _is_done(work: Any, seconds: float) -> bool:
+    """Wait for a collective, `seconds` at most; raise torch's error if it failed."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # raises the error again, unless the wait timed out just before the end
+    return True
