@@ -212,12 +212,23 @@ class _Reader:
             raise ProtocolError(f"state: expected nothing after the last array, got {len(self._elements)} bytes")
 
     def _array(self, kind: int, description: bytes) -> Array:
-        if self._nr_arrays == MAX_ARRAYS:
+        """Returns an array on the CPU, with a copy of its elements."""
+        number = self._nr_arrays
+        if number == MAX_ARRAYS:
             raise ProtocolError(f"state: expected at most {MAX_ARRAYS} arrays, got more")
-        array, size = _restored(self._nr_arrays, kind, description, self._elements)
+        dtype, shape = _described(number, kind, description)
+        itemsize = NUMPY_DTYPES[dtype].itemsize if kind == NDARRAY else TORCH_DTYPES[dtype].itemsize
+        if math.prod(max(1, length) for length in shape) * itemsize > MAX_BYTES:
+            raise ProtocolError(f"array {number}: expected a shape within {MAX_BYTES} bytes, got {shape} of {dtype}")
+        size = math.prod(shape) * itemsize
+        if size > len(self._elements):
+            raise ProtocolError(
+                f"array {number}: expected {size} bytes for {shape} of {dtype}, got {len(self._elements)}"
+            )
+        elements = np.frombuffer(self._elements, np.uint8, size).copy()
         self._nr_arrays += 1
         self._elements = self._elements[size:]
-        return array
+        return _built(number, kind, dtype, shape, elements)
 
     def _items(self, code: int, packed: bytes, depth: int) -> Any:
         if len(packed) != _LENGTH.size:
@@ -269,18 +280,6 @@ def _bytes(array: Array, dtype: str) -> bytes:
     plain = array.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # `numpy()` would prevent resizing of the storage, which FSDP needs for parameters.
     return np.from_dlpack(plain.reshape(-1).view(torch.uint8)).tobytes()
-
-
-def _restored(number: int, kind: int, description: bytes, data: memoryview) -> tuple[Array, int]:
-    """Returns an array on the CPU with a copy of its elements, and their size in `data` in bytes."""
-    dtype, shape = _described(number, kind, description)
-    itemsize = NUMPY_DTYPES[dtype].itemsize if kind == NDARRAY else TORCH_DTYPES[dtype].itemsize
-    if math.prod(max(1, length) for length in shape) * itemsize > MAX_BYTES:
-        raise ProtocolError(f"array {number}: expected a shape within {MAX_BYTES} bytes, got {shape} of {dtype}")
-    size = math.prod(shape) * itemsize
-    if size > len(data):
-        raise ProtocolError(f"array {number}: expected {size} bytes for {shape} of {dtype}, got {len(data)}")
-    return _built(number, kind, dtype, shape, np.frombuffer(data, np.uint8, size).copy()), size
 
 
 def _described(number: int, kind: int, description: bytes) -> tuple[str, list[int]]:

@@ -109,7 +109,7 @@ class Collective:
     call: tuple[object, ...]
 
 
-def remember() -> None:
+def record_ddp_wrapper() -> None:
     """Records the DistributedDataParallel in its forward pass: its backward pass will reduce over its group."""
     kind = getattr(sys.modules.get(_DDP), "DistributedDataParallel", None)
     wrapper = getattr(kind, "_active_ddp_module", None)

@@ -158,7 +158,7 @@ class SynchronizedCall:
     def _finish(self, exchange: Exchange, *, has_graph: bool) -> ChannelMoments | None:
         """Record the exchange for checkpoints; return the moments to update the running statistics with, if any."""
         if self.accumulator is None:
-            collectives.remember()
+            collectives.record_ddp_wrapper()
             exchange_cache.add(exchange, has_graph=has_graph)
         if exchange.has_updated_running:
             return None

@@ -165,7 +165,7 @@ def _run_forward(local: ChannelMoments, fresh: Exchange) -> Exchange:
         return recomputed
     fresh.forward([local])
     fresh.check_count(local.shape)
-    collectives.remember()
+    collectives.record_ddp_wrapper()
     exchange_cache.add(fresh, has_graph=False)  # the graph has the round's id instead
     return fresh
 

@@ -296,11 +296,8 @@ def _rows(name: str, x: Tensor, dims: Sequence[int], mask: Tensor | None) -> Ten
 def _expand_mask(name: str, mask: Tensor, reduced: list[int], device: torch.device) -> Tensor:
     """Returns the mask with an entry for each row."""
     lengths = zip(reversed(mask.shape), reversed(reduced), strict=False)
-    if (
-        mask.device != device
-        or mask.dim() > len(reduced)
-        or not all(length in (1, expected) for length, expected in lengths)
-    ):
+    expands = mask.dim() <= len(reduced) and all(length in (1, expected) for length, expected in lengths)
+    if mask.device != device or not expands:
         raise ValueError(
             broken(
                 f"{name}: expected a mask on {device} that expands to the reduced dimensions {tuple(reduced)}, got "

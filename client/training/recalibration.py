@@ -10,7 +10,6 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -184,9 +183,9 @@ def _accumulating(accumulators: Accumulators) -> Iterator[None]:
 
 @contextmanager
 def _without_collectives(model: nn.Module) -> Iterator[None]:
-    """Disables collectives in the forward pass of DistributedDataParallel, for members with fewer batches.
+    """Disables collectives in the forward pass of DistributedDataParallel, for which members may lack batches.
 
-    These broadcast buffers, and after a `Join`, which leaves this enabled, gather the ranks that have data left.
+    They broadcast buffers. After a `Join`, which leaves its setting enabled, they also find the ranks with data left.
     """
     wrappers: list[Any] = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     before = [(wrapper.require_forward_param_sync, wrapper._join_config) for wrapper in wrappers]  # noqa: SLF001 - below
@@ -200,32 +199,17 @@ def _without_collectives(model: nn.Module) -> Iterator[None]:
             wrapper.require_forward_param_sync, wrapper._join_config = sync, join  # noqa: SLF001 - as above
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """One layer's part of the message.
+def _checksum(layer: SynchronizedBatchNorm) -> float:
+    return float(zlib.crc32(layer.layer_name.encode()))
 
-    Four vectors of length C: Σx, Σx², the count, and a checksum of the layer's name, by which the members detect
-    different layers. float64 represents the integers exactly, up to 2^53.
+
+def _vectors(layer: SynchronizedBatchNorm, moments: Moments) -> FloatArray:
+    """Returns a layer's part of the message: vectors of Σx, Σx², the count, and a checksum of the layer's name.
+
+    By the checksum the members detect different layers. float64 represents the integers exactly, up to 2^53.
     """
-
-    layer: SynchronizedBatchNorm
-    moments: Moments
-
-    @property
-    def vectors(self) -> FloatArray:
-        channels = len(self.moments.sums)
-        return np.stack(
-            [
-                self.moments.sums,
-                self.moments.squares,
-                np.full(channels, float(self.moments.count)),
-                np.full(channels, self.checksum),
-            ]
-        )
-
-    @property
-    def checksum(self) -> float:
-        return float(zlib.crc32(self.layer.layer_name.encode()))
+    constants = np.array([[moments.count], [_checksum(layer)]], np.float64)
+    return np.concatenate((moments.vectors, np.repeat(constants, len(moments.sums), axis=1)))
 
 
 def _width(layer: SynchronizedBatchNorm) -> int:
@@ -237,8 +221,8 @@ def _over_all_members(
     layers: list[SynchronizedBatchNorm], accumulators: Accumulators, batches: int, group: GroupSpec
 ) -> tuple[list[Population], int]:
     """Sends this member's moments and number of batches, and returns all members', in the layers' group."""
-    shares = [_Share(layer, accumulators[layer].moments or Moments.empty(_width(layer))) for layer in layers]
-    vectors = np.concatenate([share.vectors for share in shares], axis=1)
+    own = [accumulators[layer].moments or Moments.empty(_width(layer)) for layer in layers]
+    vectors = np.concatenate(list(map(_vectors, layers, own)), axis=1)
     communicator = communicator_for(group)
     if isinstance(communicator, Connection) and not isinstance(group, NamedProcessGroup):
         communicator.rejoin_if_paused(group)
@@ -247,12 +231,12 @@ def _over_all_members(
     ends = np.cumsum([_width(layer) for layer in layers])[:-1]
     totals = np.split(np.concatenate([aggregate.values for aggregate in aggregates], axis=1), ends, axis=1)
     last = aggregates[-1]
-    for share, total in zip(shares, totals, strict=True):
-        if not (total[3] == last.replicas * share.checksum).all():
+    for layer, total in zip(layers, totals, strict=True):
+        if not (total[3] == last.replicas * _checksum(layer)).all():
             raise RoundMismatch(
-                f"{last.key}: expected the same layers on all members, got layer {share.layer.layer_name!r} with "
-                f"{share.layer.num_features} channels on this one and another elsewhere; build and freeze the same "
-                "layers on all members",
+                f"{last.key}: expected the same layers on all members, got layer {layer.layer_name!r} with "
+                f"{layer.num_features} channels on this one and another elsewhere; build and freeze the same layers on "
+                "all members",
                 **last.key.fields,
             )
     moments = [Moments.from_vectors(int(total[2, 0]), total) for total in totals]
