@@ -1,6 +1,7 @@
 """A real Lightning `Trainer` in two processes trains as one process does on the whole batch; the plugin by itself."""
 
 import csv
+import itertools
 import os
 import re
 import subprocess
@@ -152,8 +153,8 @@ def test_only_an_exception_that_ends_the_training_is_told_to_the_others(plugin, 
     """Not one that is being handled while it runs, as where an earlier training has failed."""
     monkeypatch.setenv("STATSD_BN_ENDPOINT", server.endpoint)
     monkeypatch.setenv("STATSD_BN_JOB", job)
-    monkeypatch.setattr(integrations, "_is_needed", lambda: True)
-    monkeypatch.setattr(integrations, "distributed", Mock(get_rank=lambda: 0, get_world_size=lambda: 1))
+    world_sizes = Mock(side_effect=itertools.cycle([2, 1]))  # 2 to connect, then 1 to wait for nobody
+    monkeypatch.setattr(integrations, "distributed", Mock(get_rank=lambda: 0, get_world_size=world_sizes))
     leave = Mock(wraps=Sessions.leave)
     monkeypatch.setattr(Sessions, "leave", lambda sessions, cause: leave(sessions, cause))  # noqa: PLW0108 - a Mock is not bound
     model = nn.Sequential(nn.BatchNorm1d(3))
