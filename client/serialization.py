@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from statsd_bn import limits
-from statsd_bn.checks import shown
-from statsd_bn.error_text import broken
+from statsd_bn.checks import short_repr
 from statsd_bn.errors import ProtocolError
+from statsd_bn.text import wrap
 
 Array = Tensor | np.ndarray[Any, Any]
 
@@ -153,7 +153,7 @@ class _Writer:
             self._add_plain(value.item())
         else:
             raise TypeError(
-                broken(
+                wrap(
                     "state: expected None, numbers, text, bytes, tensors, and lists, tuples and dicts of these, got "
                     f"{type(value).__module__}.{type(value).__qualname__}"
                 )
@@ -196,7 +196,7 @@ class _Reader:
         value = self._unpacker.unpack()
         if type(value) is not msgpack.ExtType:
             if type(value) not in _PLAIN:
-                raise ProtocolError(f"state: expected plain values, got {shown(value)}")
+                raise ProtocolError(f"state: expected plain values, got {short_repr(value)}")
             return value
         if value.code in (TENSOR, NDARRAY):
             return self._array(value.code, value.data)
@@ -261,9 +261,7 @@ def _kind_and_dtype(number: int, array: Array) -> tuple[int, str]:
     if isinstance(array, Tensor):
         if array.layout is not torch.strided or array.dtype not in _TORCH_NAMES:
             raise TypeError(
-                broken(
-                    f"array {number}: expected a dense tensor of numbers or bool, got {array.layout} of {array.dtype}"
-                )
+                wrap(f"array {number}: expected a dense tensor of numbers or bool, got {array.layout} of {array.dtype}")
             )
         return TENSOR, _TORCH_NAMES[array.dtype]
     if array.dtype.name not in NUMPY_DTYPES:

@@ -14,9 +14,8 @@ from server.cli.status import CHECK_SECONDS, as_json, ask, describe, own_endpoin
 from server.config import from_arguments
 from server.network.service import run_master
 from server.security.keygen import generate, load_query_keys, write_secret
-from statsd_bn.endpoints import check_key, check_server, needs_keys
+from statsd_bn.endpoints import check_key, check_server_socket, needs_keys
 from statsd_bn.environment import boolean
-from statsd_bn.error_text import broken, in_log
 from statsd_bn.errors import (
     AuthenticationRefused,
     BindError,
@@ -24,6 +23,7 @@ from statsd_bn.errors import (
     ServerUnreachable,
 )
 from statsd_bn.keys import ClientKeys
+from statsd_bn.text import log_line, wrap
 
 # Default address of the page of `view`.
 DEFAULT_HTTP = "127.0.0.1:8321"
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except tuple(EXIT_CODES) as error:
-        print(broken(f"statsd_bn: {in_log(error)}", MAX_LINE), file=sys.stderr)  # noqa: T201 - the command's error
+        print(wrap(f"statsd_bn: {log_line(error)}", MAX_LINE), file=sys.stderr)  # noqa: T201 - the command's error
         return EXIT_CODES[type(error)]
     return code
 
@@ -135,7 +135,7 @@ def _add_curve(parser: Parser) -> None:
 
 
 def _keys(endpoint: str, curve: str | None) -> ClientKeys | None:
-    check_server(endpoint)
+    check_server_socket(endpoint)
     keys = load_query_keys(curve) if curve else None
     check_key(endpoint, has_key=keys is not None, insecure=boolean(os.environ, "STATSD_BN_INSECURE"))
     return keys
@@ -191,7 +191,7 @@ def _check(arguments: list[str]) -> int:
     # STATSD_BN_BIND wins: it is set on the server's own host.
     elsewhere = "" if os.environ.get("STATSD_BN_BIND") else os.environ.get("STATSD_BN_ENDPOINT")
     endpoint = found.endpoint or elsewhere or own_endpoint(os.environ)
-    check_server(endpoint)
+    check_server_socket(endpoint)
     keys = load_query_keys(found.curve) if found.curve else None
     may_ask = keys or boolean(os.environ, "STATSD_BN_INSECURE") or not needs_keys(endpoint)
     if may_ask or not expects_key(endpoint):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from statsd_bn.endpoints import MAX_DIGITS, MAX_PORT
-from statsd_bn.text import plain
+from statsd_bn.text import escape
 
 CONSOLE_SCRIPT = "statsd-bn"
 
@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints the error on one line and exits with 2."""
-        self.exit(USAGE_ERROR, f"statsd_bn: {plain(message)} (see {self.prog} --help)\n")
+        self.exit(USAGE_ERROR, f"statsd_bn: {escape(message)} (see {self.prog} --help)\n")
 
     def _unknown(self, argument: str) -> str:
         flag = argument.partition("=")[0]

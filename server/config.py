@@ -10,7 +10,7 @@ from typing import Any
 from server.arguments import Parser, number_type
 from server.security.quota import Quota, option_range
 from statsd_bn import PROTOCOL_VERSION, __version__
-from statsd_bn.checks import shown
+from statsd_bn.checks import short_repr
 from statsd_bn.endpoints import check_endpoint, default_endpoint, needs_keys
 from statsd_bn.environment import LOG_LEVELS, boolean, log_level
 from statsd_bn.errors import ConfigurationError
@@ -55,7 +55,7 @@ class Config:
             raise ConfigurationError("bind: expected at least one endpoint, got none")
         if self.parent is not None and not 1 <= self.parent <= MAX_PARENT:
             raise ConfigurationError(
-                f"parent: expected the id of a process, 1 to {MAX_PARENT}, got {shown(self.parent)}"
+                f"parent: expected the id of a process, 1 to {MAX_PARENT}, got {short_repr(self.parent)}"
             )
         if self.again and self.parent is None:
             raise ConfigurationError("again: expected a parent with it, got none")

@@ -1,6 +1,6 @@
-"""Checks: what every field of a message is held against before it is used.
+"""Checks of message fields, before their use.
 
-An error says what was expected and what came, shortened, since it may have come from anybody.
+An error has the expected value, and the received one shortened, since any process may have sent it.
 """
 
 import reprlib
@@ -13,60 +13,59 @@ import numpy as np
 
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
-from statsd_bn.text import is_readable, plain
+from statsd_bn.text import escape, is_printable_text
 
 _FLOAT64 = np.dtype(np.float64)
 
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = 80
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 80
 
 
-def shown(value: object) -> str:
-    """Returns what came, short enough for an error, however long or deeply nested it is, and printable."""
+def short_repr(value: object) -> str:
+    """Returns a printable repr, short enough for an error, of a value of any length and depth."""
     try:
-        return plain(_short.repr(value))
+        return escape(_repr.repr(value))
     except ValueError:
-        # Python makes no text of an integer of more than 4,300 digits.
+        # Python formats no integer of more than 4,300 digits.
         return f"{type(value).__name__} with too many digits"
 
 
 def check_integer(name: str, value: object, low: int, high: int) -> None:
     """Raises ProtocolError unless `value` is an int in [low, high]."""
     if type(value) is not int or not low <= value <= high:
-        raise ProtocolError(f"{name}: expected an integer in [{low}, {high}], got {shown(value)}")
+        raise ProtocolError(f"{name}: expected an integer in [{low}, {high}], got {short_repr(value)}")
 
 
 def check_name(name: str, value: object, longest: int) -> None:
-    """Raises ProtocolError unless `value` is a printable str whose UTF-8 form has a length in [1, longest].
+    """Raises ProtocolError unless `value` is a printable str of 1 to `longest` bytes in UTF-8.
 
-    Names stand in errors, logs and reports, where a control character could speak to a terminal or forge a line.
+    Names appear in errors, logs and reports, where a control character could control a terminal or forge a line.
     """
-    # What nearly all names are comes first: a byte for each letter.
+    # Nearly all names are ASCII: the fast path.
     if type(value) is str and value.isascii() and value.isprintable() and 1 <= len(value) <= longest:
         return
     if type(value) is not str or not value.isprintable() or not 1 <= _size(value) <= longest:
-        raise ProtocolError(f"{name}: expected printable text of 1 to {longest} bytes, got {shown(value)}")
+        raise ProtocolError(f"{name}: expected printable text of 1 to {longest} bytes, got {short_repr(value)}")
 
 
 def check_text(name: str, value: object, longest: int, shortest: int = 1) -> None:
-    """Raises ProtocolError unless `value` is a str whose UTF-8 form has a length in [shortest, longest].
+    """Raises ProtocolError unless `value` is a str of `shortest` to `longest` bytes in UTF-8.
 
-    It may have several lines: all of it is printable but for line feeds and tabs.
+    It may have several lines: it is printable except for line feeds and tabs.
     """
-    if type(value) is not str or not is_readable(value) or not shortest <= _size(value) <= longest:
+    if type(value) is not str or not is_printable_text(value) or not shortest <= _size(value) <= longest:
         raise ProtocolError(
             f"{name}: expected text of {shortest} to {longest} bytes, printable but for line feeds and tabs, got "
-            f"{shown(value)}"
+            f"{short_repr(value)}"
         )
 
 
 def _size(text: str) -> int:
-    # What nearly all text is: a byte for each letter.
     return len(text) if text.isascii() else len(text.encode())
 
 
 def check_depth(name: str, value: object, depth: int = 0) -> None:
-    """Raises ProtocolError where lists and dicts are nested deeper than anything that is meant."""
+    """Raises ProtocolError if lists and dicts are nested more than MAX_DEPTH deep."""
     if not isinstance(value, list | dict):
         return
     if depth == limits.MAX_DEPTH:
@@ -76,16 +75,16 @@ def check_depth(name: str, value: object, depth: int = 0) -> None:
 
 
 def check_token(name: str, value: object) -> None:
-    """Raises ProtocolError unless `value` is a token: bytes of the one fixed length."""
+    """Raises ProtocolError unless `value` is a token: TOKEN_BYTES bytes."""
     if type(value) is not bytes or len(value) != limits.TOKEN_BYTES:
-        raise ProtocolError(f"{name}: expected {limits.TOKEN_BYTES} bytes, got {shown(value)}")
+        raise ProtocolError(f"{name}: expected {limits.TOKEN_BYTES} bytes, got {short_repr(value)}")
 
 
 def check_values(values: object, dimensions: int) -> None:
-    """Raises ProtocolError unless `values` is a float64 array of these dimensions: (..., vectors, channels)."""
+    """Raises ProtocolError unless `values` is a float64 array of shape (..., vectors, channels)."""
     if not (isinstance(values, np.ndarray) and values.dtype == _FLOAT64 and values.ndim == dimensions):
-        found = f"{values.dtype} {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
-        raise ProtocolError(f"values: expected float64 of {dimensions} dimensions, got {found}")
+        got = f"{values.dtype} {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
+        raise ProtocolError(f"values: expected float64 of {dimensions} dimensions, got {got}")
     vectors, channels = values.shape[-2:]
     if not (1 <= vectors <= limits.MAX_VECTORS and 1 <= channels <= limits.MAX_CHANNELS):
         check_integer("vectors", vectors, 1, limits.MAX_VECTORS)
@@ -93,7 +92,7 @@ def check_values(values: object, dimensions: int) -> None:
 
 
 class Checked:
-    """A dataclass whose fields are checked when it is built, each by what its type is annotated with."""
+    """Base of dataclasses that check their fields when they are built, with the checks in the fields' annotations."""
 
     __slots__ = ()
 
@@ -104,7 +103,7 @@ class Checked:
         self._check()
 
     def _check(self) -> None:
-        """Checks what the type of no single field says."""
+        """Checks what no annotation of a single field can."""
 
 
 @cache
@@ -118,10 +117,10 @@ Counter = Annotated[int, partial(check_integer, low=0, high=limits.MAX_COUNTER)]
 
 
 def integer_in(low: int, high: int) -> Callable[[str, object], None]:
-    """Returns the check of an int in [low, high]."""
+    """Returns a check for an int in [low, high]."""
     return partial(check_integer, low=low, high=high)
 
 
 def text_within(longest: int, shortest: int = 0) -> Callable[[str, object], None]:
-    """Returns the check of a text of `shortest` to `longest` bytes."""
+    """Returns a check for a text of `shortest` to `longest` bytes."""
     return partial(check_text, longest=longest, shortest=shortest)

@@ -1,8 +1,8 @@
-"""Endpoints: where servers may listen and clients may connect, and where this user's own server is.
+"""Endpoints: addresses that servers may bind and clients may connect to, and the default one of this user.
 
 TCP needs CURVE keys, on loopback too. Without keys a server listens on a Unix socket that only its user can open, in a
-folder that no other user can write to. Server and client both check this. `--insecure` and STATSD_BN_INSECURE=1 admit
-TCP without keys, for a network that is closed to strangers.
+folder that no other user can write to. Server and client both check this. `--insecure` and STATSD_BN_INSECURE=1 allow
+TCP without keys, for a closed network.
 """
 
 import os
@@ -12,53 +12,44 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 
-from statsd_bn.error_text import error_text
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError, ServerUnreachable
 
 MAX_PORT = 65_535
 MAX_DIGITS = 5
 
 PRIVATE_MODE = 0o700
-OTHERS = 0o077
+OTHERS_MASK = 0o077
 
-# The name of the socket in this user's own folder, and in that of one job.
+# Name of the socket in this user's folder, and in the folder of one job.
 SOCKET = "server"
 
-# What the address of a Unix socket holds, without the zero at its end.
+# Longest path of a Unix socket, without the terminating zero.
 MAX_PATH_BYTES = 103 if sys.platform == "darwin" else 107
 
-# Where systems keep the runtime folders of their users, which a session's XDG_RUNTIME_DIR names.
+# The system's folder of runtime folders, which XDG_RUNTIME_DIR names in a login session.
 RUNTIME_FOLDERS = Path("/run/user")
 
-# Where a name of this length is too long, folders for one job are made here instead.
+# Folders of one job's server are made here if the default folder's name is too long for a socket.
 SHORT_FOLDER = "/tmp"  # noqa: S108 - a folder with a random name is made in it
 
-# How the folder for one job's server begins; it is removed together with the socket.
+# Prefix of the folder of one job's server; the folder is removed together with the socket.
 JOB_PREFIX = "statsd_bn-job-"
-
-# ZeroMQ has tried for seconds already, and a network that lets something through does so in milliseconds.
-PROBE_SECONDS = 1.0
-
-START = "Is `python -m server` running there? Start it, or correct the endpoint."
-LOST_ON_THE_WAY = "A firewall, a wrong address or a wrong port? Nothing came back, not even a refusal."
-OTHER_PROGRAM = "Is it a statsd_bn server? One that has too much to do, or is stopped, does not answer either."
 
 
 def check_endpoint(endpoint: str, name: str = "endpoint") -> None:
     """Raises ConfigurationError unless an endpoint is `tcp://HOST:PORT` or `ipc://PATH`.
 
-    ZeroMQ would take a port modulo 65,536 and overlook letters behind it. It also takes `ipc://*` and Linux's names
-    that begin with @, but no folder protects such a socket: every user of the host can connect to it.
+    ZeroMQ takes a port modulo 65,536 and ignores letters behind it. It also accepts `ipc://*` and Linux's abstract
+    sockets (`ipc://@NAME`), but no folder protects those: every user of the host can connect.
     """
     scheme, separator, address = endpoint.partition("://")
     if not separator or scheme not in {"tcp", "ipc"} or not address:
         raise ConfigurationError(f"{name}: expected tcp://HOST:PORT or ipc://PATH, got {endpoint!r}")
     if scheme == "ipc" and (address == "*" or address.startswith("@")):
+        kind = "a random path" if address == "*" else "an abstract socket"
         raise ConfigurationError(
-            f"{name}: expected ipc://PATH in a folder that other users cannot write to, got {endpoint!r}, which is in "
-            "no folder"
+            f"{name}: expected ipc://PATH in a folder that other users cannot write to, got {endpoint!r}, {kind}"
         )
     host, _, port = address.rpartition(":")
     if scheme == "tcp" and not (host and _is_port(port)):
@@ -66,18 +57,18 @@ def check_endpoint(endpoint: str, name: str = "endpoint") -> None:
 
 
 def _is_port(port: str) -> bool:
-    # `*` lets the system choose one.
+    # `*`: the system chooses a free port.
     return port == "*" or (port.isascii() and port.isdecimal() and len(port) <= MAX_DIGITS and int(port) <= MAX_PORT)
 
 
 def ipc_path(endpoint: str) -> Path | None:
-    """Returns the file of an ipc endpoint, and None for other endpoints."""
+    """Returns the path of an ipc endpoint, None for other endpoints."""
     address = endpoint.removeprefix("ipc://")
     return None if address in {endpoint, ""} else Path(address)
 
 
 def needs_keys(endpoint: str) -> bool:
-    """Returns whether server and client need keys at an endpoint, unless both are told that the network is closed."""
+    """Returns whether server and client need keys at an endpoint, unless both are insecure."""
     return endpoint.startswith("tcp://")
 
 
@@ -98,12 +89,12 @@ def check_key(endpoint: str, *, has_key: bool, insecure: bool) -> None:
         )
 
 
-def check_server(endpoint: str) -> None:
+def check_server_socket(endpoint: str) -> None:
     """Checks an endpoint before a client connects to it.
 
     Raises:
         ConfigurationError: the endpoint is malformed, or its socket may be another user's.
-        ServerUnreachable: the file system keeps this user from the socket.
+        ServerUnreachable: this user has no permission for the socket.
     """
     check_endpoint(endpoint)
     path = ipc_path(endpoint)
@@ -112,8 +103,8 @@ def check_server(endpoint: str) -> None:
     obstacle = "Permission denied"
     try:
         check_folder(path.parent)
-        for found in (path.lstat(), path.stat()):
-            _check_owner(path, found)
+        for status in (path.lstat(), path.stat()):
+            _check_owner(path, status)
         if os.access(path, os.W_OK):
             return
     except (FileNotFoundError, NotADirectoryError):
@@ -121,53 +112,53 @@ def check_server(endpoint: str) -> None:
     except OSError as error:
         obstacle = str(error.strerror)
     raise ServerUnreachable(
-        f"{endpoint} is closed to this user (uid {os.getuid()}): {obstacle}. A server in a private folder is for the "
-        "user who started it; start one of your own, or ask for one that listens with keys",
+        f"this user (uid {os.getuid()}) cannot open {endpoint}: {obstacle}. A server in a private folder serves only "
+        "the user who started it; start your own server, or ask for one that listens with keys",
         endpoint=endpoint,
         seconds=0.0,
     )
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ConfigurationError if another user could put a socket into a folder, or the folder in place of another.
+    """Raises ConfigurationError if another user could create a socket in a folder, or replace the folder.
 
-    The owners of the folders above are not checked: in a user namespace root's folders seem to belong to nobody.
+    Owners of parent folders are not checked: in a user namespace root's folders seem to belong to user 65534.
 
     Raises:
-        OSError: there is no such folder, or this user cannot look at it.
+        OSError: the folder does not exist, or this user cannot read its status.
     """
-    _check_owner(folder, folder.lstat())  # a link's owner may change where it leads
+    _check_owner(folder, folder.lstat())  # a link's owner may change its target
     real = Path(os.path.realpath(folder, strict=True))
     for each in (real, *real.parents):
-        found = each.stat()
+        status = each.stat()
         if each == real:
-            _check_owner(real, found)
-            if not stat.S_ISDIR(found.st_mode):
+            _check_owner(real, status)
+            if not stat.S_ISDIR(status.st_mode):
                 raise ConfigurationError(f"endpoint: expected {real} to be a folder; remove it, or name an endpoint")
-        # With a sticky bit others may add files, but not replace a folder of this user's.
-        if found.st_mode & stat.S_IWOTH and (each == real or not found.st_mode & stat.S_ISVTX):
+        # In a sticky folder others may add files, but not replace this user's folder.
+        if status.st_mode & stat.S_IWOTH and (each == real or not status.st_mode & stat.S_ISVTX):
             raise ConfigurationError(
                 f"endpoint: expected a socket in a folder that other users cannot write to, got {folder}, and "
-                f"{each} has mode {stat.S_IMODE(found.st_mode):04o}; give a folder of your own"
+                f"{each} has mode {stat.S_IMODE(status.st_mode):04o}; give a folder of your own"
             )
-        if found.st_uid == os.getuid() and not found.st_mode & OTHERS:
-            return  # nobody else can enter it
+        if status.st_uid == os.getuid() and not status.st_mode & OTHERS_MASK:
+            return  # no other user can enter it
 
 
-def _check_owner(path: Path, found: os.stat_result) -> None:
-    if found.st_uid not in {0, os.getuid()}:
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if status.st_uid not in {0, os.getuid()}:
         raise ConfigurationError(
-            f"endpoint: expected {path} to belong to this user (uid {os.getuid()}) or to root, got uid {found.st_uid}; "
-            "a server of another user has to listen on TCP with keys. For a server of your own name an endpoint in a "
-            "folder of yours, or set XDG_RUNTIME_DIR to one"
+            f"endpoint: expected {path} to belong to this user (uid {os.getuid()}) or to root, got uid "
+            f"{status.st_uid}; a server of another user has to listen on TCP with keys. For your own server name an "
+            "endpoint in a folder of yours, or set XDG_RUNTIME_DIR to one"
         )
 
 
 def private_folder(environ: Mapping[str, str]) -> Path:
-    """Returns the path of this user's own folder: in the user's runtime folder, else in that for temporary files.
+    """Returns the path of this user's folder: in the user's runtime folder, else in the temporary folder.
 
     Raises:
-        ConfigurationError: there is neither.
+        ConfigurationError: neither exists.
     """
     return _candidates(environ)[0]
 
@@ -190,7 +181,7 @@ def default_endpoint(environ: Mapping[str, str]) -> str:
 def find_server(environ: Mapping[str, str]) -> str:
     """Returns the endpoint of this user's server.
 
-    A server that was started without a runtime folder listens among the temporary files, so all folders are searched.
+    A server that was started without a runtime folder listens in the temporary folder, so both are searched.
 
     Raises:
         ServerUnreachable: no server of this user is running.
@@ -202,7 +193,7 @@ def find_server(environ: Mapping[str, str]) -> str:
         check_folder(folders[0])
     for folder in folders:
         if os.path.lexists(folder / SOCKET):
-            # Another user's folder among the temporary files says nothing about this user's server.
+            # Another user's folder of that name says nothing about this user's server.
             with suppress(ConfigurationError, OSError):
                 check_folder(folder)
                 return f"ipc://{folder / SOCKET}"
@@ -215,7 +206,7 @@ def find_server(environ: Mapping[str, str]) -> str:
     )
 
 
-def make_private(folder: Path) -> None:
+def make_private_folder(folder: Path) -> None:
     """Makes a folder that only this user can enter; checks an existing one.
 
     Raises:
@@ -230,7 +221,7 @@ def make_private(folder: Path) -> None:
 
 
 def make_job_folder() -> Path:
-    """Makes a private folder for the server of one job, with a name that is short enough for a socket in it.
+    """Makes a private folder for the server of one job, with a path short enough for a socket.
 
     Raises:
         OSError: it cannot be made.
@@ -243,83 +234,35 @@ def make_job_folder() -> Path:
 
 
 def remove_job_folder(folder: Path) -> None:
-    """Removes the folder of one job's server if it is one and empty, and else does nothing."""
+    """Removes an empty folder of one job's server; leaves any other folder alone."""
     if folder.name.startswith(JOB_PREFIX):
         with suppress(OSError):
             folder.rmdir()
 
 
 def _candidates(environ: Mapping[str, str]) -> list[Path]:
-    """Returns where this user's own folder may be, the best place first.
+    """Returns the possible paths of this user's folder, the best first.
 
-    A variable that names another user's folder, as `su` leaves it behind, does not count.
+    XDG_RUNTIME_DIR is ignored if it names another user's folder, as after `su`.
 
     Raises:
-        ConfigurationError: there is no such place.
+        ConfigurationError: there is no such path.
     """
     runtime = (Path(environ.get("XDG_RUNTIME_DIR", "")), RUNTIME_FOLDERS / str(os.getuid()))
-    found = [parent / "statsd_bn" for parent in dict.fromkeys(runtime) if parent.is_absolute() and _is_ours(parent)]
-    with suppress(OSError):  # where nothing can be written, as in a container that is read-only
-        found.append(Path(tempfile.gettempdir()) / f"statsd_bn-{os.getuid()}")
-    if not found:
+    folders = [parent / "statsd_bn" for parent in dict.fromkeys(runtime) if parent.is_absolute() and _is_ours(parent)]
+    with suppress(OSError):  # no temporary folder can be written, as in a read-only container
+        folders.append(Path(tempfile.gettempdir()) / f"statsd_bn-{os.getuid()}")
+    if not folders:
         raise ConfigurationError(
             "expected a folder for this user's socket, and found none that can be written; set XDG_RUNTIME_DIR "
             "or TMPDIR to a folder of yours, or name an endpoint"
         )
-    return found
+    return folders
 
 
 def _is_ours(folder: Path) -> bool:
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-
-
-def why_silent(endpoint: str, seconds: float, network: ModuleType) -> str:
-    """Returns why no server has answered at an endpoint, as the text of an error; tries a plain connection.
-
-    Args:
-        endpoint: where a client has waited.
-        seconds: for how long. The connection takes `PROBE_SECONDS` more at most, and the look-up of the name as long as
-            the system takes.
-        network: the module `socket`, which this package does not load.
-    """
-    try:
-        _connect(endpoint, network)
-    except network.gaierror as error:
-        return _unknown_name(endpoint, str(error.strerror))
-    except (FileNotFoundError, ConnectionRefusedError) as error:
-        how = "connection refused" if isinstance(error, ConnectionRefusedError) else "there is no such file"
-        return error_text(f"nobody listens at {endpoint} ({how})", advice=START)
-    except TimeoutError:
-        return error_text(f"no answer from {endpoint} within {seconds:g} s", advice=LOST_ON_THE_WAY)
-    except (OSError, ValueError) as error:
-        return error_text(f"no way to {endpoint} ({error})", advice=LOST_ON_THE_WAY)
-    what = f"no answer from {endpoint} within {seconds:g} s, but a program listens there"
-    return error_text(what, advice=OTHER_PROGRAM)
-
-
-def _connect(endpoint: str, network: ModuleType) -> None:
-    if path := ipc_path(endpoint):
-        with network.socket(network.AF_UNIX, network.SOCK_STREAM) as probe:
-            probe.settimeout(PROBE_SECONDS)
-            probe.connect(str(path))
-    else:
-        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-        network.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS).close()
-
-
-def silent(endpoint: str, seconds: float) -> str:
-    """Returns the text of the error that no server has answered, for an unknown reason."""
-    return error_text(f"no answer from {endpoint} within {seconds:g} s", advice=START)
-
-
-def _unknown_name(endpoint: str, reason: str) -> str:
-    host = endpoint.partition("://")[2].rpartition(":")[0]
-    return error_text(
-        f"the name {host!r} is not known here ({reason})",
-        where=endpoint,
-        advice="Correct the name of the server's host, or use its address.",
-    )
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()

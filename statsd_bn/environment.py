@@ -1,4 +1,4 @@
-"""Variables of the environment, read with clear words where they are wrong."""
+"""Environment variables, read with errors that name the variable and the expected value."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
@@ -7,54 +7,30 @@ from statsd_bn.errors import ConfigurationError
 
 PREFIX = "STATSD_BN_"
 
-# How alike a misspelt name is: one letter of ten is wrong, or two are swapped.
-ALIKE = 0.85
+# Similarity of a misspelt name: one letter of ten is wrong, or two are swapped.
+SIMILARITY = 0.85
 
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
 
-# Of an integer; beyond, Python converts it to no float.
+# Of an integer; Python converts no larger one to a float.
 MAX_BITS = 63
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def integer(environ: Mapping[str, str], name: str, default: int) -> int:
-    """Returns a variable's value, or the default where it is not set or empty.
+    """Returns a variable's integer, or the default if it is unset or empty.
 
     Raises:
         ConfigurationError: it is no integer.
     """
-    found = optional_integer(environ, name)
-    return default if found is None else found
-
-
-def boolean(environ: Mapping[str, str], name: str) -> bool:
-    """Returns whether a variable is set to 1, true, yes or on, in any case; not set or empty means no.
-
-    Raises:
-        ConfigurationError: it is neither one of these nor 0, false, no or off.
-    """
-    text = environ.get(name, "").strip().lower()
-    if text in TRUE or text in FALSE or not text:
-        return text in TRUE
-    raise ConfigurationError(f"{name}: expected one of {', '.join((*TRUE, *FALSE))}, got {text!r:.80}")
-
-
-def log_level(environ: Mapping[str, str], name: str, default: str) -> str:
-    """Returns one of `LOG_LEVELS` that a variable names, in any case, or the default where it is not set or empty.
-
-    Raises:
-        ConfigurationError: it names none.
-    """
-    text = environ.get(name, "").strip().lower() or default
-    if text not in LOG_LEVELS:
-        raise ConfigurationError(f"{name}: expected one of {LOG_LEVELS}, got {text!r:.80}")
-    return text
+    value = optional_integer(environ, name)
+    return default if value is None else value
 
 
 def optional_integer(environ: Mapping[str, str], name: str) -> int | None:
-    """Returns a variable's value, or None where it is not set or empty.
+    """Returns a variable's integer, or None if it is unset or empty.
 
     Raises:
         ConfigurationError: it is no integer, or one of more than 64 bits.
@@ -69,14 +45,38 @@ def optional_integer(environ: Mapping[str, str], name: str) -> int | None:
     return value
 
 
-def misspelt(environ: Mapping[str, str], known: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yields variables that are nearly one of the known ones, each with that one.
+def boolean(environ: Mapping[str, str], name: str) -> bool:
+    """Returns whether a variable is 1, true, yes or on, in any case; unset or empty means no.
 
-    Others with our prefix say nothing: server and client may be started with one environment.
+    Raises:
+        ConfigurationError: it is neither one of these nor 0, false, no or off.
     """
-    names = set(known)
+    text = environ.get(name, "").strip().lower()
+    if text in TRUE or text in FALSE or not text:
+        return text in TRUE
+    raise ConfigurationError(f"{name}: expected one of {', '.join((*TRUE, *FALSE))}, got {text!r:.80}")
+
+
+def log_level(environ: Mapping[str, str], name: str, default: str) -> str:
+    """Returns the log level in a variable, in any case, or the default if it is unset or empty.
+
+    Raises:
+        ConfigurationError: it is not in `LOG_LEVELS`.
+    """
+    text = environ.get(name, "").strip().lower() or default
+    if text not in LOG_LEVELS:
+        raise ConfigurationError(f"{name}: expected one of {LOG_LEVELS}, got {text!r:.80}")
+    return text
+
+
+def find_misspelt(environ: Mapping[str, str], known: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yields pairs of a variable and a similar known name.
+
+    Other names with the prefix are no mistake: server and client may share an environment.
+    """
+    stems = {name.removeprefix(PREFIX): name for name in known}
     for name in sorted(environ):
-        if name.startswith(PREFIX) and name not in names:
-            stems = {each.removeprefix(PREFIX): each for each in names}
-            for stem in get_close_matches(name.removeprefix(PREFIX), stems, n=1, cutoff=ALIKE):
-                yield name, stems[stem]
+        stem = name.removeprefix(PREFIX)
+        if name.startswith(PREFIX) and stem not in stems:
+            for close in get_close_matches(stem, stems, n=1, cutoff=SIMILARITY):
+                yield name, stems[close]

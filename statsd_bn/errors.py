@@ -1,45 +1,44 @@
-"""Every error of the project, as one small tree.
+"""All errors of the project, as one small tree.
 
-An error carries what a person needs to act: a message that says what was expected and what came, and the
-same facts as `fields` for a program. Errors that travel have a `code`; `from_wire` turns the code back
-into the class, so that the error a server raises about a member is the error that member sees.
+An error has a message for people, with the expected and the received value and a remedy, and the same facts as `fields`
+for programs. Its `code` identifies it on the wire: `from_wire` finds the class, so that a member raises the same error
+as the server.
 
     StatsdBNError
-    ├── ConfigurationError      what you gave is wrong: an argument, a flag, a variable
+    ├── ConfigurationError      a wrong argument, flag or environment variable
     ├── BindError               the server cannot listen on an endpoint
     ├── ConnectionClosed        the connection was closed, or belongs to another process
     ├── ServerUnreachable       no answer from the endpoint
-    ├── AuthenticationRefused   the server lets nobody in with this key, or without one
+    ├── AuthenticationRefused   the server refuses this key, or needs one
     ├── ProtocolError           a frame that breaks docs/protocol.md
     │   └── VersionMismatch     a frame of another protocol version
-    ├── RegistrationRefused     the server does not take this member
-    │   ├── DuplicateMember     another live process already is this member
-    │   ├── WorldSizeMismatch   the members disagree on how many they are, or are more
-    │   ├── StaleEpoch          a newer life of the group has begun
-    │   └── GroupIncomplete     the group did not fill in time
-    ├── UnknownSession          the server does not know who is speaking
-    ├── MasterStopped           the server has ended for good, with the process that had started it
-    ├── LimitExceeded           more than the server agrees to keep
-    └── RoundFailed             one exchange failed, for everyone in it
-        ├── RoundMismatch       the contributions do not fit together
-        ├── ContributionConflict  other bytes under an identity that was already used
-        ├── NonFinite           somebody brought NaN or infinity, which the job refuses
-        ├── RoundTimeout        somebody did not arrive before the deadline
+    ├── RegistrationRefused     the server does not admit this member
+    │   ├── DuplicateMember     another live process is registered with this member number
+    │   ├── WorldSizeMismatch   the members have different world sizes, or are too many
+    │   ├── StaleEpoch          the group has a later epoch
+    │   └── GroupIncomplete     members were missing at the deadline
+    ├── UnknownSession          the server has no such session
+    ├── MasterStopped           the server stopped for good, with the process that started it
+    ├── LimitExceeded           a limit of the server
+    └── RoundFailed             a round failed, for all its members
+        ├── RoundMismatch       the contributions do not match
+        ├── ContributionConflict  a second, different contribution
+        ├── NonFinite           members sent NaN or infinity
+        ├── RoundTimeout        members were missing at the deadline
         └── ReplicaLost         a member left, died, or raised
 """
 
 from typing import ClassVar
 
-from statsd_bn.error_text import broken
-from statsd_bn.text import readable, readable_within
+from statsd_bn.text import escape_lines, escape_nested, wrap
 
 
 class StatsdBNError(Exception):
     """Base of all errors of the project.
 
     Args:
-        message: what was expected and what came, for a person.
-        fields: the same facts for a program (ints, strings, lists of these).
+        message: what happened, for people.
+        fields: the same facts for programs (ints, strings, lists of these).
     """
 
     code: ClassVar[str] = "error"
@@ -50,12 +49,12 @@ class StatsdBNError(Exception):
         self.fields = fields
 
     def __str__(self) -> str:
-        """Returns the message for a terminal, a log or a list: its first line is short."""
-        return broken(self.message)
+        """Returns the message with a short first line."""
+        return wrap(self.message)
 
 
 class ConfigurationError(StatsdBNError, ValueError):
-    """What the caller gave is wrong: an argument, a flag or an environment variable."""
+    """A wrong argument, flag or environment variable."""
 
     code = "configuration"
 
@@ -67,13 +66,13 @@ class BindError(StatsdBNError):
 
 
 class ConnectionClosed(StatsdBNError):
-    """The connection was closed, or was opened by another process (before a fork)."""
+    """The connection is closed, or belongs to the process that this one was forked from."""
 
     code = "connection_closed"
 
 
 class ServerUnreachable(StatsdBNError):
-    """No answer came from the endpoint. Fields: endpoint, seconds."""
+    """No answer from the endpoint. Fields: endpoint, seconds."""
 
     code = "unreachable"
 
@@ -85,19 +84,19 @@ class AuthenticationRefused(StatsdBNError):
 
 
 class ProtocolError(StatsdBNError):
-    """A frame, or one of its fields, breaks docs/protocol.md."""
+    """A frame, or one of its fields, violates docs/protocol.md."""
 
     code = "protocol"
 
 
 class VersionMismatch(ProtocolError):
-    """The frame is of another protocol version. Fields: expected, got."""
+    """The frame has another protocol version. Fields: expected, got."""
 
     code = "version"
 
 
 class RegistrationRefused(StatsdBNError):
-    """The server does not take this member."""
+    """The server does not admit this member."""
 
     code = "refused"
 
@@ -109,19 +108,19 @@ class DuplicateMember(RegistrationRefused):
 
 
 class WorldSizeMismatch(RegistrationRefused):
-    """The members disagree on how many they are, or are more. Fields: job, group, member, expected, got."""
+    """The members have different world sizes, or are too many. Fields: job, group, member, expected, got."""
 
     code = "world_size"
 
 
 class StaleEpoch(RegistrationRefused):
-    """A newer life of the group has begun. Fields: job, group, expected, got."""
+    """The group has a later epoch. Fields: job, group, expected, got."""
 
     code = "stale_epoch"
 
 
 class GroupIncomplete(RegistrationRefused):
-    """The group did not fill, or its members did not come back for another pass, in time.
+    """Members were missing at the deadline, when the group opened or when members rejoined.
 
     Fields: job, group, size, present, and in the world missing, by number.
     """
@@ -130,71 +129,71 @@ class GroupIncomplete(RegistrationRefused):
 
 
 class UnknownSession(StatsdBNError):
-    """The server does not know who is speaking, because it was restarted; members say so. Fields: digest."""
+    """The server has no such session, because it was restarted; the member registers again. Fields: digest."""
 
     code = "unknown_session"
 
 
 class MasterStopped(StatsdBNError):
-    """The server has ended for good, with the process that had started it, while members needed it."""
+    """The server stopped for good, with the process that started it, while members needed it."""
 
     code = "master_stopped"
 
 
 class LimitExceeded(StatsdBNError):
-    """More than the server agrees to keep. Fields: limit, what."""
+    """The request exceeds a limit of the server. Fields: limit, what."""
 
     code = "limit"
 
 
 class RoundFailed(StatsdBNError):
-    """One exchange failed for everyone in it. Fields: the parts of its key.
+    """A round failed for all its members. Fields: the parts of its key.
 
-    Where a member raised instead of giving its value to `mp_sync`: member, cause.
+    If a member raised instead of passing its value to `mp_sync`: member, cause.
     """
 
     code = "round_failed"
 
 
 class RoundMismatch(RoundFailed):
-    """The contributions of the members do not fit together.
+    """The members' contributions do not match, or the members wait for one another in different places.
 
-    Fields where they differ in shape: the key's, expected, got, member. Where the members wait for one another in
-    different places: the key's (only job and group while a group fills); table: for each place, the most crowded first,
-    its members, nr_members, seconds, group, and where they wait in a round step, layer, call, phase, or in a collective
-    of torch stack; places: how many there are, since the table is cut. Among the replicas of one process: replicas. Of
-    the values or keys of `mp_sync`: none.
+    Fields of contributions with different shapes: the key's, expected, got, member. Fields of a deadlock: the key's
+    (only job and group while a group fills); table: an entry for each place, the most crowded first, with members,
+    nr_members, seconds, group, and for a round step, layer, call, phase, for a torch collective stack; places: the
+    number of places, since the table may be cut. Among the replicas of one process: replicas. Of values or keys of
+    `mp_sync`: none.
     """
 
     code = "mismatch"
 
 
 class ContributionConflict(RoundFailed):
-    """Other bytes came under an identity that was already used. Fields: the key's, member."""
+    """A member contributed twice to a round, with different bytes. Fields: the key's, member."""
 
     code = "conflict"
 
 
 class NonFinite(RoundFailed):
-    """Some ranks brought NaN or infinity, where `on_nonfinite="raise"` was asked for.
+    """Members sent NaN or infinity, and `on_nonfinite` is "raise".
 
-    Fields: the key's, members, names, spoilt_channels, channels, kinds.
+    Fields: the key's, members, names, non_finite_channels, channels, kinds.
     """
 
     code = "non_finite"
 
 
 class RoundTimeout(RoundFailed):
-    """Somebody did not arrive before the deadline. Fields: the key's, missing, waiting, seconds.
+    """Members were missing at a round's deadline. Fields: the key's, missing, waiting, seconds.
 
-    Where the server did not answer at all: the key's, seconds.
+    Without an answer of the server: the key's, seconds.
     """
 
     code = "timeout"
 
 
 class ReplicaLost(RoundFailed):
-    """A member left the group, died, raised, or was taken for lost; it may be the one that is told.
+    """A member left the group, died, raised, or was declared lost; it may be the member that receives the error.
 
     Fields: job, group, member, step, cause.
     """
@@ -210,8 +209,5 @@ BY_CODE = {error.code: error for error in _tree(StatsdBNError)}
 
 
 def from_wire(code: str, message: str, fields: dict[str, object]) -> StatsdBNError:
-    """Returns the error that `code` names; an unknown code (a newer server's) gives the base class.
-
-    It ends on somebody's terminal, so all that is not printable in its texts is escaped, line feeds and tabs excepted.
-    """
-    return BY_CODE.get(code, StatsdBNError)(readable(message), **readable_within(fields))
+    """Returns the error with this code, its texts escaped; the base class for an unknown code (a newer server's)."""
+    return BY_CODE.get(code, StatsdBNError)(escape_lines(message), **escape_nested(fields))

@@ -1,7 +1,7 @@
-"""Keys: the files that say who may speak to a server, and with which key.
+"""Key files: the keys of a server and of the clients that it admits.
 
 A key is a CURVE key of ZeroMQ, 32 bytes written as 40 letters of Z85. The files are TOML; docs/security.md describes
-them. What a file holds is never part of an error, so that no secret reaches a log.
+them. No error quotes a file's content, so that no secret reaches a log.
 """
 
 import errno
@@ -19,7 +19,7 @@ from statsd_bn.errors import ConfigurationError
 
 logger = logging.getLogger("statsd_bn.keys")
 
-# As docs/security.md describes the folder that `python -m server keygen` makes.
+# Layout of the folder that `python -m server keygen` makes, see docs/security.md.
 SERVER_PUBLIC = Path("server.key")
 SERVER_SECRET = Path("server.key_secret")
 PUBLIC_FOLDER = Path("clients")
@@ -29,19 +29,19 @@ DEFAULT_CLIENT = "client"
 PUBLIC, SECRET, SERVER, JOBS, TENANT = "public-key", "secret-key", "server-key", "jobs", "tenant"
 CLIENT, CLIENT_KEY = "client", "client-key"
 
-# A key's file has 300 bytes; the rest is room for names of jobs.
+# A key file has 300 bytes; the rest is for names of jobs.
 MAX_FILE_BYTES = 65_536
 
 # https://rfc.zeromq.org/spec/32
 _Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
-# What becomes a file's name, and stands in logs.
+# A client's name becomes a file name, and appears in logs.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """A public key and the secret one that belongs to it."""
+class KeyPair:
+    """A public key and its secret key."""
 
     public: str
     secret: str = field(repr=False)
@@ -49,22 +49,22 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """What a client needs to speak to a server: its own pair, and the server's public key."""
+    """A client's keys: its own pair, and the server's public key."""
 
-    pair: Pair
+    pair: KeyPair
     server: str
 
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """What a server for one client needs, which it is handed without a file."""
+    """Keys of a server for one client, passed to its process without a file."""
 
-    pair: Pair
+    pair: KeyPair
     client: str
     client_key: str
 
     def text(self) -> str:
-        """Returns it as `parse_server` takes it."""
+        """Returns the keys as text for `parse_server`."""
         # Neither Z85 nor a client's name has quotes or backslashes.
         values = {PUBLIC: self.pair.public, SECRET: self.pair.secret, CLIENT: self.client, CLIENT_KEY: self.client_key}
         return "".join(f'{name} = "{value}"\n' for name, value in values.items())
@@ -72,11 +72,11 @@ class ServerKeys:
 
 @dataclass(frozen=True, slots=True)
 class PublicKey:
-    """A client that is let in.
+    """A client that the server admits.
 
     Attributes:
-        jobs: patterns of the names of jobs that it is for, as `fnmatch` has them.
-        tenant: whose it is; the limits of a tenant hold for all its keys together. Empty: a tenant of its own.
+        jobs: `fnmatch` patterns of the jobs that the key is for.
+        tenant: the key's tenant; a tenant's limits apply to all its keys together. Empty: the key is its own tenant.
     """
 
     name: str
@@ -89,7 +89,7 @@ def check_name(name: str) -> str:
     """Returns a client's name.
 
     Raises:
-        ConfigurationError: it cannot be the name of a file.
+        ConfigurationError: it cannot be a file name.
     """
     if not _NAME.fullmatch(name):
         raise ConfigurationError(
@@ -106,86 +106,86 @@ def load_client(path: str | Path) -> ClientKeys:
         path: the client's file, or the folder that `python -m server keygen` made, for the client named "client".
 
     Raises:
-        ConfigurationError: there is no such file, or it holds no keys.
+        ConfigurationError: there is no such file, or it is no key file.
     """
     path = Path(path)
     if path.is_dir():
         path = path / SECRET_FOLDER / secret_name(DEFAULT_CLIENT)
-    return _client(path, _load(path, secret=True))
+    entries = _load(path, secret=True)
+    return ClientKeys(_pair(path, entries), _key(path, entries, SERVER))
 
 
-def load_server(folder: str | Path) -> Pair:
+def load_server(folder: str | Path) -> KeyPair:
     """Returns the server's keys from the folder that `python -m server keygen` made.
 
     Raises:
-        ConfigurationError: there is no such file, or it holds no keys.
+        ConfigurationError: there is no such file, or it is no key file.
     """
     path = Path(folder) / SERVER_SECRET
-    found = _load(path, secret=True)
-    return Pair(_key(path, found, PUBLIC), _key(path, found, SECRET))
+    return _pair(path, _load(path, secret=True))
 
 
 def parse_server(text: str, source: str) -> ServerKeys:
     """Returns the keys of a server for one client.
 
     Raises:
-        ConfigurationError: `text` holds no keys.
+        ConfigurationError: `text` is no key file.
     """
-    found = _parse(source, text)
-    pair = Pair(_key(source, found, PUBLIC), _key(source, found, SECRET))
-    return ServerKeys(pair, check_name(str(found.get(CLIENT, ""))), _key(source, found, CLIENT_KEY))
+    entries = _parse(source, text)
+    name = check_name(str(entries.get(CLIENT, "")))
+    return ServerKeys(_pair(source, entries), name, _key(source, entries, CLIENT_KEY))
 
 
 def load_public(path: Path) -> PublicKey:
-    """Returns whom a client's public file lets in; its name is the file's.
+    """Returns the client of a public key file; its name is the file's.
 
     Raises:
-        ConfigurationError: it is no such file.
+        ConfigurationError: the file is no public key file.
     """
-    found = _load(path, secret=False)
-    jobs = found.get(JOBS, ["*"])
+    entries = _load(path, secret=False)
+    jobs = entries.get(JOBS, ["*"])
     if not (isinstance(jobs, list) and jobs and all(isinstance(pattern, str) and pattern for pattern in jobs)):
         raise ConfigurationError(f'{path}: {JOBS}: expected patterns such as ["digits", "team-a-*"], got {jobs!r:.80}')
-    tenant = found.get(TENANT, "")
+    tenant = entries.get(TENANT, "")
     if tenant and not (isinstance(tenant, str) and _NAME.fullmatch(tenant)):
         raise ConfigurationError(f'{path}: {TENANT}: expected a name such as "team-a", got {tenant!r:.80}')
-    return PublicKey(check_name(path.stem), _key(path, found, PUBLIC), tuple(jobs), tenant)
+    return PublicKey(check_name(path.stem), _key(path, entries, PUBLIC), tuple(jobs), tenant)
 
 
 def load_clients(folder: str | Path) -> list[PublicKey]:
-    """Returns whom the public files in a folder let in.
+    """Returns the clients of the public key files in a folder.
 
     Raises:
-        ConfigurationError: one of them is no such file, or they cannot be listed.
+        ConfigurationError: a file is no public key file, or the folder cannot be listed.
     """
     return [load_public(path) for path in _public_files(folder)]
 
 
-def load_sound_clients(folder: str | Path) -> tuple[list[PublicKey], list[ConfigurationError]]:
-    """Returns whom the sound ones of the public files in a folder let in, and what is wrong with the others.
+def load_valid_clients(folder: str | Path) -> tuple[list[PublicKey], list[ConfigurationError]]:
+    """Returns the clients of the valid public key files in a folder, and the errors of the other files.
 
     Raises:
-        ConfigurationError: they cannot be listed, or this process cannot open more files.
+        ConfigurationError: the folder cannot be listed, or this process cannot open more files.
     """
-    sound: dict[str, PublicKey] = {}
+    valid: dict[str, PublicKey] = {}
     problems = []
     for path in _public_files(folder):
         try:
             client = load_public(path)
         except ConfigurationError as error:
-            if is_out_of_files(error):  # which says nothing of the key
+            if is_out_of_descriptors(error):  # no fault of the file
                 raise
             problems.append(error)
             continue
-        if other := sound.get(client.key):
-            problems.append(ConfigurationError(f"curve: {path}: expected a key of its own, got that of {other.name!r}"))
+        if other := valid.get(client.key):
+            problems.append(ConfigurationError(f"curve: {path}: expected a unique key, got the key of {other.name!r}"))
         else:
-            sound[client.key] = client
-    return list(sound.values()), problems
+            valid[client.key] = client
+    return list(valid.values()), problems
 
 
-def is_out_of_files(error: ConfigurationError) -> bool:
-    """Whether a file was not read because this process, or its host, has no descriptor left for it."""
+def is_out_of_descriptors(error: ConfigurationError) -> bool:
+    """Returns whether a file could not be read because the process, or the host, has no free file descriptor."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE)
 
@@ -193,7 +193,7 @@ def is_out_of_files(error: ConfigurationError) -> bool:
 def _public_files(folder: str | Path) -> list[Path]:
     clients = Path(folder) / PUBLIC_FOLDER
     try:
-        paths = sorted(clients.iterdir())  # a glob would take a folder that cannot be read for an empty one
+        paths = sorted(clients.iterdir())  # a glob treats an unreadable folder as empty
     except OSError as error:
         raise ConfigurationError(f"curve: cannot list {clients}: {error.strerror}") from error
     return [path for path in paths if path.name.endswith(public_name(""))]
@@ -213,11 +213,11 @@ def read_secret(path: str | Path, name: str = "curve") -> str:
     """Returns the text of a file that holds a secret; warns if others can read it.
 
     Raises:
-        ConfigurationError: it cannot be read, or is no file.
+        ConfigurationError: it cannot be read, or is no regular file.
     """
     text, mode = _read(Path(path), name)
     if mode & 0o077:
-        logger.warning("%s holds a secret key, and other users of this machine can read it; chmod 600", path)
+        logger.warning("other users can read the secret key in %s; chmod 600", path)
     return text
 
 
@@ -226,7 +226,7 @@ def _load(path: Path, *, secret: bool) -> Mapping[str, Any]:
 
 
 def _read(path: Path, name: str) -> tuple[str, int]:
-    """Returns a file's text and its mode; a pipe or a device is not waited for, and a huge file is not read."""
+    """Returns a file's text and its mode; does not wait for a pipe or a device, nor read a huge file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
         try:
@@ -250,20 +250,20 @@ def _parse(source: Path | str, text: str) -> Mapping[str, Any]:
     try:
         return tomllib.loads(text)
     except ValueError:
-        # The reason may quote what the file holds, so it is neither told nor kept.
+        # The reason may quote the file, so it is neither reported nor chained.
         raise _no_keys(source) from None
 
 
 def _no_keys(source: Path | str) -> ConfigurationError:
-    return ConfigurationError(f"curve: {source} is no file of keys, as `python -m server keygen` makes it")
+    return ConfigurationError(f"curve: {source} is not a key file; make one with `python -m server keygen`")
 
 
-def _client(source: Path | str, found: Mapping[str, Any]) -> ClientKeys:
-    return ClientKeys(Pair(_key(source, found, PUBLIC), _key(source, found, SECRET)), _key(source, found, SERVER))
+def _pair(source: Path | str, entries: Mapping[str, Any]) -> KeyPair:
+    return KeyPair(_key(source, entries, PUBLIC), _key(source, entries, SECRET))
 
 
-def _key(source: Path | str, found: Mapping[str, Any], name: str) -> str:
-    key = found.get(name)
+def _key(source: Path | str, entries: Mapping[str, Any], name: str) -> str:
+    key = entries.get(name)
     if not (isinstance(key, str) and _Z85.fullmatch(key)):
         raise ConfigurationError(
             f"curve: {source}: {name}: expected a key of 40 letters, "

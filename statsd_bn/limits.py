@@ -1,91 +1,89 @@
-"""Every limit of the protocol, with its reason.
+"""All limits of the protocol, with their reasons.
 
-Both sides check against these before they use what came; a client checks before it sends, because a server
-drops the connection of whoever sends a frame that is too large, without a word.
+Both sides check received values against these before they use them. A client also checks before it sends: a server
+closes the connection of a client that sends too large a frame, without a message.
 """
 
-# A session or server id: 8 random bytes make a clash among a million lives of members a 1 in 30 million event.
+# A session or server id. With 8 random bytes a collision among a million sessions has a probability of 1 in 30 million.
 TOKEN_BYTES = 8
 
-# Room for the longest module path people write (some reach 120), small enough to keep in every error.
+# The longest module paths in use reach 120; short enough for every error.
 MAX_NAME_BYTES = 256
 
 # "forward", "backward", "second backward" and their numbered repetitions.
 MAX_PHASE_BYTES = 32
 
-# An error's message or a cause with the heart of a traceback.
+# An error's message, or a cause with the end of a traceback.
 MAX_TEXT_BYTES = 4096
 
-# Where a thread is: a few frames, each a shortened path, a line and a function.
+# The stack of a thread: a few frames, each a shortened path, a line and a function.
 MAX_STACK_BYTES = 1024
 
-# Steps, calls, epochs and attempts: a round a millisecond fills 32 bits in 50 days, so 48.
+# Steps, calls, epochs and attempts. A round per millisecond exhausts 32 bits in 50 days, hence 48.
 MAX_COUNTER = 2**48 - 1
 
-# float64 holds integers exactly up to here; a count beyond it could not divide a sum exactly.
+# float64 represents integers exactly up to here; a larger count could not divide a sum exactly.
 MAX_COUNT = 2**53
 
-# The widest batch-norm in use has 2-8 thousand channels; ZeroMQ moves 64 thousand in under a millisecond.
+# The widest batch norms in use have 2 to 8 thousand channels; ZeroMQ transfers 64 thousand in under a millisecond.
 MAX_CHANNELS = 65_536
 
-# Forward and backward need 2; gradients of gradients need a few more.
+# Forward and backward need 2; second derivatives a few more.
 MAX_VECTORS = 8
 
-# Replicas in one process: the devices of one box (16) with room for virtual ones.
+# Replicas in one process: the devices of one host (16), and virtual replicas.
 MAX_REPLICAS = 64
 
 # Members of one group.
 MAX_MEMBERS = 16_384
 
-# One day: longer is not a deadline.
+# Seconds: one day.
 MAX_DEADLINE = 86_400.0
 
-# A member that has said nothing for this long says that it is alive. Each costs 30 bytes.
+# A member that has sent nothing for so long sends a heartbeat, of 30 bytes.
 HEARTBEAT_SECONDS = 1.0
 
-# Heartbeats that may be missing: a busy machine makes a process miss one now and then.
+# Heartbeats that may be missing: on a busy machine a process misses one now and then.
 HEARTBEAT_MISSES = 3
 
-# A member that is silent for this long is lost. Half a second more than the misses, so that the last heartbeat that
-# counts need not come to the millisecond.
+# A member that is silent for so long is lost. Half a second of tolerance lets the last heartbeat be late.
 SILENCE_SECONDS = HEARTBEAT_MISSES * HEARTBEAT_SECONDS + 0.5
 
-# The msgpack header of a frame. A status report of a busy server is the largest.
+# The header of a frame; a busy server's status report is the largest.
 MAX_HEADER_BYTES = 1_048_576
 
-# The header of a frame to the server, most of which nobody has asked for. A Register that names 16,384 members of which
-# no two are neighbours has 33 KB.
+# The header of a frame to the server, which is usually unsolicited. A Register with 16,384 members, no two of them
+# adjacent, has 33 KB.
 MAX_REQUEST_HEADER_BYTES = 65_536
 
-# A whole frame: a member of 64 replicas at 16,384 channels and two vectors.
+# A whole frame: a member with 64 replicas, 16,384 channels and two vectors.
 MAX_FRAME_BYTES = MAX_HEADER_BYTES + 8 * MAX_REPLICAS * 2 * 16_384
 
-# What nests: an error's fields, a status report, a state that members give each other. Real ones reach 8 levels; each
-# costs whoever reads it a call, and a few hundred more than a process has stack for.
+# Nesting of an error's fields, a status report, or a state that members exchange. Real ones reach 8 levels; a few
+# hundred overflow the reader's stack.
 MAX_DEPTH = 32
 
-# Layers in one SkewStats, which comes once a second; a model with more is told of in turns.
+# Layers in one SkewStats, once a second; larger models need several.
 MAX_SKEW_LAYERS = 64
 
-# The names of these layers, each with the end of its line.
+# The names of these layers, each with a line feed.
 MAX_SKEW_BYTES = MAX_SKEW_LAYERS * (MAX_NAME_BYTES + 1)
 
-# Buckets of a histogram, of which each is twice as wide as the one before: from 20 us up to 84 s, and one beyond.
+# Buckets of a histogram, each twice as wide as the previous one: from 20 us up to 84 s, and one for longer durations.
 BUCKETS = 24
 
-# Layers in one Figures: as many as the server keeps for a group.
+# Layers in one Figures: all that the server stores for a group.
 MAX_FIGURES_LAYERS = 1024
 
-# The names and the values of one Figures. So it takes a server with keys some 3 ms to encrypt, and one layer of
-# MAX_MEMBERS has room.
+# Names and values of one Figures: a server with keys encrypts it in 3 ms, and one layer of MAX_MEMBERS fits.
 MAX_FIGURES_BYTES = 2**20
 
-# Groups on one server. One of four members at 256 channels holds about 0.2 MB, so all of them stay under 200 MB.
+# Groups on one server. One of four members at 256 channels takes about 0.2 MB, all of them less than 200 MB.
 MAX_GROUPS = 1024
 
 # Open rounds of one group. A member with one thread has one; overlapping models have a few.
 MAX_OPEN_ROUNDS = 256
 
-# Finished rounds of one group whose result is kept for a repeated question. Members in step can be one round
-# apart, and each thread of a member adds one.
-KEPT_ROUNDS = 8
+# Cached results of one group's latest rounds, for repeated contributions. Members in step may be one round apart, and
+# each further thread of a member adds one.
+CACHED_ROUNDS = 8

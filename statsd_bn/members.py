@@ -1,6 +1,7 @@
-"""Members: sets of member numbers, as runs.
+"""Sets of member numbers, as runs.
 
-Members are numbered from 0 and mostly all there, so a set of thousands is one run: two numbers on the wire.
+Members are numbered from 0, and a set usually has all of them. So a set of thousands is one run: two numbers on the
+wire.
 """
 
 import re
@@ -14,17 +15,14 @@ from types import MappingProxyType
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
 
-# Sets larger than this are kept for the next time in small number only: in the worst case one takes a megabyte.
-MANY = 512
+# Few sets larger than this are cached: in the worst case one takes a megabyte.
+MAX_SMALL = 512
 
-# Runs of numbers in a text.
-MAX_TOLD_RUNS = 8
+# Runs of numbers, and ranks with their places, in a text.
+MAX_PRINTED_RUNS = 8
+MAX_NAMED_RANKS = 8
 
-# How many ranks a text names one by one.
-TOLD_OF = 8
-
-# Nothing is known of where ranks run.
-NOWHERE: Mapping[int, str] = MappingProxyType({})
+NO_PLACES: Mapping[int, str] = MappingProxyType({})
 
 _NAMED = re.compile(r"rank (\d+) \(([^()]+)\)")
 
@@ -34,44 +32,43 @@ class Members:
     """Member numbers in ascending order.
 
     Attributes:
-        runs: pairs of the first number of a run and how many follow one another, (0, 4) for 0, 1, 2, 3; there is a gap
-            between any two runs.
+        runs: pairs of the first number and the length of a run, (0, 4) for 0, 1, 2, 3; with a gap between two runs.
     """
 
     runs: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        end, most = -1, limits.MAX_MEMBERS
+        end, limit = -1, limits.MAX_MEMBERS
         for first, count in self.runs:
-            if not (type(first) is type(count) is int and end < first and 1 <= count <= most - first):
+            if not (type(first) is type(count) is int and end < first and 1 <= count <= limit - first):
                 raise ProtocolError(
-                    f"members: expected ascending runs of numbers below {most}, with gaps between them, "
+                    f"members: expected ascending runs of numbers below {limit}, with gaps between them, "
                     f"got {first!r:.80}, {count!r:.80} after {end}"
                 )
             end = first + count
 
     @staticmethod
     def of(numbers: Iterable[int]) -> "Members":
-        """Returns the set of some numbers, in any order."""
+        """Returns the set of these numbers, in any order."""
         listed = tuple(numbers)
-        return _of(listed) if len(listed) <= MANY else _of_many(listed)
+        return _of(listed) if len(listed) <= MAX_SMALL else _of_many(listed)
 
     def plus(self, number: int) -> "Members":
-        """Returns the set with one number more."""
+        """Returns the set with another number."""
         at = bisect_right(self.runs, number, key=_first)
         joins_before = at > 0 and number <= sum(self.runs[at - 1])
         first, count = self.runs[at - 1] if joins_before else (number, 0)
         end = max(first + count, number + 1)
         joins_behind = at < len(self.runs) and self.runs[at][0] == end
         end += self.runs[at][1] if joins_behind else 0
-        return _sound((*self.runs[: at - joins_before], (first, end - first), *self.runs[at + joins_behind :]))
+        return _unchecked((*self.runs[: at - joins_before], (first, end - first), *self.runs[at + joins_behind :]))
 
     def minus(self, number: int) -> "Members":
-        """Returns the set without a number, which is in it."""
+        """Returns the set without one of its numbers."""
         at = bisect_right(self.runs, number, key=_first) - 1
         first, count = self.runs[at]
         rest = ((first, number - first), (number + 1, first + count - number - 1))
-        return _sound((*self.runs[:at], *(run for run in rest if run[1]), *self.runs[at + 1 :]))
+        return _unchecked((*self.runs[:at], *(run for run in rest if run[1]), *self.runs[at + 1 :]))
 
     def __iter__(self) -> Iterator[int]:
         return chain.from_iterable(range(first, first + count) for first, count in self.runs)
@@ -82,7 +79,7 @@ class Members:
     def __contains__(self, number: object) -> bool:
         if not isinstance(number, int):
             return False
-        # Mostly one run, and asked once a round.
+        # The usual case, once a round.
         if len(self.runs) == 1:
             ((first, count),) = self.runs
             return first <= number < first + count
@@ -90,14 +87,14 @@ class Members:
         return at >= 0 and number < sum(self.runs[at])
 
     def __str__(self) -> str:
-        """As people write them, in bounded length: 0-6, 8."""
-        told = (str(first) if count == 1 else f"{first}-{first + count - 1}" for first, count in self.runs)
-        text = ", ".join(islice(told, MAX_TOLD_RUNS))
-        return text if len(self.runs) <= MAX_TOLD_RUNS else f"{text} and others, {len(self)} in all"
+        """Returns the numbers as ranges, in bounded length: 0-6, 8."""
+        ranges = (str(first) if count == 1 else f"{first}-{first + count - 1}" for first, count in self.runs)
+        text = ", ".join(islice(ranges, MAX_PRINTED_RUNS))
+        return text if len(self.runs) <= MAX_PRINTED_RUNS else f"{text} and others, {len(self)} in all"
 
 
-def _sound(runs: tuple[tuple[int, int], ...]) -> Members:
-    """Members of runs that need no check: there may be thousands, and one number changes at a time."""
+def _unchecked(runs: tuple[tuple[int, int], ...]) -> Members:
+    """Returns members without checking the runs: there may be thousands, and one number changes at a time."""
     members = object.__new__(Members)
     object.__setattr__(members, "runs", runs)
     return members
@@ -107,7 +104,7 @@ def _first(run: tuple[int, int]) -> int:
     return run[0]
 
 
-# One round after the other covers the same members.
+# Consecutive rounds have the same members.
 @lru_cache(maxsize=64)
 def _of(numbers: tuple[int, ...]) -> Members:
     return Members(_runs(numbers))
@@ -120,7 +117,7 @@ def _of_many(numbers: tuple[int, ...]) -> Members:
 
 def _runs(numbers: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     ordered = sorted(set(numbers))
-    # Mostly none is missing, and a group of thousands is told to each that registers.
+    # Usually no member is missing, and each one that registers receives the whole set.
     if ordered and ordered[-1] - ordered[0] == len(ordered) - 1:
         return ((ordered[0], len(ordered)),)
     runs: list[tuple[int, int]] = []
@@ -133,25 +130,25 @@ def _runs(numbers: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(runs)
 
 
-NOBODY = Members()
+NO_MEMBERS = Members()
 
 
-def rank_in_words(number: int, places: Mapping[int, str]) -> str:
-    """Returns one rank in words."""
+def format_rank(number: int, places: Mapping[int, str]) -> str:
+    """Returns a rank with its place, if known."""
     return f"rank {number} ({places[number]})" if number in places else f"rank {number}"
 
 
-def ranks_in_words(numbers: Members, places: Mapping[int, str] = NOWHERE) -> str:
-    """Returns some ranks in words, by number only where nothing is known of them."""
+def format_ranks(numbers: Members, places: Mapping[int, str] = NO_PLACES) -> str:
+    """Returns ranks with their places, or as ranges of numbers if no place is known."""
     if not numbers:
         return "no rank"
-    first = list(islice(numbers, TOLD_OF))
+    first = list(islice(numbers, MAX_NAMED_RANKS))
     if not any(number in places for number in first):
         return f"rank{'s' * (len(numbers) > 1)} {numbers}"
-    more = f" and {len(numbers) - TOLD_OF} more" if len(numbers) > TOLD_OF else ""
-    return ", ".join(rank_in_words(number, places) for number in first) + more
+    more = f" and {len(numbers) - MAX_NAMED_RANKS} more" if len(numbers) > MAX_NAMED_RANKS else ""
+    return ", ".join(format_rank(number, places) for number in first) + more
 
 
-def places_in(text: str) -> dict[int, str]:
-    """Returns where the ranks run that a text names with their places."""
+def parse_places(text: str) -> dict[int, str]:
+    """Returns the places in a text that `format_ranks` wrote, by rank."""
     return {int(number): place for number, place in _NAMED.findall(text)}

@@ -1,16 +1,21 @@
-"""Rows, and the one place that adds them, or puts them one behind the other, and sees whose were not finite.
+"""Rows of a round, and their sum in replica order.
 
-Floating-point addition is not associative, so *the order is part of the result*. The server adds the rows of
-all members in replica order (member number, then row within the member), never in arrival order; a process
-without a server adds its replicas' rows through the same function. That is why four virtual replicas, four
+This is the one place that adds rows. Floating-point addition is not associative, so *the order is part of the result*.
+The server adds the rows of all members in replica order (member number, then row within the member), never in arrival
+order; a process without a server adds its replicas' rows with the same function. So four virtual replicas, four
 processes and a retried round give the same bits.
+
+`Moments` interpret a layer's rows. A replica measures its slice stably, as a mean and a centred sum of squares (Chan,
+Golub & LeVeque, "Algorithms for computing the sample variance", 1983), and converts them here, in float64, into the
+sums that travel. The subtraction that converts these back into a variance then costs a relative error near
+2^-53 * mean^2 / var; in float32 it would cost 2^-24 * mean^2 / var, which leaves nothing at mean/std = 10,000.
 """
 
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import wraps
-from typing import NamedTuple, ParamSpec, TypeVar
+from functools import cached_property, wraps
+from typing import NamedTuple, ParamSpec, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +30,10 @@ FloatArray = npt.NDArray[np.float64]
 _new = object.__new__
 
 
-# Not frozen: setting fields takes a third of the time, and each frame of a round makes one.
+# Not frozen: setting fields takes a third of the time, and each frame of a round creates one.
 @dataclass(slots=True, eq=False)
 class Rows:
-    """What the replicas of one member bring to a round: a row each.
+    """One member's rows for a round, one per replica.
 
     Attributes:
         counts: values per channel of each replica, exact integers >= 0.
@@ -48,8 +53,8 @@ class Rows:
             raise ProtocolError(f"values: expected {len(self.counts)} rows, one per count, got {self.values.shape[0]}")
 
 
-def sound_rows(counts: tuple[int, ...], values: FloatArray) -> Rows:
-    """Returns rows that need no check, because rows with these counts and of this shape have passed it."""
+def unchecked_rows(counts: tuple[int, ...], values: FloatArray) -> Rows:
+    """Returns rows without checking them: rows with these counts and this shape were checked before."""
     rows = _new(Rows)
     rows.counts, rows.values = counts, values
     return rows
@@ -58,23 +63,23 @@ def sound_rows(counts: tuple[int, ...], values: FloatArray) -> Rows:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Of the same reach as numpy's own setting.
-_is_quiet = ContextVar("_is_quiet", default=False)
+# In the same scope as numpy's own setting.
+_ignores_errors = ContextVar("_ignores_errors", default=False)
 
 
-def quietly(function: Callable[P, R]) -> Callable[P, R]:
-    """Lets infinity and NaN pass through a function; where one such calls another, numpy is told once."""
+def ignore_float_errors(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a function that computes with infinity and NaN without numpy's warnings; nested calls cost nothing."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _is_quiet.get():
+        if _ignores_errors.get():
             return function(*args, **kwargs)
         with np.errstate(all="ignore"):
-            before = _is_quiet.set(True)
+            before = _ignores_errors.set(True)
             try:
                 return function(*args, **kwargs)
             finally:
-                _is_quiet.reset(before)
+                _ignores_errors.reset(before)
 
     return run
 
@@ -94,7 +99,7 @@ def sum_in_order(rows: Iterable[FloatArray]) -> FloatArray:
     return _sum(first, others)
 
 
-@quietly
+@ignore_float_errors
 def _sum(first: FloatArray, others: list[FloatArray]) -> FloatArray:
     # As `np.add` with a type, in a third of the time.
     total = first.astype(np.float64, copy=False) + others[0]
@@ -104,46 +109,109 @@ def _sum(first: FloatArray, others: list[FloatArray]) -> FloatArray:
 
 
 def join_in_order(rows: Iterable[FloatArray]) -> FloatArray:
-    """Puts rows one behind the other along their last axis, bit for bit.
-
-    Args:
-        rows: at least one array; of one shape, but for the last axis.
-
-    Returns:
-        A new array.
-    """
+    """Returns rows concatenated along their last axis, bit for bit, as a new array."""
     return np.concatenate(list(rows), axis=-1)
 
 
-def bearers(brought: Iterable[tuple[int, FloatArray]]) -> Members:
-    """Returns the members whose rows are not finite; `brought` has each member with some of its rows."""
-    return Members.of({member for member, rows in brought if not is_finite(rows)})
-
-
 def is_finite(values: FloatArray) -> bool:
-    """Returns whether all values are."""
-    # Once a round: a search in bytes takes a third of the time of `all`.
+    """Returns whether all values are finite."""
+    # Once a round: searching bytes takes a third of the time of `all`.
     return b"\0" not in np.isfinite(values).tobytes()
 
 
-class NotFinite(NamedTuple):
-    """How much of a sum is not finite; as text "4 of 256 channels (inf)"."""
+def non_finite_members(rows: Iterable[tuple[int, FloatArray]]) -> Members:
+    """Returns the members with non-finite rows; `rows` has pairs of a member and some of its rows."""
+    return Members.of({member for member, values in rows if not is_finite(values)})
 
-    spoilt: int
+
+class NonFiniteChannels(NamedTuple):
+    """Non-finite channels of a sum; as text "4 of 256 channels (inf)"."""
+
+    number: int
     channels: int
     kinds: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.spoilt} of {self.channels} channels ({' and '.join(self.kinds)})"
+        return f"{self.number} of {self.channels} channels ({' and '.join(self.kinds)})"
 
 
-def not_finite(values: FloatArray) -> NotFinite:
-    """Returns how much of a sum of shape (vectors, channels) is not finite.
+def find_non_finite(values: FloatArray) -> NonFiniteChannels:
+    """Returns the non-finite channels of a sum of shape (vectors, channels).
 
-    The first vector decides where it is not finite: what is computed from infinity may be NaN in the others.
+    The first non-finite vector of a channel decides its kind: infinity may become NaN in the others.
     """
-    spoilt = ~np.isfinite(values)
-    channels = np.flatnonzero(spoilt.any(axis=0))
-    firsts = values[spoilt.argmax(axis=0)[channels], channels]
+    are_non_finite = ~np.isfinite(values)
+    channels = np.flatnonzero(are_non_finite.any(axis=0))
+    firsts = values[are_non_finite.argmax(axis=0)[channels], channels]
     kinds = tuple(name for name, is_kind in (("inf", np.isinf), ("NaN", np.isnan)) if is_kind(firsts).any())
-    return NotFinite(len(channels), values.shape[1], kinds)
+    return NonFiniteChannels(len(channels), values.shape[1], kinds)
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """Count, sums and sums of squares per channel.
+
+    Attributes:
+        count: values per channel, an exact integer >= 0.
+        sums: shape (C,), float64: Σx.
+        squares: shape (C,), float64: Σx².
+    """
+
+    count: int
+    sums: FloatArray
+    squares: FloatArray
+
+    @classmethod
+    def empty(cls, channels: int) -> Self:
+        """Returns the moments of no values, the identity of `merge`."""
+        return cls(0, np.zeros(channels), np.zeros(channels))
+
+    @classmethod
+    def from_centred(cls, count: int, mean: FloatArray, centred: FloatArray) -> Self:
+        """Returns the moments of `count` values with this mean and Σ(x - mean)², each of shape (C,)."""
+        return cls(count, count * mean, centred + count * mean * mean)
+
+    @classmethod
+    def from_vectors(cls, count: int, vectors: FloatArray) -> Self:
+        """Returns the moments of a row: `vectors` has shape (2, C)."""
+        return cls(count, vectors[0], vectors[1])
+
+    @property
+    def vectors(self) -> FloatArray:
+        """The vectors of a row: shape (2, C), sums above squares."""
+        return np.stack((self.sums, self.squares))
+
+    def merge(self, other: Self) -> Self:
+        """Returns the moments of both batches together."""
+        return type(self)(
+            self.count + other.count,
+            sum_in_order((self.sums, other.sums)),
+            sum_in_order((self.squares, other.squares)),
+        )
+
+    @cached_property
+    def mean(self) -> FloatArray:
+        """Shape (C,): Σx / n. Needs count >= 1."""
+        return self.sums / self.count
+
+    def variance(self, *, unbiased: bool = False) -> FloatArray:
+        """Returns the variance per channel, never below 0.
+
+        Args:
+            unbiased: divide by n - 1 (as for `running_var`; needs count >= 2) instead of n (as for normalisation; needs
+                count >= 1).
+
+        Returns:
+            Shape (C,). NaN if the input has NaN.
+        """
+        return self.centred / (self.count - unbiased)
+
+    @cached_property
+    def centred(self) -> FloatArray:
+        """Shape (C,): Σ(x - mean)², never below 0. NaN if the input has NaN."""
+        return _centred(self.count, self.sums, self.squares)
+
+
+@ignore_float_errors
+def _centred(count: int, sums: FloatArray, squares: FloatArray) -> FloatArray:
+    return np.maximum(squares - sums * sums / count, 0.0)

@@ -1,24 +1,24 @@
-"""Skew: how far the data of a group's members differ, by the rows that they bring to a forward round. Pure arithmetic.
+"""Skew: how far the data of a group's members differ, by their rows in forward rounds. Pure arithmetic.
 
-`figures_of` describes one round, and `Comparison` says what follows from many. `statsd_bn.skew_samples` decides which
-rounds are looked at. The server compares the members that it knows; members compare themselves if there is no server.
+`compute_figures` describes one round, and `SkewDetector` draws conclusions from many. `statsd_bn.skew_samples` chooses
+the rounds. The server compares the members that it knows; without a server the members compare themselves.
 
-Of N values in a channel, with mean μ and variance σ², member r has n_r with the mean μ_r. The share of the variance
+Of N values in a channel, with mean μ and variance σ², member r has n_r values with mean μ_r. The share of the variance
 that lies between the members is
 
     η² = Σ_r n_r (μ_r - μ)² / (N σ²),    0 <= η² <= 1,
 
-and a member's part of it is its own term. Here both are the mean over the channels that vary. So a channel counts as
-much as another, whatever its scale, and the parts add up to η². Neighbouring pixels are much alike, so η² is larger
-than it would be for independent values, and is good for comparisons only.
+and a member's part of η² is its own term. Here both are means over the channels that vary, so every channel has the
+same weight, whatever its scale, and the parts add up to η². Neighbouring pixels correlate, so η² is larger than for
+independent values, and only useful in comparisons.
 
-The rule: a member stands out in a layer if its variance is far from the others', or its part of η² far above theirs, in
-the median of the latest looks. It is reported once, with the earliest layer. What is usual comes from the others and
-not from the past, since a member may differ from the first step on. So there is no rule for two members.
+The rule: a member is an outlier in a layer if its variance is far from the others', or its part of η² far above
+theirs, in the median of the latest samples. It is reported once, with the earliest layer. The reference is the other
+members, not the past, since a member may differ from the first step on. So two members have no outliers.
 
-Copies are found among two as well: members whose data are the same, to the last bit, look after look. Members with
-different samples do not have the same means and variances in every layer. Members that have read the same shard, or
-draw it with the same seed, do, as long as nothing in the model is random.
+Duplicates are found among two members as well: data that are equal, to the last bit, in sample after sample. Different
+data do not have equal means and variances in every layer; members that read the same shard, or draw from it with the
+same seed, do, as long as nothing in the model is random.
 """
 
 import math
@@ -34,39 +34,39 @@ from statsd_bn.checks import check_integer
 from statsd_bn.errors import ProtocolError
 from statsd_bn.reduction import FloatArray
 
-# Which number is what, and how many there are.
+# The index of each figure, and their number.
 COUNT, MEAN, VARIANCE, PART = range(4)
 FIGURES = 4
 
-# A channel whose variance is less than this share of its mean square is rounding noise, or constant.
-LEAST_VARIANCE = 1e-12
+# A channel with a smaller ratio of variance to mean square is constant but for rounding.
+MIN_VARIANCE_RATIO = 1e-12
 
-# Looks at a group that come sooner than this after another one are dropped.
-LEAST_SECONDS = 0.5
+# Samples of a group that follow the last one sooner are dropped.
+MIN_SECONDS = 0.5
 
-# One odd batch says nothing: a member stands out in the median of so many looks at a layer.
-LOOKS = 16
+# The rule takes the median over so many samples of a layer: one odd batch means nothing.
+WINDOW = 16
 
-# How many times the variance of the others is another one, besides four times what these differ.
-OTHER_VARIANCE, SPREADS = 2.5, 4.0
+# An outlier's variance differs from the others' median by this factor, beyond four times their spread.
+VARIANCE_FACTOR, SPREADS = 2.5, 4.0
 
-# How much more of the variance between members one brings than the others do. Where two members are alike and the third
-# is not, it brings 4 times as much however different it is, since the mean moves towards it; so the limit is less.
-LEAST_RATIO, LEAST_PART = 3.0, 0.02
+# An outlier's part of η² is this many times the others' median, and at least MIN_PART. If two members are alike and the
+# third is not, its part is 4 times theirs, however different it is, since the mean moves towards it.
+PART_FACTOR, MIN_PART = 3.0, 0.02
 
-# Nobody can be named among fewer.
-LEAST_MEMBERS = 3
+# No outlier can be named among fewer.
+MIN_MEMBERS = 3
 
-# One batch may come twice: copies are the same in so many looks in a row.
-COPIES_IN_A_ROW = 8
+# One batch may come twice, so duplicates are equal in so many samples in a row.
+DUPLICATES_IN_A_ROW = 8
 
-# What a look weighs in the averages beside the next one: they cover some ten looks.
+# Weight of a sample relative to the next one: averages cover about ten samples.
 DECAY = 0.9
 
-# Layers that are kept for a group at most, and layers times members: 16 MB altogether. What one layer takes for each
-# member, and beside that, with a long name.
-MOST_LAYERS, MOST_NUMBERS = 1024, 2**16
-NUMBERS_BYTES, LAYER_BYTES = 8 * FIGURES + 2 * 4 * LOOKS, 5632
+# Limits of a group: layers, and layers times members; 16 MB altogether. Then the memory of one layer, per member and
+# besides, with a long name.
+MAX_LAYERS, MAX_LAYER_MEMBERS = 1024, 2**16
+MEMBER_BYTES, LAYER_BYTES = 8 * FIGURES + 2 * 4 * WINDOW, 5632
 
 TINY = 1e-300
 
@@ -76,7 +76,7 @@ _FLOAT64 = np.dtype(np.float64)
 DIMENSIONS = 3
 
 
-def figures_of(counts: FloatArray, values: FloatArray) -> FloatArray:
+def compute_figures(counts: FloatArray, values: FloatArray) -> FloatArray:
     """Returns the figures of the members in one round.
 
     Args:
@@ -90,29 +90,29 @@ def figures_of(counts: FloatArray, values: FloatArray) -> FloatArray:
     sums, squares = values[:, 0], values[:, 1]
     weights = counts[:, np.newaxis]
     total = counts.sum()
-    found = np.zeros((len(counts), FIGURES))
+    figures = np.zeros((len(counts), FIGURES))
     if not total:
-        return found
+        return figures
     with np.errstate(all="ignore"):
         means = np.divide(sums, weights, out=np.zeros_like(sums), where=weights > 0)
         power = np.divide(squares, weights, out=np.zeros_like(squares), where=weights > 0)
         mean, all_power = sums.sum(axis=0) / total, squares.sum(axis=0) / total
         variance = all_power - mean * mean
-        varies = variance > LEAST_VARIANCE * all_power
+        varies = variance > MIN_VARIANCE_RATIO * all_power
         terms = weights * (means - mean) ** 2
         parts = np.divide(terms, total * variance, out=np.zeros_like(terms), where=varies)
-        found[:, COUNT] = counts
-        found[:, MEAN] = means.mean(axis=1)
-        found[:, VARIANCE] = np.maximum(power - means * means, 0.0).mean(axis=1)
-        found[:, PART] = np.minimum(parts, 1.0).sum(axis=1) / max(1, int(np.count_nonzero(varies)))
-    return found
+        figures[:, COUNT] = counts
+        figures[:, MEAN] = means.mean(axis=1)
+        figures[:, VARIANCE] = np.maximum(power - means * means, 0.0).mean(axis=1)
+        figures[:, PART] = np.minimum(parts, 1.0).sum(axis=1) / max(1, int(np.count_nonzero(varies)))
+    return figures
 
 
 def check_figures(values: object, layers: int) -> None:
     """Raises ProtocolError unless `values` are figures of so many layers, shape (layers, members, 4)."""
     if not (isinstance(values, np.ndarray) and values.dtype == _FLOAT64 and values.ndim == DIMENSIONS):
-        found = f"{values.dtype} {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
-        raise ProtocolError(f"figures: expected float64 of {DIMENSIONS} dimensions, got {found}")
+        got = f"{values.dtype} {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
+        raise ProtocolError(f"figures: expected float64 of {DIMENSIONS} dimensions, got {got}")
     if values.shape[::2] != (layers, FIGURES):
         raise ProtocolError(f"figures: expected shape ({layers}, members, {FIGURES}), got {values.shape}")
     check_integer("members", values.shape[1], min(1, layers), limits.MAX_MEMBERS)
@@ -126,14 +126,14 @@ def check_figures(values: object, layers: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Different:
-    """A member whose data differ from the others'.
+class Outlier:
+    """A member with other data than the rest.
 
     Attributes:
-        layer: the earliest layer in a step that shows it.
-        layers: how many do.
-        since: the step in which that was seen first.
-        eta2: the share of that layer's variance that lies between the members.
+        layer: the earliest layer of a step in which the member is an outlier.
+        layers: number of such layers.
+        since: the first such step.
+        eta2: η² in that layer.
         part: the member's part of it.
         usual: the median of the others' parts.
         variance: the member's variance divided by the median of the others'.
@@ -148,27 +148,27 @@ class Different:
     usual: float
     variance: float
 
-    def in_words(self, names: Sequence[str]) -> str:
-        """What was found, in one line; `names` are the members'."""
-        times = f"{self.variance:.3g}x"
-        is_variance = not 1 / OTHER_VARIANCE < self.variance < OTHER_VARIANCE
-        what = f"variance {times} the others'" if is_variance else "mean unlike the others'"
+    def describe(self, names: Sequence[str]) -> str:
+        """Returns the finding in one line; `names` are the members' names."""
+        ratio = f"{self.variance:.3g}x"
+        is_variance = not 1 / VARIANCE_FACTOR < self.variance < VARIANCE_FACTOR
+        what = f"variance {ratio} the others'" if is_variance else "mean unlike the others'"
         numbers = f"eta squared {self.eta2:.2g}, of which this rank {self.part:.2g} and others {self.usual:.2g}"
         if not is_variance:
-            numbers += f"; variance {times}"
+            numbers += f"; variance {ratio}"
         if self.layers > 1:
             numbers += f"; earliest of {self.layers} layers"
         return f"{names[self.member]}: input {what} in layer {self.layer!r} since step {self.since} ({numbers})"
 
 
 @dataclass(frozen=True, slots=True)
-class Same:
-    """A member whose data are those of another one.
+class Duplicate:
+    """A member with the same data as another.
 
     Attributes:
-        other: the first member that has the same data.
-        layer: the earliest one in a step, of those that were looked at.
-        since: the step in which that was seen first.
+        other: the first member with the same data.
+        layer: the earliest sampled layer of a step.
+        since: the first step with equal data.
     """
 
     member: int
@@ -176,86 +176,84 @@ class Same:
     layer: str
     since: int
 
-    def in_words(self, names: Sequence[str]) -> str:
-        """What was found, in one line; `names` are the members'."""
+    def describe(self, names: Sequence[str]) -> str:
+        """Returns the finding in one line; `names` are the members' names."""
         member, other = names[self.member], names[self.other]
-        return (
-            f"{member}: input the same as that of {other} in every layer since step {self.since} (one shard for both?)"
-        )
+        return f"{member}: same input as {other} in every layer since step {self.since}; do both read the same shard?"
 
 
-class Comparison:
-    """What the members' data of one group show beside each other."""
+class SkewDetector:
+    """Compares the data of a group's members, sample by sample."""
 
     def __init__(self, members: int) -> None:
         self._members = members
-        self._most_layers = max(1, min(MOST_LAYERS, MOST_NUMBERS // members))
-        self._layer_bytes = LAYER_BYTES + NUMBERS_BYTES * members
+        self._max_layers = max(1, min(MAX_LAYERS, MAX_LAYER_MEMBERS // members))
+        self._layer_bytes = LAYER_BYTES + MEMBER_BYTES * members
         self._layers: dict[str, _Layer] = {}
-        self._differing: set[int] = set()
-        # Of each pair of copies: since which step, and for how many looks.
+        self._reported_outliers: set[int] = set()
+        # Per pair of members with equal data: the first step, and the number of samples since.
         self._pairs: dict[tuple[int, int], tuple[int, int]] = {}
-        self._copies: set[tuple[int, int]] = set()
+        self._reported_pairs: set[tuple[int, int]] = set()
         self._latest = -math.inf
 
-    def look(self, now: float, step: int, layers: Sequence[str], values: FloatArray) -> list[Different | Same]:
-        """Take the figures of a step; returns what they show, as far as that is news.
+    def add(self, now: float, step: int, layers: Sequence[str], values: FloatArray) -> list[Outlier | Duplicate]:
+        """Adds a sample; returns the findings that were not reported before.
 
         Args:
             now: the time, in seconds.
-            step: the step.
+            step: the step of the sample.
             layers: the layers' names, in the order of the rounds.
             values: their figures, shape (layers, members, 4).
         """
-        if now - self._latest < LEAST_SECONDS:
+        if now - self._latest < MIN_SECONDS:
             return []
         self._latest = now
-        order = in_order(self._layers, layers, self._most_layers)
+        order = merge_order(self._layers, layers, self._max_layers)
         self._layers = {name: self._layers.get(name) or _Layer(self._members) for name in order}
-        kept = [(self._layers[name], one) for name, one in zip(layers, values, strict=True) if name in self._layers]
-        for layer, figures in kept:
+        added = [(self._layers[name], one) for name, one in zip(layers, values, strict=True) if name in self._layers]
+        for layer, figures in added:
             layer.add(step, figures)
-        return [*self._new_differing(layer for layer, _ in kept), *self._new_copies(step, layers[0], values)]
+        return [*self._new_outliers(layer for layer, _ in added), *self._new_duplicates(step, layers[0], values)]
 
-    def averages(self, first: int, most_bytes: int) -> tuple[int, list[str], FloatArray]:
+    def averages(self, first: int, max_bytes: int) -> tuple[int, list[str], FloatArray]:
         """Average figures of the layers, in the order of a step.
 
         Args:
-            first: how many layers to pass over.
-            most_bytes: of names and figures; a name takes one more for the end of its line.
+            first: number of layers to skip.
+            max_bytes: of names and figures; each name takes one byte more, for the end of its line.
 
         Returns:
-            How many layers there are; the names of those that fit; their figures, shape (layers, members, 4).
+            The number of layers; then the names and figures of the layers that fit, shape (layers, members, 4).
         """
         known = [(name, layer.average) for name, layer in self._layers.items() if layer.weight]
         sizes = accumulate(len(name.encode()) + 1 + average.nbytes for name, average in known[first:])
-        fitting = known[first : first + sum(size <= most_bytes for size in sizes)]
+        fitting = known[first : first + sum(size <= max_bytes for size in sizes)]
         values = np.array([average for _, average in fitting]).reshape(-1, self._members, FIGURES)
         return len(known), [name for name, _ in fitting], values
 
     @property
-    def kept(self) -> int:
-        """How many bytes it keeps."""
+    def size(self) -> int:
+        """Memory in use, in bytes."""
         return len(self._layers) * self._layer_bytes
 
-    def more_for(self, layers: Sequence[str]) -> int:
-        """Number of bytes more that it would keep after a look at these layers, at most."""
+    def growth(self, layers: Sequence[str]) -> int:
+        """Returns the bytes that a sample of these layers adds to `size` at most."""
         new = sum(name not in self._layers for name in layers)
-        return min(new, self._most_layers - len(self._layers)) * self._layer_bytes
+        return min(new, self._max_layers - len(self._layers)) * self._layer_bytes
 
-    def _new_differing(self, layers: Iterable["_Layer"]) -> Iterable[Different]:
-        odd = {layer.odd_one(LOOKS) for layer in layers}
-        news = sorted(member for member in odd - self._differing if member is not None)
-        self._differing.update(news)
-        return [self._different(member) for member in news]
+    def _new_outliers(self, layers: Iterable["_Layer"]) -> Iterable[Outlier]:
+        outliers = {layer.outlier(WINDOW) for layer in layers}
+        new = sorted(member for member in outliers - self._reported_outliers if member is not None)
+        self._reported_outliers.update(new)
+        return [self._outlier(member) for member in new]
 
-    def _different(self, member: int) -> Different:
-        # A layer may have been looked at less often than another one.
-        looks = (LOOKS, LOOKS // 2)
-        showing = {name: layer for name, layer in self._layers.items() if member in map(layer.odd_one, looks)}
+    def _outlier(self, member: int) -> Outlier:
+        # Some layers may have fewer samples than others.
+        windows = (WINDOW, WINDOW // 2)
+        showing = {name: layer for name, layer in self._layers.items() if member in map(layer.outlier, windows)}
         name, first = next(iter(showing.items()))
         own, others = first.average[member], np.median(np.delete(first.average, member, axis=0), axis=0)
-        return Different(
+        return Outlier(
             member,
             name,
             len(showing),
@@ -266,91 +264,89 @@ class Comparison:
             variance=float(own[VARIANCE]) / max(float(others[VARIANCE]), TINY),
         )
 
-    def _new_copies(self, step: int, layer: str, values: FloatArray) -> Iterable[Same]:
+    def _new_duplicates(self, step: int, layer: str, values: FloatArray) -> Iterable[Duplicate]:
         before = self._pairs
         self._pairs = {}
-        for pair in _same_pairs(values):
-            since, looks = before.get(pair, (step, 0))
-            self._pairs[pair] = since, looks + 1
-        enough = {pair: since for pair, (since, looks) in self._pairs.items() if looks == COPIES_IN_A_ROW}
-        news = [Same(*pair, layer, since) for pair, since in enough.items() if pair not in self._copies]
-        self._copies.update(enough)
-        return news
+        for pair in _equal_pairs(values):
+            since, samples = before.get(pair, (step, 0))
+            self._pairs[pair] = since, samples + 1
+        confirmed = {pair: since for pair, (since, samples) in self._pairs.items() if samples == DUPLICATES_IN_A_ROW}
+        new = [Duplicate(*pair, layer, since) for pair, since in confirmed.items() if pair not in self._reported_pairs]
+        self._reported_pairs.update(confirmed)
+        return new
 
 
 class _Layer:
-    """What is known of a layer.
+    """The samples of one layer.
 
     Attributes:
-        average: of each member's figures, weighed by counts and by age, shape (members, 4).
-        weight: of all looks, the older ones counting less.
+        average: the members' figures, weighted by counts and by age, shape (members, 4).
+        weight: sum of the samples' weights.
     """
 
     def __init__(self, members: int) -> None:
         self.average = np.zeros((members, FIGURES))
         self.weight = 0.0
-        # Steps of the latest looks, and what is judged of them.
-        self._recent: deque[tuple[int, FloatArray]] = deque(maxlen=LOOKS)
+        # Steps of the latest samples, with the members' deviations.
+        self._recent: deque[tuple[int, FloatArray]] = deque(maxlen=WINDOW)
 
     def add(self, step: int, figures: FloatArray) -> None:
-        """Take a look at it."""
         weight = float(figures[:, COUNT].sum())
         if not weight:
             return
         self.weight = DECAY * self.weight + weight
         new = weight / self.weight
-        # So that nothing overflows, whatever a member says.
+        # In this form no finite figures overflow.
         self.average = (1 - new) * self.average + new * figures
-        if np.count_nonzero(figures[:, COUNT]) >= LEAST_MEMBERS:
-            self._recent.append((step, _judged(figures).astype(np.float32)))
+        if np.count_nonzero(figures[:, COUNT]) >= MIN_MEMBERS:
+            self._recent.append((step, _deviations(figures).astype(np.float32)))
 
-    def odd_one(self, looks: int) -> int | None:
-        """Index of the member that stands out in the median of so many of the latest looks; None for nobody."""
-        if len(self._recent) < looks:
+    def outlier(self, window: int) -> int | None:
+        """Returns the outlier in the median of the latest samples, if any; `window` is their number."""
+        if len(self._recent) < window:
             return None
-        latest = [judged for _, judged in self._recent][-looks:]
-        return odd_one(np.median(latest, axis=0))
+        latest = [deviations for _, deviations in self._recent][-window:]
+        return find_outlier(np.median(latest, axis=0))
 
     def since(self, member: int) -> int:
-        """First step of the latest looks in a row in which a member stood out."""
-        in_a_row = takewhile(lambda look: odd_one(look[1]) == member, reversed(self._recent))
-        return min((step for step, _ in in_a_row), default=self._recent[-1][0])
+        """Returns the first step of the latest unbroken run of samples in which a member is an outlier."""
+        run = takewhile(lambda sample: find_outlier(sample[1]) == member, reversed(self._recent))
+        return min((step for step, _ in run), default=self._recent[-1][0])
 
 
-def _judged(figures: FloatArray) -> FloatArray:
-    """Each member's part, and the logarithm of its variance beside the others', shape (members, 2)."""
-    judged = np.column_stack((figures[:, PART], np.log(np.maximum(figures[:, VARIANCE], TINY))))
+def _deviations(figures: FloatArray) -> FloatArray:
+    """Returns each member's part, and the logarithm of its variance ratio to the median, shape (members, 2)."""
+    deviations = np.column_stack((figures[:, PART], np.log(np.maximum(figures[:, VARIANCE], TINY))))
     has_data = figures[:, COUNT] > 0
-    # Members without data are like the others.
-    usual = np.median(judged[has_data], axis=0)
-    judged[~has_data] = usual
-    judged[:, 1] -= usual[1]
-    return judged
+    usual = np.median(deviations[has_data], axis=0)
+    deviations[~has_data] = usual  # never outliers
+    deviations[:, 1] -= usual[1]
+    return deviations
 
 
-def odd_one(judged: FloatArray) -> int | None:
-    """Index of the member that stands out among three or more, by its part and the logarithm of its variance."""
-    parts, logs = judged.T
+def find_outlier(deviations: FloatArray) -> int | None:
+    """Returns the outlier among three or more members, by parts and logarithms of variance ratios."""
+    parts, logs = deviations.T
     at, distance, spread = _farthest(logs)
-    if distance > math.log(OTHER_VARIANCE) + SPREADS * spread:
+    if distance > math.log(VARIANCE_FACTOR) + SPREADS * spread:
         return at
     at = int(parts.argmax())
-    return at if parts[at] > max(LEAST_PART, LEAST_RATIO * float(np.median(np.delete(parts, at)))) else None
+    return at if parts[at] > max(MIN_PART, PART_FACTOR * float(np.median(np.delete(parts, at)))) else None
 
 
 def _farthest(values: FloatArray) -> tuple[int, float, float]:
-    """Index of the value farthest from the middle; its distance from the others' median; how far these lie from it."""
+    """Returns the index of the value farthest from the median, its distance from the others' median, their spread."""
     at = int(abs(values - np.median(values)).argmax())
     others = np.delete(values, at)
     middle = np.median(others)
     return at, float(abs(values[at] - middle)), float(np.median(abs(others - middle)))
 
 
-def _same_pairs(values: FloatArray) -> Iterable[tuple[int, int]]:
-    """Each member that has the figures of an earlier one in all layers, with that one."""
+def _equal_pairs(values: FloatArray) -> Iterable[tuple[int, int]]:
+    """Yields pairs of members with equal figures in all layers; the second is the earlier member."""
     firsts: dict[bytes, int] = {}
     for member, figures in enumerate(values.swapaxes(0, 1)):
-        # Constant input, or none, is the same for good reason.
+        # Members without data or with constant input are no duplicates.
         if not np.all(figures[:, COUNT]) or not np.any(figures[:, VARIANCE]):
             continue
         other = firsts.setdefault(figures[:, [COUNT, MEAN, VARIANCE]].tobytes(), member)
@@ -358,8 +354,8 @@ def _same_pairs(values: FloatArray) -> Iterable[tuple[int, int]]:
             yield member, other
 
 
-def in_order(known: Mapping[str, object], names: Sequence[str], most: int) -> list[str]:
-    """Names of all layers in the order of a step; new ones come before the one that comes next in this look."""
+def merge_order(known: Mapping[str, object], names: Sequence[str], most: int) -> list[str]:
+    """Returns all layers in the order of a step; a new one precedes the known layer that follows it in `names`."""
     order = list(known)
     if all(name in known for name in names):
         return order

@@ -1,72 +1,248 @@
-"""Text from others, on its way to people: nothing in it can speak to a terminal or forge a line.
+"""Escaping of text from other processes, and the layout of errors.
 
-Whatever is not printable is written as a string literal of Python would have it. A name, and a line of a log, is
-printable throughout. An error's message or a cause may have several lines, so line feeds and tabs stay.
+Text from others is escaped, so that it can neither control a terminal nor forge a log line: characters that are not
+printable are written as in a Python string literal. Names and log lines are printable throughout; messages of errors
+and causes keep line feeds and tabs.
+
+The first line of an error says what happened, short enough for a log, a list or a narrow terminal. A table follows,
+with a row per rank, then the job, group and round, then what to do. Server and client share this layout:
+
+    RoundMismatch: deadlock: the ranks wait in different places
+      rank 0 (host-a, pid 811)  waits 0.6 s  in forward of layer 'layer1.bn2', step 3
+      rank 1 (host-b, pid 812)  waits 0.6 s  in backward of layer 'layer1.bn1', step 3
+      in job 'digits', group 'world', epoch 0
+    Run the same layers in the same order on every rank, equally often; ...
 """
 
 import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from statsd_bn import limits
 
-# What a line begins with that goes on with the sentence of the line before.
+# Indentation of a line that continues the sentence of the line before.
 CONTINUED = "    "
 
+# Width of a first line. Python writes the class and its module before it, at most 40 characters, and both together stay
+# below 120.
+FIRST_LINE = 80
+
+# Rows of a table. A table of more ranks shows a few of each section, and counts the others.
+MAX_ROWS = 16
+FEW_ROWS = 3
+
+# Preferred ends of a first line, from this length on.
+_ENDS = ("; ", ". ", ": ", ", ")
+_SHORTEST = 40
+
 _LAYOUT = "\n\t"
-_GOES_ON = re.compile(f"\n{CONTINUED}(?! )")
+_CONTINUATION = re.compile(f"\n{CONTINUED}(?! )")
 _SPACES = re.compile(" {2,}")
 _WITHOUT_LAYOUT = str.maketrans("", "", _LAYOUT)
 
 
-def is_readable(text: str) -> bool:
-    """Returns whether all of a text is printable but for line feeds and tabs."""
+# Escaping.
+
+
+def is_printable_text(text: str) -> bool:
+    """Returns whether a text is printable except for line feeds and tabs."""
     return text.isprintable() or text.translate(_WITHOUT_LAYOUT).isprintable()
 
 
-def plain(text: str) -> str:
-    """Returns a text on one line, with all that is not printable escaped, line feeds too."""
+def escape(text: str) -> str:
+    """Returns a text with all that is not printable escaped, line feeds and tabs too."""
     return text if text.isprintable() else _escaped(text, "")
 
 
-def on_one_line(text: str) -> str:
-    """Returns a text of several lines on one, for a log: its lines follow one another as parts of a sentence."""
-    if "\n" not in text:
-        return plain(text)
-    lines = [_SPACES.sub(" ", line.strip()) for line in unfolded(text).split("\n") if line.strip()]
-    ended = [line if line.endswith((",", ";", ":", ".")) else f"{line};" for line in lines[:-1]]
-    return plain(" ".join([*ended, *lines[-1:]]))
-
-
-def unfolded(text: str) -> str:
-    """Returns a text whose lines are whole: one that goes on with the sentence of the line before is joined to it."""
-    return _GOES_ON.sub(" ", text)
-
-
-def readable(text: str) -> str:
-    """Returns a text with all that is not printable escaped, line feeds and tabs excepted."""
+def escape_lines(text: str) -> str:
+    """Returns a text with all that is not printable escaped, except line feeds and tabs."""
     return text if text.isprintable() else _escaped(text, _LAYOUT)
 
 
-def told(text: str, most: int = limits.MAX_TEXT_BYTES) -> str:
-    """Returns a text as a message may carry it: readable, and cut where it has more than `most` bytes."""
-    return readable(text).encode()[:most].decode(errors="ignore")
+def _escaped(text: str, allowed: str) -> str:
+    return "".join(
+        letter if letter.isprintable() or letter in allowed else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
 
 
-def readable_within(value: Any, depth: int = 0) -> Any:
-    """Returns plain values with each text in them readable; what is nested too deep is left out."""
+def escape_nested(value: Any, depth: int = 0) -> Any:
+    """Returns plain values with all their texts escaped; values nested too deep become "..."."""
     if isinstance(value, str):
-        return readable(value)
+        return escape_lines(value)
     if not isinstance(value, dict | list | tuple):
         return value
     if depth == limits.MAX_DEPTH:
         return "..."
     if isinstance(value, dict):
-        return {readable_within(name, depth + 1): readable_within(part, depth + 1) for name, part in value.items()}
-    return [readable_within(part, depth + 1) for part in value]
+        return {escape_nested(name, depth + 1): escape_nested(part, depth + 1) for name, part in value.items()}
+    return [escape_nested(part, depth + 1) for part in value]
 
 
-def _escaped(text: str, kept: str) -> str:
-    return "".join(
-        letter if letter.isprintable() or letter in kept else letter.encode("unicode_escape").decode()
-        for letter in text
+def wire_text(text: str, most: int = limits.MAX_TEXT_BYTES) -> str:
+    """Returns a text that a message can carry: escaped, and cut to `most` bytes."""
+    return escape_lines(text).encode()[:most].decode(errors="ignore")
+
+
+# Lines.
+
+
+def log_line(error: BaseException | str) -> str:
+    """Returns an error or a text on one line: its lines become parts of one sentence."""
+    text = str(error)
+    if "\n" not in text:
+        return escape(text)
+    lines = [_SPACES.sub(" ", line.strip()) for line in unwrap(text).split("\n") if line.strip()]
+    ended = [line if line.endswith((",", ";", ":", ".")) else f"{line};" for line in lines[:-1]]
+    return escape(" ".join([*ended, *lines[-1:]]))
+
+
+def first_line(error: BaseException | str) -> str:
+    """Returns the first line of an error's text, unwrapped."""
+    return unwrap(str(error)).strip().partition("\n")[0]
+
+
+def error_summary(error: BaseException) -> str:
+    """Returns an error's class and first line."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def strip_traceback(text: str) -> str:
+    """Returns an exception's text without another process's traceback, such as a DataLoader worker's."""
+    lines = text.strip().split("\n")
+    starts = [number for number, line in enumerate(lines) if line.endswith("Traceback (most recent call last):")]
+    if not starts:
+        return text
+    inside = [number for number, line in enumerate(lines) if number >= starts[0] and line[:1] in {"", " "}]
+    before, after = lines[: starts[0]], lines[max(inside, default=starts[0]) + 1 :]
+    return " ".join("\n".join(part) for part in (before, after) if part)
+
+
+def wrap(text: str, width: int = FIRST_LINE) -> str:
+    """Returns an error's text with a first line of at most `width` characters, which continues on the next line.
+
+    A wrapped text is wrapped anew, so it can be part of another.
+    """
+    end = text.find("\n")
+    if (len(text) if end < 0 else end) <= width:
+        return text
+    return "\n".join(_wrapped(unwrap(text), width))
+
+
+def unwrap(text: str) -> str:
+    """Returns a text with its continuation lines joined."""
+    return _CONTINUATION.sub(" ", text)
+
+
+def _wrapped(text: str, width: int = FIRST_LINE) -> list[str]:
+    first, *others = text.split("\n")
+    if len(first) <= width:
+        return [first, *others]
+    # Only text without spaces is cut inside a word, so that paths can be copied.
+    cut = (
+        max(_cut(first, end, width) for end in _ENDS)
+        or _cut(first, " ", width)
+        or first.rfind(" ", 1, width) + 1
+        or width
     )
+    return [first[:cut].rstrip(), f"{CONTINUED}{first[cut:].lstrip()}", *others]
+
+
+def _cut(line: str, end: str, width: int) -> int:
+    at = line.rfind(end, _SHORTEST, width)
+    return at + len(end) if at >= 0 else 0
+
+
+# Errors with a table.
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One rank in a table.
+
+    Attributes:
+        columns: the rank's name, and its state; columns are aligned over all rows.
+        below: further lines about the rank.
+    """
+
+    columns: tuple[str, ...]
+    below: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TableSection:
+    """Ranks that wait at the same point.
+
+    Attributes:
+        rows: rows of the first ranks, at most `MAX_ROWS`.
+        size: number of all ranks.
+        name: where they wait, as it follows "3 more ranks".
+    """
+
+    rows: Sequence[Row]
+    size: int
+    name: str
+
+
+def error_text(
+    what: str, *, table: Sequence[TableSection] = (), more_sections: int = 0, where: str = "", advice: str = ""
+) -> str:
+    """Returns the text of an error, short enough for a message.
+
+    Args:
+        what: what happened; it is wrapped.
+        table: who waits where, the most important sections first.
+        more_sections: number of sections that are not in the table.
+        where: the job, group and round.
+        advice: what to do.
+    """
+    head, tail = _wrapped(what), [line for line in (where and f"  in {where}", advice) if line]
+    room = limits.MAX_TEXT_BYTES - _size([*head, *tail])
+    return "\n".join([*head, *_fitting(table, more_sections, room), *tail])
+
+
+def _fitting(table: Sequence[TableSection], more_sections: int, room: int) -> list[str]:
+    """Returns as many rows as fit into `room` bytes, at least one of each section in the table."""
+    total = sum(section.size for section in table)
+    limits_of_rows = [rows for rows in (MAX_ROWS, FEW_ROWS, 1) if rows < MAX_ROWS or total <= MAX_ROWS]
+    for rows in limits_of_rows:
+        if _size(lines := _lines(table, more_sections, rows)) <= room:
+            return lines
+    for sections in range(len(table) - 1, -1, -1):
+        lines = _lines(table[:sections], more_sections + len(table) - sections, 1)
+        if _size(lines) <= room:
+            return lines
+    return []
+
+
+def _lines(table: Iterable[TableSection], more_sections: int, rows: int) -> list[str]:
+    shown = [(section, section.rows[:rows]) for section in table]
+    widths = _widths(row for _, some in shown for row in some)
+    lines = []
+    for section, some in shown:
+        for row in some:
+            lines += [f"  {_aligned(row, widths)}", *(f"      {line}" for line in row.below)]
+        if more := section.size - len(some):
+            lines.append(f"  ... and {more:,} more rank{'' if more == 1 else 's'} {section.name}")
+    if more_sections:
+        lines.append(f"  ... and {more_sections:,} more place{'' if more_sections == 1 else 's'}")
+    return lines
+
+
+def _widths(rows: Iterable[Row]) -> list[int]:
+    widths: list[int] = []
+    for row in rows:
+        widths += [0] * (len(row.columns) - len(widths))
+        widths = [
+            max(width, len(text)) for width, text in zip(widths, (*row.columns, *[""] * len(widths)), strict=False)
+        ]
+    return widths
+
+
+def _aligned(row: Row, widths: Sequence[int]) -> str:
+    return "  ".join(text.ljust(width) for text, width in zip(row.columns, widths, strict=False)).rstrip()
+
+
+def _size(lines: Iterable[str]) -> int:
+    return sum(len(line.encode()) + 1 for line in lines)

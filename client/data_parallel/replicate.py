@@ -18,8 +18,8 @@ from client.data_parallel.barrier import Barrier
 from client.session.current import current_connection
 from client.session.protocol.member import DEFAULT_ROUND_TIMEOUT
 from client.tracebacks import api_boundary
-from statsd_bn.error_text import broken
 from statsd_bn.errors import ConfigurationError
+from statsd_bn.text import wrap
 
 
 class CallbackContext:
@@ -98,7 +98,7 @@ class DataParallelWithCallback(nn.DataParallel[Any]):
         """
         if _is_traced(inputs, kwargs):
             raise TypeError(
-                broken(
+                wrap(
                     "DataParallelWithCallback: torch.jit.trace and torch.fx cannot record the threads of its replicas; "
                     "trace its module"
                 )
@@ -166,7 +166,7 @@ def _check_is_not_compiled(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if _is_compiled(part) and any(map(_needs_replicas, part.modules())):
             raise ConfigurationError(
-                broken(
+                wrap(
                     f"{repr(name) if name else 'the model'} is compiled, and compiled layers cannot synchronise the "
                     "replicas of one process; do not compile it, or train one process per replica"
                 )

@@ -26,8 +26,8 @@ from typing import Any
 
 from client.data_parallel.barrier import Barrier
 from client.session.protocol.member import DEFAULT_ROUND_TIMEOUT
-from statsd_bn.error_text import broken
 from statsd_bn.errors import RoundTimeout
+from statsd_bn.text import wrap
 
 Messages = list[tuple[Any, Any]]
 """Pairs of identifier and message, the master's with identifier 0 first."""
@@ -173,7 +173,7 @@ class SyncMaster:
         by_identifier = dict(answers)
         if not answers or answers[0][0] != 0 or by_identifier.keys() != set(identifiers):
             raise ValueError(
-                broken(
+                wrap(
                     f"master_callback: expected an answer for each of {identifiers}, 0 first, got "
                     f"{[identifier for identifier, _ in answers]}"
                 )

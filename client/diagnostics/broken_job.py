@@ -28,9 +28,8 @@ from typing import Any, NoReturn
 
 from client.diagnostics import collectives, stack
 from client.diagnostics.sampler import ThreadSample, ThreadSampler
-from statsd_bn.error_text import in_brief, in_log
 from statsd_bn.errors import StatsdBNError
-from statsd_bn.text import plain, readable
+from statsd_bn.text import error_summary, escape, escape_lines, log_line
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -62,7 +61,7 @@ def end_process(text: str) -> NoReturn:
         with suppress(Exception):  # closed, or another thread is writing
             stream.flush()
     with suppress(OSError):
-        os.write(2, f"{plain(text)}\n".encode())
+        os.write(2, f"{escape(text)}\n".encode())
     os._exit(1)
 
 
@@ -97,7 +96,7 @@ class BrokenJob:
 
     def record_raised(self, error: StatsdBNError) -> None:
         """Records an error that the main thread is about to raise, so that the log does not repeat it."""
-        self._raised = in_brief(error)
+        self._raised = error_summary(error)
 
     @property
     def is_broken(self) -> bool:
@@ -136,7 +135,7 @@ class BrokenJob:
             where = sample.stack or "a collective of torch"
             behind = "" if collective else ", behind a collective of NCCL,"
             since = f"blocked in {where}{behind} for {seconds:.0f} s after its job broke"
-            self._end(f"aborting {self._name}: {since}: {in_log(error)}")
+            self._end(f"aborting {self._name}: {since}: {log_line(error)}")
 
     def annotate(self, error: BaseException) -> None:
         """Adds the cause to an exception that is not a `StatsdBNError`, as a note.
@@ -159,7 +158,7 @@ class BrokenJob:
                 sys.stderr.flush()
 
     def _add_note(self, error: Exception, cause: StatsdBNError) -> None:
-        text = f"{type(cause).__name__}: {readable(str(cause))}"
+        text = f"{type(cause).__name__}: {escape_lines(str(cause))}"
         if self._is_logged and logger.isEnabledFor(logging.ERROR):
             text = "the job is broken; see the log for the cause"
         note = f"statsd_bn: {text}"
@@ -168,11 +167,11 @@ class BrokenJob:
 
     def _log(self, error: StatsdBNError, sample: ThreadSample) -> None:
         # After a mismatch, this rank has raised the error that ended the other rank.
-        if self._is_logged or (self._raised and self._raised in {in_brief(error), error.fields.get("cause")}):
+        if self._is_logged or (self._raised and self._raised in {error_summary(error), error.fields.get("cause")}):
             return
         self._is_logged = True
         where = f"; {self._name} is in {sample.stack}" if sample.stack else ""
-        logger.error("%s: %s%s", type(error).__name__, in_log(error), where)
+        logger.error("%s: %s%s", type(error).__name__, log_line(error), where)
 
     def _abort_collectives(self) -> None:
         if not self._has_aborted:

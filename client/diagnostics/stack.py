@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from statsd_bn import limits
-from statsd_bn.text import plain
+from statsd_bn.text import escape
 
 # Modules of this package. The server knows which of its calls a thread is in.
 _OUR_MODULES = ("client.", "statsd_bn.")
@@ -105,4 +105,4 @@ def _format_frame(frame: FrameType) -> str:
 
 
 def _truncated(text: str) -> str:
-    return plain(text).encode(errors="replace")[: limits.MAX_STACK_BYTES].decode(errors="ignore")
+    return escape(text).encode(errors="replace")[: limits.MAX_STACK_BYTES].decode(errors="ignore")

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Sampler
 
 from client.session.current import current_connection
-from statsd_bn.error_text import broken
+from statsd_bn.text import wrap
 
 
 class ElasticSampler(Sampler[int]):
@@ -80,7 +80,7 @@ class ElasticSampler(Sampler[int]):
         batch = self.indices[batch_idx * batch_size :][:batch_size]
         if batch_idx < 0 or not batch:
             raise IndexError(
-                broken(
+                wrap(
                     f"batch_idx: expected one of the {-(-len(self.indices) // batch_size)} batches of {batch_size} of "
                     f"{len(self.indices)} samples, got {batch_idx}"
                 )
@@ -117,7 +117,7 @@ class ElasticSampler(Sampler[int]):
         processed = torch.as_tensor(state_dict["processed_indices"], dtype=torch.int64, device="cpu").numpy()
         if processed.size and not 0 <= processed.min() <= processed.max() < self._size:
             raise ValueError(
-                broken(
+                wrap(
                     f"processed_indices: expected samples of a dataset of {self._size}, got {processed.min()} to "
                     f"{processed.max()}"
                 )

@@ -26,10 +26,10 @@ from client.session.current import current_connection
 from client.session.protocol.registration import cause_of
 from client.tracebacks import api_boundary
 from statsd_bn import limits
-from statsd_bn.checks import shown
+from statsd_bn.checks import short_repr
 from statsd_bn.errors import ConfigurationError, ProtocolError, ReplicaLost, RoundMismatch
-from statsd_bn.members import Members, ranks_in_words
-from statsd_bn.text import told
+from statsd_bn.members import Members, format_ranks
+from statsd_bn.text import wire_text
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -88,7 +88,7 @@ class Report:
             ):
                 return cls(generation, epoch, members, is_late, batches, indices.tolist())
             case other:
-                raise ProtocolError(f"expected a report of a member, got {shown(other)}")
+                raise ProtocolError(f"expected a report of a member, got {short_repr(other)}")
 
     @property
     def is_new(self) -> bool:
@@ -130,7 +130,7 @@ class _Reports(dict[int, Report]):
         if all(report.is_new and report.is_latecomer for report in self.values()):
             raise ReplicaLost(
                 f"job {job!r}: no member with the state is left: all have left or were lost before "
-                f"{ranks_in_words(Members.of(self))} could load it; unless the job has finished, start a new one from "
+                f"{format_ranks(Members.of(self))} could load it; unless the job has finished, start a new one from "
                 "a checkpoint",
                 job=job,
                 member=member,
@@ -275,7 +275,7 @@ class ElasticState:
             self._load(state)
         except Exception as error:  # noqa: BLE001 - a received state may raise anything in an optimizer
             # Not `from error`: its text may contain parts of the state.
-            cause = told(cause_of(error))
+            cause = wire_text(cause_of(error))
             raise ProtocolError(f"{STATE}: the state of rank {leader} does not fit: {cause}") from None
         return True
 
@@ -287,7 +287,7 @@ class ElasticState:
             raise ProtocolError(f"{STATE}: the state of rank {member}: {error.message}") from error
         if type(state) is not dict or state.keys() != set(self._names):
             raise ProtocolError(
-                f"{STATE}: expected a state of {', '.join(self._names)} from rank {member}, got {shown(state)}"
+                f"{STATE}: expected a state of {', '.join(self._names)} from rank {member}, got {short_repr(state)}"
             )
         return state
 
@@ -366,7 +366,7 @@ def run_elastic(train: Callable[[ElasticState], Result], state: ElasticState) ->
 
 
 def _in_words(change: MembersChanged) -> str:
-    lost, joined = (ranks_in_words(Members.of(ranks)) for ranks in (change.lost, change.joined))
+    lost, joined = (format_ranks(Members.of(ranks)) for ranks in (change.lost, change.joined))
     return f"{lost} lost, {joined} joined"
 
 

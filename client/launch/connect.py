@@ -36,10 +36,10 @@ from client.session.protocol.member import (
 from client.session.protocol.registration import cause_of
 from client.tracebacks import api_boundary
 from statsd_bn.endpoints import find_server
-from statsd_bn.environment import PREFIX, log_level, misspelt
-from statsd_bn.error_text import in_log
+from statsd_bn.environment import PREFIX, find_misspelt, log_level
 from statsd_bn.errors import ConfigurationError, DuplicateMember, ServerUnreachable, WorldSizeMismatch
-from statsd_bn.members import Members, ranks_in_words
+from statsd_bn.members import Members, format_ranks
+from statsd_bn.text import log_line
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -145,7 +145,7 @@ def connect(
     if open_already and open_already.is_own:
         raise ConfigurationError(f"already connected: {open_already!r}; call client.disconnect() first")
     set_log_level(os.environ)
-    for name, candidate in misspelt(os.environ, VARIABLES):
+    for name, candidate in find_misspelt(os.environ, VARIABLES):
         logger.warning("unknown environment variable %s is ignored; did you mean %s?", name, candidate)
     settings = resolve(os.environ, launchers.find_process_group(), **arguments)
     if settings.launched:
@@ -220,7 +220,7 @@ def _open_alone(settings: Settings) -> Connection:
             if settings.source("job") != DEFAULT:
                 raise
             # Another run uses the default name, and this script has set no name.
-            logger.warning("%s; training alone, without a server", in_log(error))
+            logger.warning("%s; training alone, without a server", log_line(error))
     if multiprocessing.parent_process() and launchers.find_process_group() is None:
         logger.warning(
             "this child of multiprocessing found no other ranks and trains alone; call client.connect() after "
@@ -275,7 +275,7 @@ def check_same_run(connection: Connection, job: Setting[str]) -> None:
     tokens = connection.gather_in_group(connection.group(None), SAME_RUN, own)
     if others := [rank for rank, token in enumerate(tokens) if token and own and token != own]:
         raise ConfigurationError(
-            f"job {job.value!r}: expected the ranks of one run, got {ranks_in_words(Members.of(others))} of "
+            f"job {job.value!r}: expected the ranks of one run, got {format_ranks(Members.of(others))} of "
             "another one; give each run that shares a server its own name: connect(job=...), STATSD_BN_JOB or "
             "torchrun's --rdzv-id"
         )

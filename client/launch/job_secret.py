@@ -14,7 +14,7 @@ from zmq.utils import z85
 
 from statsd_bn import keys
 from statsd_bn.errors import ConfigurationError
-from statsd_bn.keys import ClientKeys, Pair, ServerKeys
+from statsd_bn.keys import ClientKeys, KeyPair, ServerKeys
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -80,13 +80,13 @@ def member_keys(secret: str, job: str) -> ClientKeys:
     return ClientKeys(_pair(secret, job, MEMBER), _pair(secret, job, "server").public)
 
 
-def _pair(secret: str, job: str, label: str) -> Pair:
+def _pair(secret: str, job: str, label: str) -> KeyPair:
     if not zmq.has("curve"):
         raise ConfigurationError(f"curve: libzmq {zmq.zmq_version()} was built without it; install pyzmq from a wheel")
     key = blake2b(secret.encode()).digest()
     digest = blake2b(f"{label}\0{job}".encode(), key=key, digest_size=KEY_BYTES, person=b"statsd_bn").digest()
     private = z85.encode(digest)
-    return Pair(zmq.curve_public(private).decode(), private.decode())
+    return KeyPair(zmq.curve_public(private).decode(), private.decode())
 
 
 def _checked(name: str, text: str) -> str:

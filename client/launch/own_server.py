@@ -16,10 +16,10 @@ from client.launch.store import Announcement, StoreEntry
 from client.session.channel_pool import ZmqChannelPool
 from client.session.connection import Connection
 from client.session.protocol.member import Member
-from statsd_bn.endpoints import check_key, check_server, ipc_path
-from statsd_bn.error_text import in_log
+from statsd_bn.endpoints import check_key, check_server_socket, ipc_path
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError, GroupIncomplete, ServerUnreachable
 from statsd_bn.keys import ClientKeys
+from statsd_bn.text import log_line
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -33,7 +33,7 @@ OTHER_SECRET_HINT = "Do all processes have the same STATSD_BN_SECRET?"  # noqa: 
 
 def open_connection(endpoint: str, keys: ClientKeys | None, member: Member, *, insecure: bool = False) -> Connection:
     """Connects a member to the server at an endpoint, which must be this user's or use keys, unless `insecure`."""
-    check_server(endpoint)
+    check_server_socket(endpoint)
     check_key(endpoint, has_key=keys is not None, insecure=insecure)
     return Connection(ZmqChannelPool(endpoint, keys), member)
 
@@ -122,7 +122,7 @@ class Rendezvous:
                 "are they in different containers? Start `python -m server` at an endpoint that all ranks reach"
             ) from error
         except OSError:
-            # `check_server` reports why this process cannot enter it, or that another user owns it.
+            # `check_server_socket` reports why this process cannot enter it, or that another user owns it.
             pass
         return self._connect(announcement.endpoint, None, replace(self._member, epoch=announcement.epoch))
 
@@ -145,7 +145,7 @@ class Rendezvous:
                 keys = job_secret.member_keys(secret or announcement.secret, self._member.job)
                 return self._connect(announcement.endpoint, keys, replace(self._member, epoch=announcement.epoch))
             except (ServerUnreachable, AuthenticationRefused) as error:
-                logger.warning("%s; waiting in case rank 0 was restarted and announces another server", in_log(error))
+                logger.warning("%s; waiting in case rank 0 was restarted and announces another server", log_line(error))
                 try:
                     announcement = self._announced(announcement, RESTART_SECONDS)
                 except ServerUnreachable:

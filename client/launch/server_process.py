@@ -19,10 +19,10 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from statsd_bn.endpoints import SOCKET, make_job_folder, make_private, remove_job_folder
-from statsd_bn.error_text import in_log
+from statsd_bn.endpoints import SOCKET, make_job_folder, make_private_folder, remove_job_folder
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
 from statsd_bn.keys import ServerKeys
+from statsd_bn.text import log_line
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -173,13 +173,13 @@ class ServerProcess:
         try:
             self._start(self.endpoint, "--again")
         except (OSError, ServerUnreachable, ConfigurationError) as error:
-            return in_log(error), False
+            return log_line(error), False
         return self._wait_for_exit(), True
 
     def _make_folder(self) -> None:
         """Creates the folder again: a server removes it at a normal exit."""
         if self._folder:
-            make_private(self._folder)
+            make_private_folder(self._folder)
 
     def _remove_folder(self) -> None:
         """Removes the files of a killed server."""

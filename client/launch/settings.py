@@ -26,7 +26,7 @@ from client.session.protocol.member import (
     Member,
 )
 from statsd_bn import limits
-from statsd_bn.checks import check_name, shown
+from statsd_bn.checks import check_name, short_repr
 from statsd_bn.environment import PREFIX, boolean
 from statsd_bn.errors import ConfigurationError, ProtocolError
 from statsd_bn.keys import ClientKeys, load_client
@@ -166,7 +166,7 @@ def _check_types(arguments: Mapping[str, Any]) -> None:
         if value is None and name in _MAY_BE_NONE:
             continue
         if isinstance(value, bool) or not isinstance(value, types):
-            raise ConfigurationError(f"{name}: expected {expected}, got {shown(value)}")
+            raise ConfigurationError(f"{name}: expected {expected}, got {short_repr(value)}")
 
 
 def _text(environ: Mapping[str, str], variable: str, given: Mapping[str, Any], default: str | None = None) -> Any:
@@ -210,7 +210,7 @@ def _checked_size_and_rank(size: Setting[int] | None, rank: Setting[int] | None)
     size, rank = size or Setting("world_size", 1, DEFAULT), rank or Setting("rank", 0, DEFAULT)
     if not 1 <= size.value <= limits.MAX_MEMBERS:
         raise ConfigurationError(
-            f"world_size: expected 1 to {limits.MAX_MEMBERS}, got {shown(size.value)} ({size.source})"
+            f"world_size: expected 1 to {limits.MAX_MEMBERS}, got {short_repr(size.value)} ({size.source})"
         )
     return size, rank
 
@@ -237,7 +237,7 @@ def _check_rank(rank: Setting[int], size: Setting[int], *, is_elastic: bool) -> 
     bound, name = (limits.MAX_MEMBERS, "MAX_MEMBERS") if is_elastic else (size.value, "world_size")
     if not 0 <= rank.value < bound:
         raise ConfigurationError(
-            f"rank: expected a number in [0, {name}), here [0, {bound}), got {shown(rank.value)} ({rank.source}); "
+            f"rank: expected a number in [0, {name}), here [0, {bound}), got {short_repr(rank.value)} ({rank.source}); "
             f"{size}"
         )
 
@@ -248,13 +248,13 @@ def _min_members(policy: str, argument: int | None, size: Setting[int]) -> Setti
     if policy == STRICT:
         if argument is not None:
             raise ConfigurationError(
-                f"min_members: expected no value under the policy {STRICT!r}, got {shown(argument)} ({ARGUMENT})"
+                f"min_members: expected no value under the policy {STRICT!r}, got {short_repr(argument)} ({ARGUMENT})"
             )
         return Setting("min_members", 0, DEFAULT)
     if argument is None:
         return Setting("min_members", 1, DEFAULT)
     if not 1 <= argument <= size.value:
-        raise ConfigurationError(f"min_members: expected 1 to {size}, got {shown(argument)} ({ARGUMENT})")
+        raise ConfigurationError(f"min_members: expected 1 to {size}, got {short_repr(argument)} ({ARGUMENT})")
     return Setting("min_members", argument, ARGUMENT)
 
 
@@ -269,7 +269,8 @@ def _timeouts(in_round: float, to_join: float | None) -> tuple[Setting[float], S
 def _seconds(name: str, argument: float | None, or_none: str = "") -> Setting[Any]:
     if argument is not None and not 0 < argument <= limits.MAX_DEADLINE:
         raise ConfigurationError(
-            f"{name}: expected seconds in (0, {limits.MAX_DEADLINE:g}]{or_none}, got {shown(argument)} ({ARGUMENT})"
+            f"{name}: expected seconds in (0, {limits.MAX_DEADLINE:g}]{or_none}, got {short_repr(argument)} "
+            f"({ARGUMENT})"
         )
     source = DEFAULT if argument == _DEFAULTS.get(name) else ARGUMENT
     return Setting(name, None if argument is None else float(argument), source)

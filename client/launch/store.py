@@ -24,7 +24,7 @@ from torch import distributed
 from client.launch.launchers import StoreAddress
 from client.session.groups import machine_id
 from statsd_bn.errors import ConfigurationError, ProtocolError, ServerUnreachable
-from statsd_bn.text import plain, readable
+from statsd_bn.text import escape, escape_lines
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -80,7 +80,7 @@ class Announcement:
         if any(type(getattr(announcement, each.name)) is not type(each.default) for each in fields(cls)):
             raise ProtocolError("expected the announcement of rank 0 in torch's store, got fields of other types")
         # Both texts appear in errors, and any client of the store may have written them.
-        return replace(announcement, endpoint=plain(announcement.endpoint), problem=readable(announcement.problem))
+        return replace(announcement, endpoint=escape(announcement.endpoint), problem=escape_lines(announcement.problem))
 
 
 class StoreEntry:

@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 from torch.fx import Proxy, Tracer
 from torch.overrides import has_torch_function
 
-from statsd_bn.error_text import broken
+from statsd_bn.text import wrap
 
 
 def check_input(layer: Any, x: Tensor, expected: int | None = None) -> None:
@@ -25,7 +25,7 @@ def check_input(layer: Any, x: Tensor, expected: int | None = None) -> None:
     """
     if not x.is_floating_point():
         remedy = "; quantise the model after client.revert_model(model)" if x.is_quantized else ""
-        raise TypeError(broken(f"layer {layer.layer_name!r}: expected a floating-point input, got {x.dtype}{remedy}"))
+        raise TypeError(wrap(f"layer {layer.layer_name!r}: expected a floating-point input, got {x.dtype}{remedy}"))
     if layer.num_features == 0:
         layer.num_features = channels_of(layer, x.shape[1])
     channels = x.shape[1]
@@ -35,7 +35,7 @@ def check_input(layer: Any, x: Tensor, expected: int | None = None) -> None:
     expected = channels_of(layer, layer.num_features) if expected is None else expected
     if channels != expected:
         raise ValueError(
-            broken(
+            wrap(
                 f"layer {layer.layer_name!r}: expected {expected} channels, got {channels} "
                 f"(input of shape {tuple(x.shape)})"
             )
@@ -46,7 +46,7 @@ def check_not_distributed(layer: Any, *tensors: Tensor | None) -> None:
     """Raise TypeError if one of the tensors is a DTensor."""
     if any(map(is_distributed, tensors)):
         raise TypeError(
-            broken(
+            wrap(
                 f"layer {layer.layer_name!r}: expected a local input and local parameters, got a DTensor; pass "
                 "input.to_local() if the input is sharded by samples, and do not shard the layer's parameters"
             )
@@ -60,7 +60,7 @@ def check_mask(layer: Any, x: Tensor, mask: Tensor) -> None:
     expected = (x.shape[0], *x.shape[2:])
     if mask.shape != expected or mask.device != x.device:
         raise ValueError(
-            broken(
+            wrap(
                 f"layer {layer.layer_name!r}: expected a mask of shape {tuple(expected)} on {x.device}, as the input "
                 f"without its channels, got {tuple(mask.shape)} on {mask.device}"
             )
@@ -99,7 +99,7 @@ def sharded_modules(module: nn.Module) -> Iterator[nn.Module]:
 def tracing_error(layer: str, tracing: str) -> TypeError:
     """Error of a tracer that cannot record an exchange; `tracing` says which, such as "traced by torch.jit.trace"."""
     return TypeError(
-        broken(
+        wrap(
             f"layer {layer!r}: a synchronised layer cannot be {tracing}; use client.revert_model(model), which "
             "restores torch's layers"
         )

@@ -21,8 +21,8 @@ from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from statsd_bn.error_text import broken
 from statsd_bn.errors import ConfigurationError
+from statsd_bn.text import wrap
 
 T = TypeVar("T")
 
@@ -200,7 +200,7 @@ def _check_not_recomputed(layer: Any, caller: CodeType, *, was_grad_enabled: boo
         is_checkpoint = frame.f_globals.get("__name__") == checkpoint.__name__
         if is_checkpoint or frame.f_code in function_codes:
             problem = _IN_CHECKPOINT if is_checkpoint else _IN_FUNCTION
-            raise ConfigurationError(broken(f"layer {layer.layer_name!r}: its forward {problem}"))
+            raise ConfigurationError(wrap(f"layer {layer.layer_name!r}: its forward {problem}"))
         frame = frame.f_back
 
 

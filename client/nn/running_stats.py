@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from client.ops.statistics import ChannelMoments, Running, compute_type, to_compute_type, vector_device
-from statsd_bn.moments import Moments
+from statsd_bn.reduction import Moments
 
 _TENSOR_TYPES = frozenset({Tensor, nn.Parameter})
 _COUNTER_TYPES = frozenset({torch.int64})

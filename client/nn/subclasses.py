@@ -24,8 +24,8 @@ from client.nn.conversion_report import class_errors, reason_not_derivable, reas
 from client.nn.layer import CONVERSIONS
 from client.nn.override import BatchNormCall, BatchNormOverride, without_override
 from client.ops.checkpointing import is_inside_backward
-from statsd_bn.error_text import broken
 from statsd_bn.errors import ConfigurationError
+from statsd_bn.text import wrap
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -137,7 +137,7 @@ class SubclassWithForward(SynchronizedSubclass):
             if self._accumulator is not None:
                 return call.forward()
             text = "expected chunks=1: its forward updates other running statistics too"
-            raise ConfigurationError(broken(f"layer {self.layer_name!r}: {text}"))
+            raise ConfigurationError(wrap(f"layer {self.layer_name!r}: {text}"))
         if tracked_before is not None:
             # The original has counted a call that may be a recomputed one, or not the last of its mini-batch.
             self.num_batches_tracked.copy_(tracked_before)

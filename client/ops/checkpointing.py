@@ -22,7 +22,7 @@ from client.ops.exchange import Exchange, current_position
 from client.ops.statistics import ChannelMoments
 from client.transports.process_group import switched_from_server
 from client.transports.transport import Transport
-from statsd_bn.moments import Moments
+from statsd_bn.reduction import Moments
 
 # No graph refers to the exchange of a reentrant checkpoint's first run, of a layer before the first trainable
 # parameter, or of a compiled layer. Pipelines have up to a few dozen micro-batches under way; an exchange holds four

@@ -22,11 +22,11 @@ from client.transports import process_group
 from client.transports.device_rows import DeviceAggregate, LocalRows
 from client.transports.process_group import ProcessGroupPipe
 from client.transports.transport import Transport
-from statsd_bn.error_text import MOST_ROWS, Place, Row, broken, error_text
 from statsd_bn.errors import ConfigurationError, RoundMismatch
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import ADVICE
+from statsd_bn.text import MAX_ROWS, Row, TableSection, error_text, wrap
 
 Flags = npt.NDArray[Any]
 
@@ -181,7 +181,7 @@ class DeviceErrors:
         ranks, key = self.aggregate.ranks, self.aggregate.key
         here = [rank for rank, is_other in zip(ranks, others, strict=True) if not is_other]
         there = [rank for rank, is_other in zip(ranks, others, strict=True) if is_other]
-        table = [_place(here, f"in {key.in_words()}"), _place(there, "in another round")]
+        table = [_place(here, f"in {key.describe()}"), _place(there, "in another round")]
         what = "deadlock: the ranks wait in different rounds"
         where = "torch's process group, on devices; results computed since then are NaN"
         return RoundMismatch(error_text(what, table=table, where=where, advice=ADVICE), **key.fields)
@@ -236,14 +236,14 @@ def check_recomputation(layer: str, first: Tensor, again: Tensor, tolerance: flo
     async_checks.submit(differs, report)
 
 
-def _place(ranks: Sequence[int], where: str) -> Place:
-    return Place([Row((f"rank {rank}", where)) for rank in ranks[:MOST_ROWS]], len(ranks), where)
+def _place(ranks: Sequence[int], where: str) -> TableSection:
+    return TableSection([Row((f"rank {rank}", where)) for rank in ranks[:MAX_ROWS]], len(ranks), where)
 
 
 def too_few_values(layer: str, count: int, shape: tuple[int, ...]) -> ValueError:
     """Returns the error for a whole batch with so few values per channel."""
     return ValueError(
-        broken(
+        wrap(
             f"layer {layer!r}: expected more than 1 value per channel over all replicas when training, got {count} "
             f"(this replica's input has shape {shape})"
         )

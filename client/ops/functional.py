@@ -16,9 +16,9 @@ from client.ops import checkpointing, engine, streams
 from client.ops.exchange import Exchange
 from client.ops.second_order import SecondOrder
 from client.tracebacks import hide_internal_frames
-from statsd_bn.error_text import broken
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.round_key import BACKWARD, SECOND_BACKWARD
+from statsd_bn.text import wrap
 
 # In place of a slice's saver: nothing of it is saved.
 UNSAVED = "unsaved"
@@ -138,7 +138,7 @@ class Exchanging(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
         """Raises NotImplementedError."""
         raise NotImplementedError(
-            broken(
+            wrap(
                 "synchronised batch norm does not support torch.vmap, nor torch.func.jacrev, which uses it; "
                 "torch.func.grad and vjp work"
             )
@@ -148,7 +148,7 @@ class Exchanging(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> Any:
         """Raises NotImplementedError."""
         raise NotImplementedError(
-            broken(
+            wrap(
                 "synchronised batch norm has no forward-mode derivative (torch.func.jvp, jacfwd); use backward, "
                 "torch.func.grad or vjp"
             )

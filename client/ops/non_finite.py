@@ -19,12 +19,12 @@ from client.session.protocol.member import IGNORE, ON_NONFINITE, RAISE, WARN
 from client.transports.local import LocalPipe
 from client.transports.server import SlavePipe
 from client.transports.transport import Transport
-from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
 from statsd_bn.errors import ConfigurationError, NonFinite
-from statsd_bn.members import rank_in_words, ranks_in_words
+from statsd_bn.members import format_rank, format_ranks
 from statsd_bn.messages import Aggregate
-from statsd_bn.reduction import Rows, is_finite, not_finite
-from statsd_bn.round_key import RoundKey, first_non_finite
+from statsd_bn.reduction import Rows, find_non_finite, is_finite
+from statsd_bn.round_key import RoundKey, format_first_non_finite
+from statsd_bn.text import MAX_ROWS, Row, TableSection, error_text
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -115,13 +115,13 @@ def _policy(connection: Connection | None) -> str:
 
 def _text(transport: Transport, contribution: Rows, aggregate: Aggregate, places: Mapping[int, str]) -> str:
     """Returns the log line; a rank that is an origin itself names its replicas."""
-    who = ranks_in_words(aggregate.non_finite, places)
+    who = format_ranks(aggregate.non_finite, places)
     if transport.rank in aggregate.non_finite:
         who = f"rank {transport.rank} ({places[transport.rank]}{_replicas(contribution)})"
         if others := len(aggregate.non_finite) - 1:
             who += f" and {others} more"
-    what, has_steps = str(not_finite(aggregate.values)), not isinstance(transport, LocalPipe)
-    return first_non_finite(aggregate.key, who, what, has_steps=has_steps)
+    what, has_steps = str(find_non_finite(aggregate.values)), not isinstance(transport, LocalPipe)
+    return format_first_non_finite(aggregate.key, who, what, has_steps=has_steps)
 
 
 def _replicas(contribution: Rows) -> str:
@@ -132,16 +132,16 @@ def _replicas(contribution: Rows) -> str:
 
 
 def _error(aggregate: Aggregate, places: Mapping[int, str]) -> NonFinite:
-    bearers, what = aggregate.non_finite, not_finite(aggregate.values)
-    names = [rank_in_words(rank, places) for rank in bearers]
-    table = [Place([Row((name,)) for name in names[:MOST_ROWS]], len(names), "sent them")]
-    text = f"{ranks_in_words(bearers)} sent non-finite values: {what}"
+    bearers, what = aggregate.non_finite, find_non_finite(aggregate.values)
+    names = [format_rank(rank, places) for rank in bearers]
+    table = [TableSection([Row((name,)) for name in names[:MAX_ROWS]], len(names), "sent them")]
+    text = f"{format_ranks(bearers)} sent non-finite values: {what}"
     return NonFinite(
         error_text(text, table=table, where=str(aggregate.key), advice=ADVICE),
         **aggregate.key.fields,
         members=list(bearers),
         names=names,
-        spoilt_channels=what.spoilt,
+        non_finite_channels=what.number,
         channels=what.channels,
         kinds=list(what.kinds),
     )

@@ -4,7 +4,7 @@ The float64 vectors are on the device of the input; where a device has no float6
 move to the device in the compute type (float32, or float64 for float64 input).
 
 No function here reads the value of a tensor, which would wait for its device. The operations are as in
-`statsd_bn.moments`, in the same order and rounded as IEEE 754 says, so all ranks get the same bits on every device. A
+`statsd_bn.reduction`, in the same order and rounded as IEEE 754 says, so all ranks get the same bits on every device. A
 round that has failed on devices has a count of NaN, which makes all results NaN and updates no running statistics.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from client.transports.device_rows import Count, to_host
-from statsd_bn.moments import Moments
+from statsd_bn.reduction import Moments
 
 HOST = torch.device("cpu")
 

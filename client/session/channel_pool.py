@@ -22,15 +22,14 @@ from zmq.utils.monitor import recv_monitor_message
 from client.session.heartbeat import CONNECT_MILLISECONDS, HeartbeatSocket, secure
 from client.session.protocol.session import ResultT, StateMachine
 from statsd_bn import limits
-from statsd_bn.endpoints import JOB_PREFIX, check_endpoint, ipc_path, silent, why_silent
+from statsd_bn.connect_errors import EVENTS, HandshakeMonitor, explain_no_answer, format_no_answer
+from statsd_bn.endpoints import JOB_PREFIX, check_endpoint, ipc_path
 from statsd_bn.errors import ConfigurationError, ConnectionClosed
-from statsd_bn.handshake import EVENTS, Handshakes
 from statsd_bn.keys import ClientKeys
 from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate, Contribution, Message, Participation, Register, Registered
+from statsd_bn.messages import Aggregate, Contribution, Message, Participation, Register, Registered, digest
 from statsd_bn.reduction import join_in_order, sum_in_order
 from statsd_bn.round_key import GATHER
-from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 
 # Timeout of the first, cheap wait, which suffices for most rounds.
@@ -150,7 +149,7 @@ class ChannelPool:
 
     def diagnose_silence(self, seconds: float) -> str:
         """Return the text of an error about a server that has not answered for so long."""
-        return silent(self.endpoint, seconds)
+        return format_no_answer(self.endpoint, seconds)
 
     @property
     def is_gone(self) -> bool:
@@ -181,7 +180,7 @@ class ZmqChannelPool(ChannelPool):
     def __init__(self, endpoint: str, keys: ClientKeys | None = None) -> None:
         super().__init__(endpoint, keys.pair.public if keys else "")
         self._keys = keys
-        self._handshakes = Handshakes(endpoint, has_key=keys is not None)
+        self._handshakes = HandshakeMonitor(endpoint, has_key=keys is not None)
         self._context = zmq.Context()
         self._is_closed = False
         try:
@@ -206,7 +205,9 @@ class ZmqChannelPool(ChannelPool):
         found = [super().diagnose_silence(seconds)]
         # Like ZeroMQ's thread below, it may wait for the name server.
         probe = threading.Thread(
-            target=lambda: found.append(why_silent(self.endpoint, seconds, socket)), name="statsd_bn probe", daemon=True
+            target=lambda: found.append(explain_no_answer(self.endpoint, seconds, socket)),
+            name="statsd_bn probe",
+            daemon=True,
         )
         probe.start()
         probe.join(CLOSE_SECONDS)
@@ -236,7 +237,7 @@ class _ZmqChannel:
         context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
         keys: ClientKeys | None,
-        handshakes: Handshakes,
+        handshakes: HandshakeMonitor,
     ) -> None:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
@@ -245,7 +246,7 @@ class _ZmqChannel:
         self._socket.setsockopt(zmq.RCVTIMEO, int(SHORT_SECONDS * 1000))
         self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         self._monitor = self._socket.get_monitor_socket(EVENTS)
-        self._handshakes = handshakes.socket()
+        self._handshakes = handshakes.new_socket()
         try:
             check_endpoint(endpoint)
             secure(self._socket, keys)
@@ -305,7 +306,7 @@ class _ZmqChannel:
         before = self._handshakes.successes
         while self._monitor.poll(0):
             message = recv_monitor_message(self._monitor)
-            self._handshakes.take(time.monotonic(), int(message["event"]), int(message["value"]))
+            self._handshakes.on_event(time.monotonic(), int(message["event"]), int(message["value"]))
         return 0 < before < self._handshakes.successes
 
 

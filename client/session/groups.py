@@ -19,7 +19,7 @@ from statsd_bn.checks import check_integer, check_name
 from statsd_bn.environment import integer
 from statsd_bn.errors import ConfigurationError, ProtocolError
 from statsd_bn.messages import WORLD
-from statsd_bn.text import plain
+from statsd_bn.text import escape
 
 # Specification of the group of this host's members.
 LOCAL = "local"
@@ -114,7 +114,7 @@ def from_environment(environ: Mapping[str, str], host: str | None = None) -> Gro
 
 def host_and_pid() -> str:
     """Host and ID of this process, for people."""
-    return f"{plain(socket.gethostname())[:200]}, pid {os.getpid()}"
+    return f"{escape(socket.gethostname())[:200]}, pid {os.getpid()}"
 
 
 def machine_id() -> str:

@@ -17,11 +17,10 @@ from client.session.protocol.registration import cause_of
 from client.transports import process_group
 from client.transports.choose import Communicator
 from client.transports.named_process_group import NamedProcessGroup
-from statsd_bn.checks import shown
-from statsd_bn.error_text import broken
+from statsd_bn.checks import short_repr
 from statsd_bn.errors import ProtocolError, RoundFailed, RoundMismatch
-from statsd_bn.members import Members, ranks_in_words
-from statsd_bn.text import told
+from statsd_bn.members import Members, format_ranks
+from statsd_bn.text import wire_text, wrap
 
 Tensors = dict[str | int, Tensor]
 
@@ -45,7 +44,7 @@ def all_gather_tensors(
         _check_keys(tensors)
         message = pack([tensors, ""])
     except Exception as error:
-        _all_gather(communicator, pack([{}, told(cause_of(error))]))
+        _all_gather(communicator, pack([{}, wire_text(cause_of(error))]))
         raise
     gathered, causes = {}, {}
     for member, data in _all_gather(communicator, message).items():
@@ -78,9 +77,9 @@ def _unpack(member: int, data: bytes) -> tuple[Tensors, str]:
         raise ProtocolError(f"{where}: {error.message}") from error
     match state:
         case [dict(tensors), str(cause)] if _are_named_tensors(tensors):
-            return tensors, told(cause)
+            return tensors, wire_text(cause)
         case other:
-            raise ProtocolError(f"{where}: expected tensors by name and a text, got {shown(other)}")
+            raise ProtocolError(f"{where}: expected tensors by name and a text, got {short_repr(other)}")
 
 
 def _are_named_tensors(tensors: dict[Any, Any]) -> bool:
@@ -107,7 +106,7 @@ def _check_names(gathered: dict[int, Tensors]) -> None:
     }
     if partial:
         some = islice(partial.items(), MAX_LISTED_KEYS)
-        got = "; ".join(f"{shown(name)} only from {members}" for name, members in some)
+        got = "; ".join(f"{short_repr(name)} only from {members}" for name, members in some)
         more = f" and {len(partial) - MAX_LISTED_KEYS} keys more" if len(partial) > MAX_LISTED_KEYS else ""
         raise RoundMismatch(f"{ROUND_NAME}: expected the same keys from ranks {Members.of(gathered)}, got {got}{more}")
 
@@ -142,7 +141,7 @@ def concatenate(name: str, tensors: dict[int, Tensor]) -> Tensor:
         shape = ", ".join(["*", *map(str, tensor.shape[1:])])
         layouts.setdefault(f"{str(tensor.dtype).removeprefix('torch.')} of shape ({shape})", []).append(member)
     if len(layouts) > 1:
-        got = "; ".join(f"{layout} from {ranks_in_words(Members.of(members))}" for layout, members in layouts.items())
+        got = "; ".join(f"{layout} from {format_ranks(Members.of(members))}" for layout, members in layouts.items())
         raise RoundMismatch(f"{name}: expected one dtype, and one shape but for dimension 0, from all ranks, got {got}")
     return torch.cat(list(parts.values()))
 
@@ -184,7 +183,7 @@ def _from_numbers(data: Any, is_double: bool) -> Tensor:
     except (OverflowError, RuntimeError, ValueError) as error:  # the type depends on the version of torch
         if isinstance(error, OverflowError) or "Overflow" in str(error):
             kind = "float64" if is_double else "int64"
-            raise ValueError(f"expected numbers that fit into {kind}, got {shown(data)}") from error
+            raise ValueError(f"expected numbers that fit into {kind}, got {short_repr(data)}") from error
         raise
 
 
@@ -193,7 +192,7 @@ def _from_list(data: list[Any] | tuple[Any, ...], is_double: bool) -> Tensor:
     for kind in kinds:
         if not issubclass(kind, (Tensor, np.ndarray, *_NUMBERS)):
             raise TypeError(
-                broken(f"expected a list of numbers, arrays, tensors or such lists, got {kind.__name__} in it")
+                wrap(f"expected a list of numbers, arrays, tensors or such lists, got {kind.__name__} in it")
             )
     # torch converts plain numbers fast, arrays slowly, and tensors with a warning.
     if not any(issubclass(kind, Tensor | np.ndarray) for kind in kinds):

@@ -21,7 +21,7 @@ from client.transports.choose import communicator_for, transport_over
 from client.transports.transport import Transport
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
-from statsd_bn.members import Members, ranks_in_words
+from statsd_bn.members import Members, format_ranks
 from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import FloatArray, Rows
 
@@ -85,7 +85,7 @@ def _warn_of_absent(connection: Connection, part: Aggregate) -> None:
             "job %r: %s ended their pass in client.join and get no gradients: their weights differ from the other "
             "ranks' from now on",
             member.job,
-            ranks_in_words(Members.of(absent)),
+            format_ranks(Members.of(absent)),
         )
 
 

@@ -18,8 +18,8 @@ from client.session.protocol.member import OVER_PROCESS_GROUP
 from client.tracebacks import hide_internal_frames
 from client.transports.choose import communicator_for
 from client.transports.named_process_group import NamedProcessGroup
-from statsd_bn.error_text import error_text
 from statsd_bn.errors import ConfigurationError, StatsdBNError
+from statsd_bn.text import error_text
 
 # The name of the round before the first pass. No layer has such a name: the name of a module contains no brackets.
 ROUND_NAME = "client.join()"

@@ -27,10 +27,9 @@ from client.transports.named_process_group import NamedProcessGroup
 from client.transports.process_group import ProcessGroupPipe, group_of, use_device
 from client.transports.transport import Transport
 from statsd_bn import limits
-from statsd_bn.error_text import broken
 from statsd_bn.errors import ConfigurationError, RoundMismatch
-from statsd_bn.moments import Moments
-from statsd_bn.reduction import FloatArray, Rows
+from statsd_bn.reduction import FloatArray, Moments, Rows
+from statsd_bn.text import wrap
 
 # The name of the rounds. No layer has such a name: the name of a module contains no brackets.
 ROUND_NAME = "moments()"
@@ -263,7 +262,7 @@ def _check(name: str, x: Any, mask: Tensor | None) -> None:
         raise TypeError(f"{name}: expected a boolean mask, got {mask.dtype}")
     if any_device.is_inside_replica():
         raise ConfigurationError(
-            broken(
+            wrap(
                 f"{name}: called inside a replica of DataParallelWithCallback; call it on the whole batch, before or "
                 "after the model"
             )
@@ -276,7 +275,7 @@ def _normalized_dims(name: str, x: Tensor, dim: int | Sequence[int] | None) -> l
     dims = sorted(each + x.dim() if each < 0 else each for each in listed)
     if not dims or len(set(dims)) != len(dims) or not set(dims) <= set(range(x.dim())):
         raise ValueError(
-            broken(f"{name}: expected dim to name different dimensions of shape {tuple(x.shape)}, got {dim!r:.80}")
+            wrap(f"{name}: expected dim to name different dimensions of shape {tuple(x.shape)}, got {dim!r:.80}")
         )
     return dims
 
@@ -299,7 +298,7 @@ def _expand_mask(name: str, mask: Tensor, reduced: list[int], device: torch.devi
     expands = mask.dim() <= len(reduced) and all(length in (1, expected) for length, expected in lengths)
     if mask.device != device or not expands:
         raise ValueError(
-            broken(
+            wrap(
                 f"{name}: expected a mask on {device} that expands to the reduced dimensions {tuple(reduced)}, got "
                 f"{tuple(mask.shape)} on {mask.device}"
             )

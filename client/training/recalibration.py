@@ -27,10 +27,9 @@ from client.tracebacks import api_boundary
 from client.training.gradients import exchange_parts
 from client.transports.choose import GroupSpec, communicator_for, transport_for
 from client.transports.named_process_group import NamedProcessGroup
-from statsd_bn.error_text import broken
 from statsd_bn.errors import RoundMismatch
-from statsd_bn.moments import Moments
-from statsd_bn.reduction import FloatArray
+from statsd_bn.reduction import FloatArray, Moments
+from statsd_bn.text import wrap
 
 # The name of the rounds. No layer has such a name: the name of a module contains no brackets.
 ROUND_NAME = "recalibrate()"
@@ -129,14 +128,14 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 def _check_layers(layers: list[SynchronizedBatchNorm]) -> None:
     if not layers:
         raise ValueError(
-            broken(
+            wrap(
                 "model: expected a synchronised layer with running statistics in training mode, got none; call "
                 "client.convert_model() and model.train()"
             )
         )
     if unknown := [layer.layer_name for layer in layers if any(map(is_lazy, layer.buffers()))]:
         raise ValueError(
-            broken(
+            wrap(
                 f"model: expected initialised layers, got lazy ones {_shown(unknown)}; run one batch through the model "
                 "first"
             )
@@ -247,12 +246,12 @@ def _check_population(measured: list[Population], batches: int) -> None:
     """Raises ValueError without any values or with non-finite ones, which is the same on all members."""
     if not measured:
         raise ValueError(
-            broken(f"loader: expected values for at least one layer, got none in the {batches} batches of all members")
+            wrap(f"loader: expected values for at least one layer, got none in the {batches} batches of all members")
         )
     non_finite = [layer.layer_name for layer, moments in measured if not np.isfinite(moments.vectors).all()]
     if non_finite:
         raise ValueError(
-            broken(
+            wrap(
                 f"loader: expected finite values, got NaN or infinity in layers {_shown(non_finite)}; all layers keep "
                 "their statistics"
             )

@@ -12,8 +12,8 @@ from client.nn.conversion import convert as synchronised
 from client.nn.layer import SynchronizedLayer
 from client.tracebacks import api_boundary
 from statsd_bn.environment import integer
-from statsd_bn.error_text import broken
 from statsd_bn.errors import ConfigurationError
+from statsd_bn.text import wrap
 
 # DistributedDataParallel is broken in this version (ultralytics/yolov5#8395).
 REFUSED_VERSION = "1.12.0"
@@ -56,7 +56,7 @@ def smart_ddp(
     check_version(torch.__version__)
     if not (distributed.is_available() and distributed.is_initialized()):
         raise RuntimeError(
-            broken(
+            wrap(
                 "process group: expected an initialised one, got none; call torch.distributed.init_process_group() "
                 "first"
             )
@@ -77,7 +77,7 @@ def check_version(version: str) -> None:
     """Raises RuntimeError if torch is 1.12.0, or a local build of it such as 1.12.0+cu113."""
     if version.partition("+")[0] == REFUSED_VERSION:
         raise RuntimeError(
-            broken(
+            wrap(
                 f"torch: expected any version but {REFUSED_VERSION}, whose DistributedDataParallel is broken, got "
                 f"{version}"
             )
@@ -98,7 +98,7 @@ def arguments_for(device: torch.device, environ: Mapping[str, str], *, static_gr
         )
     if device.index != local_rank:
         raise ValueError(
-            broken(
+            wrap(
                 f"model: expected its parameters on cuda:{local_rank}, the device of LOCAL_RANK {local_rank}, got "
                 f"{device}; call torch.cuda.set_device(LOCAL_RANK) and move the model there"
             )
@@ -121,7 +121,7 @@ def _device_of(model: nn.Module) -> torch.device:
     parameters = list(model.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
         raise ValueError(
-            broken(
+            wrap(
                 f"model: expected a parameter with requires_grad, got none among {len(parameters)}; a model without "
                 "gradients needs no wrapper"
             )

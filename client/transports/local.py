@@ -12,9 +12,9 @@ from client.native.library import DONE, EXCHANGE
 from client.native.row import NativeRow
 from client.session.current import current_connection
 from client.transports.transport import NativeResult
-from statsd_bn.members import NOBODY, Members
-from statsd_bn.messages import Aggregate, sound_aggregate
-from statsd_bn.reduction import Rows, bearers, is_finite, sum_in_order
+from statsd_bn.members import NO_MEMBERS, Members
+from statsd_bn.messages import Aggregate, unchecked_aggregate
+from statsd_bn.reduction import Rows, is_finite, non_finite_members, sum_in_order
 from statsd_bn.round_key import FORWARD, RoundKey
 
 
@@ -33,9 +33,9 @@ class LocalPipe:
         counts, values = contribution.counts, contribution.values
         total = sum_in_order(values)
         rank = self.rank
-        non_finite = NOBODY if is_finite(total) else bearers([(rank, values)])
+        non_finite = NO_MEMBERS if is_finite(total) else non_finite_members([(rank, values)])
         key = key or _key(self.layer, 0, 0, phase)
-        return sound_aggregate(key, len(counts), sum(counts), _only(rank), total, non_finite)
+        return unchecked_aggregate(key, len(counts), sum(counts), _only(rank), total, non_finite)
 
     def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate | NativeResult:
         """Use the row itself as the sum."""

@@ -24,11 +24,11 @@ from client.session.protocol.session import Session
 from client.transports import device_rows, group_memory, memfd, named_process_group
 from client.transports.group_memory import GroupMemory
 from client.transports.memfd import MemoryOffer, receive_memory
-from statsd_bn.error_text import error_text
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.messages import WORLD
-from statsd_bn.round_key import MEMORY
-from statsd_bn.skew_samples import Samples
+from statsd_bn.round_key import MEMORY_GATHER
+from statsd_bn.skew_samples import SkewSampler
+from statsd_bn.text import error_text
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -68,7 +68,7 @@ def negotiate(connection: Connection, group: Group) -> GroupMemory | None:
     connection.close_callbacks.append(memory.leave)
     session.transport.memory = memory
     # All members see the same rows, so one of them samples them for the server.
-    session.transport.samples = Samples() if index == 0 else None
+    session.transport.samples = SkewSampler() if index == 0 else None
     logger.info("group %r exchanges rows in shared memory", group.name)
     return memory
 
@@ -80,7 +80,7 @@ def _shared_memory(connection: Connection, group: Group, members: list[int]) -> 
     offer, reason = _offer(connection.member, len(members) if is_offering else 0)
     with closing(offer) if offer else nullcontext():
         reply = _SEPARATOR.join((_process_group_reply(session), reason.encode() or _ready(offer)))
-        replies = [each.partition(_SEPARATOR) for each in connection.gather_in_group(group, MEMORY, reply)]
+        replies = [each.partition(_SEPARATOR) for each in connection.gather_in_group(group, MEMORY_GATHER, reply)]
         if _accept_process_group(session, members, [about_group for about_group, *_ in replies]):
             return None, ""
         if are_too_many:
@@ -90,7 +90,7 @@ def _shared_memory(connection: Connection, group: Group, members: list[int]) -> 
             return None, reason
         name = about_memory[0].removeprefix(_READY).decode(errors="replace")
         memory, reason = (offer.memory, "") if offer else _receive(connection, name, len(members))
-        received = connection.gather_in_group(group, MEMORY, reason.encode())
+        received = connection.gather_in_group(group, MEMORY_GATHER, reason.encode())
     reason = _refusals(members, received)
     return (None, reason) if reason else (memory, "")
 

@@ -36,13 +36,12 @@ from client.transports.process_group_monitor import LocalReporter, ServerReporte
 from client.transports.server import SlavePipe
 from client.transports.transport import Transport, key_digest
 from statsd_bn import limits
-from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
 from statsd_bn.errors import ConfigurationError, ConnectionClosed, ProtocolError, RoundMismatch, StatsdBNError
-from statsd_bn.members import NOBODY, Members
+from statsd_bn.members import NO_MEMBERS, Members
 from statsd_bn.messages import Aggregate
-from statsd_bn.reduction import Rows, bearers, is_finite, sum_in_order
+from statsd_bn.reduction import Rows, is_finite, non_finite_members, sum_in_order
 from statsd_bn.round_key import FORWARD, GATHER, RoundKey, advice_for
-from statsd_bn.text import readable
+from statsd_bn.text import MAX_ROWS, Row, TableSection, error_text, escape_lines
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -352,14 +351,14 @@ def _sum(group: Any, contribution: Rows, key: RoundKey) -> Aggregate:
     total = sum_in_order(values)
     ranks = distributed.get_process_group_ranks(group)
     rank_of_row = np.repeat(ranks, replicas).tolist()
-    non_finite = NOBODY if is_finite(total) else bearers(zip(rank_of_row, values, strict=True))
+    non_finite = NO_MEMBERS if is_finite(total) else non_finite_members(zip(rank_of_row, values, strict=True))
     aggregate = Aggregate(key, len(rows), sum(counts), Members.of(ranks), total, non_finite=non_finite)
     if reporter := rounds_of(group).reporter:
         now = time.monotonic()
         if non_finite.runs:
             reporter.report_non_finite(aggregate)
         elif reporter.samples.is_due(now, key):
-            reporter.samples.look(now, key, counts, replicas.tolist(), np.stack(values))
+            reporter.samples.observe(now, key, counts, replicas.tolist(), np.stack(values))
     return aggregate
 
 
@@ -412,13 +411,13 @@ def _all_rows(group: Any, firsts: Words, others: list[Words], replicas: Words) -
 def _mismatch(group: Any, key: RoundKey, shape: tuple[int, ...]) -> RoundMismatch:
     """Gather the rounds of all ranks, which all know by now that they differ, for an error that lists them."""
     vectors, channels = shape
-    names = _gather_texts(group, f"{key.in_words()}, {channels} channels, {vectors} vectors")
+    names = _gather_texts(group, f"{key.describe()}, {channels} channels, {vectors} vectors")
     ranks = distributed.get_process_group_ranks(group)
     places = []
     for name in dict.fromkeys(names):
         there = [rank for rank, each in zip(ranks, names, strict=True) if each == name]
         place = f"in {name}"
-        places.append(Place([Row((f"rank {rank}", place)) for rank in there[:MOST_ROWS]], len(there), place))
+        places.append(TableSection([Row((f"rank {rank}", place)) for rank in there[:MAX_ROWS]], len(there), place))
     places.sort(key=lambda place: -place.size)
     what = "deadlock: the ranks wait in different rounds"
     text = error_text(what, table=places, where="torch's process group", advice=advice_for(names))
@@ -429,7 +428,7 @@ def _gather_texts(group: Any, text: str) -> list[str]:
     """Gather `TEXT_BYTES` of text from each rank, in order."""
     words = np.frombuffer(bytearray(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")), np.int64)
     texts = (bytes(each.view(np.uint8)).rstrip(b"\0") for each in _gather(group, words))
-    return [readable(each.decode(errors="replace")) for each in texts]
+    return [escape_lines(each.decode(errors="replace")) for each in texts]
 
 
 def _gather(group: Any, words: Words) -> Words:

@@ -25,12 +25,12 @@ from client.session.connection import Connection
 from client.session.current import current_connection
 from client.transports.server import ESCALATE_SECONDS, LISTEN_SECONDS
 from statsd_bn.errors import StatsdBNError
-from statsd_bn.members import rank_in_words
+from statsd_bn.members import format_rank
 from statsd_bn.messages import Aggregate, NonFiniteRound
-from statsd_bn.reduction import Rows, not_finite
+from statsd_bn.reduction import Rows, find_non_finite
 from statsd_bn.round_key import RoundKey
-from statsd_bn.skew import Comparison
-from statsd_bn.skew_samples import SECONDS, Samples, told_by
+from statsd_bn.skew import SkewDetector
+from statsd_bn.skew_samples import SECONDS, SkewSampler, figures_of_step
 from statsd_bn.wire import encode
 
 logger = logging.getLogger("statsd_bn.client")
@@ -52,7 +52,7 @@ class ServerReporter:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         transport = connection.session(None).transport
-        self.samples = transport.samples = transport.samples or Samples()
+        self.samples = transport.samples = transport.samples or SkewSampler()
         self._reported: set[str] = set()
 
     def report_non_finite(self, aggregate: Aggregate) -> None:
@@ -62,7 +62,7 @@ class ServerReporter:
             return
         self._reported.add(key.phase)
         member, session = connection.member, connection.session(None)
-        values = str(not_finite(aggregate.values))
+        values = str(find_non_finite(aggregate.values))
         job_key = RoundKey(member.job, session.member.group, member.epoch, key.step, key.layer, key.call, key.phase)
         with connection.channel_pool.channel() as channel:
             channel.send(encode(NonFiniteRound(session.member_token, job_key, aggregate.non_finite, values)))
@@ -81,21 +81,21 @@ class LocalReporter:
     """
 
     def __init__(self, name: str, ranks: Sequence[int], places: Mapping[int, str]) -> None:
-        self.samples = Samples()
+        self.samples = SkewSampler()
         self._name = name
         self._ranks, self._places = ranks, places
-        self._comparison = Comparison(len(ranks))
+        self._comparison = SkewDetector(len(ranks))
 
     def report_non_finite(self, aggregate: Aggregate) -> None:
         """Do nothing: each rank logs aggregates that are not finite."""
 
     def compare(self, now: float) -> None:
         """Compare the ranks by the latest samples and log new findings."""
-        if stats := told_by(self.samples.take(now)):
+        if stats := figures_of_step(self.samples.drain(now)):
             step, layers = stats
-            names = [rank_in_words(rank, self._places) for rank in self._ranks]
-            for finding in self._comparison.look(now, step, list(layers), np.stack(list(layers.values()))):
-                logger.warning("process group %r: skew: %s", self._name, finding.in_words(names))
+            names = [format_rank(rank, self._places) for rank in self._ranks]
+            for finding in self._comparison.add(now, step, list(layers), np.stack(list(layers.values()))):
+                logger.warning("process group %r: skew: %s", self._name, finding.describe(names))
 
     def start(self) -> None:
         """Compare once a second, in a thread that ends with the last reference to this reporter."""

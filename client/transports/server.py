@@ -13,11 +13,11 @@ from client.session.protocol.member import Member
 from client.session.protocol.session import Actions
 from client.transports.transport import NativeResult
 from statsd_bn.errors import ProtocolError, ServerUnreachable, StatsdBNError
-from statsd_bn.members import places_in
+from statsd_bn.members import parse_places
 from statsd_bn.messages import WORLD, Aggregate, Failure, Status, StatusRequest
 from statsd_bn.reduction import Rows
 from statsd_bn.round_key import FORWARD, RoundKey
-from statsd_bn.text import plain
+from statsd_bn.text import escape
 from statsd_bn.wire import decode, encode
 
 logger = logging.getLogger("statsd_bn.client")
@@ -132,10 +132,10 @@ def places_in_report(report: dict[str, Any], job: str) -> dict[int, str]:
     for group in _dicts(report.get("groups")):
         if group.get("job") == job and group.get("group") == WORLD:
             for text in _items(group.get("non_finite")):
-                found.update(places_in(str(text)))
+                found.update(parse_places(str(text)))
             members = _dicts(group.get("members"))
             found.update((each["member"], str(each["place"])) for each in members if {"member", "place"} <= each.keys())
-    return {member: plain(place) for member, place in found.items()}
+    return {member: escape(place) for member, place in found.items()}
 
 
 def _items(value: object) -> list[Any]:

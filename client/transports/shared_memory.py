@@ -27,8 +27,8 @@ from client.transports import negotiation
 from client.transports.group_memory import GroupMemory
 from client.transports.server import ESCALATE_SECONDS, LISTEN_SECONDS, SlavePipe
 from client.transports.transport import NativeResult, key_digest
-from statsd_bn.members import NOBODY
-from statsd_bn.messages import Aggregate, sound_aggregate
+from statsd_bn.members import NO_MEMBERS
+from statsd_bn.messages import Aggregate, unchecked_aggregate
 from statsd_bn.reduction import Rows
 from statsd_bn.round_key import FORWARD, RoundKey
 
@@ -243,7 +243,7 @@ def _aggregate(
     """Aggregate of a completed turn, which it counts; arguments as for `_count`."""
     _count(session, key, memory, seconds, now, was_sent=was_sent)
     result = memory.result
-    return sound_aggregate(key, result.rows, result.count, session.members, memory.total, NOBODY)
+    return unchecked_aggregate(key, result.rows, result.count, session.members, memory.total, NO_MEMBERS)
 
 
 def _count(
@@ -257,4 +257,4 @@ def _count(
         session.lateness.add(behind / 1e9)
     samples = transport.samples
     if samples is not None and samples.is_due(now, key):
-        samples.look(now, key, *memory.gathered_rows())
+        samples.observe(now, key, *memory.gathered_rows())

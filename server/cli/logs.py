@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from statsd_bn.text import plain
+from statsd_bn.text import escape
 
 # Maximum characters of a line: the longest error of the project has 600, but a peer can cause one of 4,096 bytes.
 MAX_LINE = 1000
@@ -16,7 +16,7 @@ class PlainFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         """The escaped message, without a traceback."""
-        line = plain(super().formatMessage(record))
+        line = escape(super().formatMessage(record))
         more = len(line) - MAX_LINE
         return line if more <= 0 else f"{line[:MAX_LINE]}... ({more} more characters)"
 

@@ -12,9 +12,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from server.security.keygen import check_curve
-from statsd_bn.endpoints import check_server, why_silent
+from statsd_bn.connect_errors import EVENTS, HandshakeMonitor, SocketMonitor, explain_no_answer
+from statsd_bn.endpoints import check_server_socket
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
-from statsd_bn.handshake import EVENTS, Handshakes, SocketHandshakes
 from statsd_bn.keys import ClientKeys
 from statsd_bn.messages import Message
 from statsd_bn.wire import encode
@@ -50,12 +50,12 @@ def query_connection(endpoint: str, seconds: float = ANSWER_SECONDS, keys: Clien
         ConfigurationError: the endpoint is invalid, or its socket may belong to another user.
         ServerUnreachable: no answer within `seconds`, or no permission to connect.
     """
-    check_server(endpoint)
-    handshakes = Handshakes(endpoint, has_key=keys is not None)
+    check_server_socket(endpoint)
+    handshakes = HandshakeMonitor(endpoint, has_key=keys is not None)
     with zmq.Context() as context, ExitStack() as opened:
 
         def reconnect() -> "_Connection":
-            return opened.enter_context(_connect(context, endpoint, keys, handshakes.socket()))
+            return opened.enter_context(_connect(context, endpoint, keys, handshakes.new_socket()))
 
         connection = reconnect()
 
@@ -65,7 +65,9 @@ def query_connection(endpoint: str, seconds: float = ANSWER_SECONDS, keys: Clien
             expiry = time.monotonic() + seconds
             while (answer := connection.answer(frame, expiry)) is None:
                 if time.monotonic() >= expiry:
-                    raise ServerUnreachable(why_silent(endpoint, seconds, socket), endpoint=endpoint, seconds=seconds)
+                    raise ServerUnreachable(
+                        explain_no_answer(endpoint, seconds, socket), endpoint=endpoint, seconds=seconds
+                    )
                 # A new socket, because the old one may still deliver the answer to the first request.
                 opened.close()
                 connection = reconnect()
@@ -94,7 +96,7 @@ def expects_key(endpoint: str) -> bool:
 
 @contextmanager
 def _connect(
-    context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, keys: ClientKeys | None, handshakes: SocketHandshakes
+    context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, keys: ClientKeys | None, handshakes: SocketMonitor
 ) -> Iterator["_Connection"]:
     with context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
@@ -122,7 +124,7 @@ def _connect(
 class _Connection:
     """One socket to the server, with its monitor."""
 
-    def __init__(self, dealer: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]", handshakes: SocketHandshakes) -> None:
+    def __init__(self, dealer: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]", handshakes: SocketMonitor) -> None:
         self._dealer = dealer
         self._monitor = monitor
         self._handshakes = handshakes
@@ -139,5 +141,5 @@ class _Connection:
                 return self._dealer.recv()
             if self._monitor in ready:
                 event = recv_monitor_message(self._monitor)
-                self._handshakes.take(time.monotonic(), int(event["event"]), int(event["value"]))
+                self._handshakes.on_event(time.monotonic(), int(event["event"]), int(event["value"]))
         return None

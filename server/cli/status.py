@@ -14,12 +14,11 @@ from server.config import bind_endpoints
 from statsd_bn import limits
 from statsd_bn.checks import check_integer
 from statsd_bn.endpoints import find_server
-from statsd_bn.error_text import in_log
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError, ProtocolError, ServerUnreachable, from_wire
 from statsd_bn.keys import ClientKeys
-from statsd_bn.members import Members, ranks_in_words
-from statsd_bn.messages import WORLD, Failure, Status, StatusRequest, missing_members
-from statsd_bn.text import plain, readable_within
+from statsd_bn.members import Members, format_ranks
+from statsd_bn.messages import WORLD, Failure, Status, StatusRequest, format_missing_members
+from statsd_bn.text import escape, escape_nested, log_line
 from statsd_bn.wire import decode
 
 # Counters of the report, printed if they are not 0.
@@ -86,7 +85,7 @@ def report_of(endpoint: str, frame: bytes) -> dict[str, Any]:
     if not isinstance(answer, Status):
         text = answer.message if isinstance(answer, Failure) else type(answer).__name__
         raise ServerUnreachable(f"{endpoint} gave no status: {text}", endpoint=endpoint)
-    report: dict[str, Any] = readable_within(answer.report)
+    report: dict[str, Any] = escape_nested(answer.report)
     try:
         _check_sizes(report)
     except MALFORMED as error:
@@ -181,7 +180,7 @@ def _describe(report: dict[str, Any]) -> str:
     elif not report["groups"]:
         lines.append("no jobs now" if ended else "no jobs")
     lines += ended
-    return "\n".join(map(plain, lines))
+    return "\n".join(map(escape, lines))
 
 
 def _describe_group(group: dict[str, Any]) -> list[str]:
@@ -192,7 +191,7 @@ def _describe_group(group: dict[str, Any]) -> list[str]:
         state = f"waiting for {group['missing']} ranks"
     elif group["missing"]:
         present = Members.of(member["member"] for member in group["members"])
-        state = f"waiting for {missing_members(group['group'], group['world_size'], present, group['missing'])}"
+        state = f"waiting for {format_missing_members(group['group'], group['world_size'], present, group['missing'])}"
     # A job that broke between two rounds has no failed round; "0 failed" next to its error would be misleading.
     failed = f", {group['rounds_failed']} failed" if group["rounds_failed"] else ""
     head = (
@@ -229,7 +228,7 @@ def _describe_transports(group: dict[str, Any]) -> list[str]:
     if not users:
         return []
     transports = [
-        transport if len(users) == 1 else f"{transport} of {ranks_in_words(Members.of(ranks))}"
+        transport if len(users) == 1 else f"{transport} of {format_ranks(Members.of(ranks))}"
         for transport, ranks in users.items()
     ]
     why = group.get("why_not_faster")
@@ -251,7 +250,7 @@ def _without_place(text: str, of: dict[str, Any]) -> str:
 
 def _describe_missing(round_: dict[str, Any]) -> str:
     left_out = round_.get("missing_left_out")
-    return ranks_in_words(Members.of(round_["missing"])) + (f" and {left_out} more" if left_out else "")
+    return format_ranks(Members.of(round_["missing"])) + (f" and {left_out} more" if left_out else "")
 
 
 REFRESH_SECONDS = 1.0
@@ -301,4 +300,4 @@ def _text_or_error(text: Callable[[], str]) -> str:
     try:
         return text()
     except ServerUnreachable as error:
-        return in_log(error)
+        return log_line(error)

@@ -94,7 +94,7 @@ def _is_elsewhere(other: StackSample, blocked: StackSample) -> bool:
     if blocked.latest is None or other.latest is None:
         return False
     place, other_place = blocked.latest, other.latest
-    if not other_place.held:
+    if not other_place.in_collective:
         return place.collective in SYNCHRONIZING
     # A blocked member reports the count of one process group only, the same one here.
     is_known = other_place.collective in SYNCHRONIZING or other_place.collective == BUFFERS

@@ -25,11 +25,11 @@ from server.core.registry import GroupName
 from server.group.contributor import Contributor
 from server.group.lifecycle import GroupState
 from server.group.master import SyncMaster
-from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
 from statsd_bn.errors import RoundMismatch
 from statsd_bn.limits import SILENCE_SECONDS
 from statsd_bn.messages import WORLD
 from statsd_bn.round_key import RoundKey, advice_for
+from statsd_bn.text import MAX_ROWS, Row, TableSection, error_text
 
 # How long members must stay stuck without a change. The server sees a member's other threads only once they contribute:
 # overlapping models reach their rounds some milliseconds apart, in any order. With TICK_SECONDS of the service a report
@@ -225,7 +225,7 @@ class Table:
         text = error_text(
             SUMMARY,
             table=self._places,
-            more_places=self._nr_places - len(self._places),
+            more_sections=self._nr_places - len(self._places),
             where=self._where(wait.master),
             advice=self._advice,
         )
@@ -237,10 +237,10 @@ class Table:
         name = f"job {master.membership.job!r}"
         return f"{name}, epoch {master.epoch}" if self._in_groups else f"{master.membership.name}, epoch {master.epoch}"
 
-    def _place(self, wait: Wait) -> Place:
+    def _place(self, wait: Wait) -> TableSection:
         name = self._name(wait)
-        first = sorted(wait.since)[:MOST_ROWS]
-        return Place([self._row(wait, member, name) for member in first], len(wait.since), name)
+        first = sorted(wait.since)[:MAX_ROWS]
+        return TableSection([self._row(wait, member, name) for member in first], len(wait.since), name)
 
     def _row(self, wait: Wait, member: int, name: str) -> Row:
         seconds = self._now - wait.since[member]
@@ -258,7 +258,7 @@ class Table:
             return "for all to come back from client.join"
         if wait.key is None:
             return f"for group {wait.master.membership.group!r} to open"
-        return f"in {wait.key.in_words(with_call=self._in_calls, with_group=self._in_groups)}"
+        return f"in {wait.key.describe(with_call=self._in_calls, with_group=self._in_groups)}"
 
     def _field(self, wait: Wait) -> dict[str, Any]:
         key = wait.key

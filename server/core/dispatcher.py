@@ -22,7 +22,6 @@ from server.group.master import SyncMaster
 from server.group.rounds import Reply, failure_frame, unknown_session
 from server.security.access import ANONYMOUS, REVOKED, Access, Principal
 from server.security.quota import Quota, QuotaUsage
-from statsd_bn.error_text import in_brief, in_log
 from statsd_bn.errors import (
     AuthenticationRefused,
     LimitExceeded,
@@ -32,7 +31,7 @@ from statsd_bn.errors import (
     RoundMismatch,
     StatsdBNError,
 )
-from statsd_bn.members import NOBODY
+from statsd_bn.members import NO_MEMBERS
 from statsd_bn.messages import (
     NO_SERVER,
     WORLD,
@@ -52,6 +51,7 @@ from statsd_bn.messages import (
     StackReport,
     StatusRequest,
 )
+from statsd_bn.text import error_summary, log_line
 from statsd_bn.wire import decode_request, encode
 
 logger = logging.getLogger("statsd_bn.server")
@@ -102,7 +102,7 @@ class Dispatcher:
         self._server = server
         self._started = started
         # No session has a digest of zero bytes, so no member accepts it as an answer.
-        self.probe = encode(Registered(NO_SERVER, server, 0, 0, 0, NOBODY))
+        self.probe = encode(Registered(NO_SERVER, server, 0, 0, 0, NO_MEMBERS))
         self._usage = QuotaUsage(quota)
         self._max_frame_bytes = self._usage.quota.max_frame_bytes
         self._registry = Registry(started, self._usage.quota.silence_seconds)
@@ -282,7 +282,7 @@ class Dispatcher:
 
     def _refuse(self, peer: bytes, error: StatsdBNError) -> Received:
         self.bad_frames += isinstance(error, ProtocolError)
-        logger.warning("refused: %s", in_log(error))
+        logger.warning("refused: %s", log_line(error))
         return Received([(peer, failure_frame(error))], is_refused=True)
 
     def _refuse_unregistered(self, replies: list[Reply]) -> Received:
@@ -366,9 +366,9 @@ class Dispatcher:
         replies: list[Reply] = []
         for waits in self._deadlocks.find(now, dict(self._registry.masters), self._hang_probe.sampled()):
             table = deadlock.Table(waits, now)
-            logger.info("%s", in_log(table.error(waits[0])))  # INFO: each of the ranks raises it
+            logger.info("%s", log_line(table.error(waits[0])))  # INFO: each of the ranks raises it
             for wait in waits:
-                wait.master.logged_cause = in_brief(table.error(wait))
+                wait.master.logged_cause = error_summary(table.error(wait))
             replies += [reply for wait in waits for reply in self._end_wait(now, wait, table.error(wait))]
             self._hang_probe.record_mismatch(now, waits[0].master.membership.job)
         return replies

@@ -23,8 +23,7 @@ from server.group.lifecycle import GroupState
 from server.group.master import SyncMaster
 from server.group.rounds import Reply
 from statsd_bn import limits
-from statsd_bn.messages import WORLD, StackReport, StackRequest
-from statsd_bn.tokens import digest
+from statsd_bn.messages import WORLD, StackReport, StackRequest, digest
 from statsd_bn.wire import encode
 
 # A job without a round for this long is idle. If each step takes longer than this, each member gets one request per
@@ -185,7 +184,7 @@ class HangProbe:
         if contributor.session in self._idle_sessions:
             # Soon enough to see a change, and as soon as the member has been blocked for long.
             latest, known = contributor.stack_sample.latest, contributor.stack_sample.since + self._apart
-            soon = known if latest and latest.held and known > now else now + QUIET_ASKED_AT_MOST
+            soon = known if latest and latest.in_collective and known > now else now + QUIET_ASKED_AT_MOST
             contributor.stack_sample.due = min(contributor.stack_sample.due, soon)
         return address, encode(StackRequest(digest(contributor.session), self._number, torch_group))
 
@@ -214,7 +213,7 @@ def _requests(late: list[Contributor], waiting: list[Contributor]) -> Iterator[t
         for contributor in late
         if contributor.stack_sample and contributor.stack_sample.latest
     ]
-    needed = {answer.torch_group: answer.members for answer in answers if answer.held and answer.torch_group}
+    needed = {answer.torch_group: answer.members for answer in answers if answer.in_collective and answer.torch_group}
     for contributor in waiting:
         names = [name for name, members in needed.items() if contributor.member in members]
         if names:

@@ -10,8 +10,7 @@ from server.group.rounds import Reply
 from server.security.access import ANONYMOUS, Principal
 from server.security.quota import QuotaUsage
 from statsd_bn.errors import ProtocolError, ReplicaLost, StaleEpoch, StatsdBNError
-from statsd_bn.messages import NO_SERVER, WORLD, Register
-from statsd_bn.tokens import digest
+from statsd_bn.messages import NO_SERVER, WORLD, Register, digest
 
 logger = logging.getLogger("statsd_bn.server")
 

@@ -16,11 +16,9 @@ from server.group.master import SyncMaster
 from server.group.rounds import Reply, failure_frame
 from server.security.access import ANONYMOUS, Principal
 from statsd_bn import limits
-from statsd_bn.error_text import in_log
 from statsd_bn.errors import RegistrationRefused, RoundMismatch, StatsdBNError
-from statsd_bn.messages import WORLD
-from statsd_bn.text import on_one_line
-from statsd_bn.tokens import digest
+from statsd_bn.messages import WORLD, digest
+from statsd_bn.text import log_line
 
 # The members of a large job may end at the same time.
 REMEMBERED_SESSIONS = 32_768
@@ -137,7 +135,7 @@ def _describe_break(master: SyncMaster) -> str:
     rounds = master.open_rounds
     if lost is None or (lost.fields.get("cause") == "" and not (rounds.failed or rounds.was_refused)):
         return ""
-    return in_log(lost)[: limits.MAX_NAME_BYTES]
+    return log_line(lost)[: limits.MAX_NAME_BYTES]
 
 
 logger = logging.getLogger("statsd_bn.server")
@@ -310,9 +308,9 @@ def _describe_leave(master: SyncMaster, cause: str) -> str:
     if not cause:
         return "leaves"
     if cause == master.logged_cause:
-        return f"leaves after this {on_one_line(cause.partition(':')[0])}"
+        return f"leaves after this {log_line(cause.partition(':')[0])}"
     master.logged_cause = cause
-    return f"leaves: {on_one_line(cause)}"
+    return f"leaves: {log_line(cause)}"
 
 
 def _log_end(record: SessionRecord, how: str, level: int = logging.INFO) -> None:

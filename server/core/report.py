@@ -16,9 +16,9 @@ from server.group.rounds import Round
 from server.security.access import Principal
 from server.security.quota import QuotaUsage
 from statsd_bn import limits
-from statsd_bn.error_text import in_log
 from statsd_bn.messages import Figures, FiguresRequest, Status
 from statsd_bn.skew import FIGURES
+from statsd_bn.text import log_line
 from statsd_bn.wire import encode
 
 # Maximum msgpack sizes without texts: the server's counters, an ended job, a group, a member, a round, and a number in
@@ -75,7 +75,7 @@ def _head(master: SyncMaster) -> dict[str, Any]:
         "min_members": membership.min_members,
         "members": [],
         "missing": membership.missing,
-        "lost": in_log(membership.lost or "")[: limits.MAX_NAME_BYTES],
+        "lost": log_line(membership.lost or "")[: limits.MAX_NAME_BYTES],
         "rounds_done": master.rounds_done,
         "rounds_failed": master.open_rounds.failed,
         "non_finite": master.open_rounds.non_finite.report(membership.reported_step, is_broken=bool(membership.lost)),
@@ -91,9 +91,9 @@ def _timings(master: SyncMaster) -> dict[str, Any]:
     rounds, health = master.open_rounds, master.health
     trips, window, findings = health.round_trips, health.pace.window, health.findings.report
     return {
-        **({"round_seconds": rounds.durations.told} if rounds.durations.total else {}),
-        **({"late_seconds": rounds.lateness.told} if rounds.lateness.total else {}),
-        **({"round_trip_seconds": trips.told} if trips.total else {}),
+        **({"round_seconds": rounds.durations.report} if rounds.durations.total else {}),
+        **({"late_seconds": rounds.lateness.report} if rounds.lateness.total else {}),
+        **({"round_trip_seconds": trips.report} if trips.total else {}),
         **({"slowest": window.slowest, "held": window.delay} if window.slowest is not None else {}),
         **({"findings": findings} if findings else {}),
     }

@@ -6,10 +6,10 @@ from typing import Protocol
 from server.group import lifecycle
 from server.group.contributor import Contributor
 from server.group.lifecycle import Event, GroupState, MemberState, Notice, Policy, Transition
-from statsd_bn.error_text import error_text
 from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost, StatsdBNError, WorldSizeMismatch
-from statsd_bn.members import Members, ranks_in_words
+from statsd_bn.members import Members, format_ranks
 from statsd_bn.messages import WORLD, Register
+from statsd_bn.text import error_text
 
 
 class Group(Protocol):
@@ -75,13 +75,13 @@ def _check_terms(group: Group, register: Register) -> None:
         raise _mismatch(
             group,
             register,
-            f"expected world_size {group.world_size}, as {ranks_in_words(group.present)} asked for, "
+            f"expected world_size {group.world_size}, as {format_ranks(group.present)} asked for, "
             f"got {register.world_size}",
             register.world_size,
         )
     if register.min_members != group.min_members:
         raise RegistrationRefused(
-            f"{group.name}: expected policy {_policy(group.min_members)}, as {ranks_in_words(group.present)} asked "
+            f"{group.name}: expected policy {_policy(group.min_members)}, as {format_ranks(group.present)} asked "
             f"for, got {_policy(register.min_members)} from rank {register.member} ({register.place})"
         )
 
@@ -116,8 +116,8 @@ def _check_same_start(group: Group, register: Register) -> None:
         return
     # The members present are consistent, so the first one that is not neutral represents them.
     other = next((contributor for contributor in group.contributors.values() if not _is_neutral(contributor)), None)
-    if other and other.has_begun != register.has_begun:
-        older, newer = (other, register) if other.has_begun else (register, other)
+    if other and other.has_started != register.has_started:
+        older, newer = (other, register) if other.has_started else (register, other)
         raise RegistrationRefused(
             f"{group.name}: rank {older.member} ({older.place}) is at step "
             f"{older.step}, and rank {newer.member} ({newer.place}) has taken part in no round; all ranks "
@@ -127,7 +127,7 @@ def _check_same_start(group: Group, register: Register) -> None:
 
 def _is_neutral(member: Contributor | Register) -> bool:
     """Whether a member was in the open group but has had no round, so that it fits both kinds."""
-    return member.has_past and not member.has_begun
+    return member.was_in_group and not member.has_started
 
 
 def _check_vacancy(group: Group, register: Register, transition: Transition) -> None:
@@ -136,14 +136,14 @@ def _check_vacancy(group: Group, register: Register, transition: Transition) -> 
         raise _mismatch(
             group,
             register,
-            f"expected a number in [0, {group.world_size}), as {ranks_in_words(group.present)} asked for, got {number}",
+            f"expected a number in [0, {group.world_size}), as {format_ranks(group.present)} asked for, got {number}",
             number + 1,
         )
     if len(group.contributors) == group.world_size or transition.notice is Notice.REFUSED_FULL:
         raise _mismatch(
             group,
             register,
-            f"expected {group.world_size} ranks, and {ranks_in_words(group.present)} registered, got one more",
+            f"expected {group.world_size} ranks, and {format_ranks(group.present)} registered, got one more",
             group.world_size + 1,
         )
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from server.group.lifecycle import MemberState
-from statsd_bn.members import NOBODY
+from statsd_bn.members import NO_MEMBERS
 from statsd_bn.messages import Register, StackReport
 from statsd_bn.round_key import RoundKey
-from statsd_bn.text import plain
+from statsd_bn.text import escape
 from statsd_bn.timing import Histogram
 
 # The first request follows a wait of ASK_SECONDS, the next one after the same time, and further ones at doubling
@@ -80,7 +80,7 @@ class StackSample:
             return
         self.unanswered_since = None
         if len(answer.members.runs) > MOST_RUNS:
-            answer = replace(answer, torch_group="", members=NOBODY, launched=0)
+            answer = replace(answer, torch_group="", members=NO_MEMBERS, launched=0)
         if self.latest is None or _location(answer) != _location(self.latest):
             self.since = now
             self.launched.clear()  # the counts are outdated, since the member has moved
@@ -92,7 +92,7 @@ class StackSample:
     def is_blocked(self) -> bool:
         """Whether the member is blocked in a torch collective: two reports agree."""
         latest = self.latest
-        return bool(latest and latest.held and latest.torch_group) and self.seen - self.since >= STEADY_SECONDS
+        return bool(latest and latest.in_collective and latest.torch_group) and self.seen - self.since >= STEADY_SECONDS
 
     def has_launched(self, group: int, at_least: int) -> bool | None:
         """Whether the member has launched at least so many operations on a process group; None if unknown."""
@@ -114,7 +114,7 @@ class StackSample:
             return f"does not answer when asked where it is, for {now - self.unanswered_since:.0f} s"
         if self.latest is None:
             return ""
-        place = plain(self.latest.stack) or ("a collective of torch" if self.latest.held else "")
+        place = escape(self.latest.stack) or ("a collective of torch" if self.latest.in_collective else "")
         return f"is in {place}, for {now - self.since:.0f} s" if place else ""
 
     def _count(self, now: float, group: int, number: int) -> None:
@@ -135,7 +135,8 @@ def group_of(answer: StackReport) -> int:
 def _location(answer: StackReport) -> tuple[object, ...]:
     # The operation count is part of a place in a collective, because a loop returns to the same line. A waiting member
     # that was asked about a process group is in a round.
-    return (answer.stack, answer.held, *((answer.torch_group, answer.launched) if answer.held else ()))
+    operation = (answer.torch_group, answer.launched) if answer.in_collective else ()
+    return (answer.stack, answer.in_collective, *operation)
 
 
 @dataclass(slots=True)
@@ -151,7 +152,7 @@ class Contributor:
         step: step of its latest contribution.
         first_step: first step with its contributions.
         state: its state, see `server.group.lifecycle`.
-        has_past: whether it was in the open group before a server restart.
+        was_in_group: whether it was in the open group before a server restart.
         announced_results: number of results that it will resend after the restart.
         replicas: rows of its latest contribution; 0 before the first.
         since: time of its registration, or of its return from a pass over its data.
@@ -175,7 +176,7 @@ class Contributor:
     step: int
     first_step: int
     state: MemberState
-    has_past: bool
+    was_in_group: bool
     announced_results: int
     recovered: set[RoundKey] = field(default_factory=set)
     replicas: int = 0
@@ -195,11 +196,11 @@ class Contributor:
 
     def restore(self, register: Register) -> None:
         """Record its state from before a server restart, which its first registration did not have."""
-        self.has_past = True
+        self.was_in_group = True
         self.announced_results, self.step, self.first_step = register.results, register.step, register.first_step
 
     @property
-    def has_begun(self) -> bool:
+    def has_started(self) -> bool:
         """Whether it has had a round, here or before a server restart."""
         return self.step > 0 or self.announced_results > 0
 
@@ -215,7 +216,7 @@ class Contributor:
     @property
     def stack(self) -> str:
         """The stack in its latest report; empty without one."""
-        return plain(self.stack_sample.latest.stack) if self.stack_sample and self.stack_sample.latest else ""
+        return escape(self.stack_sample.latest.stack) if self.stack_sample and self.stack_sample.latest else ""
 
     @property
     def latest_step(self) -> int:

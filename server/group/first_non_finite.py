@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from itertools import islice
 
 from server.group.contributor import Contributor
-from statsd_bn.members import TOLD_OF, Members, ranks_in_words
+from statsd_bn.members import MAX_NAMED_RANKS, Members, format_ranks
 from statsd_bn.messages import Aggregate
-from statsd_bn.reduction import not_finite
-from statsd_bn.round_key import RoundKey, first_non_finite
+from statsd_bn.reduction import find_non_finite
+from statsd_bn.round_key import RoundKey, format_first_non_finite
 
 logger = logging.getLogger("statsd_bn.server")
 
@@ -45,7 +45,7 @@ class FirstNonFinite:
 
     def record(self, aggregate: Aggregate, contributors: Mapping[int, Contributor]) -> None:
         """Record a non-finite aggregate; only the first in each direction is kept."""
-        self.record_round(aggregate.key, aggregate.non_finite, str(not_finite(aggregate.values)), contributors)
+        self.record_round(aggregate.key, aggregate.non_finite, str(find_non_finite(aggregate.values)), contributors)
 
     def record_round(self, key: RoundKey, bearers: Members, what: str, contributors: Mapping[int, Contributor]) -> None:
         """Record a non-finite round that a member reported.
@@ -61,9 +61,9 @@ class FirstNonFinite:
             self._count(key.step)
         if is_forward in self._texts:
             return
-        there = (contributors[member] for member in islice(bearers, TOLD_OF) if member in contributors)
-        who = ranks_in_words(bearers, {contributor.member: contributor.place for contributor in there})
-        text = first_non_finite(key, who, what)
+        there = (contributors[member] for member in islice(bearers, MAX_NAMED_RANKS) if member in contributors)
+        who = format_ranks(bearers, {contributor.member: contributor.place for contributor in there})
+        text = format_first_non_finite(key, who, what)
         self._texts[is_forward] = text = text[:MAX_TEXT_LENGTH]
         if is_forward:
             # Non-finite gradients before this were no overflow.

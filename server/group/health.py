@@ -22,7 +22,7 @@ from server.security.quota import MemoryShare
 from statsd_bn.errors import LimitExceeded, ProtocolError
 from statsd_bn.messages import LatenessReport, RoundTrips, SkewStats
 from statsd_bn.reduction import FloatArray
-from statsd_bn.skew import Comparison
+from statsd_bn.skew import SkewDetector
 from statsd_bn.timing import Histogram
 
 # Length of a window, and the share of it by which one member may delay the others.
@@ -197,14 +197,14 @@ class GroupHealth:
         self._open_rounds = open_rounds
         self._memory = memory
         self.pace = Pace()
-        self.comparison = Comparison(membership.world_size)
+        self.comparison = SkewDetector(membership.world_size)
         self.findings = Findings(f"job {membership.job!r}, group {membership.group!r}")
         self.round_trips = Histogram()
 
     @property
     def allocated(self) -> int:
         """Bytes allocated for skew figures."""
-        return self.comparison.kept
+        return self.comparison.size
 
     def remove(self, contributor: Contributor) -> None:
         """Remove a member that has left or is lost."""
@@ -223,7 +223,7 @@ class GroupHealth:
         if seconds < before.sum or any(new < old for new, old in zip(report.counts, before.counts, strict=True)):
             return
         for counted in (*everywhere, before):
-            counted.grow(tuple(before.counts), report.counts, seconds - before.sum)
+            counted.add_growth(tuple(before.counts), report.counts, seconds - before.sum)
 
     def update_pace(self, now: float, rounds: int) -> None:
         """End the current window if it is due, and report a straggler.
@@ -273,9 +273,9 @@ class GroupHealth:
         if len(members) < self._membership.world_size:
             return
         with suppress(LimitExceeded):  # without memory the step is skipped
-            self._memory.check(self.comparison.more_for(layers))
-            for found in self.comparison.look(now, step, layers, values):
-                text = found.in_words([str(member) for member in members])
+            self._memory.check(self.comparison.growth(layers))
+            for found in self.comparison.add(now, step, layers, values):
+                text = found.describe([str(member) for member in members])
                 self.findings.add("skew", members[found.member].member, step, text, found.layer)
 
 

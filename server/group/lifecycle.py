@@ -200,7 +200,7 @@ def transition(policy: Policy, group: GroupState, event: Event, member: MemberSt
 
 def arrival(register: Register) -> Event:
     """Returns the event of a registration itself."""
-    if not register.has_past:
+    if not register.was_in_group:
         return Event.ARRIVES
     return Event.RETURNS if register.participation == Participation.TAKES_PART else Event.RETURNS_PAUSED
 

@@ -16,7 +16,6 @@ from server.group.open_rounds import OpenRounds, ParkedContributions, pending_fr
 from server.group.results import Archive, RecoveredResults, reduce_round
 from server.group.rounds import Reply, Round, failure_frame, unknown_session
 from server.security.quota import EXPECTED_BYTES, GROUP_BYTES, MEMBER_BYTES, RUN_BYTES, MemoryShare, QuotaUsage
-from statsd_bn.error_text import error_text
 from statsd_bn.errors import (
     ContributionConflict,
     LimitExceeded,
@@ -24,7 +23,7 @@ from statsd_bn.errors import (
     ReplicaLost,
     StatsdBNError,
 )
-from statsd_bn.members import Members, ranks_in_words
+from statsd_bn.members import Members, format_ranks
 from statsd_bn.messages import (
     Aggregate,
     Contribution,
@@ -32,10 +31,11 @@ from statsd_bn.messages import (
     NonFiniteRound,
     Register,
     Registered,
+    digest,
 )
 from statsd_bn.reduction import Rows
 from statsd_bn.round_key import RoundKey
-from statsd_bn.tokens import digest
+from statsd_bn.text import error_text
 from statsd_bn.wire import encode
 
 logger = logging.getLogger("statsd_bn.server")
@@ -256,7 +256,7 @@ class SyncMaster:
         """Maximum number of bytes that a registration adds."""
         member = 0 if register.member in self.membership.contributors else MEMBER_BYTES
         return member + (
-            EXPECTED_BYTES * len(register.known) if register.has_past and not self.membership.has_opened else 0
+            EXPECTED_BYTES * len(register.known) if register.was_in_group and not self.membership.has_opened else 0
         )
 
     def _update_memory(self) -> None:
@@ -344,7 +344,7 @@ class SyncMaster:
         except (LimitExceeded, ContributionConflict) as error:
             return [(peer, failure_frame(error, key))]
         absent = self.membership.absent
-        whom = ranks_in_words(Members.of(absent)) if absent else "all ranks"
+        whom = format_ranks(Members.of(absent)) if absent else "all ranks"
         text = f"waiting for {whom} to reconnect to the restarted server"
         return [(peer, pending_frame(key, 0, text))] if contribution.attempt else []
 

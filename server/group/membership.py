@@ -12,10 +12,10 @@ from server.group.contributor import Contributor
 from server.group.lifecycle import Event, GroupState, MemberState, Notice, Policy, Transition
 from server.group.recovery import Recovery
 from statsd_bn import limits
-from statsd_bn.error_text import error_text
 from statsd_bn.errors import ReplicaLost, StatsdBNError
-from statsd_bn.members import NOBODY, Members, ranks_in_words
+from statsd_bn.members import NO_MEMBERS, Members, format_ranks
 from statsd_bn.messages import Participation, Register
+from statsd_bn.text import error_text
 
 
 class Membership:
@@ -51,7 +51,7 @@ class Membership:
         self.world_size = register.world_size
         self.min_members = register.min_members
         self.contributors: dict[int, Contributor] = {}
-        self.present = NOBODY
+        self.present = NO_MEMBERS
         self.latest_step = self.reported_step = 0
         self.recovery: Recovery | None = None
         self._may_have_rejoining = False
@@ -115,7 +115,7 @@ class Membership:
     @property
     def _former_participants(self) -> list[Contributor]:
         """Members that took part before a server restart, and still do."""
-        return [one for one in self.contributors.values() if one.has_past and one.state is MemberState.TAKES_PART]
+        return [one for one in self.contributors.values() if one.was_in_group and one.state is MemberState.TAKES_PART]
 
     def missing_for(self, contributor: Contributor) -> tuple[int, Members]:
         """Number of members that a member waits for, and the members present."""
@@ -179,7 +179,7 @@ class Membership:
             self.recovery = Recovery(now, self._silence)
         if contributor is None:
             contributor = self._add(register, peer)
-        elif self.recovery and register.has_past and not contributor.has_past:
+        elif self.recovery and register.was_in_group and not contributor.was_in_group:
             # Its first registration reached the restarted server before it knew of the restart.
             contributor.restore(register)
             self.record_reported_step(register.step)
@@ -214,7 +214,7 @@ class Membership:
         late = self.recovery.expire(now, self._returned) if self.recovery else []
         if late:
             cause = "did not reconnect after the server was restarted"
-            loss = self._loss(late[0], self.reported_step, f"{ranks_in_words(Members.of(late))} {cause}", cause)
+            loss = self._loss(late[0], self.reported_step, f"{format_ranks(Members.of(late))} {cause}", cause)
             self._break_if_notified(self._apply(Event.TIMES_OUT), loss)
         return bool(late)
 
@@ -260,7 +260,7 @@ class Membership:
             # A paused member starts with the next pass, and would mistake a later step for it.
             self._next_step if joins and register.participation == Participation.TAKES_PART else register.first_step,
             lifecycle.state_of(register.participation),
-            register.has_past,
+            register.was_in_group,
             register.results if self.recovery else 0,
         )
         self.contributors[register.member] = contributor
@@ -301,7 +301,7 @@ class Membership:
         """
         begun = self._latest_pass
         for contributor in self.contributors.values():
-            if self.is_elastic and not contributor.has_past and self._has_begun:
+            if self.is_elastic and not contributor.was_in_group and self._has_begun:
                 contributor.first_step = self._next_step
             elif contributor.state is MemberState.REJOINING and contributor.first_step < begun:
                 if self.is_elastic and recovery.is_left_out(contributor.member, begun):

@@ -33,12 +33,12 @@ from statsd_bn.errors import (
     RoundTimeout,
     StatsdBNError,
 )
-from statsd_bn.members import Members, ranks_in_words
+from statsd_bn.members import Members, format_ranks
 from statsd_bn.messages import Aggregate, Contribution, Pending
 from statsd_bn.reduction import FloatArray, Rows, is_finite
 from statsd_bn.round_key import RoundKey
-from statsd_bn.skew_samples import KNOWN_BYTES, VECTORS, Samples, told_by
-from statsd_bn.text import told
+from statsd_bn.skew_samples import SCHEDULED_BYTES, VECTORS, SkewSampler, figures_of_step
+from statsd_bn.text import wire_text
 from statsd_bn.timing import Histogram
 from statsd_bn.wire import encode
 
@@ -50,7 +50,7 @@ class RoundSamples:
     """Sampled rows of one group, for the skew figures."""
 
     def __init__(self) -> None:
-        self._samples = Samples(MAX_SAMPLE_BYTES)
+        self._samples = SkewSampler(MAX_SAMPLE_BYTES)
 
     def is_due(self, now: float, key: RoundKey) -> bool:
         """Whether to sample a round."""
@@ -69,11 +69,11 @@ class RoundSamples:
         values = np.concatenate([one.values[..., ::stride] for one in rows])
         if is_finite(values):
             counts = [count for one in rows for count in one.counts]
-            self._samples.look(now, key, counts, [len(one.counts) for one in rows], values)
+            self._samples.observe(now, key, counts, [len(one.counts) for one in rows], values)
 
     def consume(self, now: float) -> tuple[int, dict[str, FloatArray]] | None:
         """The sampled step and the figures of its layers by name; None without a sample."""
-        return told_by(self._samples.take(now))
+        return figures_of_step(self._samples.drain(now))
 
 
 # Late members named in a message.
@@ -279,7 +279,7 @@ class OpenRounds:
             return
         before = self._samples.size
         with suppress(LimitExceeded):  # without memory the round is not sampled
-            memory.check(MAX_SAMPLE_BYTES + KNOWN_BYTES)
+            memory.check(MAX_SAMPLE_BYTES + SCHEDULED_BYTES)
             self._samples.add(now, round_.key, [future.get() for future in round_.futures.values()])
             memory.adjust(self._samples.size - before)
 
@@ -318,7 +318,7 @@ class OpenRounds:
 
     def _close(self, round_: Round, also: Iterable[bytes] = ()) -> list[Reply]:
         self._open.pop(round_.key, None)
-        self._archive.add(round_, limits.KEPT_ROUNDS)
+        self._archive.add(round_, limits.CACHED_ROUNDS)
         for key in self._recovered.round_ended() if self._recovered.results else ():
             self._archive.add_ended(key)
         return [(peer, round_.answer) for peer in dict.fromkeys((*round_.peers, *also))]
@@ -333,7 +333,7 @@ class OpenRounds:
     def _describe_missing(self, round_: Round) -> str:
         """Short text of the missing members, for an error with a table."""
         are_several = self._membership.has_quorum and len(round_.missing) > 1
-        return ranks_in_words(Members.of(round_.missing)) if are_several else self._describe_awaited(round_)
+        return format_ranks(Members.of(round_.missing)) if are_several else self._describe_awaited(round_)
 
     def _pending(self, now: float, round_: Round) -> bytes:
         """Reply to a repeated contribution: the missing members of its round."""
@@ -365,7 +365,7 @@ def _not_participating(contributor: Contributor, key: RoundKey, members: Iterabl
 
 def pending_frame(key: RoundKey, seconds: int, text: str, where: str = "") -> bytes:
     """Pending message: the reason and the length of a member's wait."""
-    return encode(Pending(key, seconds, told(f"{key}: {text}"), told(where)))
+    return encode(Pending(key, seconds, wire_text(f"{key}: {text}"), wire_text(where)))
 
 
 ParkedContribution = tuple[Contributor, Contribution, bytes]

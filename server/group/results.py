@@ -22,9 +22,9 @@ from server.group.rounds import Round, RoundState
 from server.security.quota import CONTRIBUTION_BYTES, RUN_BYTES, MemoryShare
 from statsd_bn import limits
 from statsd_bn.errors import ContributionConflict
-from statsd_bn.members import NOBODY, Members
-from statsd_bn.messages import Aggregate, sound_aggregate
-from statsd_bn.reduction import FloatArray, bearers, is_finite, join_in_order, sum_in_order
+from statsd_bn.members import NO_MEMBERS, Members
+from statsd_bn.messages import Aggregate, unchecked_aggregate
+from statsd_bn.reduction import FloatArray, is_finite, join_in_order, non_finite_members, sum_in_order
 from statsd_bn.round_key import GATHER, RoundKey
 
 # A late copy of a contribution is at most as old as the data in flight on a broken connection, far less than this.
@@ -109,7 +109,7 @@ class RecoveredResults:
         self._memory = memory
         self.results: dict[RoundKey, RecoveredResult] = {}
         self._different: RecoveredResult | None = None
-        self._rounds_left = limits.KEPT_ROUNDS
+        self._rounds_left = limits.CACHED_ROUNDS
 
     def add(self, contributor: Contributor, aggregate: Aggregate) -> None:
         """Add an aggregate that a member resends.
@@ -214,8 +214,8 @@ def reduce_round(round_: Round) -> Aggregate:
         return Aggregate(round_.key, len(rows), round_.count, members, join_in_order(rows))
     total = sum_in_order(rows) if len(rows) > 1 else rows[0]
     # Mostly finite, so the origin is searched only if it is not.
-    whose = NOBODY if is_finite(total) else bearers(_by_member(round_))
-    return sound_aggregate(round_.key, len(rows), round_.count, members, total, whose)
+    whose = NO_MEMBERS if is_finite(total) else non_finite_members(_by_member(round_))
+    return unchecked_aggregate(round_.key, len(rows), round_.count, members, total, whose)
 
 
 def _by_member(round_: Round) -> Iterator[tuple[int, FloatArray]]:

@@ -16,7 +16,6 @@ import numpy as np
 
 from server.group.contributor import Contributor
 from statsd_bn import limits
-from statsd_bn.error_text import MOST_ROWS, Place, Row, error_text
 from statsd_bn.errors import (
     ContributionConflict,
     RoundFailed,
@@ -25,12 +24,11 @@ from statsd_bn.errors import (
     StatsdBNError,
     UnknownSession,
 )
-from statsd_bn.members import Members, ranks_in_words
-from statsd_bn.messages import Failure
+from statsd_bn.members import Members, format_ranks
+from statsd_bn.messages import Failure, digest
 from statsd_bn.reduction import FloatArray, Rows
 from statsd_bn.round_key import GATHER, RoundKey
-from statsd_bn.text import told
-from statsd_bn.tokens import digest
+from statsd_bn.text import MAX_ROWS, Row, TableSection, error_text, wire_text
 from statsd_bn.wire import encode
 
 LATE_ADVICE = "Check the missing ranks' logs, or raise connect(round_timeout=...) if a step may take longer."
@@ -255,7 +253,7 @@ class Round:
         """Error of a member that sends two different contributions."""
         return conflict_error(self.key, member)
 
-    def timeout(self, whom: str, missing: list[int], table: Sequence[Place] = ()) -> RoundTimeout:
+    def timeout(self, whom: str, missing: list[int], table: Sequence[TableSection] = ()) -> RoundTimeout:
         """Error of a round at its deadline: the missing members, the waiting members and the time."""
         return RoundTimeout(
             error_text(
@@ -281,7 +279,7 @@ class Round:
             self.shape = shape
             return
         (vectors, channels), (got_vectors, got_channels) = self.shape, shape
-        others = ranks_in_words(Members.of(self.waiting))
+        others = format_ranks(Members.of(self.waiting))
         what = (
             f"expected {channels} channels, as {others} sent, got {got_channels}"
             if channels != got_channels
@@ -328,12 +326,12 @@ def failure_frame(error: StatsdBNError, key: RoundKey | None = None) -> bytes:
     """Failure message of an error."""
     # Cached errors are raised repeatedly; each raise would extend the traceback, which keeps received frames alive.
     error.__traceback__ = None
-    return encode(Failure(error.code, told(error.message), error.fields, key))
+    return encode(Failure(error.code, wire_text(error.message), error.fields, key))
 
 
 def timeout_table(
     now: float, round_: Round, contributors: Mapping[int, Contributor], missing: Sequence[int]
-) -> list[Place]:
+) -> list[TableSection]:
     """Table of the missing and the waiting ranks of a round.
 
     Args:
@@ -342,13 +340,13 @@ def timeout_table(
         contributors: members of the group by rank.
         missing: missing members.
     """
-    where = round_.key.in_words(with_call=round_.key.call > 0)
+    where = round_.key.describe(with_call=round_.key.call > 0)
     waiting = round_.waiting
-    late = [_late(now, one, contributors, where) for one in missing[:MOST_ROWS]]
-    there = [_waiting(now, one, round_, contributors, where) for one in waiting[:MOST_ROWS]]
+    late = [_late(now, one, contributors, where) for one in missing[:MAX_ROWS]]
+    there = [_waiting(now, one, round_, contributors, where) for one in waiting[:MAX_ROWS]]
     return [
-        *([Place(late, len(missing), "that have not come")] if late else []),
-        *([Place(there, len(waiting), f"in {where}")] if there else []),
+        *([TableSection(late, len(missing), "that have not come")] if late else []),
+        *([TableSection(there, len(waiting), f"in {where}")] if there else []),
     ]
 
 

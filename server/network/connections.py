@@ -28,8 +28,8 @@ from server.network.reset_filter import ResetDetector, close_connection, drop_re
 from server.network.sender import Sender
 from server.security.access import Principal
 from server.security.quota import Quota
-from statsd_bn.error_text import in_log
 from statsd_bn.errors import LimitExceeded, StatsdBNError
+from statsd_bn.text import log_line
 
 # How long a connection without a member may be silent.
 IDLE_SECONDS = 60.0
@@ -235,7 +235,7 @@ class ConnectionManager:
 
     def close(self, peer: bytes, error: StatsdBNError) -> None:
         """Send an error to a peer and close its connection a moment later; ignore its further messages."""
-        logger.warning("peer %r: %s", peer, in_log(error))
+        logger.warning("peer %r: %s", peer, log_line(error))
         self.ignored[peer] = time.monotonic() + IGNORED_SECONDS
         self.members.pop(peer, None)
         # A frame may be read after its connection was closed and the descriptor reused.

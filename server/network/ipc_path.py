@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from statsd_bn.endpoints import check_folder, ipc_path, make_private, private_folder, remove_job_folder
+from statsd_bn.endpoints import check_folder, ipc_path, make_private_folder, private_folder, remove_job_folder
 from statsd_bn.errors import BindError, ConfigurationError
 
 logger = logging.getLogger("statsd_bn.server")
@@ -85,7 +85,7 @@ def listen(endpoint: str) -> Iterator[int]:
         yield NO_DESCRIPTOR
         return
     if _is_own(path.parent):
-        make_private(path.parent)
+        make_private_folder(path.parent)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound:
         try:
             _check(path.parent)

@@ -52,7 +52,7 @@ class Listener:
         ConfigurationError: keys are given, and this libzmq was built without CURVE.
     """
 
-    def __init__(self, quota: Quota, pair: keys.Pair | None, is_allowed: Callable[[str], bool]) -> None:
+    def __init__(self, quota: Quota, pair: keys.KeyPair | None, is_allowed: Callable[[str], bool]) -> None:
         if pair:
             check_curve()
         seed_routing_ids()
@@ -122,7 +122,7 @@ class Listener:
         for option, value in KEEPALIVE.items():
             self.socket.setsockopt(option, value)
 
-    def _require_keys(self, pair: keys.Pair) -> None:
+    def _require_keys(self, pair: keys.KeyPair) -> None:
         self.socket.curve_server = True
         self.socket.curve_publickey = pair.public.encode()
         self.socket.curve_secretkey = pair.secret.encode()

@@ -28,10 +28,10 @@ from server.security import access, keygen
 from server.security.access import ANONYMOUS, Access, Principal
 from statsd_bn import limits
 from statsd_bn.endpoints import needs_keys
-from statsd_bn.error_text import in_log
 from statsd_bn.errors import BindError, ConfigurationError
-from statsd_bn.keys import PublicKey, is_out_of_files
-from statsd_bn.reduction import quietly
+from statsd_bn.keys import PublicKey, is_out_of_descriptors
+from statsd_bn.reduction import ignore_float_errors
+from statsd_bn.text import log_line
 
 # How long members may stay after the parent process has ended: they learn of the loss within milliseconds, raise, and
 # leave.
@@ -156,7 +156,7 @@ class Service:
         ranks = 0 if self._parent else self._dispatcher.nr_ranks
         return f"; {ranks} rank{'s' * (ranks > 1)} had not left" if ranks else ""
 
-    @quietly
+    @ignore_float_errors
     def run(self) -> None:
         """Serve until `stop`, or until the parent ends; then process the received frames and return.
 
@@ -249,11 +249,11 @@ class Service:
         try:
             clients, problems = keygen.reload_clients(self._curve)
         except ConfigurationError as error:
-            self._reload_requested = is_out_of_files(error)
-            logger.error("reload failed, the keys stay unchanged: %s", in_log(error))  # noqa: TRY400 - no bug of ours
+            self._reload_requested = is_out_of_descriptors(error)
+            logger.error("reload failed, the keys stay unchanged: %s", log_line(error))  # noqa: TRY400 - no bug of ours
             return
         for problem in problems:
-            logger.error("key refused: %s", in_log(problem))
+            logger.error("key refused: %s", log_line(problem))
         access = self._set_clients(clients)
         logger.info("accepting %d keys from now on: %s", len(access.names), ", ".join(sorted(access.names)))
         self._sender.send(self._dispatcher.revoke(time.monotonic(), access))

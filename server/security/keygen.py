@@ -17,7 +17,7 @@ from zmq.utils import z85
 
 from statsd_bn import keys
 from statsd_bn.errors import ConfigurationError
-from statsd_bn.keys import ClientKeys, Pair, PublicKey
+from statsd_bn.keys import ClientKeys, KeyPair, PublicKey
 
 PRIVATE_FILE = 0o600
 PRIVATE_FOLDER = 0o700
@@ -144,9 +144,9 @@ def _contents(folder: Path, names: Sequence[str], rights: str) -> dict[Path, str
     return contents
 
 
-def _pair() -> Pair:
+def _pair() -> KeyPair:
     public, secret = zmq.curve_keypair()
-    return Pair(public.decode(), secret.decode())
+    return KeyPair(public.decode(), secret.decode())
 
 
 def _toml(**values: str) -> str:
@@ -185,7 +185,7 @@ KEY_BYTES = 32
 STANDARD_INPUT = "-"
 
 
-def load_server_keys(curve: str) -> tuple[Pair, list[PublicKey]]:
+def load_server_keys(curve: str) -> tuple[KeyPair, list[PublicKey]]:
     """Returns the server's pair and the clients' public keys.
 
     Raises:
@@ -197,12 +197,12 @@ def load_server_keys(curve: str) -> tuple[Pair, list[PublicKey]]:
     return found.pair, [PublicKey(found.client, found.client_key)]
 
 
-def operator_pair(pair: Pair) -> Pair:
+def operator_pair(pair: KeyPair) -> KeyPair:
     """Returns the read-only pair of the operator, derived from the server's own."""
     check_curve()
     made = blake2b(b"operator", key=pair.secret.encode(), digest_size=KEY_BYTES, person=b"statsd_bn").digest()
     secret = z85.encode(made)
-    return Pair(zmq.curve_public(secret).decode(), secret.decode())
+    return KeyPair(zmq.curve_public(secret).decode(), secret.decode())
 
 
 def load_query_keys(curve: str) -> ClientKeys:
@@ -225,4 +225,4 @@ def reload_clients(curve: str) -> tuple[list[PublicKey], list[ConfigurationError
     """
     if curve == STANDARD_INPUT:
         raise ConfigurationError("curve: expected a folder to reload keys from, got standard input")
-    return keys.load_sound_clients(curve)
+    return keys.load_valid_clients(curve)

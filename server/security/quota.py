@@ -11,7 +11,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from statsd_bn import limits
-from statsd_bn.checks import shown
+from statsd_bn.checks import short_repr
 from statsd_bn.errors import ConfigurationError, LimitExceeded
 from statsd_bn.messages import Register
 from statsd_bn.reduction import Rows
@@ -111,7 +111,7 @@ class Quota:
             value = getattr(self, option.name)
             if not option.metadata["least"] <= value <= option.metadata["most"]:
                 name = option.name.replace("_", "-")
-                raise ConfigurationError(f"{name}: expected {option_range(option)}, got {shown(value)}")
+                raise ConfigurationError(f"{name}: expected {option_range(option)}, got {short_repr(value)}")
 
     @property
     def narrows_contributions(self) -> bool:

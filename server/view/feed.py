@@ -7,8 +7,8 @@ from typing import Any
 
 from server.cli.status import MALFORMED, malformed_report
 from server.view.snapshot import Snapshot, SnapshotBuilder
-from statsd_bn.error_text import in_log
 from statsd_bn.errors import StatsdBNError
+from statsd_bn.text import log_line
 
 PERIOD_SECONDS = 1.0
 
@@ -82,4 +82,4 @@ class Feed:
 
 
 def _in_words(error: Exception) -> str:
-    return in_log(error if isinstance(error, StatsdBNError) else f"{type(error).__name__}: {error}")
+    return log_line(error if isinstance(error, StatsdBNError) else f"{type(error).__name__}: {error}")

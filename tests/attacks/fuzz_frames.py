@@ -8,8 +8,7 @@ import random
 import struct
 
 from fuzzing.fuzz_target import JOBS, SOUND, TOKENS
-from statsd_bn.messages import Heartbeat, StatusRequest
-from statsd_bn.tokens import digest
+from statsd_bn.messages import Heartbeat, StatusRequest, digest
 from statsd_bn.wire import encode
 
 # Where a connection's mark goes.

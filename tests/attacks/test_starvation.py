@@ -11,9 +11,8 @@ from attacks.peers import Peer, Peers, job_of
 from attacks.variants import first_is_quick
 from statsd_bn import limits
 from statsd_bn.members import Members
-from statsd_bn.messages import Contribution, Heartbeat, StackReport, StackRequest
+from statsd_bn.messages import Contribution, Heartbeat, StackReport, StackRequest, digest
 from statsd_bn.round_key import RoundKey
-from statsd_bn.tokens import digest
 
 pytestmark = pytest.mark.long
 

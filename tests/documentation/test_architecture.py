@@ -33,7 +33,7 @@ def test_the_wheel_holds_the_three_packages_typed_and_nothing_else(tmp_path):
         sources = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / package).rglob("*.py")}
         assert {f"{package}/py.typed", *sources} <= names
     assert not {name for name in names if "test" in name or "__pycache__" in name}
-    assert "statsd-bn = statsd_bn.namesakes.command:main" in entry_points
+    assert "statsd-bn = statsd_bn.name_conflicts:main" in entry_points
 
 
 def test_the_oldest_versions_are_tested_that_users_may_install():

@@ -12,9 +12,8 @@ from torch import nn
 import client
 from client.session.connection import Connection
 from server.__main__ import main
-from statsd_bn.error_text import FIRST_LINE
 from statsd_bn.errors import BY_CODE
-from statsd_bn.text import unfolded
+from statsd_bn.text import FIRST_LINE, unwrap
 from support.memory_members import outcome, run_members
 from support.paths import ROOT
 
@@ -71,7 +70,7 @@ def test_values_that_do_not_fit_are_told_in_a_short_first_line():
 
     for error in run_members(2, sync):
         assert len(first_line(error)) <= WIDTH
-        assert "of rank 1 in this step' only from 1" in unfolded(str(error))
+        assert "of rank 1 in this step' only from 1" in unwrap(str(error))
 
 
 COMMANDS = [

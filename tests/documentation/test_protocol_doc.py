@@ -436,7 +436,7 @@ WAYS: dict[str, Callable[[], list[messages.Message]]] = {
     "a session that has left": lambda: play(*OPEN, messages.Leave(session_of(0), ""), contribution(0)),
     "the end before the beginning": lambda: play(register(0), then=Dispatcher.stop),
     "a round that is over for long": lambda: play(
-        register(0, 1), *(contribution(0, key=key(step=step)) for step in (*range(limits.KEPT_ROUNDS + 1), 0))
+        register(0, 1), *(contribution(0, key=key(step=step)) for step in (*range(limits.CACHED_ROUNDS + 1), 0))
     ),
     "a member that does not come back": lambda: play(
         register(0, **PAST, deadline=5.0),

@@ -14,10 +14,10 @@ from server.core.dispatcher import Dispatcher
 from server.group.rounds import Reply
 from statsd_bn import messages
 from statsd_bn.members import Members
+from statsd_bn.messages import digest
 from statsd_bn.reduction import Rows
 from statsd_bn.round_key import BACKWARD, GATHER, RoundKey
 from statsd_bn.skew_samples import Sample
-from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 
 # Longer plays find nothing that shorter ones do not.

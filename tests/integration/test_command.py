@@ -92,5 +92,5 @@ def test_a_server_that_is_not_ours_is_told(folder):
     said = run(*command("--version", first=first), cwd=folder, **PATH)
     assert said.returncode == 2
     assert said.stdout == "mine\n"
-    assert said.stderr.startswith(f"statsd_bn: the module 'server' is not ours but {folder}/server.py")
+    assert said.stderr.startswith(f"statsd_bn: the module 'server' is {folder}/server.py, not statsd_bn's")
     assert said.stderr.count("\n") == 1

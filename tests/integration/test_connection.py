@@ -100,7 +100,7 @@ def test_no_server_at_the_endpoint_is_an_error_that_names_it(monkeypatch, tmp_pa
     monkeypatch.setattr(registration, "ANSWER_SECONDS", 0.2)
     endpoint = f"ipc://{tmp_path}/nobody"
     with pytest.raises(
-        errors.ServerUnreachable, match=rf"^nobody listens at\n    {endpoint} \(there is no such file\)\n"
+        errors.ServerUnreachable, match=rf"^no server listens at\n    {endpoint} \(there is no such file\)\n"
     ):
         client.connect(endpoint)
 

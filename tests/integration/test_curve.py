@@ -31,7 +31,7 @@ from server.security.keygen import generate, load_query_keys
 from statsd_bn.errors import AuthenticationRefused, RegistrationRefused, ReplicaLost, ServerUnreachable
 from statsd_bn.keys import ClientKeys, load_client
 from statsd_bn.messages import Failure, Heartbeat, Registered, StatusRequest
-from statsd_bn.text import unfolded
+from statsd_bn.text import unwrap
 from statsd_bn.wire import decode, encode
 from support.launched import Launched
 from support.memory_members import outcome, wait_until
@@ -431,5 +431,5 @@ def test_a_folder_without_keys_is_a_usage_error(tmp_path):
     command = [sys.executable, "-m", "server", "--curve", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert ended.returncode == 2
-    assert unfolded(ended.stderr).count("\n") == 1
+    assert unwrap(ended.stderr).count("\n") == 1
     assert "cannot read" in ended.stderr

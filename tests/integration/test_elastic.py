@@ -12,7 +12,7 @@ from client.ops.functional import Slice, batch_norm
 from client.ops.native_exchange import NativeExchange
 from client.transports.server import SlavePipe
 from statsd_bn.errors import RegistrationRefused, ReplicaLost, RoundTimeout, WorldSizeMismatch
-from statsd_bn.members import NOBODY
+from statsd_bn.members import NO_MEMBERS
 from statsd_bn.messages import NO_SERVER
 from support.memory_members import MemoryMaster, in_threads
 from support.pure_members import PureWorld, backward, forward
@@ -258,7 +258,7 @@ def test_an_initial_member_that_never_heard_of_the_opening_begins_with_the_other
     world.restart()
     world.silent.clear()
     unheard = world.members[1]
-    unheard.session._server, unheard.session.members = NO_SERVER, NOBODY
+    unheard.session._server, unheard.session.members = NO_SERVER, NO_MEMBERS
     told.forward(1.0)
     unheard.register()
     world.pass_time(1.0)

@@ -7,7 +7,7 @@ from torch import nn
 from programs import fsdp_programs
 from programs.ddp_programs import train_on_the_whole_batch
 from programs.member_programs import state
-from statsd_bn.text import unfolded
+from statsd_bn.text import unwrap
 from support.newer_torch import needs
 from support.whole_batch import assert_equal
 
@@ -45,7 +45,7 @@ def test_a_distributed_input_is_refused_and_its_part_is_taken(members, tmp_path)
     found = members(2, fsdp_programs.give_a_dtensor, str(tmp_path / "store"))
     expected = nn.BatchNorm1d(2)(torch.arange(8.0).view(4, 2)).detach()
     for told, _ in found:
-        assert "expected a local input and local parameters, got a DTensor" in unfolded(told)
+        assert "expected a local input and local parameters, got a DTensor" in unwrap(told)
     torch.testing.assert_close(torch.cat([part for _, part in found]), expected)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 import client
 from programs import life_programs
 from programs.life_programs import STEPS
-from statsd_bn.text import unfolded
+from statsd_bn.text import unwrap
 from support.transports import HOST_TRANSPORTS, PROCESS_GROUP
 from support.whole_batch import assert_equal
 
@@ -67,7 +67,7 @@ def test_forked_workers_load_and_evaluate_and_leave_the_transport_of_their_paren
         for words in told:
             assert words.startswith("ConnectionClosed: ")
             what = "process group" if transport == PROCESS_GROUP else "connection"
-            assert re.search(rf"was forked from process {process} and cannot use its {what}", unfolded(words))
+            assert re.search(rf"was forked from process {process} and cannot use its {what}", unwrap(words))
     for step, whole in enumerate(expected_output):
         torch.testing.assert_close(torch.cat([evaluated[step] for _, evaluated, _, _ in found]), whole)
 

@@ -66,7 +66,7 @@ def test_all_ranks_may_raise_before_anything_has_moved(steps_over, transport):
     for told, raised, moved, _ in found:
         ((step, fields, text),) = raised
         assert (told, step, fields["members"], fields["names"], fields["phase"]) == ([], 1, [1], [name], "forward")
-        assert (fields["spoilt_channels"], fields["channels"], fields["kinds"]) == (1, 4, ["NaN"])
+        assert (fields["non_finite_channels"], fields["channels"], fields["kinds"]) == (1, 4, ["NaN"])
         assert text.startswith("rank 1 sent non-finite values: ")
         assert f"\n  {name}\n" in text
         assert moved == 2

@@ -14,7 +14,7 @@ from client.transports import process_group
 from client.transports.named_process_group import NamedProcessGroup
 from programs import ddp_programs, process_group_programs
 from programs.member_programs import state
-from statsd_bn.text import unfolded
+from statsd_bn.text import unwrap
 from support.whole_batch import Case, assert_equal, assert_equal_to_whole_batch, joined
 
 
@@ -117,12 +117,12 @@ def test_a_compiled_layer_notices_that_it_has_company_now(pool, tmp_path):
 
 def test_a_process_group_that_is_gone_is_told(ranks):
     for text in ranks(2, process_group_programs.destroyed):
-        assert "does not exist in this process, or was destroyed" in unfolded(text)
+        assert "does not exist in this process, or was destroyed" in unwrap(text)
 
 
 def test_a_rank_outside_of_its_process_group_is_told(ranks):
     _, text = ranks(2, process_group_programs.outside)
-    assert "this process is not a member of the layer's process group" in unfolded(text)
+    assert "this process is not a member of the layer's process group" in unwrap(text)
 
 
 def test_one_of_group_and_process_group_is_enough():

@@ -20,9 +20,8 @@ from server.group.recovery import RECONNECT_SECONDS
 from statsd_bn import limits
 from statsd_bn.errors import ReplicaLost
 from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate, Failure, Pending, Registered, Result
+from statsd_bn.messages import Aggregate, Failure, Pending, Registered, Result, digest
 from statsd_bn.reduction import Rows
-from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 from support.launched import Launched
 from support.memory_members import SERVER, MemoryMaster, wait_until
@@ -236,8 +235,8 @@ def test_only_the_latest_results_are_told_and_in_order():
     frames = [frame for number in range(20) for frame in world.exchange(f"bn{number}")]
     register, *results = [decode(frame) for frame in session.resync_frames()]
     assert (register.session, register.server, register.known) == (session.member_token, b"server-0", Members.of([0]))
-    assert register.results == len(results) == limits.KEPT_ROUNDS
-    assert [encode(result.aggregate) for result in results] == frames[-limits.KEPT_ROUNDS :]
+    assert register.results == len(results) == limits.CACHED_ROUNDS
+    assert [encode(result.aggregate) for result in results] == frames[-limits.CACHED_ROUNDS :]
 
 
 def test_a_group_to_which_one_member_has_no_more_to_say_is_taken_up_again():
@@ -346,8 +345,8 @@ def test_what_members_have_told_is_forgotten_when_nobody_can_wait_for_it():
         world.read(session)
     (master,) = world.dispatcher._registry.masters.values()
     assert len(master._recovered.results) == 1
-    for number in range(limits.KEPT_ROUNDS):
-        assert len(master._recovered.results) == int(number < limits.KEPT_ROUNDS - 1)
+    for number in range(limits.CACHED_ROUNDS):
+        assert len(master._recovered.results) == int(number < limits.CACHED_ROUNDS - 1)
         world.exchange(f"next {number}")
     assert master._archive.has_ended(key._replace(layer="bn"))
 

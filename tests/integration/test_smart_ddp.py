@@ -9,7 +9,7 @@ from client.training import smart_ddp
 from client.training.smart_ddp import arguments_for, check_version
 from programs import smart_ddp_programs
 from statsd_bn.errors import ConfigurationError
-from statsd_bn.text import unfolded
+from statsd_bn.text import unwrap
 from support.sentences import says
 from support.whole_batch import assert_equal
 
@@ -33,7 +33,7 @@ def test_micro_batches_under_no_sync_move_the_statistics_once(members, tmp_path)
 
 def test_what_is_refused_and_warned_of_with_a_process_group(members, tmp_path):
     for refusal, kind, warned in members(2, smart_ddp_programs.wrap, str(tmp_path / STORE)):
-        assert "expected all parameters on one device, got cpu, meta" in unfolded(refusal)
+        assert "expected all parameters on one device, got cpu, meta" in unwrap(refusal)
         assert kind == "BatchNorm1d"
         assert len(warned) == 1
         assert warned[0].startswith("smart_ddp_programs.py: convert_model left 1 layer unsynchronised: '1' (Special")

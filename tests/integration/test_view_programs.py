@@ -20,8 +20,8 @@ from conftest import running_server
 from server.__main__ import main
 from statsd_bn import limits
 from statsd_bn.messages import SkewStats
-from statsd_bn.skew import LEAST_SECONDS
-from statsd_bn.text import unfolded
+from statsd_bn.skew import MIN_SECONDS
+from statsd_bn.text import unwrap
 from statsd_bn.wire import encode
 from support.paths import ROOT
 from support.ports import free_port
@@ -117,7 +117,7 @@ def test_what_ranks_have_told_the_server_is_in_the_heat_map(server, job):
         for part in named:
             dealer.send(encode(SkewStats(session_of(0, job), 0, part, values)))
             # What comes sooner is dropped, by the clock of a server that may be slow to look at the one before.
-            time.sleep(LEAST_SECONDS + 0.7)
+            time.sleep(MIN_SECONDS + 0.7)
         with viewing(server.endpoint) as fetch:
             told = json.loads(fetch("heat", job=job, group="world"))
     assert sorted(told["layers"]) == sorted("\n".join(named).split("\n"))
@@ -173,7 +173,7 @@ def test_a_page_where_another_one_listens_exits_with_3(server, capsys):
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         assert main(["view", server.endpoint, "--http", address]) == 3
-    assert unfolded(capsys.readouterr().err) == (
+    assert unwrap(capsys.readouterr().err) == (
         f"statsd_bn: --http: cannot listen at {address!r}: Address already in use\n"
     )
 

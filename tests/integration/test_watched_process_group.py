@@ -8,7 +8,7 @@ import pytest
 from client.session.protocol.member import OVER_PROCESS_GROUP, OVER_SERVER
 from client.transports import process_group_monitor
 from programs import watched_programs
-from statsd_bn.text import unfolded
+from statsd_bn.text import unwrap
 from support.transports import CHOSEN, WATCHED
 
 NEEDS = "ConfigurationError: transport 'process_group' needs torch's default process group on all ranks: rank "
@@ -44,14 +44,13 @@ def test_a_checkpoint_of_the_first_step_runs_no_second_round(over):
 def test_ranks_that_cannot_use_it_are_all_told_why(pool, server, job, transports, text):
     program = watched_programs.first_error_over
     futures = [pool.submit(program, server.endpoint, job, rank, each) for rank, each in enumerate(transports)]
-    assert all(unfolded(one.result(timeout=60)).startswith(f"{NEEDS}{text}") for one in futures)
+    assert all(unwrap(one.result(timeout=60)).startswith(f"{NEEDS}{text}") for one in futures)
 
 
 def test_other_ranks_than_in_the_job_are_told(ranks, server, job):
     for text in ranks(2, watched_programs.in_another_order, server.endpoint, job):
-        assert (
-            "rank 0: expected rank 0 of 2 in torch's default process group, got rank 1 of 2 (and 1 more)"
-            in unfolded(text)
+        assert "rank 0: expected rank 0 of 2 in torch's default process group, got rank 1 of 2 (and 1 more)" in unwrap(
+            text
         )
 
 
@@ -86,7 +85,7 @@ def test_a_script_ends_at_once_although_gloo_waits_for_a_frozen_rank(impatient_s
             process.communicate()
     assert ranks[0].returncode == 1
     assert "ReplicaLost" in told
-    assert " was lost: no sign of life for " in unfolded(told)
+    assert " was lost: no sign of life for " in unwrap(told)
     assert told.splitlines()[-1] == "exiting at once: torch's threads still wait for a lost rank"
 
 

@@ -183,7 +183,7 @@ def test_another_user_cannot_find_or_join_the_server_that_member_0_has_started(l
     told = as_another_user(STRANGER, known)
     assert len(told) == 3
     for line in told:
-        assert re.match(rf"ServerUnreachable ipc://.* is closed to this user \(uid {NOBODY}\): Permission denied", line)
+        assert re.match(rf"ServerUnreachable this user \(uid {NOBODY}\) cannot open ipc://.*: Permission denied", line)
     second.tell("go on")
     second.line("covers 1")
     assert (first.end(), second.end()) == (0, 0)
@@ -310,7 +310,7 @@ def test_a_master_whose_folder_is_open_to_others_is_told_to_all(environ, monkeyp
     def refuse(folder):
         raise ConfigurationError(f"expected the folder {folder} to be closed to other users")
 
-    monkeypatch.setattr(server_process, "make_private", refuse)
+    monkeypatch.setattr(server_process, "make_private_folder", refuse)
     errors = in_threads([lambda rank=rank: outcome(lambda: join(environ, rank)) for rank in range(2)])
     assert isinstance(errors[0], ConfigurationError)
     assert isinstance(errors[1], ServerUnreachable)

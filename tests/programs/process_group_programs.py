@@ -242,9 +242,9 @@ def differ(rank: Any, seconds: float, endpoint: str = "", job: str = "") -> tupl
     logging.getLogger("statsd_bn.client").addHandler(told)
     size = distributed.get_world_size()
     with ExitStack() as stack:
-        for module, name in ((samples, "SECONDS"), (samples, "SETTLED_SECONDS"), (process_group_monitor, "SECONDS")):
+        for module, name in ((samples, "SECONDS"), (samples, "SETTLE_SECONDS"), (process_group_monitor, "SECONDS")):
             stack.enter_context(mock.patch.object(module, name, LOOK_SECONDS))
-        stack.enter_context(mock.patch.object(skew, "LEAST_SECONDS", 0.0))
+        stack.enter_context(mock.patch.object(skew, "MIN_SECONDS", 0.0))
         # The process may have run another test before.
         stack.enter_context(mock.patch.object(non_finite, "_local_reports", {}))
         where = {"endpoint": endpoint, "rank": rank.rank, "world_size": size, "job": job}

@@ -341,7 +341,7 @@ def refused_begins_recovery() -> Any:
     """A member that is refused makes a group recover all the same, and open with those who are there."""
 
     def admit(right: Any, self: Membership, now: float, register: Any, peer: bytes) -> Any:
-        if register.has_past and self.state in {GroupState.FILLING, GroupState.RECOVERING}:
+        if register.was_in_group and self.state in {GroupState.FILLING, GroupState.RECOVERING}:
             self.recovery, self.state = self.recovery or Recovery(now, self._silence), GroupState.RECOVERING
         return right(self, now, register, peer)
 

@@ -29,8 +29,8 @@ from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate, Participation
 from statsd_bn.reduction import Rows
-from statsd_bn.round_key import FORWARD, GATHER, MEMORY, RoundKey
-from statsd_bn.skew_samples import Samples
+from statsd_bn.round_key import FORWARD, GATHER, MEMORY_GATHER, RoundKey
+from statsd_bn.skew_samples import SkewSampler
 from support.oracle import Brought, KeyCounter
 
 if TYPE_CHECKING:
@@ -316,10 +316,10 @@ class Process(SimulatedProcess):
         yield from self._gather(session, 0.0)
         memory = self.world.memories[int(said[0])].of_member(self, me)
         self._memories[group.name] = session.transport.memory = memory
-        session.transport.samples = Samples() if me == 0 else None
+        session.transport.samples = SkewSampler() if me == 0 else None
 
     def _gather(self, session: Session, value: float) -> Part:
-        key = session.forward_key(MEMORY, GATHER)
+        key = session.forward_key(MEMORY_GATHER, GATHER)
         aggregate = yield self._trip(session, key, Rows((0,), np.full((1, 1, 1), value)))
         return aggregate.values[0]
 

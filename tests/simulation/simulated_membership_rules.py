@@ -86,7 +86,7 @@ def _joined_a_new_group(process: "Process") -> bool:
     record = process.world.server.dispatcher._registry.sessions.get(process.sessions["world"].member_token)
     if record is None or record.master.open_rounds.done:
         return False
-    return not any(one.has_past for one in record.master.membership.contributors.values())
+    return not any(one.was_in_group for one in record.master.membership.contributors.values())
 
 
 def _is_a_new_beginning(world: "World") -> bool:

@@ -82,9 +82,9 @@ def check_memory(world: "World") -> None:
         world.find("memory is bounded", f"{sessions} sessions and {pulses} pulses for {len(world.processes)} processes")
     for master in registry.masters.values():
         # Of those who come back after a restart each may tell of as many rounds, and not of the same ones.
-        claimed = limits.KEPT_ROUNDS * len(world.processes) if world.server.outages else 0
+        claimed = limits.CACHED_ROUNDS * len(world.processes) if world.server.outages else 0
         if (
-            len(master._archive) > 2 * limits.KEPT_ROUNDS
+            len(master._archive) > 2 * limits.CACHED_ROUNDS
             or len(master._recovered.results) > claimed
             or len(master._archive._ended) > REMEMBERED_ROUNDS
             or len(master.open_rounds) > limits.MAX_OPEN_ROUNDS
@@ -98,7 +98,7 @@ def check_end(world: "World") -> None:
         _costs_one_message_each_way(world)
     if world.plan.weather.is_fair:
         _a_retry_says_so(world)
-    waits = [channel for channel in world.network._channels if len(channel.inbox) > limits.KEPT_ROUNDS * 16]
+    waits = [channel for channel in world.network._channels if len(channel.inbox) > limits.CACHED_ROUNDS * 16]
     if waits:
         world.find("memory is bounded", f"{len(waits[0].inbox)} frames that nobody reads")
 

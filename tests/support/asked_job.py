@@ -3,8 +3,7 @@
 from server.core.dispatcher import Dispatcher
 from server.network.service import TICK_SECONDS
 from statsd_bn.members import Members
-from statsd_bn.messages import Heartbeat, Message, Pending, StackReport, StackRequest, StatusRequest
-from statsd_bn.tokens import digest
+from statsd_bn.messages import Heartbeat, Message, Pending, StackReport, StackRequest, StatusRequest, digest
 from statsd_bn.wire import decode, encode
 from support.strategies import contribution, key, register, session_of
 

@@ -114,7 +114,7 @@ def registers(draw: st.DrawFn) -> messages.Register:
         server=draw(tokens),
         step=draw(counters),
         first_step=draw(counters),
-        results=draw(st.integers(0, limits.KEPT_ROUNDS)),
+        results=draw(st.integers(0, limits.CACHED_ROUNDS)),
         known=draw(members),
     )
 

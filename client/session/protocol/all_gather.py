@@ -12,7 +12,7 @@ import numpy as np
 
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
-from statsd_bn.members import Members, ranks_in_words
+from statsd_bn.members import Members, format_ranks
 from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import FloatArray
 
@@ -108,7 +108,7 @@ def _widths(parcels: dict[int, _Parcel]) -> dict[int, int]:
 def _present(aggregate: Aggregate, parcels: dict[int, _Parcel]) -> dict[int, _Parcel]:
     """Parcels of the members that are still present."""
     if strangers := [member for member in aggregate.members if member not in parcels]:
-        known, others = (ranks_in_words(Members.of(ranks)) for ranks in (parcels, strangers))
+        known, others = (format_ranks(Members.of(ranks)) for ranks in (parcels, strangers))
         raise ProtocolError(f"{aggregate.key}: expected no others than {known}, got {others} as well")
     return {member: parcels[member] for member in aggregate.members}
 

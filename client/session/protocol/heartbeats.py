@@ -105,7 +105,7 @@ class HeartbeatScheduler:
         Samples of sessions that the server does not know yet are dropped; later rounds bring others.
         """
         samples_of = [
-            (session, session.transport.samples.take(now)) for session in sessions if session.transport.samples
+            (session, session.transport.samples.drain(now)) for session in sessions if session.transport.samples
         ]
         frames = [
             session.skew_frame(samples)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from statsd_bn.skew_samples import Samples
+    from statsd_bn.skew_samples import SkewSampler
 
 DEFAULT_ROUND_TIMEOUT = 600.0
 
@@ -105,7 +105,7 @@ class TransportState:
     def __init__(self) -> None:
         self.bypassed_rounds = 0
         self.bypassed_seconds = 0.0
-        self.samples: Samples | None = None
+        self.samples: SkewSampler | None = None
         self.memory: Memory | None = None
         self.process_group: Any = None
         self.is_on_devices = False

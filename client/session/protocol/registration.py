@@ -4,10 +4,10 @@ import logging
 
 from client.session.protocol.member import Member
 from client.session.protocol.session import Actions, Session
-from statsd_bn.endpoints import silent
-from statsd_bn.error_text import error_text, in_brief, without_traceback
+from statsd_bn.connect_errors import format_no_answer
 from statsd_bn.errors import DuplicateMember, GroupIncomplete, ServerUnreachable, StatsdBNError
-from statsd_bn.messages import WORLD, Participation, Registered, missing_members
+from statsd_bn.messages import WORLD, Participation, Registered, format_missing_members
+from statsd_bn.text import error_summary, error_text, strip_traceback
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -34,10 +34,10 @@ def cause_of(error: BaseException | None) -> str:
     if error is None:
         return ""
     if isinstance(error, StatsdBNError):
-        return in_brief(error)
+        return error_summary(error)
     if isinstance(error, KeyboardInterrupt):
         return "KeyboardInterrupt (Ctrl-C)"
-    return f"{type(error).__name__}: {without_traceback(str(error))}".removesuffix(": ")
+    return f"{type(error).__name__}: {strip_traceback(str(error))}".removesuffix(": ")
 
 
 NOT_CONNECTED = "Check the missing ranks' logs: did they start, with the same endpoint and job name?"
@@ -110,7 +110,9 @@ class Registration:
     def _request(self, now: float) -> Actions[Registered]:
         if now >= self._expiry:
             raise ServerUnreachable(
-                silent(self._endpoint, self._answer_timeout), endpoint=self._endpoint, seconds=self._answer_timeout
+                format_no_answer(self._endpoint, self._answer_timeout),
+                endpoint=self._endpoint,
+                seconds=self._answer_timeout,
             )
         self._session.last_sent = now
         return self._wait(min(now + RETRY_SECONDS, self._expiry), self._session.register())
@@ -155,4 +157,4 @@ def _incomplete(session: Session, answer: Registered, timeout: float) -> GroupIn
 
 
 def _missing(member: Member, answer: Registered) -> str:
-    return missing_members(member.group, member.world_size, answer.present, answer.missing)
+    return format_missing_members(member.group, member.world_size, answer.present, answer.missing)

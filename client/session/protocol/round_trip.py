@@ -9,13 +9,12 @@ import random
 from collections.abc import Callable, Sequence
 
 from client.session.protocol.session import Actions, Session
-from statsd_bn.error_text import error_text
 from statsd_bn.errors import MasterStopped, ProtocolError, RoundTimeout, UnknownSession
-from statsd_bn.members import Members, ranks_in_words
+from statsd_bn.members import Members, format_ranks
 from statsd_bn.messages import Aggregate, Pending
 from statsd_bn.reduction import Rows
 from statsd_bn.round_key import GATHER, RoundKey
-from statsd_bn.text import plain
+from statsd_bn.text import error_text, escape
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -121,7 +120,7 @@ class RoundTrip:
         self._latest_news = f"{answer.message}; {answer.stacks}" if answer.stacks else answer.message
         is_early = bool(answer.stacks) and self._next_warning == WARN_SECONDS
         after = WARN_WITH_STACK_SECONDS if is_early else self._next_warning
-        self._warn(answer.seconds, plain(self._latest_news), after)
+        self._warn(answer.seconds, escape(self._latest_news), after)
 
     def _resync(self, now: float) -> list[bytes]:
         logger.info("the server at %s has been restarted; this rank registers again", self._endpoint)
@@ -147,7 +146,7 @@ class RoundTrip:
         return (
             f"{self._key}: the server at {self._endpoint} has not answered for {seconds:.0f} s; waiting for it, or for "
             f"another one there, for {left:.0f} s more"
-        ) + (f". In shared memory the round waits for {ranks_in_words(late)}" if late else "")
+        ) + (f". In shared memory the round waits for {format_ranks(late)}" if late else "")
 
     def _warn(self, seconds: float, text: str, after: float) -> None:
         if seconds >= after:

@@ -13,9 +13,8 @@ import numpy as np
 
 from client.session.protocol.member import BY_ELASTIC, Member, TransportState
 from statsd_bn import limits
-from statsd_bn.error_text import error_text
 from statsd_bn.errors import DuplicateMember, ReplicaLost, RoundFailed, StatsdBNError, UnknownSession, from_wire
-from statsd_bn.members import NOBODY, ranks_in_words
+from statsd_bn.members import NO_MEMBERS, format_ranks
 from statsd_bn.messages import (
     NO_SERVER,
     Aggregate,
@@ -34,13 +33,13 @@ from statsd_bn.messages import (
     RoundTrips,
     SkewStats,
     StackRequest,
+    digest,
 )
 from statsd_bn.reduction import Rows
 from statsd_bn.round_key import FORWARD, FORWARD_PHASES, GATHER, RoundKey
-from statsd_bn.skew_samples import Sample, told_by
-from statsd_bn.text import told
-from statsd_bn.timing import ToldTimes
-from statsd_bn.tokens import digest
+from statsd_bn.skew_samples import Sample, figures_of_step
+from statsd_bn.text import error_text, wire_text
+from statsd_bn.timing import DurationReporter
 from statsd_bn.wire import decode, encode
 
 # Messages about a round.
@@ -149,10 +148,10 @@ class Session:
         self.member = member
         self.participation = Participation.TAKES_PART
         self.first_step = 0
-        self.members = NOBODY
+        self.members = NO_MEMBERS
         self.transport = TransportState()
-        self.times = ToldTimes(member.world_size)
-        self.lateness = ToldTimes(member.world_size)
+        self.times = DurationReporter(member.world_size)
+        self.lateness = DurationReporter(member.world_size)
         # Keys are validated once per layer.
         self._keys: dict[tuple[str, str], RoundKey] = {}
         if member.is_elastic:
@@ -163,7 +162,7 @@ class Session:
         self._conflict: DuplicateMember | None = None
         self.steps = StepCounter()
         self.has_uneven_inputs = False
-        self._results: deque[Aggregate] = deque(maxlen=limits.KEPT_ROUNDS)
+        self._results: deque[Aggregate] = deque(maxlen=limits.CACHED_ROUNDS)
 
     @property
     def is_registered(self) -> bool:
@@ -209,12 +208,12 @@ class Session:
 
     def leave(self, cause: str) -> bytes:
         """Frame that ends the registration."""
-        return encode(Leave(self.member_token, told(cause)))
+        return encode(Leave(self.member_token, wire_text(cause)))
 
     def heartbeat(self) -> bytes:
         """Frame that shows that this process is alive, with its rounds that bypassed the server."""
         transport = self.transport
-        why = told(transport.why_not_faster, limits.MAX_NAME_BYTES)
+        why = wire_text(transport.why_not_faster, limits.MAX_NAME_BYTES)
         waited = int(1e3 * transport.bypassed_seconds)
         return encode(
             Heartbeat(self.member_token, self.steps.step, transport.bypassed_rounds, transport.name, why, waited)
@@ -225,7 +224,7 @@ class Session:
         member = self.member
         step, call = self.steps.next(layer)
         if (before := self._keys.get((layer, phase))) is not None and before.epoch == member.epoch:
-            return before.at(step, call)
+            return before.with_call(step, call)
         key = self._keys[layer, phase] = RoundKey(member.job, member.group, member.epoch, step, layer, call, phase)
         return key
 
@@ -244,7 +243,7 @@ class Session:
 
     def skew_frame(self, samples: Sequence[Sample]) -> bytes | None:
         """Frame with the skew statistics of one step's rounds that bypassed the server; None without any."""
-        if (stats := told_by(samples)) is None:
+        if (stats := figures_of_step(samples)) is None:
             return None
         step, layers = stats
         return encode(SkewStats(self.member_token, step, "\n".join(layers), np.stack(list(layers.values()))))
@@ -253,9 +252,9 @@ class Session:
         """Frames with the durations of its rounds and its lateness, as far as they are due."""
         frames = []
         for times, kind in ((self.times, RoundTrips), (self.lateness, LatenessReport)):
-            times.count()
+            times.collect()
             if times.is_due(now):
-                histogram = times.tell(now)
+                histogram = times.report(now)
                 frames.append(encode(kind(self.member_token, int(1e6 * histogram.sum), tuple(histogram.counts))))
         return frames
 
@@ -297,7 +296,7 @@ class Session:
             return None
         if isinstance(message, Aggregate):
             if self.member.rank not in message.members:
-                raise self._declared_lost(key, f"{ranks_in_words(message.members)} continued without it")
+                raise self._declared_lost(key, f"{format_ranks(message.members)} continued without it")
             self.members = message.members
             self._results.append(message)
         return message

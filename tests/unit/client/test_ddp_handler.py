@@ -17,7 +17,7 @@ from client.training.all_gather_tensors import ROUND_NAME, all_gather_tensors, a
 from statsd_bn import limits
 from statsd_bn.errors import ConnectionClosed, ProtocolError, RoundFailed, RoundMismatch
 from statsd_bn.reduction import Rows
-from statsd_bn.text import unfolded
+from statsd_bn.text import unwrap
 from support.memory_members import MemoryMaster, in_threads, outcome, run_members
 from support.sentences import says
 
@@ -366,7 +366,7 @@ def test_what_a_member_says_is_short_and_plain_in_the_others_error(foreign, what
     for error in run_members(3, sync)[::2]:
         assert isinstance(error, RoundFailed)
         assert what in error.message
-        assert unfolded(str(error)).isprintable()
+        assert unwrap(str(error)).isprintable()
         assert len(str(error)) < limits.MAX_TEXT_BYTES + 200
 
 

@@ -27,12 +27,11 @@ from client.session.protocol.member import Member
 from client.session.protocol.session import Session
 from statsd_bn import limits
 from statsd_bn import skew_samples as samples
-from statsd_bn.members import NOBODY, Members
-from statsd_bn.messages import Failure, Message, Registered, SkewStats, StackReport, StackRequest
+from statsd_bn.members import NO_MEMBERS, Members
+from statsd_bn.messages import Failure, Message, Registered, SkewStats, StackReport, StackRequest, digest
 from statsd_bn.messages import Heartbeat as HeartbeatMessage
 from statsd_bn.round_key import FORWARD, GATHER, RoundKey
-from statsd_bn.skew_samples import Samples
-from statsd_bn.tokens import digest
+from statsd_bn.skew_samples import SkewSampler
 from statsd_bn.wire import decode, encode
 from support.memory_members import MemoryMaster, in_threads, wait_until
 
@@ -99,7 +98,7 @@ class Talkative(Session):
 def a_session(token=b"session0", known=True, kind=Session):
     session = kind(token, Member("job", "world", 0, 0, 1, 30.0, "here"))
     if known:
-        session.registered(encode(Registered(digest(token), b"server-0", 0, 0, 0, NOBODY)))
+        session.registered(encode(Registered(digest(token), b"server-0", 0, 0, 0, NO_MEMBERS)))
     session.last_sent = time.monotonic()
     return session
 
@@ -305,7 +304,7 @@ def test_a_connection_has_one_thread_and_closing_ends_it(server, job):
 
 def test_a_connection_that_was_refused_leaves_no_thread_behind(monkeypatch, tmp_path):
     monkeypatch.setattr(client.session.protocol.registration, "ANSWER_SECONDS", 0.1)
-    with pytest.raises(Exception, match="nobody listens"):
+    with pytest.raises(Exception, match="no server listens"):
         client.connect(f"ipc://{tmp_path}/nobody")
     assert heartbeats() == []
 
@@ -483,9 +482,9 @@ def test_a_session_that_a_new_master_did_not_know_beats_again_at_once():
 
 def sampled(session, step=0):
     """A session whose member tells of a round that it has had in memory."""
-    session.transport.samples = session.transport.samples or Samples()
+    session.transport.samples = session.transport.samples or SkewSampler()
     key = RoundKey("job", "world", 0, step, "bn", 0, FORWARD)
-    session.transport.samples.look(step, key, [2, 2], (1, 1), np.array([[[2.0], [4.0]], [[6.0], [20.0]]]))
+    session.transport.samples.observe(step, key, [2, 2], (1, 1), np.array([[[2.0], [4.0]], [[6.0], [20.0]]]))
     return session
 
 
@@ -503,7 +502,7 @@ def test_figures_go_only_where_a_heartbeat_has_gone_before():
 
 
 def test_figures_leave_beside_the_heartbeats(start, beacon, monkeypatch):
-    monkeypatch.setattr(samples, "SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr(samples, "SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", 0.05)
     session = sampled(a_session())
     start(lambda: [session])
@@ -515,7 +514,7 @@ def test_figures_leave_beside_the_heartbeats(start, beacon, monkeypatch):
 
 
 def test_numbers_that_have_no_figures_end_no_heartbeats(start, beacon, monkeypatch):
-    monkeypatch.setattr(samples, "SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr(samples, "SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", 0.05)
     session = sampled(a_session())
     monkeypatch.setattr(session, "skew_frame", lambda _: 1 / 0)
@@ -526,6 +525,6 @@ def test_numbers_that_have_no_figures_end_no_heartbeats(start, beacon, monkeypat
 
 def test_figures_that_are_not_finite_are_left_out():
     session = sampled(a_session())
-    (sample,) = session.transport.samples.take(1.0)
+    (sample,) = session.transport.samples.drain(1.0)
     huge = replace(sample, counts=np.ones(2), values=np.full((2, 2, 2), 1.7e308))
     assert session.skew_frame([huge]) is None

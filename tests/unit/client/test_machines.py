@@ -8,10 +8,9 @@ from client.session.protocol.registration import ANSWER_SECONDS, DUPLICATE_SECON
 from client.session.protocol.round_trip import GRACE_SECONDS, MAX_RETRY_SECONDS, WARN_SECONDS, RoundTrip
 from client.session.protocol.session import LastRoundDone, Session
 from statsd_bn.errors import DuplicateMember, GroupIncomplete, MasterStopped, RoundTimeout, ServerUnreachable
-from statsd_bn.members import NOBODY, Members
-from statsd_bn.messages import Aggregate, Contribution, Failure, Pending, Register, Registered
+from statsd_bn.members import NO_MEMBERS, Members
+from statsd_bn.messages import Aggregate, Contribution, Failure, Pending, Register, Registered, digest
 from statsd_bn.reduction import Rows
-from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 
 TOKEN = b"session0"
@@ -36,7 +35,7 @@ def registration(session):
 
 
 def registered(missing=0):
-    return encode(Registered(digest(TOKEN), b"server-0", 0, 0, missing, NOBODY))
+    return encode(Registered(digest(TOKEN), b"server-0", 0, 0, missing, NO_MEMBERS))
 
 
 def sent(frames):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import client
-from statsd_bn.text import unfolded
+from statsd_bn.text import unwrap
 from support import shards
 from support.sentences import says
 from support.shards import Shards, assert_equal, everywhere, on_the_whole_batch, packed
@@ -75,7 +75,7 @@ def test_all_positions_everywhere_masked_is_refused_on_every_member(members):
             expected = (
                 f"layer 'bn': expected more than 1 value per channel over all replicas when training, got {count} "
             )
-            assert unfolded(error).startswith(expected)
+            assert unwrap(error).startswith(expected)
     for case in cases:
         with pytest.raises(ValueError, match="expected more than 1 value per channel over all replicas"):
             shards.as_virtual_replicas(case)

@@ -19,7 +19,7 @@ from client.transports.local import LocalPipe
 from programs import recalibration_programs as programs
 from programs.recalibration_programs import statistics
 from statsd_bn import limits
-from statsd_bn.text import unfolded
+from statsd_bn.text import unwrap
 from support.sentences import says
 
 # Members with unequal numbers of unequal batches, the last with none.
@@ -268,7 +268,7 @@ def test_progress_hears_of_every_batch():
 def test_no_batches_at_all_are_an_error_on_every_member(members):
     expected = "ValueError: loader: expected values for at least one layer, got none in the 0 batches of all members"
     for told, kept in members(2, programs.recalibrate_nothing):
-        assert (unfolded(told), kept) == (expected, True)
+        assert (unwrap(told), kept) == (expected, True)
 
 
 def test_empty_batches_are_counted_and_change_nothing():
@@ -283,7 +283,7 @@ def test_empty_batches_are_counted_and_change_nothing():
 def test_nan_on_one_member_is_an_error_on_every_member_and_names_the_layers(members):
     expected = "ValueError: loader: expected finite values, got NaN or infinity in layers '1', '4'; all layers keep"
     for told, kept in members(2, programs.recalibrate_nan_of_member_0):
-        assert unfolded(told).startswith(expected), told
+        assert unwrap(told).startswith(expected), told
         assert kept
 
 

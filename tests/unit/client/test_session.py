@@ -6,11 +6,10 @@ import pytest
 from client.session.protocol.member import Member
 from client.session.protocol.session import Session
 from statsd_bn.errors import DuplicateMember, ReplicaLost, RoundMismatch
-from statsd_bn.members import NOBODY, Members
-from statsd_bn.messages import Aggregate, Contribution, Failure, Leave, Register, Registered
+from statsd_bn.members import NO_MEMBERS, Members
+from statsd_bn.messages import Aggregate, Contribution, Failure, Leave, Register, Registered, digest
 from statsd_bn.reduction import Rows
 from statsd_bn.round_key import BACKWARD
-from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 
 TOKEN = b"session0"
@@ -39,7 +38,7 @@ def test_in_a_group_it_keeps_its_number_in_the_job():
 
 def test_it_registers_again_with_what_it_knows(session):
     """So that a master that has forgotten everything can learn it from its members."""
-    session.registered(encode(Registered(digest(TOKEN), b"server-0", 2, 0, 0, NOBODY)))
+    session.registered(encode(Registered(digest(TOKEN), b"server-0", 2, 0, 0, NO_MEMBERS)))
     walk(session, session.forward_key("a"))
     session.forward_key("a")
     again = decode(session.register())
@@ -95,11 +94,11 @@ def test_it_takes_registered_and_nothing_else_as_the_answer_to_register(session)
     answer = Registered(digest(TOKEN), b"server-0", 2, 0, 2, Members.of([1]))
     assert session.registered(encode(answer)) == answer
     key = session.forward_key("a")
-    assert session.registered(encode(Aggregate(key, 1, 1, NOBODY, np.ones((2, 2))))) is None
+    assert session.registered(encode(Aggregate(key, 1, 1, NO_MEMBERS, np.ones((2, 2))))) is None
 
 
 def test_it_takes_no_answer_that_is_for_another_session(session):
-    assert session.registered(encode(Registered(b"another0", b"server-0", 2, 0, 0, NOBODY))) is None
+    assert session.registered(encode(Registered(b"another0", b"server-0", 2, 0, 0, NO_MEMBERS))) is None
 
 
 def test_a_failure_of_its_round_is_raised_as_the_masters_error(session):

@@ -22,7 +22,7 @@ from server.security.quota import (
 )
 from statsd_bn import limits
 from statsd_bn.errors import LimitExceeded
-from statsd_bn.members import NOBODY, Members
+from statsd_bn.members import NO_MEMBERS, Members
 from statsd_bn.messages import Failure, Heartbeat, LatenessReport, Leave, Message, Result, RoundTrips
 from statsd_bn.wire import decode, encode
 from support.strategies import contribution, key, register, rows, session_of
@@ -116,7 +116,7 @@ def scattered_bearers(_: Play) -> list[Message]:
     return [known, *(Result(session, result) for result in results)]
 
 
-def dataclass_of(step: int, members: Members, bearers: Members = NOBODY) -> Any:
+def dataclass_of(step: int, members: Members, bearers: Members = NO_MEMBERS) -> Any:
     play = Play()
     play.open()
     play.say(contribution(0, key=key(step=step)))
@@ -199,7 +199,7 @@ def test_a_large_job_does_not_push_out_a_smaller_one():
 def test_1024_members_at_2048_channels_fit():
     quota = Quota()
     round_ = 8 * 2 * 2048 + CONTRIBUTION_BYTES + FUTURE_BYTES
-    assert 1024 * ((limits.KEPT_ROUNDS + 1) * round_ + MEMBER_BYTES) < quota.max_tenant_bytes
+    assert 1024 * ((limits.CACHED_ROUNDS + 1) * round_ + MEMBER_BYTES) < quota.max_tenant_bytes
     assert 2 * quota.max_server_bytes <= 2**30, "what docker and Kubernetes are told to allow"
 
 

@@ -3,13 +3,13 @@
 import pytest
 
 from statsd_bn import limits
-from statsd_bn.error_text import FIRST_LINE, MOST_ROWS, Place, Row, error_text, first_line, in_log
 from statsd_bn.errors import BY_CODE
+from statsd_bn.text import FIRST_LINE, MAX_ROWS, Row, TableSection, error_text, first_line, log_line
 
 
-def place(name: str, *ranks: int, size: int = 0, host: str = "host", below: tuple[str, ...] = ()) -> Place:
+def place(name: str, *ranks: int, size: int = 0, host: str = "host", below: tuple[str, ...] = ()) -> TableSection:
     rows = [Row((f"rank {rank} ({host})", "waits 1.0 s", name), below) for rank in ranks]
-    return Place(rows, size or len(ranks), name)
+    return TableSection(rows, size or len(ranks), name)
 
 
 def test_a_text_says_what_then_who_then_where_then_what_to_do():
@@ -35,7 +35,7 @@ def test_what_belongs_to_a_rank_stands_below_its_row():
 
 def test_of_many_ranks_a_few_of_each_place_are_told():
     lines = error_text(
-        "no", table=[place("in a", *range(MOST_ROWS), size=1023), place("in b", 7)], more_places=2
+        "no", table=[place("in a", *range(MAX_ROWS), size=1023), place("in b", 7)], more_sections=2
     ).splitlines()
     assert len(lines) == 7
     assert lines[4] == "  ... and 1,020 more ranks in a"
@@ -44,15 +44,15 @@ def test_of_many_ranks_a_few_of_each_place_are_told():
 
 
 def test_a_row_for_each_rank_as_long_as_they_are_few():
-    lines = error_text("no", table=[place("in a", *range(MOST_ROWS - 1)), place("in b", 99)]).splitlines()
-    assert len(lines) == 1 + MOST_ROWS
+    lines = error_text("no", table=[place("in a", *range(MAX_ROWS - 1)), place("in b", 99)]).splitlines()
+    assert len(lines) == 1 + MAX_ROWS
     assert not any("more" in line for line in lines)
 
 
 @pytest.mark.parametrize(("host", "places"), [("h" * 256, 8), ("é" * 128, 8), ("h" * 3000, 2)])
 def test_a_text_fits_into_a_frame_and_keeps_what_to_do(host, places):
     table = [place(f"in {number}" + "n" * 256, *range(16), size=100, host=host) for number in range(places)]
-    text = error_text("no", table=table, more_places=5, where="job " + "j" * 256, advice="Do it.")
+    text = error_text("no", table=table, more_sections=5, where="job " + "j" * 256, advice="Do it.")
     assert len(text.encode()) <= limits.MAX_TEXT_BYTES
     assert text.endswith("\nDo it.")
     assert " more place" in text
@@ -73,7 +73,7 @@ def test_the_first_line_is_short(what, first):
     assert line == (first or line)
     assert 0 < len(line) <= FIRST_LINE
     assert "".join(text.split()) == "".join(what.split())
-    assert in_log(text).split() == what.split() or " " not in what
+    assert log_line(text).split() == what.split() or " " not in what
 
 
 def test_the_first_line_and_the_longest_name_stay_below_120_letters():
@@ -84,5 +84,5 @@ def test_the_first_line_and_the_longest_name_stay_below_120_letters():
 def test_a_log_has_it_on_one_line():
     error = ValueError(error_text("no", table=[place("in a", 0, 10)], where="job 'j'", advice="Stop."))
     expected = "no; rank 0 (host) waits 1.0 s in a; rank 10 (host) waits 1.0 s in a; in job 'j'; Stop."
-    assert in_log(error) == expected
+    assert log_line(error) == expected
     assert first_line(error) == "no"

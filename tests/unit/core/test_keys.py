@@ -16,7 +16,7 @@ from server.security.access import Access
 from server.security.keygen import generate
 from statsd_bn import keys
 from statsd_bn.errors import ConfigurationError
-from statsd_bn.text import unfolded
+from statsd_bn.text import unwrap
 from support.sentences import says
 
 pytestmark = pytest.mark.skipif(not zmq.has("curve"), reason="this libzmq was built without CURVE")
@@ -129,9 +129,7 @@ def test_a_secret_is_not_written_where_everybody_can_write(tmp_path, capsys, bel
     (tmp_path / below).mkdir(exist_ok=True)
     tmp_path.chmod(0o777)
     assert main(["secret", str(tmp_path / below / "job.secret")]) == 2
-    assert f"secret: expected only this user to be able to write to {tmp_path}, got" in unfolded(
-        capsys.readouterr().err
-    )
+    assert f"secret: expected only this user to be able to write to {tmp_path}, got" in unwrap(capsys.readouterr().err)
     assert not (tmp_path / below / "job.secret").exists()
 
 
@@ -218,7 +216,7 @@ def test_what_is_no_file_of_keys_is_refused_at_once(tmp_path, kind):
     expected = "at most 65536 bytes in" if kind == "huge" else "to be a file, got a folder, a pipe or a device"
     with pytest.raises(ConfigurationError, match=expected):
         keys.load_clients(tmp_path)
-    sound, problems = keys.load_sound_clients(tmp_path)
+    sound, problems = keys.load_valid_clients(tmp_path)
     assert (sound, len(problems)) == ([], 1)
 
 
@@ -252,8 +250,8 @@ SOUND = f'public-key = "{KEY}"\nsecret-key = "{KEY}"\nserver-key = "{OTHER}"\n'
         (SOUND.replace(KEY, KEY[:-1]), "public-key: expected a key of 40 letters, .*got something else"),
         (SOUND.replace(f'secret-key = "{KEY}"', "secret-key = 5"), "secret-key: expected a key"),
         (SOUND.replace("server-key", "no-key"), "server-key: expected a key"),
-        (f"public-key = {KEY}", "is no file of keys"),
-        ("\xff", "is no file of keys"),
+        (f"public-key = {KEY}", "is not a key file"),
+        ("\xff", "is not a key file"),
     ],
 )
 def test_an_unsound_file_is_refused_and_not_quoted(tmp_path, text, problem):
@@ -293,7 +291,7 @@ def test_a_secret_that_others_can_read_is_warned_of(tmp_path, caplog):
         assert not caplog.records
         (tmp_path / "secrets" / "client.key_secret").chmod(0o640)
         keys.load_client(tmp_path)
-    assert "other users of this machine can read it" in caplog.text
+    assert "other users can read the secret key" in caplog.text
 
 
 def test_a_secret_is_not_part_of_what_is_printed(tmp_path):

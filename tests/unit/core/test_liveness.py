@@ -12,9 +12,9 @@ from server.group.recovery import RECONNECT_SECONDS
 from server.network import service
 from server.security.quota import Quota
 from statsd_bn import limits, messages
-from statsd_bn.members import NOBODY, Members
+from statsd_bn.members import NO_MEMBERS, Members
+from statsd_bn.messages import digest
 from statsd_bn.skew import FIGURES
-from statsd_bn.tokens import digest
 from statsd_bn.wire import decode, encode
 from support.strategies import KEY, contribution, key, register, session_of
 
@@ -272,7 +272,7 @@ def test_probes_go_to_each_member_once_and_are_no_answer_to_anybody(clock):
     clock.open(2)
     clock.say(register(0, 1, group="alone", session=STRANGER), peer(0))
     assert read(clock.dispatcher.probes(clock.now)) == [
-        (whom, messages.Registered(messages.NO_SERVER, b"server-0", 0, 0, 0, NOBODY))
+        (whom, messages.Registered(messages.NO_SERVER, b"server-0", 0, 0, 0, NO_MEMBERS))
         for whom in dict.fromkeys(whom for whom, _ in clock.dispatcher.probes(clock.now))
     ]
     assert {whom for whom, _ in clock.dispatcher.probes(clock.now)} == {peer(0), peer(1)}

@@ -220,7 +220,7 @@ def test_whoever_comes_late_to_a_round_that_failed_is_told_why_however_many_roun
     group = Group(2, deadline=5.0)
     group.bring(0)
     (failure,) = told(group.master.expire(5.0)).values()
-    for step in range(1, 3 * limits.KEPT_ROUNDS):
+    for step in range(1, 3 * limits.CACHED_ROUNDS):
         for member in (0, 1):
             group.bring(member, 1.0, key(step=step))
     assert (failure.code, failure.key) == ("timeout", KEY)
@@ -229,11 +229,11 @@ def test_whoever_comes_late_to_a_round_that_failed_is_told_why_however_many_roun
 
 def test_only_the_latest_failures_are_kept():
     group = Group(2)
-    for step in range(3 * limits.KEPT_ROUNDS):
+    for step in range(3 * limits.CACHED_ROUNDS):
         group.bring(0, 1.0, key(step=step))
         group.master.open_rounds.fail(key(step=step), StatsdBNError(f"step {step}"))
-    assert len(group.master._archive) == limits.KEPT_ROUNDS
-    kept = 2 * limits.KEPT_ROUNDS
+    assert len(group.master._archive) == limits.CACHED_ROUNDS
+    kept = 2 * limits.CACHED_ROUNDS
     assert told(group.bring(1, key=key(step=kept)))[peer(1)].message == f"step {kept}"
     assert "ended long ago" in told(group.bring(1, key=key(step=2)))[peer(1)].message
 
@@ -241,12 +241,12 @@ def test_only_the_latest_failures_are_kept():
 def test_only_the_latest_results_are_kept():
     group = Group(2)
     answers = {}
-    for step in range(3 * limits.KEPT_ROUNDS):
+    for step in range(3 * limits.CACHED_ROUNDS):
         group.bring(0, float(step), key(step=step))
         answers[step] = dict(group.bring(1, 1.0, key(step=step)))[peer(0)]
-    assert len(group.master._archive) == limits.KEPT_ROUNDS
+    assert len(group.master._archive) == limits.CACHED_ROUNDS
     assert not group.master.open_rounds
-    for step in list(answers)[-limits.KEPT_ROUNDS :]:
+    for step in list(answers)[-limits.CACHED_ROUNDS :]:
         assert group.bring(0, float(step), key(step=step)) == [(peer(0), answers[step])]
 
 
@@ -357,7 +357,7 @@ def test_a_group_has_no_more_open_rounds_than_the_limit():
 
 def test_a_late_copy_of_a_contribution_begins_no_round_that_is_over():
     group = Group(2)
-    for step in range(limits.KEPT_ROUNDS + 1):
+    for step in range(limits.CACHED_ROUNDS + 1):
         group.bring(0, key=key(step=step))
         group.bring(1, key=key(step=step))
     ((_, kept),) = group.bring(0, key=key(step=1))
@@ -371,7 +371,7 @@ def test_a_late_copy_of_a_contribution_begins_no_round_that_is_over():
 def test_only_so_many_rounds_that_are_over_are_remembered(monkeypatch):
     monkeypatch.setattr(results, "REMEMBERED_ROUNDS", 2)
     group = Group(1)
-    for step in range(limits.KEPT_ROUNDS + 4):
+    for step in range(limits.CACHED_ROUNDS + 4):
         group.bring(0, key=key(step=step))
     answers = [decode(frame) for step in (3, 2, 1) for _, frame in group.bring(0, key=key(step=step))]
     assert [type(answer) for answer in answers] == [Failure, Failure, Aggregate]

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
-from statsd_bn.members import NOBODY, Members
+from statsd_bn.members import NO_MEMBERS, Members
 
 
 @given(st.sets(st.integers(0, 40)))
@@ -29,7 +29,7 @@ def test_a_number_comes_and_goes(numbers, number):
 
 def test_thousands_in_a_row_are_one_run():
     assert Members.of(range(limits.MAX_MEMBERS)).runs == ((0, limits.MAX_MEMBERS),)
-    assert NOBODY.runs == ()
+    assert NO_MEMBERS.runs == ()
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from server.group.contributor import Contributor
 from server.group.membership import Membership
-from statsd_bn.error_text import in_log
 from statsd_bn.errors import ReplicaLost, WorldSizeMismatch
-from statsd_bn.members import Members, ranks_in_words
+from statsd_bn.members import Members, format_ranks
 from statsd_bn.messages import Register
+from statsd_bn.text import log_line
 from support.strategies import register
 
 
@@ -41,7 +41,7 @@ def test_a_group_takes_the_members_it_has_room_for_and_no_other(name, size, numb
         else:
             with pytest.raises(WorldSizeMismatch, match=re.escape(f"rank {number} (place {number})")) as caught:
                 admit(group, register(number, size, group=name), b"")
-            assert ranks_in_words(Members.of(fit)) in str(caught.value)
+            assert format_ranks(Members.of(fit)) in str(caught.value)
             assert caught.value.fields["got"] > caught.value.fields["expected"] == size
         assert list(group.present) == sorted(fit)
         assert (group.missing, group.is_open) == (size - len(fit), len(fit) == size)
@@ -59,7 +59,7 @@ def test_leaving_an_open_group_breaks_it_with_the_cause(group, cause, reason):
     group.record_reported_step(7)
     assert group.remove(group.contributors[1], cause) is group.lost
     assert isinstance(group.lost, ReplicaLost)
-    assert reason in in_log(group.lost)
+    assert reason in log_line(group.lost)
     assert "step 7" in str(group.lost)
     assert group.lost.fields == {"job": "job", "group": "world", "member": 1, "step": 7, "cause": cause}
 

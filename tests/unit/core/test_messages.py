@@ -140,7 +140,7 @@ FIELDS: list[tuple[type, str, list[Any], list[Any]]] = [
     ),
     (messages.Register, "min_members", [0, 1, 2], [-1, 3, *NOT_INTEGERS]),
     (messages.Register, "participation", [0, 1, 2], [-1, 3, *NOT_INTEGERS]),
-    (messages.Register, "results", [0, limits.KEPT_ROUNDS], [-1, limits.KEPT_ROUNDS + 1, *NOT_INTEGERS]),
+    (messages.Register, "results", [0, limits.CACHED_ROUNDS], [-1, limits.CACHED_ROUNDS + 1, *NOT_INTEGERS]),
     (messages.Registered, "missing", [0, limits.MAX_MEMBERS], [-1, limits.MAX_MEMBERS + 1, *NOT_INTEGERS]),
     (messages.Pending, "message", ["two\nlines"], ["", *CONTROLS]),
     (messages.Pending, "stacks", ["", "two\nlines"], CONTROLS),
@@ -152,7 +152,7 @@ FIELDS: list[tuple[type, str, list[Any], list[Any]]] = [
     ),
     (messages.Figures, "layers", ["a\nb"], ["", "a", "a\n", "a\nb\nc", "a\tb\nc", b"a\nb", None]),
     (messages.StackReport, "stack", ["", "two\nlines"], ["s" * (limits.MAX_STACK_BYTES + 1), *CONTROLS]),
-    (messages.StackReport, "held", [0, 1], [-1, 2, True]),
+    (messages.StackReport, "in_collective", [0, 1], [-1, 2, True]),
     (messages.StackReport, "collective", ["", "barrier"], ["c" * (limits.MAX_NAME_BYTES + 1), *CONTROLS]),
     (
         messages.Aggregate,

@@ -10,7 +10,7 @@ from server.core.report import group_entries
 from server.group.first_non_finite import MAX_OVERFLOWS
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Failure, Leave, NonFiniteRound
-from statsd_bn.reduction import Rows, bearers, is_finite, not_finite, sum_in_order
+from statsd_bn.reduction import Rows, find_non_finite, is_finite, non_finite_members, sum_in_order
 from statsd_bn.round_key import BACKWARD, GATHER
 from statsd_bn.wire import decode, encode
 from support.strategies import contribution, key, register
@@ -25,13 +25,13 @@ NAN, INF = float("nan"), float("inf")
 def test_the_bearers_are_those_whose_rows_were_not_finite(rows, expected):
     arrays = [np.array(row) for row in rows]
     assert is_finite(sum_in_order(arrays)) == (not expected)
-    assert list(bearers(enumerate(arrays))) == expected
+    assert list(non_finite_members(enumerate(arrays))) == expected
 
 
 def test_a_sum_that_overflows_is_nobodys():
     arrays = [np.array([1e308])] * 2
     assert not is_finite(sum_in_order(arrays))
-    assert list(bearers(enumerate(arrays))) == []
+    assert list(non_finite_members(enumerate(arrays))) == []
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_sum_that_overflows_is_nobodys():
     ],
 )
 def test_how_much_is_not_finite_is_said(values, words):
-    assert str(not_finite(np.array(values))) == words
+    assert str(find_non_finite(np.array(values))) == words
 
 
 class Group:

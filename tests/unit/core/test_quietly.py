@@ -3,12 +3,12 @@ import threading
 import numpy as np
 import pytest
 
-from statsd_bn.reduction import quietly
+from statsd_bn.reduction import ignore_float_errors
 
 INFINITY = np.array([np.inf])
 
 
-@quietly
+@ignore_float_errors
 def difference() -> float:
     return float((INFINITY - INFINITY)[0])
 
@@ -23,12 +23,12 @@ def test_numpy_is_told_once_where_one_calls_another(monkeypatch):
     told = []
     errstate = np.errstate
     monkeypatch.setattr(np, "errstate", lambda **given: told.append(given) or errstate(**given))
-    assert np.isnan(quietly(lambda: difference() + difference())())
+    assert np.isnan(ignore_float_errors(lambda: difference() + difference())())
     assert told == [{"all": "ignore"}]
 
 
 def test_warnings_are_back_after_an_error():
-    @quietly
+    @ignore_float_errors
     def fail():
         raise ValueError
 
@@ -43,7 +43,7 @@ def test_each_thread_is_told_for_itself():
     found = []
     thread = threading.Thread(target=lambda: found.append(difference()))
 
-    @quietly
+    @ignore_float_errors
     def beside():
         thread.start()
         thread.join()

@@ -6,7 +6,7 @@ from server.group.membership import Membership
 from server.group.recovery import RECONNECT_SECONDS, Recovery
 from statsd_bn import limits
 from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost
-from statsd_bn.members import NOBODY, Members
+from statsd_bn.members import NO_MEMBERS, Members
 from statsd_bn.messages import Participation
 from support.strategies import key, register
 
@@ -57,7 +57,7 @@ def coming_back(member: int, **given):
 
 def test_a_group_recovers_from_when_one_comes_that_was_in_an_open_one():
     group = Membership(register(0, 3))
-    for newcomer in (register(0, 3), coming_back(1, known=NOBODY)):
+    for newcomer in (register(0, 3), coming_back(1, known=NO_MEMBERS)):
         group.admit(0.0, newcomer, b"")
         assert group.recovery is None
     group.admit(0.0, coming_back(2), b"")
@@ -69,7 +69,7 @@ def test_one_that_tells_its_past_late_is_no_newcomer():
     group = Membership(register(2, 3, min_members=1))
     group.admit(0.0, register(2, 3, min_members=1), b"")
     contributor = group.admit(0.0, coming_back(2, min_members=1, results=1), b"")
-    assert (contributor.has_past, contributor.results_pending) == (True, True)
+    assert (contributor.was_in_group, contributor.results_pending) == (True, True)
     contributor.recovered.add(key(step=3))
     group.record_result(3, Members.of(range(3)))
     for member in (0, 1):

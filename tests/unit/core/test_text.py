@@ -16,10 +16,10 @@ from server.cli.logs import MAX_LINE, PlainFormatter
 from server.core.dispatcher import Dispatcher
 from server.group.rounds import failure_frame
 from statsd_bn import limits
-from statsd_bn.checks import check_depth, shown
+from statsd_bn.checks import check_depth, short_repr
 from statsd_bn.errors import ConfigurationError, ProtocolError, RegistrationRefused, StatsdBNError, from_wire
 from statsd_bn.messages import Failure, Leave, Status
-from statsd_bn.text import on_one_line, plain, readable, readable_within, told
+from statsd_bn.text import escape, escape_lines, escape_nested, log_line, wire_text
 from statsd_bn.wire import PROTOCOL_VERSION, decode, encode
 from support.sentences import says
 from support.strategies import key, register
@@ -34,22 +34,22 @@ def hidden(text: str) -> str:
 
 @given(st.text(st.characters()))
 def test_an_escaped_text_is_printable_and_one_that_was_stays(text):
-    assert plain(text).isprintable()
-    assert not hidden(readable(text))
-    assert plain(plain(text)) == plain(text)
-    assert readable(readable(text)) == readable(text)
+    assert escape(text).isprintable()
+    assert not hidden(escape_lines(text))
+    assert escape(escape(text)) == escape(text)
+    assert escape_lines(escape_lines(text)) == escape_lines(text)
     if text.isprintable():
-        assert plain(text) == readable(text) == text
+        assert escape(text) == escape_lines(text) == text
 
 
 def test_what_is_told_is_cut_to_what_a_message_may_carry():
-    assert told("é" * limits.MAX_TEXT_BYTES) == "é" * (limits.MAX_TEXT_BYTES // 2)
-    assert told(HOSTILE) == r"\x1b[2J\x1b]0;owned\x07\r" + "\n\t" + r"\x9b\u202e\u2028\ud800"
+    assert wire_text("é" * limits.MAX_TEXT_BYTES) == "é" * (limits.MAX_TEXT_BYTES // 2)
+    assert wire_text(HOSTILE) == r"\x1b[2J\x1b]0;owned\x07\r" + "\n\t" + r"\x9b\u202e\u2028\ud800"
 
 
 def test_within_values_every_text_is_readable():
-    found = readable_within({HOSTILE: [HOSTILE, {"a": HOSTILE}, 1, None, b"\x1b"]})
-    assert found == {readable(HOSTILE): [readable(HOSTILE), {"a": readable(HOSTILE)}, 1, None, b"\x1b"]}
+    found = escape_nested({HOSTILE: [HOSTILE, {"a": HOSTILE}, 1, None, b"\x1b"]})
+    assert found == {escape_lines(HOSTILE): [escape_lines(HOSTILE), {"a": escape_lines(HOSTILE)}, 1, None, b"\x1b"]}
 
 
 def deep(levels: int) -> list:
@@ -63,7 +63,7 @@ def test_values_nest_32_deep_and_no_deeper():
     check_depth("fields", deep(32))
     with pytest.raises(ProtocolError, match="fields: expected values nested at most 32 deep"):
         check_depth("fields", deep(33))
-    assert "..." in repr(readable_within(deep(1000)))
+    assert "..." in repr(escape_nested(deep(1000)))
 
 
 @pytest.mark.parametrize("levels", [33, 900])
@@ -75,7 +75,7 @@ def test_what_a_server_nests_deeper_is_refused(levels):
 
 @given(st.recursive(st.text(st.characters()) | st.binary(), lambda inner: st.lists(inner) | st.tuples(inner)))
 def test_what_is_shown_is_printable(value):
-    assert shown(value).isprintable()
+    assert short_repr(value).isprintable()
 
 
 def test_an_error_from_the_wire_is_readable_whatever_a_server_says():
@@ -89,11 +89,11 @@ def test_a_cause_with_control_characters_is_told_escaped():
     session = Session(b"session0", Member("job", "world", 0, 0, 1, 1.0, "here"))
     leave = decode(session.leave(f"ValueError: {HOSTILE}"))
     assert isinstance(leave, Leave)
-    assert leave.cause == f"ValueError: {readable(HOSTILE)}"
+    assert leave.cause == f"ValueError: {escape_lines(HOSTILE)}"
 
 
 def test_a_servers_own_error_is_told_escaped():
-    assert decode(failure_frame(ConfigurationError(HOSTILE))).message == readable(HOSTILE)
+    assert decode(failure_frame(ConfigurationError(HOSTILE))).message == escape_lines(HOSTILE)
 
 
 @pytest.mark.parametrize("job", ["a\nb", "\x1b[2J", "", "x" * 257, "a\u202eb", "\ud800"])
@@ -169,4 +169,4 @@ def test_the_line_about_a_commands_error_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr("server.__main__.ask", refused)
     monkeypatch.setenv("STATSD_BN_INSECURE", "1")
     assert main(["status", "tcp://127.0.0.1:1"]) == 2
-    assert capsys.readouterr().err == f"statsd_bn: {on_one_line(HOSTILE)}\n"
+    assert capsys.readouterr().err == f"statsd_bn: {log_line(HOSTILE)}\n"

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from server.core.dispatcher import Dispatcher
-from statsd_bn.messages import Failure, Heartbeat, Leave, Registered, StatusRequest
-from statsd_bn.tokens import digest
+from statsd_bn.messages import Failure, Heartbeat, Leave, Registered, StatusRequest, digest
 from statsd_bn.wire import decode, encode
 from support.strategies import contribution, register, session_of
 

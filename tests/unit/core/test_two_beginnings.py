@@ -9,8 +9,7 @@ from server.group.recovery import RECONNECT_SECONDS
 from statsd_bn import limits
 from statsd_bn.errors import DuplicateMember, UnknownSession
 from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate, Failure, Registered
-from statsd_bn.tokens import digest
+from statsd_bn.messages import Aggregate, Failure, Registered, digest
 from statsd_bn.wire import decode, encode
 
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from statsd_bn.endpoints import why_silent
-from statsd_bn.error_text import FIRST_LINE
+from statsd_bn.connect_errors import explain_no_answer
+from statsd_bn.text import FIRST_LINE
 
 
 def network(error: OSError | None) -> SimpleNamespace:
@@ -24,14 +24,14 @@ def network(error: OSError | None) -> SimpleNamespace:
     ("error", "first"),
     [
         (socket.gaierror(-2, "Name or service not known"), "the name 'host-x' is not known here (Name or service"),
-        (ConnectionRefusedError(), "nobody listens at tcp://host-x:5555 (connection refused)"),
+        (ConnectionRefusedError(), "no server listens at tcp://host-x:5555 (connection refused)"),
         (TimeoutError(), "no answer from tcp://host-x:5555 within 5 s"),
-        (OSError(113, "No route to host"), "no way to tcp://host-x:5555 ([Errno 113] No route to host)"),
+        (OSError(113, "No route to host"), "cannot reach tcp://host-x:5555 ([Errno 113] No route to host)"),
         (None, "no answer from tcp://host-x:5555 within 5 s, but a program listens there"),
     ],
 )
 def test_the_first_line_says_how_the_attempt_ended(error, first):
-    text = why_silent("tcp://host-x:5555", 5.0, network(error))
+    text = explain_no_answer("tcp://host-x:5555", 5.0, network(error))
     head, *_, advice = text.splitlines()
     assert head.startswith(first)
     assert len(head) <= FIRST_LINE
@@ -40,14 +40,16 @@ def test_the_first_line_says_how_the_attempt_ended(error, first):
 
 def test_a_name_is_looked_up_for_real():
     # The top-level domain is reserved for names that do not exist.
-    assert "is not known here (" in why_silent("tcp://host.invalid:5555", 5.0, socket).splitlines()[0]
+    assert "is not known here (" in explain_no_answer("tcp://host.invalid:5555", 5.0, socket).splitlines()[0]
 
 
 def test_a_port_where_nobody_listens_refuses():
     with socket.socket() as bound:  # bound, and not listening: nobody else gets the port meanwhile
         bound.bind(("127.0.0.1", 0))
         endpoint = f"tcp://127.0.0.1:{bound.getsockname()[1]}"
-        assert why_silent(endpoint, 5.0, socket).startswith(f"nobody listens at {endpoint} (connection refused)")
+        assert explain_no_answer(endpoint, 5.0, socket).startswith(
+            f"no server listens at {endpoint} (connection refused)"
+        )
 
 
 @pytest.mark.parametrize("family", ["tcp", "ipc"])
@@ -57,12 +59,12 @@ def test_another_program_may_listen(tmp_path, family):
         other.bind(where)
         other.listen()
         endpoint = f"ipc://{where}" if family == "ipc" else f"tcp://127.0.0.1:{other.getsockname()[1]}"
-        assert " but a program listens there" in why_silent(endpoint, 5.0, socket)
+        assert " but a program listens there" in explain_no_answer(endpoint, 5.0, socket)
 
 
 def test_a_file_that_a_server_left_behind_is_told_from_none(tmp_path):
     path = tmp_path / "s"
-    assert "(there is no such file)" in why_silent(f"ipc://{path}", 5.0, socket)
+    assert "(there is no such file)" in explain_no_answer(f"ipc://{path}", 5.0, socket)
     with socket.socket(socket.AF_UNIX) as former:
         former.bind(str(path))
-    assert "(connection refused)" in why_silent(f"ipc://{path}", 5.0, socket)
+    assert "(connection refused)" in explain_no_answer(f"ipc://{path}", 5.0, socket)

@@ -161,7 +161,7 @@ def test_the_golden_frame_of_a_round_that_was_not_finite():
 
 def test_a_round_that_was_not_finite_names_somebody():
     frame = hand_built([19, b"session0", PACKED_KEY, b"", "1 of 3 channels (inf)"])
-    with pytest.raises(ProtocolError, match="members: expected who brought what is not finite, got nobody"):
+    with pytest.raises(ProtocolError, match="members: expected at least one member with non-finite values, got none"):
         decode(frame)
 
 

@@ -11,8 +11,8 @@ import pytest
 from client.diagnostics import collectives
 from client.diagnostics.broken_job import EXIT_SECONDS, STALL_SECONDS, BrokenJob
 from client.diagnostics.sampler import ThreadSample
-from statsd_bn.error_text import in_log
 from statsd_bn.errors import ReplicaLost, RoundMismatch
+from statsd_bn.text import log_line
 from support.foreign_code import run_as
 
 LOST = ReplicaLost("job 'j': rank 1 (b, pid 2) failed with ValueError: boom", job="j", cause="ValueError: boom")
@@ -66,7 +66,7 @@ def test_a_process_that_a_collective_holds_is_told_at_once_and_ended_after_a_whi
     play.job.check(10.0)
     (text,) = play.ended
     assert text.startswith("aborting rank 0 (a, pid 1): blocked in torch/d.py:1 _sync_buffers for 10 s")
-    assert text.endswith(in_log(LOST))
+    assert text.endswith(log_line(LOST))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from client.transports import server
 from client.transports.server import PLACES_SECONDS, PlacesQuery, SlavePipe, places_in_report
 from statsd_bn.errors import ProtocolError, ServerUnreachable
-from statsd_bn.members import TOLD_OF, Members, ranks_in_words
+from statsd_bn.members import MAX_NAMED_RANKS, Members, format_ranks
 from statsd_bn.messages import Failure, Status, StatusRequest
 from statsd_bn.reduction import Rows
 from statsd_bn.wire import decode, encode
@@ -122,10 +122,10 @@ def test_of_a_large_job_the_first_ranks_ask():
     ],
 )
 def test_ranks_are_named_with_what_is_known(numbers, where, words):
-    assert ranks_in_words(Members.of(numbers), where) == words
+    assert format_ranks(Members.of(numbers), where) == words
 
 
 def test_of_many_ranks_the_first_are_named():
-    text = ranks_in_words(Members.of(range(TOLD_OF + 2)), WHERE)
+    text = format_ranks(Members.of(range(MAX_NAMED_RANKS + 2)), WHERE)
     assert text.startswith("rank 0 (host-a, pid 811), rank 1 (host-b, pid 812), rank 2, ")
     assert text.endswith(", rank 7 and 2 more")

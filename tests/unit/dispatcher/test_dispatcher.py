@@ -8,8 +8,7 @@ import pytest
 from server.security.quota import CONTRIBUTION_BYTES, FUTURE_BYTES, GROUP_BYTES, MEMBER_BYTES, ROUND_BYTES
 from statsd_bn import limits
 from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate, Heartbeat, Registered, Result, Status, StatusRequest
-from statsd_bn.tokens import digest
+from statsd_bn.messages import Aggregate, Heartbeat, Registered, Result, Status, StatusRequest, digest
 from statsd_bn.wire import encode
 from support.dispatcher_play import SERVER, Play, codes, peer, read
 from support.strategies import KEY, contribution, key, rows, session_of

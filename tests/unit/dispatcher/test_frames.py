@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from statsd_bn import PROTOCOL_VERSION
-from statsd_bn.members import NOBODY
+from statsd_bn.members import NO_MEMBERS
 from statsd_bn.messages import Aggregate, Failure, Figures, Heartbeat, Leave, Pending, Registered, Status, StatusRequest
 from statsd_bn.wire import decode, encode
 from support.dispatcher_play import SERVER, Play, codes, peer, read
@@ -21,8 +21,8 @@ def play() -> Play:
 @pytest.mark.parametrize(
     "answer",
     [
-        Registered(b"session0", SERVER, 0, 0, 0, NOBODY),
-        Aggregate(KEY, 1, 1, NOBODY, np.zeros((1, 1))),
+        Registered(b"session0", SERVER, 0, 0, 0, NO_MEMBERS),
+        Aggregate(KEY, 1, 1, NO_MEMBERS, np.zeros((1, 1))),
         Failure("mismatch", "no", {}),
         Status({}),
     ],

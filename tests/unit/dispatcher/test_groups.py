@@ -10,8 +10,7 @@ from server.core.dispatcher import Dispatcher
 from statsd_bn import limits
 from statsd_bn.errors import ReplicaLost
 from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate, Leave, Result
-from statsd_bn.tokens import digest
+from statsd_bn.messages import Aggregate, Leave, Result, digest
 from statsd_bn.wire import encode
 from support.dispatcher_play import SERVER, Play, codes, peer
 from support.pure_members import PureWorld

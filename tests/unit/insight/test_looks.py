@@ -8,7 +8,7 @@ from server.group import open_rounds
 from server.network.service import TICK_SECONDS
 from statsd_bn.messages import Contribution
 from statsd_bn.reduction import Rows
-from statsd_bn.skew_samples import KNOWN_BYTES
+from statsd_bn.skew_samples import SCHEDULED_BYTES
 from statsd_bn.wire import encode
 from support.strategies import key, register, session_of
 
@@ -73,7 +73,7 @@ def test_two_members_with_the_same_data_are_named(caplog):
     job.open()
     job.train(40, copied=True)
     assert job.findings() == [("skew", 3, "stem")]
-    assert "rank 3 (place 3): input the same as that of rank 1 (place 1) in every layer since step 0" in caplog.text
+    assert "rank 3 (place 3): same input as rank 1 (place 1) in every layer since step 0" in caplog.text
 
 
 def test_rows_of_one_vector_are_no_layers():
@@ -109,8 +109,8 @@ def test_what_is_kept_is_bounded_and_on_the_account():
     for member in range(MEMBERS):
         job.say(Contribution(session_of(member), key("wide"), 0, Rows((64,), wide)), member)
     kept, counted = job.kept, master.allocated
-    assert 0 < kept - KNOWN_BYTES <= open_rounds.MAX_SAMPLE_BYTES
+    assert 0 < kept - SCHEDULED_BYTES <= open_rounds.MAX_SAMPLE_BYTES
     job.pass_time(1.0)
-    assert job.kept == KNOWN_BYTES
+    assert job.kept == SCHEDULED_BYTES
     # What the layer's history takes is little beside it.
     assert kept // 2 < counted - master.allocated <= kept

@@ -221,13 +221,13 @@ def test_a_bucket_ends_at_its_bound(seconds, bucket):
     histogram = Histogram()
     histogram.add(seconds)
     assert list(histogram.counts).index(1) == bucket
-    assert histogram.told == {"bounds": list(BOUNDS[: bucket + 1]), "counts": [0] * bucket + [1], "sum": seconds}
+    assert histogram.report == {"bounds": list(BOUNDS[: bucket + 1]), "counts": [0] * bucket + [1], "sum": seconds}
 
 
 def test_a_quantile_is_the_bound_of_its_bucket():
     histogram = Histogram()
     assert (histogram.quantile(0.5), histogram.total) == (0.0, 0)
-    assert histogram.told == {"bounds": [], "counts": [], "sum": 0.0}
+    assert histogram.report == {"bounds": [], "counts": [], "sum": 0.0}
     for seconds in [30e-6] * 98 + [1.0] * 2:
         histogram.add(seconds)
     assert histogram.quantile(0.5) == BOUNDS[1]

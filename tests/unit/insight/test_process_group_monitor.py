@@ -20,7 +20,7 @@ def round_of(here, now, scale):
     data[2] *= scale
     values = np.stack([data.sum(axis=1), (data**2).sum(axis=1)], axis=1)
     key = RoundKey("torch", "process group", 0, int(now), "stem.bn", 0, FORWARD)
-    here.samples.look(now, key, [32] * 3, (1, 1, 1), values)
+    here.samples.observe(now, key, [32] * 3, (1, 1, 1), values)
 
 
 def warnings(caplog, scale):

@@ -6,9 +6,8 @@ from client.session.protocol.heartbeats import HeartbeatScheduler
 from client.session.protocol.member import Member
 from client.session.protocol.session import Session
 from statsd_bn.members import Members
-from statsd_bn.messages import LatenessReport, Registered, RoundTrips
-from statsd_bn.timing import MOST_TOLD, PAUSES, SECONDS, ToldTimes
-from statsd_bn.tokens import digest
+from statsd_bn.messages import LatenessReport, Registered, RoundTrips, digest
+from statsd_bn.timing import MAX_FREQUENT, REPEAT_INTERVALS, SECONDS, DurationReporter
 from statsd_bn.wire import decode, encode
 
 
@@ -35,8 +34,8 @@ def test_all_rounds_are_told_again_each_time():
     assert counts(session.timing_frames(1.0 + SECONDS)) == (b"session0", 1090, [3, 1])
     assert session.timing_frames(9.0) == [], "there is no news"
     # The last frame may have been lost, or the server may know nothing any more.
-    assert counts(session.timing_frames(1.0 + (1 + PAUSES) * SECONDS)) == (b"session0", 1090, [3, 1])
-    assert session.timing_frames(2.0 + (1 + PAUSES) * SECONDS) == []
+    assert counts(session.timing_frames(1.0 + (1 + REPEAT_INTERVALS) * SECONDS)) == (b"session0", 1090, [3, 1])
+    assert session.timing_frames(2.0 + (1 + REPEAT_INTERVALS) * SECONDS) == []
 
 
 def test_lateness_is_told_beside_them():
@@ -50,15 +49,15 @@ def test_lateness_is_told_beside_them():
     assert counts([late], LatenessReport) == (b"session0", 80, [1, 1])
 
 
-@pytest.mark.parametrize(("members", "pause"), [(2, SECONDS), (MOST_TOLD, SECONDS), (8 * MOST_TOLD, 8 * SECONDS)])
+@pytest.mark.parametrize(("members", "pause"), [(2, SECONDS), (MAX_FREQUENT, SECONDS), (8 * MAX_FREQUENT, 8 * SECONDS)])
 def test_in_a_large_group_each_tells_less_often(members, pause):
-    times = ToldTimes(members)
+    times = DurationReporter(members)
     times.add(1e-3)
-    times.count()
+    times.collect()
     assert times.is_due(0.0)
-    times.tell(0.0)
+    times.report(0.0)
     times.add(1e-3)
-    times.count()
+    times.collect()
     assert [times.is_due(pause * part) for part in (0.5, 0.99, 1.0)] == [False, False, True]
 
 

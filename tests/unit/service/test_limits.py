@@ -25,7 +25,7 @@ from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.members import Members
 from statsd_bn.messages import Failure, Heartbeat, Leave, Message, Result, StatusRequest
-from statsd_bn.text import unfolded
+from statsd_bn.text import unwrap
 from statsd_bn.wire import decode, encode
 from support.strategies import contribution, key, register, rows, session_of
 
@@ -131,7 +131,7 @@ def test_a_huge_number_is_refused_in_one_line(option, text, capsys):
         lambda: from_arguments([], {f"STATSD_BN_{option.name.upper()}": text}),
         lambda: Quota(**{option.name: type(option.default)(text) if len(text) < 1000 else 10**5000}),
     ):
-        error = unfolded(error_of(call, capsys))
+        error = unwrap(error_of(call, capsys))
         assert name in error.replace("_", "-").lower()
         assert f"expected {option_range(option)}, got" in error
         assert len(error) < 250
@@ -139,7 +139,7 @@ def test_a_huge_number_is_refused_in_one_line(option, text, capsys):
 
 @pytest.mark.parametrize("text", [*HUGE.values(), "0", str(2**31)], ids=[*HUGE, "0", "2**31"])
 def test_the_id_of_a_parent_is_that_of_a_process(text, capsys):
-    error = unfolded(error_of(lambda: from_arguments([f"--parent={text}"], {}), capsys))
+    error = unwrap(error_of(lambda: from_arguments([f"--parent={text}"], {}), capsys))
     assert re.search(r"parent: expected the id of a process, 1 to 2147483647, got '?-?\d", error)
     assert len(error) < 250
 
@@ -240,10 +240,10 @@ def test_a_long_run_keeps_the_same_number_of_bytes():
     play = Play()
     play.open()
     kept = []
-    for step in range(3 * limits.KEPT_ROUNDS):
+    for step in range(3 * limits.CACHED_ROUNDS):
         play.say(contribution(0, key=key(step=step)), contribution(1, key=key(step=step)))
         kept += play.kept
-    assert len(set(kept[limits.KEPT_ROUNDS :])) == 1
+    assert len(set(kept[limits.CACHED_ROUNDS :])) == 1
     assert kept[0] > 2 * SIZE
 
 

@@ -10,9 +10,9 @@ from server.cli import status as status_module
 from server.cli.status import COUNTS, ask, describe, own_endpoint
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
-from statsd_bn.members import NOBODY
+from statsd_bn.members import NO_MEMBERS
 from statsd_bn.messages import Failure, Registered, Status
-from statsd_bn.text import unfolded
+from statsd_bn.text import unwrap
 from statsd_bn.wire import PROTOCOL_VERSION, encode
 
 WAIT_MILLISECONDS = 20_000
@@ -148,8 +148,8 @@ def test_where_nobody_listens_the_command_exits_with_4(nobody, monkeypatch, caps
     assert command.main(["status", nobody]) == 4
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("statsd_bn: nobody listens at ")
-    assert unfolded(said.err).count("\n") == 1
+    assert said.err.startswith("statsd_bn: no server listens at ")
+    assert unwrap(said.err).count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["status", "check"])
@@ -165,13 +165,13 @@ def test_where_nobody_listens_the_command_exits_with_4(nobody, monkeypatch, caps
 )
 def test_what_is_no_endpoint_exits_with_2(name, endpoint, expected, capsys):
     assert command.main([name, endpoint]) == 2
-    said = unfolded(capsys.readouterr().err)
+    said = unwrap(capsys.readouterr().err)
     assert said == f"statsd_bn: endpoint: expected {expected}, got {endpoint!r}\n"
 
 
 def test_a_port_that_only_a_server_knows_exits_with_2(capsys):
     assert command.main(["status", "tcp://127.0.0.1:*"]) == 2
-    assert "expected tcp://HOST:PORT or ipc://PATH, got 'tcp://127.0.0.1:*'" in unfolded(capsys.readouterr().err)
+    assert "expected tcp://HOST:PORT or ipc://PATH, got 'tcp://127.0.0.1:*'" in unwrap(capsys.readouterr().err)
 
 
 def test_a_check_asks_where_clients_would_if_nothing_says_where_the_server_listens(server, nobody, monkeypatch):
@@ -186,7 +186,7 @@ def test_a_check_without_an_endpoint_is_of_this_hosts_own_server(server, nobody,
     monkeypatch.setattr(command, "CHECK_SECONDS", 0.05)
     monkeypatch.setenv("STATSD_BN_BIND", nobody)
     assert command.main(["check"]) == 4
-    assert capsys.readouterr().err.startswith(f"statsd_bn: nobody listens at {nobody} (connection refused)")
+    assert capsys.readouterr().err.startswith(f"statsd_bn: no server listens at {nobody} (connection refused)")
     monkeypatch.setattr(command, "CHECK_SECONDS", 5.0)
     monkeypatch.setenv("STATSD_BN_BIND", server.endpoint)
     assert command.main(["check"]) == 0
@@ -252,7 +252,7 @@ def another_version(frame: bytes) -> bytes:
     ("answer", "words"),
     [
         (encode(Failure("protocol", "I am a teapot", {})), "gave no status: I am a teapot"),
-        (encode(Registered(b"session0", b"server00", 0, 0, 0, NOBODY)), "gave no status: Registered"),
+        (encode(Registered(b"session0", b"server00", 0, 0, 0, NO_MEMBERS)), "gave no status: Registered"),
         (
             another_version(encode(Failure("version", "no", {}))),
             f"protocol version: expected {PROTOCOL_VERSION}, got 99",
@@ -266,15 +266,15 @@ def test_an_answer_that_is_no_status_exits_with_4_and_one_line(somebody, capsys,
     assert command.main(["status", endpoint]) == 4
     said = capsys.readouterr()
     assert said.out == ""
-    assert words in unfolded(said.err)
-    assert unfolded(said.err).count("\n") == 1
+    assert words in unwrap(said.err)
+    assert unwrap(said.err).count("\n") == 1
 
 
 def test_the_view_takes_no_report_that_makes_no_sense(somebody, capsys):
     assert command.main(["view", somebody(encode(Status({"groups": [{}]}))), "--http", "127.0.0.1:0"]) == 4
     said = capsys.readouterr()
     assert said.out == ""
-    assert "a malformed one" in unfolded(said.err)
+    assert "a malformed one" in unwrap(said.err)
 
 
 @pytest.mark.parametrize(
@@ -294,14 +294,14 @@ def test_a_number_of_members_that_no_group_can_have_is_refused(somebody, capsys,
     said = capsys.readouterr()
     assert said.out == ""
     (name, size), *_ = changed.items()
-    assert f"{name}: expected an integer in [0, {limits.MAX_MEMBERS}], got {size!r}" in unfolded(said.err)
-    assert unfolded(said.err).count("\n") == 1
+    assert f"{name}: expected an integer in [0, {limits.MAX_MEMBERS}], got {size!r}" in unwrap(said.err)
+    assert unwrap(said.err).count("\n") == 1
 
 
 def test_the_size_of_a_job_that_has_ended_is_checked_too(somebody, capsys):
     ended = [{"job": "digits", "epoch": 0, "world_size": 2**62, "rounds_done": 0, "lost": "", "seconds": 1.0}]
     assert command.main(["status", somebody(encode(Status(REPORT | {"groups": [], "ended": ended})))]) == 4
-    assert f"world_size: expected an integer in [0, {limits.MAX_MEMBERS}]" in unfolded(capsys.readouterr().err)
+    assert f"world_size: expected an integer in [0, {limits.MAX_MEMBERS}]" in unwrap(capsys.readouterr().err)
 
 
 def test_whoever_is_named_cannot_speak_to_the_terminal_or_forge_a_line():

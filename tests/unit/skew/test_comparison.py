@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from statsd_bn.skew import LEAST_SECONDS, Comparison, Different, Same
+from statsd_bn.skew import MIN_SECONDS, Duplicate, Outlier, SkewDetector
 
 # The third member's data differ much, and the second's are the first's.
 FIGURES = np.array(
@@ -12,11 +12,11 @@ FIGURES = np.array(
 
 def looks(comparison, times):
     """Members that were found to differ, and to be copies."""
-    found = [one for step, now in enumerate(times) for one in comparison.look(now, step, ["bn"], FIGURES)]
-    return [[one.member for one in found if isinstance(one, kind)] for kind in (Different, Same)]
+    found = [one for step, now in enumerate(times) for one in comparison.add(now, step, ["bn"], FIGURES)]
+    return [[one.member for one in found if isinstance(one, kind)] for kind in (Outlier, Duplicate)]
 
 
 def test_a_burst_of_looks_is_one():
-    comparison = Comparison(4)
-    assert looks(comparison, [LEAST_SECONDS * look / 50 for look in range(50)]) == [[], []]
-    assert looks(comparison, [1.0 + LEAST_SECONDS * look for look in range(20)]) == [[2], [1]]
+    comparison = SkewDetector(4)
+    assert looks(comparison, [MIN_SECONDS * look / 50 for look in range(50)]) == [[], []]
+    assert looks(comparison, [1.0 + MIN_SECONDS * look for look in range(20)]) == [[2], [1]]

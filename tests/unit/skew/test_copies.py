@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from statsd_bn.skew import COPIES_IN_A_ROW as IN_A_ROW
-from statsd_bn.skew import COUNT, VARIANCE, Comparison, Same, figures_of
+from statsd_bn.skew import COUNT, VARIANCE, Duplicate, SkewDetector, compute_figures
+from statsd_bn.skew import DUPLICATES_IN_A_ROW as IN_A_ROW
 
 LAYERS, MEMBERS = 3, 4
 NAMES = ["a", "b", "c"]
@@ -15,68 +15,68 @@ def figures(rng, copied=()):
     for member, other in copied:
         data[:, member] = data[:, other]
     values = np.stack([data.sum(axis=2), (data**2).sum(axis=2)], axis=2)
-    return np.stack([figures_of(np.full(MEMBERS, 16.0), one) for one in values])
+    return np.stack([compute_figures(np.full(MEMBERS, 16.0), one) for one in values])
 
 
 def looks(group, number, *copied, first=0, seed=0):
     rng, times = np.random.default_rng(seed), range(first, first + number)
-    return [found for at in times for found in group.look(float(at), 10 * at, NAMES, figures(rng, copied))]
+    return [found for at in times for found in group.add(float(at), 10 * at, NAMES, figures(rng, copied))]
 
 
 def test_a_copy_is_found_once_with_its_step():
-    group = Comparison(MEMBERS)
+    group = SkewDetector(MEMBERS)
     assert looks(group, 5) == []
     assert looks(group, IN_A_ROW - 1, (3, 1), first=5) == []
-    assert looks(group, 50, (3, 1), first=4 + IN_A_ROW, seed=1) == [Same(3, 1, "a", 50)]
+    assert looks(group, 50, (3, 1), first=4 + IN_A_ROW, seed=1) == [Duplicate(3, 1, "a", 50)]
 
 
 def test_it_has_to_be_the_same_on_end():
-    group = Comparison(MEMBERS)
+    group = SkewDetector(MEMBERS)
     for start in range(0, 100, IN_A_ROW):
         assert looks(group, IN_A_ROW - 1, (2, 0), first=start) == []
         assert looks(group, 1, first=start + IN_A_ROW - 1, seed=1) == []
 
 
 def test_a_pair_is_told_once_however_often_it_differs_meanwhile():
-    group = Comparison(MEMBERS)
-    assert looks(group, IN_A_ROW, (3, 1)) == [Same(3, 1, "a", 0)]
+    group = SkewDetector(MEMBERS)
+    assert looks(group, IN_A_ROW, (3, 1)) == [Duplicate(3, 1, "a", 0)]
     for start in range(IN_A_ROW, 100, IN_A_ROW + 1):
         assert looks(group, 1, first=start, seed=2) == []
         assert looks(group, IN_A_ROW, (3, 1), first=start + 1, seed=3) == []
 
 
 def test_several_copies_are_each_found():
-    found = looks(Comparison(MEMBERS), IN_A_ROW, (1, 0), (3, 0))
-    assert found == [Same(1, 0, "a", 0), Same(3, 0, "a", 0)]
+    found = looks(SkewDetector(MEMBERS), IN_A_ROW, (1, 0), (3, 0))
+    assert found == [Duplicate(1, 0, "a", 0), Duplicate(3, 0, "a", 0)]
 
 
 def test_one_layer_that_differs_is_enough_to_be_another():
-    rng, group = np.random.default_rng(0), Comparison(MEMBERS)
+    rng, group = np.random.default_rng(0), SkewDetector(MEMBERS)
     for look in range(3 * IN_A_ROW):
         values = figures(rng, [(3, 1)])
         values[1, 3, VARIANCE] *= 1 + 1e-12
-        assert group.look(float(look), look, NAMES, values) == []
+        assert group.add(float(look), look, NAMES, values) == []
 
 
 def test_constant_data_and_none_are_the_same_for_good_reason():
-    constant, empty = Comparison(MEMBERS), Comparison(MEMBERS)
+    constant, empty = SkewDetector(MEMBERS), SkewDetector(MEMBERS)
     for look in range(2 * IN_A_ROW):
         values = np.ones((LAYERS, MEMBERS, 4))
         values[..., VARIANCE] = 0.0
-        assert constant.look(float(look), look, NAMES, values) == []
+        assert constant.add(float(look), look, NAMES, values) == []
         values[..., VARIANCE], values[..., COUNT] = 1.0, 0.0
-        assert empty.look(float(look), look, NAMES, values) == []
+        assert empty.add(float(look), look, NAMES, values) == []
 
 
 def test_of_two_members_the_copy_is_found():
-    group = Comparison(2)
+    group = SkewDetector(2)
     found = []
     for look in range(IN_A_ROW):
         (values,) = np.random.default_rng(look).normal(0, 1, (1, LAYERS, 8, 5))
         rows = np.stack([values.sum(axis=1), np.square(values).sum(axis=1)], axis=1)
-        both = np.stack([figures_of(np.array([8.0, 8.0]), np.stack([one, one])) for one in rows])
-        found += group.look(float(look), look, NAMES, both)
-    assert found == [Same(1, 0, "a", 0)]
-    assert found[0].in_words(["rank 0 (a)", "rank 1 (b)"]) == (
-        "rank 1 (b): input the same as that of rank 0 (a) in every layer since step 0 (one shard for both?)"
+        both = np.stack([compute_figures(np.array([8.0, 8.0]), np.stack([one, one])) for one in rows])
+        found += group.add(float(look), look, NAMES, both)
+    assert found == [Duplicate(1, 0, "a", 0)]
+    assert found[0].describe(["rank 0 (a)", "rank 1 (b)"]) == (
+        "rank 1 (b): same input as rank 0 (a) in every layer since step 0; do both read the same shard?"
     )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from statsd_bn import skew
-from statsd_bn.skew import COUNT, FIGURES, VARIANCE, Comparison, figures_of
+from statsd_bn.skew import COUNT, FIGURES, VARIANCE, SkewDetector, compute_figures
 
 LAYERS = ["stem", "block", "head"]
 
@@ -19,7 +19,7 @@ def figures(rng, members, samples=4, channels=4, odd=None, scale=1.0, shift=0.0)
     if odd is not None:
         data[odd] = data[odd] * scale + shift
     values = np.stack([data.sum(axis=(1, 2)), (data**2).sum(axis=(1, 2))], axis=1)
-    return figures_of(np.full(members, samples * 16.0), values)
+    return compute_figures(np.full(members, samples * 16.0), values)
 
 
 def looks(of_group, members, number=40, layers=LAYERS, seed=0, first=0, **odd):
@@ -27,20 +27,20 @@ def looks(of_group, members, number=40, layers=LAYERS, seed=0, first=0, **odd):
     rng, found = np.random.default_rng(seed), []
     for look in range(first, first + number):
         values = np.stack([figures(rng, members, **odd) for _ in layers])
-        found += [(look, one) for one in of_group.look(float(look), 10 * look, layers, values)]
+        found += [(look, one) for one in of_group.add(float(look), 10 * look, layers, values)]
     return found
 
 
 @pytest.mark.parametrize("members", [3, 4, 8])
 @pytest.mark.parametrize("how", [{"scale": 4.0}, {"scale": 0.0}, {"scale": 0.2}, {"shift": 3.0}], ids=str)
 def test_one_that_is_different_from_the_first_step_on_is_found_within_half_a_minute(members, how):
-    ((look, found),) = looks(Comparison(members), members, odd=1, **how)
-    assert skew.LOOKS - 1 <= look <= 30
+    ((look, found),) = looks(SkewDetector(members), members, odd=1, **how)
+    assert skew.WINDOW - 1 <= look <= 30
     assert (found.member, found.layer, found.layers) == (1, "stem", 3)
 
 
 def test_one_that_becomes_different_is_found_with_the_step():
-    of_group = Comparison(4)
+    of_group = SkewDetector(4)
     assert looks(of_group, 4, 100) == []
     ((look, found),) = looks(of_group, 4, first=100, odd=3, scale=4.0)
     assert look < 120
@@ -51,35 +51,35 @@ def test_one_that_becomes_different_is_found_with_the_step():
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 5))])
 @pytest.mark.parametrize("members", [2, 3, 8])
 def test_honest_ones_are_not(members, seed):
-    assert looks(Comparison(members), members, 400, seed=seed) == []
+    assert looks(SkewDetector(members), members, 400, seed=seed) == []
 
 
 def test_beside_others_that_are_constant_one_is_infinitely_different():
-    of_group, values = Comparison(3), np.zeros((1, 3, FIGURES))
+    of_group, values = SkewDetector(3), np.zeros((1, 3, FIGURES))
     values[..., COUNT] = 1.0
     values[0, 2, VARIANCE] = 1e10
-    (found,) = [one for look in range(20) for one in of_group.look(float(look), look, ["stem"], values)]
+    (found,) = [one for look in range(20) for one in of_group.add(float(look), look, ["stem"], values)]
     assert (found.member, found.variance) == (2, math.inf)
 
 
 def test_members_without_data_are_left_out():
-    of_group, values = Comparison(8), figures(np.random.default_rng(0), 8)
+    of_group, values = SkewDetector(8), figures(np.random.default_rng(0), 8)
     values[7] = 0.0
     values[[1, 3], COUNT] = 0.0
-    assert [one for look in range(60) for one in of_group.look(float(look), look, ["stem"], values[np.newaxis])] == []
+    assert [one for look in range(60) for one in of_group.add(float(look), look, ["stem"], values[np.newaxis])] == []
 
 
 @pytest.mark.parametrize("samples", [4, 64])
 @pytest.mark.parametrize("how", [{"scale": 1e3}, {"scale": 0.0}, {"shift": 100.0}], ids=str)
 def test_an_odd_batch_says_nothing(how, samples):
-    of_group = Comparison(4)
+    of_group = SkewDetector(4)
     for n in range(4):
         assert looks(of_group, 4, 24, first=25 * n, seed=n, samples=samples) == []
         assert looks(of_group, 4, 1, first=25 * n + 24, odd=n % 2, seed=n, samples=samples, **how) == []
 
 
 def test_the_earliest_layer_is_found_in_whichever_order_they_come_first():
-    of_group = Comparison(3)
+    of_group = SkewDetector(3)
     looks(of_group, 3, 1, ["head"], odd=0, scale=5.0)
     looks(of_group, 3, 1, ["block", "head"], first=1, odd=0, scale=5.0)
     ((_, found),) = looks(of_group, 3, first=2, odd=0, scale=5.0)
@@ -87,14 +87,14 @@ def test_the_earliest_layer_is_found_in_whichever_order_they_come_first():
 
 
 def test_what_is_kept_is_bounded():
-    of_group = Comparison(64)
+    of_group = SkewDetector(64)
     one = np.zeros((1, 64, FIGURES))
     for n in range(5000):
-        more = of_group.more_for([str(n)])
-        before = of_group.kept
-        of_group.look(float(n), n, [str(n)], one)
-        assert of_group.kept - before <= more
-    assert of_group.kept <= skew.MOST_NUMBERS * skew.NUMBERS_BYTES + 1024 * skew.LAYER_BYTES
+        more = of_group.growth([str(n)])
+        before = of_group.size
+        of_group.add(float(n), n, [str(n)], one)
+        assert of_group.size - before <= more
+    assert of_group.size <= skew.MAX_LAYER_MEMBERS * skew.MEMBER_BYTES + 1024 * skew.LAYER_BYTES
 
 
 @pytest.mark.parametrize(
@@ -107,17 +107,17 @@ def test_what_is_kept_is_bounded():
     ids=str,
 )
 def test_what_was_found_in_words(how, what):
-    ((_, found),) = looks(Comparison(4), 4, odd=2, **how)
-    text = found.in_words(["rank 0", "rank 1", "rank 2 (host-b, pid 812)", "rank 3"])
+    ((_, found),) = looks(SkewDetector(4), 4, odd=2, **how)
+    text = found.describe(["rank 0", "rank 1", "rank 2 (host-b, pid 812)", "rank 3"])
     variance = r"; variance \S+x" if "mean" in what else ""
     numbers = rf"eta squared \S+, of which this rank \S+ and others \S+{variance}; earliest of 3 layers"
     assert re.fullmatch(rf"rank 2 \(host-b, pid 812\): input {what} in layer 'stem' since step \d+ \({numbers}\)", text)
 
 
 def test_one_that_differs_no_more_is_found_too():
-    of_group = Comparison(4)
-    assert looks(of_group, 4, skew.LOOKS // 2, odd=1, scale=20.0) == []
-    ((_, found),) = looks(of_group, 4, skew.LOOKS, first=skew.LOOKS // 2)
+    of_group = SkewDetector(4)
+    assert looks(of_group, 4, skew.WINDOW // 2, odd=1, scale=20.0) == []
+    ((_, found),) = looks(of_group, 4, skew.WINDOW, first=skew.WINDOW // 2)
     assert (found.member, found.layer) == (1, "stem")
 
 
@@ -125,10 +125,10 @@ def test_members_that_all_differ_have_no_odd_one():
     """One in four has three times the variance of the next, which is three times that of the one after."""
     values = np.tile([10.0, 0.0, 1.0, 0.01], (1, 4, 1))
     values[0, :, VARIANCE] = 3.0 ** np.arange(4)
-    of_group = Comparison(4)
-    assert [one for look in range(60) for one in of_group.look(float(look), look, ["stem"], values)] == []
+    of_group = SkewDetector(4)
+    assert [one for look in range(60) for one in of_group.add(float(look), look, ["stem"], values)] == []
 
 
 @pytest.mark.parametrize("how", [{"scale": 30.0}, {"shift": 30.0}], ids=str)
 def test_of_two_nobody_is_named(how):
-    assert looks(Comparison(2), 2, 100, odd=1, **how) == []
+    assert looks(SkewDetector(2), 2, 100, odd=1, **how) == []

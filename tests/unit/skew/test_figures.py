@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from statsd_bn.skew import COUNT, FIGURES, MEAN, PART, VARIANCE, figures_of
+from statsd_bn.skew import COUNT, FIGURES, MEAN, PART, VARIANCE, compute_figures
 
 
 def rows_of(data):
@@ -15,7 +15,7 @@ def rows_of(data):
 def test_they_are_what_the_definition_says():
     rng = np.random.default_rng(0)
     data = [rng.normal(r, 1 + r, (n, 5)) * 10.0 ** np.arange(-2, 3) for r, n in enumerate((7, 20, 3))]
-    found = figures_of(*rows_of(data))
+    found = compute_figures(*rows_of(data))
     together = np.concatenate(data)
     mean, variance = together.mean(axis=0), together.var(axis=0)
     for member, one in enumerate(data):
@@ -30,24 +30,24 @@ def test_they_are_what_the_definition_says():
 
 def test_members_with_the_same_data_have_no_part():
     one = np.random.default_rng(1).normal(3, 1, (9, 4))
-    assert figures_of(*rows_of([one, one, one]))[:, PART] == pytest.approx(0, abs=1e-12)
+    assert compute_figures(*rows_of([one, one, one]))[:, PART] == pytest.approx(0, abs=1e-12)
 
 
 def test_two_constant_members_have_all_of_it():
-    found = figures_of(*rows_of([np.zeros((4, 3)), np.ones((4, 3))]))
+    found = compute_figures(*rows_of([np.zeros((4, 3)), np.ones((4, 3))]))
     assert found[:, PART].tolist() == [0.5, 0.5]
 
 
 def test_a_member_without_data_has_no_figures_and_changes_none():
     one, other = np.random.default_rng(2).normal(0, 1, (2, 6, 3))
-    with_nobody = figures_of(*rows_of([one, one[:0], other]))
+    with_nobody = compute_figures(*rows_of([one, one[:0], other]))
     assert with_nobody[1].tolist() == [0.0] * FIGURES
-    assert with_nobody[[0, 2]].tobytes() == figures_of(*rows_of([one, other])).tobytes()
+    assert with_nobody[[0, 2]].tobytes() == compute_figures(*rows_of([one, other])).tobytes()
 
 
 def test_nobody_with_data_and_channels_that_do_not_vary_give_zeros():
-    assert not figures_of(*rows_of([np.zeros((0, 2))] * 2)).any()
-    found = figures_of(*rows_of([np.full((5, 2), 0.1), np.full((7, 2), 0.1)]))
+    assert not compute_figures(*rows_of([np.zeros((0, 2))] * 2)).any()
+    found = compute_figures(*rows_of([np.full((5, 2), 0.1), np.full((7, 2), 0.1)]))
     assert found[:, PART].tolist() == [0.0, 0.0]
 
 
@@ -55,9 +55,9 @@ def test_a_dead_channel_changes_no_part():
     rng = np.random.default_rng(3)
     data = [rng.normal(r, 1, (8, 2)) for r in range(3)]
     dead = [np.column_stack((one, np.full(8, 1e8 / 3))) for one in data]
-    assert figures_of(*rows_of(dead))[:, PART] == pytest.approx(figures_of(*rows_of(data))[:, PART])
+    assert compute_figures(*rows_of(dead))[:, PART] == pytest.approx(compute_figures(*rows_of(data))[:, PART])
 
 
 def test_they_are_finite_at_the_edge_of_float64():
-    found = figures_of(np.array([1.0, 1.0]), np.array([[[1e154], [1e308]], [[-1e154], [1e307]]]))
+    found = compute_figures(np.array([1.0, 1.0]), np.array([[[1e154], [1e308]], [[-1e154], [1e307]]]))
     assert np.isfinite(found).all()

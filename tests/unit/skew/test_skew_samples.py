@@ -10,7 +10,7 @@ import pytest
 from statsd_bn import limits
 from statsd_bn import skew_samples as samples
 from statsd_bn.round_key import BACKWARD, FORWARD, RoundKey
-from statsd_bn.skew_samples import Samples
+from statsd_bn.skew_samples import SkewSampler
 
 
 def key_of(layer, step=0, phase=FORWARD):
@@ -21,7 +21,7 @@ def look(into, now, layer, step=0, *, members=2, channels=1, phase=FORWARD, repl
     replicas = replicas or (1,) * members
     rows = sum(replicas)
     values = np.arange(rows * 2.0 * channels).reshape(rows, 2, channels)
-    into.look(now, key_of(layer, step, phase), list(range(1, rows + 1)), replicas, values)
+    into.observe(now, key_of(layer, step, phase), list(range(1, rows + 1)), replicas, values)
     return values
 
 
@@ -30,48 +30,48 @@ def layers(taken):
 
 
 def test_each_layer_is_kept_once_a_second_in_the_order_of_the_rounds():
-    of_one = Samples()
+    of_one = SkewSampler()
     for n in range(50):
         for layer in ("b", "a"):
             look(of_one, 100 + n / 100, layer, step=n)
-    taken = of_one.take(100.5)
+    taken = of_one.drain(100.5)
     assert layers(taken) == ["b", "a"]
     assert [sample.key.step for sample in taken] == [0, 0]
     look(of_one, 100.9, "b", step=90)
-    assert of_one.take(110.0) == []
+    assert of_one.drain(110.0) == []
     look(of_one, 101.0, "b", step=100)
-    assert layers(of_one.take(111.0)) == ["b"]
+    assert layers(of_one.drain(111.0)) == ["b"]
 
 
 def test_a_look_is_of_one_step_and_what_comes_later_waits_for_the_next():
-    of_one = Samples()
+    of_one = SkewSampler()
     look(of_one, 100.9, "first", step=7)
     look(of_one, 101.0, "second", step=7)
     look(of_one, 101.1, "first", step=8)
-    assert [(sample.key.layer, sample.key.step) for sample in of_one.take(101.15)] == [("first", 7), ("second", 7)]
+    assert [(sample.key.layer, sample.key.step) for sample in of_one.drain(101.15)] == [("first", 7), ("second", 7)]
     look(of_one, 101.3, "first", step=9)
-    assert [(sample.key.layer, sample.key.step) for sample in of_one.take(103.0)] == [("first", 9)]
+    assert [(sample.key.layer, sample.key.step) for sample in of_one.drain(103.0)] == [("first", 9)]
 
 
 def test_a_look_does_not_begin_in_the_middle_of_a_step():
-    of_one = Samples()
+    of_one = SkewSampler()
     look(of_one, 100.9, "first", step=7)
     look(of_one, 101.0, "first", step=8)
-    assert layers(of_one.take(101.2)) == ["first"]
+    assert layers(of_one.drain(101.2)) == ["first"]
     look(of_one, 101.3, "second", step=8)
     look(of_one, 101.4, "first", step=9)
     look(of_one, 101.5, "second", step=9)
-    assert [(sample.key.layer, sample.key.step) for sample in of_one.take(103.0)] == [("first", 9), ("second", 9)]
+    assert [(sample.key.layer, sample.key.step) for sample in of_one.drain(103.0)] == [("first", 9), ("second", 9)]
 
 
 @pytest.mark.parametrize("seconds", [0.02, 0.1, 0.3, 0.5, 0.7])
 def test_the_first_layers_of_a_step_are_seen_as_often_as_the_last_ones(seconds):
-    of_one, seen, random = Samples(), Counter(), Random(0)
+    of_one, seen, random = SkewSampler(), Counter(), Random(0)
     now, taken_at = 100.0, 100.05
     for step in range(int(60 / seconds)):
         for layer, part in (("first", 0.6), ("last", 0.4)):
             while taken_at <= now:
-                seen.update(layers(of_one.take(taken_at)))
+                seen.update(layers(of_one.drain(taken_at)))
                 taken_at += 1 + random.uniform(0, 0.01)
             look(of_one, now, layer, step)
             now += part * seconds * random.uniform(0.9, 1.1)
@@ -80,12 +80,12 @@ def test_the_first_layers_of_a_step_are_seen_as_often_as_the_last_ones(seconds):
 
 @pytest.mark.parametrize(("number", "seconds"), [(155, 5.0), (200, 3.0)])
 def test_the_last_layers_of_a_large_model_are_seen_in_slow_steps_too(number, seconds):
-    of_one, seen = Samples(), Counter()
+    of_one, seen = SkewSampler(), Counter()
     now, taken_at = 100.0, 100.5
     for step in range(int(200 / seconds)):
         for layer in range(number):
             while taken_at <= now:
-                seen.update(layers(of_one.take(taken_at)))
+                seen.update(layers(of_one.drain(taken_at)))
                 taken_at += 1
             look(of_one, now, f"layer {layer}", step)
             now += 0.4 * seconds / number
@@ -94,54 +94,54 @@ def test_the_last_layers_of_a_large_model_are_seen_in_slow_steps_too(number, sec
 
 
 def test_where_no_step_is_counted_looks_begin_too():
-    of_one = Samples()
+    of_one = SkewSampler()
     for n in range(200):
         for layer in ("first", "second"):
             look(of_one, 100 + n / 10, layer, step=n // 100)
-        of_one.take(100 + n / 10 + 0.05)
+        of_one.drain(100 + n / 10 + 0.05)
     for layer in ("first", "second"):
         look(of_one, 200, layer, step=1)
-    assert layers(of_one.take(201)) == ["first", "second"]
+    assert layers(of_one.drain(201)) == ["first", "second"]
 
 
 def test_nothing_is_taken_twice_nor_twice_in_a_second():
-    of_one = Samples()
+    of_one = SkewSampler()
     look(of_one, 100.0, "a")
-    assert layers(of_one.take(100.25)) == ["a"]
+    assert layers(of_one.drain(100.25)) == ["a"]
     look(of_one, 100.3, "b")
-    assert of_one.take(101.24) == []
-    assert layers(of_one.take(101.25)) == ["b"]
-    assert of_one.take(105.0) == []
+    assert of_one.drain(101.24) == []
+    assert layers(of_one.drain(101.25)) == ["b"]
+    assert of_one.drain(105.0) == []
 
 
 def test_a_step_that_is_under_way_is_waited_for():
-    of_one = Samples()
+    of_one = SkewSampler()
     look(of_one, 100.0, "first", step=7)
-    assert of_one.take(100.01) == []
+    assert of_one.drain(100.01) == []
     look(of_one, 100.02, "second", step=7)
-    assert layers(of_one.take(101.01)) == ["first", "second"]
+    assert layers(of_one.drain(101.01)) == ["first", "second"]
 
 
 def test_backward_rounds_are_not_looked_at():
-    of_one = Samples()
+    of_one = SkewSampler()
     look(of_one, 100.0, "a", phase=BACKWARD)
-    assert of_one.take(100.5) == []
+    assert of_one.drain(100.5) == []
 
 
 def test_what_is_kept_does_not_change_when_the_memory_is_written_anew():
-    of_one = Samples()
+    of_one = SkewSampler()
     values = look(of_one, 100.0, "a")
     before = values.copy()
     values[:] = -1.0
-    (sample,) = of_one.take(100.5)
+    (sample,) = of_one.drain(100.5)
     assert sample.values.tobytes() == before.tobytes()
     assert sample.counts.tolist() == [1.0, 2.0]
 
 
 def test_the_replicas_of_a_member_are_added():
-    of_one = Samples()
+    of_one = SkewSampler()
     values = look(of_one, 100.0, "a", replicas=(2, 1, 3))
-    (sample,) = of_one.take(100.5)
+    (sample,) = of_one.drain(100.5)
     assert sample.counts.tolist() == [1 + 2, 3, 4 + 5 + 6]
     assert sample.values.tolist() == [values[:2].sum(0).tolist(), values[2].tolist(), values[3:].sum(0).tolist()]
 
@@ -149,50 +149,50 @@ def test_the_replicas_of_a_member_are_added():
 @pytest.mark.parametrize("number", [60, 64, 65, 250])
 def test_all_layers_get_their_turn_however_many_there_are(number):
     """A step with 25 forward passes a second, and somebody who takes what is kept, a little late."""
-    of_one, seen = Samples(), {}
+    of_one, seen = SkewSampler(), {}
     seconds = 60
     for step in range(seconds * 25):
         now = 100 + step / 25
         for layer in range(number):
             look(of_one, now + layer * 1e-5, str(layer), step)
         if step % 26 == 25:
-            taken = of_one.take(now + 0.03)
-            assert len(taken) <= samples.MOST_LAYERS
+            taken = of_one.drain(now + 0.03)
+            assert len(taken) <= samples.MAX_LAYERS
             for layer in layers(taken):
                 seen[layer] = seen.get(layer, 0) + 1
     assert len(seen) == number
-    fair = min(seconds, seconds * samples.MOST_LAYERS / number)
+    fair = min(seconds, seconds * samples.MAX_LAYERS / number)
     assert min(seen.values()) >= fair / 4
     assert max(seen.values()) <= seconds + 1
 
 
 def test_a_large_layer_is_looked_at_in_part_and_the_bytes_are_bounded():
-    of_one = Samples()
+    of_one = SkewSampler()
     members, channels = 8, 5000
     for layer in range(100):
         values = look(of_one, 100.0, str(layer), members=members, channels=channels)
-    taken = of_one.take(100.5)
-    assert sum(sample.values.nbytes for sample in taken) <= samples.MOST_BYTES
+    taken = of_one.drain(100.5)
+    assert sum(sample.values.nbytes for sample in taken) <= samples.MAX_BYTES
     # 8 members, 2 vectors and 5,000 channels of 8 bytes are 640 kB.
     assert taken[0].values.tolist() == values[..., ::3].tolist()
     assert 10 < len(taken) < 100
 
 
 def test_names_of_layers_without_end_are_forgotten():
-    of_one = Samples()
-    for n in range(3 * samples.MOST_KNOWN):
+    of_one = SkewSampler()
+    for n in range(3 * samples.MAX_SCHEDULED):
         look(of_one, 100.0 + n / 1000, str(n), step=n)
-    assert len(of_one._due) <= samples.MOST_KNOWN
-    assert len(of_one.take(200.0)) <= samples.MOST_LAYERS
+    assert len(of_one._due) <= samples.MAX_SCHEDULED
+    assert len(of_one.drain(200.0)) <= samples.MAX_LAYERS
 
 
 def test_what_is_remembered_of_layers_counts_too():
-    of_one = Samples()
+    of_one = SkewSampler()
     tracemalloc.start()
     try:
         for number in range(300):
             look(of_one, 1.5 * number, f"{number}".ljust(limits.MAX_NAME_BYTES, "x"), step=number)
-            of_one.take(1.5 * number + 1.0)
+            of_one.drain(1.5 * number + 1.0)
         taken = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
@@ -200,7 +200,7 @@ def test_what_is_remembered_of_layers_counts_too():
 
 
 def test_replicas_whose_sum_overflows_are_no_warning():
-    of_one = Samples()
-    of_one.look(1.0, key_of("a"), (1, 1), (2,), np.full((2, 2, 1), 1e308))
-    (sample,) = of_one.take(2.0)
-    assert samples.told_by([sample]) is None
+    of_one = SkewSampler()
+    of_one.observe(1.0, key_of("a"), (1, 1), (2,), np.full((2, 2, 1), 1e308))
+    (sample,) = of_one.drain(2.0)
+    assert samples.figures_of_step([sample]) is None

@@ -54,8 +54,8 @@ class Host:
     def late(self) -> list[list[float]]:
         """How often each member came last, and how late it came in all."""
         for session in self.sessions:
-            session.lateness.count()
-        return [[one.lateness.counted.total, round(one.lateness.counted.sum, 6)] for one in self.sessions]
+            session.lateness.collect()
+        return [[one.lateness.histogram.total, round(one.lateness.histogram.sum, 6)] for one in self.sessions]
 
 
 TOGETHER = {"rank0": 1.0, "rank1": 1.0, "rank2": 1.0}

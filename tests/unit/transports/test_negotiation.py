@@ -12,7 +12,7 @@ from client.transports.server import SlavePipe
 from client.transports.shared_memory import SharedMemoryPipe
 from statsd_bn import Rows
 from statsd_bn.messages import Contribution, Heartbeat
-from statsd_bn.round_key import MEMORY
+from statsd_bn.round_key import MEMORY_GATHER
 from statsd_bn.wire import decode
 from support.memory_members import MemoryMaster, in_threads, run_members
 from unit.transports.transport_rows import frames_of, rows_of
@@ -114,8 +114,8 @@ def test_the_first_round_is_the_layers_own():
         with_transports(transport, transport, master=master)
         contributions = [one for one in map(decode, list(frames)) if isinstance(one, Contribution)]
         layers = [one.key.layer for one in contributions if one.session == contributions[0].session]
-        assert layers[: 1 + gathers] == ["bn"] + [MEMORY] * gathers
-        assert layers.count(MEMORY) == gathers
+        assert layers[: 1 + gathers] == ["bn"] + [MEMORY_GATHER] * gathers
+        assert layers.count(MEMORY_GATHER) == gathers
 
 
 def test_an_elastic_job_does_not_ask():
@@ -130,7 +130,7 @@ def test_an_elastic_job_does_not_ask():
             return connection.transport, connection.why_not_faster
 
     assert in_threads([lambda n=n: member(n) for n in range(2)]) == [(OVER_SERVER, "the job is elastic")] * 2
-    assert not any(one.key.layer == MEMORY for one in map(decode, list(frames)) if isinstance(one, Contribution))
+    assert not any(one.key.layer == MEMORY_GATHER for one in map(decode, list(frames)) if isinstance(one, Contribution))
 
 
 def test_the_transport_is_told_as_it_is_and_not_as_it_was():

@@ -14,7 +14,7 @@ from statsd_bn import Rows
 from statsd_bn import skew_samples as samples
 from statsd_bn.messages import SkewStats
 from statsd_bn.round_key import BACKWARD
-from statsd_bn.skew import figures_of
+from statsd_bn.skew import compute_figures
 from statsd_bn.wire import decode
 from support.memory_members import MemoryMaster, run_members
 from unit.transports.transport_rows import frames_of
@@ -29,7 +29,7 @@ STEPS, VALUES, CHANNELS = 30, 64, 5
 def always_due(monkeypatch):
     """Each layer is due in each step."""
     monkeypatch.setattr(samples, "SECONDS", 1e-6)
-    monkeypatch.setattr(samples, "SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr(samples, "SETTLE_SECONDS", 0.0)
 
 
 def rows_of(rank, step, layer, replicas=1, scale=1.0):
@@ -102,7 +102,7 @@ def test_the_figures_are_those_of_the_rows_of_each_step(replicas):
         for layer, found in zip(one.names, one.values, strict=True):
             rows = [rows_of(rank, n, layer, replicas) for rank in range(3)]
             counts = np.full(3, float(VALUES * replicas))
-            expected = figures_of(counts, np.stack([each.values.sum(axis=0) for each in rows]))
+            expected = compute_figures(counts, np.stack([each.values.sum(axis=0) for each in rows]))
             np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
 
 

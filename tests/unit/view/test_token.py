@@ -7,7 +7,7 @@ from http.client import HTTPConnection
 import pytest
 
 from server.__main__ import main
-from statsd_bn.text import unfolded
+from statsd_bn.text import unwrap
 from support.ports import free_port
 from support.view_pages import view_page
 
@@ -90,6 +90,6 @@ def test_a_token_that_can_be_guessed_or_that_no_header_can_bring_is_refused(
 ):
     monkeypatch.setenv("STATSD_BN_VIEW_TOKEN", token)
     assert main(["view", server.endpoint, "--http", f"{host}:{free_port()}"]) == 2
-    error = unfolded(capsys.readouterr().err)
+    error = unwrap(capsys.readouterr().err)
     assert "STATSD_BN_VIEW_TOKEN: expected at least 16 printable letters of ASCII without blanks" in error
     assert error.endswith(f", got {got}\n")

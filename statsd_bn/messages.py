@@ -1,0 +1,550 @@
+"""The messages of the protocol, as values that check themselves when they are built.
+
+A message that exists is valid, whether the caller built it or `wire.decode` did. docs/protocol.md describes every
+field; the order of fields here is their order on the wire.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from hashlib import blake2b
+from operator import attrgetter
+from typing import Annotated, Any, ClassVar, get_args
+
+from statsd_bn import limits
+from statsd_bn.checks import (
+    Checked,
+    Counter,
+    Name,
+    Token,
+    check_integer,
+    check_name,
+    check_token,
+    check_values,
+    integer_in,
+    short_repr,
+    text_within,
+)
+from statsd_bn.errors import ProtocolError
+from statsd_bn.members import NO_MEMBERS, Members, format_ranks
+from statsd_bn.reduction import FloatArray, Rows
+from statsd_bn.round_key import RoundKey
+from statsd_bn.skew import check_figures
+
+# The group of all members of a job, numbered from 0.
+WORLD = "world"
+
+# Torch collectives with a known end. The first three end on all ranks at about the same time; DistributedDataParallel
+# starts a forward pass with the last.
+BARRIER, ALL_REDUCE, ALL_GATHER, BUFFERS = "barrier", "all_reduce", "all_gather", "buffers"
+
+# The server id of a member that has met no server.
+NO_SERVER = bytes(limits.TOKEN_BYTES)
+
+# Separates this digest from other digests of the same bytes.
+_DIGEST_PURPOSE = b"sbn session"
+
+_new = object.__new__
+
+
+def digest(token: bytes) -> bytes:
+    """Returns the digest that names a session in the server's messages, as long as a token.
+
+    A session is a secret: its holder can speak for the member, so it travels only from the member to the server.
+    """
+    return blake2b(token, digest_size=limits.TOKEN_BYTES, person=_DIGEST_PURPOSE).digest()
+
+
+# Membership: registration, liveness, and where a member is.
+
+
+class Participation(IntEnum):
+    """Whether a member takes part in the rounds of its group.
+
+    PAUSED: rounds go on without it, because its data has ended. REJOINING: it waits until all others rejoin too.
+    """
+
+    TAKES_PART = 0
+    PAUSED = 1
+    REJOINING = 2
+
+
+_PARTICIPATIONS = tuple(participation.value for participation in Participation)
+
+
+@dataclass(frozen=True, slots=True)
+class Register(Checked):
+    """A member registers in a group, with all it knows. A repetition asks for the group's state again.
+
+    Attributes:
+        session: the secret token of the member, fresh for each of its lives in a group.
+        group: the members of the job that synchronise together.
+        epoch: one life of the group's membership.
+        member: the member's number in the job, the same in all its groups.
+        world_size: members that the group starts with.
+        min_members: members that an elastic group needs to go on after losses; 0: the group is strict.
+        deadline: seconds that a round opened by this member may stay open.
+        place: host and process, for people.
+        participation: a `Participation`.
+        server: id of the server that the member was last registered with.
+        step: the member's current step.
+        first_step: the first step that it takes part in, as the server assigned it.
+        results: number of `Result`s that it can send to a restarted server.
+        known: the group's members as last heard.
+    """
+
+    type: ClassVar[int] = 1
+
+    session: Token
+    job: Name
+    group: Name
+    epoch: Counter
+    member: Annotated[int, integer_in(0, limits.MAX_MEMBERS - 1)]
+    world_size: Annotated[int, integer_in(1, limits.MAX_MEMBERS)]
+    min_members: int
+    deadline: float
+    place: Name
+    participation: Annotated[int, integer_in(_PARTICIPATIONS[0], _PARTICIPATIONS[-1])] = Participation.TAKES_PART.value
+    server: Token = NO_SERVER
+    step: Counter = 0
+    first_step: Counter = 0
+    results: Annotated[int, integer_in(0, limits.CACHED_ROUNDS)] = 0
+    known: Members = NO_MEMBERS
+
+    @property
+    def was_in_group(self) -> bool:
+        """Whether the member was in the group while the group was open."""
+        return self.server != NO_SERVER and bool(self.known.runs)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the member has received a result, or is beyond the first step."""
+        return self.step > 0 or self.results > 0
+
+    def _check(self) -> None:
+        check_integer("min_members", self.min_members, 0, self.world_size)
+        if type(self.deadline) is not float or not 0 < self.deadline <= limits.MAX_DEADLINE:
+            raise ProtocolError(
+                f"deadline: expected seconds in (0, {limits.MAX_DEADLINE:g}], got {short_repr(self.deadline)}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Registered(Checked):
+    """The server has registered the member, and reports whether the group is open.
+
+    Attributes:
+        digest: of the registered session; the answer may reach another process, so it does not contain the session.
+        missing: members that the group still waits for; 0: it is open.
+    """
+
+    type: ClassVar[int] = 2
+
+    digest: Token
+    server: Token
+    epoch: Counter
+    first_step: Counter
+    missing: Annotated[int, integer_in(0, limits.MAX_MEMBERS)]
+    present: Members
+
+
+@dataclass(frozen=True, slots=True)
+class Leave(Checked):
+    """A member leaves its group. `cause` is empty for an orderly end, else the error that ended the member."""
+
+    type: ClassVar[int] = 5
+
+    session: Token
+    cause: Annotated[str, text_within(limits.MAX_TEXT_BYTES)]
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat(Checked):
+    """A sign of life of a member that has nothing else to send. No answer, unless the session is unknown.
+
+    Attributes:
+        rounds: rounds among the members that the server did not see.
+        transport: how rows reach the other ranks, for people; empty while unknown.
+        why: why no faster transport is used, for people; empty for the fastest, or if unknown.
+        waited: milliseconds waited in rounds that the server did not see.
+    """
+
+    type: ClassVar[int] = 9
+
+    session: Token
+    step: Counter = 0
+    rounds: Counter = 0
+    transport: Annotated[str, text_within(limits.MAX_PHASE_BYTES)] = ""
+    why: Annotated[str, text_within(limits.MAX_NAME_BYTES)] = ""
+    waited: Counter = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StackRequest(Checked):
+    """The server asks a late member for its stack, over the socket of the member's heartbeats.
+
+    Attributes:
+        digest: of the member's session.
+        number: number of the request; the report repeats it.
+        torch_group: name of the torch process group to report on; empty: the group of the member's current collective.
+    """
+
+    type: ClassVar[int] = 12
+
+    digest: Token
+    number: Counter
+    torch_group: Annotated[str, text_within(limits.MAX_NAME_BYTES)] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StackReport(Checked):
+    """A member's answer to a StackRequest: where its main thread is.
+
+    Attributes:
+        stack: files, lines and functions, for people; empty if the member does not report them.
+        in_collective: 1 if the main thread is in a torch collective, else 0.
+        torch_group: name of a torch process group; empty for none.
+        members: ranks of that process group.
+        launched: operations that this member has started on that process group.
+        collective: kind of the collective, such as `BARRIER`; empty for other kinds, or if unknown.
+    """
+
+    type: ClassVar[int] = 13
+
+    session: Token
+    number: Counter
+    stack: Annotated[str, text_within(limits.MAX_STACK_BYTES)]
+    in_collective: Annotated[int, integer_in(0, 1)]
+    torch_group: Annotated[str, text_within(limits.MAX_NAME_BYTES)]
+    members: Members
+    launched: Counter
+    collective: Annotated[str, text_within(limits.MAX_NAME_BYTES)] = ""
+
+
+def format_missing_members(group: str, size: int, present: Members, missing: int) -> str:
+    """Returns the members that a group waits for, in words; in the world by number."""
+    if group == WORLD and len(present) + missing == size:
+        return format_ranks(Members.of(set(range(size)).difference(present)))
+    besides = f" besides {format_ranks(present)}" if present else ""
+    return f"{missing} rank{'s' * (missing != 1)}{besides}"
+
+
+# Rounds.
+
+
+# Not frozen: setting fields takes a third of the time, and each frame of a round creates one.
+@dataclass(slots=True, eq=False)
+class Contribution:
+    """One member's rows for one round."""
+
+    type: ClassVar[int] = 3
+
+    session: bytes
+    key: RoundKey
+    attempt: int
+    rows: Rows
+
+    def __post_init__(self) -> None:
+        check_token("session", self.session)
+        check_integer("attempt", self.attempt, 0, limits.MAX_COUNTER)
+
+
+def unchecked_contribution(session: bytes, key: RoundKey, attempt: int, rows: Rows) -> Contribution:
+    """Returns a contribution without checking it: the caller has checked the fields."""
+    contribution = _new(Contribution)
+    contribution.session, contribution.key = session, key
+    contribution.attempt, contribution.rows = attempt, rows
+    return contribution
+
+
+@dataclass(slots=True, eq=False)  # not frozen, as a Contribution
+class Aggregate:
+    """The sum of all rows of one round, the same bytes for every member.
+
+    Attributes:
+        replicas: rows in the sum.
+        count: sum of their counts.
+        values: shape (vectors, channels), float64: the sum of the rows in replica order; in a gather the concatenated
+            rows.
+        non_finite: members that sent NaN or infinity.
+    """
+
+    type: ClassVar[int] = 4
+
+    key: RoundKey
+    replicas: int
+    count: int
+    members: Members
+    values: FloatArray
+    non_finite: Members = NO_MEMBERS
+
+    def __post_init__(self) -> None:
+        check_integer("replicas", self.replicas, 1, limits.MAX_REPLICAS * limits.MAX_MEMBERS)
+        check_integer("count", self.count, 0, limits.MAX_COUNT)
+        check_values(self.values, 2)
+
+
+def unchecked_aggregate(
+    key: RoundKey,
+    replicas: int,
+    count: int,
+    members: Members,
+    values: FloatArray,
+    non_finite: Members,
+) -> Aggregate:
+    """Returns an aggregate without checking it: it was computed from checked rows, or decoded and checked."""
+    aggregate = _new(Aggregate)
+    aggregate.key, aggregate.replicas, aggregate.count = key, replicas, count
+    aggregate.members, aggregate.values, aggregate.non_finite = members, values, non_finite
+    return aggregate
+
+
+@dataclass(frozen=True, slots=True)
+class Failure(Checked):
+    """The server's answer to a request that failed. `key` names the round that it is about, if any."""
+
+    type: ClassVar[int] = 6
+
+    code: Name
+    message: Annotated[str, text_within(limits.MAX_TEXT_BYTES)]
+    fields: dict[str, Any]
+    key: RoundKey | None = None
+
+    def _check(self) -> None:
+        if type(self.fields) is not dict or not all(type(name) is str for name in self.fields):
+            raise ProtocolError(f"fields: expected a map from names, got {short_repr(self.fields)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Pending(Checked):
+    """The server's answer to a contribution that is sent again while its round is open.
+
+    Attributes:
+        seconds: how long the round has been open, in whole seconds.
+        message: the late members, for people.
+        stacks: the stacks that they reported; empty while unknown.
+    """
+
+    type: ClassVar[int] = 10
+
+    key: RoundKey
+    seconds: Counter
+    message: Annotated[str, text_within(limits.MAX_TEXT_BYTES, shortest=1)]
+    stacks: Annotated[str, text_within(limits.MAX_TEXT_BYTES)] = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result(Checked):
+    """The aggregate of a round that a member received from the server before its restart."""
+
+    type: ClassVar[int] = 11
+
+    session: Token
+    aggregate: Aggregate
+
+
+@dataclass(frozen=True, slots=True)
+class RoundDone(Checked):
+    """A round is done without the server: the member has received all rows from the other members. No answer."""
+
+    type: ClassVar[int] = 14
+
+    session: Token
+    key: RoundKey
+
+
+# Reports: the state of the jobs, and figures of data and times.
+
+
+@dataclass(frozen=True, slots=True)
+class StatusRequest:
+    """Asks for the server's report. Needs no registration."""
+
+    type: ClassVar[int] = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Status(Checked):
+    """The server's report, as docs/seeing.md describes it."""
+
+    type: ClassVar[int] = 8
+
+    report: dict[str, Any]
+
+    def _check(self) -> None:
+        if type(self.report) is not dict:
+            raise ProtocolError(f"report: expected a map, got {type(self.report).__name__}")
+
+
+class _LayerFigures(Checked):
+    """Figures of layers: `layers` has a line for each, `values` has shape (layers, members, 4)."""
+
+    __slots__ = ()
+
+    layers: str
+    values: FloatArray
+    _min_layers: ClassVar[int]
+    _max_layers: ClassVar[int]
+
+    @property
+    def names(self) -> list[str]:
+        """The layers' names."""
+        return self.layers.split("\n") if self.layers else []
+
+    def _check(self) -> None:
+        names = self.names
+        check_integer("number of layers", len(names), self._min_layers, self._max_layers)
+        for name in names:
+            check_name("layer", name, limits.MAX_NAME_BYTES)
+        check_figures(self.values, len(names))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SkewStats(_LayerFigures):
+    """A member reports the figures of a step's forward rounds that the server did not see. No answer.
+
+    Attributes:
+        layers: the layers' names in the order of the rounds, a line each.
+        values: shape (layers, members, 4), float64: the figures of all members of the group, see `statsd_bn.skew`.
+    """
+
+    type: ClassVar[int] = 15
+    _min_layers: ClassVar[int] = 1
+    _max_layers: ClassVar[int] = limits.MAX_SKEW_LAYERS
+
+    session: Token
+    step: Counter
+    layers: Annotated[str, text_within(limits.MAX_SKEW_BYTES, shortest=1)]
+    values: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class FiguresRequest(Checked):
+    """Asks for the figures of the members' data in a group. Needs no registration.
+
+    Attributes:
+        first: number of layers to skip, in the order of a step.
+    """
+
+    type: ClassVar[int] = 16
+
+    job: Name
+    group: Name
+    first: Counter = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Figures(_LayerFigures):
+    """The figures of the members' data in a group: averages over the latest samples of each layer.
+
+    Attributes:
+        first: number of layers before these.
+        total: number of layers; 0 without figures, or for an unknown group.
+        layers: the names of these layers in the order of a step, a line each; empty without layers.
+        values: shape (layers, members, 4), float64: the figures of all members of the group, see `statsd_bn.skew`.
+    """
+
+    type: ClassVar[int] = 17
+    _min_layers: ClassVar[int] = 0
+    _max_layers: ClassVar[int] = limits.MAX_FIGURES_LAYERS
+
+    job: Name
+    group: Name
+    first: Counter
+    total: Counter
+    layers: Annotated[str, text_within(limits.MAX_FIGURES_BYTES)]
+    values: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class _Durations(Checked):
+    """Durations in a member's rounds since its registration, as a histogram. No answer.
+
+    Attributes:
+        microseconds: their sum.
+        counts: durations per bucket, see `statsd_bn.timing`; the last bucket has no upper bound.
+    """
+
+    session: Token
+    microseconds: Counter
+    counts: tuple[int, ...]
+
+    def _check(self) -> None:
+        if type(self.counts) is not tuple or len(self.counts) != limits.BUCKETS:
+            raise ProtocolError(f"counts: expected {limits.BUCKETS} integers, got {short_repr(self.counts)}")
+        for count in self.counts:
+            check_integer("count", count, 0, limits.MAX_COUNTER)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTrips(_Durations):
+    """Durations of a member's rounds, as the member measured them."""
+
+    type: ClassVar[int] = 18
+
+
+@dataclass(frozen=True, slots=True)
+class LatenessReport(_Durations):
+    """How much later than the others a member arrived, each time that it was last in a round in shared memory."""
+
+    type: ClassVar[int] = 20
+
+
+@dataclass(frozen=True, slots=True)
+class NonFiniteRound(Checked):
+    """A member reports a non-finite aggregate of a round that the server did not see. No answer.
+
+    Attributes:
+        members: the members that sent NaN or infinity; at least one.
+        what: number of non-finite channels, for people.
+    """
+
+    type: ClassVar[int] = 19
+
+    session: Token
+    key: RoundKey
+    members: Members
+    what: Name
+
+    def _check(self) -> None:
+        if not self.members.runs:
+            raise ProtocolError("members: expected at least one member with non-finite values, got none")
+
+
+# The most frequent first: isinstance checks them in this order.
+Request = (
+    Contribution
+    | Register
+    | Leave
+    | StatusRequest
+    | Heartbeat
+    | Result
+    | StackReport
+    | RoundDone
+    | SkewStats
+    | RoundTrips
+    | LatenessReport
+    | NonFiniteRound
+    | FiguresRequest
+)
+"""Messages to the server."""
+
+Message = Request | Registered | Aggregate | Failure | Status | Pending | StackRequest | Figures
+
+BY_TYPE: dict[int, type[Message]] = {
+    message.type: message for message in sorted(get_args(Message), key=lambda kind: kind.type)
+}
+
+
+def values_of(message: Any) -> list[Any]:
+    """Returns a message's field values in wire order."""
+    return list(_VALUES_OF[type(message)](message))
+
+
+def _getter(kind: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    names = [field.name for field in fields(kind)]
+    # With one name, attrgetter returns the bare value.
+    return attrgetter(*names) if len(names) > 1 else lambda message: tuple(getattr(message, name) for name in names)
+
+
+_VALUES_OF = {kind: _getter(kind) for kind in BY_TYPE.values()}

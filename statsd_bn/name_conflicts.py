@@ -1,0 +1,50 @@
+"""The command `statsd-bn`, which finds the right `server` among modules of that name.
+
+It is `python -m server`. But `server` is a common name: a `server.py` on PYTHONPATH, or another project's package,
+would start instead of ours. So the command starts in this package, which has a unique name, and imports the `server` in
+the same folder. Only the running command imports it: nothing in `statsd_bn` depends on the server. Subcommands belong
+in `server.cli`.
+"""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from runpy import run_path
+from typing import Any
+
+from statsd_bn.errors import ConfigurationError
+
+PACKAGES = Path(__file__).resolve().parents[1]
+
+# As for any wrong option of the command.
+USAGE_ERROR = 2
+
+
+def main() -> int:
+    """Run the server's command line, or print its help without arguments; returns the exit code."""
+    sys.path.insert(0, str(PACKAGES))
+    module: Any = import_module("server")
+    path = getattr(module, "__file__", None) or "a folder without an __init__.py"
+    if not Path(path).resolve().is_relative_to(PACKAGES):
+        print(  # noqa: T201 - the command's one-line error
+            f"statsd_bn: the module 'server' is {path}, not statsd_bn's; it was imported before this command started. "
+            "Remove it from PYTHONPATH, or rename it",
+            file=sys.stderr,
+        )
+        return USAGE_ERROR
+    try:
+        code: int = import_module("server.__main__").main(sys.argv[1:] or ["--help"])
+    finally:  # argparse leaves by SystemExit
+        if sys.argv[1:] == ["--version"]:
+            print(_native_core())  # noqa: T201 - the command's answer
+    return code
+
+
+def _native_core() -> str:
+    """Returns whether the client's native core is in use; loads only its file, because its package imports torch."""
+    functions = run_path(str(PACKAGES / "client" / "native" / "library.py"))
+    try:
+        text: str = functions["description"]()
+    except ConfigurationError as error:
+        text = f"native core: not in use, {error}"
+    return text

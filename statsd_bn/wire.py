@@ -1,0 +1,531 @@
+"""Message <-> bytes: one frame per message, as docs/protocol.md specifies it.
+
+    offset  size   content
+    0       3      magic, b"SBN"
+    3       1      protocol version
+    4       4      H, the header's length, unsigned little-endian
+    8       H      header: a msgpack array [type, field, field, ...]; fixed fields in Contribution and Aggregate
+    8+H     0-7    zero bytes up to a multiple of 8
+    ...     8·n    values: little-endian float64, in C order
+
+A message is one frame instead of three, because each ZeroMQ frame costs about a system call. Values are raw numbers
+instead of msgpack floats: they become an array without a loop or a copy.
+
+    frame = encode(Heartbeat(session))
+    message = decode(frame)
+
+Every member sends a Contribution and receives an Aggregate in each round, so these two have headers of fixed fields:
+
+    offset  size   Contribution                     Aggregate
+    8       1      type, 3                          type, 4
+    9       1      vectors                          vectors
+    10      2      replicas                         runs of members
+    12      8      session                          runs of non-finite members (4), channels (4)
+    20      4      channels                         replicas
+    24      8      epoch                            count
+    32      8      step                             epoch
+    40      8      call                             step
+    48      8      attempt                          call
+    56             counts, 8 bytes each             runs, 4 bytes each: of members, of non-finite members
+                   job, group, layer, phase: UTF-8, with a zero byte between two
+                   zero bytes up to a multiple of 8; values, float64
+
+One `struct` call reads all their numbers. No frame depends on an earlier one, so a restarted server can read it.
+
+msgpack creates every object before it can be checked, and allocates as many items as an array announces. So the number
+of items is bounded in advance, and long headers of requests may not contain arrays.
+"""
+
+import dataclasses
+import struct
+from collections.abc import Callable, Iterable
+from itertools import chain
+from math import prod
+from typing import Any, get_args
+
+import msgpack
+import numpy as np
+
+from statsd_bn import limits
+from statsd_bn.checks import check_depth, check_integer, check_text, short_repr
+from statsd_bn.errors import ProtocolError, VersionMismatch
+from statsd_bn.members import NO_MEMBERS, Members
+from statsd_bn.messages import (
+    BY_TYPE,
+    Aggregate,
+    Contribution,
+    Figures,
+    Message,
+    Request,
+    Result,
+    SkewStats,
+    unchecked_aggregate,
+    unchecked_contribution,
+    values_of,
+)
+from statsd_bn.reduction import FloatArray, Rows, unchecked_rows
+from statsd_bn.round_key import RoundKey, parse_key
+from statsd_bn.skew import FIGURES
+
+PROTOCOL_VERSION = 9
+MAGIC = b"SBN"
+
+_PRELUDE = struct.Struct("<4sI")
+_MAGIC_AND_VERSION = MAGIC + bytes([PROTOCOL_VERSION])
+
+_FLOAT = np.dtype("<f8")
+
+# Zero bytes up to a multiple of 8, by their number.
+_PADDING = tuple(map(bytes, range(8)))
+
+# The header's first byte: the type in a header of fixed fields, else the start of a msgpack array.
+_TYPE = slice(_PRELUDE.size, _PRELUDE.size + 1)
+_CONTRIBUTION_TYPE, _AGGREGATE_TYPE = bytes([Contribution.type]), bytes([Aggregate.type])
+
+_CONTRIBUTION_HEADER = struct.Struct("<BBH8sIQQQQ")
+_AGGREGATE_HEADER = struct.Struct("<BBHIIIQQQQ")
+
+# Prelude and header in one. The first count is included, since most members have one replica.
+_CONTRIBUTION_FRAME = struct.Struct(f"{_PRELUDE.format}{_CONTRIBUTION_HEADER.format[1:]}Q")
+_AGGREGATE_FRAME = struct.Struct(f"{_PRELUDE.format}{_AGGREGATE_HEADER.format[1:]}")
+_COUNT_BYTES = _VALUE_BYTES = 8
+_COUNTS = _CONTRIBUTION_FRAME.size - _COUNT_BYTES
+
+_KEY_FIELDS = 7
+
+# The longest key: four names, three integers of 9 bytes, and the length of each.
+_MAX_KEY_BYTES = 3 * limits.MAX_NAME_BYTES + limits.MAX_PHASE_BYTES + 3 * 9 + 4 * 3 + 1
+
+# A run of members: its first number and its length.
+_RUN = struct.Struct("<HH")
+
+# The largest set has every other member, each a run.
+_MAX_MEMBERS_BYTES = _RUN.size * limits.MAX_MEMBERS // 2
+
+# Longer headers of requests have no arrays.
+_SHORT_HEADER_BYTES = 2048
+
+# Fields of a Register, with its type.
+_MAX_FIELDS = 16
+
+# Entries of a map in a report or an error.
+_MAX_MAP_ENTRIES = 256
+
+_SHOWN_BYTES = 32
+
+# One packer for all headers, since creating one takes as long as packing. The C packer holds the interpreter's lock;
+# msgpack's fallback in Python does not, and two threads would write into one buffer.
+_pack: Callable[[Any], bytes] = (
+    msgpack.Packer().pack if msgpack.Packer.__module__ == "msgpack._cmsgpack" else msgpack.packb
+)
+
+_REQUESTS = frozenset(get_args(Request))
+
+
+def encode(message: Message) -> bytes:
+    """Returns the frame of `message`.
+
+    Raises:
+        ProtocolError: the frame would be too large.
+    """
+    if isinstance(message, Contribution):
+        return _encode_contribution(message)
+    if isinstance(message, Aggregate):
+        return _encode_aggregate(message)
+    kind = type(message)
+    values, fields = _SPLIT_VALUES[kind](message) if kind in _SPLIT_VALUES else (None, values_of(message))
+    for place, _, write, _ in _CONVERTED[kind]:
+        fields[place] = write(fields[place])
+    max_header = limits.MAX_REQUEST_HEADER_BYTES if kind in _REQUESTS else limits.MAX_HEADER_BYTES
+    return _make_frame(_pack([message.type, *fields]), values, max_header)
+
+
+def decode(frame: bytes) -> Message:
+    """Returns the message in `frame`; its values are a view into the frame, not a copy.
+
+    Raises:
+        VersionMismatch: the frame has another protocol version.
+        ProtocolError: the frame is malformed.
+    """
+    kind = frame[_TYPE]
+    if kind == _AGGREGATE_TYPE:
+        return _decode_aggregate(frame, limits.MAX_HEADER_BYTES)
+    if kind == _CONTRIBUTION_TYPE:
+        return _decode_contribution(frame, limits.MAX_HEADER_BYTES)
+    end = _header_end(frame, limits.MAX_HEADER_BYTES)
+    header = _unpack("header", frame[_PRELUDE.size : end], limits.MAX_MEMBERS, _MAX_MAP_ENTRIES)
+    message: Message = _build_message(header, frame, end)
+    return message
+
+
+def decode_request(frame: bytes) -> Request:
+    """Returns the request in `frame`; like `decode`, for a server: a malformed frame costs it next to nothing.
+
+    Raises:
+        VersionMismatch: the frame has another protocol version.
+        ProtocolError: the frame is malformed, or no request.
+    """
+    kind = frame[_TYPE]
+    if kind == _CONTRIBUTION_TYPE:
+        return _decode_contribution(frame, limits.MAX_REQUEST_HEADER_BYTES)
+    end = _header_end(frame, limits.MAX_REQUEST_HEADER_BYTES)
+    if kind == _AGGREGATE_TYPE:
+        raise ProtocolError("expected a request, got Aggregate")
+    packed = frame[_PRELUDE.size : end]
+    is_short = len(packed) <= _SHORT_HEADER_BYTES
+    header = _unpack("header", packed, limits.MAX_REPLICAS) if is_short else _unpack_without_arrays(packed)
+    request: Request = _build_message(header, frame, end)
+    if type(request) not in _REQUESTS:
+        raise ProtocolError(f"expected a request, got {type(request).__name__}")
+    return request
+
+
+# Contribution and Aggregate.
+
+
+def _encode_contribution(message: Contribution) -> bytes:
+    job, group, epoch, step, layer, call, phase = message.key
+    counts, values = message.rows.counts, message.rows.values
+    replicas, vectors, channels = values.shape
+    fixed = _CONTRIBUTION_HEADER.pack(
+        Contribution.type, vectors, replicas, message.session, channels, epoch, step, call, message.attempt
+    )
+    texts = f"{job}\0{group}\0{layer}\0{phase}".encode()
+    header = b"".join((fixed, struct.pack(f"<{replicas}Q", *counts), texts))
+    return _make_frame(header, values, limits.MAX_REQUEST_HEADER_BYTES)
+
+
+def _encode_aggregate(message: Aggregate) -> bytes:
+    job, group, epoch, step, layer, call, phase = message.key
+    members, non_finite, values = message.members.runs, message.non_finite.runs, message.values
+    vectors, channels = values.shape
+    fixed = _AGGREGATE_HEADER.pack(
+        Aggregate.type,
+        vectors,
+        len(members),
+        len(non_finite),
+        channels,
+        message.replicas,
+        message.count,
+        epoch,
+        step,
+        call,
+    )
+    texts = f"{job}\0{group}\0{layer}\0{phase}".encode()
+    header = b"".join((fixed, _pack_runs(members + non_finite), texts))
+    return _make_frame(header, values, limits.MAX_HEADER_BYTES)
+
+
+def _decode_contribution(frame: bytes, max_header: int) -> Contribution:
+    size = len(frame)
+    if size < _CONTRIBUTION_FRAME.size:
+        raise _truncated(frame, max_header, _CONTRIBUTION_FRAME.size)
+    beginning, length, _, vectors, replicas, session, channels, epoch, step, call, attempt, count = (
+        _CONTRIBUTION_FRAME.unpack_from(frame)
+    )
+    end = _PRELUDE.size + length
+    start = (end + 7) & -8
+    texts = _COUNTS + _COUNT_BYTES * replicas
+    if not (
+        beginning == _MAGIC_AND_VERSION and length <= max_header and texts <= end <= size <= limits.MAX_FRAME_BYTES
+    ):
+        raise _truncated(frame, max_header, texts)
+    counts = (count,) if replicas == 1 else struct.unpack_from(f"<{replicas}Q", frame, _COUNTS)
+    key = parse_key(frame[texts:end], epoch, step, call)
+    shape = (replicas, vectors, channels)
+    if (
+        size == start + _VALUE_BYTES * replicas * vectors * channels
+        and frame[end:start] == _PADDING[start - end]
+        and 0 < replicas <= limits.MAX_REPLICAS
+        and 0 < vectors <= limits.MAX_VECTORS
+        and 0 < channels <= limits.MAX_CHANNELS
+        and attempt <= limits.MAX_COUNTER
+        and max(counts) <= limits.MAX_COUNT
+    ):
+        rows = unchecked_rows(counts, np.ndarray(shape, _FLOAT, frame, start))
+        return unchecked_contribution(session, key, attempt, rows)
+    # Raises the error of the check that failed.
+    return Contribution(session, key, attempt, Rows(counts, _values_in(frame, end, shape)))
+
+
+def _decode_aggregate(frame: bytes, max_header: int) -> Aggregate:
+    size = len(frame)
+    if size < _AGGREGATE_FRAME.size:
+        raise _truncated(frame, max_header, _AGGREGATE_FRAME.size)
+    beginning, length, _, vectors, member_runs, non_finite_runs, channels, replicas, count, epoch, step, call = (
+        _AGGREGATE_FRAME.unpack_from(frame)
+    )
+    end = _PRELUDE.size + length
+    second = _AGGREGATE_FRAME.size + _RUN.size * member_runs
+    texts = second + _RUN.size * non_finite_runs
+    if not (
+        beginning == _MAGIC_AND_VERSION and length <= max_header and texts <= end <= size <= limits.MAX_FRAME_BYTES
+    ):
+        raise _truncated(frame, max_header, texts)
+    key = parse_key(frame[texts:end], epoch, step, call)
+    values = _values_in(frame, end, (vectors, channels))
+    members = Members(
+        (_RUN.unpack_from(frame, _AGGREGATE_FRAME.size),)
+        if member_runs == 1  # the usual case: no member is missing
+        else tuple(_RUN.iter_unpack(frame[_AGGREGATE_FRAME.size : second]))
+    )
+    non_finite = Members(tuple(_RUN.iter_unpack(frame[second:texts]))) if non_finite_runs else NO_MEMBERS
+    if (
+        0 < replicas <= limits.MAX_REPLICAS * limits.MAX_MEMBERS
+        and vectors <= limits.MAX_VECTORS
+        and channels <= limits.MAX_CHANNELS
+        and count <= limits.MAX_COUNT
+    ):
+        return unchecked_aggregate(key, replicas, count, members, values, non_finite)
+    return Aggregate(key, replicas, count, members, values, non_finite)  # raises the error of the check that failed
+
+
+def _truncated(frame: bytes, max_header: int, least: int) -> ProtocolError:
+    """Returns the error of a header that is cut, or shorter than its numbers demand (`least` bytes)."""
+    end = _header_end(frame, max_header)
+    return ProtocolError(f"header: expected more than {least - _PRELUDE.size} bytes, got {end - _PRELUDE.size}")
+
+
+# All other messages.
+
+
+def _build_message(header: Any, frame: bytes, end: int) -> Any:
+    if type(header) is not list or not header:
+        raise ProtocolError(f"header: expected [type, ...], got {short_repr(header)}")
+    number = header[0]
+    kind = BY_TYPE.get(number) if type(number) is int else None
+    if kind is None or kind in (Contribution, Aggregate):
+        raise ProtocolError(f"type: expected one of {sorted(BY_TYPE)}, got {short_repr(number)}")
+    try:
+        return _build(kind, header[1:], frame, end)
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"fields of message type {number}: {error}") from error
+
+
+def _build(kind: type[Message], fields: list[Any], frame: bytes, end: int) -> Message:
+    if build_with_values := _BUILD_WITH_VALUES.get(kind):
+        return build_with_values(fields, frame, end)
+    if end != len(frame):
+        raise ProtocolError(f"frame: expected to end after its header at byte {end}, got {len(frame)}")
+    if len(fields) != len(dataclasses.fields(kind)):
+        raise ProtocolError(f"{kind.__name__}: expected {len(dataclasses.fields(kind))} fields, got {len(fields)}")
+    for place, name, _, read in _CONVERTED[kind]:
+        fields[place] = read(name, fields[place])
+    return kind(*fields)
+
+
+def _build_result(fields: list[Any], frame: bytes, end: int) -> Result:
+    (session,) = fields
+    start = _padded(end)
+    if any(frame[end:start]):
+        raise ProtocolError("result: expected zero bytes up to the aggregate's frame")
+    aggregate = frame[start:]
+    if aggregate[_TYPE] != _AGGREGATE_TYPE:
+        raise ProtocolError(f"result: expected the frame of an aggregate, got {short_repr(aggregate[:_SHOWN_BYTES])}")
+    return Result(session, _decode_aggregate(aggregate, limits.MAX_HEADER_BYTES))
+
+
+def _build_skew_stats(fields: list[Any], frame: bytes, end: int) -> SkewStats:
+    session, step, layers, members = fields
+    check_text("layers", layers, limits.MAX_SKEW_BYTES)
+    check_integer("members", members, 1, limits.MAX_MEMBERS)
+    values = _values_in(frame, end, (layers.count("\n") + 1, members, FIGURES))
+    return SkewStats(session, step, layers, values)
+
+
+def _build_figures(fields: list[Any], frame: bytes, end: int) -> Figures:
+    job, group, first, total, layers, members = fields
+    check_text("layers", layers, limits.MAX_FIGURES_BYTES, shortest=0)
+    check_integer("members", members, 0, limits.MAX_MEMBERS)
+    if layers:
+        values = _values_in(frame, end, (layers.count("\n") + 1, members, FIGURES))
+    elif len(frame) == _padded(end) and not any(frame[end:]):
+        values = np.zeros((0, members, FIGURES))
+    else:
+        raise ProtocolError(f"values: expected none without layers, got {len(frame) - end} bytes")
+    return Figures(job, group, first, total, layers, values)
+
+
+# Frames and their parts.
+
+
+def _make_frame(header: bytes, values: FloatArray | bytes | None, max_header: int) -> bytes:
+    length = len(header)
+    if length > max_header:
+        raise ProtocolError(f"header: expected at most {max_header} bytes, got {length}")
+    prelude = _PRELUDE.pack(_MAGIC_AND_VERSION, length)
+    if values is None:
+        return prelude + header
+    body = values if isinstance(values, bytes) else np.ascontiguousarray(values, _FLOAT).data
+    frame = b"".join((prelude, header, bytes(-length % 8), body))
+    if len(frame) > limits.MAX_FRAME_BYTES:
+        shape = values.shape if isinstance(values, np.ndarray) else (len(values),)
+        raise ProtocolError(
+            f"frame: expected at most {limits.MAX_FRAME_BYTES} bytes, got {len(frame)} for values of {shape}"
+        )
+    return frame
+
+
+def _header_end(frame: bytes, max_header: int) -> int:
+    """Returns the offset at which a frame's header ends.
+
+    Raises:
+        VersionMismatch: the frame has another protocol version.
+        ProtocolError: the prelude is malformed, or the header is too long or cut.
+    """
+    size = len(frame)
+    if _PRELUDE.size <= size <= limits.MAX_FRAME_BYTES:
+        beginning, length = _PRELUDE.unpack_from(frame)
+        end: int = _PRELUDE.size + length
+        if beginning == _MAGIC_AND_VERSION and length <= max_header and end <= size:
+            return end
+    raise _malformed_prelude(frame, max_header)
+
+
+def _malformed_prelude(frame: bytes, max_header: int) -> ProtocolError:
+    size = len(frame)
+    if size > limits.MAX_FRAME_BYTES:
+        return ProtocolError(f"frame: expected at most {limits.MAX_FRAME_BYTES} bytes, got {size}")
+    if size < _PRELUDE.size or not frame.startswith(MAGIC):
+        return ProtocolError(f"frame: expected to begin with {MAGIC!r}, got {bytes(frame[:8])!r}")
+    if (version := frame[len(MAGIC)]) != PROTOCOL_VERSION:
+        return VersionMismatch(
+            f"protocol version: expected {PROTOCOL_VERSION}, got {version}; "
+            "install the same statsd-bn on the server and on every member",
+            expected=PROTOCOL_VERSION,
+            got=version,
+        )
+    _, length = _PRELUDE.unpack_from(frame)
+    available = size - _PRELUDE.size
+    return ProtocolError(f"header: {length} bytes announced, at most {max_header} allowed, {available} received")
+
+
+def _padded(size: int) -> int:
+    return size + -size % 8
+
+
+def _values_in(frame: bytes, end: int, shape: tuple[int, ...]) -> FloatArray:
+    """Returns the values of this shape behind the header, which ends at `end`, as a view into the frame."""
+    start, size = (end + 7) & -8, 8 * prod(shape)
+    # Shapes from the wire are unsigned.
+    if size and len(frame) == start + size and frame[end:start] == _PADDING[start - end]:
+        return np.ndarray(shape, _FLOAT, frame, start)
+    if not size:
+        raise ProtocolError(f"shape of values: expected positive integers, got {short_repr(shape)}")
+    got = len(frame) - start
+    raise ProtocolError(f"values: expected {size // 8} float64 for shape {shape} after zero padding, got {got} bytes")
+
+
+# msgpack.
+
+
+def _unpack(name: str, packed: bytes, max_items: int, max_entries: int = 0) -> Any:
+    """Returns the content of plain msgpack, with at most so many items in arrays and entries in maps."""
+    try:
+        return msgpack.unpackb(
+            packed, max_array_len=max_items, max_map_len=max_entries, max_ext_len=0, ext_hook=_refuse_extension
+        )
+    except (ValueError, msgpack.UnpackException) as error:
+        raise _not_msgpack(name, error) from error
+
+
+def _unpack_without_arrays(packed: bytes) -> list[Any]:
+    """Returns a request's long header, which may contain text and bytes only: many small objects cost too much."""
+    unpacker = msgpack.Unpacker(
+        max_buffer_size=len(packed), max_array_len=0, max_map_len=0, max_ext_len=0, ext_hook=_refuse_extension
+    )
+    unpacker.feed(packed)
+    try:
+        if (number := unpacker.read_array_header()) > _MAX_FIELDS:
+            raise ProtocolError(f"header: expected at most {_MAX_FIELDS} fields, got {number}")
+        header = [unpacker.unpack() for _ in range(number)]
+    except (ValueError, msgpack.UnpackException) as error:
+        raise _not_msgpack("header", error) from error
+    if unpacker.tell() != len(packed):
+        raise ProtocolError(f"header: expected {unpacker.tell()} bytes, got {len(packed)}")
+    return header
+
+
+def _refuse_extension(code: int, _data: bytes) -> Any:
+    raise ProtocolError(f"expected plain msgpack, got extension type {code}")
+
+
+def _not_msgpack(name: str, error: Exception) -> ProtocolError:
+    return ProtocolError(f"{name}: expected msgpack, got {error or type(error).__name__}")
+
+
+# Fields.
+
+
+def _array(name: str, value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise ProtocolError(f"{name}: expected an array, got {short_repr(value)}")
+    return value
+
+
+def _binary(name: str, value: Any, longest: int) -> bytes:
+    if type(value) is not bytes or len(value) > longest:
+        raise ProtocolError(f"{name}: expected binary of at most {longest} bytes, got {short_repr(value)}")
+    return value
+
+
+def _unpack_key(value: Any) -> RoundKey:
+    fields = _unpack("round key", _binary("round key", value, _MAX_KEY_BYTES), _KEY_FIELDS)
+    if len(_array("round key", fields)) != _KEY_FIELDS:
+        raise ProtocolError(f"round key: expected {_KEY_FIELDS} fields, got {len(fields)}")
+    return RoundKey(*fields)
+
+
+def _pack_runs(runs: Iterable[tuple[int, int]]) -> bytes:
+    numbers = tuple(chain.from_iterable(runs))
+    return struct.pack(f"<{len(numbers)}H", *numbers)
+
+
+def _unpack_members(value: Any) -> Members:
+    packed = _binary("members", value, _MAX_MEMBERS_BYTES)
+    if len(packed) % _RUN.size:
+        raise ProtocolError(f"members: expected {_RUN.size} bytes for each run, got {len(packed)}")
+    return Members(tuple(_RUN.iter_unpack(packed)))
+
+
+def _check_depth(name: str, value: Any) -> Any:
+    check_depth(name, value)
+    return value
+
+
+# Of messages with values: the values, and the header's fields.
+_SPLIT_VALUES: dict[type[Message], Callable[[Any], tuple[FloatArray | bytes, list[Any]]]] = {
+    Result: lambda message: (encode(message.aggregate), [message.session]),
+    SkewStats: lambda message: (
+        message.values,
+        [message.session, message.step, message.layers, message.values.shape[1]],
+    ),
+    Figures: lambda message: (message.values, [*values_of(message)[:-1], message.values.shape[1]]),
+}
+_BUILD_WITH_VALUES: dict[type[Message], Callable[[list[Any], bytes, int], Message]] = {
+    Result: _build_result,
+    SkewStats: _build_skew_stats,
+    Figures: _build_figures,
+}
+
+# How to write and read a field, by its type; msgpack converts all others.
+_Write = Callable[[Any], Any]
+_Read = Callable[[str, Any], Any]
+_CONVERTERS: dict[Any, tuple[_Write, _Read]] = {
+    RoundKey: (_pack, lambda _, value: _unpack_key(value)),
+    RoundKey | None: (
+        lambda key: None if key is None else _pack(key),
+        lambda _, value: None if value is None else _unpack_key(value),
+    ),
+    Members: (lambda members: _pack_runs(members.runs), lambda _, value: _unpack_members(value)),
+    tuple[int, ...]: (list, lambda name, value: tuple(_array(name, value))),
+    dict[str, Any]: (dict, _check_depth),
+}
+_CONVERTED: dict[type[Message], list[tuple[int, str, _Write, _Read]]] = {
+    kind: [
+        (place, field.name, *_CONVERTERS[field.type])
+        for place, field in enumerate(dataclasses.fields(kind))
+        if field.type in _CONVERTERS
+    ]
+    for kind in BY_TYPE.values()
+}
