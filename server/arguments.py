@@ -48,12 +48,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def number_type(kind: type[int] | type[float], expected: str) -> Callable[[str], float]:
-    """Returns a `type` for `add_argument` that parses a number.
-
-    Args:
-        kind: int or float.
-        expected: description of the valid values, for the error.
-    """
+    """Returns a `type` for `add_argument` that parses a number."""
 
     def read(text: str) -> float:
         try:

@@ -34,11 +34,7 @@ class _MessageCount:
 
 
 class RateLimitFilter(logging.Filter):
-    """Logs at most 30 messages of a kind per minute; the next one has the number of suppressed messages.
-
-    Args:
-        clock: returns seconds.
-    """
+    """Logs at most 30 messages of a kind per minute; the next one has the number of suppressed messages."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

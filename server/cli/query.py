@@ -40,11 +40,6 @@ Query = Callable[[Message], bytes]
 def query_connection(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | None = None) -> Iterator[Query]:
     """Connect to the server at `endpoint`; yields a function that sends requests.
 
-    Args:
-        endpoint: endpoint of the server.
-        seconds: timeout of each answer.
-        keys: the client's keys and the server's public key; None without CURVE.
-
     Raises:
         AuthenticationRefused: server and client do not accept each other's keys.
         ConfigurationError: the endpoint is invalid, or its socket may belong to another user.

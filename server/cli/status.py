@@ -55,11 +55,6 @@ ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "[::]": "[::1]"}  # n
 def ask(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | None = None) -> dict[str, Any]:
     """Report of the server at `endpoint`.
 
-    Args:
-        endpoint: endpoint of the server.
-        seconds: timeout.
-        keys: the client's keys and the server's public key; None without CURVE.
-
     Raises:
         AuthenticationRefused: server and client do not accept each other's keys.
         ConfigurationError: the endpoint is invalid, or its socket may belong to another user.

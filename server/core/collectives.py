@@ -49,12 +49,7 @@ def count_reported_ranks(contributors: Iterable[Contributor]) -> int:
 
 
 def blocked_members(contributors: Iterable[Contributor], silence: float) -> list[BlockedInCollective]:
-    """Members that are blocked in a collective which some rank has not launched.
-
-    Args:
-        contributors: members of one job.
-        silence: seconds that a member may be silent.
-    """
+    """Members that are blocked in a collective which some rank has not launched."""
     by_member = {contributor.member: contributor for contributor in contributors}
     found = (_find_block(contributor, by_member, APART_SILENCES * silence) for contributor in by_member.values())
     return [blocked for blocked in found if blocked]

@@ -78,13 +78,7 @@ class Wait:
 def find_deadlocks(
     masters: Sequence[SyncMaster], now: float, blocked: Sequence[BlockedInCollective] = ()
 ) -> list[Wait]:
-    """Find the places where members of a job are stuck.
-
-    Args:
-        masters: all groups of the job.
-        now: the current time, on the clock of the groups.
-        blocked: members that are blocked in a torch collective.
-    """
+    """Find the places where members of a job are stuck."""
     if not blocked and not _may_be_stuck(masters):
         return []
     waits = [*_waits(masters), *_in_collectives(masters, blocked)]
@@ -200,12 +194,7 @@ def _candidates(master: SyncMaster, masters: Iterable[SyncMaster]) -> Collection
 
 
 class Table:
-    """Which members wait where, as text and as fields, in bounded size.
-
-    Args:
-        waits: the places.
-        now: the time, on the clock of the masters.
-    """
+    """Which members wait where, as text and as fields, in bounded size."""
 
     def __init__(self, waits: Sequence[Wait], now: float) -> None:
         self._now = now
@@ -291,9 +280,6 @@ class DeadlockDetector:
     """Searches all jobs for deadlocks.
 
     A job with more than `MAX_WAITS` missing contributions is not searched: its rounds end at their deadlines.
-
-    Args:
-        silence: seconds that a member may be silent.
     """
 
     def __init__(self, silence: float = SILENCE_SECONDS) -> None:
@@ -306,13 +292,7 @@ class DeadlockDetector:
         groups: Mapping[GroupName, SyncMaster],
         asked: Mapping[str, Sequence[Contributor]] = NO_MEMBERS,
     ) -> Iterator[list[Wait]]:
-        """Yield the places of each deadlocked job; call it at each tick.
-
-        Args:
-            now: the current time.
-            groups: all groups of all jobs.
-            asked: members with a stack sample, by job.
-        """
+        """Yield the places of each deadlocked job; call it at each tick."""
         jobs: dict[str, list[SyncMaster]] = defaultdict(list)
         for (job, _), master in groups.items():
             jobs[job].append(master)

@@ -86,11 +86,6 @@ class Received:
 class Dispatcher:
     """All groups of all jobs.
 
-    Args:
-        server: random id of this server process.
-        started: start time, on the clock of `receive`.
-        quota: the server's limits; default: the protocol's.
-
     Attributes:
         probe: frame that every member ignores; sending it shows whether a peer is connected.
         counters: refusals since the start.
@@ -116,14 +111,7 @@ class Dispatcher:
         self._last_compared = 0
 
     def receive(self, now: float, peer: bytes, frame: bytes, principal: Principal = ANONYMOUS) -> Received:
-        """Handle one frame; never raises.
-
-        Args:
-            now: the current time.
-            peer: routing id of the sender.
-            frame: the received bytes.
-            principal: key and rights of the sender.
-        """
+        """Handle one frame; never raises."""
         self.received += 1
         try:
             if len(frame) > self._max_frame_bytes:

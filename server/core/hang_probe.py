@@ -91,12 +91,7 @@ MAX_REQUESTS = 1024
 
 
 class HangProbe:
-    """The requests in flight.
-
-    Args:
-        registry: members and their heartbeat addresses.
-        silence: seconds that a member may be silent.
-    """
+    """The requests in flight."""
 
     def __init__(self, registry: Registry, silence: float) -> None:
         self._registry = registry

@@ -52,12 +52,7 @@ class SessionLiveness:
 
 
 class Liveness:
-    """The liveness of all sessions.
-
-    Args:
-        now: the current time, on the clock of all methods.
-        silence: seconds that a session may be silent.
-    """
+    """The liveness of all sessions."""
 
     def __init__(self, now: float, silence: float) -> None:
         self._silence = silence

@@ -16,13 +16,7 @@ logger = logging.getLogger("statsd_bn.server")
 
 
 class Registration:
-    """Registers sessions.
-
-    Args:
-        server: random id of this server process.
-        registry: groups and registered sessions.
-        usage: limits on groups and members.
-    """
+    """Registers sessions."""
 
     def __init__(self, server: bytes, registry: Registry, usage: QuotaUsage) -> None:
         self._server = server

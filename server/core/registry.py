@@ -156,10 +156,6 @@ class SessionRecord:
 class Registry:
     """Groups and registered sessions.
 
-    Args:
-        started: start time, on the clock of all methods.
-        silence_seconds: seconds that a member may be silent.
-
     Attributes:
         masters: groups by job and name.
         sessions: registered sessions.

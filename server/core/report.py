@@ -178,12 +178,7 @@ class RateLimiter:
 
 
 class StatusReports:
-    """Encoded reports and figures; long reports are cached for a moment.
-
-    Args:
-        counts: returns the report entries of the server itself at a given time.
-        usage: counts refusals.
-    """
+    """Encoded reports and figures; long reports are cached for a moment."""
 
     def __init__(self, counts: Callable[[float], dict[str, Any]], usage: QuotaUsage) -> None:
         self._counts = counts
@@ -192,14 +187,7 @@ class StatusReports:
         self._of_reports, self._of_figures = RateLimiter(), RateLimiter()
 
     def frame(self, now: float, principal: Principal, masters: Collection[SyncMaster], ended: EndedJobs) -> bytes:
-        """Report for a key, without groups if its tenant exceeds the rate limit.
-
-        Args:
-            now: the current time.
-            principal: key of the sender.
-            masters: groups that it may see.
-            ended: ended jobs.
-        """
+        """Report for a key, without groups if its tenant exceeds the rate limit."""
         tenant = principal.tenant_of("")
         if self._of_reports.is_exhausted(now, tenant):
             return encode(Status({**self._counts(now), "groups": [], "ended": [], "left_out": len(masters)}))
@@ -207,12 +195,6 @@ class StatusReports:
 
     def figures(self, now: float, principal: Principal, asked: FiguresRequest, master: SyncMaster | None) -> bytes:
         """Skew figures of a group, in an answer of bounded size.
-
-        Args:
-            now: the current time.
-            principal: key of the sender.
-            asked: the request.
-            master: the group; None if the key may see no such group.
 
         Raises:
             LimitExceeded: the tenant exceeds the rate limit.

@@ -33,12 +33,7 @@ class FirstNonFinite:
         self._step, self._in_a_row = -1, 0
 
     def report(self, step: int, *, is_broken: bool) -> list[str]:
-        """Texts for the report, in order; empty for overflows without an effect.
-
-        Args:
-            step: the latest step of the members.
-            is_broken: whether the group is broken.
-        """
+        """Texts for the report, in order; empty for overflows without an effect."""
         has_ended_it = is_broken and step <= self._step + 1
         is_finding = True in self._texts or has_ended_it or self._in_a_row > MAX_OVERFLOWS
         return list(self._texts.values()) if is_finding else []
@@ -48,14 +43,7 @@ class FirstNonFinite:
         self.record_round(aggregate.key, aggregate.non_finite, str(find_non_finite(aggregate.values)), contributors)
 
     def record_round(self, key: RoundKey, bearers: Members, what: str, contributors: Mapping[int, Contributor]) -> None:
-        """Record a non-finite round that a member reported.
-
-        Args:
-            key: the round.
-            bearers: members with non-finite rows.
-            what: text with the number of channels.
-            contributors: members of the group by rank.
-        """
+        """Record a non-finite round that a member reported."""
         is_forward = key.is_forward
         if not is_forward:
             self._count(key.step)

@@ -77,11 +77,6 @@ class Pace:
     def end_window(self, now: float, rounds: int, waited: Mapping[int, float]) -> bool:
         """End a window and start the next one.
 
-        Args:
-            now: the current time, after `due`.
-            rounds: number of the group's rounds.
-            waited: total wait of each member in seconds.
-
         Returns:
             Whether to report the slowest member.
         """
@@ -151,11 +146,7 @@ class Finding:
 
 
 class Findings:
-    """The latest findings of one group.
-
-    Args:
-        name: job and group, for the log.
-    """
+    """The latest findings of one group."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -179,11 +170,6 @@ MIN_ROUNDS = 100
 
 class GroupHealth:
     """Health of one epoch of a group.
-
-    Args:
-        membership: the group's members.
-        open_rounds: its rounds.
-        memory: its memory account.
 
     Attributes:
         pace: speed of the members.
@@ -226,12 +212,7 @@ class GroupHealth:
             counted.add_growth(tuple(before.counts), report.counts, seconds - before.sum)
 
     def update_pace(self, now: float, rounds: int) -> None:
-        """End the current window if it is due, and report a straggler.
-
-        Args:
-            now: the current time.
-            rounds: number of successful rounds.
-        """
+        """End the current window if it is due, and report a straggler."""
         pace = self.pace
         if pace.due is None:
             pace.begin(now, rounds)

@@ -186,12 +186,6 @@ _TRANSITIONS = _transitions()
 def transition(policy: Policy, group: GroupState, event: Event, member: MemberState | None = None) -> Transition:
     """Returns the result of an event.
 
-    Args:
-        policy: the group's policy.
-        group: the group's state.
-        event: the event.
-        member: state of the process; None for an event of the group.
-
     Raises:
         KeyError: the event cannot occur in this state.
     """
@@ -208,9 +202,7 @@ def arrival(register: Register) -> Event:
 def change(register: Register, *, one_left: bool) -> Event | None:
     """Returns the change of participation that a registration asks for; None without a change.
 
-    Args:
-        register: the registration.
-        one_left: whether a paused member has left the strict group.
+    `one_left`: a paused member has left the strict group, so that the others cannot rejoin completely.
     """
     if register.participation == Participation.TAKES_PART:
         return None

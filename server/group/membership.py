@@ -21,10 +21,6 @@ from statsd_bn.text import error_text
 class Membership:
     """The members of one epoch of a group; all state changes follow the table of `server.group.lifecycle`.
 
-    Args:
-        register: the registration that starts the group.
-        silence: seconds that members may take to reconnect after a server restart.
-
     Attributes:
         policy: strict or elastic.
         state: state of the group.

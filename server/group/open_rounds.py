@@ -83,13 +83,6 @@ MAX_NAMED = 8
 class OpenRounds:
     """The open rounds of one epoch of a group; ended rounds go to its archive.
 
-    Args:
-        epoch: epoch of the group.
-        membership: members of the group.
-        usage: the server's memory accounting.
-        archive: ended rounds.
-        recovered: results from before a server restart.
-
     Attributes:
         done: number of rounds that ended with an aggregate.
         failed: number of rounds that ended with an error.
@@ -373,11 +366,7 @@ ParkedContribution = tuple[Contributor, Contribution, bytes]
 
 
 class ParkedContributions:
-    """Contributions to a recovering group, one for each member and round, in order of arrival.
-
-    Args:
-        memory: account of the group.
-    """
+    """Contributions to a recovering group, one for each member and round, in order of arrival."""
 
     def __init__(self, memory: MemoryShare) -> None:
         self._memory = memory

@@ -14,12 +14,7 @@ RECONNECT_SECONDS = 0.3
 
 
 class Recovery:
-    """The members that a group waits for after a server restart.
-
-    Args:
-        now: time of the first reconnection.
-        silence: seconds to wait for the others.
-    """
+    """The members that a group waits for after a server restart."""
 
     def __init__(self, now: float, silence: float) -> None:
         self._since = now

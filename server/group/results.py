@@ -32,14 +32,7 @@ REMEMBERED_ROUNDS = 1024
 
 
 class Archive:
-    """Ended rounds with their answers.
-
-    Args:
-        memory: account of the group.
-
-    Attributes:
-        memory: as passed.
-    """
+    """Ended rounds with their answers."""
 
     def __init__(self, memory: MemoryShare) -> None:
         self.memory = memory
@@ -95,9 +88,6 @@ class RecoveredResult:
 
 class RecoveredResults:
     """Results from before a server restart.
-
-    Args:
-        memory: account of the group.
 
     Attributes:
         enabled: whether results may end rounds, after all members have reconnected.

@@ -132,12 +132,6 @@ def is_same_rows(one: Rows, other: Rows) -> bool:
 class Round:
     """One exchange, with a future per member in replica order.
 
-    Args:
-        key: key of the round.
-        members: members of the round.
-        opened: time of its first contribution.
-        seconds: seconds until its deadline.
-
     Attributes:
         allocated: bytes allocated for it, see `server.security.quota`.
         last_contribution: time of the latest contribution.
@@ -332,14 +326,7 @@ def failure_frame(error: StatsdBNError, key: RoundKey | None = None) -> bytes:
 def timeout_table(
     now: float, round_: Round, contributors: Mapping[int, Contributor], missing: Sequence[int]
 ) -> list[TableSection]:
-    """Table of the missing and the waiting ranks of a round.
-
-    Args:
-        now: the current time, on the server's clock.
-        round_: the round.
-        contributors: members of the group by rank.
-        missing: missing members.
-    """
+    """Table of the missing and the waiting ranks of a round."""
     where = round_.key.describe(with_call=round_.key.call > 0)
     waiting = round_.waiting
     late = [_late(now, one, contributors, where) for one in missing[:MAX_ROWS]]

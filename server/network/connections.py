@@ -57,9 +57,6 @@ class Connection:
 class ConnectionTable:
     """Connections by file descriptor.
 
-    Args:
-        limit: maximum number of connections.
-
     Attributes:
         members: keys and rights of members, by routing id.
     """
@@ -176,12 +173,6 @@ logger = logging.getLogger("statsd_bn.server")
 class ConnectionManager:
     """The connections of a listener.
 
-    Args:
-        quota: limits of a connection.
-        listener: the socket and its monitor.
-        dispatcher: knows the registered sessions.
-        sender: sends probes and errors.
-
     Attributes:
         members: keys and rights of members, by routing id.
         ignored: routing ids of closing connections, each with the time until which to ignore it.
@@ -215,13 +206,7 @@ class ConnectionManager:
         return True
 
     def record(self, peer: bytes, received: Received, principal: Principal) -> None:
-        """Record the outcome of a frame; closes the connection of a peer with too many refusals.
-
-        Args:
-            peer: routing id of its sender.
-            received: outcome of the frame.
-            principal: key and rights of the peer.
-        """
+        """Record the outcome of a frame; closes the connection of a peer with too many refusals."""
         if received.is_refused:  # does not reset the idle timeout
             self._refusals[peer] += 1
             if self._refusals[peer] > (most := self._max_refusals):

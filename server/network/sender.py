@@ -139,10 +139,6 @@ _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 class Sender:
     """Sends frames over the server's socket.
 
-    Args:
-        socket: the ROUTER.
-        dispatcher: learns of disconnected peers.
-
     Attributes:
         flow_control: the queues of the peers.
     """

@@ -60,13 +60,7 @@ class Parent:
         self._ended = math.inf
 
     def should_exit(self, now: float, *, has_members: bool, has_had_members: bool) -> bool:
-        """Whether no process needs this server any longer.
-
-        Args:
-            now: seconds, on any clock.
-            has_members: whether any member is registered.
-            has_had_members: whether any member has ever registered.
-        """
+        """Whether no process needs this server any longer."""
         if (has_had_members or now >= self._expected_until) and not has_members:
             return True
         if self._ended == math.inf and self._getppid() != self._pid:

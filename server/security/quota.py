@@ -152,11 +152,7 @@ class Counters:
 class QuotaUsage:
     """The quota and its use by all groups of a server.
 
-    Args:
-        quota: the limits; default: the protocol's.
-
     Attributes:
-        quota: as passed.
         counters: refusals since the start.
         allocated: bytes of all tenants.
         allocated_by_tenant: bytes by tenant.
@@ -221,13 +217,7 @@ class QuotaUsage:
                 raise self.exceeded(f"the server has as many {what} as it may have, {most}", most, what)
 
     def check_tenant_groups(self, tenant: str, its_groups: int, groups: int) -> None:
-        """Raise LimitExceeded if a tenant has too many groups, or as many as are free for the others.
-
-        Args:
-            tenant: the tenant.
-            its_groups: number of its groups.
-            groups: number of all groups.
-        """
+        """Raise LimitExceeded if a tenant has too many groups, or as many as are free for the others."""
         most = min(self.quota.max_tenant_groups, self.quota.max_groups - groups)
         if its_groups >= most:
             what = "groups of a tenant"
@@ -240,10 +230,6 @@ class QuotaUsage:
 
 class MemoryShare:
     """The memory of one group, as a share of its tenant's and the server's.
-
-    Args:
-        usage: the server's memory accounting.
-        tenant: account of the group.
 
     Attributes:
         allocated: bytes of the group.

@@ -14,12 +14,7 @@ PERIOD_SECONDS = 1.0
 
 
 class Feed:
-    """The latest snapshot of a server.
-
-    Args:
-        endpoint: endpoint of the server, for display.
-        report: requests a report.
-    """
+    """The latest snapshot of a server."""
 
     def __init__(self, endpoint: str, report: Callable[[], dict[str, Any]]) -> None:
         self._builder = SnapshotBuilder(endpoint)

@@ -22,10 +22,6 @@ FIGURES_SECONDS = 1.0
 def fetch_report(endpoint: str, keys: ClientKeys | None) -> dict[str, Any]:
     """Report of a server, with the figures of its groups.
 
-    Args:
-        endpoint: endpoint of the server.
-        keys: the client's keys and the server's public key; None without CURVE.
-
     Raises:
         AuthenticationRefused: server and client do not accept each other's keys.
         ServerUnreachable: no answer, or a malformed one.
@@ -42,10 +38,6 @@ def add_figures(ask: Query, groups: list[dict[str, Any]]) -> None:
 
     `figures` has `layers`, a list in the order of a step. A layer has its `name`; `eta2`, the share of its variance
     between the members; and `parts`, a float32 array with the part of each member.
-
-    Args:
-        ask: sends requests.
-        groups: groups of the report.
 
     Raises:
         ServerUnreachable: no answer, or a malformed one.

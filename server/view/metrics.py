@@ -33,11 +33,7 @@ HISTOGRAMS = (
 
 
 class Metrics:
-    """The content of `/metrics`.
-
-    Args:
-        snapshot: returns the latest snapshot.
-    """
+    """The content of `/metrics`."""
 
     def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
         self._snapshot = snapshot

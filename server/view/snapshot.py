@@ -19,10 +19,6 @@ def events(before: Report | None, now: Report) -> list[dict[str, str]]:
     """Events between two reports, each with `kind`, `job`, `group` and `text`.
 
     The first report yields only losses, failed rounds, non-finite rows and findings.
-
-    Args:
-        before: previous report; None for the first one.
-        now: latest report.
     """
     found: list[dict[str, str]] = []
     restarted = before is not None and before["server"] != now["server"]
@@ -110,9 +106,6 @@ class SnapshotBuilder:
     and `rounds_per_second`, and optionally `figures`, see `server.view.figures`. Members have the fields of the report,
     `steps_per_second` and `doing`, the round that they wait in. A rate is None before the second report of the group or
     member.
-
-    Args:
-        endpoint: endpoint of the server, for display.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -124,12 +117,7 @@ class SnapshotBuilder:
         self._snapshot: Snapshot = {"server": "", "seconds": 0.0, "groups": [], "ended": []}
 
     def update(self, now: float, report: Report) -> Snapshot:
-        """Snapshot after a report.
-
-        Args:
-            now: seconds since 1970.
-            report: the server's answer.
-        """
+        """Snapshot after a report; `now` is in seconds since 1970."""
         before = self._previous[1] if self._previous else None
         found = events(before, report)
         seconds = now - self._previous[0] if self._previous else 0.0
@@ -149,12 +137,7 @@ class SnapshotBuilder:
         return self._with_head(now)
 
     def fail(self, now: float, error: str) -> Snapshot:
-        """Snapshot after a failed request: the previous one, with the error.
-
-        Args:
-            now: seconds since 1970.
-            error: text of the error.
-        """
+        """Snapshot after a failed request: the previous one, with the text of the error."""
         if not self._error:
             self._add(now, {"kind": "silent", "job": "", "group": "", "text": error})
         self._error = error
@@ -212,11 +195,6 @@ def _doing(group: Report) -> dict[int, str]:
 def heat(snapshot: Snapshot, job: str, group: str) -> dict[str, Any] | None:
     """Part of each rank in each layer's variance between ranks; None if unknown.
 
-    Args:
-        snapshot: latest snapshot.
-        job: name of the job.
-        group: name of the group.
-
     Returns:
         `layers` (names in the order of a step), `eta2` of each, `members` (their number), `ranks` (of each member, None
         if unknown), and `parts`: little-endian float32 in base64, of shape (layers, members).
@@ -238,12 +216,7 @@ def heat(snapshot: Snapshot, job: str, group: str) -> dict[str, Any] | None:
 
 
 def ranks_of(group: dict[str, Any], members: int) -> list[int | None]:
-    """Rank of each member of the figures, in order; None if unknown.
-
-    Args:
-        group: group of the snapshot.
-        members: number of members in the figures.
-    """
+    """Rank of each member of the figures, in order; None if unknown."""
     if group["group"] == WORLD:
         return list(range(members))
     known = sorted(member["member"] for member in group["members"])

@@ -173,12 +173,7 @@ MIN_TOKEN = 16
 
 
 def app(feed: Feed, token: str) -> App:
-    """The ASGI application of a feed.
-
-    Args:
-        feed: source of the snapshots.
-        token: token that requests need.
-    """
+    """The ASGI application of a feed."""
     metrics = Metrics(lambda: feed.snapshot)
     streams = threading.BoundedSemaphore(MAX_STREAMS)
 
