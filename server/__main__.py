@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from server.arguments import Parser, host_and_port, suggestion
 from server.cli.logs import PlainFormatter, RateLimitFilter
 from server.cli.query import expects_key
 from server.cli.status import CHECK_SECONDS, as_json, ask, describe, own_endpoint, watch
-from server.config import from_arguments
+from server.config import Parser, from_arguments, host_and_port, suggestion
 from server.network.service import run_master
 from server.security.keygen import generate, load_query_keys, write_secret
 from statsd_bn.endpoints import check_key, check_server_socket, needs_keys
@@ -112,7 +111,7 @@ def _view(arguments: list[str]) -> int:
     _add_curve(parser)
     found = parser.parse_args(arguments)
     try:
-        from server.view.figures import fetch_report  # noqa: PLC0415 - of the extra `view`
+        from server.view.feed import fetch_report  # noqa: PLC0415 - of the extra `view`
         from server.view.web import serve, token_for  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise ConfigurationError(MISSING_EXTRA.format(error.name)) from error

@@ -9,10 +9,9 @@ from itertools import islice
 import numpy as np
 
 from server.group.contributor import Contributor
-from server.group.first_non_finite import FirstNonFinite
 from server.group.lifecycle import GroupState
 from server.group.membership import Membership
-from server.group.results import Archive, RecoveredResults, reduce_round
+from server.group.results import Archive, FirstNonFinite, RecoveredResults, reduce_round
 from server.group.rounds import (
     Reply,
     Round,

@@ -13,19 +13,19 @@ break the group.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from server.group.contributor import Contributor
 from server.group.rounds import Round, RoundState
 from server.security.quota import CONTRIBUTION_BYTES, RUN_BYTES, MemoryShare
 from statsd_bn import limits
 from statsd_bn.errors import ContributionConflict
-from statsd_bn.members import NO_MEMBERS, Members
+from statsd_bn.members import MAX_NAMED_RANKS, NO_MEMBERS, Members, format_ranks
 from statsd_bn.messages import Aggregate, unchecked_aggregate
-from statsd_bn.reduction import FloatArray, is_finite, join_in_order, non_finite_members, sum_in_order
-from statsd_bn.round_key import GATHER, RoundKey
+from statsd_bn.reduction import FloatArray, find_non_finite, is_finite, join_in_order, non_finite_members, sum_in_order
+from statsd_bn.round_key import GATHER, RoundKey, format_first_non_finite
 
 # A late copy of a contribution is at most as old as the data in flight on a broken connection, far less than this.
 REMEMBERED_ROUNDS = 1024
@@ -210,3 +210,58 @@ def reduce_round(round_: Round) -> Aggregate:
 
 def _by_member(round_: Round) -> Iterator[tuple[int, FloatArray]]:
     return ((member, future.get().values) for member, future in round_.futures.items())
+
+
+# A longer series of steps with non-finite gradients has another cause: a GradScaler starts at 2^16 and halves its scale
+# after each.
+MAX_OVERFLOWS = 20
+
+# Characters of a text: a report contains all of them.
+MAX_TEXT_LENGTH = 1024
+
+
+class FirstNonFinite:
+    """The origin of a group's first NaN or infinity in one epoch, forward and backward, for log and status.
+
+    A GradScaler scales gradients until they overflow, and skips such a step. So non-finite gradients are reported only
+    if the forward pass, the end of the group or a long series of steps shows that they are no such overflow.
+    """
+
+    def __init__(self) -> None:
+        self._texts: dict[bool, str] = {}
+        # The latest step with non-finite gradients, and the length of the series.
+        self._step, self._in_a_row = -1, 0
+
+    def report(self, step: int, *, is_broken: bool) -> list[str]:
+        """Texts for the report, in order; empty for overflows without an effect."""
+        has_ended_it = is_broken and step <= self._step + 1
+        is_finding = True in self._texts or has_ended_it or self._in_a_row > MAX_OVERFLOWS
+        return list(self._texts.values()) if is_finding else []
+
+    def record(self, aggregate: Aggregate, contributors: Mapping[int, Contributor]) -> None:
+        """Record a non-finite aggregate; only the first in each direction is kept."""
+        self.record_round(aggregate.key, aggregate.non_finite, str(find_non_finite(aggregate.values)), contributors)
+
+    def record_round(self, key: RoundKey, bearers: Members, what: str, contributors: Mapping[int, Contributor]) -> None:
+        """Record a non-finite round that a member reported."""
+        is_forward = key.is_forward
+        if not is_forward:
+            self._count(key.step)
+        if is_forward in self._texts:
+            return
+        there = (contributors[member] for member in islice(bearers, MAX_NAMED_RANKS) if member in contributors)
+        who = format_ranks(bearers, {contributor.member: contributor.place for contributor in there})
+        text = format_first_non_finite(key, who, what)
+        self._texts[is_forward] = text = text[:MAX_TEXT_LENGTH]
+        if is_forward:
+            # Non-finite gradients before this were no overflow.
+            for found in self._texts.values():
+                logger.warning("job %r, group %r: %s", key.job, key.group, found)
+        else:
+            logger.info("job %r, group %r: %s", key.job, key.group, text)
+
+    def _count(self, step: int) -> None:
+        """Count consecutive steps; a step has many rounds."""
+        if step != self._step:
+            self._in_a_row = self._in_a_row + 1 if step == self._step + 1 else 1
+            self._step = step

@@ -103,7 +103,7 @@ class SnapshotBuilder:
 
     A snapshot has `time` (seconds since 1970), `endpoint`, `error` ("" while the server answers), `server`, `seconds`
     (since its start), `groups`, `ended`, `events`, and `counts` of events by kind. Groups have the fields of the report
-    and `rounds_per_second`, and optionally `figures`, see `server.view.figures`. Members have the fields of the report,
+    and `rounds_per_second`, and optionally `figures`, see `server.view.feed`. Members have the fields of the report,
     `steps_per_second` and `doing`, the round that they wait in. A rate is None before the second report of the group or
     member.
     """

@@ -14,8 +14,7 @@ from unittest import mock
 
 import client
 from server import __main__ as command_line
-from server.arguments import Parser
-from server.config import parser
+from server.config import Parser, parser
 from server.security.quota import Quota
 from statsd_bn.errors import AuthenticationRefused, BindError, ConfigurationError, ServerUnreachable
 from support.paths import ROOT

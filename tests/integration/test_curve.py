@@ -355,7 +355,7 @@ def test_nobody_takes_over_another_connection_by_its_routing_id(service, keys):
 def test_the_doors_stay_shut_when_the_gatekeeper_is_away(keys, monkeypatch, serve):
     """ZeroMQ's own default would let everybody in who knows the server's public key."""
     monkeypatch.setattr("client.session.protocol.registration.ANSWER_SECONDS", 1.0)
-    monkeypatch.setattr("server.network.zap.ENDPOINT", "inproc://elsewhere")
+    monkeypatch.setattr("server.network.listener.ZAP_ENDPOINT", "inproc://elsewhere")
     service = serve(curve=keys)
     error = outcome(lambda: join(service.endpoints[0], load_client(secret(keys, "alice"))))
     # How it notices is up to libzmq: the handshake fails, or does not end.

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from server.arguments import host_and_port
+from server.config import host_and_port
 from server.view.web import serve
 from support.view_reports import group, member, report
 

@@ -25,7 +25,7 @@ import client.comm
 import server
 import server.__main__
 import statsd_bn
-from server.arguments import Parser
+from server.config import Parser
 from statsd_bn import errors
 from support.paths import ROOT
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from server.view import figures
-from server.view.figures import add_figures
+from server.view import feed
+from server.view.feed import add_figures
 from server.view.snapshot import SnapshotBuilder
 from statsd_bn import limits
 from statsd_bn.errors import LimitExceeded, ServerUnreachable
@@ -81,8 +81,8 @@ def test_a_group_is_shown_whole_or_not_at_all():
 
 def test_a_server_with_very_many_groups_is_not_asked_for_all_of_them(monkeypatch):
     times = iter(np.arange(100.0))
-    monkeypatch.setattr(figures, "FIGURES_SECONDS", 2.0)
-    monkeypatch.setattr(figures.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(feed, "FIGURES_SECONDS", 2.0)
+    monkeypatch.setattr(feed.time, "monotonic", lambda: next(times))
     groups = [group() for _ in range(4)]
     add_figures(Server(["stem"]), groups)
     assert ["figures" in of for of in groups] == [True, True, False, False]
