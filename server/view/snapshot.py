@@ -95,11 +95,9 @@ Snapshot = dict[str, Any]
 class SnapshotBuilder:
     """Makes snapshots from the reports of one server.
 
-    Example usage:
-
-        watcher = SnapshotBuilder("tcp://127.0.0.1:4555")
-        snapshot = watcher.take(time.time(), ask(endpoint))
-        snapshot = watcher.fail(time.time(), "no answer")
+        builder = SnapshotBuilder("tcp://127.0.0.1:4555")
+        snapshot = builder.update(time.time(), ask(endpoint))
+        snapshot = builder.fail(time.time(), "no answer")
 
     A snapshot has `time` (seconds since 1970), `endpoint`, `error` ("" while the server answers), `server`, `seconds`
     (since its start), `groups`, `ended`, `events`, and `counts` of events by kind. Groups have the fields of the report
