@@ -3,9 +3,9 @@
 import logging
 
 from server.core.registry import GroupName, Registry, SessionRecord, failed_member
-from server.group.admission import too_late_error
 from server.group.lifecycle import GroupState
 from server.group.master import SyncMaster
+from server.group.membership import too_late_error
 from server.group.rounds import Reply
 from server.security.access import ANONYMOUS, Principal
 from server.security.quota import QuotaUsage

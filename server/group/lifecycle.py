@@ -24,8 +24,8 @@ The rules behind the table:
 7. After a paused member has left a strict group, the group can never rejoin completely: rejoining members get an error.
 8. A broken group stays broken and refuses all registrations.
 
-A case without a row cannot occur and raises KeyError. `server.group.membership`, `server.group.recovery` and
-`server.group.admission` decide when an event occurs: whether members are missing, late, or one too many.
+A case without a row cannot occur and raises KeyError. `server.group.membership` and `server.group.recovery` decide
+when an event occurs: whether members are missing, late, or one too many.
 """
 
 from enum import StrEnum
