@@ -244,7 +244,7 @@ class Table:
         if wait.blocked:
             return "in a collective of torch"
         if _is_for_pass(wait):
-            return "for all to come back from client.join"
+            return "for all ranks to leave client.join"
         if wait.key is None:
             return f"for group {wait.master.membership.group!r} to open"
         return f"in {wait.key.describe(with_call=self._in_calls, with_group=self._in_groups)}"

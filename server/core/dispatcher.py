@@ -61,8 +61,8 @@ _QUERIES = (StatusRequest, FiguresRequest)
 
 # Causes of the loss of a member that returned to a restarted server: the group had dropped it before, or the results
 # that it announced did not arrive.
-OVERTAKEN = "the others had gone on without it before the server was restarted"
-INCOMPLETE = "its results did not arrive after the server was restarted"
+OVERTAKEN = "the others had continued without it before the server restarted"
+INCOMPLETE = "its results did not arrive after the server restarted"
 
 
 class Received:
@@ -194,7 +194,7 @@ class Dispatcher:
 
     def shutdown_notices(self) -> list[Reply]:
         """Failures for all members, because no successor follows; a busy member reads it before its next round."""
-        stopped = MasterStopped("the server has ended with the process that had started it")
+        stopped = MasterStopped("the server stopped because the process that started it ended")
         records = self._registry.sessions.values()
         return [
             (record.contributor.peer, failure_frame(record.master.membership.lost or stopped)) for record in records
@@ -256,12 +256,12 @@ class Dispatcher:
             )
         if isinstance(message, Register) and not principal.may_access(message.job):
             raise RegistrationRefused(
-                f"job {message.job!r}: expected a job that the key of {principal.name!r} is for, "
-                f"{' or '.join(principal.jobs)}; give the run such a name, or a key for this one"
+                f"job {message.job!r}: the key of {principal.name!r} is for jobs "
+                f"{' or '.join(principal.jobs)} only; rename the job, or use a key for this one"
             )
         if record and record.key != principal.key:
             raise AuthenticationRefused(
-                f"authentication refused: the session that {principal.name!r} names is another key's",
+                f"authentication refused: the session of {principal.name!r} belongs to another key",
                 reason="foreign session",
             )
 

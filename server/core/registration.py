@@ -62,7 +62,7 @@ class Registration:
         except StatsdBNError:
             master.release()
             raise
-        reason = f"a new run of the group was begun by rank {register.member} ({register.place})"
+        reason = f"rank {register.member} ({register.place}) began a new run of the group"
         replies = [reply for replaced in self._replaced(name) for reply in self._registry.close(replaced, reason)]
         self._registry.masters[name] = master
         logger.info("job %r, group %r, epoch %d begins", *name, register.epoch)
@@ -85,7 +85,7 @@ class Registration:
             contributor.since = now
         self._registry.add(register.session, record)
         if register.server not in {NO_SERVER, self._server}:
-            logger.info("job %r, group %r: %s comes from an earlier life of this server", *name, contributor)
+            logger.info("job %r, group %r: %s registered again after the server restarted", *name, contributor)
         if master.membership.is_open and not was_open:
             logger.info("job %r, group %r is open with %d members", *name, master.nr_slaves)
 
@@ -140,7 +140,7 @@ class Registration:
         if register.epoch < master.epoch:
             raise StaleEpoch(
                 f"job {register.job!r}, group {register.group!r}: expected epoch {master.epoch} or later, got "
-                f"{register.epoch} from rank {register.member} ({register.place})",
+                f"{register.epoch} from rank {register.member} ({register.place}); a newer run has started",
                 job=register.job,
                 group=register.group,
                 expected=master.epoch,

@@ -212,8 +212,7 @@ class Registry:
         replies = [(contributor.peer, failure_frame(error)) for contributor in contributors]
         # A member with a broken connection retries later. It gets a short error, because tombstones last long.
         again = RoundMismatch(
-            f"job {membership.job!r}, group {membership.group!r}: it has ended, because its members waited for one "
-            "another in different places"
+            f"job {membership.job!r}, group {membership.group!r}: deadlock: its ranks waited in different places"
         )
         for contributor in contributors:
             self._unregister(contributor.session)
@@ -275,7 +274,7 @@ class Registry:
         """Remove a leaving member from its group and add its session to the tombstones."""
         _, replies = record.master.remove_contributor(now, record.contributor, cause)
         name = digest(session).hex()
-        left = RegistrationRefused(f"the session with digest {name}: expected a new one, this one has left")
+        left = RegistrationRefused(f"the session with digest {name} has left; register with a new one")
         self.tombstones.add_session(session, record.master.epoch, left)
         return self._end_if_empty(now, record.master, replies)
 
@@ -304,7 +303,7 @@ def _describe_leave(master: SyncMaster, cause: str) -> str:
     if not cause:
         return "leaves"
     if cause == master.logged_cause:
-        return f"leaves after this {log_line(cause.partition(':')[0])}"
+        return f"leaves after the same {log_line(cause.partition(':')[0])}"
     master.logged_cause = cause
     return f"leaves: {log_line(cause)}"
 

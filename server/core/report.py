@@ -201,7 +201,7 @@ class StatusReports:
         """
         tenant = principal.tenant_of("")
         if self._of_figures.is_exhausted(now, tenant):
-            text = f"figures: expected requests for at most {BYTES_PER_SECOND} bytes per second"
+            text = f"figures: more than {BYTES_PER_SECOND} bytes per second requested; ask less often"
             raise self._usage.exceeded(text, BYTES_PER_SECOND, "bytes of figures a second")
         answer = Figures(asked.job, asked.group, asked.first, 0, "", np.zeros((0, 0, FIGURES)))
         if master:

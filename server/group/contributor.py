@@ -111,7 +111,7 @@ class StackSample:
     def describe(self, now: float) -> str:
         """Text such as "is in train.py:9 load, for 3 s"; empty without a report."""
         if self.unanswered_since is not None and now - self.unanswered_since >= SILENT_SECONDS:
-            return f"does not answer when asked where it is, for {now - self.unanswered_since:.0f} s"
+            return f"has not answered a stack request for {now - self.unanswered_since:.0f} s"
         if self.latest is None:
             return ""
         place = escape(self.latest.stack) or ("a collective of torch" if self.latest.in_collective else "")
@@ -161,7 +161,7 @@ class Contributor:
         threads: maximum number of its concurrent rounds, and so of its exchanging threads.
         delay: total seconds by which it came later than the first member of a round.
         waited: total seconds of waiting in rounds that the server did not see, as reported.
-        lateness: gaps to the previous member, in rounds where it came last.
+        lateness: gaps to the previous member, in rounds where it was last.
         reported_lateness: the part of `lateness` in shared memory, as reported.
         round_trips: durations of its rounds, as reported.
         recovered: rounds of the results that it has resent.

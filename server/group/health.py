@@ -266,4 +266,4 @@ def _describe_straggler(slow: Contributor, part: float) -> str:
     if slow.lateness.total < MIN_ROUNDS:
         return text
     median, most = (1e3 * slow.lateness.quantile(of_all) for of_all in (0.5, 0.99))
-    return f"{text}; in rounds where it came last: {median:.3g} ms late (median), {most:.3g} ms (p99)"
+    return f"{text}; in rounds where it was last: {median:.3g} ms late (median), {most:.3g} ms (p99)"

@@ -225,13 +225,13 @@ class SyncMaster:
         """End all open rounds, and the wait for the group to open: the server stops and has no successor."""
         replies = self.break_all(
             lambda key: MasterStopped(
-                error_text("the server has ended with the process that had started it", where=str(key))
+                error_text("the server stopped because the process that started it ended", where=str(key))
             )
         )
         if self.membership.state not in {GroupState.FILLING, GroupState.RECOVERING}:
             return replies
         stopped = failure_frame(
-            MasterStopped(error_text("the server has ended before the group was open", where=self.membership.name))
+            MasterStopped(error_text("the server stopped before the group was complete", where=self.membership.name))
         )
         return replies + [(contributor.peer, stopped) for contributor in self.membership.contributors.values()]
 

@@ -428,8 +428,8 @@ def _check_newcomer(group: Membership, register: Register, transition: Transitio
 def _check_joiner(group: Membership, register: Register) -> None:
     if group.group != WORLD:
         raise RegistrationRefused(
-            f"{group.name}: expected one of the ranks that it began with, got rank {register.member} "
-            f"({register.place}); newcomers join the group {WORLD!r} only"
+            f"{group.name}: expected a rank that the group started with, got rank {register.member} "
+            f"({register.place}); new ranks can join only the group {WORLD!r}"
         )
 
 
@@ -444,7 +444,7 @@ def _check_same_start(group: Membership, register: Register) -> None:
         raise RegistrationRefused(
             f"{group.name}: rank {older.member} ({older.place}) is at step "
             f"{older.step}, and rank {newer.member} ({newer.place}) has taken part in no round; all ranks "
-            "of a strict group begin together. Begin a new run, with a later epoch or another job name"
+            "of a strict group begin together. Start a new run, with a later epoch or another job name"
         )
 
 
@@ -459,7 +459,7 @@ def _check_vacancy(group: Membership, register: Register, transition: Transition
         raise _mismatch(
             group,
             register,
-            f"expected a number in [0, {group.world_size}), as {format_ranks(group.present)} asked for, got {number}",
+            f"expected a rank in [0, {group.world_size}), got {number}",
             number + 1,
         )
     if len(group.contributors) == group.world_size or transition.notice is Notice.REFUSED_FULL:
@@ -501,15 +501,15 @@ def too_late_error(register: Register) -> ReplicaLost:
     """Error of a member that returns after the others continued without it."""
     return ReplicaLost(
         error_text(
-            f"rank {register.member} ({register.place}) came back too late after the server was restarted; the others "
-            "have gone on without it",
+            f"rank {register.member} ({register.place}) registered too late after the server restarted; the others "
+            "continued without it",
             where=f"job {register.job!r}, group {register.group!r}, step {register.step}",
         ),
         job=register.job,
         group=register.group,
         member=register.member,
         step=register.step,
-        cause="came back too late",
+        cause="registered too late",
     )
 
 

@@ -215,7 +215,7 @@ class OpenRounds:
             # The member has not noticed a server restart: this error makes it register again.
             raise unknown_session(contributor.session)
         if self._archive.has_ended(key):
-            raise round_failed(key, "it ended long ago, and its answer is no longer kept")
+            raise round_failed(key, "it ended long ago, and its result is no longer cached")
         if len(self._open) >= self._usage.quota.max_open_rounds:
             raise self.too_many(key)
         members = membership.participants(key.step)
@@ -352,7 +352,7 @@ class OpenRounds:
 
 
 def _not_participating(contributor: Contributor, key: RoundKey, members: Iterable[int]) -> RoundFailed:
-    return round_failed(key, f"{contributor} is not one of the ranks that take part, {Members.of(members)}")
+    return round_failed(key, f"{contributor} is not one of the participants, ranks {Members.of(members)}")
 
 
 def pending_frame(key: RoundKey, seconds: int, text: str, where: str = "") -> bytes:

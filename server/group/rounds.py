@@ -332,7 +332,7 @@ def timeout_table(
     late = [_late(now, one, contributors, where) for one in missing[:MAX_ROWS]]
     there = [_waiting(now, one, round_, contributors, where) for one in waiting[:MAX_ROWS]]
     return [
-        *([TableSection(late, len(missing), "that have not come")] if late else []),
+        *([TableSection(late, len(missing), "missing")] if late else []),
         *([TableSection(there, len(waiting), f"in {where}")] if there else []),
     ]
 
@@ -340,7 +340,7 @@ def timeout_table(
 def _late(now: float, member: int, contributors: Mapping[int, Contributor], where: str) -> Row:
     name = _name(member, contributors)
     seen = contributors[member].location(now) if member in contributors else ""
-    return Row((name, "has not come", f"to {where}"), (f"{name} {seen}",) if seen else ())
+    return Row((name, "missing", f"from {where}"), (f"{name} {seen}",) if seen else ())
 
 
 def _waiting(now: float, member: int, round_: Round, contributors: Mapping[int, Contributor], where: str) -> Row:

@@ -211,8 +211,8 @@ class ConnectionManager:
             self._refusals[peer] += 1
             if self._refusals[peer] > (most := self._max_refusals):
                 self._dispatcher.counters.flooding_connections += 1
-                what = "messages that are refused"
-                text = f"expected at most {most} {what}, got more; the connection ends"
+                what = "refused messages"
+                text = f"more than {most} {what}; closing the connection"
                 self.close(peer, LimitExceeded(text, limit=most, what=what))
         elif peer not in self.members:
             descriptor = self._flow_control.descriptor(peer)

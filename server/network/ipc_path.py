@@ -107,7 +107,7 @@ def _check(folder: Path) -> None:
     check_folder(folder)
     if folder.stat().st_mode & stat.S_IWGRP:
         logger.warning(
-            "the group of %s can write to it, and remove the server's socket or put another in its place; chmod g-w %s",
+            "the group of %s can write to it and could replace the server's socket; chmod g-w %s",
             folder,
             folder,
         )
@@ -165,8 +165,7 @@ def _remove_abandoned(path: Path, endpoint: str) -> None:
         return
     if not stat.S_ISSOCK(found.st_mode):
         raise BindError(
-            f"cannot listen on {endpoint}: expected nothing there, or the socket of a server that has ended, and found "
-            "a file, a folder or a link, which is left as it is; give another path, or remove it",
+            f"cannot listen on {endpoint}: the path exists and is no socket; remove it, or give another path",
             endpoint=endpoint,
         )
     if _is_in_use(path):

@@ -249,7 +249,7 @@ class Service:
         for problem in problems:
             logger.error("key refused: %s", log_line(problem))
         access = self._set_clients(clients)
-        logger.info("accepting %d keys from now on: %s", len(access.names), ", ".join(sorted(access.names)))
+        logger.info("now accepting %d keys: %s", len(access.names), ", ".join(sorted(access.names)))
         self._sender.send(self._dispatcher.revoke(time.monotonic(), access))
         self._connections.close_others(access.keys)
 

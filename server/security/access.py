@@ -88,4 +88,4 @@ class Access:
 
 def revoked() -> AuthenticationRefused:
     """Error for a client with a revoked key."""
-    return AuthenticationRefused("authentication refused: the server no longer lets this key in", reason="revoked")
+    return AuthenticationRefused("authentication refused: this key was revoked", reason="revoked")

@@ -173,35 +173,35 @@ class QuotaUsage:
 
     def check_frame(self, frame: bytes) -> None:
         """Raise LimitExceeded for a frame that is too large."""
-        self._check("frame", len(frame), self.quota.max_frame_bytes, "bytes")
+        self._check("frame", len(frame), "max_frame_bytes", "bytes")
 
     def check_registration(self, register: Register) -> None:
         """Raise LimitExceeded for a name that is too long or a group that is too large."""
-        self._check("job", len(register.job.encode()), self.quota.max_name_bytes, "bytes in its name")
-        self._check("group", len(register.group.encode()), self.quota.max_name_bytes, "bytes in its name")
-        self._check("group", register.world_size, self.quota.max_members, "members")
+        self._check("job", len(register.job.encode()), "max_name_bytes", "bytes in its name")
+        self._check("group", len(register.group.encode()), "max_name_bytes", "bytes in its name")
+        self._check("group", register.world_size, "max_members", "members")
         # A member of an elastic group may have any rank, and so enlarge the group.
-        self._check("rank", register.member + 1, self.quota.max_members, "members")
+        self._check("rank", register.member + 1, "max_members", "members")
 
     def check_contribution(self, key: RoundKey, shape: tuple[int, ...]) -> None:
         """Raise LimitExceeded for a contribution that is too large; `shape` is (replicas, vectors, channels)."""
-        self._check("layer", len(key.layer.encode()), self.quota.max_name_bytes, "bytes in its name")
-        self._check("contribution", shape[2], self.quota.max_channels, "channels")
-        self._check("contribution", shape[0], self.quota.max_replicas, "replicas")
+        self._check("layer", len(key.layer.encode()), "max_name_bytes", "bytes in its name")
+        self._check("contribution", shape[2], "max_channels", "channels")
+        self._check("contribution", shape[0], "max_replicas", "replicas")
 
     def check_memory(self, tenant: str, size: int) -> None:
         """Raise LimitExceeded if a tenant or the server would exceed its memory limit."""
         held, quota = self.allocated_by_tenant.get(tenant, 0), self.quota
         if held + size > quota.max_tenant_bytes:
             raise self.exceeded(
-                f"{tenant} keeps {held} bytes here, and {size} more are above the limit of "
-                f"{quota.max_tenant_bytes}; raise --max-tenant-bytes if this is legitimate",
+                f"{tenant} holds {held} bytes, and {size} more exceed the limit of "
+                f"{quota.max_tenant_bytes}; raise --max-tenant-bytes if this is intended",
                 quota.max_tenant_bytes,
                 "bytes kept for a tenant",
             )
         if self.allocated + size > quota.max_server_bytes:
             raise self.exceeded(
-                f"the server keeps {self.allocated} bytes, and {size} more for {tenant} are above the limit of "
+                f"the server holds {self.allocated} bytes, and {size} more for {tenant} exceed the limit of "
                 f"{quota.max_server_bytes}; raise --max-server-bytes if there is memory for it",
                 quota.max_server_bytes,
                 "bytes kept in all",
@@ -214,18 +214,21 @@ class QuotaUsage:
             ("groups", groups + 1, self.quota.max_groups),
         ):
             if number > most:
-                raise self.exceeded(f"the server has as many {what} as it may have, {most}", most, what)
+                raise self.exceeded(
+                    f"the server has reached its limit of {most} {what}; raise --max-{what}", most, what
+                )
 
     def check_tenant_groups(self, tenant: str, its_groups: int, groups: int) -> None:
         """Raise LimitExceeded if a tenant has too many groups, or as many as are free for the others."""
         most = min(self.quota.max_tenant_groups, self.quota.max_groups - groups)
         if its_groups >= most:
             what = "groups of a tenant"
-            raise self.exceeded(f"{tenant} has {its_groups} groups already, the limit is {most}", most, what)
+            raise self.exceeded(f"{tenant} has {its_groups} groups, at most {most} are allowed", most, what)
 
-    def _check(self, what: str, got: int, most: int, unit: str) -> None:
-        if got > most:
-            raise self.exceeded(f"{what}: expected at most {most} {unit}, got {got}", most, f"{what}: {unit}")
+    def _check(self, what: str, got: int, limit: str, unit: str) -> None:
+        if got > (most := getattr(self.quota, limit)):
+            text = f"{what}: expected at most {most} {unit}, got {got}; raise --{limit.replace('_', '-')}"
+            raise self.exceeded(text, most, f"{what}: {unit}")
 
 
 class MemoryShare:

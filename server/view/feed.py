@@ -126,7 +126,7 @@ def add_figures(ask: Query, groups: list[dict[str, Any]]) -> None:
         try:
             layers = _layers(ask, group["job"], group["group"])
         except ProtocolError as error:
-            raise ServerUnreachable(f"expected figures of this version, got others: {error.message}") from error
+            raise ServerUnreachable(f"malformed figures, is the server of another version? {error.message}") from error
         if layers:
             group["figures"] = {"layers": layers}
 

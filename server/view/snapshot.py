@@ -74,7 +74,7 @@ def _membership_events(old: Report, group: Report) -> Iterator[tuple[str, str]]:
             if whole:
                 yield "joined", f"rank {rank} ({member['place']}) joined"
         elif before[rank]["place"] != member["place"]:
-            yield "joined", f"rank {rank} is now {member['place']}, before {before[rank]['place']}"
+            yield "joined", f"rank {rank} moved from {before[rank]['place']} to {member['place']}"
         elif before[rank]["participation"] != member["participation"] == "paused":
             yield "left", f"rank {rank} ({member['place']}) is away"
     if whole:
@@ -123,7 +123,7 @@ class SnapshotBuilder:
         groups = [_with_rates(group, known.get(_group_key(group)), seconds) for group in report["groups"]]
         # A malformed report raises before this and changes nothing.
         if self._error:
-            found.insert(0, {"kind": "answers", "job": "", "group": "", "text": "the server answers again"})
+            found.insert(0, {"kind": "answers", "job": "", "group": "", "text": "the server replies again"})
         for event in found:
             self._add(now, event)
         self._previous, self._error = (now, report), ""

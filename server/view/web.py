@@ -76,7 +76,7 @@ class Guard:
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         cookie = _cookie(headers.get(b"host", ""))
         if scope["method"] not in {"GET", "HEAD"}:
-            await _answer(send, 405, "this page only reads", ((b"allow", b"GET, HEAD"),))
+            await _answer(send, 405, "only GET and HEAD are allowed", ((b"allow", b"GET, HEAD"),))
         elif self._is_token(parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]):
             sets = f"{cookie}={quote(self._token, safe='')}; Path=/; HttpOnly; SameSite=Lax"
             await _answer(send, 303, "", ((b"location", b"/"), (b"set-cookie", sets.encode())))
@@ -179,7 +179,7 @@ def app(feed: Feed, token: str) -> App:
 
     async def events(_: Request) -> Response:
         if not streams.acquire(blocking=False):
-            return Response(f"too many readers, {MAX_STREAMS} follow already", 503, media_type="text/plain")
+            return Response(f"too many readers: {MAX_STREAMS} are connected", 503, media_type="text/plain")
         return StreamingResponse(_stream(feed, streams), media_type="text/event-stream")
 
     async def scrape(_: Request) -> Response:
