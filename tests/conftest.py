@@ -24,7 +24,7 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # nor does inductor start processes that import torch and stay
 
-# The programs that tests start import from the folders beside this file.
+# Programs started by tests import from the folders next to this file.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
 
 # A run in the background of a shell script ignores Ctrl-C, and so would the programs that the tests interrupt.
@@ -40,7 +40,7 @@ from client.session.protocol.member import AUTO, OVER_PROCESS_GROUP
 from programs.ddp_programs import process_group_of
 from server import Config, Service
 from server.security.quota import Quota
-from support.member_processes import MemberProcesses
+from support.starter import MemberProcesses
 from support.transports import CHOSEN, ON_DEVICE, PROCESS_GROUP, WATCHED, rows_on_devices
 
 MEMBERS = 4
@@ -49,19 +49,19 @@ WAIT_SECONDS = 100.0
 # How long one that has timed out may take to end, with the fixtures that end with it; and pytest after the last one.
 ENDING_SECONDS = 200.0
 
-# On a busy machine a process may stand still for seconds, and a compiler holds Python's lock: nobody is dead for that.
-# Tests about death have servers of their own.
+# On a busy machine a process may stall for seconds, and a compiler holds Python's lock: no member is lost for that.
+# Tests of lost members have their own servers.
 SILENCE_SECONDS = 60.0
 
 # A busy machine is slow to make examples, too. As many again are made with each run.
 settings.register_profile("tests", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
 
-# Fixtures whose processes import torch, and those whose tests hold times against each other.
+# Fixtures with processes that import torch, and fixtures of tests that compare times.
 PROCESSES = {"company", "launch", "pool", "python", "workers"}
 ALONE = {"honest_job_beside"}
 
-# What the files of the latter say, by which scripts/test finds them.
+# Marks in the files of the latter, by which scripts/test finds them.
 ALONE_WORDS = re.compile(r"honest_job_beside|mark\.alone")
 
 
@@ -116,7 +116,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Ends it all the same after a test that has failed, where pytest cancels what was begun above."""
+    """Also cancel after a failed test, where pytest skips the code above."""
     _watch(item)
 
 
@@ -145,7 +145,7 @@ def _stderr_of(config: pytest.Config) -> int:
 
 
 def pytest_collection_finish() -> None:
-    """What is loaded by now stays, so the garbage collection need not look at it: that was a tenth of the time."""
+    """Exempt loaded objects from garbage collection, which took a tenth of the time."""
     gc.freeze()
 
 
@@ -159,13 +159,13 @@ class Server:
 
 @pytest.fixture(scope="session", autouse=True)
 def _inductors_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Gives each process of pytest a cache of its own, so that none reads what another one is writing."""
+    """Each pytest process has its own cache, so that no process reads another's unfinished file."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("inductor"))
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """One real server process for all tests; each test has jobs of its own."""
+    """One real server process for all tests; each test has its own jobs."""
     with running_server("--silence-seconds", str(SILENCE_SECONDS)) as found:
         yield found
 
@@ -330,7 +330,6 @@ def _rank(program: Callable[..., Any], store: str, rank: int, n: int, arguments:
 
 @pytest.fixture
 def set_threads() -> Iterator[Callable[[int], None]]:
-    """torch.set_num_threads, for this test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)

@@ -11,24 +11,24 @@ from statsd_bn.messages import Contribution, Message, Register
 from statsd_bn.reduction import Rows
 from statsd_bn.round_key import RoundKey
 
-# Messages under way at a time, each of which is answered: what is not read is dropped.
+# Messages in flight at a time, each with an answer; unread answers are dropped.
 AT_A_TIME = 32
 
-# Between two times, so that those who attack leave the processors to others.
+# Pause between two attacks, which leaves the processors to others.
 PAUSE_SECONDS = 0.005
 
 ROW = Rows((1,), np.ones((1, 1, 1)))
 
 
 def ask_all(peer: Peer, messages: list[Message], each: float = 2.0) -> list[Message]:
-    """Sends messages, some at a time, and returns the answers; those that are late or none are left out."""
+    """Send messages, some at a time; returns the answers that arrive in time."""
     answers = []
     for start in range(0, len(messages), AT_A_TIME):
         part = messages[start : start + AT_A_TIME]
         with contextlib.suppress(zmq.ZMQError):
-            peer.say(*part)
+            peer.send(*part)
         for _ in part:
-            answer = peer.hear(each)
+            answer = peer.receive(each)
             if answer is None:
                 return answers
             answers.append(answer)
@@ -41,7 +41,6 @@ def session(group: int, member: int) -> bytes:
 
 
 def registrations(job: str, group: int, size: int, *, there: int | None = None, place: str = "crowd") -> list[Message]:
-    """Those of all members of a group, or of the first ones."""
     return [
         Register(session(group, member), job, f"g{group}", 0, member, size, 0, 60.0, place)
         for member in range(size if there is None else there)
@@ -55,12 +54,12 @@ def crowd(peers: Peers, tenant: str, groups: int, size: int, rounds: int) -> int
     for group in range(groups):
         if len(ask_all(peer, registrations(job, group, size))) < size:
             return sent
-        # The group has opened, and each of them is told.
-        while peer.hear(0.05):
+        # The group has opened, and each member gets a message.
+        while peer.receive(0.05):
             pass
         keys = [RoundKey(job, f"g{group}", 0, 0, f"layer {number}", 0, "forward") for number in range(rounds)]
         for start in range(0, rounds, AT_A_TIME):
-            peer.say(*[Contribution(session(group, 0), key, 0, ROW) for key in keys[start : start + AT_A_TIME]])
+            peer.send(*[Contribution(session(group, 0), key, 0, ROW) for key in keys[start : start + AT_A_TIME]])
             time.sleep(PAUSE_SECONDS)
         sent += size + rounds
     return sent

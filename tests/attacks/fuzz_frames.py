@@ -1,7 +1,7 @@
-"""What a fuzzed connection says: its handshake, sound frames, changed ones, and between them fences.
+"""Frames of a fuzzed connection: its handshake, sound frames, mutated ones, and fences.
 
-A fence is a frame to which any server has the same answer. Whoever waits for that sends no more than the server has
-time to look at.
+A fence is a frame with the same answer from any server. Waiting for it bounds the frames that the server has not
+processed yet.
 """
 
 import random
@@ -14,20 +14,20 @@ from statsd_bn.wire import encode
 # Where a connection's mark goes.
 NO_MARK = b"000000"
 
-# What a ROUTER that nobody has seeded gives first.
+# First numbers of an unseeded ROUTER.
 UNSEEDED = 0x6B8B4567
 
-# The most frames of a connection beside its fences; it says a part of them.
+# Maximum number of frames of a connection beside its fences.
 BURST = 750
 
 # Which part of a burst is no sound frame.
 CHANGES = (0.005, 0.005, 0.005, 0.65)
 
-# A heartbeat of a session that nobody has, and what its answer has once.
+# A heartbeat of an unknown session, and a part of its answer.
 FENCE = encode(Heartbeat(b"a fence!"))
 FENCE_ANSWER = f"{digest(b'a fence!').hex()} is not registered".encode()
 
-# How many frames come before a fence: half of those that may wait until the server has time for a stranger.
+# Frames before a fence: half of the server's queue for a stranger.
 BETWEEN_FENCES = 32
 
 
@@ -36,7 +36,7 @@ def templates() -> list[bytes]:
     found = []
     for frame in SOUND:
         if frame == encode(StatusRequest()):
-            continue  # without keys it tells of all jobs
+            continue  # without keys it reports all jobs
         marked = frame
         for number, token in enumerate(TOKENS):
             marked = marked.replace(token, bytes([64 + number]) + b"-" + NO_MARK)

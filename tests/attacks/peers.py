@@ -3,7 +3,6 @@
 import itertools
 import socket
 import struct
-import time
 from collections.abc import Iterable, Mapping
 from typing import Self
 
@@ -17,7 +16,7 @@ ANSWER_SECONDS = 5.0
 
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 
-# What a frame begins with (ZMTP 3.1): more to come, a length of 8 bytes, a command.
+# First byte of a frame (ZMTP 3.1): more to come, a length of 8 bytes, a command.
 MORE, LONG, COMMAND = 1, 2, 4
 
 _jobs = itertools.count()
@@ -29,20 +28,12 @@ def job_of(tenant: str) -> str:
 
 
 class Peers:
-    """Many DEALER sockets; a context manager that closes them all.
-
-    Args:
-        server: whom they connect to.
-        tenant: whose key they have, where keys are needed.
-
-    Attributes:
-        all: those that were opened.
-    """
+    """Many DEALER sockets; a context manager that closes them all."""
 
     def __init__(self, server: Attacked, tenant: str = "bob") -> None:
         self._server = server
         self._keys = server.keys_of(tenant)
-        # One that nobody holds would be closed at once.
+        # An unreferenced socket would be closed at once.
         self.all: list[Peer] = []
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 4096)
@@ -71,16 +62,12 @@ class Peers:
 
 
 class Peer:
-    """One DEALER socket.
-
-    Attributes:
-        socket: the socket.
-    """
+    """One DEALER socket."""
 
     def __init__(self, plain: "zmq.Socket[bytes]") -> None:
         self.socket = plain
 
-    def say(self, *messages: Message | bytes) -> None:
+    def send(self, *messages: Message | bytes) -> None:
         """Sends messages, or frames as they are; what does not fit is not sent."""
         for message in messages:
             frame = message if isinstance(message, bytes) else encode(message)
@@ -89,28 +76,19 @@ class Peer:
             except zmq.Again:
                 return
 
-    def hear(self, seconds: float = ANSWER_SECONDS) -> Message | None:
+    def receive(self, seconds: float = ANSWER_SECONDS) -> Message | None:
         """The next message, or None if none comes in time."""
         if not self.socket.poll(int(seconds * 1000)):
             return None
         return decode(self.socket.recv())
 
-    def hear_frame(self, seconds: float = ANSWER_SECONDS) -> bytes | None:
+    def receive_frame(self, seconds: float = ANSWER_SECONDS) -> bytes | None:
         return self.socket.recv() if self.socket.poll(int(seconds * 1000)) else None
-
-    def hear_kind(self, kind: type, seconds: float = ANSWER_SECONDS) -> Message | None:
-        """The next message of a type, or None if none comes in time; others are dropped."""
-        expiry = time.monotonic() + seconds
-        while (left := expiry - time.monotonic()) > 0:
-            message = self.hear(left)
-            if isinstance(message, kind):
-                return message
-        return None
 
     def ask(self, message: Message | bytes, seconds: float = ANSWER_SECONDS) -> Message | None:
         """Sends a message and returns the next one that comes."""
-        self.say(message)
-        return self.hear(seconds)
+        self.send(message)
+        return self.receive(seconds)
 
     def close(self) -> None:
         self.socket.close(linger=0)
@@ -143,11 +121,7 @@ def handshake(*identities: bytes, kind: bytes = b"DEALER") -> bytes:
 
 
 class Wire:
-    """A plain socket to a server on TCP; a context manager.
-
-    Args:
-        server: whom it connects to.
-    """
+    """A plain socket to a server on TCP; a context manager."""
 
     def __init__(self, server: Attacked) -> None:
         self.socket = socket.create_connection(("127.0.0.1", server.port), timeout=ANSWER_SECONDS)
@@ -176,7 +150,6 @@ class Wire:
         return len(came) > len(greeting())
 
     def receive(self, seconds: float = 0.2) -> bytes:
-        """What comes next, or nothing."""
         self.socket.settimeout(seconds)
         try:
             return self.socket.recv(65536)

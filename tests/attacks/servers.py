@@ -1,7 +1,6 @@
-"""A server to attack: `python -m server` as a process of its own, with or without keys, and what it costs.
+"""A server to attack: `python -m server` in a process, with or without keys, and its memory.
 
-It is the server of the checkout in whose folder the tests run, so `scripts/attack` can try the same attacks on another
-one.
+It is the server of the working directory's checkout, so `scripts/attack` can attack another one.
 """
 
 import dataclasses
@@ -29,29 +28,20 @@ TENANTS = ("alice", "bob")
 
 START_SECONDS = 30.0
 
-# What a server may take beyond its account.
+# Memory of a server beyond its account.
 BESIDE_ACCOUNT_BYTES = 64 * 2**20
 
 
 @dataclass
 class Attacked:
-    """A running server.
-
-    Attributes:
-        endpoint: where it listens.
-        process: the process.
-        log: the file that it writes its log to.
-        keys: the folder of its keys; None if it lets everybody in.
-        settled: its memory in bytes when it had started.
-        account: how many bytes it may keep for everybody, by its own options.
-    """
+    """A running server."""
 
     endpoint: str
     process: "subprocess.Popen[str]"
-    log: Path
-    keys: Path | None
-    settled: int = 0
-    account: int = 0
+    log: Path  # its log file
+    keys: Path | None  # the folder of its keys; None without keys
+    settled: int = 0  # resident bytes after its start
+    account: int = 0  # its own limit on allocated bytes
 
     @property
     def port(self) -> int:
@@ -66,7 +56,7 @@ class Attacked:
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
     def secret_of(self, tenant: str) -> Path | None:
-        """The file with a tenant's secret key; None if nobody needs one."""
+        """The file with a tenant's secret key; None without keys."""
         return self.keys / "secrets" / f"{tenant}.key_secret" if self.keys else None
 
     def keys_of(self, tenant: str) -> ClientKeys | None:
@@ -87,7 +77,6 @@ class Attacked:
         return ask(self.endpoint, seconds, self.keys_of(tenant))
 
     def said(self) -> str:
-        """What it has written to its log."""
         return self.log.read_text(errors="replace")
 
 
@@ -95,15 +84,7 @@ class Attacked:
 def attacked(
     folder: Path, *options: str, with_keys: bool = False, bind: str = "tcp://127.0.0.1:*", account: int = 0
 ) -> Iterator[Attacked]:
-    """Starts a server, and ends it whatever has become of it.
-
-    Args:
-        folder: for its keys and its log.
-        options: further ones.
-        with_keys: whether it lets in alice and bob only, each for jobs that begin with the own name.
-        bind: where it listens.
-        account: how many bytes these options let it keep.
-    """
+    """Run a server; with keys, alice and bob may join only jobs with their own names as prefixes."""
     keys = keys_for_tenants(folder / "keys") if with_keys else None
     curve = ["--curve", str(keys)] if keys else ["--insecure"]
     log = folder / "server.log"
@@ -124,7 +105,7 @@ def attacked(
 
 
 def keys_for_tenants(folder: Path) -> Path:
-    """Makes a server's keys and those of the tenants, if they are not there."""
+    """Make the server's and the tenants' keys, unless they exist."""
     if folder.exists():
         return folder
     for tenant in TENANTS:
@@ -133,19 +114,19 @@ def keys_for_tenants(folder: Path) -> Path:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Variables for this project's programs, and none that would change what they do."""
+    """Environment of this project's programs, without variables that change their behaviour."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("STATSD_BN_")}
     return {**kept, "PYTHONPATH": str(ROOT), **more}
 
 
 def end(process: "subprocess.Popen[str]") -> None:
-    """Ends a process at once: what it does at its end is not what is tested here."""
+    """End a process at once; its shutdown is not under test."""
     process.kill()
     process.wait()
 
 
 def accounting(size: int) -> list[str]:
-    """The options by which a server keeps no more than so many bytes, three quarters of them for a tenant."""
+    """Options for a limit on memory, three quarters of it for a tenant."""
     names = {option.name for option in dataclasses.fields(Quota)}
     sizes = {"max_server_bytes": size, "max_tenant_bytes": size * 3 // 4, "max_job_bytes": size}
     return [word for name in sorted(names & sizes.keys()) for word in (f"--{name.replace('_', '-')}", str(sizes[name]))]

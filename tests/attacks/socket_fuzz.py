@@ -1,7 +1,7 @@
-"""Fuzzes a real server through its socket with connections that have a key, by ZeroMQ's own sockets.
+"""Fuzz a real server through its socket, with connections that have a key, by ZeroMQ's own sockets.
 
-A hundred connections at a time, each with a mark of its own in all that it sends. No answer may have the mark of
-another one; the server must neither end nor raise; and the results of an honest job beside it are checked to the bit.
+A hundred connections at a time, each with its own mark in all frames. No answer may have the mark of another one; the
+server must neither end nor raise; and the results of an honest job are checked to the bit.
 """
 
 import os
@@ -27,7 +27,7 @@ from statsd_bn.errors import ServerUnreachable
 
 CONNECTIONS = 100
 
-# What a connection has in place of NO_MARK: never hexadecimal, and never like that.
+# Replacement of NO_MARK in a connection's frames: never hexadecimal.
 MARK = re.compile(rb"[g-w][0-9a-f]{5}")
 
 # Bursts that are made before.
@@ -39,32 +39,21 @@ CLAIMS = 0.1
 # How often the server is asked for its counts, and how long no connection with a key may hear anything.
 LOOK_SECONDS, SILENT_SECONDS = 0.5, 0.2
 
-# A server that looks at fewer frames than 500 in a second takes nothing any more.
+# A server slower than 500 frames a second counts as stuck.
 SECONDS_FOR_EACH_MILLION = 2000
 
 
 class Fuzzed(AssertionError):
-    """The server did what it must not."""
+    """The server broke a rule."""
 
 
 @dataclass
 class Tally:
-    """What was played.
-
-    Attributes:
-        frames: that were sent, of which some were lost in connections that broke.
-        looked_at: that the server has decoded, as it says itself, those of the honest job as well.
-        lives: how many connections there were.
-        answered: how many bytes came back.
-        rounds: of the honest job beside it.
-        seconds: how long it took.
-    """
-
-    frames: int = 0
-    looked_at: int = 0
-    lives: int = 0
-    answered: int = 0
-    rounds: int = 0
+    frames: int = 0  # sent, some of them lost with their connections
+    looked_at: int = 0  # decoded by the server, the honest job's included
+    lives: int = 0  # connections
+    answered: int = 0  # bytes received
+    rounds: int = 0  # of the honest job
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -77,12 +66,7 @@ class Tally:
 
 @dataclass
 class Fuzz:
-    """Connections to a server.
-
-    Args:
-        server: the attacked one.
-        seed: what all chance comes from.
-    """
+    """Connections to a server."""
 
     server: Attacked
     seed: int
@@ -93,7 +77,7 @@ class Fuzz:
         self._marks: set[bytes] = set()
 
     def looks(self, frames: int) -> Iterator[None]:
-        """Goes on until the server has looked at so many frames."""
+        """Continue until the server has processed this many frames."""
         last = time.monotonic() + 60 + SECONDS_FOR_EACH_MILLION * frames / 1e6
         while self._look() < frames:
             if time.monotonic() > last:
@@ -131,11 +115,7 @@ class Fuzz:
 
 
 def play(fuzz: Fuzz, frames: int) -> None:
-    """Plays until the server has looked at so many frames.
-
-    Raises:
-        Fuzzed: somebody is told what is another's, or the server ends.
-    """
+    """Plays until the server has looked at so many frames."""
     chance = random.Random(fuzz.seed + 1)
     pool = [random_frames(chance, BURST) for _ in range(BURSTS)]
     with Peers(fuzz.server) as peers:
@@ -145,7 +125,7 @@ def play(fuzz: Fuzz, frames: int) -> None:
 
 
 def _parts(fuzz: Fuzz, peers: Peers, pool: list[list[bytes]], chance: random.Random) -> Iterator[None]:
-    """Goes on for ever: what a hundred connections say until a fence, from their beginning to their end."""
+    """Endless frames of a hundred connections, up to their next fence."""
     while True:
         yield from _lives(fuzz, peers, pool, chance)
 
@@ -153,7 +133,7 @@ def _parts(fuzz: Fuzz, peers: Peers, pool: list[list[bytes]], chance: random.Ran
 def _lives(fuzz: Fuzz, peers: Peers, pool: list[list[bytes]], chance: random.Random) -> Iterator[None]:
     there: dict[zmq.Socket[bytes], bytes] = {}
     for _ in range(CONNECTIONS):
-        # With a key a routing id is no more than a reason to be cut off.
+        # With a key, a routing id is a reason to be cut off.
         name = b"".join(identities(chance, fuzz.tally.lives)[:1]) if chance.random() < CLAIMS else b""
         there[peers.open(name).socket] = fuzz.mark()
     said = [chance.choice(pool) for _ in there]
@@ -170,7 +150,7 @@ def _lives(fuzz: Fuzz, peers: Peers, pool: list[list[bytes]], chance: random.Ran
 
 
 def _say(plain: "zmq.Socket[bytes]", frames: list[bytes]) -> int:
-    """Returns how many frames were sent: those of a connection that was cut off may have no room."""
+    """Send; returns the number of frames, since a cut connection may have no room."""
     for number, frame in enumerate(frames):
         try:
             plain.send(frame, zmq.NOBLOCK)
@@ -196,7 +176,7 @@ def _hear(fuzz: Fuzz, there: dict["zmq.Socket[bytes]", bytes]) -> None:
 
 @contextmanager
 def honest_bits(workers: Workers, server: Attacked, tally: Tally) -> Iterator[None]:
-    """Runs the honest job, and raises Fuzzed if a bit of it is wrong, or it does not come to its end."""
+    """Run the honest job; raise Fuzzed if a bit of it is wrong, or it does not finish."""
     with tempfile.TemporaryDirectory() as folder:
         beside = workers.begin(server, Path(folder))
         try:
@@ -211,11 +191,7 @@ def honest_bits(workers: Workers, server: Attacked, tally: Tally) -> Iterator[No
 
 
 def fuzz_socket(frames: int, seed: int, workers: Workers) -> Tally:
-    """Plays so many frames to a server of its own.
-
-    Raises:
-        Fuzzed: the server ended or raised, or somebody was told what is another's.
-    """
+    """Play this many frames to a new server."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for tenant in ("alice", "bob"):
@@ -232,7 +208,7 @@ def fuzz_socket(frames: int, seed: int, workers: Workers) -> Tally:
 
 
 def main(frames: int, seed: int) -> None:
-    """Plays until a server has looked at so many frames; prints what was played."""
+    """Play until a server has processed this many frames; print the counts."""
     workers = Workers()
     try:
         tally = fuzz_socket(frames, seed, workers)

@@ -12,7 +12,7 @@ from statsd_bn.wire import encode
 
 ESCAPES = "\x1b[2J\r\nINFO all is well\x9b31m\u202e"
 
-# Stands for it while a message is built, since one that exists is sound.
+# Placeholder for the text while a message is built, since messages validate.
 PLACEHOLDER = "P" * len(ESCAPES.encode())
 
 CONTROLS = ("\x1b", "\r", "\x9b")
@@ -33,8 +33,8 @@ def raw(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("where", ["place", *map(long, ("cause", "job", "group"))])
-def test_what_a_stranger_says_of_itself_is_told_to_nobody_as_it_is(server, where):
-    """At 6b62bd3: the other member is told all of a place. A cause, a job and a group held then already."""
+def test_a_strangers_own_words_reach_others_escaped(server, where):
+    """At 6b62bd3: the other member receives all of a place. A cause, a job and a group were safe then already."""
     job = job_of("alice")
     given = {"job": job, "group": "world", "place": "here"}
     if where in given:
@@ -46,9 +46,9 @@ def test_what_a_stranger_says_of_itself_is_told_to_nobody_as_it_is(server, where
         honest.ask(forged(messages.Register(b"honest--", **named, member=0, place="x", **numbers)))
         hostile.ask(forged(messages.Register(b"hostile-", **given, member=1, **numbers)))
         duplicate = peers.open().ask(forged(messages.Register(b"another-", **named, member=1, place="x", **numbers)))
-        hostile.say(forged(messages.Leave(b"hostile-", f"failed{PLACEHOLDER}" if where == "cause" else "failed")))
+        hostile.send(forged(messages.Leave(b"hostile-", f"failed{PLACEHOLDER}" if where == "cause" else "failed")))
         told = [duplicate]
-        while (message := honest.hear(0.5)) is not None:
+        while (message := honest.receive(0.5)) is not None:
             told.append(message)
     assert not raw("".join(map(said_of, told)))
     assert not raw(server.said())

@@ -17,10 +17,10 @@ SECONDS = 8.0
 
 def become_a_former_member(peer: Peer) -> None:
     assert isinstance(peer.ask(Register(TOKEN, job_of("bob"), "world", 0, 0, 2, 0, 60.0, "once")), Registered)
-    peer.say(Leave(TOKEN, ""))
+    peer.send(Leave(TOKEN, ""))
 
 
-def test_a_former_member_that_floods_is_cut(server, honest_job_beside):
+def test_a_former_member_that_floods_is_disconnected(server, honest_job_beside):
     """At 6b62bd3: 331,204 bad frames are taken."""
     with honest_job_beside(server, slowdown=SLOWDOWN_OF_A_FULL_CORE) as beside, Peers(server) as peers:
         peer = peers.open(RECONNECT_IVL=-1)
@@ -28,7 +28,7 @@ def test_a_former_member_that_floods_is_cut(server, honest_job_beside):
         expiry = time.monotonic() + SECONDS
         with beside.attacked():
             while not server.report()["flooding_connections"] and time.monotonic() < expiry:
-                peer.say(*[b"no frame"] * 1000)
-                while peer.hear_frame(0):
+                peer.send(*[b"no frame"] * 1000)
+                while peer.receive_frame(0):
                     pass
         assert server.report()["flooding_connections"]

@@ -1,6 +1,7 @@
-"""What a server keeps stays within its account, whatever it is that it keeps.
+"""The memory of a server stays within its account, for all kinds of data.
 
-At 6b62bd3: neither futures nor unread answers are counted, and the bound is each job's, so two jobs keep twice of it.
+At 6b62bd3: neither futures nor unread answers are counted, and the limit is each job's, so two jobs use twice the
+limit.
 """
 
 import time
@@ -26,13 +27,13 @@ WIDE = Rows((1,) * 8, np.ones((8, 2, 65_536)))
 
 @pytest.fixture
 def server(start):
-    # Those who attack say nothing more once their messages are kept.
+    # Attackers stop after their messages are stored.
     return start(*accounting(ACCOUNT), "--silence-seconds", "3600", account=ACCOUNT)
 
 
 @pytest.fixture
 def small_server(start):
-    """One whose account is full in half of the time."""
+    """A server with a small account."""
     return start(*accounting(ACCOUNT // 2), "--silence-seconds", "3600", account=ACCOUNT // 2)
 
 
@@ -43,23 +44,23 @@ def test_futures_are_counted(small_server, honest_job_beside):
         assert small_server.report()["over_limits"] > 0
 
 
-def test_answers_that_nobody_reads_are_counted(server, honest_job_beside):
+def test_unread_answers_are_counted(server, honest_job_beside):
     """At 6b62bd3: 15 kB of requests let rounds of others take 10 to 500 times as long."""
     with honest_job_beside(server) as beside, Peers(server) as peers:
         job = job_of("bob")
         for group in range(8):
             ask_all(peers.open(), registrations(job, group, 512, there=400, place="p" * 200))
         with beside.attacked():
-            # They take in no more than the least that a socket can.
+            # Their receive buffers are minimal.
             deaf = [peers.open(RCVHWM=1, RCVBUF=4096) for _ in range(24)]
             for _ in range(4):
                 for peer in deaf:
-                    peer.say(*[StatusRequest()] * 16)
+                    peer.send(*[StatusRequest()] * 16)
                 time.sleep(0.5)
 
             def is_dropped() -> bool:
-                # The server tells a tenant that asks this often little, so one connection goes on until it is full.
-                deaf[0].say(StatusRequest())
+                # Frequent requests get little, so one connection continues until it is full.
+                deaf[0].send(StatusRequest())
                 return server.report()["dropped_answers"] > 0
 
             wait_until(is_dropped)
@@ -76,7 +77,7 @@ def test_all_jobs_together_stay_within_the_account(server, honest_job_beside):
             ask_all(peer, [replace(one, session=tokens[one.member]) for one in world])
             for layer in range(28):
                 key = RoundKey(job, f"g{number}", 0, 0, f"layer {layer}", 0, "forward")
-                peer.say(Contribution(tokens[0], key, 0, rows))
+                peer.send(Contribution(tokens[0], key, 0, rows))
                 time.sleep(0.005)
         assert server.report()["over_limits"] > 0
 
@@ -90,7 +91,7 @@ def test_members_of_groups_that_never_open_are_counted(small_server, honest_job_
         assert refused, "the account is full"
 
 
-def test_a_reason_that_is_sent_again_and_again_is_kept_once(server, honest_job_beside):
+def test_a_repeated_reason_is_kept_once(server, honest_job_beside):
     """The same large contribution to a broken group is refused, and decrypted, each time."""
     beside_it = honest_job_beside(server, slowdown=SLOWDOWN_OF_A_FULL_CORE)
     with beside_it as beside, Peers(server) as peers, beside.attacked():
@@ -103,7 +104,7 @@ def test_a_reason_that_is_sent_again_and_again_is_kept_once(server, honest_job_b
 
 
 @pytest.mark.alone  # how much ZeroMQ holds at a moment depends on who else has the processor
-def test_large_messages_that_wait_are_bounded(server, honest_job_beside):
+def test_waiting_large_messages_are_bounded(server, honest_job_beside):
     """They come over many connections, faster than there is time for them; the pace of others is no subject here."""
     with honest_job_beside(server, slowdown=ANY_SLOWDOWN) as beside, Peers(server) as peers:
         job = job_of("bob")
@@ -115,5 +116,5 @@ def test_large_messages_that_wait_are_bounded(server, honest_job_beside):
         with beside.attacked():
             for _ in range(64):
                 for peer in crowd_:
-                    peer.say(message)
+                    peer.send(message)
                 time.sleep(0.01)

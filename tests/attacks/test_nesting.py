@@ -33,7 +33,7 @@ with client.connect(endpoint, job=job, rank=0, world_size=2, round_timeout=10.0,
         print(type(error).__name__, error)
 """
 
-# The victim imports torch meanwhile, which a busy machine takes long for.
+# The victim imports torch, which takes long on a busy machine.
 JOIN_SECONDS = 60.0
 
 DEPTHS = [200, 3_000, 20_000]
@@ -57,7 +57,7 @@ def in_a_row(state: object, depth: int) -> bytes:
 
 
 def parts(packed: bytes) -> tuple[bytes, bytes]:
-    """The structure of a packed state, and what comes behind it."""
+    """The structure of a packed state, and the data after it."""
     end = 4 + struct.unpack_from("<I", packed)[0]
     return packed[4:end], packed[end:]
 
@@ -68,7 +68,7 @@ STRUCTURES |= {"its own lists": in_a_row([None], 100_000), "its own tuples": in_
 
 
 def gather_with_victim(server: Attacked, job: str, structure: bytes) -> tuple[int, str]:
-    """Gives a member what nests, in a job of two; returns how that member ended, and what it said."""
+    """Send nested data to a member of a job of two; returns its exit code and output."""
     command = [sys.executable, "-c", VICTIM, server.endpoint, job, str(server.secret_of("alice"))]
     with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as victim:
         try:
@@ -83,7 +83,7 @@ def gather_with_victim(server: Attacked, job: str, structure: bytes) -> tuple[in
 
 
 @pytest.mark.parametrize("structure", first_is_quick(STRUCTURES))
-def test_what_a_member_gathers_ends_no_other_one(server, structure):
+def test_gathered_data_of_a_member_ends_no_other_member(server, structure):
     """At 6b62bd3: SIGSEGV of the victim."""
     code, said = gather_with_victim(server, job_of("alice"), structure)
     assert code == 0

@@ -1,7 +1,7 @@
-"""Another user of the same host neither finds nor joins a server that was told nothing.
+"""Another user of the same host neither finds nor joins a server with default settings.
 
 At 6b62bd3: a server with no argument listens on tcp://127.0.0.1:5555, where any local user takes rank 0, sets epoch
-2^48 - 1 and blocks the job's name; the server that rank 0 starts for its job lets in any local user too.
+2^48 - 1 and blocks the job's name; the server that rank 0 starts for its job accepts any local user too.
 """
 
 import os
@@ -16,7 +16,7 @@ import pytest
 
 from attacks.servers import ROOT, end, environment
 
-# Nobody's, on all systems that this runs on.
+# The user "nobody" of all tested systems.
 OTHER = 65_534
 
 pytestmark = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="needs root, to be another user")
@@ -97,7 +97,7 @@ def run(program: str, *arguments: str, home: Path) -> str:
     return done.stdout or done.stderr
 
 
-def test_another_user_is_not_answered_by_a_server_that_was_told_nothing(default_server, home):
+def test_a_server_without_options_does_not_answer_another_user(default_server, home):
     """At 6b62bd3: it is registered as rank 0 of the job "default", in the last epoch there can be."""
     assert "Registered" not in run(INTRUDER, default_server, home=home)
 

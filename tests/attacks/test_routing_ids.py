@@ -1,8 +1,8 @@
-"""Nobody ends the server by the routing id that a connection names.
+"""No routing id of a connection ends the server.
 
-At 6b62bd3: libzmq never seeds `rand()`, so a ROUTER gives its peers' ids from a known number on. A client that claims
-the next ones makes the next ordinary connection hit an assertion in libzmq: the server ends by SIGABRT, with keys and
-without. The Identity given twice, or in the ROUTER's own form, is taken as it comes.
+At 6b62bd3: libzmq never seeds `rand()`, so a ROUTER assigns predictable ids. A client that claims the next ones makes
+the next ordinary connection hit an assertion in libzmq: the server ends by SIGABRT, with keys and without. The Identity
+given twice, or in the ROUTER's own form, is accepted.
 """
 
 import struct
@@ -14,15 +14,15 @@ from attacks.servers import Attacked
 from attacks.variants import first_is_quick
 from statsd_bn.messages import StatusRequest
 
-# What `rand()` gives first that nobody has seeded: a ROUTER's first id.
+# First result of an unseeded `rand()`: a ROUTER's first id.
 UNSEEDED = 0x6B8B4567
 
-# Ids that are claimed, beyond those that the honest job has by then.
+# Claimed ids, beyond those of the honest job.
 CLAIMED = 64
 
 
 def own_form(number: int) -> bytes:
-    """The id that a ROUTER gives by itself."""
+    """The form of a ROUTER's own ids."""
     return b"\0" + struct.pack(">I", (UNSEEDED + number) % 2**32)
 
 
@@ -31,17 +31,17 @@ def claim_the_next_ids(server: Attacked, peers: Peers, *, speaks: bool) -> None:
     for number in range(CLAIMED):
         peer = peers.open(own_form(number))
         if speaks:
-            peer.say(StatusRequest())
+            peer.send(StatusRequest())
     for _ in range(2 * CLAIMED):
-        peers.open().say(StatusRequest())
+        peers.open().send(StatusRequest())
     for peer in peers.all[CLAIMED:]:
-        peer.hear(0.05)
+        peer.receive(0.05)
         if server.ending:
             break
 
 
 @pytest.mark.parametrize("speaks", first_is_quick({"speaking": True, "silent": False}))
-def test_claims_of_the_next_ids_do_not_end_the_server(server, honest_job_beside, speaks):
+def test_claims_to_the_next_routing_ids_do_not_end_the_server(server, honest_job_beside, speaks):
     """At 6b62bd3: SIGABRT after some 35 connections."""
     with honest_job_beside(server) as beside, Peers(server) as peers, beside.attacked():
         claim_the_next_ids(server, peers, speaks=speaks)

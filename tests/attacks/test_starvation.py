@@ -23,14 +23,11 @@ ATTACK_SECONDS = 1.0
 PATIENT = ("--silence-seconds", "3600")
 
 
-RANKS = {
-    "many ranks": Members.of(range(limits.MAX_MEMBERS)),
-    "many runs": Members.of(range(0, limits.MAX_MEMBERS, 2)),
-}
+RANKS = {"many ranks": Members.of(range(limits.MAX_MEMBERS)), "many runs": Members.of(range(0, limits.MAX_MEMBERS, 2))}
 
 
 @pytest.mark.parametrize("ranks", first_is_quick(RANKS))
-def test_what_late_members_say_of_collectives_does_not_slow_rounds(start, honest_job_beside, ranks):
+def test_reports_of_collectives_by_late_members_do_not_slow_rounds(start, honest_job_beside, ranks):
     """At 5916747: the tick takes a second, four times a second; of many runs the server keeps hundreds of MiB."""
     server = start(*PATIENT)
     with honest_job_beside(server) as beside:
@@ -48,18 +45,18 @@ def say_that_all_wait(peers: Peers, groups: int, size: int, ranks: Members) -> N
     for group in range(groups):
         job, peer = job_of("bob"), peers.open()
         ask_all(peer, [replace(one, job=job, group="world") for one in registrations(job, group, size)])
-        peer.say(Contribution(session(group, 0), RoundKey(job, "world", 0, 0, "bn", 0, "forward"), 0, ROW))
+        peer.send(Contribution(session(group, 0), RoundKey(job, "world", 0, 0, "bn", 0, "forward"), 0, ROW))
         for member in range(1, size):
             late[digest(session(group, member))] = peer, group, member
-            peer.say(Heartbeat(session(group, member)))
+            peer.send(Heartbeat(session(group, member)))
     # A second apart at least, so that they are taken to stay there.
     answers = dict.fromkeys(late, 0)
     expiry = time.monotonic() + START_SECONDS
     while min(answers.values()) < 3:
         assert time.monotonic() < expiry, "the server does not ask all"
         for peer in peers.all:
-            while isinstance(question := peer.hear(0.001), StackRequest):
+            while isinstance(question := peer.receive(0.001), StackRequest):
                 _, group, member = late[question.digest]
                 launched = int(member > 1)  # so the others seem to wait for the first one
-                peer.say(StackReport(session(group, member), question.number, "f.py:1 f", 1, "0", ranks, launched))
+                peer.send(StackReport(session(group, member), question.number, "f.py:1 f", 1, "0", ranks, launched))
                 answers[question.digest] += 1

@@ -1,7 +1,7 @@
-"""No secret key lies where everybody on the network reads it.
+"""No secret key is readable on the network.
 
-At 6b62bd3: rank 0 of a job on several nodes tells the others the members' secret key through torch's TCPStore, which
-has no authentication.
+At 6b62bd3: rank 0 of a job on several nodes sends the members' secret key through torch's TCPStore, which has no
+authentication.
 """
 
 import socket
@@ -13,7 +13,7 @@ import pytest
 from torch import distributed
 
 from attacks.servers import ROOT, end, environment
-from support.ports import free_port
+from support.launched import free_port
 
 RANK_0 = """
 import client
@@ -23,7 +23,7 @@ client.connect(round_timeout=20.0, join_timeout=15.0)
 # Far more than rank 0 waits for the other one.
 SECONDS = 80.0
 
-# What a file with a secret key says before it.
+# Prefix of a secret key in a file.
 WORDS = (b"secret-key", b"secret_key")
 
 
@@ -43,7 +43,7 @@ def is_open(address: str, port: int) -> bool:
 
 
 def test_the_store_has_no_secret_key():
-    """At 6b62bd3: the key's file lies in it as text."""
+    """At 6b62bd3: it has the key's file as text."""
     address, port = own_address(), free_port()
     nodes = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address}
     launched = {**nodes, "MASTER_PORT": str(port), "GROUP_WORLD_SIZE": "2", "GROUP_RANK": "0", "STATSD_BN_JOB": "run"}
@@ -64,6 +64,6 @@ def test_the_store_has_no_secret_key():
         finally:
             end(rank_0)
             said = rank_0.stdout.read()
-    # It tells the others of its server, or says itself why it has none.
+    # It announces its server, or prints the reason for having none.
     assert told or b"Error" in said, said
     assert not [one for one in told if any(word in one for word in WORDS)]

@@ -1,4 +1,4 @@
-"""The scenarios of the chaos tests again and again, and a table of what was measured; `scripts/chaos` runs it."""
+"""Repeats the scenarios of the chaos tests, and prints a table of the measurements; `scripts/chaos` runs it."""
 
 import argparse
 import os
@@ -27,7 +27,7 @@ HEADER = (
 
 @dataclass
 class Line:
-    """What is known of one scenario: its name, how often it ran, what it measured and what was wrong."""
+    """The results of a scenario."""
 
     name: str
     runs: int = 0

@@ -1,6 +1,6 @@
-"""A TCP proxy that treats a stream badly, to stand between a member and its server.
+"""A TCP proxy between a member and its server that disturbs the stream.
 
-One thread owns all sockets; the other threads hand it functions. `UP` is what a member says, `DOWN` what it is told.
+One thread owns all sockets; other threads send it functions. `UP` is the direction from the member, `DOWN` to it.
 """
 
 import queue
@@ -37,17 +37,7 @@ class _Flow:
 
 
 class Proxy:
-    """Forwards TCP connections to a server, until told to misbehave; a context manager.
-
-    Args:
-        target: the server's ZeroMQ endpoint, `tcp://HOST:PORT` or `ipc://PATH`.
-        chance: decides where a chunk is halved.
-
-    Attributes:
-        endpoint: where members connect.
-        connections: how many were made through it so far.
-        halved: how many chunks it has forwarded a first part of.
-    """
+    """Forward TCP connections to a server, with faults on demand; a context manager."""
 
     def __init__(self, target: str, chance: random.Random) -> None:
         self.connections = 0
@@ -74,14 +64,14 @@ class Proxy:
             each.close()
 
     def cut(self, end: str = RST) -> None:
-        """Ends all connections; what is under way in them is lost, and new ones are accepted."""
+        """End all connections with the data in flight; new ones are accepted."""
         self._order(lambda: self._cut_all(end))
 
     def stall(self, seconds: float, *directions: str) -> None:
-        """Keeps all connections, and forwards nothing of them in these directions (default: both) for so long.
+        """Keep all connections, and forward nothing of them in these directions (default: both) for some time.
 
-        A connection that is made later is not held up: a member whose connection has ended has less time to be heard
-        again than one that is silent.
+        Later connections are not affected: a member with a lost connection has less time to be heard again than a
+        silent one.
         """
         self._order(lambda: self._stall_all(time.monotonic() + seconds, directions or DIRECTIONS))
 
@@ -136,7 +126,7 @@ class Proxy:
         self._flows += [_Flow(UP, member, server), _Flow(DOWN, server, member)]
 
     def _forward(self, flow: _Flow) -> None:
-        """Moves what is there, as far as it goes; the end of one side ends the other."""
+        """Forward pending data; the end of one side ends the other."""
         try:
             if not flow.pending:
                 flow.pending += flow.source.recv(CHUNK_BYTES)

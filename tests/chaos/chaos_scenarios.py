@@ -1,8 +1,7 @@
-"""What goes wrong in the chaos tests, one function for each: it makes the trouble, and requires what is promised.
+"""The faults of the chaos tests, one function each: it causes the fault, and checks the promised outcome.
 
-A scenario takes a source of chance, an empty folder and how often to make the trouble, returns a `Result`, and raises
-a `Finding` where a promise was not kept. `test_chaos.py` runs each once or twice, `scripts/chaos` for as long as one
-likes.
+A scenario takes a random generator, an empty folder and a number of faults, returns a `Result`, and raises a `Finding`
+for a broken promise. `test_chaos.py` runs each once or twice, `scripts/chaos` for any time.
 """
 
 import functools
@@ -17,20 +16,20 @@ from pathlib import Path
 
 from chaos.chaos_proxy import DIRECTIONS, DOWN, ENDS, UP, Proxy
 from chaos.chaos_world import WORLD, Members, Server, require
-from programs.chaos_programs import Told
+from programs.chaos_programs import Report
 from statsd_bn.errors import GroupIncomplete, ReplicaLost, RoundTimeout
 
 # Of a run that goes through its troubles, which are 20 at most: so it has four for each.
 STEPS = 80
 
-# Of these, allowed only after the trouble, so that nobody who goes on has nothing left to do.
+# Steps allowed only after the fault, so that survivors have work left.
 STEPS_AFTER = 2
 
 # How often the next trouble comes before all have recovered from the last one, and how soon at most.
 TROUBLED_AGAIN = 0.25
 COMING_BACK_SECONDS = 0.3
 
-# Nobody comes this far before a member is lost.
+# More steps than any member reaches before a loss.
 ENDLESS = 10**6
 
 # A deadline that a test can wait for.
@@ -45,12 +44,7 @@ LONG_STALL_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured.
-
-    Attributes:
-        seconds: from each trouble until all who live knew of it, or until all had trained one more step.
-        identical: whether all weights are those of an undisturbed run; None where the run ends with an error.
-    """
+    """Measurements."""
 
     seconds: list[float] = field(default_factory=list)
     identical: bool | None = None
@@ -73,12 +67,12 @@ def _undisturbed() -> tuple[str, ...]:
 
 
 def killed_member(chance: random.Random, folder: Path, times: int = 1) -> Result:
-    """A member is killed outright; all others are told which one."""
+    """A member is killed; all others get its rank."""
     return _lose(chance, folder, times, signal.SIGKILL)
 
 
 def frozen_member(chance: random.Random, folder: Path, times: int = 1) -> Result:
-    """A member is stopped by a signal; all others are told which one, and so is it when it is continued."""
+    """A member is stopped by a signal; all others get its rank, and itself too when it continues."""
     return _lose(chance, folder, times, signal.SIGSTOP)
 
 
@@ -99,7 +93,7 @@ def _lose(chance: random.Random, folder: Path, times: int, number: signal.Signal
 
 
 def briefly_frozen_member(chance: random.Random, folder: Path, times: int = 2) -> Result:
-    """A member is stopped for a second, which nobody is to notice."""
+    """A member is stopped for a second, without effect."""
     with Server(folder) as server, Members([server.endpoint] * WORLD, "brief", STEPS) as members:
 
         def freeze() -> float:
@@ -131,7 +125,7 @@ def looping_member(chance: random.Random, folder: Path, times: int = 1) -> Resul
 
 
 def failing_member(chance: random.Random, folder: Path, times: int = 1) -> Result:
-    """A member raises an error of its own and leaves; all others are told which one, with its error."""
+    """A member raises and leaves; all others get its rank and its error."""
     seconds = []
     with Server(folder) as server:
         for turn in range(times):
@@ -181,7 +175,7 @@ def halved_streams(chance: random.Random, folder: Path, times: int = 10) -> Resu
         for proxy in proxies:
             proxy.halve(direction, end)
         troubled.update(proxies)
-        # Members that have done all the steps they may get no answers: what is halved is then that of their next step.
+        # After their allowed steps members may get no answers; then the halved chunk belongs to the next step.
         expiry = time.monotonic() + STILL_SECONDS
         while any(proxy.halved == count for proxy, count in zip(proxies, before, strict=True)):
             if time.monotonic() > expiry:
@@ -225,12 +219,12 @@ def everything(chance: random.Random, folder: Path, times: int = 20) -> Result:
             server.restart()
         return time.monotonic()
 
-    # A port could be taken by somebody else between two lives of the server.
+    # Another program could take the port between two lives of the server.
     return _through_proxies(chance, folder, times, anything, endpoint=f"ipc://{folder}/server")
 
 
 def member_that_is_cut_off(chance: random.Random, folder: Path, times: int = 1) -> Result:
-    """Nothing comes through from one member for too long, and its connections are kept; all are told which one."""
+    """A member's frames are held for too long with its connections kept; all get its rank."""
     seconds = []
     with ExitStack() as stack:
         server = stack.enter_context(Server(folder))
@@ -248,7 +242,7 @@ def member_that_is_cut_off(chance: random.Random, folder: Path, times: int = 1) 
 
 
 def killed_member_and_master(chance: random.Random, folder: Path, times: int = 1) -> Result:
-    """A member and the server are killed at nearly the same time; the others are told which member is missing."""
+    """A member and the server are killed almost together; the others get the missing rank."""
     seconds = []
     with Server(folder, f"ipc://{folder}/server") as server:
         for turn in range(times):
@@ -289,11 +283,7 @@ SCENARIOS: list[Callable[..., Result]] = [
 
 
 def _through_proxies(
-    chance: random.Random,
-    folder: Path,
-    times: int,
-    trouble: Callable[..., float],
-    endpoint: str = "tcp://127.0.0.1:*",
+    chance: random.Random, folder: Path, times: int, trouble: Callable[..., float], endpoint: str = "tcp://127.0.0.1:*"
 ) -> Result:
     """Runs members behind a proxy each, and troubles some of these."""
     with ExitStack() as stack:
@@ -308,14 +298,7 @@ def _through_proxies(
 
 
 def _go_through(members: Members, chance: random.Random, times: int, trouble: Callable[[], float]) -> Result:
-    """Troubles a run again and again at random moments, and requires that its weights stay what they are undisturbed.
-
-    Args:
-        members: of the run, of STEPS steps.
-        chance: decides when.
-        times: how often.
-        trouble: makes it, and returns when it was over.
-    """
+    """Cause `trouble`, which returns when it was over, at random moments; the weights must stay undisturbed."""
     at_once = STEPS // times - STEPS_AFTER
     seconds = []
     is_coming_back = False
@@ -366,13 +349,7 @@ def _train_up_to(members: Members, step: int) -> float:
 
 
 def _known(members: Members, victim: int, trouble: Callable[[], float | None]) -> float:
-    """Makes trouble for a member; returns the seconds until all others were told that it is lost.
-
-    Args:
-        members: that train.
-        victim: the member that will be lost.
-        trouble: makes it, and may say when.
-    """
+    """Seconds from the fault until all other members report the loss of `victim`."""
     began = time.monotonic()
     began = trouble() or began
     told = [members.told(member) for member in members.others(victim)]
@@ -381,12 +358,12 @@ def _known(members: Members, victim: int, trouble: Callable[[], float | None]) -
     return max(each.at for each in told) - began
 
 
-def _require_lost(told: Told, victim: int) -> None:
+def _require_lost(told: Report, victim: int) -> None:
     _require_error(told, ReplicaLost)
     require(told.what.fields["member"] == victim, f"{told.what!r} is not about member {victim}")
     require(f"rank {victim} (" in str(told.what), f"{told.what!r} does not name member {victim}")
 
 
-def _require_error(told: Told, *kinds: type[Exception]) -> None:
+def _require_error(told: Report, *kinds: type[Exception]) -> None:
     names = " or ".join(kind.__name__ for kind in kinds)
     require(isinstance(told.what, kinds), f"expected {names}, got {told.what!r}")

@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any, Self
 
 from programs import chaos_programs
-from programs.chaos_programs import READY, Part, Told
+from programs.chaos_programs import READY, Part, Report
 from support.starter import STARTER
 
-# Far above what is promised; whatever takes longer hangs.
+# Far above the promised times: anything slower hangs.
 WAIT_SECONDS = 60.0
 
-# How often to look at how far the members are.
+# Interval of checks on the members' progress.
 LOOK_SECONDS = 0.001
 
 WORLD = 3
 
-# Whoever starts or joins a process looks at all others too, and two threads may not read one exit code.
+# Starting or joining a process polls all others too, and two threads must not reap the same exit code.
 _LIFE = threading.Lock()
 
 
@@ -41,16 +41,7 @@ def require(condition: object, text: str) -> None:
 
 
 class Server:
-    """`python -m server` on one endpoint, which may be killed and started again; a context manager.
-
-    Args:
-        folder: for its log.
-        endpoint: where it listens; default: a free port.
-
-    Attributes:
-        endpoint: where it listens.
-        listening: when it last began to, by the common clock.
-    """
+    """`python -m server` on one endpoint, which may be killed and restarted; a context manager."""
 
     def __init__(self, folder: Path, endpoint: str = "tcp://127.0.0.1:*") -> None:
         self.endpoint = endpoint
@@ -111,15 +102,7 @@ class _Process:
 
 
 class Members:
-    """Processes that train together; a context manager that lets none of them survive.
-
-    Args:
-        endpoints: where each member connects.
-        job: their job's name.
-        steps: how many they train.
-        deadline: of their rounds, in seconds.
-        trouble: a member, what happens to it, and in which step.
-    """
+    """Processes that train together, and the one that gets into trouble; a context manager that kills them all."""
 
     def __init__(
         self,
@@ -188,10 +171,10 @@ class Members:
         """Sends a signal to one of them."""
         os.kill(self._members[member].process.pid, number)
 
-    def told(self, member: int) -> Told:
+    def told(self, member: int) -> Report:
         """How its run ended; waits for that."""
         said = self._receive(member)
-        require(isinstance(said, Told), f"member {member} said {said}")
+        require(isinstance(said, Report), f"member {member} said {said}")
         return said
 
     def let_go(self, *members: int) -> None:

@@ -1,6 +1,6 @@
-"""Ranks killed by the hundred, under load and in the middle of rounds; `scripts/chaos kills` runs it.
+"""Ranks killed by the hundred, under load and in rounds; `scripts/chaos kills` runs it.
 
-No `kill -9` of a rank may end the server, or change a bit of another job beside it.
+No `kill -9` of a rank may end the server, or change a bit of another job.
 """
 
 import argparse
@@ -21,11 +21,11 @@ from attacks.peers import job_of
 from attacks.servers import Attacked
 from chaos.chaos_world import require
 from client.session.protocol.member import TRANSPORTS
-from programs import killed_rank_programs
+from programs import soak_programs
 from support import starter
 from support.starter import STARTER
 
-# Jobs at a time beside the one that goes on, and the ranks of each, all of which are killed.
+# Concurrent jobs and their ranks, all of which are killed.
 JOBS, RANKS = 2, 4
 
 # From the start of a job to the first kill at most, once its rounds have begun; and between two kills.
@@ -42,11 +42,7 @@ LOST_SECONDS = 20.0
 
 
 def kill_ranks(kills: int, *, with_keys: bool, chance: random.Random) -> Counter[str]:
-    """Kills ranks of a server on TCP with keys, or on a private Unix socket; returns how many over which transport.
-
-    Raises:
-        Finding: the server has ended or complained, or the job beside was disturbed.
-    """
+    """Kills ranks of a server on TCP with keys, or on a private Unix socket; returns how many over which transport."""
     killed: Counter[str] = Counter()
     workers = Workers()
     try:
@@ -107,7 +103,7 @@ def _start_job(server: Attacked, job: str, transport: str, begun: list[Any]) -> 
     given = server.endpoint, str(secret) if secret else None, job
     processes = [
         STARTER.Process(
-            target=killed_rank_programs.rounds_without_end, args=(*given, rank, RANKS, transport, one), daemon=True
+            target=soak_programs.rounds_without_end, args=(*given, rank, RANKS, transport, one), daemon=True
         )
         for rank, one in enumerate(begun)
     ]

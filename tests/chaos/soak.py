@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from chaos.chaos_world import Finding, Server, require
 from programs import soak_programs
-from programs.soak_programs import Told
+from programs.soak_programs import Report
 from support import starter
 from support.starter import STARTER
 
@@ -39,7 +39,7 @@ ENDLESS, FEW = 10**9, 200
 # Where memory with a name would be, and this process's descriptors.
 SHARED, DESCRIPTORS = Path("/dev/shm"), Path("/proc/self/fd")  # noqa: S108 - nothing is written there
 
-# What the memory is called in a process's maps.
+# Name of the memory in a process's maps.
 MEMORY = "/memfd:statsd_bn"
 
 
@@ -74,7 +74,7 @@ class Members:
         """Whether all have ended their rounds, or one has failed."""
         return all(pipe.poll() for pipe in self._pipes)
 
-    def reports(self, killed: int | None = None) -> list[Told]:
+    def reports(self, killed: int | None = None) -> list[Report]:
         """Returns what each rank reports of its rounds, without the one that was killed."""
         pipes = [pipe for rank, pipe in enumerate(self._pipes) if rank != killed]
         reports = [pipe.recv() for pipe in pipes]

@@ -22,10 +22,10 @@ from programs import chaos_programs
 from support import starter
 from support.memory_members import in_threads
 
-# Far above what is promised, which is 5 s at most.
+# Far above the promised 5 s.
 SOON = 20.0
 
-# Of those that hardly need a processor; they run side by side.
+# Scenarios that need little CPU time; they run concurrently.
 WAITING = [
     chaos_scenarios.frozen_member,
     chaos_scenarios.looping_member,
@@ -66,7 +66,7 @@ def folder():
 
 
 def go_wrong(scenario):
-    """Returns what was wrong, or nothing."""
+    """The finding, or an empty text."""
     # The folder's name has to be short enough for an ipc socket.
     with tempfile.TemporaryDirectory() as folder:
         times = {"times": TIMES[scenario]} if scenario in TIMES else {}
@@ -83,12 +83,12 @@ def go_wrong(scenario):
     [scenario for scenario in chaos_scenarios.SCENARIOS if scenario not in WAITING],
     ids=lambda scenario: scenario.__name__,
 )
-def test_what_is_promised_is_kept(scenario):
+def test_all_promises_are_kept(scenario):
     assert go_wrong(scenario) == ""
 
 
 @pytest.mark.long
-def test_what_is_promised_is_kept_by_those_who_wait():
+def test_all_promises_are_kept_for_waiting_members():
     assert in_threads([functools.partial(go_wrong, scenario) for scenario in WAITING], 100.0) == [""] * len(WAITING)
 
 
@@ -101,7 +101,7 @@ def test_a_run_that_ends_with_other_weights_is_a_finding(folder, monkeypatch):
         chaos_scenarios.cut_connections(random.Random(0), folder, times=1)
 
 
-def test_weights_that_are_no_numbers_are_an_error():
+def test_weights_that_are_nan_are_an_error():
     model = nn.BatchNorm1d(2)
     assert chaos_programs.digest_of(model) == chaos_programs.digest_of(nn.BatchNorm1d(2))
     model.running_mean[1] = float("nan")
@@ -121,7 +121,7 @@ def test_an_error_about_another_member_is_a_finding(folder):
             chaos_scenarios._require_lost(members.told(2), 0)
 
 
-def test_a_member_that_does_not_end_well_is_a_finding(folder):
+def test_a_member_with_another_exit_code_is_a_finding(folder):
     with Server(folder) as server, Members([server.endpoint] * WORLD, "job", 9) as members:
         members.send_signal(1, signal.SIGKILL)
         with pytest.raises(Finding, match="member 1 was let go and ended with -9"):
@@ -130,7 +130,7 @@ def test_a_member_that_does_not_end_well_is_a_finding(folder):
             members.told(1)
 
 
-def test_a_server_that_is_gone_is_a_finding(folder):
+def test_a_missing_server_is_a_finding(folder):
     server = Server(folder)
     server._process.kill()
     server._process.wait(SOON)
@@ -138,7 +138,7 @@ def test_a_server_that_is_gone_is_a_finding(folder):
         pass
 
 
-def test_a_server_that_complains_is_a_finding(folder):
+def test_a_warning_of_the_server_is_a_finding(folder):
     (folder / "server.log").write_text("Traceback")
     with pytest.raises(Finding, match="the server complained: Traceback"), Server(folder):
         pass
@@ -172,7 +172,7 @@ def test_the_script_shows_what_it_measured(capsys, monkeypatch):
     assert capsys.readouterr().out == first, "the same seed, the same chaos"
 
 
-def test_the_script_fails_with_a_finding_and_goes_on(capsys, monkeypatch):
+def test_the_script_continues_after_a_finding_and_fails_at_the_end(capsys, monkeypatch):
     monkeypatch.setattr(chaos_scenarios, "SCENARIOS", [bad, good])
     assert chaos.main(["--rounds", "1"]) == 1
     shown = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""The proxy of the chaos tests does what they take it for; it stands before an echo here."""
+"""The faults of the chaos tests' proxy, in front of an echo server."""
 
 import random
 import socket
@@ -17,7 +17,7 @@ STALL_SECONDS = 2.0
 
 
 class Echo:
-    """A TCP server that says what it is told, and keeps what it heard and how each connection ended."""
+    """A TCP server that echoes, and records received bytes and the end of each connection."""
 
     def __init__(self):
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -81,7 +81,7 @@ def connect(proxy):
 
 
 def receive(connection, n):
-    """Returns n bytes, or what came before the end."""
+    """n bytes, or fewer at the end."""
     found = b""
     while len(found) < n and (chunk := connection.recv(n - len(found))):
         found += chunk

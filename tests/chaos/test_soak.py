@@ -6,15 +6,15 @@ import pytest
 
 from chaos import soak
 from chaos.chaos_world import Finding
+from chaos.killed_ranks import JOBS, RANKS, kill_ranks
+from client.session.protocol.member import TRANSPORTS
 from client.transports import memfd, negotiation
 from support import starter
 
-pytestmark = [
-    pytest.mark.skipif(bool(memfd.unavailable_reason()), reason=memfd.unavailable_reason()),
-    pytest.mark.skipif(
-        negotiation.platform.machine() not in negotiation.TESTED_MACHINES, reason="it is not chosen by itself here"
-    ),
-]
+NEEDS_MEMORY = pytest.mark.skipif(
+    bool(memfd.unavailable_reason()) or negotiation.platform.machine() not in negotiation.TESTED_MACHINES,
+    reason="shared memory is not used here",
+)
 
 ROUNDS = 3000
 
@@ -24,7 +24,8 @@ def _warm():
     starter.warm_up()
 
 
-def test_every_round_has_the_right_bits_whatever_becomes_of_the_server():
+@NEEDS_MEMORY
+def test_every_round_has_the_right_bits_through_all_restarts_of_the_server():
     soaked = soak.soak(3, ROUNDS, kill_seconds=1.0, rank_seconds=1e6, chance=random.Random(1))
     assert (soaked.rounds, soaked.rank_kills) == (ROUNDS, 0)
     assert soaked.server_kills >= 1
@@ -33,17 +34,20 @@ def test_every_round_has_the_right_bits_whatever_becomes_of_the_server():
     assert soaked.over_server >= 1
 
 
-def test_the_others_name_a_rank_that_is_killed_and_a_new_job_goes_on():
+@NEEDS_MEMORY
+def test_the_others_name_a_killed_rank_and_a_new_job_continues():
     soaked = soak.soak(2, 4 * ROUNDS, kill_seconds=1e6, rank_seconds=0.3, chance=random.Random(2))
     assert soaked.rounds == 4 * ROUNDS
     assert soaked.rank_kills >= 1
 
 
-def test_nothing_is_left_of_members_that_are_killed():
+@NEEDS_MEMORY
+def test_killed_members_leave_nothing_behind():
     assert soak.kill_all(2) == 2
 
 
-def test_memory_that_somebody_still_has_is_found(monkeypatch):
+@NEEDS_MEMORY
+def test_memory_in_use_by_a_process_is_found(monkeypatch):
     """Otherwise the test above could not fail."""
     offer = memfd.MemoryOffer(2**16)
     try:
@@ -54,3 +58,17 @@ def test_memory_that_somebody_still_has_is_found(monkeypatch):
             soak.kill_all(1)
     finally:
         offer.close()
+
+
+@pytest.mark.parametrize(
+    ("with_keys", "kills"),
+    [
+        pytest.param(True, 2 * JOBS * RANKS, id="a few"),
+        pytest.param(True, 200, id="keys", marks=pytest.mark.long),
+        pytest.param(False, 200, id="ipc", marks=pytest.mark.long),
+    ],
+)
+def test_no_killed_rank_ends_the_server(with_keys, kills):
+    killed = kill_ranks(kills, with_keys=with_keys, chance=random.Random(kills))
+    assert killed.total() >= kills
+    assert set(killed) == set(TRANSPORTS)

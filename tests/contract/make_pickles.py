@@ -1,8 +1,8 @@
-"""Writes `pickles/`, once: it was run at 62e93b8, and what it wrote there is to load for good.
+"""Writes `pickles/`. It ran once, at 62e93b8, and its files must load for good.
 
     PYTHONPATH=tests python tests/contract/make_pickles.py
 
-A model that is added later is added to the files by hand, so that the others stay those of that commit.
+Add a later model to the files by hand, so that the others stay those of that commit.
 """
 
 import gzip
@@ -28,7 +28,7 @@ def main() -> None:
         model = kept.model()
         x, factors = kept.tensors()
         if not is_lazy(model):
-            trained(model, x * 2 - 1, factors)  # so that no tensor is what a new layer has
+            trained(model, x * 2 - 1, factors)  # so that every tensor differs from a new layer's
             for number, parameter in enumerate(model.parameters()):
                 parameter.grad = None
                 parameter.data += (torch.arange(parameter.numel()) + number).view_as(parameter).sin() / 4

@@ -1,7 +1,7 @@
-"""The compose files: our commands accept what their services run, and a server and replicas train as they say.
+"""The compose files: our commands accept the services' commands, and a server and replicas train as configured.
 
-What the files must say of users, limits, networks and volumes is in `tests/deployment`. Here their commands run on this
-host, without containers; with a container engine the harness runs the files as they are.
+The files' users, limits, networks and volumes are tested in `tests/deployment`. Here their commands run on this host,
+without containers; with a container engine the harness runs the files unchanged.
 """
 
 import os
@@ -81,7 +81,7 @@ VOLUMES = {"server-keys": "keys", "client-keys": "keys/secrets", "meeting": "mee
 
 
 class Host:
-    """A folder in place of the volumes; puts its paths, and this interpreter, in place of those of a container."""
+    """A folder in place of the volumes; replaces a container's paths by its own, and the interpreter by this one."""
 
     def __init__(self, folder):
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Conversion: which layers `convert_model` makes synchronised, what it keeps, what it reports, and the way back."""
+"""Conversion: the layers that `convert_model` synchronises, what it keeps and reports, and the way back."""
 
 import copy
 import warnings
@@ -20,7 +20,7 @@ class HomeMade(nn.BatchNorm2d):
 
 
 class OwnCall(nn.BatchNorm2d):
-    """Has a `__call__` of its own, which need not come to `forward`."""
+    """A `__call__` that may bypass `forward`."""
 
     def __call__(self, x):
         return x - x.mean((0, 2, 3), keepdim=True)
@@ -132,7 +132,7 @@ def test_the_report_names_what_is_synchronised_and_what_is_not_and_why(caplog):
 
 @pytest.fixture
 def registered():
-    """A class with a conversion of its own; the test's classes are nobody else's, so it may stay registered."""
+    """A class with a registered conversion; only this test uses it, so it may stay registered."""
 
     class Registered(HomeMade):
         pass

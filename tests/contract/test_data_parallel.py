@@ -20,7 +20,7 @@ DTYPE = torch.float64
 
 
 def layer_of(kind, **options):
-    """A layer of torch's whose tensors are all different from their defaults."""
+    """A layer of torch with no tensor at its default."""
     generator = torch.Generator().manual_seed(3)
     layer = KINDS[kind][0](CHANNELS, dtype=DTYPE, **options)
     for tensor in (*layer.parameters(), layer.running_mean, layer.running_var):
@@ -29,7 +29,7 @@ def layer_of(kind, **options):
 
 
 def batch_of(kind, size):
-    """An input whose channels differ in mean and scale, and factors of the loss."""
+    """An input with different mean and scale in each channel, and factors of the loss."""
     generator = torch.Generator().manual_seed(size)
     shape = (size, CHANNELS, *KINDS[kind][1])
     x, factors = (torch.randn(shape, generator=generator, dtype=DTYPE) for _ in range(2))

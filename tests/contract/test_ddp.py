@@ -19,13 +19,13 @@ MODES = {
     "an empty batch": Mode(shares=(4, 0)),
 }
 
-# The per-sample values of a rank are those of its share.
+# The values per sample of a rank are its share.
 PER_SAMPLE = ("output", "input gradient")
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_ranks_train_as_one_process_on_the_whole_batch(ranks, mode, either):
-    """Outputs, all gradients of each step, and the state at the end, whose bits are the same on all ranks."""
+    """Outputs, all gradients of each step, and the final state, which has the same bits on all ranks."""
     results = ranks(len(mode.shares), programs.under_ddp, mode, either)
     whole = programs.on_the_whole_batch(mode)
     for rank, found in enumerate(results):

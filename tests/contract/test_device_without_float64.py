@@ -37,7 +37,7 @@ def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 def together(case: Case, found: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """What the ranks know together: samples joined, gradients of parameters added, buffers as all have them."""
+    """The ranks' joint result: samples joined, parameter gradients added, buffers equal on all."""
     joined = {name: torch.cat([each[name] for each in found]) for name in ("output", "input gradient")}
     if case.masked:
         mask = programs.tensors(case)[2]

@@ -54,7 +54,7 @@ def test_members_leave_and_join_and_the_others_end_as_one_process_does(lives, sa
 
 
 def _check_cover(found: list[programs.Life]) -> None:
-    """Each aggregate has said how many replicas and samples it covers; they are those that brought something."""
+    """Each aggregate reported its replicas and samples: those that contributed."""
     by_rank = {life.rank: life.steps for life in found}
     covers = set()
     for number, step in by_rank[0].items():
@@ -68,7 +68,7 @@ def _check_cover(found: list[programs.Life]) -> None:
 
 
 def _check_epochs(lives: list[programs.Life]) -> None:
-    """Every sample was learnt once in each epoch, whoever was there."""
+    """Every sample was learnt once in each epoch, whichever members were present."""
     by_rank = {life.rank: life.steps for life in lives}
     learnt: dict[int, Counter[int]] = {}
     for number, step in by_rank[0].items():

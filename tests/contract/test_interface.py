@@ -1,6 +1,6 @@
-"""The interface is what the snapshot beside this file says: signatures, flags, variables, exit codes and errors.
+"""The interface equals the snapshot in this folder: signatures, flags, variables, exit codes and errors.
 
-After a change that is meant, write it anew, and say in the change why:
+After an intended change, write it again, and give the reason in the commit:
 
     PYTHONPATH=tests python tests/contract/test_interface.py
 """

@@ -17,7 +17,7 @@ from support.comparison import assert_close
 
 
 def samples(number: int) -> torch.Tensor:
-    """Each sample has another mean, so that the statistics of a part are far from those of the whole."""
+    """Each sample has another mean, so that the statistics of a part differ clearly from the whole's."""
     x = torch.randn(number, 3, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
     return x + torch.arange(number).unsqueeze(1)
 

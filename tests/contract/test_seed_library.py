@@ -21,7 +21,7 @@ from support.starter import STARTER
 
 @pytest.fixture(scope="module")
 def rank_1():
-    """A process that plays rank 1 beside this one."""
+    """A process that plays rank 1."""
     with ProcessPoolExecutor(1, mp_context=STARTER) as executor:
         yield executor
 
@@ -50,7 +50,7 @@ def test_two_pipes_get_the_sums_of_both_forward_and_backward(rank_1):
 
 
 class Watched:
-    """The master that a server makes for a group, and what is called of it."""
+    """The master that a server makes for a group, with its calls recorded."""
 
     def __init__(self, monkeypatch):
         self.endpoint = ""
@@ -80,7 +80,7 @@ class Watched:
 
 @pytest.fixture
 def watched(monkeypatch):
-    """A `server.Service` in a thread of this process, whose masters are watched."""
+    """A `server.Service` in a thread of this process, with recorded masters."""
     found = Watched(monkeypatch)
     quota = replace(server.Config().quota, silence_seconds=seed.SILENCE_SECONDS)
     with (

@@ -39,11 +39,7 @@ def containers(manifest):
     return pod["containers"] + pod.get("initContainers", [])
 
 
-@pytest.mark.parametrize(
-    "workload",
-    [one for one in MANIFESTS if "template" in one["spec"]],
-    ids=name_of,
-)
+@pytest.mark.parametrize("workload", [one for one in MANIFESTS if "template" in one["spec"]], ids=name_of)
 def test_a_pod_has_no_rights(workload):
     assert workload["spec"]["template"]["spec"]["securityContext"]["runAsNonRoot"]
     for container in containers(workload):
@@ -97,7 +93,7 @@ def test_a_pod_has_keys_of_its_own_which_nobody_but_its_user_can_read(kind, name
     assert (mount["mountPath"], mount["readOnly"]) == ("/keys", True)
     items = secret.get("items")
     assert (items and {one["key"]: one["path"] for one in items}) == mounted
-    # Whoever waits for the server asks without a key, and is not given one.
+    # The check for the server has no key, and needs none.
     assert not [one for container in pod.get("initContainers", []) for one in container.get("volumeMounts", [])]
 
 
@@ -111,10 +107,7 @@ def test_the_page_makes_the_secrets_that_the_pods_want():
     }
     server = named("Deployment", "statsd-bn-server")["spec"]["template"]["spec"]["volumes"][0]["secret"]
     key = variables(containers(named("Job", "statsd-bn-replica"))[0])["STATSD_BN_CURVE"]
-    assert made == {
-        "statsd-bn-server": {one["key"] for one in server["items"]},
-        "statsd-bn-replica": {Path(key).name},
-    }
+    assert made == {"statsd-bn-server": {one["key"] for one in server["items"]}, "statsd-bn-replica": {Path(key).name}}
 
 
 def test_the_view_has_a_token_and_reaches_the_server_as_members_do():

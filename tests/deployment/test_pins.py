@@ -1,4 +1,4 @@
-"""What is installed is what was meant: no release that is known to be bad, and in the images files that are pinned."""
+"""Installed releases: none with a known vulnerability, and pinned files in the images."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from support.paths import ROOT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PINNED = sorted((ROOT / "docker" / "requirements").glob("*.txt"))
 
-# Releases of what users install, and of what runs the tests, that have foreign code in them or a hole: the advisory.
+# Vulnerable or compromised releases of dependencies and test tools, with the advisory.
 KNOWN_BAD = {
     "lightning": {"2.6.2": "GHSA-w37p-236h-pfx3", "2.6.3": "GHSA-w37p-236h-pfx3", "2.6.5": "CVE-2026-58659"},
     "pytorch-lightning": {"2.6.2": "GHSA-w37p-236h-pfx3", "2.6.3": "GHSA-w37p-236h-pfx3", "2.6.5": "CVE-2026-58659"},
@@ -77,7 +77,7 @@ def test_the_images_hold_the_versions_that_are_tested(path):
     tested = pins(ROOT / "constraints.txt")
     for name in pins(path).keys() & tested:
         (wanted,) = tested[name]
-        # torch's CPU build has a version of its own behind the public one
+        # torch's CPU build has a local version
         found = {version.public for version in pins(path)[name]}
         assert found == {wanted.public}, f"{path.name}: {name}; scripts/pin writes it anew"
 

@@ -20,9 +20,8 @@ from client.ops.statistics import ChannelStatistics
 from client.transports import device_rows
 from client.transports.choose import transport_for
 from client.transports.device_rows import LocalRows
-from programs.non_finite_programs import _Kept
-from statsd_bn.errors import StatsdBNError
 from support.no_host import WAYS, HostLooks, host_looks_at_nothing
+from support.sentences import client_log, error_of
 
 CHANNELS = 3
 SIZES = (4, 0, 5)
@@ -73,7 +72,7 @@ def step_without_a_look(rank: Any, how: str) -> int:
 
 
 def look(_rank: Any, way: str) -> str:
-    """Plants a look at the statistics; returns what is said to it."""
+    """Read a statistic on the host; returns the error."""
     of = ChannelStatistics.of
 
     def planted(*given: Any) -> ChannelStatistics:
@@ -105,9 +104,9 @@ def behind() -> Iterator[Callable[[], None]]:
 
 
 def part_ways(rank: Any) -> tuple[bool, bool, str]:
-    """Rank 1 comes to another layer than the others, in the third step.
+    """Rank 1 calls another layer than the others, in the third step.
 
-    Returns whether the output is NaN, whether the running statistics have stayed as they were, and the error.
+    Returns whether the output is NaN, whether the running statistics were unchanged, and the error.
     """
     layers = [_layer("stem.bn"), _layer("head.bn")]
     x = torch.randn(4, CHANNELS, 4, requires_grad=True)
@@ -119,13 +118,13 @@ def part_ways(rank: Any) -> tuple[bool, bool, str]:
         output = layer(x)
         stayed = all(torch.equal(buffer, before[name]) for name, buffer in layer.named_buffers())
         catch_up()
-        return bool(output.isnan().all()), stayed, _error_of(layer, x)
+        return bool(output.isnan().all()), stayed, error_of(layer, x)
 
 
 def begin_in_different_layers(rank: Any) -> str:
-    """The ranks come to different layers the first time; returns the error."""
+    """The ranks call different layers in the first step; returns the error."""
     layer = _layer(["stem.bn", "head.bn", "stem.bn"][rank.rank])
-    return _error_of(layer, torch.randn(4, CHANNELS, 4, requires_grad=True))
+    return error_of(layer, torch.randn(4, CHANNELS, 4, requires_grad=True))
 
 
 def have_too_few(rank: Any) -> tuple[bool, bool, str]:
@@ -139,29 +138,22 @@ def have_too_few(rank: Any) -> tuple[bool, bool, str]:
         output = layer(x, mask)
         stayed = all(torch.equal(buffer, before[name]) for name, buffer in layer.named_buffers())
         catch_up()
-        return bool(output.isnan().all()), stayed, _error_of(layer, x)
+        return bool(output.isnan().all()), stayed, error_of(layer, x)
 
 
 def bring_nan(rank: Any, phase: str) -> tuple[int, list[tuple[str, str]]]:
-    """Rank 1 brings NaN; returns how much was told before the device had come so far, and what was in the end."""
-    kept = _Kept()
-    logger = logging.getLogger("statsd_bn.client")
-    logger.addHandler(kept)
-    logger.setLevel(logging.INFO)
+    """Rank 1 sends NaN; returns the number of log lines before the device has caught up, and all lines."""
     non_finite._local_reports.clear()
     layer = _layer("bn")
     x = torch.randn(4, CHANNELS, 4)
     gradient = torch.randn(4, CHANNELS, 4)
     (x if phase == "forward" else gradient)[1, 2, 3] = math.nan if rank.rank == 1 else 1.0
-    try:
-        with behind() as catch_up:
-            layer(x.requires_grad_()).backward(gradient)
-            before = len(kept.told)
-            catch_up()
-            layer(torch.randn(4, CHANNELS, 4))
-    finally:
-        logger.removeHandler(kept)
-    return before, kept.told
+    with client_log(logging.INFO) as lines, behind() as catch_up:
+        layer(x.requires_grad_()).backward(gradient)
+        before = sum("first non-finite" in text for _, text in lines)
+        catch_up()
+        layer(torch.randn(4, CHANNELS, 4))
+    return before, [(level, text) for level, text in lines if "first non-finite" in text]
 
 
 def add_negative_zeros(rank: Any) -> tuple[list[float], bool, float]:
@@ -197,7 +189,7 @@ def move_away(rank: Any) -> str:
     if rank.rank == 0:
         return ""
     with mock.patch.object(device_rows, "are_on_devices", return_value=False):
-        return _error_of(layer, sample(rank.rank))
+        return error_of(layer, sample(rank.rank))
 
 
 def sample(number: int) -> Tensor:
@@ -208,11 +200,3 @@ def _layer(name: str, **options: Any) -> nn.Module:
     layer = client.SynchronizedBatchNorm1d(CHANNELS, **options)
     layer.layer_name = name
     return layer
-
-
-def _error_of(layer: nn.Module, *given: Tensor) -> str:
-    try:
-        layer(*given)
-    except (StatsdBNError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"

@@ -9,7 +9,7 @@ import torch
 from client.ops.device_errors import AsyncChecks, Slot
 
 
-def test_who_waits_for_a_device_does_not_hold_up_other_threads(monkeypatch):
+def test_waiting_for_a_device_does_not_block_other_threads(monkeypatch):
     """The round it waits for may want another rank, which waits for a round of another thread of this process."""
     checks, waits, has_come = AsyncChecks(), threading.Event(), threading.Event()
 
@@ -46,7 +46,7 @@ def say(_):
 
 @pytest.fixture
 def capturing(monkeypatch):
-    """Two GPUs, of which the first is current, and the numbers of those whose stream is being captured into a graph."""
+    """Two GPUs, the first one current, with graph capture on the given ones."""
     current, found = [0], set()
 
     @contextmanager
@@ -65,8 +65,8 @@ SECOND = torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize(("captured", "is_taken"), [(0, True), (1, False)])
-def test_it_counts_whether_the_device_of_the_flags_is_captured(monkeypatch, capturing, captured, is_taken):
-    """While its stream is captured nothing is copied for people to look at later, whatever the current device does."""
+def test_only_a_capture_on_the_device_of_the_flags_counts(monkeypatch, capturing, captured, is_taken):
+    """During capture nothing is copied for later reports, on any current device."""
     capturing.add(captured)
     filled = []
     monkeypatch.setattr(Slot, "__init__", lambda *_: None)
@@ -84,7 +84,7 @@ def test_it_counts_whether_the_device_of_the_flags_is_captured(monkeypatch, capt
 
 
 @pytest.mark.parametrize(("captured", "is_seen"), [(0, True), (1, False)])
-def test_nobody_looks_while_the_device_that_works_is_captured(capturing, captured, is_seen):
+def test_flags_are_not_read_during_a_capture_of_the_working_device(capturing, captured, is_seen):
     checks = AsyncChecks()
     checks.submit(torch.tensor([False]), say)
     slot = Slot(1, torch.device("cpu"), torch.bool)

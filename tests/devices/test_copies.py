@@ -1,4 +1,4 @@
-"""How often a backward pass copies the gradient that arrives, where it lies otherwise in memory than the input."""
+"""Copies of the incoming gradient in a backward pass, when its memory layout differs from the input's."""
 
 from contextlib import contextmanager, nullcontext
 from unittest import mock
@@ -16,7 +16,7 @@ SHAPE = (4, 3, 5, 6)
 
 
 class Copies(TorchDispatchMode):
-    """Counts what is as large as one replica's slice."""
+    """Counts tensors as large as one replica's slice."""
 
     def __init__(self, size):
         super().__init__()
@@ -53,7 +53,7 @@ def test_a_gradient_of_another_layout_is_copied_once(way):
 @pytest.mark.parametrize(
     "grad", [torch.randn(SHAPE), torch.randn(SHAPE).transpose(2, 3).reshape(SHAPE)[:, :1].expand(SHAPE)]
 )
-def test_one_of_another_type_and_layout_is_copied_once_too(grad):
+def test_a_gradient_of_another_type_and_layout_is_copied_once(grad):
     x = torch.randn(SHAPE, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     with Copies(x.numel()) as copies:
         found, _ = same_layout(grad, x)

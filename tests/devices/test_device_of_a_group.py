@@ -1,7 +1,7 @@
-"""Where messages of the host travel in a group whose backend takes tensors of a GPU only, as NCCL's does.
+"""Host messages in a group whose backend takes only tensors of a GPU, like NCCL.
 
-The group says "cuda" and no number, which torch takes for the current device. Without `torch.cuda.set_device` that is
-the first GPU for every rank.
+The group's device is "cuda" without a number, which torch takes for the current device. Without `torch.cuda.set_device`
+that is the first GPU for every rank.
 """
 
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ class Backend:
 
 
 class Sent(Exception):
-    """A message of the host goes to a device, which no machine of these tests has."""
+    """A host message is moved to a device, which this machine lacks."""
 
 
 class Destinations(TorchFunctionMode):
@@ -69,12 +69,12 @@ def test_ranks_agree_on_the_device_of_their_input(transport):
     assert device_of(device_rows.device_capacity, transport, [input_on(SECOND)]) == SECOND
 
 
-def test_what_goes_over_the_host_later_travels_by_that_device_too(transport):
+def test_later_rounds_of_host_tensors_use_that_device_too(transport):
     device_of(device_rows.device_capacity, transport, [input_on(SECOND)])
     assert device_of(gather, transport) == SECOND
 
 
-def test_the_rounds_of_a_layer_that_recalibrates_do_so_as_well(transport):
+def test_the_rounds_of_recalibration_use_that_device_too(transport):
     """They go over the host, and the ranks need not agree on it."""
     layer = client.SynchronizedBatchNorm1d(3)
     layer.layer_name = "bn"
@@ -95,6 +95,6 @@ def test_before_any_input_it_is_the_device_that_the_group_is_bound_to(transport,
     assert device_of(gather, transport) == SECOND
 
 
-def test_without_that_it_is_the_current_one(transport, monkeypatch):
+def test_without_a_bound_device_it_is_the_current_one(transport, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert device_of(gather, transport) == SECOND

@@ -1,7 +1,7 @@
-"""Rows that stay on devices, over a process group; there is no device here, so the CPU stands in for one.
+"""Rows that stay on devices, over a process group; the CPU represents the device.
 
-The tests over all transports compare their results, see `support.transports`. Here is what only they do: no value is
-looked at, and what is wrong is said later.
+The tests over all transports compare their results, see `support.transports`. Tested here: no value is read on the
+host, and errors are reported late.
 """
 
 import numpy as np
@@ -20,11 +20,11 @@ def test_no_step_has_the_host_look_at_a_tensor(ranks, how):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_look_would_be_seen(ranks, way):
+def test_a_host_synchronisation_would_be_detected(ranks, way):
     assert ranks(2, device_programs.look, way, on_devices=True) == ["seen"] * 2
 
 
-def test_ranks_that_part_ways_get_nan_and_then_the_error(ranks):
+def test_ranks_in_different_layers_get_nan_and_then_the_error(ranks):
     for rank, (is_nan, stayed, text) in enumerate(ranks(3, device_programs.part_ways, on_devices=True)):
         assert is_nan
         assert stayed
@@ -37,7 +37,7 @@ def test_ranks_that_part_ways_get_nan_and_then_the_error(ranks):
         assert {who for who, where in table.items() if where == "in another round"} == table.keys() - here
 
 
-def test_ranks_that_begin_in_different_layers_are_all_told_where_the_others_are(ranks):
+def test_ranks_that_begin_in_different_layers_learn_where_the_others_are(ranks):
     for text in ranks(3, device_programs.begin_in_different_layers, on_devices=True):
         first, *rows = text.splitlines()
         assert first == "RoundMismatch: deadlock: the ranks wait in different rounds"
@@ -57,7 +57,7 @@ def test_too_few_values_give_nan_and_then_the_error(ranks):
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_nan_is_told_as_soon_as_the_device_has_found_it(ranks, phase):
+def test_nan_is_reported_as_soon_as_the_device_has_found_it(ranks, phase):
     for rank, (before, told) in enumerate(ranks(2, device_programs.bring_nan, phase, on_devices=True)):
         ((level, text),) = told
         expected = "INFO" if phase == "backward" else "ERROR" if rank == 1 else "WARNING"
@@ -65,11 +65,11 @@ def test_nan_is_told_as_soon_as_the_device_has_found_it(ranks, phase):
         assert f"layer 'bn', {phase}, step 0, rank 1" in text
 
 
-def test_rows_that_a_rank_does_not_have_change_no_bit(ranks):
+def test_missing_rows_of_a_rank_change_no_bit(ranks):
     assert ranks(2, device_programs.add_negative_zeros, on_devices=True) == [([0.0, 0.0], True, 3.0)] * 2
 
 
-def test_where_one_rank_is_on_the_host_all_go_over_it(ranks):
+def test_one_rank_on_the_host_moves_all_to_the_host(ranks):
     found = ranks(2, device_programs.with_one_on_the_host, on_devices=True)
     assert [on_devices for on_devices, _ in found] == [False, False]
     whole = nn.BatchNorm1d(3)(torch.cat([device_programs.sample(0), device_programs.sample(1)]))
@@ -86,6 +86,6 @@ def test_a_compiled_layer_whose_process_group_gathers_on_the_host_gives_the_same
             assert found[name].tobytes() == values.tobytes(), name
 
 
-def test_an_input_that_has_left_its_device_is_told(ranks):
+def test_an_input_that_has_left_its_device_is_reported(ranks):
     _, text = ranks(2, device_programs.move_away, on_devices=True)
     assert text.startswith("ConfigurationError: layer 'bn': expected up to 1 inputs on devices of this process")

@@ -1,6 +1,6 @@
-"""Replicas of one process whose rows go from device to device; the CPU stands in for their devices.
+"""Rows of one process's replicas, passed from device to device; the CPU represents the devices.
 
-What runs on a GPU too is in `tests/gpu`.
+Tests that also run on a GPU are in `tests/gpu`.
 """
 
 from contextlib import nullcontext
@@ -58,8 +58,8 @@ def test_a_mini_batch_may_have_micro_batches_with_and_without_a_mask():
         torch.testing.assert_close(found[1][name], value, msg=name)
 
 
-def test_a_parameters_gradient_has_memory_of_its_own():
-    """Whoever changes it in place must not change the sums that a second derivative needs."""
+def test_the_gradient_of_a_parameter_has_its_own_memory():
+    """Changing it in place must not change the sums that a second derivative needs."""
     with rows_on_devices():
         model = client.SynchronizedBatchNorm1d(4, dtype=torch.float64)
         x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
@@ -73,14 +73,14 @@ def test_a_parameters_gradient_has_memory_of_its_own():
     assert torch.equal(found, expected)
 
 
-def test_a_look_in_a_replica_would_be_seen(monkeypatch):
+def test_a_host_synchronisation_in_a_replica_would_be_detected(monkeypatch):
     of = ChannelStatistics.of
     monkeypatch.setattr(ChannelStatistics, "of", lambda *given: (of(*given), of(*given).mean[0].item())[0])
     with rows_on_devices(), pytest.raises(HostLooks, match=r"Tensor\.item"):
         training(plain, {}, host_looks_at_nothing)
 
 
-def test_over_the_host_it_is_seen_that_the_host_looks():
+def test_host_synchronisations_over_the_host_are_detected():
     with pytest.raises(HostLooks):
         training(plain, {}, host_looks_at_nothing)
 
@@ -96,7 +96,7 @@ def test_too_few_values_are_an_error(counted):
 
 
 def test_another_input_during_a_backward_pass_is_no_recomputation():
-    """The host tells two inputs of one shape apart by their sums, and a device a moment later."""
+    """The host distinguishes two inputs of one shape by their sums, and a device a moment later."""
     layer = client.SynchronizedBatchNorm1d(4)
     mask = torch.ones(6, dtype=torch.bool)
     x = torch.randn(6, 4, requires_grad=True)

@@ -1,6 +1,6 @@
-"""Replicas whose devices work in streams of their own; there are none here, so fake ones write down what they are told.
+"""Replicas on devices with separate streams; fake streams record the calls.
 
-The CPU stands in for a GPU: its current stream is that of autograd's thread, and each replica has another.
+The CPU represents a GPU: its current stream is that of autograd's thread, and each replica has another.
 """
 
 from contextlib import contextmanager
@@ -100,7 +100,7 @@ def test_the_backward_pass_waits_for_the_stream_of_its_gradients_and_the_other_w
 
 
 def test_memory_is_held_until_the_other_stream_has_read_it(world):
-    """The gradients and what they are combined with in the replicas' stream, the results in autograd's."""
+    """Gradients and their factors in the replicas' stream, results in autograd's."""
     _, events = step(world)
     computed = events.index(("backward", "replica 1's"))
     slice_, vector = (2, 4, 5), (4,)
@@ -111,6 +111,6 @@ def test_memory_is_held_until_the_other_stream_has_read_it(world):
     assert after.count((vector, "autograd's")) == 4, "of two weights and two biases"
 
 
-def test_nobody_waits_where_all_is_done_in_one_stream(world, monkeypatch):
+def test_one_stream_needs_no_wait(world, monkeypatch):
     monkeypatch.setattr(streams, "current", lambda _: world.current[0])
     assert step(world) == ([("forward", "autograd's")], [("backward", "autograd's")])

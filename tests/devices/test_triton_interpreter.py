@@ -16,7 +16,7 @@ TOO_OLD = find_spec("triton") is not None and tuple(map(int, version("triton").s
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton has no wheels for this platform")
 @pytest.mark.skipif(TOO_OLD, reason="before Triton 3.7 the interpreter fails with NumPy 2.4; before 3.4 no kernel runs")
 @pytest.mark.slow
-def test_in_the_interpreter():
+def test_the_kernels_pass_in_tritons_interpreter():
     command = [
         sys.executable,
         "-m",

@@ -24,11 +24,7 @@ GROUND = "statsd_bn"
 
 
 def page(text: str) -> str:
-    """The page as the code has it.
-
-    Args:
-        text: the page as it is.
-    """
+    """The page as the code has it."""
     made = {"drawing": drawing(), "files": files()}
     return PART.sub(lambda found: f"{found[1]}\n{made[found[2]]}\n\n{found[3]}", text)
 

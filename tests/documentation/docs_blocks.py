@@ -16,21 +16,13 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=inde
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block.
+    """A fenced block."""
 
-    Attributes:
-        page: its page, from the root of the repository.
-        line: of the page, where its text begins, from 1.
-        language: what stands behind the fence.
-        text: what is in it.
-        before: the line of the page above it that is not empty.
-    """
-
-    page: str
-    line: int
-    language: str
+    page: str  # path from the root of the repository
+    line: int  # its first line on the page, from 1
+    language: str  # after the fence
     text: str
-    before: str = ""
+    before: str = ""  # the nearest line above it that is not empty
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -61,11 +53,7 @@ def all_blocks() -> Iterator[Block]:
 
 
 def script_before(block: Block, name: str) -> Block:
-    """Returns what a script is that a block runs: the Python block before it that the page calls so, else the latest.
-
-    Raises:
-        AssertionError: there is none.
-    """
+    """The Python block before `block` that the page calls by the script's name, else the latest one."""
     before = [one for one in all_blocks() if one.page == block.page and one.line < block.line]
     scripts = [one for one in before if one.language == "python"]
     assert scripts, f"{block} runs a script: expected a Python block before it on the page, found none"

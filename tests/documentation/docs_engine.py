@@ -16,7 +16,7 @@ from support.paths import ROOT
 
 FOLDER = ROOT / "docker"
 
-# Training in eight containers on two cores, the images at hand.
+# For training in eight containers on two cores, with the images pulled.
 TRAINING_SECONDS = 600.0
 
 ASKED_FOR_BY = "STATSD_BN_TEST_ENGINE"
@@ -44,11 +44,7 @@ def want_of_engine(words: Sequence[str] = ()) -> str | None:
 
 
 class Engine:
-    """Runs commands; a context manager, which takes away what `up` has started.
-
-    Args:
-        logs: where to keep what the containers say.
-    """
+    """Runs commands; a context manager, which takes away what `up` has started."""
 
     def __init__(self, logs: Path) -> None:
         self._scripts = script("engine")
@@ -91,7 +87,7 @@ class Engine:
         def ended() -> list[int]:
             found = []
             for container in self._stack.containers("replica"):
-                with suppress(self._scripts.EngineError):  # one of the run before, which is taken away meanwhile
+                with suppress(self._scripts.EngineError):  # of the previous run, in removal
                     found.append(container.state)
             return [one["ExitCode"] for one in found if one["StartedAt"] > begun and not one["Running"]]
 

@@ -1,6 +1,6 @@
-"""Runs Python blocks of the documentation: a process that has loaded torch forks for each block.
+"""Runs Python blocks of the documentation: a process with torch loaded forks for each block.
 
-So a block has processes of its own, without the seconds that each of them would need for `import torch`.
+So each block has its own processes, without the seconds of `import torch`.
 """
 
 import importlib.util
@@ -27,26 +27,18 @@ SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Run:
-    """A block that is run in a process for each environment.
+    """A block that is run in a process for each environment."""
 
-    Attributes:
-        page: where it is from, for tracebacks.
-        line: where on the page it begins, as well.
-        text: the block.
-        folder: the processes' working directory.
-        environs: what their environments have beside this process's.
-    """
-
-    page: str
-    line: int
+    page: str  # for tracebacks
+    line: int  # for tracebacks
     text: str
-    folder: str
-    environs: Sequence[Mapping[str, str]]
+    folder: str  # working directory
+    environs: Sequence[Mapping[str, str]]  # additions to this process's environment
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run; `codes` are the processes' exit codes, None for one that did not end in time."""
+    """The outcome of a run; `codes` are the processes' exit codes, None after a timeout."""
 
     codes: Sequence[int | None]
     output: str
@@ -82,7 +74,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def run(told: Run) -> Outcome:
-    """Runs a block in all its processes, and ends those that do not end by themselves."""
+    """Run a block in all its processes, and kill them after a timeout."""
     log = Path(told.folder) / "output"
     processes = [FORK.Process(target=_play, args=(told, environ, log)) for environ in told.environs]
     for process in processes:
@@ -103,7 +95,7 @@ def _wait_for(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
         wait([process.sentinel for process in running], max(0.0, deadline - time.monotonic()))
         running = [process for process in running if process.exitcode is None]
         if any(process.exitcode for process in processes):
-            # The others learn of it; what they say to that is worth a moment.
+            # Leave the others a moment to report it.
             deadline = min(deadline, time.monotonic() + 2.0)
 
 

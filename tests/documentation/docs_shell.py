@@ -29,8 +29,7 @@ from documentation.docs_blocks import ROOT, Block, script_before
 from documentation.docs_engine import Engine, want_of_engine
 from documentation.docs_runner import Run
 from server.__main__ import COMMANDS
-from support.launched import MARK, kill_all
-from support.ports import free_port
+from support.launched import MARK, free_port, kill_all
 
 SECONDS = 60.0
 

@@ -42,7 +42,7 @@ def _imported(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}:{node.lineno}: expected the whole name of the module, got a relative import"
             for alias in node.names:
-                # `from package import name` means a module where there is one of this name, and else the package.
+                # `from package import name` names a module if there is one, and else the package.
                 module = f"{node.module}.{alias.name}"
                 yield from (name for name in [module if module in known else node.module] if name in known)
 

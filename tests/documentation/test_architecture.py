@@ -1,4 +1,4 @@
-"""The house keeps its order: what imports what, how full a folder is, what a package says of itself."""
+"""The architecture: imports, sizes of folders, and docstrings of packages."""
 
 import ast
 import re
@@ -44,7 +44,7 @@ def test_the_oldest_versions_are_tested_that_users_may_install():
     admitted = dict(re.findall(r"([\w-]+)>=([\d.]+)", str(wanted)))
     oldest = (REPOSITORY / "constraints-oldest.txt").read_text()
     tested = dict(re.findall(r"^([\w-]+)==([\d.]+)$", oldest, re.MULTILINE))
-    del tested["triton"]  # what torch for CUDA brings along
+    del tested["triton"]  # part of torch for CUDA
     assert tested.keys() == admitted.keys()
     for name, version in tested.items():
         assert re.fullmatch(re.escape(admitted[name]) + r"(\.0)*", version), f"{name}: {admitted[name]}, {version}"
@@ -53,7 +53,7 @@ def test_the_oldest_versions_are_tested_that_users_may_install():
 PACKAGES = [path for path in import_graph.modules().values() if path.name == "__init__.py"]
 
 
-def test_no_file_imports_one_that_imports_it():
+def test_no_two_files_import_each_other():
     ring = import_graph.cycle(import_graph.imports())
     assert not ring, " -> ".join(ring)
 
@@ -63,19 +63,19 @@ def test_packages_import_only_from_lower_floors():
 
 
 @pytest.mark.parametrize("path", PACKAGES, ids=lambda path: path.parent.relative_to(ROOT).as_posix())
-def test_a_package_says_what_belongs_there(path):
+def test_every_package_has_a_docstring_of_two_parts(path):
     docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
     first, _, more = docstring.partition("\n\n")
     assert first, "expected a docstring that says what belongs there"
     assert more, "expected a second paragraph: what does not belong there, or what it may not do, or how to get in"
 
 
-def test_the_conversation_with_the_server_imports_no_torch():
+def test_the_code_that_talks_to_the_server_imports_no_torch():
     for path in (path for name in ("conversation", "connection") for path in (ROOT / "client" / name).glob("*.py")):
         assert not re.search(r"^\s*(import|from) torch\b", path.read_text(), re.MULTILINE), path
 
 
-def test_nothing_is_called_none_that_is_invalid():
+def test_no_name_calls_an_invalid_value_none():
     """`None` is Python's None. "The group is none" would say the opposite of the truth where None is valid."""
     said = re.compile("(is|are) none")
     lines = (

@@ -1,4 +1,4 @@
-"""The tables and plots of the benchmarks are what was measured: nobody has written in them."""
+"""The tables and plots of the benchmarks are generated from the measurements."""
 
 import os
 import subprocess
@@ -55,7 +55,7 @@ def test_a_table_has_each_way_with_its_ratio():
     assert "old" not in text
 
 
-def test_a_busy_machine_is_told():
+def test_a_busy_machine_is_reported():
     assert "**on a busy machine**, with 1.4 processors in use by others" in found(busy=1.4).caption
     assert "**" not in found(busy=quiet.QUIET).caption
 

@@ -1,7 +1,12 @@
-"""docs/configuration.md is what the code says, and leaves nothing out."""
+"""docs/configuration.md agrees with the code, and docs/features.md with the tests."""
+
+import re
+
+import pytest
 
 from documentation import configuration_page
 from server import __main__ as command_line
+from support.paths import ROOT
 
 
 def test_the_page_is_what_the_code_would_write():
@@ -9,7 +14,7 @@ def test_the_page_is_what_the_code_would_write():
     assert page == configuration_page.page(), "docs/configuration.md is older than the code; run scripts/docs write"
 
 
-def test_no_variable_is_described_that_nobody_reads():
+def test_every_described_variable_is_read():
     assert set(configuration_page.CLIENT_VARIABLES) == configuration_page.variables_of("client")
 
 
@@ -22,3 +27,24 @@ def test_every_variable_that_the_server_reads_is_on_the_page():
 
 def test_every_exit_code_has_a_meaning():
     assert set(configuration_page.EXIT_CODES) == set(command_line.EXIT_CODES)
+
+
+ROWS = [
+    line.strip("|").split("|")
+    for line in (ROOT / "docs" / "features.md").read_text().splitlines()
+    if line.startswith("| ") and "statsd_bn" not in line
+]
+LINK = re.compile(r'\[yes\]\(\.\./(tests/[\w/]*test_\w+\.py) "(test_\w+)"\)')
+
+
+def test_the_table_has_rows():
+    assert len(ROWS) > 30
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip())
+def test_a_row_covers_every_peer_and_names_its_test(row):
+    *peers, ours = (cell.strip() for cell in row[1:])
+    assert len(peers) == 5
+    assert set(peers) <= {"yes", "no", "partly", "-"}
+    file, test = LINK.fullmatch(ours).groups()
+    assert f"def {test}(" in (ROOT / file).read_text()

@@ -17,8 +17,8 @@ from documentation.docs_blocks import PAGES, README, ROOT, Block, all_blocks
 from documentation.docs_engine import want_of_engine
 from documentation.docs_runner import Run, Runner
 from documentation.docs_shell import Shell
+from support.launched import free_port
 from support.newer_torch import skip_if_one_is_missing, skip_without_its_library
-from support.ports import free_port
 
 BLOCKS = [block for block in all_blocks() if ROOT / block.page != README]
 

@@ -30,7 +30,7 @@ def test_a_section_names_the_code(name):
     assert f"- Code: `{NAMES[name].code}`\n" in SECTIONS[name]
 
 
-# The docstring of a mismatch tells of two sorts of it, see below.
+# The docstring of a mismatch describes two kinds, see below.
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in {"StatsdBNError", "RoundMismatch"}])
 def test_a_section_names_the_fields_that_the_docstring_names(name):
     found = re.search(r"Fields: (.*?)\.( |$)", " ".join(NAMES[name].__doc__.split()))
@@ -59,7 +59,7 @@ def test_what_travels_has_the_same_fields_in_the_protocol():
         assert stated == expected, name
 
 
-def test_causes_in_the_page_are_those_of_the_code():
+def test_the_page_quotes_the_causes_of_the_code():
     sources = "\n".join(
         path.read_text() for folder in ("server", "client") for path in (DOCS.parent / folder).rglob("*.py")
     )
@@ -67,7 +67,7 @@ def test_causes_in_the_page_are_those_of_the_code():
         "the connection was lost",
         "no sign of life for",
         "did not reconnect after the server was restarted",
-        "came back too late",
+        "registered too late",
         "declared lost",
         "its key was revoked",
     ):

@@ -1,4 +1,4 @@
-"""The demo runs, measures what it shows, and would notice if synchronised training were not the whole batch's."""
+"""The demo runs, measures what it shows, and would detect missing synchronisation."""
 
 import dataclasses
 import io
@@ -54,7 +54,7 @@ def test_the_demo_shows_that_synchronised_training_is_training_on_the_whole_batc
 @pytest.mark.parametrize("way", ["synchronised", "data parallel"])
 @pytest.mark.parametrize("kind", ["weights", "running_statistics"])
 @pytest.mark.parametrize("difference", [0.01, float("nan")])
-def test_the_demo_says_so_if_it_is_not(monkeypatch, way, kind, difference):
+def test_the_demo_reports_a_difference(monkeypatch, way, kind, difference):
     monkeypatch.syspath_prepend(EXAMPLES)
     import report  # noqa: PLC0415 - the examples are no package, and on the path only here
     import ways  # noqa: PLC0415 - as above
@@ -97,7 +97,7 @@ def read_back(accuracy, weights, statistics, trip, seconds):
 
 @pytest.fixture
 def trained(server, job, tmp_path):
-    """Runs an example as two ranks; returns what they say and what they save."""
+    """Run an example as two ranks; returns output and saved state."""
 
     def run(script, *arguments):
         common = {"WORLD_SIZE": "2", "STATSD_BN_ENDPOINT": server.endpoint, "STATSD_BN_JOB": job}

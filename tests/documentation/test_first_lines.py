@@ -27,7 +27,7 @@ def first_line(error: BaseException) -> str:
     return traceback.format_exception_only(error)[0].splitlines()[0]
 
 
-# What somebody does, with variables of the environment.
+# Actions of a user, with environment variables.
 DONE: list[tuple[Callable[[], object], dict[str, str]]] = [
     (client.connect, {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node-7", "MASTER_PORT": "29500"}),
     (client.connect, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "4", "RANK": "0"}),
@@ -52,7 +52,7 @@ DONE: list[tuple[Callable[[], object], dict[str, str]]] = [
 
 
 @pytest.mark.parametrize("number", range(len(DONE)))
-def test_what_somebody_does_wrong_is_told_in_a_short_first_line(number, monkeypatch):
+def test_errors_of_users_have_a_short_first_line(number, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "STATSD_BN_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
     do, environ = DONE[number]
@@ -63,7 +63,7 @@ def test_what_somebody_does_wrong_is_told_in_a_short_first_line(number, monkeypa
     assert len(first_line(error)) <= WIDTH
 
 
-def test_values_that_do_not_fit_are_told_in_a_short_first_line():
+def test_errors_of_invalid_values_have_a_short_first_line():
     def sync(connection: Connection) -> object:
         handler = client.DDPHandler(None, connection=connection)
         return outcome(lambda: handler.mp_sync_dict({f"the loss of rank {connection.rank} in this step": 1.0}))
@@ -86,7 +86,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=range(len(COMMANDS)))
-def test_a_command_tells_it_in_a_short_first_line(arguments, capsys):
+def test_errors_of_commands_have_a_short_first_line(arguments, capsys):
     with suppress(SystemExit):  # of the arguments' parser
         assert main(arguments) in {2, 3, 4}
     lines = capsys.readouterr().err.splitlines()
@@ -95,7 +95,7 @@ def test_a_command_tells_it_in_a_short_first_line(arguments, capsys):
 
 
 @pytest.mark.parametrize("error", BY_CODE.values(), ids=BY_CODE)
-def test_every_error_of_ours_breaks_a_sentence_that_is_long(error):
+def test_every_error_of_ours_breaks_a_long_sentence(error):
     sentence = "a thing: expected one of these, got another of those; " * 9
     told = error(sentence)
     assert len(first_line(told)) <= WIDTH
@@ -104,7 +104,7 @@ def test_every_error_of_ours_breaks_a_sentence_that_is_long(error):
 
 
 @pytest.mark.parametrize("folder", ["client", "server", "statsd_bn"])
-def test_errors_of_pythons_own_kinds_are_broken_where_they_are_raised(folder):
+def test_errors_of_builtin_classes_are_broken_where_they_are_raised(folder):
     """These have no class of ours that does it."""
     plain = {kind.__name__ for kind in (IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)}
     long = []

@@ -27,22 +27,21 @@ from statsd_bn.errors import ProtocolError
 from statsd_bn.members import Members
 from statsd_bn.round_key import FORWARD, RoundKey
 from statsd_bn.wire import decode, decode_request, encode
-from support import sample_messages
+from support import strategies
 from support.paths import ROOT
-from support.sample_messages import AGGREGATE
-from support.strategies import contribution, key, register, rows, session_of
+from support.strategies import AGGREGATE, contribution, key, register, rows, session_of
 
 DOCUMENT = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
 
 # Where the report stands field by field.
 REPORT = (ROOT / "docs" / "seeing.md").read_text(encoding="utf-8")
 
-# Errors that one side raises by itself; they never travel.
+# Errors raised locally, which are never sent.
 LOCAL = {"error", "configuration", "bind", "connection_closed", "unreachable", "group_incomplete", "non_finite"}
 
 # One sound message of each type, of which some are as small as they may be.
 SAMPLES: dict[type[messages.Message], messages.Message] = {
-    **sample_messages.SAMPLES,
+    **strategies.SAMPLES,
     messages.Failure: messages.Failure("mismatch", "", {}, key()),
     messages.Status: messages.Status({}),
     messages.Figures: messages.Figures("job", "world", 0, 0, "", np.zeros((0, 2, 4))),
@@ -188,7 +187,7 @@ def changed_key(field: Field, value: Any) -> bytes:
 
 
 def is_refused(frame: bytes) -> bool:
-    """Whether a member refuses a frame; a server refuses the same, and what is no request."""
+    """Whether a member refuses a frame; a server also refuses frames that are no requests."""
     refused = _is_refused(frame, decode)
     is_request = isinstance(header_of(frame)[0], int) and messages.BY_TYPE[header_of(frame)[0]] in get_args(
         messages.Request
@@ -249,14 +248,14 @@ def test_a_real_frame_has_the_fields_that_are_documented(message):
 
 
 @EVERY_MESSAGE
-def test_the_server_takes_what_is_directed_to_it_and_nothing_else(message):
+def test_the_server_accepts_exactly_the_messages_directed_to_it(message):
     direction = re.search(r"^Direction: (.*?) to (.*?)\.", section(title_of(message)), re.MULTILINE)
     (*_, answer) = play(SAMPLES[message]) or [None]
     refused = isinstance(answer, messages.Failure) and "expected a request" in answer.message
     assert refused == (direction[2] != "server")
 
 
-# What a field may hold.
+# Limits of fields.
 
 TYPES = {
     "u8": int,
@@ -294,7 +293,7 @@ def test_every_type_is_explained():
 
 
 @EVERY_MESSAGE
-def test_every_field_is_of_its_type_and_no_other_is_taken(message):
+def test_every_field_accepts_only_its_type(message):
     header = header_of(encode(SAMPLES[message]))
     for field in documented(title_of(message)):
         assert type(header[field.number]) is TYPES[field.type], field
@@ -320,7 +319,7 @@ def legal_and_illegal_of_fixed(field: Field) -> Iterator[tuple[bool, Any]]:
 
 
 def legal_and_illegal(field: Field) -> Iterator[tuple[bool, Any]]:
-    """What lies just inside and just outside of the documented limits."""
+    """Values just inside and just outside of the documented limits."""
     if field.type in LARGEST or field.type == "u64s":
         yield from legal_and_illegal_of_fixed(field)
     elif field.type == "token":
@@ -373,7 +372,7 @@ def test_every_field_of_a_round_key_is_of_its_type_and_within_its_limits():
 
 
 @EVERY_MESSAGE
-def test_every_field_is_taken_up_to_its_limits_and_not_beyond(message):
+def test_every_field_accepts_values_up_to_its_limits_only(message):
     for field in documented(title_of(message)):
         for legal, value in legal_and_illegal(field):
             assert is_refused(changed(message, field, value)) != legal, (field, legal, value)
@@ -392,7 +391,7 @@ PAST: dict[str, Any] = {"server": b"server-9", "known": Members.of([0, 1]), "res
 
 
 def play(*said: messages.Message | bytes, then: Callable[[Dispatcher], Any] = lambda _: None) -> list[messages.Message]:
-    """Says all this to a new server, and returns what the last of it, or what comes then, is answered with."""
+    """Send all this to a new server; returns the answers to the last message, or the messages after it."""
     dispatcher = Dispatcher(b"server-0", 0.0)
     replies: Any = []
     for message in said:
@@ -581,7 +580,7 @@ def test_the_status_report_has_the_documented_entries(monkeypatch):
     assert set(cut.report) - set(whole.report) == {"left_out"}
 
 
-def test_the_example_is_the_frame_it_says():
+def test_the_example_is_the_described_frame():
     (block,) = re.findall(r"```\n(.*?)```", section("Example"), re.DOTALL)
     frame = bytes.fromhex("".join(re.match(r"((?:[0-9a-f]{2} ?)+)", line)[1] for line in block.splitlines()))
     message = decode(frame)

@@ -20,8 +20,7 @@ from pathlib import Path
 import pytest
 
 from documentation.docs_blocks import README, ROOT, Block, blocks_of
-from support.launched import MARK, PROC, end_all
-from support.ports import free_port
+from support.launched import MARK, PROC, end_all, free_port
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -48,11 +47,7 @@ def shown(command: str) -> Block:
 
 
 class Bash:
-    """A newcomer's shell in an empty folder, and all that it starts.
-
-    Args:
-        block: is given to bash as it is; the scripts that it names lie in the folder as the page prints them.
-    """
+    """A newcomer's shell in an empty folder, and all that it starts."""
 
     def __init__(self, block: Block) -> None:
         # The path of a socket has at most 107 letters, which pytest's own folders may have alone.
@@ -64,7 +59,7 @@ class Bash:
             "PYTHONPATH": str(ROOT),
             "XDG_RUNTIME_DIR": str(self.folder),
             "CUDA_VISIBLE_DEVICES": "",
-            "PET_MASTER_PORT": str(free_port()),  # torchrun's own variable: others may use its default port beside us
+            "PET_MASTER_PORT": str(free_port()),  # torchrun's variable: its default port may be in use
             MARK: self.folder.name,
         }
         self.lines: list[str] = []
@@ -96,7 +91,7 @@ class Bash:
         return found
 
     def done(self) -> str:
-        """All output of a block that ends by itself, with success."""
+        """All output of a block that ends successfully."""
         code = self.process.wait(SECONDS)
         self._reader.join(SECONDS)
         output = "".join(self.lines)
@@ -104,7 +99,7 @@ class Bash:
         return output
 
     def close(self) -> None:
-        """Kills what the block has left running: its session, and the ranks, which torchrun puts into their own."""
+        """Kill all processes of the block: its session, and the ranks in torchrun's sessions."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         end_all(self.folder.name, self.process, self._reader)
@@ -125,7 +120,7 @@ def bash() -> Iterator[Callable[[Block], Bash]]:
         yield start
 
 
-def test_it_has_at_most_so_many_lines():
+def test_the_readme_is_within_its_line_limit():
     assert len(README.read_text().splitlines()) <= MOST_LINES
 
 
@@ -153,13 +148,13 @@ def test_the_script_for_data_parallel_trains(bash):
 
 
 @pytest.mark.skipif(not (PROC / "self/environ").exists(), reason="finds processes by /proc")
-def test_what_a_block_leaves_running_holds_nobody_up_not_even_in_a_session_of_its_own():
+def test_a_process_that_a_block_leaves_running_delays_no_test():
     with closing(Bash(Block("README.md", 0, "sh", "setsid sleep 1000 & echo begun"))) as shell:
         shell.until("begun")
     assert not shell._reader.is_alive()
 
 
-def test_a_rank_that_is_stopped_is_found_as_the_page_says(bash):
+def test_a_stopped_rank_is_found_as_the_page_says(bash):
     shell = bash(shown("python -m server status"))
     pid = int(shell.until(r"open; \d+ rounds done(?:.|\n)*rank 1 \(\S+, pid (\d+)\)")[1])
     os.kill(pid, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""docs/security.md says of everybody what they can do, and of everything that holds it which test shows it."""
+"""docs/security.md lists the abilities of every role, and a test for each defence."""
 
 import re
 
@@ -35,7 +35,7 @@ def table(heading: str) -> list[dict[str, str]]:
 HELD = table("What holds it")
 
 
-def test_of_each_attacker_it_is_said_what_they_can_see_slow_stop_and_falsify():
+def test_each_attacker_has_what_they_can_see_slow_stop_and_falsify():
     rows = {re.match(r"\*\*(.+?)\*\*", row["who"])[1]: row for row in table("Threat model")}
     assert tuple(rows) == EVERYBODY
     for row in rows.values():
@@ -44,7 +44,7 @@ def test_of_each_attacker_it_is_said_what_they_can_see_slow_stop_and_falsify():
 
 
 @pytest.mark.parametrize("row", HELD, ids=[row["tried"] for row in HELD])
-def test_what_is_held_is_shown_by_tests_that_are_there(row):
+def test_every_defence_names_existing_tests(row):
     assert row["by"]
     assert row["what holds it"]
     shown = LINK.findall(row["shown by"])
@@ -57,7 +57,7 @@ def test_what_is_held_is_shown_by_tests_that_are_there(row):
         )
 
 
-def test_the_policy_leads_to_the_page_and_is_led_to():
+def test_the_policy_and_the_page_link_to_each_other():
     links = {target for target, _ in LINK.findall(POLICY.read_text())}
     assert "docs/security.md" in links
     assert all((ROOT / target).exists() for target in links)
@@ -65,5 +65,5 @@ def test_the_policy_leads_to_the_page_and_is_led_to():
         assert "SECURITY.md)" in page.read_text()
 
 
-def test_the_policy_names_no_address_that_somebody_would_have_to_read():
+def test_the_policy_names_no_mail_address():
     assert not re.search(r"[\w.]+@[\w.]+", POLICY.read_text())

@@ -26,10 +26,10 @@ PUBLIC = [
     *(f"statsd_bn.errors.{name}" for name, kind in vars(errors).items() if isinstance(kind, type)),
 ]
 
-# What the integrations share, and no user imports.
+# Shared by the integrations, and private.
 HELPERS = {"__init__"}
 
-# Tags whose target a browser fetches to show the page, and where they name it.
+# Tags with targets that a browser fetches, and their attributes.
 FETCHED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}
 
 
@@ -52,7 +52,7 @@ def site(tmp_path_factory) -> Path:
 
 
 class Fetched(HTMLParser):
-    """Collects what a browser fetches for a page."""
+    """Collects the resources that a browser fetches for a page."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()

@@ -6,13 +6,13 @@ import deepspeed
 
 import client
 from frameworks import small_training as training
-from programs.ending import end_without_teardown
+from programs.ddp_programs import end_without_teardown
 
 
 def main(folder: Path) -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     model = client.convert_model(training.network().float())  # DeepSpeed reduces no float64
-    # It clips gradients unless it is told not to.
+    # It clips gradients by default.
     config = {"train_micro_batch_size_per_gpu": training.BATCH, "gradient_clipping": 0.0}
     engine, *_ = deepspeed.initialize(model=model, optimizer=training.optimizer(model), config=config)
     with client.connect():

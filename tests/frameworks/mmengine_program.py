@@ -10,7 +10,7 @@ from mmengine.runner import Runner
 from torch import distributed
 
 from frameworks import small_training as training
-from programs.ending import end_without_teardown
+from programs.ddp_programs import end_without_teardown
 
 CONFIG = f"""
 custom_imports = dict(imports=["client.integrations.mmengine"])

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 import client
 import client.integrations.monai
 from frameworks import small_training as training
-from programs.ending import end_without_teardown
+from programs.ddp_programs import end_without_teardown
 
 
 def main(folder: Path) -> None:

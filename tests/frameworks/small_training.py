@@ -16,7 +16,7 @@ State = dict[str, torch.Tensor]
 
 
 def network(norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> nn.Sequential:
-    """In float64, so that what is left of a difference is none of rounding."""
+    """In float64, so that differences are not rounding errors."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 4, 3), norm(4), nn.Tanh(), nn.Conv2d(4, 3, 2), norm(3), nn.Flatten(), nn.Linear(27, 2)

@@ -1,7 +1,7 @@
-"""Each recipe of docs/frameworks.md with the real library: two processes train as one does on the whole batch.
+"""Each recipe of docs/frameworks.md with the real library: two processes train like one on the whole batch.
 
-`scripts/test frameworks` installs the libraries, each in a folder of its own, and runs this. Without a library its test
-is skipped.
+`scripts/test frameworks` installs each library into its own folder, and runs this. Without a library its test is
+skipped.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from frameworks import small_training as training
-from support.groups_of_processes import run_to_its_end
+from support.launched import run_to_its_end
 from support.paths import TESTS
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={training.RANKS}")
@@ -21,21 +21,13 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={t
 
 @dataclass(frozen=True)
 class Framework:
-    """How its program is run.
+    """How its program is run."""
 
-    Attributes:
-        needs: the packages that it imports.
-        launcher: what stands before the program; none where it starts its processes itself.
-        tolerance: of weights and running statistics, relative and absolute.
-        environ: further variables.
-        source: where it comes from, if not from PyPI.
-    """
-
-    needs: tuple[str, ...]
-    launcher: tuple[str, ...] = TORCHRUN
-    tolerance: float = 1e-12
-    environ: tuple[tuple[str, str], ...] = ()
-    source: str = ""
+    needs: tuple[str, ...]  # imported packages
+    launcher: tuple[str, ...] = TORCHRUN  # empty where the program starts its processes itself
+    tolerance: float = 1e-12  # relative and absolute, of weights and running statistics
+    environ: tuple[tuple[str, str], ...] = ()  # additions to the environment
+    source: str = ""  # if not PyPI
 
 
 FRAMEWORKS = {
@@ -66,15 +58,15 @@ def test_two_processes_train_as_one_on_the_whole_batch(name, tmp_path):
     torch.testing.assert_close(first, expected, rtol=tolerance, atol=tolerance, check_dtype=tolerance < 1e-6)
 
 
-def test_the_training_moves_all_that_is_compared():
+def test_the_training_changes_every_compared_value():
     """Else equal would be easy."""
     before = training.network().state_dict()
     for name, value in training.train_on_the_whole_batch().items():
         assert name in {"0.bias", "3.bias"} or (value - before[name]).abs().max() > 1e-2, name
 
 
-def test_a_batch_of_each_rank_alone_ends_elsewhere():
-    """What the ranks' batches give unsynchronised differs by far more than the tolerance."""
+def test_training_on_each_rank_alone_gives_another_result():
+    """Without synchronisation the results differ by far more than the tolerance."""
     x, _ = training.samples()
     whole, alone = training.network(), training.network()
     whole(x[:6])

@@ -1,4 +1,4 @@
-"""The dashboard for Grafana beside Grafana's own schema, which its SDK is made of."""
+"""The dashboard for Grafana against Grafana's own schema, the source of its SDK."""
 
 import json
 from typing import Any
@@ -11,7 +11,7 @@ DASHBOARD = ROOT / "docker" / "monitoring" / "dashboard.json"
 
 
 def as_grafana_reads_it(board: dict[str, Any]) -> Any:
-    """Reads a dashboard into the schema's classes, which drop what they do not know, and writes it again."""
+    """Read a dashboard into the schema's classes, which drop unknown fields, and write it again."""
     plugins = pytest.importorskip("grafana_foundation_sdk.cog.plugins", reason="needs grafana-foundation-sdk")
     from grafana_foundation_sdk.cog.encoder import JSONEncoder  # noqa: PLC0415
     from grafana_foundation_sdk.models.dashboard import Dashboard  # noqa: PLC0415
@@ -21,7 +21,7 @@ def as_grafana_reads_it(board: dict[str, Any]) -> Any:
 
 
 def unknown(mine: Any, read: Any, path: str = "") -> list[str]:
-    """Paths of what is not there any more, or is another value."""
+    """Paths of missing or changed values."""
     if isinstance(mine, dict) and isinstance(read, dict):
         return [found for key, value in mine.items() for found in unknown(value, read.get(key), f"{path}/{key}")]
     if isinstance(mine, list) and isinstance(read, list) and len(mine) == len(read):
@@ -36,7 +36,7 @@ def test_grafanas_schema_knows_all_of_the_dashboard():
 
 
 @pytest.mark.parametrize("path", ["/panels/0/titel", "/panels/0/targets/0/query"])
-def test_what_grafana_does_not_know_is_found(path):
+def test_a_field_unknown_to_grafana_is_found(path):
     board = json.loads(DASHBOARD.read_text())
     *parents, name = path.strip("/").split("/")
     place = board

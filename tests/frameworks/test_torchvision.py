@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from support.groups_of_processes import run_to_its_end
+from support.launched import run_to_its_end
 from support.paths import TESTS
 
 pytestmark = [

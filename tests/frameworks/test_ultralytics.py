@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from support.groups_of_processes import run_to_its_end
+from support.launched import run_to_its_end
 from support.paths import TESTS
 
 pytestmark = [
@@ -31,7 +31,7 @@ LAST_TOLERANCE = 1e-3
 
 
 def train(folder, **environ):
-    """What both ranks found. Offline, so that it asks nobody for fonts, versions or weights."""
+    """The results of both ranks. Offline, without downloads of fonts, versions or weights."""
     ours = {key: value for key, value in os.environ.items() if not key.startswith("STATSD_BN_")}
     offline = {"YOLO_OFFLINE": "true", "YOLO_CONFIG_DIR": str(folder)}
     program = TESTS / "frameworks" / "ultralytics_program.py"

@@ -5,11 +5,11 @@ from pathlib import Path
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-# The recipe's line; train.py goes on to call it by this name.
+# The recipe's line; train.py calls it by this name.
 from client import connect
 from client import convert_model as convert_sync_batchnorm
 from frameworks import small_training as training
-from programs.ending import end_without_teardown
+from programs.ddp_programs import end_without_teardown
 from zoo.libraries import library
 
 # Imported so, since torchvision may not find its operators.

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import distributed, nn
 
-from programs.ending import end_without_teardown
+from programs.ddp_programs import end_without_teardown
 from zoo.libraries import library
 
 torchvision = library("torchvision")  # without its operators, if they do not fit this torch

@@ -9,7 +9,7 @@ from transformers import Trainer, TrainingArguments
 
 import client
 from frameworks import small_training as training
-from programs.ending import end_without_teardown
+from programs.ddp_programs import end_without_teardown
 
 
 class Network(nn.Module):

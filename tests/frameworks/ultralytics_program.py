@@ -17,7 +17,7 @@ from ultralytics.models.yolo.detect import DetectionTrainer
 from ultralytics.utils.torch_utils import unwrap_model
 
 import client
-from programs.ending import end_without_teardown
+from programs.ddp_programs import end_without_teardown
 from zoo.libraries import library
 
 RANKS = 2

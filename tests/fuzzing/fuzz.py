@@ -48,11 +48,7 @@ def random_play(chance: random.Random) -> bytes:
 
 
 def flood(frames: int, seed: int) -> int:
-    """Plays random frames to one server; returns how many.
-
-    Raises:
-        Grown: its memory has not stayed flat.
-    """
+    """Plays random frames to one server; returns how many."""
     chance = random.Random(seed)
     play = Play()
     settled = 0
@@ -106,7 +102,7 @@ def _led_by_coverage(minutes: float, seed: int, corpus: Path | None) -> int:
     except ImportError:
         print("skipped what coverage would lead: atheris is not installed (the extra `fuzz` has it)")
         return 0
-    # Its counters come into functions that are there already: what is imported again would be another server.
+    # Coverage counters are added to loaded functions; a second import would be another server.
     for name in [name for name in sys.modules if name.split(".")[0] in {"server", "statsd_bn"}]:
         for function in functions_of(sys.modules[name]):
             atheris.instrument_func(function)

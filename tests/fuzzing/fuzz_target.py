@@ -23,7 +23,7 @@ from statsd_bn.wire import decode, encode
 # Longer plays find nothing that shorter ones do not.
 MOST_TURNS = 64
 
-# A job that needs all of its members, and one that goes on with one.
+# A strict job, and an elastic one.
 JOBS = {"strict": 0, "elastic": 1}
 GROUP = "world"
 WORLD = 2
@@ -36,12 +36,7 @@ SECONDS = (0.25, 1.0, 3.6, 40.0)
 
 
 class Play:
-    """A server, and what has been played to it.
-
-    Attributes:
-        dispatcher: the server.
-        frames: how many frames it was given.
-    """
+    """A server, and what has been played to it."""
 
     def __init__(self) -> None:
         self.dispatcher = Dispatcher(SERVER, 0.0)
@@ -59,7 +54,7 @@ class Play:
         self._register()
 
     def run(self, data: bytes) -> None:
-        """Plays what the bytes say; raises whatever a server must not."""
+        """Play the bytes; raise whatever a server must not raise."""
         source = iter(data)
         for _ in range(MOST_TURNS):
             turn = next(source, None)
@@ -132,7 +127,7 @@ def _sessions() -> list[Session]:
 
 
 def _sound_frames() -> Iterator[bytes]:
-    """What the members would say, in this life of the server and after an earlier one."""
+    """Sound frames of the members, in this life of the server and after an earlier one."""
     rows = Rows((2,), np.arange(6.0).reshape(1, 2, 3))
     yield encode(messages.StatusRequest())
     yield from (encode(messages.FiguresRequest(job, GROUP)) for job in JOBS)
@@ -164,7 +159,7 @@ def _sound_frames() -> Iterator[bytes]:
 
 
 def _gather(session: Session) -> Iterator[bytes]:
-    """What a member brings to a gather, whose rows may differ in length, and what it was given."""
+    """A member's rows in a gather, which may differ in length, and the result."""
     key = session.forward_key("bytes", GATHER)
     channels = 2 + session.member.rank
     yield session.contribution(key, Rows((0,), np.arange(float(channels)).reshape(1, 1, channels)))
@@ -173,15 +168,15 @@ def _gather(session: Session) -> Iterator[bytes]:
 
 
 def _figures(session: Session, key: RoundKey) -> bytes:
-    """What a member tells of a round that has passed the server by."""
-    frame = session.figures([Sample(key, np.full(WORLD, 2.0), np.arange(WORLD * 6.0).reshape(WORLD, 2, 3))])
+    """A member's report of a round outside of the server."""
+    frame = session.skew_frame([Sample(key, np.full(WORLD, 2.0), np.arange(WORLD * 6.0).reshape(WORLD, 2, 3))])
     if frame is None:
         raise AssertionError("expected figures of a sample with data, got none")
     return frame
 
 
 def _registered(session: Session) -> bytes:
-    """What an earlier life of the server has told a member."""
+    """A registration from an earlier life of the server."""
     return encode(messages.Registered(digest(session.member_token), EARLIER, 0, 0, 0, Members.of(range(WORLD))))
 
 

@@ -1,4 +1,4 @@
-"""A server takes any bytes in any order and goes on; `scripts/fuzz` plays far more of them."""
+"""A server survives any bytes in any order; `scripts/fuzz` plays far more of them."""
 
 import random
 from typing import get_args
@@ -22,7 +22,7 @@ def test_no_play_raises_out_of_the_server(data):
     Play().run(data)
 
 
-def test_the_sound_frames_are_all_that_a_member_may_say():
+def test_the_valid_frames_cover_every_message_of_a_member():
     assert {type(decode(frame)) for frame in SOUND} == set(get_args(Request))
     assert len(BY_TYPE) == 20
 
@@ -63,7 +63,7 @@ def _play_all(plays):
         Play().run(data)
 
 
-def test_a_flood_finds_what_grows(monkeypatch):
+def test_a_flood_finds_growing_memory(monkeypatch):
     kept = []
     receive = Dispatcher.receive
     monkeypatch.setattr(Dispatcher, "receive", lambda *given: kept.append(None) or receive(*given))

@@ -4,13 +4,17 @@ import pytest
 
 import client
 from support import shards
-from support.precision import (
+from support.shards import (
     AUTOCAST,
     HALVES,
+    IMAGES,
+    Shards,
+    as_virtual_replicas,
+    assert_equal,
     assert_equal_to_torch_and_to_the_exact_result,
     autocast_on_the_whole_batch,
+    channels_last,
 )
-from support.shards import IMAGES, Shards, as_virtual_replicas, assert_equal, channels_last
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def device(request):
 
 @pytest.fixture(autouse=True, params=["reference", "fused"])
 def backend(request, device, monkeypatch):
-    """Sends all steps to the device; what they are given and return stays on the CPU."""
+    """Move all steps to the device; arguments and results stay on the CPU."""
     used = []
     for kind in (test_kernels.Reference, Fused):
         for name in test_kernels.STEPS:

@@ -1,4 +1,4 @@
-"""A process group whose backend gathers on the GPU: NCCL, or gloo where the CPU stands in."""
+"""A process group that gathers on the GPU: NCCL, or gloo with the CPU as the device."""
 
 from contextlib import nullcontext
 

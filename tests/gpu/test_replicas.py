@@ -29,7 +29,7 @@ def test_the_host_waits_for_no_device_and_the_numbers_are_those_of_the_host(devi
 @pytest.mark.parametrize(
     ("run", "options"), [*((run, {}) for run in RUNS), *((RUNS[-1], one) for one in OPTIONS.values())]
 )
-def test_nor_does_it_for_second_derivatives(device, run, options):
+def test_the_host_waits_for_no_device_in_second_derivatives_either(device, run, options):
     """In float64, since the parameters' gradients of this loss are small differences of large numbers."""
     options = options | {"dtype": torch.float64}
     assert_equal(on(device, run, options, penalty=True), training(run, options, penalty=True), 1e-8)

@@ -1,7 +1,6 @@
-"""Triton's kernels: on a GPU, or in Triton's interpreter where TRITON_INTERPRET is 1.
+"""Triton's kernels: on a GPU, or in Triton's interpreter if TRITON_INTERPRET is 1.
 
-The interpreter needs a process in which nobody has imported Triton before: `tests/devices/test_triton_interpreter.py`
-starts one.
+The interpreter needs a process that has not imported Triton: `tests/devices/test_triton_interpreter.py` starts one.
 """
 
 import importlib
@@ -192,7 +191,7 @@ def single(rows):
         (single, [0, 0, 0, TOO_FEW], True),
     ],
 )
-def test_what_is_wrong_with_a_round_is_flagged(launch, spoil, flags, fails):
+def test_errors_of_a_round_are_flagged(launch, spoil, flags, fails):
     rows = rows_of(3, 300)
     spoil(rows)
     layer = client.SynchronizedBatchNorm1d(300).to(DEVICE)
@@ -206,7 +205,7 @@ def test_what_is_wrong_with_a_round_is_flagged(launch, spoil, flags, fails):
 
 
 def called(layer, x):
-    """Calls a layer, and looks at what the device has found out."""
+    """Call a layer, and read the device's checks."""
     output = layer(x)
     if DEVICE == "cuda":
         torch.cuda.synchronize()
@@ -260,7 +259,7 @@ def test_tensors_of_another_length_are_refused(name):
         layer(torch.randn(6, 4, device=DEVICE))
 
 
-def test_a_round_nobody_has_looked_at_keeps_no_call_alive():
+def test_an_unchecked_round_keeps_no_call_alive():
     with kernels() as made, mock.patch.object(async_checks, "submit"):
         layer_of(4)(torch.randn(6, 4, device=DEVICE, requires_grad=True))
         made.clear()
@@ -321,7 +320,7 @@ def empty(layer, x):
 
 
 def offloaded(layer, x):
-    """With hooks that lose the layout of what is saved, as those of `save_on_cpu`."""
+    """With hooks that lose the layout of saved tensors, like `save_on_cpu`."""
     layer._check_input_dim = lambda _: None
     with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda kept: kept):
         return layer(x.unsqueeze(3).contiguous(memory_format=torch.channels_last)).squeeze(3)
@@ -364,8 +363,7 @@ def test_kernels_launched(launch, samples, launches):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
-    [("no type", "RuntimeError: no such type"), ("version", "Triton 3.4 or newer, got 3.2.0")],
+    ("wrong", "told"), [("no type", "RuntimeError: no such type"), ("version", "Triton 3.4 or newer, got 3.2.0")]
 )
 def test_without_triton_torchs_operators_compute(launch, monkeypatch, caplog, wrong, told):
     device = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE)

@@ -25,7 +25,7 @@ PATHS = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests")]
 
 SOUND = "def run(step):\n    step.check('two is two', 2 == 2)\n    step.figure('two', 2.0, 'pieces')\n"
 
-# What may go wrong, with the outcome that the report tells. Each has recorded a check before.
+# Possible failures, with the outcome in the report. Each has recorded a check before.
 FAULTS = {
     "hangs": ("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)", "ended at its limit of 1 s"),
     "crashes": ("os.kill(os.getpid(), signal.SIGSEGV)", "crashed: Segmentation fault"),
@@ -45,9 +45,9 @@ def source(line: str) -> str:
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch):
-    """Makes a step of a module's text.
+    """Make a step from a module's text.
 
-    Each module has a file of its own, since Python may take two texts of one length and one second for the same.
+    Each module has its own file, since Python may confuse two texts of one length and one second.
     """
     numbers = itertools.count()
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *PATHS]))
@@ -85,7 +85,7 @@ def _signals():
 def test_no_step_stops_the_others(plan, report, monkeypatch):
     monkeypatch.setattr(runner, "SPARE_SECONDS", 0.0)
     faulty = [plan(name, source(line), 1.0 if name == "hangs" else 30.0) for name, (line, _) in FAULTS.items()]
-    # The one that hangs is first, so that nobody leaves it time.
+    # The one that hangs is first, so that it uses up the time.
     status, found, text = report(*faulty, plan("is sound", SOUND))
     assert status == 1
     outcomes = {name: result["outcome"] for name, result in found.items()}
@@ -129,7 +129,7 @@ def wait_until(holds) -> bool:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether it ends; as an orphan it may stay in the table until somebody asks for it."""
+    """Whether it ends; an orphan stays in the table until it is reaped."""
 
     def has_ended():
         try:
@@ -259,7 +259,6 @@ def on_path() -> dict[str, str]:
     ids=["yes", "no", "crash", "error"],
 )
 def test_only_a_torch_that_says_so_has_no_device(monkeypatch, status, has):
-    """Where it crashes, the steps tell more."""
     monkeypatch.setattr(program.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=status))
     assert program.has_device() is has
 

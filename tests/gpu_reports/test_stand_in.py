@@ -11,7 +11,7 @@ from support.paths import ROOT
 
 pytestmark = [pytest.mark.long, pytest.mark.processes, pytest.mark.timeout(900)]
 
-# Step, planted fault, and what the check that finds it is about.
+# Step, planted fault, and the check that finds it.
 PLANTS = [
     ("versions", "plants:wrong_product", "the device multiplies matrices"),
     ("key_figures", "plants:value_read", "ours, on the device: the host does not wait"),
@@ -34,7 +34,7 @@ PLANTS = [
 
 def report(folder, *arguments):
     """Returns the exit status, the results by step and the text of a report."""
-    # Longer than a report may take, since other tests run beside this one; and it ends before pytest ends it.
+    # Longer than a report takes on a busy machine, and shorter than pytest's timeout.
     command = [ROOT / "scripts" / "gpu-report", "--stand-in", "--seconds=840", "--output", folder, *arguments]
     done = subprocess.run(command, env=on_path(), capture_output=True, text=True, check=False)
     assert (folder / "results.json").exists(), done.stderr

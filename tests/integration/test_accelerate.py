@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from support.groups_of_processes import run_to_its_end
+from support.launched import run_to_its_end
 from support.paths import ROOT
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
@@ -18,7 +18,6 @@ STEPS = 20
 
 @pytest.fixture(scope="module")
 def recipe(server, tmp_path_factory):
-    """What the recipe has printed, and the state that it has saved."""
     saved = tmp_path_factory.mktemp("accelerate") / "state.pt"
     environ = {**os.environ, "STATSD_BN_ENDPOINT": server.endpoint, "STATSD_BN_JOB": "accelerate"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -50,7 +49,7 @@ def test_weights_and_running_statistics_are_those_of_the_whole_batch(recipe, who
     torch.testing.assert_close(state, dict(whole_batch), rtol=0, atol=1e-5)
 
 
-def test_it_says_once_how_it_goes(recipe):
+def test_the_loss_is_printed_once(recipe):
     output, _ = recipe
     assert output.count(f"step {STEPS}: loss") == 1
     assert f"step {STEPS + 1}" not in output

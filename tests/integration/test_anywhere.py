@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from support.groups_of_processes import run_to_its_end
-from support.launched import PATIENT
+from support.launched import PATIENT, run_to_its_end
 from support.newer_torch import needs
 from support.paths import ROOT, TESTS
 
@@ -32,7 +31,6 @@ def start(tmp_path):
 
 
 def found_by(lines, program, ranks=2):
-    """What each rank has said."""
     said = [
         [line.partition(": ")[2] for line in lines if line.startswith(f"rank {rank}, {program}: ")]
         for rank in range(ranks)
@@ -42,7 +40,7 @@ def found_by(lines, program, ranks=2):
 
 
 def warnings_in(lines):
-    """But for those of a wait: on a busy machine a rank compiles for seconds, and the other says so."""
+    """Warnings, except those about slow rounds: on a busy machine a rank compiles for seconds."""
     return [line for line in lines if line.startswith("WARNING") and ": has waited " not in line]
 
 
@@ -51,7 +49,7 @@ OPTIONS = ("ddp", "static_graph", "find_unused_parameters", "gradient_as_bucket_
 
 @pytest.mark.long
 def test_under_torchrun_ddps_broadcast_of_buffers_changes_no_bit(start):
-    """It is left as the wrapper is told, and buffers are the same on all ranks anyway."""
+    """`broadcast_buffers` stays as the user set it; the buffers are equal on all ranks anyway."""
     others = "no_broadcast,smart,no_sync,nested,rank_0_evaluates"
     lines = start(*TORCHRUN, f"{','.join(OPTIONS)},{others}", **PATIENT)
     (first,), (second,) = found_by(lines, "no_broadcast")
@@ -104,7 +102,7 @@ def test_under_spawn_the_ranks_of_a_host_find_one_another(start, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("program", ["unconnected", "too_early"])
-def test_under_spawn_whoever_does_not_connect_synchronises_over_the_process_group(start, tmp_path, program):
+def test_under_spawn_unconnected_ranks_synchronise_over_the_process_group(start, tmp_path, program):
     lines = start(sys.executable, PROGRAMS, program, "2", str(tmp_path / "store"))
     told = "INFO this process synchronises over torch's process group '0' of 2 ranks (gloo), without a server: "
     assert sum(line.startswith(told + "a rank that hangs or is lost is not reported, ") for line in lines) == 2

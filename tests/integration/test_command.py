@@ -26,7 +26,7 @@ def command(*arguments: str, first: str = "") -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """One in which somebody works who has a server and a client of their own."""
+    """A working directory with a server.py and a client.py."""
     folder = tmp_path_factory.mktemp("work")
     for name in ("server", "client"):
         (folder / f"{name}.py").write_text("print('mine')\n")
@@ -87,7 +87,7 @@ def test_status_is_watched_until_ctrl_c(endpoint, folder):
     assert (watching.returncode, errors) == (0, "")
 
 
-def test_a_server_that_is_not_ours_is_told(folder):
+def test_a_foreign_server_module_is_an_error(folder):
     first = f"import sys; sys.path.insert(0, {str(folder)!r}); import server; "
     said = run(*command("--version", first=first), cwd=folder, **PATH)
     assert said.returncode == 2

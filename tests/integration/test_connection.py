@@ -54,17 +54,17 @@ def test_a_wrong_value_is_named(environ, arguments, message):
         resolve(environ, **arguments)
 
 
-def test_a_job_is_strict_unless_it_is_told_to_be_elastic():
+def test_a_job_is_strict_by_default():
     assert resolve({}, world_size=4).member.min_members == 0
     assert resolve({}, world_size=4, policy="elastic").member.min_members == 1
     assert resolve({}, world_size=4, policy="elastic", min_members=3).member.min_members == 3
 
 
-def test_a_newcomer_to_an_elastic_job_may_have_a_number_beyond_those_it_began_with():
+def test_a_newcomer_to_an_elastic_job_may_have_a_rank_beyond_world_size():
     assert resolve({}, world_size=4, rank=7, policy="elastic").member.rank == 7
 
 
-def test_without_an_endpoint_and_a_server_of_this_user_it_says_so(monkeypatch, tmp_path):
+def test_without_an_endpoint_and_a_server_of_this_user_it_is_an_error(monkeypatch, tmp_path):
     monkeypatch.delenv("STATSD_BN_ENDPOINT", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(launch, "FIND_SECONDS", 0.0)
@@ -109,7 +109,7 @@ def test_it_does_not_wait_longer_than_seconds_for_a_server():
     assert registration.ANSWER_SECONDS <= 10
 
 
-def test_connect_waits_until_all_members_are_there_and_names_who_is_missing():
+def test_connect_waits_for_all_members_and_names_the_missing_ones():
     master = MemoryMaster()
     with pytest.raises(errors.GroupIncomplete, match=r"^ranks 1-2 did not connect within 0.1 s") as caught:
         master.connect(0, 3, round_timeout=0.1)
@@ -165,11 +165,11 @@ OSError: truncated file
         (errors.ReplicaLost("rank 1 is lost\n  in job 'x'"), "ReplicaLost: rank 1 is lost"),
     ],
 )
-def test_the_cause_that_others_are_told_is_the_class_and_its_text(error, cause):
+def test_the_cause_for_the_others_is_the_class_and_text(error, cause):
     assert registration.cause_of(error) == cause
 
 
-def test_a_long_wait_for_the_group_to_fill_is_told(monkeypatch, caplog):
+def test_a_long_wait_for_the_group_to_fill_is_logged(monkeypatch, caplog):
     monkeypatch.setattr(registration, "WARN_SECONDS", 0.1)
     monkeypatch.setattr(registration, "ANSWER_SECONDS", 0.05)
     with pytest.raises(errors.GroupIncomplete), caplog.at_level("WARNING", "statsd_bn.client"):
@@ -235,10 +235,10 @@ def test_a_forked_child_connects_by_itself_while_its_parent_is_connected(server,
 
 
 def _told_by_forked_child(program, end):
-    """The outcome of `program`, in words; empty if the child did not come to an end in time."""
+    """The outcome of `program` as text; empty if the child timed out."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        # Python 3.12 and later warn of a fork beside threads, which is what this is about.
+        # Python 3.12 and later warn of a fork in a process with threads.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -283,7 +283,7 @@ def test_processes_that_are_started_anew_replace_those_before_and_late_ones_are_
         return Connection(ZmqChannelPool(server.endpoint), resolve(environ, round_timeout=20.0).member)
 
     with connect("0") as before, connect("1") as after:
-        with pytest.raises(errors.RegistrationRefused, match="a new run of the group was begun by rank 0"):
+        with pytest.raises(errors.RegistrationRefused, match=r"rank 0 \([^)]*\) began a new run of the group"):
             before.exchange("bn", ROW)
         with pytest.raises(errors.StaleEpoch, match="expected epoch 1 or later, got 0 from rank 0") as caught:
             connect("0")

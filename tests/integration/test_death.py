@@ -11,13 +11,11 @@ from programs import death_programs
 from statsd_bn.errors import ReplicaLost, StatsdBNError
 from support.starter import STARTER
 
-# Far above what is promised, far below the rounds' deadline of 100 s.
+# Far above the promised times, far below the rounds' deadline of 100 s.
 WAIT_SECONDS = 40.0
 
 
 class Company:
-    """Three members, a process each, that do as they are told."""
-
     def __init__(self, endpoint: str, job: str, transport: str, store: str) -> None:
         pairs = [STARTER.Pipe() for _ in range(3)]
         self.pipes = [ours for ours, _ in pairs]
@@ -89,7 +87,7 @@ def assert_lost(told: list[object], member: int, cause: str) -> None:
 
 @DEATHS
 @pytest.mark.parametrize("company", [OVER_PROCESS_GROUP], indirect=True)
-def test_those_who_wait_in_a_process_group_are_told_of_a_death(company, number, cause):
+def test_ranks_in_a_process_group_learn_of_a_death(company, number, cause):
     company.tell(death_programs.exchange, 0, 1)
     company.send_signal(2, number)
     assert_lost([company.answer(0), company.answer(1)], 2, cause)
@@ -97,14 +95,14 @@ def test_those_who_wait_in_a_process_group_are_told_of_a_death(company, number, 
 
 
 @DEATHS
-def test_those_who_wait_in_a_round_are_told_of_a_death(company, number, cause):
+def test_ranks_in_a_round_learn_of_a_death(company, number, cause):
     company.tell(death_programs.exchange, 0, 1)
     company.send_signal(2, number)
     assert_lost([company.answer(0), company.answer(1)], 2, cause)
 
 
 @DEATHS
-def test_those_who_are_between_rounds_are_told_of_a_death_with_their_next(company, number, cause):
+def test_ranks_between_rounds_learn_of_a_death_in_the_next_one(company, number, cause):
     company.send_signal(2, number)
     company.tell(death_programs.exchange, 0)
     first = company.answer(0)
@@ -112,7 +110,7 @@ def test_those_who_are_between_rounds_are_told_of_a_death_with_their_next(compan
     assert_lost([first, *company.ask(death_programs.exchange, 1)], 2, cause)
 
 
-def test_one_that_was_frozen_is_told_that_it_is_lost_when_it_goes_on(company):
+def test_a_frozen_rank_gets_the_error_when_it_continues(company):
     company.send_signal(2, signal.SIGSTOP)
     company.tell(death_programs.exchange, 0, 1)
     cause = "no sign of life for "
@@ -121,7 +119,7 @@ def test_one_that_was_frozen_is_told_that_it_is_lost_when_it_goes_on(company):
     assert_lost(company.ask(death_programs.exchange, 2), 2, cause)
 
 
-def test_one_that_was_frozen_in_a_round_is_told_too(company):
+def test_a_rank_frozen_in_a_round_gets_the_error_too(company):
     company.tell(death_programs.exchange, 2)
     company.tell(death_programs.exchange, 0)
     company.send_signal(2, signal.SIGSTOP)
@@ -131,7 +129,7 @@ def test_one_that_was_frozen_in_a_round_is_told_too(company):
 
 
 @IN_ONE_TRANSPORT
-def test_one_that_computes_in_python_between_rounds_is_not_taken_for_dead(company):
+def test_a_rank_that_computes_in_python_between_rounds_is_not_lost(company):
     company.tell(death_programs.exchange, 0, 1)
     assert company.ask(death_programs.compute, 2) == [None]
     assert company.ask(death_programs.exchange, 2) == [3]
@@ -139,8 +137,7 @@ def test_one_that_computes_in_python_between_rounds_is_not_taken_for_dead(compan
 
 
 @IN_ONE_TRANSPORT
-def test_one_that_holds_pythons_global_lock_for_too_long_is_taken_for_dead(company):
-    """It cannot be told from one that is frozen."""
+def test_a_rank_that_holds_pythons_global_lock_for_too_long_is_lost(company):
     company.tell(death_programs.hold_the_lock, 2)
     company.tell(death_programs.exchange, 0, 1)
     assert_lost([company.answer(0), company.answer(1)], 2, "no sign of life for ")
@@ -149,8 +146,8 @@ def test_one_that_holds_pythons_global_lock_for_too_long_is_taken_for_dead(compa
 
 
 @IN_ONE_TRANSPORT
-def test_one_that_closes_a_channel_after_an_error_is_not_taken_for_dead(company):
-    """The round fails for its own reason, and nobody is lost for it, though the channels of all are closed."""
+def test_a_rank_that_closes_a_channel_after_an_error_is_not_lost(company):
+    """The round fails with its own error and no member is lost, though all channels are closed."""
     company.tell(death_programs.exchange, 0, 1)
     company.ask(death_programs.exchange_and_fail, 2)
     failed = [company.answer(member) for member in (0, 1)]

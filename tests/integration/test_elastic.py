@@ -1,6 +1,8 @@
-"""An elastic job goes on when members are lost, takes in newcomers, and says what each aggregate covers."""
+"""An elastic job continues without lost members, admits new ones, and reports the members of each aggregate."""
 
 import threading
+from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from client.ops.exchange import Exchange
 from client.ops.functional import Slice, batch_norm
 from client.ops.native_exchange import NativeExchange
 from client.transports.server import SlavePipe
+from programs.elastic_training_programs import SAMPLES, started
 from statsd_bn.errors import RegistrationRefused, ReplicaLost, RoundTimeout, WorldSizeMismatch
 from statsd_bn.members import NO_MEMBERS
 from statsd_bn.messages import NO_SERVER
@@ -35,15 +38,15 @@ def step(members, value=1.0):
     return totals[0]
 
 
-def test_it_opens_when_all_that_it_begins_with_are_there(world):
+def test_it_opens_when_all_initial_members_are_there(world):
     assert step(world.members) == ([0, 1, 2, 3], 10.0)
     alone = PureWorld(0, 1)
     alone.world_size = 2
-    first = alone.come(0)
+    first = alone.join(0)
     assert first.registered.missing == 1
 
 
-def test_the_others_go_on_without_a_lost_member(world):
+def test_the_others_continue_without_a_lost_member(world):
     step(world.members)
     survivors = [world.members[n] for n in (0, 1, 3)]
     world.kill(world.members[2])
@@ -53,12 +56,12 @@ def test_the_others_go_on_without_a_lost_member(world):
 def test_a_round_that_waits_for_a_lost_member_is_completed_at_once(world):
     survivors = world.members[:3]
     forward(survivors, 1.0)
-    assert not any(member.is_told for member in survivors)
+    assert not any(member.is_answered for member in survivors)
     world.kill(world.members[3])
     assert [member.total for member in survivors] == [([0, 1, 2], 3.0)] * 3
 
 
-def test_what_a_lost_member_has_contributed_stays(world):
+def test_contributions_of_a_lost_member_stay(world):
     world.members[3].forward(8.0)
     world.kill(world.members[3])
     survivors = world.members[:3]
@@ -68,18 +71,18 @@ def test_what_a_lost_member_has_contributed_stays(world):
     assert [member.total for member in survivors] == [([0, 1, 2], 3.0)] * 3
 
 
-def test_a_member_that_leaves_is_missed_no_more_than_a_lost_one(world):
+def test_the_others_continue_without_a_member_that_left(world):
     gone = world.members.pop(0)
     world.send(gone, gone.session.leave("MemoryError: full"))
     assert step(world.members) == ([1, 2, 3], 9.0)
 
 
-def test_a_newcomer_takes_part_from_a_step_that_nobody_has_begun(world):
+def test_a_newcomer_starts_at_a_step_that_no_member_has_begun(world):
     step(world.members)
     world.kill(world.members[2])
     old = [world.members[n] for n in (0, 1, 3)]
     forward(old, 1.0)
-    newcomer = world.come(2)
+    newcomer = world.join(2)
     assert newcomer.registered.first_step == 2
     assert (newcomer.session.first_step, list(newcomer.registered.present)) == (2, [0, 1, 2, 3])
     backward(old, 1.0)
@@ -88,16 +91,16 @@ def test_a_newcomer_takes_part_from_a_step_that_nobody_has_begun(world):
     assert newcomer.key.step == 2
 
 
-def test_a_newcomer_may_have_a_number_beyond_those_it_began_with(world):
+def test_a_newcomer_may_have_a_rank_beyond_the_initial_ones(world):
     step(world.members)
-    newcomer = world.come(7)
+    newcomer = world.join(7)
     assert newcomer.registered.first_step == 1
     assert step([*world.members[:4], newcomer]) == ([0, 1, 2, 3, 7], 18.0)
 
 
 def test_two_newcomers_at_the_same_step(world):
     step(world.members)
-    newcomers = [world.come(4), world.come(5)]
+    newcomers = [world.join(4), world.join(5)]
     assert [newcomer.session.first_step for newcomer in newcomers] == [1, 1]
     assert step(world.members) == ([0, 1, 2, 3, 4, 5], 21.0)
 
@@ -106,10 +109,10 @@ def test_with_too_few_members_the_rest_wait_for_newcomers(world):
     survivor = world.members[0]
     world.kill(*world.members[1:])
     survivor.forward(5.0)
-    assert not survivor.is_told
+    assert not survivor.is_answered
     survivor.ask_again()
     assert survivor.pending.message.endswith("for enough ranks (1 of min_members 2 are there)")
-    newcomer = world.come(1)
+    newcomer = world.join(1)
     assert survivor.total == ([0], 5.0)
     survivor.backward(1.0)
     assert newcomer.session.first_step == 1
@@ -128,7 +131,7 @@ def test_with_too_few_members_the_rest_wait_until_the_deadline_and_are_no_mismat
     assert error.fields["missing"] == []
 
 
-def test_a_member_that_was_taken_for_lost_is_told_so_and_may_join_as_a_new_one(world):
+def test_a_lost_member_gets_an_error_and_may_join_again(world):
     step(world.members)
     frozen, others = world.members[3], world.members[:3]
     world.silent.add(frozen)
@@ -140,12 +143,12 @@ def test_a_member_that_was_taken_for_lost_is_told_so_and_may_join_as_a_new_one(w
     assert (error.fields["member"], error.fields["cause"][:18]) == (3, "no sign of life fo")
     frozen.register()
     assert frozen.latest(ReplicaLost).fields["member"] == 3
-    again = world.come(3)
+    again = world.join(3)
     assert step([*others, again]) == ([0, 1, 2, 3], 10.0)
 
 
-def test_a_round_that_ended_without_a_member_is_no_answer_to_it(world):
-    """Whatever the master thinks: nobody normalises with statistics that leave its own slice out."""
+def test_a_round_without_a_member_is_no_answer_to_it(world):
+    """No rank normalises with statistics that leave its own slice out."""
     forward(world.members[:3], 1.0)
     world.kill(world.members[3])
     late = world.members[3]
@@ -153,14 +156,14 @@ def test_a_round_that_ended_without_a_member_is_no_answer_to_it(world):
         world.now, b"", world.members[0].session.contribution(world.members[0].key, world.members[0].rows, 1)
     ).replies[0][1]
     late.key = world.members[0].key
-    late.hear(frame)
+    late.receive(frame)
     assert "ranks 0-2 continued without it" in str(late.latest(ReplicaLost))
 
 
 @pytest.mark.parametrize("min_members", [0, 1])
 def test_members_of_another_policy_are_refused(min_members):
     world = PureWorld(2, 2)
-    stranger = world.come(1, min_members=min_members)
+    stranger = world.join(1, min_members=min_members)
     text = '"elastic" with min_members 1' if min_members else '"strict"'
     error = stranger.latest(RegistrationRefused)
     assert f'expected policy "elastic" with min_members 2, as ranks 0-1 asked for, got {text}' in error.message
@@ -168,20 +171,20 @@ def test_members_of_another_policy_are_refused(min_members):
 
 def test_the_sizes_must_agree_in_an_elastic_group_too():
     world = PureWorld(2, 1)
-    assert world.come(3, world_size=5).latest(WorldSizeMismatch).fields["expected"] == 2
+    assert world.join(3, world_size=5).latest(WorldSizeMismatch).fields["expected"] == 2
 
 
 def test_newcomers_join_the_world_only():
     world = PureWorld(2, 1, group="pair")
     world.kill(world.members[1])
-    error = world.come(1, group="pair").latest(RegistrationRefused)
-    assert "newcomers join the group 'world' only" in str(error)
+    error = world.join(1, group="pair").latest(RegistrationRefused)
+    assert "new ranks can join only the group 'world'" in str(error)
 
 
 # The death of the master.
 
 
-def test_the_survivors_go_on_with_a_restarted_master(world):
+def test_the_survivors_continue_with_a_restarted_master(world):
     step(world.members)
     world.kill(world.members[2])
     old = [world.members[n] for n in (0, 1, 3)]
@@ -190,24 +193,24 @@ def test_the_survivors_go_on_with_a_restarted_master(world):
     forward(old, 1.0)
     world.pass_time(1.0)
     assert [member.total for member in old] == [([0, 1, 3], 3.0)] * 3
-    assert world.come(2).registered.first_step == 3
+    assert world.join(2).registered.first_step == 3
 
 
-def test_a_member_that_died_with_the_master_is_missed_for_a_moment_only(world):
+def test_a_member_that_died_with_the_master_is_waited_for_briefly(world):
     step(world.members)
     dead, old = world.members[3], world.members[:3]
     world.silent.add(dead)
     world.restart()
     forward(old, 1.0)
     world.pass_time(3.0)
-    assert not any(member.is_told for member in old)
+    assert not any(member.is_answered for member in old)
     old[0].ask_again()
     assert old[0].pending.message.endswith("waiting for rank 3 to reconnect to the restarted server")
     world.pass_time(1.0)
     assert [member.total for member in old] == [([0, 1, 2], 3.0)] * 3
     world.silent.remove(dead)
     dead.forward(1.0)
-    assert "came back too late" in str(dead.latest(ReplicaLost))
+    assert "registered too late" in str(dead.latest(ReplicaLost))
 
 
 def test_a_round_whose_answer_only_one_member_got_has_the_same_answer_again(world):
@@ -228,19 +231,19 @@ def test_a_round_whose_answer_only_one_member_got_has_the_same_answer_again(worl
     assert [member.total for member in (ahead, *behind)] == [([0, 1, 2], 3.0)] * 3
 
 
-def test_a_newcomer_that_has_not_begun_keeps_its_first_step(world):
+def test_a_newcomer_without_a_round_keeps_its_first_step(world):
     step(world.members)
-    old, newcomer = world.members[:4], world.come(4)
+    old, newcomer = world.members[:4], world.join(4)
     assert newcomer.session.first_step == 1
     world.restart()
     forward(old, 1.0)
     world.pass_time(1.0)
-    assert not any(member.is_told for member in old)
+    assert not any(member.is_answered for member in old)
     newcomer.forward(1.0)
     assert [member.total for member in (*old, newcomer)] == [([0, 1, 2, 3, 4], 5.0)] * 5
 
 
-def test_one_that_dies_while_the_others_come_back_is_not_waited_for(world):
+def test_a_member_that_leaves_during_recovery_is_not_waited_for(world):
     world.restart()
     dying, *others = world.members
     forward(world.members, 1.0)
@@ -250,8 +253,8 @@ def test_one_that_dies_while_the_others_come_back_is_not_waited_for(world):
     assert [member.total for member in others] == [([1, 2, 3], 3.0)] * 3
 
 
-def test_an_initial_member_that_never_heard_of_the_opening_begins_with_the_others():
-    """The master died as it told of it: one member knows that the group is open, and the other comes as a new one."""
+def test_an_initial_member_unaware_of_the_opening_starts_with_the_others():
+    """The master died while announcing the opening: one member knows that the group is open, the other starts anew."""
     world = PureWorld(2, 1)
     told = world.members[0]
     world.silent.update(world.members)
@@ -267,7 +270,7 @@ def test_an_initial_member_that_never_heard_of_the_opening_begins_with_the_other
     assert told.total == unheard.total == ([0, 1], 2.0)
 
 
-def test_one_that_comes_back_when_all_others_have_finished_does_not_train_on_alone(world):
+def test_a_member_back_after_the_others_finished_does_not_train_alone(world):
     frozen, others = world.members[3], world.members[:3]
     world.silent.add(frozen)
     world.restart()
@@ -279,16 +282,16 @@ def test_one_that_comes_back_when_all_others_have_finished_does_not_train_on_alo
     world.silent.update(others)
     world.silent.remove(frozen)
     frozen.forward(1.0)
-    assert "came back too late" in str(frozen.latest(ReplicaLost))
-    newcomer = world.come(0)
-    assert newcomer.registered.missing == 3, "a new run of the job begins as ever"
+    assert "registered too late" in str(frozen.latest(ReplicaLost))
+    newcomer = world.join(0)
+    assert newcomer.registered.missing == 3, "a new run of the job begins"
     world.kill(newcomer)
     world.silent.remove(newcomer)
     newcomer.register()
     assert (newcomer.answers, newcomer.registered.missing) == ([], 3)
 
 
-def test_one_whose_results_get_lost_again_and_again_is_lost_too(world):
+def test_a_member_whose_results_are_lost_repeatedly_is_lost_too(world):
     step(world.members)
     mute, others = world.members[3], world.members[:3]
     world.restart()
@@ -304,8 +307,8 @@ def test_one_whose_results_get_lost_again_and_again_is_lost_too(world):
     assert "its results did not arrive" in mute.latest(ReplicaLost).fields["cause"]
 
 
-def test_one_that_was_lost_before_the_restart_does_not_come_back_by_it():
-    """It thaws as the new server comes, which knows nothing of its loss; the others' results tell."""
+def test_a_member_lost_before_the_restart_stays_lost():
+    """It resumes when the new server starts, which does not know of its loss; the others' results prove it."""
     world = PureWorld(2, 1)
     step(world.members)
     ahead, frozen = world.members
@@ -319,16 +322,16 @@ def test_one_that_was_lost_before_the_restart_does_not_come_back_by_it():
     frozen.ask_again()
     world.pass_time(1.0)
     frozen.ask_again()
-    assert "had gone on without it" in frozen.latest(ReplicaLost).fields["cause"]
+    assert "had continued without it" in frozen.latest(ReplicaLost).fields["cause"]
     assert step([ahead]) == ([0], 1.0)
 
 
-def test_whoever_waits_with_too_few_is_not_blamed():
-    """A newcomer waits for a member that waits for a third: nobody is late, one is missing."""
+def test_a_member_that_waits_for_a_quorum_is_not_blamed():
+    """A newcomer waits for a member that waits for a third: the error blames neither."""
     world = PureWorld(3, 3)
     step(world.members)
     world.kill(*world.members[1:])
-    rest, newcomer = world.members[0], world.come(1)
+    rest, newcomer = world.members[0], world.join(1)
     newcomer.forward(1.0)
     world.pass_time(30.0)
     rest.forward(1.0)
@@ -338,8 +341,8 @@ def test_whoever_waits_with_too_few_is_not_blamed():
     assert error.fields["missing"] == []
 
 
-def test_one_that_finds_its_master_empty_again_waits_for_nobody_who_has_failed_there():
-    """Nothing has ended that was not open: what a member leaves behind that gives up at once is no end of a run."""
+def test_a_member_failed_during_recovery_is_not_waited_for():
+    """A group that never opened has not ended: a member that gives up there does not end the run."""
     world = PureWorld(2, 1)
     first, second = world.members
     world.restart()
@@ -392,15 +395,15 @@ def test_lost_between_forward_and_backward_the_gradient_is_that_of_the_survivors
     expected = whole.grad.split([len(x) for x in xs])
     for number in (0, 2):
         torch.testing.assert_close(gradients[number], expected[number], rtol=0, atol=1e-13)
-    assert expected[1].abs().max() > 0.01, "the lost member's slice had a gradient too, which nobody needs any more"
+    assert expected[1].abs().max() > 0.01, "the lost member's slice had a gradient too, which is not needed"
 
 
-def test_a_newcomer_that_has_waited_for_two_masters_begins_after_the_others():
+def test_a_newcomer_across_two_masters_starts_after_the_others():
     """It knows the master before this one, and was in no group of it."""
     world = PureWorld(2, 1)
     forward(world.members, 1.0)
     world.restart()
-    newcomer = world.come(2)
+    newcomer = world.join(2)
     assert newcomer.registered.missing == 1
     world.restart()
     world.pass_time(1.5)
@@ -408,29 +411,51 @@ def test_a_newcomer_that_has_waited_for_two_masters_begins_after_the_others():
     assert newcomer.session.first_step == 1
 
 
-def test_one_whose_place_was_taken_before_the_group_opened_comes_in_as_a_newcomer():
-    """It knows the master before this one, and so can be nobody that others have gone on without."""
+def test_a_member_replaced_before_the_opening_joins_as_a_newcomer():
+    """It knows the previous master, so no group continued without it."""
     world = PureWorld(0, 1)
     world.world_size = 2
-    late = world.come(0)
+    late = world.join(0)
     world.silent.add(late)
     world.restart()
     for number in (1, 2):
-        world.come(number)
+        world.join(number)
     world.silent.remove(late)
     late.register()
     assert (late.registered.missing, late.session.first_step) == (0, 1)
 
 
-def test_a_newcomer_begins_after_a_result_that_was_told_by_one_that_has_left_since():
+def test_a_newcomer_starts_after_a_result_reported_by_a_member_that_left():
     """Else it would be given that result, which has the rows of an earlier process of its number."""
     world = PureWorld(2, 1)
     forward(world.members, 1.0)
     world.kill(world.members[1])
     world.restart()
-    newcomer = world.come(1)
+    newcomer = world.join(1)
     world.members[0].introduce()
     world.send(world.members[0], world.members[0].session.leave(""))
     world.silent.add(world.members[0])
     world.pass_time(1.0)
     assert (newcomer.registered.missing, newcomer.session.first_step) == (0, 1)
+
+
+EPOCHS = 8
+
+
+def test_after_a_kill_and_with_a_newcomer_all_end_with_the_same_bits_and_no_sample_lost_or_repeated(server, job):
+    with ExitStack() as stack:
+        start = partial(started, server.endpoint, job, world_size=3, epochs=EPOCHS)
+        first, killed, third, newcomer = (stack.enter_context(start(member=member)) for member in range(4))
+        for member in (first, killed, third):
+            member.go()
+        # It commits after batches 3, 6 and so on, so later work is undone.
+        killed.wait_for_batch(8)
+        killed.process.kill()
+        # By now the other two know of it.
+        first.wait_for_batch(20)
+        newcomer.go()
+        results = [member.result() for member in (first, third, newcomer)]
+    for bits, times_learnt, batches in results:
+        assert bits == results[0][0]
+        assert times_learnt == [float(EPOCHS)] * SAMPLES
+        assert batches > 0

@@ -53,7 +53,7 @@ def test_precise_statistics_are_those_of_the_layers_group(members):
     ],
     ids=["layer", "lazy layer", "convert_model"],
 )
-def test_what_is_no_group_is_refused_when_the_layer_is_made(make):
+def test_an_invalid_group_is_refused_when_the_layer_is_made(make):
     with pytest.raises(
         ConfigurationError, check=says(r"group: expected None, 'local' or a .*Group, got 'left'; .*size")
     ):

@@ -30,21 +30,20 @@ RENEWALS = [
 
 @pytest.mark.parametrize("renew", RENEWALS, ids=lambda renew: renew.__name__)
 def test_a_renewed_model_goes_on_training_as_on_the_whole_batch(members, renew):
-    """While connected, after every step, on every member."""
     expected = life_programs.train(None, renew)
     for found in members(2, life_programs.train, renew):
         assert_equal(found, expected, TOLERANCE)
 
 
 def test_only_one_member_need_have_renewed_its_model(members):
-    """A copy goes by the name of its original, so its rounds are the others' rounds."""
+    """A copy keeps the layer name, so its rounds match the others'."""
     expected = life_programs.train(None, life_programs.deepcopied)
     for found in members(2, life_programs.train_where_member_0_copies):
         assert_equal(found, expected, TOLERANCE)
 
 
 def test_an_average_of_the_model_in_eval_never_sends(members):
-    """`deepcopy` and `AveragedModel`, evaluated on member 0 alone, while its training goes on."""
+    """`deepcopy` and `AveragedModel`, evaluated on member 0 alone during training."""
     expected, expected_words, _ = life_programs.train_with_averages(None)
     found = members(2, life_programs.train_with_averages)
     for state, _, rounds in found:
@@ -58,7 +57,7 @@ def test_an_average_of_the_model_in_eval_never_sends(members):
 
 @pytest.mark.parametrize("transport", HOST_TRANSPORTS)
 def test_forked_workers_load_and_evaluate_and_leave_the_transport_of_their_parent_alone(over, transport):
-    """And where they would synchronise they are told at once that they cannot."""
+    """Layers in training mode raise in a worker at once."""
     expected, expected_output = life_programs.train_with_a_plain_loader()
     found = over(transport, 2, life_programs.train_with_forked_workers)
     for state, _, told, process in found:
@@ -72,11 +71,7 @@ def test_forked_workers_load_and_evaluate_and_leave_the_transport_of_their_paren
         torch.testing.assert_close(torch.cat([evaluated[step] for _, evaluated, _, _ in found]), whole)
 
 
-@pytest.mark.parametrize(
-    "target",
-    [torch.float64, torch.bfloat16, torch.device("meta"), torch.device("cpu")],
-    ids=str,
-)
+@pytest.mark.parametrize("target", [torch.float64, torch.bfloat16, torch.device("meta"), torch.device("cpu")], ids=str)
 def test_after_conversion_it_moves_as_torchs_layer_does(target):
     plain = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
     ours = client.convert_model(copy.deepcopy(plain))
@@ -115,7 +110,7 @@ def test_a_patched_data_parallel_can_be_copied_and_saved(renew):
     client.patch_replication_callback(original)
     twin = renew(original)
     assert twin.replicate.args[0].__self__ is twin
-    original.device_ids = None  # whoever still asked it for its devices would fail
+    original.device_ids = None  # the copy must not use it
     twin.device_ids = ["cpu"]
     x = torch.randn(4, 3)
     # Torch's own replicate needs an accelerator; for one replica the module itself will do.

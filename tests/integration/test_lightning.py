@@ -1,4 +1,4 @@
-"""A real Lightning `Trainer` in two processes trains as one process does on the whole batch; the plugin by itself."""
+"""A real Lightning `Trainer` in two processes trains like one process on the whole batch; unit tests of the plugin."""
 
 import csv
 import itertools
@@ -19,8 +19,7 @@ import client
 from client import integrations
 from client.session.sessions import Sessions
 from programs import lightning_training as training
-from support.groups_of_processes import run_to_its_end
-from support.made_once import made_once
+from support.launched import made_once, run_to_its_end
 from support.paths import TESTS
 
 PROGRAM = TESTS / "programs" / "lightning_program.py"
@@ -35,8 +34,6 @@ SYNCHRONISED = ["SynchronizedBatchNorm2d", "InstanceNorm2d", "SynchronizedBatchN
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.long) for name in LAUNCHERS])
 def found(request, server, tmp_path_factory):
-    """What the processes have found, by rank."""
-
     def train(folder: Path) -> None:
         environ = {**os.environ, "STATSD_BN_ENDPOINT": server.endpoint, "STATSD_BN_JOB": folder.name}
         run_to_its_end([*LAUNCHERS[request.param], PROGRAM, folder], environ)
@@ -54,14 +51,14 @@ def test_weights_and_running_statistics_are_those_of_the_whole_batch(found):
             torch.testing.assert_close(of_rank[fits], expected, rtol=1e-10, atol=1e-12)
 
 
-def test_a_late_rank_is_asked_where_it_is(found):
-    """In the second fit, whose weights are those of the whole batch all the same."""
+def test_a_late_rank_gets_a_stack_request(found):
+    """In the second fit; its weights are checked as well."""
     told = " ".join(found[1]["told"])
     assert re.search(r"rank 0 is in .*lightning_program.py:\d+ on_train_batch_start", told), told
 
 
 def test_the_training_changes_every_weight_that_learns():
-    """Else equal would be easy. What the last batch norm makes of it does not depend on the instance norm's bias."""
+    """Otherwise equality would prove nothing. The instance norm's bias does not change the last batch norm's output."""
     model = training.network()
     before = training.state(model)
     for name, value in training.train(model).items():
@@ -142,14 +139,14 @@ def test_nothing_to_revert_is_no_error(plugin):
     assert list(plugin.revert(plugin.revert(model))) == layers
 
 
-def test_alone_it_connects_to_nobody(plugin, monkeypatch):
+def test_a_single_process_does_not_connect(plugin, monkeypatch):
     monkeypatch.delenv("STATSD_BN_ENDPOINT", raising=False)
     model = plugin.apply(nn.Sequential(nn.BatchNorm1d(3)))
     assert client.current_connection() is None
     model(torch.randn(4, 3)).sum().backward()
 
 
-def test_only_an_exception_that_ends_the_training_is_told_to_the_others(plugin, server, job, monkeypatch):
+def test_only_an_exception_that_ends_the_training_reaches_the_others(plugin, server, job, monkeypatch):
     """Not one that is being handled while it runs, as where an earlier training has failed."""
     monkeypatch.setenv("STATSD_BN_ENDPOINT", server.endpoint)
     monkeypatch.setenv("STATSD_BN_JOB", job)
@@ -176,7 +173,7 @@ def fail() -> None:
 
 
 def test_importing_the_client_imports_no_framework_and_no_compiler(tmp_path):
-    """Empty modules stand for the frameworks, so that it notices an import of what is not installed, too.
+    """Empty modules replace the frameworks, to catch imports of packages that are not installed.
 
     The compiler takes longer to load than torch without it.
     """

@@ -97,7 +97,7 @@ def _clamped_by_autograd(case: Case) -> whole_batch.Result:
 
 @pytest.mark.parametrize("options", [{}, {"track_running_stats": False}, {"affine": False, "momentum": None}])
 def test_eval_is_each_members_own_and_sends_nothing(members, options):
-    """Without running statistics, too: then eval takes those of the member's own batch, as torch's layer would."""
+    """Without running statistics, eval uses the member's own batch, like torch's layer."""
     for (output, gradient, torch_output, torch_gradient), rounds in members(2, mode_programs.eval_on_its_own, options):
         assert rounds == 0
         assert torch.equal(output, torch_output)
@@ -109,10 +109,7 @@ LAYERS, PHASES, STEPS = 2, 2, 6
 
 RUNS = {
     "nothing special": (Run(STEPS), STEPS * LAYERS * PHASES),
-    "validation between forward and backward": (
-        Run(STEPS, between=mode_programs.validate),
-        STEPS * LAYERS * PHASES,
-    ),
+    "validation between forward and backward": (Run(STEPS, between=mode_programs.validate), STEPS * LAYERS * PHASES),
     "validation between steps": (Run(STEPS, after=mode_programs.validate), STEPS * LAYERS * PHASES),
     "gradients in eval, at both times": (
         Run(STEPS, between=mode_programs.differentiate_in_eval, after=mode_programs.differentiate_in_eval),
@@ -123,11 +120,11 @@ RUNS = {
         Run(STEPS, before=mode_programs.freeze_a_layer_in_odd_steps),
         STEPS // 2 * (LAYERS * PHASES + PHASES),
     ),
-    "a layer whose weight and bias are frozen": (
+    "a layer with frozen weight and bias": (
         Run(STEPS, before=mode_programs.freeze_weight_and_bias),
         STEPS * LAYERS * PHASES,
     ),
-    "a layer whose input needs no gradient": (
+    "a layer with an input without gradient": (
         Run(STEPS, before=mode_programs.freeze_the_beginning),
         STEPS * (PHASES + 1),
     ),
@@ -136,7 +133,7 @@ RUNS = {
 
 @pytest.mark.parametrize(("run", "rounds"), RUNS.values(), ids=RUNS)
 def test_training_equals_the_whole_batch_whatever_one_member_does_in_eval(members, run, rounds):
-    """Several synchronised layers; member 0's passes in eval send nothing and shift nobody's keys."""
+    """Several synchronised layers; eval passes of member 0 send nothing and shift no round keys."""
     expected = mode_programs.on_the_whole_batch(run)
     for state, found_rounds in members(2, mode_programs.on_shards, run):
         assert found_rounds == rounds

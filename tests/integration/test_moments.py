@@ -1,4 +1,4 @@
-"""Moments of several processes' values are those of all values in one, over every transport."""
+"""Moments over several processes equal the moments in one process, over every transport."""
 
 import numpy as np
 import torch

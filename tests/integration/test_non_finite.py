@@ -1,4 +1,4 @@
-"""NaN and infinity: whose they were is told once, or refused, on each transport."""
+"""NaN and infinity: reported once with their ranks, or refused, over every transport."""
 
 import math
 import socket
@@ -24,8 +24,6 @@ RANKS = 3
 
 @pytest.fixture
 def steps_over(over):
-    """Runs three steps in as many processes over a transport."""
-
     def run(transport, *arguments, **given):
         return over(transport, RANKS, three_steps, *arguments, **given)
 
@@ -42,7 +40,7 @@ def steps_over(over):
         pytest.param(math.inf, [1], marks=pytest.mark.long),
     ],
 )
-def test_the_first_one_is_told_with_its_ranks(steps_over, transport, value, bearers):
+def test_the_first_one_is_reported_with_its_ranks(steps_over, transport, value, bearers):
     found = steps_over(transport, value, "forward", bearers, "warn")
     names = [f"rank {rank} ({socket.gethostname()}, pid {pid})" for rank, (*_, pid) in enumerate(found)]
     for rank, (told, raised, moved, _) in enumerate(found):
@@ -79,7 +77,7 @@ def test_it_may_be_ignored(steps_over, transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_is_masked_is_no_finding(steps_over, transport):
+def test_masked_values_are_no_finding(steps_over, transport):
     found = steps_over(transport, math.nan, "forward", [1], "raise", "masked", on_nonfinite="raise")
     assert [of_rank[:-1] for of_rank in found] == [([], [], 3)] * RANKS
 
@@ -98,7 +96,7 @@ def test_gradients_that_overflow_are_mentioned_once_and_end_no_run(steps_over, t
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_gradients_that_spoil_the_weights_are_named_before_what_they_cause(steps_over, transport):
+def test_non_finite_gradients_are_reported_before_their_consequences(steps_over, transport):
     """Of the latest backward pass: the layer and the rank where they came from, once."""
     found = steps_over(transport, math.nan, "backward", [1], "warn", "and then forward")
     for rank, (told, *_) in enumerate(found):
@@ -118,7 +116,7 @@ def test_gradients_that_spoil_the_weights_are_named_before_what_they_cause(steps
         *(pytest.param("compiled", transport, marks=pytest.mark.long) for transport in TRANSPORTS),
     ],
 )
-def test_it_is_told_of_calls_of_any_kind(steps_over, transport, how):
+def test_it_is_reported_for_calls_of_any_kind(steps_over, transport, how):
     for phase, levels in (("forward", ["WARNING", "ERROR", "WARNING"]), ("backward", ["INFO"] * RANKS)):
         found = steps_over(transport, math.nan, phase, [1], "warn", how)
         assert [[level for level, _ in told] for told, *_ in found] == [[level] for level in levels]

@@ -1,4 +1,4 @@
-"""A master of one's own: it listens where it is told to, lets in whom it should, and leaves nothing behind."""
+"""A server that the client starts: its endpoint, its keys, and its end without leftovers."""
 
 import os
 import re
@@ -31,7 +31,6 @@ with_proc = pytest.mark.skipif(not (PROC / "self/environ").exists(), reason="fin
 
 @pytest.fixture
 def start():
-    """Starts masters; none outlives the test."""
     masters = []
 
     def run(bind=None, **given):
@@ -52,7 +51,7 @@ def has_ended(master):
     return master._has_stopped.is_set() and not (PROC / str(master._process.pid)).exists()
 
 
-def test_it_listens_in_a_folder_of_its_own_that_nobody_else_can_enter_and_that_is_gone_with_it(start):
+def test_it_listens_in_a_private_folder_that_is_removed_at_its_end(start):
     master = start()
     path = Path(master.endpoint.removeprefix("ipc://"))
     assert [stat.S_IMODE(found.stat().st_mode) for found in (path.parent, path)] == [0o700, 0o600]
@@ -61,7 +60,7 @@ def test_it_listens_in_a_folder_of_its_own_that_nobody_else_can_enter_and_that_i
     assert not path.parent.exists()
 
 
-def test_a_folder_for_temporary_files_with_a_long_name_does_not_keep_it_from_listening(start, tmp_path, monkeypatch):
+def test_a_long_name_of_the_temporary_folder_is_no_obstacle(start, tmp_path, monkeypatch):
     deep = tmp_path / ("x" * 100)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
@@ -75,7 +74,7 @@ def _changed(path: Path, before: int) -> bool:
 
 @with_proc
 @pytest.mark.parametrize("is_killed_too", [False, True])
-def test_its_folder_is_removed_when_the_process_that_started_it_is_killed(tmp_path, is_killed_too):
+def test_its_folder_is_removed_when_its_parent_is_killed(tmp_path, is_killed_too):
     with Launched([sys.executable, "-c", PARENT], {"TMPDIR": str(tmp_path)}, tmp_path / "errors") as parent:
         folder = Path(parent.line("ipc://").removeprefix("ipc://")).parent
         assert folder.parent == tmp_path
@@ -117,7 +116,7 @@ def test_it_stays_while_a_member_is_there_however_many_have_left(start):
 
 @with_curve
 @with_proc
-def test_with_keys_it_lets_in_nobody_else_and_no_key_is_in_a_file_or_an_argument(start, tmp_path, monkeypatch):
+def test_with_keys_it_refuses_others_and_no_key_is_in_a_file_or_an_argument(start, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     written = []
     monkeypatch.setattr(Path, "write_text", lambda path, *_, **__: written.append(path))
@@ -138,7 +137,7 @@ def test_with_keys_it_lets_in_nobody_else_and_no_key_is_in_a_file_or_an_argument
         assert connection.members == [0]
 
 
-def test_programs_and_variables_of_the_script_do_not_make_it_another(start, tmp_path, monkeypatch):
+def test_the_scripts_modules_and_variables_do_not_change_the_server(start, tmp_path, monkeypatch):
     (tmp_path / "server.py").write_text("print('listening on tcp://nowhere:1', flush=True)")
     monkeypatch.chdir(tmp_path)
     for name, value in {"BIND": "tcp://127.0.0.1:1", "CURVE": str(tmp_path), "INSECURE": "1"}.items():
@@ -146,7 +145,7 @@ def test_programs_and_variables_of_the_script_do_not_make_it_another(start, tmp_
     assert ask(start().endpoint)["groups"] == []
 
 
-def test_a_server_that_does_not_start_is_told_with_its_exit_code(start, monkeypatch, capfd):
+def test_a_failed_start_is_an_error_with_the_exit_code(start, monkeypatch, capfd):
     monkeypatch.setenv("STATSD_BN_LOG_LEVEL", "loud")
     with pytest.raises(ServerUnreachable, check=says(r"cannot start a server: .*it exited with code 2 after")):
         start()
@@ -154,14 +153,13 @@ def test_a_server_that_does_not_start_is_told_with_its_exit_code(start, monkeypa
 
 
 def kill(master):
-    """Kills its server, and waits until it has another one or none."""
     before = master._process
     os.kill(before.pid, signal.SIGKILL)
     wait_until(lambda: master._process is not before or master._has_stopped.is_set())
 
 
 @pytest.mark.parametrize("with_keys", [False, pytest.param(True, marks=with_curve)])
-def test_a_server_that_is_killed_is_started_again_where_it_was(start, caplog, tmp_path, monkeypatch, with_keys):
+def test_a_killed_server_is_restarted_at_its_endpoint(start, caplog, tmp_path, monkeypatch, with_keys):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     master = start("tcp://127.0.0.1:*", keys=job_secret.server_keys(SECRET, "job")) if with_keys else start()
     keys = job_secret.member_keys(SECRET, "job") if with_keys else None
@@ -175,7 +173,7 @@ def test_a_server_that_is_killed_is_started_again_where_it_was(start, caplog, tm
     assert caplog.messages.count("the server that this process started was killed by SIGKILL; restarting it") == 1
 
 
-def test_one_that_is_killed_as_soon_as_it_listens_is_started_again(start, monkeypatch):
+def test_a_server_killed_as_soon_as_it_listens_is_restarted(start, monkeypatch):
     start_server = ServerProcess._start
 
     def killed(self, bind):
@@ -190,14 +188,14 @@ def test_one_that_is_killed_as_soon_as_it_listens_is_started_again(start, monkey
     assert ask(start().endpoint, WAIT_SECONDS)["groups"] == []
 
 
-def test_one_that_is_killed_while_it_is_started_again_is_started_once_more(start):
+def test_a_server_killed_during_its_restart_is_restarted(start):
     master = start()
     kill(master)
     kill(master)
     assert ask(master.endpoint, WAIT_SECONDS)["groups"] == []
 
 
-def test_it_is_started_again_where_no_thread_can_be_started(start, monkeypatch):
+def test_a_server_is_restarted_without_new_threads(start, monkeypatch):
     """Python 3.12 starts none any more at the interpreter's end, where member 0 waits for the others."""
     master = start()
     monkeypatch.setattr(threading.Thread, "start", _refuse)
@@ -205,7 +203,7 @@ def test_it_is_started_again_where_no_thread_can_be_started(start, monkeypatch):
     assert ask(master.endpoint, WAIT_SECONDS)["groups"] == []
 
 
-def test_one_that_is_started_again_does_not_wait_for_members_who_have_left(start, monkeypatch):
+def test_a_restarted_server_does_not_wait_for_members_that_left(start, monkeypatch):
     """Their goodbyes went to the one that was killed, or to none."""
     command = [sys.executable, "-c", QUICKLY_TIRED]
     monkeypatch.setattr(server_process, "_command", lambda *arguments: [*command, *arguments])
@@ -216,7 +214,7 @@ def test_one_that_is_started_again_does_not_wait_for_members_who_have_left(start
     assert master._process.returncode == 0
 
 
-def test_one_that_is_killed_again_and_again_is_told_and_not_started_any_more(start, caplog, monkeypatch):
+def test_a_server_killed_repeatedly_is_logged_and_not_restarted(start, caplog, monkeypatch):
     monkeypatch.setattr(server_process, "FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(server_process, "IMMEDIATE_RESTARTS", 1)
     monkeypatch.setattr(server_process, "MAX_FAILURES", 3)
@@ -232,7 +230,7 @@ def test_one_that_is_killed_again_and_again_is_told_and_not_started_any_more(sta
     assert master not in server_process._started
 
 
-def test_one_that_is_stopped_in_the_pause_before_it_is_started_again_stays_stopped(start, monkeypatch):
+def test_a_server_stopped_before_its_restart_stays_stopped(start, monkeypatch):
     monkeypatch.setattr(server_process, "FIRST_PAUSE_SECONDS", 3600.0)
     monkeypatch.setattr(server_process, "IMMEDIATE_RESTARTS", 0)
     master = start()
@@ -242,7 +240,7 @@ def test_one_that_is_stopped_in_the_pause_before_it_is_started_again_stays_stopp
     assert has_ended(master)
 
 
-def test_one_that_cannot_be_started_again_is_told(start, caplog, monkeypatch):
+def test_a_failed_restart_is_logged(start, caplog, monkeypatch):
     master = start()
     monkeypatch.setattr(server_process, "_command", lambda *_: [sys.executable, "-c", "raise SystemExit(7)"])
     kill(master)
@@ -252,14 +250,14 @@ def test_one_that_cannot_be_started_again_is_told(start, caplog, monkeypatch):
     )
 
 
-def test_one_that_is_stopped_is_not_started_again_and_nothing_is_told(start, caplog):
+def test_a_stopped_server_is_neither_restarted_nor_logged(start, caplog):
     master = start()
     master.stop()
     assert caplog.messages == []
     assert has_ended(master)
 
 
-def test_one_that_is_stopped_while_it_is_started_again_ends(start, caplog, monkeypatch):
+def test_a_server_stopped_during_its_restart_ends(start, caplog, monkeypatch):
     master = start()
     is_about_to, may = threading.Event(), threading.Event()
     command = server_process._command
@@ -283,7 +281,7 @@ def test_one_that_is_stopped_while_it_is_started_again_ends(start, caplog, monke
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_a_server_that_says_nothing_is_told_and_stopped(start, monkeypatch):
+def test_a_silent_server_is_an_error_and_stopped(start, monkeypatch):
     monkeypatch.setattr(server_process, "START_SECONDS", 0.2)
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     monkeypatch.setattr(server_process, "_command", lambda *_: command)
@@ -302,7 +300,7 @@ def test_a_server_that_does_not_start_leaves_no_folder(start, tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_long_wait_for_the_members_at_the_end_is_told(start, monkeypatch, caplog):
+def test_a_long_wait_for_the_members_at_the_end_is_logged(start, monkeypatch, caplog):
     monkeypatch.setattr(server_process, "WARN_SECONDS", 0.05)
     start(leave_timeout=0.2)
     with caplog.at_level("WARNING", "statsd_bn.client"):
@@ -310,7 +308,7 @@ def test_a_long_wait_for_the_members_at_the_end_is_told(start, monkeypatch, capl
     assert "waiting up to 0.2 s for the other members" in caplog.text
 
 
-def test_whoever_is_at_the_end_waits_for_the_members_as_long_as_it_said(start):
+def test_the_end_waits_for_the_members_until_the_timeout(start):
     start(leave_timeout=0.1)
     server_process.wait_for_members()
     patient = start(leave_timeout=20.0)
@@ -361,6 +359,6 @@ def _children():
     return found
 
 
-def test_the_server_is_the_one_that_lies_beside_this_package():
+def test_the_server_belongs_to_the_same_installation():
     assert (server_process.PACKAGES / "server" / "__main__.py").is_file()
     assert (server_process.PACKAGES / "client" / "launch" / "server_process.py").is_file()

@@ -24,7 +24,7 @@ CLAIMS, PLACES = 24, 4
 
 @pytest.mark.parametrize("delay_bytes", [0, 2**14, 2**18])
 def test_a_heartbeat_in_a_flood_that_breaks_off_does_not_end_the_server(delay_bytes):
-    """libzmq answers a heartbeat at once, and ends the process if the connection has broken meanwhile."""
+    """libzmq answers a heartbeat at once, and aborts the process if the connection broke in the meantime."""
     flood = (message(b"x") * 100 + PING * 3) * 12
     options = "--insecure", "--max-refusals", str(2**20)
     with running_server(*options, bind=ANY_PORT) as server:
@@ -53,21 +53,21 @@ def test_to_end_a_flood_with_heartbeats_does_not_end_the_server():
 
 
 def answer(peer: RawPeer) -> object:
-    """What the server says next, but for its looks whether the peer is there."""
+    """The next message of the server, probes left out."""
     while True:
         said = decode(peer.receive())
         if not (isinstance(said, Registered) and said.digest == NO_SERVER):
             return said
 
 
-def test_a_peer_is_told_why_its_connection_ends_however_soon_the_server_looks(serve, monkeypatch):
+def test_a_peer_gets_the_reason_before_its_connection_is_closed(serve, monkeypatch):
     """The frame leaves by another thread, which needs a moment."""
     monkeypatch.setattr(network_service, "POLL_SECONDS", 0.0)
     most = 16
     service = serve(max_refusals=most)
     for _ in range(20):
         with RawPeer(service.endpoints[0]) as peer:
-            # What is borne in a quarter of a second may be borne twice, where that ends meanwhile.
+            # The limit counts a quarter of a second; the flood may span two.
             for _ in range(2 * most + 1):
                 peer.send(b"x")
             while answer(peer).code != "limit":
@@ -76,7 +76,7 @@ def test_a_peer_is_told_why_its_connection_ends_however_soon_the_server_looks(se
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_peer_that_sets_none_is_served_however_it_shakes_hands(serve, is_late):
+def test_a_peer_without_a_routing_id_is_served_after_any_handshake(serve, is_late):
     service = serve()
     for identity in ((), ((b"Identity", b""),)):
         with RawPeer(service.endpoints[0], *identity, is_late=is_late) as peer:
@@ -87,7 +87,7 @@ def test_a_peer_that_sets_none_is_served_however_it_shakes_hands(serve, is_late)
 @pytest.mark.parametrize(
     "hello", [greeting(major=0), greeting(major=1), b"\x01\x00" + message(b"x")], ids=["1.0", "2.0", "unversioned"]
 )
-def test_peers_of_old_zmtp_are_refused_since_nobody_can_be_asked_about_them(serve, hello):
+def test_peers_of_old_zmtp_are_refused(serve, hello):
     service = serve()
     host, _, port = service.endpoints[0].removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port)), WAIT_SECONDS) as old:

@@ -37,7 +37,7 @@ def test_torchs_layer_gets_its_process_group_back(ranks):
     assert ranks(2, process_group_programs.revert) == [True, True]
 
 
-def test_ranks_in_different_layers_are_all_told_where_the_others_are(ranks):
+def test_ranks_in_different_layers_all_get_the_others_places(ranks):
     for text in ranks(3, process_group_programs.come_to_different_layers, ["stem.bn", "head.bn", "stem.bn"]):
         first, *rows = text.splitlines()
         assert first == "RoundMismatch: deadlock: the ranks wait in different rounds"
@@ -48,7 +48,7 @@ def test_ranks_in_different_layers_are_all_told_where_the_others_are(ranks):
         ]
 
 
-def test_ranks_with_other_channels_are_all_told_the_numbers(ranks):
+def test_a_mismatch_of_channels_has_the_numbers_on_all_ranks(ranks):
     for text in ranks(2, process_group_programs.come_with_channels, [4, 8]):
         assert "rank 0  in forward of layer 'bn', call 0, step 0, 4 channels, 2 vectors" in text
         assert "rank 1  in forward of layer 'bn', call 0, step 0, 8 channels, 2 vectors" in text
@@ -87,24 +87,24 @@ def test_a_rank_that_is_alone_in_its_process_group_is_named_as_in_the_job(ranks)
     assert told.startswith("rank 1 sent non-finite values: ")
 
 
-def test_a_rank_that_gathers_while_another_is_in_a_layer_is_told_and_so_is_that(ranks):
+def test_a_gather_beside_a_layer_is_a_mismatch_on_all_ranks(ranks):
     for text in ranks(2, process_group_programs.gather_beside_a_layer):
         assert text.startswith("RoundMismatch: deadlock: the ranks wait in different rounds")
         assert "rank 0  in forward of layer 'bn'" in text
         assert "rank 1  in gather of layer 'mp_sync()'" in text
 
 
-def test_values_and_gradients_go_over_it_too(ranks):
+def test_values_and_gradients_use_it_too(ranks):
     assert ranks(2, process_group_programs.gather_values) == [([0, 0, 1], 0, 2), ([0, 0, 1], 1, 2)]
     assert ranks(2, process_group_programs.average) == [([0.75, 1.5], 4)] * 2
 
 
-def test_who_would_be_away_is_told_that_it_needs_a_connection(ranks):
+def test_join_without_a_connection_is_an_error(ranks):
     for text in ranks(2, process_group_programs.join):
         assert text.splitlines()[0] == "client.join() needs a connection: a process group waits for all its ranks"
 
 
-def test_a_compiled_layer_notices_that_it_has_company_now(pool, tmp_path):
+def test_a_compiled_layer_notices_a_later_process_group(pool, tmp_path):
     run = process_group_programs.compile_before_there_are_ranks
     futures = [pool.submit(run, str(tmp_path / "store"), rank) for rank in range(2)]
     rows = torch.tensor([[1.0, 2.0], [3.5, 5.0], [2.0, 4.0], [7.0, 10.0]], dtype=torch.float64)
@@ -115,12 +115,12 @@ def test_a_compiled_layer_notices_that_it_has_company_now(pool, tmp_path):
         assert np.abs(alone - together).max() > 0.1
 
 
-def test_a_process_group_that_is_gone_is_told(ranks):
+def test_a_destroyed_process_group_is_an_error(ranks):
     for text in ranks(2, process_group_programs.destroyed):
         assert "does not exist in this process, or was destroyed" in unwrap(text)
 
 
-def test_a_rank_outside_of_its_process_group_is_told(ranks):
+def test_a_rank_outside_of_its_process_group_gets_an_error(ranks):
     _, text = ranks(2, process_group_programs.outside)
     assert "this process is not a member of the layer's process group" in unwrap(text)
 
@@ -147,21 +147,21 @@ def test_a_rank_whose_data_differ_is_named_by_the_first_rank_without_a_server(ra
     assert who.startswith(f"{socket.gethostname()}, ")
 
 
-def test_of_a_process_group_that_is_gone_by_now_nothing_is_told_late():
+def test_late_checks_ignore_a_destroyed_process_group():
     pipe = process_group.ProcessGroupPipe(NamedProcessGroup("gone", 2), "bn")
     assert pipe.places() == {}
     process_group.report_non_finite(pipe, mock.Mock())
 
 
 @pytest.mark.parametrize("on_devices", [False, True])
-def test_the_server_is_told_of_infinity_by_the_first_rank(ranks, server, job, on_devices):
+def test_rank_0_reports_infinity_to_the_server(ranks, server, job, on_devices):
     program = process_group_programs.spoil_beside_a_connection
     (text,), _ = ranks(2, program, server.endpoint, job, on_devices=on_devices)
     assert ", forward, step 0, rank 1 (" in text
     assert text.endswith("4 of 4 channels (inf)")
 
 
-def test_with_a_connection_as_well_the_server_is_told(ranks, server, job):
+def test_with_a_connection_the_server_gets_the_findings(ranks, server, job):
     (first, found), *_ = ranks(3, process_group_programs.differ, LOOKED_SECONDS, server.endpoint, job)
     skew, non_finite = found
     assert (skew["kind"], skew["rank"]) == ("skew", 2)

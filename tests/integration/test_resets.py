@@ -1,4 +1,4 @@
-"""Connections that were reset are found out by what the system drops; a forged reset ends none."""
+"""Resets are detected by dropped segments; a forged reset ends no connection."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="resets reach Zero
 # So long that no member is lost by its silence within a test.
 SILENCE_SECONDS = 60.0
 
-# The server ends no connection for what it has to refuse.
+# The server closes no connection for refused messages.
 MANY = ("--max-refusals", str(2**20))
 
 # A peer, and how it answers: it has acknowledged all, a moment ago; something for some time; nothing since long ago.
@@ -50,7 +50,7 @@ TAKES_NOTHING = TcpState(has_unacknowledged=False, idle=99.0, round_trip=0.0)
 
 @dataclass
 class System:
-    """What the system tells of a connection, and what the server makes of it."""
+    """The kernel's counters of a connection, and the server's conclusion."""
 
     count: int = 0
     answers: TcpState | None = HAS_ANSWERED
@@ -78,26 +78,26 @@ def test_a_connection_that_has_dropped_nothing_is_not_suspected():
     assert system.resets.confirm_resets(20.0) == []
 
 
-def test_one_that_answers_with_resets_only_is_gone_once(suspected):
+def test_a_peer_that_answers_only_with_resets_is_lost_once(suspected):
     assert suspected.resets.confirm_resets(10.0 + ANSWER_SECONDS / 2) == []
     assert suspected.resets.confirm_resets(10.0 + ANSWER_SECONDS) == [PEER]
     assert suspected.resets.confirm_resets(20.0) == []
 
 
-def test_one_that_is_far_away_has_longer(suspected):
+def test_a_peer_with_a_long_round_trip_has_longer(suspected):
     suspected.answers = TcpState(has_unacknowledged=True, idle=99.0, round_trip=0.5)
     assert suspected.resets.confirm_resets(10.5) == []
     assert suspected.resets.confirm_resets(10.5 + ANSWER_SECONDS) == [PEER]
 
 
-def test_one_that_answers_is_kept_whatever_else_is_dropped(suspected):
+def test_a_peer_that_answers_is_kept_whatever_else_is_dropped(suspected):
     suspected.answers = HAS_ANSWERED
     assert suspected.resets.confirm_resets(10.1) == []
     suspected.answers = ANSWERS_NOT
     assert suspected.resets.confirm_resets(20.0) == []
 
 
-def test_one_that_has_answered_at_once_is_no_suspect_any_more(suspected):
+def test_a_peer_that_answered_at_once_is_no_suspect_any_more(suspected):
     """Nothing else has come since, and the system counts time in coarse steps."""
     suspected.answers = TcpState(has_unacknowledged=False, idle=0.059, round_trip=0.0)
     assert suspected.resets.confirm_resets(10.05) == []
@@ -113,22 +113,22 @@ def test_what_is_dropped_later_is_a_suspicion_of_its_own(suspected):
     assert suspected.suspects(12.0) == []
 
 
-def test_one_is_not_suspected_twice_at_a_time(suspected):
+def test_a_peer_is_not_suspected_twice_at_a_time(suspected):
     assert suspected.suspects(10.1) == []
 
 
-def test_one_that_drops_nothing_more_is_kept():
+def test_a_peer_without_further_drops_is_kept():
     system = System(1, ANSWERS_NOT)
     assert system.suspects(10.0) == [PEER]
     assert system.resets.confirm_resets(20.0) == []
 
 
-def test_one_that_need_not_answer_is_kept(suspected):
+def test_a_peer_that_need_not_answer_is_kept(suspected):
     suspected.answers = TAKES_NOTHING
     assert suspected.resets.confirm_resets(20.0) == []
 
 
-def test_one_of_which_the_system_tells_nothing_is_kept(suspected):
+def test_a_peer_without_tcp_state_is_kept(suspected):
     suspected.answers = None
     assert suspected.resets.confirm_resets(20.0) == []
 
@@ -167,7 +167,7 @@ def test_the_system_counts_the_resets_that_it_drops(connection):
     wait_until(lambda: tcp_state(near.fileno()).idle > silence + 0.1)
 
 
-def test_nothing_is_told_of_what_is_no_connection(tmp_path):
+def test_other_descriptors_have_no_tcp_state(tmp_path):
     with (tmp_path / "file").open("w") as file:
         assert (dropped_segments(file.fileno()), tcp_state(file.fileno())) == (0, None)
     one, other = socket.socketpair()
@@ -199,7 +199,7 @@ def waits_only_for(endpoint: str, member: int) -> bool:
     return any(waiting["missing"] == [member] for group in ask(endpoint)["groups"] for waiting in group["waiting"])
 
 
-def test_one_that_is_killed_with_an_answer_unread_is_known_by_its_connection(company, patient):
+def test_a_rank_killed_with_an_unread_answer_is_detected_by_its_connection(company, patient):
     company.tell(death_programs.exchange, 0, 2)
     wait_until(lambda: waits_only_for(patient, 1))
     company.send_signal(2, signal.SIGSTOP)
@@ -221,7 +221,6 @@ def service(serve: Callable[..., Service]) -> Service:
 
 
 def probes_until(peer: RawPeer, wanted: Callable[[object], bool]) -> int:
-    """How many probes come before what is wanted."""
     probes = 0
     while not wanted(said := decode(peer.receive())):
         probes += is_probe(said)
@@ -230,7 +229,7 @@ def probes_until(peer: RawPeer, wanted: Callable[[object], bool]) -> int:
 
 @pytest.fixture
 def forge() -> Iterator[Callable[[socket.socket], None]]:
-    """Sends resets in the name of one end of a connection, whose sequence numbers are guessed."""
+    """Send resets in the name of one end of a connection, with guessed sequence numbers."""
     try:
         raw = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_TCP)
     except PermissionError:
@@ -274,7 +273,7 @@ def has_members(endpoint: str) -> bool:
 
 @ON_LINUX
 def test_to_end_members_that_have_reset_does_not_end_the_server(patient):
-    """Each breaks off in a flood with heartbeats, for which libzmq ends the process if it is told of it too early."""
+    """Each aborts in a flood with heartbeats; an early close would make libzmq abort the process."""
     flood = (message(b"x") * 100 + PING * 3) * 400
     for number in range(8):
         peer = RawPeer(patient)

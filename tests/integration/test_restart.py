@@ -13,7 +13,7 @@ import pytest
 
 from client.session.protocol.member import OVER_SERVER, SHARED_MEMORY, Member
 from client.session.protocol.session import Session
-from programs import restart_programs
+from programs import chaos_programs
 from server.cli.status import ask
 from server.core.dispatcher import Dispatcher
 from server.group.recovery import RECONNECT_SECONDS
@@ -41,7 +41,6 @@ def endpoint(tmp_path):
 
 @pytest.fixture
 def servers(endpoint, tmp_path):
-    """Starts servers on one endpoint, one after the other."""
     command = [sys.executable, "-m", "server", "--bind", endpoint, "--log-level", "error", "--silence-seconds", "60"]
     with ExitStack() as stack:
 
@@ -55,7 +54,7 @@ def servers(endpoint, tmp_path):
 
 def run_members(pool, endpoint, job, n, transport=OVER_SERVER):
     return [
-        pool.submit(restart_programs.train, endpoint, job, member, n, STEPS, PAUSE_SECONDS, transport)
+        pool.submit(chaos_programs.train_through_restarts, endpoint, job, member, n, STEPS, PAUSE_SECONDS, transport)
         for member in range(n)
     ]
 
@@ -104,7 +103,7 @@ class World:
         self.now = 0.0
         self.restart(b"server-0")
         for session in self.members:
-            self.say(session, session.register())
+            self.send(session, session.register())
         for session in self.members:
             assert [answer.missing for answer in self.read(session)][-1] == 0
 
@@ -112,7 +111,7 @@ class World:
         self.dispatcher = Dispatcher(server, self.now)
         self.inboxes = defaultdict(list)
 
-    def say(self, session, *frames):
+    def send(self, session, *frames):
         for frame in frames:
             self.deliver(self.dispatcher.receive(self.now, session.member_token, frame).replies)
 
@@ -121,7 +120,6 @@ class World:
             self.inboxes[to].append(frame)
 
     def read(self, session):
-        """Returns what this session was answered since it last read."""
         frames = self.inboxes.pop(session.member_token, [])
         for frame in frames:
             session.on_unsolicited(frame)
@@ -134,14 +132,13 @@ class World:
         return frame
 
     def exchange(self, layer):
-        """A round of all members."""
         for number, session in enumerate(self.members):
-            self.say(session, session.contribution(key := session.forward_key(layer), rows_of(number)))
+            self.send(session, session.contribution(key := session.forward_key(layer), rows_of(number)))
         return [self.take(session, key) for session in self.members]
 
     def heartbeats(self, *sessions):
         for session in sessions:
-            self.say(session, session.heartbeat())
+            self.send(session, session.heartbeat())
 
 
 def rows_of(number, value=1.0):
@@ -153,7 +150,7 @@ def codes(answers):
 
 
 def restarted(**given):
-    """A world whose members have had a round, and wait for another one that a new server does not know."""
+    """A world after a round: its members wait in the next one, unknown to a new server."""
     world = World(**given)
     world.exchange("bn")
     key, *_ = [session.forward_key("bn2") for session in world.members]
@@ -162,57 +159,57 @@ def restarted(**given):
 
 
 def come_back(world, session, key):
-    world.say(session, *session.resync_frames(), session.contribution(key, rows_of(session.member.rank)))
+    world.send(session, *session.resync_frames(), session.contribution(key, rows_of(session.member.rank)))
 
 
-def test_a_round_that_one_member_had_an_answer_to_and_another_not_is_answered_with_the_same_bytes():
+def test_a_round_answered_to_one_member_only_has_the_same_bytes_after_a_restart():
     """The old master answered member 0 and died before it answered the others."""
     world = World()
     ahead, *others = world.members
     for number, session in enumerate(world.members):
         key = session.forward_key("bn")
-        world.say(session, session.contribution(key, rows_of(number)))
+        world.send(session, session.contribution(key, rows_of(number)))
     expected = world.take(ahead, key)
     world.restart(b"server-1")
     following = ahead.forward_key("bn2")
-    world.say(ahead, ahead.contribution(following, rows_of(0, 7.0)))
+    world.send(ahead, ahead.contribution(following, rows_of(0, 7.0)))
     for number, session in enumerate(others, 1):
-        world.say(session, session.contribution(key, rows_of(number), attempt=1))
+        world.send(session, session.contribution(key, rows_of(number), attempt=1))
     for session in world.members:
         (failure,) = world.read(session)
         assert (failure.code, failure.fields) == ("unknown_session", {"digest": digest(session.member_token).hex()})
-        world.say(session, *session.resync_frames())
-    world.say(ahead, ahead.contribution(following, rows_of(0, 7.0), attempt=1))
+        world.send(session, *session.resync_frames())
+    world.send(ahead, ahead.contribution(following, rows_of(0, 7.0), attempt=1))
     for session in world.members:
         world.read(session)
     for number, session in enumerate(others, 1):
-        world.say(session, session.contribution(key, rows_of(number), attempt=2))
+        world.send(session, session.contribution(key, rows_of(number), attempt=2))
     for session in others:
         assert world.inboxes[session.member_token][-1] == expected
         del world.inboxes[session.member_token][:-1]
         world.take(session, key)
     for number, session in enumerate(others, 1):
-        world.say(session, session.contribution(session.forward_key("bn2"), rows_of(number, 7.0)))
+        world.send(session, session.contribution(session.forward_key("bn2"), rows_of(number, 7.0)))
     assert len({world.take(session, following) for session in world.members}) == 1
 
 
-def test_what_comes_before_all_are_back_is_answered_when_they_are():
+def test_early_contributions_after_a_restart_are_answered_when_all_are_back():
     world, key = restarted()
     first, second, third = world.members
     for session in (first, second):
-        world.say(session, *session.resync_frames())
+        world.send(session, *session.resync_frames())
         world.read(session)
-    world.say(first, first.contribution(key, rows_of(0)))
-    world.say(second, second.contribution(key, rows_of(1), attempt=1))
+    world.send(first, first.contribution(key, rows_of(0)))
+    world.send(second, second.contribution(key, rows_of(1), attempt=1))
     assert world.read(first) == []
     (pending,) = world.read(second)
     assert isinstance(pending, Pending)
     assert "waiting for rank 2 to reconnect to the restarted server" in pending.message
-    world.say(third, *third.resync_frames())
+    world.send(third, *third.resync_frames())
     for session in world.members:
         *_, registered = (answer for answer in world.read(session) if isinstance(answer, Registered))
         assert (registered.missing, registered.server) == (0, b"server-1")
-    world.say(third, third.contribution(key, rows_of(2)))
+    world.send(third, third.contribution(key, rows_of(2)))
     assert len({world.take(session, key) for session in world.members}) == 1
 
 
@@ -223,13 +220,13 @@ def test_a_contribution_that_was_deferred_is_forgotten_with_its_member():
         come_back(world, session, key)
     for session in (first, second):
         world.read(session)
-    world.say(first, first.leave("boom"))
+    world.send(first, first.leave("boom"))
     assert world.read(first) == []
     (lost,) = world.read(second)
     assert (lost.code, lost.fields["member"], lost.fields["cause"]) == ("replica_lost", 0, "boom")
 
 
-def test_only_the_latest_results_are_told_and_in_order():
+def test_only_the_latest_results_are_resent_in_order():
     world = World(n=1)
     (session,) = world.members
     frames = [frame for number in range(20) for frame in world.exchange(f"bn{number}")]
@@ -239,29 +236,29 @@ def test_only_the_latest_results_are_told_and_in_order():
     assert [encode(result.aggregate) for result in results] == frames[-limits.CACHED_ROUNDS :]
 
 
-def test_a_group_to_which_one_member_has_no_more_to_say_is_taken_up_again():
-    """The master answers member 1 of the pair and dies; member 1 goes on elsewhere, and member 0 still waits."""
+def test_a_group_is_restored_even_if_a_member_has_no_round_left():
+    """The master answers member 1 of the pair and dies; member 1 continues elsewhere, and member 0 still waits."""
     pair = World("pair", 2)
     waiting, done = pair.members
     for number, session in enumerate(pair.members):
         key = session.forward_key("bn")
-        pair.say(session, session.contribution(key, rows_of(number)))
+        pair.send(session, session.contribution(key, rows_of(number)))
     expected = pair.take(done, key)
     pair.restart(b"server-1")
-    pair.say(waiting, *waiting.resync_frames(), waiting.contribution(key, rows_of(0), attempt=1))
+    pair.send(waiting, *waiting.resync_frames(), waiting.contribution(key, rows_of(0), attempt=1))
     pair.heartbeats(done)
     (unknown,) = pair.inboxes.pop(done.member_token)
     assert waiting.on_unsolicited(unknown) == [], "it is about another session"
     pair.read(waiting)
-    pair.say(done, *done.on_unsolicited(unknown))
-    # It was told that all are back, and what it waits for.
+    pair.send(done, *done.on_unsolicited(unknown))
+    # Before the aggregate it heard that all have registered.
     *_, answer = pair.inboxes[waiting.member_token]
-    pair.say(waiting, waiting.contribution(key, rows_of(0), attempt=2))
+    pair.send(waiting, waiting.contribution(key, rows_of(0), attempt=2))
     assert pair.inboxes[waiting.member_token][-1] == expected
     assert answer == expected
 
 
-def test_a_session_overhears_nothing_but_what_it_must_answer():
+def test_a_session_ignores_unrelated_messages():
     session = World(n=1).members[0]
     for failure in (Failure("replica_lost", "gone", {}), Failure("unknown_session", "who?", {})):
         assert session.on_unsolicited(encode(failure)) == []
@@ -269,7 +266,7 @@ def test_a_session_overhears_nothing_but_what_it_must_answer():
     assert session.on_unsolicited(encode(Pending(session.forward_key("bn"), 0, "waiting"))) == []
 
 
-def test_a_member_that_does_not_come_back_is_named_when_it_would_be_lost():
+def test_a_member_that_does_not_reconnect_is_lost_in_time():
     world = World()
     world.exchange("bn")
     world.now = 10.0
@@ -285,12 +282,12 @@ def test_a_member_that_does_not_come_back_is_named_when_it_would_be_lost():
     world.now = 10.0 + limits.SILENCE_SECONDS
     world.deliver(world.dispatcher.tick(world.now))
     for session in (first, second):
-        # The answer to the round, and the news that the job is broken, which comes to where the heartbeats come from.
+        # The answer to the round, and the failure of the job on the heartbeat socket.
         lost, news = sorted(world.read(session), key=lambda told: told.key is None)
         assert (lost.code, lost.key, lost.fields["member"]) == ("replica_lost", key, 2)
         assert (news.code, news.key, news.fields) == ("replica_lost", None, lost.fields)
         assert "rank 2 did not reconnect after the server was restarted" in lost.message
-    world.say(first, first.register())
+    world.send(first, first.register())
     assert codes(world.read(first)) == ["replica_lost"]
 
 
@@ -302,8 +299,8 @@ def test_members_with_different_results_of_one_round_break_the_group():
         world.read(session)
     register, result = map(decode, third.resync_frames())
     other = replace(result.aggregate, values=result.aggregate.values + 1.0)
-    world.say(third, encode(register), encode(replace(result, aggregate=other)))
-    world.say(third, third.contribution(key, rows_of(2)))
+    world.send(third, encode(register), encode(replace(result, aggregate=other)))
+    world.send(third, third.contribution(key, rows_of(2)))
     for session in world.members:
         failure = world.read(session)[-1]
         assert (failure.code, failure.key) == ("conflict", key)
@@ -321,8 +318,8 @@ def test_the_rows_of_all_members_go_before_a_result_that_differs_from_their_sum(
             if session.member.rank == 2
             else [encode(result)]
         )
-        world.say(session, encode(replace(register, results=len(results))), *results)
-        world.say(session, session.contribution(key, rows_of(session.member.rank)))
+        world.send(session, encode(replace(register, results=len(results))), *results)
+        world.send(session, session.contribution(key, rows_of(session.member.rank)))
     world.now += RECONNECT_SECONDS
     world.deliver(world.dispatcher.tick(world.now))
     assert [world.read(session)[-1].values[0, 0] for session in world.members] == [6.0] * N
@@ -333,11 +330,11 @@ def test_no_result_counts_in_a_group_that_has_not_been_restarted():
     world = World()
     (frame, *_) = world.exchange("bn")
     other = replace(decode(frame), values=np.full((2, 1), 1e30))
-    world.say(world.members[0], encode(Result(world.members[0].member_token, other)))
+    world.send(world.members[0], encode(Result(world.members[0].member_token, other)))
     world.exchange("bn2")
 
 
-def test_what_members_have_told_is_forgotten_when_nobody_can_wait_for_it():
+def test_resent_results_are_dropped_when_no_member_can_need_them():
     world, key = restarted()
     for session in world.members:
         come_back(world, session, key)
@@ -356,23 +353,23 @@ def test_results_of_another_group_are_refused():
     other.exchange("bn")
     (foreign,) = (decode(frame).aggregate for frame in other.members[0].resync_frames()[1:])
     session = world.members[0]
-    world.say(session, encode(Result(session.member_token, foreign)))
+    world.send(session, encode(Result(session.member_token, foreign)))
     assert codes(world.read(session)) == ["protocol"]
 
 
-def test_a_contribution_that_is_sent_again_is_told_whom_the_round_waits_for():
+def test_a_repeated_contribution_gets_the_missing_ranks():
     world = World()
     session = world.members[1]
     key = session.forward_key("bn")
-    world.say(session, session.contribution(key, rows_of(1)))
+    world.send(session, session.contribution(key, rows_of(1)))
     assert world.read(session) == []
-    world.say(session, session.contribution(key, rows_of(1), attempt=1))
+    world.send(session, session.contribution(key, rows_of(1), attempt=1))
     (pending,) = world.read(session)
     assert pending.key == key
     assert pending.message.endswith("has waited 0 s for rank 0 (place 0), rank 2 (place 2)")
 
 
-def test_a_member_that_its_own_server_took_for_lost_is_told_so():
+def test_a_lost_member_of_the_same_server_gets_an_error():
     """To register again and go on would be a guess."""
     master = MemoryMaster()
     connection = master.connect(0, 1)

@@ -22,9 +22,8 @@ from server.security.access import ANONYMOUS
 from statsd_bn import limits, messages
 from statsd_bn.errors import BindError
 from statsd_bn.wire import MAGIC, PROTOCOL_VERSION, decode, encode
-from support.launched import Launched
+from support.launched import Launched, free_port
 from support.memory_members import wait_until
-from support.ports import free_port
 from support.strategies import contribution, is_probe, key, register, rows, session_of
 
 WAIT_SECONDS = 30.0
@@ -32,20 +31,16 @@ ANY_PORT = "tcp://127.0.0.1:*"
 
 
 class Command(Launched):
-    """A `python -m server` process."""
-
     def endpoint(self) -> str:
         return self.line("").removeprefix("listening on ")
 
     @property
     def rest(self) -> str:
-        """What it prints until it ends."""
         return "".join(f"{line}\n" for line in iter(lambda: self._lines.get(timeout=WAIT_SECONDS), None))
 
 
 @pytest.fixture
 def start(tmp_path) -> Iterator[Callable[..., Command]]:
-    """Starts server processes; none outlives the test."""
     numbers = itertools.count()
     with ExitStack() as commands:
 
@@ -87,7 +82,6 @@ class Dealer:
 
 @pytest.fixture
 def dial() -> Iterator[Callable[[str], Dealer]]:
-    """Opens members' sockets; all are closed, and the context with them."""
     dealers: list[Dealer] = []
     with zmq.Context() as context:
 
@@ -146,11 +140,11 @@ def test_after_a_signal_members_wait_for_the_next_server(start, dial, number):
     assert command.end() == 0
     assert "stopped; 2 ranks had not left" in command.errors
     start("--insecure", "--bind", endpoint).endpoint()
-    # It knows nobody; what the first one had said to them would have come before this answer.
+    # It knows no session; any message of the first server would have come before this answer.
     assert dealers[1].ask(contribution(1)).code == "unknown_session"
 
 
-def test_a_server_of_one_run_tells_who_waits_since_nobody_starts_it_again(start, dial):
+def test_a_server_with_a_parent_notifies_waiting_members_when_it_stops(start, dial):
     command = start("--insecure", "--bind", ANY_PORT, "--parent", str(os.getpid()))
     _, dealers = beginning_a_round(command, dial)
     command.process.terminate()
@@ -166,7 +160,7 @@ def test_sighup_without_keys_changes_nothing(start, dial):
     assert dial(endpoint).report()["groups"] == []
 
 
-def test_a_signal_ends_a_server_whose_members_have_gone(start, dial):
+def test_a_signal_ends_a_server_after_its_members_left(start, dial):
     command = start("--insecure", "--bind", ANY_PORT)
     endpoint = command.endpoint()
     dealers = [dial(endpoint) for _ in range(3)]
@@ -232,7 +226,7 @@ def test_the_file_of_an_ipc_endpoint_goes_with_the_server(start, tmp_path):
     assert not path.exists()
 
 
-def test_the_status_command_says_what_the_server_is_doing(start, dial):
+def test_the_status_command_prints_the_jobs(start, dial):
     # The command may take longer to start than a member may be silent.
     endpoint = start("--insecure", "--bind", ANY_PORT, "--silence-seconds", "60").endpoint()
     dealer = dial(endpoint)
@@ -248,7 +242,7 @@ def test_the_status_command_says_what_the_server_is_doing(start, dial):
     ]
 
 
-# What comes in from the network.
+# Input from the network.
 
 
 def test_garbage_is_counted_and_the_server_goes_on_serving(start, dial):
@@ -289,7 +283,7 @@ def test_of_sums_beyond_float64_the_server_writes_one_line(start, dial, tmp_path
     )
 
 
-def test_a_frame_beyond_the_limit_costs_its_sender_the_connection_and_nobody_else_anything(start, dial):
+def test_a_frame_beyond_the_limit_closes_its_senders_connection_only(start, dial):
     endpoint = start("--insecure", "--bind", ANY_PORT).endpoint()
     stranger, member = dial(endpoint), dial(endpoint)
     assert isinstance(stranger.ask(messages.StatusRequest()), messages.Status)
@@ -321,7 +315,7 @@ def test_a_round_past_its_deadline_is_ended_while_nothing_else_happens(server, d
         dealer.send(messages.Leave(session_of(member, job), ""))
 
 
-def test_answers_to_a_peer_that_has_gone_are_dropped_and_nobody_waits(start, dial):
+def test_answers_to_a_peer_that_left_are_dropped(start, dial):
     endpoint = start("--insecure", "--bind", ANY_PORT).endpoint()
     dealers = [dial(endpoint) for _ in range(3)]
     join_all(dealers)
@@ -338,7 +332,6 @@ def test_answers_to_a_peer_that_has_gone_are_dropped_and_nobody_waits(start, dia
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    """A server in a thread."""
     with running() as service:
         yield service
 
@@ -355,7 +348,7 @@ def running(endpoint: str = ANY_PORT) -> Iterator[Service]:
         assert not thread.is_alive()
 
 
-def test_a_service_that_is_stopped_answers_what_is_complete(dial):
+def test_a_stopped_service_answers_complete_rounds(dial):
     with Service(Config((ANY_PORT,), insecure=True)) as service:
         thread = threading.Thread(target=service.run, daemon=True)
         thread.start()
@@ -386,17 +379,17 @@ def test_stopping_twice_is_fine(service):
 
 
 def test_stopping_what_is_closed_already_is_fine():
-    """Whoever stops a service from another thread cannot know that it ended a moment ago."""
+    """A service may end just before another thread stops it."""
     with Service(Config((ANY_PORT,), insecure=True)) as ended:
         pass
     ended.stop()
 
 
-def test_a_service_takes_what_has_come_before_it_was_stopped(dial):
+def test_a_stopped_service_processes_received_frames(dial):
     with Service(Config((ANY_PORT,), insecure=True)) as service:
         dealer = dial(service.endpoints[0])
         dealer.send(register(0, 1))
-        # It has come when the server's own socket says so; nobody runs the service yet.
+        # The frame is in the server's socket; no thread runs the service yet.
         assert service._socket.poll(WAIT_SECONDS * 1000)
         service.stop()
         service.run()
@@ -412,7 +405,7 @@ def test_a_service_that_cannot_listen_leaves_no_socket_behind(service):
         assert again.endpoints == free
 
 
-def test_a_service_that_cannot_listen_everywhere_says_so_though_somebody_knocks_at_one_endpoint(service):
+def test_a_bind_error_is_raised_even_with_a_client_at_another_endpoint(service):
     port = free_port()
     with zmq.Context() as context, context.socket(zmq.DEALER) as early:
         early.linger = 0
@@ -431,7 +424,7 @@ def test_ipv6_loopback_works():
 
 
 def test_importing_the_server_loads_nothing_besides_its_libraries():
-    """What is loaded, and not the time it takes, which measures what else runs on the machine."""
+    """Counts modules, since a time would depend on the load of the machine."""
 
     def loaded(*names: str) -> set[str]:
         program = f"import {', '.join(names)}, sys; print(*sys.modules)"
@@ -442,12 +435,10 @@ def test_importing_the_server_loads_nothing_besides_its_libraries():
     assert others == {"server", "statsd_bn"}
 
 
-# What a peer may do to all others.
+# Attacks by one peer on all others.
 
 
 class Unreachable:
-    """A socket from which everybody has gone."""
-
     def send(self, *_: Any) -> None:
         raise zmq.ZMQError(zmq.EHOSTUNREACH)
 
@@ -468,13 +459,13 @@ def test_a_chain_of_addresses_that_is_as_long_as_there_are_sessions_is_followed_
         assert dispatcher.probes(0.0) == []
 
 
-def test_whoever_is_named_in_the_log_cannot_forge_a_line_of_it(start, dial):
+def test_a_name_cannot_forge_a_line_of_the_log(start, dial):
     command = start("--insecure", "--bind", ANY_PORT)
     member = dial(command.endpoint())
     member.ask(register(0, 1))
-    member.send(messages.Leave(session_of(0), "x\n2026-11-22 04:00:00,000 INFO lets in 1 keys from now on: mallory"))
+    member.send(messages.Leave(session_of(0), "x\n2026-11-22 04:00:00,000 INFO now accepting 1 keys: mallory"))
     member.report()
     command.process.terminate()
     command.end()
     (line,) = [line for line in command.errors.splitlines() if "mallory" in line]
-    assert "leaves: x; 2026-11-22 04:00:00,000 INFO lets in" in line
+    assert "leaves: x; 2026-11-22 04:00:00,000 INFO now accepting" in line

@@ -7,7 +7,7 @@ from torch import nn
 import client
 from client.training import smart_ddp
 from client.training.smart_ddp import arguments_for, check_version
-from programs import smart_ddp_programs
+from programs import ddp_programs
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.text import unwrap
 from support.sentences import says
@@ -18,25 +18,25 @@ STORE = "store"
 
 def test_a_graph_that_changes_fails_with_a_static_graph(members, tmp_path):
     """A branch that the first step does not use, as in yolov5#10410."""
-    for told in members(2, smart_ddp_programs.train, str(tmp_path / STORE)):
+    for told in members(2, ddp_programs.train, str(tmp_path / STORE)):
         assert "not compatible with static_graph" in told
 
 
 def test_micro_batches_under_no_sync_move_the_statistics_once(members, tmp_path):
     sizes = (1, 3)
     whole = nn.BatchNorm1d(3).double()
-    whole(torch.cat(smart_ddp_programs.micro_batches(sizes)))
+    whole(torch.cat(ddp_programs.micro_batches(sizes)))
     expected = {name: buffer.numpy() for name, buffer in whole.named_buffers()}
-    for found in members(2, smart_ddp_programs.train_in_micro_batches, str(tmp_path / STORE), sizes):
+    for found in members(2, ddp_programs.train_in_micro_batches, str(tmp_path / STORE), sizes):
         assert_equal(found, expected, 1e-12)
 
 
-def test_what_is_refused_and_warned_of_with_a_process_group(members, tmp_path):
-    for refusal, kind, warned in members(2, smart_ddp_programs.wrap, str(tmp_path / STORE)):
+def test_refusals_and_warnings_with_a_process_group(members, tmp_path):
+    for refusal, kind, warned in members(2, ddp_programs.wrap, str(tmp_path / STORE)):
         assert "expected all parameters on one device, got cpu, meta" in unwrap(refusal)
         assert kind == "BatchNorm1d"
         assert len(warned) == 1
-        assert warned[0].startswith("smart_ddp_programs.py: convert_model left 1 layer unsynchronised: '1' (Special")
+        assert warned[0].startswith("ddp_programs.py: convert_model left 1 layer unsynchronised: '1' (Special")
 
 
 @pytest.mark.parametrize("version", ["1.11.0", "1.12.1", "1.12.1+cu113", "1.120.0", "2.6.0+cpu", "2.13.0"])
@@ -73,8 +73,6 @@ def test_on_cuda_a_local_rank_is_asked_for(environ):
 
 
 class Counting(nn.BatchNorm1d):
-    """A subclass with a buffer of its own."""
-
     def __init__(self) -> None:
         super().__init__(3)
         self.register_buffer("seen", torch.zeros(()))
@@ -95,6 +93,6 @@ SIZE = 2
         ([client.convert_model(Counting())], True),
     ],
 )
-def test_buffers_are_broadcast_where_they_may_come_to_differ(monkeypatch, layers, may_differ):
+def test_buffers_are_broadcast_if_they_may_differ(monkeypatch, layers, may_differ):
     monkeypatch.setattr(smart_ddp.distributed, "get_world_size", lambda: SIZE)
     assert smart_ddp._may_differ(nn.Sequential(nn.Linear(3, 3), *layers)) == may_differ

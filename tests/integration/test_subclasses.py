@@ -81,7 +81,7 @@ def test_a_member_with_an_empty_batch_takes_part(members, sizes, network, backen
 
 
 @pytest.mark.parametrize("transport", HOST_TRANSPORTS)
-def test_a_rank_that_passes_a_layer_by_without_rows_is_told_to_call_it(over, transport):
+def test_a_rank_that_skips_a_layer_without_rows_gets_the_remedy(over, transport):
     for text in over(transport, 2, subclass_programs.pass_a_layer_without_rows_on_rank_1):
         assert text.startswith("RoundMismatch: ")
         assert "every rank, equally often; a rank without rows passes an empty (0, C) tensor." in text

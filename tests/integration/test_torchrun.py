@@ -3,12 +3,18 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from client.transports import memfd
-from support.launched import PROC, Launched
+from programs import compiled_ddp_program as program
+from support.launched import PATIENT, PROC, Launched
+from support.newer_torch import needs
 from support.paths import ROOT, TESTS
+from support.torchs_own_tests import names_for
+from support.transports import TRANSPORTS
+from support.whole_batch import assert_equal
 
 EXAMPLES = ROOT / "examples"
 PROGRAMS = TESTS / "programs" / "torchrun"
@@ -25,10 +31,9 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def whole_batch():
-    """What one process learns from the whole batch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EXAMPLES)
-        import digits  # noqa: PLC0415 - it lies with the examples
+        import digits  # noqa: PLC0415 - in examples/
         from training import snapshot, train  # noqa: PLC0415 - as above
 
         network = digits.network()
@@ -91,3 +96,33 @@ def test_a_rank_with_brighter_images_is_named_over_the_default_transport_also_by
         assert "rank 2 (" in told
         assert " in layer '1' since step " in told
         assert told.endswith("; earliest of 2 layers)")
+
+
+SCRIPT = ROOT / "tests" / "programs" / "compiled_ddp_program.py"
+
+
+@needs("several buckets compiled")
+@pytest.mark.processes
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_network_of_several_buckets_trains_as_on_the_whole_batch(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT]
+    with Launched([*command, tmp_path / "saved.npz", "inductor"], PATIENT, tmp_path / "errors") as run:
+        assert run.end(250.0) == 0, run.errors  # inductor's compilers take most of it
+    saved = np.load(tmp_path / "saved.npz")
+    expected = program.train_on_the_whole_batch()
+    for wrapped in program.WRAPPED:
+        assert saved[f"{wrapped}/parts"] > 2, "torch has not cut the network"
+        assert_equal({name: saved[f"{wrapped}/{name}"] for name in expected}, expected, 1e-9)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nr_ranks", [2, 3])
+def test_torchs_own_tests_pass(tmp_path, nr_ranks):
+    script = ROOT / "tests" / "programs" / "torchs_own_tests.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nr_ranks), script]
+    with Launched(command, {}, tmp_path / "errors") as run:
+        for transport in TRANSPORTS:
+            for name in names_for(nr_ranks):
+                run.line(f"{transport}: {name}")
+        assert run.end() == 0, run.errors

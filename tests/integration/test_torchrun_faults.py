@@ -13,9 +13,8 @@ import pytest
 
 from conftest import running_server
 from support import newer_torch
-from support.launched import PROC, WAIT_SECONDS, Launched
+from support.launched import PROC, WAIT_SECONDS, Launched, free_port
 from support.paths import TESTS
-from support.ports import free_port
 
 PROGRAM = TESTS / "programs" / "fault_programs.py"
 
@@ -25,13 +24,13 @@ pytestmark = [
     pytest.mark.skipif(not (PROC / "self/environ").exists(), reason="finds processes by /proc"),
 ]
 
-# What the forward pass of a wrapper begins with: a broadcast, nothing, or gathering the parameters of shards.
+# The first collective in a wrapper's forward pass: a broadcast, none, or the parameters of shards.
 BROADCAST, NOTHING, SHARDS = 1, 0, 3
 MODELS = {BROADCAST: "broadcast", NOTHING: "no broadcast", SHARDS: "fully_shard"}
 
 
 def cases(names: str, now: list[tuple[int, ...]], later: list[tuple[int, ...]]) -> pytest.MarkDecorator:
-    """Models and victims: those that `scripts/test` tries, and those that only `scripts/test --long` does."""
+    """Models and victims: for `scripts/test`, and for `scripts/test --long`."""
     return pytest.mark.parametrize(names, [*map(_case, now), *(_case(values, pytest.mark.long) for values in later)])
 
 
@@ -59,7 +58,7 @@ class Faulty(Launched):
         return file.read_text()
 
     def survivor_ends(self, rank: int) -> str:
-        """What the surviving rank has written, once it has ended, which gloo alone would let it do after 30 minutes."""
+        """The error output of the surviving rank after its end; gloo alone would wait for 30 minutes."""
         pids, has_come = {}, False
         # torchrun reads what each rank writes, so the fault of one may come before another's first line.
         while len(pids) < self._size or not has_come:
@@ -107,7 +106,7 @@ def _runs(number: int) -> bool:
 
 
 @cases("wrapper", now=[(BROADCAST,)], later=[(NOTHING,)])
-def test_one_forward_more_on_one_rank_is_a_mismatch_that_says_who_waits_where(tmp_path, wrapper):
+def test_an_extra_forward_on_one_rank_is_a_mismatch_with_all_places(tmp_path, wrapper):
     with Faulty(tmp_path, "extra", 1, wrapper, "--master-addr", "127.0.0.1", "--master-port", str(free_port())) as run:
         said = run.survivor_ends(0)
         assert "layer '1'" in said
@@ -121,10 +120,7 @@ def test_one_forward_more_on_one_rank_is_a_mismatch_that_says_who_waits_where(tm
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("victim", "groups"),
-    [(1, 0), (0, 1)],
-)
+@pytest.mark.parametrize(("victim", "groups"), [(1, 0), (0, 1)])
 def test_a_rank_that_reduces_no_gradients_is_a_mismatch_with_the_backward_pass_of_the_other(tmp_path, victim, groups):
     """One waits in a round, the other in DistributedDataParallel's backward pass, whatever groups there are besides."""
     with Faulty(tmp_path, "reduces nothing", victim, NOTHING, FAULT_GROUPS=str(groups)) as run:
@@ -139,11 +135,7 @@ def test_a_rank_that_reduces_no_gradients_is_a_mismatch_with_the_backward_pass_o
 @cases(
     "wrapper, victim, what",
     now=[],
-    later=[
-        (BROADCAST, 0, "fewer"),
-        (NOTHING, 1, "fewer"),
-        (BROADCAST, 1, "fewer, then a barrier"),
-    ],
+    later=[(BROADCAST, 0, "fewer"), (NOTHING, 1, "fewer"), (BROADCAST, 1, "fewer, then a barrier")],
 )
 def test_one_batch_fewer_on_one_rank_is_said_to_the_other(tmp_path, wrapper, victim, what):
     """The barrier stands behind the connection, as in the documentation: a rank that waits there has left."""
@@ -154,10 +146,7 @@ def test_one_batch_fewer_on_one_rank_is_said_to_the_other(tmp_path, wrapper, vic
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("at_the_end", "victim"),
-    [("barrier", 0), ("reduction", 1)],
-)
+@pytest.mark.parametrize(("at_the_end", "victim"), [("barrier", 0), ("reduction", 1)])
 def test_one_batch_fewer_is_said_where_all_ranks_are_in_collectives_of_torch(tmp_path, at_the_end, victim):
     """The rank waits in the connection, in a collective of the script, and the other one in the forward's broadcast."""
     with Faulty(tmp_path, f"fewer, then a {at_the_end} inside", victim, BROADCAST) as run:
@@ -189,7 +178,7 @@ LOST = "was lost: no sign of life"
     later=[
         (SHARDS, "raises", "RuntimeError: augmentation ran out of memory"),
         *((wrapper, "frozen", LOST) for wrapper in MODELS),
-        # A server with its default of 3.5 s takes a rank for lost whose interpreter is held for longer.
+        # A server with the default of 3.5 s reports a rank lost if its interpreter is blocked for longer.
         (NOTHING, "holds the lock", LOST),
     ],
 )
@@ -200,16 +189,12 @@ def test_what_has_become_of_one_rank_is_said_by_the_other_which_ends(tmp_path, w
         assert cause in said
 
 
-@cases(
-    "wrapper, victim",
-    now=[(BROADCAST, 0)],
-    later=[(BROADCAST, 1), (NOTHING, 0), (SHARDS, 1)],
-)
+@cases("wrapper, victim", now=[(BROADCAST, 0)], later=[(BROADCAST, 1), (NOTHING, 0), (SHARDS, 1)])
 def test_a_killed_rank_is_named_by_the_other(tmp_path, wrapper, victim):
-    """In a round the survivor is ended by the launcher, about 0.1 s later, and rank 0's server outlives it to say so.
+    """In a round the launcher ends the survivor after about 0.1 s, and rank 0's server reports the loss.
 
-    On the way out of a collective of gloo it says so itself, if the launcher's SIGTERM does not come first. So there
-    the launcher does not look in time, and the survivor ends by itself.
+    Outside of a round the survivor raises, unless the launcher's SIGTERM comes first. So there the launcher's
+    monitor interval is long.
     """
     is_in_a_round = wrapper == NOTHING
     options = () if is_in_a_round else ("--monitor-interval", "1000")
@@ -227,7 +212,7 @@ def test_a_killed_rank_is_named_by_the_other(tmp_path, wrapper, victim):
 
 @pytest.mark.long
 @pytest.mark.parametrize("reports_stacks", [True, False])
-def test_a_late_rank_is_said_to_be_where_it_is_if_it_tells_and_the_training_goes_on(tmp_path, reports_stacks):
+def test_a_late_ranks_stack_is_logged_if_enabled_and_training_continues(tmp_path, reports_stacks):
     with Faulty(tmp_path, "late", 0, NOTHING, STATSD_BN_STACKS=str(int(reports_stacks))) as run:
         assert run.end() == 0, run.stderr(1)
         place = r"rank 0 is in fault_programs.py:\d+ load_a_batch, for \d+ s"
@@ -240,7 +225,7 @@ def test_a_rank_whose_interpreter_is_held_is_said_not_to_answer(tmp_path, server
     """Its heartbeats stop too: a server with its default of 3.5 s would take it for lost."""
     with Faulty(tmp_path, "holds the lock", 0, NOTHING, FAULT_ENDPOINT=server_that_waits) as run:
         assert run.end() == 0, run.stderr(1)
-        assert re.search(r"rank 0 does not answer when asked where it is, for \d+ s", run.stderr(1))
+        assert re.search(r"rank 0 has not answered a stack request for \d+ s", run.stderr(1))
 
 
 @pytest.mark.long
@@ -251,5 +236,40 @@ def test_a_question_changes_nothing_in_any_way_to_wrap_a_model(tmp_path):
         said = [run.line("") for _ in range(2 * len(WAYS))]
         assert run.end() == 0, run.errors
         assert sorted(said) == sorted([f"{way} same" for way in WAYS] * 2)
-        # Rank 1 has been told, so rank 0 has been asked, in each of them.
+        # Rank 1 received rank 0's place, so rank 0 was asked.
         assert len(re.findall(r"rank 0 is in asked_program.py:\d+ forward", run.errors)) >= len(WAYS), run.errors
+
+
+RANKS = 3
+
+# Pauses between two epochs, ten seconds each.
+PAUSES = (
+    "save_a_checkpoint",
+    "validate_with_broadcasts",
+    "come_late_to_a_broadcast_of_buffers",
+    "wait_in_a_smaller_group_first",
+)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.long
+def test_long_waits_in_collectives_of_a_healthy_job_are_no_deadlock(tmp_path):
+    command = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(RANKS),
+        TESTS / "programs" / "quiet_program.py",
+        *PAUSES,
+    )
+    with Launched(command, {}, tmp_path / "errors") as run:
+        said = [run.line("").split() for _ in range(RANKS * len(PAUSES))]
+        assert run.end() == 0, run.errors
+        assert sorted((way, int(rank)) for way, rank, _ in said) == sorted(
+            (way, rank) for way in PAUSES for rank in range(RANKS)
+        )
+        # A rank that is not held continues with the next round at once.
+        assert {way for way, _, what in said if what == "asked"} == set(PAUSES)
+        assert "deadlock: " not in run.errors

@@ -1,4 +1,4 @@
-"""What somebody sees whose ranks do not run the same layers: a short traceback, and a table."""
+"""The error output when ranks run different layers: a short traceback and a table."""
 
 import re
 import sys
@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from support.launched import Launched
-from support.made_once import made_once
+from support.launched import Launched, free_port, made_once
 from support.paths import ROOT
-from support.ports import free_port
 
 pytestmark = pytest.mark.long
 
@@ -42,7 +40,6 @@ def told(tmp_path_factory) -> dict[str, str]:
 
 
 def traceback_of(text: str) -> str:
-    """From its head to the end."""
     return text[text.index("Traceback (most recent call last):") :]
 
 
@@ -54,7 +51,7 @@ def test_a_traceback_shows_one_frame_of_ours_below_the_users_line(told, rank, fu
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_short_line_says_what_and_a_row_for_each_rank_who_waits_where(told, rank):
+def test_the_error_has_a_short_first_line_and_a_row_for_each_rank(told, rank):
     lines = [line for line in told[rank].splitlines() if not line.startswith("20")]  # of the server's log
     first = lines.index(WHAT)
     assert len(lines[first]) <= 120
@@ -71,5 +68,5 @@ def test_a_short_line_says_what_and_a_row_for_each_rank_who_waits_where(told, ra
 def test_the_servers_log_has_it_once(told):
     log = [line for line in told["0"].splitlines() if line.startswith("20")]
     assert len([line for line in log if "deadlock: the ranks wait" in line]) == 1
-    leaving = [line for line in log if line.endswith("leaves after this RoundMismatch")]
+    leaving = [line for line in log if line.endswith("leaves after the same RoundMismatch")]
     assert len(leaving) == len({RANK.search(line).group() for line in leaving}) == 2

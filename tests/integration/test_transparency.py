@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from programs import member_programs
+from programs import member_programs, transport_programs
 from support import whole_batch
-from support.transports import HOST_TRANSPORTS, TRANSPORTS
+from support.transports import CHOSEN, HOST_TRANSPORTS, TRANSPORTS, WATCHED
 from support.whole_batch import KINDS, Case, assert_equal_to_whole_batch, joined
 
 EQUAL = {2: (3, 3), 3: (2, 2, 2), 4: (2, 2, 2, 2)}
@@ -43,10 +43,7 @@ def test_a_large_mean_costs_no_digits_of_the_variance(members, ratio, seed):
     x = case.tensors()[0].double()
     exact = x.var((0, 2, 3), correction=1).numpy()
     before = case.tensors()[2]["running_var"].double().numpy()
-    for found in (
-        joined(members(2, whole_batch.as_member, case)),
-        whole_batch.as_virtual_replicas(case),
-    ):
+    for found in (joined(members(2, whole_batch.as_member, case)), whole_batch.as_virtual_replicas(case)):
         variance = (found["running_var"].astype(np.float64) - 0.9 * before) / 0.1
         np.testing.assert_allclose(variance, exact, rtol=1e-4)
         whitened = (x - x.mean((0, 2, 3), keepdim=True)) / x.var((0, 2, 3), correction=0, keepdim=True).add(1e-5).sqrt()
@@ -109,14 +106,13 @@ def test_members_with_different_numbers_of_replicas_equal_the_whole_batch(over, 
 
 
 def test_a_world_of_one_is_exactly_torch(members):
-    """Without company there is nothing to synchronise: torch's own numbers, to the last bit."""
     case = Case("2d", (7,), "float32")
     (found,) = members(1, whole_batch.as_member, case)
     for name, value in whole_batch.on_the_whole_batch(case).items():
         assert value.tobytes() == found[name].tobytes(), name
 
 
-def test_eval_is_exactly_torch_and_needs_nobody(members):
+def test_eval_is_exactly_torch_without_the_others(members):
     for found, expected in members(2, member_programs.evaluate_on_one_member_only):
         assert found.tobytes() == expected.tobytes()
 
@@ -129,3 +125,29 @@ def test_a_model_with_several_layers_trains_as_on_the_whole_batch(over, transpor
     for result in results:
         for name, value in expected.items():
             np.testing.assert_allclose(result[name], value, rtol=1e-9, atol=1e-9, err_msg=name)
+
+
+RANKS = len(transport_programs.SIZES)
+
+
+@pytest.mark.parametrize(
+    ("transports", "program"),
+    [
+        pytest.param(
+            (*HOST_TRANSPORTS, WATCHED), transport_programs.every_kind_of_call, id="over the host, the fastest kernels"
+        ),
+        pytest.param(
+            (*TRANSPORTS, CHOSEN),
+            transport_programs.by_reference,
+            id="over the host and on devices, reference kernels",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_every_kind_of_call_gives_the_same_bits_over_all_transports(over, transports, program):
+    first, *others = (over(transport, RANKS, program) for transport in transports)
+    assert len(others) == len(transports) - 1 > 1
+    for rank in range(RANKS):
+        for name, values in first[rank].items():
+            for transport, other in zip(transports[1:], others, strict=True):
+                assert other[rank][name].tobytes() == values.tobytes(), (rank, name, transport)

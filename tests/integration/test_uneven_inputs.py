@@ -1,4 +1,4 @@
-"""`client.join`: members whose data ends before that of others."""
+"""`client.join`: members with data of different lengths."""
 
 import threading
 from functools import partial
@@ -31,7 +31,7 @@ def world() -> PureWorld:
     return PureWorld(3)
 
 
-def test_rounds_go_on_without_a_member_that_is_away(world):
+def test_rounds_continue_without_a_paused_member(world):
     zero, one, two = world.members
     for member in world.members:
         member.forward(1.0)
@@ -46,16 +46,16 @@ def test_rounds_go_on_without_a_member_that_is_away(world):
     assert zero.total == ([0], 3.0)
 
 
-def test_a_round_that_waits_for_whoever_leaves_is_completed_at_once(world):
+def test_a_round_that_waits_for_a_leaving_member_completes_at_once(world):
     zero, one, two = world.members
     for member in (zero, two):
         member.forward(2.0)
-    assert not zero.is_told
+    assert not zero.is_answered
     participation(one, Participation.PAUSED)
     assert zero.total == two.total == ([0, 2], 4.0)
 
 
-def test_all_come_back_together_to_a_step_that_nobody_has_begun(world):
+def test_all_rejoin_together_at_a_step_that_no_member_has_begun(world):
     zero, one, two = world.members
     participation(one, Participation.PAUSED)
     participation(one, Participation.REJOINING)
@@ -85,7 +85,7 @@ def test_a_pass_without_any_batch_is_one_too(world):
 
 
 def test_a_repeated_return_does_not_begin_another_pass(world):
-    """Its answer was lost; meanwhile all others train."""
+    """Its answer was lost, and the others train already."""
     zero = world.members[0]
     zero.session.participation = Participation.REJOINING
     frame = zero.session.register()
@@ -99,14 +99,14 @@ def test_a_repeated_return_does_not_begin_another_pass(world):
     assert world.members[1].total == ([0, 1, 2], 3.0)
 
 
-def test_one_that_is_away_cannot_contribute(world):
+def test_a_paused_member_cannot_contribute(world):
     one = world.members[1]
     participation(one, Participation.PAUSED)
     one.forward(1.0)
-    assert "rank 1 (place 1) is not one of the ranks that take part, 0, 2" in str(one.latest(RoundFailed))
+    assert "rank 1 (place 1) is not one of the participants, ranks 0, 2" in str(one.latest(RoundFailed))
 
 
-def test_a_strict_group_outlives_the_orderly_end_of_one_that_is_away(world):
+def test_a_strict_group_continues_if_a_paused_member_leaves(world):
     zero, one, two = world.members
     participation(one, Participation.PAUSED)
     world.send(one, one.session.leave(""))
@@ -117,7 +117,7 @@ def test_a_strict_group_outlives_the_orderly_end_of_one_that_is_away(world):
     assert two.latest(ReplicaLost).fields["member"] == 1
 
 
-def test_whoever_waits_for_another_pass_is_told_of_one_that_leaves(world):
+def test_a_rank_waiting_for_a_pass_learns_of_a_departure(world):
     zero, one, _ = world.members
     participation(one, Participation.PAUSED)
     participation(zero, Participation.REJOINING)
@@ -125,8 +125,8 @@ def test_whoever_waits_for_another_pass_is_told_of_one_that_leaves(world):
     assert zero.latest(ReplicaLost).fields["member"] == 1
 
 
-def test_whoever_waits_for_another_pass_is_told_once(world):
-    """However many leave then; what comes later may reach a socket that waits for something else by then."""
+def test_a_rank_waiting_for_a_pass_gets_one_error(world):
+    """Further members leave later; a second message could reach a socket that waits for something else."""
     zero, one, two = world.members
     participation(one, Participation.PAUSED)
     participation(two, Participation.PAUSED)
@@ -139,7 +139,7 @@ def test_whoever_waits_for_another_pass_is_told_once(world):
 
 
 @pytest.mark.parametrize("end", ["cause", "death"])
-def test_a_strict_group_is_broken_by_any_other_end_of_one_that_is_away(world, end):
+def test_a_strict_group_breaks_if_a_paused_member_fails(world, end):
     zero, one, _ = world.members
     participation(one, Participation.PAUSED)
     zero.forward(1.0)
@@ -150,7 +150,7 @@ def test_a_strict_group_is_broken_by_any_other_end_of_one_that_is_away(world, en
     assert zero.latest(ReplicaLost).fields["member"] == 1
 
 
-def test_the_master_dies_while_one_is_away_and_another_is_back(world):
+def test_the_master_dies_while_one_is_paused_and_another_rejoins(world):
     zero, one, two = world.members
     for member in world.members:
         member.forward(1.0)
@@ -169,7 +169,7 @@ def test_the_master_dies_while_one_is_away_and_another_is_back(world):
     assert [member.session.first_step for member in world.members] == [2, 2, 2]
 
 
-def test_one_that_is_away_and_comes_late_to_a_restarted_master_stays_away(world):
+def test_a_paused_member_late_at_a_restarted_master_stays_paused(world):
     """The others do not wait for it, neither now nor after a further restart."""
     zero, one, two = world.members
     for member in (zero, one, two):
@@ -190,7 +190,7 @@ def test_one_that_is_away_and_comes_late_to_a_restarted_master_stays_away(world)
     assert zero.total == ([0, 1], 4.0)
 
 
-def test_elastic_members_come_back_when_all_that_are_left_do():
+def test_elastic_members_rejoin_when_all_remaining_do():
     world = PureWorld(3, 1)
     for member in world.members[:2]:
         participation(member, Participation.REJOINING)
@@ -202,7 +202,7 @@ def test_elastic_members_come_back_when_all_that_are_left_do():
 
 
 def test_members_of_different_data_equal_the_whole_batch_of_those_that_are_left(members):
-    """Each step of each pass, against torch's own layer on all slices that take part; running statistics too."""
+    """Every step of every pass, against torch's layer on the participating slices; running statistics too."""
     results = members(3, uneven_programs.train_passes, BATCHES)
     expected = uneven_programs.whole_batches(BATCHES)
     for member, (outputs, gradients, state) in enumerate(results):
@@ -222,20 +222,19 @@ def test_a_step_behind_a_pass_is_one_of_the_whole_batch(members):
     np.testing.assert_allclose(np.concatenate([first_grad, second_grad]), x.grad.numpy(), rtol=1e-7, atol=1e-12)
 
 
-def test_whoever_averages_on_without_another_is_told_once_that_its_weights_stay(members):
+def test_averaging_without_a_finished_member_is_logged_once(members):
     first, second = members(2, uneven_programs.average_in_a_pass)
     assert first == []
     assert len(second) == 1
     assert "rank 0 ended their pass in client.join and get no gradients" in second[0]
 
 
-def test_a_step_before_the_first_pass_does_not_take_place_without_those_who_wait_for_it(members):
+def test_a_step_before_the_first_pass_fails_while_others_wait_for_it(members):
     told = members(2, uneven_programs.step_before_a_pass)
     assert all("client.join()" in text for text in told)
 
 
-def test_whoever_catches_an_exception_of_its_pass_waits_for_the_next_one(members):
-    """The others go on with theirs."""
+def test_a_rank_that_catches_an_exception_of_its_pass_waits_for_the_next_one(members):
     assert members(2, uneven_programs.passes_with_a_caught_exception) == [5, 6]
 
 
@@ -251,7 +250,7 @@ def test_a_pass_that_ends_within_a_mini_batch_ends_it(members):
 
 
 @pytest.mark.parametrize(("torchs", "least"), [(True, 1), (False, 1), (False, 2)], ids=["torch's", "ours", "later"])
-def test_ranks_under_one_of_both_joins_are_told_at_once_and_where(members, tmp_path, torchs, least):
+def test_one_of_both_joins_alone_is_a_mismatch_at_once(members, tmp_path, torchs, least):
     """Under torch's the one with more data waits in a layer, under ours in a second forward or a later backward."""
     told = members(2, uneven_programs.train_under_one_join, torchs, least, str(tmp_path / "rendezvous"))
     assert told[torchs][0] == "RoundMismatch"
@@ -262,7 +261,7 @@ def test_ranks_under_one_of_both_joins_are_told_at_once_and_where(members, tmp_p
     assert advice in text
 
 
-def test_one_that_waits_no_longer_for_the_others_is_away_and_they_wait_for_it():
+def test_a_member_that_gives_up_rejoining_is_paused_again():
     master = MemoryMaster()
     gave_up = threading.Event()
 
@@ -285,13 +284,13 @@ def test_one_that_waits_no_longer_for_the_others_is_away_and_they_wait_for_it():
     assert in_threads([impatient, late]) == [2, 2]
 
 
-def test_without_a_connection_there_is_nobody_to_wait_for():
+def test_without_a_connection_join_waits_for_no_rank():
     model = client.convert_model(nn.BatchNorm1d(3))
     with client.join(model):
         model(torch.randn(4, 3))
 
 
-def test_an_exception_inside_is_told_to_the_others_and_nobody_is_away():
+def test_an_exception_inside_reaches_the_others_and_pauses_no_member():
     master = MemoryMaster()
 
     def member(number):
@@ -307,7 +306,7 @@ def test_an_exception_inside_is_told_to_the_others_and_nobody_is_away():
     assert lost.fields["cause"] == "MemoryError: full"
 
 
-def test_join_does_not_go_away_after_an_exception(monkeypatch):
+def test_join_does_not_pause_after_an_exception(monkeypatch):
     master = MemoryMaster()
     connection = master.connect(0, 1, min_members=1)
     monkeypatch.setattr("client.training.join.current_connection", lambda: connection)
@@ -317,7 +316,7 @@ def test_join_does_not_go_away_after_an_exception(monkeypatch):
     connection.close()
 
 
-def test_join_goes_away_when_the_generator_around_it_is_read_no_further(monkeypatch):
+def test_join_pauses_when_the_generator_around_it_is_closed(monkeypatch):
     master = MemoryMaster()
     connection = master.connect(0, 1, min_members=1)
     monkeypatch.setattr("client.training.join.current_connection", lambda: connection)
@@ -334,7 +333,7 @@ def test_join_goes_away_when_the_generator_around_it_is_read_no_further(monkeypa
     connection.close()
 
 
-def test_all_are_back_when_the_master_dies_and_are_called_back_by_the_next(world):
+def test_rejoining_members_are_resumed_by_the_next_master(world):
     for member in world.members:
         participation(member, Participation.PAUSED)
     for member in world.members:
@@ -351,7 +350,7 @@ def test_all_are_back_when_the_master_dies_and_are_called_back_by_the_next(world
     }
 
 
-def test_members_that_do_not_come_back_are_named_at_the_deadline():
+def test_members_that_do_not_rejoin_are_named_at_the_deadline():
     master = MemoryMaster()
     done = threading.Event()
 

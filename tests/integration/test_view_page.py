@@ -1,4 +1,4 @@
-"""The page in a real browser, while four ranks train. `scripts/test browser` installs what it needs."""
+"""The page in a real browser, while four ranks train. `scripts/test browser` installs the browser."""
 
 import os
 import shutil
@@ -27,8 +27,8 @@ from server.cli.status import ask
 from server.view.snapshot import SnapshotBuilder
 from server.view.web import MAX_STREAMS
 from statsd_bn.errors import ServerUnreachable
+from support.launched import free_port
 from support.paths import ROOT
-from support.ports import free_port
 from support.view_reports import group, member, report
 
 # From when the server knows it: the view asks once a second, and the page has a second more.
@@ -87,7 +87,7 @@ def wait_for(driver, fact, seconds):
 
 
 def wait_for_server(endpoint, knows):
-    """Until its report fulfils a condition; returns what that gave."""
+    """Wait until the report fulfils a condition; returns the condition's value."""
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
         with suppress(ServerUnreachable):
@@ -98,7 +98,6 @@ def wait_for_server(endpoint, knows):
 
 
 def of_group(field):
-    """What the report says of its one group."""
     return lambda report: [told for one in report["groups"] for told in one.get(field, ())]
 
 
@@ -235,7 +234,7 @@ def test_with_several_jobs_the_reader_stays_at_the_ranks_of_one():
         assert driver.execute_script(script, snapshot) == 0
 
 
-def test_with_too_many_readers_the_page_says_so_and_comes_again():
+def test_with_too_many_readers_the_page_reports_it_and_retries():
     port = free_port()
     with ExitStack() as stack:
         stack.enter_context(process(str(ROOT / "tests/programs/heat_program.py"), f"127.0.0.1:{port}", "digits"))
@@ -248,6 +247,6 @@ def test_with_too_many_readers_the_page_says_so_and_comes_again():
                 reader.request("GET", "/events", headers={"Authorization": f"Bearer {TOKEN}"})
                 assert readers.enter_context(reader.getresponse()).status == 200
             driver.refresh()
-            wait_for(driver, f"the view says: too many readers, {MAX_STREAMS} follow already", SHOWN_SECONDS)
+            wait_for(driver, f"the view says: too many readers: {MAX_STREAMS} are connected", SHOWN_SECONDS)
         wait_for(driver, "Job digits", START_SECONDS)
         assert "too many readers" not in text(driver)

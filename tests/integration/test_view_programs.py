@@ -1,4 +1,4 @@
-"""The command `view` in whole: what its page tells of a running server, and what Prometheus scrapes."""
+"""The command `view` as a process: the page of a running server, and a scrape by Prometheus."""
 
 import base64
 import contextlib
@@ -23,10 +23,10 @@ from statsd_bn.messages import SkewStats
 from statsd_bn.skew import MIN_SECONDS
 from statsd_bn.text import unwrap
 from statsd_bn.wire import encode
+from support.launched import free_port
 from support.paths import ROOT
-from support.ports import free_port
 from support.strategies import contribution, key, register, session_of
-from support.view_pages import view_page
+from support.view_reports import view_page
 
 pytest.importorskip("uvicorn", reason="needs the extra view")
 
@@ -52,7 +52,7 @@ def planted_job(endpoint, job):
 
 
 def wait_for(look, *facts, seconds=WAIT_SECONDS):
-    """Looks again and again until all facts are in what it returns."""
+    """Call `look` until its result contains all facts."""
     expiry = time.monotonic() + seconds
     while True:
         found = look()
@@ -72,7 +72,7 @@ def viewing(*arguments):
             address = f"http://127.0.0.1:{port}/{path}?{urllib.parse.urlencode(query)}"
             asked = urllib.request.Request(address, headers={"Authorization": f"Bearer {token}"})
             with urllib.request.urlopen(asked, timeout=WAIT_SECONDS) as answer:  # noqa: S310
-                # The stream goes on; its first line is the newest snapshot.
+                # The stream does not end; its first line is the newest snapshot.
                 told = answer.readline() if path == "events" else answer.read()
             return told.decode()
 
@@ -91,7 +91,7 @@ def test_the_page_of_a_running_job_has_its_ranks_and_its_first_non_finite_row(se
         assert "statsd_bn_members" in fetch("metrics")
 
 
-def test_a_server_with_keys_shows_its_jobs_to_who_has_one(tmp_path):
+def test_a_server_with_keys_shows_its_jobs_to_key_holders(tmp_path):
     keys = tmp_path / "keys"
     command = [sys.executable, "-m", "server"]
     subprocess.run([*command, "keygen", keys, "--client", "alice"], cwd=ROOT, check=True, capture_output=True)
@@ -104,7 +104,7 @@ def test_a_server_with_keys_shows_its_jobs_to_who_has_one(tmp_path):
         assert "expects a key, and this client has none" in refused.stderr
 
 
-def test_what_ranks_have_told_the_server_is_in_the_heat_map(server, job):
+def test_reported_figures_are_in_the_heat_map(server, job):
     """Of more layers than one answer has room for."""
     members, layers = 256, [f"layer{number}" for number in range(limits.MAX_SKEW_LAYERS)]
     named = ["\n".join(f"{part}.{layer}" for layer in layers) for part in "abcd"]
@@ -116,7 +116,7 @@ def test_what_ranks_have_told_the_server_is_in_the_heat_map(server, job):
             dealer.send(encode(register(rank, members, job=job)))
         for part in named:
             dealer.send(encode(SkewStats(session_of(0, job), 0, part, values)))
-            # What comes sooner is dropped, by the clock of a server that may be slow to look at the one before.
+            # The server drops samples that come sooner.
             time.sleep(MIN_SECONDS + 0.7)
         with viewing(server.endpoint) as fetch:
             told = json.loads(fetch("heat", job=job, group="world"))
@@ -181,7 +181,7 @@ def test_a_page_where_another_one_listens_exits_with_3(server, capsys):
 @pytest.mark.parametrize(
     "address", ["8321", "127.0.0.1", ":8321", "127.0.0.1:65536", "127.0.0.1:-1", "h:" + "9" * 5000]
 )
-def test_what_is_no_address_of_a_page_is_refused(address, capsys):
+def test_invalid_addresses_of_the_page_are_refused(address, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["view", "--http", address])
     error = capsys.readouterr().err

@@ -41,27 +41,27 @@ def test_a_checkpoint_of_the_first_step_runs_no_second_round(over):
         (("auto", OVER_PROCESS_GROUP), "0: its transport is 'auto' (and 1 more)"),
     ],
 )
-def test_ranks_that_cannot_use_it_are_all_told_why(pool, server, job, transports, text):
+def test_ranks_without_the_transport_all_get_the_reason(pool, server, job, transports, text):
     program = watched_programs.first_error_over
     futures = [pool.submit(program, server.endpoint, job, rank, each) for rank, each in enumerate(transports)]
     assert all(unwrap(one.result(timeout=60)).startswith(f"{NEEDS}{text}") for one in futures)
 
 
-def test_other_ranks_than_in_the_job_are_told(ranks, server, job):
+def test_ranks_different_from_the_jobs_are_an_error(ranks, server, job):
     for text in ranks(2, watched_programs.in_another_order, server.endpoint, job):
         assert "rank 0: expected rank 0 of 2 in torch's default process group, got rank 1 of 2 (and 1 more)" in unwrap(
             text
         )
 
 
-def test_a_late_rank_is_told_with_its_place(over):
+def test_a_late_rank_is_logged_with_its_stack(over):
     warned, _ = over(WATCHED, 2, watched_programs.be_late)
     assert any("rank 1" in text and "watched_programs.py" in text for text in warned), warned
 
 
-def test_ranks_in_different_layers_are_told(over):
+def test_ranks_in_different_layers_get_a_mismatch(over):
     for text in over(WATCHED, 2, watched_programs.come_to_different_layers):
-        assert text.startswith("deadlock: the ranks wait in different rounds")
+        assert text.startswith("RoundMismatch: deadlock: the ranks wait in different rounds")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_script_ends_at_once_although_gloo_waits_for_a_frozen_rank(impatient_s
     assert told.splitlines()[-1] == "exiting at once: torch's threads still wait for a lost rank"
 
 
-def test_a_collective_that_is_done_just_after_a_wait_for_it_has_not_failed():
+def test_a_collective_that_finishes_just_after_its_timeout_has_not_failed():
     class Work:
         waits = 0
 

@@ -23,10 +23,9 @@ from programs.other_user import NOBODY, as_another_user, needs_another_user
 from server.__main__ import main
 from statsd_bn.endpoints import check_folder
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError, GroupIncomplete, ServerUnreachable
-from support.launched import PROC, Launched
+from support.launched import PROC, Launched, free_port
 from support.memory_members import in_threads, outcome
 from support.paths import TESTS
-from support.ports import free_port
 from support.sentences import says
 
 PROGRAMS = TESTS / "programs" / "launch_programs.py"
@@ -75,7 +74,7 @@ def launch(tmp_path):
 
 @pytest.fixture
 def environ(monkeypatch):
-    """That of one process on one node whose launcher keeps a store."""
+    """Environment of a process on one node, with a store of the launcher."""
     kept = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(store, "_stores", {})
     # Threads that play processes would count their entries together.
@@ -117,8 +116,7 @@ def test_processes_meet_as_often_as_they_like_and_share_the_store_with_a_process
 
 @with_proc
 @pytest.mark.parametrize(
-    "program",
-    ["go_on_after_member_0", pytest.param("go_on_after_member_0_in_forked_children", marks=pytest.mark.long)],
+    "program", ["go_on_after_member_0", pytest.param("go_on_after_member_0_in_forked_children", marks=pytest.mark.long)]
 )
 def test_member_0_is_at_its_end_and_stays_until_the_others_are(launch, program):
     first, second = launch(program, 2)
@@ -175,7 +173,7 @@ for look in (lambda: ask(endpoint), lambda: client.connect(endpoint, rank=1, wor
 @needs_another_user
 @with_proc
 def test_another_user_cannot_find_or_join_the_server_that_member_0_has_started(launch):
-    """The path is no secret: whoever reaches the store learns it. The folder is closed."""
+    """The path is public: every user that can connect to the store can read it. The folder is private."""
     port = str(free_port(""))
     first, second = launch("go_on_after_member_0", 2, MASTER_PORT=port)
     first.line("at the end")
@@ -191,7 +189,7 @@ def test_another_user_cannot_find_or_join_the_server_that_member_0_has_started(l
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777])
 def test_a_server_in_a_folder_that_others_can_write_to_is_not_joined(environ, tmp_path, mode):
-    """Whoever reaches the store can name a server there, of another user's."""
+    """Any user that can connect to the store can announce a server there."""
     tmp_path.chmod(mode)
     address = StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
     StoreEntry(address, 0, 2, "job default/latest life", 20.0).write(Announcement(f"ipc://{tmp_path}/server"))
@@ -200,7 +198,7 @@ def test_a_server_in_a_folder_that_others_can_write_to_is_not_joined(environ, tm
         join(environ, 1, open_connection)
 
 
-def test_a_server_that_is_not_on_this_node_is_not_joined_by_those_who_meet_on_one(environ):
+def test_a_server_on_another_node_is_refused_by_ranks_of_one_node(environ):
     address = StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
     StoreEntry(address, 0, 2, "job default/latest life", 20.0).write(Announcement("tcp://192.0.2.1:1"))
     with pytest.raises(
@@ -209,7 +207,7 @@ def test_a_server_that_is_not_on_this_node_is_not_joined_by_those_who_meet_on_on
         join(environ, 1)
 
 
-def test_a_folder_that_this_process_does_not_see_is_told_with_what_to_do(environ):
+def test_a_server_in_an_invisible_folder_is_an_error_with_a_remedy(environ):
     address = StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
     StoreEntry(address, 0, 2, "job default/latest life", 20.0).write(
         Announcement("ipc:///nowhere/statsd_bn-job-a/server")
@@ -222,7 +220,7 @@ def test_a_folder_that_this_process_does_not_see_is_told_with_what_to_do(environ
 @with_curve
 @pytest.mark.parametrize("way", ["file", "variable", "store"])
 def test_on_several_nodes_all_have_the_keys_and_the_epoch_of_member_0(environ, tmp_path, way, caplog):
-    """torchrun counts restarts on each node by itself (pytorch#135712)."""
+    """torchrun counts restarts on each node separately (pytorch#135712)."""
     assert main(["secret", str(tmp_path / "job.secret")]) == 0
     ways = {
         "file": {"STATSD_BN_SECRET_FILE": str(tmp_path / "job.secret")},
@@ -242,7 +240,7 @@ def test_on_several_nodes_all_have_the_keys_and_the_epoch_of_member_0(environ, t
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_on_several_nodes_without_a_secret_every_process_is_told_of_the_ways_at_once(environ, rank):
+def test_on_several_nodes_without_a_secret_every_process_gets_the_remedies_at_once(environ, rank):
     with pytest.raises(
         ConfigurationError,
         check=says(r"may be on several nodes .*=127.*LOCAL_WORLD_SIZE.*STATSD_BN_SECRET_FILE.*--curve.*IN_STORE=1"),
@@ -260,7 +258,7 @@ def test_on_several_nodes_without_a_secret_every_process_is_told_of_the_ways_at_
         ({"STATSD_BN_SECRET_IN_STORE": "1"}, {"STATSD_BN_SECRET": SECRET}, "a secret, and rank 0 announces another"),
     ],
 )
-def test_processes_that_do_not_agree_on_where_the_secret_is_are_told(environ, first, second, told):
+def test_a_secret_on_some_processes_only_is_an_error(environ, first, second, told):
     join({**environ, **NODES, **first}, 0)
     with pytest.raises(ConfigurationError, match=told):
         join({**environ, **NODES, **second}, 1)
@@ -274,12 +272,12 @@ def test_two_jobs_with_one_store_have_a_master_each(environ):
         assert join(environ, 1, job=job)[0] == endpoint
 
 
-def test_a_member_0_that_takes_several_hosts_for_one_is_told_of_by_the_others(environ):
-    """Some launchers say "localhost" to the process that the others come to, by its name."""
+def test_different_values_of_master_addr_are_an_error(environ):
+    """Some launchers give MASTER_ADDR=localhost to rank 0 and its host name to the others."""
     del environ["LOCAL_WORLD_SIZE"]
     join(environ, 0)
     address = StoreAddress(socket.gethostname(), int(environ["MASTER_PORT"]))
-    # That another host reaches the store by its name is not what this is about.
+    # Reaching the store by the host's name is not tested here.
     store._stores[os.getpid(), address] = store._stores[os.getpid(), address._replace(host="127.0.0.1")]
     with pytest.raises(ConfigurationError, check=says(r"MASTER_ADDR: expected the same on all .* at ipc://\S+\. Give")):
         join({**environ, "MASTER_ADDR": address.host, "STATSD_BN_SECRET": SECRET}, 1)
@@ -295,7 +293,7 @@ def test_processes_of_one_node_that_are_started_anew_take_no_notice_of_the_maste
     assert join(anew, 1)[0] == endpoint
 
 
-def test_a_master_that_does_not_start_is_told_to_all(environ, monkeypatch):
+def test_a_master_that_does_not_start_is_an_error_on_all_ranks(environ, monkeypatch):
     monkeypatch.setenv("STATSD_BN_LOG_LEVEL", "loud")
     errors = in_threads([lambda rank=rank: outcome(lambda: join(environ, rank)) for rank in range(2)])
     assert all(isinstance(error, ServerUnreachable) for error in errors)
@@ -304,7 +302,7 @@ def test_a_master_that_does_not_start_is_told_to_all(environ, monkeypatch):
     assert "exited with code 2" in str(errors[1])
 
 
-def test_a_master_whose_folder_is_open_to_others_is_told_to_all(environ, monkeypatch):
+def test_a_folder_open_to_others_is_an_error_on_all_ranks(environ, monkeypatch):
     """As on file systems that have no modes."""
 
     def refuse(folder):
@@ -331,7 +329,7 @@ def test_a_member_0_that_cannot_join_stops_its_master(environ):
     assert master._process.wait(20) == 0
 
 
-def test_a_member_0_that_waited_in_vain_leaves_its_master_to_those_who_came(environ):
+def test_a_member_0_that_times_out_leaves_its_master_to_the_others(environ):
     def give_up(*_):
         raise GroupIncomplete("member 2 did not connect")
 
@@ -344,7 +342,7 @@ def test_a_member_0_that_waited_in_vain_leaves_its_master_to_those_who_came(envi
 @by_name
 @with_curve
 @pytest.mark.parametrize("refusal", [ServerUnreachable, AuthenticationRefused])
-def test_the_master_of_an_earlier_life_is_not_taken_for_this_ones(environ, refusal, caplog):
+def test_the_master_of_an_earlier_life_is_not_used(environ, refusal, caplog):
     """On several nodes a process that is started anew may come before member 0, and hear of the master before."""
     environ |= SEVERAL_NODES
     member_0 = StoreEntry(
@@ -374,7 +372,7 @@ def test_the_master_of_an_earlier_life_is_not_taken_for_this_ones(environ, refus
         ({"STATSD_BN_SECRET_IN_STORE": "1"}, "^a wall$", SECRET),
     ],
 )
-def test_a_master_that_cannot_be_reached_is_told_where_there_is_no_other(environ, monkeypatch, ways, told, secret):
+def test_an_unreachable_master_is_an_error_without_another_one(environ, monkeypatch, ways, told, secret):
     monkeypatch.setattr(own_server, "RESTART_SECONDS", 0.1)
     environ |= {**NODES, **ways}
     address = StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
@@ -409,10 +407,10 @@ def test_a_master_listens_on_the_address_that_others_reach(monkeypatch):
 
 def test_an_address_of_this_host_is_known_as_one():
     assert own_server._is_local(ip_address("127.0.0.1"))
-    assert not own_server._is_local(ip_address("192.0.2.1")), "that is nobody's (RFC 5737)"
+    assert not own_server._is_local(ip_address("192.0.2.1")), "an address for documentation (RFC 5737)"
 
 
-def test_others_reach_it_by_the_launchers_name_and_its_port():
+def test_the_endpoint_has_the_launchers_name_and_the_servers_port():
     assert public_endpoint("node1", "tcp://192.0.2.1:4711") == "tcp://node1:4711"
     assert public_endpoint("2001:db8::1", "tcp://[2001:db8::1]:4711") == "tcp://[2001:db8::1]:4711"
 

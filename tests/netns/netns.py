@@ -1,4 +1,4 @@
-"""The scenarios between network namespaces, and a table of what came of them; `scripts/test netns` runs it."""
+"""The scenarios between network namespaces, and a table of the results; `scripts/test netns` runs it."""
 
 import argparse
 import sys

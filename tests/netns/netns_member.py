@@ -1,7 +1,7 @@
-"""A member on a host of its own: trains a small network with synchronised batch norm, and says how that ended.
+"""A member on its own host: trains a small network with synchronised batch norm, and reports the outcome.
 
 Prints a line for each step, and last a JSON object: `digest` of all weights and buffers, or `error`, `text` and
-`fields`; and `at`, when that was by the machine's clock.
+`fields`; and `at`, the time on the machine's clock.
 """
 
 import json

@@ -16,14 +16,14 @@ from netns.netns_world import Host, Members, Network, Server
 WORLD = 3
 NAME = "statsd-bn-server"
 
-# Of a run that ends well; of one that is to end with an error nobody does so many.
+# Steps of a run that succeeds; more than a failing run reaches.
 STEPS = 40
 ENDLESS = 10**6
 
-# A deadline that somebody can wait for who hears nothing any more.
+# A deadline for members without any news.
 DEADLINE = 8.0
 
-# What a member adds to that before it gives up on a server that says nothing.
+# Extra time of a member before it gives up on a silent server.
 GRACE_SECONDS = 5.0
 
 # Until all know of a silent member: 3.5 s of silence, a look every quarter of a second, and TCP's repetitions.
@@ -34,23 +34,14 @@ SHORT_PARTITION, LONG_PARTITION = 1.5, 5.0
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured.
-
-    Attributes:
-        seconds: of the run, or from the trouble until the last who could be told knew of it.
-        packets: carried.
-        dropped: lost on purpose.
-        identical: whether all weights are those of an undisturbed run; None where the run ends with an error.
-    """
-
-    seconds: float
-    packets: int
-    dropped: int
-    identical: bool | None
+    seconds: float  # of the run, or from the fault until the last survivor reports it
+    packets: int  # forwarded
+    dropped: int  # lost on purpose
+    identical: bool | None  # to the weights of an undisturbed run; None if the run fails
 
 
 def partition_that_heals() -> Result:
-    """A member is cut off for so short a time that nobody is to notice."""
+    """A member is cut off for a short time, without effect."""
     with Network(WORLD + 1) as network:
         server, *hosts = network.hosts
         with Server(server), Members(hosts, server.ip, STEPS, 60.0) as members:
@@ -63,12 +54,12 @@ def partition_that_heals() -> Result:
 
 
 def partition_that_heals_too_late() -> Result:
-    """A member is silent for longer than one may be; all are told, and so is the member itself when it is back."""
+    """A member is silent for too long; all others report it, and itself too when it is back."""
     return _lose(lambda network, victim: network.isolate(victim), heals=True)
 
 
 def partition_for_ever() -> Result:
-    """A member is never heard again; the others are told, and it gives up by itself."""
+    """A member is silent for ever; the others report it, and it gives up itself."""
     return _lose(lambda network, victim: network.isolate(victim), heals=False)
 
 

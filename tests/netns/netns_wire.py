@@ -1,7 +1,7 @@
-"""A network of our own between network namespaces: each has a TUN device, and this process carries the packets.
+"""A network between network namespaces: each has a TUN device, and this process forwards the packets.
 
-So partitions need nothing of the kernel but TUN. The kernels' TCP on both ends is real, and recovers as it does on a
-real network. It repairs what is late, lost, doubled or reordered; the simulator tries such messages.
+So partitions need nothing from the kernel but TUN. The kernels' TCP on both ends is real, and recovers as on a real
+network. It repairs late, lost, doubled and reordered packets; the simulator tries such messages.
 """
 
 import fcntl
@@ -28,11 +28,7 @@ def open_tun(name: str) -> int:
 
 
 class Wire:
-    """Carries packets between the hosts; a context manager.
-
-    Args:
-        hosts: the TUN device of each IPv4 address, in its four bytes.
-    """
+    """Carries packets between the hosts; a context manager."""
 
     def __init__(self, hosts: dict[bytes, int]) -> None:
         self.carried = self.dropped = 0

@@ -42,11 +42,7 @@ def reason_to_skip() -> str:
 
 
 class Host:
-    """A network namespace with one address; `hosts` is its own /etc/hosts.
-
-    Args:
-        number: from 1 to 254, the last part of its address.
-    """
+    """A network namespace with one address; `hosts` is its own /etc/hosts."""
 
     def __init__(self, number: int) -> None:
         self.name = f"statsd-bn-{os.getpid()}-{next(_names)}"
@@ -82,15 +78,7 @@ class Host:
 
 
 class Network:
-    """Some hosts on one wire; a context manager that leaves nothing behind.
-
-    Args:
-        size: how many hosts.
-
-    Attributes:
-        hosts: the hosts.
-        wire: what lies between them.
-    """
+    """Some hosts on one wire; a context manager that leaves nothing behind."""
 
     def __init__(self, size: int) -> None:
         self.hosts = [Host(number) for number in range(1, size + 1)]
@@ -126,12 +114,7 @@ class Network:
 
 
 class Server:
-    """`python -m server` on a host; a context manager.
-
-    Args:
-        host: where it runs.
-        options: further ones of its command line.
-    """
+    """`python -m server` on a host; a context manager."""
 
     def __init__(self, host: Host, *options: str) -> None:
         self._process = host.run(
@@ -156,14 +139,7 @@ class Server:
 
 
 class Members:
-    """A process on each host that trains; a context manager that lets none of them survive.
-
-    Args:
-        hosts: where they run.
-        server: the server's address or name.
-        steps: how many they train.
-        deadline: of their rounds, in seconds.
-    """
+    """A process on each host that trains; a context manager that lets none of them survive."""
 
     def __init__(self, hosts: Sequence[Host], server: str, steps: int, deadline: float) -> None:
         self._processes = [

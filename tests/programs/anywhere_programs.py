@@ -2,8 +2,8 @@
 
     python anywhere_programs.py NAME[,NAME ...] [PROCESSES STORE]
 
-With a number of processes it spawns them, and they meet in a file. They say what they find on stdout, as lines
-"rank 0, NAME: ...".
+With a number of processes it spawns them, and they rendezvous in a file. Results are lines "rank 0, NAME: ..." on
+stdout.
 """
 
 import hashlib
@@ -69,7 +69,6 @@ def train(model: nn.Module, data: list[torch.Tensor]) -> None:
 
 
 def digest(model: nn.Module) -> str:
-    """The same for the same bits."""
     return digest_of(model.state_dict().values())
 
 
@@ -81,7 +80,6 @@ def digest_of(values: Iterable[torch.Tensor]) -> str:
 
 
 def broadcasts(wrapper: Any) -> list[int]:
-    """Counts the broadcasts that this rank makes in the wrapper's forward passes."""
     counted = [0]
     sync = wrapper._sync_buffers
 
@@ -222,7 +220,7 @@ def local() -> None:
     expected(torch.cat([inputs[each] for each, machine in enumerate(machines) if machine == machines[rank]]))
     with client.connect() as connection:
         groups.BOOT_ID = Path(machines[rank])
-        for group in ("local", None):  # nobody knows it when the first layer runs
+        for group in ("local", None):  # unknown to the ranks when the first layer runs
             layer = client.SynchronizedBatchNorm1d(3, group=group or client.local_group())
             torch.compile(layer, backend="aot_eager", fullgraph=True)(inputs[rank])
             torch.testing.assert_close(layer.running_var, expected.running_var)
@@ -239,7 +237,7 @@ def run(names: str) -> None:
         globals()[name]()
     if distributed.is_initialized():
         distributed.destroy_process_group()
-        # gloo's threads outlive it, and now and then abort a process whose Python is going (pytorch#179291).
+        # gloo's threads outlive the group, and sometimes abort an interpreter during its shutdown (pytorch#179291).
         sys.stdout.flush()
         os._exit(0)
 

@@ -51,7 +51,7 @@ WAYS: dict[str, Wrap] = {
 
 
 class Late(nn.Module):
-    """Lets rank 0 come late to the layers behind it, when it is told to."""
+    """Delays rank 0 before the following layers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ def train(connection: client.Connection, seed: int, ranks: int, backend: str) ->
 
 
 class _Recorded:
-    """A transport that notes its rounds and adds nobody's rows but its own."""
+    """A transport that records its rounds and exchanges no rows."""
 
     def __init__(self, layer: str, rounds: list[Round], calls: dict[str, int]) -> None:
         self.transport, self.rounds, self.calls = LocalPipe(layer), rounds, calls

@@ -1,4 +1,4 @@
-"""What member processes do in the chaos tests: train real layers, and get stuck where they are told to."""
+"""Member processes of the chaos tests: they train real layers, and get stuck on demand."""
 
 import hashlib
 import os
@@ -15,7 +15,7 @@ from torch import nn
 import client
 from support.memory_members import outcome
 
-# How long a member waits for a word of whoever started it.
+# Maximum wait of a member for a message of its parent.
 WORD_SECONDS = 120.0
 
 # Far longer than anybody waits for a stuck member, and still an end.
@@ -29,27 +29,18 @@ READY = "ready"
 
 @dataclass(frozen=True)
 class Part:
-    """A member's part in a run.
-
-    Attributes:
-        endpoint, job, member, world_size, deadline: as `client.connect` takes them.
-        steps: how many it trains.
-        trouble: one of `TROUBLES`, or nothing.
-        trouble_step: the step in which that happens.
-    """
-
     endpoint: str
     job: str
     member: int
     world_size: int
     deadline: float
     steps: int
-    trouble: str = ""
+    trouble: str = ""  # a key of `TROUBLES`, or empty
     trouble_step: int = 0
 
 
 @dataclass(frozen=True)
-class Told:
+class Report:
     """How a member's run ended: a digest of its weights and buffers or an exception, and when by the common clock."""
 
     what: Any
@@ -57,7 +48,6 @@ class Told:
 
 
 def loop() -> None:
-    """Python lets other threads run all the while."""
     end = time.monotonic() + STUCK_SECONDS
     while time.monotonic() < end:
         pass
@@ -71,12 +61,9 @@ TROUBLES: dict[str, Callable[[], None]] = {trouble.__name__: trouble for trouble
 
 
 def take_part(part: Part, pipe: Pipe, progress: Any) -> None:
-    """Connects, says so, trains as far as it is allowed to, and stays connected until it is let go.
+    """Connect, send `READY`, train the steps that the pipe allows, send a `Report`, and wait for release.
 
-    Args:
-        part: what to do.
-        pipe: brings how many further steps are allowed, and at last a word to go; takes `READY`, then a `Told`.
-        progress: a shared number, the steps that are done.
+    `progress` is a shared number, the finished steps.
     """
 
     def run() -> Any:
@@ -85,17 +72,16 @@ def take_part(part: Part, pipe: Pipe, progress: Any) -> None:
             part.endpoint, job=part.job, rank=part.member, world_size=part.world_size, round_timeout=part.deadline
         ):
             pipe.send(READY)
-            pipe.send(Told(outcome(lambda: train(part, pipe, progress)), time.monotonic()))
+            pipe.send(Report(outcome(lambda: train(part, pipe, progress)), time.monotonic()))
             _word(pipe)
 
     error = outcome(run)
     if isinstance(error, Exception):
-        pipe.send(Told(error, time.monotonic()))
+        pipe.send(Report(error, time.monotonic()))
         _word(pipe)
 
 
 def train(part: Part, pipe: Pipe, progress: Any) -> str:
-    """Returns a digest of all weights and buffers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
     client.convert_model(model)
@@ -128,8 +114,27 @@ def digest_of(model: nn.Module) -> str:
 
 
 def _word(pipe: Pipe) -> int:
-    """Whoever started it may have ended: then it ends as well."""
+    """The parent may have ended: then the member ends as well."""
     if not pipe.poll(WORD_SECONDS):
-        raise TimeoutError(f"nobody said anything for {WORD_SECONDS:g} s")
+        raise TimeoutError(f"no message within {WORD_SECONDS:g} s")
     said: int = pipe.recv()
     return said
+
+
+def train_through_restarts(
+    endpoint: str, job: str, member: int, world_size: int, steps: int, pause: float, transport: str
+) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
+    client.convert_model(model)
+    model[1].group = client.Group(f"half {member // 2}", 2 if member < 2 else 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(member)
+    with client.connect(endpoint, job=job, rank=member, world_size=world_size, round_timeout=60.0, transport=transport):
+        for _ in range(steps):
+            x = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+            optimizer.zero_grad()
+            ((model(x) - x[:, :3]) ** 2).mean().backward()
+            optimizer.step()
+            time.sleep(pause * (1 + member))
+    return digest_of(model)

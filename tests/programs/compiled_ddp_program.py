@@ -25,17 +25,14 @@ WRAPPED = ("compiled inside", "compiled outside")
 
 
 class Functional(nn.BatchNorm1d):
-    """A subclass with a `forward` of its own."""
-
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises."""
         self.num_batches_tracked.add_(1)
         tensors = self.running_mean, self.running_var, self.weight, self.bias
         return F.batch_norm(x, *tensors, self.training, self.momentum, self.eps)
 
 
 class Towers(nn.Module):
-    """Two branches that depend on nothing of each other, and what a residual network adds up."""
+    """Two independent branches, and a residual block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,19 +44,16 @@ class Towers(nn.Module):
         self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape (N, 4) to (N, WIDTH)."""
         y = self.first(x).sin() + self.second(x)
         return y + self.last(self.both(y).tanh())
 
 
 def model() -> nn.Module:
-    """The same in each process."""
     torch.manual_seed(0)
     return Towers().double()
 
 
 def train_on_the_whole_batch() -> dict[str, np.ndarray]:
-    """What the ranks' training should come to."""
     whole = model()
     _train(whole, whole, slice(None), 1.0)
     return state(whole)
@@ -98,9 +92,8 @@ def _train_compiled(wrapped: str, backend: str) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    """Saves what rank 0 has learned, and into how many parts torch has cut the network."""
     path, backend = sys.argv[1:]
-    # In a cache that ranks share, one may load what the other one's compiler has yet to write.
+    # With a shared cache a rank could load an unfinished file of another rank's compiler.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{path}.inductor.{os.environ['RANK']}"
     distributed.init_process_group("gloo")
     with client.connect(round_timeout=60.0):

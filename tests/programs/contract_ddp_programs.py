@@ -90,7 +90,7 @@ def _present(number: int, of_pass: int, batches: Sequence[int]) -> tuple[Batch, 
 
 
 def made_by_smart_ddp(_rank: Any) -> dict[str, Any]:
-    """The layers' classes and the wrapper's arguments, and what models without parameters to learn are told."""
+    """Layer classes and wrapper arguments, and the errors for models without trainable parameters."""
     made = {}
     for options in ({}, {"static_graph": False}, {"convert": False}):
         parallel = keep(client.smart_ddp(_small(), **options))
@@ -106,14 +106,7 @@ def made_by_smart_ddp(_rank: Any) -> dict[str, Any]:
 
 
 def means_after_an_evaluation(rank: Any, way: str, options: dict[str, Any], job: Job) -> list[float]:
-    """The running mean, which each rank has set to a number of its own, after an evaluation through a wrapper.
-
-    Args:
-        rank: of this process.
-        way: "converted by smart_ddp" and "left by smart_ddp": before any training; "trained under DDP": after a step.
-        options: of `smart_ddp`.
-        job: of both ranks.
-    """
+    """The running mean after an evaluation through a wrapper; before it, each rank sets its own value."""
     with job.connect():
         if way == "trained under DDP":
             parallel = keep(DistributedDataParallel(client.convert_model(_small())))

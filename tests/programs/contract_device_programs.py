@@ -23,21 +23,13 @@ Seen = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One layer's call.
+    """One layer's call."""
 
-    Attributes:
-        shares: samples of each rank.
-        dtype: of the input and the parameters.
-        masked: whether positions are left out.
-        twice: whether the gradient is differentiated again.
-        momentum: of the running statistics.
-    """
-
-    shares: tuple[int, ...] = SHARES
-    dtype: torch.dtype = torch.float32
-    masked: bool = False
-    twice: bool = False
-    momentum: float | None = 0.1
+    shares: tuple[int, ...] = SHARES  # samples of each rank
+    dtype: torch.dtype = torch.float32  # of input and parameters
+    masked: bool = False  # some positions are masked
+    twice: bool = False  # with a second derivative
+    momentum: float | None = 0.1  # of the running statistics
 
 
 def layer(case: Case) -> nn.BatchNorm1d:
@@ -71,7 +63,7 @@ def one_call(rank: Any, case: Case, job: Job | None) -> Seen:
 
 
 def on_the_whole_batch(case: Case) -> Seen:
-    """Masked positions are taken out of the batch, so those that count are one row each."""
+    """The unmasked positions of all shards, one row each."""
     x, factors, mask = tensors(case)
     if case.masked:
         x, factors = (whole.movedim(1, -1)[mask].unsqueeze(2) for whole in (x, factors))
@@ -105,7 +97,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def train(rank: Any, job: Job | None) -> Seen:
-    """The state after some steps on the device, whose gradients are averaged over the ranks."""
+    """The state after some steps on the device, with gradients averaged over the ranks."""
     with perhaps(job), device_without_float64() as device:
         model = client.convert_model(network()).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

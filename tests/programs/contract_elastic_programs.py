@@ -1,8 +1,7 @@
-"""What the members of the contract's elastic job do, and the same in one process.
+"""The members of the contract's elastic job, and the same training in one process.
 
-Three members begin. One leaves between two commits, so that what was done since the commit before is undone. Then a
-newcomer joins, and all train on. Each member notes for each step whose samples the step covered, so that one process
-can train on the same samples with `nn.BatchNorm`.
+Three members start. One leaves between two commits, which undoes the work since the commit. Then a newcomer joins. Each
+member records the ranks of each step, so that one process can train on the same samples with `nn.BatchNorm`.
 """
 
 import time
@@ -48,7 +47,7 @@ class Step:
 
 @dataclass
 class Life:
-    """What a member has seen: its steps that were not undone, the changes of membership, and its state at the end."""
+    """A member's record: its steps that were not undone, the changes of membership, and its final state."""
 
     rank: int
     first_step: int = 0

@@ -1,8 +1,8 @@
-"""What ranks of the contract's tests do with micro-batches, and the same in one process with `nn.BatchNorm`.
+"""Micro-batches on the ranks of the contract's tests, and the same in one process with `nn.BatchNorm`.
 
-A pipeline of two stages, whose micro-batches run forward and backward in the order of a schedule. Each micro-batch is
-normalised by itself, so outputs and gradients are those of `nn.BatchNorm` on that micro-batch of all ranks. The running
-statistics are those of `nn.BatchNorm` on all micro-batches of the mini-batch in one piece.
+A pipeline of two stages runs micro-batches forward and backward in the order of a schedule. Each micro-batch is
+normalised separately, so outputs and gradients equal those of `nn.BatchNorm` on that micro-batch of all ranks. The
+running statistics equal those of `nn.BatchNorm` on all micro-batches of the mini-batch concatenated.
 """
 
 import copy
@@ -35,7 +35,7 @@ Seen = dict[str, Tensor]
 
 
 def stages() -> nn.Sequential:
-    """The first batch norm sees the input itself, the second one what the first has normalised."""
+    """The first batch norm normalises the input, the second one the output of the first stage."""
     torch.manual_seed(0)
     first = nn.Sequential(nn.BatchNorm2d(1), nn.Conv2d(1, 3, 3, bias=False), nn.SiLU())
     second = nn.Sequential(nn.Flatten(), nn.Linear(12, 4, bias=False), nn.BatchNorm1d(4), nn.Tanh())

@@ -1,4 +1,4 @@
-"""What the processes of the contract's training tests run: ranks of a gloo group, through the public interface only."""
+"""Programs of the contract's training tests: ranks of a gloo group, through the public interface only."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +25,7 @@ class Job:
     name: str
 
     def connect(self) -> client.Connection:
-        """Rank and size are those of torch's process group."""
+        """With rank and size of torch's process group."""
         return client.connect(self.endpoint, job=self.name, round_timeout=SECONDS)
 
 
@@ -76,7 +76,7 @@ def synchronise_measurements(rank: Any, job: Job | None) -> Values:
 
 
 def fail_to_synchronise(rank: Any, job: Job | None) -> Values:
-    """The errors of values that do not fit, and what is synchronised after each."""
+    """The errors of mismatched values, and a value synchronised after each."""
     mine = rank.rank
     with perhaps(job):
         handler = client.DDPHandler(loop())

@@ -2,10 +2,14 @@
 
 import atexit
 import os
+import sys
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -13,43 +17,35 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import client
+from programs.member_programs import Buffers
+from support.sentences import error_of
 
 STEPS = 3
 SECONDS = 30.0
 
-# What a rank has seen: by name and step, and its state at the end.
+# A rank's results by name and step, and its final state.
 Seen = dict[str, Tensor]
 
 Batch = tuple[Tensor, Tensor]
 
-# Whoever frees the last reference to a gloo group holds the interpreter's lock and waits for gloo's threads, one of
-# which may wait for that lock, for ever. So nobody frees any; the process ends without tearing down, see below.
+# Freeing the last reference to a gloo group holds the interpreter's lock and waits for gloo's threads, one of which may
+# wait for that lock: a deadlock. So references are kept, and the process exits without teardown, see below.
 _kept: list[object] = []
 
 T = TypeVar("T")
 
 
 def keep(holder: T) -> T:
-    """Returns what holds a gloo group, which will never be freed."""
     _kept.append(holder)
     return holder
 
 
 @dataclass(frozen=True)
 class Mode:
-    """How a model is trained.
-
-    Attributes:
-        options: of DistributedDataParallel, as pairs.
-        shares: samples of each rank in each micro-batch.
-        micro_batches: per step; all but the last run under `no_sync`.
-        branch: every other step uses a branch, whose layers the first step leaves out.
-    """
-
-    options: tuple[tuple[str, Any], ...] = ()
-    shares: tuple[int, ...] = (3, 3)
-    micro_batches: int = 1
-    branch: bool = False
+    options: tuple[tuple[str, Any], ...] = ()  # of DistributedDataParallel, as pairs
+    shares: tuple[int, ...] = (3, 3)  # samples of each rank in each micro-batch
+    micro_batches: int = 1  # per step; all but the last run under `no_sync`
+    branch: bool = False  # every other step runs a branch that the first step skips
 
 
 class Network(nn.Module):
@@ -80,7 +76,7 @@ def network(mode: Mode) -> Network:
 
 
 def batch(number: int, samples: int) -> Batch:
-    """Inputs and the factors of the loss; each sample has a mean of its own, so that shares differ from the whole."""
+    """Inputs and the factors of the loss; each sample has a different mean, so shares differ from the whole."""
     generator = torch.Generator().manual_seed(number)
     x = torch.randn(samples, 1, 6, 6, generator=generator, dtype=torch.float64)
     factors = torch.randn(samples, 5, generator=generator, dtype=torch.float64)
@@ -94,8 +90,6 @@ def train_on_the_whole_batch(mode: Mode, steps: int = STEPS) -> tuple[Network, S
 
 
 def train_share(run: Any, model: nn.Module, mode: Mode, rank: int, steps: int = STEPS) -> Seen:
-    """One rank's share, through `run`."""
-
     def share(number: int) -> Batch:
         x, factors = (whole.split(mode.shares)[rank] for whole in batch(number, sum(mode.shares)))
         return x, factors
@@ -114,16 +108,12 @@ def process_group_of(store: str, rank: int, size: int) -> Iterator[None]:
     # Gloo's threads may also abort an interpreter that is being torn down (pytorch#190489). So this one's is not.
     atexit.register(os._exit, 0)
     distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=SECONDS),
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS)
     )
     keep(distributed.group.WORLD)
     try:
         yield
-        # Nobody tears the group down while another is still in its last exchange.
+        # No rank destroys the group while another is in its last collective.
         distributed.barrier()
     finally:
         distributed.destroy_process_group()
@@ -148,7 +138,7 @@ def _train(run: Any, model: nn.Module, mode: Mode, data: Callable[[int], Batch],
 
 
 def _accumulates(run: Any, step: int, part: int, mode: Mode) -> bool:
-    """The last micro-batch never does; nor do those of the first step where the graph is static, as torch demands."""
+    """All micro-batches but the last, except in the first step of a static graph, as torch demands."""
     is_last = part == mode.micro_batches - 1
     is_first_of_static = step == 0 and "static_graph" in dict(mode.options)
     return isinstance(run, DistributedDataParallel) and not is_last and not is_first_of_static
@@ -160,3 +150,61 @@ def _gradients(model: nn.Module, step: int) -> Seen:
         f"gradient {step} of {name}": torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
         for name, parameter in model.named_parameters()
     }
+
+
+def train(connection: client.Connection, store: str) -> str:
+    """The error that ends the training of a member's share, in a branch that the first step does not use."""
+    mode = Mode(branch=True)
+    with process_group(store, connection):
+        parallel = keep(client.smart_ddp(network(mode)))
+        return error_of(train_share, parallel, parallel, mode, connection.rank)
+
+
+def train_in_micro_batches(connection: client.Connection, store: str, sizes: tuple[int, ...]) -> Buffers:
+    """A mini-batch in two micro-batches, the first under `no_sync`, through a model converted with `chunks`."""
+    torch.manual_seed(0)
+    model = client.convert_model(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double(), chunks=2)
+    with process_group(store, connection):
+        parallel = keep(client.smart_ddp(model, static_graph=False))
+        first, second = (part.split(sizes)[connection.rank] for part in micro_batches(sizes))
+        with parallel.no_sync():
+            parallel(first).square().sum().backward()
+        parallel(second).square().sum().backward()
+    return {name: buffer.numpy() for name, buffer in model[0].named_buffers()}
+
+
+def micro_batches(sizes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2 * sum(sizes), 3, generator=generator, dtype=torch.float64).add(3).chunk(2)
+
+
+def wrap(connection: client.Connection, store: str) -> tuple[str, str, list[str]]:
+    """Of a model on two devices: the refusal, and the class of its batch norm then; of another: the warnings."""
+    scattered = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, device="meta"))
+    with process_group(store, connection):
+        refusal = error_of(client.smart_ddp, scattered)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            keep(client.smart_ddp(nn.Sequential(nn.Linear(2, 2), Special(2))))
+    warned = [f"{warning.filename.rpartition('/')[2]}: {warning.message}" for warning in caught]
+    return refusal, type(scattered[1]).__name__, warned
+
+
+class Special(nn.BatchNorm1d):
+    """A user's subclass that bypasses `forward`."""
+
+    def __call__(self, x):
+        return x - x.mean(0)
+
+
+def end_without_teardown(main: Callable[[Path], None]) -> None:
+    """Calls `main` with the folder on the command line, and ends. Gloo may abort a teardown (pytorch#190489)."""
+    code = 0
+    try:
+        main(Path(sys.argv[1]))
+    except Exception:  # noqa: BLE001 - whatever it is, it is shown
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

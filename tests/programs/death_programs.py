@@ -1,4 +1,4 @@
-"""What a member does whose life or death is under test: one command after the other, from a pipe."""
+"""A member that runs one command after the other from a pipe, while tests kill or freeze it."""
 
 import ctypes
 import os
@@ -37,7 +37,7 @@ def transport(connection: Connection) -> str:
 
 
 def compute(_: Connection) -> None:
-    """No line of it lets go of Python's global lock by itself."""
+    """Pure Python, which never releases the global lock explicitly."""
     end = time.monotonic() + BUSY_SECONDS
     while time.monotonic() < end:
         pass
@@ -56,7 +56,7 @@ COMMANDS: dict[str, Callable[[Connection], Any]] = {
 def take_commands(
     pipe: Pipe, endpoint: str, job: str, member: int, world_size: int, transport: str, store: str
 ) -> None:
-    """Connects, says so, and carries out what comes until the pipe ends."""
+    """Connect, report ready, and run the commands until the pipe is closed."""
     if transport == OVER_PROCESS_GROUP:
         distributed.init_process_group("gloo", init_method=f"file://{store}", rank=member, world_size=world_size)
     who: dict[str, Any] = {"job": job, "rank": member, "world_size": world_size, "transport": transport}

@@ -1,4 +1,4 @@
-"""What the processes of `test_run_elastic.py` do: train a model with batch norm under `run_elastic`."""
+"""The processes of `test_elastic.py`: they train a model with batch norm under `run_elastic`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,13 +20,10 @@ SAMPLES, BATCH, COMMIT_EVERY = 90, 4, 3
 
 @dataclass
 class Process:
-    """A member process and the way to it."""
-
     process: BaseProcess
     pipe: Pipe
 
     def go(self) -> None:
-        """Lets it connect."""
         self.pipe.send("go")
 
     def wait_for_batch(self, number: int) -> None:

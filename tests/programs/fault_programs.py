@@ -49,12 +49,10 @@ def augment() -> None:
 
 
 def hold_the_interpreter(seconds: int) -> None:
-    """Sleeps in C without giving up the interpreter's lock."""
     ctypes.PyDLL(None).sleep(seconds)
 
 
 def wait_for_the_other_to_wait() -> None:
-    """Returns once the server knows that the other rank waits in a round."""
     while not any(group["waiting"] for group in ask(client.current_connection().endpoint)["groups"]):
         time.sleep(0.02)
 
@@ -63,7 +61,7 @@ def load_a_batch() -> None:
     time.sleep(6.0)
 
 
-# What a script may do in the connection, after its last batch.
+# Collectives in the connection after the last batch.
 AT_THE_END = {
     "fewer, then a barrier inside": distributed.barrier,
     "fewer, then a reduction inside": lambda: distributed.all_reduce(torch.ones(1)),
@@ -71,7 +69,7 @@ AT_THE_END = {
 
 
 def befall(what: str, wrapper: str, model: nn.Module, x: torch.Tensor) -> bool:
-    """Does what is wrong; returns whether training goes on."""
+    """Cause the fault; returns whether training continues."""
     say("fault", what)
     if what == "extra":
         model.module(x)

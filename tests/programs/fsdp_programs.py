@@ -1,4 +1,4 @@
-"""What member processes do in `test_fsdp.py`: training with sharded parameters, over gloo and on the CPU."""
+"""What member processes do in `test_parallelism.py`: training with sharded parameters, over gloo and on the CPU."""
 
 import warnings
 from collections.abc import Callable
@@ -13,13 +13,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import client
 from programs.ddp_programs import Mode, network, process_group, train_share
 from programs.member_programs import Buffers
+from support.sentences import error_of
 
 MODE = Mode()
 STEPS = 20
 
 
 def by_fully_shard(model: nn.Module) -> nn.Module:
-    """A shard of its own for each layer, batch norms included, freed between forward and backward."""
+    """One shard per layer, batch norms included, freed between forward and backward."""
     mesh = init_device_mesh("cpu", (len(MODE.shares),))
     for layer in model.modules():
         if next(layer.parameters(recurse=False), None) is not None:
@@ -43,7 +44,6 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def train(connection: client.Connection, store: str, way: str) -> Buffers:
-    """One member's shard of the batch, with its share of the parameters."""
     model = client.convert_model(network(MODE))
     with process_group(store, connection):
         sharded = WAYS[way](model)
@@ -53,7 +53,7 @@ def train(connection: client.Connection, store: str, way: str) -> Buffers:
 
 
 def convert_what_is_sharded(connection: client.Connection, store: str, way: str) -> list[tuple[bool, list[str]]]:
-    """Of conversion, and of conversion back: whether each layer stayed the same, and what was told."""
+    """For conversion and reversion: whether each layer stayed the same, and the warnings."""
     found = []
     with process_group(store, connection):
         for model, change in ((network(MODE), client.convert_model), (_converted(), client.revert_model)):
@@ -68,7 +68,7 @@ def convert_what_is_sharded(connection: client.Connection, store: str, way: str)
 
 
 def convert_a_part(connection: client.Connection, store: str) -> tuple[bool, list[str]]:
-    """Of a part of a model that is sharded as one: whether conversion left its layer, and what was told."""
+    """For a part of a model sharded as a whole: whether its layer was left unconverted, and the warnings."""
     with process_group(store, connection):
         part = by_fully_shard_as_one(network(MODE)).stem
         before = part[1]
@@ -79,17 +79,12 @@ def convert_a_part(connection: client.Connection, store: str) -> tuple[bool, lis
 
 
 def give_a_dtensor(connection: client.Connection, store: str) -> tuple[str, torch.Tensor]:
-    """What a layer says to a distributed input, and what it makes of this member's part of it."""
+    """The error for a distributed input, and the output for its local part."""
     layer = client.convert_model(nn.BatchNorm1d(2))
     with process_group(store, connection):
         mesh = init_device_mesh("cpu", (2,))
         x = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)])
-        told = ""
-        try:
-            layer(x)
-        except TypeError as error:
-            told = str(error)
-        return told, layer(x.to_local()).detach()
+        return error_of(layer, x), layer(x.to_local()).detach()
 
 
 def _converted() -> nn.Module:

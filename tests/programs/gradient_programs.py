@@ -41,7 +41,7 @@ def input_that_needs_no_gradient(layer: Layer, x: Tensor, factors: Tensor) -> No
 
 
 def without_gradients(layer: Layer, x: Tensor, factors: Tensor) -> None:
-    """The running statistics move all the same; the second forward tells them from the first."""
+    """The running statistics move as well; the second forward must get another round."""
     with torch.no_grad():
         layer(x)
     (layer(x * 2) * factors).sum().backward()

@@ -41,7 +41,7 @@ def as_member_of_a_pair(connection: client.Connection) -> Result:
 
 
 def model(member: int) -> nn.Module:
-    """A layer for each way of sharing; member 3 is on a host of its own."""
+    """A layer for each way of sharing; member 3 is on another host."""
     torch.manual_seed(0)
     groups = {
         "pair": client.Group(f"pair {member // 2}", 2),
@@ -78,7 +78,6 @@ def whole_model() -> tuple[list[Tensor], Tensor, list[Tensor]]:
 
 
 def as_member_of_many_groups(connection: client.Connection, backend: str | None) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """This member's output, its input's gradient and its parameters' gradients."""
     member = connection.rank
     x, factors = (whole.split(SIZES)[member] for whole in _tensors())
     x = x.clone().requires_grad_()

@@ -1,6 +1,6 @@
-"""The page of a pretended server whose rank 5 of 8 is skewed in the late layers: `HOST:PORT JOB [LAYERS RANKS [FILE]]`.
+"""The page of a fake server with a skewed rank in the late layers: `HOST:PORT JOB [LAYERS RANKS [FILE]]`.
 
-It is another rank where a file has its number.
+The rank is 5 of 8, or the number in a file.
 """
 
 import random
@@ -22,13 +22,11 @@ TOKEN = "of-the-test-0123"  # noqa: S105 - it opens nothing
 
 
 def main(address: str, job: str, layers: int, ranks: int, odd: Callable[[], int]) -> None:
-    """Serve until Ctrl-C."""
     host, port = host_and_port(address)
     serve("tcp://127.0.0.1:4555", lambda: told(job, time.time(), layers, ranks, odd()), host, port, TOKEN)
 
 
 def told(job: str, now: float, layers: int, ranks: int, odd: int = ODD_RANK) -> dict[str, Any]:
-    """What the server would say at a time."""
     chance = random.Random(now)
     members = [member(rank, int(now) % 1000) for rank in range(ranks)]
     figures = {"layers": [layer(chance, at, layers, ranks, odd) for at in range(layers)]}
@@ -45,7 +43,6 @@ def layer(chance: random.Random, at: int, layers: int, ranks: int, odd: int) -> 
 
 
 def written(file: Path) -> int:
-    """The number in a file."""
     return int(file.read_text())
 
 

@@ -1,4 +1,4 @@
-"""A script that connects without an endpoint, and says what it sees: `python launch_programs.py NAME`."""
+"""A script that connects without an endpoint and prints what happens: `python launch_programs.py NAME`."""
 
 import multiprocessing
 import os

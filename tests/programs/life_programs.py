@@ -16,10 +16,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 import client
-from client.transports.choose import transport_for
 from programs import member_programs
 from programs.member_programs import Buffers, state
-from statsd_bn import Rows, StatsdBNError
+from support.sentences import error_of
 
 STEPS = 4
 DECAY = 0.7
@@ -51,10 +50,7 @@ def shard(connection: client.Connection | None, step: int) -> Batch:
 
 
 def take_step(
-    connection: client.Connection | None,
-    model: nn.Module,
-    batch: Batch,
-    meanwhile: Callable[[], object] = lambda: None,
+    connection: client.Connection | None, model: nn.Module, batch: Batch, meanwhile: Callable[[], object] = lambda: None
 ) -> int:
     """One step of gradient descent, gradients summed over the members; returns how many rounds its layers took."""
     x, factors = batch
@@ -64,22 +60,15 @@ def take_step(
     meanwhile()
     loss.backward()
     rounds = getattr(connection, "rounds", 0) - before
+    if connection:
+        member_programs.sum_gradients(model)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.sub_(summed(connection, name, parameter.grad), alpha=0.01)
+        for parameter in model.parameters():
+            parameter.sub_(parameter.grad, alpha=0.01)
     return rounds
 
 
-def summed(connection: client.Connection | None, name: str, gradient: Tensor) -> Tensor:
-    if connection is None:
-        return gradient
-    rows = Rows((1,), gradient.reshape(1, 1, -1).numpy())
-    total = transport_for(f"gradient of {name}", None).run_slave(rows).values
-    return torch.from_numpy(total.copy()).view_as(gradient)
-
-
 def train(connection: client.Connection | None, renew: Callable[[nn.Module], nn.Module]) -> Buffers:
-    """After every step the model is replaced by what `renew` makes of it."""
     model = network_of(connection)
     for step in range(STEPS):
         take_step(connection, model, shard(connection, step))
@@ -141,10 +130,10 @@ def _blank(model: nn.Sequential) -> nn.Module:
 
 
 def train_with_averages(connection: client.Connection | None) -> tuple[Buffers, list[Tensor], int]:
-    """Two moving averages of the model, evaluated amid and between the steps on member 0 alone.
+    """Two moving averages of the model, evaluated in and between the steps on member 0 alone.
 
-    Returns the state of all three, what the averages said of the same images, and the rounds that the steps took,
-    plus those of the averages.
+    Returns the state of all three, the averages' outputs for the same images, and the rounds of the steps and of the
+    averages.
     """
     model = network_of(connection)
     by_hand = copy.deepcopy(model).eval()
@@ -188,18 +177,14 @@ class Images(Dataset[tuple[Batch, Tensor, str]]):
         features = x.expand(-1, self._eval.num_features, -1, -1)
         with torch.no_grad():
             evaluated = self._eval(features)
-            told = "nothing was raised"
-            try:
-                self._training(features)
-            except StatsdBNError as error:
-                told = f"{type(error).__name__}: {error}"
-        # What a worker's end may do, too; it must not say goodbye in the member's name.
+            told = error_of(self._training, features)
+        # A worker may do this at its end; it must not leave the job in the member's name.
         client.disconnect()
         return (x, factors), evaluated, told
 
 
 def train_with_forked_workers(connection: client.Connection | None) -> tuple[Buffers, list[Tensor], list[str], int]:
-    """Two epochs, each with two workers of its own, which have ended when the next epoch begins, and a last step."""
+    """Two epochs with two workers each, which end before the next epoch starts, and a last step."""
     model = network_of(connection)
     evaluated, told = [], []
     for steps in (range(2), range(2, 4)):

@@ -1,6 +1,6 @@
-"""What each process does in `test_lightning.py`, under a real Lightning `Trainer`: python lightning_program.py DIR.
+"""A process of `test_lightning.py` under a real Lightning `Trainer`: python lightning_program.py DIR.
 
-What it has seen and computed is then in DIR/RANK.pt.
+It writes its results to DIR/RANK.pt.
 """
 
 import logging
@@ -27,8 +27,6 @@ LATE_SECONDS, LATE_BATCH = 4.0, 2
 
 
 class Module(LightningModule):
-    """The network of `lightning_training`, trained as there."""
-
     def __init__(self) -> None:
         super().__init__()
         self.network = training.network()
@@ -61,7 +59,7 @@ class Failing(Module):
 
 
 class Late(Callback):
-    """Lets rank 0 come late to one batch of each epoch; keeps what this rank is told of it."""
+    """Delays rank 0 before one batch of each epoch, and collects this rank's log lines."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -98,7 +96,7 @@ def main(folder: Path) -> None:
     found["warnings"] = [str(warning.message) for warning in warned if "convert_model" in str(warning.message)]
     found["after one fit"] = training.state(module.network)
     late = Late()
-    # In DDP's broadcast of buffers the other rank would be in no round, and nobody would ask for the late one.
+    # In DDP's broadcast of buffers the other rank would not be in a round, and rank 0 would not be asked.
     trainer(watch, late, strategy=DDPStrategy(broadcast_buffers=False)).fit(module)
     trainer(watch).test(module, verbose=False)
     found["after two fits"] = training.state(module.network)
@@ -120,7 +118,7 @@ def with_a_connection_of_its_own(module: Module, rank: int) -> list[Any]:
 
 
 def failure() -> tuple[str, str, list[str]]:
-    """Returns what a training has ended with that fails on one rank, and which layers it has left."""
+    """The error of a training that fails on one rank, and the layers afterwards."""
     module = Failing()
     try:
         trainer().fit(module)

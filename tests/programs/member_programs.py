@@ -14,13 +14,13 @@ import client
 from client.session.round import Round
 from client.transports.choose import transport_for
 from statsd_bn import Rows, StatsdBNError
+from support.sentences import error_of
 from support.transports import reference_kernels
 
 Buffers = dict[str, np.ndarray]
 
 
 def state(model: nn.Module) -> Buffers:
-    """Copies of weights and buffers."""
     return {name: value.detach().numpy().copy() for name, value in model.state_dict().items()}
 
 
@@ -43,7 +43,6 @@ def train_by_reference(connection: client.Connection, steps: int) -> Buffers:
 
 
 def evaluate_on_one_member_only(connection: client.Connection) -> tuple[np.ndarray, np.ndarray]:
-    """Only member 0 evaluates, and needs nobody for it."""
     layer = client.SynchronizedBatchNorm2d(5).eval()
     x = torch.randn(4, 5, 3, 3, generator=torch.Generator().manual_seed(0))
     expected = nn.BatchNorm2d(5).eval()(x)
@@ -91,16 +90,17 @@ def train_small_model(connection: client.Connection, steps: int) -> Buffers:
         x, factors = (whole.chunk(who.world_size)[who.rank] for whole in batch(step))
         optimizer.zero_grad()
         (model(x) * factors).sum().backward()
-        _sum_gradients(model)
+        sum_gradients(model)
         optimizer.step()
     return {name: value.detach().numpy() for name, value in model.state_dict().items()}
 
 
-def _sum_gradients(model: nn.Module) -> None:
+def sum_gradients(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        rows = Rows((1,), parameter.grad.reshape(1, 1, -1).numpy())
-        total = transport_for(f"gradient of {name}", None).run_slave(rows).values
-        parameter.grad.copy_(torch.from_numpy(total.copy()).view_as(parameter))
+        if parameter.grad is not None:
+            rows = Rows((1,), parameter.grad.reshape(1, 1, -1).numpy())
+            total = transport_for(f"gradient of {name}", None).run_slave(rows).values
+            parameter.grad.copy_(torch.from_numpy(total.copy()).view_as(parameter))
 
 
 def fail_on_member_1(connection: client.Connection) -> Exception | str:
@@ -131,7 +131,7 @@ raise RuntimeError("the script crashed")
 
 
 def wait_for_a_crashing_script(_: client.Connection, endpoint: str, job: str) -> Exception | None:
-    """Member 0 of another job, whose member 1 is a script that crashes after it has connected."""
+    """Member 0 of another job; its member 1 is a script that crashes after connecting."""
     client.disconnect()
     arguments = [sys.executable, "-c", CRASHING_SCRIPT, endpoint, job]
     with (
@@ -153,30 +153,20 @@ def _layer(channels: int) -> nn.Module:
     return layer
 
 
-def _told(program: Callable[[], object]) -> str:
-    try:
-        program()
-    except (ValueError, TypeError, StatsdBNError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
 def one_value_per_channel(connection: client.Connection) -> str:
     """One member has one sample, the other none."""
-    return _told(lambda: _layer(3)(torch.ones(1 - connection.rank, 3)))
+    return error_of(_layer(3), torch.ones(1 - connection.rank, 3))
 
 
 def other_channels(connection: client.Connection) -> str:
-    """The members' models differ."""
     channels = 64 if connection.rank == 0 else 32
-    return _told(lambda: _layer(channels)(torch.ones(4, channels)))
+    return error_of(_layer(channels), torch.ones(4, channels))
 
 
 def bad_input_then_good(_: client.Connection) -> tuple[list[str], float]:
-    """Local errors, caught, then a step that all take together."""
     layer = _layer(3)
     bad = [torch.ones(3), torch.ones(2, 4), torch.ones(2, 3, dtype=torch.int32)]
-    told = [_told(lambda x=x: layer(x)).split(":")[0] for x in bad]
+    told = [error_of(layer, x).split(":")[0] for x in bad]
     return told, float(layer(torch.eye(3)).sum())
 
 
@@ -202,7 +192,7 @@ def nan_on_whole_batch() -> list[np.ndarray]:
 
 
 def train_with_checkpoints(connection: client.Connection, steps: int, reentrant: bool) -> tuple[Buffers, object, int]:
-    """SGD on one shard, the whole model in a checkpoint; the rounds are those of the layers alone."""
+    """SGD on one shard, with the whole model in a checkpoint; the rounds of the layers only."""
     who = connection.member
     model = client.convert_model(small_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -214,7 +204,7 @@ def train_with_checkpoints(connection: client.Connection, steps: int, reentrant:
         before = connection.rounds
         (checkpoint(model, x, use_reentrant=reentrant) * factors).sum().backward()
         rounds += connection.rounds - before
-        _sum_gradients(model)
+        sum_gradients(model)
         optimizer.step()
         gradients.append(x.grad)
     return {name: value.detach().numpy() for name, value in model.state_dict().items()}, torch.stack(gradients), rounds
@@ -232,7 +222,6 @@ def _state(layer: nn.Module, inputs: list[torch.Tensor]) -> Buffers:
 
 
 def call_twice_in_a_checkpoint(connection: client.Connection, reentrant: bool) -> list[Buffers]:
-    """The same with and without a checkpoint."""
     results = []
     for wrap in (lambda run, x: checkpoint(run, x, use_reentrant=reentrant), lambda run, x: run(x)):
         layer = _layer(3).double()
@@ -309,7 +298,7 @@ def _inside(kinds: tuple[bool, ...], run: Callable[[torch.Tensor], torch.Tensor]
 
 
 def checkpoint_that_begins_before_what_learns(connection: client.Connection, steps: int) -> tuple[int, int]:
-    """Rounds, and batches tracked, of a layer whose output needs no gradient."""
+    """Rounds, and batches tracked, of a layer with an output without gradient."""
     layer = _layer(3).double().requires_grad_(requires_grad=False)
     head = nn.Linear(3, 2).double()
     for x in _batches_of(connection.rank, steps):
@@ -318,7 +307,6 @@ def checkpoint_that_begins_before_what_learns(connection: client.Connection, ste
 
 
 def pipeline_of_checkpoints(connection: client.Connection, reentrant: bool) -> list[Buffers]:
-    """The same with and without checkpoints."""
     results = []
     for wrap in (lambda run, x: checkpoint(run, x, use_reentrant=reentrant), lambda run, x: run(x)):
         layer = _layer(3).double()
@@ -386,7 +374,6 @@ def _trained(run: nn.Module, model: nn.Module, member: int, steps: int) -> Buffe
 
 
 def train_compiled(connection: client.Connection, backend: str, momentum: float | None, steps: int) -> list[Buffers]:
-    """The same training compiled and eager."""
     torch.compiler.reset()
     model = _network(momentum)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
@@ -445,7 +432,6 @@ def compiled_twice_on_the_same_input(connection: client.Connection, backend: str
 
 
 def compiled_masks(connection: client.Connection, backend: str) -> list[Buffers]:
-    """Each kind of layer, compiled and eager, with a mask."""
     torch.compiler.reset()
     generator = torch.Generator().manual_seed(connection.rank)
     x = torch.randn(4, 3, 5, generator=generator, dtype=torch.float64)
@@ -465,7 +451,7 @@ def compiled_masks(connection: client.Connection, backend: str) -> list[Buffers]
 
 
 def compiled_masks_in_eval(connection: client.Connection, backend: str) -> tuple[list[Buffers], int]:
-    """Without running statistics eval uses those of the counted positions of its own batch."""
+    """Without running statistics, eval uses the unmasked positions of its own batch."""
     torch.compiler.reset()
     layer = client.SynchronizedBatchNorm1d(3, track_running_stats=False).double().eval()
     results = []
@@ -551,7 +537,6 @@ def compiled_with_growing_batches(connection: client.Connection, backend: str) -
 
 
 def export_in_eval(connection: client.Connection) -> int:
-    """How many rounds an export and its use took."""
     model = _network(0.1).eval()
     x = torch.randn(4, 1, 8, 8, dtype=torch.float64)
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))

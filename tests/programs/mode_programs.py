@@ -1,4 +1,4 @@
-"""What member processes do in `test_modes.py`: models whose layers change between training and eval."""
+"""Member processes of `test_modes.py`: models with layers that change between training and eval."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from torch import nn
 
 import client
 from programs import member_programs
-from programs.life_programs import BN, network, summed
+from programs.life_programs import BN, network
 from programs.member_programs import Buffers, state
 
 
@@ -18,18 +18,12 @@ def _nothing(_model: nn.Module, _step: int) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """How a model trains: what happens around the step with the given number, besides the step itself.
-
-    Attributes:
-        before: before the forward pass, on every member.
-        between: between forward and backward, on member 0 only.
-        after: after the update, on member 0 only.
-    """
+    """How a model trains: what happens around the step with the given number, besides the step itself."""
 
     steps: int
-    before: Callable[[nn.Module, int], None] = _nothing
-    between: Callable[[nn.Module, int], None] = _nothing
-    after: Callable[[nn.Module, int], None] = _nothing
+    before: Callable[[nn.Module, int], None] = _nothing  # before the forward pass, on every member
+    between: Callable[[nn.Module, int], None] = _nothing  # between forward and backward, on member 0 only
+    after: Callable[[nn.Module, int], None] = _nothing  # after the update, on member 0 only
 
 
 def on_the_whole_batch(run: Run) -> Buffers:
@@ -70,7 +64,7 @@ def on_shards(connection: client.Connection, run: Run) -> tuple[Buffers, int]:
             run.between(ours, step)
         loss.backward()
         rounds += connection.rounds - before
-        _sum_gradients(connection, ours)
+        member_programs.sum_gradients(ours)
         optimizer.step()
         if who.rank == 0:
             before = connection.rounds
@@ -80,7 +74,6 @@ def on_shards(connection: client.Connection, run: Run) -> tuple[Buffers, int]:
 
 
 def validate(model: nn.Module, step: int) -> None:
-    """An eval pass over data of its own, as on rank 0 after an epoch; then training goes on."""
     model.eval()
     with torch.no_grad():
         model(member_programs.batch(1000 + step)[0])
@@ -128,9 +121,3 @@ def eval_on_its_own(connection: client.Connection, options: dict[str, object]) -
         (output * torch.linspace(-1, 2, 12, dtype=torch.float64).view(4, 3)).sum().backward()
         found += [output.detach(), mine.grad]
     return found, connection.rounds
-
-
-def _sum_gradients(connection: client.Connection, model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.grad is not None:
-            parameter.grad.copy_(summed(connection, name, parameter.grad))

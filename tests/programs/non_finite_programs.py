@@ -12,43 +12,29 @@ from torch.utils.checkpoint import checkpoint
 import client
 from client.ops import non_finite
 from statsd_bn.errors import NonFinite
+from support.sentences import client_log
 
 CHANNELS = 4
 NAME = "layer3.0.bn1"
 
 
-class _Kept(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.told: list[tuple[str, str]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "first non-finite" in record.getMessage():
-            self.told.append((record.levelname, record.getMessage()))
-
-
 def three_steps(process: Any, value: float, phase: str, bearers: list[int], policy: str, how: str = "plain") -> Any:
-    """Returns what is told and raised, how often the running statistics have moved, and the number of this process."""
-    kept, raised = _Kept(), []
+    """The log lines, the errors, the number of updates of the running statistics, and the process id."""
+    raised = []
     layer = client.SynchronizedBatchNorm1d(CHANNELS)
     layer.layer_name = NAME
-    logger = logging.getLogger("statsd_bn.client")
-    logger.addHandler(kept)
-    logger.setLevel(logging.INFO)
     non_finite._local_reports.clear()
-    try:
-        with mock.patch.dict(os.environ, {"STATSD_BN_ON_NONFINITE": policy}):
-            for step in range(3):
-                try:
-                    if how == "and then forward" and step == 2:  # all ranks have the weights that came of it
-                        _step(layer, value, "forward", how)
-                    else:
-                        _step(layer, value if step == 1 and process.rank in bearers else 1.0, phase, how)
-                except NonFinite as error:
-                    raised.append((step, error.fields, str(error)))
-    finally:
-        logger.removeHandler(kept)
-    return kept.told, raised, int(layer.num_batches_tracked), os.getpid()
+    with client_log(logging.INFO) as lines, mock.patch.dict(os.environ, {"STATSD_BN_ON_NONFINITE": policy}):
+        for step in range(3):
+            try:
+                if how == "and then forward" and step == 2:  # all ranks have the weights that came of it
+                    _step(layer, value, "forward", how)
+                else:
+                    _step(layer, value if step == 1 and process.rank in bearers else 1.0, phase, how)
+            except NonFinite as error:
+                raised.append((step, error.fields, str(error)))
+    told = [(level, text) for level, text in lines if "first non-finite" in text]
+    return told, raised, int(layer.num_batches_tracked), os.getpid()
 
 
 def _step(layer: nn.Module, value: float, phase: str, how: str) -> None:
@@ -73,7 +59,7 @@ def _step(layer: nn.Module, value: float, phase: str, how: str) -> None:
 
 
 def _overflow(layer: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> None:
-    """One step of AMP whose scaled gradients are more than float32 holds, so that the scaler leaves it out."""
+    """One step of AMP with scaled gradients beyond float32, which the scaler skips."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     optimizer.zero_grad()

@@ -9,12 +9,12 @@ import pytest
 
 from support.paths import ROOT
 
-# The user "nobody" of most systems; nothing belongs to it.
+# The user "nobody" of most systems, which owns no files.
 NOBODY = 65_534
 
 needs_another_user = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 
-# The interpreter may lie where nobody else can read it, so the program imports what it needs before.
+# The other user may not be able to read the interpreter's files, so the program imports everything before.
 BECOME = f"""
 import os
 import torch._dynamo

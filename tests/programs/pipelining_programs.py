@@ -1,4 +1,4 @@
-"""What member processes do in `test_pipelining.py`: two stages of a model, and two processes for each, over gloo."""
+"""What member processes do in `test_parallelism.py`: two stages of a model, and two processes for each, over gloo."""
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +74,7 @@ def stage(number: int) -> nn.Module:
 
 
 def _like_a_micro_batch(number: int) -> Tensor:
-    """What goes into this stage. Without it torch runs the stage once, on any numbers, to see what comes out."""
+    """The stage's input. Without it torch runs the stage once on random numbers to infer the output."""
     samples = SAMPLES // SHARES // CHUNKS
     return torch.empty(samples, FEATURES[number], dtype=torch.float64, device="meta", requires_grad=number > 0)
 

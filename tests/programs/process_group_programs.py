@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import logging
 import math
 import os
 import pickle
@@ -27,6 +26,7 @@ from statsd_bn import skew
 from statsd_bn import skew_samples as samples
 from statsd_bn.errors import NonFinite, StatsdBNError
 from support import whole_batch
+from support.sentences import client_log, error_of
 
 
 def train_under_ddp(rank: Any, mode: ddp_programs.Mode, steps: int, backend: str) -> Buffers:
@@ -62,19 +62,17 @@ def _in_process_group(layer: nn.Module, group: Any, how: str) -> Any:
 
 
 def revert(_rank: Any) -> bool:
-    """Whether torch's layer gets its process group back."""
     group = keep(distributed.new_group([0, 1]))
     converted = client.convert_model(nn.Sequential(nn.SyncBatchNorm(3, process_group=group)))
     return client.revert_model(converted)[0].process_group is group
 
 
 def come_to_different_layers(rank: Any, layers: list[str]) -> str:
-    """Each rank calls another layer; returns the error."""
     return _error_of(layers[rank.rank], 3)
 
 
 def spoil_in_a_pair(rank: Any) -> tuple[list[int], str]:
-    """Of ranks 1 and 2, which synchronise, rank 2 brings NaN; returns whose that was, as the error says."""
+    """Rank 2 of the pair 1, 2 sends NaN; returns the ranks in the error, and its text."""
     pair = keep(distributed.new_group([1, 2]))
     if rank.rank == 0:
         return [], ""
@@ -88,7 +86,7 @@ def spoil_in_a_pair(rank: Any) -> tuple[list[int], str]:
 
 
 def spoil_alone(rank: Any) -> str:
-    """Rank 1 is alone in its process group, and its second replica has infinity; returns whose that was."""
+    """Rank 1 is alone in its process group, and its second replica has infinity; returns the error."""
     alone = [keep(distributed.new_group([each])) for each in range(2)][rank.rank]
     model = client.convert_model(nn.BatchNorm1d(2), process_group=alone)
     replicas = client.DataParallelWithCallback(model, device_ids=["cpu"] * 2)
@@ -103,38 +101,29 @@ def spoil_alone(rank: Any) -> str:
 
 
 def lie_in_a_pair(rank: Any) -> str:
-    """Of ranks 1 and 2, which synchronise, rank 2 tells of more rows than there can be; returns the error."""
+    """Rank 2 of the pair 1, 2 announces more rows than there can be; returns the error."""
     pair = keep(distributed.new_group([1, 2]))
     if rank.rank == 0:
         return ""
     layer = client.convert_model(nn.BatchNorm1d(2), process_group=pair)
     with _telling(2, rank, process_group.ROWS, 1000):
-        try:
-            layer(torch.randn(4, 2))
-        except StatsdBNError as error:
-            return str(error)
-    return "no error"
+        return error_of(layer, torch.randn(4, 2))
 
 
 def come_with_channels(rank: Any, channels: list[int]) -> str:
-    """Each rank calls the same layer with other channels; returns the error."""
     return _error_of("bn", channels[rank.rank])
 
 
 def lie(rank: Any, what: str, place: int, number: int) -> str:
-    """The second rank writes a number of its own into its first message; returns each one's error."""
+    """Rank 1 changes a number in its first message; returns each rank's error."""
     with _telling(1, rank, place, number):
         if what == "layer":
             return _error_of("bn", 3)
-        try:
-            client.DDPHandler(object()).mp_sync([1.0])
-        except StatsdBNError as error:
-            return f"{type(error).__name__}: {error}"
-    return "no error"
+        return error_of(client.DDPHandler(object()).mp_sync, [1.0])
 
 
 def _telling(liar: int, rank: Any, place: int, number: int) -> Any:
-    """Has one rank write a number of its own into its second message; in the first one each tells where it runs."""
+    """Make one rank change a number in its second message; the first one announces the ranks' hosts."""
     messages, gathered = itertools.count(), process_group._gather
 
     def changed(group: Any, words: Any) -> Any:
@@ -149,33 +138,22 @@ def _telling(liar: int, rank: Any, place: int, number: int) -> Any:
 def _error_of(name: str, channels: int) -> str:
     layer = client.SynchronizedBatchNorm1d(channels)
     layer.layer_name = name
-    try:
-        layer(torch.randn(4, channels, requires_grad=True))
-    except StatsdBNError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return error_of(layer, torch.randn(4, channels, requires_grad=True))
 
 
 def gather_values(rank: Any) -> tuple[list[Any], int, int]:
-    """`mp_sync`, and how a handler splits loaders."""
     handler = client.DDPHandler(object())
     values = handler.mp_sync(torch.arange(rank.rank + 1), return_tensor=False)
     return values, *handler._rank_and_size()
 
 
 def gather_beside_a_layer(rank: Any) -> str:
-    """Rank 0 is in a layer, rank 1 gathers values; returns the error."""
     if rank.rank == 0:
         return _error_of("bn", 3)
-    try:
-        client.DDPHandler(object()).mp_sync(torch.ones(2))
-    except StatsdBNError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return error_of(client.DDPHandler(object()).mp_sync, torch.ones(2))
 
 
 def average(rank: Any) -> tuple[list[float], int]:
-    """Gradients of 1 sample on rank 0 and 3 on rank 1."""
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([1.0, 2.0]) * (rank.rank + 1)
     count = client.average_gradients([parameter], 1 + 2 * rank.rank)
@@ -183,7 +161,6 @@ def average(rank: Any) -> tuple[list[float], int]:
 
 
 def join(_rank: Any) -> str:
-    """`client.join` has nobody to leave."""
     try:
         with client.join(client.convert_model(nn.Sequential(nn.BatchNorm1d(3)))):
             return "entered"
@@ -203,29 +180,19 @@ def compile_before_there_are_ranks(store: str, rank: int) -> list[np.ndarray]:
 
 
 def destroyed(_rank: Any) -> str:
-    """A layer whose process group is gone."""
     group = keep(distributed.new_group([0, 1]))
     layer = client.convert_model(nn.BatchNorm1d(3), process_group=group)
     distributed.destroy_process_group(group)
-    try:
-        layer(torch.randn(4, 3))
-    except StatsdBNError as error:
-        return str(error)
-    return "no error"
+    return error_of(layer, torch.randn(4, 3))
 
 
 def outside(rank: Any) -> str:
-    """A rank that is not in the group it names."""
     group = keep(distributed.new_group([0]))
     if rank.rank == 0:
         return ""
     layer = client.convert_model(nn.BatchNorm1d(3), process_group=group)
     layer.eval()(torch.randn(4, 3))
-    try:
-        layer.train()(torch.randn(4, 3))
-    except StatsdBNError as error:
-        return str(error)
-    return "no error"
+    return error_of(layer.train(), torch.randn(4, 3))
 
 
 # Of a test with looks that come faster than once a second.
@@ -233,15 +200,14 @@ LOOK_SECONDS = 0.02
 
 
 def differ(rank: Any, seconds: float, endpoint: str = "", job: str = "") -> tuple[list[str], list[Any]]:
-    """The last rank's data are 25 times as large as the others', and in the end one's are infinite.
+    """The last rank's data are 25 times as large as the others', and in the last step rank 1 has infinity.
 
-    Returns what this rank has warned of, and what the server says of the group, if there is an endpoint.
+    Returns this rank's warnings, and with an endpoint the server's findings.
     """
     torch.manual_seed(rank.rank)  # torch begins with one seed everywhere, and ranks that draw the same are a finding
-    told = _Warnings()
-    logging.getLogger("statsd_bn.client").addHandler(told)
     size = distributed.get_world_size()
     with ExitStack() as stack:
+        warned = stack.enter_context(client_log())
         for module, name in ((samples, "SECONDS"), (samples, "SETTLE_SECONDS"), (process_group_monitor, "SECONDS")):
             stack.enter_context(mock.patch.object(module, name, LOOK_SECONDS))
         stack.enter_context(mock.patch.object(skew, "MIN_SECONDS", 0.0))
@@ -255,7 +221,7 @@ def differ(rank: Any, seconds: float, endpoint: str = "", job: str = "") -> tupl
         while not stop:
             layer(torch.randn(16, 4) * (25.0 if rank.rank == size - 1 else 1.0))
             time.sleep(LOOK_SECONDS)
-            has_found = any("skew" in text for text in told.texts) or bool(_of_job(connection, "findings"))
+            has_found = any("skew" in text for _, text in warned) or bool(_of_job(connection, "findings"))
             stop[0] = float(rank.rank == 0 and (has_found or time.monotonic() > until))
             distributed.broadcast(stop, 0)
         layer(torch.full((16, 4), math.inf if rank.rank == 1 else 1.0))
@@ -263,12 +229,11 @@ def differ(rank: Any, seconds: float, endpoint: str = "", job: str = "") -> tupl
             time.sleep(LOOK_SECONDS)
         found = _of_job(connection, "findings", "non_finite") if rank.rank == 0 else []
         distributed.barrier()
-    logging.getLogger("statsd_bn.client").removeHandler(told)
-    return told.texts, found
+    return [text for _, text in warned], found
 
 
 def spoil_beside_a_connection(rank: Any, endpoint: str, job: str) -> list[str]:
-    """The second rank brings infinity; returns what the server says of it, on the first rank."""
+    """Rank 1 sends infinity; returns the server's report of it, on rank 0."""
     where = {"endpoint": endpoint, "rank": rank.rank, "world_size": distributed.get_world_size(), "job": job}
     with mock.patch.object(non_finite, "_local_reports", {}), client.connect(**where) as connection:
         layer = client.convert_model(nn.BatchNorm1d(4), process_group=distributed.group.WORLD)
@@ -285,14 +250,3 @@ def _of_job(connection: client.Connection | None, *fields: str) -> list[Any]:
         return []
     (group,) = (group for group in ask(connection.endpoint)["groups"] if group["job"] == connection.member.job)
     return [entry for field in fields for entry in group.get(field, ())]
-
-
-class _Warnings(logging.Handler):
-    """Keeps the texts."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())

@@ -30,7 +30,7 @@ class Part:
         return model
 
     def batches(self, *shape: int, first: int = 0) -> list[Tensor]:
-        """This part of batches of seven; each sample has a mean of its own, so that a share differs from the whole."""
+        """This part of batches of seven; each sample has a different mean, so a share differs from the whole."""
         means = torch.arange(sum(SHARES)).view(-1, *[1] * len(shape)) / 4
         generators = [torch.Generator().manual_seed(first + step) for step in range(STEPS)]
         return [torch.randn(len(means), *shape, generator=each, dtype=torch.float64) + means for each in generators]
@@ -136,8 +136,6 @@ def averaged_weights(part: Part) -> Seen:
 
 
 def averaging_hooks(part: Part) -> Seen:
-    """The ranks average the running statistics between forward and backward."""
-
     def average(layer: nn.Module, *_: object) -> None:
         for buffer in (layer.running_mean, layer.running_var):
             distributed.all_reduce(buffer)
@@ -150,7 +148,6 @@ def averaging_hooks(part: Part) -> Seen:
 
 
 def other_order_of_keys(part: Part) -> Seen:
-    """Rank 1 registers its modules in another order, and loads a state whose keys are in another order, too."""
     torch.manual_seed(0)
     state = {f"{name}.{key}": torch.rand(FEATURES) for name in ("first", "last") for key in ("weight", "running_var")}
     names = ("last", "first") if part.rank else ("first", "last")

@@ -13,7 +13,7 @@ from torch import distributed, nn
 import client
 from client.diagnostics.sampler import ThreadSample, ThreadSampler
 
-# Longer than it takes until ranks that wait apart are told of a mismatch.
+# Longer than the detection of a deadlock takes.
 LONG = 10.0
 
 questions: list[str] = []
@@ -31,7 +31,7 @@ def batch() -> torch.Tensor:
 
 
 class Quiet:
-    """What a job may do between two epochs."""
+    """Pauses between two epochs."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

@@ -1,4 +1,4 @@
-"""What the recalibration tests run, in this process and in members."""
+"""Programs of the recalibration tests, for this process and for members."""
 
 from typing import Any
 
@@ -42,7 +42,6 @@ def recalibrate_shard(connection: client.Connection, sizes: Sizes) -> tuple[Buff
 
 
 def told(network: nn.Module, loader: list[Any]) -> tuple[str, bool]:
-    """Returns the error, and whether the statistics are the old ones."""
     before = statistics(network)
     try:
         client.recalibrate(network, loader)

@@ -7,17 +7,19 @@ from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 import numpy as np
+import torch
 
 import client
 from client.session.connection import Connection
 from client.session.protocol.member import SHARED_MEMORY
 from client.transports.choose import transport_for
 from client.transports.server import SlavePipe
+from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import FloatArray, Rows, sum_in_order
 from statsd_bn.round_key import BACKWARD
 
-# Of the rows: most are as small as those of a small layer, some are of a wide one, and a few do not fit into memory.
+# Channels of rows: most like those of a small layer, some of a wide one, and a few too large for shared memory.
 SIZES = (1, 3, 16, 64, 256, 2048, 20_000)
 WEIGHTS = (8, 8, 8, 8, 8, 2, 0.01)
 
@@ -31,33 +33,24 @@ VECTORS = 2
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a member has to say at the end.
-
-    Attributes:
-        rounds: how many it has had, each with the right bits.
-        in_memory: of how many of them the server has heard nothing from it.
-        over_server: how many of them went over the server as well, to the same bits.
-        why: what has gone wrong, or empty.
-    """
-
-    rounds: int
-    in_memory: int
-    over_server: int
-    why: str = ""
+class Report:
+    rounds: int  # finished, each with the right bits
+    in_memory: int  # that this member did not report to the server
+    over_server: int  # repeated over the server, with the same bits
+    why: str = ""  # the error, or empty
 
 
 def soak(endpoint: str, job: str, rank: int, size: int, rounds: int, pipe: Pipe, progress: Any) -> None:
-    """Takes part in so many rounds; `progress` is the number of those that are done. It sends a `Told`, then waits."""
+    """Run a number of rounds, counted in `progress`; send a `Report`, then wait."""
     over_server = 0
     try:
         with client.connect(endpoint, job=job, rank=rank, world_size=size, round_timeout=120.0) as connection:
             over_server = _rounds(connection, rounds, progress)
             in_memory = connection.session(None).transport.bypassed_rounds
-            pipe.send(Told(progress.value, in_memory, over_server, _wrong_transport(connection)))
+            pipe.send(Report(progress.value, in_memory, over_server, _wrong_transport(connection)))
             pipe.poll(120)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
-        pipe.send(Told(progress.value, 0, over_server, f"{type(error).__name__}: {error}"))
+        pipe.send(Report(progress.value, 0, over_server, f"{type(error).__name__}: {error}"))
 
 
 def _wrong_transport(connection: Connection) -> str:
@@ -108,3 +101,26 @@ def _check(number: int, found: Aggregate, count: int, expected: FloatArray) -> N
         raise ValueError(f"round {number}: expected count {count}, got {found.count}")
     if found.values.tobytes() != expected.tobytes():
         raise ValueError(f"round {number}: expected other bits for shape {expected.shape}")
+
+
+# Channels of rows in rounds with kills; the largest fill the buffers of a connection.
+KILLED_SIZES = (1, 64, 2048, 60_000)
+KILLED_WEIGHTS = (8, 8, 2, 1)
+
+
+def rounds_without_end(
+    endpoint: str, curve: str | None, job: str, rank: int, size: int, transport: str, begun: Any
+) -> None:
+    torch.set_num_threads(1)
+    chance = random.Random(job)
+    try:
+        with client.connect(
+            endpoint, job=job, rank=rank, world_size=size, curve=curve, transport=transport, round_timeout=60.0
+        ):
+            pipe = transport_for("bn", None)
+            while True:
+                (channels,) = chance.choices(KILLED_SIZES, KILLED_WEIGHTS)
+                pipe.run_slave(Rows((1,), np.full((1, VECTORS, channels), float(rank))))
+                begun.value = 1
+    except StatsdBNError:
+        return  # another rank was killed

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import client
 from programs import ddp_programs
 from programs.member_programs import Buffers, state
-from statsd_bn.errors import StatsdBNError
+from support.sentences import error_of
 from support.subclasses import SYNCHRONISED, Activated, Decorated, Functional, Helped, Reduced, SkipsEmpty, Slotted
 from zoo.libraries import library
 from zoo.specimen import prepare
@@ -41,24 +41,15 @@ class TakesNoRows(nn.BatchNorm1d):
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, on what.
+    """A network, its data and its optimiser."""
 
-    Attributes:
-        network: a name in `KINDS`, or of timm's.
-        sizes: samples per member.
-        backend: of torch.compile; "" for eager.
-        steps: how many.
-        lr: of plain SGD.
-    """
-
-    network: str = "three kinds"
-    sizes: tuple[int, ...] = (3, 1)
-    backend: str = ""
+    network: str = "three kinds"  # a key of `KINDS`, or a network of timm
+    sizes: tuple[int, ...] = (3, 1)  # samples per member
+    backend: str = ""  # of torch.compile; eager if empty
     steps: int = 4
     lr: float = 0.01
 
     def model(self) -> nn.Module:
-        """The same in each process."""
         torch.manual_seed(0)
         if self.network in KINDS:
             pairs = [(nn.Conv2d(2, 2, 1), kind(2)) for kind in KINDS[self.network]]
@@ -82,15 +73,11 @@ class Training:
         return x, factors
 
 
-KINDS = {
-    "three kinds": [Functional, Activated, Helped],
-    "all kinds": SYNCHRONISED,
-    "empty": [SkipsEmpty, SkipsEmpty],
-}
+KINDS = {"three kinds": [Functional, Activated, Helped], "all kinds": SYNCHRONISED, "empty": [SkipsEmpty, SkipsEmpty]}
 
 
 def _in_threes() -> list[list[type[nn.Module]]]:
-    """The kinds beside the first three: each is compiled, and a longer chain would make much of rounding errors."""
+    """The remaining kinds, in short chains: a longer one would amplify rounding errors."""
     others = [kind for kind in (*SYNCHRONISED, Decorated, Slotted, Reduced) if kind not in KINDS["three kinds"]]
     return [others[first : first + 3] for first in range(0, len(others), 3)]
 
@@ -116,22 +103,16 @@ def train(connection: client.Connection, training: Training) -> Buffers:
 def pass_a_layer_without_rows_on_rank_1(who: Any) -> str:
     """The other ranks wait in that layer, and rank 1 in the next one; returns the error."""
     model = client.convert_model(nn.Sequential(PassesNoRows(3), TakesNoRows(3)))
-    try:
-        model(Sparse(torch.randn(0 if who.member.rank == 1 else 4, 3)))
-    except StatsdBNError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
+    return error_of(model, Sparse(torch.randn(0 if who.member.rank == 1 else 4, 3)))
 
 
 def train_under_ddp(connection: client.Connection, store: str, training: Training) -> Buffers:
-    """The same under DistributedDataParallel."""
     torch.compiler.reset()
     with ddp_programs.process_group(store, connection):
         return train_in_process_group(training, connection.rank)
 
 
 def train_in_process_group(training: Training, rank: int) -> Buffers:
-    """The same, where torch's process group is there."""
     model = client.convert_model(training.model())
     optimizer = torch.optim.SGD(model.parameters(), lr=training.lr)
     parallel = ddp_programs.keep(DistributedDataParallel(compiled(model, training)))
@@ -145,21 +126,18 @@ def train_in_process_group(training: Training, rank: int) -> Buffers:
 
 
 def train_in_replicas(training: Training) -> Buffers:
-    """The same in virtual replicas of one process, one for each shard."""
     model = client.convert_model(training.model())
     _train_whole(client.DataParallelWithCallback(model, ["cpu"] * len(training.sizes)), training)
     return state(model)
 
 
 def train_on_the_whole_batch(training: Training) -> Buffers:
-    """The same without anybody else."""
     model = training.model()
     _train_whole(model, training)
     return state(model)
 
 
 def compiled(model: nn.Module, training: Training) -> nn.Module:
-    """The model as it is run."""
     return torch.compile(model, fullgraph=True, backend=training.backend) if training.backend else model
 
 
@@ -179,7 +157,6 @@ def _train_whole(run: nn.Module, training: Training) -> None:
 
 
 def main() -> None:
-    """Saves what rank 0 has learned in the file that is named."""
     distributed.init_process_group("gloo")
     with client.connect(round_timeout=ddp_programs.SECONDS) as connection:
         found = train_in_process_group(Training("all kinds", steps=20, lr=1e-4), connection.rank)

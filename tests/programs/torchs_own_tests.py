@@ -1,9 +1,9 @@
-"""Runs torch's own distributed tests of `nn.SyncBatchNorm` on our layers, as one of the ranks that torchrun starts.
+"""Torch's own distributed tests of `nn.SyncBatchNorm` on our layers, as a rank under torchrun.
 
     torchrun --nproc-per-node 2 torchs_own_tests.py
 
-Torch runs them on GPUs only. Here what asks for a GPU gets the CPU, and nothing else of the tests is changed. Rank 0
-prints the transports and the names of those that pass; a rank on which one fails raises.
+Torch runs them on GPUs only. Here requests for a GPU get the CPU; the tests are otherwise unchanged. Rank 0 prints the
+transport and name of each passed test; a failure raises.
 """
 
 import inspect
@@ -40,7 +40,7 @@ class TorchsOwn(distributed_test.DistributedTest._DistTestBase, TestCase):
 
 
 class TorchWithoutGpus:
-    """What the tests know as `torch`."""
+    """The module `torch` of the tests."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -54,7 +54,7 @@ class TorchWithoutGpus:
 
 
 class ResNet(nn.Module):
-    """As far as the tests look at torchvision's."""
+    """The part of torchvision's ResNet that the tests use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def run() -> None:
     for transport in TRANSPORTS:
         with _way_to(transport):
             run_over(transport)
-    # gloo's threads outlive the group, and now and then abort a process whose Python is going (pytorch#179291).
+    # gloo's threads outlive the group, and sometimes abort an interpreter during its shutdown (pytorch#179291).
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""What processes do in `test_transports.py`: every kind of call of a layer, over whichever transport they have."""
+"""What processes do in `test_transparency.py`: every kind of call of a layer, over whichever transport they have."""
 
 import warnings
 from typing import Any
@@ -40,13 +40,12 @@ def by_reference(process: Any) -> dict[str, np.ndarray]:
 
 
 def compiled_for_devices(process: Any) -> dict[str, np.ndarray]:
-    """A compiled layer whose input is on a device, but whose process group gathers on the host."""
+    """A compiled layer with an input on a device, over a process group that gathers on the host."""
     with mock.patch.object(device_rows, "DEVICE_TYPES", frozenset({"cpu"})):
         return compiled(process)
 
 
 def compiled(process: Any) -> dict[str, np.ndarray]:
-    """As `every_kind_of_call`, of a compiled layer only."""
     found = _compiled(_layer(), _samples(process.rank, seed=0).requires_grad_())
     return {name: tensor.detach().numpy().copy() for name, tensor in found.items()}
 

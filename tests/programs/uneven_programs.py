@@ -1,6 +1,5 @@
 """What members do in `test_uneven_inputs.py`, and the same on the whole batch without any."""
 
-import logging
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,13 +13,13 @@ import client
 from client.session.connection import Connection
 from statsd_bn import Rows
 from statsd_bn.errors import RoundMismatch
+from support.sentences import client_log
 
 PASSES = 2
 ROW = Rows((1,), np.ones((1, 2, 3)))
 
 
 def batch(member: int, number: int) -> Tensor:
-    """A batch of a member; sizes differ."""
     generator = torch.Generator().manual_seed(100 * member + number)
     return torch.randn(2 + member, 3, 4, generator=generator, dtype=torch.float64)
 
@@ -30,7 +29,6 @@ def model_() -> nn.BatchNorm1d:
 
 
 def train_passes(connection: Connection, batches: tuple[int, ...]) -> tuple[list, list, list]:
-    """Outputs and input gradients of all steps, and the buffers at the end."""
     member = connection.rank
     model = client.convert_model(model_())
     outputs, gradients = [], []
@@ -59,20 +57,16 @@ def step_behind_a_pass(connection: Connection) -> tuple[np.ndarray, np.ndarray]:
 
 def average_in_a_pass(connection: Connection) -> list[str]:
     """The warnings of member 1, which averages on when member 0 has ended its pass."""
-    told: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("statsd_bn.client").addHandler(handler)
     model = client.convert_model(model_())
-    with client.join(model):
+    with client_log() as lines, client.join(model):
         for number in range(1 + 2 * connection.rank):
             (model(batch(connection.rank, number)) ** 3).sum().backward()
             client.average_gradients(model)
-    return told
+    return [text for _, text in lines]
 
 
 def step_before_a_pass(connection: Connection) -> str:
-    """What comes of a step that only member 1 runs before the block, while member 0 waits at its entrance."""
+    """The error of a step that only member 1 runs before the block, while member 0 waits at its entrance."""
     model = client.convert_model(model_())
     try:
         if connection.rank:
@@ -98,7 +92,6 @@ def passes_with_a_caught_exception(connection: Connection) -> int:
 
 
 def recalibrate_after_a_pass(connection: Connection) -> tuple[int, list[float]]:
-    """Returns how many batches all members have measured, and the mean."""
     model = client.convert_model(model_())
     with client.join(model):
         for number in range(1 + connection.rank):
@@ -129,7 +122,7 @@ class Expected:
 
 
 def whole_batches(batches: tuple[int, ...]) -> Expected:
-    """What torch's layer makes of all slices that take part in each step; whoever is away keeps its buffers."""
+    """Torch's layer on all slices of each step; absent members keep their buffers."""
     members = range(len(batches))
     models = [model_() for _ in members]
     expected = Expected([[] for _ in members], [[] for _ in members])
@@ -149,7 +142,7 @@ def whole_batches(batches: tuple[int, ...]) -> Expected:
 
 
 def train_under_one_join(connection: Connection, torchs: bool, least: int, rendezvous: str) -> tuple[str, str]:
-    """What comes of passes of different lengths under one of the two joins, as class and text of an exception."""
+    """Class and text of the error when passes of different lengths run under only one of the two joins."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=connection.rank, world_size=2)
     model = client.convert_model(nn.Sequential(nn.Conv1d(3, 3, 1), model_().float()))
     ddp = DistributedDataParallel(model)

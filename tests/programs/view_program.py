@@ -24,7 +24,6 @@ PAUSE_SECONDS = 0.05
 
 
 def main(rank: int, endpoint: str) -> None:
-    """Train; ends when the job is broken."""
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
     model = client.convert_model(nn.Sequential(*(nn.BatchNorm1d(CHANNELS) for _ in range(LAYERS))))
@@ -43,7 +42,6 @@ def main(rank: int, endpoint: str) -> None:
 
 
 def spoilt(x: torch.Tensor) -> torch.Tensor:
-    """The same with one infinity."""
     x = x.clone()
     x[0, 1] = torch.inf
     return x

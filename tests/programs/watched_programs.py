@@ -1,13 +1,11 @@
 """What ranks do in `test_watched_process_group.py`: a connection, and rows over torch's default process group."""
 
-import logging
 import math
 import os
 import signal
 import sys
 import time
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import distributed, nn
@@ -17,6 +15,7 @@ import client
 from programs.member_programs import state
 from server.cli.status import ask
 from statsd_bn.errors import StatsdBNError
+from support.sentences import client_log, error_of
 
 STEPS, SECONDS, LATE_SECONDS = 4, 20.0, 3.5
 
@@ -31,9 +30,9 @@ def _samples(rank: int) -> torch.Tensor:
 
 
 def train_and_ask(connection: client.Connection) -> tuple[str, int, int, dict[str, Any]]:
-    """Returns transport, rounds and step of this rank, and on the first one what the server says of the job.
+    """Transport, rounds and step of this rank, and on rank 0 the server's report of the job.
 
-    The second rank brings infinity in the end.
+    Rank 1 sends infinity in the last step.
     """
     model, x = _model(), _samples(connection.rank)
     for _ in range(STEPS):
@@ -48,8 +47,8 @@ def train_and_ask(connection: client.Connection) -> tuple[str, int, int, dict[st
 
 
 def _is_told(told: dict[str, Any]) -> bool:
-    steps = [member.get("step", 0) for member in told.get("members", ())]
-    return bool(told.get("non_finite")) and min(steps, default=0) >= STEPS
+    members = told.get("members", ())
+    return bool(told.get("non_finite")) and all("transport" in one and one.get("step", 0) >= STEPS for one in members)
 
 
 def checkpointed(connection: client.Connection) -> dict[str, Any]:
@@ -60,12 +59,7 @@ def checkpointed(connection: client.Connection) -> dict[str, Any]:
 
 
 def first_error(connection: client.Connection) -> str:
-    """Returns the error of the first call."""
-    try:
-        _model()(_samples(connection.rank))
-    except StatsdBNError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return error_of(_model(), _samples(connection.rank))
 
 
 def first_error_over(endpoint: str, job: str, rank: int, transport: str) -> str:
@@ -82,25 +76,21 @@ def in_another_order(rank: Any, endpoint: str, job: str) -> str:
 
 
 def be_late(connection: client.Connection) -> list[str]:
-    """The second rank is late; returns what the first one is warned of."""
+    """Rank 1 is late; returns the warnings of this rank."""
     model, x = _model(), _samples(connection.rank)
     model(x)
-    with mock.patch.object(logging.getLogger("statsd_bn.client"), "warning") as warning:
+    with client_log() as lines:
         if connection.rank == 1:
             time.sleep(LATE_SECONDS)
         model(x)
-    return [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    return [text for _, text in lines]
 
 
 def come_to_different_layers(connection: client.Connection) -> str:
     """After a step in common; returns the error, which the server knows while the second rank is still to come."""
     model, x = _model(), _samples(connection.rank)
     model(x)
-    try:
-        model[2 * connection.rank](x)
-    except StatsdBNError as error:
-        return str(error)
-    return "no error"
+    return error_of(model[2 * connection.rank], x)
 
 
 def join(connection: client.Connection) -> tuple[str, str, list[float]]:
@@ -118,7 +108,7 @@ def join(connection: client.Connection) -> tuple[str, str, list[float]]:
 
 
 def freeze(endpoint: str, job: str, store: str, rank: int) -> None:
-    """A script whose second rank freezes while the first one waits for it."""
+    """A script in which rank 1 freezes while rank 0 waits for it."""
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     client.connect(endpoint, job=job, rank=rank, world_size=2, transport="process_group")
     model, x = _model(), _samples(rank)

@@ -23,7 +23,7 @@ TOLD = 10
 
 
 def differences(network: Network, ranks: list[Results]) -> list[str]:
-    """Says in what the ranks' results differ from the whole batch's; gradients of parameters add up over the ranks."""
+    """Differences of the ranks' results from the whole batch's; parameter gradients are summed over the ranks."""
     found = []
     for name, expected in branch_networks.whole_batch(network).items():
         here = [result[name] for result in ranks if name in result]
@@ -60,7 +60,7 @@ def _with_server(arguments: argparse.Namespace, play: Callable[[Callable[[int, i
             futures = [pool.submit(_as_rank, *each) for each in given]
             try:
                 return differences(Network(seed, ranks), [future.result() for future in futures])
-            except Exception as error:  # noqa: BLE001 - the next network may tell more
+            except Exception as error:  # noqa: BLE001 - continue with the next network
                 return [repr(error)]
 
         return play(faults)

@@ -25,14 +25,7 @@ SMALL = ("SLOT = 1 << 18", "SLOT = 128")
 
 
 def program(folder: Path, name: str, *flags: str, changed: tuple[tuple[str, str], ...] = ()) -> Path:
-    """Returns a program around round.c, in which texts that it has once are replaced.
-
-    Args:
-        folder: where it goes.
-        name: of the program in `core`, without its ending.
-        flags: of the compiler.
-        changed: what is replaced, and by what.
-    """
+    """Returns a program around round.c, in which texts that it has once are replaced."""
     text = (CORE / "round.c").read_text()
     for before, after in changed:
         assert text.count(before) == 1, f"round.c: expected once: {before}"
@@ -46,14 +39,13 @@ def program(folder: Path, name: str, *flags: str, changed: tuple[tuple[str, str]
 
 
 def explored(path: Path, ranks: int, rounds: int, what: int) -> str:
-    """Returns the last line of an exploration: how many states there are, or what was found."""
+    """The last line of an exploration: the number of states, or a finding."""
     arguments = [str(path), str(ranks), str(rounds), str(what)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     return (done.stdout.splitlines() or [f"ended with {done.returncode}"])[-1]
 
 
 def main() -> int:
-    """Explores groups of two and three ranks; returns 1 if something is found."""
     findings = 0
     with tempfile.TemporaryDirectory() as folder:
         path = program(Path(folder), "explore", changed=(SMALL,))

@@ -39,11 +39,19 @@ from statsd_bn.wire import decode, encode
 
 BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
 
+# A short world that found each bug. When a change of the plan moves it, all seeds are searched.
+FOUND_LAST: dict[str, int] = {}
 
-def bug(plant: Callable[[], Any]) -> Callable[[], Any]:
-    """Enters a bug under its function's name."""
-    BUGS[plant.__name__.replace("_", "-")] = plant
-    return plant
+
+def bug(found_last: int) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Register a bug under its function's name, with the seed of a world that found it."""
+
+    def register(plant: Callable[[], Any]) -> Callable[[], Any]:
+        name = plant.__name__.replace("_", "-")
+        BUGS[name], FOUND_LAST[name] = plant, found_last
+        return plant
+
+    return register
 
 
 def instead(owner: Any, name: str, wrong: Callable[..., Any]) -> AbstractContextManager[Any]:
@@ -54,7 +62,7 @@ def instead(owner: Any, name: str, wrong: Callable[..., Any]) -> AbstractContext
     return mock.patch.object(owner, name, staticmethod(put) if is_static else put)
 
 
-@bug
+@bug(13)
 @contextmanager
 def no_duplicate_check() -> Iterator[None]:
     """A contribution that comes again counts as another member's."""
@@ -73,7 +81,7 @@ def no_duplicate_check() -> Iterator[None]:
         yield
 
 
-@bug
+@bug(0)
 def arrival_order_sum() -> Any:
     """Rows are added as they came."""
 
@@ -84,19 +92,19 @@ def arrival_order_sum() -> Any:
     return instead(open_rounds, "reduce_round", reduce_round)
 
 
-@bug
+@bug(19)
 def reply_lost_on_restart() -> Any:
-    """A member tells a new master nothing of its latest rounds."""
+    """A member sends a new master none of its latest results."""
     return mock.patch.object(Session, "resync_frames", lambda self: [self.register()])
 
 
-@bug
+@bug(86)
 def ring_too_short() -> Any:
-    """A member keeps one result too few to tell a new master: not the latest but one."""
+    """A member resends one result too few to a new master: not the latest but one."""
     return instead(Session, "resync_frames", lambda right, self: [self.register(), *right(self)[1:][:-1]])
 
 
-@bug
+@bug(5)
 def kept_too_few() -> Any:
     """The master keeps no answer but the latest one's, one round too short for who is a round behind."""
 
@@ -109,9 +117,9 @@ def kept_too_few() -> Any:
     return instead(OpenRounds, "_close", close)
 
 
-@bug
+@bug(11)
 def death_not_announced() -> Any:
-    """A lost member is taken out, and nobody is told."""
+    """A lost member is removed without notice to the others."""
 
     def lose(right: Any, *args: Any) -> Any:
         loss, _ = right(*args)
@@ -120,13 +128,13 @@ def death_not_announced() -> Any:
     return instead(SyncMaster, "lose_contributor", lose)
 
 
-@bug
+@bug(5)
 def cause_not_carried() -> Any:
-    """What a member died of is not told."""
+    """The cause of a member's death is dropped."""
     return instead(Membership, "remove", lambda right, self, contributor, _cause: right(self, contributor, ""))
 
 
-@bug
+@bug(2)
 def retry_with_other_rows() -> Any:
     """A contribution that is sent again is not the same."""
 
@@ -136,9 +144,9 @@ def retry_with_other_rows() -> Any:
     return instead(Session, "contribution", contribution)
 
 
-@bug
+@bug(19)
 def second_write_wins() -> Any:
-    """What a member brings late, after its round has ended, is added to the kept answer."""
+    """A late contribution to an ended round is added to the cached answer."""
 
     def answer_again(right: Any, self: SyncMaster, round_: Round, contributor: Any, rows: Rows, peer: bytes) -> Any:
         message = decode(round_.answer)
@@ -151,13 +159,13 @@ def second_write_wins() -> Any:
     return instead(SyncMaster, "_answer_again", answer_again)
 
 
-@bug
+@bug(61)
 def deadlock_unseen() -> Any:
-    """Nobody looks whether members wait for one another."""
+    """Deadlocks are not searched for."""
     return mock.patch.object(deadlock, "find_deadlocks", return_value=[])
 
 
-@bug
+@bug(11)
 def late_is_held() -> Any:
     """A member that is asked where it is counts as one that waits in a collective for all others."""
 
@@ -172,9 +180,9 @@ def late_is_held() -> Any:
     return mock.patch.object(deadlock, "blocked_members", blocked_members)
 
 
-@bug
+@bug(60)
 def answers_mixed_up() -> Any:
-    """An answer is taken for that of the member that was asked first."""
+    """A stack report is recorded for the member that was asked first."""
 
     def answer(_right: Any, self: hang_probe.HangProbe, now: float, answer: StackReport) -> None:
         for contributor in list(self._sampled.values())[:1]:
@@ -183,25 +191,25 @@ def answers_mixed_up() -> Any:
     return instead(hang_probe.HangProbe, "record_report", answer)
 
 
-@bug
+@bug(25)
 def deadlock_too_quick() -> Any:
-    """Whoever waits is taken to be waited for as well."""
+    """Each waiting member counts as missing."""
     return mock.patch.object(deadlock, "stuck", lambda waits, _running: {one for who, _ in waits for one in who})
 
 
-@bug
+@bug(224)
 def never_expires() -> Any:
     """Rounds have no deadline."""
     return mock.patch.object(SyncMaster, "expire", return_value=[])
 
 
-@bug
+@bug(33)
 def timeout_blames_waiting() -> Any:
-    """A timeout names those who came."""
+    """A timeout names the waiting members."""
     return mock.patch.object(Round, "missing", property(lambda self: self.waiting))
 
 
-@bug
+@bug(2)
 def one_is_not_answered() -> Any:
     """The aggregate is sent to all but the last, who is also forgotten when it asks again."""
 
@@ -219,9 +227,9 @@ def one_is_not_answered() -> Any:
     return both()
 
 
-@bug
+@bug(23)
 def session_not_checked() -> Any:
-    """A session that is not known is not told so."""
+    """A message of an unknown session gets no error."""
 
     def contribute(right: Any, self: Dispatcher, now: float, contribution: Any, record: Any, peer: bytes) -> Any:
         return right(self, now, contribution, record, peer) if record else Received([])
@@ -229,9 +237,9 @@ def session_not_checked() -> Any:
     return instead(Dispatcher, "_contribute", contribute)
 
 
-@bug
+@bug(25)
 def lost_still_covered() -> Any:
-    """An aggregate says that it covers the whole group, whoever is left."""
+    """An aggregate claims the whole group as its members."""
 
     def close(right: Any, self: OpenRounds, round_: Round, *args: Any) -> Any:
         if isinstance(aggregate := decode(round_.answer), Aggregate):
@@ -242,13 +250,13 @@ def lost_still_covered() -> Any:
     return instead(OpenRounds, "_close", close)
 
 
-@bug
+@bug(33)
 def too_few_go_on() -> Any:
-    """An elastic group goes on with fewer members than it may."""
+    """An elastic group continues with too few members."""
     return mock.patch.object(Membership, "has_quorum", property(lambda _: True))
 
 
-@bug
+@bug(26)
 def membership_frozen_late() -> Any:
     """A newcomer's first step is the one that the others are in."""
 
@@ -261,9 +269,9 @@ def membership_frozen_late() -> Any:
     return instead(Membership, "_add", take_in)
 
 
-@bug
+@bug(315)
 def late_rows_dropped() -> Any:
-    """What a lost member had brought goes with it."""
+    """Contributions of a lost member are dropped."""
 
     def withdraw(right: Any, self: Round, member: int) -> None:
         future = self.futures.get(member)
@@ -275,7 +283,7 @@ def late_rows_dropped() -> Any:
     return instead(Round, "withdraw", withdraw)
 
 
-@bug
+@bug(58)
 def away_still_awaited() -> Any:
     """A member that is away is expected in new rounds."""
 
@@ -285,13 +293,13 @@ def away_still_awaited() -> Any:
     return instead(Membership, "participants", participants)
 
 
-@bug
+@bug(18)
 def recovery_does_not_wait() -> Any:
-    """A restarted master lets the members go on that are back, whoever else was named."""
+    """A restarted master continues with the members that are back."""
     return mock.patch.object(Recovery, "missing", return_value=[])
 
 
-@bug
+@bug(18)
 def first_result_wins_unchecked() -> Any:
     """The results of an earlier master are taken for any round of their step."""
 
@@ -304,13 +312,13 @@ def first_result_wins_unchecked() -> Any:
     return instead(RecoveredResults, "consume", take)
 
 
-@bug
+@bug(88)
 def claims_are_ignored() -> Any:
-    """What members were given by an earlier server ends no round of those who wait for the same answer."""
+    """Results of an earlier server complete no round."""
     return mock.patch.object(RecoveredResults, "can_finish", return_value=False)
 
 
-@bug
+@bug(36)
 def back_too_early() -> Any:
     """A pass begins while one is still in the last one."""
 
@@ -325,9 +333,9 @@ def back_too_early() -> Any:
     return instead(Membership, "_begin_pass", call_back)
 
 
-@bug
+@bug(45)
 def late_answer_is_a_return() -> Any:
-    """Whoever is back takes any answer for the one that lets it go on."""
+    """A returning member takes any answer for its admission."""
 
     def registered(_right: Any, self: Session, frame: bytes) -> Any:
         message = self._read(frame, None)
@@ -336,9 +344,9 @@ def late_answer_is_a_return() -> Any:
     return instead(Session, "registered", registered)
 
 
-@bug
+@bug(8414)
 def refused_begins_recovery() -> Any:
-    """A member that is refused makes a group recover all the same, and open with those who are there."""
+    """A refused member starts a recovery, and the group opens with the members present."""
 
     def admit(right: Any, self: Membership, now: float, register: Any, peer: bytes) -> Any:
         if register.was_in_group and self.state in {GroupState.FILLING, GroupState.RECOVERING}:
@@ -348,26 +356,26 @@ def refused_begins_recovery() -> Any:
     return instead(Membership, "admit", admit)
 
 
-@bug
+@bug(0)
 def answers_first_socket() -> Any:
-    """Only the first of those who wait is answered at once; the others get it when they ask again."""
+    """Only the first waiting socket is answered at once; the others when they ask again."""
     right = Round.peers.fget
     return mock.patch.object(Round, "peers", property(lambda self: right(self)[:1]))
 
 
-@bug
+@bug(289)
 def silence_too_short() -> Any:
     """A member is lost that has only missed a heartbeat."""
     return mock.patch.object(limits, "SILENCE_SECONDS", limits.HEARTBEAT_SECONDS + 0.5)
 
 
-@bug
+@bug(1)
 def dead_kept() -> Any:
-    """Nobody forgets the pulse of one who has left."""
+    """The heartbeat of a member that left is kept."""
     return mock.patch.object(Liveness, "remove", return_value=None)
 
 
-@bug
+@bug(0)
 def steps_count_by_forward() -> Any:
     """A step begins with each backward round rather than with the next forward one."""
 
@@ -380,9 +388,9 @@ def steps_count_by_forward() -> Any:
     return instead(Session, "contribution", contribution)
 
 
-@bug
+@bug(12)
 def gathered_backwards() -> Any:
-    """What the members gather stands in the opposite order."""
+    """Gathered values are in reverse order."""
 
     def reduce_round(right: Any, round_: Round) -> Aggregate:
         if round_.key.phase != GATHER:
@@ -392,7 +400,7 @@ def gathered_backwards() -> Any:
     return instead(open_rounds, "reduce_round", reduce_round)
 
 
-@bug
+@bug(11)
 def retry_without_attempt() -> Any:
     """A contribution that is sent again does not say so."""
 
@@ -403,7 +411,7 @@ def retry_without_attempt() -> Any:
     return instead(RoundTrip, "_retry", ask_again)
 
 
-@bug
+@bug(1768)
 def deadline_counts_anew() -> Any:
     """The time for a round begins again with each answer."""
 
@@ -415,15 +423,15 @@ def deadline_counts_anew() -> Any:
     return instead(RoundTrip, "step", step)
 
 
-@bug
+@bug(2)
 def no_introduction_in_a_round() -> Any:
     """A member that waits for a round does not introduce itself to a restarted master."""
     return instead(RoundTrip, "_resync", lambda _right, self, now: self._retry(now))
 
 
-@bug
+@bug(34)
 def registers_once() -> Any:
-    """A member that has been told who is missing does not ask again."""
+    """A waiting member does not ask again for missing members."""
 
     def take(right: Any, self: Registration, now: float, answer: Any) -> Any:
         frames, due, result = right(self, now, answer)
@@ -442,28 +450,28 @@ def _reduced(round_: Round, contributions: list[Rows]) -> Aggregate:
     return Aggregate(round_.key, len(counts), sum(counts), Members.of(round_.futures), total)
 
 
-@bug
+@bug(3)
 def memory_never_escalates() -> Any:
     """Who waits in memory waits for ever, and the server hears nothing of it."""
     return instead(MemoryRound, "_escalate", lambda _right, _self, now: ((), now + 1.0, None))
 
 
-@bug
+@bug(320)
 def memory_keys_not_compared() -> Any:
-    """Members that have come to memory for different rounds get one another's rows."""
+    """Members in different rounds exchange rows in memory."""
     arrive = GroupMemory.arrive
     return mock.patch.object(GroupMemory, "arrive", lambda self, _digest, *brought: arrive(self, 1, *brought))
 
 
-@bug
+@bug(218)
 def settled_rounds_untold() -> Any:
-    """The server is not told that a round is over in memory."""
+    """The end of a round in memory is not reported to the server."""
     return mock.patch.object(TurnResult, "is_escalated", new=False)
 
 
-@bug
+@bug(1270)
 def settled_by_the_teller_alone() -> Any:
-    """Of a round that is over in memory only those tell the server who have sent it their rows."""
+    """Only members that sent their rows report the end of a round in memory."""
 
     def look(right: Any, self: MemoryRound, now: float) -> Any:
         over = right(self, now)
@@ -475,7 +483,7 @@ def settled_by_the_teller_alone() -> Any:
     return instead(MemoryRound, "_poll", look)
 
 
-@bug
+@bug(1610)
 def settled_rounds_begin_anew() -> Any:
     """A late copy of a contribution begins a round anew that was over in memory."""
 
@@ -486,7 +494,7 @@ def settled_rounds_begin_anew() -> Any:
     return instead(OpenRounds, "discard", settle)
 
 
-@bug
+@bug(0)
 def memory_not_looked_at_again() -> Any:
     """Who has sent its rows to the server does not look into memory any more."""
 

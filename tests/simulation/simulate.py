@@ -13,52 +13,52 @@ from collections.abc import Iterable, Iterator
 import support.without_torch  # noqa: F401 - a world needs no torch, and starts at once without it
 from simulation import simulator
 from simulation.planted_bugs import BUGS
-from simulation.simulator import Finding, Tally, World
+from simulation.simulator import Counters, Finding, World
 
 # Seeds that a process takes at a time: enough to be worth the way, few enough to share evenly.
 CHUNK = 25
 
-# Findings whose text is shown, as they come; the others are named by their seeds.
+# Findings printed with their text; further ones are listed by seed.
 SHOWN = 3
 
 Chunk = tuple[int, int, str]
 
 
-def run_chunk(chunk: Chunk) -> tuple[Tally, list[tuple[int, str]]]:
-    """Runs seeds in a row; returns what happened, and what was found, by seed.
+def run_chunk(chunk: Chunk) -> tuple[Counters, list[tuple[int, str]]]:
+    """Run consecutive seeds; returns the counters and the findings by seed.
 
-    With a bug that is planted, only up to the first seed that finds it.
+    With a planted bug, only up to the first finding.
     """
     first, end, bug = chunk
-    tally, found = Tally(), []
+    counters, found = Counters(), []
     # A world is a heap of things that know each other, all of which live until its end.
     gc.disable()
     with simulator.quiet(), BUGS[bug]() if bug else contextlib.nullcontext():
         for seed in range(first, end):
             try:
-                tally.add(simulator.run(seed))
+                counters.add(simulator.run(seed))
             except Finding as finding:
                 found.append((seed, str(finding)))
-            except Exception as error:  # noqa: BLE001 - what the product raises where it must not is a finding too
+            except Exception as error:  # noqa: BLE001 - an exception of the product is a finding
                 found.append((seed, f"seed {seed}: {type(error).__name__}: {error}"))
             if bug and found:
                 break
     gc.enable()
     gc.collect()
-    return tally, found
+    return counters, found
 
 
 def _begin_process() -> None:
     gc.freeze()
-    # Ctrl-C comes to all processes of a run, and the first one ends the others.
+    # All processes receive Ctrl-C; the first one ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def run_seeds(first: int, end: int, bug: str = "", jobs: int = 1) -> Iterator[tuple[Tally, list[tuple[int, str]]]]:
-    """Runs seeds in several processes and yields what comes, in the order of the seeds."""
+def run_seeds(first: int, end: int, bug: str = "", jobs: int = 1) -> Iterator[tuple[Counters, list[tuple[int, str]]]]:
+    """Run seeds in several processes; yields the results in the order of the seeds."""
     chunks = [(start, min(start + CHUNK, end), bug) for start in range(first, end, CHUNK)]
     if jobs == 1:
-        # Frozen, what this process has loaded costs the garbage collection of the worlds nothing.
+        # Frozen, the objects of this process cost the garbage collections of the worlds nothing.
         gc.freeze()
         try:
             yield from map(run_chunk, chunks)
@@ -69,7 +69,7 @@ def run_seeds(first: int, end: int, bug: str = "", jobs: int = 1) -> Iterator[tu
         yield from pool.imap(run_chunk, chunks)
 
 
-def first_finding(results: Iterable[tuple[Tally, list[tuple[int, str]]]]) -> tuple[int, str] | None:
+def first_finding(results: Iterable[tuple[Counters, list[tuple[int, str]]]]) -> tuple[int, str] | None:
     """Returns the first seed that found something, and what."""
     return next((found[0] for _, found in results if found), None)
 
@@ -101,11 +101,11 @@ def _run_one(seed: int, bug: str, *, trace: bool) -> int:
     world = World(seed)
     with BUGS[bug]() if bug else contextlib.nullcontext():
         try:
-            tally = world.run()
+            counters = world.run()
         except Finding as finding:
-            print("\n".join([*world.told(), str(finding).splitlines()[0]]) if trace else finding)
+            print("\n".join([*world.trace_lines(), str(finding).splitlines()[0]]) if trace else finding)
             return 1
-    print("\n".join(world.told()) if trace else tally)
+    print("\n".join(world.trace_lines()) if trace else counters)
     return 0
 
 
@@ -117,19 +117,19 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def _run_many(options: argparse.Namespace) -> int:
-    started, total, findings = time.monotonic(), Tally(), []
+    started, total, findings = time.monotonic(), Counters(), []
     is_interrupted = False
     try:
         with contextlib.closing(run_seeds(*options.seeds, options.bug, options.jobs)) as results:
-            for tally, found in results:
-                total.add(tally)
+            for counters, found in results:
+                total.add(counters)
                 for _, text in found[: max(0, SHOWN - len(findings))]:
                     print(text, "\n", flush=True)
                 findings += found
                 if found and options.bug:
                     break
     except KeyboardInterrupt:
-        # Whoever ends a run of hours is told how far it came.
+        # An interrupted run prints its progress.
         is_interrupted = True
     seconds = time.monotonic() - started
     worlds = total.worlds + len(findings)

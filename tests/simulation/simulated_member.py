@@ -21,8 +21,8 @@ from client.transports.shared_memory import MemoryRound
 from client.transports.transport import key_digest
 from simulation import simulated_membership_rules as membership_rules
 from simulation import simulated_rules as rules
-from simulation.simulated_frames import SimulatedSession
 from simulation.simulated_memory import LISTEN_SECONDS
+from simulation.simulated_network import SimulatedSession
 from simulation.simulated_plan import GATHERED, Call, Fault
 from simulation.simulated_process import SimulatedProcess
 from statsd_bn import limits
@@ -31,19 +31,19 @@ from statsd_bn.messages import Aggregate, Participation
 from statsd_bn.reduction import Rows
 from statsd_bn.round_key import FORWARD, GATHER, MEMORY_GATHER, RoundKey
 from statsd_bn.skew_samples import SkewSampler
-from support.oracle import Brought, KeyCounter
+from support.oracle import KeyCounter, MemberRows
 
 if TYPE_CHECKING:
     from simulation.simulator import World
 
 ENDPOINT = "simulated://"
 
-# A part of a program: it yields what it waits for, seconds or a machine, and is sent how that ended.
+# A part of a program: it yields a number of seconds or a machine to wait for, and is sent the result.
 Part = Generator[Any, Any, Any]
 
 
-class Mishap(RuntimeError):
-    """What a member's program raises on purpose."""
+class ProgramError(RuntimeError):
+    """An intended error of a member's program."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Span:
-    """Turns of a program that a member takes part in: those of one pass over the data, or of the whole run."""
+    """The turns of a member: of one pass over the data, or of the whole run."""
 
     base: int
     first: int
@@ -82,7 +82,7 @@ class Process(SimulatedProcess):
         # Whether the group has been begun anew by others since it was in it.
         self.is_of_before = False
         self.rounds = 0
-        # Since when the server has not heard of it; nobody misses one that it has never heard of.
+        # Start of the current silence; infinite before the first frame to the server.
         self._silent_since = float("inf")
         self._longest_silence = 0.0
         self.ended = float("inf")
@@ -97,7 +97,7 @@ class Process(SimulatedProcess):
     def __repr__(self) -> str:
         return f"member {self.number}.{self.life}"
 
-    def hear(self) -> None:
+    def record_frame(self) -> None:
         """The server has heard of it."""
         self._longest_silence = self.longest_silence
         self._silent_since = self.world.clock.now
@@ -122,7 +122,7 @@ class Process(SimulatedProcess):
     def _run(self) -> Part:
         try:
             yield from self._live()
-        except (Mishap, StatsdBNError) as error:
+        except (ProgramError, StatsdBNError) as error:
             self.result = error
             self.leave(cause_of(error))
             self.world.note(self, "failed", cause_of(error))
@@ -135,7 +135,7 @@ class Process(SimulatedProcess):
             memory.abandon()
         # A process that ends closes its sockets.
         self.world.network.vanish(self, silently=False)
-        self.world.over(self)
+        self.world.process_ended(self)
 
     def _live(self) -> Part:
         for fault in self._faults("joins late"):
@@ -159,7 +159,7 @@ class Process(SimulatedProcess):
 
     @property
     def is_newcomer(self) -> bool:
-        """Whether it has come later than the job began, in its place or in that of another."""
+        """Whether it started after the job, in its own or another place."""
         return self.life > 0
 
     def _pass(self, session: Session, number: int) -> Part:
@@ -207,7 +207,7 @@ class Process(SimulatedProcess):
                 yield from self._exchange(key.of_phase(phase), call, step)
 
     def _calls_of(self, step: int) -> list[Call]:
-        """The calls that this member makes; those of members whose programs are sound are the same."""
+        """The calls of this member; without faults they are the same on all members."""
         plan = self.world.plan
         calls = [call for call in plan.calls if not call.group or self.number in plan.members_of(call.group)]
         for fault in self._faults("skips", step):
@@ -221,7 +221,7 @@ class Process(SimulatedProcess):
 
     def _think(self, step: int, place: int) -> Part:
         if self._faults("raises", step, place):
-            raise Mishap(f"out of memory in step {step}")
+            raise ProgramError(f"out of memory in step {step}")
         seconds = self.world.plan.think * self.world.rng.random() + self.slowness
         if seconds:
             yield seconds
@@ -241,23 +241,23 @@ class Process(SimulatedProcess):
     def _exchange(self, key: RoundKey, call: Call, turn: int) -> Part:
         world = self.world
         rows = world.rows(self, key, call)
-        brought = Brought(self.number, self.life, rows)
-        world.ledger.bring(key, brought)
-        world.brought_at[key] = world.clock.now
+        brought = MemberRows(self.number, self.life, rows)
+        world.ledger.record(key, brought)
+        world.contributed_at[key] = world.clock.now
         members: Iterable[int] = world.plan.members_of(call.group)
         group = Group(call.group, len(members)) if call.group else self._world
         aggregate: Aggregate = yield from self._observed(
             "exchange", group.name, key, self._round(key, call.layer, rows, group)
         )
         if aggregate.key != key:
-            world.find("keys follow the rule", f"{self}: expected {key}, got {aggregate.key}")
+            world.report("keys follow the rule", f"{self}: expected {key}, got {aggregate.key}")
         if world.plan.min_members or world.plan.passes:
             members = membership_rules.check_coverage(world, self, aggregate, turn)
         elif list(aggregate.members) != list(members):
-            world.find("membership changes only where it may", f"{self}: {aggregate.key} covers {aggregate.members}")
+            world.report("membership changes only where it may", f"{self}: {aggregate.key} covers {aggregate.members}")
         complaint = world.ledger.complaint(aggregate, members, brought)
         if complaint and not membership_rules.is_a_doubles(self, aggregate, members):
-            world.find("aggregates are exact", complaint)
+            world.report("aggregates are exact", complaint)
         membership_rules.check_promptness(world, self, key)
         world.rounds += 1
         self.rounds += 1
@@ -267,7 +267,7 @@ class Process(SimulatedProcess):
         group = TorchGroup("0", tuple(range(self.world.plan.size)), 0)
         return ThreadSample(f"program.py:{self.number} run", torch_group=group)
 
-    def was_told(self, text: str) -> None:
+    def receive_notice(self, text: str) -> None:
         rules.check_whereabouts(self.world, text)
 
     def _round(self, key: RoundKey, layer: str, rows: Rows, group: Group) -> Part:
@@ -332,7 +332,7 @@ class Process(SimulatedProcess):
             yield Registration(session, ENDPOINT, session.member.seconds_to_join)
         except StatsdBNError as error:
             del self.sessions[group.name]
-            self.say([session.leave(cause_of(error))])
+            self.send([session.leave(cause_of(error))])
             raise
         self.beat()
         return session

@@ -1,4 +1,4 @@
-"""What must be true of who takes part in which round, of passes over the data, and of how soon answers come."""
+"""Rules on the members of each round, on passes over the data, and on the delay of answers."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from client.transports.server import ESCALATE_SECONDS
 from server.group.recovery import RECONNECT_SECONDS
 from simulation import simulated_rules as rules
-from simulation.simulated_beginnings import may_meet_another_beginning, newcomers_may_come_first, opened
-from simulation.simulated_frames import decode_once
 from simulation.simulated_memory import LISTEN_SECONDS
+from simulation.simulated_network import decode_once
+from simulation.simulated_rules import may_meet_another_beginning, newcomers_may_come_first, opened
 from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate, Contribution, Message
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from simulation.simulated_member import Process, Span
     from simulation.simulator import World
 
-# What the simulator's own arithmetic may add to a way.
+# Rounding errors of the simulator in a latency.
 ROUNDING_SECONDS = 1e-6
 
 
 @dataclass(frozen=True)
 class Covered:
-    """An aggregate that somebody was given: the turn of which pass it belongs to, and whom it covers."""
+    """A received aggregate: its pass and turn, and its members."""
 
     base: int
     turn: int
@@ -35,12 +35,12 @@ class Covered:
 
 
 def check_coverage(world: "World", process: "Process", aggregate: Aggregate, turn: int) -> list[int]:
-    """An aggregate covers its receiver, enough members, and all who take part and have no excuse."""
+    """An aggregate covers its receiver, enough members, and all participants without an excuse."""
     members = list(aggregate.members)
     if process.number not in members:
-        world.find("an aggregate covers its receiver", f"{process}: {aggregate.key} covers {members}")
+        world.report("an aggregate covers its receiver", f"{process}: {aggregate.key} covers {members}")
     if len(_registered(world, aggregate.key).union(members)) < world.plan.min_members:
-        world.find("no round completes with too few", f"{process}: {aggregate.key} covers {members}")
+        world.report("no round completes with too few", f"{process}: {aggregate.key} covers {members}")
     if process.is_of_before:
         # It hears late of a round that took place before all others began anew.
         return members
@@ -61,12 +61,12 @@ def is_a_doubles(process: "Process", aggregate: Aggregate, members: Iterable[int
     world = process.world
     if not may_meet_another_beginning(world):
         return False
-    others = world.ledger.others_brought(aggregate.key, process.number, process.life)
+    others = world.ledger.rows_of_other_lives(aggregate.key, process.number, process.life)
     return any(not world.ledger.complaint(aggregate, members, other) for other in others)
 
 
 def check_newcomer(world: "World", process: "Process", span: "Span") -> None:
-    """Whoever begins was expected in all rounds of its first step and later, and in none before."""
+    """A new member takes part in all rounds from its first step on, and in none before."""
     if (not process.joined_late or _joined_a_new_group(process)) and _is_a_new_beginning(world):
         world.covered.clear()
         world.pass_began.clear()
@@ -78,10 +78,10 @@ def check_newcomer(world: "World", process: "Process", span: "Span") -> None:
 
 
 def _joined_a_new_group(process: "Process") -> bool:
-    """Whether the group has had no round, and has nobody from before a restart of the server.
+    """Whether the group has had no round, and no member from before a restart of the server.
 
-    Where a group was begun anew, the first to hear of it may be one that has joined it only then: the others are told
-    before, but nothing keeps the order on the way.
+    When a group starts anew, a later member may be the first to learn of it: the others are notified before, but frames
+    of different sockets have no order.
     """
     record = process.world.server.dispatcher._registry.sessions.get(process.sessions["world"].member_token)
     if record is None or record.master.open_rounds.done:
@@ -103,7 +103,7 @@ def _has_gone(process: "Process") -> bool:
 
 
 def _has_a_double(process: "Process") -> bool:
-    """Whether another process of its number may have come to a restarted server before it."""
+    """Whether another process of its number may have reached a restarted server before it."""
     numbers = [other.number for other in process.world.processes]
     return bool(process.world.server.outages) and numbers.count(process.number) > 1
 
@@ -114,7 +114,7 @@ def _check_one(world: "World", process: "Process", span: "Span", covered: Covere
         return
     if not (_is_excused(process) or _is_unheard_of(world, covered.key)):
         told = f"{process}: {covered.key} covers {covered.members}, and it takes part in {span}"
-        world.find("membership changes only where it may", told)
+        world.report("membership changes only where it may", told)
 
 
 def _is_excused(process: "Process") -> bool:
@@ -123,15 +123,15 @@ def _is_excused(process: "Process") -> bool:
     facts = (fact for fact in world.facts if fact.member == process.number and fact.when >= process.began)
     befallen = rules.is_mute(process) or any(fact.how in {*rules.ENDS, "frozen", "cut"} for fact in facts)
     is_displaced = _has_a_double(process) or newcomers_may_come_first(world) or _is_unknown_and_late(process)
-    is_displaced = is_displaced or _was_told_nothing(process)
+    is_displaced = is_displaced or _received_nothing(process)
     return bool(world.plan.min_members) and (befallen or is_displaced)
 
 
 def _is_unheard_of(world: "World", key: RoundKey) -> bool:
-    """Whether the server was restarted after a round of an elastic group, and nobody is back who had come to its step.
+    """Whether the server restarted after a round of an elastic group, and no member of that step has returned.
 
-    Members that had gone on without another may have left before the restart. If that other one is back, it goes on
-    from where it was, and newcomers take part in steps that nobody there has heard of.
+    Members that continued without another may have left before the restart. When that other one returns, it continues
+    from its own step, and newcomers join at steps unknown to the server.
     """
     is_restarted = any(world.covers_since[key] < gone for gone, _ in world.server.outages)
     told = (outcome.key for process in world.returned for outcome in process.outcomes)
@@ -151,7 +151,7 @@ def _is_unknown_and_late(process: "Process") -> bool:
     return not is_registered and world.returned.get(process, float("inf")) > back + RECONNECT_SECONDS
 
 
-def _was_told_nothing(process: "Process") -> bool:
+def _received_nothing(process: "Process") -> bool:
     """Whether frames were lost until a restarted server had waited long enough for it, and it knew of no restart."""
     world = process.world
     if not (world.server.outages and world.plan.weather.dropped):
@@ -162,10 +162,10 @@ def _was_told_nothing(process: "Process") -> bool:
 
 
 def _registered(world: "World", key: RoundKey) -> set[int]:
-    """Who suffices without being covered: whoever is away, or begins later, or was one of these a moment ago.
+    """Members that count as present without being covered: paused, joining later, or so until a moment ago.
 
-    What counts is the time of the answer: one that was frozen reads it when others have left since. A server that
-    sleeps hears later of an end. After a restart one that has never heard of the opening begins later, too.
+    The time of the answer counts: a frozen member reads it after others have left. A napping server learns later of an
+    end. After a restart, a member that missed the opening joins later as well.
     """
     if not (world.plan.passes or world.plan.has_newcomers or world.server.outages):
         return set()
@@ -176,43 +176,43 @@ def _registered(world: "World", key: RoundKey) -> set[int]:
 
 def check_pass(world: "World", process: "Process", number: int, first_step: int) -> None:
     """Every pass begins at one common step."""
-    # A restarted server cannot tell newcomers of an elastic group from members that had not heard of the next pass.
+    # A restarted server cannot distinguish newcomers of an elastic group from members that missed the next pass.
     is_unsure = bool(world.plan.min_members and world.server.outages)
     if process.is_newcomer or process.joined_late or is_unsure:
         return
     if world.pass_began.setdefault(number, first_step) != first_step:
         told = f"{process}: pass {number} at step {first_step}, and for others at {world.pass_began[number]}"
-        world.find("every pass begins at one step", told)
+        world.report("every pass begins at one step", told)
 
 
 def check_restarted(world: "World", process: "Process") -> None:
-    """A strict group does not take in a process whose predecessor it has had."""
+    """A strict group does not admit a replacement of a former process."""
     if world.plan.min_members or process.epoch > 0 or process.life == 0:
         return
     earlier = [other for other in world.processes if other.number == process.number and other is not process]
     end = min(fact.when for fact in world.facts if fact.member == process.number and fact.how in rules.ENDS)
     others = [other for other in world.processes if other.life == 0 and other.result is None]
     if any(other.rounds for other in others) and earlier and any(opened(other, end) for other in others):
-        world.find("a strict group takes in nobody anew", f"{process} was taken in")
+        world.report("a strict group takes in nobody anew", f"{process} was taken in")
 
 
 def check_promptness(world: "World", process: "Process", key: RoundKey) -> None:
-    """Where nothing disturbs the network, whoever waits is answered as soon as the last one has come."""
+    """In an undisturbed network, waiting members are answered as soon as the last contribution arrives."""
     plan = world.plan
     if not plan.weather.is_fair or plan.faults or plan.replaced_after:
         return
     # Two ways, and four more where the group of the round opens only now.
     ways = 6 if key.group != "world" else 2
-    due = max(world.brought_at[key], world.left_a_round) + ways * 2 * plan.weather.latency + ROUNDING_SECONDS
+    due = max(world.contributed_at[key], world.left_a_round) + ways * 2 * plan.weather.latency + ROUNDING_SECONDS
     if plan.in_memory:
         # Two gathers where the group finds its memory; and a wake-up that is lost, or late.
         due += 4 * 2 * plan.weather.latency + max(ESCALATE_SECONDS, LISTEN_SECONDS)
     if world.clock.now > due:
-        world.find("answers are prompt", f"{process}: {key} came {world.clock.now - due} s late")
+        world.report("answers are prompt", f"{process}: {key} came {world.clock.now - due} s late")
 
 
 def note_arrival(world: "World", frame: bytes) -> None:
-    """The server is about to take a contribution of somebody that it knows."""
+    """Record a contribution of a known member that reaches the server."""
     message = _sound(frame, rules.CONTRIBUTION, decode_request)
     if not isinstance(message, Contribution):
         return
@@ -222,17 +222,17 @@ def note_arrival(world: "World", frame: bytes) -> None:
 
 
 def note_sent(world: "World", frame: bytes) -> None:
-    """The server answers: what had come from members is in it, whoever is lost since."""
+    """An answer contains all contributions that arrived, even of members lost since."""
     message = _sound(frame, rules.AGGREGATE, decode_once)
     if not isinstance(message, Aggregate):
         return
     members = tuple(message.members)
     world.sent_at.setdefault(message.key, world.clock.now)
-    # A group that has ended may be begun anew: what had come to its former life is none of this one's.
+    # A group may start anew after its end: contributions to its former life do not count.
     master = world.server.dispatcher._registry.masters.get((message.key.job, message.key.group))
     lacking = world.arrived.pop((master, message.key), set()).difference(members)
     if lacking and message.key not in world.sent:
-        world.find("what has come is kept", f"{message.key} covers {members}, and {sorted(lacking)} had come")
+        world.report("what has come is kept", f"{message.key} covers {members}, and {sorted(lacking)} had come")
     if world.sent.get(message.key) != members:
         world.sent.pop(message.key, None)
         world.sent[message.key] = members
@@ -240,7 +240,7 @@ def note_sent(world: "World", frame: bytes) -> None:
 
 
 def check_no_step_grows(world: "World") -> None:
-    """Of the aggregates of one step, each covers some of those that the one before covers, and nobody else."""
+    """Within a step, the members of each aggregate are a subset of the previous one's."""
     delivered = {covered.key for covered in world.covered}
     latest: dict[int, RoundKey] = {}
     for key, members in world.sent.items():
@@ -248,12 +248,12 @@ def check_no_step_grows(world: "World") -> None:
             continue
         earlier = world.sent[latest.get(key.step, key)]
         if not set(members) <= set(earlier) and not _is_forgotten(world, latest[key.step], world.covers_since[key]):
-            world.find("no step takes anyone in", f"{key} covers {members}, and an earlier one {earlier}")
+            world.report("no step takes anyone in", f"{key} covers {members}, and an earlier one {earlier}")
         latest[key.step] = key
 
 
 def _is_forgotten(world: "World", key: RoundKey, when: float) -> bool:
-    """Whether the server was restarted after a round, and none was there any more that might have told it of that."""
+    """Whether the server restarted after a round, and all members that could report it had ended."""
     is_restarted = any(world.covers_since[key] < gone < when for gone, _ in world.server.outages)
     covered = [one for one in world.processes if one.number in world.sent[key]]
     return is_restarted and all(one.ended < when for one in covered)

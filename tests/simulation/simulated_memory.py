@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 MOST_LATE_SECONDS = 0.002
 LOST = 0.1
 
-# How often a member looks at the memory once the server has heard of its wait. Waits last up to a minute here, and each
-# look is an event.
+# Interval of a member's checks of the memory after the server learnt of its wait. Waits last up to a minute here, and
+# each check is an event.
 LISTEN_SECONDS = 0.25
 
 
-# How long the server may take a member to wait for it that does not: what a frame is late at most, and a tick.
+# Maximum time for which the server may wrongly regard a member as waiting: the delay of a frame, and a tick.
 MISTAKEN_SECONDS = 3.0
 
 
 def check_waits(world: "World") -> None:
-    """Whoever has got its rows in memory does not seem to wait at the server."""
+    """A member that has its rows from memory is not reported as waiting at the server."""
     plan = world.plan
     if not plan.in_memory or plan.weather.dropped or plan.has("cut", "vanished") or world.server.outages:
         return
@@ -35,16 +35,11 @@ def check_waits(world: "World") -> None:
         for round_ in master.open_rounds:
             for process in world.processes:
                 if process.number in round_.waiting and process.is_through(round_.key, then):
-                    world.find("the server knows who waits", f"{process} does not wait in {round_.key}")
+                    world.report("the server knows who waits", f"{process} does not wait in {round_.key}")
 
 
 class SimulatedMemory:
-    """What the members of one group have in common; and who looks at it.
-
-    Args:
-        world: its world.
-        members: how many they are.
-    """
+    """The shared memory of a group, and the processes that it wakes."""
 
     def __init__(self, world: "World", members: int) -> None:
         self._world = world

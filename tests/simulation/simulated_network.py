@@ -1,14 +1,14 @@
 """A virtual clock and network for the real, pure halves of the protocol.
 
-Nothing sleeps, nothing runs at the same time, and all that is random comes from one seed, so a world repeats to the
-byte.
+Nothing sleeps, nothing runs concurrently, and all random numbers come from one seed, so a world repeats to the byte.
 
-A *socket* keeps its frames in order as ZeroMQ does, and two sockets know no order. The faults go beyond ZeroMQ: on a
-socket that stays connected, frames may vanish, come twice, come late or overtake one another. What may be corrupted is
-less: the wire has no checksum (that is TCP's), so a flipped bit in a value cannot be seen. Only what a receiver must
-notice is damaged: magic, version, length, and the size of the frame.
+A *socket* keeps its frames in order as ZeroMQ does; different sockets have no order. The faults exceed ZeroMQ's: on a
+connected socket, frames may vanish, arrive twice, arrive late or overtake one another. Corruption is limited: the wire
+has no checksum (TCP has one), so a flipped bit in a value is undetectable. Only detectable parts are damaged: magic,
+version, length, and the size of the frame.
 """
 
+import functools
 import heapq
 import math
 import random
@@ -17,10 +17,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from client.session.protocol.session import Session
 from server.core.dispatcher import Dispatcher
 from server.network.connections import ProbeScheduler
 from server.network.service import TICK_SECONDS
 from server.security.quota import Quota
+from statsd_bn.errors import StatsdBNError
+from statsd_bn.messages import Failure, Message
+from statsd_bn.wire import decode
 
 Trace = list[tuple[Any, ...]]
 
@@ -36,7 +40,7 @@ QUOTA = Quota()
 
 
 class Clock:
-    """Virtual time: what is due next happens next, and time jumps there."""
+    """Virtual time, which jumps to the next event."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -84,7 +88,7 @@ class Link:
 
 
 class SimulatedChannel:
-    """A DEALER socket; whoever owns it takes the frames from its inbox."""
+    """A DEALER socket; its owner reads frames from the inbox."""
 
     def __init__(self, network: "Network", owner: Any, reconnect: float = RECONNECT_SECONDS) -> None:
         self.owner = owner
@@ -129,7 +133,7 @@ class Network:
         self._connect(channel)
 
     def close(self, channel: SimulatedChannel, *, silently: bool = False) -> None:
-        """What was sent before still arrives; the server notices the end after it, unless a whole host vanished."""
+        """Frames sent before still arrive, and then the server notices the end, unless the whole host vanished."""
         if channel in self._channels:
             self._channels.remove(channel)
         link, channel.link = channel.link, None
@@ -143,7 +147,7 @@ class Network:
             self.close(channel, silently=silently)
 
     def cut(self, owner: Any, seconds: float) -> None:
-        """Breaks a member's connections; what was under way is lost."""
+        """Break a member's connections; frames in flight are lost."""
         for channel in [channel for channel in self._channels if channel.owner is owner]:
             if channel.link:
                 self._sever(channel)
@@ -277,7 +281,7 @@ class SimulatedServer:
         self.on_tick: Callable[[], None] = lambda: None
         self.dispatcher: Dispatcher
         self._clock, self._network, self._rng, self._trace = clock, network, rng, trace
-        # While it naps, until when, and what has come meanwhile.
+        # End of the current nap, and the frames that arrived in it.
         self._awake_at = 0.0
         self._backlog: list[Callable[[], None]] | None = None
         self._probing = ProbeScheduler()
@@ -299,16 +303,16 @@ class SimulatedServer:
 
     def kill(self) -> None:
         self._trace.append((self._clock.now, "server killed"))
-        self._go()
+        self._vanish()
 
     def stop(self) -> None:
         """As on SIGTERM: the last answers have a moment to leave."""
         self._trace.append((self._clock.now, "server stopped"))
         self.up = False
-        self._clock.after(10 * self._network.weather.latency, self._go)
+        self._clock.after(10 * self._network.weather.latency, self._vanish)
 
     def nap(self, seconds: float) -> None:
-        """The whole process stands still; what comes meanwhile waits."""
+        """The whole process stands still; frames queue."""
         self._trace.append((self._clock.now, "server naps", seconds))
         if self._backlog is None:
             self._backlog = []
@@ -319,9 +323,9 @@ class SimulatedServer:
         if not self.up:
             return
         if self._backlog is not None:
-            self._backlog.append(lambda: self._take(link, frame))
+            self._backlog.append(lambda: self._process(link, frame))
         else:
-            self._take(link, frame)
+            self._process(link, frame)
 
     def disconnected(self) -> None:
         if not self.up:
@@ -334,13 +338,13 @@ class SimulatedServer:
         if self._probing.due < before:
             self._clock.at(self._probing.due, self._probe, self.lives)
 
-    def _go(self) -> None:
+    def _vanish(self) -> None:
         self.up = False
         self._backlog = None
         self.outages.append([self._clock.now, float("inf")])
         self._network.server_gone()
 
-    def _take(self, link: Link, frame: bytes) -> None:
+    def _process(self, link: Link, frame: bytes) -> None:
         self._trace.append((self._clock.now, "to server", link.channel.owner, frame))
         self.on_receive(link.channel.owner, frame)
         self._send(self.dispatcher.receive(self._clock.now, link.peer, frame).replies)
@@ -372,7 +376,7 @@ class SimulatedServer:
             self._try(self.dispatcher.probes(self._probing.disconnected))
 
     def _try(self, probes: Iterable[tuple[bytes, bytes]]) -> None:
-        # In order: they come out of a set, whose order is another in each process.
+        # Sorted, because the order of a set differs between processes.
         for peer, frame in sorted(probes):
             self._deliver(peer, frame)
 
@@ -386,3 +390,28 @@ class SimulatedServer:
             self.on_answer(frame)
         if not self._network.answer(peer, frame):
             self._try(self.dispatcher.unreachable(self._clock.now, peer))
+
+
+_decode_kept = functools.lru_cache(maxsize=64)(decode)
+
+
+def decode_once(frame: bytes) -> Message:
+    """What `decode` makes of a frame; a message cannot be changed, so all may have the same."""
+    message = _decode_kept(frame)
+    # But for the fields of an error, which are a dict.
+    return decode(frame) if type(message) is Failure else message
+
+
+def is_sound(frame: bytes) -> bool:
+    """Whether a frame came undamaged."""
+    try:
+        decode_once(frame)
+    except StatsdBNError:
+        return False
+    return True
+
+
+class SimulatedSession(Session):
+    """A session that shares what frames say with the others of its world."""
+
+    decode = staticmethod(decode_once)

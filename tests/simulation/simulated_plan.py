@@ -1,4 +1,4 @@
-"""What happens in one world, drawn from its seed: who takes part, what they run, and what befalls them."""
+"""The plan of a world, drawn from its seed: members, their programs, and faults."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -7,19 +7,19 @@ from typing import Any
 from simulation.simulated_network import Weather
 from statsd_bn.round_key import BACKWARD
 
-# What befalls one member at a time, and what it needs to know of it.
+# Faults of one member.
 MEMBER_FAULTS = ("killed", "vanished", "frozen", "slow", "cut")
 PROGRAM_FAULTS = ("raises", "skips", "swaps", "leaves early", "joins late")
 SERVER_FAULTS = ("server killed", "server stopped", "server naps")
 
-# A freeze or a cut of at most so many seconds is nobody's end: heartbeats come every second, and 3.5 s are allowed; a
-# cut beacon connects anew within 0.3 s.
+# Freezes and cuts up to these seconds lose no member: heartbeats come every second, 3.5 s are allowed, and a cut
+# heartbeat socket reconnects within 0.3 s.
 HARMLESS_FREEZE = 2.0
 HARMLESS_CUT = 0.15
 
 SECOND_BACKWARD = "second backward"
 
-# What the members of some worlds gather at the beginning of each turn.
+# The gather at the start of each turn in some worlds.
 GATHERED = "gathered"
 
 
@@ -80,7 +80,7 @@ class Plan:
         return self.has("comes") or self.replaced_after > 0
 
     def index_of(self, step: int) -> int:
-        """The first turn of the program whose rounds have this step in their keys; dry ones do not count steps up."""
+        """The first turn of the program with rounds of this step; dry turns do not count."""
         index = 0
         while step and index < self.steps:
             step -= index not in self.dry
@@ -98,20 +98,20 @@ class Plan:
         is_late_for_restart = self.has("frozen") and self.has("server killed", "server stopped")
         if self.has("comes") or self.leaves_too_few or (self.passes and (self.has("slow") or is_late_for_restart)):
             return False
-        if self.groups and any(self._keeps_others_waiting(fault) for fault in self.faults):
+        if self.groups and any(self._delays_others(fault) for fault in self.faults):
             return False
         # A frozen member cannot connect anew, and a connection that stays away is a death.
-        if self._befallen_by("frozen") & self._befallen_by("cut"):
+        if self._members_with("frozen") & self._members_with("cut"):
             return False
         late = sum(fault.seconds for fault in self.faults if fault.kind == "joins late")
         return all(_is_harmless(fault) for fault in self.faults) and late < self.deadline and not self.weather.corrupted
 
-    def _keeps_others_waiting(self, fault: Fault) -> bool:
+    def _delays_others(self, fault: Fault) -> bool:
         """Whether a slow member may be in rounds of one group for as long as a round of another may last."""
         rounds = len(self.calls) * (1 + len(self.phases))
         return fault.kind == "slow" and rounds * (fault.seconds + self.think) >= self.deadline
 
-    def _befallen_by(self, kind: str) -> set[int]:
+    def _members_with(self, kind: str) -> set[int]:
         return {fault.member for fault in self.faults if fault.kind == kind}
 
     @property

@@ -15,20 +15,12 @@ from statsd_bn.wire import encode
 if TYPE_CHECKING:
     from client.session.protocol.session import Session
 
-# What the simulator's own arithmetic may add to a time.
+# Rounding errors of the simulator in a time.
 ROUNDING_SECONDS = 1e-6
 
 
 class SimulatedProcess:
-    """Does in virtual time what `run_state_machine`, `ChannelPool.channel` and `Heartbeat` do.
-
-    Attributes:
-        alive: whether it has not been killed.
-        frozen_until: until when it does not run.
-        frozen_seconds: how long it did not run, in all.
-        slowness: how much longer its program takes between two rounds, in seconds.
-        sessions: its sessions, by group.
-    """
+    """Does in virtual time what `run_state_machine`, `ChannelPool.channel` and `Heartbeat` do."""
 
     def __init__(self, clock: Clock, network: Network) -> None:
         self.alive = True
@@ -42,7 +34,7 @@ class SimulatedProcess:
         self._scheduler = HeartbeatScheduler()
         self._has_left = False
         self._program = self._run()
-        # What the program waits for: a machine on a channel, or without one a time.
+        # The program waits for a machine on a channel, or without one for a time.
         self._machine: StateMachine[Any] | None = None
         self._channel: SimulatedChannel | None = None
         self._due = self._beat_due = self._alarm = math.inf
@@ -54,12 +46,12 @@ class SimulatedProcess:
         """The state of its main thread."""
         raise NotImplementedError
 
-    def was_told(self, text: str) -> None:
-        """Takes what a wait was told about others while it lasted."""
+    def receive_notice(self, text: str) -> None:
+        """Receive a wait's information about other members."""
 
     def start(self) -> None:
         """Begins the program."""
-        self._go_on(lambda: next(self._program))
+        self._resume(lambda: next(self._program))
 
     def delivered(self, channel: SimulatedChannel) -> None:
         """A frame has come."""
@@ -71,11 +63,11 @@ class SimulatedProcess:
             self._listen()
 
     def wake(self) -> None:
-        """Somebody wakes it from a sleep in shared memory; it looks, or will when it is no longer frozen."""
+        """Wake it from a sleep in shared memory; a frozen process looks when it thaws."""
         if self.alive and self._machine:
             self._due = min(self._due, self._clock.now)
             if self._clock.now >= self.frozen_until:
-                self._look()
+                self._check()
                 self._set_alarm()
 
     def connected_anew(self, channel: SimulatedChannel) -> None:
@@ -88,7 +80,7 @@ class SimulatedProcess:
             self._wait_until(min(self._due, self._clock.now + WATCH_SECONDS))
 
     def freeze(self, seconds: float) -> None:
-        """Stops it for some time; what comes meanwhile waits."""
+        """Stop it for some time; frames queue."""
         self.frozen_until = max(self.frozen_until, self._clock.now + seconds)
         self.frozen_seconds += seconds
         self._clock.at(self.frozen_until, self._thaw)
@@ -122,17 +114,17 @@ class SimulatedProcess:
     def leave(self, cause: str) -> None:
         """Says goodbye for every session, as `Sessions.leave` does."""
         self._has_left = True
-        self.say([session.leave(cause) for session in self.sessions.values()])
+        self.send([session.leave(cause) for session in self.sessions.values()])
 
-    def say(self, frames: list[bytes]) -> None:
+    def send(self, frames: list[bytes]) -> None:
         """Sends frames that need no answer."""
         if frames:
-            channel = self._lend()
+            channel = self._borrow_channel()
             for frame in frames:
                 channel.send(frame)
             self._idle.append(channel)
 
-    def _lend(self) -> SimulatedChannel:
+    def _borrow_channel(self) -> SimulatedChannel:
         return self._idle.pop() if self._idle else SimulatedChannel(self._network, self)
 
     def _listen(self) -> None:
@@ -146,7 +138,7 @@ class SimulatedProcess:
                     self._network.count("asked where")
                     self._beacon.send(encode(self.sample().report(session.member_token, question.number)))
 
-    def _go_on(self, resume: Callable[[], Any]) -> None:
+    def _resume(self, resume: Callable[[], Any]) -> None:
         """Runs the program up to its next wait."""
         while True:
             try:
@@ -156,7 +148,7 @@ class SimulatedProcess:
             if isinstance(wanted, float):
                 self._wait_until(self._clock.now + wanted)
                 return
-            self._machine, self._channel = wanted, self._lend()
+            self._machine, self._channel = wanted, self._borrow_channel()
             try:
                 ended = self._turn(wanted, *wanted.begin(self._clock.now))
             except StatsdBNError as error:
@@ -171,10 +163,10 @@ class SimulatedProcess:
         try:
             ended = self._turn(self._machine, (), self._due, None)
         except StatsdBNError as error:
-            self._go_on(self._failed(error))
+            self._resume(self._failed(error))
         else:
             if ended is not None:
-                self._go_on(self._succeeded(ended))
+                self._resume(self._succeeded(ended))
 
     def _turn(self, machine: StateMachine[Any], frames: Any, due: float, result: Any) -> Any:
         """Returns the machine's result, or None when it waits."""
@@ -209,7 +201,7 @@ class SimulatedProcess:
 
     def _end_machine(self) -> None:
         if told := getattr(self._machine, "_latest_news", ""):
-            self.was_told(told)
+            self.receive_notice(told)
 
     def _wait_until(self, due: float) -> None:
         self._due = due
@@ -232,20 +224,20 @@ class SimulatedProcess:
         if self._beat_due <= self._clock.now:
             self._beat_due = math.inf
             self.beat()
-        self._look()
+        self._check()
         self._set_alarm()
 
     def _thaw(self) -> None:
         if self.alive and self._clock.now >= self.frozen_until:
             self.beat()
-            self._look()
+            self._check()
             self._set_alarm()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._due > self._clock.now and not (self._channel and self._channel.inbox):
             return
         if self._machine:
             self._run_machine()
         elif self._due < math.inf:
             self._due = math.inf
-            self._go_on(lambda: self._program.send(None))
+            self._resume(lambda: self._program.send(None))

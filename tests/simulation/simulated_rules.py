@@ -1,7 +1,7 @@
-"""What must be true in every world, whatever befalls it, beside the sums themselves.
+"""Rules for every world and any fault, apart from the sums.
 
-Each rule is a function that finds fault or does not. The world keeps *facts*: what really happened to whom. An error
-that a member gets must agree with them.
+Each rule is a function that reports a violation or nothing. The world records *facts*: the true events of each member.
+A member's error must agree with them.
 """
 
 import re
@@ -15,8 +15,7 @@ from server.core.liveness import RECONNECT_SECONDS
 from server.group.results import REMEMBERED_ROUNDS
 from server.network.connections import PROBE_SECONDS
 from server.network.service import TICK_SECONDS
-from simulation.simulated_beginnings import may_meet_another_beginning
-from simulation.simulated_frames import is_sound
+from simulation.simulated_network import is_sound
 from simulation.simulated_plan import HARMLESS_FREEZE
 from statsd_bn import errors, limits
 from statsd_bn.wire import decode
@@ -34,7 +33,7 @@ SHORT_ARRAYS, LONG_ARRAY = range(0x90, 0xA0), 0xDC
 SESSION = slice(12, 20)
 REGISTER, CONTRIBUTION, AGGREGATE, RESULT, WHEREABOUTS = 1, 3, 4, 11, 13
 
-# What a wait may last beyond its bound: the frames' way, and the server's ticks.
+# Tolerance on the bound of a wait: latency of the frames, and the server's ticks.
 MARGIN = 1.0
 
 # From the end of a member to the news of it: by a lost connection, or by silence.
@@ -44,9 +43,9 @@ NEWS_SECONDS = limits.SILENCE_SECONDS + limits.HEARTBEAT_SECONDS + RECONNECT_SEC
 PROMISED_SILENCE_SECONDS = limits.SILENCE_SECONDS
 
 # Why a member is lost that a restarted server has gone on without.
-TOO_LATE = "came back too late"
+TOO_LATE = "registered too late"
 
-# Facts after which nobody hears from that life of a member again.
+# Facts that end a life of a member.
 ENDS = {"killed", "vanished", "failed", "left"}
 
 
@@ -65,12 +64,12 @@ def check_outcome(world: "World", outcome: "Outcome") -> None:
         or _one_lost_all_its_time(world)
     )
     if world.plan.is_harmless and not excused:
-        world.find("harmless faults do no harm", f"{outcome.process} {outcome.what} {outcome.key}: {outcome.error!r}")
+        world.report("harmless faults do no harm", f"{outcome.process} {outcome.what} {outcome.key}: {outcome.error!r}")
     judge = TRUTHS.get(type(outcome.error))
     if judge is None:
-        world.find("errors are of the kinds there are", f"{outcome.process}: {outcome.error!r}")
+        world.report("errors are of the kinds there are", f"{outcome.process}: {outcome.error!r}")
     elif not judge(world, outcome, outcome.error):
-        world.find(f"{type(outcome.error).__name__} tells the truth", f"{outcome.process}: {_words(outcome.error)}")
+        world.report(f"{type(outcome.error).__name__} tells the truth", f"{outcome.process}: {_words(outcome.error)}")
 
 
 def check_memory(world: "World") -> None:
@@ -79,9 +78,11 @@ def check_memory(world: "World") -> None:
     sessions, pulses = len(registry.sessions), len(registry.liveness._sessions)
     most = len(world.processes) * (1 + len(world.plan.groups))
     if sessions > most or pulses > most or pulses > sessions:
-        world.find("memory is bounded", f"{sessions} sessions and {pulses} pulses for {len(world.processes)} processes")
+        world.report(
+            "memory is bounded", f"{sessions} sessions and {pulses} pulses for {len(world.processes)} processes"
+        )
     for master in registry.masters.values():
-        # Of those who come back after a restart each may tell of as many rounds, and not of the same ones.
+        # After a restart each member may resend a full ring of rounds, all of them different.
         claimed = limits.CACHED_ROUNDS * len(world.processes) if world.server.outages else 0
         if (
             len(master._archive) > 2 * limits.CACHED_ROUNDS
@@ -89,7 +90,7 @@ def check_memory(world: "World") -> None:
             or len(master._archive._ended) > REMEMBERED_ROUNDS
             or len(master.open_rounds) > limits.MAX_OPEN_ROUNDS
         ):
-            world.find("memory is bounded", f"{len(master._archive)} rounds kept, {len(master.open_rounds)} open")
+            world.report("memory is bounded", f"{len(master._archive)} rounds kept, {len(master.open_rounds)} open")
 
 
 def check_end(world: "World") -> None:
@@ -100,7 +101,7 @@ def check_end(world: "World") -> None:
         _a_retry_says_so(world)
     waits = [channel for channel in world.network._channels if len(channel.inbox) > limits.CACHED_ROUNDS * 16]
     if waits:
-        world.find("memory is bounded", f"{len(waits[0].inbox)} frames that nobody reads")
+        world.report("memory is bounded", f"{len(waits[0].inbox)} frames that nobody reads")
 
 
 def is_empty(world: "World") -> bool:
@@ -115,7 +116,7 @@ def check_nothing_is_left(world: "World") -> None:
     """All have ended, and as much time has passed as anything may take: the server has forgotten everything."""
     if not is_empty(world):
         dispatcher = world.server.dispatcher
-        world.find(
+        world.report(
             "nothing is left", f"{list(dispatcher._registry.masters)}, {len(dispatcher._registry.sessions)} sessions"
         )
 
@@ -131,14 +132,16 @@ def _ends_within_its_bound(world: "World", outcome: "Outcome") -> None:
         bound += 2 * (plan.deadline + GRACE_SECONDS)
     took = outcome.ended - outcome.started - outcome.process.frozen_seconds
     if took > bound + MARGIN:
-        world.find("every wait ends in time", f"{outcome.process} {outcome.what} {outcome.key}: {took} s, not {bound}")
+        world.report(
+            "every wait ends in time", f"{outcome.process} {outcome.what} {outcome.key}: {took} s, not {bound}"
+        )
 
 
 def _a_retry_says_so(world: "World") -> None:
     """A contribution that is sent again has another attempt, so no two frames are the same."""
     frames = [entry[3] for entry in world.trace if entry[1] == "to server" and kind_of(entry[3]) == CONTRIBUTION]
     if len(set(frames)) < len(frames):
-        world.find("a retry says so", f"{len(frames) - len(set(frames))} of {len(frames)} contributions are the same")
+        world.report("a retry says so", f"{len(frames) - len(set(frames))} of {len(frames)} contributions are the same")
 
 
 def kind_of(frame: bytes) -> int:
@@ -155,17 +158,17 @@ def _costs_one_message_each_way(world: "World") -> None:
     exchanges = len(waits)
     again = sum(int((one.ended - one.started) / (0.9 * RETRY_SECONDS)) for one in waits)
     if any(isinstance(process.result, BaseException) for process in world.processes):
-        world.find("a round costs one message each way", "an error in a world without a fault")
+        world.report("a round costs one message each way", "an error in a world without a fault")
     counts = (world.contributions, world.aggregates)
     if world.plan.in_memory:
-        # Two gathers of each member and group, and rounds that the server need not hear of. Who has told it of one, and
-        # then learns in memory that only the server can end it, as where the sum is not finite, asks again.
+        # Two gathers of each member and group, and rounds without the server. A member that reports a round and then
+        # learns in memory that only the server can end it (a sum that is not finite) asks again.
         least, most = 0, 2 * exchanges + again + 2 * sum(len(process.sessions) for process in world.processes)
     else:
         least, most = exchanges, exchanges + again
     if not all(least <= count <= most for count in counts):
         told = f"{world.contributions} contributions and {world.aggregates} aggregates for {exchanges} exchanges"
-        world.find("a round costs one message each way", told)
+        world.report("a round costs one message each way", told)
 
 
 def _a_registration_was_lost(world: "World", outcome: "Outcome") -> bool:
@@ -182,7 +185,7 @@ def _a_goodbye_was_lost(world: "World") -> bool:
 
 
 def _news_was_lost(world: "World") -> bool:
-    """A member whose frames get lost is known too late over a new connection, or to a restarted server."""
+    """A member with lost frames may be recognised too late on a new connection, or by a restarted server."""
     found = [one.error for process in world.processes for one in process.outcomes if one.error]
     causes = {error.fields["cause"] for error in found if isinstance(error, errors.ReplicaLost)}
     cut = world.plan.has("cut") and "the connection was lost" in causes
@@ -247,7 +250,7 @@ def _lives(world: "World", member: int) -> bool:
 
 
 def _all_saw_the_restart(world: "World") -> bool:
-    """A restarted master does not know of members that left in good order; whoever needs it waits in vain."""
+    """A restarted master does not know of members that left in order, so members that need them wait in vain."""
     first_end = min((fact.when for fact in world.facts if fact.how in ENDS), default=float("inf"))
     return all(back < first_end for _, back in world.server.outages)
 
@@ -274,13 +277,13 @@ def _is_gone(world: "World", error: Any) -> bool:
     if cause.startswith("no sign of life"):
         long_freeze = any(fact.how == "frozen" and fact.until - fact.when > HARMLESS_FREEZE for fact in facts)
         return long_freeze or any(fact.how in ENDS for fact in facts) or _was_mute(world, member)
-    if cause.startswith(("did not reconnect", "the others had gone on", "its results did not arrive")):
+    if cause.startswith(("did not reconnect", "the others had continued", "its results did not arrive")):
         return bool(world.server.outages) and (_was_away(world, member) or _was_left_behind(world, member, cause))
     if cause == "":
         return any(fact.how == "left" for fact in facts)
     if cause == TOO_LATE and world.server.outages and (world.plan.has_newcomers or _was_late_from_away(world, member)):
-        # Newcomers that are as many as the group are a group, if they come to a restarted server first.
-        # Nobody waits for one that was away.
+        # As many newcomers as the group has form a group, if they are first at a restarted server. A paused member is
+        # not waited for.
         return True
     taken_for_lost = cause in {"declared lost", TOO_LATE} and _was_away(world, member)
     return taken_for_lost or any(fact.cause == cause for fact in facts) or _is_cause_of_refusal(world, member, cause)
@@ -302,13 +305,13 @@ def _was_late_from_away(world: "World", member: int) -> bool:
 
 
 def _was_left_behind(world: "World", member: int, cause: str) -> bool:
-    """Whether it is away for a restarted server because frames were lost, or for those of another beginning."""
+    """Whether it is absent for a restarted server because frames were lost, or because the group started anew."""
     if cause.startswith("did not reconnect"):
         is_back = any(process.number == member for process in world.returned)
         return not world.plan.weather.is_fair and not is_back
     if cause.startswith("its results did not arrive"):
         return _a_result_was_lost_or_late(world, member)
-    return cause.startswith("the others had gone on") and may_meet_another_beginning(world)
+    return cause.startswith("the others had continued") and may_meet_another_beginning(world)
 
 
 def _a_result_was_lost_or_late(world: "World", member: int) -> bool:
@@ -371,10 +374,10 @@ def is_mute(process: "Process") -> bool:
 
 
 def mute_seconds(world: "World") -> float:
-    """Each session must be heard; one that speaks in another group meanwhile is heard up to a second later in this."""
+    """Every session must be heard; activity in another group delays its heartbeat by up to a second."""
     if not world.plan.groups:
         return PROMISED_SILENCE_SECONDS
-    # Where frames get lost, those of one session may all be, while those of the other are heard.
+    # All frames of one session may be lost, while another session of the member is heard.
     return (
         limits.HEARTBEAT_SECONDS if world.plan.weather.dropped else PROMISED_SILENCE_SECONDS - limits.HEARTBEAT_SECONDS
     )
@@ -385,11 +388,11 @@ _PLACED = re.compile(r"rank (\d+)(?: \([^)]*\)+)? is in program\.py:(\d+) run")
 
 
 def check_whereabouts(world: "World", text: str) -> None:
-    """Where a late rank is said to be is what that rank has answered, and no other."""
+    """The reported place of a late rank is that rank's own answer."""
     for rank, answered in _PLACED.findall(text):
         world.network.count("told where")
         if rank != answered:
-            world.find("a rank is said to be where it is", text)
+            world.report("a rank is said to be where it is", text)
 
 
 def _mismatch_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:
@@ -401,10 +404,10 @@ def _conflict_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:
 
 
 def _timeout_is_true(world: "World", outcome: "Outcome", error: Any) -> bool:
-    """Whoever is missing has really not come, is not known to be gone, and is not itself waiting for others."""
+    """The missing members did not contribute, are not known to be lost, and do not wait for others themselves."""
     missing = error.fields.get("missing")
     if missing is None:
-        # The master itself would have told, if the member had not slept through the answer.
+        # The master would have reported it, unless the member slept through the answer.
         if outcome.process.frozen_seconds >= world.plan.deadline:
             return True
         if "last report: " in str(error):
@@ -412,7 +415,7 @@ def _timeout_is_true(world: "World", outcome: "Outcome", error: Any) -> bool:
         away = sum(back - gone for gone, back in world.server.outages)
         return away > world.plan.deadline / 2 or world.plan.weather.dropped > 0
     if world.server.outages or world.timeouts.get(outcome.key) == str(error):
-        # Whoever comes to a round that has ended is told what was true then.
+        # A late contribution to an ended round gets the error of that time.
         return True
     world.timeouts[outcome.key] = str(error)
     return all(_is_late(world, outcome, member) for member in missing)
@@ -425,7 +428,7 @@ def _was_counted_anew(world: "World") -> bool:
 
 def _is_late(world: "World", outcome: "Outcome", member: int) -> bool:
     gone = [fact for fact in world.facts if fact.member == member and fact.how in ENDS]
-    # Another process may have taken its place meanwhile.
+    # Another process may have replaced it.
     if (
         gone
         and not _lives(world, member)
@@ -487,7 +490,7 @@ def _refusal_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:
 
 
 def _incomplete_is_true(world: "World", outcome: "Outcome", _error: Any) -> bool:
-    """Somebody of the group did not come, or did not stay."""
+    """A member of the group did not register, or left."""
     members = world.plan.members_of("" if outcome.group == "world" else outcome.group)
     absent = any(
         fact.member in members and (fact.how in ENDS or fact.how in {"frozen", "slow"}) for fact in world.facts
@@ -523,3 +526,26 @@ TRUTHS: dict[type[BaseException], Callable[["World", "Outcome", Any], bool]] = {
     errors.ProtocolError: _protocol_is_true,
     errors.VersionMismatch: _protocol_is_true,
 }
+
+
+if TYPE_CHECKING:
+    from simulation.simulated_member import Process
+    from simulation.simulator import World
+
+
+def opened(process: "Process", before: float) -> bool:
+    """Whether it had heard by then that the group was open."""
+    connects = [one for one in process.outcomes if one.what == "connect" and one.ended and not one.error]
+    return any(one.ended < before for one in connects)
+
+
+def newcomers_may_come_first(world: "World") -> bool:
+    """Whether a full group of newcomers, none from an open one, may have been first at a new server."""
+    return any(
+        sum(not opened(one, gone) for one in world.processes) >= world.plan.size for gone, _ in world.server.outages
+    )
+
+
+def may_meet_another_beginning(world: "World") -> bool:
+    """Whether members of a group that newcomers began anew may meet one of before, at a still later server."""
+    return len(world.server.outages) > 1 and newcomers_may_come_first(world)

@@ -19,10 +19,9 @@ import numpy as np
 
 from simulation import simulated_membership_rules as membership_rules
 from simulation import simulated_rules as rules
-from simulation.simulated_frames import is_sound
 from simulation.simulated_member import Outcome, Process
 from simulation.simulated_memory import SimulatedMemory, check_waits
-from simulation.simulated_network import Clock, Network, SimulatedServer
+from simulation.simulated_network import Clock, Network, SimulatedServer, is_sound
 from simulation.simulated_plan import Call, Fault, Plan, draw
 from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
@@ -50,7 +49,7 @@ LONGEST_WORLD = 2000.0
 
 
 class Finding(AssertionError):
-    """A rule was broken; `str` tells the seed, the rule, and the end of the trace."""
+    """A broken rule; the text has the seed, the rule, and the end of the trace."""
 
     def __init__(self, seed: int, rule: str, complaint: str, trace: list[str]) -> None:
         told = "\n".join(trace[-TRACE_TOLD:])
@@ -70,7 +69,7 @@ class Fact:
 
 
 @dataclass
-class Tally:
+class Counters:
     """What happened in many worlds."""
 
     worlds: int = 0
@@ -78,7 +77,7 @@ class Tally:
     faults: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
 
-    def add(self, other: "Tally") -> None:
+    def add(self, other: "Counters") -> None:
         self.worlds += other.worlds
         self.rounds += other.rounds
         self.faults += other.faults
@@ -95,8 +94,8 @@ class World:
         self.trace: list[tuple[Any, ...]] = []
         self.clock = Clock()
         self.network = Network(self.clock, self.rng, self.plan.weather, self.trace)
-        # Of the rounds: when a member brought something last, and what the server and the members say they cover.
-        self.brought_at: dict[RoundKey, float] = {}
+        # Rounds: the time of the last contribution, and the members according to the server and to the receivers.
+        self.contributed_at: dict[RoundKey, float] = {}
         self.left_a_round = 0.0
         self.sent: dict[RoundKey, tuple[int, ...]] = {}
         self.covers_since: dict[RoundKey, float] = {}
@@ -105,7 +104,7 @@ class World:
         self.covered: list[membership_rules.Covered] = []
         self.pass_began: dict[int, int] = {}
         self.server = SimulatedServer(self.clock, self.network, self.rng, self.trace)
-        self.server.on_receive = self._heard
+        self.server.on_receive = self._on_receive
         self._membership_changes = bool(self.plan.min_members or self.plan.passes)
         self.server.on_start = self._server_starts
         if self._membership_changes:
@@ -114,7 +113,7 @@ class World:
         self.ledger = Ledger()
         self.facts: list[Fact] = []
         self.processes: list[Process] = []
-        # Who has registered since the server was restarted, and when; what was told first of a round that timed out.
+        # Members registered since the server's restart, with the time; the first error of each timed-out round.
         self.returned: dict[Process, float] = {}
         self.timeouts: dict[RoundKey, str] = {}
         self.rounds = 0
@@ -125,12 +124,8 @@ class World:
         self._finding: Finding | None = None
         self._numbers = self._draw_numbers()
 
-    def run(self) -> Tally:
-        """Runs the world to its end.
-
-        Raises:
-            Finding: a rule is broken.
-        """
+    def run(self) -> Counters:
+        """Runs the world to its end."""
         with quiet():
             self.server.start()
             for number in range(self.plan.size):
@@ -138,24 +133,24 @@ class World:
             self._still_there = self.processes[0]
             for fault in self.plan.faults:
                 if fault.when:
-                    self.clock.at(0.06 + fault.when, self._befall, fault)
+                    self.clock.at(0.06 + fault.when, self._inject, fault)
             self._run_until(self._all_over)
             rules.check_end(self)
             membership_rules.check_no_step_grows(self)
             expiry = self.clock.now + self.plan.deadline + limits.SILENCE_SECONDS + 3.0
             self._run_until(lambda: self.clock.now > expiry or rules.is_empty(self))
             rules.check_nothing_is_left(self)
-        return self._tally()
+        return self._counters()
 
     def offer_memory(self, members: int) -> int:
         """Makes memory for a group of so many members; returns its number."""
         self.memories.append(SimulatedMemory(self, members))
         return len(self.memories) - 1
 
-    def find(self, rule: str, complaint: str) -> None:
-        """A rule is broken; whoever notices it, the run ends with it."""
+    def report(self, rule: str, complaint: str) -> None:
+        """Report a broken rule; it ends the run."""
         if self._finding is None:
-            self._finding = Finding(self.seed, rule, complaint, self.told())
+            self._finding = Finding(self.seed, rule, complaint, self.trace_lines())
         raise self._finding
 
     def fall_apart(self) -> None:
@@ -163,9 +158,9 @@ class World:
         for part in (*self.processes, self.server, self.network, self.clock, self):
             vars(part).clear()
 
-    def told(self) -> list[str]:
+    def trace_lines(self) -> list[str]:
         """The trace, for people."""
-        return [f"{self.plan}", *(_told(entry) for entry in self.trace)]
+        return [f"{self.plan}", *(_describe(entry) for entry in self.trace)]
 
     def note(self, process: Process, how: str, cause: str = "", seconds: float = 0.0) -> None:
         fact = Fact(self.clock.now, process.number, how, cause, self.clock.now + seconds)
@@ -176,8 +171,8 @@ class World:
         self.trace.append((self.clock.now, "error" if outcome.error else "has", outcome.process, outcome.error or ""))
         rules.check_outcome(self, outcome)
 
-    def over(self, process: Process) -> None:
-        """A process has ended by itself; a launcher may start the whole job again, with the next epoch."""
+    def process_ended(self, process: Process) -> None:
+        """A process has ended; a launcher may restart the job with the next epoch."""
         failed = process.result != "done"
         if failed and self.plan.relaunch and process.life == 0:
             self._spawn(process.number, 1, 1, 0.5 + self.rng.random())
@@ -188,9 +183,9 @@ class World:
     def _replace(self, process: Process) -> None:
         """Sends a new process in the place of one that has ended, while there are others."""
         if self.plan.replaced_after and process.life == 0:
-            self.clock.after(self.plan.replaced_after * (0.5 + self.rng.random()), self._come, process.number)
+            self.clock.after(self.plan.replaced_after * (0.5 + self.rng.random()), self._start_newcomer, process.number)
 
-    def _come(self, number: int) -> None:
+    def _start_newcomer(self, number: int) -> None:
         if all(process.result is not None for process in self.processes):
             return
         self.network.count("newcomers")
@@ -226,11 +221,11 @@ class World:
             self.clock.step()
             self._events += 1
             if self._events > MOST_EVENTS:
-                self.find("messages do not beget messages without end", f"{self._events} events")
+                self.report("messages do not beget messages without end", f"{self._events} events")
             if self._finding:
                 raise self._finding
             if self.clock.now > LONGEST_WORLD:
-                self.find("every wait ends", f"at {self.clock.now} s {[p for p in self.processes if not p.result]}")
+                self.report("every wait ends", f"at {self.clock.now} s {[p for p in self.processes if not p.result]}")
 
     def _all_over(self) -> bool:
         # Asked after each event: while a world runs, the one that was still there then mostly still is.
@@ -240,12 +235,12 @@ class World:
         self._still_there = there or self._still_there
         return there is None
 
-    def _befall(self, fault: Fault) -> None:
+    def _inject(self, fault: Fault) -> None:
         if fault.kind.startswith("server"):
-            self._befall_server(fault)
+            self._inject_server_fault(fault)
             return
         if fault.kind == "comes":
-            self._come(fault.member)
+            self._start_newcomer(fault.member)
             return
         process = next((p for p in reversed(self.processes) if p.number == fault.member and p.result is None), None)
         if process is None:
@@ -267,7 +262,7 @@ class World:
             self.note(process, "slow")
             process.slowness = fault.seconds
 
-    def _befall_server(self, fault: Fault) -> None:
+    def _inject_server_fault(self, fault: Fault) -> None:
         if not self.server.up:
             return
         self.network.count(fault.kind)
@@ -285,11 +280,11 @@ class World:
     def aggregates(self) -> int:
         return sum(entry[1] == "to member" and rules.kind_of(entry[3]) == rules.AGGREGATE for entry in self.trace)
 
-    def _heard(self, process: Process, frame: bytes) -> None:
-        # Of a frame that came damaged the server does not know whose it is, and an answer is no sign of life.
+    def _on_receive(self, process: Process, frame: bytes) -> None:
+        # The sender of a damaged frame is unknown to the server, and stack reports do not count as heartbeats.
         is_registered = not self.plan.weather.corrupted or is_sound(frame)
         if is_registered and rules.kind_of(frame) != rules.WHEREABOUTS:
-            process.hear()
+            process.record_frame()
         if self._membership_changes:
             membership_rules.note_arrival(self, frame)
         if self.server.outages:
@@ -303,14 +298,14 @@ class World:
         self.arrived.clear()
         self.returned.clear()
 
-    def _tally(self) -> Tally:
+    def _counters(self) -> Counters:
         faults = Counter(self.network.faults)
         faults.update(fault.kind for fault in self.plan.faults if fault.kind not in faults and not fault.when)
         errors = [outcome.error for process in self.processes for outcome in process.outcomes]
-        return Tally(1, self.rounds, faults, Counter(type(error).__name__ for error in errors if error))
+        return Counters(1, self.rounds, faults, Counter(type(error).__name__ for error in errors if error))
 
 
-def _told(entry: tuple[Any, ...]) -> str:
+def _describe(entry: tuple[Any, ...]) -> str:
     when, what, *rest = entry
     return f"{when:10.5f} {what} " + " ".join(_message(one) if type(one) is bytes else str(one) for one in rest)
 
@@ -326,10 +321,10 @@ def _message(frame: bytes) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Nobody reads the warnings of worlds in which everything goes wrong."""
+    """Silence the logs of worlds full of faults."""
     logger = logging.getLogger("statsd_bn")
     level = logger.level
-    # Each change makes all loggers forget what they let through, so many worlds share one.
+    # Each change of level clears the caches of all loggers, so many worlds share one.
     if level != SILENT:
         logger.setLevel(SILENT)
     try:
@@ -339,9 +334,9 @@ def quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def run(seed: int) -> Tally:
+def run(seed: int) -> Counters:
     """Runs one world."""
     world = World(seed)
-    tally = world.run()
+    counters = world.run()
     world.fall_apart()
-    return tally
+    return counters

@@ -7,16 +7,7 @@ from pathlib import Path
 import pytest
 
 from client.native.build import NO_COMPILER
-from simulation.explored_round import (
-    CLOSES,
-    COMPILER,
-    KILLS,
-    OTHER_KEY,
-    SMALL,
-    TELLS,
-    explored,
-    program,
-)
+from simulation.explored_round import CLOSES, COMPILER, KILLS, OTHER_KEY, SMALL, TELLS, explored, program
 
 pytestmark = pytest.mark.skipif(not COMPILER or os.name != "posix", reason=NO_COMPILER)
 
@@ -26,7 +17,7 @@ SET = "static void set(_Atomic uint64_t *word, uint64_t value) { atomic_store_ex
 LOAD = "return atomic_load_explicit(word, memory_order_%s);"
 STRICT, RELAXED = "seq_cst", "relaxed"
 
-# What is written in place of what, and in which group it is found: ranks, rounds, what happens.
+# Original text, replacement, and the group that finds it: ranks, rounds, events.
 SLIPS = {
     "relaxed stores": (SET % STRICT, SET % RELAXED, (2, 1, 0)),
     "stores that later loads pass": (SET % STRICT, SET % "release", (2, 1, 0)),
@@ -37,11 +28,7 @@ SLIPS = {
         "  set(&place_of(g, g->me)->arrival, g->turn);\n  write_rows(g, counts, values, replicas);\n",
         (2, 1, 0),
     ),
-    "reader overtaken": (
-        "arrival) < g->turn) return 0;",
-        "arrival) + 1 < g->turn) return 0;",
-        (2, 2, 0),
-    ),
+    "reader overtaken": ("arrival) < g->turn) return 0;", "arrival) + 1 < g->turn) return 0;", (2, 2, 0)),
     "nobody woken": ("    wake_all(g);\n    return add_up", "    return add_up", (2, 1, 0)),
     "woken for the word alone": ("word, 1, memory_order", "word, 0, memory_order", (2, 1, 0)),
     "asleep unseen": ("    set(asleep, 1);\n", "", (2, 1, 0)),

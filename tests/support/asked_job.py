@@ -1,4 +1,4 @@
-"""A job in virtual time on a server without a socket, whose members answer where they are."""
+"""A job in virtual time on a server without a socket; its members answer stack requests."""
 
 from server.core.dispatcher import Dispatcher
 from server.network.service import TICK_SECONDS
@@ -11,19 +11,14 @@ LINE = "torch/nn/parallel/distributed.py:1941 _sync_buffers, called from train.p
 
 
 class Process:
-    """What a process answers: where it is, and how many operations it has begun on each process group."""
+    """A process's answer: its stack, and the number of operations started on each process group."""
 
     def __init__(self, stack: str = "", held_in: str = "", kind: str = "", **launched: int) -> None:
         self.stack, self.held_in, self.kind, self.launched = stack, held_in, kind, launched
 
 
 class Job:
-    """A job on a server that ticks as the real one; all members are alive, and those in `processes` answer.
-
-    Attributes:
-        asked: when each member was asked, and for which process group.
-        told: what came to the members' beacons, questions aside.
-    """
+    """A job on a ticking server: all members send heartbeats, and those in `processes` answer stack requests."""
 
     def __init__(self, world_size: int, **given) -> None:
         self.now = 100.0
@@ -34,10 +29,10 @@ class Job:
         self.asked: dict[int, list[tuple[float, str]]] = {member: [] for member in range(world_size)}
         self.told: dict[int, list[Message]] = {member: [] for member in range(world_size)}
         for member in range(world_size):
-            self.say(register(member, world_size, **given), b"%d" % member)
+            self.send(register(member, world_size, **given), b"%d" % member)
         self.beat()
 
-    def say(self, message: Message, at: bytes) -> list[Message]:
+    def send(self, message: Message, at: bytes) -> list[Message]:
         return [decode(frame) for _, frame in self.handle(message, at)]
 
     def handle(self, message: Message, at: bytes):
@@ -47,12 +42,11 @@ class Job:
         for member in range(self.size):
             self.handle(Heartbeat(session_of(member)), b"beacon %d" % member)
 
-    def bring(self, member: int, where=None, attempt: int = 0) -> list[Message]:
+    def contribute(self, member: int, where=None, attempt: int = 0) -> list[Message]:
         message = contribution(member, 1.0, where or key("bn1", step=3))
-        return self.say(type(message)(message.session, message.key, attempt, message.rows), b"%d" % member)
+        return self.send(type(message)(message.session, message.key, attempt, message.rows), b"%d" % member)
 
     def pass_time(self, seconds: float) -> dict[int, Message]:
-        """What members in rounds are told meanwhile."""
         heard = {}
         for tick in range(round(seconds / TICK_SECONDS)):
             self.now += TICK_SECONDS
@@ -63,7 +57,7 @@ class Job:
         return heard
 
     def attend(self, replies):
-        """Answers questions, keeps what else came to a beacon, and returns the rest."""
+        """Answer stack requests, keep other heartbeat replies, and return the rest."""
         others = []
         for peer, frame in replies:
             if not peer.startswith(b"beacon "):
@@ -88,10 +82,10 @@ class Job:
             self.handle(answer, b"beacon %d" % member)
 
     def pending(self, member: int) -> Pending:
-        (answer,) = self.bring(member, attempt=1)
+        (answer,) = self.contribute(member, attempt=1)
         assert isinstance(answer, Pending)
         return answer
 
     def report(self) -> dict:
-        (answer,) = self.say(StatusRequest(), b"somebody")
+        (answer,) = self.send(StatusRequest(), b"somebody")
         return answer.report["groups"][0]

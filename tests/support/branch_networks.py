@@ -1,4 +1,4 @@
-"""Random networks with branches that a compiler may order as it likes, and what the whole batch makes of them."""
+"""Random networks with branches, which a compiler may reorder, and their results on the whole batch."""
 
 import random
 from dataclasses import dataclass, field
@@ -29,8 +29,6 @@ class Flat(Functional):
 
 
 class _Activated(nn.Module):
-    """Calls torch's forward, and activates."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).tanh()
 
@@ -53,32 +51,17 @@ WIDTHS = (4, 8, 64, 256)
 
 @dataclass
 class Network:
-    """What a seed stands for.
-
-    Attributes:
-        seed: makes all the rest.
-        ranks: how many.
-        branches: for each, the widths before and after its layer, and the layers it uses, by number.
-        momentum: of all layers.
-        has_images: whether it takes each row for an image, and has convolutions.
-        kinds: each layer's class, by its number.
-        dynamic: as `torch.compile` takes it.
-        is_checkpointed: whether the compiled model runs in a checkpoint.
-        batches: for each step, the size of each rank's batch; one of rows may be empty.
-    """
-
-    seed: int
+    seed: int  # determines all other fields
     ranks: int
     branches: list[tuple[int, list[int]]] = field(init=False)
-    momentum: float | None = field(init=False)
-    has_images: bool = field(init=False)
-    kinds: list[type[nn.Module]] = field(init=False)
-    dynamic: bool | None = field(init=False)
-    is_checkpointed: bool = field(init=False)
+    momentum: float | None = field(init=False)  # of all layers
+    has_images: bool = field(init=False)  # rows are images, for convolutions
+    kinds: list[type[nn.Module]] = field(init=False)  # the class of each layer
+    dynamic: bool | None = field(init=False)  # of torch.compile
+    is_checkpointed: bool = field(init=False)  # the compiled model runs in a checkpoint
     batches: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Draws everything."""
         draw = random.Random(self.seed)
         uses = [layer for layer in range(2) for _ in range(draw.randint(1, 3))]
         draw.shuffle(uses)
@@ -101,12 +84,10 @@ class Network:
             self.batches = [[size or LEAST_IMAGES for size in sizes] for sizes in self.batches]
 
     def model(self) -> nn.Module:
-        """Returns the same model to everybody, with torch's layers."""
         torch.manual_seed(self.seed)
         return _Model(self).double()
 
     def inputs(self, step: int) -> list[torch.Tensor]:
-        """Returns each rank's input of a step."""
         generator = torch.Generator().manual_seed(self.seed * 10 + step)
         sizes = self.batches[step]
         return [torch.randn(size, FEATURES, generator=generator, dtype=torch.float64) for size in sizes]
@@ -129,7 +110,7 @@ class _Model(nn.Module):
         return nn.Sequential(nn.Unflatten(1, (1, HEIGHT, WIDTH)), nn.Conv2d(1, width, 3, padding=1))
 
     def _into(self, width: int) -> nn.Module:
-        # Before a batch norm the gradient of a bias is 0, so what is found of it is rounding.
+        # No bias before a batch norm: its gradient is 0 up to rounding.
         if self.has_images:
             return nn.Conv2d(width, CHANNELS, 2, bias=False)
         return nn.Linear(width, CHANNELS, bias=False)

@@ -31,13 +31,13 @@ from support.paths import ROOT
 
 OURS = ("client", "server", "statsd_bn")
 
-# Those whose modules may be imported by name, beside the packages themselves.
+# Seed modules that users import by name.
 SEED = ("client.batchnorm", "client.comm", "client.replicate")
 
 # Public by its place in pickles, so in no `__all__`.
 IN_PICKLES = {"client": ("rebuilt_layer",)}
 
-# Of these classes the product calls more than users do. What the pages, and the seed, promise of them:
+# The promised members of classes whose other public members only the product calls.
 PROMISED = {
     "client.CallbackContext": (),
     "client.Connection": (
@@ -87,7 +87,7 @@ def lines() -> list[str]:
 
 
 def _module(module: ModuleType) -> Iterator[str]:
-    """The names of `__all__`, each with its signature and, of a class, those of its own methods."""
+    """The names of `__all__`, each with its signature, and the methods of classes."""
     for name in sorted((*module.__all__, *IN_PICKLES.get(module.__name__, ()))):
         value = getattr(module, name)
         place = f"{module.__name__}.{name}"
@@ -244,7 +244,7 @@ def _exit_codes() -> Iterator[str]:
 
 
 def _variables() -> Iterator[str]:
-    """The variables of ours that each package names, and those of launchers that the client looks up."""
+    """Environment variables of each package: our own, and the launchers' that the client reads."""
     for package in OURS:
         found = {name for text in _texts(package) for name in VARIABLE.findall(text)}
         if package == "client":
@@ -254,7 +254,7 @@ def _variables() -> Iterator[str]:
 
 
 def _texts(package: str) -> Iterator[str]:
-    """The strings of a package that are no docstrings: those that the program works with or shows."""
+    """The strings of a package, docstrings left out."""
     for path in sorted((ROOT / package).rglob("*.py")):
         tree = ast.parse(path.read_text())
         docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

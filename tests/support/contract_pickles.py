@@ -1,7 +1,7 @@
-"""The models whose pickles the contract keeps, and the training step that is compared.
+"""The models whose pickles the contract keeps, and the training step to compare.
 
-Pickles name `Functional` by this module, so it stays here. `tests/contract/make_pickles.py` has written them once;
-later code has to load what that wrote, so nobody writes them anew because a test fails.
+Pickles name `Functional` by this module, so it stays here. `tests/contract/make_pickles.py` wrote them once. Later code
+must load these files, so a failing test is no reason to rewrite them.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ SAMPLES = 4
 
 
 class Functional(nn.BatchNorm2d):
-    """A subclass with an attribute of its own that calls `F.batch_norm`, as timm's BatchNormAct2d."""
+    """A subclass with its own attribute that calls `F.batch_norm`, like timm's BatchNormAct2d."""
 
     def __init__(self, num_features: int, **options: Any) -> None:
         super().__init__(num_features, **options)
@@ -34,16 +34,10 @@ class Functional(nn.BatchNorm2d):
 
 @dataclass(frozen=True)
 class Kept:
-    """A model that was pickled: how it was made, and the shape of its input.
+    """A model that was pickled: how it was made, and the shape of its input."""
 
-    Attributes:
-        make: makes the model, in float32.
-        shape: of an input, without the samples.
-        dtype: of the model that was pickled. Torch's pickles of lazy parameters forget theirs.
-    """
-
-    make: Callable[[], nn.Module]
-    shape: tuple[int, ...]
+    make: Callable[[], nn.Module]  # of the model, in float32
+    shape: tuple[int, ...]  # of an input, without the samples
     dtype: torch.dtype = torch.float64
 
     def model(self) -> nn.Module:

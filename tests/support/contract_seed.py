@@ -1,7 +1,7 @@
-"""Servers and second ranks for the contract's tests of the seed library, and the programs that those ranks run.
+"""Servers and second ranks for the contract's tests of the seed library, and the programs of those ranks.
 
-Every server listens on a Unix socket in a folder of its own that only this user can enter. A process can only be sent
-functions that it can import, so the programs of rank 1 live here and not beside the tests.
+Every server listens on a Unix socket in a private folder. A process can only receive importable functions, so the
+programs of rank 1 live here and not in the tests.
 """
 
 import os
@@ -42,7 +42,7 @@ BACKWARD = (
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """A folder of mode 0700 whose name is short enough for a socket in it."""
+    """A folder of mode 0700 with a path short enough for a Unix socket."""
     with tempfile.TemporaryDirectory(prefix="bn-") as folder:
         yield Path(folder)
 

@@ -1,6 +1,6 @@
-"""Stand-ins for the operators of torch's SyncBatchNorm, which exist on CUDA only.
+"""CPU stand-ins for the CUDA-only operators of torch's SyncBatchNorm.
 
-They compute on the CPU what torch says that its operators compute on CUDA, and hold us to what they ask for.
+They compute the documented results and check the documented requirements on their arguments.
 """
 
 import math
@@ -17,7 +17,7 @@ from support.transports import rows_on_devices
 
 
 def check(x, *vectors):
-    """What the operators' code asks for."""
+    """Check an operator's requirements on its arguments."""
     assert x.is_contiguous() or x.is_contiguous(memory_format=CHANNELS_LAST[x.dim()])
     for vector in vectors:
         assert vector.dtype == compute_type(x)
@@ -70,7 +70,6 @@ STAND_INS = (batch_norm_elemt, batch_norm_backward_reduce, batch_norm_backward_e
 
 @contextmanager
 def on_the_cpu() -> Iterator[None]:
-    """Puts the stand-ins in the operators' place."""
     with ExitStack() as stack:
         for stand_in in STAND_INS:
             stack.enter_context(mock.patch.object(torch, stand_in.__name__, stand_in))

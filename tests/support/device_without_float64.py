@@ -1,17 +1,18 @@
-"""A stand-in for a device that has no float64, as MPS: its tensors are on the CPU, and refuse what MPS refuses.
+"""A stand-in for a device without float64, such as MPS: CPU tensors that refuse the operators that MPS refuses.
 
-A tensor of the device is a wrapper around one on the CPU. It says that its device is "mps:0", and it is neither
-`is_cpu` nor `is_cuda`. A dispatch mode sees every operator, forward and backward, and runs it on what is wrapped. It
-raises
+A tensor of the device wraps a CPU tensor. Its device is "mps:0", and both `is_cpu` and `is_cuda` are false. A dispatch
+mode runs every operator, forward and backward, on the wrapped tensors. It raises
 
-- TypeError, as torch does on MPS, where a tensor of the device would be float64: computed there, copied there, or made
-  from one there, also on the way to the host (`x.to("cpu", torch.float64)`; `x.cpu().double()` is right);
-- RuntimeError where an operator gets tensors of the device and of the host, other than host scalars and in copies.
+- TypeError, like torch on MPS, for a float64 tensor on the device: computed there, copied there, or created from a
+device tensor on the way to the host (`x.to("cpu", torch.float64)`; `x.cpu().double()` is right);
 
-Wrapper subclasses and dispatch modes are torch's own ways to play a device, and nothing of ours is replaced: a layer
-that makes a float64 tensor on the device fails. In C++ the wrappers are "meta" tensors, because torch has no streams or
-guards for a device that it is not built for. Only autograd sees that, and it runs their nodes in the thread that calls
-`backward`. Not played are threads other than the one that entered the block, kernels that round differently, and speed.
+- RuntimeError for an operator with tensors of both the device and the host, except host scalars and copies.
+
+Wrapper subclasses and dispatch modes are torch's own means to emulate a device, and none of our code is replaced, so a
+layer that makes a float64 tensor on the device fails. In C++ the wrappers are "meta" tensors, because torch has no
+streams or guards for a device it was not built for. Only autograd sees that, and runs their nodes in the thread that
+calls `backward`. Not emulated: threads other than the one that entered the block, rounding of device kernels, and
+speed.
 """
 
 from collections.abc import Iterator
@@ -32,8 +33,6 @@ COPIES = {"aten::_to_copy", "aten::copy_"}
 
 
 class DeviceTensor(Tensor):
-    """A tensor of the device."""
-
     __torch_function__ = torch._C._disabled_torch_function_impl
     on_host: Tensor
 
@@ -101,7 +100,7 @@ def _unwrapped(value: Any) -> Any:
 
 
 def _wrapped(operator: Any, value: Any, wrappers: dict[int, DeviceTensor]) -> Any:
-    """An operator that works in place returns what it was given."""
+    """In-place operators return their argument."""
     if not isinstance(value, Tensor):
         return value
     if value.dtype in WIDE:

@@ -15,28 +15,28 @@ Answers = dict[bytes, Message]
 
 
 class Play:
-    """A dispatcher and its members; every member of every job speaks from a peer of its own."""
+    """A dispatcher and its members; each member of each job has its own peer."""
 
     def __init__(self) -> None:
         self.now = 100.0
         self.dispatcher = Dispatcher(SERVER, self.now)
 
-    def say(self, message: Message, at: bytes) -> Answers:
+    def send(self, message: Message, at: bytes) -> Answers:
         return read(self.dispatcher.receive(self.now, at, encode(message)).replies)
 
     def join(self, member: int, world_size: int = 2, at: bytes = b"", **given: Any) -> Answers:
         registration = register(member, world_size, **given)
-        return self.say(registration, at or peer(member, registration.job))
+        return self.send(registration, at or peer(member, registration.job))
 
     def open(self, world_size: int = 2, **given: Any) -> None:
         for member in range(world_size):
             self.join(member, world_size, **given)
 
-    def bring(self, member: int, brought: Rows | float = 1.0, key: RoundKey = KEY, **given: Any) -> Answers:
-        return self.say(contribution(member, brought, key, **given), peer(member, key.job))
+    def contribute(self, member: int, brought: Rows | float = 1.0, key: RoundKey = KEY, **given: Any) -> Answers:
+        return self.send(contribution(member, brought, key, **given), peer(member, key.job))
 
     def leave(self, member: int, cause: str = "", job: str = "job") -> Answers:
-        return self.say(Leave(session_of(member, job), cause), peer(member, job))
+        return self.send(Leave(session_of(member, job), cause), peer(member, job))
 
     @property
     def report(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Play:
 
 
 def read(replies: list[tuple[bytes, bytes]]) -> Answers:
-    """The messages by peer; nobody got two."""
+    """The messages by peer, at most one each."""
     answers = {whom: decode(frame) for whom, frame in replies}
     assert len(answers) == len(replies)
     return answers

@@ -1,7 +1,6 @@
-"""Elastic members as threads, over the in-memory channel pool: they die in the middle of any round, and others come.
+"""Elastic members as threads over the in-memory channel pool: they die in the middle of any round, and others join.
 
-What they train shows what they were given: the gradient of a sample is 1 in the sample's own weight, so that afterwards
-each weight is the number of times that its sample was learnt.
+The gradient of a sample is 1 in the sample's own weight, so each final weight counts how often its sample was learnt.
 """
 
 import threading
@@ -48,20 +47,15 @@ class Job:
 
 @dataclass
 class World:
-    """The members of one job."""
-
     job: Job
     master: MemoryMaster = field(default_factory=MemoryMaster)
     states: dict[int, ElasticState] = field(default_factory=dict)
 
     def run(self, world_size: int, deaths: dict[int, int], newcomers: dict[int, tuple[int, int]]) -> dict[int, Any]:
-        """Trains; returns the final weights of those that are left, as lists.
+        """Train; returns the final weights of the remaining members, as lists.
 
-        Args:
-            world_size: how many begin, numbered from 0.
-            deaths: in which of its rounds a member dies.
-            newcomers: by number, in which round of which other member it comes. One may have the number of one that
-                dies: if that is dead by then, it comes in its place.
+        `deaths` gives the round in which a member dies. `newcomers` gives, by number, the round of which other member
+        starts it; a newcomer may reuse the number of a member that is dead by then.
         """
         deaths = dict(deaths)
         with ThreadPoolExecutor(world_size + len(newcomers)) as executor, own_connections():
@@ -75,22 +69,18 @@ class World:
                 if member in self.master.members("world"):
                     return
                 start(member)
-                # Whoever comes when all others have gone would wait for a job of its own.
+                # A newcomer after the end of the job would wait for ranks of a new one.
                 wait_until(lambda: member in self.master.members("world"))
 
             arrivals = {place: (lambda member=member: arrive(member)) for member, place in newcomers.items()}
             for member in range(world_size):
                 start(member)
-            # Whoever comes is started by one of those before it in the list.
+            # A newcomer is started by a member before it in the list.
             results = [(member, future.result(timeout=WAIT_SECONDS)) for member, future in futures]
         return {member: weights for member, weights in sorted(results, key=itemgetter(0)) if weights is not None}
 
     def _live(
-        self,
-        member: int,
-        world_size: int,
-        death: int | None,
-        arrivals: dict[tuple[int, int], Callable[[], None]],
+        self, member: int, world_size: int, death: int | None, arrivals: dict[tuple[int, int], Callable[[], None]]
     ) -> Any:
         connection = self.master.connect(member, world_size, min_members=1)
         _count_rounds(connection, death, arrivals)
@@ -149,13 +139,12 @@ def _count_rounds(
 
 
 def use(connection: Connection) -> None:
-    """Makes it the current connection of this thread."""
     _here.connection = connection
 
 
 @contextmanager
 def own_connections() -> Iterator[None]:
-    """A process has one current connection; meanwhile each thread has its own."""
+    """Give each thread its own current connection; a process has only one."""
 
     def here() -> Connection | None:
         return getattr(_here, "connection", None)

@@ -1,16 +1,23 @@
-"""Processes of a launcher, with whatever they start themselves: what they say, and that none is left."""
+"""Processes of a launcher with all their descendants: their output, and proof that none is left."""
 
+import errno
+import fcntl
 import os
 import queue
+import secrets
+import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
+
+import pytest
 
 # A process imports torch and starts a server in some seconds; a loaded machine may take far longer.
 WAIT_SECONDS = 100.0
@@ -74,7 +81,6 @@ class Launched:
         self.process.stdin.flush()
 
     def end(self, seconds: float = WAIT_SECONDS) -> int:
-        """Its exit code, once it has ended by itself."""
         return self.process.wait(seconds)
 
     def processes(self, **environ: str) -> list[int]:
@@ -97,16 +103,10 @@ class Launched:
 
 
 def end_all(mark: str, process: subprocess.Popen[str], reader: threading.Thread) -> None:
-    """Kills a process and all that have its mark, then waits for the thread that reads their pipe.
+    """Kill a process and all that have its mark, then join the thread that reads their pipe.
 
-    Args:
-        mark: of all processes that may hold the pipe.
-        process: the first of them.
-        reader: a daemon thread, so that a pipe that stays open fails a test and does not keep the interpreter.
-
-    Raises:
-        TimeoutError: a process is still there, or somebody else holds the pipe. The pipe must not be closed then:
-            closing it waits for the thread that reads it.
+    The reader is a daemon thread, so a pipe that stays open fails the test and does not block the interpreter. Raises
+    TimeoutError if a process survives or another one holds the pipe: closing it would wait for the reader.
     """
     process.kill()
     kill_all(mark)
@@ -117,11 +117,7 @@ def end_all(mark: str, process: subprocess.Popen[str], reader: threading.Thread)
 
 
 def kill_all(mark: str) -> None:
-    """Kills all processes with this mark, and those that they have started meanwhile; waits until none is left.
-
-    Raises:
-        TimeoutError: some are still there.
-    """
+    """Kill all processes with this mark, and those that they start in the meantime; wait until none is left."""
     expiry = time.monotonic() + WAIT_SECONDS
     while numbers := _with(**{MARK: mark}):
         for number in numbers:
@@ -142,5 +138,58 @@ def _has(number: int, environ: dict[str, str]) -> bool:
     try:
         found = (PROC / str(number) / "environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:
-        return False  # it has ended meanwhile, or is another user's
+        return False  # ended, or another user's
     return {f"{name}={value}" for name, value in environ.items()} <= set(found)
+
+
+def run_to_its_end(command: Sequence[str | Path], environ: Mapping[str, str]) -> str:
+    """Run a command; returns its output, and fails if it fails or times out."""
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        command,
+        env={**environ, MARK: mark},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    with process:
+        try:
+            output, _ = process.communicate(timeout=WAIT_SECONDS)
+        finally:
+            kill_all(mark)  # ranks of torchrun have sessions of their own
+    assert process.returncode == 0, output
+    return output
+
+
+# Below the ephemeral ports (from 32768 on Linux): no other test gets the same port before the program listens there.
+PORTS = range(20_000, 32_000)
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    while True:
+        port = secrets.choice(PORTS)
+        with socket.socket() as one:
+            try:
+                one.bind((address, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return port
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A folder filled by `make`; concurrent callers wait for it."""
+    base = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # of all processes
+    folder, made = base / name, base / f"{name} is made"
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of one who failed
+            folder.mkdir()
+            make(folder)
+            made.touch()
+    return folder

@@ -1,8 +1,11 @@
 """Several members in one process, over the in-memory channel pool and the real, pure dispatcher."""
 
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from client.session.channel_pool import MemoryChannelPool
@@ -39,14 +42,13 @@ class MemoryMaster:
         return Connection(self.channel_pool, who)
 
     def report(self, group: str) -> dict[str, Any]:
-        """What the status report says of a job's group; taken between two messages, as a server takes it."""
+        """The status report of a job's group, read between two messages as on a server."""
         with self.channel_pool._master:
             report = self.dispatcher.report(self.now)
         found = [entry for entry in report["groups"] if entry["group"] == group]
         return found[0] if found else {"members": [], "waiting": []}
 
     def members(self, group: str) -> list[int]:
-        """The members that are registered in a group."""
         return [contributor["member"] for contributor in self.report(group)["members"]]
 
     def pass_time(self, seconds: float) -> None:
@@ -77,7 +79,6 @@ def run_members(
 
 
 def outcome(program: Callable[[], Any]) -> Any:
-    """Returns what `program` returns, or the exception it raises."""
     try:
         return program()
     except Exception as error:  # noqa: BLE001 - it is the result
@@ -92,3 +93,24 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
             return
         time.sleep(0.001)
     raise AssertionError("the condition did not come true")
+
+
+INTERRUPTED_SECONDS = 0.1
+
+
+@contextmanager
+def interrupted(rescue: Callable[[], object]) -> Iterator[None]:
+    before = signal.signal(signal.SIGUSR1, lambda *_: time.sleep(2 * INTERRUPTED_SECONDS))
+    waiting = threading.get_ident()
+    timers = [
+        threading.Timer(INTERRUPTED_SECONDS / 2, lambda: signal.pthread_kill(waiting, signal.SIGUSR1)),
+        threading.Timer(50 * INTERRUPTED_SECONDS, rescue),
+    ]
+    for timer in timers:
+        timer.start()
+    try:
+        yield
+    finally:
+        timers[0].join()
+        timers[1].cancel()
+        signal.signal(signal.SIGUSR1, before)

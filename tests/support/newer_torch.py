@@ -8,19 +8,17 @@ import torch
 
 SINCE = {
     "fully_shard": "2.7",  # on the CPU
-    "torch.distributed.pipelining": "2.8",  # whose schedules take DistributedDataParallel
+    "torch.distributed.pipelining": "2.8",  # with schedules for DistributedDataParallel
     "bias=False": "2.13",  # of a batch norm
     "several buckets compiled": "2.13",  # older ones were not tried
 }
 
 
 def is_missing(feature: str) -> bool:
-    """Whether the installed torch is too old for it."""
     return torch.__version__ < SINCE[feature]
 
 
 def needs(feature: str) -> pytest.MarkDecorator:
-    """Marks a test, or a case of one."""
     return pytest.mark.skipif(is_missing(feature), reason=f"{feature} needs torch {SINCE[feature]}")
 
 

@@ -1,6 +1,6 @@
-"""What rows on devices must not do: have the host look at a tensor, or copy one to another device.
+"""Detection of host synchronisation: rows on devices must neither be read by the host nor copied between devices.
 
-On CUDA each of these waits for the device. On the CPU nothing waits, so what is counted here is what would.
+On CUDA each of these waits for the device. On the CPU nothing waits, so the operations that would are counted.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ METHODS = {
     "tolist",
 }
 
-# Their results have sizes that the device has to tell, or they make a tensor from numbers of the host.
+# Operators with data-dependent result sizes, or that make a tensor from host numbers.
 OPERATORS = {
     "aten::_local_scalar_dense",
     "aten::equal",
@@ -80,7 +80,7 @@ def _torch_refuses() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-# Ways to look at a tensor, or to copy it.
+# Ways to read or copy a tensor.
 WAYS: dict[str, Callable[[torch.Tensor], object]] = {
     "item": torch.Tensor.item,
     "bool": bool,

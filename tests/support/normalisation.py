@@ -1,4 +1,4 @@
-"""What a subclass of a batch norm may call in another module."""
+"""A function in another module that a subclass of a batch norm calls."""
 
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn

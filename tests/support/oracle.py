@@ -1,7 +1,7 @@
-"""What a round must give, computed by other means than the product: plain Python floats, one after the other.
+"""The expected aggregate of a round, computed independently of the product: plain Python floats, one after the other.
 
-A Python float is a binary64 number and `+` rounds to nearest, ties to even, which is what docs/protocol.md demands of
-each addition. `math.fsum`, which is exact, bounds what the order may cost.
+A Python float is a binary64 number and `+` rounds to nearest, ties to even, as docs/protocol.md demands of each
+addition. `math.fsum`, which is exact, bounds the effect of the order.
 """
 
 import itertools
@@ -16,13 +16,13 @@ from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import Rows
 from statsd_bn.round_key import GATHER, RoundKey
 
-# Which members' rows are in an aggregate, as (member, life); and what is in it, as (replicas, count, values).
+# Members of an aggregate, as (member, life), and its content, as (replicas, count, values).
 Lives = tuple[tuple[int, int], ...]
 Got = tuple[int, int, bytes]
 
 
 @dataclass(frozen=True)
-class Brought:
+class MemberRows:
     """What one life of a member brought to one round."""
 
     member: int
@@ -32,8 +32,6 @@ class Brought:
 
 @dataclass(frozen=True)
 class Expected:
-    """An aggregate that would be right."""
-
     replicas: int
     count: int
     values: list[float]
@@ -47,8 +45,8 @@ def add_up(rows: Sequence[list[float]]) -> list[float]:
     return total
 
 
-def expected(phase: str, brought: Iterable[Brought]) -> Expected:
-    """Returns what the members' rows make, in the order of member number and row: their sum, or all of a gather."""
+def expected(phase: str, brought: Iterable[MemberRows]) -> Expected:
+    """Expected aggregate in the order of member number and row: the sum, or all rows of a gather."""
     ordered = sorted(brought, key=lambda one: one.member)
     rows = [row.ravel().tolist() for one in ordered for row in one.rows.values]
     counts = [count for one in ordered for count in one.rows.counts]
@@ -76,29 +74,29 @@ def is_near_the_exact_sum(rows: Sequence[list[float]], total: list[float]) -> bo
 
 
 class Ledger:
-    """Everything that members bring, and what they get for it."""
+    """All contributions of the members, and the aggregates that they receive."""
 
     def __init__(self) -> None:
-        self._brought: dict[RoundKey, dict[int, list[Brought]]] = {}
-        # By key and by whose rows are in it: what members got.
+        self._brought: dict[RoundKey, dict[int, list[MemberRows]]] = {}
+        # Received aggregates by key and lives.
         self._delivered: dict[tuple[RoundKey, Lives], Got] = {}
 
-    def bring(self, key: RoundKey, one: Brought) -> None:
+    def record(self, key: RoundKey, one: MemberRows) -> None:
         self._brought.setdefault(key, {}).setdefault(one.member, []).append(one)
 
-    def others_brought(self, key: RoundKey, member: int, life: int) -> list[Brought]:
-        """Returns what the other lives of a member brought to a round."""
+    def rows_of_other_lives(self, key: RoundKey, member: int, life: int) -> list[MemberRows]:
+        """Contributions of the other lives of a member to a round."""
         return [one for one in self._brought.get(key, {}).get(member, []) if one.life != life]
 
-    def complaint(self, aggregate: Aggregate, members: Iterable[int], receiver: Brought) -> str:
-        """Returns what is wrong with an aggregate that must cover `members`; empty if nothing is."""
+    def complaint(self, aggregate: Aggregate, members: Iterable[int], receiver: MemberRows) -> str:
+        """The fault of an aggregate that must cover `members`; empty if it is right."""
         brought = self._brought.get(aggregate.key, {})
         if absent := set(members) - brought.keys():
             return f"{aggregate.key}: an aggregate, though members {sorted(absent)} brought nothing"
         raw = aggregate.replicas, aggregate.count, aggregate.values.tobytes()
         for choice in self._choices(brought, members, receiver):
             lives = tuple((one.member, one.life) for one in choice)
-            # What is right for one member is right for each further one that gets the same.
+            # All members receive the same bytes, so each aggregate is checked once.
             if self._delivered.get((aggregate.key, lives)) == raw:
                 return ""
             right = expected(aggregate.key.phase, choice)
@@ -108,13 +106,13 @@ class Ledger:
         return f"{aggregate.key}: got {_shown(aggregate)}, expected {right}"
 
     def _choices(
-        self, brought: dict[int, list[Brought]], members: Iterable[int], receiver: Brought
-    ) -> Iterator[tuple[Brought, ...]]:
+        self, brought: dict[int, list[MemberRows]], members: Iterable[int], receiver: MemberRows
+    ) -> Iterator[tuple[MemberRows, ...]]:
         """A member that was started again has brought something in each of its lives; the receiver knows its own."""
         lives = [[receiver] if member == receiver.member else brought[member] for member in sorted(members)]
         return itertools.product(*lives)
 
-    def _note(self, aggregate: Aggregate, choice: tuple[Brought, ...], lives: Lives, raw: Got) -> str:
+    def _note(self, aggregate: Aggregate, choice: tuple[MemberRows, ...], lives: Lives, raw: Got) -> str:
         rows = [row.ravel().tolist() for one in choice for row in one.rows.values]
         got = aggregate.values.ravel().tolist()
         if aggregate.key.phase != GATHER and not is_near_the_exact_sum(rows, got):
@@ -137,7 +135,6 @@ class KeyCounter:
         self._calls: Counter[str] = Counter()
 
     def forward(self, layer: str) -> tuple[int, int]:
-        """Returns step and call."""
         if self._mark:
             self._step += 1
             self._calls.clear()

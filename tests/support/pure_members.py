@@ -21,8 +21,6 @@ def rows_of(*values: float) -> Rows:
 
 
 class PureMember:
-    """A member and what it was told."""
-
     def __init__(self, world: "PureWorld", number: int, life: int, **given: object) -> None:
         who = Member("job", "world", 0, number, world.world_size, 60.0, f"place {number}", world.min_members)
         self.session = Session(b"%04d%04d" % (life, number), replace(who, **given))
@@ -54,7 +52,7 @@ class PureMember:
         self.attempt += 1
         self._world.send(self, self.session.contribution(self.key, self.rows, self.attempt))
 
-    def hear(self, frame: bytes) -> None:
+    def receive(self, frame: bytes) -> None:
         """As a round trip does, but that everything is noted; after an error it waits for nothing more."""
         if self.answers and isinstance(self.answers[-1], StatsdBNError):
             return
@@ -86,7 +84,7 @@ class PureMember:
         return list(answer.members), float(answer.values[0, 0])
 
     @property
-    def is_told(self) -> bool:
+    def is_answered(self) -> bool:
         """Whether its latest question was answered."""
         return bool(self.answers) and isinstance(self.answers[-1], Aggregate) and self.answers[-1].key == self.key
 
@@ -102,7 +100,7 @@ def forward(members: Iterable[PureMember], *values: float) -> None:
 
 
 def backward(members: Iterable[PureMember], *values: float) -> None:
-    """Likewise to the backward round of its latest forward round."""
+    """Each contributes the same to the backward round of its latest forward round."""
     for member in members:
         member.backward(*values)
 
@@ -118,9 +116,9 @@ class PureWorld:
         self.members: list[PureMember] = []
         self.restart()
         for number in range(world_size):
-            self.come(number, **given)
+            self.join(number, **given)
 
-    def come(self, number: int, **given: object) -> PureMember:
+    def join(self, number: int, **given: object) -> PureMember:
         """A new process registers as a member."""
         member = PureMember(self, number, len(self.members), **given)
         self.members.append(member)
@@ -161,4 +159,4 @@ class PureWorld:
         alive = {member.session.member_token: member for member in self.members if member not in self.silent}
         for to, frame in replies:
             if to in alive:
-                alive[to].hear(frame)
+                alive[to].receive(frame)

@@ -40,13 +40,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 class RawPeer:
-    """A connection whose handshake is done.
-
-    Args:
-        endpoint: of the server.
-        pairs: the properties that it gives of itself, beside its type.
-        is_late: it says them only when the server has said its own.
-    """
+    """A connection after the handshake; a late peer sends its properties `pairs` only after the server's."""
 
     def __init__(self, endpoint: str, *pairs: tuple[bytes, bytes], is_late: bool = False) -> None:
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")

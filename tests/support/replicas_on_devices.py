@@ -1,4 +1,4 @@
-"""What replicas of one process do with a layer whose rows stay on devices: steps of every kind, and what they leave."""
+"""Steps of a process's replicas with layers whose rows stay on devices."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,7 +18,7 @@ REPLICAS = 3
 
 
 class Layered(nn.Module):
-    """A layer whose every replica does with it what a test wants, where `guard` says what it must not do."""
+    """A layer that each replica calls as the test wants, under the restrictions of `guard`."""
 
     def __init__(self, run, guard=nullcontext, **options):
         super().__init__()

@@ -18,21 +18,10 @@ class BatchNorm2dReimpl(nn.Module):
     It computes in float64, and rounds mean and variance to the input's type where torch's layer does. That library's
     tests hold it against torch's layer in sums that are 0 but for rounding, such as the weight's gradient of the
     output's sum; their own helper, in float32, fails there.
-
-    Args:
-        num_features: C, the channels.
-        eps: keeps the inverse standard deviation finite.
-        momentum: weight of the newest batch in the running statistics.
-
-    Attributes:
-        weight: shape (C,), between 0 and 1 at random.
-        bias: shape (C,), zeros.
-        running_mean: shape (C,).
-        running_var: shape (C,), of unbiased variances.
     """
 
-    running_mean: Tensor
-    running_var: Tensor
+    running_mean: Tensor  # shape (C,)
+    running_var: Tensor  # shape (C,), of unbiased variances
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
         super().__init__()
@@ -46,18 +35,15 @@ class BatchNorm2dReimpl(nn.Module):
         self.reset_parameters()
 
     def reset_running_stats(self) -> None:
-        """Sets the running statistics to mean 0 and variance 1."""
         nn.init.zeros_(self.running_mean)
         nn.init.ones_(self.running_var)
 
     def reset_parameters(self) -> None:
-        """Sets the weight at random, the bias to 0, and the running statistics to mean 0 and variance 1."""
         self.reset_running_stats()
         nn.init.uniform_(self.weight)
         nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        """Normalises `input`, and moves the running statistics."""
         wide = input.double()
         variance, mean = (found.to(input.dtype) for found in torch.var_mean(wide, dim=(0, 2, 3), correction=0))
         values = input.numel() // self.num_features
@@ -71,15 +57,8 @@ class BatchNorm2dReimpl(nn.Module):
 
 
 class TorchTestCase(unittest.TestCase):
-    """A test case that compares tensors."""
-
     def assertTensorClose(self, x: Tensor, y: Tensor) -> None:  # noqa: N802 - unittest's way to name it
-        """Fails where an entry of `x` is further from that of `y` than 1e-5 and 1e-3 of it together.
-
-        Args:
-            x: found.
-            y: expected; of the same shape as `x`, or of one that is expanded to it.
-        """
+        """Fail where `x` differs from `y` by more than 1e-5 + 1e-3 * |y|."""
         if torch.allclose(x, y, rtol=RELATIVE, atol=ABSOLUTE):
             return
         furthest = (x - y).abs().max().item()

@@ -19,7 +19,7 @@ from client.data_parallel import any_device
 from client.data_parallel.replicate import execute_replication_callbacks
 from support.whole_batch import CHANNELS, KINDS, Case
 
-# Those of which channels_last is a layout.
+# Kinds for which channels_last is a layout.
 IMAGES = [kind for kind in KINDS if kind in {"2d", "3d"}]
 
 MANY = 2**24 + 1  # the first count that float32 cannot hold
@@ -40,7 +40,7 @@ def channels_last(x: Tensor) -> torch.memory_format:
     return {4: torch.channels_last, 5: torch.channels_last_3d}[x.dim()]
 
 
-# What a leaf looks like, and how the layer's input is made of it; torch.randn's numbers where the layer looks past it.
+# Layouts of a leaf, and the layer's input made from it; random numbers where the layer must ignore the values.
 LAYOUTS: dict[str, Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]] = {
     "contiguous": _as_it_is,
     "channels_last": _channels_last,
@@ -61,7 +61,7 @@ def _some(x: Tensor) -> Tensor:
 
 
 def _lengths(x: Tensor) -> Tensor:
-    """Sequences of length 1, 2, 3, ... in turn: the mask of a padded batch."""
+    """Mask of a padded batch: sequences of length 1, 2, 3, ... in turn."""
     longest = x.shape[-1]
     lengths = torch.arange(len(x)) % longest + 1
     return torch.arange(longest) < lengths.unsqueeze(1)
@@ -110,10 +110,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class Shards(Case):
-    """A case whose shards differ in more than size; each tuple has an entry per shard, or none for the usual.
+    """A case whose shards differ in more than size; tuples have an entry per shard, or are empty for the default.
 
-    `padding` is what the input holds at masked positions, None for numbers like the others; the loss looks at them only
-    where `loss_at_masked`.
+    `padding` is the input at masked positions, None for random numbers; the loss includes them only with
+    `loss_at_masked`.
     """
 
     input_dtypes: tuple[str, ...] = ()
@@ -171,11 +171,7 @@ def as_members(connection: client.Connection, cases: list[Shards]) -> bytes:
 
 
 def with_many_values(connection: client.Connection) -> tuple[float, float, list[float], list[float]]:
-    """2^24 values on member 0, expanded, and one on member 1.
-
-    Returns:
-        Running mean and variance, a row of the output, and the leaf's gradient.
-    """
+    """2^24 values on member 0, one on member 1: running mean and variance, an output row, the leaf's gradient."""
     layer = client.SynchronizedBatchNorm1d(1, momentum=1.0, dtype=torch.float64)
     layer.layer_name = "bn"
     rows, part = ((MANY - 1) // 4, 0) if connection.rank == 0 else (1, 1)
@@ -187,18 +183,14 @@ def with_many_values(connection: client.Connection) -> tuple[float, float, list[
 
 
 def autocast_model(kind: type[nn.Module] | None = None) -> nn.Sequential:
-    """A convolution, and one layer of a kind; without one torch's, whose output is changed in place."""
+    """A convolution and a layer of the kind; by default torch's, whose output is changed in place."""
     torch.manual_seed(0)
     rest = [kind(CHANNELS)] if kind else [nn.BatchNorm2d(CHANNELS), nn.ReLU(inplace=True)]
     return nn.Sequential(nn.Conv2d(3, CHANNELS, 3, bias=False), *rest).float()
 
 
 def autocast_step(
-    model: nn.Module,
-    forward: Callable[[Tensor], Tensor],
-    device: str,
-    dtype: str,
-    own: slice = slice(None),
+    model: nn.Module, forward: Callable[[Tensor], Tensor], device: str, dtype: str, own: slice = slice(None)
 ) -> dict[str, Tensor]:
     """A forward pass under autocast and a backward pass outside, as torch says to, on these samples of the batch."""
     generator = torch.Generator().manual_seed(0)
@@ -212,10 +204,7 @@ def autocast_step(
 
 
 def as_autocast_member(
-    connection: client.Connection,
-    dtype: str,
-    kinds: Sequence[type[nn.Module] | None] = (None,),
-    backend: str = "",
+    connection: client.Connection, dtype: str, kinds: Sequence[type[nn.Module] | None] = (None,), backend: str = ""
 ) -> bytes:
     """A model of each kind, compiled if there is a backend; two samples on member 0, three on member 1."""
     own = slice(2) if connection.rank == 0 else slice(2, 5)
@@ -231,13 +220,13 @@ def as_autocast_member(
 
 
 def joined(results: list[bytes]) -> list[Outcome]:
-    """What the members know together, for each case."""
+    """The members' results for each case, joined."""
     members = [loaded(result) for result in results]
     return [_together([Outcome(**outcome) for outcome in outcomes]) for outcomes in zip(*members, strict=True)]
 
 
 def refused(connection: client.Connection, cases: list[Shards]) -> list[tuple[str, bool]]:
-    """For each case, what this member is told, and whether its layer has kept its state; then a step that all take."""
+    """For each case, the error on this member and whether its layer kept its state; then a common step."""
     told = []
     for case in cases:
         shard, layer = case.shards()[connection.rank], case.layer(synchronised=True)
@@ -255,7 +244,6 @@ def loaded(result: bytes) -> Any:
 
 
 def as_virtual_replicas(case: Shards) -> Outcome:
-    """All replicas in this process, as DataParallel would run them."""
     layer, shards = case.layer(synchronised=True), case.shards()
     devices = [torch.device(case.device)] * len(shards)
     replicas = any_device.replicate(layer, devices)
@@ -270,12 +258,7 @@ def as_virtual_replicas(case: Shards) -> Outcome:
 
 
 def on_the_whole_batch(case: Shards, dtype: torch.dtype | None = None) -> Outcome:
-    """Torch's layer on all shards together; masked shards are packed to (P, C), and so is their output.
-
-    Args:
-        case: the shards.
-        dtype: compute in this type; None for that of the shards.
-    """
+    """Torch's layer on all shards together; masked shards are packed to (P, C), and so is their output."""
     shards, layer = case.shards(), case.layer(synchronised=False).to(dtype)
     parts = [shard.pick(shard.x) if case.masks else shard.x for shard in shards]
     sizes = [len(part) for part in parts]
@@ -288,7 +271,7 @@ def on_the_whole_batch(case: Shards, dtype: torch.dtype | None = None) -> Outcom
 
 
 def by_formula(case: Shards) -> Outcome:
-    """(x - mean) / sqrt(var + eps) * weight + bias at all positions, mean and var of those that count; no buffers."""
+    """(x - mean) / sqrt(var + eps) * weight + bias at all positions, mean and var over unmasked ones; no buffers."""
     shards, layer = case.shards(), case.layer(synchronised=False)
     packed = torch.cat([shard.pick(shard.x) for shard in shards])
     mean, variance = packed.mean(0), packed.var(0, correction=0)
@@ -309,7 +292,6 @@ def everywhere(members: Callable[..., list[Any]], cases: list[Shards]) -> list[O
 
 
 def packed(outcome: Outcome, case: Shards) -> Outcome:
-    """Returns the outcome with outputs at the positions that count only, each (P, C)."""
     outputs = [shard.pick(output) for shard, output in zip(case.shards(), outcome.outputs, strict=True)]
     return Outcome(outputs, outcome.gradients, outcome.leaves, outcome.parameters, outcome.buffers)
 
@@ -348,7 +330,7 @@ def _outcome(layer: nn.Module, shards: list[Shard], outputs: list[Tensor]) -> Ou
 
 
 def _together(outcomes: list[Outcome]) -> Outcome:
-    """Gradients of parameters are added in the members' order, as those of replicas are."""
+    """Parameter gradients, added in the order of members, like those of replicas."""
     for outcome in outcomes:
         assert_same_bits(outcome.buffers, outcomes[0].buffers)
     return Outcome(
@@ -358,3 +340,41 @@ def _together(outcomes: list[Outcome]) -> Outcome:
         {name: sum(outcome.parameters[name] for outcome in outcomes) for name in outcomes[0].parameters},
         outcomes[0].buffers,
     )
+
+
+HALVES = ("float16", "bfloat16")
+
+# Both sides compute in a wider type and round once, so they may differ by one unit in the last place. Parameter
+# gradients are rounded on each replica and then added: one unit of the largest.
+RESOLUTION = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 1e-5, "float64": 1e-10}
+
+# The convolution rounds too, otherwise for other batch sizes, and its weight's gradient is rounded on each replica.
+AUTOCAST = {dtype: 2 * RESOLUTION[dtype] for dtype in HALVES}
+
+
+def rounded(exact, like):
+    return {name: value.to(like[name].dtype) for name, value in exact.items()}
+
+
+def without(named, *words):
+    return {name: value for name, value in named.items() if not any(word in name for word in words)}
+
+
+def assert_equal_to_torch_and_to_the_exact_result(found, case):
+    """Torch computes some things in half precision that are wider here, so the exact result is the stricter one."""
+    resolution = max(RESOLUTION[dtype] for dtype in (case.dtype, *case.input_dtypes))
+    found, expected = found.named(), on_the_whole_batch(case).named()
+    assert_equal(found, expected, resolution)
+    exact = rounded(on_the_whole_batch(case, torch.float64).named(), found)
+    assert_equal(found, exact, resolution)
+    for name in without(found, "weight", "bias", "running", "tracked"):
+        off = (found[name].double() - exact[name].double()).abs()
+        unit = torch.finfo(found[name].dtype).eps * exact[name].double().abs()
+        assert (off <= unit + 1e-5).all(), name
+
+
+def autocast_on_the_whole_batch(device, dtype):
+    model = autocast_model().to(device)
+    expected = autocast_step(model, model, device, dtype)
+    assert expected["output"].dtype == getattr(torch, dtype)
+    return expected

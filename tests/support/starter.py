@@ -1,15 +1,19 @@
-"""Starter: test processes come from one that has loaded torch, its compiler and ours, so in milliseconds, not seconds.
+"""A fork server with torch, its compiler and ours loaded: test processes start in milliseconds.
 
-Nothing is inherited from whoever starts them but what the environment was when the first one began. Their random
-numbers begin alike.
+They inherit only the environment of the time when the first one started, and the same random seeds.
 """
 
 import multiprocessing
 import os
 import runpy
 import sys
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection
 from pathlib import Path
+from typing import Self
 
 STARTER = multiprocessing.get_context("forkserver")
 
@@ -21,14 +25,14 @@ WAIT_SECONDS = 100.0
 
 
 def warm_up() -> None:
-    """Starts what starts the processes, so that nobody's time begins with that; it lives as long as this process."""
+    """Start the fork server, so that no test's time includes it; it lives as long as this process."""
     process = STARTER.Process(target=int)
     process.start()
     process.join(WAIT_SECONDS)
 
 
 def run_script(path: Path, arguments: Sequence[str], environ: Mapping[str, str], output: Path) -> None:
-    """Runs a script in a process of the starter as Python would; what it prints goes to a file."""
+    """Run a script in a process of the starter as Python would, with its output in a file."""
     os.environ.update(environ)
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.parent))
@@ -36,3 +40,68 @@ def run_script(path: Path, arguments: Sequence[str], environ: Mapping[str, str],
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
     runpy.run_path(str(path), run_name="__main__")
+
+
+# Gloo groups are never freed (`ddp_programs.keep`), and their threads, three for each, wake a hundred times a second: a
+# process with 30 groups takes 2.5 % of a core, and new processes take 0.1 s.
+MOST_THREADS = 120
+
+
+class MemberProcesses:
+    """A pool of processes, kept from test to test until they have `MOST_THREADS` threads; leaving it ends them."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._executor = _started(number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _end(self._executor)
+
+    def for_one_test(self) -> ProcessPoolExecutor:
+        """Returns the processes, which have imported torch; others, if a test has killed one of them."""
+        if not _is_whole(self._executor) or _threads(self._executor) > MOST_THREADS:
+            _end(self._executor)
+            self._executor = _started(self._number)
+        return self._executor
+
+
+def _is_whole(executor: ProcessPoolExecutor) -> bool:
+    try:
+        executor.submit(int).result(WAIT_SECONDS)
+    except BrokenProcessPool:
+        return False
+    return True
+
+
+def _threads(executor: ProcessPoolExecutor) -> int:
+    """Of all processes; 0 where the system has no /proc."""
+    return sum(len(list(Path(f"/proc/{number}/task").glob("*"))) for number in executor._processes)
+
+
+def _started(number: int) -> ProcessPoolExecutor:
+    together = STARTER.Barrier(number)
+    executor = ProcessPoolExecutor(number, mp_context=STARTER, initializer=_wait_for_all, initargs=(together,))
+    try:
+        # All have imported torch, as conftest.py does, when the first test's time begins.
+        for started in [executor.submit(int) for _ in range(number)]:
+            started.result(timeout=WAIT_SECONDS)
+    except BaseException:
+        _end(executor)
+        raise
+    return executor
+
+
+def _wait_for_all(together: threading.Barrier) -> None:
+    together.wait()
+
+
+def _end(executor: ProcessPoolExecutor) -> None:
+    processes = list(executor._processes.values())
+    executor.shutdown(wait=False, cancel_futures=True)
+    # Tests wait for their members, so one that does not end now hangs.
+    for process in processes:
+        connection.wait([process.sentinel], 10.0)
+        process.kill()

@@ -1,4 +1,4 @@
-"""Messages for tests: plain ones whose defaults leave only the point of a test to write, and hypothesis strategies."""
+"""Messages for tests: plain ones with defaults for all that a test does not care about, and hypothesis strategies."""
 
 from typing import Any
 
@@ -14,12 +14,10 @@ from statsd_bn.skew import FIGURES
 
 
 def session_of(member: int, job: str = "job") -> bytes:
-    """The session of a job's member, the same in every test."""
     return f"{job[-5:]:>5}{member:03d}".encode()
 
 
 def register(member: int = 0, world_size: int = 2, **given: Any) -> messages.Register:
-    """A member that registers."""
     job = given.setdefault("job", "job")
     sound = {
         "session": session_of(member, job),
@@ -33,13 +31,11 @@ def register(member: int = 0, world_size: int = 2, **given: Any) -> messages.Reg
 
 
 def key(layer: str = "bn", **given: Any) -> RoundKey:
-    """The key of a round."""
     sound = {"job": "job", "group": "world", "epoch": 0, "step": 0, "call": 0, "phase": FORWARD}
     return RoundKey(layer=layer, **{**sound, **given})
 
 
 def rows(*values: float, channels: int = 1, vectors: int = 1, count: int = 1) -> Rows:
-    """A row for each of `values`, filled with it."""
     filled = np.empty((len(values), vectors, channels))
     filled[:] = np.reshape(values, (-1, 1, 1))
     return Rows((count,) * len(values), filled)
@@ -51,7 +47,7 @@ KEY = key()
 def contribution(
     member: int, brought: Rows | float = 1.0, key: RoundKey = KEY, session: bytes | None = None
 ) -> messages.Contribution:
-    """What a member brings to a round: `Rows`, or one row of one number."""
+    """A member's contribution to a round: `Rows`, or one row of one number."""
     if not isinstance(brought, Rows):
         brought = rows(brought)
     return messages.Contribution(session or session_of(member, key.job), key, 0, brought)
@@ -92,14 +88,12 @@ vectors_and_channels = st.integers(1, limits.MAX_VECTORS), st.integers(1, 9)
 
 @st.composite
 def any_rows(draw: st.DrawFn) -> Rows:
-    """Any rows of few replicas and channels."""
     filled = draw(values(st.integers(1, 4), *vectors_and_channels))
     return Rows(tuple(draw(counts) for _ in filled), filled)
 
 
 @st.composite
 def registers(draw: st.DrawFn) -> messages.Register:
-    """Any registration."""
     return messages.Register(
         session=draw(tokens),
         job=draw(names),
@@ -124,7 +118,6 @@ members = st.lists(member_numbers, max_size=20).map(Members.of)
 
 @st.composite
 def aggregates(draw: st.DrawFn) -> messages.Aggregate:
-    """Any aggregate."""
     replicas = draw(st.integers(1, limits.MAX_REPLICAS * limits.MAX_MEMBERS))
     brought, sums = draw(members), draw(values(*vectors_and_channels))
     return messages.Aggregate(draw(keys), replicas, draw(counts), brought, sums, non_finite=draw(members))
@@ -132,7 +125,6 @@ def aggregates(draw: st.DrawFn) -> messages.Aggregate:
 
 @st.composite
 def digests(draw: st.DrawFn) -> messages.SkewStats:
-    """Any digest of few layers and members."""
     layers = draw(st.lists(names, min_size=1, max_size=3))
     shape = len(layers), draw(st.integers(1, 4)), FIGURES
     figures = draw(hnp.arrays(np.float64, shape, elements=st.floats(0, 1)))
@@ -141,7 +133,6 @@ def digests(draw: st.DrawFn) -> messages.SkewStats:
 
 @st.composite
 def figures(draw: st.DrawFn) -> messages.Figures:
-    """Any figures of few layers and members, or of none."""
     layers = draw(st.lists(names, max_size=3))
     shape = len(layers), draw(st.integers(min(1, len(layers)), 4)), FIGURES
     values = draw(hnp.arrays(np.float64, shape, elements=st.floats(0, 1)))
@@ -186,3 +177,32 @@ MESSAGES: dict[type[messages.Message], st.SearchStrategy[messages.Message]] = {
 }
 
 any_message = st.one_of(*MESSAGES.values())
+
+
+AGGREGATE = messages.Aggregate(KEY, 1, 1, Members.of([0]), np.ones((2, 3)))
+
+SAMPLES: dict[type[messages.Message], messages.Message] = {
+    type(message): message
+    for message in (
+        register(),
+        messages.Registered(b"session0", b"server00", 1, 2, 4, Members.of([3, 300])),
+        messages.Contribution(b"session0", KEY, 0, Rows((1,), np.ones((1, 2, 3)))),
+        AGGREGATE,
+        messages.Leave(b"session0", "boom"),
+        messages.Failure("mismatch", "no", {"member": 1, "got": [1, 2.5, None]}, KEY),
+        messages.StatusRequest(),
+        messages.Status({"groups": [{"job": "j"}]}),
+        messages.Heartbeat(b"session0", 7, 40, "shared_memory"),
+        messages.Pending(KEY, 3, "waiting"),
+        messages.Result(b"session0", AGGREGATE),
+        messages.StackRequest(b"digest00", 3),
+        messages.StackReport(b"session0", 3, "train.py:1 main", 1, "0", Members.of([0, 1]), 7, "barrier"),
+        messages.RoundDone(b"session0", KEY),
+        messages.SkewStats(b"session0", 7, "bn1\nbn2", np.full((2, 3, 4), 0.5)),
+        messages.RoundTrips(b"session0", 500, (0, 3, *[0] * 22)),
+        messages.LatenessReport(b"session0", 500, (0, 3, *[0] * 22)),
+        messages.NonFiniteRound(b"session0", KEY, Members.of([1]), "1 of 3 channels (inf)"),
+        messages.FiguresRequest("job", "world", 2),
+        messages.Figures("job", "world", 2, 4, "bn1\nbn2", np.full((2, 3, 4), 0.5)),
+    )
+}

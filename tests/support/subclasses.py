@@ -1,4 +1,4 @@
-"""Subclasses of torch's batch norm as libraries write them: one for each way to come to `batch_norm`."""
+"""Subclasses of torch's batch norm as libraries write them: one for each way to reach `batch_norm`."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ class Functional(nn.BatchNorm2d):
 
 
 class Operator(nn.BatchNorm2d):
-    """Calls torch's operator, whose arguments stand in another order."""
+    """Calls torch's operator, with its other order of arguments."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -101,7 +101,7 @@ class Scaled(nn.BatchNorm2d):
 
 
 class Deeper(Functional):
-    """A subclass of a subclass, with an attribute and no forward of its own."""
+    """A subclass of a subclass with an additional attribute and an inherited forward."""
 
     def __init__(self, num_features: int, **options) -> None:
         super().__init__(num_features, **options)
@@ -109,7 +109,7 @@ class Deeper(Functional):
 
 
 class Configured(nn.BatchNorm2d):
-    """Has other defaults, and no forward of its own."""
+    """Other defaults, and an inherited forward."""
 
     def __init__(self, num_features: int, **options) -> None:
         super().__init__(num_features, **{"eps": 0.05, "momentum": 0.3, **options})
@@ -124,7 +124,7 @@ class InPlace(Functional):
 
 
 class Fused(nn.BatchNorm2d):
-    """Has a convolution of its own, which takes the normalisation over in eval."""
+    """A convolution that absorbs the normalisation in eval."""
 
     def __init__(self, num_features: int, **options) -> None:
         super().__init__(num_features, **options)
@@ -139,7 +139,7 @@ class Fused(nn.BatchNorm2d):
 
 
 class OfLists(nn.BatchNorm2d):
-    """Takes a tensor, or a list of tensors, each of which is a batch of its own."""
+    """A tensor, or a list of tensors that are separate batches."""
 
     def forward(self, x: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
         if isinstance(x, list):
@@ -166,7 +166,7 @@ class Sized(nn.BatchNorm2d):
 
 
 class Remembering(nn.BatchNorm2d):
-    """Says itself what a copy of it keeps, without asking torch."""
+    """Its own `__getstate__`, without torch's."""
 
     def __init__(self, num_features: int, **options) -> None:
         super().__init__(num_features, **options)
@@ -184,7 +184,7 @@ class Remembering(nn.BatchNorm2d):
 
 
 class OfAnyDimension(nn.modules.batchnorm._BatchNorm):
-    """Derives from what torch's three have in common."""
+    """A subclass of the common base of torch's three layers."""
 
     def _check_input_dim(self, x: Tensor) -> None:
         assert x.dim() > 1
@@ -194,7 +194,7 @@ class OfAnyDimension(nn.modules.batchnorm._BatchNorm):
 
 
 class Slotted(nn.BatchNorm2d):
-    """Has a slot, and says itself what a copy keeps, since torch's modules forget slots."""
+    """A slot and its own `__getstate__`, since torch's modules drop slots."""
 
     __slots__ = ("note",)
 
@@ -210,7 +210,7 @@ class Slotted(nn.BatchNorm2d):
 
 
 class Frozen(nn.BatchNorm2d):
-    """Stays in eval whatever the model is told."""
+    """Stays in eval mode."""
 
     def train(self, mode: bool = True) -> "Frozen":  # noqa: ARG002 - which it disregards
         return super().train(mode=False)
@@ -220,7 +220,7 @@ class Frozen(nn.BatchNorm2d):
 
 
 class Centred(nn.BatchNorm2d):
-    """Has a weight around 0, so that what it hands over is not the layer's."""
+    """A weight around 0, so it passes another tensor than the layer's weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = None if self.weight is None else self.weight + 1
@@ -247,7 +247,7 @@ class Standardising(nn.BatchNorm2d):
 
 
 class Twice(nn.BatchNorm2d):
-    """Normalises twice without tensors, so that nobody can tell the calls apart."""
+    """Normalises twice without tensors: the calls are indistinguishable."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.batch_norm(F.batch_norm(x, None, None, training=True).relu(), None, None, training=True)
@@ -316,5 +316,5 @@ SYNCHRONISED = [
 ]
 
 
-# One for each way to come to `batch_norm`; some turn autocast off, or have float32 after it.
+# One for each way to reach `batch_norm`; some disable autocast, or use float32 after it.
 OWN_FORWARDS = [Activated, Functional, Operator, Helped, Decorated, Scaled, ByName, Centred, OfAnyDimension]

@@ -22,5 +22,4 @@ TESTS = [
 
 
 def names_for(nr_ranks: int) -> list[str]:
-    """Returns the tests for so many ranks."""
     return [name for name in TESTS if nr_ranks == 2 or name not in OF_TWO_RANKS]

@@ -11,7 +11,7 @@ from client.transports import device_rows
 PROCESS_GROUP = "process group"
 ON_DEVICE = "process group, on devices"
 
-# With a connection, whose server watches: asked for, or chosen because rows are on devices.
+# With a connection to a server that watches: explicit, or chosen because rows are on devices.
 WATCHED = "process group, watched"
 CHOSEN = "process group, chosen"
 HOST_TRANSPORTS = (*member.TRANSPORTS, PROCESS_GROUP)
@@ -20,9 +20,9 @@ TRANSPORTS = (*HOST_TRANSPORTS, ON_DEVICE)
 
 @contextmanager
 def rows_on_devices() -> Iterator[None]:
-    """Takes the CPU for a device whose rows stay there, and gloo for a backend that gathers them there.
+    """Treat the CPU as a device whose rows stay there, and gloo as a backend that gathers them there.
 
-    No device has the native core, and what records operators as a CUDA graph does cannot see it.
+    Without the native core: no device has it, and operator recorders such as CUDA graphs cannot see it.
     """
     without_core = tuple(backend for backend in engine.BACKENDS if not isinstance(backend, native.Native))
     with (

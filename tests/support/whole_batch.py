@@ -1,6 +1,6 @@
-"""What the transparency tests compare: a layer on shards, and `torch.nn.BatchNorm` on the whole batch.
+"""The comparison of the transparency tests: a layer on shards, and `torch.nn.BatchNorm` on the whole batch.
 
-The functions that member processes run live here, since a process can only be sent functions it can import.
+The programs of member processes live here, since a process can only receive importable functions.
 """
 
 from collections.abc import Sequence
@@ -79,24 +79,20 @@ def on_the_whole_batch(case: Case) -> Result:
 
 
 def as_member(connection: client.Connection, case: Case) -> Result:
-    """One member process with one replica."""
     return run_shard(case, case.layer(synchronised=True), connection.rank)
 
 
 def as_member_in_each(connection: client.Connection, cases: Sequence[Case]) -> list[Result]:
-    """`as_member` in one case after the other."""
     return [as_member(connection, case) for case in cases]
 
 
 def run_shard(case: Case, layer: nn.Module, shard: int) -> Result:
-    """A synchronised layer on one shard."""
     x, factors, _ = case.tensors()
     output, gradient = _step(layer, x.split(case.sizes)[shard], factors.split(case.sizes)[shard])
     return _result(layer, output, gradient)
 
 
 def as_virtual_replicas(case: Case, sizes: tuple[int, ...] | None = None, skip: int = 0) -> Result:
-    """All replicas in this process, as DataParallel would run them; shards of any sizes."""
     sizes = case.sizes if sizes is None else sizes
     layer = case.layer(synchronised=True)
     x, factors, _ = case.tensors()
@@ -107,12 +103,7 @@ def as_virtual_replicas(case: Case, sizes: tuple[int, ...] | None = None, skip: 
     execute_replication_callbacks(replicas)
     barrier = vars(replicas[0])["_barrier"]
     outputs = any_device.parallel_apply(
-        replicas,
-        [(shard,) for shard in x.split(sizes)],
-        [{}] * len(sizes),
-        devices,
-        barrier.finish,
-        barrier.fail,
+        replicas, [(shard,) for shard in x.split(sizes)], [{}] * len(sizes), devices, barrier.finish, barrier.fail
     )
     output = torch.cat(outputs)
     (output * factors).sum().backward()
@@ -120,14 +111,13 @@ def as_virtual_replicas(case: Case, sizes: tuple[int, ...] | None = None, skip: 
 
 
 def as_member_with_virtual_replicas(connection: client.Connection, case: Case, sizes: list[Any]) -> Result:
-    """One member process with several replicas."""
     member = connection.rank
     skip = sum(sum(before) for before in sizes[:member])
     return as_virtual_replicas(case, tuple(sizes[member]), skip)
 
 
 def joined(results: list[Result]) -> Result:
-    """What the members know together: shards joined, parameter gradients summed, buffers as all have them."""
+    """The members' joint result: shards joined, parameter gradients summed, buffers equal on all."""
     together = {name: np.concatenate([result[name] for result in results]) for name in ("output", "input gradient")}
     together |= {
         name: np.sum([result[name] for result in results], axis=0)

@@ -27,16 +27,10 @@ FAMILY = re.compile(r"(?:(?:tf|quantized|legacy|hf|ese)_)?[a-z]+?(?:v\d+(?=_|$)|
 
 @dataclass(frozen=True)
 class Architecture:
-    """A name that a library builds a network by.
+    """A name that a library builds a network by."""
 
-    Attributes:
-        library: "torchvision" or "timm".
-        module: where the library builds it, without what all share.
-        name: what the library calls it.
-    """
-
-    library: str
-    module: str
+    library: str  # "torchvision" or "timm"
+    module: str  # its module, without the library's prefix
     name: str
 
     @property
@@ -57,23 +51,16 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Survey:
-    """What is known of an architecture without running it.
-
-    Attributes:
-        architecture: which.
-        parameters: how many numbers it learns.
-        layers: its batch norms, by class.
-        problem: why it could not be made, or "".
-    """
+    """Static facts about an architecture."""
 
     architecture: Architecture
-    parameters: int = 0
-    layers: tuple[tuple[str, int], ...] = ()
-    problem: str = ""
+    parameters: int = 0  # number of parameters
+    layers: tuple[tuple[str, int], ...] = ()  # batch norms by class
+    problem: str = ""  # why it could not be built, or empty
 
 
 def architectures(only: str = "") -> Iterator[Architecture]:
-    """All of both libraries, or those whose name or family fits a pattern such as `resnet*`."""
+    """All of both libraries, or those with a name or family that matches a pattern such as `resnet*`."""
     for found in (*_torchvisions(), *_timms()):
         if found.name.startswith(NO_ARCHITECTURE) and found.name != only:
             continue
@@ -87,7 +74,7 @@ def survey(architecture: Architecture) -> Survey:
         try:
             with torch.device(device):
                 model = architecture.build()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the zoo goes on and says so
+        except Exception as error:  # noqa: BLE001 - the zoo reports it and continues
             problem = f"{type(error).__name__}: {error}"
         else:
             return Survey(architecture, sum(map(torch.numel, model.parameters())), layers_of(model))
@@ -101,7 +88,6 @@ def layers_of(model: nn.Module) -> tuple[tuple[str, int], ...]:
 
 
 def is_batch_norm(part: nn.Module) -> bool:
-    """Whether a module is one of torch's batch norms, or a class derived from one."""
     return isinstance(part, nn.modules.batchnorm._BatchNorm)
 
 

@@ -21,25 +21,19 @@ DEVICES = ["cpu"] * 2
 # What says how a conversion went is to be read at a glance.
 LONGEST_LINE = 300
 
-# A gradient that is zero but for rounding, as that of a bias before a batch norm, is measured by the largest of all.
+# Gradients that are zero up to rounding, like a bias's before a batch norm, are compared relative to the largest of
+# all.
 FAINT = 1e-6
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What became of a network.
+    """What became of a network."""
 
-    Attributes:
-        layers: its batch norms, by class.
-        differences: the largest of each kind of result, relative to the largest value of its tensor.
-        unsynchronised: that of the outputs where each replica normalises its own part: what would be seen.
-        complaints: what is wrong beside differences, such as a layer that is not synchronised.
-    """
-
-    layers: tuple[tuple[str, int], ...]
-    differences: dict[str, float]
-    unsynchronised: float
-    complaints: list[str]
+    layers: tuple[tuple[str, int], ...]  # batch norms by class
+    differences: dict[str, float]  # largest relative difference of each kind of result
+    unsynchronised: float  # difference of the outputs without synchronisation
+    complaints: list[str]  # other faults, such as a layer left unsynchronised
 
     @property
     def largest(self) -> float:
@@ -49,18 +43,14 @@ class Comparison:
 
 @dataclass
 class Said:
-    """What was logged and warned of."""
+    """Logs and warnings."""
 
     lines: list[logging.LogRecord] = field(default_factory=list)
     warned: list[str] = field(default_factory=list)
 
 
 def compare(specimen: Specimen) -> Comparison:
-    """Converts a copy of the network, trains a step of both, and takes the conversion back.
-
-    Raises:
-        Unfit: the network cannot be replicated, whoever normalises.
-    """
+    """Converts a copy of the network, trains a step of both, and takes the conversion back."""
     whole, twin = specimen.model, copy.deepcopy(specimen.model)
     alone = _alone(copy.deepcopy(whole), specimen.inputs)
     before = _Anatomy(twin)
@@ -82,14 +72,14 @@ def compare(specimen: Specimen) -> Comparison:
 
 
 class _Anatomy:
-    """What a model is made of, to be found again after its conversion is taken back."""
+    """The modules and tensors of a model, to compare after conversion and reversion."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parts = [(path, type(part), part) for path, part in model.named_modules()]
         self._tensors = [*model.named_parameters(), *model.named_buffers()]
 
     def complaints_of(self, reverted: nn.Module) -> Iterator[str]:
-        """What is not as before."""
+        """The differences from the original."""
         parts = list(reverted.named_modules())
         if [path for path, *_ in self._parts] != [path for path, _ in parts]:
             yield "reverted, it has other parts"
@@ -117,7 +107,7 @@ def _step(run: Callable[..., Any], inputs: tuple[Tensor, ...]) -> dict[str, list
 
 
 def _alone(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """The outputs where each replica normalises by itself."""
+    """The outputs without synchronisation."""
     torch.manual_seed(0)
     try:
         with torch.no_grad():
@@ -159,13 +149,13 @@ def _relative(found: Tensor, expected: Tensor, least: float) -> float:
 
 @contextmanager
 def _heard() -> Iterator[Said]:
-    """Collects what our layers say meanwhile."""
+    """Collect logs and warnings of our layers."""
     said = Said()
     logger = logging.getLogger("statsd_bn.client")
     handler = logging.Handler()
     handler.emit = said.lines.append
     level = logger.level
-    logger.setLevel(logging.INFO)  # unlike an assignment it makes the logger forget what it was enabled for before
+    logger.setLevel(logging.INFO)  # unlike an assignment, this clears the logger's cache
     logger.addHandler(handler)
     try:
         with warnings.catch_warnings(record=True) as told:
@@ -178,7 +168,7 @@ def _heard() -> Iterator[Said]:
 
 
 def _unsaid(said: Said) -> Iterator[str]:
-    """What a conversion should have said in another way: it has one line, and warns at most once."""
+    """Complaints about the log of a conversion: one line, and at most one warning."""
     lines = [record.getMessage() for record in said.lines if record.levelno == logging.INFO]
     if [line.split()[0] for line in lines] != ["synchronised"]:
         yield f"expected one line at level INFO, got {lines}"

@@ -17,36 +17,23 @@ BAR = 1e-6
 # What would be seen of a layer that is not synchronised; where it is less, nothing is proved.
 VISIBLE = 1e-3
 
-# A network that takes longer is given up.
+# Time limit of a network.
 SECONDS = 400
 
 
 @dataclass(frozen=True)
 class Exhibit:
-    """What became of a family.
+    """What became of a family."""
 
-    Attributes:
-        library: "torchvision" or "timm".
-        family: of its networks.
-        name: of the smallest.
-        layers: its batch norms, by class.
-        difference: the largest; None where it was not compared.
-        unsynchronised: what would be seen if each replica normalised alone.
-        part: which part was compared; "" for the whole network.
-        problem: why it does not agree, or was not compared; "" where it agrees.
-        is_unfit: whether it cannot be compared, whoever normalises.
-        seconds: that it took.
-    """
-
-    library: str
+    library: str  # "torchvision" or "timm"
     family: str
-    name: str
-    layers: tuple[tuple[str, int], ...] = ()
-    difference: float | None = None
-    unsynchronised: float = 0.0
-    part: str = ""
-    problem: str = ""
-    is_unfit: bool = False
+    name: str  # its smallest network
+    layers: tuple[tuple[str, int], ...] = ()  # batch norms by class
+    difference: float | None = None  # the largest; None if not compared
+    unsynchronised: float = 0.0  # the difference without synchronisation
+    part: str = ""  # the compared part; empty for the whole network
+    problem: str = ""  # why it differs or was not compared; empty if equal
+    is_unfit: bool = False  # it cannot be compared, whichever layer normalises
     seconds: float = 0.0
 
     def __str__(self) -> str:

@@ -11,18 +11,15 @@ from unittest import mock
 
 import torch
 
-# What a model of a network needs none of, and what cannot be loaded beside every build of torch.
+# Parts that the networks do not need and that some builds of torch cannot load.
 NEEDLESS = re.compile("operator torchvision::.* does not exist")
 
 
 def library(name: str) -> ModuleType:
-    """Imports "torchvision" or "timm".
+    """Import "torchvision" or "timm".
 
-    torchvision's own operators (boxes, regions) are compiled for one build of torch, and beside another, such as the
-    CPU's, the import fails where it describes them. No network of the zoo needs them, so they are left out there.
-
-    Raises:
-        ImportError: it is not installed.
+    torchvision's own operators (boxes, regions) are compiled for one build of torch. With another, such as the CPU's,
+    the import fails at their definitions. No network of the zoo needs them, so they are skipped.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -20,8 +20,8 @@ BATCH = 5
 # Sides of the images that are tried, the network's own last.
 SIDES = (32, 64, 96, 128)
 
-# Networks whose last pooling takes nothing but videos so large that they would keep a CPU busy for many minutes. It has
-# no part in what is compared, so another stands in for it.
+# Networks with a last pooling for videos so large that a CPU would need many minutes. The pooling does not matter for
+# the comparison, so a smaller one replaces it.
 FIXED_POOLS = {"s3d"}
 
 # What of networks is compared that cannot be as a whole: a detector draws lots which boxes it learns from, and one of
@@ -43,25 +43,13 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Specimen:
-    """What is compared.
-
-    Attributes:
-        model: in training, float64.
-        inputs: what it is called with.
-        part: which part of the architecture it is; "" for all of it.
-    """
-
-    model: nn.Module
+    model: nn.Module  # in training, float64
     inputs: Inputs
-    part: str = ""
+    part: str = ""  # part of the architecture; empty for all of it
 
 
 def specimens(architecture: Architecture) -> Iterator[Specimen]:
-    """Makes the network ready, or those parts of it that take a batch.
-
-    Raises:
-        Unfit: it takes none of the inputs that are tried, or computes something else each time.
-    """
+    """Makes the network ready, or those parts of it that take a batch."""
     torch.manual_seed(0)
     whole = architecture.build()
     if architecture.name in FIXED_POOLS:
@@ -84,7 +72,6 @@ class OfMaps(nn.Module):
         self.head = head
 
     def forward(self, *maps: Tensor) -> object:
-        """What the head makes of the maps."""
         return self.head(list(maps))
 
 
@@ -111,7 +98,7 @@ def without_chance(model: nn.Module) -> None:
 
 
 def tensors_of(outputs: object) -> list[Tensor]:
-    """The floating-point tensors of what a network returns, in their order."""
+    """The floating-point tensors in a network's result, in order."""
     leaves = torch.utils._pytree.tree_leaves(outputs)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 

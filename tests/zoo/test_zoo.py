@@ -1,4 +1,4 @@
-"""The zoo's own parts, on networks of a few layers: it sees what is wrong, and says what it cannot compare."""
+"""The zoo's own parts on small networks: detected faults, and refused comparisons."""
 
 import copy
 import os

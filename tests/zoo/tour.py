@@ -38,7 +38,7 @@ def main() -> None:
             _say(f"{who.library:<11} {who.name:<40} {one.parameters / 1e6:6.1f} M  {one.layers or one.problem}")
         return
     exhibits: list[Exhibit] = []
-    # The small ones first: a run that is cut short has then come to most of them.
+    # Small networks first, so that an interrupted run covers most.
     chosen.sort(key=lambda one: one.parameters)
     missing = list(chosen)
     for found in in_processes(exhibit, chosen, options.jobs, _lost_exhibit):
@@ -79,9 +79,9 @@ def in_processes(
                         yield future.result()
                         done.append(futures[future])
             finally:
-                pool.shutdown(wait=False, cancel_futures=True)  # whoever asks for no more wants no more done
+                pool.shutdown(wait=False, cancel_futures=True)  # stops when the consumer stops
         left = [thing for thing in left if thing not in done]
-        # Of several processes nobody knows which was at what when one died. So a single one goes on.
+        # After the death of one of several processes, its network is unknown, so a single one continues.
         if left and jobs == 1:
             yield lost(left.pop(0))
         jobs = 1

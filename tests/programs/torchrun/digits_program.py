@@ -1,9 +1,9 @@
-"""examples/train_digits.py under torchrun, in the middle of whose training somebody is killed.
+"""examples/train_digits.py under torchrun, with a process killed in the middle of the training.
 
     torchrun digits_program.py WHO [OPTION ...]
 
-WHO is "server", the one of rank 0, or "worker": rank 1, the first time that it is started. Whoever kills from outside
-may come too late, when the training is over.
+WHO is "server", that of rank 0, or "worker": rank 1 in its first life. A kill from outside could come after the
+training.
 """
 
 import os
@@ -18,12 +18,12 @@ from support.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
 
-# Before the step whose state is compared.
+# Before the step of the compared state.
 KILLED_AFTER = 11
 
 sys.path.insert(0, str(EXAMPLES))
 
-import training  # noqa: E402 - it lies with the examples
+import training  # noqa: E402 - in examples/
 
 train = training.train
 
@@ -31,7 +31,7 @@ WHO = sys.argv.pop(1)
 
 
 def interrupted(*arguments: Any) -> Iterator[tuple[int, float]]:
-    """The training, until somebody is killed, and what comes after it."""
+    """The training, with the kill in between."""
     for step, loss in train(*arguments):
         if step == KILLED_AFTER:
             kill()

@@ -1,4 +1,4 @@
-"""What arrives is what was sent, to the bit; what is no array is refused."""
+"""Arrays arrive bit for bit; other values are refused."""
 
 import struct
 from contextlib import suppress
@@ -67,7 +67,7 @@ def test_arrays_arrive_as_they_were_to_the_bit(arrays):
     assert [bits(array) for array in arrived] == [bits(array) for array in arrays]
 
 
-def test_what_arrives_is_its_own_and_may_be_changed():
+def test_received_arrays_are_writable_copies():
     sent = [torch.ones(2, requires_grad=True), np.ones(2)]
     tensor, array = unpack(pack(sent))
     tensor.add_(1)
@@ -95,7 +95,7 @@ def test_a_lazy_conjugate_arrives_resolved():
         (torch.eye(2).to_sparse(), "array 0: expected a dense tensor of numbers or bool, got torch.sparse_coo"),
     ],
 )
-def test_what_is_no_plain_array_is_not_sent(array, what):
+def test_an_array_of_another_class_is_not_sent(array, what):
     with pytest.raises(TypeError, check=says(what)):
         pack([array])
 
@@ -137,7 +137,7 @@ def a_list_of(number: int, item: bytes) -> bytes:
         (a_list_of(MAX_ARRAYS + 1, described(TENSOR, "int8", 0)), "expected at most 65536 arrays, got more"),
     ],
 )
-def test_what_is_no_array_is_refused(data, what):
+def test_a_value_other_than_an_array_is_refused(data, what):
     with pytest.raises(ProtocolError, check=says(what)):
         unpack(data)
 

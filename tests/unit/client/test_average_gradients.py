@@ -72,7 +72,7 @@ def test_more_elements_than_a_round_takes_go_in_several():
             assert rounds == 3
 
 
-def test_samples_that_are_not_in_the_loss_have_their_part_in_the_layers_backward_pass():
+def test_samples_outside_the_loss_participate_in_the_layers_backward_pass():
     """As those without a label, of which one member may have only such."""
     whole = model()
     whole(INPUTS)[:5].square().sum().div(5).backward()
@@ -92,7 +92,7 @@ def test_samples_that_are_not_in_the_loss_have_their_part_in_the_layers_backward
             torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_where_nobody_has_a_sample_gradients_stay():
+def test_without_any_sample_gradients_stay():
     def average(connection: Connection) -> Any:
         use(connection)
         weight = nn.Parameter(torch.zeros(2))
@@ -102,7 +102,7 @@ def test_where_nobody_has_a_sample_gradients_stay():
         assert run_members(2, average) == [(0, None)] * 2
 
 
-def test_a_parameter_that_nobody_used_is_not_moved():
+def test_an_unused_parameter_is_not_moved():
     """Weight decay would move it if its gradient were 0; in one process it is None."""
 
     def average(connection: Connection) -> Any:
@@ -162,7 +162,7 @@ def test_a_process_that_trains_alone_divides_its_own_gradients(count, average):
     assert unused.grad is None
 
 
-def test_models_of_different_sizes_are_told():
+def test_models_of_different_sizes_are_reported():
     def average(connection: Connection) -> Any:
         use(connection)
         return outcome(lambda: average_gradients(nn.Linear(2, 2 + connection.rank)))
@@ -179,7 +179,7 @@ def test_models_of_different_sizes_are_told():
         ([torch.zeros(2)], 1, "expected at least one that requires a gradient"),
     ],
 )
-def test_what_cannot_be_averaged_is_refused(parameters, count, message):
+def test_unsuitable_gradients_are_refused(parameters, count, message):
     with own_connections():
         connection = in_threads([lambda: MemoryMaster().connect(0, 1)])[0]
         use(connection)

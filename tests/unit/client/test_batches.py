@@ -21,7 +21,7 @@ def assert_all_equal_the_whole_batch(members, cases):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_may_be_empty_in_any_order_and_number(members, kind):
-    """Every pattern of three: nobody empty, one, all but one, and all; one after the other in the same job."""
+    """Every pattern of three in one job: no shard empty, one, two, and all."""
     patterns = list(itertools.product((0, 1), repeat=3))
     cases = [Shards(kind, tuple(n * full for n, full in zip((3, 2, 4), pattern, strict=True))) for pattern in patterns]
     assert_all_equal_the_whole_batch(members, cases)
@@ -40,7 +40,7 @@ def test_a_shard_may_have_samples_without_positions():
 
 
 def test_one_value_per_channel_on_a_replica_is_enough(members):
-    """On one replica, on all, and beside empty ones, as long as there are two over the group."""
+    """On one replica, on all, and next to empty ones, if there are two over the group."""
     sizes = [(1, 1, 1), (1, 3, 1), (0, 1, 1), (1, 0, 1), (1, 1, 0), (1, 2, 0)]
     assert_all_equal_the_whole_batch(members, [Shards("1d of (N, C)", split, seed=n) for n, split in enumerate(sizes)])
 

@@ -75,7 +75,7 @@ def test_one_value_per_channel_is_refused_on_every_member(members):
         assert told.startswith("ValueError: layer 'bn': expected more than 1 value per channel over all replicas")
 
 
-def test_members_with_other_channel_counts_are_told_the_layer_and_the_numbers(members):
+def test_members_with_other_channel_counts_get_an_error_with_the_layer_and_the_numbers(members):
     told = members(2, member_programs.other_channels)
     assert any("RoundMismatch" in error and "layer 'bn'" in error and "channels, as rank" in error for error in told), (
         told
@@ -84,7 +84,6 @@ def test_members_with_other_channel_counts_are_told_the_layer_and_the_numbers(me
 
 
 def test_bad_input_breaks_nothing_else(members):
-    """After a local error the same job goes on, on all members."""
     for told, output_sum in members(2, member_programs.bad_input_then_good):
         assert told == ["ValueError", "ValueError", "TypeError"]
         assert abs(output_sum) < 1e-4

@@ -12,12 +12,11 @@ from zmq.utils.monitor import recv_monitor_message
 
 from client.session.channel_pool import ChannelPool, MemoryChannelPool, ZmqChannelPool
 from statsd_bn.errors import ConnectionClosed
-from support.interruption import WAIT_SECONDS, interrupted
-from support.memory_members import outcome, wait_until
+from support.memory_members import INTERRUPTED_SECONDS, interrupted, outcome, wait_until
 
 
 class Recording(ChannelPool):
-    """A channel pool whose channels remember whether they were closed."""
+    """A channel pool that records whether its channels were closed."""
 
     def __init__(self) -> None:
         super().__init__("recording://")
@@ -98,7 +97,7 @@ def test_closing_wakes_a_thread_that_waits(echo):
     assert isinstance(results[1], ConnectionClosed)
 
 
-def test_closing_wakes_a_thread_that_just_looks_whether_the_master_has_come_back(tmp_path, monkeypatch):
+def test_closing_wakes_a_thread_that_checks_for_the_master(tmp_path, monkeypatch):
     channel_pool = ZmqChannelPool(f"ipc://{tmp_path}/nobody")
 
     def close_first(socket):
@@ -136,7 +135,7 @@ def test_a_transport_that_is_being_closed_opens_no_channel(tmp_path, monkeypatch
     assert isinstance(outcome(open_late), ConnectionClosed)
 
 
-def test_sending_to_a_master_that_is_away_for_long_does_not_block(tmp_path):
+def test_sending_to_a_master_that_is_long_away_does_not_block(tmp_path):
     """ZeroMQ holds a thousand frames for it; a member with a long deadline asks again more often than that."""
     channel_pool = ZmqChannelPool(f"ipc://{tmp_path}/nobody")
 
@@ -153,7 +152,7 @@ def test_sending_to_a_master_that_is_away_for_long_does_not_block(tmp_path):
             channel_pool.close()
 
 
-def test_frames_travel_in_memory_to_whom_they_are_for():
+def test_frames_in_memory_reach_their_receivers():
     channel_pool = MemoryChannelPool(lambda peer, frame: [(peer, frame + b"!"), (b"nobody", b"lost")])
     with channel_pool.channel() as one, channel_pool.channel() as other:
         one.send(b"one")
@@ -164,7 +163,7 @@ def test_frames_travel_in_memory_to_whom_they_are_for():
 def test_a_signal_does_not_make_a_wait_endless():
     channel_pool = MemoryChannelPool(lambda peer, _: [(peer, b"came after all")])
     with channel_pool.channel() as channel, interrupted(lambda: channel.send(b"")):
-        assert channel.receive(WAIT_SECONDS) is None
+        assert channel.receive(INTERRUPTED_SECONDS) is None
 
 
 def test_threads_that_open_channels_at_the_same_time_get_their_own_answers(monkeypatch):
@@ -184,8 +183,6 @@ def test_threads_that_open_channels_at_the_same_time_get_their_own_answers(monke
 
 
 def _slow_to_make(kind: Callable[[], Any]) -> Callable[[], Any]:
-    """Lets all threads come so far before the first goes on."""
-
     def make() -> Any:
         threading.Event().wait(0.05)
         return kind()
@@ -194,7 +191,7 @@ def _slow_to_make(kind: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def test_a_wait_ends_early_when_the_master_has_come_back(tmp_path):
-    """What was sent to the master before is lost then, so it is time to ask again."""
+    """Messages to the former master are lost, so the member must ask again."""
     endpoint = f"ipc://{tmp_path}/master"
     channel_pool = ZmqChannelPool(endpoint)
     with zmq.Context() as context, channel_pool.channel() as channel:
@@ -211,7 +208,7 @@ def test_a_wait_ends_early_when_the_master_has_come_back(tmp_path):
 
 
 def test_closing_does_not_wait_for_a_zeromq_that_is_stuck(server, monkeypatch):
-    """Its thread may be asking for a name that nobody answers for."""
+    """Its thread may be resolving an unknown name."""
     channel_pool = ZmqChannelPool(server.endpoint)
     release = threading.Event()
     term = channel_pool._context.term
@@ -228,7 +225,7 @@ def test_closing_does_not_wait_for_a_zeromq_that_is_stuck(server, monkeypatch):
     wait_until(lambda: channel_pool._context.closed)
 
 
-def test_a_jobs_own_server_is_gone_when_its_folder_is_and_no_other_server_ever(tmp_path):
+def test_only_a_jobs_own_server_ends_with_its_folder(tmp_path):
     folder, other = tmp_path / "statsd_bn-job-7f", tmp_path / "sockets"
     own, shared = (ZmqChannelPool(f"ipc://{each}/server") for each in (folder, other))
     try:

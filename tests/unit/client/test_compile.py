@@ -62,7 +62,7 @@ def test_in_eval_masks_send_nothing(members, policy):
     assert_equal([found for found, _ in results])
 
 
-def test_no_group_of_a_user_has_the_name_of_evals():
+def test_no_user_group_can_have_the_name_of_evals_group():
     with pytest.raises(ConfigurationError, match="reserved"):
         client.Group(*custom_op.THIS_PROCESS)
 
@@ -163,7 +163,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_the_operators_keep_the_rules_of_torchs_operators(layout):
-    """Schema, what they promise the compiler, and autograd registration, by torch's own checker."""
+    """Schema, compiler properties and autograd registration, by torch's own checker."""
     x = layout(torch.randn(4, 3, 6, 5, dtype=torch.float64)).detach().requires_grad_()
     weight, bias = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
     mask = torch.rand(x.shape[0], *x.shape[2:]) > 0.3

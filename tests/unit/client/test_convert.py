@@ -47,8 +47,6 @@ class Identity(nn.Module):
 
 
 class Group:
-    """Any process group of torch's, without its processes."""
-
     def __repr__(self):
         return "<the left half>"
 
@@ -146,7 +144,7 @@ def test_layers_inside_a_batch_norm_are_converted():
     assert kinds(client.revert_model(converted)) == [nn.BatchNorm2d, nn.BatchNorm1d]
 
 
-def test_what_cannot_be_converted_is_left_as_it_is_and_reported_in_one_warning():
+def test_layers_that_cannot_be_converted_are_left_and_reported_in_one_warning():
     special, parallel = Special(4), SpecialParallel(nn.BatchNorm1d(3))
     special.inner = nn.BatchNorm1d(3)
     parametrized = nn.BatchNorm2d(4)
@@ -177,7 +175,7 @@ def test_a_subclass_of_a_lazy_layer_is_reported():
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch.compile's own
 @pytest.mark.parametrize("bind", [lambda layer: setattr(layer, "forward", layer.forward), nn.Module.compile])
 @pytest.mark.parametrize("plain", [nn.BatchNorm1d, nn.LazyBatchNorm1d])
-def test_a_forward_of_its_own_is_reported_since_it_would_bypass_ours(plain, bind):
+def test_an_own_forward_is_reported_since_it_would_bypass_ours(plain, bind):
     """As other libraries' hooks set it: it is bound to the old layer and would run that one's."""
     old = plain(*[3] if plain is nn.BatchNorm1d else [])
     bind(old)
@@ -280,7 +278,7 @@ def test_a_process_group_is_refused_before_anything_is_changed():
 
 
 @pytest.mark.usefixtures("process_group")
-def test_a_group_of_another_size_that_has_the_name_of_one_that_was_destroyed_is_refused():
+def test_a_group_of_another_size_with_the_name_of_a_destroyed_one_is_refused():
     group = torch.distributed.new_group([0])
     converted = client.convert_model(nn.BatchNorm1d(3), process_group=group)
     converted.group = NamedProcessGroup(converted.group.name, 3)
@@ -301,7 +299,7 @@ def test_a_layers_process_group_comes_back_whatever_it_was_converted_to(given):
 
 
 @pytest.mark.usefixtures("process_group")
-def test_a_process_group_that_is_given_is_that_of_torchs_layers_too():
+def test_a_given_process_group_is_that_of_torchs_layers_too():
     group = torch.distributed.group.WORLD
     converted = client.convert_model(nn.Sequential(nn.SyncBatchNorm(3)), process_group=group)
     assert converted[0].process_group is group
@@ -345,7 +343,7 @@ def test_converting_twice_changes_nothing():
     assert (anatomy(once), list(once.modules()), names(once)) == (before, layers, called)
 
 
-def test_a_reverted_model_is_scripted_and_traced_as_it_ever_was():
+def test_a_reverted_model_is_scripted_and_traced_as_before():
     converted = client.convert_model(nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3))).eval()
     reverted = client.revert_model(copy.deepcopy(converted))
     x = torch.randn(2, 2, 4, 4)
@@ -371,7 +369,7 @@ def test_revert_is_the_exact_inverse():
     assert replaced == {"parallel", "parallel.module.1"}, "the wrappers alone"
 
 
-def test_while_patched_a_synchronised_layer_is_converted_and_reverted_as_ever():
+def test_while_patched_a_synchronised_layer_is_converted_and_reverted_as_usual():
     with client.patch_sync_batchnorm():
         model = nn.Sequential(nn.SyncBatchNorm(3), nn.BatchNorm2d(3))
         converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -410,7 +408,7 @@ def test_revert_reports_the_subclasses_of_ours_that_it_leaves():
         client.revert_model(nn.Sequential(*(OurSpecial(4) for _ in range(50))))
 
 
-def test_of_many_classes_those_that_are_not_named_are_counted():
+def test_of_many_classes_the_unnamed_ones_are_counted():
     report = ConversionReport({}, {str(number): (f"Norm{number // 2}", "own") for number in range(12)})
     assert str(report) == (
         "synchronised 0 layers; left 12 layers unsynchronised: '0' (Norm0: own) and 1 more of its class, "
@@ -440,7 +438,7 @@ def test_patched_layers_take_torchs_options():
 
 
 @pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "x" * 257])
-def test_a_layer_whose_place_is_no_name_is_refused_before_anything_is_changed(name):
+def test_a_layer_at_an_invalid_place_is_refused_before_any_change(name):
     model = nn.Module()
     model.add_module("first", nn.BatchNorm1d(2))
     model.add_module(name, nn.BatchNorm1d(2))
@@ -451,7 +449,7 @@ def test_a_layer_whose_place_is_no_name_is_refused_before_anything_is_changed(na
     assert type(model.first) is nn.BatchNorm1d
 
 
-def test_a_module_that_is_no_batch_norm_may_be_called_anything():
+def test_a_module_other_than_a_batch_norm_may_have_any_name():
     model = nn.Module()
     model.add_module("a\nb", nn.Linear(2, 2))
     assert client.convert_model(model) is model

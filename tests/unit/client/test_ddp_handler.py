@@ -1,4 +1,4 @@
-"""mp_sync gives every member the values of all; what does not fit is told to all, and they go on in step."""
+"""mp_sync gives every member the values of all; mismatches raise on all members, which stay in step."""
 
 import struct
 from types import SimpleNamespace
@@ -50,7 +50,7 @@ def assert_all_get(results: list[Any], expected: torch.Tensor) -> None:
         torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_between_two_passes_all_members_are_there_again():
+def test_all_members_are_present_again_between_two_passes():
     """After `client.join` each has seen other members leave last, and is away itself."""
 
     def measure(connection: client.Connection) -> Any:
@@ -110,7 +110,7 @@ def test_double_precision_makes_float64_of_all_but_tensors(values):
     assert_all_get(synced(tensors, double_precision=True), torch.ones(3))
 
 
-def test_without_concatenation_there_is_a_list_of_what_each_member_gave():
+def test_without_concatenation_the_result_is_a_list_of_each_members_value():
     assert [[part.tolist() for part in parts] for parts in synced([1, [2, 3]], concat_mp_data=False)] == [
         [[1], [2, 3]]
     ] * 2
@@ -120,7 +120,7 @@ def test_without_concatenation_there_is_a_list_of_what_each_member_gave():
         assert [part.shape for part in parts] == [(1,), (2, 2)]
 
 
-def test_without_a_tensor_there_is_an_array_for_an_array_and_else_a_list():
+def test_without_a_tensor_an_array_gives_an_array_and_another_value_a_list():
     array, *lists = synced([np.ones(2, "f4"), [1.0], torch.ones(1)], return_tensor=False)
     assert isinstance(array, np.ndarray)
     assert array.dtype == np.float32
@@ -138,7 +138,7 @@ def test_a_tensor_returns_to_its_device():
     assert from_tensor(torch.ones(2), on_meta, return_tensor=False) == [1.0, 1.0]
 
 
-def test_a_result_is_ones_own():
+def test_a_result_is_a_separate_copy():
     def change(connection):
         given = torch.zeros(2)
         handler(connection).mp_sync(given).add_(1)
@@ -164,7 +164,6 @@ def test_an_empty_dict_gives_an_empty_dict():
 
 
 def after(connection: client.Connection, sync: Any) -> tuple[Any, list[int], int]:
-    """What came of it, and whether the members are in step afterwards."""
     return outcome(sync), handler(connection).mp_sync(connection.rank).tolist(), connection.rounds
 
 
@@ -179,17 +178,13 @@ def after(connection: client.Connection, sync: Any) -> tuple[Any, list[int], int
         (np.array(["text"]), TypeError, "expected an array of numbers or bool, got dtype <U4"),
         (torch.eye(2).to_sparse(), TypeError, "expected a dense tensor, got one with layout torch.sparse_coo"),
         ([[1], [1, 2]], ValueError, "expected sequence of length 1"),
-        (
-            [np.ones(1), np.ones(2)],
-            ValueError,
-            r"elements of one shape, got \[\(1,\), \(2,\)\]",
-        ),
+        ([np.ones(1), np.ones(2)], ValueError, r"elements of one shape, got \[\(1,\), \(2,\)\]"),
         (2**64, ValueError, "expected numbers that fit into int64, got 18446744073709551616"),
         ([1, -(2**63) - 1], ValueError, r"fit into int64, got \[1, -9223372036854775809\]"),
         (torch.ones(1, device="meta"), NotImplementedError, "meta"),
     ],
 )
-def test_a_bad_value_on_one_member_is_told_to_all_and_nobody_hangs(bad, kind, what):
+def test_an_invalid_value_on_one_member_is_an_error_on_all(bad, kind, what):
     def sync(connection):
         value = bad if connection.rank == 1 else 1.0
         return after(connection, lambda: handler(connection).mp_sync(value))
@@ -209,7 +204,7 @@ def test_a_number_that_is_too_large_for_double_precision_is_refused():
         as_tensor(10**400, double_precision=True)
 
 
-def test_a_cause_that_is_too_long_or_no_text_is_told_all_the_same():
+def test_a_cause_that_is_too_long_or_no_text_is_reported_all_the_same():
     def sync(connection):
         return outcome(lambda: all_gather_tensors(connection, lambda: fail() if connection.rank else {}))
 
@@ -224,7 +219,7 @@ def test_a_cause_that_is_too_long_or_no_text_is_told_all_the_same():
 
 
 @pytest.mark.parametrize("values", [["a", None], ["a", "a"]])
-def test_where_all_give_what_is_bad_each_raises_its_own(values):
+def test_with_invalid_values_on_all_each_member_raises_its_own_error(values):
     def sync(connection):
         return after(connection, lambda: handler(connection).mp_sync(values[connection.rank]))
 
@@ -238,10 +233,7 @@ def test_where_all_give_what_is_bad_each_raises_its_own(values):
     [
         ([1, 0.5, 2], r"got int64 of shape \(\*\) from ranks 0, 2; float32 of shape \(\*\) from rank 1"),
         ([np.ones(1), [1.0]], r"got float64 of shape \(\*\) from rank 0; float32 of shape \(\*\) from rank 1"),
-        (
-            [torch.ones(1, 2), torch.ones(1, 3)],
-            r"\(\*, 2\) from rank 0; float32 of shape \(\*, 3\) from rank 1",
-        ),
+        ([torch.ones(1, 2), torch.ones(1, 3)], r"\(\*, 2\) from rank 0; float32 of shape \(\*, 3\) from rank 1"),
         ([torch.ones(2), torch.ones(1, 2)], r"\(\*\) from rank 0; float32 of shape \(\*, 2\) from rank 1"),
     ],
 )
@@ -285,7 +277,7 @@ def test_a_value_of_a_dict_that_cannot_be_joined_is_named():
         ({"loss": "low"}, "'loss': expected a tensor, an array, a number, or a list of these, got str"),
     ],
 )
-def test_a_bad_dict_on_one_member_is_told_to_all(bad, what):
+def test_an_invalid_dict_on_one_member_is_an_error_on_all(bad, what):
     def sync(connection):
         given = {"loss": 1.0} if connection.rank else bad
         return after(connection, lambda: handler(connection).mp_sync_dict(given))
@@ -298,7 +290,7 @@ def test_a_bad_dict_on_one_member_is_told_to_all(bad, what):
     assert [told for _, *told in results] == [[[0, 1], 2]] * 2
 
 
-def test_one_member_with_a_dict_and_one_with_a_value_are_told():
+def test_a_dict_on_one_member_and_a_value_on_another_is_an_error():
     def sync(connection):
         mine = handler(connection)
         return after(connection, lambda: mine.mp_sync_dict({"loss": 1}) if connection.rank else mine.mp_sync(1))
@@ -308,14 +300,14 @@ def test_one_member_with_a_dict_and_one_with_a_value_are_told():
         assert told == [[0, 1], 2]
 
 
-def test_a_connection_that_was_given_and_is_closed_is_not_done_without():
+def test_a_given_connection_that_is_closed_is_an_error():
     connection = MemoryMaster().connect(0, 1)
     connection.close()
     with pytest.raises(ConnectionClosed):
         handler(connection).mp_sync(1)
 
 
-def test_in_an_elastic_job_the_values_are_those_of_the_members_that_are_there():
+def test_an_elastic_job_joins_the_values_of_present_members():
     master = MemoryMaster()
     connections = in_threads([lambda n=n: master.connect(n, 3, min_members=1) for n in range(3)])
     connections.pop(0).close(cause="OutOfMemoryError: full")
@@ -336,7 +328,7 @@ def test_in_an_elastic_job_the_values_are_those_of_the_members_that_are_there():
         (struct.pack("<I", len(NESTED)) + NESTED, "state: expected a number of 4 bytes, got "),
     ],
 )
-def test_what_is_no_message_of_values_is_refused_by_all(foreign, what):
+def test_an_invalid_message_of_values_is_refused_by_all(foreign, what):
     def sync(connection):
         if connection.rank == 1:
             connection.all_gather(ROUND_NAME, foreign)
@@ -356,7 +348,7 @@ def test_what_is_no_message_of_values_is_refused_by_all(foreign, what):
         (pack([{number: torch.ones(1) for number in range(10**4)}, ""]), "only from 1 and 9993 keys more"),
     ],
 )
-def test_what_a_member_says_is_short_and_plain_in_the_others_error(foreign, what):
+def test_text_of_a_member_is_short_and_printable_in_the_others_error(foreign, what):
     def sync(connection):
         if connection.rank == 1:
             connection.all_gather(ROUND_NAME, foreign)
@@ -370,7 +362,7 @@ def test_what_a_member_says_is_short_and_plain_in_the_others_error(foreign, what
         assert len(str(error)) < limits.MAX_TEXT_BYTES + 200
 
 
-def test_many_members_in_an_error_are_told_in_short():
+def test_many_members_in_an_error_are_shortened():
     tensors = {member: torch.ones(1, 1 + (member == 500)) for member in range(1000)}
     with pytest.raises(RoundMismatch, match=r"from ranks 0-499, 501-999; float32 of shape \(\*, 2\) from rank 500"):
         concatenate("it", tensors)

@@ -23,13 +23,11 @@ KINDS = {"1d of (N, C)": nn.BatchNorm1d, "1d of (N, C, L)": nn.BatchNorm1d, "2d"
 
 
 def samples(number, kind="1d of (N, C)", dtype=torch.float64):
-    """Each sample has another mean; each channel too."""
     x = torch.randn(number, 3, *SHAPES[kind], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return (x + torch.arange(number * 3).view(number, 3, *[1] * len(SHAPES[kind]))).to(dtype)
 
 
 def layers(chunks, kind="1d of (N, C)", dtype=torch.float64, **options):
-    """Torch's layer, and ours with the same state."""
     plain = KINDS[kind](3, dtype=dtype, **options)
     return plain, client.convert_model(copy.deepcopy(plain), chunks=chunks)
 
@@ -188,7 +186,7 @@ def test_in_eval_nothing_is_counted_even_with_batch_statistics(compiled):
     assert layer.num_batches_tracked == 0
 
 
-def test_what_is_pending_is_no_state():
+def test_pending_sums_are_not_in_the_state():
     _, layer = layers(2)
     layer(samples(4))
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):  # noqa: S301 - our own bytes
@@ -209,7 +207,7 @@ def test_what_is_pending_is_no_state():
     ],
     ids=["load_state_dict", "reset_running_stats", "recalibrate"],
 )
-def test_what_is_pending_does_not_move_statistics_that_were_replaced(replace):
+def test_pending_sums_do_not_move_replaced_statistics(replace):
     _, layer = layers(2)
     layer(samples(4))
     replace(layer)
@@ -251,7 +249,7 @@ def test_another_number_of_chunks_ends_the_mini_batch():
 
 
 @pytest.mark.parametrize(("chunks", "kind"), [(0, ValueError), (-1, ValueError), (True, TypeError), (2.0, TypeError)])
-def test_chunks_that_are_none_are_refused_and_nothing_is_changed(chunks, kind):
+def test_invalid_chunks_are_refused_and_nothing_is_changed(chunks, kind):
     model = nn.Sequential(nn.BatchNorm1d(3))
     for refuse in (
         lambda: client.convert_model(model, chunks=chunks),

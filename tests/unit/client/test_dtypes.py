@@ -3,9 +3,18 @@
 import pytest
 import torch
 
-from support import precision, shards
-from support.precision import AUTOCAST, HALVES, RESOLUTION
-from support.shards import IMAGES, Shards, as_virtual_replicas, assert_equal, everywhere, on_the_whole_batch
+from support import shards
+from support.shards import (
+    AUTOCAST,
+    HALVES,
+    IMAGES,
+    RESOLUTION,
+    Shards,
+    as_virtual_replicas,
+    assert_equal,
+    everywhere,
+    on_the_whole_batch,
+)
 from support.subclasses import OWN_FORWARDS, Activated, Decorated, Functional, Scaled
 from support.whole_batch import KINDS
 
@@ -15,11 +24,11 @@ def test_a_layer_of_any_type_equals_torchs(members, dtype):
     """Unequal shards, one of them empty; parameters and buffers of the same type as the input."""
     cases = [Shards(kind, (3, 0, 2), dtype) for kind in KINDS]
     for case, found in zip(cases, everywhere(members, cases), strict=True):
-        precision.assert_equal_to_torch_and_to_the_exact_result(found, case)
+        shards.assert_equal_to_torch_and_to_the_exact_result(found, case)
 
 
 def test_a_half_precision_running_variance_outlives_a_batch_whose_own_would_overflow(members):
-    """float16 ends at 65,504; the batch's variance is about 90,000, and a tenth of it is what the average takes."""
+    """float16 ends at 65,504; the batch's variance is about 90,000, of which the average takes a tenth."""
     case = Shards("2d", (3, 2), "float16", scale=300.0)
     (found,) = everywhere(members, [case])
     assert found.buffers["running_var"].isfinite().all()
@@ -27,12 +36,12 @@ def test_a_half_precision_running_variance_outlives_a_batch_whose_own_would_over
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_half_input_with_float32_parameters_as_torch_has_it(members, dtype):
+def test_half_input_with_float32_parameters_is_as_in_torch(members, dtype):
     cases = [Shards(kind, (3, 0, 2), "float32", input_dtypes=(dtype,) * 3) for kind in KINDS]
     # float16 ends at 65,504: counts and sums go beyond it.
     cases.append(Shards("1d of (N, C, L)", (14_000, 0, 9), "float32", offset=20.0, input_dtypes=(dtype,) * 3))
     for case, found in zip(cases, everywhere(members, cases), strict=True):
-        precision.assert_equal_to_torch_and_to_the_exact_result(found, case)
+        shards.assert_equal_to_torch_and_to_the_exact_result(found, case)
         assert {value.dtype for value in found.parameters.values()} == {torch.float32}
 
 
@@ -49,7 +58,7 @@ def test_replicas_may_differ_in_type_within_a_round(members, dtypes):
         dtypes, found.outputs, found.gradients, exact.outputs, exact.gradients, strict=True
     ):
         assert (output.dtype, gradient.dtype) == (getattr(torch, own),) * 2
-        # float32 parameters and the float32 compute type of the others bound what a float64 replica can have
+        # bounded by float32 parameters and the float32 compute type of the others
         part = {"output": output.double(), "gradient": gradient.double()}
         assert_equal(part, {"output": exact_output, "gradient": exact_gradient.double()}, max(RESOLUTION[own], 1e-6))
     rest = {
@@ -57,14 +66,13 @@ def test_replicas_may_differ_in_type_within_a_round(members, dtypes):
         for name, value in found.named().items()
         if name in found.buffers or name in {"weight gradient", "bias gradient"}
     }
-    assert_equal(rest, precision.rounded({name: exact.named()[name] for name in rest}, rest), 1e-5)
+    assert_equal(rest, shards.rounded({name: exact.named()[name] for name in rest}, rest), 1e-5)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_autocast_members_equal_the_whole_batch(members, dtype):
-    """Convolution and layer in one autocast region."""
     ((first, second),) = autocast_on_members(members, dtype)
-    assert_equal(together(first, second), precision.autocast_on_the_whole_batch("cpu", dtype), AUTOCAST[dtype])
+    assert_equal(together(first, second), shards.autocast_on_the_whole_batch("cpu", dtype), AUTOCAST[dtype])
 
 
 @pytest.mark.parametrize(
@@ -128,7 +136,7 @@ def test_inputs_may_be_views_of_any_sort(members, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("masks", [(), ("all",)])
 def test_output_and_gradient_lie_in_memory_as_torchs(kind, masks):
-    """Whoever takes a `view` of torch's output for a transposed input may take it of ours."""
+    """A `view` that works on torch's output for a transposed input must work on ours."""
     ways = [way for way in shards.LAYOUTS if way != "channels_last" or kind in IMAGES]
     for way in ways:
         case = Shards(kind, (3, 0), "float32", layouts=(way, "contiguous"), masks=masks * 2)

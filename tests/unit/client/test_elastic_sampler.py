@@ -1,4 +1,4 @@
-"""ElasticSampler: what remains of an epoch is split among whoever is there, each sample to one of them."""
+"""ElasticSampler: the rest of an epoch is split among the present members, each sample once."""
 
 import itertools
 
@@ -13,7 +13,6 @@ from client.elastic.sampler import ElasticSampler
 def shares(
     size: int, world_size: int, state: dict[str, object] | None = None, *, shuffle: bool = True
 ) -> list[list[int]]:
-    """The shares of all members that have the same state."""
     samplers = [ElasticSampler(range(size), shuffle) for _ in range(world_size)]
     for rank, sampler in enumerate(samplers):
         sampler.load_state_dict(state or {"epoch": 0, "processed_indices": []})
@@ -22,7 +21,7 @@ def shares(
 
 
 @given(st.integers(0, 40), st.sets(st.integers(0, 39)), st.integers(1, 9), st.integers(0, 3), st.booleans())
-def test_the_shares_are_all_that_remains_and_nothing_twice(size, processed, world_size, epoch, shuffle):
+def test_the_shares_cover_all_remaining_samples_once(size, processed, world_size, epoch, shuffle):
     done = sorted(index for index in processed if index < size)
     found = shares(size, world_size, {"epoch": epoch, "processed_indices": done}, shuffle=shuffle)
     assert sorted(itertools.chain(*found)) == sorted(set(range(size)).difference(done))
@@ -51,7 +50,7 @@ def test_batches_are_those_of_a_loader():
 
 
 @pytest.mark.parametrize("index", [-1, 2, 7])
-def test_a_batch_that_the_share_has_not_is_refused(index):
+def test_a_batch_outside_the_share_is_refused(index):
     with pytest.raises(IndexError, match=f"expected one of the 2 batches of 3 of 5 samples, got {index}"):
         ElasticSampler(range(5)).record_batch(index, 3)
 

@@ -1,4 +1,4 @@
-"""ElasticState and run_elastic: whoever comes or dies, and whenever, every sample is learnt once in each epoch."""
+"""ElasticState and run_elastic: every sample is learnt once in each epoch, whenever members join or die."""
 
 import threading
 import traceback
@@ -26,9 +26,9 @@ jobs = st.builds(Job, st.integers(1, 24), st.integers(1, 4), st.integers(1, 4), 
 
 @st.composite
 def fates(draw: Any) -> tuple[int, dict[int, int], dict[int, tuple[int, int]]]:
-    """How many begin, who dies in which round, and who comes in which round of whom; one of the first stays alive.
+    """The initial size, the rounds of deaths, and the joins by round of another member; a first member survives.
 
-    Whoever dies may have a successor of the same number.
+    A dead member may have a successor of the same number.
     """
     world_size = draw(st.integers(1, 4))
     nr_newcomers = draw(st.integers(0, 2))
@@ -59,7 +59,7 @@ def test_every_sample_is_learnt_once_in_each_epoch(job, fate):
         pytest.param(Job(6, 2, 1, 1), (3, {0: 1}, {}), (1, 2), id="the one who has the state dies"),
     ],
 )
-def test_every_sample_is_learnt_once_whatever_happens(job, fate, ranks):
+def test_every_sample_is_learnt_once_through_losses_and_returns(job, fate, ranks):
     assert World(job).run(*fate) == dict.fromkeys(ranks, [float(job.epochs)] * job.samples)
 
 
@@ -80,7 +80,7 @@ def together() -> Iterator[Callable[[int, Callable[[Connection], Any]], list[Any
         yield run
 
 
-def test_what_all_take_over_at_the_beginning_is_member_0s(together):
+def test_all_members_begin_with_the_state_of_member_0(together):
     def begin(connection: Connection) -> Any:
         mine = connection.rank
         model = nn.Linear(2, 1)
@@ -131,7 +131,7 @@ def test_a_value_that_cannot_travel_is_named_before_others_need_it():
 
 
 def test_a_tensor_stays_on_its_members_device(together):
-    """`meta` stands for a device that is not the CPU; what is there has no values, so a member gives it that has."""
+    """`meta` represents a device other than the CPU, whose tensors have no values: a member with values sends."""
 
     def begin(connection: Connection) -> Any:
         device = "meta" if connection.rank else "cpu"
@@ -157,7 +157,7 @@ def test_a_batch_that_was_not_recorded_does_not_change_the_shares(together):
     assert together(2, skip_one) == [(True, 2)] * 2
 
 
-def test_one_that_connects_anew_with_its_state_is_a_newcomer():
+def test_a_member_that_connects_anew_with_its_state_is_a_newcomer():
     master, left = MemoryMaster(), threading.Event()
 
     def stay(state: ElasticState) -> Any:
@@ -188,7 +188,7 @@ def test_one_that_connects_anew_with_its_state_is_a_newcomer():
     assert taken == ([], [1, 3])
 
 
-def test_members_that_commit_at_different_places_are_told(together):
+def test_members_that_commit_at_different_places_get_an_error(together):
     def wander(connection: Connection) -> Any:
         state = ElasticState(nn.Linear(1, 1), sampler=ElasticSampler(range(4)))
         state.sync()
@@ -200,7 +200,7 @@ def test_members_that_commit_at_different_places_are_told(together):
         assert "rank 0 in epoch 0 after 1 commits, rank 1 in epoch 1 after 1 commits" in str(error)
 
 
-def test_who_has_come_and_gone_is_said(together):
+def test_the_callback_gets_the_members_that_joined_and_left(together):
     def leave(connection: Connection) -> Any:
         state = ElasticState(nn.Linear(1, 1))
         state.sync()
@@ -235,7 +235,7 @@ def test_alone_it_commits_and_restores_without_a_connection():
     assert (state.epoch, model.weight.item(), state.seen) == (1, 1.0, [])
 
 
-def test_one_that_comes_when_nobody_is_left_who_has_the_state_begins_no_training_of_its_own():
+def test_a_member_that_finds_no_state_starts_no_training_of_its_own():
     master = MemoryMaster()
     with own_connections(), master.connect(0, 1, min_members=1) as first:
         use(first)
@@ -248,7 +248,7 @@ def test_one_that_comes_when_nobody_is_left_who_has_the_state_begins_no_training
                 run_elastic(lambda _: pytest.fail("it trains"), ElasticState(nn.Linear(1, 1)))
 
 
-def test_a_newcomer_that_comes_before_the_first_commit_is_one_of_those_who_begin(together):
+def test_a_newcomer_before_the_first_commit_is_a_founding_member(together):
     assert together(1, lambda connection: connection.is_latecomer) == [False]
 
 
@@ -283,7 +283,7 @@ def test_a_report_of_something_else_is_refused(together, report, what):
         [0, 0, [], False, 2**63, np.zeros(0, "i8")],
     ],
 )
-def test_a_report_that_cannot_be_is_refused(report):
+def test_an_impossible_report_is_refused(report):
     with pytest.raises(ProtocolError, match="expected a report of a member, got "):
         Report.unpack(pack(report))
 
@@ -305,7 +305,7 @@ NOTHING = {"model": STATE_OF_A_LINEAR, "optimizer": None, "sampler": None}
         ({**NOTHING, "model": {**STATE_OF_A_LINEAR, "weight": torch.zeros(2**10, 0)}}, "does not fit: RuntimeError: "),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_and_says_nothing_to_a_terminal(together, state, what):
+def test_a_mismatching_state_is_refused_without_terminal_control(together, state, what):
     def commit(connection: Connection) -> Any:
         if connection.rank:
             connection.rejoin(None)

@@ -13,8 +13,6 @@ SIZES = (3, 1, 2)
 
 
 class CountingPipe:
-    """The local transport, counting its rounds."""
-
     def __init__(self) -> None:
         self.rounds = []
         self._pipe = LocalPipe("bn")
@@ -51,7 +49,7 @@ def slices(inputs, weights, biases):
     ],
     ids=["vmap", "jacrev", "jvp"],
 )
-def test_what_torch_func_cannot_make_of_it_is_said_in_its_own_words(transform, words):
+def test_an_unsupported_torch_func_transform_raises_torchs_error(transform, words):
     inputs, weights, biases = tensors((4,))
     with pytest.raises(NotImplementedError, match=f"synchronised batch norm .*{words}"):
         transform(lambda x: batch_norm(slices([x], weights, biases), exchange())[0], inputs[0])
@@ -81,7 +79,7 @@ def _input_gradients(nr_needed):
     return torch.autograd.grad(sum((output**3).sum() for output in outputs), inputs[:nr_needed])
 
 
-def test_backward_needs_nobody_when_no_input_needs_a_gradient():
+def test_backward_is_local_when_no_input_needs_a_gradient():
     pipe = CountingPipe()
     inputs, weights, biases = tensors()
     for weight in weights:
@@ -142,7 +140,7 @@ def test_outputs_may_be_changed_in_place():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_no_storage_of_the_callers_becomes_one_that_cannot_be_resized(dtype):
+def test_the_callers_storage_stays_resizable(dtype):
     """FSDP frees a parameter by resizing its storage; `numpy()` on the parameter would forbid that for good."""
     inputs, weights, biases = tensors(dtype=dtype)
     leaves = [tensor.requires_grad_() for tensor in (*inputs, weights[0], biases[0])]

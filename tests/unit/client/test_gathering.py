@@ -29,13 +29,13 @@ BEYOND_THREE = 2 * VALUE_BYTES * limits.MAX_CHANNELS + 5
     "sizes",
     [(0, 0), (1, 0), (7, 8, 9), (8192, BEYOND_FIRST), (0, BEYOND_THREE, 3, BEYOND_FIRST), (BEYOND_THREE, BEYOND_THREE)],
 )
-def test_everybody_gets_everybodys_bytes(sizes):
+def test_each_member_gets_the_bytes_of_all(sizes):
     sent = {member: os.urandom(size) for member, size in enumerate(sizes)}
     results = run_members(len(sizes), lambda connection: connection.all_gather("all", sent[connection.rank]))
     assert results == [sent] * len(sizes)
 
 
-def test_bits_that_are_no_numbers_are_left_alone():
+def test_nan_bits_are_unchanged():
     # Signalling NaN, a negative zero, a subnormal number.
     sent = bytes.fromhex("010000000000f07f" + "0000000000000080" + "0100000000000000") * 400
     assert run_members(2, lambda connection: connection.all_gather("all", sent)) == [{0: sent, 1: sent}] * 2
@@ -59,7 +59,7 @@ def test_after_a_backward_round_a_gather_begins_a_step():
     assert run_members(2, steps) == [[0, 1], [0, 1]]
 
 
-def test_members_that_gather_different_things_are_told():
+def test_members_that_gather_different_values_get_an_error():
     master = MemoryMaster()
     connections = in_threads([lambda n=n: master.connect(n, 2) for n in range(2)])
 
@@ -75,7 +75,7 @@ def test_members_that_gather_different_things_are_told():
     assert "thing 0" in str(errors[1])
 
 
-def test_whoever_is_lost_meanwhile_is_left_out():
+def test_a_member_lost_meanwhile_is_left_out():
     master = MemoryMaster()
     connections = in_threads([lambda n=n: master.connect(n, 3, min_members=1) for n in range(3)])
     lost = connections.pop()
@@ -99,7 +99,7 @@ def test_whoever_is_lost_meanwhile_is_left_out():
         (Rows((0,), np.zeros((1, 1, limits.MAX_CHANNELS))), "expected at most 65536 values of all ranks, got 65539"),
     ],
 )
-def test_the_master_refuses_rows_that_are_none_of_a_gather(rows, what):
+def test_the_master_refuses_rows_unfit_for_a_gather(rows, what):
     master = MemoryMaster()
     connections = in_threads([lambda n=n: master.connect(n, 2) for n in range(2)])
     sound = Rows((0,), np.zeros((1, 1, 3)))
@@ -127,7 +127,7 @@ def test_the_master_refuses_rows_that_are_none_of_a_gather(rows, what):
         ([8, 0, 5], "expected no values after the last rank's, got 1"),
     ],
 )
-def test_a_first_round_that_makes_no_sense_is_refused(integers, what):
+def test_an_invalid_first_round_is_refused(integers, what):
     with pytest.raises(ProtocolError, match=what):
         gather(lambda _: _brought(integers), b"", 0, 1)
 

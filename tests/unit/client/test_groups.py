@@ -26,7 +26,7 @@ from support.sentences import says
 PAIR = Group("pair", 2)
 LOW, HIGH = Group("low", 2), Group("high", 2)
 
-# Added in another order these give another last bit: 1.0 is lost beside 1e16, unless -1e16 came before it.
+# Another order of addition gives another last bit: 1.0 is lost next to 1e16, unless -1e16 came before it.
 VALUES = (1e16, 1.0, -1e16, 0.3)
 
 
@@ -42,7 +42,6 @@ def total(connection: Connection, group: Group | str | None = None, value: float
 
 @contextmanager
 def connected(master: MemoryMaster, n: int, deadline_of_last: float = 20.0) -> Iterator[list[Connection]]:
-    """The connections of all n members; the last one comes when the others are there."""
     with ThreadPoolExecutor(n) as threads:
         others = [threads.submit(master.connect, member, n) for member in range(n - 1)]
         wait_until(lambda: len(master.members("world")) == n - 1)
@@ -52,14 +51,14 @@ def connected(master: MemoryMaster, n: int, deadline_of_last: float = 20.0) -> I
         yield [stack.enter_context(connection) for connection in connections]
 
 
-def test_who_is_alone_in_a_group_is_named_as_in_the_job():
+def test_the_only_member_of_a_group_has_its_number_of_the_job():
     with connected(MemoryMaster(), 2) as (_, second):
         current.set_current_connection(second)
         aggregate = LocalPipe("bn").run_slave(row(np.nan))
     assert list(aggregate.members) == list(aggregate.non_finite) == [1]
 
 
-# What a group is.
+# Definitions of groups.
 
 
 @pytest.mark.parametrize(
@@ -79,7 +78,7 @@ def test_who_is_alone_in_a_group_is_named_as_in_the_job():
         ("pair", None, "got None"),
     ],
 )
-def test_a_group_that_cannot_be_is_refused_with_what_came(name, size, message):
+def test_an_impossible_group_is_refused_with_its_value(name, size, message):
     with pytest.raises(ConfigurationError, check=says(message)):
         Group(name, size)
 
@@ -111,7 +110,7 @@ def test_without_agents_the_hosts_name_tells_two_hosts_apart():
         ({"LOCAL_WORLD_SIZE": "0"}, r"size: expected an integer in \[1, 16384\], got 0"),
     ],
 )
-def test_the_rule_says_what_it_needs(environ, message):
+def test_the_rule_names_what_is_missing(environ, message):
     with pytest.raises(ConfigurationError, check=says(message)):
         groups.from_environment(environ, "host")
 
@@ -126,7 +125,7 @@ def test_the_rule_says_what_it_needs(environ, message):
         ({"LOCAL_WORLD_SIZE": "", "WORLD_SIZE": ""}, 4, False),
     ],
 )
-def test_a_launcher_of_other_processes_does_not_say_who_is_on_a_host(environ, world_size, is_told):
+def test_variables_of_other_processes_do_not_determine_the_host(environ, world_size, is_told):
     assert groups.has_local_size(environ, world_size) is is_told
 
 
@@ -150,7 +149,7 @@ def test_a_group_is_made_again_from_its_name_and_size(group):
     assert eval(repr(group), {"Group": groups.group_named}) == group  # noqa: S307 - as Python shows it
 
 
-# What a connection makes of it.
+# Groups on a connection.
 
 
 def test_a_connection_knows_which_group_is_meant(monkeypatch):
@@ -173,7 +172,7 @@ def test_a_connection_knows_which_group_is_meant(monkeypatch):
         (Group("pair", 2), "group 'pair': expected at most the 1 members of the job, got size 2"),
     ],
 )
-def test_what_is_no_group_of_the_job_is_refused(group, message):
+def test_a_group_outside_the_job_is_refused(group, message):
     with MemoryMaster().connect(0, 1) as connection:
         for use in (connection.group, lambda group: total(connection, group)):
             with pytest.raises(ConfigurationError, check=says(message)):
@@ -192,7 +191,7 @@ def of_machines(monkeypatch, machines: dict[int, str]) -> None:
     monkeypatch.setattr(Connection, "_gather_machine_ids", gather_machines)
 
 
-def test_without_a_launcher_the_members_find_out_who_shares_a_host(monkeypatch):
+def test_without_a_launcher_the_members_determine_who_shares_a_host(monkeypatch):
     of_machines(monkeypatch, {0: "one", 1: "other", 2: "one", 3: "third"})
 
     def program(connection):
@@ -208,7 +207,7 @@ def test_without_a_launcher_the_members_find_out_who_shares_a_host(monkeypatch):
 
 
 class SlowlyLeft:
-    """A lock after which its thread stands still, so that the next one has it before that goes on."""
+    """A lock that delays its owner after the release, so that the next thread gets it first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -221,7 +220,7 @@ class SlowlyLeft:
         time.sleep(0.1)
 
 
-def test_threads_of_one_member_find_it_out_in_one_round(monkeypatch):
+def test_threads_of_one_member_determine_it_in_one_round(monkeypatch):
     of_machines(monkeypatch, {0: "one", 1: "one"})
 
     def program(connection):
@@ -361,7 +360,7 @@ def test_a_process_uses_a_group_with_one_size():
             total(pair[0], Group("pair", 1))
 
 
-def test_members_that_disagree_on_a_groups_size_are_told_and_the_others_go_on():
+def test_members_that_disagree_on_a_groups_size_get_an_error_and_the_others_continue():
     master = MemoryMaster()
     with connected(master, 3) as (zero, one, _), ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(total, zero, PAIR)
@@ -371,7 +370,7 @@ def test_members_that_disagree_on_a_groups_size_are_told_and_the_others_go_on():
         assert (total(one, PAIR), waiting.result(20)) == (11.0, 11.0)
 
 
-def test_one_member_too_many_is_told_and_the_others_go_on():
+def test_a_surplus_member_gets_an_error_and_the_others_continue():
     with connected(MemoryMaster(), 3) as (zero, one, two):
         in_threads([lambda c=c: total(c, PAIR) for c in (zero, two)])
         with pytest.raises(WorldSizeMismatch, match=r"2 ranks, and ranks 0, 2 registered, got one more from rank 1"):
@@ -380,7 +379,7 @@ def test_one_member_too_many_is_told_and_the_others_go_on():
         assert in_threads([lambda c=c: total(c) for c in (zero, one, two)]) == [111.0] * 3
 
 
-def test_a_group_that_does_not_fill_says_how_many_are_missing_and_who_is_there():
+def test_the_error_of_an_incomplete_group_lists_missing_and_present_members():
     with connected(MemoryMaster(), 3, deadline_of_last=0.1) as (*_, two):
         with pytest.raises(GroupIncomplete) as caught:
             total(two, Group("three", 3))
@@ -445,7 +444,7 @@ def test_a_member_that_fails_breaks_every_group_it_is_in_and_no_other():
         assert in_threads([lambda c=c: total(c, PAIR) for c in (zero, three)]) == [1001.0, 1001.0]
 
 
-def test_whoever_waits_for_a_group_hears_of_a_member_that_failed(monkeypatch):
+def test_a_member_that_waits_for_a_group_learns_of_a_failed_member(monkeypatch):
     """Or it would learn only at the deadline that the other one cannot come."""
     monkeypatch.setattr(registration, "ANSWER_SECONDS", 0.05)
     master = MemoryMaster()

@@ -40,12 +40,11 @@ INTERVAL = 0.2
 
 @pytest.fixture
 def quick(monkeypatch):
-    """A heartbeat five times as fast."""
     monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", INTERVAL)
 
 
 class FakeBeacon:
-    """A beacon whose connection the test brings up; it keeps what was sent, and when."""
+    """A heartbeat socket connected by the test, with the frames sent and their times."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[float, bytes]] = []
@@ -110,7 +109,6 @@ def beacon():
 
 @pytest.fixture
 def start(beacon):
-    """Starts heartbeats; none outlives the test."""
     started: list[HeartbeatThread] = []
 
     def run(sessions, reconnected=lambda: None, unused=lambda: None):
@@ -134,7 +132,7 @@ def test_a_silent_session_sends_heartbeats_as_often_as_it_must(start, beacon):
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_session_that_speaks_by_itself_is_introduced_and_sends_no_heartbeat(start, beacon):
+def test_a_session_with_other_messages_sends_no_heartbeat(start, beacon):
     session, silent = a_session(kind=Talkative), a_session(b"session1")
     heartbeat = start(lambda: [session, silent])
     wait_until(lambda: beacon.sessions().count(b"session1") >= 5)
@@ -151,7 +149,7 @@ def test_a_session_that_no_master_knows_sends_nothing(start, beacon):
     assert set(beacon.sessions()) == {b"session1"}
 
 
-def test_it_tells_of_each_connection_but_the_first(monkeypatch, start, beacon):
+def test_it_reports_each_connection_but_the_first(monkeypatch, start, beacon):
     monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", 3600.0)
     told = []
     heartbeat = start(lambda: [a_session()], lambda: told.append(len(beacon.sent)))
@@ -163,7 +161,7 @@ def test_it_tells_of_each_connection_but_the_first(monkeypatch, start, beacon):
 
 
 @pytest.mark.usefixtures("quick")
-def test_without_a_connection_it_tries_no_more_often(start, beacon):
+def test_without_a_connection_it_does_not_try_more_often(start, beacon):
     beacon.connected = False
     session = a_session()
     started = time.monotonic()
@@ -181,7 +179,7 @@ def test_stopping_ends_the_thread_and_closes_the_beacon_though_it_waits(monkeypa
     assert not heartbeat._thread.is_alive()
 
 
-def test_a_new_session_is_introduced_at_once_if_it_is_told_to_look(monkeypatch, start, beacon):
+def test_a_new_session_is_introduced_at_once_after_a_wake_up(monkeypatch, start, beacon):
     monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", 3600.0)
     sessions = []
     heartbeat = start(lambda: sessions)
@@ -195,7 +193,7 @@ def broken_job():
     return BrokenJob(ThreadSampler(reports_stacks=True, rank=0), "rank 0", None)
 
 
-def test_a_question_where_the_process_is_gets_an_answer(beacon, broken_job):
+def test_a_question_for_the_place_of_the_process_gets_an_answer(beacon, broken_job):
     session, other = a_session(), a_session(b"session1")
     heartbeat = HeartbeatThread(beacon, lambda: [other, session], lambda: None, lambda: None, broken_job)
     beacon.incoming = [encode(StackRequest(digest(session.member_token), 7)), encode(StackRequest(b"no such ", 8))]
@@ -208,7 +206,7 @@ def test_a_question_where_the_process_is_gets_an_answer(beacon, broken_job):
     assert answer.stack
 
 
-def test_the_news_that_the_job_is_broken_are_heard(beacon, broken_job):
+def test_the_news_of_a_broken_job_are_received(beacon, broken_job):
     heartbeat = HeartbeatThread(beacon, lambda: [a_session()], lambda: None, lambda: None, broken_job)
     fields = {"job": "job", "group": "world", "member": 1, "step": 3, "cause": "boom"}
     others = {**fields, "job": "another"}
@@ -229,7 +227,7 @@ def context():
         yield context
 
 
-def test_a_beacon_says_when_it_is_connected_and_queues_nothing_while_it_is_not(context, tmp_path):
+def test_a_beacon_reports_its_connection_and_queues_nothing_without_one(context, tmp_path):
     endpoint = f"ipc://{tmp_path}/master"
     beacon = HeartbeatSocket(context, endpoint)
     assert not beacon.send(b"nobody is there")
@@ -247,7 +245,7 @@ def test_a_beacon_says_when_it_is_connected_and_queues_nothing_while_it_is_not(c
     beacon.close()
 
 
-def test_a_look_that_fails_does_not_end_the_heartbeats(context, tmp_path):
+def test_an_error_while_collecting_sessions_does_not_end_the_heartbeats(context, tmp_path):
     steps = []
 
     def step(now):
@@ -317,7 +315,7 @@ def test_a_member_in_the_masters_process_needs_none():
 def test_a_forked_child_has_none(server, job):
     with client.connect(server.endpoint, job=job):
         with warnings.catch_warnings():
-            # Python 3.12 and later warn of a fork beside threads, which is what this is about.
+            # Python 3.12 and later warn of a fork in a process with threads.
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
@@ -341,12 +339,12 @@ else:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("how", ["connected", "left open"])
-def test_a_script_that_never_closes_ends_all_the_same(server, job, how):
+def test_a_script_that_never_closes_still_ends(server, job, how):
     subprocess.run([sys.executable, "-c", UNTIDY, server.endpoint, how, job], check=True, timeout=100)
 
 
-def test_a_session_says_its_transport_as_soon_as_it_is_another_one():
-    """One that takes part in rounds sends no heartbeats otherwise."""
+def test_a_session_reports_a_change_of_transport_at_once():
+    """A member in rounds sends no heartbeats otherwise."""
     scheduler, session = HeartbeatScheduler(), a_session()
 
     def said() -> list[str]:
@@ -367,7 +365,7 @@ def test_a_session_says_its_transport_as_soon_as_it_is_another_one():
 @pytest.mark.parametrize(
     ("memory", "beats"), [(SimpleNamespace(is_abandoned=False), 10), (SimpleNamespace(is_abandoned=True), 0), (None, 0)]
 )
-def test_one_that_shares_memory_beats_though_it_speaks_as_where_others_come_late(memory, beats):
+def test_a_member_in_memory_sends_heartbeats_although_it_sends_messages(memory, beats):
     """The server knows only from heartbeats how long it has waited in memory."""
     scheduler, session, now, sent = HeartbeatScheduler(), a_session(), 100.0, 0
     session.transport.memory = memory
@@ -385,7 +383,7 @@ def test_one_that_shares_memory_beats_though_it_speaks_as_where_others_come_late
 
 
 @pytest.mark.parametrize(("is_in_memory", "times"), [(True, 1), (False, 0)])
-def test_ranks_that_need_no_server_are_told_once_that_it_is_away(is_in_memory, times):
+def test_ranks_without_need_of_the_server_learn_once_that_it_is_away(is_in_memory, times):
     scheduler, session = HeartbeatScheduler(), a_session()
     if is_in_memory:
         session.transport.memory = SimpleNamespace(is_abandoned=False)
@@ -394,7 +392,7 @@ def test_ranks_that_need_no_server_are_told_once_that_it_is_away(is_in_memory, t
     assert not times or "no connection to the server for 10 s. The ranks continue in shared memory" in told[10]
 
 
-def test_a_server_that_was_back_may_be_away_again():
+def test_a_second_absence_of_the_server_is_reported_too():
     scheduler, session = HeartbeatScheduler(), a_session()
     session.transport.memory = SimpleNamespace(is_abandoned=False)
     for began in (0.0, 100.0):
@@ -404,7 +402,7 @@ def test_a_server_that_was_back_may_be_away_again():
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_rank_that_speaks_to_a_server_in_vain_is_told_too(start, beacon, monkeypatch, caplog):
+def test_a_rank_with_unanswered_messages_is_warned_too(start, beacon, monkeypatch, caplog):
     """It asks the server in each long wait, so no heartbeat is due."""
     monkeypatch.setattr(heartbeats_module, "AWAY_SECONDS", 3 * INTERVAL)
     beacon.connected = False
@@ -457,8 +455,8 @@ def test_a_rank_whose_model_was_not_converted_is_warned_once(server, job, monkey
     assert all(expected in text for text in warned())
 
 
-def test_a_session_that_a_new_master_did_not_know_beats_again_at_once():
-    """The master has not taken the first heartbeat, and would look for it where it spoke last, which may be closed."""
+def test_a_session_unknown_to_a_new_master_sends_a_heartbeat_at_once():
+    """The new master did not accept the first heartbeat, and would look for it at its former address."""
     scheduler, session = HeartbeatScheduler(), a_session()
     unknown = encode(Failure("unknown_session", "who?", {"digest": digest(session.member_token).hex()}))
 
@@ -481,14 +479,13 @@ def test_a_session_that_a_new_master_did_not_know_beats_again_at_once():
 
 
 def sampled(session, step=0):
-    """A session whose member tells of a round that it has had in memory."""
     session.transport.samples = session.transport.samples or SkewSampler()
     key = RoundKey("job", "world", 0, step, "bn", 0, FORWARD)
     session.transport.samples.observe(step, key, [2, 2], (1, 1), np.array([[[2.0], [4.0]], [[6.0], [20.0]]]))
     return session
 
 
-def test_figures_go_only_where_a_heartbeat_has_gone_before():
+def test_figures_follow_a_heartbeat():
     """A server that does not know the session has no use for them, and would say so."""
     scheduler, session = HeartbeatScheduler(), sampled(a_session())
     assert scheduler.skew_frames(1.0, [session]) == []
@@ -513,7 +510,7 @@ def test_figures_leave_beside_the_heartbeats(start, beacon, monkeypatch):
     assert digest_.values.tolist() == [[[2.0, 1.0, 1.0, 0.25], [2.0, 3.0, 1.0, 0.25]]]
 
 
-def test_numbers_that_have_no_figures_end_no_heartbeats(start, beacon, monkeypatch):
+def test_invalid_figures_do_not_end_the_heartbeats(start, beacon, monkeypatch):
     monkeypatch.setattr(samples, "SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", 0.05)
     session = sampled(a_session())

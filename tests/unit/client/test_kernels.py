@@ -22,7 +22,6 @@ BACKENDS = {"reference": (), "fused": (Fused(),)}
 
 @pytest.fixture(autouse=True, params=BACKENDS)
 def backend(request, monkeypatch):
-    """Which one computes what it takes; CUDA's operators are stand-ins here."""
     used = []
     for kind in (Reference, Fused):
         for name in STEPS:
@@ -138,7 +137,7 @@ def test_sums_of_half_precision_are_added_in_float32(shape, dtype):
         assert ((sums - terms.sum(1)).abs() <= 1e-6 * terms.abs().sum(1)).all()
 
 
-def test_clamp_holds_the_variance_at_eps_and_lets_no_gradient_through_it():
+def test_clamp_keeps_the_variance_at_eps_without_a_gradient():
     x = torch.stack([random((50,)) * 1e-4, random((50,))], 1).requires_grad_()
     eps = 1e-3
     centred = x - x.mean(0)
@@ -217,7 +216,7 @@ def test_what_float32_rounds_off_the_mean_is_put_back():
     torch.testing.assert_close(gradient.double(), wide.grad, rtol=0, atol=2e-5 * wide.grad.abs().max().item())
 
 
-def test_a_count_beyond_32_bits_is_no_trouble():
+def test_a_count_beyond_32_bits_is_exact():
     """The count of CUDA's operator is an int32, so it gets means instead of sums."""
     x, grad = (random((4, 3, 5), torch.float64, seed) for seed in range(2))
     small = statistics_of(x)
@@ -231,7 +230,7 @@ def test_a_count_beyond_32_bits_is_no_trouble():
 @pytest.mark.parametrize("is_tensor", [False, True])
 @pytest.mark.parametrize("count", [0, 1, 2, 7])
 def test_statistics_have_the_bits_of_ieee_754(count, is_tensor, eps_mode):
-    """Ranks of all kinds must come to the same ones; numpy rounds each step to nearest."""
+    """Ranks of all kinds must agree; numpy rounds each step to nearest."""
     sums = random((100,)) if count else torch.zeros(100, dtype=torch.float64)
     squares = sums * sums / max(count, 1) + random((100,), seed=1) * bool(count)
     number = torch.tensor(float(count), dtype=torch.float64) if is_tensor else count

@@ -44,7 +44,7 @@ EACH = pytest.mark.parametrize(
 
 
 @EACH
-def test_a_converted_lazy_layer_becomes_our_ordinary_one_with_everything_intact(kind):
+def test_a_converted_lazy_layer_becomes_our_ordinary_one_with_all_attributes(kind):
     old = kind.torchs(eps=0.25)
     converted = client.convert_model(nn.ModuleDict({"stem": old}), group="local")["stem"]
     assert converted is old

@@ -1,4 +1,4 @@
-"""The client's waits as pure functions: what they send, when they look again, and how they end."""
+"""The client's waits as pure functions: their frames, deadlines and results."""
 
 import numpy as np
 import pytest
@@ -73,7 +73,7 @@ def test_news_of_a_wait_does_not_prolong_the_deadline(trip):
         trip.step(BEGAN + DEADLINE + GRACE_SECONDS, None)
 
 
-def test_a_long_wait_is_told_at_doubling_intervals(trip, caplog):
+def test_a_long_wait_is_reported_at_doubling_intervals(trip, caplog):
     (first,), *_ = trip.begin(BEGAN)
     key = decode(first).key
     with caplog.at_level("WARNING", "statsd_bn.client"):
@@ -82,8 +82,8 @@ def test_a_long_wait_is_told_at_doubling_intervals(trip, caplog):
     assert [record.getMessage() for record in caplog.records] == ["waiting, 10 s", "waiting, 20 s"]
 
 
-def test_one_whose_server_can_have_no_successor_waits_for_none(trip):
-    """It hears of that when it would warn: a server that failed may be started again meanwhile."""
+def test_a_member_of_a_server_without_successor_waits_for_none(trip):
+    """It learns of that when its warning is due: a failed server may be restarted until then."""
     _, due, _ = trip.begin(BEGAN)
     trip.is_gone = lambda: True
     while due < BEGAN + WARN_SECONDS:
@@ -100,7 +100,7 @@ def test_a_member_introduces_itself_to_a_restarted_master_and_asks_again(trip):
     assert (type(register), contribution.attempt, result) == (Register, 1, None)
 
 
-def test_where_this_process_was_last_is_said_again_ahead_of_a_contribution_until_there_is_an_answer(trip, session):
+def test_the_latest_place_precedes_each_contribution_until_an_answer(trip, session):
     settled = session.round_done(session.forward_key("before"))
     frames, due, _ = trip.begin(BEGAN)
     assert frames[0] == settled
@@ -114,13 +114,13 @@ def test_where_this_process_was_last_is_said_again_ahead_of_a_contribution_until
     assert [type(message) for message in sent(later.begin(BEGAN)[0])] == [Contribution]
 
 
-def test_what_is_settled_while_an_earlier_round_is_answered_is_still_to_be_said_again(session):
+def test_a_round_settled_during_an_earlier_answer_is_still_repeated(session):
     earlier, later = (session.round_done(session.forward_key(layer)) for layer in ("one", "two"))
     session.last_round_done.acknowledge(earlier)
     assert session.last_round_done.frame == later
 
 
-def test_the_sessions_of_a_process_say_for_one_another_where_it_was_last():
+def test_the_sessions_of_a_process_report_its_latest_place_for_each_other():
     last = LastRoundDone()
     world, pair = (
         Session(token, Member("job", group, 0, 0, 2, DEADLINE, "here"), last)
@@ -132,7 +132,7 @@ def test_the_sessions_of_a_process_say_for_one_another_where_it_was_last():
     assert frames[0] == settled
 
 
-def test_a_registration_asks_again_until_nobody_has_answered_for_long(registration):
+def test_a_registration_asks_again_until_a_long_silence(registration):
     frames, due, _ = registration.begin(BEGAN)
     for _ in range(int(ANSWER_SECONDS / RETRY_SECONDS) - 1):
         assert [type(message) for message in sent(frames)] == [Register]
@@ -151,14 +151,14 @@ def test_a_registration_waits_for_the_others_and_ends_when_the_group_is_open(reg
     assert registration.step(due + 1.0, registered())[2].missing == 0
 
 
-def test_a_group_that_does_not_fill_in_time_is_given_up(registration):
+def test_waiting_for_an_incomplete_group_ends_in_time(registration):
     registration.begin(BEGAN)
     registration.step(BEGAN + 0.1, registered(missing=1))
     with pytest.raises(GroupIncomplete):
         registration.step(BEGAN + DEADLINE, registered(missing=1))
 
 
-def test_a_number_that_is_still_taken_is_asked_for_again_for_a_moment(registration):
+def test_a_number_that_is_still_taken_is_requested_again_briefly(registration):
     registration.begin(BEGAN)
     taken = encode(Failure("duplicate_member", "taken", {}))
     frames, due, _ = registration.step(BEGAN + 0.1, taken)

@@ -1,4 +1,4 @@
-"""Masks: statistics over the positions that count, and Keras's way with those that do not."""
+"""Masks: statistics over the unmasked positions, and Keras's treatment of the others."""
 
 import itertools
 
@@ -42,7 +42,7 @@ def test_masked_shards_may_be_channels_last_or_views(members, layouts):
 
 @pytest.mark.parametrize(("kind", "mask"), FITTING)
 def test_masked_positions_are_normalised_and_their_gradients_follow_the_chain_rule(members, kind, mask):
-    """A loss over all positions: autograd of the formula, with mean and variance of those that count."""
+    """A loss over all positions: autograd of the formula with unmasked mean and variance."""
     cases = [
         Shards(kind, (3, 4, 2), masks=masks, loss_at_masked=True) for masks in [(mask,) * 3, (mask, "none", "all")]
     ]
@@ -57,14 +57,13 @@ def test_masked_positions_are_normalised_and_their_gradients_follow_the_chain_ru
 
 @pytest.mark.parametrize("masks", [way for way in itertools.product(("some", "none"), repeat=3) if "some" in way])
 def test_all_positions_of_some_replicas_may_be_masked(members, masks):
-    """Of one, and of all but one, in any order."""
     cases = [Shards(kind, (3, 4, 3), masks=masks) for kind in ("1d of (N, C)", "2d")]
     for case, found in zip(cases, everywhere(members, cases), strict=True):
         assert_equal(packed(found, case).named(), on_the_whole_batch(case).named(), 1e-10)
 
 
 def test_all_positions_everywhere_masked_is_refused_on_every_member(members):
-    """As is a single one that counts; no member's running statistics move, and the job goes on."""
+    """Like a single unmasked one; no running statistics move, and the job continues."""
     cases = [
         Shards("2d", (2, 1, 3), masks=("none",) * 3),
         Shards("1d of (N, C)", (1, 2, 2), masks=("some", "none", "none")),
@@ -83,7 +82,7 @@ def test_all_positions_everywhere_masked_is_refused_on_every_member(members):
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-def test_what_pads_the_input_does_not_spread(members, bad, dtype):
+def test_padding_values_do_not_spread(members, bad, dtype):
     """The same bits wherever positions count, and in all gradients and buffers, as with numbers in the padding."""
     ways = [("2d", ("sizes", "some", "none")), ("1d of (N, C, L)", ("lengths", "absent", "some"))]
     for kind, masks in ways:
@@ -94,7 +93,7 @@ def test_what_pads_the_input_does_not_spread(members, bad, dtype):
         shards.assert_same_bits(found, packed(shards.as_virtual_replicas(clean), clean).named())
 
 
-def test_what_pads_the_input_does_not_spread_into_second_gradients():
+def test_padding_values_do_not_spread_into_second_gradients():
     """A penalty on the input's gradient, of a loss that indexes the positions that count."""
 
     def run(padding):
@@ -110,7 +109,6 @@ def test_what_pads_the_input_does_not_spread_into_second_gradients():
 
 @pytest.mark.parametrize(("kind", "mask"), FITTING)
 def test_a_layer_alone_takes_masks_too(kind, mask):
-    """No connection, no replicas."""
     case = Shards(kind, (6,), masks=(mask,))
     (shard,), layer = case.shards(), case.layer(synchronised=True)
     output = layer(shard.x, shard.mask)
@@ -125,7 +123,6 @@ def test_a_layer_alone_takes_masks_too(kind, mask):
 
 
 def test_data_parallel_splits_the_mask_with_the_input():
-    """By position or by name."""
     case = Shards("2d", (5, 3), masks=("some", "some"))
     x, mask = (torch.cat(parts) for parts in zip(*((shard.x, shard.mask) for shard in case.shards()), strict=True))
     expected = on_the_whole_batch(case)
@@ -144,7 +141,6 @@ def test_a_mask_of_all_positions_is_no_mask(members, kind):
 
 
 def test_a_mask_is_harmless_in_eval():
-    """The same bits; nobody is waited for."""
     case = Shards("2d", (3,), masks=("some",))
     (shard,), layer = case.shards(), case.layer(synchronised=True).eval()
     assert torch.equal(layer(shard.x, shard.mask), layer(shard.x))
@@ -152,7 +148,6 @@ def test_a_mask_is_harmless_in_eval():
 
 
 def test_eval_without_running_statistics_uses_those_of_its_own_masked_batch():
-    """Each replica by itself, as without a mask."""
     x = torch.randn(6, 3, 4, generator=torch.Generator().manual_seed(0))
     mask = torch.arange(4) < torch.tensor([[1], [4], [2], [3], [4], [2]])
     layer = client.SynchronizedBatchNorm1d(3, track_running_stats=False).eval()

@@ -36,7 +36,7 @@ MASK = torch.tensor([True, True, False, True, True, True])
         ((X, 0, MASK.to("meta")), ValueError, "a mask on cpu that expands to the reduced dimensions (6,), got (6,) on"),
     ],
 )
-def test_what_it_cannot_take(arguments, error, text):
+def test_invalid_input_is_refused(arguments, error, text):
     with pytest.raises(error, check=says(re.escape(text))):
         client.moments(*arguments)
 
@@ -51,7 +51,7 @@ def test_batches_of_other_shapes_are_refused():
 
 
 @pytest.mark.parametrize("shapes", [((4, 3), (4, 2)), ((4, 3, 2), (5, 2, 3))])
-def test_shapes_that_differ_between_ranks_stop_all(shapes):
+def test_different_shapes_on_ranks_are_an_error_on_all(shapes):
     def measure(connection):
         use(connection)
         return outcome(lambda: client.moments(torch.ones(shapes[connection.rank])))
@@ -116,7 +116,7 @@ def test_it_is_a_module_like_others():
     assert client.RunningMoments(3).name != client.RunningMoments(3).name
 
 
-def test_a_compiler_leaves_it_as_it_is():
+def test_a_compiler_leaves_it_unchanged():
     statistics = client.RunningMoments((3, 2))
 
     @torch.compile(backend="eager")

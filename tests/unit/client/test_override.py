@@ -30,8 +30,6 @@ class Plain(nn.BatchNorm2d):
 
 
 class LikeTimms(Plain):
-    """As timm's BatchNormAct2d."""
-
     def __init__(self, momentum=0.1):
         super().__init__(momentum)
         self.drop = nn.Identity()
@@ -50,14 +48,14 @@ class LikeTimms(Plain):
 
 
 class Below(LikeTimms):
-    """Calls the `forward` of another class with one of its own."""
+    """Calls the `forward` of another class with its own layer."""
 
     def forward(self, x):
         return super().forward(x) * 2
 
 
 class Twice(LikeTimms):
-    """Normalises the second time by the operator, in a list, by what the first call has moved."""
+    """Normalises a second time by the operator, in a list, with statistics that the first call moved."""
 
     def forward(self, x):
         tensors = self.weight, self.bias, self.running_mean, self.running_var
@@ -95,7 +93,6 @@ def batch(seed=0):
 
 
 def pair(kind):
-    """A layer, and the same converted."""
     whole, converted = kind(), client.convert_model(kind())
     for layer in (whole, converted):
         torch.manual_seed(1)
@@ -105,7 +102,7 @@ def pair(kind):
 
 
 def check_synchronised(whole, converted, given=torch.clone):
-    """Two ranks with other batches, in one process, compute what the whole batch does."""
+    """Two ranks with different batches, in one process, compute the result of the whole batch."""
     factors = batch(7)
     for seed in range(2):
         found = []
@@ -123,7 +120,6 @@ def check_synchronised(whole, converted, given=torch.clone):
 
 @pytest.fixture
 def handed(monkeypatch):
-    """The layers in whose name a call was synchronised, each call in turn."""
     found, normalise = [], client.SynchronizedBatchNorm._normalise
     monkeypatch.setattr(
         client.SynchronizedBatchNorm,
@@ -148,7 +144,7 @@ def test_subclasses_of_tensor_and_graphs_of_torch_fx_equal_the_whole_batch(kind)
     torch.testing.assert_close(traced(batch(5)), whole.eval()(batch(5)))
 
 
-def test_a_layer_that_comes_to_no_batch_norm_is_noted_in_training_only():
+def test_a_layer_that_calls_no_batch_norm_is_noted_in_training_only():
     class Sometimes(LikeTimms):
         def forward(self, x):
             return x if x.size(0) > 7 else super().forward(x)
@@ -181,7 +177,7 @@ def _child(layer):
 
 @pytest.mark.parametrize("change", [_hook, _child])
 def test_what_it_calls_with_the_layers_tensors_is_synchronised(change, handed):
-    """A single replica, since what was given is bound to this one layer."""
+    """A single replica, since its tensors belong to this one layer."""
     converted = client.convert_model(LikeTimms())
     change(converted)
     converted(batch())
@@ -223,7 +219,7 @@ def test_a_mode_of_the_users_may_run_another_layer(handed):
     assert handed == [inner, outer]
 
 
-def test_nothing_is_left_of_a_call_that_raises():
+def test_a_call_that_raises_leaves_nothing_behind():
     converted = client.convert_model(LikeTimms())
     with pytest.raises(AssertionError, match="expected 4D input"):
         converted(torch.zeros(3))
@@ -247,7 +243,7 @@ def test_a_call_by_all_ways_leaves_nothing_behind(handed):
 
 @pytest.mark.parametrize("kind", [LikeTimms, Below, BothWays])
 def test_ctrl_c_leaves_torchs_modes_as_they_are(kind):
-    """At each call of ours in turn, as if the signal had come just then."""
+    """At each of our calls in turn, as if the signal came there."""
     converted = client.convert_model(kind())
     x, nr_interrupted = batch(), 0
     with BaseTorchFunctionMode() as mode:

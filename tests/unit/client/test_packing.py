@@ -31,7 +31,7 @@ def test_plain_values_come_back(state):
     assert repr(unpack(pack(state))) == repr(state)
 
 
-def test_a_schedule_with_milestones_goes_on():
+def test_a_schedule_with_milestones_continues():
     """`MultiStepLR` keeps them in a counter."""
 
     def rates(travelled):
@@ -53,7 +53,7 @@ def test_types_made_of_the_plain_ones_become_plain():
     assert torch.equal(found["weight"], torch.ones(1))
 
 
-def test_what_is_not_plain_is_named():
+def test_a_value_other_than_a_plain_one_is_named():
     with pytest.raises(TypeError, check=says("and lists, tuples and dicts of these, got torch")):
         pack({"model": [nn.Linear(1, 1)]})
 
@@ -87,14 +87,14 @@ def items(code: int, number: int) -> msgpack.ExtType:
 
 @pytest.mark.parametrize("code", [LIST, TUPLE, COUNTER, DICT])
 @pytest.mark.parametrize("levels", [33, 200, 100_000])
-def test_what_comes_deeper_than_32_is_refused(code, levels):
+def test_deeper_received_states_are_refused(code, levels):
     key = [1] if code in {COUNTER, DICT} else []
     with pytest.raises(ProtocolError, match="expected at most 32 levels of nesting"):
         unpack(framed(*[items(code, 1), *key] * levels, 1))
 
 
 def test_extensions_within_extensions_end_no_process():
-    """1 KB of them once overran the stack of whoever unpacked it."""
+    """1 KB of them once overflowed the stack of the reader."""
     inner = msgpack.packb(1)
     for _ in range(10_000):
         inner = msgpack.packb(msgpack.ExtType(TUPLE, inner))
@@ -123,7 +123,7 @@ def test_extensions_within_extensions_end_no_process():
         (framed(items(DICT, 1), items(TUPLE, 1), items(LIST, 0), 1), "unhashable type"),
     ],
 )
-def test_what_is_no_state_is_refused(data, what):
+def test_an_invalid_state_is_refused(data, what):
     with pytest.raises(ProtocolError, match=f"^state: .*{what}"):
         unpack(data)
 
@@ -142,7 +142,7 @@ def test_what_is_no_state_is_refused(data, what):
         [items(TUPLE, 2), *[None] * 3] * 20_000,
     ],
 )
-def test_what_comes_takes_no_more_memory_than_a_few_times_its_bytes(announced):
+def test_a_received_state_takes_a_few_times_its_bytes_at_most(announced):
     if isinstance(announced, bytes):
         data = struct.pack("<I", len(announced)) + announced
     else:
@@ -157,12 +157,12 @@ def test_what_comes_takes_no_more_memory_than_a_few_times_its_bytes(announced):
 
 
 @pytest.mark.parametrize("kind", [bytearray, memoryview])
-def test_what_holds_bytes_travels_as_bytes(kind):
+def test_buffers_travel_as_bytes(kind):
     assert unpack(pack([kind(b"held")])) == [b"held"]
 
 
 @given(st.data())
-def test_a_changed_byte_raises_nothing_else(data):
+def test_a_changed_byte_raises_only_our_error(data):
     packed = bytearray(pack({"weights": (torch.ones(3), [1, "x"]), "milestones": Counter([2, 2])}))
     packed[data.draw(st.integers(0, len(packed) - 1))] = data.draw(st.integers(0, 255))
     try:
@@ -172,6 +172,6 @@ def test_a_changed_byte_raises_nothing_else(data):
 
 
 @pytest.mark.parametrize("cut", [0, 3, 10, -1])
-def test_a_cut_one_is_refused(cut):
+def test_a_truncated_state_is_refused(cut):
     with pytest.raises(ProtocolError, match=r"^(state|array 0): "):
         unpack(pack({"weights": torch.ones(3)})[:cut])

@@ -28,7 +28,7 @@ def test_a_model_that_was_pickled_before_the_files_moved_loads_and_computes_the_
     assert saved["model"].has_virtual_replicas
 
 
-def test_a_pickled_model_names_nothing_of_ours_that_is_not_public():
+def test_a_pickled_model_names_only_public_names_of_ours():
     model = torch.load(PICKLED, weights_only=False)["model"]
     opcodes = pickletools.genops(pickle.dumps(model, protocol=2))
     named = {tuple(argument.split()) for opcode, argument, _ in opcodes if opcode.name == "GLOBAL"}

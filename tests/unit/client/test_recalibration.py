@@ -120,8 +120,6 @@ def test_a_frozen_layer_of_a_model_in_training_normalises_with_its_own_statistic
 
 
 class Recorder(nn.Module):
-    """Notes its mode, and whether gradients would be kept."""
-
     def __init__(self):
         super().__init__()
         self.modes = []
@@ -185,7 +183,7 @@ class Failing(nn.Module):
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", FAILURES)
-def test_whatever_raises_leaves_the_layer_as_it_was(place, kind):
+def test_any_exception_leaves_the_layer_unchanged(place, kind):
     bn = layer()
     before, attributes = statistics(bn), set(vars(bn))
     with pytest.raises(kind, match="on purpose"):
@@ -196,7 +194,7 @@ def test_whatever_raises_leaves_the_layer_as_it_was(place, kind):
     assert bn.num_batches_tracked == 1
 
 
-def test_a_failed_exchange_leaves_the_layer_as_it_was(monkeypatch):
+def test_a_failed_exchange_leaves_the_layer_unchanged(monkeypatch):
     bn = layer()
     before = statistics(bn)
     monkeypatch.setattr(recalibration, "transport_for", raiser(TimeoutError("on purpose")))
@@ -207,7 +205,7 @@ def test_a_failed_exchange_leaves_the_layer_as_it_was(monkeypatch):
 
 
 def test_all_layers_are_written_or_none():
-    """Nothing can be written into a tensor whose elements share one place."""
+    """A tensor with overlapping elements cannot be written."""
     model = nn.Sequential(layer(), layer())
     model[1].running_var = torch.ones(1, dtype=torch.float64).expand(3)
     before = statistics(model)
@@ -234,7 +232,7 @@ class OfDictionary(nn.Module):
         return self.bn(batch["x"], batch.get("mask"))
 
 
-def test_any_other_batch_goes_in_as_it_is_and_masked_positions_do_not_count():
+def test_another_batch_is_passed_unchanged_and_masked_positions_do_not_count():
     model, mask = OfDictionary(), torch.tensor([True, False, True, True])
     client.recalibrate(model, [{"x": samples(4), "mask": mask}, {"x": samples(3, seed=1)}])
     assert_population(model.bn, torch.cat([samples(4)[mask], samples(3, seed=1)]))
@@ -254,18 +252,18 @@ def test_num_batches_is_a_limit_and_nothing_beyond_it_is_drawn():
         *((value, TypeError, "an int or None, got") for value in (1.0, "3", True)),
     ],
 )
-def test_a_number_of_batches_that_cannot_be_is_refused(num_batches, kind, expected):
+def test_an_impossible_number_of_batches_is_refused(num_batches, kind, expected):
     with pytest.raises(kind, match=f"num_batches: expected {expected}"):
         client.recalibrate(layer(), [samples(4)], num_batches=num_batches)
 
 
-def test_progress_hears_of_every_batch():
+def test_progress_is_called_for_every_batch():
     heard = []
     client.recalibrate(layer(), [samples(4)] * 3, progress=heard.append)
     assert heard == [1, 2, 3]
 
 
-def test_no_batches_at_all_are_an_error_on_every_member(members):
+def test_zero_batches_are_an_error_on_every_member(members):
     expected = "ValueError: loader: expected values for at least one layer, got none in the 0 batches of all members"
     for told, kept in members(2, programs.recalibrate_nothing):
         assert (unwrap(told), kept) == (expected, True)
@@ -287,7 +285,7 @@ def test_nan_on_one_member_is_an_error_on_every_member_and_names_the_layers(memb
         assert kept
 
 
-def test_members_that_measure_other_layers_are_told_which(members):
+def test_members_that_measure_different_layers_get_an_error_that_names_them(members):
     for number, (told, kept) in enumerate(members(2, programs.recalibrate_other_layers)):
         assert "RoundMismatch" in told
         assert f"got layer '{1 - number}' with 3 channels" in told
@@ -362,7 +360,7 @@ def test_a_lazy_layer_is_refused_until_it_knows_its_channels():
     assert_population(bn, samples(4))
 
 
-def test_only_the_batches_count_whatever_else_the_model_is_used_for_meanwhile():
+def test_only_the_batches_count_despite_other_calls_of_the_model():
     bn, seen = layer().eval(), []
 
     def loader():
@@ -374,7 +372,7 @@ def test_only_the_batches_count_whatever_else_the_model_is_used_for_meanwhile():
     torch.testing.assert_close(seen[0], layer().eval()(samples(9, seed=9)).detach())
 
 
-def test_a_copy_made_meanwhile_counts_for_nobody():
+def test_a_copy_made_meanwhile_is_not_measured():
     bn, copies = layer(), []
     bn.register_forward_hook(lambda module, *_: copies.append(copy.deepcopy(module)))
     client.recalibrate(bn, [samples(4)])

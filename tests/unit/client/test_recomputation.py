@@ -24,7 +24,6 @@ REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant"
 
 
 def train(model, steps, forward):
-    """Weights, buffers and the input's gradients after a few steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gradients = []
     for step in range(steps):
@@ -65,8 +64,6 @@ def test_virtual_replicas_with_checkpoints_equal_the_whole_batch_without():
 
 
 class Checkpointed(nn.Module):
-    """Every replica has a checkpoint of its own."""
-
     def __init__(self, inner, *, reentrant):
         super().__init__()
         self.inner = inner
@@ -77,7 +74,7 @@ class Checkpointed(nn.Module):
 
 
 def test_a_checkpoint_around_a_first_layer_whose_input_needs_no_gradient():
-    """Nobody wants that gradient, so what the layer saves for its weight must be saved in the replica's thread too."""
+    """Nothing requests that gradient, so the layer must save for its weight in the replica's thread."""
     inner = nn.Sequential(nn.BatchNorm2d(1), model()).double()
     plain = copy.deepcopy(inner)
     wrapped = client.DataParallelWithCallback(client.convert_model(Checkpointed(inner, reentrant=False)), ["cpu"] * 3)
@@ -101,8 +98,6 @@ def test_a_checkpoint_around_one_replica_and_not_its_siblings(number, can_tell, 
 
 
 class OneCheckpointed(nn.Module):
-    """One replica has a checkpoint, its siblings have none."""
-
     def __init__(self, inner, number):
         super().__init__()
         self.inner = inner
@@ -115,7 +110,7 @@ class OneCheckpointed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False) if self.number == self.chosen else self.inner(x)
 
 
-def test_several_replicas_in_a_reentrant_checkpoint_are_told_what_to_do():
+def test_several_replicas_in_a_reentrant_checkpoint_get_an_error_with_a_remedy():
     """Its backward runs one replica after the other, so each would wait for one that is behind it."""
     wrapped = client.DataParallelWithCallback(client.convert_model(Checkpointed(model(), reentrant=True)), ["cpu"] * 3)
     x, factors = member_programs.batch(0)
@@ -147,7 +142,7 @@ def test_a_layer_that_is_called_twice_before_a_checkpoint_is_computed_again(memb
     [(False, ""), (False, "aot_eager"), pytest.param(True, "aot_eager", marks=pytest.mark.long)],
 )
 def test_a_layer_that_is_called_twice_on_an_empty_batch_in_a_checkpoint(members, reentrant, backend):
-    """The calls are equal on one member, and another member tells them apart."""
+    """The calls are equal on one member, and differ on another."""
     for found, expected in members(2, member_programs.call_twice_on_an_empty_batch_in_a_checkpoint, reentrant, backend):
         assert_near(found, expected)
 
@@ -175,12 +170,12 @@ def test_calls_that_only_the_other_member_can_tell_apart(members, region, kinds,
         assert_near(found, expected)
 
 
-def test_a_layer_before_what_learns_is_not_exchanged_again_on_members(members):
+def test_a_layer_before_the_trained_part_is_not_exchanged_again_on_members(members):
     """It has no graph that keeps its call, but its checkpoint runs it again for the sake of what follows."""
     assert members(2, member_programs.checkpoint_that_begins_before_what_learns, 3) == [(3, 3)] * 2
 
 
-def test_a_layer_before_what_learns_is_not_exchanged_again_by_virtual_replicas():
+def test_a_layer_before_the_trained_part_is_not_exchanged_again_by_virtual_replicas():
     first = nn.BatchNorm1d(3).requires_grad_(requires_grad=False)
     model = client.convert_model(Checkpointed(nn.Sequential(first, nn.Linear(3, 2), nn.Sigmoid()), reentrant=False))
     client.DataParallelWithCallback(model, ["cpu"] * 2)(torch.randn(4, 3)).sum().backward()
@@ -219,7 +214,7 @@ def find(exchanges, replica, moments):
 
 
 def test_a_call_over_another_transport_is_not_found():
-    """That of an earlier connection, say, whose members may have had other shards."""
+    """Such as an earlier connection, with other shards."""
     exchanges = ExchangeCache()
     call = exchange_of([1.0, 2.0])
     exchanges.add(call, has_graph=True)
@@ -228,7 +223,7 @@ def test_a_call_over_another_transport_is_not_found():
 
 
 @pytest.mark.parametrize("has_graph", [True, False], ids=["with a graph", "without"])
-def test_of_equal_calls_each_is_found_before_one_is_found_again_and_the_latest_first(has_graph):
+def test_of_equal_calls_each_is_found_once_latest_first(has_graph):
     """In full-batch training the first layer sees the same values in every step; its siblings' may differ."""
     exchanges = ExchangeCache()
     calls = [exchange_of([1.0, 2.0]) for _ in range(8)]
@@ -239,7 +234,7 @@ def test_of_equal_calls_each_is_found_before_one_is_found_again_and_the_latest_f
     assert find(exchanges, 0, moments_of([1.0, 2.0])) is calls[-1]
 
 
-def test_the_nearest_call_is_found_and_a_far_one_is_none():
+def test_the_nearest_call_is_found_but_no_distant_one():
     exchanges = ExchangeCache()
     calls = [exchange_of([1.0, 2.0 + offset]) for offset in (0.0, 1e-6, 1.0)]
     for call in calls:

@@ -15,8 +15,6 @@ from support.sentences import says
 
 
 class Recorder(nn.Module):
-    """Writes down how it was called back."""
-
     calls = []
 
     def __data_parallel_replicate__(self, context, copy_id):
@@ -46,16 +44,9 @@ def wrapping_all(network):
     return torch.compile(network, backend="eager")
 
 
-@pytest.mark.parametrize(
-    ("compiled", "named"),
-    [
-        (of_layer, "'1'"),
-        (wrapping_all, "the model"),
-        (of_forward, "'1'"),
-    ],
-)
+@pytest.mark.parametrize(("compiled", "named"), [(of_layer, "'1'"), (wrapping_all, "the model"), (of_forward, "'1'")])
 def test_a_compiled_part_with_synchronised_layers_is_refused_in_training(compiled, named):
-    """A copy would run the original, which synchronises with nobody here."""
+    """A copy would run the original, which does not synchronise here."""
     network = compiled(nn.Sequential(nn.Linear(2, 4), client.SynchronizedBatchNorm1d(4)))
     with pytest.raises(ConfigurationError, match=f"{named} is compiled"):
         DataParallelWithCallback(network, ["cpu"] * 2)(torch.ones(4, 2))
@@ -92,8 +83,6 @@ def test_patching_again_calls_back_no_more_often(calls):
 
 
 class Raiser(nn.Module):
-    """Raises in one replica, while its siblings go on to a synchronised layer."""
-
     def __init__(self, error):
         super().__init__()
         self.error = error
@@ -116,8 +105,6 @@ def test_an_exception_in_one_replica_is_the_one_raised_and_frees_its_siblings():
 
 
 class Skipper(nn.Module):
-    """One replica leaves out its synchronised layer."""
-
     def __init__(self):
         super().__init__()
         self.bn = client.SynchronizedBatchNorm1d(1)
@@ -166,7 +153,7 @@ def test_each_replica_has_gradients_or_not_by_its_own_mode_whoever_comes_last(la
 
 
 def test_the_weights_of_a_recurrent_layer_are_on_the_device_of_its_replica():
-    """It runs with a list of them, which it keeps beside its parameters."""
+    """It uses a list of them next to its parameters."""
     devices = [torch.device("cpu"), torch.device("meta")]
     for device, replica in zip(devices, any_device.replicate(nn.LSTM(3, 4), devices), strict=True):
         assert {weight.device for weight in replica._flat_weights} == {device}
@@ -198,8 +185,6 @@ def test_a_weight_that_changes_before_backward_is_an_error_as_with_torchs_layer(
 
 
 class Spoiler(nn.Module):
-    """Changes the layer's input behind it, in one replica."""
-
     def __init__(self):
         super().__init__()
         self.bn = client.SynchronizedBatchNorm1d(2)

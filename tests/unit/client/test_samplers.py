@@ -29,7 +29,7 @@ class OfUnknownLength(Dataset):
 
 
 class AbstractCallback:
-    """As aitoolbox has one; its handler, below, takes nothing else, and calls only what is overwritten."""
+    """Like aitoolbox's; its handler, below, accepts nothing else, and calls only overridden methods."""
 
     def on_epoch_begin(self):
         raise NotImplementedError
@@ -65,7 +65,7 @@ def samples(loader: DataLoader) -> list[int]:
     return torch.cat(list(loader)).tolist()
 
 
-def test_every_loader_that_is_there_is_replaced_and_shuffled_as_it_was():
+def test_every_given_loader_is_replaced_and_shuffled_as_before():
     loop = train_loop(train=DataLoader(SAMPLES, shuffle=True), test=DataLoader(SAMPLES))
     DDPHandler(loop).add_distributed_samplers(world_size=4, rank=1)
     for loader, shuffle in [(loop.train_loader, True), (loop.test_loader, False)]:
@@ -75,7 +75,7 @@ def test_every_loader_that_is_there_is_replaced_and_shuffled_as_it_was():
     assert loop.validation_loader is None
 
 
-def test_everything_a_loader_was_made_with_stays():
+def test_all_arguments_of_a_loader_stay():
     options = {
         "batch_size": 3,
         "num_workers": 2,
@@ -120,7 +120,7 @@ def test_a_loader_without_batches_gives_single_samples_of_one_member():
         ),
     ],
 )
-def test_what_cannot_be_split_is_refused_and_says_why(loader, why):
+def test_a_loader_that_cannot_be_split_is_refused_with_the_reason(loader, why):
     first = DataLoader(SAMPLES)
     loop = train_loop(train=first, test=loader)
     with pytest.raises(ConfigurationError, check=says(why)):
@@ -138,7 +138,7 @@ def test_the_epoch_is_set_by_hand_where_there_are_no_callbacks():
     assert loop.train_loader.sampler.epoch == loop.validation_loader.sampler.epoch == 1
 
 
-def test_loaders_split_again_are_shuffled_as_before_and_told_the_epoch_once():
+def test_loaders_split_again_are_shuffled_as_before_and_get_the_epoch_once():
     loop = train_loop(train=DataLoader(SAMPLES, shuffle=True), test=DataLoader(SAMPLES))
     loop.callbacks_handler = CallbacksHandler(loop)
     handler = DDPHandler(loop)
@@ -151,7 +151,7 @@ def test_loaders_split_again_are_shuffled_as_before_and_told_the_epoch_once():
     assert loop.train_loader.sampler.num_replicas == 2
 
 
-def test_a_sampler_that_gets_lost_is_warned_of():
+def test_a_sampler_that_is_dropped_is_warned_of():
     loop = train_loop(train=DataLoader(SAMPLES, sampler=data.WeightedRandomSampler([1.0] * 10, 5)))
     with pytest.warns(UserWarning, match="train_loader: expected a sequential or random sampler, got Weighted") as told:
         DDPHandler(loop).add_distributed_samplers(2, 0)
@@ -159,7 +159,7 @@ def test_a_sampler_that_gets_lost_is_warned_of():
     assert not loop.train_loader.sampler.shuffle
 
 
-def test_in_an_elastic_job_the_ranks_are_those_that_are_there():
+def test_an_elastic_job_splits_among_the_present_ranks():
     master = MemoryMaster()
     connections = in_threads([lambda n=n: master.connect(n, 3, min_members=1) for n in range(3)])
     connections.pop(1).close()

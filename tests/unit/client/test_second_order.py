@@ -1,4 +1,4 @@
-"""Gradients of gradients across replicas: what torch.nn.SyncBatchNorm lacks and penalties on gradients need."""
+"""Second derivatives across replicas, which torch.nn.SyncBatchNorm lacks and gradient penalties need."""
 
 import pytest
 import torch
@@ -99,7 +99,7 @@ def test_torch_func_takes_first_and_second_gradients():
 
 
 def test_an_infinite_gradient_passes_through_as_in_torch_and_nothing_warns():
-    """As a gradient scaler's does that has gone too far: it looks for infinities and skips the step."""
+    """As from a gradient scaler with too large a scale, which looks for infinities and skips the step."""
     *inputs, weight, bias = leaves()
     outputs = in_process()(*inputs, weight, bias)
     grads = [torch.full_like(output, sign * torch.inf) for output, sign in zip(outputs, (1, 1, -1), strict=True)]

@@ -1,4 +1,4 @@
-"""The client's pure half: keys that all members count alike, and answers told from what is not one."""
+"""The client's pure half: round keys that agree on all members, and recognition of answers."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,6 @@ TOKEN = b"session0"
 
 
 def walk(session, forward):
-    """A backward round of the call that `forward` began."""
     session.begin_round(forward.of_phase(BACKWARD))
 
 
@@ -25,7 +24,7 @@ def session():
     return Session(TOKEN, Member("job", "world", 2, 1, 3, 600.0, "here"))
 
 
-def test_it_registers_with_who_it_is(session):
+def test_it_registers_with_its_identity(session):
     assert decode(session.register()) == Register(TOKEN, "job", "world", 2, 1, 3, 0, 600.0, "here")
 
 
@@ -36,7 +35,7 @@ def test_in_a_group_it_keeps_its_number_in_the_job():
     assert session.forward_key("a").group == "pair"
 
 
-def test_it_registers_again_with_what_it_knows(session):
+def test_it_registers_again_with_its_past(session):
     """So that a master that has forgotten everything can learn it from its members."""
     session.registered(encode(Registered(digest(TOKEN), b"server-0", 2, 0, 0, NO_MEMBERS)))
     walk(session, session.forward_key("a"))
@@ -83,21 +82,21 @@ def test_a_contribution_carries_its_session_and_rows(session):
     assert sent.rows.values.tobytes() == rows.values.tobytes()
 
 
-def test_it_takes_the_aggregate_of_its_round_and_no_other(session):
+def test_it_accepts_only_the_aggregate_of_its_round(session):
     mine, other = session.forward_key("a"), session.forward_key("a")
     frame = encode(Aggregate(mine, 2, 6, Members.of(range(3)), np.ones((2, 2))))
     assert session.answer(mine, frame).count == 6
     assert session.answer(other, frame) is None
 
 
-def test_it_takes_registered_and_nothing_else_as_the_answer_to_register(session):
+def test_it_accepts_only_registered_as_the_answer_to_register(session):
     answer = Registered(digest(TOKEN), b"server-0", 2, 0, 2, Members.of([1]))
     assert session.registered(encode(answer)) == answer
     key = session.forward_key("a")
     assert session.registered(encode(Aggregate(key, 1, 1, NO_MEMBERS, np.ones((2, 2))))) is None
 
 
-def test_it_takes_no_answer_that_is_for_another_session(session):
+def test_it_ignores_an_answer_for_another_session(session):
     assert session.registered(encode(Registered(b"another0", b"server-0", 2, 0, 0, NO_MEMBERS))) is None
 
 
@@ -114,7 +113,7 @@ def test_a_failure_of_another_round_is_not_its_answer(session):
     assert session.answer(key, encode(Failure("mismatch", "no", {}, other))) is None
 
 
-def test_a_failure_of_no_round_concerns_whoever_waits(session):
+def test_a_failure_of_no_round_concerns_every_waiting_session(session):
     with pytest.raises(RoundMismatch):
         session.answer(session.forward_key("a"), encode(Failure("mismatch", "no", {})))
 
@@ -124,7 +123,7 @@ def opened(first_step=0):
 
 
 @pytest.mark.parametrize("is_said_in_the_round", [True, False])
-def test_one_that_was_taken_in_again_at_a_later_step_waits_for_no_earlier_round(session, is_said_in_the_round):
+def test_a_session_accepted_again_at_a_later_step_waits_for_no_earlier_round(session, is_said_in_the_round):
     session.on_unsolicited(opened())
     key = session.forward_key("a")
     if not is_said_in_the_round:
@@ -139,7 +138,7 @@ def refusal(**others):
     return encode(Failure("duplicate_member", "there is a rank 1 already", fields))
 
 
-def test_one_that_has_overheard_of_its_double_takes_no_answer_and_introduces_itself_to_no_other_master(session):
+def test_a_session_that_knows_of_its_double_accepts_no_answer_and_registers_nowhere(session):
     session.on_unsolicited(opened())
     unknown = encode(Failure("unknown_session", "who?", {"digest": digest(TOKEN).hex()}))
     assert session.on_unsolicited(unknown) == session.resync_frames()
@@ -151,7 +150,7 @@ def test_one_that_has_overheard_of_its_double_takes_no_answer_and_introduces_its
     assert decode(session.register()).results == 0
 
 
-def test_one_that_was_told_of_its_double_in_a_round_takes_no_later_answer_either(session):
+def test_a_session_that_learnt_of_its_double_in_a_round_accepts_no_later_answer(session):
     session.on_unsolicited(opened())
     key = session.forward_key("a")
     frame = encode(Aggregate(key, 2, 6, Members.of(range(3)), np.ones((2, 2))))
@@ -170,7 +169,7 @@ def test_the_double_of_another_session_does_not_concern_it(session, others):
     assert session.answer(key, frame).count == 6
 
 
-def test_one_that_was_in_no_open_group_may_get_its_number_later(session):
+def test_a_session_of_no_open_group_may_get_its_number_later(session):
     session.on_unsolicited(refusal())
     session.on_unsolicited(opened())
     key = session.forward_key("a")

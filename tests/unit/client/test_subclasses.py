@@ -1,4 +1,4 @@
-"""Subclasses of torch's batch norm: their own forward stays, and their statistics are those of the whole batch."""
+"""Converted subclasses of torch's batch norm keep their forward, with the statistics of the whole batch."""
 
 import abc
 import copy
@@ -68,7 +68,6 @@ def on_replicas(model):
 
 
 def on_shards(model, sizes):
-    """Runs replicas whose batches have these sizes, of which some may be 0."""
     devices = [torch.device("cpu")] * len(sizes)
 
     def run(x):
@@ -130,12 +129,12 @@ def test_replicas_of_a_subclass_equal_the_whole_batch(kind, options, caplog):
     assert not [record.message for record in caplog.records if "not synchronised" in record.message]
     check_same_model(converted, whole)
     if "track_running_stats" in options:
-        return  # in eval each replica is normalised by itself
+        return  # in eval each replica normalises separately
     whole.eval(), converted.eval()
     check_same([replicas(batch()[0])], [whole(batch()[0])])
 
 
-def test_in_a_list_each_tensor_is_a_batch_of_its_own():
+def test_each_tensor_of_a_list_is_a_separate_batch():
     whole = made(subclasses.OfLists)[1]
     replicas = on_replicas(client.convert_model(copy.deepcopy(whole)))
     one, other = batch(1)
@@ -174,14 +173,14 @@ def test_a_layer_with_slots_keeps_them():
 
 
 @pytest.mark.parametrize("sizes", [(4, 0, 2), (0, 6, 0), (0, 0, 6)])
-def test_an_empty_batch_that_a_subclass_lets_pass_takes_part_all_the_same(sizes):
+def test_an_empty_batch_that_a_subclass_accepts_participates(sizes):
     whole = made(subclasses.SkipsEmpty)
     converted = client.convert_model(copy.deepcopy(whole))
     check_same(step(on_shards(converted, sizes), *batch()), step(whole, *batch()))
     check_same_model(converted, whole)
 
 
-def test_calls_without_tensors_that_nobody_can_tell_apart_are_told_of(caplog):
+def test_ambiguous_calls_without_tensors_are_reported(caplog):
     options = {"affine": False, "track_running_stats": False}
     whole = made(subclasses.Twice, **options)
     replicas = on_replicas(client.convert_model(copy.deepcopy(whole)))
@@ -202,7 +201,7 @@ def test_calls_without_tensors_that_nobody_can_tell_apart_are_told_of(caplog):
         ({"track_running_stats": False}, (2, CHANNELS, 3, 3), False),
     ],
 )
-def test_a_call_without_tensors_is_that_of_a_layer_without_tensors_and_its_channels(options, shape, is_own):
+def test_a_call_without_tensors_belongs_to_the_layer_without_tensors_of_its_channels(options, shape, is_own):
     layer = nn.BatchNorm2d(CHANNELS, **options)
     call = BatchNormCall(layer, torch.zeros(shape), None, None)
     assert call.belongs_to(layer) == is_own
@@ -219,7 +218,7 @@ def test_a_subclass_alone_computes_what_the_original_does_to_the_bit():
     assert all(map(torch.equal, converted.buffers(), whole.buffers()))
 
 
-def test_the_layer_stays_the_same_object_with_all_that_it_has():
+def test_the_layer_stays_the_same_object_with_all_attributes():
     model = made(subclasses.Deeper)
     layer, tensors = model[1], [*model[1].parameters(), *model[1].buffers()]
     calls = []
@@ -301,7 +300,7 @@ def test_a_subclass_is_compiled_whole():
     check_same_model(converted, whole)
 
 
-def test_what_computes_its_statistics_itself_is_told_of_and_named_after_its_first_step(caplog, monkeypatch):
+def test_a_layer_that_computes_its_own_statistics_is_named_after_its_first_step(caplog, monkeypatch):
     # Once a process; another test may have been before.
     monkeypatch.setattr(client.synchronized_class(Foreign), "_logged_warnings", set())
     model = nn.Sequential(made(Foreign), made(Foreign), made(Functional))
@@ -327,8 +326,8 @@ def test_what_computes_its_statistics_itself_is_told_of_and_named_after_its_firs
 
 @pytest.mark.filterwarnings("ignore:var:UserWarning")  # of an empty batch
 @pytest.mark.parametrize("kind", [Foreign, SkipsEmpty])
-def test_an_empty_batch_begins_no_round_of_a_layer_that_has_come_to_no_batch_norm(kind, monkeypatch):
-    """The others, whose batches are not empty, would not come to that round either."""
+def test_an_empty_batch_begins_no_round_of_a_layer_that_called_no_batch_norm(kind, monkeypatch):
+    """The replicas with rows would not reach that round either."""
     layer, rounds = client.convert_model(kind(CHANNELS)), []
     monkeypatch.setattr(client.SynchronizedBatchNorm, "_normalise", lambda *given: rounds.append(given) or given[2])
     layer(torch.ones(2, CHANNELS, 3, 2))
@@ -336,7 +335,7 @@ def test_an_empty_batch_begins_no_round_of_a_layer_that_has_come_to_no_batch_nor
     assert len(rounds) == (0 if kind is Foreign else 2)
 
 
-def test_a_forward_that_synchronises_by_itself_is_left_and_named():
+def test_a_forward_that_synchronises_itself_is_left_and_named():
     model = nn.Sequential(made(SynchronisesItself), made(Reduced))
     reason = "its forward synchronises already; client.register_conversion says how to convert it"
     with pytest.warns(UserWarning, match=f"left 1 layer unsynchronised: '0.1' .SynchronisesItself: {reason}"):
@@ -346,7 +345,7 @@ def test_a_forward_that_synchronises_by_itself_is_left_and_named():
     assert report.left == {"0.1": ("SynchronisesItself", reason)}
 
 
-def test_conversion_is_told_in_one_line(caplog):
+def test_conversion_is_reported_in_one_line(caplog):
     caplog.set_level(logging.INFO, "statsd_bn.client")
     client.convert_model(nn.Sequential(made(Functional), made(Functional), made(nn.BatchNorm2d)))
     assert caplog.messages == ["synchronised 3 layers (2 Functional, 1 SynchronizedBatchNorm2d)"]
@@ -382,7 +381,7 @@ def test_a_class_that_synchronises_itself_is_converted_with_its_tensors(monkeypa
 
 
 @pytest.mark.parametrize(("arguments", "text"), [((3, len), "original: expected"), ((Foreign, 3), "convert: expected")])
-def test_a_conversion_that_is_none_is_refused(arguments, text):
+def test_an_invalid_conversion_is_refused(arguments, text):
     with pytest.raises(TypeError, match=text):
         client.register_conversion(*arguments)
 
@@ -423,8 +422,6 @@ def test_a_class_is_pickled_and_found_again(kind, protocol):
 
 
 class OfAGroup(nn.BatchNorm1d):
-    """With an attribute of its own that ours has as well."""
-
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.process_group = "its own"
@@ -433,15 +430,13 @@ class OfAGroup(nn.BatchNorm1d):
         return super().forward(x)
 
 
-def test_an_attribute_of_its_own_that_ours_has_too_stays():
+def test_an_own_attribute_with_a_name_of_ours_stays():
     layer = OfAGroup(3)
     assert client.convert_model(layer) is layer
     assert layer.process_group == "its own"
 
 
 class OfNamesOfOurs(nn.BatchNorm2d):
-    """With attributes of its own that are called as ours are."""
-
     chunks = 4
 
     def __init__(self, *args, **kwargs):
@@ -449,7 +444,7 @@ class OfNamesOfOurs(nn.BatchNorm2d):
         self.group, self.eps_mode, self.layer_name = 3, "own", "mine"
 
 
-def test_a_layer_whose_own_attributes_are_called_as_ours_is_left_with_them_and_named():
+def test_a_layer_with_attributes_named_as_ours_is_left_and_named():
     model = nn.Sequential(OfNamesOfOurs(3))
     with pytest.warns(UserWarning, match=r"OfNamesOfOurs: layer_name and group and chunks and eps_mode: .* rename"):
         client.convert_model(model)
@@ -468,7 +463,7 @@ class WithAMethodOfOurs(nn.BatchNorm2d):
         return self._normalise(x).relu()
 
 
-def test_a_layer_whose_own_method_is_called_as_ours_is_left_and_named():
+def test_a_layer_with_a_method_named_as_ours_is_left_and_named():
     model = nn.Sequential(WithAMethodOfOurs(3))
     with pytest.warns(UserWarning, match=r"WithAMethodOfOurs: _normalise: .* rename"):
         client.convert_model(model)
@@ -477,7 +472,7 @@ def test_a_layer_whose_own_method_is_called_as_ours_is_left_and_named():
         client.synchronized_class(WithAMethodOfOurs)
 
 
-def test_every_name_of_ours_that_torchs_layers_do_not_have_is_kept_from_subclasses():
+def test_every_name_that_torchs_layers_lack_is_reserved():
     plain, layer = Functional(CHANNELS), client.convert_model(Functional(CHANNELS))
     layer(torch.randn(2, CHANNELS, 3, 2))
     ours = {name for name in {*dir(layer), *vars(layer)} - {*dir(plain)} if not name.startswith("__")}
@@ -498,8 +493,8 @@ def test_a_synchronised_layer_says_how_to_script_and_trace_it(kind):
         torch.fx.symbolic_trace(model)
 
 
-def test_what_a_call_in_eval_leaves_behind_does_not_hide_an_empty_batch(monkeypatch):
-    """The others wait for the empty batch, whose forward comes to no batch_norm."""
+def test_a_call_in_eval_does_not_hide_a_later_empty_batch(monkeypatch):
+    """The others wait for the empty batch, which reaches no batch_norm."""
     layer = client.convert_model(subclasses.SkipsEmpty(3))
     layer.eval()(torch.randn(4, 3, 2, 2))
     passed_by = []

@@ -15,7 +15,6 @@ from support.starter import STARTER
 
 @pytest.fixture(autouse=True)
 def usual():
-    """An interval that nobody else would set."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(0.003)
     yield pytest.approx(0.003)
@@ -113,7 +112,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 @pytest.mark.processes
 def test_a_child_that_is_forked_during_a_round_has_the_usual_interval():
-    """In a process of its own, which has no other rounds."""
+    """In another process, without other rounds."""
     process = STARTER.Process(target=exec, args=(FORK, {}))
     process.start()
     process.join(100.0)

@@ -18,7 +18,6 @@ from support.memory_members import MemoryMaster
 
 
 def ours(error: BaseException) -> list[str]:
-    """The functions of ours in a traceback."""
     return [
         frame.name
         for frame in traceback.extract_tb(error.__traceback__)
@@ -27,7 +26,7 @@ def ours(error: BaseException) -> list[str]:
 
 
 def failing_round(monkeypatch, *, after: int = 0) -> nn.Module:
-    """A layer whose rounds fail, after so many that do not."""
+    """A layer with failing rounds, after a number of good ones."""
     real, rounds = connection.Connection._begin_round, []
 
     def round_(self, *arguments, **options):
@@ -43,7 +42,6 @@ def failing_round(monkeypatch, *, after: int = 0) -> nn.Module:
 
 @pytest.fixture
 def connected(monkeypatch):
-    """This process is one of a job of two, whose other half is never asked for anything."""
     with MemoryMaster().connect(0, 1) as opened:
         monkeypatch.setattr(connection.Connection, "is_alone", lambda *_: False)
         monkeypatch.setattr(current, "_current", opened)
@@ -122,7 +120,7 @@ def test_all_frames_are_shown_on_demand(monkeypatch, value):
 
 
 @pytest.mark.parametrize("value", ["", "full"])
-def test_the_cause_of_an_error_is_not_shown_where_it_says_nothing_more(monkeypatch, value):
+def test_a_cause_without_further_information_is_not_shown(monkeypatch, value):
     monkeypatch.setenv("STATSD_BN_TRACEBACK", value)
     monkeypatch.setenv("STATSD_BN_INSECURE", "1")
     with pytest.raises(ConfigurationError, match="Invalid argument") as caught:
@@ -144,7 +142,7 @@ def test_a_cause_that_a_users_code_or_a_model_has_raised_stays(fail):
     assert type(caught.value.__cause__) in {RuntimeError, ValueError}
 
 
-def test_what_is_not_ours_passes_as_it_is():
+def test_foreign_exceptions_pass_unchanged():
     @api_boundary
     def wrong():
         return torch.zeros(2)[5]
@@ -201,7 +199,7 @@ NO_BORDER = {
         "Connection.round_trip",
         "Connection.session",
     ),
-    # They look at what was given, and nothing is below them.
+    # These checks have no inner frames.
     *("Connection.group", "Connection.is_alone"),
 }
 # torch calls these, and errors of a layer's call leave in `forward`.

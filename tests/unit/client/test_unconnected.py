@@ -1,4 +1,4 @@
-"""What is said of layers that train alone though their process has company."""
+"""Warnings about layers that train alone although the job has other processes."""
 
 import gc
 import re
@@ -19,7 +19,6 @@ X = torch.arange(12.0).reshape(4, 3)
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """A process that has neither connected nor been told."""
     monkeypatch.setattr(current, "_current", None)
     monkeypatch.setattr("client.nn.unsynchronized.unconnected_warning", UnconnectedWarning())
 
@@ -36,7 +35,7 @@ def layer(name: str = "bn1", group: client.Group | str | None = None) -> client.
     return made
 
 
-def test_a_process_of_several_that_trains_unconnected_is_told_once(monkeypatch, told):
+def test_an_unconnected_process_of_several_is_warned_once(monkeypatch, told):
     monkeypatch.setenv("WORLD_SIZE", "4")
     for name in ("bn1", "bn1", "bn2"):
         layer(name)(X)
@@ -51,7 +50,7 @@ class OfItsOwn(nn.BatchNorm1d):
 
 
 def test_the_warning_says_how_many_layers_train_alone(monkeypatch, told):
-    """Not those that evaluate, that synchronise over a process group of their own, or that are just being made."""
+    """Without layers in eval, with another process group, or under construction."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     first, grouped = layer("first"), layer()
     grouped.group = NamedProcessGroup("7", 2)
@@ -81,7 +80,7 @@ def test_a_single_layer_has_no_others(monkeypatch, told):
 
 
 @pytest.mark.parametrize("world_size", [None, "1", "many", ""])
-def test_a_process_by_itself_is_told_nothing(monkeypatch, told, world_size):
+def test_a_single_process_is_not_warned(monkeypatch, told, world_size):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if world_size is not None:
         monkeypatch.setenv("WORLD_SIZE", world_size)
@@ -96,7 +95,7 @@ def test_evaluation_and_replicas_in_one_process_need_no_connection(monkeypatch, 
     assert told() == []
 
 
-def test_whoever_was_connected_before_is_told_nothing(monkeypatch, told, server, job):
+def test_a_formerly_connected_process_is_not_warned(monkeypatch, told, server, job):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with client.connect(server.endpoint, job=job, rank=0, world_size=1):
         pass
@@ -106,7 +105,6 @@ def test_whoever_was_connected_before_is_told_nothing(monkeypatch, told, server,
 
 @pytest.fixture
 def process_group(monkeypatch):
-    """torch's process group, as if it had three ranks."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
     def initialise(size=3):
@@ -116,8 +114,8 @@ def process_group(monkeypatch):
     return initialise
 
 
-def test_a_process_of_a_process_group_that_trains_unconnected_is_told(process_group, told):
-    """As under mp.spawn, where no variable says anything. A group of a connection's is none of torch's."""
+def test_an_unconnected_process_of_a_process_group_is_warned(process_group, told):
+    """As under mp.spawn, without variables. The group of a connection is not one of torch's."""
     bn = layer(group=client.Group("left", 2))
     bn(X)
     assert told() == [], "there are no others yet"
@@ -128,7 +126,7 @@ def test_a_process_of_a_process_group_that_trains_unconnected_is_told(process_gr
     assert "torch's process group has 3 ranks, and this process is not connected: layer 'bn1' " in text
 
 
-def test_a_layer_over_a_process_group_of_one_is_alone_because_somebody_said_so(monkeypatch, told):
+def test_a_layer_over_a_process_group_of_one_is_not_warned(monkeypatch, told):
     monkeypatch.setenv("WORLD_SIZE", "4")
     bn = layer()
     bn.group = NamedProcessGroup("7", 1)
@@ -136,13 +134,13 @@ def test_a_layer_over_a_process_group_of_one_is_alone_because_somebody_said_so(m
     assert told() == []
 
 
-def test_the_only_process_of_a_process_group_is_told_nothing(process_group, told):
+def test_the_only_process_of_a_process_group_is_not_warned(process_group, told):
     process_group(1)
     layer(group=client.Group("left", 2))(X)
     assert told() == []
 
 
-def test_whoever_connected_before_there_was_a_process_group_is_told(process_group, told, monkeypatch, tmp_path):
+def test_a_process_connected_before_its_process_group_is_warned(process_group, told, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(endpoints, "RUNTIME_FOLDERS", tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -158,14 +156,14 @@ def test_whoever_connected_before_there_was_a_process_group_is_told(process_grou
     assert "call it after init_process_group()" in text
 
 
-def test_a_compiled_layer_tells_it_too(monkeypatch, told):
+def test_a_compiled_layer_warns_too(monkeypatch, told):
     monkeypatch.setenv("WORLD_SIZE", "4")
     torch.compile(layer(), backend="eager", fullgraph=True)(X)
     (text,) = told()
     assert "WORLD_SIZE is 4" in text
 
 
-def test_a_member_that_closes_without_a_round_is_told(told):
+def test_a_member_that_closes_without_a_round_is_warned(told):
     run_members(2, lambda _: None)
     assert len(told()) == 2
     assert all(
@@ -182,6 +180,6 @@ def test_a_member_that_closes_without_a_round_is_told(told):
     ],
     ids=["a round", "a failure"],
 )
-def test_a_member_that_had_a_round_or_that_failed_is_told_nothing(told, program):
+def test_a_member_with_a_round_or_an_error_is_not_warned(told, program):
     run_members(2, program)
     assert told() == []

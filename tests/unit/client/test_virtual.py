@@ -38,7 +38,7 @@ def test_another_dimension_can_hold_the_batch():
 
 
 class Batch(dict):
-    """What a data loader gives."""
+    """A data loader's batch."""
 
 
 class Images(list):
@@ -49,8 +49,8 @@ class Both(tuple):
     __slots__ = ()
 
 
-def test_containers_of_the_users_own_are_split_and_joined_as_well():
-    """Torch's do so; a replica that got the whole batch instead would compute what the others do."""
+def test_containers_of_user_classes_are_split_and_joined_as_well():
+    """As torch does; a replica with the whole batch would repeat the others' work."""
     batch = Batch(x=torch.arange(4), more=Images([torch.arange(4), Both((torch.arange(4), None))]), empty=Batch())
     args, _ = any_device.scatter((batch,), {}, [CPU] * 2, 0)
     (first,), (second,) = args
@@ -65,7 +65,7 @@ def test_no_arguments_give_no_parts():
     assert any_device.scatter((), {}, [CPU] * 2, 0) == ((), ())
 
 
-def test_replicas_have_no_parameters_of_their_own_and_gradients_add_up_in_the_module():
+def test_replicas_have_no_own_parameters_and_gradients_add_up_in_the_module():
     module = nn.Linear(2, 1, bias=False)
     replicas = any_device.replicate(module, [CPU] * 3)
     assert all(not list(replica.parameters()) for replica in replicas)
@@ -74,7 +74,7 @@ def test_replicas_have_no_parameters_of_their_own_and_gradients_add_up_in_the_mo
 
 
 def test_gradients_add_up_in_replica_order_whatever_the_order_of_use():
-    """In float32 these sums differ in the last bit from those of any other order."""
+    """In float32 other orders give other last bits."""
     module = nn.Linear(1, 1, bias=False)
     factors = [1e8, 1.0, -1e8, 1.0]
     gradients = set()
@@ -108,8 +108,6 @@ def test_a_module_used_twice_is_one_module_in_each_replica():
 
 
 class Modes(nn.Module):
-    """Tells the modes it runs in."""
-
     def forward(self):
         return (
             torch.is_grad_enabled(),
@@ -141,13 +139,11 @@ def test_replicas_run_in_the_callers_grad_inference_and_autocast_modes():
 
 
 class Threads(nn.Module):
-    """Tells how many threads torch gives to its operators."""
-
     def forward(self):
         return torch.get_num_threads()
 
 
-def test_replicas_have_the_callers_number_of_torchs_threads_though_their_own_are_older(set_threads):
+def test_replicas_follow_the_callers_number_of_torch_threads(set_threads):
     for number in (2, 1):
         set_threads(number)
         assert run([Threads()] * 3)[0] == [number] * 3
@@ -164,7 +160,7 @@ def test_no_replica_runs_in_the_callers_thread():
     assert caller not in run([Where()] * 3)[0]
 
 
-def test_who_is_through_is_told():
+def test_finished_replicas_are_reported():
     outputs, finished, failed = run([nn.Identity(), nn.Identity()], (torch.ones(1),))
     assert len(outputs) == 2
     assert sorted(finished) == [0, 1]

@@ -1,4 +1,4 @@
-"""Converted subclasses under torch.compile, whole: what they count, whoever counts, and however often they are run."""
+"""Converted subclasses under torch.compile without graph breaks, and their counts of batches."""
 
 import copy
 from unittest import mock
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import client
 from support.subclasses import Activated, Centred, Functional, Fused, Helped, Operator
 
-# Those that count on themselves, and those that leave it to torch's forward.
+# Classes that count batches themselves, and classes that use torch's forward.
 ALL = [Functional, Operator, Helped, Centred, Activated, Fused, nn.BatchNorm2d]
 KINDS = pytest.mark.parametrize("kind", ALL)
 TWO_KINDS = pytest.mark.parametrize(
@@ -75,13 +75,11 @@ def test_a_compiled_mini_batch_is_counted_once_for_all_its_micro_batches(kind):
 
 
 class Evading(nn.BatchNorm2d):
-    """Mentions `batch_norm`, and comes to it in eval only."""
-
     def forward(self, x):
         return x * 2 if self.training else nn.functional.batch_norm(x, self.running_mean, self.running_var)
 
 
-def test_a_compiled_forward_that_goes_another_way_is_told_of_once(caplog):
+def test_a_compiled_forward_that_takes_another_way_is_reported_once(caplog):
     model = client.convert_model(made(Evading))
     run = compiled(model)
     for x in batches():
@@ -105,7 +103,7 @@ def test_a_second_compiled_call_compiles_nothing_anew(kind):
 
 
 @TWO_KINDS
-def test_without_company_a_compiled_call_is_counted_once(kind):
+def test_alone_a_compiled_call_is_counted_once(kind):
     whole, model = made(kind), client.convert_model(made(kind))
     with mock.patch.object(client.SynchronizedBatchNorm, "_must_synchronise", _no):
         torch.testing.assert_close(trained(model, compiled(model)), trained(whole, whole))

@@ -21,7 +21,7 @@ CHANNELS = 4
 
 @pytest.fixture
 def compiling():
-    """What was compiled here is no cause to compile later calls for any size."""
+    """Earlier compilations must not make later ones dynamic."""
     yield
     torch.compiler.reset()
 
@@ -41,7 +41,7 @@ class SuperOfItsType(nn.BatchNorm2d):
 
 
 @pytest.mark.parametrize(("kind", "method"), [(SuperOfItsClass, "forward"), (SuperOfItsType, "train")])
-def test_a_class_that_nothing_can_be_derived_from_without_an_endless_call_is_left_and_named(kind, method):
+def test_a_class_whose_subclass_would_recurse_endlessly_is_left_and_named(kind, method):
     model = nn.Sequential(kind(CHANNELS))
     with pytest.warns(UserWarning, match=rf"'0' \({kind.__name__}: its {method} calls super\("):
         client.convert_model(model)
@@ -59,7 +59,7 @@ class MadeBySuperOfItsClass(nn.BatchNorm2d):
         return f"{type(self).__name__}, {super().extra_repr()}"
 
 
-def test_a_layer_that_was_made_like_that_or_only_names_its_class_is_synchronised():
+def test_a_layer_made_so_or_named_by_its_class_is_synchronised():
     model = client.convert_model(nn.Sequential(MadeBySuperOfItsClass(CHANNELS)))
     assert list(client.conversion_report(model).synchronised) == ["0"]
     model(batch())
@@ -161,7 +161,7 @@ def pruned():
 
 
 class Wider(nn.BatchNorm2d):
-    """Says that it has the channels of its input, and has more: it lays parts of a batch beside each other."""
+    """Claims the channels of its input, and has more: it concatenates parts of a batch."""
 
     def __init__(self, channels):
         super().__init__(2 * channels)
@@ -189,7 +189,7 @@ class OfDomains(nn.BatchNorm2d):
 @pytest.mark.parametrize(
     "make", [pruned, lambda: nn.Sequential(Wider(CHANNELS)), lambda: nn.Sequential(OfDomains(CHANNELS))]
 )
-def test_a_layers_tensors_may_have_other_channels_than_it_says_and_be_several(make):
+def test_a_layers_tensors_may_be_several_with_other_channels_than_stated(make):
     model = make().double()
     x = torch.cat([batch(), batch() + 1])[:8].double()
     whole, converted = copy.deepcopy(model), client.convert_model(model)
@@ -274,7 +274,7 @@ def test_a_layer_whose_forward_was_wrapped_since_is_left_by_revert_and_named():
 
 @pytest.mark.parametrize("function", [client.convert_model, client.revert_model, client.conversion_report])
 @pytest.mark.parametrize("given", [None, nn.BatchNorm2d, [nn.BatchNorm2d(CHANNELS)]])
-def test_what_is_no_module_is_refused(function, given):
+def test_a_value_other_than_a_module_is_refused(function, given):
     with pytest.raises(TypeError, match="expected a module, got "):
         function(given)
 
@@ -288,7 +288,7 @@ class LoadedByNames(nn.BatchNorm2d):
         super()._load_from_state_dict(**named, **lists)
 
 
-def test_a_class_that_loads_its_state_by_names_goes_on_doing_so():
+def test_a_class_that_loads_its_state_by_names_still_does():
     model = client.convert_model(nn.Sequential(LoadedByNames(CHANNELS)))
     model.load_state_dict({name: 3 * value for name, value in model.state_dict().items()})
     assert model[0].weight.tolist() == [3] * CHANNELS
@@ -306,7 +306,7 @@ class WithAuxiliary(nn.BatchNorm2d):
         return super().forward(x) + self.auxiliary(x.square())
 
 
-def test_a_layer_inside_another_that_shares_its_weight_is_a_layer_of_its_own():
+def test_a_layer_inside_another_with_a_shared_weight_is_separate():
     model = client.convert_model(nn.Sequential(WithAuxiliary(CHANNELS)), chunks=2)
     for _ in range(2):
         model(batch())
@@ -314,14 +314,14 @@ def test_a_layer_inside_another_that_shares_its_weight_is_a_layer_of_its_own():
 
 
 class MovesApart(nn.BatchNorm2d):
-    """Moves its statistics by a call of its own, and normalises by one that has none of its tensors."""
+    """Moves its statistics in one call, and normalises in another without its tensors."""
 
     def forward(self, x):
         F.batch_norm(x.detach(), self.running_mean, self.running_var, training=self.training)
         return F.batch_norm(x, None, None, training=True)
 
 
-def test_a_call_without_tensors_beside_one_that_has_some_is_told_of(caplog):
+def test_a_call_without_tensors_next_to_one_with_some_is_reported(caplog):
     model = client.convert_model(nn.Sequential(MovesApart(CHANNELS)))
     for _ in range(2):
         model(batch())
@@ -331,13 +331,13 @@ def test_a_call_without_tensors_beside_one_that_has_some_is_told_of(caplog):
 
 
 @pytest.mark.parametrize("given", [nn.BatchNorm2d(CHANNELS), nn.InstanceNorm2d, None])
-def test_what_is_no_class_of_batch_norms_is_refused(given):
+def test_a_class_other_than_a_batch_norm_is_refused(given):
     with pytest.raises(TypeError, match=r"expected a subclass of nn\.BatchNorm1d"):
         client.synchronized_class(given)
 
 
 @pytest.mark.parametrize("in_replicas", [False, True])
-def test_of_a_class_those_layers_are_named_whose_forward_goes_another_way(in_replicas, caplog):
+def test_only_layers_whose_forward_takes_another_way_are_named(in_replicas, caplog):
     class SlicedIfTold(nn.BatchNorm2d):
         is_sliced = False
 
@@ -379,8 +379,6 @@ def test_a_checkpoint_that_no_name_leads_to_is_an_error_when_it_runs(use_reentra
 
 
 class Recomputing(torch.autograd.Function):
-    """Saves memory in a way of its own."""
-
     @staticmethod
     def forward(ctx, function, x):
         ctx.function = function
@@ -410,7 +408,7 @@ class RecomputingApart(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("function", [Recomputing, RecomputingApart])
-def test_a_call_in_a_function_with_a_backward_pass_of_its_own_is_an_error_when_it_runs(function):
+def test_a_call_within_an_autograd_function_is_an_error_when_it_runs(function):
     model = client.convert_model(nn.Sequential(Unseen(CHANNELS, function.apply)))
     with pytest.raises(ConfigurationError, match=r"layer '0': its forward calls batch_norm in an autograd\.Function"):
         model(batch().requires_grad_())
@@ -443,7 +441,7 @@ def test_a_call_in_a_function_that_records_inside_is_not_refused():
     torch.testing.assert_close(before, torch.autograd.grad(model(x).sin().sum(), x)[0])
 
 
-def test_a_layer_may_be_called_in_such_a_function():
+def test_a_layer_may_be_called_within_an_autograd_function():
     layer = client.convert_model(Unseen(CHANNELS, lambda function, x: function(x)))
     x = batch().requires_grad_()
     Recomputing.apply(layer, x).square().sum().backward()
@@ -463,7 +461,7 @@ class Frozen(Unseen):
         return self.way(lambda t: F.batch_norm(t, self.running_mean, self.running_var), x)
 
 
-def test_a_checkpoint_around_statistics_that_do_not_move_is_none_of_ours():
+def test_a_checkpoint_around_fixed_statistics_is_allowed():
     way = functools.partial(checkpoint, use_reentrant=False)
     model = client.convert_model(nn.Sequential(Frozen(CHANNELS, way)))
     torch.testing.assert_close(model(batch()), nn.BatchNorm2d(CHANNELS).eval()(batch()), atol=1e-4, rtol=1e-4)
@@ -488,7 +486,7 @@ def test_no_grad_and_hooks_for_saved_tensors_are_not_taken_for_a_checkpoint(way)
     assert list(client.conversion_report(model).synchronised) == ["0"]
 
 
-def test_a_layer_with_a_forward_of_its_own_may_be_checkpointed_where_it_is_called():
+def test_a_layer_with_an_own_forward_may_be_checkpointed_at_its_call():
     model = client.convert_model(nn.Sequential(Unseen(CHANNELS, lambda function, x: function(x))))
     x = batch().requires_grad_()
     checkpoint(model, x, use_reentrant=False).square().sum().backward()
@@ -496,8 +494,6 @@ def test_a_layer_with_a_forward_of_its_own_may_be_checkpointed_where_it_is_calle
 
 
 class Passing(nn.BatchNorm2d):
-    """Comes to no `batch_norm` while it is told so."""
-
     is_passing = True
 
     def forward(self, x):
@@ -506,7 +502,7 @@ class Passing(nn.BatchNorm2d):
         return F.batch_norm(x, self.running_mean, self.running_var, training=self.training)
 
 
-def test_a_layer_that_goes_another_way_is_named_by_its_next_name_too_and_no_other_by_its_name():
+def test_a_layer_that_takes_another_way_is_named_by_its_new_name_too():
     part, other = nn.Sequential(Passing(CHANNELS)), nn.Sequential(Passing(CHANNELS))
     client.convert_model(part)(batch())
     other[0].is_passing = False

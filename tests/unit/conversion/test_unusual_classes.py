@@ -24,7 +24,6 @@ def batch():
 
 
 def step(model, x):
-    """The output of a step, and all that it leaves."""
     output = model(x)
     (output**3).mean().backward()
     gradients = {f"gradient of {name}": one.grad for name, one in model.named_parameters() if one.grad is not None}
@@ -32,7 +31,6 @@ def step(model, x):
 
 
 def is_whole(model):
-    """Whether two replicas of the converted model do what the model does with the whole batch."""
     whole, converted = copy.deepcopy(model), client.convert_model(model)
     output, gradients = step(whole, batch())
     found, found_gradients = step(client.DataParallelWithCallback(converted, device_ids=["cpu"] * 2), batch())
@@ -48,7 +46,7 @@ def normalise(layer, x, mean, var):
 
 
 class WithAuxiliary(nn.BatchNorm2d):
-    """Other statistics for a part of what comes, and the same weight."""
+    """Other statistics for a part of the input, and the same weight."""
 
     def __init__(self, channels):
         super().__init__(channels)
@@ -61,7 +59,7 @@ class WithAuxiliary(nn.BatchNorm2d):
 
 
 class Beside(nn.BatchNorm2d):
-    """Lays parts of a batch beside each other, each with statistics of its own."""
+    """Concatenates parts of a batch, each with its own statistics."""
 
     def __init__(self, channels, parts=3):
         super().__init__(channels)
@@ -77,8 +75,6 @@ class Beside(nn.BatchNorm2d):
 
 
 class Hiding(nn.Module):
-    """A wrapper that does not tell what it wraps."""
-
     def __init__(self):
         super().__init__()
         self.layer = nn.BatchNorm2d(CHANNELS, dtype=torch.float64)  # `double()` does not find it either
@@ -129,7 +125,7 @@ def test_layers_in_a_plain_list_are_those_that_are_converted_and_reverted():
 
 @pytest.fixture
 def compiling():
-    """What was compiled here is no cause to compile later calls for any size."""
+    """Earlier compilations must not make later ones dynamic."""
     yield
     torch.compiler.reset()
 
@@ -146,13 +142,11 @@ def test_a_layer_that_was_compiled_by_itself_is_converted_with_what_compiles_it(
 
 
 class Tripled(client.synchronized_class(Activated)):
-    """Somebody's own class, with a name."""
-
     def forward(self, x):
         return 3 * super().forward(x)
 
 
-def test_micro_batches_know_no_statistics_beside_the_layers_own():
+def test_micro_batches_use_only_the_layers_own_statistics():
     model = client.convert_model(nn.Sequential(WithAuxiliary(CHANNELS)), chunks=2)
     replicas = client.DataParallelWithCallback(model, device_ids=["cpu"] * 2)
     with pytest.raises(ConfigurationError, match="expected chunks=1: its forward updates other running statistics"):
@@ -171,7 +165,7 @@ def test_recalibration_measures_the_statistics_of_the_layer_alone(kind):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda layer: pickle.loads(pickle.dumps(layer))])  # noqa: S301
-def test_a_class_derived_from_one_that_is_made_here_stays_itself(copied):
+def test_a_class_derived_from_a_made_one_stays_itself(copied):
     layer = Tripled(CHANNELS)
     layer.chunks = 2
     found = copied(layer)
@@ -181,7 +175,7 @@ def test_a_class_derived_from_one_that_is_made_here_stays_itself(copied):
         assert type(client.revert_model(nn.Sequential(found))[0]) is Tripled
 
 
-def test_what_is_parametrized_after_it_was_converted_is_left_by_revert_and_named():
+def test_a_layer_parametrized_after_conversion_is_left_by_revert_and_named():
     model = client.convert_model(nn.Sequential(Activated(CHANNELS)))
     parametrizations.weight_norm(model[0])
     with pytest.warns(UserWarning, match="revert_model left 1 layer synchronised: '0'"):
@@ -190,7 +184,7 @@ def test_what_is_parametrized_after_it_was_converted_is_left_by_revert_and_named
 
 
 class Registered(nn.BatchNorm2d):
-    """Keeps a list of its subclasses, which have to say what they are."""
+    """Keeps a registry of its subclasses, which need a name."""
 
     known = {}
 
@@ -203,14 +197,14 @@ class Named(Registered, name="named"):
     pass
 
 
-def test_a_class_that_keeps_a_list_of_its_subclasses_does_not_hear_of_ours():
+def test_a_class_that_lists_its_subclasses_does_not_list_ours():
     model = client.convert_model(nn.Sequential(Named(CHANNELS)))
     assert isinstance(model[0], client.SynchronizedBatchNorm)
     assert Registered.known == {"named": Named}
 
 
 class Wanting(type):
-    """Makes no class without being told a kind."""
+    """Needs a keyword to derive a class."""
 
     def __new__(cls, name, bases, body, *, kind):  # noqa: ARG004 - for `__init__`
         return super().__new__(cls, name, bases, body)
@@ -224,7 +218,7 @@ class Wanted(nn.BatchNorm2d, metaclass=Wanting, kind="one"):
     pass
 
 
-def test_a_class_that_nothing_can_be_derived_from_is_left_and_named_and_the_others_are_converted():
+def test_a_class_that_cannot_be_derived_from_is_left_and_named():
     model = nn.Sequential(Wanted(CHANNELS), nn.BatchNorm2d(CHANNELS))
     with pytest.warns(UserWarning, match="'0' \\(Wanted: no class can be derived from it: .*'kind'"):
         client.convert_model(model)
@@ -302,7 +296,7 @@ def conversions(monkeypatch):
 
 
 @pytest.mark.usefixtures("conversions")
-def test_what_a_conversion_of_torchs_own_class_returns_stays_as_it_is():
+def test_the_result_of_a_registered_conversion_stays_unchanged():
     client.register_conversion(nn.BatchNorm2d, lambda layer: nn.Sequential(layer, nn.BatchNorm2d(CHANNELS)))
     layer = nn.BatchNorm2d(CHANNELS)
     with pytest.warns(UserWarning, match="left 4 layers unsynchronised: '0.0' \\(BatchNorm2d: not converted"):
@@ -314,7 +308,7 @@ def test_what_a_conversion_of_torchs_own_class_returns_stays_as_it_is():
 
 
 @pytest.mark.usefixtures("conversions")
-def test_a_conversion_of_torchs_own_class_may_ask_for_ours():
+def test_a_registered_conversion_may_call_ours():
     asked = []
     client.register_conversion(nn.BatchNorm2d, lambda layer: asked.append(layer) or client.convert_model(layer))
     model = client.convert_model(nn.Sequential(nn.BatchNorm2d(CHANNELS)))
@@ -323,7 +317,7 @@ def test_a_conversion_of_torchs_own_class_may_ask_for_ours():
 
 
 @pytest.mark.usefixtures("conversions")
-def test_a_conversion_that_returns_no_module_is_said_to():
+def test_a_conversion_that_returns_no_module_is_reported():
     client.register_conversion(Activated, lambda _: None)
     model = nn.Sequential(nn.BatchNorm2d(CHANNELS), Activated(CHANNELS))
     with pytest.raises(TypeError, match="the conversion registered for Activated returned None, expected a module"):

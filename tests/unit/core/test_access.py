@@ -1,5 +1,7 @@
 """Tenants: what one key has begun, another neither sees nor touches."""
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from server.security.quota import Quota
 from statsd_bn import messages
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.keys import PublicKey, check_name
+from statsd_bn.messages import Failure, Heartbeat, Leave, Registered, StatusRequest, digest
 from statsd_bn.wire import decode, encode
 from support.strategies import contribution, key, register, rows, session_of
 
@@ -25,10 +28,10 @@ class World:
     def __init__(self) -> None:
         self.dispatcher = Dispatcher(b"server-0", 0.0)
         for member in (0, 1):
-            self.say(register(member, **MINE), ALICE, b"alice %d" % member)
-        self.say(contribution(0, 1.0, key(**MINE)), ALICE, b"alice 0")
+            self.send(register(member, **MINE), ALICE, b"alice %d" % member)
+        self.send(contribution(0, 1.0, key(**MINE)), ALICE, b"alice 0")
 
-    def say(self, message: messages.Message, tenant: Principal, peer: bytes = b"bob") -> dict[bytes, Any]:
+    def send(self, message: messages.Message, tenant: Principal, peer: bytes = b"bob") -> dict[bytes, Any]:
         replies = self.dispatcher.receive(0.0, peer, encode(message), tenant).replies
         return {whom: decode(frame) for whom, frame in replies}
 
@@ -50,7 +53,7 @@ def test_a_key_joins_the_jobs_that_it_is_for():
 
 
 def test_a_foreign_job_is_refused_by_name(world):
-    (answer,) = world.say(register(0, session=b"session9", **MINE), BOB).values()
+    (answer,) = world.send(register(0, session=b"session9", **MINE), BOB).values()
     assert answer.code == "refused"
     assert "'a-1'" in answer.message
     assert "'bob'" in answer.message
@@ -59,7 +62,7 @@ def test_a_foreign_job_is_refused_by_name(world):
 
 
 def test_a_later_epoch_of_a_foreign_job_replaces_nothing(world):
-    (answer,) = world.say(register(0, session=b"session9", epoch=1, **MINE), BOB).values()
+    (answer,) = world.send(register(0, session=b"session9", epoch=1, **MINE), BOB).values()
     assert answer.code == "refused"
     assert world.group["epoch"] == 0
 
@@ -76,12 +79,12 @@ SAID = [
 
 @pytest.mark.parametrize("message", SAID, ids=lambda message: type(message).__name__)
 def test_a_session_answers_to_the_key_that_it_came_with(world, message):
-    answers = world.say(message, BOB)
+    answers = world.send(message, BOB)
     assert set(answers) == {b"bob"}
     assert isinstance(answers[b"bob"], messages.Failure)
     assert (answers[b"bob"].code, answers[b"bob"].fields) == ("authentication", {"reason": "foreign session"})
-    # Nothing has changed: alice's round goes on, and its answers go to her.
-    answers = world.say(contribution(1, 2.0, key(**MINE)), ALICE, b"alice 1")
+    # alice's round continues, and she gets its answers.
+    answers = world.send(contribution(1, 2.0, key(**MINE)), ALICE, b"alice 1")
     assert set(answers) == {b"alice 0", b"alice 1"}
     assert answers[b"alice 0"].values.item() == 3.0
 
@@ -101,26 +104,26 @@ def test_a_foreign_heartbeat_keeps_nobody_alive():
 def test_the_operator_may_only_ask(world, message):
     operator = Access([], "its key").principal("its key")
     before = world.group
-    (answer,) = world.say(message, operator).values()
+    (answer,) = world.send(message, operator).values()
     assert (answer.code, answer.message.count("only ask")) == ("refused", 1)
     assert world.group == before
-    assert world.say(messages.StatusRequest(), operator)[b"bob"].report["groups"] == [before]
+    assert world.send(messages.StatusRequest(), operator)[b"bob"].report["groups"] == [before]
     with pytest.raises(ConfigurationError):
         check_name(OPERATOR)
 
 
 def test_the_status_shows_a_tenant_its_jobs_only(world):
-    world.say(register(0, job="shared"), ALICE, b"alice")
-    world.say(register(0, job="b-1"), BOB)
+    world.send(register(0, job="shared"), ALICE, b"alice")
+    world.send(register(0, job="b-1"), BOB)
     seen = {
-        tenant.name: [group["job"] for group in world.say(messages.StatusRequest(), tenant)[b"bob"].report["groups"]]
+        tenant.name: [group["job"] for group in world.send(messages.StatusRequest(), tenant)[b"bob"].report["groups"]]
         for tenant in (ALICE, BOB, ANONYMOUS)
     }
     assert seen == {"alice": ["a-1", "shared"], "bob": ["shared", "b-1"], "anybody": ["a-1", "shared", "b-1"]}
 
 
-def test_who_is_no_longer_let_in_is_lost_with_the_reason(world):
-    world.say(register(0, job="b-1"), BOB)
+def test_a_revoked_member_is_lost_with_the_reason(world):
+    world.send(register(0, job="b-1"), BOB)
     replies = world.dispatcher.revoke(1.0, Access([PublicKey("bob", BOB.key, BOB.jobs)]))
     told = {whom: decode(frame) for whom, frame in replies}
     assert told[b"alice 0"].code == "replica_lost"
@@ -129,20 +132,20 @@ def test_who_is_no_longer_let_in_is_lost_with_the_reason(world):
 
 
 def test_a_key_that_is_no_longer_for_a_job_is_out_of_it(world):
-    world.say(register(0, job="shared"), ALICE, b"alice")
+    world.send(register(0, job="shared"), ALICE, b"alice")
     narrowed = [PublicKey("alice", ALICE.key, ("shared",)), PublicKey("bob", BOB.key, BOB.jobs)]
     world.dispatcher.revoke(1.0, Access(narrowed))
     assert [group["job"] for group in world.dispatcher.report(1.0)["groups"]] == ["shared"]
 
 
-def test_nobody_is_expelled_who_is_still_let_in(world):
+def test_a_member_with_a_valid_key_is_not_expelled(world):
     assert world.dispatcher.revoke(1.0, ACCESS) == []
     assert len(world.group["members"]) == 2
 
 
 def test_only_the_revoked_member_of_a_job_is_lost(world):
     for member, tenant in ((0, ALICE), (1, BOB)):
-        world.say(register(member, job="shared", min_members=1), tenant, tenant.name.encode())
+        world.send(register(member, job="shared", min_members=1), tenant, tenant.name.encode())
     world.dispatcher.revoke(1.0, Access([PublicKey("alice", ALICE.key, ALICE.jobs)]))
     groups = {group["job"]: group for group in world.dispatcher.report(1.0)["groups"]}
     assert [member["member"] for member in groups["shared"]["members"]] == [0]
@@ -185,3 +188,61 @@ def test_the_keys_of_a_tenant_leave_as_many_groups_as_they_have():
 def test_two_clients_with_one_key_are_refused_by_name():
     with pytest.raises(ConfigurationError, match="different keys for all clients, got one for 'alice' and 'bob'"):
         Access([PublicKey("alice", "same"), PublicKey("bob", "same")])
+
+
+SERVER = b"server-0"
+TOKENS = [session_of(member) for member in range(3)]
+
+
+@pytest.fixture
+def dispatcher() -> Dispatcher:
+    return Dispatcher(SERVER, 0.0)
+
+
+def test_no_frame_and_no_line_of_the_log_holds_a_token(dispatcher, caplog):
+    caplog.set_level("DEBUG")
+    told = []
+
+    def say(now, message, peer=b"peer"):
+        told.extend(dispatcher.receive(now, peer, encode(message)).replies)
+
+    for member in range(2):
+        say(0.0, register(member))
+    say(0.1, register(1, session=TOKENS[0]))  # one session as two members
+    say(0.1, register(2, world_size=3))
+    say(0.1, register(1, session=TOKENS[2]))  # two sessions as one member
+    say(0.2, contribution(0))
+    say(0.2, replace(contribution(0), attempt=1))
+    say(0.2, contribution(0, 7.0))
+    say(0.2, contribution(2))
+    say(0.2, Heartbeat(TOKENS[2]))
+    say(0.3, StatusRequest())
+    told += dispatcher.probes(1.0)
+    say(0.4, Leave(TOKENS[1], "ValueError: wrong"))
+    say(0.5, contribution(1))
+    say(0.5, register(1))
+    told += dispatcher.tick(60.0) + dispatcher.shutdown_notices() + dispatcher.stop()
+    frames = [frame for _, frame in told]
+    codes = {answer.code for answer in map(decode, frames) if isinstance(answer, Failure)}
+    assert {"protocol", "world_size", "duplicate_member", "conflict", "unknown_session", "refused"} <= codes
+    written = b"\0".join([*frames, caplog.text.encode()])
+    assert [token for token in TOKENS if token in written or token.hex().encode() in written] == []
+
+
+def test_the_receiver_of_a_members_answers_cannot_act_as_that_member(dispatcher):
+    """The member registered from a place that is a stranger's by now."""
+    dispatcher.receive(0.0, b"stolen", encode(register(0)))
+    answers = dict(dispatcher.receive(0.0, b"one", encode(register(1))).replies)
+    overheard = decode(answers[b"stolen"])
+    assert isinstance(overheard, Registered)
+    for eight in re.findall(b"(?=(.{8}))", answers[b"stolen"], re.DOTALL):
+        for forged in (contribution(0, session=eight), Heartbeat(eight)):
+            ((_, refusal),) = dispatcher.receive(0.1, b"stolen", encode(forged)).replies
+            assert decode(refusal).code == "unknown_session"
+        dispatcher.receive(0.1, b"stolen", encode(Leave(eight, "")))
+    assert len(dispatcher.report(0.2)["groups"][0]["members"]) == 2
+
+
+def test_a_digest_is_the_one_that_the_protocol_names():
+    assert digest(bytes(range(1, 9))).hex() == "8dd34fc67738a407"
+    assert digest(bytes(8)) != bytes(8)

@@ -1,4 +1,4 @@
-"""The account: what is kept counts with what it takes, and a full server has room for those who keep little."""
+"""Memory accounting: stored data count with their size, and a full server still serves small tenants."""
 
 import dataclasses
 import gc
@@ -33,12 +33,10 @@ BOB = Principal("bob", "key of bob", ("*",))
 
 
 class Play:
-    """A dispatcher; each message comes from its session's own peer."""
-
     def __init__(self, **quota: float) -> None:
         self.dispatcher = Dispatcher(b"server-0", 0.0, quota=Quota(**quota))
 
-    def say(self, message: Message, **given: Any) -> dict[bytes, Any]:
+    def send(self, message: Message, **given: Any) -> dict[bytes, Any]:
         replies = self.dispatcher.receive(
             0.0, getattr(message, "session", b"anybody"), encode(message), **given
         ).replies
@@ -46,7 +44,7 @@ class Play:
 
     def open(self, members: int = 2, **given: Any) -> None:
         for member in range(members):
-            self.say(register(member, members, **given))
+            self.send(register(member, members, **given))
 
     @property
     def usage(self) -> QuotaUsage:
@@ -83,7 +81,6 @@ def many_members(_: Play) -> list[Message]:
 
 
 def many_who_tell(play: Play) -> list[Message]:
-    """Members that have told all that there is to tell."""
     said = many_members(play)
     counts = tuple(1000 + bucket for bucket in range(limits.BUCKETS))
     for session in [one.session for one in said]:
@@ -97,7 +94,7 @@ def many_groups(_: Play) -> list[Message]:
 
 
 def scattered(_: Play) -> list[Message]:
-    """After a restart a member names many others, and tells of results of many, of whom no two are neighbours."""
+    """After a restart a member names many others, and many results, without neighbouring numbers."""
     known = Members(tuple((2 * number, 1) for number in range(4000)))
     said: list[Message] = []
     for member in range(4):
@@ -108,7 +105,6 @@ def scattered(_: Play) -> list[Message]:
 
 
 def scattered_bearers(_: Play) -> list[Message]:
-    """As many that are said to have brought what is not finite."""
     bearers = Members(tuple((2 * number, 1) for number in range(4000)))
     session = os.urandom(8)
     results = [dataclass_of(step, Members.of(range(9)), Members(bearers.runs[step:])) for step in range(8)]
@@ -119,24 +115,15 @@ def scattered_bearers(_: Play) -> list[Message]:
 def dataclass_of(step: int, members: Members, bearers: Members = NO_MEMBERS) -> Any:
     play = Play()
     play.open()
-    play.say(contribution(0, key=key(step=step)))
-    aggregate = play.say(contribution(1, key=key(step=step)))[session_of(1)]
+    play.send(contribution(0, key=key(step=step)))
+    aggregate = play.send(contribution(1, key=key(step=step)))[session_of(1)]
     return dataclasses.replace(aggregate, members=members, non_finite=bearers)
 
 
 @pytest.mark.parametrize(
-    "ways",
-    [
-        many_futures,
-        many_rows,
-        many_members,
-        many_who_tell,
-        many_groups,
-        scattered,
-        scattered_bearers,
-    ],
+    "ways", [many_futures, many_rows, many_members, many_who_tell, many_groups, scattered, scattered_bearers]
 )
-def test_what_is_kept_counts_with_at_least_what_it_takes(ways):
+def test_kept_data_counts_with_at_least_its_size(ways):
     play = Play()
     act = ways(play)
     if not callable(act):
@@ -152,7 +139,7 @@ def test_what_is_kept_counts_with_at_least_what_it_takes(ways):
     assert taken <= counted <= 8 * taken
 
 
-def test_a_group_counts_with_what_it_takes_beside_its_member():
+def test_the_overhead_of_a_group_counts():
     def taken_by_each(messages: list[Message]) -> float:
         dispatcher, frames = Dispatcher(b"server-0", 0.0), [encode(message) for message in messages]
 
@@ -169,29 +156,29 @@ def test_a_group_counts_with_what_it_takes_beside_its_member():
 
 def test_the_keys_of_a_tenant_share_an_account():
     play = Play(max_tenant_bytes=100_000)
-    play.say(register(0, 1, job="a"), principal=ALICE)
-    play.say(register(0, 1, job="b"), principal=ANNA)
-    play.say(register(0, 1, job="c"), principal=BOB)
+    play.send(register(0, 1, job="a"), principal=ALICE)
+    play.send(register(0, 1, job="b"), principal=ANNA)
+    play.send(register(0, 1, job="c"), principal=BOB)
     assert play.usage.allocated_by_tenant["tenant 'team'"] == 2 * play.usage.allocated_by_tenant["tenant 'bob'"]
     wide = rows(1.0, channels=8000)
-    assert not isinstance(bring(play, "a", ALICE, wide), Failure)
-    refused = bring(play, "b", ANNA, wide)
+    assert not isinstance(contribute(play, "a", ALICE, wide), Failure)
+    refused = contribute(play, "b", ANNA, wide)
     assert (refused.code, refused.fields) == ("limit", {"limit": 100_000, "what": "bytes kept for a tenant"})
-    assert not isinstance(bring(play, "c", BOB, wide), Failure)
+    assert not isinstance(contribute(play, "c", BOB, wide), Failure)
 
 
-def bring(play: Play, job: str, tenant: Principal, brought: Any) -> Any:
-    (answer,) = play.say(contribution(0, brought, key(job=job)), principal=tenant).values()
+def contribute(play: Play, job: str, tenant: Principal, brought: Any) -> Any:
+    (answer,) = play.send(contribution(0, brought, key(job=job)), principal=tenant).values()
     return answer
 
 
 def test_a_large_job_does_not_push_out_a_smaller_one():
     play = Play(max_server_bytes=500_000, max_tenant_bytes=450_000)
     play.open(job="small")
-    play.say(contribution(0, rows(1.0, channels=10_000), key(job="small")))
+    play.send(contribution(0, rows(1.0, channels=10_000), key(job="small")))
     play.open()
     for step in range(6):
-        answers = play.say(contribution(0, rows(1.0, channels=10_000), key(step=step)))
+        answers = play.send(contribution(0, rows(1.0, channels=10_000), key(step=step)))
     assert {answer.code for answer in answers.values()} == {"limit"}
     assert {group["job"] for group in play.dispatcher.report(0.0)["groups"]} == {"small", "job"}
 
@@ -203,10 +190,10 @@ def test_1024_members_at_2048_channels_fit():
     assert 2 * quota.max_server_bytes <= 2**30, "what docker and Kubernetes are told to allow"
 
 
-def test_an_error_that_is_told_again_and_again_keeps_nothing_of_what_came():
+def test_a_repeated_error_keeps_no_received_data():
     play = Play()
     play.open()
-    play.say(Leave(session_of(1), "boom"))
+    play.send(Leave(session_of(1), "boom"))
     wide = encode(contribution(0, rows(1.0, channels=10_000), key(step=1)))
 
     def ask() -> None:
@@ -217,13 +204,13 @@ def test_an_error_that_is_told_again_and_again_keeps_nothing_of_what_came():
     assert grown(ask) < 10_000
 
 
-def test_a_budget_says_which_of_both_limits_was_reached():
+def test_a_budget_names_the_limit_that_was_reached():
     usage = QuotaUsage(Quota(max_server_bytes=100, max_tenant_bytes=60))
     room, other = MemoryShare(usage, "job 'a'"), MemoryShare(usage, "job 'b'")
     room.allocate(60)
-    with pytest.raises(LimitExceeded, match="job 'a' keeps 60 bytes here, and 1 more are above the limit of 60"):
+    with pytest.raises(LimitExceeded, match="job 'a' holds 60 bytes, and 1 more exceed the limit of 60"):
         room.allocate(1)
-    with pytest.raises(LimitExceeded, match="the server keeps 60 bytes, and 41 more for job 'b' are above") as caught:
+    with pytest.raises(LimitExceeded, match="the server holds 60 bytes, and 41 more for job 'b' exceed") as caught:
         other.allocate(41)
     assert caught.value.fields == {"limit": 100, "what": "bytes kept in all"}
     assert usage.allocated == 60

@@ -71,18 +71,18 @@ def test_tcp_without_keys_is_refused_unless_insecure(host):
         *("tcp://127.0.0.1", "ws://127.0.0.1:5555", "udp://127.0.0.1:5555", "inproc://here", "ipc://"),
     ],
 )
-def test_what_is_no_endpoint_is_refused(endpoint):
+def test_an_invalid_endpoint_is_refused(endpoint):
     with pytest.raises(ConfigurationError, match="bind: expected tcp://HOST:PORT") as caught:
         Config((endpoint,), insecure=True)
     assert repr(endpoint) in str(caught.value)
 
 
-def test_no_endpoint_at_all_is_refused():
+def test_a_missing_endpoint_is_refused():
     with pytest.raises(ConfigurationError, match="at least one endpoint"):
         Config(())
 
 
-def test_a_bad_log_level_from_the_environment_is_refused_with_the_good_ones():
+def test_an_invalid_log_level_from_the_environment_is_refused_with_the_valid_ones():
     with pytest.raises(ConfigurationError, match="got 'loud'") as caught:
         from_arguments([], {"STATSD_BN_LOG_LEVEL": "loud"})
     assert all(level in str(caught.value) for level in LOG_LEVELS)
@@ -110,22 +110,22 @@ def test_a_bad_log_level_in_the_environment_is_a_usage_error(monkeypatch, capsys
         (["check", "a", "b"], "unexpected argument 'b'"),
     ],
 )
-def test_what_is_mistyped_is_told_with_what_was_probably_meant(arguments, words, capsys):
+def test_a_mistyped_option_gets_a_suggestion(arguments, words, capsys):
     assert exit_code(arguments) == 2
     assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["1", "true", "YES", "On"])
-def test_insecure_is_said_in_many_ways(value):
+def test_insecure_has_many_spellings(value):
     assert from_arguments(["--bind", OPEN], {"STATSD_BN_INSECURE": value}).insecure
 
 
 @pytest.mark.parametrize("value", ["0", "False", "no", "OFF", ""])
-def test_and_so_is_its_contrary(value):
+def test_secure_has_many_spellings(value):
     assert not from_arguments([], {"STATSD_BN_INSECURE": value}).insecure
 
 
-def test_anything_else_is_an_error_that_names_what_is_expected():
+def test_another_value_of_insecure_is_an_error_that_names_the_expected_ones():
     with pytest.raises(
         ConfigurationError, check=says(r"STATSD_BN_INSECURE: expected one of 1, true, .*, got 'perhaps'")
     ):

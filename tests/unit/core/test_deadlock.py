@@ -1,4 +1,4 @@
-"""Members that wait for one another are told so at once; whoever may still go on is left alone."""
+"""Deadlocks are reported at once, and never while a member may still continue."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -25,8 +25,6 @@ PAIR = key("layer1.bn", group="pair")
 
 
 class Job:
-    """A job whose members speak from a peer for each thread; its clock moves only by `wait`."""
-
     def __init__(self, world_size: int, dispatcher: Dispatcher | None = None, job: str = "job", **given: Any) -> None:
         self.now = 100.0
         self.dispatcher = dispatcher or Dispatcher(b"server-0", self.now)
@@ -37,7 +35,7 @@ class Job:
     def open(self, group: str, *members: int, size: int | None = None, **changed: Any) -> None:
         for member in members:
             given = {"place": f"host {member}, process {member}0", **self.given, **changed}
-            self.say(
+            self.send(
                 register(
                     member,
                     size or len(members),
@@ -52,30 +50,30 @@ class Job:
     def come_back(self, member: int) -> dict[bytes, Message]:
         """It waits at the entrance of a pass for all others to have left theirs."""
         given = {"place": f"host {member}, process {member}0", "session": self.session(member, "world")}
-        return self.say(
+        return self.send(
             register(member, 2, job=self.job, participation=Participation.REJOINING.value, **given), peer(member)
         )
 
-    def say(self, message: Message, at: bytes) -> dict[bytes, Message]:
+    def send(self, message: Message, at: bytes) -> dict[bytes, Message]:
         return read(self.dispatcher.receive(self.now, at, encode(message)).replies)
 
-    def bring(
+    def contribute(
         self, member: int, where: RoundKey, thread: str = "", channels: int = 1, attempt: int = 0
     ) -> dict[bytes, Message]:
         message = contribution(member, rows(1.0, channels=channels), where, self.session(member, where.group))
-        return self.say(replace(message, attempt=attempt), peer(member, thread))
+        return self.send(replace(message, attempt=attempt), peer(member, thread))
 
     def session(self, member: int, group: str) -> bytes:
         return f"{self.job[:2]}{group[:3]}{member:03d}".encode()
 
     def wait(self, seconds: float) -> dict[bytes, Message]:
-        """What everybody is told meanwhile, by a server that ticks as the real one; all members are alive."""
+        """Messages to all while a server ticks like the real one; all members are alive."""
         told: dict[bytes, Message] = {}
         for _ in range(round(seconds / 0.25)):
             self.now += 0.25
             for session in list(self.dispatcher._registry.sessions):
                 self.dispatcher.receive(self.now, b"beacon", encode(Heartbeat(session)))
-            # What comes to where the heartbeats come from is another test's matter.
+            # Messages to the heartbeat socket are tested elsewhere.
             told |= read([(whom, frame) for whom, frame in self.dispatcher.tick(self.now) if whom != b"beacon"])
         return told
 
@@ -85,7 +83,7 @@ def peer(member: int, thread: str = "") -> bytes:
 
 
 def mismatches(told: dict[bytes, Message]) -> set[bytes]:
-    """Who was told of a mismatch; nobody was told anything else."""
+    """The members with a mismatch error; others have no message."""
     assert all(isinstance(answer, Failure) and answer.code == "mismatch" for answer in told.values()), told
     return set(told)
 
@@ -93,10 +91,10 @@ def mismatches(told: dict[bytes, Message]) -> set[bytes]:
 # Who is stuck.
 
 
-def test_members_in_other_layer_orders_are_told_who_waits_where():
+def test_members_with_other_layer_orders_learn_who_waits_where():
     job = Job(2)
-    job.bring(0, key("layer1.bn", step=7))
-    job.bring(1, key("layer2.bn", step=7, call=3))
+    job.contribute(0, key("layer1.bn", step=7))
+    job.contribute(1, key("layer2.bn", step=7, call=3))
     told = job.wait(QUIET)
     assert mismatches(told) == {b"0", b"1"}
     text = (
@@ -127,11 +125,11 @@ def test_members_in_other_layer_orders_are_told_who_waits_where():
     [B, key("layer1.bn", step=1), key("layer1.bn", call=1), key("layer1.bn", phase=BACKWARD)],
     ids=["it skips a layer", "a step more", "a forward pass more", "it is in the backward pass"],
 )
-def test_one_member_elsewhere_stops_all_and_all_are_told(odd):
+def test_one_member_in_another_layer_ends_all_with_an_error(odd):
     job = Job(4)
     for member in range(3):
-        job.bring(member, A)
-    job.bring(3, odd)
+        job.contribute(member, A)
+    job.contribute(3, odd)
     told = job.wait(QUIET)
     assert mismatches(told) == {b"0", b"1", b"2", b"3"}
     for each in told.values():
@@ -143,8 +141,8 @@ def test_one_member_elsewhere_stops_all_and_all_are_told(odd):
 def test_while_one_member_runs_nobody_is_stuck_until_the_deadline():
     """It may be saving a checkpoint, and the others' mismatch with it."""
     job = Job(3, deadline=60.0)
-    job.bring(0, A)
-    job.bring(1, B)
+    job.contribute(0, A)
+    job.contribute(1, B)
     assert job.wait(59.0) == {}
     told = job.wait(2.0)
     assert {whom: answer.code for whom, answer in told.items()} == {b"0": "timeout", b"1": "timeout"}
@@ -152,36 +150,35 @@ def test_while_one_member_runs_nobody_is_stuck_until_the_deadline():
 
 def test_threads_of_two_members_in_opposite_orders_are_not_stuck():
     job = Job(2)
-    job.bring(0, A, "a")
-    job.bring(1, B, "b")
+    job.contribute(0, A, "a")
+    job.contribute(1, B, "b")
     job.now += 0.3
     assert read(job.dispatcher.tick(job.now)) == {}
-    assert set(job.bring(0, B, "b")) == {b"0 b", b"1 b"}
+    assert set(job.contribute(0, B, "b")) == {b"0 b", b"1 b"}
     job.now += 0.3
     assert read(job.dispatcher.tick(job.now)) == {}
-    assert set(job.bring(1, A, "a")) == {b"0 a", b"1 a"}
+    assert set(job.contribute(1, A, "a")) == {b"0 a", b"1 a"}
     assert job.wait(5.0) == {}
 
 
-def test_whoever_was_just_answered_runs_though_another_thread_of_it_waits():
+def test_a_member_with_a_new_answer_runs_although_another_thread_waits():
     """Or the time since the last contribution would count, and the members run for longer than that."""
     job = Job(2)
-    job.bring(0, A, "a")
-    job.bring(1, B, "b")
+    job.contribute(0, A, "a")
+    job.contribute(1, B, "b")
     for call in range(round(2 * THREADED_QUIET_SECONDS / 0.25)):
         job.now += 0.25
         assert read(job.dispatcher.tick(job.now)) == {}
-        job.bring(0, key("other", call=call), "c")
-        assert set(job.bring(1, key("other", call=call), "c")) == {b"0 c", b"1 c"}
+        job.contribute(0, key("other", call=call), "c")
+        assert set(job.contribute(1, key("other", call=call), "c")) == {b"0 c", b"1 c"}
     assert mismatches(job.wait(THREADED_QUIET_SECONDS)) == {b"0 a", b"1 b"}
 
 
 def with_two_threads(**changed: Any) -> Job:
-    """Two members, each of which has exchanged from two threads at once."""
     job = Job(2)
     for member in (0, 1):
-        job.bring(member, A, "a", **changed)
-        job.bring(member, B, "b", **changed)
+        job.contribute(member, A, "a", **changed)
+        job.contribute(member, B, "b", **changed)
     return job
 
 
@@ -189,14 +186,14 @@ def test_a_member_that_has_further_threads_is_given_more_time():
     """Two models that overlap, in a step that takes long, on two members in opposite orders."""
     job = with_two_threads()
     a, b = (where._replace(step=1) for where in (A, B))
-    job.bring(0, a, "a")
-    job.bring(1, b, "b")
+    job.contribute(0, a, "a")
+    job.contribute(1, b, "b")
     assert job.wait(3.0) == {}
-    assert set(job.bring(0, b, "b")) == {b"0 b", b"1 b"}
+    assert set(job.contribute(0, b, "b")) == {b"0 b", b"1 b"}
     assert job.wait(3.0) == {}
-    assert set(job.bring(1, a, "a")) == {b"0 a", b"1 a"}
-    job.bring(1, b._replace(step=2), "b")
-    job.bring(0, a._replace(step=2), "a")
+    assert set(job.contribute(1, a, "a")) == {b"0 a", b"1 a"}
+    job.contribute(1, b._replace(step=2), "b")
+    job.contribute(0, a._replace(step=2), "a")
     assert job.wait(THREADED_QUIET_SECONDS - 0.25) == {}
     assert mismatches(job.wait(0.25)) == {b"0 a", b"1 b"}
 
@@ -204,29 +201,29 @@ def test_a_member_that_has_further_threads_is_given_more_time():
 def test_a_member_all_of_whose_threads_wait_is_given_no_more_time():
     job = with_two_threads()
     for step, member in ((1, 0), (2, 1)):
-        job.bring(member, A._replace(step=step), "a")
-        job.bring(member, B._replace(step=step), "b")
+        job.contribute(member, A._replace(step=step), "a")
+        job.contribute(member, B._replace(step=step), "b")
     assert mismatches(job.wait(QUIET)) == {b"0 a", b"0 b", b"1 a", b"1 b"}
 
 
 def test_contributions_that_are_sent_again_in_a_bunch_are_no_threads():
     job = with_two_threads(attempt=1)
-    job.bring(0, A._replace(step=1))
-    job.bring(1, B._replace(step=1))
+    job.contribute(0, A._replace(step=1))
+    job.contribute(1, B._replace(step=1))
     assert mismatches(job.wait(2 * QUIET)) == {b"0", b"1"}
 
 
-def test_whoever_was_just_told_of_a_failure_runs():
-    """One thread has failed by a deadline, one by its shape; each may end what the others wait for."""
+def test_a_member_with_a_new_error_runs():
+    """One thread failed by a deadline, one by its shape; each may end the others' wait."""
     for way in ("timeout", "mismatch"):
         job = Job(2)
         job.open("pair", 0, 1, deadline=0.5)
-        job.bring(0, A, "a")
-        job.bring(1, B, "b")
-        job.bring(0, PAIR, "c")
+        job.contribute(0, A, "a")
+        job.contribute(1, B, "b")
+        job.contribute(0, PAIR, "c")
         told = job.wait(0.25)
         if way == "mismatch":
-            told = job.bring(1, PAIR, "d", channels=2)
+            told = job.contribute(1, PAIR, "d", channels=2)
         told |= job.wait(0.25)
         assert {answer.code for answer in told.values()} == {way}
         assert b"0 c" in told
@@ -234,10 +231,10 @@ def test_whoever_was_just_told_of_a_failure_runs():
         assert mismatches(job.wait(QUIET)) == {b"0 a", b"1 b"}
 
 
-def test_whoever_sees_a_group_open_runs():
+def test_a_member_of_a_newly_open_group_runs():
     job = Job(2)
-    job.bring(0, A, "a")
-    job.bring(1, B, "b")
+    job.contribute(0, A, "a")
+    job.contribute(1, B, "b")
     job.wait(0.25)
     job.open("pair", 0, 1)
     assert job.wait(QUIET - 0.25) == {}
@@ -248,7 +245,7 @@ def test_each_new_contribution_begins_the_quiet_time_anew():
     job = Job(4)
     for member, where in enumerate((A, B, A, B)):
         assert job.wait(0.25) == {}
-        job.bring(member, where)
+        job.contribute(member, where)
     assert job.wait(QUIET - 0.25) == {}
     assert mismatches(job.wait(0.25)) == {b"0", b"1", b"2", b"3"}
 
@@ -256,22 +253,22 @@ def test_each_new_contribution_begins_the_quiet_time_anew():
 def test_a_repeated_contribution_changes_nothing():
     """Members that ask again every now and then would put the mismatch off for ever."""
     job = Job(2)
-    job.bring(0, A)
-    job.bring(1, B)
+    job.contribute(0, A)
+    job.contribute(1, B)
     job.wait(QUIET - 0.25)
-    assert job.bring(0, A, "again") == {}
+    assert job.contribute(0, A, "again") == {}
     assert mismatches(job.wait(0.25)) == {b"0 again", b"1"}
 
 
 def test_after_a_mismatch_the_rounds_are_over():
     job = Job(2)
-    job.bring(0, A)
-    job.bring(1, B)
+    job.contribute(0, A)
+    job.contribute(1, B)
     told = job.wait(QUIET)
     assert job.wait(5.0) == {}
-    assert job.bring(0, A, "again")[b"0 again"] == told[b"0"]
-    # Whoever comes late to a round that is over gets the same, and nobody waits there.
-    assert job.bring(1, A)[b"1"] == told[b"0"]
+    assert job.contribute(0, A, "again")[b"0 again"] == told[b"0"]
+    # A late contribution gets the same error, and nothing waits there.
+    assert job.contribute(1, A)[b"1"] == told[b"0"]
     (group,) = job.dispatcher.report(job.now)["groups"]
     assert (group["waiting"], group["rounds_failed"], group["lost"]) == ([], 2, "")
 
@@ -279,11 +276,11 @@ def test_after_a_mismatch_the_rounds_are_over():
 def test_two_jobs_do_not_mix():
     left = Job(2, job="left")
     right = Job(2, left.dispatcher, job="right")
-    left.bring(0, key("layer1.bn", job="left"), "left")
-    right.bring(1, key("layer2.bn", job="right"), "right")
+    left.contribute(0, key("layer1.bn", job="left"), "left")
+    right.contribute(1, key("layer2.bn", job="right"), "right")
     assert [len(group["waiting"]) for group in left.dispatcher.report(left.now)["groups"]] == [1, 1]
     assert left.wait(5.0) == {}
-    left.bring(1, key("layer2.bn", job="left"), "left")
+    left.contribute(1, key("layer2.bn", job="left"), "left")
     assert mismatches(left.wait(QUIET)) == {b"0 left", b"1 left"}
 
 
@@ -293,8 +290,8 @@ def test_two_jobs_do_not_mix():
 def test_members_of_two_groups_may_wait_for_one_another():
     job = Job(2)
     job.open("pair", 0, 1)
-    job.bring(0, PAIR)
-    job.bring(1, A)
+    job.contribute(0, PAIR)
+    job.contribute(1, A)
     told = job.wait(QUIET)
     assert mismatches(told) == {b"0", b"1"}
     assert "waits 0.5 s  in forward of layer 'layer1.bn', step 0, group 'pair'" in told[b"0"].message
@@ -302,15 +299,15 @@ def test_members_of_two_groups_may_wait_for_one_another():
     assert [told[whom].key for whom in (b"0", b"1")] == [PAIR, A]
 
 
-def test_a_ring_of_groups():
+def test_members_of_a_ring_of_groups_are_stuck():
     """0 waits for 1, 1 for 2, and 2 for 0; member 3 waits for them all, and member 4 could not help."""
     job = Job(5)
     names = ("ring0", "rong1", "rung2")
     for member, name in enumerate(names):
         job.open(name, member, (member + 1) % 3)
-        job.bring(member, key(group=name))
+        job.contribute(member, key(group=name))
     job.open("with", 3, 0)
-    job.bring(3, key(group="with"))
+    job.contribute(3, key(group="with"))
     assert mismatches(job.wait(QUIET)) == {b"0", b"1", b"2", b"3"}
 
 
@@ -318,7 +315,7 @@ def test_members_may_wait_for_a_group_to_open_and_for_one_another():
     """The first use of a group waits until all its members use it, so this is where a mismatch shows first."""
     job = Job(2)
     job.open("pair", 0, size=2)
-    job.bring(1, A)
+    job.contribute(1, A)
     assert job.wait(QUIET - 0.25) == {}
     job.open("pair", 0, size=2)  # it asks again, which changes nothing
     told = job.wait(0.25)
@@ -332,18 +329,18 @@ def test_members_may_wait_for_a_group_to_open_and_for_one_another():
     assert [group["group"] for group in job.dispatcher.report(job.now)["groups"]] == ["world"]
 
 
-def test_whoever_missed_why_its_group_ended_is_told_when_it_asks_again():
-    """Its connection broke when it was told, so it registers once more."""
+def test_a_member_that_missed_why_its_group_ended_learns_it_by_asking_again():
+    """Its connection broke at that time, so it registers again."""
     job = Job(2)
     job.open("pair", 0, size=2)
-    job.bring(1, A)
+    job.contribute(1, A)
     job.wait(QUIET)
-    told = job.say(register(0, 2, job="job", group="pair", session=job.session(0, "pair")), b"0 anew")
+    told = job.send(register(0, 2, job="job", group="pair", session=job.session(0, "pair")), b"0 anew")
     assert mismatches(told) == {b"0 anew"}
-    assert "its members waited for one another" in told[b"0 anew"].message
+    assert "its ranks waited in different places" in told[b"0 anew"].message
 
 
-def test_members_that_wait_for_other_groups_are_told_once():
+def test_members_that_wait_for_other_groups_get_one_error():
     job = Job(2)
     job.open("left", 0, size=2)
     job.open("rest", 1, size=2)
@@ -355,39 +352,39 @@ def test_members_may_wait_for_all_to_come_back_and_for_one_another():
     job = Job(2)
     job.open("pair", 0, 1)
     job.come_back(0)
-    job.bring(1, PAIR)
+    job.contribute(1, PAIR)
     assert job.wait(THREADED_QUIET_SECONDS - 0.5) == {}, "another thread of rank 0 may come yet"
     told = job.wait(0.5)
     assert mismatches(told) == {b"0", b"1"}
-    assert "rank 0 (host 0, process 00)  waits 10.0 s  for all to come back from client.join\n" in told[b"1"].message
+    assert "rank 0 (host 0, process 00)  waits 10.0 s  for all ranks to leave client.join\n" in told[b"1"].message
     assert told[b"0"].message.endswith(deadlock.ADVICE_FOR_PASSES)
     assert job.wait(5.0) == {}, "told once"
 
 
-def test_one_that_was_told_that_the_others_will_not_come_back_may_ask_again():
+def test_a_member_whose_peers_will_not_come_back_may_ask_again():
     job = Job(2)
     job.open("pair", 0, 1)
     job.come_back(0)
-    job.bring(1, PAIR)
+    job.contribute(1, PAIR)
     job.wait(THREADED_QUIET_SECONDS)
     job.come_back(0)
     assert job.wait(15.0) == {}, "the other one runs"
     assert [answer.missing for answer in job.come_back(1).values()] == [0, 0]
 
 
-def test_one_that_is_back_waits_for_one_that_runs():
+def test_a_returned_member_waits_for_a_running_one():
     job = Job(2)
     job.come_back(0)
     assert job.wait(30.0) == {}
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_group_that_is_not_full_waits_for_whoever_may_come(size):
+def test_an_incomplete_group_waits_for_further_members(size):
     """Of three members two wait; the third runs and may come. A group of more than the job may never fill, but a
     member that joins the job anew might help, and the group has a deadline."""
     job = Job(size)
     job.open("pair", 0, size=2 if size == 3 else 3)
-    job.bring(1, A)
+    job.contribute(1, A)
     assert job.wait(30.0) == {}
 
 
@@ -397,20 +394,20 @@ def test_the_world_may_wait_for_its_members_without_end():
     assert job.wait(30.0) == {}
 
 
-def test_without_a_world_nobody_knows_who_may_come():
+def test_without_a_world_size_further_members_are_possible():
     job = Job(0)
     job.open("left", 0, size=2)
     job.open("rest", 1, size=2)
     assert job.wait(30.0) == {}
 
 
-# What is told stays short.
+# The text stays short.
 
 
-def test_a_thousand_members_are_told_in_a_few_words():
+def test_the_error_of_a_thousand_members_is_short():
     job = Job(1000)
     for member in range(1000):
-        job.bring(member, B if member == 7 else A)
+        job.contribute(member, B if member == 7 else A)
     told = job.wait(QUIET)
     assert len(mismatches(told)) == 1000
     text = told[b"999"].message
@@ -426,10 +423,10 @@ def test_a_thousand_members_are_told_in_a_few_words():
     assert (odd["nr_members"], odd["members"]) == (1, [7])
 
 
-def test_a_member_at_every_place_is_told_the_most_crowded_places():
+def test_the_error_of_many_places_names_the_most_crowded_ones():
     job = Job(200, place="h" * limits.MAX_NAME_BYTES)
     for member in range(200):
-        job.bring(member, key("é" * 120 + f"{max(0, member - 1):03d}"))
+        job.contribute(member, key("é" * 120 + f"{max(0, member - 1):03d}"))
     told = job.wait(QUIET)
     assert len(mismatches(told)) == 200
     for answer in told.values():
@@ -441,7 +438,7 @@ def test_a_member_at_every_place_is_told_the_most_crowded_places():
         assert (answer.fields["places"], len(answer.fields["table"])) == (199, deadlock.MAX_PLACES)
 
 
-# The rule, against what it says in so many words.
+# The detector against the definition.
 
 PEOPLE = range(5)
 some = st.sets(st.sampled_from(PEOPLE), min_size=1)
@@ -455,7 +452,7 @@ def subsets(members: Iterable[int]) -> Iterable[set[int]]:
 @given(
     st.lists(st.tuples(some, some).map(lambda pair: (pair[0], pair[1] - pair[0])), max_size=6), st.sets(some.map(min))
 )
-def test_stuck_are_those_who_wait_for_none_but_one_another(waits, running):
+def test_members_that_wait_only_for_each_other_are_stuck(waits, running):
     blocked = set().union(*(waiting for waiting, _ in waits)) - running
     closed = [
         chosen
@@ -473,8 +470,8 @@ programs = st.lists(
 
 @settings(deadline=None, max_examples=100)
 @given(st.data(), st.integers(1, 4))
-def test_a_mismatch_comes_exactly_where_nobody_can_go_on(data, n):
-    """Random programs of layers, run until nothing moves: by the dispatcher, and by hand beside it."""
+def test_a_mismatch_is_raised_exactly_if_no_member_can_continue(data, n):
+    """Random programs of layers, run until nothing moves: by the dispatcher and by hand."""
     groups = {name: sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1))) for name in ("left", "rest")}
     groups["world"] = list(range(n))
     job = Job(n)
@@ -510,7 +507,7 @@ def _run(job: Job, steps: list[list[tuple[str, str]]]) -> list[RoundKey | None]:
             calls[member][place] = call + 1
             done[member] += 1
             waiting[member] = key(layer, group=group, call=call)
-            for whom, answer in job.bring(member, waiting[member]).items():
+            for whom, answer in job.contribute(member, waiting[member]).items():
                 assert isinstance(answer, Aggregate)
                 waiting[int(whom)] = None
     return waiting

@@ -15,7 +15,6 @@ TICK = 0.25
 
 
 def group(job: str, members: int = 2, rounds: int = 0) -> SyncMaster:
-    """A group whose member 0 waits in some rounds."""
     master = SyncMaster(b"server-0", register(job=job, world_size=members))
     for member in range(members):
         master.register_slave(0.0, register(member, members, job=job), b"peer")
@@ -27,7 +26,6 @@ def group(job: str, members: int = 2, rounds: int = 0) -> SyncMaster:
 
 @pytest.fixture
 def looks(monkeypatch):
-    """The jobs that are looked at, in order."""
     seen = []
     monkeypatch.setattr(deadlock, "find_deadlocks", lambda masters, *_: seen.append(masters[0].membership.job))
     return seen
@@ -63,7 +61,7 @@ def test_many_large_jobs_take_turns(looks, monkeypatch):
     assert looks.count("small") == 40
 
 
-def test_ranks_of_collectives_that_members_tell_of_count_as_well(looks):
+def test_ranks_of_reported_collectives_count_as_well(looks):
     master = group("job", 16)
     for contributor in master.membership.contributors.values():
         contributor.stack_sample = StackSample(0.0, unanswered_since=0.0)
@@ -85,7 +83,7 @@ def test_a_job_larger_than_can_be_looked_at_hides_no_other(looks, monkeypatch):
     assert "middle" in looks
 
 
-def test_an_ordinary_job_is_told_within_a_second():
+def test_a_deadlock_of_an_ordinary_job_is_reported_within_a_second():
     master = group("job", 64)
     contributors = list(master.membership.contributors.values())
     for contributor in contributors:

@@ -1,4 +1,4 @@
-"""What became of a job is told for some minutes after its end, to whom it concerns."""
+"""The end of a job is reported for some minutes, to its key only."""
 
 import pytest
 
@@ -11,18 +11,16 @@ from support.strategies import contribution, register, session_of
 
 
 class Play:
-    """A server, and jobs of two members that come and leave."""
-
     def __init__(self) -> None:
         self.dispatcher = Dispatcher(b"server-0", 100.0)
 
     def run(self, job: str = "job", causes: tuple[str, str] = ("", ""), tenant: Principal = ANONYMOUS) -> None:
         for member in range(2):
-            self.say(register(member, 2, job=job), job, member, tenant)
+            self.send(register(member, 2, job=job), job, member, tenant)
         for member, cause in enumerate(causes):
-            self.say(Leave(session_of(member, job), cause), job, member, tenant)
+            self.send(Leave(session_of(member, job), cause), job, member, tenant)
 
-    def say(self, message, job: str, member: int, tenant: Principal = ANONYMOUS) -> None:
+    def send(self, message, job: str, member: int, tenant: Principal = ANONYMOUS) -> None:
         self.dispatcher.receive(100.0, f"{job} {member}".encode(), encode(message), tenant)
 
     def ended(self, now: float = 100.0, **of) -> list[dict]:
@@ -34,7 +32,7 @@ def play():
     return Play()
 
 
-def test_a_job_that_all_have_left_is_told_for_some_minutes(play):
+def test_an_ended_job_is_reported_for_some_minutes(play):
     assert play.ended() == []
     play.run()
     (job,) = play.ended(130.0)
@@ -43,7 +41,7 @@ def test_a_job_that_all_have_left_is_told_for_some_minutes(play):
     assert play.ended(100.0 + REMEMBERED_SECONDS) == []
 
 
-def test_a_job_that_broke_is_told_with_the_reason(play):
+def test_a_broken_job_is_reported_with_the_reason(play):
     play.run(causes=("ValueError: boom", ""))
     (job,) = play.ended()
     assert "rank 0" in job["lost"]
@@ -51,32 +49,32 @@ def test_a_job_that_broke_is_told_with_the_reason(play):
 
 
 @pytest.mark.parametrize("leaves_first", [False, True])
-def test_a_job_that_one_rank_left_too_early_is_told_with_that(play, leaves_first):
+def test_a_job_that_one_rank_left_too_early_is_reported_with_that_rank(play, leaves_first):
     for member in range(2):
-        play.say(register(member, 2), "job", member)
+        play.send(register(member, 2), "job", member)
     said = [(contribution(1, 1.0), 1), (Leave(session_of(0), ""), 0)]
     for message, member in reversed(said) if leaves_first else said:
-        play.say(message, "job", member)
-    play.say(Leave(session_of(1), ""), "job", 1)
+        play.send(message, "job", member)
+    play.send(Leave(session_of(1), ""), "job", 1)
     (job,) = play.ended()
     assert "left before the others finished" in job["lost"]
 
 
-def test_so_many_are_remembered_and_the_latest_come_first(play):
+def test_a_bounded_number_of_ended_jobs_is_reported_latest_first(play):
     for number in range(REMEMBERED_JOBS + 3):
         play.run(f"job {number}")
     names = [job["job"] for job in play.ended()]
     assert names == [f"job {number}" for number in range(REMEMBERED_JOBS + 2, 2, -1)]
 
 
-def test_a_tenant_is_told_of_its_own_jobs_only(play):
+def test_a_tenant_sees_only_its_own_ended_jobs(play):
     play.run("a-1")
     play.run("b-1")
     (job,) = play.ended(principal=Principal("alice", "k" * 40, ("a-*",)))
     assert job["job"] == "a-1"
 
 
-def test_who_has_many_jobs_makes_the_server_forget_none_of_others(play):
+def test_many_jobs_of_one_tenant_displace_none_of_another(play):
     alice, bob = (Principal(name, name[0] * 40, ("*",)) for name in ("alice", "bob"))
     play.run("alice's", tenant=alice)
     for number in range(2 * REMEMBERED_JOBS):

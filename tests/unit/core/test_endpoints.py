@@ -1,4 +1,4 @@
-"""Endpoints: this user's own server is found and nobody else gets in; TCP needs keys; no shared folder is used."""
+"""Endpoints: this user's own server is found; TCP needs keys, and shared folders are refused."""
 
 import errno
 import os
@@ -39,14 +39,14 @@ def environ(monkeypatch, tmp_path_factory):
     monkeypatch.delenv("STATSD_BN_BIND", raising=False)
     monkeypatch.delenv("STATSD_BN_ENDPOINT", raising=False)
     tmp_path_factory.getbasetemp()  # it is made among the temporary files
-    # A server of whoever runs the tests is not to be found.
+    # Hide a server of the user who runs the tests.
     monkeypatch.setattr(endpoints, "RUNTIME_FOLDERS", Path("/nowhere"))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield {"XDG_RUNTIME_DIR": str(folder)}
     shutil.rmtree(folder)
 
 
-def test_it_is_in_the_runtime_folder_where_that_is_the_users_else_among_the_temporary_files(tmp_path, monkeypatch):
+def test_the_default_socket_is_in_the_users_runtime_folder_or_a_temporary_one(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     own = tmp_path / f"statsd_bn-{os.getuid()}"
     (tmp_path / "file").write_text("")
@@ -69,7 +69,7 @@ def nowhere(monkeypatch):
 
 
 @pytest.mark.usefixtures("nowhere")
-def test_where_nothing_can_be_written_that_is_told_with_what_to_do():
+def test_an_unwritable_folder_is_an_error_with_a_remedy():
     for use in (endpoints.private_folder, endpoints.default_endpoint, endpoints.find_server):
         with pytest.raises(ConfigurationError, check=says(r"none that can be written; set XDG_RUNTIME_DIR or .*name")):
             use({})
@@ -77,7 +77,7 @@ def test_where_nothing_can_be_written_that_is_told_with_what_to_do():
 
 @pytest.mark.usefixtures("nowhere")
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
-def test_a_server_that_is_told_where_to_listen_starts_where_nothing_can_be_written(tmp_path, scheme):
+def test_a_server_with_an_endpoint_starts_where_nothing_can_be_written(tmp_path, scheme):
     endpoint = {"tcp": "tcp://127.0.0.1:*", "ipc": f"ipc://{tmp_path}/s"}[scheme]
     with Service(from_arguments(["--insecure", "--bind", endpoint], {})) as service:
         assert service.endpoints
@@ -98,7 +98,7 @@ def test_a_server_that_was_started_where_there_was_no_runtime_folder_is_found(en
             endpoints.find_server(environ)
 
 
-def test_a_path_that_is_too_long_for_a_socket_is_told_with_what_to_do(tmp_path):
+def test_a_path_too_long_for_a_socket_is_an_error_with_a_remedy(tmp_path):
     deep = tmp_path / ("x" * 100)
     deep.mkdir()
     with pytest.raises(ConfigurationError, check=says(r"at most 10[37] bytes for the path of a socket, got .*TMPDIR")):
@@ -175,14 +175,14 @@ def test_a_named_socket_in_a_folder_that_others_can_write_to_is_refused_by_both_
             assert re.search(told, refusal(use, capsys))
 
 
-def test_a_folder_in_one_that_all_share_is_this_users_own(environ):
+def test_a_folder_in_a_shared_one_belongs_to_this_user(environ):
     """As /tmp is: its sticky bit keeps others from replacing the folder."""
     top = Path(environ["XDG_RUNTIME_DIR"])
     top.chmod(0o1777)
     endpoints.check_folder(shared(top / "own", 0o755))
 
 
-def test_what_lies_above_a_folder_that_nobody_else_can_enter_does_not_count(environ):
+def test_folders_above_a_private_one_do_not_count(environ):
     top = Path(environ["XDG_RUNTIME_DIR"])
     top.chmod(0o777)
     endpoints.check_folder(shared(shared(top / "own", 0o700) / "below", 0o755))
@@ -226,7 +226,7 @@ def test_a_folder_that_its_group_can_write_to_is_warned_of(environ, caplog):
 
 @pytest.mark.parametrize("name", ["connect", "status", "view"])
 @pytest.mark.parametrize("host", ["127.0.0.1", "server.example"])
-def test_a_client_without_a_key_does_not_connect_by_tcp_unless_it_is_told_to(name, host, capsys, monkeypatch):
+def test_a_client_without_a_key_connects_by_tcp_only_with_insecure(name, host, capsys, monkeypatch):
     endpoint = f"tcp://{host}:5555"
     told = f"not connected to {endpoint}: TCP needs a key, and this client has none; pass connect(curve="
     monkeypatch.delenv("STATSD_BN_CURVE", raising=False)
@@ -261,7 +261,7 @@ def test_a_server_that_has_only_just_been_started_is_found(environ, tmp_path, mo
         assert not look()
 
 
-def test_where_this_user_has_no_server_that_is_told(environ, capsys, monkeypatch):
+def test_a_missing_server_of_this_user_is_reported(environ, capsys, monkeypatch):
     monkeypatch.setattr(status, "FIND_SECONDS", 0.0)
     for arguments in (["check"], ["status"]):
         assert command.main(arguments) == 4

@@ -1,9 +1,11 @@
 """What happened stands in a short first line, who waits where in a table, and all of it fits into a frame."""
 
+import pickle
+
 import pytest
 
-from statsd_bn import limits
-from statsd_bn.errors import BY_CODE
+from statsd_bn import errors, limits
+from statsd_bn.errors import BY_CODE, StatsdBNError, from_wire
 from statsd_bn.text import FIRST_LINE, MAX_ROWS, Row, TableSection, error_text, first_line, log_line
 
 
@@ -12,12 +14,9 @@ def place(name: str, *ranks: int, size: int = 0, host: str = "host", below: tupl
     return TableSection(rows, size or len(ranks), name)
 
 
-def test_a_text_says_what_then_who_then_where_then_what_to_do():
+def test_a_text_gives_the_event_the_members_the_place_and_the_remedy():
     assert error_text(
-        "nobody can go on",
-        table=[place("in a", 0, 10), place("in b", 1)],
-        where="job 'j'",
-        advice="Look at rank 1.",
+        "nobody can go on", table=[place("in a", 0, 10), place("in b", 1)], where="job 'j'", advice="Look at rank 1."
     ).splitlines() == [
         "nobody can go on",
         "  rank 0 (host)   waits 1.0 s  in a",
@@ -28,12 +27,12 @@ def test_a_text_says_what_then_who_then_where_then_what_to_do():
     ]
 
 
-def test_what_belongs_to_a_rank_stands_below_its_row():
+def test_details_of_a_rank_are_below_its_row():
     text = error_text("no", table=[place("in a", 0, below=("is in train.py:57 main",))])
     assert text.splitlines()[1:] == ["  rank 0 (host)  waits 1.0 s  in a", "      is in train.py:57 main"]
 
 
-def test_of_many_ranks_a_few_of_each_place_are_told():
+def test_of_many_ranks_a_few_of_each_place_are_named():
     lines = error_text(
         "no", table=[place("in a", *range(MAX_ROWS), size=1023), place("in b", 7)], more_sections=2
     ).splitlines()
@@ -50,7 +49,7 @@ def test_a_row_for_each_rank_as_long_as_they_are_few():
 
 
 @pytest.mark.parametrize(("host", "places"), [("h" * 256, 8), ("é" * 128, 8), ("h" * 3000, 2)])
-def test_a_text_fits_into_a_frame_and_keeps_what_to_do(host, places):
+def test_a_cut_text_fits_into_a_frame_and_keeps_the_remedy(host, places):
     table = [place(f"in {number}" + "n" * 256, *range(16), size=100, host=host) for number in range(places)]
     text = error_text("no", table=table, more_sections=5, where="job " + "j" * 256, advice="Do it.")
     assert len(text.encode()) <= limits.MAX_TEXT_BYTES
@@ -81,8 +80,56 @@ def test_the_first_line_and_the_longest_name_stay_below_120_letters():
     assert longest + FIRST_LINE <= 120
 
 
-def test_a_log_has_it_on_one_line():
+def test_a_log_line_holds_the_whole_error():
     error = ValueError(error_text("no", table=[place("in a", 0, 10)], where="job 'j'", advice="Stop."))
     expected = "no; rank 0 (host) waits 1.0 s in a; rank 10 (host) waits 1.0 s in a; in job 'j'; Stop."
     assert log_line(error) == expected
     assert first_line(error) == "no"
+
+
+def tree(root: type[StatsdBNError] = StatsdBNError) -> list[type[StatsdBNError]]:
+    return [root, *(leaf for branch in root.__subclasses__() for leaf in tree(branch))]
+
+
+every_error = pytest.mark.parametrize("error", tree(), ids=lambda error: error.__name__)
+
+
+def test_every_code_is_unique():
+    codes = [error.code for error in tree()]
+    assert sorted(codes) == sorted(set(codes))
+    assert sorted(BY_CODE) == sorted(codes)
+
+
+def test_the_docstring_shows_the_class_tree():
+    drawn = [line.replace("│", " ") for line in errors.__doc__.splitlines() if "──" in line]
+    # Each level of the drawing is four columns wide.
+    found = [(line.index("──") // 4, line.split("── ")[1].split()[0]) for line in drawn]
+    expected = [(len(error.__mro__) - len(StatsdBNError.__mro__), error.__name__) for error in tree()[1:]]
+    expected = [(1 if name == "ConfigurationError" else depth, name) for depth, name in expected]
+    assert found == expected
+
+
+@every_error
+def test_an_error_from_the_wire_is_of_its_own_class(error):
+    found = from_wire(error.code, "expected 1, got 2", {"expected": 1, "got": [2]})
+    assert type(found) is error
+    assert found.message == str(found) == "expected 1, got 2"
+    assert found.fields == {"expected": 1, "got": [2]}
+
+
+def test_an_unknown_code_gives_the_base_class():
+    found = from_wire("of-the-future", "new trouble", {"a": 1})
+    assert type(found) is StatsdBNError
+    assert (str(found), found.fields) == ("new trouble", {"a": 1})
+
+
+@every_error
+def test_a_pickled_error_keeps_its_message_and_fields(error):
+    found = pickle.loads(pickle.dumps(error("no", member=3, missing=[1, 2])))  # noqa: S301 - our own bytes
+    assert type(found) is error
+    assert (found.message, found.args, found.fields) == ("no", ("no",), {"member": 3, "missing": [1, 2]})
+
+
+def test_a_configuration_error_is_a_value_error():
+    with pytest.raises(ValueError, match="wrong flag"):
+        raise errors.ConfigurationError("wrong flag")

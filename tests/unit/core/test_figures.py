@@ -1,4 +1,4 @@
-"""Figures: whoever may see a job is told what its members' data were like, in pages of a bounded size."""
+"""Figures of the members' data: paged, bounded, and for keys of the job only."""
 
 import numpy as np
 import pytest
@@ -18,24 +18,22 @@ FIGURES = np.array([[10.0, 0.0, 1.0, 0.01], [10.0, 5.0, 9.0, 0.4]])
 
 
 class Play:
-    """A server with one job of alice's, of two members."""
-
     def __init__(self):
         self.now = 0.0
         self.dispatcher = Dispatcher(b"server-0", 0.0)
         for member in (0, 1):
-            self.say(register(member, 2, job="a-job", session=session_of(member)), ALICE)
+            self.send(register(member, 2, job="a-job", session=session_of(member)), ALICE)
 
-    def say(self, message: Message, tenant: Principal) -> list[Message]:
+    def send(self, message: Message, tenant: Principal) -> list[Message]:
         replies = self.dispatcher.receive(self.now, b"peer", encode(message), tenant).replies
         return [decode(frame) for _, frame in replies]
 
     def tell(self, layers, figures=FIGURES):
         values = np.stack([figures * [1, 1, 1, 1 / (1 + number)] for number in range(len(layers))])
-        assert self.say(SkewStats(session_of(0), 0, "\n".join(layers), values), ALICE) == []
+        assert self.send(SkewStats(session_of(0), 0, "\n".join(layers), values), ALICE) == []
 
     def ask(self, tenant=ALICE, job="a-job", first=0, group="world"):
-        (answer,) = self.say(FiguresRequest(job, group, first), tenant)
+        (answer,) = self.send(FiguresRequest(job, group, first), tenant)
         return answer
 
 
@@ -52,7 +50,7 @@ def test_the_answer_has_the_layers_in_order_with_the_figures_of_each_member(play
     np.testing.assert_allclose(answer.values[1, :, 3], FIGURES[:, 3] / 2)
 
 
-def test_nobody_is_told_of_a_job_that_his_key_is_not_for(play):
+def test_a_key_of_other_jobs_gets_no_figures(play):
     play.tell(["stem"])
     assert play.ask(ANONYMOUS).total == 1
     answer = play.ask(BOB)
@@ -66,7 +64,7 @@ def test_a_group_without_figures_and_one_that_does_not_exist_have_none(play, ask
     assert (answer.total, answer.names) == (0, [])
 
 
-def test_what_does_not_fit_into_one_answer_comes_in_the_next(play, monkeypatch):
+def test_figures_beyond_one_answer_come_in_the_next(play, monkeypatch):
     layers = ["the longest", *(f"layer{number}" for number in range(4))]
     play.tell(layers)
     monkeypatch.setattr(limits, "MAX_FIGURES_BYTES", len("layer0\nlayer1\n") + 2 * 64)
@@ -75,7 +73,7 @@ def test_what_does_not_fit_into_one_answer_comes_in_the_next(play, monkeypatch):
     assert {page.total for page in pages} == {5}
 
 
-def test_who_asks_for_too_much_has_to_wait_and_nobody_else_has(play, monkeypatch):
+def test_only_the_tenant_that_asks_too_often_waits(play, monkeypatch):
     play.tell(["stem"])
     size = len(encode(play.ask()))
     monkeypatch.setattr(report, "BURST_BYTES", 3 * size)

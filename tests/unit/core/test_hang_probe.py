@@ -1,4 +1,4 @@
-"""Where a late member is: whom the server asks, what it tells, and when torch's collectives make a deadlock."""
+"""Stack requests to late members: whom the server asks, its reports, and deadlocks in torch's collectives."""
 
 from dataclasses import replace
 
@@ -17,9 +17,9 @@ from support.strategies import key, register, session_of
 def test_nobody_is_asked_while_nobody_waits_for_a_second():
     job = Job(2)
     for step in range(20):
-        job.bring(0, key(step=step))
+        job.contribute(0, key(step=step))
         job.pass_time(0.75)
-        job.bring(1, key(step=step))
+        job.contribute(1, key(step=step))
     job.pass_time(1.75)
     assert job.asked == {0: [], 1: []}
 
@@ -27,17 +27,17 @@ def test_nobody_is_asked_while_nobody_waits_for_a_second():
 def test_a_late_member_is_asked_after_a_second_and_then_at_doubling_intervals():
     job = Job(3)
     job.processes[1] = job.processes[2] = Process(LINE)
-    job.bring(0)
+    job.contribute(0)
     job.pass_time(40.0)
     assert job.asked[0] == [], "it waits itself"
     assert [round(when) for when, _ in job.asked[1]] == [1, 2, 4, 8, 16, 32]
     assert job.asked[2] == job.asked[1]
 
 
-def test_what_it_answers_is_told_to_those_who_wait_and_in_the_status():
+def test_its_answer_reaches_waiting_members_and_the_status():
     job = Job(3)
     job.processes[1] = Process(LINE)
-    job.bring(0)
+    job.contribute(0)
     job.pass_time(1.5)
     assert job.pending(0).stacks == f"rank 1 is in {LINE}, for 0 s"
     job.pass_time(12.0)
@@ -47,54 +47,54 @@ def test_what_it_answers_is_told_to_those_who_wait_and_in_the_status():
     assert "where" not in job.report()["members"][0]
 
 
-def test_what_it_answered_is_forgotten_when_it_has_come():
+def test_its_answer_is_dropped_after_its_contribution():
     job = Job(2)
     job.processes[1] = Process(LINE)
-    job.bring(0)
+    job.contribute(0)
     job.pass_time(3.0)
-    job.bring(1)
+    job.contribute(1)
     job.pass_time(TICK_SECONDS)
     assert "where" not in job.report()["members"][1]
     assert job.dispatcher._hang_probe._sampled == {}
 
 
-def test_a_member_that_does_not_answer_is_said_not_to():
+def test_a_member_that_does_not_answer_is_reported_so():
     job = Job(2)
-    job.bring(0)
+    job.contribute(0)
     job.pass_time(1.0 + SILENT_SECONDS + 10 * TICK_SECONDS)
-    assert job.pending(0).stacks == "rank 1 does not answer when asked where it is, for 4 s"
+    assert job.pending(0).stacks == "rank 1 has not answered a stack request for 4 s"
 
 
 def test_a_timeout_says_where_the_late_member_is():
     job = Job(2, deadline=6.0)
     job.processes[1] = Process(LINE)
-    job.bring(0)
+    job.contribute(0)
     (failure,) = job.pass_time(7.0).values()
     assert failure.code == "timeout"
     assert f"rank 1 (place 1) is in {LINE}, for 5 s" in failure.message
 
 
-def test_a_stack_is_text_from_somebody_and_can_forge_no_line():
+def test_a_hostile_stack_cannot_forge_a_line():
     job = Job(2)
     job.processes[1] = Process("train.py:1 f\nrank 0 has failed")
-    job.bring(0)
+    job.contribute(0)
     job.pass_time(2.0)
     assert r"train.py:1 f\nrank 0 has failed" in job.pending(0).stacks
 
 
-def test_answers_to_no_question_change_nothing():
+def test_unrequested_answers_change_nothing():
     job = Job(2)
     answer = StackReport(session_of(1), 7, "forged", 0, "", Members.of(()), 0)
     job.handle(answer, b"beacon 1")
-    job.bring(0)
+    job.contribute(0)
     job.pass_time(1.5)
     job.handle(answer, b"beacon 1")
     assert job.pending(0).stacks == ""
 
 
-def test_a_thousand_questions_keep_nothing_more():
+def test_a_thousand_questions_keep_no_more_data():
     job = Job(2, deadline=86_400.0)
-    job.bring(0)
+    job.contribute(0)
     contributor = job.dispatcher._registry.sessions[session_of(1)].contributor
     job.pass_time(1.5)
     for number in range(1000):
@@ -111,7 +111,7 @@ def test_of_a_process_group_of_too_many_runs_only_the_place_is_kept(runs, told):
     job = Job(2)
     job.ranks = {"0": range(0, 2 * runs, 2)}
     job.processes[1] = Process(LINE, held_in="0", of_0=14)
-    job.bring(0)
+    job.contribute(0)
     job.pass_time(1.5)
     sighting = job.dispatcher._registry.sessions[session_of(1)].contributor.stack_sample
     assert list(sighting.latest.members) == list(told)
@@ -127,33 +127,33 @@ def mismatched(told: dict[int, Message]) -> set[int]:
     return set(told)
 
 
-def test_a_rank_that_is_back_from_a_pass_and_one_in_a_collective_that_needs_it_are_told_within_5_seconds():
+def test_a_rank_after_a_pass_and_one_in_its_collective_are_reported_within_5_seconds():
     job = Job(2)
     job.processes = {0: Process("train.py:44 main", of_0=12), 1: Process(LINE, held_in="0", of_0=14)}
-    job.say(register(0, participation=Participation.REJOINING.value), b"0")
+    job.send(register(0, participation=Participation.REJOINING.value), b"0")
     told = job.pass_time(4.75)
     assert mismatched(told) == {0}
     for text in (told[0].message, job.told[1][0].message):
-        assert "rank 0 (place 0)  waits 2.5 s  for all to come back from client.join\n" in text
+        assert "rank 0 (place 0)  waits 2.5 s  for all ranks to leave client.join\n" in text
         assert "rank 1 (place 1)  waits 1.5 s  in a collective of torch\n" in text
     asked = job.asked
     job.pass_time(20.0)
     assert job.asked == asked, "nobody waits any more"
 
 
-def test_whoever_a_rank_waits_for_that_is_back_is_asked_after_a_second():
+def test_an_awaited_rank_after_a_pass_is_asked_after_a_second():
     job = Job(3)
-    job.say(register(1, 3, participation=Participation.REJOINING.value), b"1")
+    job.send(register(1, 3, participation=Participation.REJOINING.value), b"1")
     job.pass_time(10.0)
     assert [round(when) for when, _ in job.asked[0]] == [1, 2, 4, 8]
     assert job.asked[1] == []
     assert job.asked[2] == job.asked[0]
 
 
-def test_a_rank_in_a_round_and_one_in_a_collective_that_needs_it_are_told_within_5_seconds():
+def test_a_rank_in_a_round_and_one_in_its_collective_are_reported_within_5_seconds():
     job = Job(2)
     job.processes = {0: Process(LINE, held_in="0", of_0=14), 1: Process("train.py:44 main", of_0=12)}
-    job.bring(1)
+    job.contribute(1)
     told = job.pass_time(4.75)
     assert mismatched(told) == {1}
     for text in (told[1].message, job.told[0][0].message):
@@ -165,18 +165,18 @@ def test_a_rank_in_a_round_and_one_in_a_collective_that_needs_it_are_told_within
 
 
 @pytest.mark.parametrize("launched", [14, 15])
-def test_a_collective_that_the_waiting_rank_has_begun_too_needs_it_no_more(launched):
+def test_a_collective_does_not_wait_for_a_rank_that_has_begun_it(launched):
     job = Job(2)
     job.processes = {0: Process(LINE, held_in="0", of_0=14), 1: Process(of_0=launched)}
-    job.bring(1)
+    job.contribute(1)
     assert job.pass_time(60.0) == {}
 
 
 @pytest.mark.parametrize(("held", "waiting"), [(range(14, 134), [12] * 120), ([200] * 120, range(12, 132))])
 def test_ranks_of_which_one_still_begins_collectives_are_in_no_deadlock(held, waiting):
-    """The one in a collective, or the one that waits: a thread of its own may begin the one that the other needs."""
+    """The rank in the collective or the waiting one: another thread may start the missing operation."""
     job = Job(2)
-    job.bring(1)
+    job.contribute(1)
     for of_held, of_waiting in zip(held, waiting, strict=True):
         job.processes = {0: Process(LINE, held_in="0", of_0=of_held), 1: Process(of_0=of_waiting)}
         assert job.pass_time(0.5) == {}
@@ -186,35 +186,35 @@ def test_a_collective_whose_group_lacks_the_waiting_rank_does_not_wait_for_it():
     job = Job(3)
     job.ranks = {"0": range(3), "1": (0, 2)}
     job.processes = {0: Process(LINE, held_in="1", of_1=4), 1: Process(of_0=3), 2: Process("train.py:9 load")}
-    job.bring(1)
+    job.contribute(1)
     assert job.pass_time(60.0) == {}
 
 
-def test_one_rank_that_runs_frees_all():
+def test_one_running_rank_is_no_deadlock():
     job = Job(4)
     held = Process(LINE, held_in="0", of_0=14)
     job.processes = {0: held, 1: held, 2: Process("train.py:9 load"), 3: Process(of_0=12)}
-    job.bring(3)
+    job.contribute(3)
     assert job.pass_time(60.0) == {}
 
 
-def test_of_many_ranks_some_in_rounds_and_some_in_collectives_all_are_told():
+def test_of_many_ranks_in_rounds_and_collectives_all_get_the_error():
     job = Job(5)
     for member in (0, 1):
         job.processes[member] = Process(LINE, held_in="0", of_0=14)
     for member in (2, 3, 4):
         job.processes[member] = Process(of_0=12)
     for member in (2, 3):
-        job.bring(member)
-    job.bring(4, key("bn2", step=3))
+        job.contribute(member)
+    job.contribute(4, key("bn2", step=3))
     assert mismatched(job.pass_time(4.75)) == {2, 3, 4}
     assert [len(job.told[member]) for member in range(5)] == [1, 1, 0, 0, 0]
 
 
-def test_a_rank_whose_numbers_are_unknown_is_no_reason():
+def test_a_rank_with_unknown_numbers_proves_no_deadlock():
     job = Job(2)
     job.processes = {0: Process(LINE, held_in="0", of_0=14)}
-    job.bring(1)
+    job.contribute(1)
     assert job.pass_time(60.0) == {}
 
 
@@ -225,7 +225,7 @@ def test_a_rank_whose_numbers_are_unknown_is_no_reason():
     ("cause", "text"),
     [("RuntimeError: boom", "failed with RuntimeError: boom"), ("", "left before the others finished")],
 )
-def test_all_members_of_a_broken_strict_job_hear_it_at_their_beacons_once(cause, text):
+def test_all_members_of_a_broken_strict_job_learn_it_once_at_a_heartbeat(cause, text):
     job = Job(3)
     job.handle(Leave(session_of(1), cause), b"1")
     job.pass_time(5.0)
@@ -236,7 +236,7 @@ def test_all_members_of_a_broken_strict_job_hear_it_at_their_beacons_once(cause,
         assert news.key is None
 
 
-def test_an_elastic_job_goes_on_and_hears_nothing():
+def test_an_elastic_job_continues_without_an_error():
     job = Job(3, min_members=1)
     job.handle(Leave(session_of(1), "RuntimeError: boom"), b"1")
     job.pass_time(5.0)
@@ -248,7 +248,7 @@ def test_a_sighting_ignores_an_answer_to_an_earlier_question():
     sighting.record_request(0.0, 1)
     sighting.record_request(1.0, 2)
     sighting.record_report(1.1, StackReport(b"session0", 1, "old", 0, "", Members.of(()), 0))
-    assert sighting.describe(1.2).startswith("does not answer")
+    assert sighting.describe(1.2).startswith("has not answered")
     sighting.record_report(1.3, StackReport(b"session0", 2, "new", 0, "", Members.of(()), 0))
     assert sighting.describe(3.3) == "is in new, for 2 s"
 

@@ -1,4 +1,4 @@
-"""A job without rounds whose ranks may all wait in collectives of torch: who is asked, and what is a mismatch."""
+"""Jobs without rounds, with ranks in collectives of torch: stack requests and deadlocks."""
 
 import pytest
 
@@ -10,15 +10,14 @@ from statsd_bn.messages import ALL_GATHER, ALL_REDUCE, BARRIER, BUFFERS, Heartbe
 from support.asked_job import LINE, Job, Process
 from support.strategies import key, session_of
 
-# A job whose ranks wait apart is told after this at most: the questions come with the server's ticks.
+# Maximum delay of a deadlock report, since requests come with the server's ticks.
 TOLD_SECONDS = NO_ROUND_SECONDS + APART_SILENCES * SILENCE_SECONDS + 4 * TICK_SECONDS
 
 
 def quiet(world_size: int = 2, **given) -> Job:
-    """A job that has had a round."""
     job = Job(world_size, **given)
     for member in range(world_size):
-        job.bring(member)
+        job.contribute(member)
     return job
 
 
@@ -27,7 +26,6 @@ def held(kind: str, launched: int, group: str = "0") -> Process:
 
 
 def told_of_mismatch(job: Job) -> set[int]:
-    """The members that have been told, each once, of a mismatch and of nothing else."""
     said = {member: messages for member, messages in job.told.items() if messages}
     assert all([message.code for message in messages] == ["mismatch"] for messages in said.values())
     return set(said)
@@ -62,7 +60,7 @@ def test_other_members_are_not_asked(way):
     assert first == []
 
 
-def test_rounds_in_memory_are_rounds_and_end_the_questions():
+def test_rounds_in_memory_end_the_questions_too():
     """The server hears of them by heartbeats."""
     job = quiet()
     for rounds in range(1, 20):
@@ -76,13 +74,13 @@ def test_answers_of_a_quiet_job_are_forgotten_when_a_round_begins():
     job.processes = {0: held(BARRIER, 5), 1: Process(LINE)}
     job.pass_time(30.0)
     assert "is in barrier" in job.report()["members"][0]["where"]
-    job.bring(1, key(step=4))
+    job.contribute(1, key(step=4))
     job.pass_time(TICK_SECONDS)
     assert "where" not in job.report()["members"][0]
 
 
-def test_answers_that_have_waited_for_the_server_are_forgotten():
-    """It was held up itself: nobody knows how old they are."""
+def test_answers_delayed_by_the_server_are_dropped():
+    """The server was delayed itself, so their age is unknown."""
     job = quiet()
     job.processes = {0: held(BARRIER, 12), 1: held(BUFFERS, 12)}
     job.pass_time(NO_ROUND_SECONDS + 2 * TICK_SECONDS)
@@ -94,12 +92,12 @@ def test_answers_that_have_waited_for_the_server_are_forgotten():
     assert told_of_mismatch(job) == {0, 1}
 
 
-# What is a mismatch.
+# Deadlocks.
 
 
 @pytest.mark.parametrize("numbers", [(12, 12), (12, 13), (12, 14)])
 @pytest.mark.parametrize("kind", [BARRIER, ALL_REDUCE, ALL_GATHER])
-def test_a_rank_in_a_collective_of_the_script_and_one_in_a_broadcast_of_buffers_are_told(kind, numbers):
+def test_a_rank_in_a_script_collective_and_one_in_a_buffer_broadcast_are_reported(kind, numbers):
     job = quiet()
     job.processes = {0: held(kind, numbers[0]), 1: held(BUFFERS, numbers[1])}
     job.pass_time(TOLD_SECONDS)
@@ -115,14 +113,14 @@ def test_a_rank_in_a_collective_of_the_script_and_one_in_a_broadcast_of_buffers_
 
 @pytest.mark.parametrize("one", [BARRIER, ALL_REDUCE, ALL_GATHER])
 @pytest.mark.parametrize("other", [BARRIER, ALL_REDUCE, ALL_GATHER])
-def test_ranks_in_different_collectives_of_the_script_are_told_and_in_the_same_are_not(one, other):
+def test_only_ranks_in_different_script_collectives_are_reported(one, other):
     job = quiet()
     job.processes = {0: held(one, 12), 1: held(other, 12)}
     job.pass_time(300.0)
     assert told_of_mismatch(job) == (set() if one == other else {0, 1})
 
 
-def test_they_are_told_once_and_after_another_round_again():
+def test_they_are_reported_once_until_another_round():
     job = quiet()
     job.processes = {0: held(BARRIER, 12), 1: held(BUFFERS, 12)}
     job.pass_time(60.0)
@@ -131,32 +129,32 @@ def test_they_are_told_once_and_after_another_round_again():
     job.pass_time(60.0)
     assert len(job.asked[0]) == asked
     for member in (0, 1):
-        job.bring(member, key(step=4))
+        job.contribute(member, key(step=4))
     job.pass_time(TOLD_SECONDS)
     assert [len(job.told[member]) for member in (0, 1)] == [2, 2]
 
 
-def test_of_many_ranks_one_apart_is_enough():
+def test_one_rank_apart_from_many_is_reported():
     job = quiet(8)
     job.processes = dict.fromkeys(range(8), held(BUFFERS, 13)) | {5: held(BARRIER, 12)}
     job.pass_time(TOLD_SECONDS)
     assert told_of_mismatch(job) == set(range(8))
 
 
-def test_a_rank_in_a_barrier_that_the_others_cannot_come_to_from_their_round_is_told():
+def test_a_rank_in_a_barrier_that_the_others_cannot_reach_is_reported():
     """The source of a broadcast is through with it, and waits in a round of ours."""
     job = quiet(3)
     job.processes = {0: Process("train.py:57 main", of_0=13), 1: held(BARRIER, 12), 2: held(BUFFERS, 13)}
-    job.bring(0, key(step=4))
+    job.contribute(0, key(step=4))
     assert set(job.pass_time(TOLD_SECONDS + 3.0)) == {0}
     assert told_of_mismatch(job) == {1, 2}
 
 
 @pytest.mark.parametrize("kind", [BARRIER, ALL_REDUCE, ALL_GATHER])
-def test_a_rank_in_a_collective_of_the_script_and_one_in_a_round_that_has_begun_as_many_are_told(kind):
+def test_a_rank_in_a_script_collective_and_one_in_a_round_with_equal_counts_are_reported(kind):
     job = quiet()
     job.processes = {0: Process("train.py:57 main", of_0=13), 1: held(kind, 12)}
-    job.bring(0, key(step=4))
+    job.contribute(0, key(step=4))
     assert set(job.pass_time(TOLD_SECONDS + 3.0)) == {0}
     assert told_of_mismatch(job) == {1}
 
@@ -186,20 +184,20 @@ WAITS = {
 
 
 @pytest.mark.parametrize("processes", WAITS.values(), ids=WAITS)
-def test_ranks_that_wait_for_one_that_may_go_on(processes):
+def test_ranks_that_wait_for_a_running_one_are_not_reported(processes):
     job = quiet(len(processes))
     job.processes = dict(enumerate(processes))
     healthy(job)
 
 
-def test_ranks_in_collectives_of_different_groups():
+def test_ranks_in_collectives_of_different_groups_are_not_reported():
     job = quiet(4)
     job.ranks = {"0": range(4), "1": (0, 1)}
     job.processes = dict.fromkeys((0, 1), held(BARRIER, 3, "1")) | {2: held(ALL_REDUCE, 9), 3: held(ALL_REDUCE, 9)}
     healthy(job)
 
 
-def test_ranks_that_get_on_from_one_collective_to_the_next():
+def test_ranks_that_advance_through_collectives_are_not_reported():
     """Each time that they are asked they are in different ones, since they do not answer at the same moment."""
     job = quiet()
     for number in range(200):
@@ -209,7 +207,7 @@ def test_ranks_that_get_on_from_one_collective_to_the_next():
     assert told_of_mismatch(job) == set()
 
 
-def test_a_rank_that_comes_late_to_a_barrier_that_another_has_waited_in_for_long():
+def test_a_late_rank_at_a_barrier_is_not_reported():
     job = quiet()
     job.processes = {0: held(BUFFERS, 12), 1: held(BARRIER, 13)}
     job.pass_time(100.0)
@@ -217,25 +215,25 @@ def test_a_rank_that_comes_late_to_a_barrier_that_another_has_waited_in_for_long
     healthy(job)
 
 
-def test_ranks_that_do_not_answer():
+def test_ranks_that_do_not_answer_are_not_reported():
     job = quiet()
     job.processes = {0: held(BARRIER, 12)}
     healthy(job)
 
 
-def test_a_process_group_with_a_rank_that_has_left():
+def test_a_process_group_that_a_rank_has_left_is_not_reported():
     job = quiet(2)
     job.ranks = {"0": range(3)}
     job.processes = {0: held(BARRIER, 12), 1: held(BUFFERS, 12)}
     healthy(job)
 
 
-def test_a_rank_that_waits_in_a_round_for_one_that_is_on_its_way_from_a_barrier():
-    """It was seen in the barrier before, when nobody waited in a round."""
+def test_a_rank_that_waits_for_one_leaving_a_barrier_is_not_reported():
+    """It was seen in the barrier before any rank waited in a round."""
     job = quiet()
     job.processes = {0: Process("train.py:80 validate", of_0=12), 1: held(BARRIER, 12)}
     job.pass_time(100.0)
     job.processes = {0: Process("train.py:57 main", of_0=12), 1: Process("train.py:50 augment", of_0=12)}
-    job.bring(0, key(step=4))
+    job.contribute(0, key(step=4))
     assert job.pass_time(100.0) == {}
     assert told_of_mismatch(job) == set()

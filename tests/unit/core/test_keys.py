@@ -1,4 +1,4 @@
-"""Keys: what `python -m server keygen` writes, and what is read of it."""
+"""Key files of `python -m server keygen`, written and read."""
 
 import logging
 import os
@@ -51,7 +51,7 @@ def test_files_and_folders_are_private_whatever_the_umask(tmp_path):
     assert {found[path] for path in found if path.is_file()} == {0o600}
 
 
-def test_what_is_read_fits_together(tmp_path):
+def test_written_keys_match_after_reading(tmp_path):
     generate(tmp_path, ["alice"], ["a-*", 'odd "name\\'])
     server = keys.load_server(tmp_path)
     client = keys.load_client(tmp_path / "secrets" / "alice.key_secret")
@@ -63,7 +63,7 @@ def test_what_is_read_fits_together(tmp_path):
     assert server.public in (tmp_path / "server.key").read_text()
 
 
-def test_every_key_is_another(tmp_path):
+def test_every_key_is_different(tmp_path):
     generate(tmp_path, ["a", "b"])
     found = [
         key for path in tmp_path.rglob("*") if path.is_file() for key in re.findall(r'"(.{40})"', path.read_text())
@@ -81,7 +81,7 @@ def test_a_client_can_be_added_later_and_knows_the_server(tmp_path):
     assert keys.load_client(tmp_path / "secrets" / "bob.key_secret").server == keys.load_server(tmp_path).public
 
 
-def test_nothing_is_overwritten_and_then_nothing_is_written(tmp_path):
+def test_existing_files_are_kept_and_no_new_one_is_written(tmp_path):
     generate(tmp_path, ["bob"])
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(ConfigurationError, check=says(r"found .*bob\.key_secret.*nothing was written")):
@@ -90,19 +90,19 @@ def test_nothing_is_overwritten_and_then_nothing_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["", "../evil", "a/b", ".hidden", "x" * 65, "a b", "a\n"])
-def test_a_name_that_is_no_files_name_is_refused(tmp_path, name):
+def test_an_invalid_file_name_is_refused(tmp_path, name):
     with pytest.raises(ConfigurationError, match="expected a name of 1 to 64 letters"):
         generate(tmp_path / "keys", [name])
     assert not (tmp_path / "keys").exists()
 
 
 @pytest.mark.parametrize("pattern", ["", "a\nb"])
-def test_a_pattern_that_is_none_is_refused(tmp_path, pattern):
+def test_an_invalid_pattern_is_refused(tmp_path, pattern):
     with pytest.raises(ConfigurationError, match="expected patterns"):
         generate(tmp_path / "keys", ["alice"], [pattern])
 
 
-def test_the_secret_of_a_job_is_another_each_time_private_and_never_overwritten(tmp_path, capsys):
+def test_each_secret_of_a_job_is_new_private_and_never_overwritten(tmp_path, capsys):
     before = os.umask(0)
     try:
         assert [main(["secret", str(tmp_path / name)]) for name in ("a", "b", "a")] == [0, 0, 2]
@@ -145,7 +145,7 @@ def test_a_secret_is_not_written_where_everybody_can_write(tmp_path, capsys, bel
         ({}, "several nodes"),
     ],
 )
-def test_a_secret_that_is_none_is_refused_and_not_quoted(environ, problem):
+def test_an_invalid_secret_is_refused_and_not_quoted(environ, problem):
     with pytest.raises(ConfigurationError, check=says(problem)) as caught:
         job_secret.read(environ)
     assert "changeme" not in str(caught.value)
@@ -193,7 +193,7 @@ def test_keys_are_not_written_below_a_folder_where_others_could_replace_theirs(t
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
 @pytest.mark.parametrize("name", ["", "clients", "secrets"])
-def test_keys_are_not_written_into_a_folder_of_somebody_else(tmp_path, name):
+def test_keys_are_not_written_into_another_users_folder(tmp_path, name):
     folder = tmp_path / "keys"
     (folder / name).mkdir(parents=True)
     os.chown(folder / name, 65_534, 65_534)
@@ -203,7 +203,7 @@ def test_keys_are_not_written_into_a_folder_of_somebody_else(tmp_path, name):
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "huge", "folder"])
-def test_what_is_no_file_of_keys_is_refused_at_once(tmp_path, kind):
+def test_an_invalid_key_file_is_refused_at_once(tmp_path, kind):
     path = tmp_path / "clients" / "odd.key"
     path.parent.mkdir()
     make = {
@@ -266,7 +266,7 @@ def test_an_unsound_file_is_refused_and_not_quoted(tmp_path, text, problem):
 
 
 @pytest.mark.parametrize("jobs", ["5", "[]", "[5]", '[""]', '"a"'])
-def test_jobs_that_are_no_patterns_are_refused(tmp_path, jobs):
+def test_invalid_job_patterns_are_refused(tmp_path, jobs):
     path = tmp_path / "alice.key"
     path.write_text(f'public-key = "{KEY}"\njobs = {jobs}\n')
     with pytest.raises(ConfigurationError, check=says("jobs: expected patterns")):
@@ -279,7 +279,7 @@ def test_without_jobs_a_key_is_for_all(tmp_path):
     assert keys.load_public(path).jobs == ("*",)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
+def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigurationError, check=says(r"cannot read .*secrets/client\.key_secret: No such file")):
         keys.load_client(tmp_path)
 
@@ -316,7 +316,7 @@ def test_the_keys_of_a_tenant_name_it(tmp_path):
 
 
 @pytest.mark.parametrize("line", ['tenant = "team a"', 'tenant = ["team-a"]', "tenant = 7"])
-def test_a_tenant_that_is_no_name_is_refused(tmp_path, line):
+def test_an_invalid_tenant_name_is_refused(tmp_path, line):
     generate(tmp_path, ["alice"])
     path = tmp_path / "clients" / "alice.key"
     path.write_text(path.read_text() + line)

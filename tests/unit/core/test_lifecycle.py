@@ -1,4 +1,4 @@
-"""The life of a group: the table keeps its own rules, and the code does what the table says."""
+"""The lifecycle table of a group: its consistency, and the code that follows it."""
 
 from itertools import product
 
@@ -29,14 +29,14 @@ def test_a_group_opens_once_and_a_broken_one_stays_broken():
 
 @pytest.mark.parametrize("policy", Policy)
 @pytest.mark.parametrize("group", GroupState)
-def test_any_member_may_go_and_any_process_may_come_at_any_time(policy, group):
+def test_any_member_may_leave_and_any_process_may_join_at_any_time(policy, group):
     for member, (event, after) in product(REGISTERED, GOING.items()):
         assert lifecycle.transition(policy, group, event, member).member is after
     for member, event in product((MemberState.NEW, *REGISTERED), COMING):
         assert lifecycle.transition(policy, group, event, member)
 
 
-def test_a_strict_group_that_is_not_filling_breaks_unless_one_that_is_away_says_goodbye():
+def test_a_full_strict_group_breaks_except_for_the_goodbye_of_an_absent_member():
     for group, member, event in product((GroupState.RECOVERING, GroupState.OPEN), REGISTERED, GOING):
         transition = lifecycle.transition(Policy.STRICT, group, event, member)
         may_go = member is MemberState.PAUSED and event is Event.LEAVES
@@ -54,7 +54,7 @@ def test_an_elastic_group_breaks_for_different_results_only():
     assert breaking == {Event.RESULTS_DIFFER}
 
 
-def test_whoever_breaks_a_group_is_told_to_those_who_wait_and_once():
+def test_waiting_members_learn_once_who_broke_the_group():
     for (_, group, *_), transition in TRANSITIONS.items():
         breaks = group is not GroupState.BROKEN and transition.group is GroupState.BROKEN
         assert breaks == (transition.notice is Notice.BROKEN)
@@ -66,4 +66,4 @@ def test_no_case_is_in_the_table_twice(monkeypatch):
         lifecycle._transitions()
 
 
-# The code does what the table says: with another table it does something else.
+# With another table the code behaves differently.

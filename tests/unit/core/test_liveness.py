@@ -37,28 +37,28 @@ class Clock:
         self.now = 100.0
         self.dispatcher = Dispatcher(b"server-0", self.now)
 
-    def say(self, message: messages.Message, at: bytes) -> Answers:
+    def send(self, message: messages.Message, at: bytes) -> Answers:
         return read(self.dispatcher.receive(self.now, at, encode(message)).replies)
 
     def open(self, world_size: int = 3, **given: Any) -> None:
         for member in range(world_size):
-            self.say(register(member, world_size, **given), peer(member))
+            self.send(register(member, world_size, **given), peer(member))
 
-    def bring(self, member: int, key=KEY, at: bytes = b"") -> Answers:
-        return self.say(contribution(member, 1.0, key), at or peer(member))
+    def contribute(self, member: int, key=KEY, at: bytes = b"") -> Answers:
+        return self.send(contribution(member, 1.0, key), at or peer(member))
 
     def beat(self, *members: int) -> None:
         for member in members:
-            assert self.say(messages.Heartbeat(session_of(member)), beacon(member)) == []
+            assert self.send(messages.Heartbeat(session_of(member)), beacon(member)) == []
 
     def pass_time(self, seconds: float, alive: tuple[int, ...] = ()) -> Answers:
-        """Ticks on; whoever is alive says so before each tick."""
+        """Tick; members that are alive send heartbeats before each tick."""
         heard: Answers = []
         ticks = math.ceil(seconds / service.TICK_SECONDS)
         for _ in range(ticks):
             self.now += seconds / ticks
             self.beat(*alive)
-            # What comes to a beacon is another test's matter: questions, and the news that the job is broken.
+            # Requests and failures on a heartbeat socket are tested elsewhere.
             heard += [answer for answer in read(self.dispatcher.tick(self.now)) if not answer[0].startswith(b"beacon")]
         return heard
 
@@ -95,9 +95,9 @@ def clock() -> Clock:
 def test_an_answer_to_a_question_gives_a_silent_member_no_more_time(clock):
     clock.open()
     clock.beat(0, 1, 2)
-    clock.bring(0)
+    clock.contribute(0)
     clock.pass_time(1.25, alive=(0, 1))
-    clock.say(messages.StackReport(session_of(2), 1, "", 0, "", Members.of(()), 0), beacon(2))
+    clock.send(messages.StackReport(session_of(2), 1, "", 0, "", Members.of(()), 0), beacon(2))
     ((whom, told),) = clock.pass_time(SILENCE - 1.25, alive=(0, 1))
     assert (whom, told.code) == (peer(0), "replica_lost")
 
@@ -105,25 +105,25 @@ def test_an_answer_to_a_question_gives_a_silent_member_no_more_time(clock):
 def test_a_silent_member_is_lost_to_those_who_wait_and_to_those_who_come_later(clock):
     clock.open()
     for member in (0, 1, 2):
-        clock.bring(member, key(step=4))
-    clock.bring(0, key(step=5))
+        clock.contribute(member, key(step=4))
+    clock.contribute(0, key(step=5))
     ((whom, told),) = clock.pass_time(SILENCE, alive=(0, 1))
     assert (whom, told.code, told.key) == (peer(0), "replica_lost", key(step=5))
     cause = "no sign of life for 3.5 s"
     assert told.message == f"rank 2 (place 2) was lost: {cause}\n  in job 'job', group 'world', step 5"
     assert told.fields == {"job": "job", "group": "world", "member": 2, "step": 5, "cause": cause}
-    ((_, later),) = clock.bring(1, key(step=5))
+    ((_, later),) = clock.contribute(1, key(step=5))
     assert (later.code, later.fields) == ("replica_lost", told.fields)
 
 
 @pytest.mark.parametrize("step", [8, 60])
 def test_a_lost_member_was_in_the_step_in_which_the_others_wait_for_it(clock, step):
-    """Of steps in shared memory it tells once a second, in which there may be hundreds."""
+    """Its steps in shared memory are reported once a second, and there may be hundreds."""
     clock.open()
     for member in (0, 1, 2):
-        clock.bring(member, key(step=4))
-    clock.say(messages.Heartbeat(session_of(2), 7, 90, "shared_memory"), beacon(2))
-    clock.bring(0, key(step=step))
+        clock.contribute(member, key(step=4))
+    clock.send(messages.Heartbeat(session_of(2), 7, 90, "shared_memory"), beacon(2))
+    clock.contribute(0, key(step=step))
     ((_, told),) = clock.pass_time(SILENCE, alive=(0, 1))
     assert told.fields["step"] == step
 
@@ -140,14 +140,14 @@ def test_a_member_has_all_of_its_time(clock):
     "sign",
     [
         lambda clock: clock.beat(2),
-        lambda clock: clock.bring(2),
-        lambda clock: clock.bring(2, key(epoch=7)),
-        lambda clock: clock.say(register(2, 3), peer(2)),
-        lambda clock: clock.say(RESULT, peer(2)),
+        lambda clock: clock.contribute(2),
+        lambda clock: clock.contribute(2, key(epoch=7)),
+        lambda clock: clock.send(register(2, 3), peer(2)),
+        lambda clock: clock.send(RESULT, peer(2)),
     ],
     ids=["heartbeat", "contribution", "a refused contribution", "registration", "result"],
 )
-def test_whatever_a_member_says_is_a_sign_of_life(clock, sign):
+def test_every_message_of_a_member_is_a_sign_of_life(clock, sign):
     clock.open()
     clock.pass_time(SILENCE - 0.5, alive=(0, 1))
     sign(clock)
@@ -157,45 +157,45 @@ def test_whatever_a_member_says_is_a_sign_of_life(clock, sign):
     assert clock.present == [0, 1]
 
 
-def test_one_that_asks_a_broken_group_to_take_it_back_is_alive(clock):
+def test_a_member_that_asks_to_rejoin_a_broken_group_is_alive(clock):
     clock.open()
-    clock.say(messages.Leave(session_of(0), "ZeroDivisionError: augmentation"), peer(0))
+    clock.send(messages.Leave(session_of(0), "ZeroDivisionError: augmentation"), peer(0))
     for _ in range(2):
         clock.pass_time(SILENCE - 0.5, alive=(1,))
-        ((_, told),) = clock.say(register(2, 3), peer(2))
+        ((_, told),) = clock.send(register(2, 3), peer(2))
         assert (told.code, told.fields["member"]) == ("replica_lost", 0)
     assert clock.present == [1, 2]
 
 
-def test_what_others_say_is_no_sign_of_life(clock):
+def test_messages_of_others_are_no_sign_of_life(clock):
     clock.open()
     clock.pass_time(SILENCE - 0.5, alive=(0, 1))
-    clock.say(register(2, 3, session=STRANGER), peer(2))
-    assert clock.say(messages.Heartbeat(STRANGER), peer(2))[0][1].code == "unknown_session"
+    clock.send(register(2, 3, session=STRANGER), peer(2))
+    assert clock.send(messages.Heartbeat(STRANGER), peer(2))[0][1].code == "unknown_session"
     clock.pass_time(0.5, alive=(0, 1))
     assert clock.present == [0, 1]
 
 
 def test_a_member_that_falls_silent_before_the_group_is_open_frees_its_place(clock):
-    clock.say(register(0, 3), peer(0))
-    clock.say(register(1, 3), peer(1))
+    clock.send(register(0, 3), peer(0))
+    clock.send(register(1, 3), peer(1))
     assert clock.pass_time(SILENCE, alive=(0,)) == []
     assert clock.present == [0]
-    clock.say(register(1, 3, session=STRANGER), b"new")
-    assert [answer.missing for _, answer in clock.say(register(2, 3), peer(2))] == [0, 0, 0]
+    clock.send(register(1, 3, session=STRANGER), b"new")
+    assert [answer.missing for _, answer in clock.send(register(2, 3), peer(2))] == [0, 0, 0]
 
 
-def test_one_that_comes_back_before_the_group_is_open_is_taken_in_again(clock):
-    clock.say(register(0, 2), peer(0))
-    clock.say(register(1, 2), peer(1))
+def test_a_member_that_returns_before_the_group_is_open_is_accepted_again(clock):
+    clock.send(register(0, 2), peer(0))
+    clock.send(register(1, 2), peer(1))
     clock.dispatcher = Dispatcher(b"server-0", clock.now)
-    clock.say(register(1, 2), peer(1))
+    clock.send(register(1, 2), peer(1))
     clock.pass_time(SILENCE)
     assert clock.present == []
-    assert clock.say(register(1, 2), peer(1))[0][1].present == Members.of([1])
+    assert clock.send(register(1, 2), peer(1))[0][1].present == Members.of([1])
 
 
-def test_the_log_warns_of_who_is_lost_when_a_job_breaks_and_not_of_who_ends_because_of_it(clock, caplog):
+def test_the_log_warns_of_the_lost_member_of_a_broken_job_only(clock, caplog):
     """The line would stand below the last one of a process that says why it ends, if that one has the server."""
     clock.open(4)
     with caplog.at_level("INFO", "statsd_bn.server"):
@@ -210,45 +210,45 @@ def test_the_log_warns_of_who_is_lost_when_a_job_breaks_and_not_of_who_ends_beca
 def test_a_process_is_lost_in_each_of_its_groups(clock):
     pair = b"in-pair2"
     clock.open()
-    clock.say(register(2, 2, group="pair", session=pair), peer(2))
-    clock.say(register(0, 2, group="pair", session=b"in-pair0"), peer(0))
-    clock.say(contribution(0, 1.0, key(group="pair"), b"in-pair0"), peer(0))
-    clock.bring(0)
+    clock.send(register(2, 2, group="pair", session=pair), peer(2))
+    clock.send(register(0, 2, group="pair", session=b"in-pair0"), peer(0))
+    clock.send(contribution(0, 1.0, key(group="pair"), b"in-pair0"), peer(0))
+    clock.contribute(0)
     told: Answers = []
     for _ in range(4):
         told += clock.pass_time(SILENCE / 4, alive=(0, 1))
-        clock.say(messages.Heartbeat(b"in-pair0"), beacon(0))
+        clock.send(messages.Heartbeat(b"in-pair0"), beacon(0))
     assert {(whom, answer.fields["group"], answer.fields["member"]) for whom, answer in told} == {
         (peer(0), "world", 2),
         (peer(0), "pair", 2),
     }
 
 
-def test_a_member_that_was_lost_is_told_so_when_it_comes_back_and_ends_nothing(clock):
-    """Frozen and thawed: its session is not taken for that of a new run, which would end the survivors' group."""
+def test_a_lost_member_that_returns_gets_the_error_and_ends_nothing(clock):
+    """Frozen and thawed: its session is not a new run, which would end the survivors' group."""
     clock.open()
     clock.pass_time(SILENCE, alive=(0, 1))
     for answers in (
-        clock.bring(2),
-        clock.say(register(2, 3), peer(2)),
-        clock.say(messages.Heartbeat(session_of(2)), peer(2)),
+        clock.contribute(2),
+        clock.send(register(2, 3), peer(2)),
+        clock.send(messages.Heartbeat(session_of(2)), peer(2)),
     ):
         ((whom, told),) = answers
         assert (whom, told.code, told.fields["member"]) == (peer(2), "replica_lost", 2)
     assert clock.present == [0, 1]
-    # A new run still begins as ever.
-    assert clock.say(register(2, 3, session=STRANGER), b"new")[0][1].present == Members.of([2])
+    # A new run still starts.
+    assert clock.send(register(2, 3, session=STRANGER), b"new")[0][1].present == Members.of([2])
 
 
-def test_one_that_was_frozen_in_a_round_is_answered_too(clock):
+def test_a_member_that_froze_in_a_round_gets_the_error_too(clock):
     clock.open()
-    clock.bring(2)
+    clock.contribute(2)
     told = clock.pass_time(SILENCE, alive=(0, 1))
     assert [(whom, answer.fields["member"]) for whom, answer in told] == [(peer(2), 2)]
 
 
-def test_a_server_that_was_held_up_takes_nobody_for_lost(clock):
-    """It slept, and what the members said meanwhile is still in its socket."""
+def test_a_delayed_server_declares_no_member_lost(clock):
+    """Heartbeats of that time are still in its socket."""
     clock.open()
     clock.cut(peer(2))
     clock.now += 60.0
@@ -258,19 +258,19 @@ def test_a_server_that_was_held_up_takes_nobody_for_lost(clock):
     assert clock.present == [0, 1]
 
 
-def test_who_has_left_is_not_lost_afterwards(clock):
+def test_a_member_that_left_is_not_lost_later(clock):
     clock.open()
-    clock.bring(0)
-    clock.say(messages.Leave(session_of(2), "boom"), peer(2))
+    clock.contribute(0)
+    clock.send(messages.Leave(session_of(2), "boom"), peer(2))
     assert clock.pass_time(2 * SILENCE, alive=(0, 1)) == []
 
 
 # Connections.
 
 
-def test_probes_go_to_each_member_once_and_are_no_answer_to_anybody(clock):
+def test_probes_go_to_each_member_once_and_answer_no_message(clock):
     clock.open(2)
-    clock.say(register(0, 1, group="alone", session=STRANGER), peer(0))
+    clock.send(register(0, 1, group="alone", session=STRANGER), peer(0))
     assert read(clock.dispatcher.probes(clock.now)) == [
         (whom, messages.Registered(messages.NO_SERVER, b"server-0", 0, 0, 0, NO_MEMBERS))
         for whom in dict.fromkeys(whom for whom, _ in clock.dispatcher.probes(clock.now))
@@ -278,20 +278,20 @@ def test_probes_go_to_each_member_once_and_are_no_answer_to_anybody(clock):
     assert {whom for whom, _ in clock.dispatcher.probes(clock.now)} == {peer(0), peer(1)}
 
 
-def test_a_member_is_tried_at_its_beacon_and_not_if_it_has_spoken_since(clock):
+def test_a_member_is_probed_at_its_heartbeat_unless_it_has_sent_a_message_since(clock):
     clock.open(2)
     clock.beat(0)
-    clock.bring(0)
+    clock.contribute(0)
     assert {whom for whom, _ in clock.dispatcher.probes(clock.now)} == {beacon(0), peer(1)}
     before = clock.now
     clock.now += 0.02
-    clock.bring(1)
+    clock.contribute(1)
     assert {whom for whom, _ in clock.dispatcher.probes(before)} == {beacon(0)}
 
 
-def test_a_member_that_cannot_be_reached_is_lost_if_it_is_not_heard_again_in_time(clock):
+def test_an_unreachable_member_is_lost_without_a_message_in_time(clock):
     clock.open(2)
-    clock.bring(1)
+    clock.contribute(1)
     assert clock.cut(peer(0)) == []
     assert clock.pass_time(RECONNECT_SECONDS - 0.01, alive=(1,)) == []
     ((whom, told),) = clock.pass_time(0.02, alive=(1,))
@@ -299,8 +299,8 @@ def test_a_member_that_cannot_be_reached_is_lost_if_it_is_not_heard_again_in_tim
     assert clock.cut(b"nobody") == []
 
 
-@pytest.mark.parametrize("how", ["beat", "bring"])
-def test_a_member_whose_connection_broke_and_that_is_heard_again_lives(clock, how):
+@pytest.mark.parametrize("how", ["beat", "contribute"])
+def test_a_member_that_sends_again_after_a_broken_connection_is_kept(clock, how):
     clock.open(2)
     clock.beat(0)
     clock.cut(peer(0), beacon(0))
@@ -310,10 +310,10 @@ def test_a_member_whose_connection_broke_and_that_is_heard_again_lives(clock, ho
     assert clock.present == [0, 1]
 
 
-def test_a_member_that_closes_a_channel_is_tried_at_its_beacon_and_lives(clock):
+def test_a_member_that_closes_a_channel_is_probed_and_kept(clock):
     clock.open(2)
     clock.beat(0)
-    clock.bring(0, at=b"a channel")
+    clock.contribute(0, at=b"a channel")
     assert clock.cut(b"a channel") == [beacon(0)]
     clock.pass_time(2.0, alive=(1,))
     assert clock.present == [0, 1]
@@ -323,10 +323,10 @@ def test_a_member_that_closes_a_channel_is_tried_at_its_beacon_and_lives(clock):
 
 
 @pytest.mark.parametrize("told", [ROUND_TRIPS, LATENESS, DIGEST])
-def test_what_comes_behind_a_heartbeat_hides_no_other_address(clock, told):
+def test_messages_after_a_heartbeat_hide_no_other_address(clock, told):
     clock.open(2)
     clock.beat(0)
-    assert clock.say(told, beacon(0)) == []
+    assert clock.send(told, beacon(0)) == []
     assert clock.cut(beacon(0)) == [peer(0)]
     clock.pass_time(2.0, alive=(1,))
     assert clock.present == [0, 1]
@@ -334,23 +334,23 @@ def test_what_comes_behind_a_heartbeat_hides_no_other_address(clock, told):
 
 def test_a_place_is_free_once_its_holder_is_lost(clock):
     clock.open(2)
-    answers = clock.say(register(0, session=STRANGER), b"second")
+    answers = clock.send(register(0, session=STRANGER), b"second")
     assert [(whom, answer.code) for whom, answer in answers] == [(b"second", "duplicate_member")]
     clock.cut(peer(0))
     clock.pass_time(0.5, alive=(1,))
-    assert clock.say(register(0, session=STRANGER), b"second")[0][1].present == Members.of([0])
+    assert clock.send(register(0, session=STRANGER), b"second")[0][1].present == Members.of([0])
 
 
 def test_an_unknown_heartbeat_is_answered_and_a_known_one_is_not(clock):
-    ((whom, told),) = clock.say(messages.Heartbeat(STRANGER), b"who")
+    ((whom, told),) = clock.send(messages.Heartbeat(STRANGER), b"who")
     assert isinstance(told, messages.Failure)
     assert (whom, told.code, told.key) == (b"who", "unknown_session", None)
     assert digest(STRANGER).hex() in told.message
     clock.open(1)
-    assert clock.say(messages.Heartbeat(session_of(0)), b"who") == []
+    assert clock.send(messages.Heartbeat(session_of(0)), b"who") == []
 
 
-def test_a_server_may_be_told_to_bear_more_silence(clock):
+def test_a_server_accepts_longer_silence_by_option(clock):
     clock.dispatcher = Dispatcher(b"server-0", clock.now, Quota(silence_seconds=10.0))
     clock.open()
     assert clock.pass_time(9.5, alive=(0, 1)) == []
@@ -358,10 +358,10 @@ def test_a_server_may_be_told_to_bear_more_silence(clock):
     assert clock.present == [0, 1]
 
 
-def test_a_server_that_bears_more_silence_waits_longer_for_those_who_are_to_come_back(clock):
+def test_a_server_that_accepts_longer_silence_waits_longer_for_returning_members(clock):
     clock.dispatcher = Dispatcher(b"server-1", clock.now, Quota(silence_seconds=10.0))
     back = {"server": b"server-0", "known": Members.of([0, 1])}
-    clock.say(register(0, 2, **back), peer(0))
+    clock.send(register(0, 2, **back), peer(0))
     assert clock.pass_time(9.5, alive=(0,)) == []
     (said,) = clock.pass_time(0.5, alive=(0,))
     assert (said[1].code, said[1].fields["member"]) == ("replica_lost", 1)

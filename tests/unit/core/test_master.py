@@ -22,8 +22,6 @@ SERVER = b"server-0"
 
 
 class Group:
-    """A master and the members that talk to it, each from a peer of its own."""
-
     def __init__(self, world_size: int, *, opened: bool = True, deadline: float = 600.0) -> None:
         self.now = 0.0
         self.deadline = deadline
@@ -39,7 +37,7 @@ class Group:
     def join(self, member: int) -> list[Reply]:
         return self.master.register_slave(self.now, self.registration(member), peer(member))[1]
 
-    def bring(self, member: int, brought: Rows | float = 1.0, key: RoundKey = KEY, at: bytes = b"") -> list[Reply]:
+    def contribute(self, member: int, brought: Rows | float = 1.0, key: RoundKey = KEY, at: bytes = b"") -> list[Reply]:
         contributor = self.master.membership.contributors[member]
         return self.master.contribute(self.now, contributor, contribution(member, brought, key), at or peer(member))
 
@@ -56,7 +54,7 @@ def everyone(*members: int) -> set[bytes]:
 
 
 def told(replies: list[Reply]) -> dict[bytes, Failure]:
-    """The failures by peer; nobody is told twice."""
+    """The failures by peer, at most one each."""
     found = {whom: decode(frame) for whom, frame in replies}
     assert len(found) == len(replies)
     assert all(isinstance(message, Failure) for message in found.values())
@@ -74,18 +72,17 @@ def the_aggregate(replies: list[Reply], *members: int) -> Aggregate:
 
 
 def left_to_right(values: Iterable[float]) -> bytes:
-    """The bits of ((v0 + v1) + v2) + ..."""
     total, *rest = values
     for value in rest:
         total = total + value
     return struct.pack("<d", total)
 
 
-def test_nobody_is_answered_before_the_last_contribution():
+def test_no_member_is_answered_before_the_last_contribution():
     group = Group(3)
-    assert group.bring(0) == []
-    assert group.bring(2) == []
-    assert the_aggregate(group.bring(1), 0, 1, 2).count == 3
+    assert group.contribute(0) == []
+    assert group.contribute(2) == []
+    assert the_aggregate(group.contribute(1), 0, 1, 2).count == 3
     assert group.master.open_rounds.done == 1
 
 
@@ -97,7 +94,7 @@ TRICKY = (1e16, 1.0, -1e16, 1.0)
 def test_rows_are_added_in_replica_order_whatever_the_order_of_arrival(order):
     group = Group(4)
     for member in order:
-        replies = group.bring(member, TRICKY[member])
+        replies = group.contribute(member, TRICKY[member])
     assert the_aggregate(replies, 0, 1, 2, 3).values.tobytes() == left_to_right(TRICKY)
 
 
@@ -106,7 +103,7 @@ def test_members_with_unequal_numbers_of_replicas_are_added_row_by_row(order, re
     group = Group(3)
     finite = [[value if abs(value) < 1e300 else 0.1 for value in member] for member in replicas]
     for member in order:
-        replies = group.bring(member, rows(*finite[member], count=3))
+        replies = group.contribute(member, rows(*finite[member], count=3))
     found = the_aggregate(replies, 0, 1, 2)
     assert found.replicas == sum(map(len, finite))
     assert found.count == 3 * found.replicas
@@ -115,201 +112,195 @@ def test_members_with_unequal_numbers_of_replicas_are_added_row_by_row(order, re
 
 def test_row_by_row_is_not_member_by_member():
     group = Group(2)
-    group.bring(0, rows(1.0))
-    replies = group.bring(1, rows(1e16, 1.0, -1e16))
+    group.contribute(0, rows(1.0))
+    replies = group.contribute(1, rows(1e16, 1.0, -1e16))
     assert the_aggregate(replies, 0, 1).values.tobytes() == left_to_right([1.0, 1e16, 1.0, -1e16])
     assert left_to_right([1.0, 1e16, 1.0, -1e16]) != left_to_right([1.0, (1e16 + 1.0) - 1e16])
 
 
 def test_a_replica_with_an_empty_batch_takes_part():
     group = Group(3)
-    group.bring(0, Rows((4,), np.array([[[8.0, 1.0]]])))
-    group.bring(1, Rows((0,), np.zeros((1, 1, 2))))
-    found = the_aggregate(group.bring(2, Rows((0, 2), np.array([[[0.0, 0.0]], [[1.0, 2.0]]]))), 0, 1, 2)
+    group.contribute(0, Rows((4,), np.array([[[8.0, 1.0]]])))
+    group.contribute(1, Rows((0,), np.zeros((1, 1, 2))))
+    found = the_aggregate(group.contribute(2, Rows((0, 2), np.array([[[0.0, 0.0]], [[1.0, 2.0]]]))), 0, 1, 2)
     assert (found.replicas, found.count) == (4, 6)
     np.testing.assert_array_equal(found.values, [[9.0, 3.0]])
 
 
 def test_a_round_of_empty_batches_only_is_an_aggregate_too():
     group = Group(2)
-    group.bring(0, rows(0.0, count=0))
-    assert the_aggregate(group.bring(1, rows(0.0, count=0)), 0, 1).count == 0
+    group.contribute(0, rows(0.0, count=0))
+    assert the_aggregate(group.contribute(1, rows(0.0, count=0)), 0, 1).count == 0
 
 
 def test_counts_are_added_exactly():
     group = Group(2)
-    group.bring(0, rows(1.0, count=2**52 + 1))
-    assert the_aggregate(group.bring(1, rows(1.0, count=2**52 - 1)), 0, 1).count == 2**53
+    group.contribute(0, rows(1.0, count=2**52 + 1))
+    assert the_aggregate(group.contribute(1, rows(1.0, count=2**52 - 1)), 0, 1).count == 2**53
 
 
 def test_counts_that_cannot_be_exact_fail_the_round_for_everyone():
     group = Group(2)
-    group.bring(0, rows(1.0, count=2**53))
-    failures = told(group.bring(1, rows(1.0)))
+    group.contribute(0, rows(1.0, count=2**53))
+    failures = told(group.contribute(1, rows(1.0)))
     assert set(failures) == everyone(0, 1)
     assert {failure.code for failure in failures.values()} == {"round_failed"}
     assert {failure.key for failure in failures.values()} == {KEY}
     assert "counts: expected a sum of at most 2^53, got 9007199254740993 with rank 1's" in failures[peer(0)].message
     assert (group.master.open_rounds.done, group.master.open_rounds.failed) == (0, 1)
-    again = told(group.bring(0, rows(1.0, count=2**53)))
+    again = told(group.contribute(0, rows(1.0, count=2**53)))
     assert again[peer(0)] == failures[peer(0)]
-    group.bring(0, key=key(step=1))
-    the_aggregate(group.bring(1, key=key(step=1)), 0, 1)
+    group.contribute(0, key=key(step=1))
+    the_aggregate(group.contribute(1, key=key(step=1)), 0, 1)
 
 
 @pytest.mark.parametrize("pair", [(np.inf, -np.inf), (np.nan, 1.0), (1.7e308, 1.7e308)], ids=str)
-def test_sums_that_are_no_finite_numbers_go_through_without_a_warning(pair):
+def test_sums_that_are_not_finite_pass_without_a_warning(pair):
     """The server runs for many jobs; what one of them diverges to is its own business."""
     group = Group(2)
-    group.bring(0, pair[0])
-    found = the_aggregate(group.bring(1, pair[1]), 0, 1)
+    group.contribute(0, pair[0])
+    found = the_aggregate(group.contribute(1, pair[1]), 0, 1)
     assert not np.isfinite(found.values).any()
 
 
 def test_a_duplicate_while_waiting_is_not_added_twice():
     group = Group(2)
-    assert group.bring(0, 3.0) == []
-    assert group.bring(0, 3.0) == []
-    assert the_aggregate(group.bring(1, 4.0), 0, 1).values == 7.0
+    assert group.contribute(0, 3.0) == []
+    assert group.contribute(0, 3.0) == []
+    assert the_aggregate(group.contribute(1, 4.0), 0, 1).values == 7.0
 
 
 def test_a_duplicate_of_a_finished_round_gets_the_kept_bytes():
     group = Group(2)
-    group.bring(0, 3.0)
-    answers = dict(group.bring(1, 4.0))
+    group.contribute(0, 3.0)
+    answers = dict(group.contribute(1, 4.0))
     for _ in range(2):
-        assert group.bring(0, 3.0) == [(peer(0), answers[peer(0)])]
-        assert group.bring(1, 4.0, at=b"new peer") == [(b"new peer", answers[peer(1)])]
+        assert group.contribute(0, 3.0) == [(peer(0), answers[peer(0)])]
+        assert group.contribute(1, 4.0, at=b"new peer") == [(b"new peer", answers[peer(1)])]
     assert group.master.open_rounds.done == 1
 
 
-def test_other_bytes_while_waiting_are_told_to_both_senders_and_the_first_count():
+def test_different_bytes_while_waiting_are_reported_to_both_senders_and_the_first_count():
     group = Group(2)
-    group.bring(0, 3.0, at=b"first")
-    failures = told(group.bring(0, 5.0, at=b"second"))
+    group.contribute(0, 3.0, at=b"first")
+    failures = told(group.contribute(0, 5.0, at=b"second"))
     assert set(failures) == {b"first", b"second"}
     assert {(failure.code, failure.key) for failure in failures.values()} == {("conflict", KEY)}
-    replies = group.bring(1, 4.0)
+    replies = group.contribute(1, 4.0)
     assert {whom for whom, _ in replies} == {b"first", peer(1)}
     assert decode(replies[0][1]).values == 7.0
 
 
-def test_other_bytes_from_the_same_peer_are_told_once():
+def test_different_bytes_from_the_same_peer_are_reported_once():
     group = Group(2)
-    group.bring(0, 3.0)
-    assert set(told(group.bring(0, 5.0))) == everyone(0)
+    group.contribute(0, 3.0)
+    assert set(told(group.contribute(0, 5.0))) == everyone(0)
 
 
 def test_a_conflict_of_another_shape_is_a_conflict_and_breaks_nothing():
     group = Group(2)
-    group.bring(0, rows(3.0, channels=64))
-    assert told(group.bring(0, rows(3.0, channels=32)))[peer(0)].code == "conflict"
-    the_aggregate(group.bring(1, rows(3.0, channels=64)), 0, 1)
+    group.contribute(0, rows(3.0, channels=64))
+    assert told(group.contribute(0, rows(3.0, channels=32)))[peer(0)].code == "conflict"
+    the_aggregate(group.contribute(1, rows(3.0, channels=64)), 0, 1)
 
 
-def test_other_bytes_after_the_round_conflict_and_the_kept_result_stays():
+def test_different_bytes_after_the_round_conflict_and_the_kept_result_stays():
     group = Group(2)
-    group.bring(0, 3.0)
-    kept = group.bring(1, 4.0)[0][1]
-    failures = told(group.bring(0, 5.0, at=b"second"))
+    group.contribute(0, 3.0)
+    kept = group.contribute(1, 4.0)[0][1]
+    failures = told(group.contribute(0, 5.0, at=b"second"))
     assert {whom: failure.code for whom, failure in failures.items()} == {b"second": "conflict"}
-    assert group.bring(0, 3.0) == [(peer(0), kept)]
+    assert group.contribute(0, 3.0) == [(peer(0), kept)]
 
 
-def test_whoever_comes_late_to_a_round_that_failed_is_told_why_however_many_rounds_have_ended_since():
+def test_a_late_member_of_a_failed_round_learns_why_after_any_number_of_rounds():
     group = Group(2, deadline=5.0)
-    group.bring(0)
+    group.contribute(0)
     (failure,) = told(group.master.expire(5.0)).values()
     for step in range(1, 3 * limits.CACHED_ROUNDS):
         for member in (0, 1):
-            group.bring(member, 1.0, key(step=step))
+            group.contribute(member, 1.0, key(step=step))
     assert (failure.code, failure.key) == ("timeout", KEY)
-    assert told(group.bring(1))[peer(1)].message == failure.message
+    assert told(group.contribute(1))[peer(1)].message == failure.message
 
 
 def test_only_the_latest_failures_are_kept():
     group = Group(2)
     for step in range(3 * limits.CACHED_ROUNDS):
-        group.bring(0, 1.0, key(step=step))
+        group.contribute(0, 1.0, key(step=step))
         group.master.open_rounds.fail(key(step=step), StatsdBNError(f"step {step}"))
     assert len(group.master._archive) == limits.CACHED_ROUNDS
     kept = 2 * limits.CACHED_ROUNDS
-    assert told(group.bring(1, key=key(step=kept)))[peer(1)].message == f"step {kept}"
-    assert "ended long ago" in told(group.bring(1, key=key(step=2)))[peer(1)].message
+    assert told(group.contribute(1, key=key(step=kept)))[peer(1)].message == f"step {kept}"
+    assert "ended long ago" in told(group.contribute(1, key=key(step=2)))[peer(1)].message
 
 
 def test_only_the_latest_results_are_kept():
     group = Group(2)
     answers = {}
     for step in range(3 * limits.CACHED_ROUNDS):
-        group.bring(0, float(step), key(step=step))
-        answers[step] = dict(group.bring(1, 1.0, key(step=step)))[peer(0)]
+        group.contribute(0, float(step), key(step=step))
+        answers[step] = dict(group.contribute(1, 1.0, key(step=step)))[peer(0)]
     assert len(group.master._archive) == limits.CACHED_ROUNDS
     assert not group.master.open_rounds
     for step in list(answers)[-limits.CACHED_ROUNDS :]:
-        assert group.bring(0, float(step), key(step=step)) == [(peer(0), answers[step])]
+        assert group.contribute(0, float(step), key(step=step)) == [(peer(0), answers[step])]
 
 
-def test_contributions_that_do_not_fit_break_the_round_for_everyone():
+def test_mismatching_contributions_break_the_round_for_everyone():
     group = Group(3)
-    group.bring(0, rows(1.0, channels=64))
-    failures = told(group.bring(1, rows(1.0, channels=32)))
+    group.contribute(0, rows(1.0, channels=64))
+    failures = told(group.contribute(1, rows(1.0, channels=32)))
     assert set(failures) == everyone(0, 1)
     for failure_ in failures.values():
         assert (failure_.code, failure_.key) == ("mismatch", KEY)
         assert "expected 64 channels, as rank 0 sent, got 32 from rank 1" in failure_.message
-    # Who comes late is told as well, and so is who asks again.
-    assert told(group.bring(2, rows(1.0, channels=64)))[peer(2)].code == "mismatch"
-    assert told(group.bring(1, rows(1.0, channels=32)))[peer(1)].code == "mismatch"
+    # Late contributions and repeated ones get it as well.
+    assert told(group.contribute(2, rows(1.0, channels=64)))[peer(2)].code == "mismatch"
+    assert told(group.contribute(1, rows(1.0, channels=32)))[peer(1)].code == "mismatch"
     assert (group.master.open_rounds.done, group.master.open_rounds.failed) == (0, 1)
 
 
 def test_rounds_of_different_keys_do_not_mix():
     group = Group(2)
-    keys = [
-        KEY,
-        key("other"),
-        key(step=1),
-        key(call=1),
-        key(phase="backward"),
-    ]
+    keys = [KEY, key("other"), key(step=1), key(call=1), key(phase="backward")]
     for number, one in enumerate(keys):
-        assert group.bring(0, float(number), one) == []
+        assert group.contribute(0, float(number), one) == []
     for number, one in reversed(list(enumerate(keys))):
-        found = the_aggregate(group.bring(1, 100.0, one), 0, 1)
+        found = the_aggregate(group.contribute(1, 100.0, one), 0, 1)
         assert (found.key, found.values) == (one, 100.0 + number)
 
 
 @pytest.mark.parametrize("wrong", [{"job": "other"}, {"group": "other"}, {"epoch": 1}], ids=str)
-def test_a_key_that_is_not_of_this_group_is_refused(wrong):
+def test_a_key_of_another_group_is_refused(wrong):
     group = Group(2)
     strange = key(**wrong)
-    failures = told(group.bring(0, key=strange))
+    failures = told(group.contribute(0, key=strange))
     assert failures[peer(0)].code == "protocol"
     assert failures[peer(0)].key == strange
     assert "expected job 'job', group 'world', epoch 0, as rank 0 (place 0) registered" in failures[peer(0)].message
     assert not group.master.open_rounds
 
 
-def test_one_that_contributes_before_the_group_is_open_is_asked_who_it_is():
-    """It takes the group for open, as an earlier server told it."""
+def test_a_contributor_before_the_group_is_open_is_asked_to_register():
+    """An earlier server told it that the group is open."""
     group = Group(3, opened=False)
     group.join(1)
-    failures = told(group.bring(1))
+    failures = told(group.contribute(1))
     assert (failures[peer(1)].code, failures[peer(1)].key) == ("unknown_session", KEY)
     group.join(0)
     group.join(2)
     for member in (0, 1, 2):
-        replies = group.bring(member)
+        replies = group.contribute(member)
     the_aggregate(replies, 0, 1, 2)
 
 
-def test_a_round_past_its_deadline_fails_and_names_who_did_not_arrive():
+def test_a_round_past_its_deadline_fails_and_names_the_missing_members():
     group = Group(3, deadline=10.0)
     group.now = 5.0
-    group.bring(2)
+    group.contribute(2)
     group.now = 14.0
-    group.bring(0)
+    group.contribute(0)
     assert group.master.expire(14.9) == []
     failures = told(group.master.expire(15.0))
     assert set(failures) == everyone(0, 2)
@@ -317,63 +308,63 @@ def test_a_round_past_its_deadline_fails_and_names_who_did_not_arrive():
         assert (failure_.code, failure_.key) == ("timeout", KEY)
         assert failure_.message.splitlines()[:4] == [
             "rank 1 (place 1) did not arrive within 10 s",
-            "  rank 1 (place 1)  has not come  to forward of layer 'bn', step 0",
+            "  rank 1 (place 1)  missing       from forward of layer 'bn', step 0",
             "  rank 0 (place 0)  waits 1.0 s   in forward of layer 'bn', step 0",
             "  rank 2 (place 2)  waits 10.0 s  in forward of layer 'bn', step 0",
         ]
         assert (failure_.fields["missing"], failure_.fields["waiting"]) == ([1], [0, 2])
     assert group.master.expire(16.0) == []
-    assert told(group.bring(1))[peer(1)].code == "timeout"
+    assert told(group.contribute(1))[peer(1)].code == "timeout"
 
 
-def test_each_round_has_a_deadline_of_its_own():
+def test_each_round_has_its_own_deadline():
     group = Group(2, deadline=10.0)
-    group.bring(0, key=KEY)
+    group.contribute(0, key=KEY)
     group.now = 5.0
-    group.bring(0, key=key(call=1))
+    group.contribute(0, key=key(call=1))
     assert {failure.key for failure in told(group.master.expire(10.0)).values()} == {KEY}
     assert {failure.key for failure in told(group.master.expire(15.0)).values()} == {key(call=1)}
 
 
 def test_a_finished_round_is_still_answered_after_a_loss():
     group = Group(2)
-    group.bring(0, 3.0)
-    kept = group.bring(1, 4.0)[0][1]
+    group.contribute(0, 3.0)
+    kept = group.contribute(1, 4.0)[0][1]
     group.leave(1)
-    assert group.bring(0, 3.0) == [(peer(0), kept)]
+    assert group.contribute(0, 3.0) == [(peer(0), kept)]
 
 
 def test_a_group_has_no_more_open_rounds_than_the_limit():
     group = Group(2)
     for call in range(limits.MAX_OPEN_ROUNDS):
-        assert group.bring(0, key=key(call=call)) == []
+        assert group.contribute(0, key=key(call=call)) == []
     beyond = key(call=limits.MAX_OPEN_ROUNDS)
-    failures = told(group.bring(0, key=beyond))
+    failures = told(group.contribute(0, key=beyond))
     assert (failures[peer(0)].code, failures[peer(0)].key) == ("limit", beyond)
     assert failures[peer(0)].fields == {"limit": limits.MAX_OPEN_ROUNDS, "what": "open rounds"}
-    the_aggregate(group.bring(1, key=key(call=0)), 0, 1)
-    assert group.bring(0, key=beyond) == []
+    the_aggregate(group.contribute(1, key=key(call=0)), 0, 1)
+    assert group.contribute(0, key=beyond) == []
 
 
-def test_a_late_copy_of_a_contribution_begins_no_round_that_is_over():
+def test_a_late_copy_of_a_contribution_does_not_restart_an_ended_round():
     group = Group(2)
     for step in range(limits.CACHED_ROUNDS + 1):
-        group.bring(0, key=key(step=step))
-        group.bring(1, key=key(step=step))
-    ((_, kept),) = group.bring(0, key=key(step=1))
+        group.contribute(0, key=key(step=step))
+        group.contribute(1, key=key(step=step))
+    ((_, kept),) = group.contribute(0, key=key(step=1))
     assert isinstance(decode(kept), Aggregate)
-    late = told(group.bring(0, key=key(step=0)))[peer(0)]
+    late = told(group.contribute(0, key=key(step=0)))[peer(0)]
     assert (late.code, late.key) == ("round_failed", key(step=0))
-    assert "it ended long ago, and its answer is no longer kept" in late.message
+    assert "it ended long ago, and its result is no longer cached" in late.message
     assert list(group.master.open_rounds) == []
 
 
-def test_only_so_many_rounds_that_are_over_are_remembered(monkeypatch):
+def test_a_bounded_number_of_ended_rounds_is_remembered(monkeypatch):
     monkeypatch.setattr(results, "REMEMBERED_ROUNDS", 2)
     group = Group(1)
     for step in range(limits.CACHED_ROUNDS + 4):
-        group.bring(0, key=key(step=step))
-    answers = [decode(frame) for step in (3, 2, 1) for _, frame in group.bring(0, key=key(step=step))]
+        group.contribute(0, key=key(step=step))
+    answers = [decode(frame) for step in (3, 2, 1) for _, frame in group.contribute(0, key=key(step=step))]
     assert [type(answer) for answer in answers] == [Failure, Failure, Aggregate]
 
 
@@ -382,10 +373,10 @@ def report_of(master, now):
     return entry
 
 
-def test_the_report_tells_what_members_say_of_rounds_without_the_server():
+def test_the_report_shows_members_counts_of_rounds_without_the_server():
     group = Group(2)
-    group.bring(0)
-    group.bring(1)
+    group.contribute(0)
+    group.contribute(1)
     contributors = group.master.membership.contributors
     for member, rounds in ((0, 40), (1, 38), (0, 39)):
         group.master.record_heartbeat(
@@ -401,15 +392,15 @@ def test_the_report_tells_what_members_say_of_rounds_without_the_server():
     assert report_of(group.master, 0.0)["why_not_faster"] == "rank 1 ended"
 
 
-def test_the_report_of_a_group_says_who_is_there_and_who_is_waited_for():
+def test_the_report_of_a_group_lists_present_and_awaited_members():
     group = Group(2, opened=False)
     group.join(1)
     assert report_of(group.master, 0.0)["missing"] == 1
     group.join(0)
-    group.bring(0, rows(1.0, 2.0))
-    group.bring(1)
+    group.contribute(0, rows(1.0, 2.0))
+    group.contribute(1)
     group.now = 3.0
-    group.bring(0, rows(1.0, 2.0), key("late"))
+    group.contribute(0, rows(1.0, 2.0), key("late"))
     report = report_of(group.master, 5.5)
     assert [contributor["member"] for contributor in report["members"]] == [0, 1]
     assert [contributor["replicas"] for contributor in report["members"]] == [2, 1]

@@ -1,4 +1,7 @@
 import dataclasses
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -8,18 +11,14 @@ from statsd_bn import limits, messages
 from statsd_bn.errors import ProtocolError
 from statsd_bn.reduction import Rows
 from statsd_bn.round_key import FORWARD, RoundKey
-from support.sample_messages import SAMPLES
+from support.strategies import SAMPLES
 
 KEY = RoundKey("job", "world", 0, 1, "layer1.bn", 2, FORWARD)
 
 # Made for each frame of a round.
 EACH_ROUND = {messages.Contribution, messages.Aggregate, Rows}
 
-SOUND: dict[type, Any] = {
-    RoundKey: KEY,
-    Rows: Rows((1, 2), np.zeros((2, 2, 3))),
-    **SAMPLES,
-}
+SOUND: dict[type, Any] = {RoundKey: KEY, Rows: Rows((1, 2), np.zeros((2, 2, 3))), **SAMPLES}
 
 TOKENS = ([b"12345678", bytes(8)], [b"", bytes(7), bytes(9), "12345678", bytearray(8), 8, None])
 # Escape, delete, a C1 control, right-to-left override, a line separator, a zero-width joiner, half of a pair.
@@ -76,7 +75,7 @@ OF_MEMBERS = (
     messages.StackReport,
 )
 
-# Fields whose values are limited alike, and the messages that have them.
+# Fields with equal limits, and their messages.
 ALIKE = [
     (TOKENS, "session", (*OF_MEMBERS, messages.NonFiniteRound, messages.Leave)),
     (TOKENS, "digest", (messages.Registered, messages.StackRequest)),
@@ -178,12 +177,11 @@ def build(kind: type, **changed: Any) -> Any:
 
 
 def name_of(value: object) -> str | None:
-    """A readable test id; the values' own are too long."""
     return value.__name__ if isinstance(value, type) else value if isinstance(value, str) else ""
 
 
 @pytest.mark.parametrize(("kind", "field", "good", "bad"), FIELDS, ids=name_of)
-def test_a_field_takes_what_is_within_its_limits_and_nothing_else(kind, field, good, bad):
+def test_a_field_accepts_exactly_the_values_within_its_limits(kind, field, good, bad):
     for value in good:
         assert getattr(build(kind, **{field: value}), field) is value
     for value in bad:
@@ -198,7 +196,7 @@ def test_a_server_is_a_token(kind):
             build(kind, server=bad)
 
 
-def test_a_member_that_has_met_no_server_says_so():
+def test_a_new_member_names_no_server():
     assert (build(messages.Register).server, build(messages.Register).step) == (messages.NO_SERVER, 0)
 
 
@@ -225,7 +223,7 @@ def test_a_member_that_has_met_no_server_says_so():
     ],
     ids=name_of,
 )
-def test_the_error_says_what_was_expected_and_what_came(kind, changed, message):
+def test_the_error_gives_the_expected_and_the_actual_value(kind, changed, message):
     with pytest.raises(ProtocolError) as caught:
         build(kind, **changed)
     assert message in caught.value.message
@@ -238,7 +236,7 @@ def test_an_error_shows_only_the_beginning_of_a_long_value():
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SOUND if kind not in EACH_ROUND], ids=name_of)
-def test_messages_are_frozen_but_for_what_each_round_brings(kind):
+def test_messages_are_frozen_except_those_of_each_round(kind):
     message = build(kind)
     for name in RoundKey._fields if kind is RoundKey else (field.name for field in dataclasses.fields(kind)):
         with pytest.raises(AttributeError):
@@ -276,3 +274,35 @@ def test_another_phase_of_a_key_is_checked_as_well():
     assert KEY.of_phase("backward") == RoundKey("job", "world", 0, 1, "layer1.bn", 2, "backward")
     with pytest.raises(ProtocolError, match="phase"):
         KEY.of_phase("")
+
+
+SCRIPT = """
+import sys, threading
+from statsd_bn.messages import Heartbeat
+from statsd_bn.wire import decode, encode
+
+sys.setswitchinterval(1e-5)
+mixed = []
+
+def say(session):
+    try:
+        for step in range(2000):
+            read = decode(encode(Heartbeat(session, step)))
+            assert (read.session, read.step) == (session, step)
+    except Exception as error:
+        mixed.append(error)
+
+threads = [threading.Thread(target=say, args=(b"session%d" % number,)) for number in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+sys.exit(len(mixed))
+"""
+
+
+@pytest.mark.parametrize("pure", ["", "1"])
+def test_threads_do_not_write_into_one_anothers_frames(pure):
+    """Else one would speak in another one's name."""
+    environment = {**os.environ, "MSGPACK_PUREPYTHON": pure}
+    assert subprocess.run([sys.executable, "-c", SCRIPT], env=environment, timeout=60, check=False).returncode == 0

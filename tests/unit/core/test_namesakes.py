@@ -1,4 +1,4 @@
-"""A `client.py` of the user's own, beside the script."""
+"""A user's `client.py` next to the script."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ def run(folder, program):
 
 
 @pytest.mark.parametrize("form", ["client.py", "client/__init__.py"])
-def test_one_that_was_imported_instead_of_ours_is_told_of(tmp_path, form):
+def test_a_foreign_module_imported_instead_of_ours_is_reported(tmp_path, form):
     (tmp_path / form).parent.mkdir(exist_ok=True)
     (tmp_path / form).write_text("")
     told = run(tmp_path, "import client\nfrom statsd_bn.errors import ReplicaLost")
@@ -36,5 +36,5 @@ else:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("program", [IN_BOTH_ORDERS, "import statsd_bn"])
-def test_ours_is_taken_for_ours(tmp_path, program):
+def test_our_module_is_recognised(tmp_path, program):
     assert "client: expected" not in run(tmp_path, program)

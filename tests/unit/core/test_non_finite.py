@@ -1,4 +1,4 @@
-"""Whose NaN or infinity it was, as the server sees it."""
+"""The ranks with NaN or infinity, as found by the server."""
 
 import logging
 
@@ -22,13 +22,13 @@ NAN, INF = float("nan"), float("inf")
     ("rows", "expected"),
     [([[1.0], [2.0]], []), ([[1.0], [NAN]], [1]), ([[INF], [-INF]], [0, 1]), ([[-INF], [NAN], [0.0]], [0, 1])],
 )
-def test_the_bearers_are_those_whose_rows_were_not_finite(rows, expected):
+def test_the_report_names_members_with_rows_that_were_not_finite(rows, expected):
     arrays = [np.array(row) for row in rows]
     assert is_finite(sum_in_order(arrays)) == (not expected)
     assert list(non_finite_members(enumerate(arrays))) == expected
 
 
-def test_a_sum_that_overflows_is_nobodys():
+def test_an_overflowing_sum_names_no_member():
     arrays = [np.array([1e308])] * 2
     assert not is_finite(sum_in_order(arrays))
     assert list(non_finite_members(enumerate(arrays))) == []
@@ -44,13 +44,11 @@ def test_a_sum_that_overflows_is_nobodys():
         ([[0.0, 0.0], [NAN, 0.0]], "1 of 2 channels (NaN)"),
     ],
 )
-def test_how_much_is_not_finite_is_said(values, words):
+def test_the_report_counts_values_that_are_not_finite(values, words):
     assert str(find_non_finite(np.array(values))) == words
 
 
 class Group:
-    """A server with two members of one group."""
-
     def __init__(self) -> None:
         self.dispatcher = Dispatcher(b"server-0", 0.0)
         for member in range(2):
@@ -64,7 +62,7 @@ class Group:
         (answer,) = {frame for _, frame in replies}
         return decode(answer)
 
-    def say(self, of, bearers, what):
+    def send(self, of, bearers, what):
         told = NonFiniteRound(register(0).session, of, Members.of(bearers), what)
         return [decode(frame) for _, frame in self.dispatcher.receive(0.0, b"peer 0", encode(told)).replies]
 
@@ -77,14 +75,14 @@ class Group:
         return group_entries([master], 0.0, [])["groups"][0]["non_finite"]
 
 
-def test_an_aggregate_names_who_brought_it():
+def test_an_aggregate_names_the_members_with_such_values():
     play = Group()
     assert not play.round(key("a"), 1.0, 2.0).non_finite
     assert list(play.round(key("b"), 1.0, NAN).non_finite) == [1]
     assert list(play.round(key("c"), INF, -INF).non_finite) == [0, 1]
 
 
-def test_bytes_that_are_gathered_are_no_numbers():
+def test_gathered_bytes_are_not_checked():
     play = Group()
     assert not play.round(key("a", phase=GATHER), NAN, INF).non_finite
     assert play.told == []
@@ -109,7 +107,7 @@ def test_the_first_one_of_each_direction_is_logged_and_in_the_status(caplog):
     ]
 
 
-def test_gradients_that_overflow_now_and_then_are_no_finding():
+def test_occasional_gradient_overflows_are_not_reported():
     """As a GradScaler has it: once every 2,000 steps, and for some steps at the beginning."""
     play = Group()
     for step in (*range(MAX_OVERFLOWS), 2000, 4000):
@@ -122,7 +120,7 @@ def test_gradients_that_overflow_now_and_then_are_no_finding():
 GRADIENTS = "first non-finite: layer 'b', backward, step 0, rank 1 (place 1), 1 of 2 channels (NaN)"
 
 
-def test_gradients_are_told_of_and_logged_once_a_forward_pass_has_it_too(caplog):
+def test_gradients_are_reported_once_a_forward_pass_is_affected_too(caplog):
     play = Group()
     play.round(key("b", phase=BACKWARD), 1.0, NAN)
     assert play.told == []
@@ -134,7 +132,7 @@ def test_gradients_are_told_of_and_logged_once_a_forward_pass_has_it_too(caplog)
     assert told == [f"job 'job', group 'world': {text}" for text in (GRADIENTS, forward)]
 
 
-def test_gradients_that_stay_so_are_told_of():
+def test_gradients_that_stay_not_finite_are_reported():
     play = Group()
     for step in range(MAX_OVERFLOWS + 1):
         assert play.told == []
@@ -143,7 +141,7 @@ def test_gradients_that_stay_so_are_told_of():
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(1, [GRADIENTS]), (5, [])])
-def test_gradients_are_told_of_where_the_group_breaks_at_once(steps, expected):
+def test_gradients_are_reported_where_the_group_breaks_at_once(steps, expected):
     """As where all members raise an error for them."""
     play = Group()
     play.round(key("b", phase=BACKWARD), 1.0, NAN)
@@ -153,20 +151,20 @@ def test_gradients_are_told_of_where_the_group_breaks_at_once(steps, expected):
     assert play.told == expected
 
 
-def test_of_a_round_among_the_members_one_of_them_tells(caplog):
+def test_one_member_reports_a_round_in_memory(caplog):
     play = Group()
     with caplog.at_level(logging.WARNING, "statsd_bn.server"):
-        assert play.say(key("b"), [1], "1 of 2 channels (inf)") == []
+        assert play.send(key("b"), [1], "1 of 2 channels (inf)") == []
     expected = "first non-finite: layer 'b', forward, step 0, rank 1 (place 1), 1 of 2 channels (inf)"
     assert play.told == [expected]
     assert f"job 'job', group 'world': {expected}" in caplog.text
-    play.say(key("c"), [0], "2 of 2 channels (NaN)")
+    play.send(key("c"), [0], "2 of 2 channels (NaN)")
     assert play.told == [expected], "only the first counts"
 
 
-def test_of_another_groups_round_nobody_can_tell():
+def test_a_report_about_another_groups_round_is_dropped():
     play = Group()
-    (answer,) = play.say(key("b")._replace(job="other"), [1], "1 of 2 channels (inf)")
+    (answer,) = play.send(key("b")._replace(job="other"), [1], "1 of 2 channels (inf)")
     assert isinstance(answer, Failure)
     assert answer.code == "protocol"
     assert play.told == []

@@ -13,13 +13,13 @@ def difference() -> float:
     return float((INFINITY - INFINITY)[0])
 
 
-def test_what_becomes_nan_is_no_warning():
+def test_a_new_nan_gives_no_warning():
     assert np.isnan(difference())
     with pytest.warns(RuntimeWarning, match="invalid value"):
         difference.__wrapped__()
 
 
-def test_numpy_is_told_once_where_one_calls_another(monkeypatch):
+def test_nested_calls_set_numpys_state_once(monkeypatch):
     told = []
     errstate = np.errstate
     monkeypatch.setattr(np, "errstate", lambda **given: told.append(given) or errstate(**given))
@@ -39,7 +39,7 @@ def test_warnings_are_back_after_an_error():
     assert np.isnan(difference())
 
 
-def test_each_thread_is_told_for_itself():
+def test_each_thread_has_its_own_state():
     found = []
     thread = threading.Thread(target=lambda: found.append(difference()))
 

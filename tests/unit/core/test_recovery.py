@@ -22,27 +22,27 @@ def recovery() -> Recovery:
     return recovery
 
 
-def test_whoever_was_named_is_waited_for(recovery):
+def test_a_named_member_is_awaited(recovery):
     assert recovery.missing([]) == [0, 1, 3]
     assert recovery.missing([3, 0, 7]) == [1]
     assert not recovery.is_complete(10.0, [0, 3], is_elastic=False)
     assert recovery.is_complete(10.0, [0, 1, 3], is_elastic=False)
 
 
-def test_one_that_is_forgotten_is_waited_for_no_longer(recovery):
+def test_a_forgotten_member_is_no_longer_awaited(recovery):
     recovery.drop(1)
     recovery.drop(7)
     assert recovery.missing([]) == [0, 3]
 
 
-def test_those_who_do_not_come_in_time_are_late_once(recovery):
+def test_members_that_miss_the_deadline_are_late_once(recovery):
     assert recovery.expire(10.0 + SILENCE - 0.01, [0]) == []
     assert recovery.expire(10.0 + SILENCE, [0]) == [1, 3]
     assert recovery.expire(10.0 + SILENCE, [0]) == []
     assert recovery.is_complete(10.0 + SILENCE, [0], is_elastic=False)
 
 
-def test_an_elastic_group_waits_for_those_whom_nobody_knows(recovery):
+def test_an_elastic_group_waits_for_unknown_members(recovery):
     everybody = [0, 1, 3]
     assert not recovery.is_complete(10.0 + RECONNECT_SECONDS - 0.01, everybody, is_elastic=True)
     assert recovery.is_complete(10.0 + RECONNECT_SECONDS + 0.01, everybody, is_elastic=True)
@@ -55,7 +55,7 @@ def coming_back(member: int, **given):
     return register(member, 3, server=SERVER, **{"known": Members.of(range(3)), **given})
 
 
-def test_a_group_recovers_from_when_one_comes_that_was_in_an_open_one():
+def test_a_group_recovers_once_a_member_of_an_open_one_registers():
     group = Membership(register(0, 3))
     for newcomer in (register(0, 3), coming_back(1, known=NO_MEMBERS)):
         group.admit(0.0, newcomer, b"")
@@ -64,7 +64,7 @@ def test_a_group_recovers_from_when_one_comes_that_was_in_an_open_one():
     assert group.recovery
 
 
-def test_one_that_tells_its_past_late_is_no_newcomer():
+def test_a_member_that_reports_its_past_late_is_no_newcomer():
     """It registered before it had heard that the group was open."""
     group = Membership(register(2, 3, min_members=1))
     group.admit(0.0, register(2, 3, min_members=1), b"")
@@ -90,7 +90,7 @@ def test_a_member_owes_the_results_that_it_has_announced():
     assert group.latest_step == 4
 
 
-def test_one_that_owes_results_is_missing_though_it_is_there():
+def test_a_present_member_that_owes_results_is_missing():
     group = Membership(coming_back(0))
     for member in range(3):
         group.admit(0.0, coming_back(member, results=int(member == 1)), b"")
@@ -107,7 +107,7 @@ def test_a_newcomer_to_a_group_that_has_not_been_restarted_owes_nothing():
     assert not group.admit(0.0, register(0, 1, results=2), b"").results_pending
 
 
-def test_a_strict_group_is_broken_by_those_who_do_not_come_back():
+def test_members_that_do_not_return_break_a_strict_group():
     group = Membership(coming_back(0))
     group.admit(0.0, coming_back(0, step=5), b"")
     assert not group.expire(SILENCE - 0.01)
@@ -120,7 +120,7 @@ def test_a_strict_group_is_broken_by_those_who_do_not_come_back():
     assert not group.advance(SILENCE)
 
 
-def test_a_member_that_leaves_while_others_come_back_breaks_a_strict_group():
+def test_a_member_that_leaves_while_others_return_breaks_a_strict_group():
     group = Membership(coming_back(0))
     contributor = group.admit(0.0, coming_back(0), b"")
     assert group.remove(contributor, "boom") is group.lost
@@ -129,8 +129,8 @@ def test_a_member_that_leaves_while_others_come_back_breaks_a_strict_group():
     assert "rank 0 (place 0) failed with boom" in str(group.lost), "whoever comes too late is not the culprit"
 
 
-def test_one_that_is_refused_begins_no_recovery():
-    """Or the group would open with the one that is there: nobody is known to be missing."""
+def test_a_refused_member_begins_no_recovery():
+    """Otherwise the group would open with the one that is there, without a known missing member."""
     group = Membership(register(0, 2))
     group.admit(0.0, register(0, 2), b"")
     with pytest.raises(RegistrationRefused):
@@ -139,7 +139,7 @@ def test_one_that_is_refused_begins_no_recovery():
     assert not group.advance(1.0)
 
 
-def test_one_whose_place_another_holds_begins_no_recovery():
+def test_a_member_whose_place_is_taken_begins_no_recovery():
     group = Membership(register(0, 2))
     group.admit(0.0, register(0, 2), b"")
     with pytest.raises(DuplicateMember):
@@ -150,7 +150,7 @@ def test_one_whose_place_another_holds_begins_no_recovery():
 @pytest.mark.parametrize("far", [{"step": 1}, {"results": 1}])
 @pytest.mark.parametrize("new", [{}, {"server": SERVER}])
 @pytest.mark.parametrize("first", ["far", "new"])
-def test_a_process_without_a_past_is_refused_by_those_who_have_been_given_something(far, new, first):
+def test_members_with_results_refuse_a_process_without_a_past(far, new, first):
     """Also in the first step, and whether or not it has waited for an earlier master."""
     group = Membership(register(0, 2))
     old = register(0, 2, server=SERVER, known=Members.of(range(2)), **far)
@@ -161,7 +161,7 @@ def test_a_process_without_a_past_is_refused_by_those_who_have_been_given_someth
         group.admit(0.0, other, b"")
 
 
-def test_one_that_comes_back_for_a_pass_that_another_has_left_takes_no_place():
+def test_a_member_that_returns_for_an_abandoned_pass_takes_no_place():
     group = Membership(coming_back(0, step=5, known=Members.of([0])))
     for comes in (
         coming_back(0, step=5, known=Members.of([0])),
@@ -187,7 +187,7 @@ def in_a_pass(*members: int) -> Membership:
     return group
 
 
-def test_a_newcomer_does_not_keep_one_that_missed_the_call_from_the_pass():
+def test_a_newcomer_does_not_exclude_a_late_member_from_the_pass():
     group = in_a_pass(0)
     newcomer = group.admit(0.0, register(1, 3, min_members=1), b"")
     assert group.advance(RECONNECT_SECONDS)

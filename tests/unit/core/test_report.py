@@ -1,4 +1,4 @@
-"""The status report: within a message from the start, whatever groups there are, and cheap for whoever asks often."""
+"""The status report: bounded by a message, whatever groups there are, and cheap when requested often."""
 
 from typing import Any
 
@@ -19,8 +19,6 @@ BOB = Principal("bob", "key of bob", ("b-*",))
 
 
 class Play:
-    """A dispatcher with groups."""
-
     def __init__(self) -> None:
         self.now = 0.0
         self.dispatcher = Dispatcher(b"server-0", 0.0)
@@ -28,13 +26,13 @@ class Play:
     def begin(self, job: str, members: int, **given: Any) -> None:
         for member in range(members):
             session = b"%-4.4s%04x" % (job.encode(), member)
-            self.say(register(member, members, job=job, session=session, **given))
+            self.send(register(member, members, job=job, session=session, **given))
 
-    def say(self, message: Any, **given: Any) -> list[bytes]:
+    def send(self, message: Any, **given: Any) -> list[bytes]:
         return [frame for _, frame in self.dispatcher.receive(self.now, b"peer", encode(message), **given).replies]
 
     def ask(self, **given: Any) -> dict[str, Any]:
-        (frame,) = self.say(StatusRequest(), **given)
+        (frame,) = self.send(StatusRequest(), **given)
         answer = decode(frame)
         assert isinstance(answer, Status)
         return answer.report
@@ -55,11 +53,11 @@ def test_a_large_group_does_not_hide_the_others():
     assert f"and {large['members_left_out']} more ranks" in describe(told)
 
 
-def test_many_rounds_and_who_is_missing_in_them_are_told_in_part():
+def test_many_rounds_and_their_missing_members_are_shortened():
     play = Play()
     play.begin("job", 200)
     for step in range(MAX_ROUNDS + 5):
-        play.say(contribution(0, key=key(step=step), session=b"job 0000"))
+        play.send(contribution(0, key=key(step=step), session=b"job 0000"))
     (group,) = play.ask()["groups"]
     assert [round_["round"] for round_ in group["waiting"]] == [str(key(step=step)) for step in range(MAX_ROUNDS)]
     assert group["waiting_left_out"] == 5
@@ -71,11 +69,11 @@ def test_many_rounds_and_who_is_missing_in_them_are_told_in_part():
     assert "and 5 more rounds" in text
 
 
-def test_a_group_that_waits_for_members_and_is_told_in_part_reads_as_text(monkeypatch):
+def test_a_shortened_report_of_a_waiting_group_reads_as_text(monkeypatch):
     monkeypatch.setattr(limits, "MAX_HEADER_BYTES", 3000)
     play = Play()
     for member in range(90):
-        play.say(register(member, 100, session=b"job %04x" % member))
+        play.send(register(member, 100, session=b"job %04x" % member))
     assert "90 of 100 ranks, waiting for 10 ranks;" in describe(play.ask())
 
 
@@ -86,7 +84,7 @@ def test_a_report_never_takes_more_than_a_message_holds(room, monkeypatch):
     for number in range(20):
         job = f"{number:03d} " + "𝄞" * 60
         play.begin(job, 7, place="𝄞" * 60, epoch=limits.MAX_COUNTER, step=limits.MAX_COUNTER)
-        play.say(contribution(0, key=key(job=job, epoch=limits.MAX_COUNTER), session=b"%-4.4s0000" % job.encode()))
+        play.send(contribution(0, key=key(job=job, epoch=limits.MAX_COUNTER), session=b"%-4.4s0000" % job.encode()))
     monkeypatch.setattr(limits, "MAX_HEADER_BYTES", room)
     told = play.ask()
     assert len(told["groups"]) + told.get("left_out", 0) == 20
@@ -109,7 +107,7 @@ def test_a_long_report_is_built_once_in_a_while_for_each_tenant(monkeypatch):
     assert len(built) == 3
 
 
-def test_who_asks_too_often_is_told_the_counts_and_nobody_else_is(monkeypatch):
+def test_only_a_tenant_that_asks_too_often_gets_counts_alone(monkeypatch):
     monkeypatch.setattr(report, "BURST_BYTES", 2**14)
     monkeypatch.setattr(report, "BYTES_PER_SECOND", 2**12)
     play = Play()

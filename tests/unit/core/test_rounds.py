@@ -25,7 +25,7 @@ def test_nothing_happens_to_a_round_that_has_ended(state, event):
     assert ended.state is state
 
 
-def test_the_same_bytes_again_are_fine_and_say_whom_to_answer_now():
+def test_repeated_bytes_are_accepted_and_answered_at_the_new_address():
     future = FutureResult()
     first = rows(1.0, 2.0)
     assert future.put(first, b"first")
@@ -44,7 +44,7 @@ def test_the_same_bytes_again_are_fine_and_say_whom_to_answer_now():
         (Rows((1,), np.zeros((1, 2, 3))), Rows((1,), np.zeros((1, 3, 2)))),
     ],
 )
-def test_anything_else_is_not_the_same(first, other):
+def test_any_difference_counts_as_a_conflict(first, other):
     future = FutureResult()
     assert future.put(first, b"")
     assert not future.put(other, b"")
@@ -54,7 +54,7 @@ def nan(payload: int) -> Rows:
     return Rows((1,), np.frombuffer(struct.pack("<Q", 0x7FF8_0000_0000_0000 | payload)).reshape(1, 1, 1))
 
 
-def test_nan_is_the_same_bytes_again_though_it_equals_nothing():
+def test_repeated_nan_bytes_are_accepted():
     future = FutureResult()
     assert future.put(nan(42), b"")
     assert future.put(nan(42), b"")
@@ -76,20 +76,8 @@ def test_two_different_contributions_of_one_member_conflict_and_the_first_counts
 @pytest.mark.parametrize(
     ("first", "second", "words", "expected", "got"),
     [
-        (
-            rows(1.0, channels=64),
-            rows(1.0, channels=32),
-            "64 channels, as rank 2 sent, got 32",
-            [1, 64],
-            [1, 32],
-        ),
-        (
-            rows(1.0, vectors=2),
-            rows(1.0, vectors=3),
-            "2 vectors, as rank 2 sent, got 3",
-            [2, 1],
-            [3, 1],
-        ),
+        (rows(1.0, channels=64), rows(1.0, channels=32), "64 channels, as rank 2 sent, got 32", [1, 64], [1, 32]),
+        (rows(1.0, vectors=2), rows(1.0, vectors=3), "2 vectors, as rank 2 sent, got 3", [2, 1], [3, 1]),
         (
             rows(1.0, vectors=2, channels=4),
             rows(1.0, vectors=3, channels=5),

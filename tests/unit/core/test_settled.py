@@ -14,7 +14,6 @@ def world():
 
 
 def settle(world: PureWorld, member: PureMember) -> None:
-    """The member tells that its latest round is over."""
     world.send(member, member.session.round_done(member.key))
 
 
@@ -23,7 +22,7 @@ def report(world: PureWorld) -> dict:
     return group
 
 
-def test_a_round_that_is_settled_is_dropped_and_its_room_given_back(world):
+def test_a_settled_round_is_dropped_and_frees_its_room(world):
     one, _ = world.members
     before = world.dispatcher._usage.allocated
     one.forward(1.0)
@@ -36,7 +35,7 @@ def test_a_round_that_is_settled_is_dropped_and_its_room_given_back(world):
 
 
 @pytest.mark.parametrize("is_settled", [True, False])
-def test_one_that_has_gone_on_is_not_taken_to_wait_elsewhere(world, is_settled):
+def test_a_member_that_continued_does_not_count_as_waiting(world, is_settled):
     """One member has not woken since the other found the rows, went on, and waits for it in the next round."""
     asleep, ahead = world.members
     asleep.forward(1.0)
@@ -71,7 +70,7 @@ def test_a_contribution_that_is_parked_after_a_restart_is_dropped_too(world):
     assert report(world)["waiting"] == []
 
 
-def test_members_of_an_elastic_group_cannot_end_one_anothers_rounds():
+def test_members_of_an_elastic_group_cannot_end_each_others_rounds():
     world = PureWorld(2, min_members=1)
     one, two = world.members
     one.forward(1.0)
@@ -80,7 +79,7 @@ def test_members_of_an_elastic_group_cannot_end_one_anothers_rounds():
     assert one.total == ([0, 1], 3.0)
 
 
-def test_a_stranger_settles_nothing(world):
+def test_a_stranger_cannot_settle_a_round(world):
     one, two = world.members
     one.forward(1.0)
     two.session.member_token = b"stranger"
@@ -98,7 +97,7 @@ def test_a_member_settles_no_round_of_another_group(world, foreign):
     assert len(report(world)["waiting"]) == 1
 
 
-def test_whoever_waits_for_a_round_that_a_liar_settles_is_told_when_it_asks_again(world):
+def test_a_member_of_a_falsely_settled_round_learns_it_by_asking_again(world):
     one, two = world.members
     one.forward(1.0)
     world.send(two, two.session.round_done(one.key))

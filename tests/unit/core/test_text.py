@@ -1,4 +1,4 @@
-"""What others say reaches a terminal or a log as plain text, whoever says it."""
+"""Text of others reaches a terminal or a log without control characters."""
 
 import logging
 import traceback
@@ -33,7 +33,7 @@ def hidden(text: str) -> str:
 
 
 @given(st.text(st.characters()))
-def test_an_escaped_text_is_printable_and_one_that_was_stays(text):
+def test_an_escaped_text_is_printable_and_a_printable_one_is_unchanged(text):
     assert escape(text).isprintable()
     assert not hidden(escape_lines(text))
     assert escape(escape(text)) == escape(text)
@@ -42,12 +42,12 @@ def test_an_escaped_text_is_printable_and_one_that_was_stays(text):
         assert escape(text) == escape_lines(text) == text
 
 
-def test_what_is_told_is_cut_to_what_a_message_may_carry():
+def test_texts_are_cut_to_the_limit_of_a_message():
     assert wire_text("é" * limits.MAX_TEXT_BYTES) == "é" * (limits.MAX_TEXT_BYTES // 2)
     assert wire_text(HOSTILE) == r"\x1b[2J\x1b]0;owned\x07\r" + "\n\t" + r"\x9b\u202e\u2028\ud800"
 
 
-def test_within_values_every_text_is_readable():
+def test_every_text_within_values_is_printable():
     found = escape_nested({HOSTILE: [HOSTILE, {"a": HOSTILE}, 1, None, b"\x1b"]})
     assert found == {escape_lines(HOSTILE): [escape_lines(HOSTILE), {"a": escape_lines(HOSTILE)}, 1, None, b"\x1b"]}
 
@@ -67,32 +67,32 @@ def test_values_nest_32_deep_and_no_deeper():
 
 
 @pytest.mark.parametrize("levels", [33, 900])
-def test_what_a_server_nests_deeper_is_refused(levels):
+def test_deeper_values_of_a_server_are_refused(levels):
     for message in (Failure("mismatch", "no", {"table": deep(levels)}), Status({"groups": deep(levels)})):
         with pytest.raises(ProtocolError, match="nested at most 32 deep"):
             decode(encode(message))
 
 
 @given(st.recursive(st.text(st.characters()) | st.binary(), lambda inner: st.lists(inner) | st.tuples(inner)))
-def test_what_is_shown_is_printable(value):
+def test_displayed_text_is_printable(value):
     assert short_repr(value).isprintable()
 
 
-def test_an_error_from_the_wire_is_readable_whatever_a_server_says():
+def test_an_error_from_the_wire_is_printable():
     error = from_wire("refused", HOSTILE, {"place": HOSTILE, "table": [{"layer": HOSTILE}]})
     assert type(error) is RegistrationRefused
     assert not hidden(str(error) + error.fields["place"] + error.fields["table"][0]["layer"])
     assert type(from_wire(HOSTILE, "", {})) is StatsdBNError
 
 
-def test_a_cause_with_control_characters_is_told_escaped():
+def test_a_cause_with_control_characters_is_escaped():
     session = Session(b"session0", Member("job", "world", 0, 0, 1, 1.0, "here"))
     leave = decode(session.leave(f"ValueError: {HOSTILE}"))
     assert isinstance(leave, Leave)
     assert leave.cause == f"ValueError: {escape_lines(HOSTILE)}"
 
 
-def test_a_servers_own_error_is_told_escaped():
+def test_a_servers_own_error_is_escaped():
     assert decode(failure_frame(ConfigurationError(HOSTILE))).message == escape_lines(HOSTILE)
 
 
@@ -102,11 +102,11 @@ def test_a_job_that_cannot_be_a_name_is_refused_at_once(job):
         resolve({"STATSD_BN_JOB": job} if job else {}, job=job)
 
 
-def test_an_unusual_job_is_none_the_worse():
+def test_an_unusual_job_name_is_accepted():
     assert resolve({}, job="naïve λ 層 🙂").member.job == "naïve λ 層 🙂"
 
 
-def test_the_place_is_printable_whatever_the_host_is_called(monkeypatch):
+def test_the_place_is_printable_for_any_host_name(monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "host\x1b\n")
     assert resolve({}).member.host_and_pid.startswith(r"host\x1b\n, pid ")
 
@@ -143,7 +143,7 @@ def framed(*header: object) -> bytes:
         b"\x1b[2J\x1b[2J\x1b[2J",
     ],
 )
-def test_a_hostile_server_says_nothing_to_a_members_terminal(frame):
+def test_a_hostile_server_cannot_control_a_members_terminal(frame):
     session = Session(b"session0", Member("job", "world", 0, 0, 1, 1.0, "here"))
     with pytest.raises(StatsdBNError) as caught:
         session.answer(key(), frame)
@@ -151,7 +151,7 @@ def test_a_hostile_server_says_nothing_to_a_members_terminal(frame):
     assert not hidden(told)
 
 
-def test_a_stranger_with_a_hostile_place_begins_nothing_and_the_log_stays_plain(caplog):
+def test_a_stranger_with_a_hostile_place_starts_no_group_and_the_log_stays_printable(caplog):
     """It stood in the traceback of an honest member that was refused because of it."""
     dispatcher = Dispatcher(b"server-0", 0.0)
     header = msgpack.unpackb(encode(register(place="here"))[8:])
@@ -162,7 +162,7 @@ def test_a_stranger_with_a_hostile_place_begins_nothing_and_the_log_stays_plain(
     assert not hidden(caplog.text)
 
 
-def test_the_line_about_a_commands_error_is_one_line(monkeypatch, capsys):
+def test_the_error_of_a_command_is_one_line(monkeypatch, capsys):
     def refused(*_given, **_named):
         raise ConfigurationError(HOSTILE)
 

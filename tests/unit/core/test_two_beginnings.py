@@ -27,7 +27,7 @@ def late():
     world = World()
     session = newcomer(2, n=3)
     world.restart(b"server-1")
-    world.say(session, session.register())
+    world.send(session, session.register())
     opened = Registered(digest(session.member_token), b"server-0", 0, 0, 0, Members.of(range(3)))
     assert answers(world, session)[-1].missing == 2
     session.on_unsolicited(encode(opened))
@@ -35,16 +35,16 @@ def late():
 
 
 def contribute(world, session, key):
-    """Does what a round trip does up to the first answers that are no question."""
-    world.say(session, session.contribution(key, rows_of(session.member.rank)))
+    """Run a round trip up to the first answers that are no stack requests."""
+    world.send(session, session.contribution(key, rows_of(session.member.rank)))
     (frame,) = world.inboxes.pop(session.member_token)
     with pytest.raises(UnknownSession):
         session.answer(key, frame)
-    world.say(session, *session.resync_frames(), session.contribution(key, rows_of(session.member.rank), 1))
+    world.send(session, *session.resync_frames(), session.contribution(key, rows_of(session.member.rank), 1))
     return answers(world, session)
 
 
-def test_one_that_takes_a_filling_group_for_open_makes_it_recover_and_learns_who_did_not_come_back(late):
+def test_a_member_of_an_open_group_makes_a_filling_one_recover_and_learns_who_is_missing(late):
     world, session = late
     key = session.forward_key("bn")
     told = contribute(world, session, key)
@@ -56,12 +56,12 @@ def test_one_that_takes_a_filling_group_for_open_makes_it_recover_and_learns_who
     assert "ranks 0-1 did not reconnect" in failure.message
 
 
-def test_it_takes_part_once_the_others_are_back(late):
+def test_it_participates_once_the_others_are_back(late):
     world, session = late
     key = session.forward_key("bn")
     contribute(world, session, key)
     for other in world.members[:2]:
-        world.say(
+        world.send(
             other, *other.resync_frames(), other.contribution(other.forward_key("bn"), rows_of(other.member.rank))
         )
     (aggregate,) = [answer for answer in answers(world, session) if isinstance(answer, Aggregate)]
@@ -73,12 +73,12 @@ def begin_anew(world):
     world.restart(b"server-1")
     world.members = [newcomer(1, n=2, min_members=1), newcomer(3, n=2, min_members=1)]
     for session in world.members:
-        world.say(session, session.register())
+        world.send(session, session.register())
     for session in world.members:
         world.read(session)
 
 
-def test_members_of_two_beginnings_are_told_and_none_is_given_the_result_of_the_other():
+def test_members_of_two_beginnings_get_an_error_and_no_result_of_the_other():
     """Newcomers have begun an elastic group anew, and the third server first hears of one who was left out."""
     world = World(n=2, min_members=1)
     world.exchange("bn")
@@ -89,8 +89,8 @@ def test_members_of_two_beginnings_are_told_and_none_is_given_the_result_of_the_
     world.exchange("bn2")
     world.restart(b"server-2")
     for session in (left_out, world.members[1]):
-        world.say(session, *session.resync_frames())
-    world.say(left_out, left_out.contribution(waiting_for, rows_of(1)))
+        world.send(session, *session.resync_frames())
+    world.send(left_out, left_out.contribution(waiting_for, rows_of(1)))
     for _ in range(3):
         world.now += limits.SILENCE_SECONDS / 2
         world.heartbeats(left_out, world.members[1])
@@ -100,8 +100,8 @@ def test_members_of_two_beginnings_are_told_and_none_is_given_the_result_of_the_
     assert [answer.code for answer in told if isinstance(answer, Failure)] == ["conflict"]
 
 
-def test_results_of_a_step_whose_members_cannot_have_been_together_tell_of_two_beginnings():
-    """No round has two results here: what the others had is out of date for one, and has yet to come for the other."""
+def test_results_of_incompatible_members_prove_two_beginnings():
+    """No round has two results here: the others' results are too old for one member, and too new for another."""
     world = World(n=2, min_members=1)
     world.exchange("bn3")
     before = world.members[0]
@@ -111,8 +111,8 @@ def test_results_of_a_step_whose_members_cannot_have_been_together_tell_of_two_b
     key = double.forward_key("bn3")
     world.restart(b"server-2")
     for session in (before, *world.members):
-        world.say(session, *session.resync_frames())
-    world.say(double, double.contribution(key, rows_of(1)))
+        world.send(session, *session.resync_frames())
+    world.send(double, double.contribution(key, rows_of(1)))
     go_on(world)
     told = answers(world, double)
     assert not [answer for answer in told if isinstance(answer, Aggregate)]
@@ -120,7 +120,6 @@ def test_results_of_a_step_whose_members_cannot_have_been_together_tell_of_two_b
 
 
 def live_on(world):
-    """Until whoever is silent is lost."""
     end = world.now + 2 * limits.SILENCE_SECONDS
     while world.now < end:
         world.now += 0.5
@@ -128,7 +127,7 @@ def live_on(world):
         world.deliver(world.dispatcher.tick(world.now))
 
 
-def test_results_of_a_step_that_lost_a_member_do_not():
+def test_results_of_a_step_that_lost_a_member_prove_nothing():
     world = World(n=3, min_members=1)
     world.exchange("bn")
     world.members.pop()
@@ -136,7 +135,7 @@ def test_results_of_a_step_that_lost_a_member_do_not():
     world.exchange("bn2")
     world.restart(b"server-1")
     for session in world.members:
-        world.say(session, *session.resync_frames())
+        world.send(session, *session.resync_frames())
     live_on(world)
     for session in world.members:
         world.read(session)
@@ -144,9 +143,9 @@ def test_results_of_a_step_that_lost_a_member_do_not():
 
 
 def listen(world, session):
-    """Does what the thread of the heartbeats does with what has come."""
+    """Process received frames like the heartbeat thread."""
     for frame in world.inboxes.pop(session.member_token, []):
-        world.say(session, *session.on_unsolicited(frame))
+        world.send(session, *session.on_unsolicited(frame))
 
 
 def go_on(world):
@@ -154,28 +153,28 @@ def go_on(world):
     world.deliver(world.dispatcher.tick(world.now))
 
 
-def test_a_member_that_was_told_of_its_double_is_given_no_sum_with_that_ones_rows():
+def test_a_member_that_knows_of_its_double_gets_no_sum_with_its_rows():
     """A newcomer has taken its number at the second server, which ends the round; the third first hears of itself."""
     world = World(n=2, min_members=1)
     stays, displaced = world.members
     key, _ = [session.forward_key("bn") for session in world.members]
     world.restart(b"server-1")
     double = newcomer(1, n=2, min_members=1)
-    world.say(double, double.register())
+    world.send(double, double.register())
     for session in (stays, displaced):
-        world.say(session, *session.resync_frames())
+        world.send(session, *session.resync_frames())
     listen(world, displaced)
     go_on(world)
     for session in (stays, double):
         world.read(session)
-    world.say(double, double.contribution(double.forward_key("bn"), rows_of(1, 7.0)))
-    world.say(stays, stays.contribution(key, rows_of(0)))
+    world.send(double, double.contribution(double.forward_key("bn"), rows_of(1, 7.0)))
+    world.send(stays, stays.contribution(key, rows_of(0)))
     world.take(stays, key)
     world.restart(b"server-2")
     world.heartbeats(displaced)
     listen(world, displaced)
-    world.say(stays, *stays.resync_frames())
+    world.send(stays, *stays.resync_frames())
     go_on(world)
-    world.say(displaced, displaced.contribution(key, rows_of(1)))
+    world.send(displaced, displaced.contribution(key, rows_of(1)))
     with pytest.raises(DuplicateMember, match="newcomer 1 is registered, place 1 was refused"):
         [displaced.answer(key, frame) for frame in world.inboxes.pop(displaced.member_token)]

@@ -1,4 +1,4 @@
-"""Where nobody answers, an error says whether the name, the port or the way is wrong."""
+"""Errors for an unreachable endpoint: wrong name, port or network."""
 
 import socket
 from types import SimpleNamespace
@@ -38,13 +38,13 @@ def test_the_first_line_says_how_the_attempt_ended(error, first):
     assert advice.endswith((".", "?"))
 
 
-def test_a_name_is_looked_up_for_real():
+def test_a_host_name_is_resolved():
     # The top-level domain is reserved for names that do not exist.
     assert "is not known here (" in explain_no_answer("tcp://host.invalid:5555", 5.0, socket).splitlines()[0]
 
 
-def test_a_port_where_nobody_listens_refuses():
-    with socket.socket() as bound:  # bound, and not listening: nobody else gets the port meanwhile
+def test_a_port_without_a_listener_refuses():
+    with socket.socket() as bound:  # bound without listening, so the port is reserved
         bound.bind(("127.0.0.1", 0))
         endpoint = f"tcp://127.0.0.1:{bound.getsockname()[1]}"
         assert explain_no_answer(endpoint, 5.0, socket).startswith(
@@ -53,7 +53,7 @@ def test_a_port_where_nobody_listens_refuses():
 
 
 @pytest.mark.parametrize("family", ["tcp", "ipc"])
-def test_another_program_may_listen(tmp_path, family):
+def test_another_program_on_the_port_is_recognised(tmp_path, family):
     kind, where = (socket.AF_INET, ("127.0.0.1", 0)) if family == "tcp" else (socket.AF_UNIX, str(tmp_path / "s"))
     with socket.socket(kind) as other:
         other.bind(where)
@@ -62,7 +62,7 @@ def test_another_program_may_listen(tmp_path, family):
         assert " but a program listens there" in explain_no_answer(endpoint, 5.0, socket)
 
 
-def test_a_file_that_a_server_left_behind_is_told_from_none(tmp_path):
+def test_a_stale_socket_file_differs_from_a_missing_one(tmp_path):
     path = tmp_path / "s"
     assert "(there is no such file)" in explain_no_answer(f"ipc://{path}", 5.0, socket)
     with socket.socket(socket.AF_UNIX) as former:

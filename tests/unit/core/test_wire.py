@@ -16,8 +16,7 @@ from statsd_bn.members import Members
 from statsd_bn.reduction import Rows
 from statsd_bn.round_key import RoundKey
 from statsd_bn.wire import MAGIC, PROTOCOL_VERSION, decode, decode_request, encode
-from support.sample_messages import SAMPLES
-from support.strategies import MESSAGES, any_message, key, register
+from support.strategies import MESSAGES, SAMPLES, any_message, key, register
 
 relaxed = settings(deadline=None)
 
@@ -66,7 +65,7 @@ def test_a_message_comes_back_from_its_frame_and_gives_the_same_frame_again(kind
 
 @relaxed
 @given(MESSAGES[messages.Contribution])
-def test_a_contribution_loses_nothing_on_the_way(sent):
+def test_a_contribution_is_unchanged_by_the_wire(sent):
     found = decode(encode(sent))
     assert (found.session, found.key, found.attempt, found.rows.counts) == (
         sent.session,
@@ -159,7 +158,7 @@ def test_the_golden_frame_of_a_round_that_was_not_finite():
     assert decode(frame) == told
 
 
-def test_a_round_that_was_not_finite_names_somebody():
+def test_a_round_that_was_not_finite_names_a_member():
     frame = hand_built([19, b"session0", PACKED_KEY, b"", "1 of 3 channels (inf)"])
     with pytest.raises(ProtocolError, match="members: expected at least one member with non-finite values, got none"):
         decode(frame)
@@ -201,7 +200,7 @@ def test_a_result_of_anything_but_an_aggregate_is_refused(inner):
         *([0, limits.MAX_MEMBERS + 1], [limits.MAX_MEMBERS, 1]),
     ],
 )
-def test_members_that_are_no_runs_are_refused(flat):
+def test_members_not_given_as_runs_are_refused(flat):
     for header in (
         [2, b"session0", b"server00", 1, 2, 5, packed_runs(*flat)],
         [1, b"session0", "j", "g", 1, 2, 3, 0, 4.5, "here", 1, b"server00", 6, 5, 7, packed_runs(*flat)],
@@ -312,7 +311,7 @@ def test_another_protocol_version_is_named(version):
         assert caught.value.fields == {"expected": PROTOCOL_VERSION, "got": version}
 
 
-def test_a_frame_of_another_version_is_named_even_if_all_else_about_it_is_unknown():
+def test_another_version_is_named_even_in_an_unknown_frame():
     with pytest.raises(VersionMismatch):
         decode(MAGIC + bytes([PROTOCOL_VERSION + 1]) + b"\xff" * 20)
 
@@ -365,7 +364,7 @@ def test_a_header_beyond_the_limit_is_neither_sent_nor_read():
     ],
     ids=lambda header: str(header)[:40],
 )
-def test_a_header_that_is_no_message_is_refused(header):
+def test_a_header_of_no_message_is_refused(header):
     with pytest.raises(ProtocolError):
         decode(hand_built(header))
 
@@ -436,7 +435,7 @@ def test_a_key_beyond_ascii_comes_back():
 @pytest.mark.parametrize(
     "present", [b"\1", b"\0\0\1", "", {}, [], [0, 1], bytes(4 * limits.MAX_MEMBERS)], ids="{!r:.20}".format
 )
-def test_present_members_are_bytes_and_nothing_that_iterates_like_them(present):
+def test_present_members_must_be_bytes(present):
     with pytest.raises(ProtocolError):
         decode(hand_built([2, b"session0", b"server00", 0, 0, 1, present]))
 
@@ -495,7 +494,7 @@ def test_an_announced_length_is_not_believed():
             decode(hand_built(lie))
 
 
-def test_text_that_is_not_utf8_is_refused():
+def test_invalid_utf8_is_refused():
     for text in (b"\xff", b"\xed\xa0\x80"):
         with pytest.raises(ProtocolError):
             decode(hand_built(b"\x93\x05\xc4\x08session0" + bytes([0xA0 | len(text)]) + text))
@@ -555,7 +554,7 @@ ANNOUNCED = b"\xdc\xff\xff" * 500  # arrays in arrays, each of 65,535 items
     ],
 )
 def test_an_unsound_request_makes_next_to_no_objects(header):
-    """msgpack makes what is announced before anybody can look at it, so it is told first how much there can be."""
+    """msgpack allocates announced sizes before any check, so it gets limits first."""
     frame = framed(header)
     tracemalloc.start()
     with pytest.raises(ProtocolError) as refused:

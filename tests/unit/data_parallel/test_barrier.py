@@ -1,4 +1,4 @@
-"""Replica threads meet, or are told at once why they cannot."""
+"""Replica threads meet, or raise at once with the reason."""
 
 import threading
 
@@ -28,7 +28,7 @@ def test_the_offers_are_combined_once_in_replica_order():
     assert calls == [["offer 0", "offer 1", "offer 2"]]
 
 
-def test_replicas_at_different_layers_are_told_who_waits_where_without_any_deadline():
+def test_replicas_at_different_layers_get_an_error_without_a_deadline():
     barrier = Barrier(2, 3600.0)
     errors = in_threads(
         [
@@ -57,7 +57,7 @@ def test_a_replica_that_raises_frees_its_siblings_with_the_cause():
         assert error.__cause__ is cause
 
 
-def test_what_combining_raises_is_raised_in_every_replica():
+def test_an_exception_of_combining_is_raised_in_every_replica():
     barrier = Barrier(2, 3600.0)
 
     def refuse(_offers):
@@ -69,13 +69,13 @@ def test_what_combining_raises_is_raised_in_every_replica():
     assert [str(error) for error in errors] == ["one value per channel"] * 2
 
 
-def test_a_sibling_that_does_not_come_is_waited_for_until_the_deadline():
+def test_a_missing_sibling_is_awaited_until_the_deadline():
     barrier = Barrier(2, 0.05)
     with pytest.raises(RoundTimeout, match=r"replica 0 waited 0.05 s at bn; .*\[0\] of 2 replicas"):
         barrier.wait(0, "bn", None, double_all)
 
 
-def test_who_comes_after_a_sibling_has_failed_does_not_wait():
+def test_a_replica_after_a_failed_sibling_does_not_wait():
     barrier = Barrier(3, 3600.0)
     barrier.fail(2, MemoryError("too large"))
     for replica in (0, 1):
@@ -83,7 +83,7 @@ def test_who_comes_after_a_sibling_has_failed_does_not_wait():
             barrier.wait(replica, "bn", None, double_all)
 
 
-def test_the_deadline_is_for_siblings_and_not_for_what_they_wait_for_together():
+def test_the_deadline_covers_siblings_only():
     barrier = Barrier(2, 0.05)
     late = threading.Event()
 

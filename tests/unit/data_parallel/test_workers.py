@@ -32,10 +32,10 @@ def test_a_task_may_run_others():
 
 
 class Known:
-    """What a task knows."""
+    """A task's context."""
 
 
-def test_what_a_task_knew_is_forgotten_with_it():
+def test_a_worker_keeps_no_reference_to_an_ended_task():
     known = Known()
     reference = weakref.ref(known)
     run_tasks([known.__repr__])
@@ -43,7 +43,7 @@ def test_what_a_task_knew_is_forgotten_with_it():
     assert reference() is None
 
 
-def test_a_task_that_raises_ends_its_thread_and_nobody_waits_for_it(monkeypatch):
+def test_a_task_that_raises_ends_its_thread_and_no_wait_remains(monkeypatch):
     raised = []
     monkeypatch.setattr(threading, "excepthook", lambda arguments: raised.append(arguments.exc_type))
     runs = []
@@ -61,7 +61,7 @@ def test_a_task_that_raises_ends_its_thread_and_nobody_waits_for_it(monkeypatch)
     assert len(idents_of(3)) == 3
 
 
-def test_a_forked_child_has_workers_of_its_own():
+def test_a_forked_child_has_its_own_workers():
     idents_of(2)
     child = multiprocessing.get_context("fork").Process(target=idents_of, args=(2,))
     child.start()

@@ -1,4 +1,4 @@
-"""What a process does whose job is broken: it ends itself where it would wait for ever, and notes say why."""
+"""A process of a broken job ends itself rather than wait for ever, and exception notes give the reason."""
 
 import signal
 import subprocess
@@ -20,8 +20,6 @@ LEFT = ReplicaLost("job 'j': rank 1 (b, pid 2) left before the others finished",
 
 
 class FakeSampler:
-    """The main thread is where the test says."""
-
     def __init__(self) -> None:
         self.now = ThreadSample("train.py:1 f")
         self.behind = None
@@ -48,14 +46,14 @@ def play():
     return SimpleNamespace(sampler=sampler, ended=ended, job=job)
 
 
-def test_nothing_happens_while_the_job_is_whole(play):
+def test_nothing_happens_while_the_job_is_intact(play):
     play.sampler.hold("one")
     for now in range(100):
         play.job.check(now)
     assert play.ended == []
 
 
-def test_a_process_that_a_collective_holds_is_told_at_once_and_ended_after_a_while(play, caplog):
+def test_a_process_held_by_a_collective_is_warned_at_once_and_ended_later(play, caplog):
     play.sampler.hold("one")
     play.job.report(LOST)
     play.job.check(0.0)
@@ -87,7 +85,7 @@ def test_an_error_that_this_rank_has_raised_is_not_logged_as_well(play, caplog, 
     assert caplog.records == []
 
 
-def test_a_process_that_gets_from_one_collective_to_the_next_is_never_ended(play):
+def test_a_process_that_advances_through_collectives_is_never_ended(play):
     play.job.report(LOST)
     for now in range(100):
         play.sampler.hold(f"call {now // 9}")
@@ -104,7 +102,7 @@ def test_a_process_that_computes_or_is_in_a_call_of_ours_is_never_ended(play):
     assert play.ended == []
 
 
-def test_a_process_that_stands_still_behind_nccl_is_ended_after_a_while(play, monkeypatch):
+def test_a_process_that_stalls_in_nccl_is_ended_later(play, monkeypatch):
     """As one that waits in `loss.item()`, which is no collective."""
     aborts = []
     monkeypatch.setattr(play.job, "_abort_collectives", lambda: aborts.append(now))
@@ -119,7 +117,7 @@ def test_a_process_that_stands_still_behind_nccl_is_ended_after_a_while(play, mo
     assert text.startswith("aborting rank 0 (a, pid 1): blocked in train.py:1 f, behind a collective of NCCL, for 10 s")
 
 
-def test_so_is_one_that_does_so_in_a_call_of_ours(play):
+def test_a_process_that_stalls_in_nccl_within_a_call_of_ours_is_ended_later(play):
     """Which would have raised by now if it waited for the server."""
     play.sampler.call_ours()
     play.sampler.behind = ("client/transports/process_group.py:1", 7)
@@ -129,7 +127,7 @@ def test_so_is_one_that_does_so_in_a_call_of_ours(play):
     assert len(play.ended) == 1
 
 
-def test_one_whose_main_thread_moves_behind_nccl_is_never_ended(play):
+def test_a_process_whose_main_thread_moves_during_nccl_is_never_ended(play):
     play.job.report(LOST)
     for now in range(100):
         play.sampler.behind = (f"train.py:{now // 9}", 7) if now % 20 else None
@@ -137,7 +135,7 @@ def test_one_whose_main_thread_moves_behind_nccl_is_never_ended(play):
     assert play.ended == []
 
 
-def test_one_that_stands_still_behind_ranks_that_left_in_order_is_told_and_not_ended(play, caplog):
+def test_a_process_stalled_by_ranks_that_left_in_order_is_warned_and_not_ended(play, caplog):
     play.sampler.behind = ("train.py:1", 7)
     play.job.report(LEFT)
     for now in range(100):
@@ -146,14 +144,14 @@ def test_one_that_stands_still_behind_ranks_that_left_in_order_is_told_and_not_e
     assert play.ended == []
 
 
-def test_a_process_in_a_call_of_ours_says_nothing_twice(play, caplog):
+def test_a_process_in_a_call_of_ours_repeats_no_warning(play, caplog):
     play.sampler.call_ours()
     play.job.report(LOST)
     play.job.check(0.0)
     assert caplog.records == []
 
 
-def test_none_ends_nobody():
+def test_a_limit_of_none_ends_no_process():
     sampler, ended = FakeSampler(), []
     job = BrokenJob(sampler, "rank 0", None, ended.append)
     sampler.hold("one")
@@ -163,7 +161,7 @@ def test_none_ends_nobody():
     assert ended == []
 
 
-def test_one_that_waits_elsewhere_for_ranks_that_left_in_order_is_told_and_not_ended(play, caplog):
+def test_a_process_that_waits_elsewhere_for_ranks_that_left_in_order_is_warned_and_not_ended(play, caplog):
     play.sampler.hold("barrier", "torch.distributed.distributed_c10d")
     play.job.report(LEFT)
     play.job.check(0.0)
@@ -174,7 +172,7 @@ def test_one_that_waits_elsewhere_for_ranks_that_left_in_order_is_told_and_not_e
     assert play.ended == []
 
 
-def test_one_that_trains_on_though_others_left_in_order_is_ended(play):
+def test_a_process_that_trains_on_after_others_left_in_order_is_ended(play):
     play.sampler.hold("_sync_buffers")
     play.job.report(LEFT)
     play.job.check(0.0)
@@ -182,7 +180,7 @@ def test_one_that_trains_on_though_others_left_in_order_is_ended(play):
     assert len(play.ended) == 1
 
 
-def test_a_failure_says_more_than_a_good_bye(play):
+def test_a_failure_takes_precedence_over_a_goodbye(play):
     play.job.report(LEFT)
     play.job.report(LOST)
     play.job.report(RoundMismatch("later"))
@@ -199,7 +197,7 @@ end_process("rank 0 ends:\\nreason")
 """
 
 
-def test_the_reason_is_the_last_line_of_a_process_that_is_ended():
+def test_an_ended_process_prints_the_reason_last():
     done = subprocess.run([sys.executable, "-c", END], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 1
     assert done.stdout == "said\n"
@@ -248,14 +246,14 @@ def test_an_exception_of_the_script_waits_for_nothing(play, monkeypatch):
     assert notes_of(raised(ValueError("mine")), play) == []
 
 
-def test_an_exception_of_the_script_has_nothing_to_do_with_ranks_that_left_in_order(play):
+def test_an_exception_of_the_script_gets_no_note_about_ranks_that_left_in_order(play):
     play.job.report(LEFT)
     assert notes_of(raised(ValueError("mine")), play) == []
     assert notes_of(raised_in_torch(RuntimeError("closed")), play) == [f"statsd_bn: ReplicaLost: {LEFT}"]
 
 
 @pytest.mark.parametrize("error", [LOST, KeyboardInterrupt(), SystemExit(3)])
-def test_what_is_ours_and_what_ends_the_process_on_purpose_stays_as_it_is(play, error):
+def test_errors_of_ours_and_intended_exits_stay_unchanged(play, error):
     play.job.report(LOST)
     assert notes_of(raised(error), play) == []
 

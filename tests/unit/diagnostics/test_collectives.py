@@ -27,14 +27,13 @@ from support.foreign_code import frame_in, run_as
 
 @pytest.fixture
 def one_rank(tmp_path):
-    """A process group of one."""
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_the_groups_of_this_process_are_told_with_how_far_it_is():
+def test_the_groups_of_this_process_are_reported_with_its_progress():
     (before,) = collectives.groups()
     distributed.all_reduce(torch.zeros(1))
     distributed.barrier()
@@ -46,7 +45,7 @@ def test_the_groups_of_this_process_are_told_with_how_far_it_is():
     assert collectives.rank_in_torch() == 0
 
 
-def test_without_a_process_group_there_is_nothing_to_tell():
+def test_without_a_process_group_there_is_no_report():
     assert collectives.groups() == []
     assert collectives.rank_in_torch() is None
     assert ThreadSampler(reports_stacks=True, rank=0).sample().torch_group is None
@@ -66,8 +65,6 @@ def test_a_thread_in_a_collective_is_found_and_its_group(monkeypatch):
 
 @pytest.fixture
 def sample_in(monkeypatch):
-    """What is told of a thread that waits for a collective to end."""
-
     def sample_in(method: str, call) -> ThreadSample:
         found = []
 
@@ -104,12 +101,12 @@ ONE = torch.zeros(1)
     ],
 )
 @pytest.mark.usefixtures("one_rank")
-def test_the_kind_of_a_collective_is_told_if_all_ranks_come_out_of_it_together(sample_in, method, call, kind):
+def test_the_kind_of_a_collective_is_reported_if_all_ranks_leave_it_together(sample_in, method, call, kind):
     sample = sample_in(method, call)
     assert (sample.collective is not None, sample.kind) == (True, kind)
 
 
-def test_the_broadcast_of_buffers_is_told_as_that():
+def test_the_broadcast_of_buffers_is_reported_as_such():
     file, module = "/x/site-packages/torch/nn/parallel/distributed.py", "torch.nn.parallel.distributed"
     found = []
     names = {"here": lambda: found.append(collectives._collective_frame(sys._getframe(1)))}
@@ -127,7 +124,7 @@ def test_a_rank_in_torchs_join_whose_data_has_ended_is_in_a_collective(name):
 
 
 @pytest.mark.parametrize(("owner", "name"), [(DistributedDataParallel, "_pre_forward"), (_DDPJoinHook, "main_hook")])
-def test_a_rank_that_finds_out_the_order_of_gradients_may_wait_there(owner, name):
+def test_a_rank_that_determines_the_order_of_gradients_may_wait_there(owner, name):
     file, module = "/x/site-packages/torch/nn/parallel/distributed.py", owner.__module__
     found = []
     run_as(f"def {name}(): here(_getframe())\n{name}()", file, module, here=found.append, _getframe=sys._getframe)
@@ -146,7 +143,7 @@ def test_a_rank_that_finds_out_the_order_of_gradients_may_wait_there(owner, name
     ],
 )
 @pytest.mark.usefixtures("one_rank")
-def test_of_a_group_with_several_backends_no_kind_is_told(monkeypatch, sample_in, backends, kind):
+def test_a_group_with_several_backends_reports_no_kind(monkeypatch, sample_in, backends, kind):
     """torch counts the operations of one of them."""
     world = distributed_c10d._world
     monkeypatch.setitem(world.pg_backend_config, distributed_c10d.GroupMember.WORLD, backends)
@@ -154,7 +151,7 @@ def test_of_a_group_with_several_backends_no_kind_is_told(monkeypatch, sample_in
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_thread_that_pickles_an_object_for_a_collective_is_in_none(monkeypatch):
+def test_a_thread_that_pickles_for_a_collective_is_in_none(monkeypatch):
     found = []
 
     class Pickler:
@@ -191,7 +188,7 @@ def test_a_call_of_the_same_line_again_is_another_call(monkeypatch):
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_rank_that_is_another_in_torch_tells_of_no_group():
+def test_a_rank_with_another_number_in_torch_reports_no_group():
     name = collectives.groups()[0].name
     assert ThreadSampler(reports_stacks=True, rank=0).sample(name).torch_group is not None
     assert ThreadSampler(reports_stacks=True, rank=1).sample(name).torch_group is None
@@ -206,7 +203,7 @@ def test_a_rank_that_is_another_in_torch_tells_of_no_group():
     ],
 )
 @pytest.mark.usefixtures("one_rank")
-def test_who_waits_in_autograds_engine_is_held_only_if_it_does_not_compute(monkeypatch, times, busy, held):
+def test_a_thread_in_autograds_engine_is_held_only_if_it_computes_nothing(monkeypatch, times, busy, held):
     left, spent = iter(times), itertools.count(0.0, busy)
     monkeypatch.setattr(time, "process_time", lambda: next(spent))
     monkeypatch.setattr(collectives, "main_thread_time", lambda: next(left))
@@ -229,7 +226,7 @@ def _waits(function: Any) -> bool:
     return "async_op" in inspect.signature(function).parameters
 
 
-def test_without_a_process_group_nobody_is_held_in_autograds_engine(monkeypatch):
+def test_without_a_process_group_no_thread_is_held_in_autograds_engine(monkeypatch):
     monkeypatch.setattr(collectives, "may_compute", lambda _: True)
     assert ThreadSampler(reports_stacks=True, rank=0, pause=lambda _: None).sample().collective is None
 
@@ -248,7 +245,7 @@ def test_a_thousand_samples_keep_nothing():
 
 @pytest.fixture
 def nccl(monkeypatch):
-    """Two groups of NCCL, as torch tells of them: the number of the newest operation that has begun, and has ended."""
+    """Two NCCL groups as torch reports them: numbers of the newest started and finished operations."""
     status = {"0": [5, 5], "1": [7, 6]}
     told = {"begun": "last_enqueued_collective", "ended": "last_completed_collective"}
 
@@ -296,13 +293,13 @@ def sampler():
 
 
 @pytest.mark.usefixtures("waiter")
-def test_who_does_not_move_while_an_operation_of_nccl_does_not_end_stands_still(sampler):
+def test_an_unmoved_process_during_an_nccl_operation_stalls(sampler):
     first = sampler.nccl_progress()
     assert first is not None
     assert sampler.nccl_progress() == first
 
 
-def test_who_has_come_to_another_line_has_moved(sampler, waiter):
+def test_a_process_at_another_line_has_moved(sampler, waiter):
     before = sampler.nccl_progress()
     waiter.move()
     assert sampler.nccl_progress() != before
@@ -310,22 +307,22 @@ def test_who_has_come_to_another_line_has_moved(sampler, waiter):
 
 @pytest.mark.parametrize("now", [[8, 6], [8, 7]], ids=["has begun another", "has ended one"])
 @pytest.mark.usefixtures("waiter")
-def test_a_process_that_gets_on_in_its_operations_has_moved(sampler, nccl, now):
+def test_a_process_whose_operations_advance_has_moved(sampler, nccl, now):
     before = sampler.nccl_progress()
     nccl["1"] = now
     assert sampler.nccl_progress() != before
 
 
 @pytest.mark.usefixtures("waiter")
-def test_nobody_stands_still_whose_operations_have_all_ended(sampler, nccl):
+def test_a_process_without_pending_operations_does_not_stall(sampler, nccl):
     """It may compute for minutes in one call of C."""
     nccl["1"] = [7, 7]
     assert sampler.nccl_progress() is None
 
 
 @pytest.mark.usefixtures("waiter")
-def test_nobody_stands_still_where_torch_tells_of_no_operations(sampler, monkeypatch):
-    """It has been told to keep none, or is built without NCCL."""
+def test_without_torchs_operation_log_no_process_stalls(sampler, monkeypatch):
+    """Torch was told to record none, or is built without NCCL."""
     monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", lambda **_: b'{"version": "2.10"}')
     assert sampler.nccl_progress() is None
     monkeypatch.delattr(_distributed_c10d, "_dump_nccl_trace_json")
@@ -333,8 +330,8 @@ def test_nobody_stands_still_where_torch_tells_of_no_operations(sampler, monkeyp
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_torch_tells_of_operations_in_these_words():
-    """Those of gloo, which are told in the same form."""
+def test_torchs_operation_log_has_the_expected_form():
+    """Gloo's operations, which have the same form."""
     words = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
     if words is None:
         pytest.skip("this torch tells of NCCL's only")
@@ -343,7 +340,7 @@ def test_torch_tells_of_operations_in_these_words():
     def has_ended():
         """Whether it has; gloo's thread notes it after it has let the caller go on."""
         status = json.loads(words(includeCollectives=False))["pg_status"]
-        # Groups of earlier tests are told of too, some of which end amid an operation.
+        # Groups of earlier tests are reported too, some with unfinished operations.
         begun, ended = collectives.started_and_completed(status[max(status, key=int)])
         return begun >= 1 and begun == ended
 

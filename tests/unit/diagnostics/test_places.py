@@ -44,14 +44,14 @@ def test_it_is_asked_again_over_a_new_connection_and_not_for_ever(asking):
         asking.step(PLACES_SECONDS, None)
 
 
-def test_what_is_about_a_round_is_passed_over(asking):
+def test_messages_about_a_round_are_skipped(asking):
     asking.begin(0.0)
     assert asking.step(0.1, encode(Failure("round_failed", "no", {}, key()))) == ((), PLACES_SECONDS, None)
     with pytest.raises(ProtocolError, match="expected a status, got no"):
         asking.step(0.1, encode(Failure("refused", "no", {})))
 
 
-def test_whoever_has_left_is_named_as_the_server_has_told_of_it():
+def test_a_member_that_left_is_named_as_reported_by_the_server():
     text = "first non-finite: layer 'b', forward, step 0, rank 1 (host-b, pid 812), rank 7, 1 of 2 channels (inf)"
     told = answer(members=[{"member": 0, "place": WHERE[0]}], non_finite=[text])
     assert places_in_report(told.report, "job") == WHERE
@@ -62,11 +62,11 @@ def test_whoever_has_left_is_named_as_the_server_has_told_of_it():
     "report",
     [{}, {"groups": 3}, {"groups": [3]}, {"groups": [{"job": "job", "group": "world", "members": [3, {"member": 1}]}]}],
 )
-def test_an_odd_report_tells_of_nobody(report):
+def test_an_invalid_report_names_no_member(report):
     assert places_in_report(report, "job") == {}
 
 
-def test_what_it_says_cannot_speak_to_a_terminal():
+def test_an_answer_cannot_control_a_terminal():
     report = answer(members=[{"member": 0, "place": "a\x1b[2J"}]).report
     assert places_in_report(report, "job") == {0: "a\\x1b[2J"}
 
@@ -76,13 +76,13 @@ def test_a_transport_over_the_server_knows_all_members():
         transport = SlavePipe(connection, "bn")
         transport.run_slave(Rows((1,), np.ones((1, 2, 1))))
         found = transport.places()
-        transport.run_slave(Rows((1,), np.ones((1, 2, 1))))  # nobody leaves before
+        transport.run_slave(Rows((1,), np.ones((1, 2, 1))))  # no member leaves before
         return found
 
     assert run_members(2, program) == [{0: "thread 0", 1: "thread 1"}] * 2
 
 
-def test_whoever_brings_nan_and_leaves_at_once_is_known_still():
+def test_a_member_that_contributes_nan_and_leaves_is_still_known():
     """As where all raise an error for it: the others may ask a moment later."""
     master = MemoryMaster()
 
@@ -97,7 +97,7 @@ def test_whoever_brings_nan_and_leaves_at_once_is_known_still():
     assert run_members(2, program, master)[0] == {0: "thread 0", 1: "thread 1"}
 
 
-def test_a_server_that_does_not_answer_costs_a_moment_and_nothing_else():
+def test_a_silent_server_costs_only_a_moment():
     with MemoryMaster().connect(0, 1) as connection, mock.patch.object(server, "PLACES_SECONDS", 0.01):
         silent = mock.patch.object(connection.channel_pool, "_call")
         with silent:
@@ -121,7 +121,7 @@ def test_of_a_large_job_the_first_ranks_ask():
         ([2], WHERE, "rank 2"),
     ],
 )
-def test_ranks_are_named_with_what_is_known(numbers, where, words):
+def test_ranks_are_named_with_their_known_places(numbers, where, words):
     assert format_ranks(Members.of(numbers), where) == words
 
 

@@ -1,4 +1,4 @@
-"""What a process tells of where its threads are: names, files and lines, and nothing else."""
+"""Stack reports of a process: names, files and lines of its threads only."""
 
 import sys
 import threading
@@ -9,13 +9,13 @@ from statsd_bn import limits
 from support.foreign_code import run_as
 
 
-def test_a_file_is_told_from_its_package_on_and_a_script_by_its_name():
+def test_a_file_is_named_from_its_package_on_and_a_script_by_its_name():
     assert stack.short_path("/home/me/env/lib/python3.11/site-packages/torch/nn/a.py") == "torch/nn/a.py"
     assert stack.short_path(threading.__file__) == "threading.py"
     assert stack.short_path("/home/me/secret project/train.py") == "train.py"
 
 
-def test_a_thread_in_a_library_is_told_with_the_line_of_the_script_that_called_it():
+def test_a_thread_in_a_library_is_shown_with_the_calling_line_of_the_script():
     told: list[str] = []
     library = run_as(
         "def forward(x):\n    here()",
@@ -28,7 +28,7 @@ def test_a_thread_in_a_library_is_told_with_the_line_of_the_script_that_called_i
     assert told == ["torch/nn/a.py:2 forward, called from train.py:3 main"]
 
 
-def test_only_names_files_and_lines_are_told():
+def test_only_names_files_and_lines_are_reported():
     def load(password):
         assert password
         return stack.format_stack(sys._getframe())
@@ -66,6 +66,6 @@ def test_a_thread_in_a_call_of_ours_is_known_though_it_waits_in_a_library():
     assert not stack.is_in_call(sys._getframe())
 
 
-def test_without_permission_no_stack_is_told():
+def test_without_permission_no_stack_is_reported():
     assert ThreadSampler(reports_stacks=True, rank=0).sample().stack
     assert not ThreadSampler(reports_stacks=False, rank=0).sample().stack

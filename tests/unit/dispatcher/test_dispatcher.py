@@ -1,4 +1,4 @@
-"""Rounds in the dispatcher, its report, and what it keeps after a restart."""
+"""Rounds in the dispatcher, its report, and its state after a restart."""
 
 from dataclasses import replace
 
@@ -24,24 +24,24 @@ def play() -> Play:
 def test_two_jobs_with_the_same_layer_names_do_not_touch_each_other(play):
     for job in ("left", "right"):
         play.open(job=job)
-    assert play.bring(0, 1.0, key(job="left")) == {}
-    assert play.bring(0, 10.0, key(job="right")) == {}
-    right = play.bring(1, 20.0, key(job="right"))
+    assert play.contribute(0, 1.0, key(job="left")) == {}
+    assert play.contribute(0, 10.0, key(job="right")) == {}
+    right = play.contribute(1, 20.0, key(job="right"))
     assert {whom: answer.values.item() for whom, answer in right.items()} == {b"right 0": 30.0, b"right 1": 30.0}
-    left = play.bring(1, 2.0, key(job="left"))
+    left = play.contribute(1, 2.0, key(job="left"))
     assert {whom: answer.values.item() for whom, answer in left.items()} == {b"left 0": 3.0, b"left 1": 3.0}
 
 
-def test_an_unknown_session_is_told_for_its_round(play):
+def test_an_unknown_session_gets_an_error_for_its_round(play):
     play.open()
-    answers = play.say(contribution(0, session=STRANGER), b"who")
+    answers = play.send(contribution(0, session=STRANGER), b"who")
     assert codes(answers) == {b"who": "unknown_session"}
     assert answers[b"who"].key == KEY
     assert digest(STRANGER).hex() in answers[b"who"].message
-    assert play.bring(0) == {}
+    assert play.contribute(0) == {}
 
 
-def test_a_later_epoch_of_a_group_is_no_group_more(play):
+def test_a_later_epoch_of_a_group_adds_no_group(play):
     for number in range(limits.MAX_GROUPS):
         play.join(0, job=f"{number:05d}")
     answers = play.join(0, job="01023", epoch=1)
@@ -49,31 +49,31 @@ def test_a_later_epoch_of_a_group_is_no_group_more(play):
     assert len(answers) == 1
 
 
-def test_stop_tells_who_waits_in_every_job(play):
+def test_stop_sends_an_error_to_waiting_members_of_every_job(play):
     for job in ("left", "right"):
         play.open(job=job)
-        play.bring(1, 1.0, key(job=job))
+        play.contribute(1, 1.0, key(job=job))
     answers = read(play.dispatcher.stop())
     assert codes(answers) == dict.fromkeys([b"left 1", b"right 1"], "master_stopped")
     assert play.dispatcher.stop() == []
 
 
-def test_stop_tells_who_waits_for_a_group_to_open(play):
+def test_stop_sends_an_error_to_members_that_wait_for_a_group_to_open(play):
     play.join(0, 3)
     play.join(2, 3)
     answers = read(play.dispatcher.stop())
     assert codes(answers) == dict.fromkeys([peer(0), peer(2)], "master_stopped")
     told = answers[peer(0)]
-    text = "the server has ended before the group was open\n  in job 'job', group 'world'"
+    text = "the server stopped before the group was complete\n  in job 'job', group 'world'"
     assert (told.key, told.message) == (None, text)
 
 
-def test_a_status_report_says_what_the_server_is_doing(play):
+def test_a_status_report_shows_the_work_of_the_server(play):
     play.open(place="host 1")
-    play.bring(0, rows(1.0, 2.0))
+    play.contribute(0, rows(1.0, 2.0))
     play.dispatcher.receive(play.now, b"", b"garbage")
     play.now += 2.5
-    status = play.say(StatusRequest(), b"anybody")[b"anybody"]
+    status = play.send(StatusRequest(), b"anybody")[b"anybody"]
     assert isinstance(status, Status)
     assert status.report == {
         "server": SERVER.hex(),
@@ -114,12 +114,12 @@ def test_a_status_report_says_what_the_server_is_doing(play):
     ("min_members", "latest"), [(0, [255, 255]), (1, [255, 151])], ids=["strict, in lockstep", "elastic"]
 )
 @pytest.mark.parametrize("transport", ["server", "shared_memory"])
-def test_the_step_of_a_member_is_the_latest_one_that_is_known_of_it(play, transport, min_members, latest):
-    """Shared memory: a rank tells its step with each heartbeat, and the frozen one of two sends none any more."""
+def test_the_report_shows_the_latest_known_step_of_a_member(play, transport, min_members, latest):
+    """Shared memory: each heartbeat has a step, and a frozen rank sends none."""
     play.open(min_members=min_members)
     for member, step in ((1, 151), (0, 255)):
         if transport == "server":
-            play.bring(member, key=key(step=step))
+            play.contribute(member, key=key(step=step))
         else:
             said = Heartbeat(session_of(member), step, 2 * step, transport, "", 0)
             play.dispatcher.receive(play.now, b"beacon", encode(said))
@@ -136,7 +136,6 @@ LATE = key(step=1)
 
 @pytest.fixture
 def returning(play) -> Play:
-    """Two of three members have come back, and wait for the third."""
     for member in range(2):
         play.join(member, 3, **BEFORE)
     return play
@@ -147,32 +146,32 @@ def kept_bytes(play: Play) -> int:
     return group["kept_bytes"]
 
 
-def test_what_is_sent_again_is_kept_once_and_answered_where_it_was_sent_last(returning):
-    returning.bring(0, 1.0, LATE)
+def test_a_repeated_message_is_kept_once_and_answered_at_the_latest_address(returning):
+    returning.contribute(0, 1.0, LATE)
     once = kept_bytes(returning)
     for attempt in range(1, 9):
-        returning.say(replace(contribution(0, 1.0, LATE), attempt=attempt), b"socket %d" % attempt)
+        returning.send(replace(contribution(0, 1.0, LATE), attempt=attempt), b"socket %d" % attempt)
     assert kept_bytes(returning) == once
-    returning.bring(1, 2.0, LATE)
+    returning.contribute(1, 2.0, LATE)
     returning.join(2, 3, **BEFORE)
-    answers = returning.bring(2, 3.0, LATE)
+    answers = returning.contribute(2, 3.0, LATE)
     assert set(answers) == {b"socket 8", peer(1), peer(2)}
     assert answers[b"socket 8"].values.item() == 6.0
 
 
-def test_other_rows_for_a_round_that_waits_are_refused_and_the_first_count(returning):
-    returning.bring(0, 1.0, LATE)
-    assert codes(returning.bring(0, 5.0, LATE)) == {peer(0): "conflict"}
-    returning.bring(1, 2.0, LATE)
+def test_different_rows_for_an_open_round_are_refused_and_the_first_count(returning):
+    returning.contribute(0, 1.0, LATE)
+    assert codes(returning.contribute(0, 5.0, LATE)) == {peer(0): "conflict"}
+    returning.contribute(1, 2.0, LATE)
     returning.join(2, 3, **BEFORE)
-    assert returning.bring(2, 3.0, LATE)[peer(0)].values.item() == 6.0
+    assert returning.contribute(2, 3.0, LATE)[peer(0)].values.item() == 6.0
 
 
 def test_a_member_with_many_rounds_takes_no_room_from_another(returning):
     for call in range(limits.MAX_OPEN_ROUNDS):
-        assert returning.bring(0, 1.0, key(step=1, call=call)) == {}
-    assert codes(returning.bring(0, 1.0, key(step=1, call=limits.MAX_OPEN_ROUNDS))) == {peer(0): "limit"}
-    assert returning.bring(1, 1.0, LATE) == {}
+        assert returning.contribute(0, 1.0, key(step=1, call=call)) == {}
+    assert codes(returning.contribute(0, 1.0, key(step=1, call=limits.MAX_OPEN_ROUNDS))) == {peer(0): "limit"}
+    assert returning.contribute(1, 1.0, LATE) == {}
 
 
 def test_results_that_were_not_announced_are_not_kept(play):
@@ -180,13 +179,13 @@ def test_results_that_were_not_announced_are_not_kept(play):
 
     def tell(layer: str) -> int:
         told = Aggregate(key(layer, step=1), 1, 1, Members.of(range(3)), np.zeros((1, 1)))
-        assert play.say(Result(session_of(0), told), peer(0)) == {}
+        assert play.send(Result(session_of(0), told), peer(0)) == {}
         return kept_bytes(play)
 
     assert 0 < tell("bn") == tell("bn") == tell("another")
 
 
-def test_who_is_there_is_told_where_a_member_registered_last_not_where_it_contributes(returning):
-    returning.say(contribution(0, 1.0, LATE), b"another socket")
+def test_membership_news_go_to_a_members_latest_address_of_registration(returning):
+    returning.send(contribution(0, 1.0, LATE), b"another socket")
     told = returning.join(2, 3, **BEFORE)
     assert isinstance(told[peer(0)], Registered)

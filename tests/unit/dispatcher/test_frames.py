@@ -1,4 +1,4 @@
-"""The dispatcher takes any bytes: what makes no sense costs its sender an error, and nobody else anything."""
+"""The dispatcher accepts any bytes: an invalid frame costs only its sender an error."""
 
 import numpy as np
 import pytest
@@ -29,15 +29,15 @@ def play() -> Play:
     ids=lambda message: type(message).__name__,
 )
 def test_a_message_that_only_a_server_sends_is_refused(play, answer):
-    answers = play.say(answer, b"odd")
+    answers = play.send(answer, b"odd")
     assert codes(answers) == {b"odd": "protocol"}
     assert f"expected a request, got {type(answer).__name__}" in answers[b"odd"].message
     assert play.dispatcher.bad_frames == 1
 
 
-def test_garbage_is_counted_and_answered_and_nobody_else_notices(play):
+def test_garbage_is_counted_and_answered_without_effect_on_others(play):
     play.open()
-    play.bring(0)
+    play.contribute(0)
     for garbage in (
         b"",
         b"GET / HTTP/1.1",
@@ -47,7 +47,7 @@ def test_garbage_is_counted_and_answered_and_nobody_else_notices(play):
         answers = read(play.dispatcher.receive(play.now, b"stranger", garbage).replies)
         assert codes(answers) == {b"stranger": "protocol"}
     assert (play.dispatcher.received, play.dispatcher.bad_frames) == (7, 4)
-    assert set(play.bring(1)) == {peer(0), peer(1)}
+    assert set(play.contribute(1)) == {peer(0), peer(1)}
 
 
 def test_another_protocol_version_is_answered_by_name(play):
@@ -88,10 +88,10 @@ frames = st.one_of(mutated(), st.binary(max_size=100), st.sampled_from(SOUND), a
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.tuples(st.sampled_from([b"a", b"b", b"c"]), frames), max_size=12))
-def test_whatever_comes_in_never_raises_and_every_answer_is_sound(received):
+def test_no_frame_raises_and_every_answer_is_valid(received):
     play = Play()
     play.open(3, job="fuzz")
-    play.bring(0, 1.0, key(job="fuzz"))
+    play.contribute(0, 1.0, key(job="fuzz"))
     for at, frame in received:
         for whom, answer in play.dispatcher.receive(play.now, at, frame).replies:
             assert isinstance(whom, bytes)
@@ -100,13 +100,13 @@ def test_whatever_comes_in_never_raises_and_every_answer_is_sound(received):
         for _, answer in play.dispatcher.tick(play.now):
             decode(answer)
     # Whatever that was: the server still reports, and takes a new job and reduces a round of it.
-    assert isinstance(play.say(StatusRequest(), b"x")[b"x"], Status)
+    assert isinstance(play.send(StatusRequest(), b"x")[b"x"], Status)
     play.open(job="fine")
-    play.bring(0, 1.0, key(job="fine"))
-    assert play.bring(1, 2.0, key(job="fine"))[b"fine 0"].values.item() == 3.0
+    play.contribute(0, 1.0, key(job="fine"))
+    assert play.contribute(1, 2.0, key(job="fine"))[b"fine 0"].values.item() == 3.0
 
 
-def test_the_dispatcher_says_what_became_of_a_frame(play):
+def test_the_dispatcher_reports_the_fate_of_a_frame(play):
     def became(message):
         frame = message if isinstance(message, bytes) else encode(message)
         received = play.dispatcher.receive(play.now, b"peer", frame)

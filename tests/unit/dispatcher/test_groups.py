@@ -1,4 +1,4 @@
-"""Who is in a group, as the dispatcher tells it: registrations, epochs, and members that leave."""
+"""Members of a group in the dispatcher: registrations, epochs, and departures."""
 
 import sys
 
@@ -24,7 +24,7 @@ def play() -> Play:
     return Play()
 
 
-def test_a_group_opens_when_all_have_registered_and_everybody_is_told(play):
+def test_a_group_opens_for_all_once_all_have_registered(play):
     assert {whom: (answer.missing, [*answer.present]) for whom, answer in play.join(1, 3).items()} == {
         peer(1): (2, [1])
     }
@@ -51,7 +51,7 @@ def test_a_duplicate_member_is_refused_and_named(play):
     assert codes(answers) == {b"second": "duplicate_member"}
     assert "there is a rank 0 already: host 1 is registered, host 2 was refused" in answers[b"second"].message
     assert answers[b"second"].fields == {"job": "job", "group": "world", "member": 0, "place": "host 1"}
-    assert codes(play.say(contribution(0, session=STRANGER), b"second")) == {b"second": "unknown_session"}
+    assert codes(play.send(contribution(0, session=STRANGER), b"second")) == {b"second": "unknown_session"}
     assert play.join(1)[peer(0)].missing == 0
 
 
@@ -73,7 +73,7 @@ def test_a_session_cannot_be_in_two_groups(play, other):
     assert play.groups == []
 
 
-def test_members_that_disagree_on_how_many_they_are_are_told(play):
+def test_members_with_different_world_sizes_get_an_error(play):
     play.join(0, 2)
     answers = play.join(1, 3)
     assert codes(answers) == {peer(1): "world_size"}
@@ -82,30 +82,30 @@ def test_members_that_disagree_on_how_many_they_are_are_told(play):
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_a_number_that_does_not_fit_the_world_is_refused_and_leaves_nothing_behind(play, opened):
+def test_a_rank_beyond_the_world_is_refused_without_a_trace(play, opened):
     if opened:
         play.open(3, epoch=1)
     before = play.groups
     answers = play.join(3, 3, epoch=2)
     assert codes(answers) == {peer(3): "world_size"}
-    assert "expected a number in [0, 3)" in answers[peer(3)].message
+    assert "expected a rank in [0, 3)" in answers[peer(3)].message
     assert answers[peer(3)].fields == {"job": "job", "group": "world", "member": 3, "expected": 3, "got": 4}
     assert play.groups == before
 
 
-def test_members_of_any_number_form_a_group_and_one_more_is_refused(play):
+def test_members_with_any_ranks_form_a_group_and_one_more_is_refused(play):
     assert play.join(7, 2, group="pair")[peer(7)].present == Members.of([7])
     assert set(play.join(4, 2, group="pair")) == {peer(4), peer(7)}
     answers = play.join(5, 2, group="pair")
     assert codes(answers) == {peer(5): "world_size"}
     assert "expected 2 ranks, and ranks 4, 7 registered, got one more from rank 5 (place 5)" in answers[peer(5)].message
     assert answers[peer(5)].fields == {"job": "job", "group": "pair", "member": 5, "expected": 2, "got": 3}
-    play.bring(7, 1e16, key(group="pair"))
-    assert play.bring(4, 1.0, key(group="pair"))[peer(7)].values.item() == 1.0 + 1e16
+    play.contribute(7, 1e16, key(group="pair"))
+    assert play.contribute(4, 1.0, key(group="pair"))[peer(7)].values.item() == 1.0 + 1e16
 
 
 def test_a_group_does_not_wait_for_a_member_of_the_job_that_has_failed(play):
-    """Whether the one that failed would have come is not known, but nobody shall wait to find out."""
+    """Whether the failed member would have joined is unknown."""
     sessions = [b"in-pair0", b"in-pair1", b"in-late0"]
     play.open(3)
     play.join(0, 2, group="pair", session=sessions[0])
@@ -116,7 +116,7 @@ def test_a_group_does_not_wait_for_a_member_of_the_job_that_has_failed(play):
         assert "rank 2 (place 2) failed with RuntimeError: out of memory" in answers[session].message
 
 
-def test_whoever_waits_for_a_group_to_open_is_told_once_of_a_member_of_the_job_that_has_failed(play):
+def test_members_that_wait_for_a_group_learn_once_of_a_failed_member_of_the_job(play):
     """All others leave as well, and each answer too many may reach a socket that waits for something else by then."""
     play.open(3)
     play.join(0, 2, group="pair", session=b"in-pair0", at=b"pair 0")
@@ -131,14 +131,14 @@ def test_a_group_opens_although_a_member_of_the_job_has_ended(play):
     assert play.join(1, 2, group="pair", session=b"in-pair1")[peer(1)].missing == 0
 
 
-def test_an_open_group_goes_on_although_a_member_outside_of_it_has_failed(play):
+def test_an_open_group_continues_although_a_member_outside_of_it_has_failed(play):
     play.open(3)
     for member in (0, 1):
         play.join(member, 2, group="pair", session=b"in-pair%d" % member)
     play.leave(2, "boom")
     assert play.join(0, 2, group="pair", session=b"in-pair0")[peer(0)].missing == 0
-    play.bring(0, 1.0, key(group="pair"), session=b"in-pair0")
-    assert play.bring(1, 2.0, key(group="pair"), session=b"in-pair1")[peer(0)].values.item() == 3.0
+    play.contribute(0, 1.0, key(group="pair"), session=b"in-pair0")
+    assert play.contribute(1, 2.0, key(group="pair"), session=b"in-pair1")[peer(0)].values.item() == 3.0
 
 
 def test_a_new_run_ends_all_groups_of_the_old_one_and_none_of_another_job(play):
@@ -158,16 +158,16 @@ def test_an_earlier_epoch_is_stale(play):
     assert play.groups == [("job", "world", 4)]
 
 
-def test_a_later_epoch_replaces_the_group_and_tells_who_waits(play):
+def test_a_later_epoch_replaces_the_group_and_ends_waiting_members(play):
     play.open(epoch=1)
-    play.bring(0, 1.0, key(epoch=1))
+    play.contribute(0, 1.0, key(epoch=1))
     answers = play.join(1, at=b"new", epoch=2, session=STRANGER, place="host 2")
     failed = answers.pop(peer(0))
     assert (failed.code, failed.key) == ("refused", key(epoch=1))
-    assert "a new run of the group was begun by rank 1 (host 2)" in failed.message
+    assert "rank 1 (host 2) began a new run of the group" in failed.message
     assert {whom: (answer.epoch, answer.present) for whom, answer in answers.items()} == {b"new": (2, Members.of([1]))}
     assert play.groups == [("job", "world", 2)]
-    assert codes(play.bring(0, 1.0, key(epoch=1))) == {peer(0): "refused"}
+    assert codes(play.contribute(0, 1.0, key(epoch=1))) == {peer(0): "refused"}
 
 
 def test_the_same_sessions_may_begin_the_later_epoch(play):
@@ -175,25 +175,25 @@ def test_the_same_sessions_may_begin_the_later_epoch(play):
     play.join(0, epoch=2)
     assert play.join(0, epoch=2)[peer(0)].missing == 1
     assert set(play.join(1, epoch=2)) == {peer(0), peer(1)}
-    play.bring(0, 1.0, key(epoch=2))
-    assert play.bring(1, 2.0, key(epoch=2))[peer(0)].values.item() == 3.0
+    play.contribute(0, 1.0, key(epoch=2))
+    assert play.contribute(1, 2.0, key(epoch=2))[peer(0)].values.item() == 3.0
 
 
-def test_one_that_is_far_into_an_epoch_is_told_that_it_cannot_be_another_member(play):
+def test_a_member_far_into_an_epoch_cannot_become_another_member(play):
     play.open()
-    play.bring(0, 1.0, key(step=7))
-    answers = play.say(register(5, session=session_of(0)), peer(0))
+    play.contribute(0, 1.0, key(step=7))
+    answers = play.send(register(5, session=session_of(0)), peer(0))
     assert codes(answers) == {peer(0): "protocol"}
 
 
-def test_leaving_an_open_group_tells_everybody_why(play):
+def test_leaving_an_open_group_sends_the_reason_to_all(play):
     play.open(3)
-    play.bring(0)
+    play.contribute(0)
     answers = play.leave(2, "RuntimeError: out of memory")
     assert codes(answers) == {peer(0): "replica_lost"}
     assert "rank 2 (place 2) failed with RuntimeError: out of memory" in answers[peer(0)].message
     assert answers[peer(0)].key == KEY
-    late = play.bring(1)
+    late = play.contribute(1)
     assert (late[peer(1)].code, late[peer(1)].message) == ("replica_lost", answers[peer(0)].message)
     again = play.join(1, 3)
     assert (again[peer(1)].code, again[peer(1)].message) == ("replica_lost", answers[peer(0)].message)
@@ -205,13 +205,13 @@ def test_a_new_run_can_begin_under_the_name_of_a_broken_one(play):
     new = [b"new-run0", b"new-run1"]
     assert play.join(1, session=new[1], at=new[1])[new[1]].present == Members.of([1])
     assert set(play.join(0, session=new[0], at=new[0])) == set(new)
-    play.say(contribution(0, 1.0, session=new[0]), new[0])
-    answers = play.say(contribution(1, 2.0, session=new[1]), new[1])
+    play.send(contribution(0, 1.0, session=new[0]), new[0])
+    answers = play.send(contribution(1, 2.0, session=new[1]), new[1])
     assert {whom: answer.values.item() for whom, answer in answers.items()} == dict.fromkeys(new, 3.0)
     # The survivor of the broken run is not taken for the new run's member.
-    for answers in (play.bring(0), play.join(0)):
+    for answers in (play.contribute(0), play.join(0)):
         assert codes(answers) == {peer(0): "refused"}
-        assert "a new run of the group was begun by rank 1 (place 1)" in answers[peer(0)].message
+        assert "rank 1 (place 1) began a new run of the group" in answers[peer(0)].message
 
 
 def test_leaving_before_the_group_is_open_just_frees_the_place(play):
@@ -221,27 +221,27 @@ def test_leaving_before_the_group_is_open_just_frees_the_place(play):
     assert play.join(0, session=b"a fresh1", at=b"zero")[b"one"].missing == 0
 
 
-def test_who_has_left_is_told_so(play):
+def test_a_member_that_left_gets_an_error(play):
     play.open()
     play.leave(0)
-    for answers in (play.bring(0), play.join(0)):
+    for answers in (play.contribute(0), play.join(0)):
         assert codes(answers) == {peer(0): "refused"}
-        assert "expected a new one, this one has left" in answers[peer(0)].message
+        assert "has left; register with a new one" in answers[peer(0)].message
     assert play.leave(0) == {}
 
 
-def test_who_was_lost_is_told_so_when_it_registers_again_though_the_group_is_gone(play):
+def test_a_lost_member_that_registers_again_gets_the_error_after_the_group_ended(play):
     play.open()
     for _ in range(8):
         play.now += limits.SILENCE_SECONDS / 7
         play.dispatcher.tick(play.now)
     assert play.groups == []
-    for answers in (play.join(0), play.bring(0)):
+    for answers in (play.join(0), play.contribute(0)):
         assert codes(answers) == {peer(0): "replica_lost"}
         assert answers[peer(0)].fields["member"] == 0
 
 
-def test_a_replaced_session_is_refused_at_its_old_epoch_and_taken_in_at_a_later_one(play):
+def test_a_replaced_session_is_refused_at_its_old_epoch_and_accepted_at_a_later_one(play):
     play.open(epoch=1)
     play.leave(1, "boom")
     play.join(1, epoch=1, session=STRANGER, at=b"new")
@@ -250,28 +250,28 @@ def test_a_replaced_session_is_refused_at_its_old_epoch_and_taken_in_at_a_later_
     assert play.join(0, epoch=2)[peer(0)].missing == 1
 
 
-def test_only_so_many_ended_sessions_are_remembered(play, monkeypatch):
+def test_a_bounded_number_of_ended_sessions_is_remembered(play, monkeypatch):
     monkeypatch.setattr(registry, "REMEMBERED_SESSIONS", 2)
     for number in range(3):
         play.join(0, session=b"session%d" % number)
-        play.say(Leave(b"session%d" % number, ""), peer(0))
-    found = [play.bring(0, session=b"session%d" % number)[peer(0)].code for number in range(3)]
+        play.send(Leave(b"session%d" % number, ""), peer(0))
+    found = [play.contribute(0, session=b"session%d" % number)[peer(0)].code for number in range(3)]
     assert found == ["unknown_session", "refused", "refused"]
 
 
 def test_results_of_an_unknown_session_are_not_answered(play):
     """Many come at once, and every answer would bring all of them again, and so on without end."""
     result = Result(STRANGER, Aggregate(KEY, 1, 1, Members.of([0]), np.zeros((1, 1))))
-    assert play.say(result, b"who") == {}
+    assert play.send(result, b"who") == {}
 
 
-def test_nobody_is_told_of_a_step_that_no_message_can_name(play):
+def test_a_step_beyond_the_message_field_is_not_reported(play):
     """A stranger may claim to be in the last step there is."""
     play.join(0, 1, min_members=1, step=limits.MAX_COUNTER)
     assert play.join(1, 1, min_members=1)[peer(1)].first_step == limits.MAX_COUNTER
 
 
-def test_the_last_one_out_removes_the_group(play):
+def test_the_last_leaving_member_removes_the_group(play):
     play.open()
     play.leave(0)
     assert play.groups == [("job", "world", 0)]

@@ -1,4 +1,4 @@
-"""What a member tells of rounds that the server has not seen: checked, kept within bounds, and looked at for skew."""
+"""Reports on rounds outside of the server: checked, bounded, and searched for skew."""
 
 import logging
 
@@ -54,21 +54,21 @@ def test_figures_of_others_than_the_members_are_refused(world, members):
     assert "expected the figures of the 3 members" in str(answer)
 
 
-def test_those_of_an_unknown_session_are_dropped_without_a_word(world):
+def test_digests_of_an_unknown_session_are_dropped_silently(world):
     """A server that has been started again would be sent the resync frames for each answer."""
     tell(world, session=b"stranger")
     assert world.members[0].answers == []
     assert world.dispatcher.counters.strangers == 1
 
 
-def test_an_elastic_group_has_none():
+def test_an_elastic_group_has_no_digests():
     world = PureWorld(3, min_members=1)
     tell(world)
     (answer,) = world.members[0].answers
     assert isinstance(answer, ProtocolError)
 
 
-def test_nothing_is_found_of_members_of_whom_one_has_left(world):
+def test_a_group_with_a_left_member_gives_no_finding(world):
     for step in range(9):
         tell(world, step)
         world.pass_time(1.0)
@@ -79,7 +79,7 @@ def test_nothing_is_found_of_members_of_whom_one_has_left(world):
     assert "findings" not in report(world)
 
 
-def test_what_is_kept_is_counted_and_given_back(world):
+def test_kept_bytes_are_counted_and_freed(world):
     before = world.dispatcher._usage.allocated
     for n in range(300):
         tell(world, n, "\n".join(f"layer {n} {m}" for m in range(64)))
@@ -93,7 +93,7 @@ def test_what_is_kept_is_counted_and_given_back(world):
     assert world.dispatcher._usage.allocated == 0
 
 
-def test_numbers_at_the_edge_of_float64_end_nothing(world):
+def test_numbers_at_the_edge_of_float64_are_accepted(world):
     for step in range(20):
         sign = (-1) ** step
         first = [[2.0**53 - rank, sign * 1.7e308, 1.7e308, 1.0] for rank in range(3)]

@@ -1,4 +1,4 @@
-"""Rounds that come to the server are looked at: a member whose data differ is named, and nothing else is disturbed."""
+"""Skew in rounds at the server: members with differing data are named, and rounds are not disturbed."""
 
 import numpy as np
 import pytest
@@ -16,8 +16,6 @@ MEMBERS = 4
 
 
 class Job:
-    """Members that bring rows of random values each half second."""
-
     def __init__(self) -> None:
         self.now = 100.0
         self.dispatcher = Dispatcher(b"server-0", self.now)
@@ -25,9 +23,9 @@ class Job:
 
     def open(self, job: str = "job", **given) -> None:
         for member in range(MEMBERS):
-            self.say(register(member, MEMBERS, job=job, **given), member)
+            self.send(register(member, MEMBERS, job=job, **given), member)
 
-    def say(self, message, member: int) -> None:
+    def send(self, message, member: int) -> None:
         self.dispatcher.receive(self.now, b"%d" % member, encode(message))
 
     def train(
@@ -42,7 +40,7 @@ class Job:
                 for member, x in enumerate(drawn):
                     values = np.stack((x.sum(0), np.square(x).sum(0)))[np.newaxis, :vectors]
                     where = key(layer, job=job, step=step)
-                    self.say(Contribution(session_of(member, job), where, 0, Rows((64,), values)), member)
+                    self.send(Contribution(session_of(member, job), where, 0, Rows((64,), values)), member)
             self.pass_time(0.5)
 
     def pass_time(self, seconds: float) -> None:
@@ -76,7 +74,7 @@ def test_two_members_with_the_same_data_are_named(caplog):
     assert "rank 3 (place 3): same input as rank 1 (place 1) in every layer since step 0" in caplog.text
 
 
-def test_rows_of_one_vector_are_no_layers():
+def test_rows_of_one_vector_are_not_compared():
     job = Job()
     job.open()
     job.train(40, 5.0, vectors=1)
@@ -84,14 +82,14 @@ def test_rows_of_one_vector_are_no_layers():
     assert job.findings() == []
 
 
-def test_an_elastic_group_is_not_looked_at():
+def test_an_elastic_group_is_not_compared():
     job = Job()
     job.open(min_members=1)
     job.train(40, 5.0)
     assert job.kept == 0
 
 
-def test_groups_are_looked_at_in_turns():
+def test_groups_are_compared_in_turns():
     job = Job()
     for name in ("one", "other"):
         job.open(name)
@@ -101,16 +99,16 @@ def test_groups_are_looked_at_in_turns():
     assert job.findings("one") == job.findings("other") == [("skew", 2, "stem")]
 
 
-def test_what_is_kept_is_bounded_and_on_the_account():
+def test_kept_samples_are_bounded_and_counted():
     job = Job()
     job.open()
     (master,) = job.dispatcher._registry.masters.values()
     wide = np.ones((1, 2, 60_000))
     for member in range(MEMBERS):
-        job.say(Contribution(session_of(member), key("wide"), 0, Rows((64,), wide)), member)
+        job.send(Contribution(session_of(member), key("wide"), 0, Rows((64,), wide)), member)
     kept, counted = job.kept, master.allocated
     assert 0 < kept - SCHEDULED_BYTES <= open_rounds.MAX_SAMPLE_BYTES
     job.pass_time(1.0)
     assert job.kept == SCHEDULED_BYTES
-    # What the layer's history takes is little beside it.
+    # The layer's history needs little memory next to it.
     assert kept // 2 < counted - master.allocated <= kept

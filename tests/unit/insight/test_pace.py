@@ -1,4 +1,4 @@
-"""Who holds the others up: told by a master that is taken through minutes of rounds."""
+"""Stragglers, found by a master in minutes of simulated rounds."""
 
 import logging
 import random
@@ -14,12 +14,12 @@ from statsd_bn.messages import Heartbeat, LatenessReport, RoundTrips
 from statsd_bn.timing import BOUNDS, Histogram
 from support.strategies import contribution, key, register
 
-# What a rank computes between two rounds, in seconds.
+# Seconds of computation between two rounds, by rank.
 STEP = 0.4
 
 
 class Job:
-    """A group whose ranks compute for some time, each in its own, and then meet in a round."""
+    """A group of ranks with their own compute times before each round."""
 
     def __init__(self, ranks: int) -> None:
         self.now, self.step = 0.0, 0
@@ -32,7 +32,6 @@ class Job:
         return self.master.membership.contributors
 
     def run(self, seconds: float, computing) -> None:
-        """Has rounds for so long; `computing` returns what a rank takes before each."""
         end = self.now + seconds
         while self.now < end:
             arrivals = sorted((self.now + computing(rank), rank) for rank in self.contributors)
@@ -63,7 +62,7 @@ def test_a_slow_rank_is_named_once(caplog, ranks):
     assert text.startswith(
         "job 'job', group 'world': straggler: rank 1 (place 1) delayed the others for 20% of the last"
     )
-    assert text.endswith("; in rounds where it came last: 164 ms late (median), 164 ms (p99)")
+    assert text.endswith("; in rounds where it was last: 164 ms late (median), 164 ms (p99)")
     (finding,) = job.report()["findings"]
     assert (finding["kind"], finding["rank"]) == ("straggler", 1)
     assert finding["text"] in text
@@ -78,21 +77,21 @@ def test_ranks_that_are_late_in_turn_are_not_named(caplog, ranks, spread):
     assert "findings" not in job.report()
 
 
-def test_a_slow_start_is_nobodys_fault(caplog):
+def test_a_slow_start_names_no_rank(caplog):
     job = Job(3)
     job.run(STARTUP_SECONDS - 1, lambda rank: STEP * (3.0 if rank == 2 else 1.0))
     job.run(3 * WINDOW_SECONDS, lambda _: STEP)
     assert warnings_in(caplog) == []
 
 
-def test_who_is_slow_again_after_a_while_is_named_again(caplog):
+def test_a_rank_that_is_slow_again_later_is_named_again(caplog):
     job = Job(3)
     for factor in (1.5, 1.0, 1.5):
         job.run(STARTUP_SECONDS + 3 * WINDOW_SECONDS, lambda rank, factor=factor: STEP * (factor if rank == 2 else 1.0))
     assert len(warnings_in(caplog)) == 2
 
 
-def test_the_report_has_what_each_rank_waits_and_how_fast_it_is():
+def test_the_report_has_the_wait_and_speed_of_each_rank():
     job = Job(2)
     job.run(STARTUP_SECONDS + 2 * WINDOW_SECONDS + 1, lambda rank: STEP * (1.25 if rank == 1 else 1.0))
     report = job.report()
@@ -106,14 +105,14 @@ def test_the_report_has_what_each_rank_waits_and_how_fast_it_is():
     assert not {"last", "late"} & fast.keys()
 
 
-def test_a_rank_is_held_against_its_own_past_too():
+def test_a_rank_is_compared_with_its_own_past_too():
     job = Job(2)
     job.run(STARTUP_SECONDS + 2 * WINDOW_SECONDS + 1, lambda _: STEP)
     job.run(2 * WINDOW_SECONDS, lambda _: 2 * STEP)
     assert [round(member["score"], 1) for member in job.report()["members"]] == [0.5, 0.5]
 
 
-def test_of_rounds_among_themselves_the_members_say_how_long_they_waited(caplog):
+def test_members_report_their_waits_of_rounds_in_memory(caplog):
     job, waited = Job(2), 0
     job.run(1.0, lambda _: STEP)
     for second in range(200):
@@ -140,7 +139,7 @@ def test_a_rank_that_has_left_is_forgotten():
 @pytest.mark.parametrize(
     ("what", "factors", "each"), [("round_seconds", (1.0, 2.0), STEP), ("late_seconds", (1.0, 1.5, 1.75), STEP / 4)]
 )
-def test_how_long_rounds_are_open_and_how_late_the_last_rank_comes_is_counted(what, factors, each):
+def test_durations_of_rounds_and_delays_of_the_last_rank_are_counted(what, factors, each):
     job = Job(len(factors))
     job.run(10.0, lambda rank: STEP * factors[rank])
     told = job.report()[what]
@@ -155,12 +154,12 @@ def trips(job, rank, *, of=0, times=0, microseconds=0, kind=RoundTrips):
     job.master.health.add_latency(one, kind(one.session, microseconds, tuple(counts)))
 
 
-def test_round_trips_are_those_that_all_members_have_told_of():
+def test_round_trips_count_once_all_members_have_reported_them():
     job = Job(2)
     assert "round_trip_seconds" not in job.report()
     trips(job, 0, of=1, times=3, microseconds=90)
     trips(job, 1, of=2, times=1, microseconds=70)
-    trips(job, 0, of=1, times=5, microseconds=150)  # it tells of all its rounds each time
+    trips(job, 0, of=1, times=5, microseconds=150)  # it reports all its rounds each time
     told = job.report()["round_trip_seconds"]
     assert (told["counts"], told["sum"]) == ([0, 5, 1], pytest.approx(220e-6))
     first, second = job.report()["members"]
@@ -180,13 +179,13 @@ def test_round_trips_never_become_fewer():
     assert job.report()["round_trip_seconds"] == before
 
 
-def test_who_came_last_in_memory_counts_with_who_came_last_at_the_server():
+def test_last_arrivals_in_memory_and_at_the_server_are_added():
     job = Job(2)
     job.run(10.0, lambda rank: STEP * (1.0 + rank / 4))
     before = job.report()
     assert before["late_seconds"]["sum"] == pytest.approx(STEP / 4 * before["rounds_done"])
     assert before["members"][1]["last"] == before["rounds_done"]
-    for times in (2, 5):  # it tells of all of them each time
+    for times in (2, 5):  # it reports all of them each time
         trips(job, 1, of=3, times=times, microseconds=100 * times, kind=LatenessReport)
     trips(job, 1, of=3, times=4, microseconds=600, kind=LatenessReport)
     after = job.report()
@@ -195,7 +194,7 @@ def test_who_came_last_in_memory_counts_with_who_came_last_at_the_server():
     assert "round_trip_seconds" not in after
 
 
-def test_a_round_at_the_server_adds_to_as_much_lateness_as_can_be_counted():
+def test_a_round_at_the_server_adds_to_the_maximal_delay():
     job = Job(2)
     late = job.master.open_rounds.lateness
     late.counts = array("Q", [2**64 - 1] * limits.BUCKETS)
@@ -204,8 +203,8 @@ def test_a_round_at_the_server_adds_to_as_much_lateness_as_can_be_counted():
     assert set(late.counts) == {2**64 - 1}
 
 
-def test_round_trips_that_are_more_than_can_be_counted_are_as_many_as_can():
-    """Whoever comes and goes in an elastic group can tell of any number, and tell it again as somebody else."""
+def test_round_trips_stop_at_the_maximal_count():
+    """Members of an elastic group can report any number, and repeat it under another number."""
     job = Job(1)
     job.master.health.round_trips.counts[3] = 2**64 - 3
     trips(job, 0, of=3, times=1, microseconds=5)

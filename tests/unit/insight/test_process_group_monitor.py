@@ -32,13 +32,13 @@ def warnings(caplog, scale):
     return [record.getMessage() for record in caplog.records]
 
 
-def test_whose_data_differ_is_warned_of_once(caplog):
+def test_a_member_with_different_data_is_reported_once(caplog):
     (text,) = warnings(caplog, 25.0)
     assert text.startswith("process group 'pair': skew: rank 7 (host-b, pid 812): input variance 6")
     assert " the others' in layer 'stem.bn' since step 1 (eta squared " in text
 
 
-def test_nobody_is_where_all_are_alike(caplog):
+def test_equal_members_give_no_warning(caplog):
     assert warnings(caplog, 1.0) == []
 
 
@@ -60,5 +60,5 @@ def test_its_thread_ends_with_the_process_group(monkeypatch):
 
 
 @pytest.mark.parametrize("index", [1, 2])
-def test_only_the_first_rank_looks(index):
+def test_only_the_first_rank_compares(index):
     assert reporter_for("pair", RANKS, index, {}) is None

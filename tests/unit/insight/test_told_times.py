@@ -1,4 +1,4 @@
-"""How long rounds took and how late members came: counted beside the rounds, and told once a second, all each time."""
+"""Round times and lateness of members: counted cumulatively and reported once a second."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def counts(frames, kind=RoundTrips):
     return told.session, told.microseconds, [count for count in told.counts if count]
 
 
-def test_all_rounds_are_told_again_each_time():
+def test_each_report_covers_all_rounds():
     session = a_session()
     assert session.timing_frames(0.0) == []
     for _ in range(3):
@@ -38,7 +38,7 @@ def test_all_rounds_are_told_again_each_time():
     assert session.timing_frames(2.0 + (1 + REPEAT_INTERVALS) * SECONDS) == []
 
 
-def test_lateness_is_told_beside_them():
+def test_each_report_includes_delays():
     session = a_session()
     session.lateness.add(30e-6)
     assert counts(session.timing_frames(1.0), LatenessReport) == (b"session0", 30, [1])
@@ -50,7 +50,7 @@ def test_lateness_is_told_beside_them():
 
 
 @pytest.mark.parametrize(("members", "pause"), [(2, SECONDS), (MAX_FREQUENT, SECONDS), (8 * MAX_FREQUENT, 8 * SECONDS)])
-def test_in_a_large_group_each_tells_less_often(members, pause):
+def test_members_of_a_large_group_report_less_often(members, pause):
     times = DurationReporter(members)
     times.add(1e-3)
     times.collect()
@@ -61,7 +61,7 @@ def test_in_a_large_group_each_tells_less_often(members, pause):
     assert [times.is_due(pause * part) for part in (0.5, 0.99, 1.0)] == [False, False, True]
 
 
-def test_they_go_only_where_a_heartbeat_has_gone_before():
+def test_reports_follow_a_heartbeat():
     scheduler, session = HeartbeatScheduler(), a_session()
     session.times.add(1e-3)
     assert scheduler.timing_frames(1.0, [session]) == []

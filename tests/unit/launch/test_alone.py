@@ -62,7 +62,7 @@ def test_all_that_a_connection_does_works_alone():
     assert "in process: job 'default', rank 0 of 1, closed" in repr(connection)
 
 
-def test_a_member_that_is_back_from_an_absence_begins_a_step_of_its_own():
+def test_a_member_back_from_an_absence_begins_its_own_step():
     with client.connect() as connection:
         steps = [connection.first_step]
         for _ in range(2):
@@ -74,7 +74,7 @@ def test_a_member_that_is_back_from_an_absence_begins_a_step_of_its_own():
         assert steps == sorted(set(steps))
 
 
-def test_it_says_so_once_and_who_it_is(caplog):
+def test_a_process_alone_logs_its_identity_once(caplog):
     caplog.set_level("INFO", "statsd_bn.client")
     client.connect(job="digits").close()
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
@@ -129,7 +129,7 @@ def test_more_than_one_process_without_a_server_stays_an_error(monkeypatch):
         client.connect()
 
 
-def test_a_child_of_multiprocessing_that_hears_of_no_others_is_warned(monkeypatch, caplog):
+def test_a_child_of_multiprocessing_without_others_is_warned(monkeypatch, caplog):
     monkeypatch.setattr("multiprocessing.parent_process", object)
     monkeypatch.setattr("client.launch.connect.Finalize", lambda *_, **__: None)
     client.connect().close()
@@ -160,8 +160,8 @@ def test_with_others_the_compiler_is_loaded_before_heartbeats_begin():
 
 
 @pytest.mark.parametrize(("given", "is_alone"), [({"rank": 0, "world_size": 1}, True), ({}, False)])
-def test_a_connection_that_was_told_that_it_is_alone_has_no_company_in_a_process_group(given, is_alone):
-    """One that nobody told anything may have come before the process group."""
+def test_a_connection_declared_alone_ignores_a_process_group(given, is_alone):
+    """Without that information, the connection may precede the process group."""
     with client.connect(**given):
         distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
         try:

@@ -106,7 +106,7 @@ def test_the_first_host_of_a_list(listed, first):
 
 
 @pytest.mark.parametrize("listed", [",a", "node[", "node[1", "node]", "node[a-b]", "node[1-2]]", "[", " ", "a b"])
-def test_a_list_of_hosts_that_is_none_is_named(listed):
+def test_an_invalid_list_of_hosts_is_named(listed):
     with pytest.raises(
         ConfigurationError, check=says(r"SLURM_STEP_NODELIST: expected hosts such as .*set MASTER_ADDR")
     ):
@@ -122,7 +122,7 @@ def test_a_list_of_hosts_that_is_none_is_named(listed):
         ({**SLURM, "WORLD_SIZE": "1", "SLURM_NNODES": "1"}, "got 1, .* SLURM_NNODES=1, SLURM_STEP_NUM_TASKS=8"),
     ],
 )
-def test_a_world_size_that_counts_nodes_is_told(environ, evidence):
+def test_a_world_size_that_counts_nodes_is_reported(environ, evidence):
     with pytest.raises(ConfigurationError, check=says(r"WORLD_SIZE: .*counts nodes: .*torchrun")) as caught:
         resolve(environ)
     assert says(evidence)(caught.value)
@@ -140,7 +140,7 @@ def test_a_world_size_that_counts_nodes_is_told(environ, evidence):
         {**SLURM, "WORLD_SIZE": "8"},
         # One task per node, each a torchrun with four processes.
         {**SLURM, **TORCHRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_NNODES": "2"},
-        # Tasks that train alone, told so by hand and by torchrun.
+        # Tasks that train alone, by explicit settings and by torchrun.
         {**SLURM, "SLURM_NNODES": "1", "RANK": "0", "WORLD_SIZE": "1"},
         {**SLURM, **TORCHRUN, "SLURM_NNODES": "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
     ],
@@ -166,7 +166,7 @@ def test_whether_all_processes_are_on_one_node(environ, expected):
 
 
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "127.8.9.10", "::1"])
-def test_who_meets_on_loopback_is_on_one_node(address):
+def test_processes_that_meet_on_loopback_are_on_one_node(address):
     assert launchers.is_one_node({}, StoreAddress(address, 29500), 4)
 
 
@@ -181,7 +181,7 @@ def test_processes_meet_at_a_name_or_an_address(address):
 
 @pytest.mark.parametrize("rank", [{}, {"RANK": ""}])
 def test_one_of_several_processes_has_a_number(rank):
-    """Else each would be member 0, start a master of its own, and wait for the others there."""
+    """Otherwise each would be rank 0, start its own server, and wait there."""
     environ = {"WORLD_SIZE": "4", **rank}
     with pytest.raises(ConfigurationError, match=r"RANK: expected this process's rank, since WORLD_SIZE says 4"):
         resolve(environ)

@@ -1,4 +1,4 @@
-"""STATSD_BN_LOG_LEVEL shows what the client logs, also where nobody has set up logging."""
+"""STATSD_BN_LOG_LEVEL shows the client's log without any logging setup."""
 
 import logging
 
@@ -11,7 +11,6 @@ from support.sentences import says
 
 @pytest.fixture
 def logger(monkeypatch):
-    """The client's logger, as in a script that has set up nothing."""
     logger = logging.Logger("statsd_bn.client")  # noqa: LOG001 - without parents, so that pytest adds nothing
     monkeypatch.setattr(connect, "logger", logger)
     return logger

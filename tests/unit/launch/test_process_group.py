@@ -21,8 +21,8 @@ def who(environ, **arguments):
     return tuple((found.resolved[name].value, found.source(name)) for name in ("rank", "world_size"))
 
 
-def test_where_nothing_else_says_who_this_process_is_the_process_group_does():
-    """As in the children of mp.spawn, whose script sets MASTER_ADDR and MASTER_PORT itself, or nothing at all."""
+def test_without_other_settings_the_process_group_gives_the_identity():
+    """As in the children of mp.spawn, which may set only MASTER_ADDR and MASTER_PORT, or nothing."""
     for environ in ({}, STORE):
         assert who(environ) == ((1, "process group"), (4, "process group"))
         found = resolve(environ, GROUP)
@@ -44,7 +44,7 @@ def test_arguments_win_over_the_process_group():
     assert resolve({}, GROUP, rank=1, world_size=4).uses_process_group, "as Lightning passes them"
 
 
-def test_a_launcher_of_one_process_does_not_know_of_those_that_this_one_has_started():
+def test_a_launcher_of_one_process_does_not_hide_started_processes():
     """As in a container whose platform counts nodes in WORLD_SIZE, and for mp.spawn under `srun --ntasks 1`."""
     srun = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
     for environ in ({"RANK": "0", "WORLD_SIZE": "1", **STORE}, srun):
@@ -63,13 +63,13 @@ def test_a_launcher_of_one_process_does_not_know_of_those_that_this_one_has_star
         ({"RANK": "1", "WORLD_SIZE": "2"}, r"^world_size: expected the same .*, got 2 \(WORLD_SIZE\) and 4"),
     ],
 )
-def test_a_launcher_of_several_that_says_something_else_is_an_error(environ, told):
+def test_a_launcher_that_contradicts_the_process_group_is_an_error(environ, told):
     with pytest.raises(ConfigurationError, check=says(told)):
         resolve(environ, GROUP)
     assert resolve(environ, GROUP, rank=1, world_size=4).source("rank") == "argument"
 
 
-def test_with_an_endpoint_nothing_is_looked_for():
+def test_with_an_endpoint_no_server_is_looked_for():
     assert not resolve({}, GROUP, endpoint="tcp://a:1").uses_process_group
     assert not resolve({"STATSD_BN_ENDPOINT": "tcp://a:1"}, GROUP).uses_process_group
 
@@ -87,7 +87,7 @@ def test_with_an_endpoint_nothing_is_looked_for():
         ({"RANK": "0", "WORLD_SIZE": "2"}, {}, False),
     ],
 )
-def test_a_process_is_alone_where_nothing_says_more_than_one_and_no_server_is_named(environ, arguments, is_alone):
+def test_without_a_size_or_a_server_a_process_is_alone(environ, arguments, is_alone):
     assert resolve(environ, **arguments).is_alone is is_alone
     assert resolve({}, ProcessGroup(0, 1)).is_alone
     assert not resolve({}, GROUP).is_alone
@@ -95,7 +95,7 @@ def test_a_process_is_alone_where_nothing_says_more_than_one_and_no_server_is_na
 
 @pytest.fixture
 def meet(monkeypatch):
-    """Two ranks of a process group, played by threads, look for their server; each on the host that is given."""
+    """Two ranks of a process group as threads, each on the given host, look for their server."""
     monkeypatch.setattr(store, "_entries", _Zeros())
 
     def run(*hosts, environ=None, **arguments):
@@ -126,7 +126,7 @@ def test_on_one_host_the_server_of_rank_0_is_private_and_has_no_keys(meet):
     assert (first[2].rank, second[2].rank) == (0, 1)
 
 
-def test_on_several_hosts_all_are_told_that_the_job_needs_a_secret(meet):
+def test_on_several_hosts_every_rank_gets_an_error_without_a_secret(meet):
     """Nothing but the hosts' own words says so: the script has set MASTER_ADDR, or meets in a file."""
     for told in meet("a", "b"):
         assert isinstance(told, ConfigurationError)
@@ -140,7 +140,7 @@ def test_on_several_hosts_with_a_secret_the_server_has_keys(meet):
     assert first[1] == second[1] is not None
 
 
-def test_a_rank_that_does_not_come_is_named(meet):
+def test_a_missing_rank_is_named(meet):
     (told,) = meet("a", join_timeout=0.1)
     assert isinstance(told, ServerUnreachable)
     assert "for rank 1 to call client.connect() in the store of the process group" in told.message

@@ -17,25 +17,25 @@ def ends(every, times):
     return pauses, now
 
 
-def test_an_end_every_minute_is_outlived_for_hours_and_costs_no_pause():
+def test_a_server_that_ends_every_minute_is_restarted_for_hours_without_a_pause():
     pauses, _ = ends(WINDOW_SECONDS, 600)
     assert pauses == [0.0] * 600
 
 
 @pytest.mark.parametrize("every", [5.0, 10.0, 20.0])
-def test_an_end_every_few_seconds_is_outlived_with_pauses(every):
+def test_a_server_that_ends_every_few_seconds_is_restarted_with_pauses(every):
     pauses, _ = ends(every, 600)
     assert None not in pauses
 
 
-def test_pauses_grow_and_the_last_end_within_the_window_is_told():
+def test_pauses_grow_and_the_last_end_within_the_window_is_reported():
     pauses, now = ends(0.5, 100)
     assert pauses == [0.0] * IMMEDIATE_RESTARTS + [1.0, 2.0, 4.0, 8.0, 16.0] + [None]
     assert len(pauses) == MAX_FAILURES + 1
     assert now < WINDOW_SECONDS
 
 
-def test_what_does_not_begin_to_listen_is_given_up_after_a_few_times_in_a_row():
+def test_a_server_that_never_listens_is_given_up_after_a_few_tries():
     restarts = Restarts()
     assert restarts.pause(0.0, has_listened=True) == 0.0
     for time in range(1, MAX_FAILED_STARTS):
@@ -43,7 +43,7 @@ def test_what_does_not_begin_to_listen_is_given_up_after_a_few_times_in_a_row():
     assert restarts.pause(float(MAX_FAILED_STARTS), has_listened=False) is None
 
 
-def test_a_start_in_vain_is_forgotten_once_it_has_listened():
+def test_a_failed_start_is_forgotten_once_the_server_listens():
     restarts = Restarts()
     for time in range(10):
         assert restarts.pause(100.0 * time, has_listened=time % 2 == 0) == 0.0

@@ -1,4 +1,4 @@
-"""Ranks that meet under a name that nobody chose say whose run they are of."""
+"""Ranks under a default job name check that they belong to one run."""
 
 import threading
 import time
@@ -18,14 +18,14 @@ DEFAULT_NAME = Setting("job", "default", DEFAULT)
 
 
 class Frozen:
-    """A store whose process is stopped."""
+    """A store of a stopped process."""
 
     def compare_set(self, *_):
         time.sleep(0.5)
 
 
 class Forgetful:
-    """A store of somebody's own, which cannot compare."""
+    """A custom store without compare_set."""
 
     def compare_set(self, *_):
         raise NotImplementedError
@@ -33,7 +33,7 @@ class Forgetful:
 
 @pytest.fixture
 def meet(monkeypatch):
-    """Has two ranks meet, each in a process group with the store that is given for it; returns what comes of it."""
+    """The outcome of two ranks, each in a process group with the given store."""
     here = threading.local()
     monkeypatch.setattr(launchers, "find_process_group", lambda: here.group)
     monkeypatch.setattr(connect, "process_group_store", lambda: here.store)
@@ -50,20 +50,19 @@ def meet(monkeypatch):
     return run
 
 
-def test_ranks_of_two_runs_are_told_to_take_names(meet):
+def test_ranks_of_two_runs_are_asked_to_choose_names(meet):
     found = meet(HashStore(), HashStore(), job=DEFAULT_NAME)
     assert [type(error) for error in found] == [ConfigurationError] * 2
     assert f"job '{DEFAULT_NAME.value}': expected the ranks of one run, got rank 1 of another one" in str(found[0])
 
 
-def test_ranks_of_one_run_go_on_however_often_they_connect(meet):
+def test_ranks_of_one_run_may_connect_any_number_of_times(meet):
     store = HashStore()
     assert [meet(store, store) for _ in range(2)] == [[None, None]] * 2
 
 
 @pytest.mark.parametrize(
-    "job",
-    [Setting("job", "mine", ARGUMENT), Setting("job", "none", ARGUMENT), Setting("job", "7f", "SLURM_JOB_ID")],
+    "job", [Setting("job", "mine", ARGUMENT), Setting("job", "none", ARGUMENT), Setting("job", "7f", "SLURM_JOB_ID")]
 )
 def test_a_name_that_was_chosen_is_believed(meet, job):
     assert meet(HashStore(), HashStore(), job=job) == [None, None]
@@ -74,12 +73,12 @@ def test_without_a_process_group_of_all_ranks_nothing_is_compared(meet):
     assert meet(HashStore(), HashStore(), size=3) == [None, None]
 
 
-def test_a_rank_without_a_process_group_keeps_nobody_waiting(meet):
+def test_a_rank_without_a_process_group_delays_no_other(meet):
     store = HashStore()
     assert meet(None, store, store) == [None] * 3
 
 
-def test_a_store_that_is_frozen_keeps_nobody_waiting(meet, monkeypatch):
+def test_a_frozen_store_delays_no_rank(meet, monkeypatch):
     monkeypatch.setattr(connect, "ANSWER_SECONDS", 0.05)
     assert meet(Frozen(), Frozen()) == [None, None]
 
@@ -95,5 +94,5 @@ def test_connect_raises_it_and_leaves_the_job(server, monkeypatch):
     assert current_connection() is None
 
 
-def test_a_store_that_cannot_compare_keeps_nobody_waiting(meet):
+def test_a_store_without_compare_delays_no_rank(meet):
     assert meet(HashStore(), Forgetful()) == [None, None]

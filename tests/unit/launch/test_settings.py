@@ -74,8 +74,7 @@ def test_a_huge_integer_is_refused_in_few_words(name, others, value):
     "text", ["9" * 400, f"-{'9' * 400}", "9" * 5000, str(2**63)], ids=["400", "-400", "5000", "64 bits"]
 )
 @pytest.mark.parametrize(
-    "name",
-    ["RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"],
+    "name", ["RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"]
 )
 def test_a_huge_integer_in_a_variable_is_refused_in_few_words(name, text):
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", name: text}
@@ -170,12 +169,12 @@ def test_the_store_is_looked_for_only_under_a_launcher_and_without_an_endpoint()
         (TORCHRUN, {"policy": "elastic", "min_members": 5}, r"1 to world_size 4 \(WORLD_SIZE\), got 5 \(argument\)$"),
     ],
 )
-def test_an_error_says_where_the_value_came_from(environ, arguments, message):
+def test_an_error_names_the_source_of_the_value(environ, arguments, message):
     with pytest.raises(ConfigurationError, check=says(message)):
         resolve(environ, **arguments)
 
 
-def test_the_log_says_where_each_value_came_from(monkeypatch, caplog, tmp_path):
+def test_the_log_names_the_source_of_each_value(monkeypatch, caplog, tmp_path):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     with caplog.at_level("INFO", "statsd_bn.client"), pytest.raises(ConfigurationError):
@@ -186,7 +185,7 @@ def test_the_log_says_where_each_value_came_from(monkeypatch, caplog, tmp_path):
 
 
 @pytest.mark.parametrize("environ", [{"RANK": "0", "WORLD_SIZE": "2"}, {}], ids=["launcher", "process group"])
-def test_the_first_line_says_that_more_ranks_are_awaited_than_were_launched(environ, monkeypatch, caplog, tmp_path):
+def test_the_first_line_warns_that_more_ranks_are_awaited_than_launched(environ, monkeypatch, caplog, tmp_path):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(launchers, "find_process_group", lambda: None if environ else ProcessGroup(0, 2))
@@ -203,5 +202,5 @@ def test_the_first_line_says_that_more_ranks_are_awaited_than_were_launched(envi
 
 
 @pytest.mark.parametrize(("said", "tells"), [("0", False), ("no", False), ("1", True), (" ", True)])
-def test_whether_it_tells_where_it_is_is_said_in_many_ways(said, tells):
+def test_the_place_report_setting_has_many_spellings(said, tells):
     assert resolve({"STATSD_BN_STACKS": said}).member.reports_stacks is tells

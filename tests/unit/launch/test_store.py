@@ -23,7 +23,6 @@ ANNOUNCED = Announcement("tcp://127.0.0.1:5555", 3, "sesame", "")
 
 @pytest.fixture
 def store(monkeypatch):
-    """The store of a launcher: for its processes there is one already."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(launch_store, "_stores", {})
     kept = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -51,14 +50,14 @@ def test_the_others_read_what_rank_0_writes(entry_of):
     assert entry_of(1).read() == ANNOUNCED
 
 
-def test_whoever_connects_again_reads_of_the_next_server(entry_of):
+def test_a_rank_that_connects_again_reads_the_next_server(entry_of):
     other = Announcement("tcp://127.0.0.1:5556")
     entry_of(0).write(ANNOUNCED)
     entry_of(0).write(other)
     assert [entry_of(1).read(), entry_of(1).read()] == [ANNOUNCED, other]
 
 
-def test_restarted_processes_do_not_read_of_the_previous_server(entry_of):
+def test_restarted_processes_do_not_read_the_previous_server(entry_of):
     entry_of(0).write(ANNOUNCED)
     with pytest.raises(ServerUnreachable, check=says(r"to announce a server in the store at 127.0.0.1:\d+: check")):
         entry_of(1, life="life 1", timeout=0.1).read()
@@ -73,7 +72,7 @@ def test_a_known_announcement_is_ignored(entry_of):
     assert reading.read(ANNOUNCED, 20.0).problem == "none"
 
 
-def test_a_long_wait_is_told(entry_of, monkeypatch, caplog):
+def test_a_long_wait_is_logged(entry_of, monkeypatch, caplog):
     monkeypatch.setattr(launch_store, "WARN_SECONDS", 0.05)
     monkeypatch.setattr(launch_store, "PAUSE_SECONDS", 0.01)
     began = time.time()
@@ -87,7 +86,7 @@ def test_a_long_wait_is_told(entry_of, monkeypatch, caplog):
     assert third.created - began >= 4 * 0.05, "each warning comes after twice the time of the one before"
 
 
-def test_a_store_that_is_gone_ends_the_wait(entry_of):
+def test_a_closed_store_ends_the_wait(entry_of):
     reading = entry_of(1)
     reading._store = _Gone()
     with pytest.raises(
@@ -99,7 +98,7 @@ def test_a_store_that_is_gone_ends_the_wait(entry_of):
 
 
 class _Gone:
-    """A store whose process has ended, in torch's words."""
+    """A store of an ended process, with torch's message."""
 
     def check(self, *_):
         raise distributed.DistNetworkError("connection closed\nframe #0: somewhere")
@@ -119,7 +118,7 @@ def test_a_store_whose_process_is_frozen_ends_the_wait_in_time(entry_of, monkeyp
 
 
 class _Frozen:
-    """A store whose process is stopped: torch sends it a question, and waits."""
+    """A store of a stopped process: torch sends a request, and waits."""
 
     def __init__(self):
         self.thaw = threading.Event()
@@ -129,7 +128,7 @@ class _Frozen:
         return False
 
 
-def test_a_store_that_takes_connections_and_says_nothing_is_given_up(monkeypatch):
+def test_a_store_that_accepts_but_does_not_answer_is_given_up(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(launch_store, "ANSWER_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -17,7 +17,7 @@ from support.paths import ROOT
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
-# Three roundings of float32; halves are rounded once more; the float64 that is compared with has roundings of its own.
+# Three float32 roundings, and one more for halves; the float64 reference has its own.
 OFF = {torch.float32: 2e-7, torch.float64: 1e-13, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 PLANES = [(3, 5, 49), (1, 3, 17), (5, 1, 33), (2, 700, 3), (9, 3, 4099), (4, 2, 16400)]
@@ -66,7 +66,6 @@ def plan_of(x, weight=None, bias=None, running=None, eps=1e-5, clamp=False, mome
 
 
 def forward(core, x, total, weight=None, bias=None, **given):
-    """Finishes a forward pass with the sum of all rows."""
     c, y = x.shape[1], torch.full_like(x, torch.nan)
     room = torch.cat((torch.full_like(total, torch.nan), total, vectors(3, c)))
     plan = plan_of(x, weight, bias, **given)
@@ -141,7 +140,7 @@ def test_an_empty_slice_has_empty_sums_and_takes_part(core, shape):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(3, 9, 21), (63, 9)], ids=str)
-def test_nan_and_infinity_spoil_their_channel_alone(core, dtype, shape):
+def test_nan_and_infinity_affect_only_their_channel(core, dtype, shape):
     x = random(*shape).to(dtype)
     clean, _ = forward(core, x, row_of(core.sbn_moments, x, x))
     for place, value in ((0, np.nan), (5, np.inf)):
@@ -217,7 +216,6 @@ def assert_same_bits(found, expected):
 
 
 def a_layer(core, x, threads):
-    """What a layer computes with so many threads: sums, output and gradient."""
     row = row_of(core.sbn_moments, x, x, threads=threads)
     y, kept = forward(core, x, row, threads=threads)
     own, dx = row_of(core.sbn_backward_sums, x, y, x, kept, threads=threads), torch.empty_like(x)
@@ -264,7 +262,7 @@ def test_several_callers_share_the_threads_or_go_without(core):
         assert all(callers.map(call, range(4), timeout=100))
 
 
-def test_forked_children_have_threads_of_their_own_and_all_end():
+def test_forked_children_have_their_own_threads_and_all_end():
     command = [sys.executable, str(ROOT / "tests" / "programs" / "native_forks.py")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100, check=False)
     assert (done.returncode, done.stdout) == (0, "all equal\n"), done.stderr

@@ -1,4 +1,4 @@
-"""How the native core is compiled and loaded, and what is said where it is not."""
+"""Compilation and loading of the native core, and the reasons without it."""
 
 import sys
 
@@ -43,7 +43,7 @@ def test_a_variable_turns_it_off(monkeypatch):
         library.library()
 
 
-def test_a_library_that_is_none_of_this_version_is_refused(tmp_path, monkeypatch):
+def test_a_library_of_another_version_is_refused(tmp_path, monkeypatch):
     absent, other = tmp_path / "absent.so", tmp_path / "other.so"
     other.write_text("no library")
     assert library.load(absent) == (None, f"it was not compiled when statsd_bn was installed: there is no {absent}")

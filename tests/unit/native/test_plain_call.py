@@ -68,7 +68,7 @@ def test_a_negated_tensor_counts_with_its_sign(name):
     torch.testing.assert_close(x.grad, expected.grad, rtol=1e-4, atol=1e-4)
 
 
-def test_what_a_functional_collective_returns_is_computed():
+def test_results_of_functional_collectives_are_waited_for():
     ours, torchs = layers()
     found = gradients(ours, random(), AsyncCollectiveTensor(random(1)))
     assert_close(found, gradients(torchs, random(), random(1)))
@@ -94,7 +94,7 @@ def test_a_parameter_without_values_raises(name):
         ours(random())
 
 
-def test_hooks_may_bring_back_tensors_that_lie_otherwise():
+def test_hooks_may_return_tensors_of_another_layout():
     ours, torchs = layers()
     with saved_tensors_hooks(lambda x: torch.stack((x, x), -1), lambda x: x[..., 0]):
         found = gradients(ours, random(), random(1))
@@ -156,7 +156,7 @@ def test_buffers_that_the_core_cannot_move_are_left_to_torch(buffer):
     assert running_stats.in_place_buffers(layer, x, {torch.float32}) is None
 
 
-def test_an_exchange_that_is_kept_holds_no_buffers():
+def test_a_kept_exchange_holds_no_buffers():
     made = []
 
     class Noted(call.NativeExchange):

@@ -46,14 +46,14 @@ def test_a_layer_that_was_given_a_mode_keeps_it():
     assert pickle.loads(pickle.dumps(layer(eps_mode="plus"))).eps_mode == "plus"  # noqa: S301 - our own
 
 
-def test_a_pickle_does_not_keep_what_was_said_for_all():
+def test_a_pickle_does_not_keep_the_global_mode():
     set_sbn_eps_mode("clamp")
     pickled = pickle.dumps(layer())
     set_sbn_eps_mode("plus")
     assert pickle.loads(pickled).eps_mode == "plus"  # noqa: S301 - our own
 
 
-def test_alone_and_in_eval_a_layer_is_torchs_as_there():
+def test_alone_and_in_eval_a_layer_is_torchs():
     set_sbn_eps_mode("clamp")
     for is_training in (True, False):
         plain = nn.BatchNorm1d(3, EPS, dtype=torch.float64).train(is_training)
@@ -74,5 +74,5 @@ def test_the_module_of_pipes_has_its_names():
     assert set(comm_module.__all__) == {"FutureResult", "SlavePipe", "SyncMaster"}
 
 
-def test_yolov5s_spelling():
+def test_yolov5_uses_this_spelling():
     assert client.smart_DDP is client.smart_ddp

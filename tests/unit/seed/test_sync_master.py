@@ -1,4 +1,4 @@
-"""client.comm: replicas of a process that exchange what a module of a user's has to say."""
+"""client.comm: exchange of a user's module between replicas of a process."""
 
 import copy
 import pickle
@@ -11,7 +11,7 @@ import client
 from client.comm import FutureResult
 from statsd_bn.errors import ReplicaLost, RoundMismatch, RoundTimeout
 from support.contract_seed import REPLICAS, Total, to_all
-from support.interruption import WAIT_SECONDS, interrupted
+from support.memory_members import INTERRUPTED_SECONDS, interrupted
 
 
 def test_each_replica_gets_its_answer_in_each_pass():
@@ -20,7 +20,7 @@ def test_each_replica_gets_its_answer_in_each_pass():
         assert model(torch.ones(size, 1)).tolist() == [[float(size)]] * size
 
 
-def test_each_replica_gets_the_answer_that_is_for_it():
+def test_each_replica_gets_its_own_answer():
     class Numbered(Total):
         def answer(self, messages):
             return [(0, 10.0), *((who, 10.0 + who) for who, _ in reversed(messages[1:]))]
@@ -57,7 +57,7 @@ def test_a_batch_that_feeds_one_replica_has_no_slaves():
     assert model.module.master.nr_slaves == 0
 
 
-def test_a_replica_that_does_not_take_part_is_named():
+def test_a_replica_that_does_not_participate_is_named():
     class Absent(Total):
         def forward(self, x):
             return x if self.pipe is not None and self.pipe.identifier == 2 else super().forward(x)
@@ -76,7 +76,7 @@ def test_a_callback_that_fails_is_the_error_of_the_pass():
         client.DataParallelWithCallback(Wrong(), REPLICAS)(torch.ones(3, 1))
 
 
-def test_some_of_the_replicas_may_have_a_circle_of_their_own():
+def test_some_replicas_may_have_their_own_master():
     class First(Total):
         def __data_parallel_replicate__(self, ctx, copy_id):
             self.is_in = copy_id < 2
@@ -89,7 +89,7 @@ def test_some_of_the_replicas_may_have_a_circle_of_their_own():
     assert client.DataParallelWithCallback(First(), REPLICAS)(torch.ones(3, 1)).tolist() == [[2.0], [2.0], [1.0]]
 
 
-def test_it_goes_with_its_module_into_copies_and_pickles():
+def test_copies_and_pickles_of_its_module_include_it():
     model = Total()
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301 - our own
         assert other.master is not model.master
@@ -99,7 +99,7 @@ def test_it_goes_with_its_module_into_copies_and_pickles():
 def test_a_signal_does_not_make_the_wait_for_a_result_endless():
     future = FutureResult()
     with interrupted(lambda: future.put("came after all")), pytest.raises(RoundTimeout):
-        future.get(timeout=WAIT_SECONDS)
+        future.get(timeout=INTERRUPTED_SECONDS)
 
 
 def test_a_future_is_put_and_taken_in_turn():

@@ -1,13 +1,23 @@
-"""TcpState that are not read: bounded in bytes, and whoever reads gets its own."""
+"""Answers that are not read: bounded in bytes, and kept apart by reader."""
 
+import errno
+import logging
+import math
 import socket
 from collections.abc import Collection
+from types import SimpleNamespace
 
-from server.network.sender import MAX_PEER_BYTES, MAX_TOTAL_BYTES, SMALL_ANSWER_BYTES, FlowControl, writable
+import pytest
+import zmq
+
+from server.core.dispatcher import Dispatcher
+from server.network import sender
+from server.network.connections import PROBE_SECONDS, ProbeScheduler
+from server.network.sender import MAX_PEER_BYTES, MAX_TOTAL_BYTES, SMALL_ANSWER_BYTES, FlowControl, Sender, writable
 
 
 class Kernel:
-    """Peers that read, and those that do not; what was sent to these waits."""
+    """Peers that read, and peers that do not; unread bytes queue."""
 
     def __init__(self, *stuck: int) -> None:
         self.stuck = set(stuck)
@@ -26,7 +36,7 @@ class Kernel:
         return size * sum(self.flow_control.may_send(b"%d" % descriptor, size) for _ in range(times))
 
 
-def test_who_reads_is_sent_everything():
+def test_a_reading_client_receives_everything():
     kernel = Kernel()
     kernel.meet(1)
     assert kernel.sent(1, MAX_PEER_BYTES, 100) == 100 * MAX_PEER_BYTES
@@ -34,20 +44,20 @@ def test_who_reads_is_sent_everything():
     assert kernel.looks < 200, "looked at seldom: it takes a system call"
 
 
-def test_who_does_not_read_is_sent_little():
+def test_a_client_that_does_not_read_receives_little():
     kernel = Kernel(1)
     kernel.meet(1, 2)
     assert kernel.sent(1, 1000, 10_000) <= MAX_PEER_BYTES
     assert kernel.sent(2, 1000, 10_000) == 10_000_000
 
 
-def test_one_answer_is_sent_however_large():
+def test_one_answer_of_any_size_is_sent():
     kernel = Kernel(1)
     kernel.meet(1)
     assert kernel.sent(1, 4 * MAX_PEER_BYTES, 3) == 4 * MAX_PEER_BYTES
 
 
-def test_who_begins_to_read_again_is_sent_more():
+def test_a_client_that_reads_again_receives_more():
     kernel = Kernel(1)
     kernel.meet(1)
     assert kernel.sent(1, MAX_PEER_BYTES, 3) == MAX_PEER_BYTES
@@ -55,7 +65,7 @@ def test_who_begins_to_read_again_is_sent_more():
     assert kernel.sent(1, MAX_PEER_BYTES, 3) == 3 * MAX_PEER_BYTES
 
 
-def test_many_who_do_not_read_are_bounded_together_and_who_reads_is_served():
+def test_many_clients_that_do_not_read_share_a_bound_and_readers_are_served():
     many = range(1000)
     kernel = Kernel(*many)
     kernel.meet(*many, 5000)
@@ -64,7 +74,7 @@ def test_many_who_do_not_read_are_bounded_together_and_who_reads_is_served():
     assert kernel.sent(5000, SMALL_ANSWER_BYTES, 100) == 100 * SMALL_ANSWER_BYTES
 
 
-def test_who_does_not_read_is_cut_off_where_too_much_waits_and_nobody_else():
+def test_only_clients_that_do_not_read_are_disconnected_under_pressure():
     kernel = Kernel(*range(100))
     kernel.meet(*range(100), 5000)
     for number in range(100):
@@ -80,14 +90,14 @@ def test_who_does_not_read_is_cut_off_where_too_much_waits_and_nobody_else():
     assert kernel.sent(5000, MAX_PEER_BYTES, 10) == 10 * MAX_PEER_BYTES
 
 
-def test_few_bytes_that_wait_cut_nobody_off():
+def test_few_waiting_bytes_disconnect_no_client():
     kernel = Kernel(1)
     kernel.meet(1)
     kernel.sent(1, MAX_PEER_BYTES, 1)
     assert kernel.flow_control.stalled() == kernel.flow_control.stalled() == []
 
 
-def test_a_connection_that_takes_the_number_of_another_begins_anew():
+def test_a_connection_with_a_reused_number_starts_fresh():
     kernel = Kernel(1)
     kernel.meet(1)
     kernel.sent(1, MAX_PEER_BYTES, 1)
@@ -96,7 +106,7 @@ def test_a_connection_that_takes_the_number_of_another_begins_anew():
     assert kernel.flow_control.may_send(b"other", MAX_PEER_BYTES)
 
 
-def test_the_kernel_says_who_reads():
+def test_the_kernel_shows_whether_a_client_reads():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.settimeout(0.0)
@@ -110,3 +120,46 @@ def test_the_kernel_says_who_reads():
         assert writable([ours.fileno()]) == set()
         number = ours.fileno()
     assert writable([number]) == {number}, "nothing waits where nobody is"
+
+
+def test_without_an_ended_connection_there_is_no_pass():
+    assert not ProbeScheduler().start_if_due(1e9)
+
+
+def test_many_ended_connections_cost_one_pass_shortly_after_the_first():
+    probing = ProbeScheduler()
+    for now in (10.0, 10.0 + PROBE_SECONDS / 2):
+        probing.record_disconnect(now)
+        assert not probing.start_if_due(now)
+    assert probing.due == 10.0 + PROBE_SECONDS
+    assert probing.start_if_due(10.0 + PROBE_SECONDS)
+    assert probing.disconnected == 10.0 + PROBE_SECONDS / 2
+
+
+def test_a_connection_that_ends_during_a_pass_gets_another():
+    probing = ProbeScheduler()
+    probing.record_disconnect(10.0)
+    probing.record_disconnect(10.02)
+    assert probing.start_if_due(10.06)
+    assert not probing.start_if_due(10.06)
+    assert probing.start_if_due(10.02 + PROBE_SECONDS)
+    assert probing.due == math.inf
+
+
+class Refusing:
+    def __init__(self, problem: int) -> None:
+        self._problem = problem
+
+    def send(self, *_: object) -> None:
+        raise zmq.ZMQError(self._problem)
+
+
+@pytest.mark.parametrize(("problem", "level"), [(zmq.EHOSTUNREACH, "INFO"), (errno.EAGAIN, "WARNING")])
+def test_only_an_unread_answer_is_warned_of(monkeypatch, problem, level):
+    lines = []
+    log = SimpleNamespace(log=lambda number, text, *given: lines.append((logging.getLevelName(number), text % given)))
+    monkeypatch.setattr(sender, "logger", log)
+    dispatcher = Dispatcher(b"server-0", 0.0)
+    Sender(Refusing(problem), dispatcher).send([(b"peer", b"frame")])
+    assert [(said, "was dropped" in text) for said, text in lines] == [(level, True)]
+    assert dispatcher.counters.dropped_answers == 1

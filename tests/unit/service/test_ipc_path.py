@@ -1,4 +1,4 @@
-"""ipc paths of a server: nobody's file is removed, no running server's place is taken, nobody else gets in."""
+"""ipc paths of a server: no foreign file is removed, and no running server is displaced."""
 
 import errno
 import fcntl
@@ -26,7 +26,6 @@ def path(tmp_path):
 
 @pytest.fixture
 def serve(path):
-    """Runs a server in a thread while the test lasts; returns where."""
     services = []
 
     def run():
@@ -49,7 +48,7 @@ def end(service, thread):
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link to a file", "link to nothing", "pipe"])
-def test_what_is_no_socket_is_left_as_it_is(path, tmp_path, kind):
+def test_a_file_other_than_a_socket_is_left_alone(path, tmp_path, kind):
     (tmp_path / "other").write_text("precious")
     make = {
         "file": lambda: path.write_text("precious"),
@@ -60,7 +59,7 @@ def test_what_is_no_socket_is_left_as_it_is(path, tmp_path, kind):
     }
     make[kind]()
     before = path.lstat()
-    with pytest.raises(BindError, match=r"expected nothing there, or the socket of a server that has ended"):
+    with pytest.raises(BindError, match=r"the path exists and is no socket"):
         Service(Config((f"ipc://{path}",)))
     assert path.lstat().st_ino == before.st_ino
     assert (tmp_path / "other").read_text() == "precious"
@@ -74,8 +73,8 @@ def test_a_path_where_a_server_listens_is_not_taken_over(path, serve):
     assert ask(f"ipc://{path}")["server"] == number
 
 
-def test_of_servers_that_start_together_one_gets_the_path(path, monkeypatch):
-    """Each finds the socket of one that was killed; between `bind` and `listen` that of a new one looks the same."""
+def test_one_of_several_starting_servers_gets_the_path(path, monkeypatch):
+    """Each finds the socket of a killed server; between `bind` and `listen` a new one's socket looks the same."""
     bound_first, never = threading.Event(), threading.Event()
 
     def slow_bind(bound, path):
@@ -107,7 +106,7 @@ def test_of_servers_that_start_together_one_gets_the_path(path, monkeypatch):
     assert not path.exists()
 
 
-def test_a_folder_that_another_process_keeps_locked_is_told(path, tmp_path, monkeypatch):
+def test_a_folder_locked_by_another_process_is_an_error(path, tmp_path, monkeypatch):
     monkeypatch.setattr(ipc_path, "LOCK_SECONDS", 0.05)
     descriptor = os.open(tmp_path, os.O_RDONLY)
     try:
@@ -119,7 +118,7 @@ def test_a_folder_that_another_process_keeps_locked_is_told(path, tmp_path, monk
 
 
 @pytest.mark.parametrize(("number", "is_served"), [(errno.ENOLCK, True), (errno.EOPNOTSUPP, True), (errno.EIO, False)])
-def test_a_file_system_without_locks_will_do(path, monkeypatch, number, is_served):
+def test_a_file_system_without_locks_works(path, monkeypatch, number, is_served):
     def refuse(*_):
         raise OSError(number, os.strerror(number))
 
@@ -141,7 +140,7 @@ def test_the_socket_is_private_whatever_the_umask(path, serve):
 
 
 def test_a_server_leaves_the_file_of_another_that_has_taken_its_path(path, serve):
-    """It was removed by somebody, and another server has begun there."""
+    """The path was removed, and another server listens there."""
     first = serve()
     path.unlink()
     serve()
@@ -150,7 +149,7 @@ def test_a_server_leaves_the_file_of_another_that_has_taken_its_path(path, serve
     assert ask(f"ipc://{path}")["server"] == number
 
 
-def test_a_path_that_is_too_long_is_told(tmp_path):
+def test_a_path_that_is_too_long_is_an_error(tmp_path):
     with pytest.raises(BindError, check=says(r"cannot listen on ipc://.*: AF_UNIX path too long")):
         Service(Config((f"ipc://{tmp_path}/{'x' * 120}",)))
 

@@ -1,4 +1,4 @@
-"""Limits: each refuses what is beyond it, counts it, and leaves everybody else alone."""
+"""Limits: each refuses excess, counts it, and leaves the other tenants alone."""
 
 import dataclasses
 import re
@@ -34,13 +34,11 @@ every_option = pytest.mark.parametrize("option", OPTIONS, ids=lambda option: opt
 
 
 class Play:
-    """A dispatcher with a quota; each message comes from its session's own peer."""
-
     def __init__(self, **quota: float) -> None:
         self.now = 0.0
         self.dispatcher = Dispatcher(b"server-0", 0.0, quota=Quota(**quota))
 
-    def say(self, *messages: Message) -> list[Any]:
+    def send(self, *messages: Message) -> list[Any]:
         replies: Any = []
         for message in messages:
             peer = getattr(message, "session", b"anybody")
@@ -50,7 +48,7 @@ class Play:
 
     def open(self, n: int = 2, **given: Any) -> None:
         for member in range(n):
-            self.say(register(member, n, **given))
+            self.send(register(member, n, **given))
 
     @property
     def kept(self) -> list[int]:
@@ -58,7 +56,7 @@ class Play:
 
     def is_refused(self, *messages: Message) -> bool:
         before = self.dispatcher.counters.over_limits
-        (answer, *_) = self.say(*messages) or [None]
+        (answer, *_) = self.send(*messages) or [None]
         refused = isinstance(answer, Failure) and answer.code == "limit"
         assert (self.dispatcher.counters.over_limits > before) == refused, (
             "what is refused is counted, and nothing else"
@@ -72,7 +70,7 @@ class Play:
 
 
 def test_without_options_the_protocols_limits_hold():
-    """One that is not the protocol's must be generous, for nobody has asked for it."""
+    """A default that is not the protocol's must be generous."""
     assert from_arguments([], {}).quota == Quota()
     quota = Quota()
     assert (quota.max_frame_bytes, quota.max_name_bytes) == (limits.MAX_FRAME_BYTES, limits.MAX_NAME_BYTES)
@@ -104,7 +102,7 @@ def test_no_limit_is_above_what_the_protocol_allows_or_below_what_makes_sense(op
             Quota(**{option.name: unsound})
 
 
-def test_a_limit_that_is_no_number_is_a_usage_error(capsys):
+def test_a_limit_other_than_a_number_is_a_usage_error(capsys):
     with pytest.raises(SystemExit) as caught:
         from_arguments(["--max-members", "many"], {})
     assert caught.value.code == 2
@@ -116,7 +114,6 @@ HUGE = {"400 digits": "9" * 400, "-400 digits": f"-{'9' * 400}", "5000 digits": 
 
 
 def error_of(call, capsys):
-    """The line of the error of a call, by an exception or of a parser."""
     with pytest.raises((ConfigurationError, SystemExit)) as caught:
         call()
     return capsys.readouterr().err if caught.type is SystemExit else caught.value.message
@@ -138,13 +135,13 @@ def test_a_huge_number_is_refused_in_one_line(option, text, capsys):
 
 
 @pytest.mark.parametrize("text", [*HUGE.values(), "0", str(2**31)], ids=[*HUGE, "0", "2**31"])
-def test_the_id_of_a_parent_is_that_of_a_process(text, capsys):
+def test_the_parent_must_be_the_id_of_a_process(text, capsys):
     error = unwrap(error_of(lambda: from_arguments([f"--parent={text}"], {}), capsys))
     assert re.search(r"parent: expected the id of a process, 1 to 2147483647, got '?-?\d", error)
     assert len(error) < 250
 
 
-# What is refused, in the pure dispatcher. What is just within a limit is taken.
+# Refusals in the pure dispatcher; values just within a limit are accepted.
 
 
 @pytest.mark.parametrize(
@@ -182,11 +179,7 @@ def test_a_job_may_have_several_groups():
         ({"max_replicas": 2}, contribution(0, rows(1.0, 1.0)), contribution(1, rows(1.0, 1.0, 1.0))),
         ({"max_name_bytes": 5}, contribution(0, key=key("layer")), contribution(1, key=key("layers"))),
         ({"max_open_rounds": 1}, contribution(0), contribution(0, key=key(step=1))),
-        (
-            {"max_frame_bytes": 1024},
-            contribution(0, rows(1.0, channels=100)),
-            contribution(1, rows(1.0, channels=130)),
-        ),
+        ({"max_frame_bytes": 1024}, contribution(0, rows(1.0, channels=100)), contribution(1, rows(1.0, channels=130))),
     ],
 )
 def test_a_contribution_beyond_a_limit_is_refused_and_the_round_stays_open(quota, within, beyond):
@@ -194,7 +187,7 @@ def test_a_contribution_beyond_a_limit_is_refused_and_the_round_stays_open(quota
     play.open()
     assert not play.is_refused(within)
     assert play.is_refused(beyond)
-    answers = play.say(dataclasses.replace(within, session=session_of(1)))
+    answers = play.send(dataclasses.replace(within, session=session_of(1)))
     assert {answer.key for answer in answers} == {within.key}
     assert {type(answer).__name__ for answer in answers} == {"Aggregate"}
 
@@ -211,7 +204,7 @@ def test_a_job_keeps_no_more_bytes_than_it_may():
     assert not play.is_refused(contribution(0, key=key(step=1)))
     assert play.kept == [PAIR + 2 * (ROUND + SIZE)]
     assert play.is_refused(contribution(0, key=key(step=2)))
-    # Nothing of it was kept, no round was opened for it, and what was taken before may be repeated.
+    # Nothing was stored and no round opened; the earlier contribution may be repeated.
     assert play.kept == [PAIR + 2 * (ROUND + SIZE)]
     assert len(play.dispatcher.report(0.0)["groups"][0]["waiting"]) == 2
     assert not play.is_refused(contribution(0, key=key(step=1)))
@@ -230,7 +223,7 @@ def test_all_groups_of_a_job_count_together_and_other_jobs_do_not():
     play.open()
     play.open(job="other")
     for member in (0, 1):
-        play.say(register(member, group="pair", session=b"pair---%d" % member))
+        play.send(register(member, group="pair", session=b"pair---%d" % member))
     assert not play.is_refused(contribution(0))
     assert play.is_refused(contribution(0, key=key(group="pair"), session=b"pair---0"))
     assert not play.is_refused(contribution(0, key=key(job="other"), session=session_of(0, "other")))
@@ -241,7 +234,7 @@ def test_a_long_run_keeps_the_same_number_of_bytes():
     play.open()
     kept = []
     for step in range(3 * limits.CACHED_ROUNDS):
-        play.say(contribution(0, key=key(step=step)), contribution(1, key=key(step=step)))
+        play.send(contribution(0, key=key(step=step)), contribution(1, key=key(step=step)))
         kept += play.kept
     assert len(set(kept[limits.CACHED_ROUNDS :])) == 1
     assert kept[0] > 2 * SIZE
@@ -255,13 +248,13 @@ def test_a_long_run_keeps_the_same_number_of_bytes():
     ],
     ids=["left", "replaced"],
 )
-def test_a_job_that_ends_gives_all_room_back(ends):
+def test_a_job_that_ends_frees_all_room(ends):
     play = Play()
     play.open()
-    play.say(contribution(0), contribution(1), contribution(0, key=key(step=1)))
+    play.send(contribution(0), contribution(1), contribution(0, key=key(step=1)))
     usage = play.dispatcher._usage
     assert usage.allocated_by_tenant["job 'job'"] > 3 * SIZE
-    play.say(*ends)
+    play.send(*ends)
     assert play.kept == []
     assert (usage.allocated, usage.allocated_by_tenant) == (0, {})
 
@@ -269,36 +262,36 @@ def test_a_job_that_ends_gives_all_room_back(ends):
 PAST = {"server": b"server-9", "known": Members.of([0, 1]), "results": 1}
 
 
-def test_what_is_put_off_after_a_restart_counts_and_is_given_back():
+def test_contributions_parked_after_a_restart_count_and_are_freed():
     aggregate = play_aggregate()
     back = Play()
-    back.say(register(0, **PAST), Result(session_of(0), aggregate))
+    back.send(register(0, **PAST), Result(session_of(0), aggregate))
     results = back.kept[0]
     assert results > GROUP_BYTES + MEMBER_BYTES + 2 * EXPECTED_BYTES + CONTRIBUTION_BYTES
     play = Play(max_tenant_bytes=results + SIZE)
-    play.say(register(0, **PAST), Result(session_of(0), aggregate))
+    play.send(register(0, **PAST), Result(session_of(0), aggregate))
     assert not play.is_refused(contribution(0, key=key(step=1)))
     assert play.kept == [results + SIZE]
     assert play.is_refused(contribution(0, key=key(step=2)))
-    play.say(Leave(session_of(0), ""))
+    play.send(Leave(session_of(0), ""))
     assert play.dispatcher._usage.allocated == 0
 
 
-def test_whoever_is_lost_while_the_account_is_full_takes_what_it_put_off_along_and_no_more():
+def test_a_lost_member_of_a_full_account_frees_exactly_its_parked_contributions():
     play = Play()
     for member in (0, 1):
         known = {**PAST, "known": Members.of([0, 1, 2]), "results": 0}
-        play.say(register(member, 3, min_members=1, **known))
+        play.send(register(member, 3, min_members=1, **known))
         assert not play.is_refused(contribution(member, key=key(step=1)))
     usage = play.dispatcher._usage
     before, full = usage.allocated, MemoryShare(usage, "job 'job'")
     full.adjust(usage.quota.max_tenant_bytes)
-    play.say(Leave(session_of(1), "it failed"))
+    play.send(Leave(session_of(1), "it failed"))
     full.release_all()
     assert usage.allocated == before - SIZE - MEMBER_BYTES - EXPECTED_BYTES
 
 
-def test_one_that_names_more_members_than_there_is_room_for_is_refused():
+def test_a_member_that_names_too_many_members_is_refused():
     play = Play(max_tenant_bytes=GROUP_BYTES + 2 * MEMBER_BYTES + 100 * EXPECTED_BYTES)
     assert play.is_refused(register(0, **{**PAST, "known": Members.of(range(10_000))}))
     assert not play.is_refused(register(0, **PAST))
@@ -306,21 +299,21 @@ def test_one_that_names_more_members_than_there_is_room_for_is_refused():
 
 def test_results_after_a_restart_count():
     play = Play(max_tenant_bytes=GROUP_BYTES + MEMBER_BYTES + 2 * EXPECTED_BYTES)
-    play.say(register(0, **PAST))
+    play.send(register(0, **PAST))
     assert play.is_refused(Result(session_of(0), play_aggregate()))
 
 
 def play_aggregate() -> Any:
     play = Play()
     play.open()
-    return play.say(contribution(0), contribution(1))[0]
+    return play.send(contribution(0), contribution(1))[0]
 
 
-def test_the_report_tells_what_was_refused():
+def test_the_report_counts_refusals():
     play = Play(max_members=1)
     assert "over a limit" not in describe(play.dispatcher.report(0.0, ANONYMOUS))
-    play.say(register(0, 2))
-    (answer,) = play.say(StatusRequest())
+    play.send(register(0, 2))
+    (answer,) = play.send(StatusRequest())
     assert answer.report["over_limits"] == 1
     assert "1 messages over a limit" in describe(answer.report)
 
@@ -329,11 +322,11 @@ def test_messages_of_strangers_are_counted_and_those_of_members_are_not():
     play = Play()
     messages = contribution(0), Heartbeat(session_of(0)), Result(session_of(0), play_aggregate())
     for number, message in enumerate(messages, start=1):
-        play.say(message)
+        play.send(message)
         assert play.received.is_refused
         assert play.dispatcher.counters.strangers == number
-    # One who is back after a restart, and has not yet told what it announced, is no stranger.
+    # A returning member that has not sent its announced results yet is known.
     for message in (register(0, **PAST), Heartbeat(session_of(0)), contribution(0), StatusRequest()):
-        play.say(message)
+        play.send(message)
         assert not play.received.is_refused
     assert play.dispatcher.counters.strangers == 3

@@ -30,7 +30,6 @@ WAIT_SECONDS = 30.0
 
 @pytest.fixture
 def dial() -> Iterator[Callable[[Service], zmq.Socket]]:
-    """Opens sockets without the client."""
     with zmq.Context() as context, ExitStack() as stack:
 
         def connect(service: Service) -> zmq.Socket:
@@ -47,7 +46,6 @@ def told(service: Service, name: str) -> int:
 
 
 def hangs_up(connection: socket.socket) -> float:
-    """Seconds until the server ends a connection."""
     started = time.monotonic()
     connection.settimeout(WAIT_SECONDS)
     while connection.recv(4096):
@@ -69,7 +67,7 @@ def test_a_connection_over_which_no_member_speaks_is_ended_and_a_members_is_not(
     service = serve(max_refusals=2**20)
     who = Member("job", "world", 0, 0, 1, 20.0, "here")
     with Connection(ZmqChannelPool(service.endpoints[0]), who) as member:
-        # The member may have its answer before the server has noted whose connection it is.
+        # The member may have its answer before the server has recorded its connection.
         wait_until(lambda: len(service._connections.members) > 0, WAIT_SECONDS)
         before = len(service._connections.members)
         stranger = dial(service)
@@ -83,7 +81,7 @@ def test_a_connection_over_which_no_member_speaks_is_ended_and_a_members_is_not(
         assert member.exchange("bn", rows(2.0)).values.item() == 2.0
 
 
-def test_a_member_that_has_gone_leaves_nothing_behind(serve):
+def test_a_member_that_left_leaves_no_trace(serve):
     service = serve()
     who = Member("job", "world", 0, 0, 1, 20.0, "here")
     for _ in range(3):
@@ -102,11 +100,11 @@ def test_a_status_is_answered_over_a_connection_that_was_ended_before(serve, dia
         wait_until(lambda before=report: told(service, "idle_connections") > before["idle_connections"])
 
 
-def test_who_does_not_read_does_not_grow_the_servers_memory(serve, dial, caplog, monkeypatch):
+def test_clients_that_do_not_read_do_not_grow_the_servers_memory(serve, dial, caplog, monkeypatch):
     """Without a bound what waits would take 12 MB."""
-    caplog.set_level(logging.CRITICAL, "statsd_bn.server")  # pytest keeps what is logged
+    caplog.set_level(logging.CRITICAL, "statsd_bn.server")  # pytest stores log records
     monkeypatch.setattr(connections, "IDLE_SECONDS", 86_400.0)
-    # No connection is closed for what is refused on it, or for its age: a slow machine may take minutes.
+    # No connection is closed for refusals or age: a slow machine may take minutes.
     service = serve(max_unread=2, max_refusals=2**20)
     stranger = dial(service)
     stranger.sndtimeo = int(WAIT_SECONDS * 1000)
@@ -114,14 +112,13 @@ def test_who_does_not_read_does_not_grow_the_servers_memory(serve, dial, caplog,
     frame = encode(contribution(0, key=key(long, job=long, group=long)))
 
     def refused(frames: int) -> int:
-        """Sends them; returns what this process takes once all have been refused."""
         told_before = told(service, "strangers")
         for _ in range(frames):
             stranger.send(frame)
         wait_until(lambda: told(service, "strangers") == told_before + frames, WAIT_SECONDS)
         return _resident_bytes()
 
-    before = refused(10_000)  # the queues and the network are full from then on, and the allocator has what it needs
+    before = refused(10_000)  # queues and network are full, and the allocator has its pages
     dropped = told(service, "dropped_answers")
     after = refused(12_000)
     assert told(service, "dropped_answers") - dropped > 4_000
@@ -132,7 +129,7 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_connection_over_which_too_much_is_refused_is_told_so_and_ended(serve, dial):
+def test_a_connection_with_too_many_refusals_gets_an_error_and_ends(serve, dial):
     service = serve(max_refusals=5)
     stranger = dial(service)
     with stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
@@ -150,7 +147,7 @@ def test_a_connection_over_which_too_much_is_refused_is_told_so_and_ended(serve,
     assert report["strangers"] == codes.count("unknown_session") < 100
 
 
-def test_what_was_refused_is_forgotten_after_a_moment(serve, dial):
+def test_refusals_are_forgotten_after_a_moment(serve, dial):
     service, refused = serve(max_refusals=5), 0
     stranger = dial(service)
     while refused < 20:
@@ -177,7 +174,7 @@ def test_a_member_may_be_refused_once_for_each_group_after_a_restart(serve, dial
     assert answers[-1].report["flooding_connections"] == 0
 
 
-def test_a_client_is_told_of_a_limit_by_its_error(serve):
+def test_a_client_learns_of_a_limit_by_an_error(serve):
     service = serve(max_channels=2)
     who = Member("job", "world", 0, 0, 1, 20.0, "here")
     with Connection(ZmqChannelPool(service.endpoints[0]), who) as member:

@@ -7,7 +7,6 @@ from server.cli.logs import MAX_PER_PERIOD, PERIOD_SECONDS, RateLimitFilter
 
 @pytest.fixture
 def log(caplog):
-    """A logger whose clock the test moves, and what comes through."""
     logger = logging.getLogger("sparing test")
     logger.now = 0.0
     sparing = RateLimitFilter(lambda: logger.now)
@@ -25,7 +24,7 @@ def test_a_few_messages_of_a_kind_pass_and_a_flood_does_not_nor_hides_another(lo
     assert told() == [*(f"refused: {number}" for number in range(MAX_PER_PERIOD)), "member 1 leaves"]
 
 
-def test_the_next_period_tells_how_many_were_left_out(log):
+def test_the_next_period_reports_the_number_of_omitted_messages(log):
     logger, told = log
     for _ in range(MAX_PER_PERIOD + 7):
         logger.warning("refused: %s", "100%")
@@ -35,7 +34,7 @@ def test_the_next_period_tells_how_many_were_left_out(log):
     assert told()[-2:] == ["refused: again (7 similar messages were suppressed)", "refused: and again"]
 
 
-def test_where_nothing_was_left_out_nothing_is_told(log):
+def test_without_omitted_messages_no_number_is_reported(log):
     logger, told = log
     for _ in range(3):
         logger.warning("refused: %s", "now and then")

@@ -1,4 +1,4 @@
-"""A question whose server ends: the one in its place is asked, and each answer belongs to its question."""
+"""A query survives a restart of the server, and matches answers to requests."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +18,7 @@ UNANSWERED_SECONDS = 2.0
 
 
 class Fake:
-    """Servers at one endpoint, one after the other, that do as they are told."""
+    """Servers at one endpoint, one after the other, with scripted answers."""
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
@@ -61,7 +61,7 @@ def fake(tmp_path: Path) -> Fake:
     ],
     ids=["the first question", "the second one"],
 )
-def test_a_question_that_a_server_took_with_it_is_put_to_the_next(fake, first, second, questions):
+def test_a_question_lost_with_a_server_is_sent_to_the_next(fake, first, second, questions):
     def in_turn() -> None:
         fake.takes(*first)
         fake.answers(*second)
@@ -75,7 +75,7 @@ def test_a_question_that_a_server_took_with_it_is_put_to_the_next(fake, first, s
     assert fake.questions == questions
 
 
-def test_servers_that_all_take_the_question_with_them_are_given_up_in_time(fake):
+def test_the_query_gives_up_in_time_if_every_server_loses_it(fake):
     def in_turn() -> None:
         fake.takes()
         fake.takes()

@@ -38,7 +38,7 @@ REPORT = {"server": "abcd", "seconds": 61.7, "received": 40, "bad_frames": 2, "g
 
 @pytest.fixture(autouse=True)
 def insecure(monkeypatch):
-    """Those who listen here and are no servers have no keys."""
+    """The fake servers here have no keys."""
     monkeypatch.setenv("STATSD_BN_INSECURE", "1")
 
 
@@ -52,7 +52,7 @@ def test_a_report_reads_as_text():
     )
 
 
-def test_transports_get_a_line_once_the_members_have_said_them():
+def test_transports_get_a_line_once_the_members_have_reported_them():
     def said(*transports, **more):
         contributors = [
             contributor | {"transport": transport}
@@ -72,18 +72,18 @@ def test_transports_get_a_line_once_the_members_have_said_them():
     ]
 
 
-def test_a_wait_that_is_usual_between_ranks_gets_no_line():
+def test_a_usual_wait_between_ranks_gets_no_line():
     waits = [{"round": "layer 'bn1'", "seconds": seconds, "missing": [1]} for seconds in (0.49, 0.5)]
     said = describe(REPORT | {"groups": [GROUP | {"waiting": waits}]})
     assert said.count("  waiting ") == said.count("  waiting 0.5 s") == 1
 
 
-def test_a_job_that_broke_between_two_rounds_does_not_say_that_none_failed():
+def test_a_job_broken_between_rounds_does_not_claim_that_no_round_failed():
     said = describe(REPORT | {"groups": [GROUP | {"lost": "rank 1 was lost", "rounds_failed": 0}]})
     assert "broken: rank 1 was lost; 17 rounds done\n" in said
 
 
-def test_jobs_that_have_ended_are_told_with_how():
+def test_ended_jobs_are_listed_with_their_end():
     job = {"job": "resnet", "epoch": 3, "world_size": 2, "rounds_done": 17, "lost": "", "seconds": 61.7}
     said = describe(REPORT | {"groups": [], "ended": [job | {"lost": "rank 1 was lost"}, job]})
     assert said.splitlines()[1:] == [
@@ -93,7 +93,7 @@ def test_jobs_that_have_ended_are_told_with_how():
     ]
 
 
-def test_why_a_job_broke_does_not_say_again_which_job_it_is():
+def test_the_reason_of_a_broken_job_does_not_repeat_the_job():
     lost = "rank 1 (b, pid 2) was lost: no sign of life; in job 'resnet', group 'world', step 5"
     job = {"job": "resnet", "epoch": 3, "world_size": 2, "rounds_done": 17, "lost": lost, "seconds": 61.7}
     for line in describe(REPORT | {"groups": [GROUP | {"lost": lost}], "ended": [job]}).splitlines():
@@ -109,18 +109,15 @@ def test_why_a_job_broke_does_not_say_again_which_job_it_is():
             {"group": "pair", "missing": 1, "members": GROUP["members"][1:]},
             "1 of 2 ranks, waiting for 1 rank besides rank 1;",
         ),
-        (
-            {"group": "pair", "world_size": 4, "missing": 2},
-            "2 of 4 ranks, waiting for 2 ranks besides ranks 0-1;",
-        ),
+        ({"group": "pair", "world_size": 4, "missing": 2}, "2 of 4 ranks, waiting for 2 ranks besides ranks 0-1;"),
         ({"lost": "member 1 left"}, "2 of 2 ranks, broken: member 1 left;"),
     ],
 )
-def test_a_group_that_is_not_well_says_so(changed, words):
+def test_a_group_in_trouble_is_marked(changed, words):
     assert words in describe({**REPORT, "groups": [{**GROUP, **changed}]})
 
 
-def test_a_report_that_is_cut_says_how_many_groups_it_leaves_out():
+def test_a_shortened_report_counts_the_omitted_groups():
     assert describe({**REPORT, "left_out": 3}).splitlines()[-1] == "and 3 more groups"
     assert "no jobs" not in describe({**REPORT, "groups": [], "left_out": 1})
 
@@ -137,13 +134,12 @@ def test_a_running_server_answers(server, job):
 
 @pytest.fixture
 def nobody() -> str:
-    """An endpoint where nobody listens: it was free a moment ago."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.bind("tcp://127.0.0.1:*")
         return router.last_endpoint.decode().rstrip("\0")
 
 
-def test_where_nobody_listens_the_command_exits_with_4(nobody, monkeypatch, capsys):
+def test_a_command_without_a_server_exits_with_4(nobody, monkeypatch, capsys):
     monkeypatch.setattr(command, "ask", partial(ask, seconds=0.05))
     assert command.main(["status", nobody]) == 4
     said = capsys.readouterr()
@@ -163,7 +159,7 @@ def test_where_nobody_listens_the_command_exits_with_4(nobody, monkeypatch, caps
         ("tcp://127.0.0.1:20011x", "tcp://HOST:PORT with a port of 0 to 65535"),
     ],
 )
-def test_what_is_no_endpoint_exits_with_2(name, endpoint, expected, capsys):
+def test_an_invalid_endpoint_exits_with_2(name, endpoint, expected, capsys):
     assert command.main([name, endpoint]) == 2
     said = unwrap(capsys.readouterr().err)
     assert said == f"statsd_bn: endpoint: expected {expected}, got {endpoint!r}\n"
@@ -174,7 +170,7 @@ def test_a_port_that_only_a_server_knows_exits_with_2(capsys):
     assert "expected tcp://HOST:PORT or ipc://PATH, got 'tcp://127.0.0.1:*'" in unwrap(capsys.readouterr().err)
 
 
-def test_a_check_asks_where_clients_would_if_nothing_says_where_the_server_listens(server, nobody, monkeypatch):
+def test_a_check_without_an_endpoint_asks_where_clients_connect(server, nobody, monkeypatch):
     monkeypatch.setattr(command, "CHECK_SECONDS", 0.5)
     monkeypatch.setenv("STATSD_BN_ENDPOINT", server.endpoint)
     assert command.main(["check"]) == 0
@@ -208,7 +204,7 @@ def test_a_server_that_listens_on_all_addresses_is_reached_on_the_loopback_one(b
 
 
 @pytest.mark.parametrize("bound", ["tcp://127.0.0.1:*", "tcp://127.0.0.1", "nonsense"])
-def test_a_check_of_a_server_whose_port_nobody_knows_is_a_wrong_use(bound, monkeypatch, capsys):
+def test_a_check_of_a_server_with_an_unknown_port_is_a_usage_error(bound, monkeypatch, capsys):
     monkeypatch.setenv("STATSD_BN_BIND", bound)
     with pytest.raises(ConfigurationError, match="STATSD_BN_BIND names none with a port"):
         own_endpoint({"STATSD_BN_BIND": bound})
@@ -261,7 +257,7 @@ def another_version(frame: bytes) -> bytes:
     ],
     ids=["a failure", "another message", "another version", "no message"],
 )
-def test_an_answer_that_is_no_status_exits_with_4_and_one_line(somebody, capsys, answer, words):
+def test_an_answer_other_than_a_status_exits_with_4_and_one_line(somebody, capsys, answer, words):
     endpoint = somebody(answer)
     assert command.main(["status", endpoint]) == 4
     said = capsys.readouterr()
@@ -270,7 +266,7 @@ def test_an_answer_that_is_no_status_exits_with_4_and_one_line(somebody, capsys,
     assert unwrap(said.err).count("\n") == 1
 
 
-def test_the_view_takes_no_report_that_makes_no_sense(somebody, capsys):
+def test_the_view_refuses_an_invalid_report(somebody, capsys):
     assert command.main(["view", somebody(encode(Status({"groups": [{}]}))), "--http", "127.0.0.1:0"]) == 4
     said = capsys.readouterr()
     assert said.out == ""
@@ -304,7 +300,7 @@ def test_the_size_of_a_job_that_has_ended_is_checked_too(somebody, capsys):
     assert f"world_size: expected an integer in [0, {limits.MAX_MEMBERS}]" in unwrap(capsys.readouterr().err)
 
 
-def test_whoever_is_named_cannot_speak_to_the_terminal_or_forge_a_line():
+def test_names_cannot_control_the_terminal_or_forge_a_line():
     members = [{"member": 0, "place": "höst\n\x1b[2Jno jobs", "participation": "takes_part", "step": 0, "replicas": 4}]
     text = describe(REPORT | {"groups": [GROUP | {"members": members, "waiting": []}]})
     assert text.splitlines()[2:] == [r"  rank 0 (höst\n\x1b[2Jno jobs), step 0, 4 replicas"]
@@ -314,12 +310,12 @@ NONSENSE = [{}, {**REPORT, "seconds": "long"}, {**REPORT, "groups": [{}]}, {**RE
 
 
 @pytest.mark.parametrize("report", NONSENSE)
-def test_a_report_that_makes_no_sense_is_an_error_in_one_line(report):
+def test_an_invalid_report_is_an_error_in_one_line(report):
     with pytest.raises(ServerUnreachable, match="malformed"):
         describe(report)
 
 
-def test_a_check_at_an_interface_without_an_address_is_a_wrong_use(monkeypatch):
+def test_a_check_at_an_interface_without_an_address_is_a_usage_error(monkeypatch):
     monkeypatch.setattr(status_module.socket, "if_nameindex", lambda: [(7, "nowhere0")])
     with pytest.raises(ConfigurationError, match=r"an interface with an address,\s+got 'nowhere0'"):
         own_endpoint({"STATSD_BN_BIND": "tcp://nowhere0:7000"})

@@ -1,4 +1,4 @@
-"""`status --watch` shows the server again and again, over what it showed last."""
+"""`status --watch` redraws the status in place."""
 
 import io
 import json
@@ -26,7 +26,7 @@ def paused(times: int):
     return pause
 
 
-def test_a_terminal_is_written_over_and_never_cleared_again():
+def test_a_terminal_is_cleared_once_and_then_overwritten():
     texts = iter(["one\ntwo", "three"])
     out = Terminal()
     watch(lambda: next(texts), out, paused(2))
@@ -39,7 +39,7 @@ def test_a_file_gets_plain_text():
     assert out.getvalue() == "one\n" * 3
 
 
-def test_a_server_that_goes_away_is_told_and_asked_again():
+def test_a_lost_server_is_reported_and_asked_again():
     answers = iter(["one", ServerUnreachable("nobody listens\nIs it there?"), "two"])
 
     def text() -> str:
@@ -53,7 +53,7 @@ def test_a_server_that_goes_away_is_told_and_asked_again():
     assert out.getvalue() == "one\nnobody listens; Is it there?\ntwo\n"
 
 
-def test_where_no_server_was_from_the_beginning_it_ends():
+def test_without_a_server_at_the_start_it_ends():
     def text() -> str:
         raise ServerUnreachable("nobody listens")
 

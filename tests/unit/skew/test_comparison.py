@@ -5,18 +5,15 @@ import numpy as np
 from statsd_bn.skew import MIN_SECONDS, Duplicate, Outlier, SkewDetector
 
 # The third member's data differ much, and the second's are the first's.
-FIGURES = np.array(
-    [[[10.0, 0.0, 1.0, 0.01], [10.0, 0.0, 1.0, 0.01], [10.0, 5.0, 9.0, 0.4], [10.0, 0.1, 1.1, 0.01]]],
-)
+FIGURES = np.array([[[10.0, 0.0, 1.0, 0.01], [10.0, 0.0, 1.0, 0.01], [10.0, 5.0, 9.0, 0.4], [10.0, 0.1, 1.1, 0.01]]])
 
 
 def looks(comparison, times):
-    """Members that were found to differ, and to be copies."""
     found = [one for step, now in enumerate(times) for one in comparison.add(now, step, ["bn"], FIGURES)]
     return [[one.member for one in found if isinstance(one, kind)] for kind in (Outlier, Duplicate)]
 
 
-def test_a_burst_of_looks_is_one():
+def test_a_burst_of_samples_counts_once():
     comparison = SkewDetector(4)
     assert looks(comparison, [MIN_SECONDS * look / 50 for look in range(50)]) == [[], []]
     assert looks(comparison, [1.0 + MIN_SECONDS * look for look in range(20)]) == [[2], [1]]

@@ -1,4 +1,4 @@
-"""Members whose data are the same: found after several looks on end, and never where data only look alike."""
+"""Members with equal data: found after several samples, and never for similar data."""
 
 import numpy as np
 
@@ -30,14 +30,14 @@ def test_a_copy_is_found_once_with_its_step():
     assert looks(group, 50, (3, 1), first=4 + IN_A_ROW, seed=1) == [Duplicate(3, 1, "a", 50)]
 
 
-def test_it_has_to_be_the_same_on_end():
+def test_a_copy_must_be_equal_in_successive_samples():
     group = SkewDetector(MEMBERS)
     for start in range(0, 100, IN_A_ROW):
         assert looks(group, IN_A_ROW - 1, (2, 0), first=start) == []
         assert looks(group, 1, first=start + IN_A_ROW - 1, seed=1) == []
 
 
-def test_a_pair_is_told_once_however_often_it_differs_meanwhile():
+def test_a_pair_is_reported_once_although_it_differs_meanwhile():
     group = SkewDetector(MEMBERS)
     assert looks(group, IN_A_ROW, (3, 1)) == [Duplicate(3, 1, "a", 0)]
     for start in range(IN_A_ROW, 100, IN_A_ROW + 1):
@@ -50,7 +50,7 @@ def test_several_copies_are_each_found():
     assert found == [Duplicate(1, 0, "a", 0), Duplicate(3, 0, "a", 0)]
 
 
-def test_one_layer_that_differs_is_enough_to_be_another():
+def test_one_different_layer_disproves_a_copy():
     rng, group = np.random.default_rng(0), SkewDetector(MEMBERS)
     for look in range(3 * IN_A_ROW):
         values = figures(rng, [(3, 1)])
@@ -58,7 +58,7 @@ def test_one_layer_that_differs_is_enough_to_be_another():
         assert group.add(float(look), look, NAMES, values) == []
 
 
-def test_constant_data_and_none_are_the_same_for_good_reason():
+def test_constant_or_missing_data_are_not_copies():
     constant, empty = SkewDetector(MEMBERS), SkewDetector(MEMBERS)
     for look in range(2 * IN_A_ROW):
         values = np.ones((LAYERS, MEMBERS, 4))

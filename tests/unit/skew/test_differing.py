@@ -1,4 +1,4 @@
-"""Whose data differ: a member stands out beside the others, soon, by the earliest layer; honest ones do not."""
+"""Members with differing data: found soon, at the earliest layer, without false alarms."""
 
 import math
 import re
@@ -23,7 +23,7 @@ def figures(rng, members, samples=4, channels=4, odd=None, scale=1.0, shift=0.0)
 
 
 def looks(of_group, members, number=40, layers=LAYERS, seed=0, first=0, **odd):
-    """So many looks, one a second and each ten steps; returns what was found and at which look."""
+    """A number of samples, one a second and each ten steps; returns the finding and its sample."""
     rng, found = np.random.default_rng(seed), []
     for look in range(first, first + number):
         values = np.stack([figures(rng, members, **odd) for _ in layers])
@@ -33,13 +33,13 @@ def looks(of_group, members, number=40, layers=LAYERS, seed=0, first=0, **odd):
 
 @pytest.mark.parametrize("members", [3, 4, 8])
 @pytest.mark.parametrize("how", [{"scale": 4.0}, {"scale": 0.0}, {"scale": 0.2}, {"shift": 3.0}], ids=str)
-def test_one_that_is_different_from_the_first_step_on_is_found_within_half_a_minute(members, how):
+def test_a_member_that_always_differs_is_found_within_half_a_minute(members, how):
     ((look, found),) = looks(SkewDetector(members), members, odd=1, **how)
     assert skew.WINDOW - 1 <= look <= 30
     assert (found.member, found.layer, found.layers) == (1, "stem", 3)
 
 
-def test_one_that_becomes_different_is_found_with_the_step():
+def test_a_member_that_begins_to_differ_is_found_with_the_step():
     of_group = SkewDetector(4)
     assert looks(of_group, 4, 100) == []
     ((look, found),) = looks(of_group, 4, first=100, odd=3, scale=4.0)
@@ -50,11 +50,11 @@ def test_one_that_becomes_different_is_found_with_the_step():
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 5))])
 @pytest.mark.parametrize("members", [2, 3, 8])
-def test_honest_ones_are_not(members, seed):
+def test_equal_members_are_not_found(members, seed):
     assert looks(SkewDetector(members), members, 400, seed=seed) == []
 
 
-def test_beside_others_that_are_constant_one_is_infinitely_different():
+def test_a_member_among_constant_ones_differs_infinitely():
     of_group, values = SkewDetector(3), np.zeros((1, 3, FIGURES))
     values[..., COUNT] = 1.0
     values[0, 2, VARIANCE] = 1e10
@@ -71,7 +71,7 @@ def test_members_without_data_are_left_out():
 
 @pytest.mark.parametrize("samples", [4, 64])
 @pytest.mark.parametrize("how", [{"scale": 1e3}, {"scale": 0.0}, {"shift": 100.0}], ids=str)
-def test_an_odd_batch_says_nothing(how, samples):
+def test_one_odd_batch_proves_nothing(how, samples):
     of_group = SkewDetector(4)
     for n in range(4):
         assert looks(of_group, 4, 24, first=25 * n, seed=n, samples=samples) == []
@@ -86,7 +86,7 @@ def test_the_earliest_layer_is_found_in_whichever_order_they_come_first():
     assert (found.layer, found.layers) == ("stem", 3)
 
 
-def test_what_is_kept_is_bounded():
+def test_kept_samples_are_bounded():
     of_group = SkewDetector(64)
     one = np.zeros((1, 64, FIGURES))
     for n in range(5000):
@@ -106,7 +106,7 @@ def test_what_is_kept_is_bounded():
     ],
     ids=str,
 )
-def test_what_was_found_in_words(how, what):
+def test_a_finding_is_a_sentence(how, what):
     ((_, found),) = looks(SkewDetector(4), 4, odd=2, **how)
     text = found.describe(["rank 0", "rank 1", "rank 2 (host-b, pid 812)", "rank 3"])
     variance = r"; variance \S+x" if "mean" in what else ""
@@ -114,7 +114,7 @@ def test_what_was_found_in_words(how, what):
     assert re.fullmatch(rf"rank 2 \(host-b, pid 812\): input {what} in layer 'stem' since step \d+ \({numbers}\)", text)
 
 
-def test_one_that_differs_no_more_is_found_too():
+def test_a_member_that_stopped_differing_is_found_too():
     of_group = SkewDetector(4)
     assert looks(of_group, 4, skew.WINDOW // 2, odd=1, scale=20.0) == []
     ((_, found),) = looks(of_group, 4, skew.WINDOW, first=skew.WINDOW // 2)
@@ -122,7 +122,7 @@ def test_one_that_differs_no_more_is_found_too():
 
 
 def test_members_that_all_differ_have_no_odd_one():
-    """One in four has three times the variance of the next, which is three times that of the one after."""
+    """Every fourth has three times the variance of the one before."""
     values = np.tile([10.0, 0.0, 1.0, 0.01], (1, 4, 1))
     values[0, :, VARIANCE] = 3.0 ** np.arange(4)
     of_group = SkewDetector(4)
@@ -130,5 +130,5 @@ def test_members_that_all_differ_have_no_odd_one():
 
 
 @pytest.mark.parametrize("how", [{"scale": 30.0}, {"shift": 30.0}], ids=str)
-def test_of_two_nobody_is_named(how):
+def test_of_two_members_neither_is_named(how):
     assert looks(SkewDetector(2), 2, 100, odd=1, **how) == []

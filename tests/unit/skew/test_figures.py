@@ -12,7 +12,7 @@ def rows_of(data):
     return counts, np.array([[one.sum(axis=0), (one**2).sum(axis=0)] for one in data])
 
 
-def test_they_are_what_the_definition_says():
+def test_the_figures_follow_the_definition():
     rng = np.random.default_rng(0)
     data = [rng.normal(r, 1 + r, (n, 5)) * 10.0 ** np.arange(-2, 3) for r, n in enumerate((7, 20, 3))]
     found = compute_figures(*rows_of(data))
@@ -33,7 +33,7 @@ def test_members_with_the_same_data_have_no_part():
     assert compute_figures(*rows_of([one, one, one]))[:, PART] == pytest.approx(0, abs=1e-12)
 
 
-def test_two_constant_members_have_all_of_it():
+def test_two_constant_members_have_the_whole_skew():
     found = compute_figures(*rows_of([np.zeros((4, 3)), np.ones((4, 3))]))
     assert found[:, PART].tolist() == [0.5, 0.5]
 
@@ -45,7 +45,7 @@ def test_a_member_without_data_has_no_figures_and_changes_none():
     assert with_nobody[[0, 2]].tobytes() == compute_figures(*rows_of([one, other])).tobytes()
 
 
-def test_nobody_with_data_and_channels_that_do_not_vary_give_zeros():
+def test_missing_data_and_constant_channels_give_zeros():
     assert not compute_figures(*rows_of([np.zeros((0, 2))] * 2)).any()
     found = compute_figures(*rows_of([np.full((5, 2), 0.1), np.full((7, 2), 0.1)]))
     assert found[:, PART].tolist() == [0.0, 0.0]
@@ -58,6 +58,6 @@ def test_a_dead_channel_changes_no_part():
     assert compute_figures(*rows_of(dead))[:, PART] == pytest.approx(compute_figures(*rows_of(data))[:, PART])
 
 
-def test_they_are_finite_at_the_edge_of_float64():
+def test_the_figures_are_finite_at_the_edge_of_float64():
     found = compute_figures(np.array([1.0, 1.0]), np.array([[[1e154], [1e308]], [[-1e154], [1e307]]]))
     assert np.isfinite(found).all()

@@ -43,7 +43,7 @@ def test_each_layer_is_kept_once_a_second_in_the_order_of_the_rounds():
     assert layers(of_one.drain(111.0)) == ["b"]
 
 
-def test_a_look_is_of_one_step_and_what_comes_later_waits_for_the_next():
+def test_a_sample_covers_one_step_and_later_rounds_wait_for_the_next():
     of_one = SkewSampler()
     look(of_one, 100.9, "first", step=7)
     look(of_one, 101.0, "second", step=7)
@@ -53,7 +53,7 @@ def test_a_look_is_of_one_step_and_what_comes_later_waits_for_the_next():
     assert [(sample.key.layer, sample.key.step) for sample in of_one.drain(103.0)] == [("first", 9)]
 
 
-def test_a_look_does_not_begin_in_the_middle_of_a_step():
+def test_a_sample_does_not_begin_within_a_step():
     of_one = SkewSampler()
     look(of_one, 100.9, "first", step=7)
     look(of_one, 101.0, "first", step=8)
@@ -93,7 +93,7 @@ def test_the_last_layers_of_a_large_model_are_seen_in_slow_steps_too(number, sec
     assert min(seen[f"layer {layer}"] for layer in range(number)) >= 5
 
 
-def test_where_no_step_is_counted_looks_begin_too():
+def test_samples_begin_without_counted_steps_too():
     of_one = SkewSampler()
     for n in range(200):
         for layer in ("first", "second"):
@@ -104,7 +104,7 @@ def test_where_no_step_is_counted_looks_begin_too():
     assert layers(of_one.drain(201)) == ["first", "second"]
 
 
-def test_nothing_is_taken_twice_nor_twice_in_a_second():
+def test_no_round_is_sampled_twice_or_within_a_second():
     of_one = SkewSampler()
     look(of_one, 100.0, "a")
     assert layers(of_one.drain(100.25)) == ["a"]
@@ -114,7 +114,7 @@ def test_nothing_is_taken_twice_nor_twice_in_a_second():
     assert of_one.drain(105.0) == []
 
 
-def test_a_step_that_is_under_way_is_waited_for():
+def test_a_running_step_is_awaited():
     of_one = SkewSampler()
     look(of_one, 100.0, "first", step=7)
     assert of_one.drain(100.01) == []
@@ -122,13 +122,13 @@ def test_a_step_that_is_under_way_is_waited_for():
     assert layers(of_one.drain(101.01)) == ["first", "second"]
 
 
-def test_backward_rounds_are_not_looked_at():
+def test_backward_rounds_are_not_sampled():
     of_one = SkewSampler()
     look(of_one, 100.0, "a", phase=BACKWARD)
     assert of_one.drain(100.5) == []
 
 
-def test_what_is_kept_does_not_change_when_the_memory_is_written_anew():
+def test_kept_samples_do_not_change_with_the_memory():
     of_one = SkewSampler()
     values = look(of_one, 100.0, "a")
     before = values.copy()
@@ -148,7 +148,7 @@ def test_the_replicas_of_a_member_are_added():
 
 @pytest.mark.parametrize("number", [60, 64, 65, 250])
 def test_all_layers_get_their_turn_however_many_there_are(number):
-    """A step with 25 forward passes a second, and somebody who takes what is kept, a little late."""
+    """A step of 25 forward passes a second, with samples consumed a little late."""
     of_one, seen = SkewSampler(), {}
     seconds = 60
     for step in range(seconds * 25):
@@ -166,7 +166,7 @@ def test_all_layers_get_their_turn_however_many_there_are(number):
     assert max(seen.values()) <= seconds + 1
 
 
-def test_a_large_layer_is_looked_at_in_part_and_the_bytes_are_bounded():
+def test_a_large_layer_is_sampled_in_part_within_the_byte_limit():
     of_one = SkewSampler()
     members, channels = 8, 5000
     for layer in range(100):
@@ -178,7 +178,7 @@ def test_a_large_layer_is_looked_at_in_part_and_the_bytes_are_bounded():
     assert 10 < len(taken) < 100
 
 
-def test_names_of_layers_without_end_are_forgotten():
+def test_endless_layer_names_are_forgotten():
     of_one = SkewSampler()
     for n in range(3 * samples.MAX_SCHEDULED):
         look(of_one, 100.0 + n / 1000, str(n), step=n)
@@ -186,7 +186,7 @@ def test_names_of_layers_without_end_are_forgotten():
     assert len(of_one.drain(200.0)) <= samples.MAX_LAYERS
 
 
-def test_what_is_remembered_of_layers_counts_too():
+def test_remembered_layers_count_too():
     of_one = SkewSampler()
     tracemalloc.start()
     try:
@@ -199,7 +199,7 @@ def test_what_is_remembered_of_layers_counts_too():
     assert 300 * limits.MAX_NAME_BYTES < taken <= of_one.size
 
 
-def test_replicas_whose_sum_overflows_are_no_warning():
+def test_an_overflowing_sum_of_replicas_gives_no_warning():
     of_one = SkewSampler()
     of_one.observe(1.0, key_of("a"), (1, 1), (2,), np.full((2, 2, 1), 1e308))
     (sample,) = of_one.drain(2.0)

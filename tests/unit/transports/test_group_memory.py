@@ -43,7 +43,7 @@ def meet(memories: list[GroupMemory], brought: list[Rows], digests: list[int] | 
     return [mine.wait(0.0) for mine in memories]
 
 
-def test_whoever_waits_is_woken_when_the_last_comes():
+def test_waiting_members_wake_when_the_last_contributes():
     first, second = memories_of(2)
     assert first.arrive(1, rows(0.5)) == WAITS
     assert first.wait(0.0) == WAITS
@@ -88,7 +88,7 @@ def test_a_signal_ends_a_wait_so_that_python_handles_it():
         ([rows(1.7e308), rows(1.0), rows(-1.7e308)], None, DONE),
     ],
 )
-def test_all_find_the_same_of_what_they_have_brought(brought, digests, found):
+def test_all_members_reach_the_same_verdict(brought, digests, found):
     memories = memories_of(3)
     for _ in range(3):
         assert meet(memories, brought, digests) == [found] * 3
@@ -101,7 +101,7 @@ MORE, WIDE = ((5, 7), (2, 2, 4)), ((5,), (1, 2, TOO_WIDE))
 
 
 @pytest.mark.parametrize("order", [(A, A, B), (A, MORE, A, A, MORE), (A, C, B, MORE, WIDE, WIDE, A, B)])
-def test_rows_of_one_turn_leave_nothing_for_those_of_another(order):
+def test_rows_of_one_turn_do_not_reach_another(order):
     memories = memories_of(3)
     for turn, (counts, shape) in enumerate((*order, *order), 1):
         brought = [np.full(shape, turn + me / 4) for me in range(3)]
@@ -113,7 +113,7 @@ def test_rows_of_one_turn_leave_nothing_for_those_of_another(order):
 
 
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (3, 3, 3), (1, 2, 5)])
-def test_each_member_adds_what_all_have_brought_in_their_order(replicas):
+def test_each_member_adds_the_rows_of_all_in_member_order(replicas):
     memories = memories_of(3)
     chance = np.random.default_rng(1)
     scales = 10.0 ** chance.integers(-8, 9, (sum(replicas), 2, 37))
@@ -138,7 +138,7 @@ def test_a_member_may_be_at_the_next_turn_while_another_reads_the_last():
     assert memories[1].gathered_rows().values[:, 0, 0].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_members_do_not_write_into_one_anothers_places():
+def test_members_do_not_write_into_each_others_rows():
     memories = memories_of(3)
     for turn in (0.0, 10.0):
         meet(memories, [rows(turn + number, channels=WIDEST) for number in range(3)])
@@ -161,7 +161,7 @@ def test_members_do_not_write_into_one_anothers_places():
         (HEAD_WORDS, (2**64 - 1,), TOO_MANY),
     ],
 )
-def test_sizes_and_counts_that_another_process_has_made_up_are_not_believed(first, made_up, found):
+def test_invented_sizes_and_counts_are_refused(first, made_up, found):
     memory = mmap(-1, group_memory.size_of(3))
     memories = [GroupMemory(memory, 3, me) for me in range(3)]
     assert meet(memories, [rows(1.0)] * 3) == [DONE] * 3
@@ -170,11 +170,11 @@ def test_sizes_and_counts_that_another_process_has_made_up_are_not_believed(firs
     assert words[slot : slot + HEAD_WORDS + 1].tolist() == [7, 1, 2, 4, 0, 5]
     words[slot + first : slot + first + len(made_up)] = memoryview(np.array(made_up, np.uint64)).cast("B").cast("Q")
     assert memories[0].wait(0.0) == found
-    memories[0].gathered_rows()  # reads no more than was there
+    memories[0].gathered_rows()  # reads no more than was written
 
 
 @pytest.mark.parametrize(("close", "is_abandoned"), [(GroupMemory.abandon, True), (GroupMemory.leave, False)])
-def test_a_wait_ends_when_a_member_comes_no_more(close, is_abandoned):
+def test_a_wait_ends_when_a_member_leaves(close, is_abandoned):
     first, second, third = memories_of(3)
     assert first.arrive(1, rows(1.0)) == WAITS
     assert not first.is_closed
@@ -189,7 +189,7 @@ def test_a_wait_ends_when_a_member_comes_no_more(close, is_abandoned):
     assert first.is_abandoned == is_abandoned  # the first reason stays
 
 
-def test_a_turn_that_all_have_come_to_counts_although_one_has_closed_since():
+def test_a_complete_turn_counts_although_one_member_has_closed_since():
     first, second = memories_of(2)
     first.arrive(1, rows(1.0))
     assert second.arrive(1, rows(2.0)) == DONE
@@ -197,7 +197,7 @@ def test_a_turn_that_all_have_come_to_counts_although_one_has_closed_since():
     assert first.wait(LONG) == DONE
 
 
-def test_a_turn_is_told_by_whoever_has_told_it_or_the_next_one():
+def test_a_turn_counts_as_reported_whichever_member_reported_it():
     first, second = memories_of(2)
     for told in (None, first, second):
         for one in (first, second):
@@ -212,11 +212,11 @@ def test_a_turn_is_told_by_whoever_has_told_it_or_the_next_one():
     second.arrive(1, rows(1.0))
     second.escalate()
     assert first.wait(0.0) == DONE
-    assert first.result.is_escalated  # the other may have told this turn too, before the next
+    assert first.result.is_escalated  # the other may have reported this turn too, before the next
 
 
 @pytest.mark.parametrize("members", [2, 3, 8])
-def test_many_turns_with_pauses_give_everybody_the_sum_of_each(members):
+def test_many_turns_with_pauses_give_each_member_every_sum(members):
     turns = 300 // members
 
     def member(me: int, mine: GroupMemory) -> list[float]:
@@ -235,7 +235,7 @@ def test_many_turns_with_pauses_give_everybody_the_sum_of_each(members):
     assert found == [[sum(number + me / 16 for me in range(members)) for number in range(turns)]] * members
 
 
-def test_as_many_members_as_there_may_be_are_told_apart():
+def test_the_maximal_number_of_members_is_distinguished():
     memories = memories_of(MAX_MEMBERS)
     memories[3].arrive(1, rows(1.0))
     assert memories[3].late == [member for member in range(MAX_MEMBERS) if member != 3]

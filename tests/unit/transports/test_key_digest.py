@@ -16,7 +16,7 @@ def test_the_same_key_has_the_same_digest_and_it_fits_into_a_word():
 
 
 @pytest.mark.parametrize("other", [("jo", "bworld"), ("job", "worl")], ids=str)
-def test_names_are_told_apart_wherever_one_ends(other):
+def test_names_are_distinguished_by_their_lengths_too(other):
     assert key_digest(RoundKey(*other, *KEY[2:])) != key_digest(KEY)
 
 
@@ -27,7 +27,7 @@ def test_each_field_counts(field, value):
     assert key_digest(RoundKey(*changed)) != key_digest(KEY)
 
 
-def test_no_two_of_many_rounds_are_alike():
+def test_many_rounds_have_different_digests():
     layers = [f"layer{n}" for n in range(20)]
     keys = [
         RoundKey("job", "world", 0, step, layer, call, phase)

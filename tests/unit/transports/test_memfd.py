@@ -1,4 +1,4 @@
-"""Memory is handed to processes of this user on this host, and to nobody else."""
+"""Memory is handed only to processes of this user on this host."""
 
 import gc
 import os
@@ -30,7 +30,7 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_what_one_writes_the_other_reads(offer):
+def test_one_member_reads_the_memory_of_the_other(offer):
     taken = receive_memory(offer.name, SIZE)
     taken[:5] = b"hello"
     assert offer.memory[:5] == b"hello"
@@ -38,7 +38,7 @@ def test_what_one_writes_the_other_reads(offer):
     assert taken[-1:] == b"!"
 
 
-def test_nothing_is_left_open_or_lying_about():
+def test_no_file_or_descriptor_remains():
     before = open_files()
     with closing(MemoryOffer(SIZE)) as offer:
         taken = receive_memory(offer.name, SIZE)
@@ -51,7 +51,7 @@ def test_nothing_is_left_open_or_lying_about():
 
 @pytest.fixture
 def late(offer, monkeypatch):
-    """What the other process hands its memory over after, as one that does not get the processor."""
+    """Delay of the other process, like that of a descheduled one."""
     may, user_of = threading.Event(), memfd._user_of
 
     def late_user_of(peer):
@@ -65,7 +65,7 @@ def late(offer, monkeypatch):
     may.set()
 
 
-def test_memory_that_is_handed_over_late_is_waited_for(offer, late):
+def test_late_memory_is_awaited(offer, late):
     checks = []
 
     def is_broken():
@@ -79,7 +79,7 @@ def test_memory_that_is_handed_over_late_is_waited_for(offer, late):
 
 
 @pytest.mark.usefixtures("late")
-def test_nobody_waits_for_memory_in_a_broken_job(offer):
+def test_no_member_waits_for_memory_in_a_broken_job(offer):
     checks = []
 
     def is_broken():
@@ -91,7 +91,7 @@ def test_nobody_waits_for_memory_in_a_broken_job(offer):
     assert checks == [1]
 
 
-def test_where_nobody_offers_the_error_says_why():
+def test_without_an_offer_the_error_gives_the_reason():
     with pytest.raises(OSError, match="on another host, or in another container"):
         receive_memory("statsd_bn-nobody", SIZE)
 
@@ -115,8 +115,8 @@ def test_another_users_memory_is_not_taken(offer, monkeypatch):
         receive_memory(offer.name, SIZE)
 
 
-def test_a_user_that_stands_for_strangers_shares_nothing():
-    """In a user namespace of its own a process has the number that all users of the host have there."""
+def test_the_overflow_user_shares_nothing():
+    """In another user namespace, a process has the id that all users of the host have there."""
     command = [
         "unshare",
         "--user",
@@ -131,20 +131,20 @@ def test_a_user_that_stands_for_strangers_shares_nothing():
     assert "is the overflow uid of this container" in done.stdout
 
 
-def test_nobody_in_particular_shares_memory_where_all_users_are_known(monkeypatch):
+def test_the_overflow_user_shares_memory_where_all_users_are_mapped(monkeypatch):
     if Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]:
         pytest.skip("is in a user namespace itself")
     monkeypatch.setattr(memfd.os, "getuid", lambda: 65_534)
     assert memfd.unavailable_reason() == ""
 
 
-def test_nobody_can_cut_the_memory_short(offer):
-    """Whoever reads behind its end would die of SIGBUS."""
+def test_the_memory_cannot_be_truncated(offer):
+    """A reader behind the end would get SIGBUS."""
     with pytest.raises(PermissionError):
         os.ftruncate(offer._descriptor, 0)
 
 
-def test_memory_that_somebody_could_cut_short_is_not_taken(offer, monkeypatch):
+def test_memory_that_could_be_truncated_is_refused(offer, monkeypatch):
     bare = os.memfd_create("bare", os.MFD_CLOEXEC)
     os.ftruncate(bare, SIZE)
     monkeypatch.setattr(offer, "_descriptor", bare)

@@ -24,8 +24,6 @@ MEMBERS = 3
 
 
 class Host:
-    """Three members that take part in rounds; each has a session and the memory."""
-
     def __init__(self) -> None:
         memory = mmap(-1, size_of(MEMBERS))
         self.memories = [GroupMemory(memory, MEMBERS, me) for me in range(MEMBERS)]
@@ -52,7 +50,6 @@ class Host:
         return [found[name] or machines[name].step(end, None)[2] for name in sorted(came)]
 
     def late(self) -> list[list[float]]:
-        """How often each member came last, and how late it came in all."""
         for session in self.sessions:
             session.lateness.collect()
         return [[one.lateness.histogram.total, round(one.lateness.histogram.sum, 6)] for one in self.sessions]
@@ -74,7 +71,7 @@ TOGETHER = {"rank0": 1.0, "rank1": 1.0, "rank2": 1.0}
             [[1, 0.003], [2, 0.035], [0, 0.0]],
             id="the last counts how much later it came than all others",
         ),
-        # The system may hold one up between the look at its clock and its arrival.
+        # The system may deschedule one between reading its clock and its arrival.
         pytest.param(
             [TOGETHER, {"rank0": 2.0, "rank1": 2.005, "rank2": 2.0, "order": (0, 1, 2)}],
             [[0, 0.0], [1, 0.005], [0, 0.0]],
@@ -85,11 +82,11 @@ TOGETHER = {"rank0": 1.0, "rank1": 1.0, "rank2": 1.0}
             [[0, 0.0]] * MEMBERS,
             id="two together are not late",
         ),
-        # Members come to the first round from their start, each in its own time.
+        # Members reach the first round in their own time after the start.
         pytest.param([{"rank0": 1.0, "rank1": 30.0, "rank2": 1.0}], [[0, 0.0]] * MEMBERS, id="not the first round"),
     ],
 )
-def test_a_member_counts_how_much_later_it_came_than_all_others(rounds, late):
+def test_a_member_counts_its_delay_behind_all_others(rounds, late):
     host = Host()
     for one in rounds:
         assert all(isinstance(found, Aggregate) for found in host.round(**one))
@@ -106,7 +103,7 @@ def test_a_round_that_goes_to_the_server_is_counted_there():
 
 @pytest.mark.parametrize("other", [0.5, 2.5, 1e6])
 def test_times_of_another_clock_are_not_counted(other):
-    """Of a container with a clock of its own; whoever comes to a round has been seen in the one before."""
+    """From a container with another clock; a member was seen in the previous round."""
     host = Host()
     host.round(rank0=1.0, rank1=1.01, rank2=1.0)
     rows = Rows((1,), np.zeros((1, 2, 1)))
@@ -116,8 +113,8 @@ def test_times_of_another_clock_are_not_counted(other):
     assert host.memories[1].result.behind == 0
 
 
-def test_who_has_not_come_is_told_where_the_server_does_not_answer(caplog):
-    """Nobody else can: the server may be gone, and a rank with it."""
+def test_missing_members_are_named_although_the_server_does_not_answer(caplog):
+    """No other process can report it: the server may be down, and a rank too."""
     host = Host()
     rows, key = Rows((1,), np.ones((1, 2, 1))), host.sessions[0].forward_key("bn")
 

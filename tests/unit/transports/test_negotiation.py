@@ -31,7 +31,6 @@ def two_rounds(connection) -> tuple[str, str]:
 
 
 def with_transports(*transports: str, master: MemoryMaster | None = None, program=two_rounds):
-    """What members that ask for these transports return."""
     master = master or MemoryMaster()
 
     def member(number: int):
@@ -52,7 +51,7 @@ def test_members_that_can_take_memory_by_themselves(caplog):
 
 
 def test_one_member_that_wants_the_server_is_enough(caplog):
-    """Whoever has asked for memory is warned."""
+    """A member that asked for memory gets a warning."""
     caplog.set_level(logging.INFO, logger="statsd_bn.client")
     assert with_transports(AUTO, OVER_SERVER, SHARED_MEMORY) == [(OVER_SERVER, REFUSED)] * 3
     text = f"{GROUP} over the server, and not in shared memory: {REFUSED}"
@@ -72,7 +71,7 @@ def test_members_on_several_hosts_stay_at_the_server(monkeypatch, transport):
     assert with_transports(transport, transport, transport, program=program) == [(OVER_SERVER, why)] * 3
 
 
-def test_members_of_which_one_has_no_native_core_stay_at_the_server(monkeypatch):
+def test_one_member_without_a_native_core_keeps_all_at_the_server(monkeypatch):
     here, core = threading.local(), group_memory._core()
     monkeypatch.setattr(group_memory, "_core", lambda: None if here.number == 1 else core)
     monkeypatch.setattr(group_memory, "description", lambda: "native core: not in use")
@@ -84,7 +83,7 @@ def test_members_of_which_one_has_no_native_core_stay_at_the_server(monkeypatch)
     assert with_transports(AUTO, AUTO, program=program) == [(OVER_SERVER, "rank 1: native core: not in use")] * 2
 
 
-def test_members_to_whom_the_system_gives_no_memory_stay_at_the_server(monkeypatch):
+def test_members_without_shared_memory_stay_at_the_server(monkeypatch):
     def refuse(_size):
         raise OSError("out of descriptors")
 
@@ -93,13 +92,13 @@ def test_members_to_whom_the_system_gives_no_memory_stay_at_the_server(monkeypat
     assert with_transports(AUTO, AUTO, AUTO) == [(OVER_SERVER, why)] * 3
 
 
-def test_members_that_are_too_many_for_one_memory_stay_at_the_server(monkeypatch):
+def test_too_many_members_for_one_memory_stay_at_the_server(monkeypatch):
     monkeypatch.setattr(negotiation, "MAX_MEMBERS", 2)
     assert with_transports(AUTO, AUTO) == [(SHARED_MEMORY, "")] * 2
     assert with_transports(AUTO, AUTO, AUTO) == [(OVER_SERVER, "3 ranks are in the group, more than 2")] * 3
 
 
-def test_a_machine_that_nobody_has_tried_has_to_be_asked_for_memory(monkeypatch):
+def test_an_untested_machine_must_opt_in_to_memory(monkeypatch):
     monkeypatch.setattr(negotiation.platform, "machine", lambda: "aarch64")
     why = "rank 0: shared memory is untested on aarch64; pass transport='shared_memory' to use it (and 1 more)"
     assert with_transports(AUTO, AUTO) == [(OVER_SERVER, why)] * 2
@@ -107,7 +106,7 @@ def test_a_machine_that_nobody_has_tried_has_to_be_asked_for_memory(monkeypatch)
 
 
 def test_the_first_round_is_the_layers_own():
-    """Who is late at it is told of that layer. The members agree afterwards, in one round if one of them refuses."""
+    """A late member is named for that layer. The members agree afterwards, in one round if one of them refuses."""
     for transport, gathers in ((AUTO, 2), (OVER_SERVER, 1)):
         master = MemoryMaster()
         frames = frames_of(master)
@@ -133,7 +132,7 @@ def test_an_elastic_job_does_not_ask():
     assert not any(one.key.layer == MEMORY_GATHER for one in map(decode, list(frames)) if isinstance(one, Contribution))
 
 
-def test_the_transport_is_told_as_it_is_and_not_as_it_was():
+def test_the_current_transport_is_reported():
     rounds = threading.Barrier(2)
 
     def program(connection):
@@ -141,7 +140,7 @@ def test_the_transport_is_told_as_it_is_and_not_as_it_was():
         during = two_rounds(connection)
         rounds.wait(30)
         if connection.rank == 0:
-            connection.session(None).transport.memory.abandon()  # as whoever fails in a round does
+            connection.session(None).transport.memory.abandon()  # like a member that failed in a round
         rounds.wait(30)
         return before, during, (connection.transport, connection.why_not_faster)
 
@@ -151,8 +150,8 @@ def test_the_transport_is_told_as_it_is_and_not_as_it_was():
     )
 
 
-def test_a_rank_that_has_ended_in_good_order_changes_nothing():
-    """What a script prints at its end does not depend on who is there first."""
+def test_a_rank_that_has_ended_in_order_changes_nothing():
+    """The output at a script's end must not depend on the order of arrival."""
     ended = threading.Event()
     master = MemoryMaster()
 
@@ -168,7 +167,7 @@ def test_a_rank_that_has_ended_in_good_order_changes_nothing():
     assert in_threads([lambda n=n: member(n) for n in range(2)]) == [(SHARED_MEMORY, "")] * 2
 
 
-def test_a_group_that_lets_ranks_be_away_says_so():
+def test_a_group_that_allows_absent_ranks_reports_it():
     def program(connection):
         assert two_rounds(connection) == (SHARED_MEMORY, "")
         connection.rejoin(None)
@@ -177,7 +176,7 @@ def test_a_group_that_lets_ranks_be_away_says_so():
     assert run_members(2, program, transport=AUTO) == [(OVER_SERVER, BY_JOIN)] * 2
 
 
-def test_heartbeats_say_what_the_server_does_not_see():
+def test_heartbeats_report_rounds_in_memory():
     def program(connection):
         two_rounds(connection)
         return decode(connection.session(None).heartbeat())
@@ -189,7 +188,7 @@ def test_heartbeats_say_what_the_server_does_not_see():
         assert said.rounds <= 1
 
 
-def test_a_count_of_rounds_without_the_server_is_told_at_the_end():
+def test_the_count_of_rounds_in_memory_is_reported_at_the_end():
     master = MemoryMaster()
     frames = frames_of(master)
 

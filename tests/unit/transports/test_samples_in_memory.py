@@ -1,4 +1,4 @@
-"""Rounds in real shared memory are told to the server by one member, and a member whose data are scaled is named."""
+"""One member reports rounds in shared memory to the server, and a member with scaled data is named."""
 
 import re
 import time
@@ -27,7 +27,6 @@ STEPS, VALUES, CHANNELS = 30, 64, 5
 
 @pytest.fixture(autouse=True)
 def always_due(monkeypatch):
-    """Each layer is due in each step."""
     monkeypatch.setattr(samples, "SECONDS", 1e-6)
     monkeypatch.setattr(samples, "SETTLE_SECONDS", 0.0)
 
@@ -39,7 +38,7 @@ def rows_of(rank, step, layer, replicas=1, scale=1.0):
     return Rows((VALUES,) * replicas, np.stack([data.sum(axis=1), (data**2).sum(axis=1)], axis=1))
 
 
-class Told:
+class Report:
     """What one member's heartbeats take to the server after each of its steps, a second later each."""
 
     def __init__(self, master, connection):
@@ -57,7 +56,7 @@ class Told:
 
 def train(members, master, *, replicas=1, scales=None):
     def program(connection):
-        told = Told(master, connection)
+        told = Report(master, connection)
         for step in range(STEPS):
             scale = (scales or {}).get(connection.rank, 1.0)
             for layer in LAYERS:
@@ -106,12 +105,12 @@ def test_the_figures_are_those_of_the_rows_of_each_step(replicas):
             np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
 
 
-def test_rows_that_are_not_finite_are_told_at_once_and_not_in_a_digest():
+def test_rows_that_are_not_finite_are_reported_at_once_and_not_in_a_digest():
     master = MemoryMaster()
     frames = frames_of(master)
 
     def program(connection):
-        told = Told(master, connection)
+        told = Report(master, connection)
         for step in range(3):
             rows = rows_of(connection.rank, step, "stem")
             if step == 1 and connection.rank == 2:

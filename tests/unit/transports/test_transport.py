@@ -48,7 +48,7 @@ def test_it_gives_the_keys_and_bits_of_the_server(members, size):
 
 
 @pytest.mark.parametrize("late_rank", [None, 0, 1])
-def test_a_layer_in_one_call_of_the_core_is_that_over_the_server(late_rank):
+def test_a_layer_in_one_call_of_the_core_equals_that_over_the_server(late_rank):
     """Also where a wait is so long that the server hears of it, before or after the sum is there."""
     x = torch.randn(2, 4, 3, 5, generator=torch.Generator().manual_seed(0))
 
@@ -75,7 +75,7 @@ def test_a_layer_in_one_call_of_the_core_is_that_over_the_server(late_rank):
     assert in_memory[0][-1] == 3
 
 
-def test_quick_rounds_do_not_come_to_the_server(monkeypatch):
+def test_fast_rounds_do_not_reach_the_server(monkeypatch):
     monkeypatch.setattr(shared_memory, "ESCALATE_SECONDS", 20.0)
     master = MemoryMaster()
     counts = {}
@@ -97,7 +97,7 @@ def test_quick_rounds_do_not_come_to_the_server(monkeypatch):
 
 
 @pytest.mark.parametrize("late_rank", [0, 1])
-def test_the_server_hears_of_a_long_wait_and_of_its_end_from_all(late_rank):
+def test_all_members_report_a_long_wait_and_its_end_to_the_server(late_rank):
     """What one says may be lost, and it would seem to wait there still."""
     master = MemoryMaster()
     late = threading.Event()
@@ -126,7 +126,7 @@ def test_the_server_hears_of_a_long_wait_and_of_its_end_from_all(late_rank):
     found, counted = zip(*run_members(2, program, master, transport=SHARED_MEMORY), strict=True)
     assert found == ((ROWS[0] + ROWS[1]).tobytes(),) * 2
     assert not master.report("world")["waiting"]
-    # Only whoever has told the server does not count it.
+    # Only members that reported to the server do not count it.
     assert counted == tuple(int(rank == late_rank) for rank in range(2))
 
 
@@ -145,7 +145,7 @@ def test_a_member_that_leaves_ends_the_wait_of_the_others():
         assert "augmentation" in str(error)
 
 
-def test_members_in_different_layers_are_told_so_by_the_server():
+def test_members_in_different_layers_get_the_servers_error():
     master = MemoryMaster()
     seen = threading.Event()
 
@@ -168,7 +168,7 @@ def test_members_in_different_layers_are_told_so_by_the_server():
     assert seen.wait(20)
 
 
-def test_rows_that_do_not_fit_go_over_the_server():
+def test_too_large_rows_use_the_server():
     channels = 2**15  # twice as many as a slot has room for
 
     def program(connection):
@@ -183,8 +183,8 @@ def test_rows_that_do_not_fit_go_over_the_server():
     assert run_members(2, program, transport=SHARED_MEMORY) == [expected, expected]
 
 
-def test_threads_that_come_in_another_order_on_each_member_all_get_their_rounds():
-    """As with two models in two threads: what is not the same for all goes over the server."""
+def test_threads_in_another_order_on_each_member_all_get_their_rounds():
+    """As with two models in two threads: rounds in differing order use the server."""
 
     def program(connection):
         SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1))
@@ -210,7 +210,7 @@ def one_round(connection) -> bytes:
     return SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1)).values.tobytes()
 
 
-def test_a_name_of_memory_that_is_no_text_is_not_taken(monkeypatch, caplog):
+def test_a_memory_name_other_than_text_is_refused(monkeypatch, caplog):
     monkeypatch.setattr(negotiation, "_ready", lambda _: b"ready \xff\xfe")
     caplog.set_level("INFO", logger="statsd_bn.client")
 
@@ -233,7 +233,7 @@ def _outcomes(n, program, master=None):
 
 
 def test_threads_of_one_member_find_the_memory_once(monkeypatch):
-    """As where another member has one thread, whose layers come one after the other."""
+    """As next to a member whose single thread runs the layers one after the other."""
     searches, agree = [], negotiation.negotiate
 
     def counted(connection, group):
@@ -253,7 +253,7 @@ def test_threads_of_one_member_find_the_memory_once(monkeypatch):
 
 
 def test_the_step_is_the_same_however_long_a_thread_waits_in_memory():
-    """Who waits for long tells the server. Another thread has begun a step meanwhile."""
+    """A long wait is reported to the server while another thread starts a step."""
     begun, go_on = threading.Event(), threading.Event()
 
     def program(connection):
@@ -285,8 +285,8 @@ def test_the_step_is_the_same_however_long_a_thread_waits_in_memory():
     assert run_members(2, program, transport=SHARED_MEMORY) == [[1, 1], [1, 1]]
 
 
-def test_members_that_are_out_of_step_meet_no_more():
-    """Each has two threads, which fall back to the server and come to other memory afterwards."""
+def test_members_out_of_step_do_not_share_memory_again():
+    """Each has two threads, which fall back to the server and use other memory afterwards."""
     turns = threading.Barrier(2)
 
     def program(connection):
@@ -298,7 +298,7 @@ def test_members_that_are_out_of_step_meet_no_more():
 
         run("0")
         threads = []
-        # Each pair comes to one turn for different rounds; then one member comes to the other's rounds.
+        # Each pair meets at one turn for different rounds; then one member enters the other's rounds.
         for names in (("X", "Y"), ("Z", "W"), (None, "X"), (None, "Z"), ("V", "V"), ("Y", None), ("W", None)):
             turns.wait(30)
             if name := names[connection.rank]:
@@ -313,7 +313,7 @@ def test_members_that_are_out_of_step_meet_no_more():
     assert run_members(2, program, transport=SHARED_MEMORY) == [expected, expected]
 
 
-def test_a_connection_that_has_met_others_is_freed():
+def test_a_connection_is_freed_after_rounds_in_memory():
     connections = []
 
     def program(connection):
@@ -325,8 +325,8 @@ def test_a_connection_that_has_met_others_is_freed():
     assert [connection() for connection in connections] == [None, None]
 
 
-def test_whoever_knows_that_the_job_is_broken_comes_to_the_server():
-    """One that the server has lost may still meet the others, and cannot be told."""
+def test_a_member_that_knows_of_the_broken_job_uses_the_server():
+    """A member lost to the server may still meet the others, and cannot be notified."""
     master = MemoryMaster()
     connections = in_threads([lambda n=n: master.connect(n, 2, transport=SHARED_MEMORY) for n in range(2)])
 
@@ -340,7 +340,7 @@ def test_whoever_knows_that_the_job_is_broken_comes_to_the_server():
     assert len([frame for frame in frames if isinstance(decode(frame), Contribution)]) == 2
 
 
-def test_whatever_the_end_of_a_connection_calls_the_others_are_told():
+def test_the_others_learn_of_the_end_although_a_callback_raises():
     master = MemoryMaster()
     connection = master.connect(0, 1)
     called = []

@@ -1,4 +1,4 @@
-"""Rows of which each order of adding has other last bits, and what comes to a server; for the tests beside."""
+"""Rows with another last bit in each order of addition, and frames to a server."""
 
 import numpy as np
 
@@ -10,12 +10,10 @@ ROWS = np.array([0.1, 0.2, 0.3, 1e16, -1e16, 0.7]).reshape(6, 1, 1)
 
 
 def rows_of(member: int, size: int) -> Rows:
-    """A member's `size` rows."""
     return Rows(tuple(range(1, size + 1)), ROWS[member * size : (member + 1) * size])
 
 
 def frames_of(master: MemoryMaster) -> list[bytes]:
-    """All that comes to the server from now on."""
     seen, receive = [], master.channel_pool._receive
 
     def watched(peer: bytes, frame: bytes):

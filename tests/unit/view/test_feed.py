@@ -19,7 +19,7 @@ def feed_of(*answers):
     return Feed("tcp://127.0.0.1:4555", ask)
 
 
-def test_a_server_that_falls_silent_is_shown_with_its_last_word():
+def test_a_silent_server_is_shown_with_its_last_report():
     feed = feed_of(report(group(member(0))), ServerUnreachable("nobody there"), report(group(member(0))))
     assert feed.refresh()["error"] == ""
     silent = feed.refresh()
@@ -33,7 +33,7 @@ def test_a_server_that_has_never_answered_is_an_error():
         feed_of(ServerUnreachable("nobody there")).refresh()
 
 
-def test_whoever_shows_it_gets_what_is_new():
+def test_a_reader_of_the_feed_gets_each_new_snapshot():
     feed = feed_of(report(), report(group(member(0))))
     feed.refresh()
     number, first = feed.next(0, 0.0)
@@ -44,7 +44,7 @@ def test_whoever_shows_it_gets_what_is_new():
     assert (number, len(second["groups"])) == (2, 1)
 
 
-def test_who_waits_for_a_feed_that_stops_is_let_go():
+def test_a_stopped_feed_releases_its_readers():
     feed = feed_of(report())
     feed.refresh()
     feed.stop()
@@ -52,7 +52,7 @@ def test_who_waits_for_a_feed_that_stops_is_let_go():
     assert feed.next(1, 60.0)[0] == 1
 
 
-def test_a_report_that_makes_no_sense_is_an_error_of_the_server():
+def test_an_invalid_report_is_an_error_of_the_server():
     feed = feed_of(report(group(member(0))), {"server": "abcd"}, report(group(member(0))))
     feed.refresh()
     assert "malformed one: KeyError" in feed.refresh()["error"]
@@ -61,14 +61,14 @@ def test_a_report_that_makes_no_sense_is_an_error_of_the_server():
         feed_of({"server": "abcd"}).refresh()
 
 
-def test_a_server_whose_reports_make_no_sense_for_long_is_told_of_once():
+def test_a_server_with_invalid_reports_is_reported_once():
     feed = feed_of(report(group(member(0))), *[{"server": "abcd"}] * 20)
     for _ in range(20):
         feed.refresh()
     assert feed.snapshot["counts"] == {"silent": 1}
 
 
-def test_what_nobody_expects_is_shown_and_the_asking_goes_on():
+def test_an_unexpected_error_is_shown_and_the_feed_continues():
     feed = feed_of(report(group(member(0))), OSError("no descriptor left"), report(group(member(0))))
     feed.refresh()
     assert feed.refresh()["error"] == "OSError: no descriptor left"

@@ -59,14 +59,14 @@ def test_all_pages_are_asked_for():
     assert server.asked == [("digits", "world", first) for first in (0, 2, 4)]
 
 
-def test_a_group_that_has_none_has_no_entry_and_an_elastic_one_is_not_asked_for():
+def test_a_group_without_figures_has_no_entry_and_an_elastic_one_is_not_asked_for():
     server, groups = Server(["stem"]), [group(job="new"), group(min_members=1)]
     add_figures(server, groups)
     assert server.asked == [("new", "world", 0)]
     assert not any("figures" in of for of in groups)
 
 
-def test_a_server_that_refuses_for_now_leaves_them_out():
+def test_a_temporary_refusal_omits_the_figures():
     of = group()
     add_figures(lambda _: encode(Failure(LimitExceeded.code, "too much", {})), [of])
     assert "figures" not in of
@@ -94,6 +94,6 @@ def test_a_server_that_always_has_more_is_not_asked_for_ever():
     assert len(server.asked) == limits.MAX_FIGURES_LAYERS // 100 + 1
 
 
-def test_an_answer_that_makes_no_sense_is_an_error():
-    with pytest.raises(ServerUnreachable, match="expected figures of this version"):
+def test_an_invalid_answer_is_an_error():
+    with pytest.raises(ServerUnreachable, match="malformed figures, is the server of another version"):
         add_figures(lambda _: b"garbage", [group()])

@@ -36,7 +36,7 @@ def test_a_token_comes_by_header_or_by_cookie():
 
 
 @pytest.mark.parametrize(("host", "cookie"), [("view.lan", COOKIE), ("[::1]:80", f"{COOKIE}_80"), ("[::1]", COOKIE)])
-def test_the_cookie_has_the_name_of_the_port_so_that_two_pages_of_a_host_have_one_each(host, cookie):
+def test_the_cookie_is_named_by_port_so_that_two_pages_of_a_host_differ(host, cookie):
     _, headers = answer(Guard(page, TOKEN), host=host, query=f"token={TOKEN}")
     assert headers[b"set-cookie"].startswith(f"{cookie}=".encode())
     assert answer(Guard(page, TOKEN), host=host, cookie=f"{cookie}={TOKEN}")[0] == 200

@@ -33,7 +33,7 @@ def value(of, name, **labels):
     return found[0]
 
 
-def test_prometheus_own_parser_reads_what_a_group_says():
+def test_prometheus_own_parser_reads_the_metrics_of_a_group():
     pace = {"waiting": 0.2, "score": 0.5}
     told = group(
         member(0, **pace), **NAMED, rounds_failed=3, non_finite=["x"], round_seconds=HISTOGRAM, late_seconds=HISTOGRAM
@@ -84,7 +84,7 @@ def test_a_series_keeps_the_buckets_that_it_has():
     assert buckets == [4] * (len(BOUNDS) + 1)
 
 
-def test_a_silent_server_has_no_numbers_that_stand_still():
+def test_a_silent_server_has_no_stale_numbers():
     watcher = SnapshotBuilder("x")
     watcher.update(0.0, report(group(member(0))))
     snapshot = watcher.fail(1.0, "no answer")
@@ -93,7 +93,7 @@ def test_a_silent_server_has_no_numbers_that_stand_still():
     assert "statsd_bn_rounds_total{" not in text
 
 
-def test_the_dashboard_and_the_rules_ask_for_what_is_told():
+def test_the_dashboard_and_the_rules_use_existing_metrics():
     paced = member(0, waiting=0.2, score=0.5, round_trip={"median": 2e-5, "p99": 4e-5})
     of = group(paced, round_seconds=HISTOGRAM, round_trip_seconds=HISTOGRAM, figures=figures(layer("bn", 0.1)))
     told = {sample.name for sample in samples(report(), report(of))}
@@ -139,19 +139,19 @@ def test_promtool_accepts_the_metrics_and_the_rules():
 
 
 @pytest.mark.skipif(not PROMTOOL, reason="needs promtool, of Debian's package prometheus")
-def test_each_rule_fires_for_a_job_that_is_sick_and_none_for_one_that_is_well():
+def test_each_rule_fires_for_a_job_in_trouble_and_none_for_a_healthy_one():
     rules = str(ROOT / "tests/unit/view/alerts_test.yml")
     tried = subprocess.run([PROMTOOL, "test", "rules", rules], capture_output=True, check=False)
     assert tried.returncode == 0, (tried.stdout + tried.stderr).decode()
 
 
-def test_the_trial_of_the_rules_has_all_of_them():
+def test_the_test_of_the_rules_covers_all_of_them():
     names = re.findall(r"alert: (\w+)", (ROOT / "docker/monitoring/alerts.yml").read_text())
     tried = re.findall(r'alertname="(\w+)"', (ROOT / "tests/unit/view/alerts_test.yml").read_text())
     assert sorted(tried) == sorted(names)
 
 
-def test_a_job_that_broke_and_has_ended_is_still_told_to_be_broken():
+def test_an_ended_job_is_still_reported_as_broken():
     ended = [
         {"job": "sick", "lost": "rank 0 failed"},
         {"job": "sick", "lost": ""},

@@ -8,14 +8,14 @@ import pytest
 
 from server.__main__ import main
 from statsd_bn.text import unwrap
-from support.ports import free_port
-from support.view_pages import view_page
+from support.launched import free_port
+from support.view_reports import view_page
 
 pytest.importorskip("uvicorn", reason="needs the extra view")
 
 ADDRESSES = ["/", "/page.js", "/events", "/metrics", "/heat", "/nothing"]
 
-EVERYWHERE = "0.0.0.0"  # noqa: S104 - that is what is tried
+EVERYWHERE = "0.0.0.0"  # noqa: S104 - the address under test
 GIVEN = "of-the-test-0123"
 
 # Of 32 bytes in base64.
@@ -23,12 +23,8 @@ LETTERS = 43
 
 
 def answer(port, address, at="127.0.0.1", **headers):
-    """The answer's code and headers, once there is one."""
     for _ in range(100):
-        with (
-            suppress(ConnectionRefusedError),
-            closing(HTTPConnection(at, port, timeout=20)) as to,
-        ):
+        with suppress(ConnectionRefusedError), closing(HTTPConnection(at, port, timeout=20)) as to:
             to.request("GET", address, headers=headers)
             found = to.getresponse()
             return found.status, found.headers
@@ -65,7 +61,7 @@ def test_a_given_token_is_asked_for_everywhere(server, host):
         assert status(port, "/", Authorization=f"Bearer {GIVEN}") == 200
 
 
-def test_a_token_of_letters_that_mean_something_in_a_link_or_a_cookie_opens_the_page(server):
+def test_a_token_with_special_characters_opens_the_page(server):
     odd = "ab+c/d=e&%41;#\"'"
     with view_page(server.endpoint, host=EVERYWHERE, token=f"{odd}\n") as (_, port, token):
         code, headers = answer(port, f"/?token={token}")
@@ -85,9 +81,7 @@ def test_a_token_of_letters_that_mean_something_in_a_link_or_a_cookie_opens_the_
     ],
 )
 @pytest.mark.parametrize("host", ["127.0.0.1", EVERYWHERE])
-def test_a_token_that_can_be_guessed_or_that_no_header_can_bring_is_refused(
-    server, host, token, got, monkeypatch, capsys
-):
+def test_a_token_that_is_guessable_or_unfit_for_a_header_is_refused(server, host, token, got, monkeypatch, capsys):
     monkeypatch.setenv("STATSD_BN_VIEW_TOKEN", token)
     assert main(["view", server.endpoint, "--http", f"{host}:{free_port()}"]) == 2
     error = unwrap(capsys.readouterr().err)

@@ -1,4 +1,4 @@
-"""Requests that never become whole keep nobody from the page, and are dropped soon. Anybody may connect."""
+"""Unfinished requests block no other reader, and are dropped soon."""
 
 import contextlib
 import resource
@@ -9,7 +9,7 @@ from http.client import HTTPConnection
 import pytest
 
 from server.view.web import MAX_WAITING, REQUEST_SECONDS
-from support.view_pages import view_page
+from support.view_reports import view_page
 
 pytest.importorskip("uvicorn", reason="needs the extra view")
 
@@ -38,7 +38,6 @@ def status(port):
 
 
 def whole(connection):
-    """All that comes until the other side closes."""
     came = b""
     with contextlib.suppress(ConnectionResetError):
         while some := connection.recv(4096):
@@ -53,7 +52,7 @@ def is_dropped(connection, seconds):
     return True
 
 
-def test_hundreds_of_them_leave_room_for_others_and_are_dropped_without_many_words(server):
+def test_hundreds_of_unfinished_requests_leave_room_for_others_and_are_dropped_quietly(server):
     with page(server.endpoint) as (process, port, _), contextlib.ExitStack() as stack:
         opened = [stack.enter_context(half_sent(port)) for _ in range(CONNECTIONS)]
         began = time.monotonic()
@@ -83,7 +82,7 @@ def test_a_request_that_comes_letter_by_letter_is_dropped(server):
     ],
     ids=["second request", "body"],
 )
-def test_nothing_is_waited_for_behind_the_first_request(server, sent, status):
+def test_no_further_request_is_awaited_after_the_first(server, sent, status):
     with page(server.endpoint) as (_, port, _), socket.create_connection(("127.0.0.1", port), ANSWER_SECONDS) as opened:
         opened.sendall(sent)
         assert whole(opened).startswith(b"HTTP/1.1 " + status)

@@ -1,4 +1,4 @@
-"""What the page's server answers, address by address."""
+"""Responses of the page's server, by address."""
 
 import asyncio
 import base64
@@ -86,7 +86,7 @@ def test_an_unknown_address_is_not_found(path):
     assert Page().get(path)[0] == 404
 
 
-def test_names_come_in_json_alone_and_no_browser_takes_that_for_a_page():
+def test_names_appear_only_in_json_that_no_browser_renders():
     page = Page()
     for path in [*FILES, *ASKS]:
         _, headers, body = page.get(path, **ASKS.get(path, {}))
@@ -94,7 +94,7 @@ def test_names_come_in_json_alone_and_no_browser_takes_that_for_a_page():
         assert (JOB.encode() in body) == (headers[b"content-type"] == b"application/json"), path
 
 
-def test_the_stream_tells_each_snapshot_without_its_figures():
+def test_the_stream_sends_each_snapshot_without_its_figures():
     page = Page()
     _, headers, body = asyncio.run(page.answer("/events", until=b"\n\n"))
     assert headers[b"content-type"].startswith(b"text/event-stream")
@@ -143,7 +143,7 @@ def test_a_rank_of_the_world_is_known_even_if_others_have_left():
 
 
 @pytest.mark.parametrize("wrong", [{"job": "other"}, {"group": "other"}])
-def test_of_what_is_not_known_there_is_nothing(wrong):
+def test_an_unknown_name_is_not_found(wrong):
     status, _, body = Page().get("/heat", **ASKS["/heat"] | wrong)
     assert (status, body) == (204, b"")
 
@@ -152,7 +152,7 @@ def test_a_group_without_figures_has_no_heat():
     assert Page().get("/heat", job="digits", group="world")[0] == 204
 
 
-def test_a_question_without_its_arguments_is_told_which():
+def test_a_request_without_an_argument_gets_its_name():
     status, headers, body = Page().get("/heat", job=JOB)
     assert (status, body) == (400, b"expected job and group in the query")
     assert headers[b"x-content-type-options"] == b"nosniff"

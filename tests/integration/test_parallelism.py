@@ -1,12 +1,14 @@
-"""With sharded parameters, on the CPU: members train as `nn.BatchNorm` does on the whole batch."""
+"""Sharded parameters and pipelines on the CPU: members train as `nn.BatchNorm` does on the whole batch."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from programs import fsdp_programs
+from programs import fsdp_programs, pipelining_programs
 from programs.ddp_programs import train_on_the_whole_batch
 from programs.member_programs import state
+from programs.pipelining_programs import SCHEDULES, SHARES, STAGES, STEPS
 from statsd_bn.text import unwrap
 from support.newer_torch import needs
 from support.whole_batch import assert_equal
@@ -27,7 +29,7 @@ def test_after_20_steps_weights_and_buffers_are_those_of_the_whole_batch(members
 
 
 @pytest.mark.parametrize("way", fsdp_programs.WAYS)
-def test_what_is_sharded_is_left_as_it_is_and_named(members, tmp_path, way):
+def test_sharded_layers_are_left_and_reported(members, tmp_path, way):
     for (converting, told), (reverting, told_then) in members(
         2, fsdp_programs.convert_what_is_sharded, str(tmp_path / "store"), way
     ):
@@ -55,3 +57,22 @@ def test_a_part_of_a_sharded_model_is_left_as_well(members, tmp_path):
         assert [text.partition(". ")[0] for text in told] == [
             "convert_model left 1 layer unsynchronised: '1' (BatchNorm2d: sharded by FSDP; convert the model before)"
         ]
+
+
+@needs("torch.distributed.pipelining")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_stages_of_several_members_train_as_one_process_with_all_micro_batches(members, tmp_path, schedule):
+    expected = pipelining_programs.train_micro_batch_by_micro_batch()
+    for number, found in members(SHARES * STAGES, pipelining_programs.train, str(tmp_path / "store"), schedule):
+        assert_equal(found, expected[number], 1e-10)
+
+
+@needs("torch.distributed.pipelining")
+def test_the_training_changes_all_there_is():
+    for number, found in enumerate(pipelining_programs.train_micro_batch_by_micro_batch()):
+        before = pipelining_programs.stage(number).state_dict()
+        for name, value in found.items():
+            if name.endswith("num_batches_tracked"):
+                assert value == STEPS, name
+            else:
+                assert np.abs(value - before[name].numpy()).max() > 1e-3, name
