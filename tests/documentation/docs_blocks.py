@@ -9,7 +9,7 @@ from pathlib import Path
 from support.paths import ROOT
 
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "docker" / "README.md"]
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "docker" / "README.md", ROOT / "CONTRIBUTING.md"]
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
 
