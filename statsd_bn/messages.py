@@ -133,9 +133,7 @@ class Register(Checked):
 class Registered(Checked):
     """The server has registered the member, and reports whether the group is open.
 
-    Attributes:
-        digest: of the registered session; the answer may reach another process, so it does not contain the session.
-        missing: members that the group still waits for; 0: it is open.
+    It names the session by its digest, because the answer may reach another process.
     """
 
     type: ClassVar[int] = 2
@@ -160,14 +158,7 @@ class Leave(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat(Checked):
-    """A sign of life of a member that has nothing else to send. No answer, unless the session is unknown.
-
-    Attributes:
-        rounds: rounds among the members that the server did not see.
-        transport: how rows reach the other ranks, for people; empty while unknown.
-        why: why no faster transport is used, for people; empty for the fastest, or if unknown.
-        waited: milliseconds waited in rounds that the server did not see.
-    """
+    """A sign of life of a member that has nothing else to send. No answer, unless the session is unknown."""
 
     type: ClassVar[int] = 9
 
@@ -181,13 +172,7 @@ class Heartbeat(Checked):
 
 @dataclass(frozen=True, slots=True)
 class StackRequest(Checked):
-    """The server asks a late member for its stack, over the socket of the member's heartbeats.
-
-    Attributes:
-        digest: of the member's session.
-        number: number of the request; the report repeats it.
-        torch_group: name of the torch process group to report on; empty: the group of the member's current collective.
-    """
+    """The server asks a late member for its stack, over the socket of the member's heartbeats."""
 
     type: ClassVar[int] = 12
 
@@ -198,16 +183,7 @@ class StackRequest(Checked):
 
 @dataclass(frozen=True, slots=True)
 class StackReport(Checked):
-    """A member's answer to a StackRequest: where its main thread is.
-
-    Attributes:
-        stack: files, lines and functions, for people; empty if the member does not report them.
-        in_collective: 1 if the main thread is in a torch collective, else 0.
-        torch_group: name of a torch process group; empty for none.
-        members: ranks of that process group.
-        launched: operations that this member has started on that process group.
-        collective: kind of the collective, such as `BARRIER`; empty for other kinds, or if unknown.
-    """
+    """A member's answer to a StackRequest: where its main thread is."""
 
     type: ClassVar[int] = 13
 
@@ -317,13 +293,7 @@ class Failure(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Pending(Checked):
-    """The server's answer to a contribution that is sent again while its round is open.
-
-    Attributes:
-        seconds: how long the round has been open, in whole seconds.
-        message: the late members, for people.
-        stacks: the stacks that they reported; empty while unknown.
-    """
+    """The server's answer to a contribution that is sent again while its round is open."""
 
     type: ClassVar[int] = 10
 
@@ -377,7 +347,7 @@ class Status(Checked):
 
 
 class _LayerFigures(Checked):
-    """Figures of layers: `layers` has a line for each, `values` has shape (layers, members, 4)."""
+    """Figures of layers, see `statsd_bn.skew`: `layers` has a line for each, `values` shape (layers, members, 4)."""
 
     __slots__ = ()
 
@@ -401,12 +371,7 @@ class _LayerFigures(Checked):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SkewStats(_LayerFigures):
-    """A member reports the figures of a step's forward rounds that the server did not see. No answer.
-
-    Attributes:
-        layers: the layers' names in the order of the rounds, a line each.
-        values: shape (layers, members, 4), float64: the figures of all members of the group, see `statsd_bn.skew`.
-    """
+    """A member reports the figures of a step's forward rounds that the server did not see. No answer."""
 
     type: ClassVar[int] = 15
     _min_layers: ClassVar[int] = 1
@@ -420,11 +385,7 @@ class SkewStats(_LayerFigures):
 
 @dataclass(frozen=True, slots=True)
 class FiguresRequest(Checked):
-    """Asks for the figures of the members' data in a group. Needs no registration.
-
-    Attributes:
-        first: number of layers to skip, in the order of a step.
-    """
+    """Asks for the figures of the members' data in a group. Needs no registration."""
 
     type: ClassVar[int] = 16
 
@@ -435,14 +396,7 @@ class FiguresRequest(Checked):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Figures(_LayerFigures):
-    """The figures of the members' data in a group: averages over the latest samples of each layer.
-
-    Attributes:
-        first: number of layers before these.
-        total: number of layers; 0 without figures, or for an unknown group.
-        layers: the names of these layers in the order of a step, a line each; empty without layers.
-        values: shape (layers, members, 4), float64: the figures of all members of the group, see `statsd_bn.skew`.
-    """
+    """The figures of the members' data in a group: averages over the latest samples of each layer."""
 
     type: ClassVar[int] = 17
     _min_layers: ClassVar[int] = 0
@@ -458,12 +412,7 @@ class Figures(_LayerFigures):
 
 @dataclass(frozen=True, slots=True)
 class _Durations(Checked):
-    """Durations in a member's rounds since its registration, as a histogram. No answer.
-
-    Attributes:
-        microseconds: their sum.
-        counts: durations per bucket, see `statsd_bn.timing`; the last bucket has no upper bound.
-    """
+    """Durations in a member's rounds since its registration, as a histogram. No answer."""
 
     session: Token
     microseconds: Counter
@@ -492,12 +441,7 @@ class LatenessReport(_Durations):
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteRound(Checked):
-    """A member reports a non-finite aggregate of a round that the server did not see. No answer.
-
-    Attributes:
-        members: the members that sent NaN or infinity; at least one.
-        what: number of non-finite channels, for people.
-    """
+    """A member reports a non-finite aggregate of a round that the server did not see. No answer."""
 
     type: ClassVar[int] = 19
 
