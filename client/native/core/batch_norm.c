@@ -231,32 +231,42 @@ static void affine(const sbn_slice *s, const void *dy, const void *x, void *y, c
   sbn_share(threads_of(s), parts_of(number, size), affine_of_part, &job);
 }
 
-int sbn_normalize(const sbn_slice *s, const void *x, void *y, const double *saved, const void *weight, int weight_dtype,
-                  const void *bias, int bias_dtype) {
+static void normalize(const sbn_slice *s, const void *x, void *y, const double *saved, const void *weight,
+                      int weight_dtype, const void *bias, int bias_dtype, void *at) {
   const int64_t c = s->c;
-  vectors v;
-  if (!allocate(&v, c)) return SBN_NO_MEMORY;
   for (int64_t i = 0; i < c; i++) {
     const double factor = saved[c + i] * (weight ? read_at(weight, weight_dtype, i) : 1);
-    set_at(s, v.at, i, saved[i], factor, bias ? read_at(bias, bias_dtype, i) : 0, 0);
+    set_at(s, at, i, saved[i], factor, bias ? read_at(bias, bias_dtype, i) : 0, 0);
   }
-  affine(s, NULL, x, y, v.at);
+  affine(s, NULL, x, y, at);
+}
+
+static void input_grad(const sbn_slice *s, const void *dy, const void *x, void *dx, const double *saved,
+                       const double *total, const void *weight, int weight_dtype, void *at) {
+  const int64_t c = s->c;
+  const double *invstd = saved + c, *slope = invstd + c, n = total[2 * c] > 0 ? total[2 * c] : 1;
+  for (int64_t i = 0; i < c; i++) {
+    const double by_grad = invstd[i] * (weight ? read_at(weight, weight_dtype, i) : 1);
+    const double through_variance = invstd[i] * invstd[i] * (total[c + i] / n * slope[i]);
+    set_at(s, at, i, saved[i], -by_grad * through_variance, -by_grad * (total[i] / n), by_grad);
+  }
+  affine(s, dy, x, dx, at);
+}
+
+int sbn_normalize(const sbn_slice *s, const void *x, void *y, const double *saved, const void *weight, int weight_dtype,
+                  const void *bias, int bias_dtype) {
+  vectors v;
+  if (!allocate(&v, s->c)) return SBN_NO_MEMORY;
+  normalize(s, x, y, saved, weight, weight_dtype, bias, bias_dtype, v.at);
   release(&v);
   return SBN_DONE;
 }
 
 int sbn_input_grad(const sbn_slice *s, const void *dy, const void *x, void *dx, const double *saved, const double *total,
                    const void *weight, int weight_dtype) {
-  const int64_t c = s->c;
-  const double *invstd = saved + c, *slope = invstd + c, n = total[2 * c] > 0 ? total[2 * c] : 1;
   vectors v;
-  if (!allocate(&v, c)) return SBN_NO_MEMORY;
-  for (int64_t i = 0; i < c; i++) {
-    const double by_grad = invstd[i] * (weight ? read_at(weight, weight_dtype, i) : 1);
-    const double through_variance = invstd[i] * invstd[i] * (total[c + i] / n * slope[i]);
-    set_at(s, v.at, i, saved[i], -by_grad * through_variance, -by_grad * (total[i] / n), by_grad);
-  }
-  affine(s, dy, x, dx, v.at);
+  if (!allocate(&v, s->c)) return SBN_NO_MEMORY;
+  input_grad(s, dy, x, dx, saved, total, weight, weight_dtype, v.at);
   release(&v);
   return SBN_DONE;
 }
@@ -330,11 +340,16 @@ int sbn_forward(const sbn_plan *plan, double *buffer, const void *x, void *y, co
                 int64_t wait_ns) {
   const sbn_slice *s = &plan->slice;
   double *total = buffer + 2 * s->c + 1, *saved = total + 2 * s->c + 1;
+  vectors v; /* allocated before the round: a failure after it would leave the ranks out of step */
+  if (!allocate(&v, s->c)) return SBN_NO_MEMORY;
   int code = stage == SBN_FINISH ? SBN_DONE : sbn_moments(s, x, buffer);
   if (stage == SBN_EXCHANGE && code == SBN_DONE) code = exchange(group, digest, s->c, buffer, wait_ns);
-  if (stage == SBN_MEASURE || code != SBN_DONE || (stage == SBN_EXCHANGE && total[2 * s->c] == 1)) return code;
-  sbn_finish(plan, total, saved, running_mean, running_var, tracked);
-  return sbn_normalize(s, x, y, saved, weight, plan->weight_dtype, bias, plan->bias_dtype);
+  if (stage != SBN_MEASURE && code == SBN_DONE && (stage == SBN_FINISH || total[2 * s->c] != 1)) {
+    sbn_finish(plan, total, saved, running_mean, running_var, tracked);
+    normalize(s, x, y, saved, weight, plan->weight_dtype, bias, plan->bias_dtype, v.at);
+  }
+  release(&v);
+  return code;
 }
 
 int sbn_backward(const sbn_plan *plan, double *buffer, const double *saved, const void *dy, const void *x, void *dx,
@@ -342,10 +357,14 @@ int sbn_backward(const sbn_plan *plan, double *buffer, const double *saved, cons
                  int64_t wait_ns) {
   const sbn_slice *s = &plan->slice;
   const double *total = buffer + 2 * s->c + 1;
+  vectors v; /* as in sbn_forward */
+  if (!allocate(&v, s->c)) return SBN_NO_MEMORY;
   int code = stage == SBN_FINISH ? SBN_DONE : sbn_backward_sums(s, dy, x, saved, buffer);
   if (dx && stage == SBN_EXCHANGE && code == SBN_DONE) code = exchange(group, digest, s->c, buffer, wait_ns);
-  if (stage == SBN_MEASURE || code != SBN_DONE) return code;
-  if (dx) code = sbn_input_grad(s, dy, x, dx, saved, total, weight, plan->weight_dtype);
-  if (code == SBN_DONE) sbn_param_grads(plan, buffer, saved, dweight, dbias);
+  if (stage != SBN_MEASURE && code == SBN_DONE) {
+    if (dx) input_grad(s, dy, x, dx, saved, total, weight, plan->weight_dtype, v.at);
+    sbn_param_grads(plan, buffer, saved, dweight, dbias);
+  }
+  release(&v);
   return code;
 }
