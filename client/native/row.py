@@ -17,11 +17,15 @@ class Pass(NamedTuple):
         alone: the function for a single rank; it may hold the GIL.
         together: the function for one of several ranks. It releases the GIL: the other ranks may be threads of this
             process.
+        values: number of values per channel.
+        channels: C.
     """
 
     room: Any
     alone: Any
     together: Any
+    values: int
+    channels: int
 
 
 class NativeRow:
@@ -30,19 +34,16 @@ class NativeRow:
     Args:
         of: the pass.
         room: its buffer.
-        count: values per channel.
-        channels: C.
         arguments: the function's arguments before the stage.
 
     Attributes:
         is_finished: whether the pass is complete.
     """
 
-    __slots__ = ("_arguments", "_channels", "_count", "_pass", "_room", "is_finished")
+    __slots__ = ("_arguments", "_pass", "_room", "is_finished")
 
-    def __init__(self, of: Pass, room: Any, count: int, channels: int, *arguments: Any) -> None:
-        self._pass, self._room, self._count, self._channels = of, room, count, channels
-        self._arguments = arguments
+    def __init__(self, of: Pass, room: Any, *arguments: Any) -> None:
+        self._pass, self._room, self._arguments = of, room, arguments
         self.is_finished = False
 
     def run(self, stage: int, group: Any = None, digest: int = 0, wait: int = 0) -> int:
@@ -72,7 +73,7 @@ class NativeRow:
     @property
     def brought(self) -> Rows:
         """The computed row, in the form of the other transports."""
-        return Rows((self._count,), self._vectors(0)[np.newaxis])
+        return Rows((self._pass.values,), self._vectors(0)[np.newaxis])
 
     @property
     def total(self) -> FloatArray:
@@ -80,17 +81,17 @@ class NativeRow:
         return self._vectors(1)
 
     def _vectors(self, row: int) -> FloatArray:
-        size = 2 * self._channels
+        size = 2 * self._pass.channels
         return np.frombuffer(self._room, offset=8 * row * (size + 1), count=size).reshape(2, -1)
 
     @property
     def total_at(self) -> int:
         """The address of `total`."""
-        return ctypes.addressof(self._room) + 8 * (2 * self._channels + 1)
+        return ctypes.addressof(self._room) + 8 * (2 * self._pass.channels + 1)
 
     def finish(self, total: FloatArray, count: int) -> None:
         """Finishes the pass with the sum of all rows and their count; with a count of 1 the caller raises instead."""
         self.total[:] = total
-        self._room[4 * self._channels + 1] = count
+        self._room[4 * self._pass.channels + 1] = count
         if count > 1:
             self.run(FINISH)

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from client.data_parallel import any_device
 from client.nn import custom_op, input_checks, unsynchronized
-from client.nn.call import SynchronizedCall, synchronized_batch_norm
+from client.nn.call import SynchronizedCall, plain_call, synchronized_batch_norm
 from client.nn.conversion import convert
 from client.nn.layer import SynchronizedLayer, replaces, set_options
 from client.nn.running_stats import DeferredUpdate
@@ -153,14 +154,18 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronizedLayer):
         assert transport is not None  # noqa: S101 - the other modes exchange
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise input_checks.tracing_error(self.layer_name, "traced by torch.jit.trace in training mode")
-        weight = call.weight
+        weight, bias = input_checks.parameters_of(call)
         if type(input) is not Tensor or type(weight) is not nn.Parameter:
             input_checks.check_not_distributed(self, input, weight)
-        replica = self._replica if mode is ExecutionMode.REPLICA else None
-        deferred = None if self._deferred is None else self._active_deferred()
-        synchronized = SynchronizedCall(call, transport, self._accumulator, deferred, replica)
+        is_single = mode is ExecutionMode.SINGLE
         try:
-            return synchronized_batch_norm(input, weight, call.bias, mask, synchronized)
+            if is_single and mask is None and self._accumulator is None and self._deferred is None:
+                output = plain_call(call, transport, input, weight, bias)
+                if output is not None:
+                    return output
+            replica = None if is_single else self._replica
+            synchronized = SynchronizedCall(call, transport, self._accumulator, self._active_deferred(), replica)
+            return synchronized_batch_norm(input, weight, bias, mask, synchronized)
         except StatsdBNError as error:
             hide_internal_frames(error, for_caller=True)
             raise
@@ -233,7 +238,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronizedLayer):
         is_accumulated = self._accumulator is not None
         if not (self.training or is_accumulated or (self.running_mean is None and self.running_var is None)):
             return ExecutionMode.UNSYNCHRONIZED, None
-        is_traced = torch.compiler.is_compiling() and self._replica is None
+        is_traced = is_compiling() and self._replica is None
         if is_traced and mask is not None:
             return ExecutionMode.COMPILED, None
         communicator = communicator_for(self.group) if self.training and not is_accumulated else None

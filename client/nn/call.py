@@ -58,6 +58,31 @@ def _unwrap(tensor: Any) -> Any:
     return tensor.as_subclass(Tensor)
 
 
+def plain_call(
+    layer: Any, transport: Transport, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Tensor | None:
+    """Normalise the only slice of a layer, without a mask, in one call of the native core.
+
+    `SynchronizedCall` computes the same with more objects and calls, which take longer than the core for small inputs.
+
+    Returns:
+        None where `SynchronizedCall` has to compute the call: in a backward pass, where a checkpoint may recompute it,
+        and for tensors or buffers that the core does not support.
+    """
+    if is_inside_backward() or device_rows.may_use_devices(transport, x) or not native_exchange.serves(x, weight, bias):
+        return None
+    running = running_stats.in_place_buffers(layer, x, CODES)
+    if running is None:
+        return None
+    phase = phase_of_forward(needs_gradient=x.requires_grad)
+    exchange = NativeExchange(transport, layer.layer_name, layer.eps, layer.eps_mode, phase)
+    exchange.running = running
+    output: Tensor = plain.batch_norm(exchange, x, weight, bias)
+    collectives.record_ddp_wrapper()
+    exchange_cache.add(exchange, has_graph=output.requires_grad)
+    return output
+
+
 @dataclass(slots=True)
 class SynchronizedCall:
     """One call of a layer in training, or while `recalibrate` runs.
@@ -146,7 +171,7 @@ class SynchronizedCall:
         of_layer = layer.layer_name, layer.eps, layer.eps_mode, phase
         if capacity and triton_exchange.serves(slices, capacity):
             return TritonExchange(transport, *of_layer, capacity=capacity, running=self._running(x, TYPES))
-        if not capacity and len(slices) == 1 and native_exchange.serves(slices[0]):
+        if not capacity and len(slices) == 1 and plain.is_plain(slices[0]) and native_exchange.serves(*slices[0][:3]):
             return NativeExchange(transport, *of_layer, running=self._running(x, CODES))
         return Exchange(transport, *of_layer, capacity=capacity)
 

@@ -20,7 +20,6 @@ from client.ops.statistics import ChannelMoments, Running, compute_type, to_comp
 from statsd_bn.reduction import Moments
 
 _TENSOR_TYPES = frozenset({Tensor, nn.Parameter})
-_COUNTER_TYPES = frozenset({torch.int64})
 
 _numbers = itertools.count(1)
 _deferred_updates: "WeakValueDictionary[int, DeferredUpdate]" = WeakValueDictionary()
@@ -168,24 +167,29 @@ def in_place_buffers(layer: Any, x: Tensor, types: Collection[torch.dtype]) -> R
     """
     if not (layer.training and layer.track_running_stats):
         return Running()
-    mean, var, tracked = layer.running_mean, layer.running_var, layer.num_batches_tracked
-    device = x.device
-    if tracked is not None and not _is_supported(device, tracked, _COUNTER_TYPES, ()):
-        return None
+    mean, var, tracked = _buffers_of(layer)
     if mean is None or var is None:
-        return Running(tracked=tracked)
-    channels = x.shape[1:2]
-    if not (_is_supported(device, mean, types, channels) and _is_supported(device, var, (mean.dtype,), channels)):
+        mean = var = None
+    elif mean.dtype not in types or var.dtype != mean.dtype:
         return None
+    if tracked is not None and tracked.dtype != torch.int64:
+        return None
+    is_cpu, channels = x.is_cpu, x.shape[1:2]
+    for buffer, shape in ((mean, channels), (var, channels), (tracked, ())):
+        if buffer is not None and not (
+            type(buffer) in _TENSOR_TYPES
+            and (buffer.is_cpu if is_cpu else buffer.device == x.device)
+            and buffer.is_contiguous()
+            and buffer.shape == shape
+            and not (buffer.is_neg() or buffer.is_inference() or buffer.requires_grad)
+        ):
+            return None
     return Running(mean, var, tracked, math.nan if layer.momentum is None else float(layer.momentum))
 
 
-def _is_supported(device: torch.device, buffer: Tensor, types: Collection[torch.dtype], shape: tuple[int, ...]) -> bool:
-    return (
-        type(buffer) in _TENSOR_TYPES
-        and buffer.device == device
-        and buffer.dtype in types
-        and buffer.shape == shape
-        and buffer.is_contiguous()
-        and not (buffer.is_inference() or buffer.requires_grad or buffer.is_neg())
-    )
+def _buffers_of(layer: Any) -> tuple[Any, Any, Any]:
+    """Running mean, variance and counter of a layer; see `input_checks.parameters_of`."""
+    buffers = getattr(layer, "_buffers", {})
+    if "running_mean" in buffers and "running_var" in buffers and "num_batches_tracked" in buffers:
+        return buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
+    return layer.running_mean, layer.running_var, layer.num_batches_tracked

@@ -20,7 +20,9 @@ from statsd_bn.errors import ConfigurationError
 from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import FORWARD, FORWARD_WITHOUT_GRADIENT, RoundKey
 
+_new_tuple = tuple.__new__
 _numbers = itertools.count()
+_sequence_nr = torch._C._autograd._get_sequence_nr  # noqa: SLF001 - has no public name
 
 # Few calls have a second backward pass, and only while their graph lives: up to a hundred layers of a few dozen
 # micro-batches, and of the mini-batches just before.
@@ -44,8 +46,7 @@ class GraphPosition(NamedTuple):
 
 def current_position() -> list[GraphPosition]:
     """Returns the position of a call that runs now, in a list."""
-    sequence_nr = torch._C._autograd._get_sequence_nr()  # noqa: SLF001 - has no public name
-    return [GraphPosition(sequence_nr, not torch.is_grad_enabled())]
+    return [_new_tuple(GraphPosition, (_sequence_nr(), not torch.is_grad_enabled()))]
 
 
 def phase_of_forward(*, needs_gradient: bool) -> str:
@@ -152,7 +153,7 @@ class Exchange:
         """Returns the key of the next round of a backward phase."""
         number = self._passes[phase] = self._passes.get(phase, 0) + 1
         assert self.key is not None  # noqa: S101 - a backward follows a forward
-        return self.key.of_phase(phase_of(phase, number))
+        return self.key.of_phase(phase if number == 1 else phase_of(phase, number))
 
     def check_count(self, shape: Sequence[int]) -> None:
         """Raises ValueError if the whole batch has one value per channel, or none for positions of the input.

@@ -20,18 +20,22 @@ SMALL = 2**15
 
 core = library.library()
 
+_STRIDED = torch.strided
 _TORCHS = frozenset({Tensor, torch.nn.Parameter})
 
 
-def supports(tensor: Tensor) -> bool:
-    """Whether the core can compute with a tensor: plain values of a supported type in this process's memory."""
-    return (
-        type(tensor) in _TORCHS  # the address of a subclass, such as a fake tensor, may not point to its values
-        and tensor.is_cpu
-        and tensor.dtype in CODES
-        and tensor.layout is torch.strided
-        and not tensor.is_neg()
-    )
+def supports(*tensors: Tensor) -> bool:
+    """Whether the core can compute with tensors: plain values of a supported type in this process's memory."""
+    for tensor in tensors:
+        if not (
+            type(tensor) in _TORCHS  # the address of a subclass, such as a fake tensor, may not point to its values
+            and tensor.is_cpu
+            and tensor.dtype in CODES
+            and tensor.layout is _STRIDED
+            and not tensor.is_neg()
+        ):
+            return False
+    return True
 
 
 class Native:
@@ -140,20 +144,24 @@ def _pointer(values: Tensor | None) -> tuple[int | None, int]:
     return (None, F32) if values is None else (values.data_ptr() or refuse(values), CODES[values.dtype])
 
 
-def supports_parameter(values: Tensor | None) -> bool:
-    """Whether the core can read a weight or bias without a copy."""
-    return values is None or (
-        type(values) in _TORCHS
-        and values.is_cpu
-        and values.dtype in CODES
-        and values.layout is torch.strided
-        and values.is_contiguous()
-        and not values.is_neg()
-    )
+def supports_parameters(channels: tuple[int, ...], *parameters: Tensor | None) -> bool:
+    """Whether the core can read weights and biases without a copy, all of shape `channels`."""
+    for values in parameters:
+        if values is not None and not (
+            type(values) in _TORCHS
+            and values.is_cpu
+            and values.dtype in CODES
+            and values.layout is _STRIDED
+            and values.is_contiguous()
+            and values.shape == channels
+            and not values.is_neg()
+        ):
+            return False
+    return True
 
 
 def _ready_parameter(values: Tensor | None) -> Tensor | None:
-    if values is None or supports_parameter(values):
+    if values is None or supports_parameters(values.shape, values):
         return values
     if not values.is_cpu:
         raise RuntimeError(f"expected weight and bias on the device of the input, cpu, got {values.device}")
@@ -219,6 +227,8 @@ def plan_of(
     assert core is not None  # noqa: S101 - `supports` is checked before
     of, others = core.holding if plan.count * channels <= SMALL else core.releasing, core.releasing
     plan.core = of
-    plan.forward = Pass(ctypes.c_double * (7 * channels + 2), of.sbn_forward, others.sbn_forward)
-    plan.backward = Pass(ctypes.c_double * (4 * channels + 2), of.sbn_backward, others.sbn_backward)
+    plan.forward = Pass(ctypes.c_double * (7 * channels + 2), of.sbn_forward, others.sbn_forward, plan.count, channels)
+    plan.backward = Pass(
+        ctypes.c_double * (4 * channels + 2), of.sbn_backward, others.sbn_backward, plan.count, channels
+    )
     return plan

@@ -8,32 +8,29 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from client.native.library import EXCHANGE, FINISH
 from client.native.row import NativeRow
 from client.ops import native, non_finite
 from client.ops.device_errors import too_few_values
-from client.ops.functional import Slice
-from client.ops.native import Plan, output_for, plan_of, ready, refuse, supports, supports_parameter
-from client.ops.plain import PlainExchange, is_plain
-from client.ops.statistics import ChannelMoments, ChannelStatistics, Running, compute_type, same_layout
-from client.transports.transport import NativeResult
+from client.ops.native import Plan, output_for, plan_of, ready, refuse, supports, supports_parameters
+from client.ops.plain import PlainExchange
+from client.ops.statistics import ChannelMoments, ChannelStatistics, Running, compute_type, dense, is_dense, same_layout
 from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import BACKWARD, RoundKey
 
 _NOTHING = Running()
 
 
-def serves(mine: Slice) -> bool:
-    """Whether the core can compute a call with this slice; the row travels over the host."""
-    x = mine.input
+def serves(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether the core can compute a call with one slice and no mask; the row travels over the host."""
     return (
         native.core is not None
         and supports(x)
         and x.numel() > 0
-        and is_plain(mine)
-        and supports_parameter(mine.weight)
-        and supports_parameter(mine.bias)
+        and supports_parameters(x.shape[1:2], weight, bias)
+        and not torch._C._are_functorch_transforms_active()  # noqa: SLF001 - has no public name
         and not (x.is_inference() and torch.is_grad_enabled())  # autograd would raise, but only after the round
     )
 
@@ -55,8 +52,10 @@ class NativeExchange(PlainExchange):
     def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Returns the output; runs the forward round first if it has not run yet."""
         is_first = self.key is None
-        if not (is_first and x.is_contiguous()):
+        if not is_first:
             x = ready(x)
+        elif not x.is_contiguous():
+            x = dense(x)
         output, shape = output_for(x), x.shape
         mean, var, tracked, momentum = self.running or _NOTHING
         plan = plan_of(
@@ -64,10 +63,9 @@ class NativeExchange(PlainExchange):
             None if weight is None else weight.dtype, None if bias is None else bias.dtype,
             None if mean is None else mean.dtype, momentum, float(self.eps), self.eps_mode,
         )  # fmt: skip
-        if is_first:
-            self.plan, self.shape, self.room = plan, shape, plan.forward.room()
+        room = plan.forward.room() if is_first else self.room
         row = NativeRow(
-            plan.forward, self.room, plan.count, plan.channels, plan.address, self.room,
+            plan.forward, room, plan.address, room,
             x.data_ptr() or refuse(x), output.data_ptr(),
             None if weight is None else weight.data_ptr() or refuse(weight),
             None if bias is None else bias.data_ptr() or refuse(bias),
@@ -78,49 +76,65 @@ class NativeExchange(PlainExchange):
         if not is_first:
             row.run(FINISH)
             return output
-        key = self._round(row, self.transport.run_row(row, None, self.phase))
-        if self.room[4 * plan.channels + 1] == 1:
+        self.plan, self.shape, self.room = plan, shape, room
+        key = self._round(row, None)
+        if plan.count <= 1 and self._count == 1:
             raise too_few_values(self.layer, 1, tuple(x.shape))
+        if tracked is not None:
+            increment_version(tracked)  # of this buffer only, as torch's layer
         self.key, self.has_updated_running, self.running = key, self.running is not None, None
         return output
 
-    def _round(self, row: NativeRow, found: Aggregate | NativeResult, count: int | None = None) -> RoundKey:
-        """Finishes a pass with the result of its round; `count` is over all ranks, by default the aggregate's."""
-        if isinstance(found, Aggregate) and not row.is_finished:
-            if found.non_finite.runs:
-                non_finite.check(self.transport, row.brought, found)
-            row.finish(found.values, found.count if count is None else count)
-        return found.key
+    def _round(self, row: NativeRow, key: RoundKey | None) -> RoundKey:
+        """Runs the round of a pass and finishes the pass; `key` and result as for `Transport.run_slave`."""
+        result = self.transport.run_row(row, key, self.phase)
+        if isinstance(result, Aggregate) and not row.is_finished:
+            if result.non_finite.runs:
+                non_finite.check(self.transport, row.brought, result)
+            # The count stays forward's: a member lost since then sends no gradient, but is part of the statistics.
+            row.finish(result.values, result.count if key is None else self._count)
+        return result.key
 
-    def may_compute(self, grad: Tensor, x: Tensor, weight: Tensor | None) -> bool:
-        """Whether the core supports these tensors, which hooks or users may have changed since the forward pass."""
-        return supports(grad) and supports(x) and x.shape == self.shape and supports_parameter(weight)
+    @property
+    def _count(self) -> int:
+        """The count of the whole batch."""
+        return int(self.room[4 * self.plan.channels + 1])
 
     def gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor | None, needs: Sequence[bool]
-    ) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of input, weight and bias; None for those not needed."""
-        if not x.is_contiguous() or grad.dtype != x.dtype or grad.stride() != x.stride():
+    ) -> tuple[Tensor | None, ...] | None:
+        """Returns the gradients of input, weight and bias; None where the core does not support the tensors."""
+        shape = x.shape
+        if not (
+            shape == self.shape
+            and shape == grad.shape
+            and supports(grad, x)
+            and supports_parameters(shape[1:2], weight)
+        ):
+            return None
+        if grad.dtype != x.dtype or grad.stride() != x.stride() or not is_dense(x):
             grad, x = same_layout(grad, x)
         needs_input, needs_weight, needs_bias = needs
         bias = compute_type(x)
         of = None if weight is None else weight.dtype
-        plan = plan_of(x.shape, x.dtype, x.is_contiguous(), torch.get_num_threads(), of, bias)
+        plan = plan_of(shape, x.dtype, x.is_contiguous(), torch.get_num_threads(), of, bias)
         of_input = output_for(x) if needs_input else None
         of_weight = torch.empty_like(weight) if needs_weight and weight is not None else None
-        of_bias = torch.empty(plan.channels, dtype=bias, device="cpu") if needs_bias else None
+        of_bias = None
+        if needs_bias and weight is not None and of == bias:
+            of_bias = torch.empty_like(weight)  # faster than the other
+        elif needs_bias:
+            of_bias = x.new_empty(plan.channels, dtype=bias)
         room = plan.backward.room()
         row = NativeRow(
-            plan.backward, room, plan.count, plan.channels, plan.address, room,
+            plan.backward, room, plan.address, room,
             ctypes.addressof(self.room) + 8 * (4 * plan.channels + 2), grad.data_ptr(), x.data_ptr(),
             None if of_input is None else of_input.data_ptr(),
             None if weight is None else weight.data_ptr() or refuse(weight),
             None if of_weight is None else of_weight.data_ptr(), None if of_bias is None else of_bias.data_ptr(),
         )  # fmt: skip
         if needs_input:
-            # The count stays forward's: a member lost since then sends no gradient, but is part of the statistics.
-            count = int(self.room[4 * plan.channels + 1])
-            self._round(row, self.transport.run_row(row, self.next_key(BACKWARD), self.phase), count)
+            self._round(row, self.next_key(BACKWARD))
         else:  # parameters keep their local sums, as under DDP
             row.run(EXCHANGE)
         return of_input, of_weight, of_bias
@@ -130,10 +144,9 @@ class NativeExchange(PlainExchange):
         if name not in {"local", "moments", "statistics"}:
             return None
         channels, values = self.plan.channels, torch.from_numpy(np.frombuffer(self.room))
-        count = int(values[4 * channels + 1])
         if name == "local":
             sums, squares = values[: 2 * channels].view(2, -1)
             return [ChannelMoments(self.plan.count, sums, squares, tuple(self.shape))]
         if name == "moments":
-            return ChannelMoments(count, *values[2 * channels + 1 : 4 * channels + 1].view(2, -1))
-        return ChannelStatistics(count, *values[4 * channels + 2 :].view(3, -1))
+            return ChannelMoments(self._count, *values[2 * channels + 1 : 4 * channels + 1].view(2, -1))
+        return ChannelStatistics(self._count, *values[4 * channels + 2 :].view(3, -1))

@@ -46,14 +46,14 @@ class PlainExchange(Exchange):
         """Returns the output; runs the forward round first if it has not run yet."""
         raise NotImplementedError
 
-    def may_compute(self, grad: Tensor, x: Tensor, weight: Tensor | None) -> bool:
-        """Whether `gradients` supports these tensors, which saved-tensor hooks may have replaced."""
-        raise NotImplementedError
-
     def gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor | None, needs: Sequence[bool]
-    ) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of input, weight and bias; None for those not needed."""
+    ) -> tuple[Tensor | None, ...] | None:
+        """Returns the gradients of input, weight and bias; None for those not needed.
+
+        Returns None for all where the backend does not support the tensors, which users or saved-tensor hooks may have
+        changed since the forward pass.
+        """
         raise NotImplementedError
 
     def made_when_asked(self, name: str) -> Any:
@@ -82,10 +82,8 @@ class _BatchNorm(Exchanging):
         exchange: PlainExchange = ctx.exchange
         _, *needs = ctx.needs_input_grad
         try:
-            is_plain = grad.shape == x.shape and (weight is None or weight.shape == x.shape[1:2])
-            if torch.is_grad_enabled() or not is_plain or not exchange.may_compute(grad, x, weight):
-                return None, *backward_by_operators(exchange, needs, grad, x, weight)
-            return None, *exchange.gradients(grad, x, weight, needs)
+            gradients = None if torch.is_grad_enabled() else exchange.gradients(grad, x, weight, needs)
+            return None, *(gradients or backward_by_operators(exchange, needs, grad, x, weight))
         except StatsdBNError as error:
             hide_internal_frames(error)
             raise

@@ -208,13 +208,17 @@ def in_output_layout(x: Tensor) -> Tensor:
     return x if x.is_contiguous(memory_format=layout) else x.contiguous()
 
 
+def is_dense(x: Tensor) -> bool:
+    """Whether `x` is contiguous or channels_last."""
+    return x.is_contiguous() or x.is_contiguous(memory_format=CHANNELS_LAST.get(x.dim(), torch.contiguous_format))
+
+
 def dense(x: Tensor) -> Tensor:
     """Returns `x` in the layout of its output; a copy only where the layout differs."""
-    layout = CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
-    if x.is_contiguous() or x.is_contiguous(memory_format=layout):
+    if is_dense(x):
         return x
     copy = torch.empty_like(x)  # channels_last with gaps stays channels_last
-    if not copy.is_contiguous(memory_format=layout):
+    if not is_dense(copy):
         copy = torch.empty_like(x, memory_format=torch.contiguous_format)
     return copy.copy_(x)
 

@@ -1,5 +1,6 @@
 """Choice of a layer's transport, by the current connection and process group."""
 
+from functools import lru_cache
 from typing import Any
 
 from client.session import groups
@@ -60,6 +61,9 @@ def communicator_for(group: GroupSpec) -> Communicator | None:
     return None if connection.is_alone(group) else connection
 
 
+_local_pipe = lru_cache(maxsize=1024)(LocalPipe)
+
+
 def transport_for(layer: str, group: GroupSpec) -> Transport:
     """Transport of the layer of this name."""
     return transport_over(communicator_for(group), layer, group)
@@ -68,7 +72,7 @@ def transport_for(layer: str, group: GroupSpec) -> Transport:
 def transport_over(communicator: Communicator | None, layer: str, group: GroupSpec) -> Transport:
     """Transport of a layer over the communicator of its group, see `communicator_for`."""
     if communicator is None:
-        return LocalPipe(layer)
+        return _local_pipe(layer)
     if isinstance(communicator, NamedProcessGroup):
         return ProcessGroupPipe(communicator, layer)
     assert not isinstance(group, NamedProcessGroup)  # noqa: S101 - it would be the communicator

@@ -146,14 +146,14 @@ class TritonExchange(PlainExchange):
         errors = partial(_errors, self.transport, key, of.row, of.rows, others, too_few)
         submit_row_flags(of.flags, of.blocks, errors, wait=wait)
 
-    def may_compute(self, grad: Tensor, x: Tensor, weight: Tensor | None) -> bool:  # noqa: ARG002 - `gradients` copies it
-        """Whether the kernels support input and weight."""
-        return tuple(x.shape) == self.shape and supports(x, weight, None)
-
     def gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor | None, needs: Sequence[bool]
-    ) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of input, weight and bias; None for those not needed."""
+    ) -> tuple[Tensor | None, ...] | None:
+        """Returns the gradients of input, weight and bias; None where the kernels do not support the tensors."""
+        if not self.shape == tuple(x.shape) == tuple(grad.shape) or not supports(x, weight, None):
+            return None
+        if weight is not None and weight.shape != x.shape[1:2]:
+            return None
         from client.ops.triton import launch  # noqa: PLC0415 - as above
 
         x = dense(x)

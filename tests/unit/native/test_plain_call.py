@@ -156,6 +156,16 @@ def test_buffers_that_the_core_cannot_move_are_left_to_torch(buffer):
     assert running_stats.in_place_buffers(layer, x, {torch.float32}) is None
 
 
+def test_the_version_of_the_counter_alone_changes_as_in_torch():
+    def changes(layer):
+        before = [buffer._version for buffer in layer.buffers()]
+        layer(random())
+        return [buffer._version - version for buffer, version in zip(layer.buffers(), before, strict=True)]
+
+    ours, torchs = map(changes, layers())
+    assert ours == torchs == [0, 0, 1]
+
+
 def test_a_kept_exchange_holds_no_buffers():
     made = []
 
