@@ -118,7 +118,7 @@ def resolve(environ: Mapping[str, str], group: ProcessGroup | None = None, **arg
     transport = _choice(TRANSPORT_CHOICES, _text(environ, "STATSD_BN_TRANSPORT", given, TRANSPORT_CHOICES[0]))
     if is_elastic and transport.value == OVER_PROCESS_GROUP:
         raise ConfigurationError(
-            f"{transport}: expected another transport for an elastic job, which continues without a lost rank"
+            f"{transport}: expected 'auto' or 'server' for an elastic job; a process group ends with a lost rank"
         )
     round_timeout, join_timeout = _timeouts(given["round_timeout"], given["join_timeout"])
     store, uses_process_group = (None, False) if endpoint.value else _store(environ, size, rank, group)
@@ -248,7 +248,8 @@ def _min_members(policy: str, argument: int | None, size: Setting[int]) -> Setti
     if policy == STRICT:
         if argument is not None:
             raise ConfigurationError(
-                f"min_members: expected no value under the policy {STRICT!r}, got {short_repr(argument)} ({ARGUMENT})"
+                f"min_members: expected no value under the policy {STRICT!r}, got {short_repr(argument)} ({ARGUMENT}); "
+                f"pass policy={ELASTIC!r}, or leave min_members out"
             )
         return Setting("min_members", 0, DEFAULT)
     if argument is None:

@@ -345,8 +345,8 @@ def _exchange(transport: Transport, rows: Rows, shape: Sequence[int]) -> _Popula
     aggregate = transport.run_slave(rows)
     if (aggregate.values[2] != aggregate.replicas * rows.values[0, 2]).any():
         raise RoundMismatch(
-            f"{aggregate.key}: expected one remaining shape on all ranks, got {tuple(shape)} on this rank and another "
-            "one elsewhere",
+            f"{aggregate.key}: expected the same shape outside of the reduced dimensions on all ranks, "
+            f"got {tuple(shape)} on this rank and another elsewhere",
             **aggregate.key.fields,
         )
     non_finite.check(transport, rows, aggregate)
