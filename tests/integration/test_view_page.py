@@ -217,7 +217,7 @@ def test_the_heat_map_follows_within_two_seconds(tmp_path):
 
 
 def test_with_several_jobs_the_reader_stays_at_the_ranks_of_one():
-    snapshot = SnapshotBuilder("tcp://x:1").take(1.0, report(group(member(0)), group(member(0), job="other")))
+    snapshot = SnapshotBuilder("tcp://x:1").update(1.0, report(group(member(0)), group(member(0), job="other")))
     port = free_port()
     with ExitStack() as stack:
         stack.enter_context(process(str(ROOT / "tests/programs/heat_program.py"), f"127.0.0.1:{port}", "job"))
