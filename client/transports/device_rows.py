@@ -122,7 +122,7 @@ class DeviceAggregate:
 
 def may_use_devices(transport: Transport, x: Tensor) -> bool:
     """Whether `device_capacity` may be above 0: a fast check that spares most calls on a CPU the slow one."""
-    return not x.is_cpu or isinstance(transport, ProcessGroupPipe)
+    return x.device.type in DEVICE_TYPES or isinstance(transport, ProcessGroupPipe)
 
 
 def device_capacity(
