@@ -13,7 +13,7 @@ class Pass(NamedTuple):
     """The functions of one pass, forward or backward, for calls with equal plans.
 
     Attributes:
-        room: allocates the buffer of a pass.
+        new_buffer: allocates the buffer of a pass.
         alone: the function for a single rank; it may hold the GIL.
         together: the function for one of several ranks. It releases the GIL: the other ranks may be threads of this
             process.
@@ -21,7 +21,7 @@ class Pass(NamedTuple):
         channels: C.
     """
 
-    room: Any
+    new_buffer: Any
     alone: Any
     together: Any
     values: int
@@ -33,17 +33,17 @@ class NativeRow:
 
     Args:
         of: the pass.
-        room: its buffer.
+        buffer: of the pass.
         arguments: the function's arguments before the stage.
 
     Attributes:
         is_finished: whether the pass is complete.
     """
 
-    __slots__ = ("_arguments", "_pass", "_room", "is_finished")
+    __slots__ = ("_arguments", "_buffer", "_pass", "is_finished")
 
-    def __init__(self, of: Pass, room: Any, *arguments: Any) -> None:
-        self._pass, self._room, self._arguments = of, room, arguments
+    def __init__(self, of: Pass, buffer: Any, *arguments: Any) -> None:
+        self._pass, self._buffer, self._arguments = of, buffer, arguments
         self.is_finished = False
 
     def run(self, stage: int, group: Any = None, digest: int = 0, wait: int = 0) -> int:
@@ -82,16 +82,16 @@ class NativeRow:
 
     def _vectors(self, row: int) -> FloatArray:
         size = 2 * self._pass.channels
-        return np.frombuffer(self._room, offset=8 * row * (size + 1), count=size).reshape(2, -1)
+        return np.frombuffer(self._buffer, offset=8 * row * (size + 1), count=size).reshape(2, -1)
 
     @property
     def total_at(self) -> int:
         """The address of `total`."""
-        return ctypes.addressof(self._room) + 8 * (2 * self._pass.channels + 1)
+        return ctypes.addressof(self._buffer) + 8 * (2 * self._pass.channels + 1)
 
     def finish(self, total: FloatArray, count: int) -> None:
         """Finishes the pass with the sum of all rows and their count; with a count of 1 the caller raises instead."""
         self.total[:] = total
-        self._room[4 * self._pass.channels + 1] = count
+        self._buffer[4 * self._pass.channels + 1] = count
         if count > 1:
             self.run(FINISH)

@@ -18,13 +18,12 @@ from client.data_parallel.barrier import Barrier
 from client.diagnostics import collectives
 from client.nn import running_stats
 from client.nn.running_stats import DeferredUpdate, MomentAccumulator
-from client.ops import checkpointing, engine, native_exchange, plain, streams
+from client.ops import checkpointing, engine, functional, plain
 from client.ops.checkpointing import exchange_cache, is_inside_backward
 from client.ops.exchange import Exchange, phase_of_forward
 from client.ops.functional import UNSAVED, Slice, batch_norm, save_in_thread
 from client.ops.native import CODES
-from client.ops.native_exchange import NativeExchange
-from client.ops.plain import PlainExchange
+from client.ops.plain import NativeExchange, PlainExchange
 from client.ops.statistics import ChannelMoments, Running, vector_device
 from client.ops.triton import exchange as triton_exchange
 from client.ops.triton.exchange import TYPES, TritonExchange
@@ -69,7 +68,7 @@ def plain_call(
         None where `SynchronizedCall` has to compute the call: in a backward pass, where a checkpoint may recompute it,
         and for tensors or buffers that the core does not support.
     """
-    if is_inside_backward() or device_rows.may_use_devices(transport, x) or not native_exchange.serves(x, weight, bias):
+    if is_inside_backward() or device_rows.may_use_devices(transport, x) or not plain.native_supports(x, weight, bias):
         return None
     running = running_stats.in_place_buffers(layer, x, CODES)
     if running is None:
@@ -117,7 +116,7 @@ class SynchronizedCall:
     def _normalise_at_barrier(self, slice_: Slice, barrier: Barrier, replica: int) -> Tensor:
         """Normalise the slice of one replica, together with the others at the barrier."""
         slice_ = save_in_thread(slice_)
-        if stream := streams.current(slice_.input):
+        if stream := functional.stream_of(slice_.input):
             slice_ = slice_._replace(stream=stream)
         if is_inside_backward() and (recomputed := self._recomputed_exchange(slice_, replica)):
             return batch_norm([slice_], recomputed)[0]
@@ -142,7 +141,7 @@ class SynchronizedCall:
             torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext(),
             torch.enable_grad(),
             checkpointing.without_hooks(),
-            streams.entered(of_replicas) if of_replicas else nullcontext(),
+            functional.in_streams(of_replicas) if of_replicas else nullcontext(),
         ):
             return self._normalise_slices(slices, *of_replicas)
 
@@ -171,7 +170,7 @@ class SynchronizedCall:
         of_layer = layer.layer_name, layer.eps, layer.eps_mode, phase
         if capacity and triton_exchange.serves(slices, capacity):
             return TritonExchange(transport, *of_layer, capacity=capacity, running=self._running(x, TYPES))
-        if not capacity and len(slices) == 1 and plain.is_plain(slices[0]) and native_exchange.serves(*slices[0][:3]):
+        if not capacity and len(slices) == 1 and plain.is_plain(slices[0]) and plain.native_supports(*slices[0][:3]):
             return NativeExchange(transport, *of_layer, running=self._running(x, CODES))
         return Exchange(transport, *of_layer, capacity=capacity)
 

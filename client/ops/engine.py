@@ -78,7 +78,7 @@ def moments(x: Tensor, mask: Tensor | None = None) -> ChannelMoments:
 
 
 def normalise(x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Returns (x - mean) * invstd * weight + bias, in the type of `x`; None stands for weight 1 or bias 0.
+    """Returns (x - mean) * invstd * weight + bias, in the type of `x`; None means weight 1 or bias 0.
 
     Raises:
         ValueError: weight or bias have another shape than (C,).

@@ -4,7 +4,8 @@ One node computes all replicas of a process, because on a CPU one thread runs th
 each replica, the first would wait forever for a sibling that only the same thread can run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from client.ops import checkpointing, engine, streams
+from client.ops import checkpointing, engine
 from client.ops.exchange import Exchange
 from client.ops.second_order import SecondOrder
 from client.tracebacks import hide_internal_frames
@@ -34,7 +35,7 @@ class Slice(NamedTuple):
         mask: shape (N, *), bool: which positions count for the statistics; None for all.
         saver: what saves input, weight and mask for backward: None for the batch norm's node, `UNSAVED` for nothing,
             or a node that has saved input and weight, see `save_in_thread`.
-        stream: of the replica's device, see `client.ops.streams`; None on devices without streams.
+        stream: of the replica's device, see `stream_of`; None on devices without streams.
     """
 
     input: Tensor
@@ -188,7 +189,7 @@ class _BatchNorm(Exchanging):
         arguments = _BackwardPass(ctx.exchange, needs), *grads, *xs, *weights, *masks
         # The pass becomes a node only where a graph of it is asked for.
         run = partial(apply_function, _Backward) if torch.is_grad_enabled() else _Backward.forward
-        gradients = _run_in_streams(ctx.exchange, run, arguments)
+        gradients = _run_pass(ctx.exchange, run, arguments)
         return None, None, *gradients, *[None] * ctx.replicas
 
 
@@ -204,10 +205,10 @@ def _saved(ctx: Any) -> Sequence[Tensor | None]:
     return merged
 
 
-def _run_in_streams(exchange: Exchange, run: Any, arguments: tuple[Any, ...]) -> Sequence[Any]:
+def _run_pass(exchange: Exchange, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Sequence[Any]:
     """Computes a part of the backward pass in the replicas' streams; a failed round shows the user's frames only."""
     try:
-        return streams.run_in(exchange.streams, arguments, partial(run, *arguments))
+        return _run_in_streams(exchange.streams, run, arguments)
     except StatsdBNError as error:
         hide_internal_frames(error, for_caller=True)
         raise
@@ -270,7 +271,7 @@ class _Backward(Exchanging):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         replicas = len(ctx.backward_pass.local)
         arguments = ctx.backward_pass, *ctx.saved_tensors, *gradients
-        gradients_of_pass = _run_in_streams(ctx.backward_pass.exchange, _SecondBackward.apply, arguments)
+        gradients_of_pass = _run_pass(ctx.backward_pass.exchange, _SecondBackward.apply, arguments)
         return None, *gradients_of_pass, *[None] * replicas
 
 
@@ -314,3 +315,54 @@ def _split(values: Any, parts: int) -> list[Any]:
     """Returns `parts` sequences of equal length."""
     size = len(values) // parts
     return [values[part * size : (part + 1) * size] for part in range(parts)]
+
+
+# CUDA streams: one thread computes for all replicas of a process, each on its own device. It uses the stream of the
+# replica's own thread, which computes the input; in another stream the batch norm could read the input too early.
+
+
+def stream_of(x: Tensor) -> Any:
+    """Returns the calling thread's stream on the device of `x`; None on devices without streams."""
+    return torch.cuda.current_stream(x.device) if x.is_cuda else None
+
+
+@contextmanager
+def in_streams(streams: Iterable[Any]) -> Iterator[None]:
+    """Makes streams the current ones of this thread, each on its device."""
+    with ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(torch.cuda.stream(stream))
+        yield
+
+
+def _run_in_streams(streams: Sequence[Any], run: Callable[..., Any], arguments: tuple[Any, ...]) -> Sequence[Any]:
+    """Computes a part of a backward pass in the replicas' streams, and returns its results.
+
+    Autograd passes gradients in its thread's current streams, and expects the results there. So the replicas' streams
+    first wait for the current ones, and the current ones wait for them at the end. Tensors used by both are recorded
+    with the allocator, which could otherwise reuse their memory before the second stream has read it.
+
+    `streams` is empty on devices without streams.
+    """
+    if not streams:
+        results: Sequence[Any] = run(*arguments)
+        return results
+    # Of several streams on one device the last one counts, as in the forward pass.
+    latest = {stream.device: stream for stream in streams}
+    own = {device: torch.cuda.current_stream(device) for device in latest}
+    others = {device: stream for device, stream in latest.items() if stream != own[device]}
+    for device, stream in others.items():
+        stream.wait_stream(own[device])
+    _record_streams(arguments, others)
+    with in_streams(others.values()):
+        results = run(*arguments)
+    for device, stream in others.items():
+        own[device].wait_stream(stream)
+    _record_streams(results, {device: own[device] for device in others})
+    return results
+
+
+def _record_streams(values: Iterable[Any], streams: Mapping[torch.device, Any]) -> None:
+    for value in values:
+        if isinstance(value, Tensor) and value.device in streams:
+            value.record_stream(streams[value.device])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import client
-from client.ops import streams
+from client.ops import functional
 from client.ops.exchange import Exchange
 from support.replicas_on_devices import Layered, plain
 from support.transports import rows_on_devices
@@ -57,7 +57,7 @@ def world(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: found.current[-1])
     monkeypatch.setattr(torch.cuda, "stream", found.entered)
-    monkeypatch.setattr(streams, "current", lambda x: replicas[int(x.detach()[0, 0, 0])])
+    monkeypatch.setattr(functional, "stream_of", lambda x: replicas[int(x.detach()[0, 0, 0])])
     monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
     for phase in ("forward", "backward"):
         monkeypatch.setattr(Exchange, phase, found.note(getattr(Exchange, phase), phase))
@@ -112,5 +112,5 @@ def test_memory_is_held_until_the_other_stream_has_read_it(world):
 
 
 def test_one_stream_needs_no_wait(world, monkeypatch):
-    monkeypatch.setattr(streams, "current", lambda _: world.current[0])
+    monkeypatch.setattr(functional, "stream_of", lambda _: world.current[0])
     assert step(world) == ([("forward", "autograd's")], [("backward", "autograd's")])

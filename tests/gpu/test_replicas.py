@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import client
-from client.ops import streams
+from client.ops.functional import in_streams
 from support.cuda_stand_ins import as_on_cuda
 from support.no_host import nobody_waits_for
 from support.replicas_on_devices import OPTIONS, RUNS, exchanges_noted, training
@@ -69,7 +69,7 @@ def test_replicas_on_two_devices_equal_those_on_one(device):
         model = client.SynchronizedBatchNorm1d(4).to(first)
         wrapped = client.DataParallelWithCallback(model, devices)
         side = [torch.cuda.Stream(each) for each in devices] if device == "cuda" else []
-        with as_on_cuda(device), streams.entered(side):
+        with as_on_cuda(device), in_streams(side):
             leaf = x.to(first).requires_grad_()
             output = wrapped(leaf)
             (output * output.detach().cumsum(0)).sum().backward()

@@ -11,7 +11,7 @@ import client
 from client.ops import native, plain
 from client.ops.exchange import Exchange
 from client.ops.functional import Slice, batch_norm
-from client.ops.native_exchange import NativeExchange
+from client.ops.plain import NativeExchange
 from client.transports.server import SlavePipe
 from programs.elastic_training_programs import SAMPLES, started
 from statsd_bn.errors import RegistrationRefused, ReplicaLost, RoundTimeout, WorldSizeMismatch

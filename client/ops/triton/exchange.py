@@ -124,7 +124,7 @@ class TritonExchange(PlainExchange):
         first.release_rows()
         self.key = key
 
-    def made_when_asked(self, name: str) -> Any:
+    def lazy_attribute(self, name: str) -> Any:
         """Returns the local moments or the statistics."""
         first = self.first
         if name == "local":
