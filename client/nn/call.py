@@ -60,13 +60,9 @@ def _unwrap(tensor: Any) -> Any:
 def plain_call(
     layer: Any, transport: Transport, x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor | None:
-    """Normalise the only slice of a layer, without a mask, in one call of the native core.
+    """Normalise the only slice of a layer by the native core, with fewer objects than `SynchronizedCall`.
 
-    `SynchronizedCall` computes the same with more objects and calls, which take longer than the core for small inputs.
-
-    Returns:
-        None where `SynchronizedCall` has to compute the call: in a backward pass, where a checkpoint may recompute it,
-        and for tensors or buffers that the core does not support.
+    Return None where `SynchronizedCall` has to compute the call: in recomputations, and for unsupported tensors.
     """
     if is_inside_backward() or device_rows.may_use_devices(transport, x) or not plain.native_supports(x, weight, bias):
         return None

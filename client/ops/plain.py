@@ -62,11 +62,7 @@ class PlainExchange(Exchange):
     def gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor | None, needs: Sequence[bool]
     ) -> tuple[Tensor | None, ...] | None:
-        """Returns the gradients of input, weight and bias; None for those not needed.
-
-        Returns None for all where the backend does not support the tensors, which users or saved-tensor hooks may have
-        changed since the forward pass.
-        """
+        """Returns the gradients of input, weight and bias; None if the backend does not support the saved tensors."""
         raise NotImplementedError
 
     def lazy_attribute(self, name: str) -> Any:
@@ -188,12 +184,7 @@ class NativeExchange(PlainExchange):
     ) -> tuple[Tensor | None, ...] | None:
         """Returns the gradients of input, weight and bias; None where the core does not support the tensors."""
         shape = x.shape
-        if not (
-            shape == self.shape
-            and shape == grad.shape
-            and supports(grad, x)
-            and supports_parameters(shape[1:2], weight)
-        ):
+        if not (shape == self.shape == grad.shape and supports(grad, x) and supports_parameters(shape[1:2], weight)):
             return None
         if grad.dtype != x.dtype or grad.stride() != x.stride() or not is_dense(x):
             grad, x = same_layout(grad, x)

@@ -1,6 +1,5 @@
 """Choice of a layer's transport, by the current connection and process group."""
 
-from functools import lru_cache
 from typing import Any
 
 from client.session import groups
@@ -61,9 +60,6 @@ def communicator_for(group: GroupSpec) -> Communicator | None:
     return None if connection.is_alone(group) else connection
 
 
-_local_pipe = lru_cache(maxsize=1024)(LocalPipe)
-
-
 def transport_for(layer: str, group: GroupSpec) -> Transport:
     """Transport of the layer of this name."""
     return transport_over(communicator_for(group), layer, group)
@@ -72,7 +68,7 @@ def transport_for(layer: str, group: GroupSpec) -> Transport:
 def transport_over(communicator: Communicator | None, layer: str, group: GroupSpec) -> Transport:
     """Transport of a layer over the communicator of its group, see `communicator_for`."""
     if communicator is None:
-        return _local_pipe(layer)
+        return LocalPipe(layer)
     if isinstance(communicator, NamedProcessGroup):
         return ProcessGroupPipe(communicator, layer)
     assert not isinstance(group, NamedProcessGroup)  # noqa: S101 - it would be the communicator
