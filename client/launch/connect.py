@@ -47,8 +47,7 @@ logger = logging.getLogger("statsd_bn.client")
 _NAMES = "BIND CURVE ENDPOINT INSECURE JOB LOG_LEVEL ON_NONFINITE SECRET SECRET_FILE SECRET_IN_STORE STACKS TRACEBACK"
 VARIABLES = frozenset(PREFIX + name for name in (*_NAMES.split(), "TRANSPORT"))
 
-# A finalizer's priority below that of multiprocessing's queues, which it sends first. Leaving the job may wait
-# for other members.
+# Priority of a finalizer that runs after multiprocessing has sent its queues, since leaving may wait for other members.
 AFTER_QUEUES = -100
 
 # This user's server may just have been started in the background; it listens within a second.
@@ -90,7 +89,7 @@ def connect(
 
     Args:
         endpoint: the address of `python -m server`, `tcp://host:port` or `ipc://path`; else STATSD_BN_ENDPOINT; else
-            rank 0 starts a server if there is a launcher or a process group, and without one this user's own server is
+            rank 0 starts a server if there is a launcher or a process group; without either, this user's own server is
             used.
         job: the training run's name; else STATSD_BN_JOB, else the launcher's name for it, else "default".
         rank: this process's number in the job; else RANK, else SLURM's number of the task, else the rank in torch's
@@ -151,7 +150,7 @@ def connect(
     if settings.launched:
         logger.warning(
             "%s, but %s has %d processes: connect() waits up to %g s for the other ranks, which must be started "
-            "elsewhere; leave world_size out without other ranks",
+            "elsewhere; omit world_size if there are no others",
             settings.resolved["world_size"],
             settings.launched.source,
             settings.launched.value,

@@ -16,6 +16,9 @@ from torch.overrides import has_torch_function
 
 from statsd_bn.text import wrap
 
+# Types of inputs, as in torch's batch norm.
+TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def check_input(layer: Any, x: Tensor, expected: int | None = None) -> None:
     """Raise TypeError or ValueError unless a layer can normalise `x`, shape (N, C, *), with `expected` channels.
@@ -23,9 +26,14 @@ def check_input(layer: Any, x: Tensor, expected: int | None = None) -> None:
     By default the layer's channels are expected. `num_features` of a lazy layer may be 0; it is set from the layer's
     tensors or the input. After pruning by hand it may be wrong; then the channels of the layer's tensors count.
     """
-    if not x.is_floating_point():
+    if x.dtype not in TYPES:
         remedy = "; quantise the model after client.revert_model(model)" if x.is_quantized else ""
-        raise TypeError(wrap(f"layer {layer.layer_name!r}: expected a floating-point input, got {x.dtype}{remedy}"))
+        raise TypeError(
+            wrap(
+                f"layer {layer.layer_name!r}: expected an input of float16, bfloat16, float32 or float64, "
+                f"got {str(x.dtype).removeprefix('torch.')}{remedy}"
+            )
+        )
     channels = x.shape[1]
     if layer.num_features == 0:
         layer.num_features = channels_of(layer, channels)
@@ -124,7 +132,7 @@ def fx_proxy(layer: Any, arguments: Sequence[Any], named: dict[str, Any]) -> Any
     Raises:
         TypeError: the layer is the root of the trace, or has hooks, which would run during the trace as well.
     """
-    # The root of a trace that takes any arguments gets one proxy for all of them.
+    # If the traced root takes `*args`, torch.fx passes one Proxy for all of them.
     values = (arguments,) if isinstance(arguments, Proxy) else (*arguments, *named.values())
     if is_compiling() or not has_torch_function(values):
         return None

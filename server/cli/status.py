@@ -37,8 +37,8 @@ SIZES = ("world_size", "missing", "members_left_out")
 # Exceptions while reading a malformed report.
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, ProtocolError)
 
-# Timeout of `check`: a server answers its own host within milliseconds, a loaded one later. A prober needs a longer
-# timeout to see the reason.
+# Timeout of `check`: a server answers its own host within milliseconds, a loaded one later. Give a health probe more
+# time, or it ends before `check` prints the reason.
 CHECK_SECONDS = 3.0
 
 # A server that was just started in the background listens within one second.
@@ -110,7 +110,7 @@ def own_endpoint(environ: Mapping[str, str]) -> str:
         return endpoint
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
-        raise ConfigurationError(f"ENDPOINT: expected, since STATSD_BN_BIND names none with a port but {endpoint!r}")
+        raise ConfigurationError(f"ENDPOINT: expected one, since STATSD_BN_BIND has no fixed port: {endpoint!r}")
     return f"{scheme}://{_address_of(host)}:{port}"
 
 

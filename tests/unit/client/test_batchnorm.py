@@ -60,13 +60,13 @@ def test_input_of_the_wrong_shape_is_named(layer, shape, message, training):
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
-def test_integer_and_quantised_inputs_are_named():
+def test_inputs_of_other_types_are_named():
     layer = client.SynchronizedBatchNorm1d(4)
-    layer.layer_name = "stem.bn"
-    expected = "'stem.bn': expected a floating-point input, got torch"
-    with pytest.raises(TypeError, match=f"{expected}.int64$"):
-        layer(torch.ones(2, 4, dtype=torch.int64))
-    with pytest.raises(TypeError, check=says(rf"{expected}.quint8; quantise the model after client.revert_model")):
+    expected = f"{layer.layer_name!r}: expected an input of float16, bfloat16, float32 or float64, got"
+    for dtype in (torch.int64, torch.float8_e4m3fn):
+        with pytest.raises(TypeError, check=says(f"{expected} {str(dtype)[6:]}$")):
+            layer(torch.ones(2, 4).to(dtype))
+    with pytest.raises(TypeError, check=says(rf"{expected} quint8; quantise the model after client.revert_model")):
         layer(torch.quantize_per_tensor(torch.ones(2, 4), 1.0, 0, torch.quint8))
 
 

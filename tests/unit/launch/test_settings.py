@@ -194,7 +194,7 @@ def test_the_first_line_warns_that_more_ranks_are_awaited_than_launched(environ,
     who = "WORLD_SIZE" if environ else "process group"
     assert caplog.records[0].getMessage() == (
         f"world_size 3 (argument), but {who} has 2 processes: connect() waits up to 600 s for the other ranks, "
-        "which must be started elsewhere; leave world_size out without other ranks"
+        "which must be started elsewhere; omit world_size if there are no others"
     )
     assert resolve({"RANK": "0", "WORLD_SIZE": "1"}, world_size=3).launched is None, "it started the others itself"
     assert resolve(TORCHRUN, rank=0, world_size=2).member.world_size == 2

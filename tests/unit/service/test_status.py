@@ -206,7 +206,7 @@ def test_a_server_that_listens_on_all_addresses_is_reached_on_the_loopback_one(b
 @pytest.mark.parametrize("bound", ["tcp://127.0.0.1:*", "tcp://127.0.0.1", "nonsense"])
 def test_a_check_of_a_server_with_an_unknown_port_is_a_usage_error(bound, monkeypatch, capsys):
     monkeypatch.setenv("STATSD_BN_BIND", bound)
-    with pytest.raises(ConfigurationError, match="STATSD_BN_BIND names none with a port"):
+    with pytest.raises(ConfigurationError, match="STATSD_BN_BIND has no fixed port"):
         own_endpoint({"STATSD_BN_BIND": bound})
     assert command.main(["check"]) == 2
     assert repr(bound) in capsys.readouterr().err
