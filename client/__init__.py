@@ -25,7 +25,7 @@ from client.nn.batchnorm import (
 from client.nn.conversion import convert_model, patch_sync_batchnorm, revert_model
 from client.nn.conversion_report import ConversionReport, conversion_report
 from client.nn.layer import register_conversion, set_sbn_eps_mode
-from client.nn.subclasses import rebuilt_layer as rebuilt_layer
+from client.nn.subclasses import rebuilt_layer as rebuilt_layer  # not public, but pickles name it
 from client.nn.subclasses import synchronized_class
 from client.session.connection import Connection
 from client.session.current import current_connection, disconnect, local_group
@@ -81,7 +81,7 @@ __all__ = [
     "synchronized_class",
 ]
 
-# Pickles contain a class's module: use this one, so that pickles load after the files below it have changed.
+# Pickles name the module of a class. Name this one, so that old pickles load after a class has moved to another file.
 for _name in __all__:
     if isinstance(_class := globals()[_name], type):
         _class.__module__ = __name__

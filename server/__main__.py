@@ -1,4 +1,4 @@
-"""python -m server: parses the command line, runs a command, and returns its exit code."""
+"""`python -m server`: parses the command line, runs a command, and returns its exit code."""
 
 import logging
 import os

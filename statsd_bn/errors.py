@@ -120,9 +120,9 @@ class StaleEpoch(RegistrationRefused):
 
 
 class GroupIncomplete(RegistrationRefused):
-    """Members were missing at the deadline, when the group opened or when members rejoined.
+    """Members were missing at the deadline, at the start of a group, or when members rejoined.
 
-    Fields: job, group, size, present, and in the world missing, by number.
+    Fields: job, group, size, present, missing. The last two are lists of ranks; only the group "world" has `missing`.
     """
 
     code = "group_incomplete"
@@ -158,11 +158,14 @@ class RoundFailed(StatsdBNError):
 class RoundMismatch(RoundFailed):
     """The members' contributions do not match, or the members wait for one another in different places.
 
-    Fields of contributions with different shapes: the key's, expected, got, member. Fields of a deadlock: the key's
-    (only job and group while a group fills); table: an entry for each place, the most crowded first, with members,
-    nr_members, seconds, group, and for a round step, layer, call, phase, for a torch collective stack; places: the
-    number of places, since the table may be cut. Among the replicas of one process: replicas. Of values or keys of
-    `mp_sync`: none.
+    The fields depend on the mismatch:
+
+    - contributions with different shapes: the key's, expected, got, member;
+    - a deadlock: the key's (only job and group while a group fills); places, their number; table, an entry for each
+      place, the most crowded first, the last ones perhaps cut. An entry has members, nr_members, seconds and group;
+      for a round also step, layer, call and phase, for a collective of torch also stack;
+    - replicas of one process: replicas;
+    - values or keys of `mp_sync`: none.
     """
 
     code = "mismatch"
@@ -195,7 +198,8 @@ class RoundTimeout(RoundFailed):
 class ReplicaLost(RoundFailed):
     """A member left the group, died, raised, or was declared lost; it may be the member that receives the error.
 
-    Fields: job, group, member, step, cause.
+    Fields: job, group, member, step, cause. If this member joined an elastic job too late: job, member, cause. If
+    another replica of this process failed: replica, cause.
     """
 
     code = "replica_lost"

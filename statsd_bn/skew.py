@@ -8,17 +8,17 @@ that lies between the members is
 
     η² = Σ_r n_r (μ_r - μ)² / (N σ²),    0 <= η² <= 1,
 
-and a member's part of η² is its own term. Here both are means over the channels that vary, so every channel has the
-same weight, whatever its scale, and the parts add up to η². Neighbouring pixels correlate, so η² is larger than for
+and a member's part of η² is its own term. η² and the parts are averaged over the channels that vary: each channel
+weighs the same, whatever its scale, and the parts add up to η². Neighbouring pixels correlate, so η² is larger than for
 independent values, and only useful in comparisons.
 
 The rule: a member is an outlier in a layer if its variance is far from the others', or its part of η² far above
 theirs, in the median of the latest samples. It is reported once, with the earliest layer. The reference is the other
 members, not the past, since a member may differ from the first step on. So two members have no outliers.
 
-Duplicates are found among two members as well: data that are equal, to the last bit, in sample after sample. Different
-data do not have equal means and variances in every layer; members that read the same shard, or draw from it with the
-same seed, do, as long as nothing in the model is random.
+Duplicates, which two members can be as well, are equal to the last bit in sample after sample. Only equal inputs give
+equal means and variances in every layer: the members read the same shard, or draw with the same seed. Randomness in the
+model, such as dropout, hides it.
 """
 
 import math
@@ -41,31 +41,33 @@ FIGURES = 4
 # A channel with a smaller ratio of variance to mean square is constant but for rounding.
 MIN_VARIANCE_RATIO = 1e-12
 
-# Samples of a group that follow the last one sooner are dropped.
+# A sample that follows the last kept one of its group sooner is dropped.
 MIN_SECONDS = 0.5
 
-# The rule takes the median over so many samples of a layer: one odd batch means nothing.
+# The rule uses the median of the latest samples of a layer, this many: one odd batch means nothing.
 WINDOW = 16
 
-# An outlier's variance differs from the others' median by this factor, beyond four times their spread.
+# A member is an outlier if the logarithm of its variance is farther from the others' median than log(VARIANCE_FACTOR)
+# plus SPREADS times their median deviation ...
 VARIANCE_FACTOR, SPREADS = 2.5, 4.0
 
-# An outlier's part of η² is this many times the others' median, and at least MIN_PART. If two members are alike and the
-# third is not, its part is 4 times theirs, however different it is, since the mean moves towards it.
+# ... or if its part of η² is above MIN_PART and above PART_FACTOR times the others' median. If one of three members of
+# equal size differs, its part is always 4 times the others', since μ moves with it; so the factor is below 4.
 PART_FACTOR, MIN_PART = 3.0, 0.02
 
 # No outlier can be named among fewer.
 MIN_MEMBERS = 3
 
-# One batch may come twice, so duplicates are equal in so many samples in a row.
+# Duplicates are equal in this many samples in a row; one equal batch means nothing.
 DUPLICATES_IN_A_ROW = 8
 
-# Weight of a sample relative to the next one: averages cover about ten samples.
+# Weight of a sample relative to the next one in averages, which so cover about ten samples.
 DECAY = 0.9
 
-# Limits of a group: layers, and layers times members; 16 MB altogether. Then the memory of one layer, per member and
-# besides, with a long name.
+# Limits of a group: layers, and layers times members. A group needs 16 MB at most.
 MAX_LAYERS, MAX_LAYER_MEMBERS = 1024, 2**16
+
+# Memory of a layer: for each member, and for the rest, a long name included.
 MEMBER_BYTES, LAYER_BYTES = 8 * FIGURES + 2 * 4 * WINDOW, 5632
 
 TINY = 1e-300
@@ -130,11 +132,11 @@ class Outlier:
     """A member with other data than the rest.
 
     Attributes:
-        layer: the earliest layer of a step in which the member is an outlier.
-        layers: number of such layers.
-        since: the first such step.
+        layer: of the layers in which the member is an outlier, the earliest in a step.
+        layers: number of these layers.
+        since: first step of the current run of samples with this outlier, in any of these layers.
         eta2: η² in that layer.
-        part: the member's part of it.
+        part: the member's part of η².
         usual: the median of the others' parts.
         variance: the member's variance divided by the median of the others'.
     """
@@ -248,7 +250,7 @@ class SkewDetector:
         return [self._outlier(member) for member in new]
 
     def _outlier(self, member: int) -> Outlier:
-        # Some layers may have fewer samples than others.
+        # A layer with fewer samples than WINDOW is judged by half as many.
         windows = (WINDOW, WINDOW // 2)
         showing = {name: layer for name, layer in self._layers.items() if member in map(layer.outlier, windows)}
         name, first = next(iter(showing.items()))

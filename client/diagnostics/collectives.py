@@ -1,4 +1,4 @@
-"""Collectives: the collective of torch in which the main thread is, and this process's progress in each process group.
+"""Collectives: the collective of torch that the main thread is in, and this process's progress in each process group.
 
 torch counts the operations that a process has launched on each process group. All ranks of a group launch the same
 operations in the same order, so the counts of two ranks show which one waits for the other. This module never imports

@@ -9,7 +9,7 @@ from client.diagnostics.collectives import Collective, TorchGroup
 from statsd_bn.members import Members
 from statsd_bn.messages import StackReport
 
-# A thread that computes uses processor time within this many seconds.
+# How long the first sample observes the thread: one that computes uses processor time in it.
 SAMPLE_SECONDS = 0.03
 
 # The largest share of a core that an idle process uses: the sampling thread and ZeroMQ's threads wake up regularly.
@@ -25,7 +25,7 @@ class ThreadSample:
         collective: the collective of torch in which the thread is blocked; None if it is in none, or computes.
         torch_group: the process group to report; None for none.
         kind: the kind of the collective, as in `statsd_bn.messages`; empty if unknown.
-        is_in_call: whether the thread is in a call of this package, which the server knows about.
+        is_in_call: whether the thread is in one of this package's calls, which the server sees.
     """
 
     stack: str
@@ -45,9 +45,10 @@ class ThreadSample:
 class ThreadSampler:
     """Samples the main thread.
 
-    In autograd's engine, for example, the main thread may compute, have other threads or a device compute, or wait for
-    other ranks. It counts as waiting if it has used no processor time since the previous sample, and the process
-    next to none. The first sample measures this over `SAMPLE_SECONDS`.
+    Most positions show whether the main thread is blocked in a collective. In others (`collectives.may_compute`), such
+    as autograd's engine, it may also compute, or have other threads or a device compute. There it counts as blocked
+    only if it has used no processor time since the previous sample, and the process next to none. The first sample
+    measures this over `SAMPLE_SECONDS`.
 
     Args:
         reports_stacks: whether samples contain the stack.

@@ -1,4 +1,4 @@
-"""ElasticSampler: each sample of an epoch once, however often the members change.
+"""ElasticSampler: yields each sample of an epoch once, however often the members change.
 
 After a change of members the samples that are not recorded as processed are split again. There is no padding, so no
 sample is seen twice, and the members' shares may differ by one.

@@ -21,7 +21,7 @@ logger = logging.getLogger("statsd_bn.client")
 # 128 bits in hexadecimal digits.
 MIN_LETTERS = 32
 
-# Random text of that length has more distinct letters than this; "changeme" four times has fewer.
+# A random secret of MIN_LETTERS has about 14 distinct letters; "changeme" four times has 7.
 MIN_DISTINCT_LETTERS = 8
 
 # 256 bits, for a generated secret.

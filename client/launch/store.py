@@ -39,8 +39,7 @@ PREFIX = "statsd_bn"
 FIRST_PAUSE_SECONDS = 0.01
 PAUSE_SECONDS = 0.25
 
-# A store answers in milliseconds, but torch waits for ever for a frozen process. This is the limit of a
-# call, in addition to the timeout.
+# A call may exceed its timeout by this. A store answers in milliseconds, but torch waits for ever for a frozen process.
 ANSWER_SECONDS = 5.0
 
 # Warn after this long, then at doubling intervals.
@@ -92,7 +91,7 @@ class StoreEntry:
         timeout: how long the other processes may take, in seconds.
 
     Raises:
-        ServerUnreachable: also from all methods: there is no store, or it did not answer in time.
+        ServerUnreachable: there is no store, or it did not answer in time. All methods raise it too.
     """
 
     def __init__(self, address: StoreAddress | None, rank: int, world_size: int, life: str, timeout: float) -> None:

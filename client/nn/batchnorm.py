@@ -27,7 +27,7 @@ from client.transports.named_process_group import NamedProcessGroup
 from client.transports.transport import Transport
 from statsd_bn.errors import ConfigurationError, StatsdBNError
 
-# Attributes of a replica, a mini-batch or a call, which copies and pickles drop. `_chunks` is in pickles only.
+# Attributes of a replica, a mini-batch or a call. Copies and pickles drop them; a pickled state may have `_chunks`.
 TRANSIENT_ATTRIBUTES = frozenset({"_replica", "_accumulator", "_deferred", "_was_called", "_bypassed", "_chunks"})
 
 
@@ -48,7 +48,7 @@ class ExecutionMode(Enum):
 
 
 class _ProcessGroup:
-    """Property `process_group`; a subclass may define another attribute of this name."""
+    """The attribute `process_group`. Not a `property`: a subclass may set its own attribute of this name."""
 
     def __get__(self, layer: Any, kind: type | None = None) -> Any:
         group = None if layer is None else layer.group
@@ -177,7 +177,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronizedLayer):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
-        """Convert a model as `client.convert_model` does; torch's name. As in torch, the class makes no difference.
+        """`client.convert_model` under torch's name; it does not matter on which class it is called.
 
         Args:
             module: any module; containers are changed in place.
@@ -196,7 +196,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronizedLayer):
         return f"{super().extra_repr()}{eps_mode}{group}{chunks}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop transient attributes: a copy is no replica of its original's process, and has no pending micro-batches.
+        """Drop transient attributes: a copy is not among its original's replicas, and has no pending micro-batches.
 
         The state contains no private classes.
         """

@@ -45,7 +45,7 @@ class DeferredUpdate:
         _deferred_updates[self.number] = self
 
     def __reduce__(self) -> Any:
-        """Copy without pending moments; needed where a copy has all attributes of a layer, as of a parametrized one."""
+        """Copy without pending moments. A parametrized layer is copied with all its attributes, so this one as well."""
         return type(self), (self.chunks,)
 
     def add(self, micro_batch: ChannelMoments) -> ChannelMoments | None:
@@ -157,7 +157,7 @@ def _momentum(layer: Any) -> float | Tensor:
         return 0.0
     # MPS has no float64.
     number: Tensor = (tracked.cpu() if tracked.device.type == "mps" else tracked).double()
-    return 1.0 / number.clamp(min=1)  # 0 until the first mini-batch has ended
+    return 1.0 / number.clamp(min=1)  # `number` is 0 until the first mini-batch has ended
 
 
 def in_place_buffers(layer: Any, x: Tensor, types: Collection[torch.dtype]) -> Running | None:

@@ -24,8 +24,7 @@ _new_tuple = tuple.__new__
 _numbers = itertools.count()
 _sequence_nr = torch._C._autograd._get_sequence_nr  # noqa: SLF001 - has no public name
 
-# Few calls have a second backward pass, and only while their graph lives: up to a hundred layers of a few dozen
-# micro-batches, and of the mini-batches just before.
+# Enough for all calls whose graph may live: 100 layers, dozens of micro-batches, a few mini-batches.
 MAX_COUNTED_CALLS = 2**14
 
 
@@ -33,12 +32,14 @@ class GraphPosition(NamedTuple):
     """The position of a call among the nodes of autograd."""
 
     sequence_nr: int  # the number of nodes that this thread had created before the call
-    is_inside_node: bool  # whether a node ran the call, for example a reentrant checkpoint; then the call has no node
+    # Whether a node ran the call, for example a reentrant checkpoint; then the call has no node. It is inferred from
+    # gradient mode, so it is also true under `torch.no_grad()`.
+    is_inside_node: bool
 
     def distance_to(self, node: int) -> int | None:
-        """Returns the distance to a node that recomputes, by its sequence number; None if it cannot mean this call.
+        """Returns the distance to a node that recomputes a call, by sequence numbers; None if it cannot be this call.
 
-        The node that ran a call was created before the call; all other nodes that recompute it were created after it.
+        A call inside a node is recomputed by that node, which is older than the call; any other call by a newer node.
         """
         distance = self.sequence_nr - node if self.is_inside_node else node - self.sequence_nr + 1
         return distance if distance > 0 else None
@@ -52,7 +53,7 @@ def current_position() -> list[GraphPosition]:
 def phase_of_forward(*, needs_gradient: bool) -> str:
     """Returns the phase of a forward round; by it ranks notice at once if only some of them will run a backward round.
 
-    `needs_gradient` says whether the input of any local replica does. Without gradient mode it has no effect.
+    `needs_gradient`: whether any local replica's input needs a gradient; ignored outside gradient mode.
     """
     return FORWARD if needs_gradient or not torch.is_grad_enabled() else FORWARD_WITHOUT_GRADIENT
 
@@ -156,9 +157,9 @@ class Exchange:
         return self.key.of_phase(phase if number == 1 else phase_of(phase, number))
 
     def check_count(self, shape: Sequence[int]) -> None:
-        """Raises ValueError if the whole batch has one value per channel, or none for positions of the input.
+        """Raises ValueError if the whole batch has one value per channel, or none although this input is not empty.
 
-        On devices `forward` schedules this check.
+        `shape` is the input's. On devices `forward` schedules this check.
         """
         count = self.moments.count
         if isinstance(count, int) and (count == 1 or (count == 0 and 0 not in shape)):

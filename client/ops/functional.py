@@ -1,4 +1,4 @@
-"""The autograd functions: all local replicas in, all outputs out, one exchange each way.
+"""The autograd functions that compute the outputs of all local replicas in one node, with one exchange each way.
 
 One node computes all replicas of a process, because on a CPU one thread runs the whole backward pass: with a node for
 each replica, the first would wait forever for a sibling that only the same thread can run.
@@ -339,15 +339,16 @@ def _run_in_streams(streams: Sequence[Any], run: Callable[..., Any], arguments: 
     """Computes a part of a backward pass in the replicas' streams, and returns its results.
 
     Autograd passes gradients in its thread's current streams, and expects the results there. So the replicas' streams
-    first wait for the current ones, and the current ones wait for them at the end. Tensors used by both are recorded
-    with the allocator, which could otherwise reuse their memory before the second stream has read it.
+    first wait for the current ones, and the current ones wait for them at the end. Tensors that pass from one stream to
+    another are recorded with the allocator, which could otherwise reuse their memory before the other stream has read
+    them.
 
     `streams` is empty on devices without streams.
     """
     if not streams:
         results: Sequence[Any] = run(*arguments)
         return results
-    # Of several streams on one device the last one counts, as in the forward pass.
+    # If replicas share a device, the stream entered last is current there, as in the forward pass.
     latest = {stream.device: stream for stream in streams}
     own = {device: torch.cuda.current_stream(device) for device in latest}
     others = {device: stream for device, stream in latest.items() if stream != own[device]}

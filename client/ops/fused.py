@@ -1,7 +1,7 @@
 """The backend for CUDA: the fused operators of torch's SyncBatchNorm, with float64 statistics.
 
 The moments are measured a second time around the mean, which finds the rounding error of the float32 mean: no digit is
-lost, but the input is read twice more. Checking first whether the mean is near zero would wait for the device.
+lost, but the input is read twice more. To skip this for a mean near zero, the host would have to wait for the mean.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from client.ops.statistics import ChannelMoments, ChannelStatistics, along_channels, compute_type, dense, same_layout
 
-# The sums for the input's gradient include those for weight and bias.
+# Flags of the operator: the sums for the input's gradient, of which those for weight and bias are a part.
 _FOR_THE_INPUT = (True, False, False)
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
@@ -64,7 +64,7 @@ class Fused:
         center, rest = _center_and_rest(x, statistics)
         invstd = statistics.invstd
         first = means[0] - rest * (invstd * invstd * means[1])
-        # The operator would divide sums by a count of 32 bits.
+        # `means` are divided already, because the operator's count has only 32 bits.
         one = torch.ones(1, dtype=torch.int32, device=x.device)
         return torch.batch_norm_backward_elemt(
             grad, x, center, invstd.to(wide), _weight_of(x, weight), first.to(wide), means[1].to(wide), one

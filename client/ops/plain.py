@@ -1,4 +1,4 @@
-"""The plain call: one slice without a mask, computed by a backend in one step forward and one step backward.
+"""The plain call: a backend computes one slice without a mask, in one step forward and one step backward.
 
 `NativeExchange` is the backend on a CPU, by the native core; the one on CUDA is in `client.ops.triton`. Replicas, masks
 and second derivatives use `client.ops.functional`. The plain call creates the values that these need lazily, from its

@@ -2,8 +2,8 @@
 
 Inductor orders the operators of independent branches by the memory they need, and so by the size of the batch: members
 with other shapes would then wait for each other in different layers. In the graph, operators registered as ordered
-effects are tied to each other. But torch 2.13 stores the tie between their kernels under the name of a buffer and reads
-it under the name of an operation, so the scheduler ignores it (`with_effects` in `torch/_inductor/lowering.py`). An
+effects are tied to each other. But torch 2.13 stores the tie of two kernels under a buffer's name and looks it up under
+an operation's, so the scheduler never finds it (`with_effects` in `torch/_inductor/lowering.py`). An
 `EffectfulKernel` of torch declares its dependencies itself and keeps its place; the lowering here creates one for each
 of our operators.
 
@@ -53,7 +53,7 @@ def _lower(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     effect: Any = _get_effect(operator)
     previous = V.graph.effectful_ops.get(effect)
     made = pytree.tree_map(boxed, ir.EffectfulKernel.create(operator, *args, **kwargs))
-    # The caller records its own tie and the latest kernel; it must not find this kernel as its own predecessor.
+    # The caller records this kernel itself. Restore the former entry, or it would tie the kernel to itself.
     V.graph.effectful_ops.pop(effect, None)
     if previous is not None:
         V.graph.effectful_ops[effect] = previous

@@ -7,7 +7,7 @@ The first backward is dx = w·s·(g - m·b/n - m·c·s²·z·B/n), dw = s·Σg·
     b   Σg over all replicas              B   Σg·z over all replicas
     n   the count
 
-Here v, u and t are the gradients of dx, dw and dbias. The second derivative needs five sums over all
+v, u and t are the gradients by dx, dw and dbias, which the second backward receives. It needs five sums over all
 replicas, so it takes a round too.
 """
 
@@ -31,7 +31,7 @@ class SecondOrder:
     input: Tensor  # x, same shape
     weight: Tensor | None  # w, shape (C,); None for 1
     mask: Tensor | None  # shape (N, *), bool
-    first: Tensor  # this replica's Σg and Σg·z, shape (2, C)
+    local_first: Tensor  # this replica's Σg and Σg·z, shape (2, C)
     by_input: Tensor | None  # v, the shape of x; None if the first backward had no dx, and so no round
     by_weight: Tensor | None  # u, shape (C,); None for 0
     by_bias: Tensor | None  # t, shape (C,); None for 0
@@ -49,7 +49,7 @@ class SecondOrder:
         counted = where(self.mask, by_input)
         sums = total(by_input * self.grad), total(counted), total(counted * where(self.mask, deviations))
         product, sum_, moment = to_float64(x, *sums)
-        return torch.stack((product, sum_, moment - rest * sum_, *(by_weight * self.first)))
+        return torch.stack((product, sum_, moment - rest * sum_, *(by_weight * self.local_first)))
 
     def without_input(self, statistics: ChannelStatistics) -> Tensor:
         """Returns the gradient of g where the first backward had only dw and dbias."""

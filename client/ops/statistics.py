@@ -1,4 +1,4 @@
-"""Moments and statistics of a batch, one float64 value per channel, and the layout of the tensors that they describe.
+"""Moments and statistics of a batch, one float64 value per channel, and the layout of the tensors they describe.
 
 The float64 vectors are on the device of the input; where a device has no float64, as MPS, they are on the host, and
 move to the device in the compute type (float32, or float64 for float64 input).

@@ -72,7 +72,7 @@ def query_connection(endpoint: str, seconds: float = ANSWER_SECONDS, keys: Clien
 
 
 def expects_key(endpoint: str) -> bool:
-    """Whether the server at a TCP endpoint announces CURVE; it counts at most one refused connection.
+    """Whether the server at a TCP endpoint announces CURVE; the server counts at most one refused connection.
 
     ZeroMQ itself would connect several times before it reports a failure.
     """
@@ -95,7 +95,8 @@ def _connect(
 ) -> Iterator["_Connection"]:
     with context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
-        # Another local port: the server may not have closed the former connection of this one.
+        # ZeroMQ repeats an attempt that times out from another local port: the server may still hold a connection from
+        # the former one.
         dealer.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MILLISECONDS)
         dealer.setsockopt(zmq.IPV6, int("[" in endpoint))
         if keys:

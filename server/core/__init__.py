@@ -1,4 +1,4 @@
-"""All groups of all jobs: frames in, frames out.
+"""The server without I/O: receives frames for all groups of all jobs, and returns frames.
 
 Pure: no socket, thread or clock. `Dispatcher` is the entry point.
 """

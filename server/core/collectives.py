@@ -1,4 +1,4 @@
-"""Collectives: ranks that block in a torch collective for ranks that have not launched it.
+"""Collectives: finds ranks that block in a torch collective for ranks that have not launched it.
 
 torch counts the operations that a process has launched on a process group. All ranks launch the same operations in the
 same order, so a rank inside its n-th operation needs every rank that has launched fewer than n. An asynchronous

@@ -52,7 +52,7 @@ class Tombstones:
             del self._sessions[next(iter(self._sessions))]
 
     def discard_session(self, session: bytes) -> None:
-        """Remove a session that is registered, perhaps again."""
+        """Forget the end of a session, which has registered (again)."""
         self._sessions.pop(session, None)
 
     def error_for(self, session: bytes, epoch: int | None = None) -> StatsdBNError | None:
@@ -193,9 +193,9 @@ class Registry:
         if record is None:
             return []
         membership = record.master.membership
-        # The loss that breaks a job is a WARNING: a launcher may stop the other processes before they can report it. It
-        # stops them so soon that the server may notice these first, so each loss within LAUNCHER_STOP_SECONDS is a
-        # WARNING. Later ones follow from the broken job and were reported by the ranks.
+        # The loss that breaks a job is a WARNING: a launcher may stop the other processes before they can report it.
+        # The server may even notice the stopped ones before the rank that failed, so every loss within
+        # LAUNCHER_STOP_SECONDS is a WARNING. Later ones follow from the broken job, and the ranks have reported it.
         notified_at = record.master.broken_notified_at
         follows = notified_at is not None and now - notified_at >= LAUNCHER_STOP_SECONDS
         breaks_job = membership.has_opened and not (membership.is_elastic or follows)
@@ -210,7 +210,7 @@ class Registry:
         membership = master.membership
         contributors = list(membership.contributors.values())
         replies = [(contributor.peer, failure_frame(error)) for contributor in contributors]
-        # A member with a broken connection retries later. It gets a short error, because tombstones last long.
+        # A member that missed the reply gets this one when it retries; short, since tombstones keep it for long.
         again = RoundMismatch(
             f"job {membership.job!r}, group {membership.group!r}: deadlock: its ranks waited in different places"
         )

@@ -1,4 +1,4 @@
-"""run_master: the server process.
+"""run_master: runs the server process.
 
 One synchronous loop: asyncio would double the round-trip time, and the server has no other work to overlap. A frame
 passes `Service._receive`, `Dispatcher.receive` and `Sender.send`. ZeroMQ reads the connections in rotation, so a busy

@@ -15,8 +15,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 PART = re.compile(r"(<!-- (\w+): made by scripts/docs write -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # A first line such as "Barrier: where replicas meet" repeats the name of its file.
-# Its first clause, of five words at least where a comma ends it, is enough to find a file.
-CLAUSE = re.compile(r"(?:\S+ ){4}.*?(?=[,.;:](?:\s|$)|$)|.*?(?=[.;:](?:\s|$)|$)")
+CLAUSE = re.compile(r".*?(?=[.;](?:\s|$)|$)")
 SUBJECT = re.compile(r"^[\w`().]+(?: [\w`().]+){0,3}: ")
 
 SIDES = ("client", "server")
@@ -77,12 +76,12 @@ def _sources() -> Iterator[Path]:
 
 
 def _summary(path: Path) -> str:
-    """The first clause of a file's first line, without its subject; empty where there is no file."""
+    """The first clause of a file's first paragraph, without its subject; empty where there is no file."""
     if not path.exists():
         return ""
     text = path.read_text(encoding="utf-8")
-    line = ast.get_docstring(ast.parse(text)) or "" if path.suffix == ".py" else text.removeprefix("/* ").split("*/")[0]
-    clause = CLAUSE.match(SUBJECT.sub("", line.partition("\n")[0].strip()))[0]
+    line = ast.get_docstring(ast.parse(text)) or "" if path.suffix == ".py" else text[2:].replace("\n *", "")
+    clause = CLAUSE.match(SUBJECT.sub("", " ".join(line.partition("\n\n")[0].split())))[0]
     return clause[:1].upper() + clause[1:]
 
 

@@ -11,10 +11,11 @@ from statsd_bn.text import error_summary, error_text, strip_traceback
 
 logger = logging.getLogger("statsd_bn.client")
 
-# Timeout of an answer. A server answers a registration in milliseconds; a loaded network may take seconds.
+# Timeout of an answer, and the pause between two questions while members are missing. A server answers a registration
+# in milliseconds; a loaded network may take seconds.
 ANSWER_SECONDS = 5.0
 
-# Delay of a retry, which finds an answer that was lost or a group that has opened.
+# Pause before a request is repeated, in case it or its answer was lost.
 RETRY_SECONDS = 1.0
 
 # Warn after a wait of this length, then at doubling intervals.
@@ -29,7 +30,7 @@ DUPLICATE_RETRY_SECONDS = 0.1
 def cause_of(error: BaseException | None) -> str:
     """Text about an exception for the other members; empty for none.
 
-    An error of ours is sent in brief: it concerns all members, which know the rest.
+    Of our own errors only class and first line: the members get the rest themselves.
     """
     if error is None:
         return ""
@@ -93,7 +94,7 @@ class Registration:
             return self._restart_request(now)
         if self._is_asking:
             return self._request(now)
-        # However little time is left, the server gets its time to answer.
+        # All the time that is left, but at least ANSWER_SECONDS.
         return self._ask(now, max(ANSWER_SECONDS, self._started + self._timeout - now))
 
     def _ask(self, now: float, seconds: float) -> Actions[Registered]:
