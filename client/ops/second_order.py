@@ -74,7 +74,7 @@ class SecondOrder:
         weight = _parameter(self.weight, 1.0, statistics)
         by_weight = _parameter(self.by_weight, 0.0, statistics)
         by_bias = _parameter(self.by_bias, 0.0, statistics)
-        grads, moments = first
+        grads, moments = first  # b and B
         products, totals, second_moments, weighted_grads, weighted_moments = second
         cubic = statistics.slope * (invstd * invstd * invstd) / n
         square = statistics.slope * (invstd * invstd) / n
