@@ -54,7 +54,7 @@ static uint64_t value_of(_Atomic uint64_t *word) { return atomic_load_explicit(w
 static void set(_Atomic uint64_t *word, uint64_t value) { atomic_store_explicit(word, value, memory_order_seq_cst); }
 
 /* The number of rows of this size, each with its count, that fit into a slot. */
-static uint64_t device_capacity(uint64_t vectors, uint64_t channels) {
+static uint64_t slot_capacity(uint64_t vectors, uint64_t channels) {
   if (vectors > MOST_WORDS || channels > MOST_WORDS) return 0;
   return MOST_WORDS / (1 + vectors * channels);
 }
@@ -163,7 +163,7 @@ int sbn_is_finite(const double *values, int64_t size) {
 
 static void write_rows(sbn_group *g, const uint64_t *counts, const double *values, uint64_t replicas) {
   char *slot = slot_of(g, g->me);
-  int fits = replicas <= device_capacity(g->vectors, g->channels);
+  int fits = replicas <= slot_capacity(g->vectors, g->channels);
   head mine = {g->digest, fits ? replicas : 0, g->vectors, g->channels, g->came};
   memcpy(slot, &mine, sizeof mine);
   if (!fits) return;
@@ -174,7 +174,7 @@ static void write_rows(sbn_group *g, const uint64_t *counts, const double *value
 /* Adds the rows of all members. Other processes have written the slots, so their sizes are not trusted. */
 static int add_up(sbn_group *g, double *total) {
   const int64_t size = g->vectors * g->channels;
-  const uint64_t capacity = device_capacity(g->vectors, g->channels);
+  const uint64_t capacity = slot_capacity(g->vectors, g->channels);
   int64_t latest = 0;
   g->rows = g->count = 0;
   for (int64_t member = 0; member < g->members; member++) {
