@@ -101,7 +101,7 @@ def test_a_server_with_keys_shows_its_jobs_to_key_holders(tmp_path):
         view = [*command, "view", secured.endpoint, "--http", "127.0.0.1:0"]
         refused = subprocess.run(view, cwd=ROOT, check=False, capture_output=True, text=True)
         assert refused.returncode == 5
-        assert "expects a key, and this client has none" in refused.stderr
+        assert "expects a key, and this client has none" in unwrap(refused.stderr)
 
 
 def test_reported_figures_are_in_the_heat_map(server, job):
