@@ -57,11 +57,3 @@ def test_random_networks_train_to_the_whole_batch(members, seed):
     ranks = 2 + seed % 2
     results = members(ranks, branch_programs.train, seed, ranks, "aot_eager")
     assert branches.differences(Network(seed, ranks), results) == []
-
-
-@pytest.mark.long
-@pytest.mark.timeout(400)
-def test_a_network_compiled_by_inductor_trains_to_the_whole_batch(members):
-    """It has convolutions; each rank waits for the other's compiler, which takes minutes on a busy machine."""
-    results = members(2, branch_programs.train, 4, 2, "inductor", wait=360.0, round_timeout=300.0)
-    assert branches.differences(Network(4, 2), results) == []
