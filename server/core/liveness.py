@@ -8,7 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import takewhile
 
-from server.group.recovery import RECONNECT_SECONDS
+from server.group.membership import RECONNECT_SECONDS
 from statsd_bn import limits
 
 

@@ -44,29 +44,17 @@ class LaunchCount:
 
 @dataclass(slots=True)
 class StackSample:
-    """Stack reports of one member.
+    """Stack reports of one member."""
 
-    Attributes:
-        due: time of the next request.
-        number: id of the latest request.
-        requests: number of requests so far.
-        interval: seconds between the next request and the one after it.
-        unanswered_since: time of the first unanswered request; None if the latest is answered.
-        latest: its latest report.
-        since: time of the first report equal to the latest.
-        seen: time of the latest report.
-        launched: operation counts by process group, see `group_of`.
-    """
-
-    due: float
-    number: int = 0
+    due: float  # time of the next request
+    number: int = 0  # id of the latest request
     requests: int = 0
-    interval: float = ASK_SECONDS
-    unanswered_since: float | None = None
+    interval: float = ASK_SECONDS  # seconds between the next request and the one after it
+    unanswered_since: float | None = None  # time of the first unanswered request; None if the latest is answered
     latest: StackReport | None = None
-    since: float = 0.0
-    seen: float = 0.0
-    launched: dict[int, LaunchCount] = field(default_factory=dict)
+    since: float = 0.0  # time of the first report equal to the latest
+    seen: float = 0.0  # time of the latest report
+    launched: dict[int, LaunchCount] = field(default_factory=dict)  # by process group, see `group_of`
 
     def record_request(self, now: float, number: int) -> None:
         """Record a request that is sent now."""
@@ -141,55 +129,30 @@ def _location(answer: StackReport) -> tuple[object, ...]:
 
 @dataclass(slots=True)
 class Contributor:
-    """A registered member of a group.
-
-    Attributes:
-        session: id of the registration's process.
-        member: its rank in the job.
-        deadline: seconds that its rounds may stay open.
-        place: host and process, for display.
-        peer: routing id for replies.
-        step: step of its latest contribution.
-        first_step: first step with its contributions.
-        state: its state, see `server.group.lifecycle`.
-        was_in_group: whether it was in the open group before a server restart.
-        announced_results: number of results that it will resend after the restart.
-        replicas: rows of its latest contribution; 0 before the first.
-        since: time of its registration, or of its return from a pass over its data.
-        transport: transport of its rows, as reported; empty before the first heartbeat.
-        reported_step: its step, as reported; the server does not see rounds in shared memory.
-        threads: maximum number of its concurrent rounds, and so of its exchanging threads.
-        delay: total seconds by which it came later than the first member of a round.
-        waited: total seconds of waiting in rounds that the server did not see, as reported.
-        lateness: gaps to the previous member, in rounds where it was last.
-        reported_lateness: the part of `lateness` in shared memory, as reported.
-        round_trips: durations of its rounds, as reported.
-        recovered: rounds of the results that it has resent.
-        stack_sample: its stack reports; None while it gets no requests.
-    """
+    """A registered member of a group. "As reported" marks what the server cannot see, as rounds in shared memory."""
 
     session: bytes
-    member: int
-    deadline: float
-    place: str
-    peer: bytes
-    step: int
-    first_step: int
+    member: int  # its rank in the job
+    deadline: float  # seconds that its rounds may stay open
+    place: str  # host and process, for display
+    peer: bytes  # routing id for replies
+    step: int  # of its latest contribution
+    first_step: int  # first step with its contributions
     state: MemberState
-    was_in_group: bool
-    announced_results: int
-    recovered: set[RoundKey] = field(default_factory=set)
-    replicas: int = 0
-    since: float = 0.0
-    transport: str = ""
+    was_in_group: bool  # in the open group before a server restart
+    announced_results: int  # that it will resend after the restart
+    recovered: set[RoundKey] = field(default_factory=set)  # rounds of the results that it has resent
+    replicas: int = 0  # rows of its latest contribution
+    since: float = 0.0  # time of its registration, or of its return from a pass over its data
+    transport: str = ""  # as reported; empty before the first heartbeat
     reported_step: int = 0
-    threads: int = 1
-    delay: float = 0.0
-    waited: float = 0.0
-    lateness: Histogram = field(default_factory=Histogram)
-    reported_lateness: Histogram = field(default_factory=Histogram)
-    round_trips: Histogram = field(default_factory=Histogram)
-    stack_sample: StackSample | None = None
+    threads: int = 1  # maximum number of its concurrent rounds, and so of its exchanging threads
+    delay: float = 0.0  # total seconds by which it came later than the first member of a round
+    waited: float = 0.0  # total seconds of waiting in rounds that the server did not see, as reported
+    lateness: Histogram = field(default_factory=Histogram)  # gaps to the previous member, where it was last
+    reported_lateness: Histogram = field(default_factory=Histogram)  # the part of `lateness` in shared memory
+    round_trips: Histogram = field(default_factory=Histogram)  # durations of its rounds, as reported
+    stack_sample: StackSample | None = None  # None while it gets no requests
 
     def __str__(self) -> str:
         return f"rank {self.member} ({self.place})"
@@ -223,21 +186,16 @@ class Contributor:
         """The highest step of its contributions and reports."""
         return max(self.step, self.reported_step)
 
-    def _lateness_entries(self) -> dict[str, Any]:
-        """Report entries: how often it came last, and the gaps."""
-        last = self.lateness.total
-        return {"last": last, "late": _percentiles(self.lateness)} if last else {}
-
     def report(self, now: float, step: int) -> dict[str, Any]:
         """Entry of the status report; `step` is the member's current step."""
-        where = self.location(now)
+        where, last = self.location(now), self.lateness.total
         return {
             "member": self.member,
             "place": self.place,
             "participation": self.state.name.lower(),
             "step": step,
             "replicas": self.replicas,
-            **self._lateness_entries(),
+            **({"last": last, "late": _percentiles(self.lateness)} if last else {}),
             **({"round_trip": _percentiles(self.round_trips)} if self.round_trips.total else {}),
             **({"transport": self.transport} if self.transport else {}),
             **({"where": where} if where else {}),

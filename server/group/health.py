@@ -37,49 +37,34 @@ RESET_SHARE = MAX_DELAY_SHARE / 2
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Measurements of one window.
+    """Measurements of one window, by member; all are shares from 0 to 1."""
 
-    Attributes:
-        waiting: share of the time that each member waited, 0 to 1.
-        score: speed of each member, 0 to 1: relative to the fastest one or to its own best window, whichever is lower.
-        slowest: the member that waited least; None with fewer than two members.
-        delay: share of the time that the others waited for it.
-    """
-
-    waiting: Mapping[int, float] = field(default_factory=dict)
+    waiting: Mapping[int, float] = field(default_factory=dict)  # share of the time that a member waited
+    # Speed relative to the fastest member or to the member's own best window, whichever is lower.
     score: Mapping[int, float] = field(default_factory=dict)
-    slowest: int | None = None
-    delay: float = 0.0
+    slowest: int | None = None  # the member that waited least; None with fewer than two members
+    delay: float = 0.0  # share of the time that the others waited for the slowest
 
 
 @dataclass(slots=True)
 class Pace:
-    """Speed of a group's members, window by window.
+    """Speed of a group's members, window by window."""
 
-    Attributes:
-        window: the latest complete window.
-        due: end of the current window; None before the first round.
-        is_reported: whether the slowest member was reported and has not recovered since.
-    """
-
-    window: Window = field(default_factory=Window)
-    due: float | None = None
-    is_reported: bool = False
+    window: Window = field(default_factory=Window)  # the latest complete one
+    due: float | None = None  # end of the current window; None before the first round
+    is_reported: bool = False  # the slowest member was reported, and has not recovered since
     _rounds: int = 0
     _waited: dict[int, float] = field(default_factory=dict)
     _best: dict[int, float] = field(default_factory=dict)
 
-    def begin(self, now: float, rounds: int) -> None:
-        """Start the first window after the first round."""
+    def is_due(self, now: float, rounds: int) -> bool:
+        """Whether the current window ends now; the first one starts after the first round."""
         if self.due is None and rounds:
             self.due = now + STARTUP_SECONDS
+        return self.due is not None and now >= self.due
 
     def end_window(self, now: float, rounds: int, waited: Mapping[int, float]) -> bool:
-        """End a window and start the next one.
-
-        Returns:
-            Whether to report the slowest member.
-        """
+        """End a window and start the next one; returns whether to report the slowest member."""
         seconds = WINDOW_SECONDS + (now - self.due if self.due is not None else 0.0)
         had = rounds - self._rounds
         shares = {
@@ -128,21 +113,13 @@ MAX_FINDINGS, MAX_TEXT_LENGTH = 8, 512
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding about a member.
+    """One finding about a member."""
 
-    Attributes:
-        kind: "straggler" or "skew".
-        rank: the member.
-        step: step of the group.
-        text: one line.
-        layer: the layer concerned; empty for a straggler.
-    """
-
-    kind: str
+    kind: str  # "straggler" or "skew"
     rank: int
-    step: int
-    text: str
-    layer: str = ""
+    step: int  # of the group
+    text: str  # one line
+    layer: str = ""  # empty for a straggler
 
 
 class Findings:
@@ -169,14 +146,7 @@ MIN_ROUNDS = 100
 
 
 class GroupHealth:
-    """Health of one epoch of a group.
-
-    Attributes:
-        pace: speed of the members.
-        comparison: skew figures of the members' data.
-        findings: latest findings.
-        round_trips: durations of the rounds of all members, as reported.
-    """
+    """Health of one epoch of a group."""
 
     def __init__(self, membership: Membership, open_rounds: OpenRounds, memory: MemoryShare) -> None:
         self._membership = membership
@@ -185,16 +155,7 @@ class GroupHealth:
         self.pace = Pace()
         self.comparison = SkewDetector(membership.world_size)
         self.findings = Findings(f"job {membership.job!r}, group {membership.group!r}")
-        self.round_trips = Histogram()
-
-    @property
-    def allocated(self) -> int:
-        """Bytes allocated for skew figures."""
-        return self.comparison.size
-
-    def remove(self, contributor: Contributor) -> None:
-        """Remove a member that has left or is lost."""
-        self.pace.remove(contributor.member)
+        self.round_trips = Histogram()  # of all members, as reported
 
     def add_latency(self, contributor: Contributor, report: RoundTrips | LatenessReport) -> None:
         """Add a member's round trips, or its lateness in shared memory.
@@ -214,9 +175,7 @@ class GroupHealth:
     def update_pace(self, now: float, rounds: int) -> None:
         """End the current window if it is due, and report a straggler."""
         pace = self.pace
-        if pace.due is None:
-            pace.begin(now, rounds)
-        if pace.due is None or now < pace.due:
+        if not pace.is_due(now, rounds):
             return
         contributors = self._membership.contributors
         # In each round the first member waits for the whole duration, and each other one for less by its delay.
@@ -228,11 +187,7 @@ class GroupHealth:
             self.findings.add("straggler", slowest.member, step, _describe_straggler(slowest, pace.window.delay))
 
     def add_skew(self, now: float, report: SkewStats) -> None:
-        """Add skew figures of rounds in shared memory.
-
-        Raises:
-            ProtocolError: the figures do not match the group's members.
-        """
+        """Add skew figures of rounds in shared memory."""
         members, is_elastic = self._membership.world_size, self._membership.is_elastic
         if is_elastic or report.values.shape[1] != members:
             raise ProtocolError(

@@ -1,15 +1,5 @@
 """Lifecycle of a group and its members, as one transition table.
 
-A group is in one of four states:
-
-- FILLING: it waits for its members to register.
-- RECOVERING: the server was restarted, and the group waits for its former members.
-- OPEN: it has rounds.
-- BROKEN: it has no further rounds and answers each member with the error that broke it.
-
-A member TAKES_PART, is PAUSED (its data has ended), or is REJOINING and waits for the others to return. A NEW process
-is registering; one that has LEFT or is LOST was a member before.
-
 The rules behind the table:
 
 1. A group opens once, and then stays open until it breaks or its last member leaves.
@@ -24,8 +14,8 @@ The rules behind the table:
 7. After a paused member has left a strict group, the group can never rejoin completely: rejoining members get an error.
 8. A broken group stays broken and refuses all registrations.
 
-A case without a row cannot occur and raises KeyError. `server.group.membership` and `server.group.recovery` decide
-when an event occurs: whether members are missing, late, or one too many.
+A case without a row cannot occur and raises KeyError. `server.group.membership` decides when an
+event occurs: whether members are missing, late, or one too many.
 """
 
 from enum import StrEnum
@@ -45,19 +35,19 @@ class Policy(StrEnum):
 class GroupState(StrEnum):
     """State of a group."""
 
-    FILLING = "filling"
-    RECOVERING = "recovering"
-    OPEN = "open"
-    BROKEN = "broken"
+    FILLING = "filling"  # waits for its members to register
+    RECOVERING = "recovering"  # the server was restarted, and the group waits for its former members
+    OPEN = "open"  # has rounds
+    BROKEN = "broken"  # has no further rounds, and answers each member with the error that broke it
 
 
 class MemberState(StrEnum):
     """State of a process in its group."""
 
-    NEW = "new"
+    NEW = "new"  # is registering
     TAKES_PART = "takes part"
-    PAUSED = "paused"
-    REJOINING = "rejoining"
+    PAUSED = "paused"  # its data has ended
+    REJOINING = "rejoining"  # waits for the others to return
     LEFT = "left"
     LOST = "lost"
 
@@ -184,11 +174,7 @@ _TRANSITIONS = _transitions()
 
 
 def transition(policy: Policy, group: GroupState, event: Event, member: MemberState | None = None) -> Transition:
-    """Returns the result of an event.
-
-    Raises:
-        KeyError: the event cannot occur in this state.
-    """
+    """Returns the result of an event; raises KeyError if it cannot occur in this state."""
     return _TRANSITIONS[policy, group, event, member]
 
 
@@ -209,8 +195,3 @@ def change(register: Register, *, one_left: bool) -> Event | None:
     if register.participation == Participation.PAUSED:
         return Event.PAUSES
     return Event.CANNOT_REJOIN if one_left else Event.REJOINS
-
-
-def state_of(participation: int) -> MemberState:
-    """Returns the member state of a participation on the wire."""
-    return MemberState[Participation(participation).name]

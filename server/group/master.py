@@ -14,7 +14,7 @@ from server.group.lifecycle import GroupState, MemberState, Notice
 from server.group.membership import Membership
 from server.group.open_rounds import OpenRounds, ParkedContributions, pending_frame
 from server.group.results import Archive, RecoveredResults, reduce_round
-from server.group.rounds import Reply, Round, failure_frame, unknown_session
+from server.group.rounds import Reply, Round, conflict_error, failure_frame, unknown_session
 from server.security.quota import EXPECTED_BYTES, GROUP_BYTES, MEMBER_BYTES, RUN_BYTES, MemoryShare, QuotaUsage
 from statsd_bn.errors import (
     ContributionConflict,
@@ -55,32 +55,16 @@ class SyncMaster:
 
     Raises:
         LimitExceeded: no memory is left for another group.
-
-    Attributes:
-        epoch: as registered.
-        membership: members of the group.
-        open_rounds: rounds in progress.
-        health: stragglers and skew.
-        tenant: as given.
-        logged_cause: cause of the latest logged leave.
-        loss_notified: whether members that wait in other groups were notified of a loss in this one.
-        broken_notified_at: when its members were notified at their heartbeat addresses; None before.
     """
 
     # The seed's name for reducing a round; `OpenRounds` calls the function itself.
     run_master = staticmethod(reduce_round)
 
-    def __init__(
-        self,
-        server: bytes,
-        register: Register,
-        usage: QuotaUsage | None = None,
-        tenant: str = "",
-    ) -> None:
+    def __init__(self, server: bytes, register: Register, usage: QuotaUsage | None = None, tenant: str = "") -> None:
         self.epoch = register.epoch
-        self.logged_cause = ""
-        self.loss_notified = False
-        self.broken_notified_at: float | None = None
+        self.logged_cause = ""  # of the latest logged leave
+        self.loss_notified = False  # members that wait in other groups were notified of a loss in this one
+        self.broken_notified_at: float | None = None  # when its members were notified at their heartbeat addresses
         self.why_not_faster = ""
         self._rounds_without_server = 0
         self._last_progress = -math.inf
@@ -131,13 +115,7 @@ class SyncMaster:
         return contributor, replies + self.open_rounds.complete() + self._send_notices()
 
     def contribute(self, now: float, contributor: Contributor, contribution: Contribution, peer: bytes) -> list[Reply]:
-        """Add a member's rows to a round.
-
-        Returns:
-            No reply while contributions are missing; the aggregate for all members once the round is complete; the
-            archived answer if the round has ended; or an error. If a member sends two different contributions, the
-            first one counts and both senders get an error.
-        """
+        """Add a member's rows to a round; the last ones end it. An ended round is answered again, from the archive."""
         if ended := self._archive.get(contribution.key):
             return self._answer_again(ended, contributor, contribution.rows, peer)
         if self.membership.state is _RECOVERING:
@@ -157,20 +135,12 @@ class SyncMaster:
         contributor.waited = heartbeat.waited / 1e3
 
     def record_non_finite(self, contributor: Contributor, report: NonFiniteRound) -> None:
-        """Record the origin of a NaN or infinity in a round in shared memory.
-
-        Raises:
-            ProtocolError: the round belongs to another group.
-        """
+        """Record the origin of a NaN or infinity in a round in shared memory."""
         self.open_rounds.check_key(contributor, report.key)
         self.open_rounds.non_finite.record_round(report.key, report.members, report.what, self.membership.contributors)
 
     def finish_round(self, now: float, contributor: Contributor, key: RoundKey) -> None:
-        """Drop a round that the members finished in shared memory; elastic groups have no such rounds.
-
-        Raises:
-            ProtocolError: the round belongs to another group.
-        """
+        """Drop a round that the members finished in shared memory; elastic groups have no such rounds."""
         self.open_rounds.check_key(contributor, key)
         if self.membership.is_elastic:
             return
@@ -200,12 +170,7 @@ class SyncMaster:
     def remove_contributor(
         self, now: float, contributor: Contributor, cause: str
     ) -> tuple[ReplicaLost | None, list[Reply]]:
-        """Remove a member that leaves.
-
-        Returns:
-            The error for a late message of that member, and the replies to the others: the rounds of a strict group
-            fail with the cause, and elastic groups continue.
-        """
+        """Remove a member that leaves; returns the error for its late messages, and the replies to the others."""
         return self._after_removal(now, contributor, self.membership.remove(contributor, cause))
 
     def lose_contributor(
@@ -255,15 +220,14 @@ class SyncMaster:
     def _size_for(self, register: Register) -> int:
         """Maximum number of bytes that a registration adds."""
         member = 0 if register.member in self.membership.contributors else MEMBER_BYTES
-        return member + (
-            EXPECTED_BYTES * len(register.known) if register.was_in_group and not self.membership.has_opened else 0
-        )
+        is_recovery = register.was_in_group and not self.membership.has_opened
+        return member + (EXPECTED_BYTES * len(register.known) if is_recovery else 0)
 
     def _update_memory(self) -> None:
         """Update the memory accounted for members, and during a recovery for their reports."""
-        size = MEMBER_BYTES * self.nr_slaves + self.health.allocated
+        size = MEMBER_BYTES * self.nr_slaves + self.health.comparison.size
         if (recovery := self.membership.recovery) is not None:
-            size += EXPECTED_BYTES * recovery.nr_expected + self._recovered_bytes
+            size += EXPECTED_BYTES * len(recovery.expected) + self._recovered_bytes
         self._memory.adjust(size - self._accounted)
         self._accounted = size
 
@@ -277,9 +241,7 @@ class SyncMaster:
         if not self.membership.advance(now):
             return []
         self.open_rounds.last_answered = now
-        replies = [
-            (contributor.peer, self._registered(contributor)) for contributor in self.membership.contributors.values()
-        ]
+        replies = [(one.peer, self._registered(one)) for one in self.membership.contributors.values()]
         if contradiction := self._recovered.contradiction():
             self.membership.break_for(contradiction)
             return replies + self._send_notices()
@@ -292,8 +254,8 @@ class SyncMaster:
     def _after_removal(
         self, now: float, contributor: Contributor, loss: ReplicaLost | None
     ) -> tuple[ReplicaLost | None, list[Reply]]:
-        self._parked.drop_member(contributor)
-        self.health.remove(contributor)
+        self._parked.drop_member(contributor.member)
+        self.health.pace.remove(contributor.member)
         self._update_memory()
         replies = self._send_notices()
         if self.membership.state is not GroupState.BROKEN:
@@ -306,25 +268,18 @@ class SyncMaster:
         return [reply for notice in notices for reply in self._notify(notice)]
 
     def _notify(self, notice: Notice) -> list[Reply]:
+        contributors = self.membership.contributors.values()
         if notice is Notice.DEPARTED:
-            departed = self.membership.departure_error
-            contributors = self.membership.contributors.values()
-            return [
-                (contributor.peer, failure_frame(departed))
-                for contributor in contributors
-                if contributor.state is MemberState.REJOINING
-            ]
-        lost, waiting = self.membership.break_error, self._waiting_without_round()
-        return self.break_all(lambda _: lost) + [(contributor.peer, failure_frame(lost)) for contributor in waiting]
-
-    def _waiting_without_round(self) -> list[Contributor]:
-        """Members that wait for the group to open or to rejoin, and have no round that could carry the error."""
-        has_opened, with_a_round = self.membership.has_opened, self._parked.members
-        return [
-            contributor
-            for contributor in self.membership.contributors.values()
-            if contributor.state is MemberState.REJOINING or not (has_opened or contributor.member in with_a_round)
+            departed = failure_frame(self.membership.departure_error)
+            return [(one.peer, departed) for one in contributors if one.state is MemberState.REJOINING]
+        lost, has_opened, with_a_round = self.membership.break_error, self.membership.has_opened, self._parked.members
+        # These wait for the group to open or to rejoin, and have no round that could carry the error.
+        waiting = [
+            one
+            for one in contributors
+            if one.state is MemberState.REJOINING or not (has_opened or one.member in with_a_round)
         ]
+        return self.break_all(lambda _: lost) + [(one.peer, failure_frame(lost)) for one in waiting]
 
     def _registered(self, contributor: Contributor) -> bytes:
         missing, present = self.membership.missing_for(contributor)
@@ -351,5 +306,5 @@ class SyncMaster:
     def _answer_again(self, round_: Round, contributor: Contributor, rows: Rows, peer: bytes) -> list[Reply]:
         future = round_.futures.get(contributor.member)
         if future and future.done and not future.put(rows, peer):
-            return [(peer, failure_frame(round_.conflict_error(contributor.member), round_.key))]
+            return [(peer, failure_frame(conflict_error(round_.key, contributor.member), round_.key))]
         return [(peer, round_.answer)]

@@ -1,61 +1,85 @@
 """Membership: the members of a group, who may join it, and their first steps.
 
-`server.group.lifecycle` has the table of events and results. This module detects the events and keeps the members. The
-first member of a new run replaces a broken group. Newcomers to an elastic group start at a step that no member has
-started.
-
-A member pauses when its data ends, and resumes when all others have returned as well.
+`server.group.lifecycle` has the table of events and results. This module detects the events and keeps the members.
 """
+
+from collections.abc import Collection
 
 from server.group import lifecycle
 from server.group.contributor import Contributor
 from server.group.lifecycle import Event, GroupState, MemberState, Notice, Policy, Transition
-from server.group.recovery import Recovery
 from statsd_bn import limits
 from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost, StatsdBNError, WorldSizeMismatch
 from statsd_bn.members import NO_MEMBERS, Members, format_ranks
 from statsd_bn.messages import WORLD, Participation, Register
 from statsd_bn.text import error_text
 
+# How long an unreachable member may take to reconnect: ZeroMQ reconnects after 0.1 s, and the client then sends at
+# once. A longer time would delay the report of a killed process, which should take less than a second.
+RECONNECT_SECONDS = 0.3
 
-class Membership:
-    """The members of one epoch of a group; all state changes follow the table of `server.group.lifecycle`.
 
-    Attributes:
-        policy: strict or elastic.
-        state: state of the group.
-        lost: error of a broken group, else None.
-        departed: error of the paused member that left a strict group, which can then never rejoin completely; else
-            None.
-        notices: pending notices to the members.
-        contributors: members by rank.
-        present: ranks of the members; cached, because each newcomer to a large group receives them.
-        latest_step: highest step of any contribution.
-        reported_step: highest step of any contribution or report; the server does not see rounds in shared memory.
-        recovery: missing members of a recovering group; None in any other state.
+class Recovery:
+    """The members that a group waits for after a server restart.
+
+    The server stores nothing on disk. A member that reconnects names the members that it last knew of, and the group
+    waits for all of them, as long as it would wait for any sign of life.
     """
 
-    def __init__(self, register: Register, silence: float = limits.SILENCE_SECONDS) -> None:
-        self.policy = Policy.ELASTIC if register.min_members else Policy.STRICT
-        self.state = self._state_before = GroupState.FILLING
-        self.lost: StatsdBNError | None = None
-        self.departed: ReplicaLost | None = None
-        self.notices: list[Notice] = []
+    def __init__(self, now: float, silence: float) -> None:
+        self._since = now
         self._silence = silence
-        self.job = register.job
-        self.group = register.group
-        self.world_size = register.world_size
-        self.min_members = register.min_members
-        self.contributors: dict[int, Contributor] = {}
-        self.present = NO_MEMBERS
-        self.latest_step = self.reported_step = 0
-        self.recovery: Recovery | None = None
-        self._may_have_rejoining = False
+        self.expected: set[int] = set()  # the members that the reconnected ones know of
+        self.results: set[tuple[int, Members]] = set()  # step and covered members of each result from before
 
-    @property
-    def is_elastic(self) -> bool:
-        """Whether the group continues after a loss."""
-        return self.policy is Policy.ELASTIC
+    def is_left_out(self, member: int, since: int) -> bool:
+        """Whether any result of step `since` or later lacks a member."""
+        return any(since <= step and member not in covered for step, covered in self.results)
+
+    def missing(self, present: Collection[int]) -> list[int]:
+        """Expected members that are not present."""
+        return sorted(self.expected.difference(present))
+
+    def is_timed_out(self, now: float) -> bool:
+        """Whether the time to reconnect is over."""
+        return now - self._since >= self._silence
+
+    def expire(self, now: float, present: Collection[int]) -> list[int]:
+        """Stop waiting for missing members after the timeout; returns them."""
+        if not self.is_timed_out(now):
+            return []
+        late = self.missing(present)
+        self.expected.difference_update(late)
+        return late
+
+    def is_complete(self, now: float, present: Collection[int], *, is_elastic: bool) -> bool:
+        """Whether no expected member is missing."""
+        # The members of an elastic group may not know the latest newcomer, which reconnects at the same time.
+        settled = not is_elastic or now - self._since >= RECONNECT_SECONDS
+        return settled and not self.missing(present)
+
+
+class Membership:
+    """The members of one epoch of a group; all state changes follow the table of `server.group.lifecycle`."""
+
+    def __init__(self, register: Register, silence: float = limits.SILENCE_SECONDS) -> None:
+        self.job, self.group = register.job, register.group
+        self.name = f"job {self.job!r}, group {self.group!r}"
+        self.world_size, self.min_members = register.world_size, register.min_members
+        self.is_elastic = register.min_members > 0
+        self.policy = Policy.ELASTIC if self.is_elastic else Policy.STRICT
+        self.state = self._state_before = GroupState.FILLING
+        self.lost: StatsdBNError | None = None  # of a broken group
+        # Of the paused member that left a strict group, which can then never rejoin completely.
+        self.departed: ReplicaLost | None = None
+        self.notices: list[Notice] = []  # pending
+        self.contributors: dict[int, Contributor] = {}
+        self.present = NO_MEMBERS  # cached, because each newcomer to a large group receives them
+        self.latest_step = 0  # highest of any contribution
+        self.reported_step = 0  # highest of any contribution or report, since the server does not see shared memory
+        self.recovery: Recovery | None = None  # of a recovering group
+        self._silence = silence
+        self._may_have_rejoining = False
 
     @property
     def is_open(self) -> bool:
@@ -127,22 +151,18 @@ class Membership:
         # Called at each tick, and mostly empty.
         if not (self.is_open and self._may_have_rejoining):
             return []
-        back = [contributor for contributor in self.contributors.values() if contributor.state is MemberState.REJOINING]
+        back = [one for one in self.contributors.values() if one.state is MemberState.REJOINING]
         self._may_have_rejoining = bool(back)
         return back
 
     def pause(self, contributor: Contributor) -> None:
         """Pause a rejoining member again: the others will not return."""
-        transition = self._apply(Event.PAUSES, contributor.state)
-        contributor.state = transition.member or contributor.state
+        contributor.state = self._apply(Event.PAUSES, contributor.state).member or contributor.state
 
     def participants(self, step: int) -> list[int]:
         """Members of a round of a step, if the round starts now."""
-        return [
-            contributor.member
-            for contributor in self.contributors.values()
-            if contributor.state is MemberState.TAKES_PART and contributor.first_step <= step
-        ]
+        there = (one for one in self.contributors.values() if one.state is MemberState.TAKES_PART)
+        return [one.member for one in there if one.first_step <= step]
 
     def record_step(self, step: int) -> None:
         """Record a step of a contribution."""
@@ -157,17 +177,10 @@ class Membership:
         """Record the members covered by a result from before a server restart."""
         self.record_step(step)
         if self.recovery:
-            self.recovery.add_result(step, covered)
+            self.recovery.results.add((step, covered))
 
     def admit(self, now: float, register: Register, peer: bytes) -> Contributor:
-        """Register a member; a repeated registration returns the same contributor.
-
-        Raises:
-            ReplicaLost: the group is broken, or the member was considered lost.
-            WorldSizeMismatch: the world sizes differ, or the group is full.
-            RegistrationRefused: the policies differ, or some members continue a run and others start one.
-            DuplicateMember: another process is registered with this rank.
-        """
+        """Register a member, or raise the reason of its refusal; a repeated one returns the same contributor."""
         contributor = check_admission(self, register)
         # After the check, so that a refused registration changes no state.
         self._apply(lifecycle.arrival(register), contributor.state if contributor else MemberState.NEW)
@@ -182,8 +195,7 @@ class Membership:
         contributor.peer = peer
         self._change_state(now, contributor, register)
         if self.recovery:
-            self.recovery.expect(register.known)
-            self.recovery.expect(Members.of([register.member]))
+            self.recovery.expected.update(register.known, [register.member])
         return contributor
 
     def advance(self, now: float) -> bool:
@@ -205,14 +217,12 @@ class Membership:
             return []
         return [one for one in self._former_participants if self.recovery.is_left_out(one.member, one.first_step)]
 
-    def expire(self, now: float) -> bool:
-        """Stop waiting for members that did not reconnect in time; returns whether there are any."""
-        late = self.recovery.expire(now, self._returned) if self.recovery else []
-        if late:
+    def expire(self, now: float) -> None:
+        """Stop waiting for members that did not reconnect in time."""
+        if late := self.recovery.expire(now, self._returned) if self.recovery else []:
             cause = "did not reconnect after the server was restarted"
-            loss = self._loss(late[0], self.reported_step, f"{format_ranks(Members.of(late))} {cause}", cause)
+            loss = _loss(self, late[0], self.reported_step, f"{format_ranks(Members.of(late))} {cause}", cause)
             self._break_if_notified(self._apply(Event.TIMES_OUT), loss)
-        return bool(late)
 
     def break_for(self, error: StatsdBNError) -> None:
         """Break the group: its members received different results."""
@@ -245,7 +255,9 @@ class Membership:
 
     def _add(self, register: Register, peer: bytes) -> Contributor:
         self.record_step(register.step)
-        joins = self.is_open
+        state = MemberState[Participation(register.participation).name]
+        # A paused member starts with the next pass, and would mistake a later step for it.
+        joins_now = self.is_open and state is MemberState.TAKES_PART
         contributor = Contributor(
             register.session,
             register.member,
@@ -253,9 +265,8 @@ class Membership:
             register.place,
             peer,
             register.step,
-            # A paused member starts with the next pass, and would mistake a later step for it.
-            self._next_step if joins and register.participation == Participation.TAKES_PART else register.first_step,
-            lifecycle.state_of(register.participation),
+            self._next_step if joins_now else register.first_step,
+            state,
             register.was_in_group,
             register.results if self.recovery else 0,
         )
@@ -281,13 +292,11 @@ class Membership:
     def _open(self, now: float) -> bool:
         if self.recovery:
             is_over = self.recovery.is_complete(now, self._returned, is_elastic=self.is_elastic) and not self.overtaken
+            if is_over:
+                self._admit_recovered(self.recovery)
         else:
             is_over = len(self.contributors) == self.world_size
-        if not is_over:
-            return False
-        if self.recovery:
-            self._admit_recovered(self.recovery)
-        return self._apply(Event.IS_COMPLETE).notice is Notice.PROCEED
+        return is_over and self._apply(Event.IS_COMPLETE).notice is Notice.PROCEED
 
     def _admit_recovered(self, recovery: Recovery) -> None:
         """Set the first steps of new members, and of members that missed the start of a pass.
@@ -308,24 +317,20 @@ class Membership:
     def _latest_pass(self) -> int:
         """First step of the latest pass known to any member."""
         if not self.is_elastic:
-            return max((contributor.first_step for contributor in self.contributors.values()), default=0)
+            return max((one.first_step for one in self.contributors.values()), default=0)
         # Newcomers start after the members that were present at the start of the pass, hence the minimum. Members that
         # are new since the restart have no first step yet.
-        return min((contributor.first_step for contributor in self._former_participants), default=0)
+        return min((one.first_step for one in self._former_participants), default=0)
 
     @property
     def _has_begun(self) -> bool:
         """Whether a round has ended. Before that a seemingly new member may be an original one."""
-        return self.latest_step > 0 or (self.recovery is not None and self.recovery.has_results)
+        return self.latest_step > 0 or bool(self.recovery and self.recovery.results)
 
     def _begin_pass(self) -> bool:
         contributors = self.contributors.values()
         # Called for each change; the first member is mostly not rejoining, which ends `all` early.
-        if (
-            not contributors
-            or len(contributors) < self._size
-            or not all(contributor.state is MemberState.REJOINING for contributor in contributors)
-        ):
+        if not contributors or len(contributors) < self._size or not all(map(_is_rejoining, contributors)):
             return False
         transition = self._apply(Event.ALL_HAVE_REJOINED)
         for contributor in contributors:
@@ -342,24 +347,14 @@ class Membership:
         if not was_missed:
             return None
         if self.recovery and self.is_elastic:
-            self.recovery.drop(contributor.member)
-        loss = self._loss(contributor.member, step, f"{contributor} {reason}", cause)
+            self.recovery.expected.discard(contributor.member)
+        loss = _loss(self, contributor.member, step, f"{contributor} {reason}", cause)
         self._break_if_notified(transition, loss)
         # Members that were rejoining at the first departure were notified then, and none can rejoin since.
         if transition.notice is Notice.DEPARTED and self.departed is None:
             self.departed = loss
             self.notices.append(transition.notice)
         return loss
-
-    def _loss(self, member: int, step: int, text: str, cause: str) -> ReplicaLost:
-        return ReplicaLost(
-            error_text(text, where=f"{self.name}, step {step}"),
-            job=self.job,
-            group=self.group,
-            member=member,
-            step=step,
-            cause=cause,
-        )
 
     @property
     def _next_step(self) -> int:
@@ -372,10 +367,9 @@ class Membership:
         """Number of members of the complete group."""
         return len(self.contributors) if self.is_elastic else self.world_size
 
-    @property
-    def name(self) -> str:
-        """Display name: job and group."""
-        return f"job {self.job!r}, group {self.group!r}"
+
+def _is_rejoining(contributor: Contributor) -> bool:
+    return contributor.state is MemberState.REJOINING
 
 
 def check_admission(group: Membership, register: Register) -> Contributor | None:
@@ -385,28 +379,19 @@ def check_admission(group: Membership, register: Register) -> Contributor | None
     transition = lifecycle.transition(group.policy, group.state, lifecycle.arrival(register), state)
     if transition.notice is Notice.REFUSED_BROKEN:
         raise group.break_error
-    _check_terms(group, register)
-    if contributor and contributor.session != register.session:
-        raise _duplicate(group, register, contributor)
-    if contributor is None:
-        _check_newcomer(group, register, transition)
-    return contributor
-
-
-def _check_terms(group: Membership, register: Register) -> None:
-    if register.world_size != group.world_size:
-        raise _mismatch(
-            group,
-            register,
-            f"expected world_size {group.world_size}, as {format_ranks(group.present)} asked for, "
-            f"got {register.world_size}",
-            register.world_size,
-        )
+    if (got := register.world_size) != group.world_size:
+        what = f"expected world_size {group.world_size}, as {format_ranks(group.present)} asked for, got {got}"
+        raise _mismatch(group, register, what, got)
     if register.min_members != group.min_members:
         raise RegistrationRefused(
             f"{group.name}: expected policy {_policy(group.min_members)}, as {format_ranks(group.present)} asked "
             f"for, got {_policy(register.min_members)} from rank {register.member} ({register.place})"
         )
+    if contributor is None:
+        _check_newcomer(group, register, transition)
+    elif contributor.session != register.session:
+        raise _duplicate(group, register, contributor)
+    return contributor
 
 
 def _check_newcomer(group: Membership, register: Register, transition: Transition) -> None:
@@ -414,23 +399,22 @@ def _check_newcomer(group: Membership, register: Register, transition: Transitio
         raise group.departure_error
     if transition.notice is Notice.REFUSED_LATE:
         raise too_late_error(register)
-    if group.is_elastic:
-        if transition.group is GroupState.OPEN:
-            _check_joiner(group, register)
-        # A newcomer to a recovering elastic group may be a former member that no returned member knows.
-        if transition.group is not GroupState.FILLING:
-            return
-    else:
+    if not group.is_elastic:
         _check_same_start(group, register)
-    _check_vacancy(group, register, transition)
-
-
-def _check_joiner(group: Membership, register: Register) -> None:
-    if group.group != WORLD:
+    elif transition.group is GroupState.OPEN and group.group != WORLD:
         raise RegistrationRefused(
             f"{group.name}: expected a rank that the group started with, got rank {register.member} "
             f"({register.place}); new ranks can join only the group {WORLD!r}"
         )
+    elif transition.group is not GroupState.FILLING:
+        return  # a newcomer to a recovering elastic group may be a former member that no returned member knows
+    is_full = len(group.contributors) == group.world_size or transition.notice is Notice.REFUSED_FULL
+    if group.group == WORLD and not group.is_elastic and register.member >= group.world_size:
+        what = f"expected a rank in [0, {group.world_size}), got {register.member}"
+        raise _mismatch(group, register, what, register.member + 1)
+    if is_full:
+        what = f"expected {group.world_size} ranks, and {format_ranks(group.present)} registered, got one more"
+        raise _mismatch(group, register, what, group.world_size + 1)
 
 
 def _check_same_start(group: Membership, register: Register) -> None:
@@ -438,13 +422,13 @@ def _check_same_start(group: Membership, register: Register) -> None:
     if _is_neutral(register):
         return
     # The members present are consistent, so the first one that is not neutral represents them.
-    other = next((contributor for contributor in group.contributors.values() if not _is_neutral(contributor)), None)
+    other = next((one for one in group.contributors.values() if not _is_neutral(one)), None)
     if other and other.has_started != register.has_started:
         older, newer = (other, register) if other.has_started else (register, other)
         raise RegistrationRefused(
-            f"{group.name}: rank {older.member} ({older.place}) is at step "
-            f"{older.step}, and rank {newer.member} ({newer.place}) has taken part in no round; all ranks "
-            "of a strict group begin together. Start a new run, with a later epoch or another job name"
+            f"{group.name}: rank {older.member} ({older.place}) is at step {older.step}, and rank {newer.member} "
+            f"({newer.place}) has taken part in no round; all ranks of a strict group begin together. Start a new run, "
+            "with a later epoch or another job name"
         )
 
 
@@ -453,64 +437,32 @@ def _is_neutral(member: Contributor | Register) -> bool:
     return member.was_in_group and not member.has_started
 
 
-def _check_vacancy(group: Membership, register: Register, transition: Transition) -> None:
-    number = register.member
-    if group.group == WORLD and not group.is_elastic and number >= group.world_size:
-        raise _mismatch(
-            group,
-            register,
-            f"expected a rank in [0, {group.world_size}), got {number}",
-            number + 1,
-        )
-    if len(group.contributors) == group.world_size or transition.notice is Notice.REFUSED_FULL:
-        raise _mismatch(
-            group,
-            register,
-            f"expected {group.world_size} ranks, and {format_ranks(group.present)} registered, got one more",
-            group.world_size + 1,
-        )
-
-
 def _duplicate(group: Membership, register: Register, contributor: Contributor) -> DuplicateMember:
-    return DuplicateMember(
-        error_text(
-            f"there is a rank {register.member} already: {contributor.place} is registered, "
-            f"{register.place} was refused",
-            where=group.name,
-            advice="Give every process its own RANK, or every run its own job name.",
-        ),
-        job=group.job,
-        group=group.group,
-        member=register.member,
-        place=contributor.place,
-    )
+    member = register.member
+    what = f"there is a rank {member} already: {contributor.place} is registered, {register.place} was refused"
+    advice = "Give every process its own RANK, or every run its own job name."
+    text = error_text(what, where=group.name, advice=advice)
+    return DuplicateMember(text, job=group.job, group=group.group, member=member, place=contributor.place)
 
 
 def _mismatch(group: Membership, register: Register, reason: str, got: int) -> WorldSizeMismatch:
-    return WorldSizeMismatch(
-        error_text(f"{reason} from rank {register.member} ({register.place})", where=group.name),
-        job=group.job,
-        group=group.group,
-        member=register.member,
-        expected=group.world_size,
-        got=got,
-    )
+    text = error_text(f"{reason} from rank {register.member} ({register.place})", where=group.name)
+    size = group.world_size
+    return WorldSizeMismatch(text, job=group.job, group=group.group, member=register.member, expected=size, got=got)
 
 
 def too_late_error(register: Register) -> ReplicaLost:
     """Error of a member that returns after the others continued without it."""
-    return ReplicaLost(
-        error_text(
-            f"rank {register.member} ({register.place}) registered too late after the server restarted; the others "
-            "continued without it",
-            where=f"job {register.job!r}, group {register.group!r}, step {register.step}",
-        ),
-        job=register.job,
-        group=register.group,
-        member=register.member,
-        step=register.step,
-        cause="registered too late",
+    text = (
+        f"rank {register.member} ({register.place}) registered too late after the server restarted; the others "
+        "continued without it"
     )
+    return _loss(register, register.member, register.step, text, "registered too late")
+
+
+def _loss(of: Membership | Register, member: int, step: int, text: str, cause: str) -> ReplicaLost:
+    text = error_text(text, where=f"job {of.job!r}, group {of.group!r}, step {step}")
+    return ReplicaLost(text, job=of.job, group=of.group, member=member, step=step, cause=cause)
 
 
 def _policy(min_members: int) -> str:

@@ -1,8 +1,7 @@
 """Open rounds: starts the rounds of a group, collects contributions, and ends rounds."""
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 
@@ -19,7 +18,7 @@ from server.group.rounds import (
     failure_frame,
     is_same_rows,
     round_failed,
-    timeout_table,
+    timeout_error,
     unknown_session,
 )
 from server.security.quota import FUTURE_BYTES, ROUND_BYTES, MemoryShare, QuotaUsage, size_of
@@ -33,8 +32,8 @@ from statsd_bn.errors import (
     StatsdBNError,
 )
 from statsd_bn.members import Members, format_ranks
-from statsd_bn.messages import Aggregate, Contribution, Pending
-from statsd_bn.reduction import FloatArray, Rows, is_finite
+from statsd_bn.messages import Contribution, Pending
+from statsd_bn.reduction import FloatArray, is_finite
 from statsd_bn.round_key import RoundKey
 from statsd_bn.skew_samples import SCHEDULED_BYTES, VECTORS, SkewSampler, figures_of_step
 from statsd_bn.text import wire_text
@@ -45,69 +44,24 @@ from statsd_bn.wire import encode
 MAX_SAMPLE_BYTES = 2**18
 
 
-class RoundSamples:
-    """Sampled rows of one group, for the skew figures."""
-
-    def __init__(self) -> None:
-        self._samples = SkewSampler(MAX_SAMPLE_BYTES)
-
-    def is_due(self, now: float, key: RoundKey) -> bool:
-        """Whether to sample a round."""
-        return self._samples.is_due(now, key)
-
-    @property
-    def size(self) -> int:
-        """Size in bytes: at most `MAX_SAMPLE_BYTES` of rows, and the names of layers."""
-        return self._samples.size
-
-    def add(self, now: float, key: RoundKey, rows: Sequence[Rows]) -> None:
-        """Sample the rows of all members, in their order, if they are finite rows of a layer."""
-        if rows[0].values.shape[1] != VECTORS:
-            return
-        stride = self._samples.stride(sum(one.values.nbytes for one in rows))
-        values = np.concatenate([one.values[..., ::stride] for one in rows])
-        if is_finite(values):
-            counts = [count for one in rows for count in one.counts]
-            self._samples.observe(now, key, counts, [len(one.counts) for one in rows], values)
-
-    def consume(self, now: float) -> tuple[int, dict[str, FloatArray]] | None:
-        """The sampled step and the figures of its layers by name; None without a sample."""
-        return figures_of_step(self._samples.drain(now))
-
-
 # Late members named in a message.
 MAX_NAMED = 8
 
 
 class OpenRounds:
-    """The open rounds of one epoch of a group; ended rounds go to its archive.
-
-    Attributes:
-        done: number of rounds that ended with an aggregate.
-        failed: number of rounds that ended with an error.
-        non_finite: origin of the first NaN or infinity.
-        durations: durations of the rounds that ended with their last contribution.
-        lateness: gaps between the last two contributions, including reported ones of rounds in shared memory.
-        was_refused: whether a broken group has refused a contribution.
-        last_answered: time of the last answer to a round, or of the opening of the group.
-    """
+    """The open rounds of one epoch of a group; ended rounds go to its archive."""
 
     def __init__(
-        self,
-        epoch: int,
-        membership: Membership,
-        usage: QuotaUsage,
-        archive: Archive,
-        recovered: RecoveredResults,
+        self, epoch: int, membership: Membership, usage: QuotaUsage, archive: Archive, recovered: RecoveredResults
     ) -> None:
-        self.done = 0
-        self.failed = 0
+        self.done = 0  # rounds that ended with an aggregate
+        self.failed = 0  # rounds that ended with an error
         self.non_finite = FirstNonFinite()
-        self.durations = Histogram()
-        self.lateness = Histogram()
-        self.was_refused = False
-        self.last_answered = -math.inf
-        self._samples = RoundSamples()
+        self.durations = Histogram()  # of the rounds that ended with their last contribution
+        self.lateness = Histogram()  # gaps between the last two contributions, with those reported of shared memory
+        self.was_refused = False  # a broken group has refused a contribution
+        self.last_answered = -math.inf  # time of the last answer to a round, or of the opening of the group
+        self._samples = SkewSampler(MAX_SAMPLE_BYTES)
         # Prefix of all keys of this epoch.
         self._run = (membership.job, membership.group, epoch)
         self._membership = membership
@@ -264,23 +218,30 @@ class OpenRounds:
         return self._finish(round_)
 
     def _sample(self, now: float, round_: Round) -> None:
-        """Sample the rows for the skew figures if all members of a strict group have contributed."""
-        membership, memory = self._membership, self._archive.memory
+        """Sample finite rows of a layer for the skew figures if all members of a strict group have contributed."""
+        membership, memory, samples = self._membership, self._archive.memory, self._samples
         # Skew needs two members.
         if membership.is_elastic or not round_.is_complete or len(round_.futures) < max(2, membership.world_size):
             return
-        before = self._samples.size
+        rows = [future.get() for future in round_.futures.values()]
+        if rows[0].values.shape[1] != VECTORS:
+            return
+        before = samples.size
         with suppress(LimitExceeded):  # without memory the round is not sampled
             memory.check(MAX_SAMPLE_BYTES + SCHEDULED_BYTES)
-            self._samples.add(now, round_.key, [future.get() for future in round_.futures.values()])
-            memory.adjust(self._samples.size - before)
+            stride = samples.stride(sum(one.values.nbytes for one in rows))
+            values = np.concatenate([one.values[..., ::stride] for one in rows])
+            if is_finite(values):
+                counts = [count for one in rows for count in one.counts]
+                samples.observe(now, round_.key, counts, [len(one.counts) for one in rows], values)
+            memory.adjust(samples.size - before)
 
     def consume_samples(self, now: float) -> tuple[int, dict[str, FloatArray]] | None:
         """The sampled step and the figures of its layers by name; None without a sample."""
         before = self._samples.size
-        found = self._samples.consume(now)
+        samples = self._samples.drain(now)
         self._archive.memory.adjust(self._samples.size - before)
-        return found
+        return figures_of_step(samples)
 
     def _is_ready(self, round_: Round) -> bool:
         if round_.is_complete and self._membership.has_quorum:
@@ -290,18 +251,13 @@ class OpenRounds:
     def _finish(self, round_: Round) -> list[Reply]:
         recovered = self._recovered.consume(round_) if self._recovered.results else None
         self.done += 1
-        aggregate = recovered or self._sum(round_)
+        aggregate = recovered or reduce_round(round_)
+        if self._recovered.results and not recovered:
+            self._recovered.verify(aggregate)
         if aggregate.non_finite.runs:
             self.non_finite.record(aggregate, self._membership.contributors)
         round_.end(encode(aggregate))
         return self._close(round_)
-
-    def _sum(self, round_: Round) -> Aggregate:
-        """Sum of the rows."""
-        total = reduce_round(round_)
-        if self._recovered.results:
-            self._recovered.verify(total)
-        return total
 
     def _break(self, round_: Round, error: StatsdBNError, also: Iterable[bytes] = ()) -> list[Reply]:
         self.failed += 1
@@ -318,14 +274,8 @@ class OpenRounds:
     def _timeout(self, now: float, round_: Round) -> RoundTimeout:
         # Without a quorum the missing members wait for newcomers as well.
         missing = round_.missing if self._membership.has_quorum else []
-        return round_.timeout(
-            self._describe_missing(round_), missing, timeout_table(now, round_, self._membership.contributors, missing)
-        )
-
-    def _describe_missing(self, round_: Round) -> str:
-        """Short text of the missing members, for an error with a table."""
-        are_several = self._membership.has_quorum and len(round_.missing) > 1
-        return format_ranks(Members.of(round_.missing)) if are_several else self._describe_awaited(round_)
+        whom = format_ranks(Members.of(missing)) if len(missing) > 1 else self._describe_awaited(round_)
+        return timeout_error(now, round_, self._membership.contributors, missing, whom)
 
     def _pending(self, now: float, round_: Round) -> bytes:
         """Reply to a repeated contribution: the missing members of its round."""
@@ -365,59 +315,44 @@ ParkedContribution = tuple[Contributor, Contribution, bytes]
 
 
 class ParkedContributions:
-    """Contributions to a recovering group, one for each member and round, in order of arrival."""
+    """Contributions to a recovering group, one for each member and round."""
 
     def __init__(self, memory: MemoryShare) -> None:
         self._memory = memory
-        self._parked: dict[tuple[int, RoundKey], ParkedContribution] = {}
-        self._counts: Counter[int] = Counter()
+        self._parked: dict[int, dict[RoundKey, ParkedContribution]] = {}
 
     @property
     def members(self) -> set[int]:
         """Members with a parked contribution."""
-        return set(self._counts)
+        return {member for member, rounds in self._parked.items() if rounds}
 
     def would_exceed(self, most: int, contributor: Contributor, key: RoundKey) -> bool:
         """Whether the member already has `most` parked contributions, all to other rounds."""
-        return self._counts[contributor.member] >= most and (contributor.member, key) not in self._parked
+        rounds = self._parked.get(contributor.member, {})
+        return len(rounds) >= most and key not in rounds
 
     def add(self, contributor: Contributor, contribution: Contribution, peer: bytes) -> None:
-        """Park a contribution; a repeated one updates the peer.
-
-        Raises:
-            LimitExceeded: no memory is left.
-            ContributionConflict: the member has sent other rows before, which count.
-        """
-        key = contribution.key
-        if earlier := self._parked.get((contributor.member, key)):
+        """Park a contribution; a repeated one updates the peer. Raises LimitExceeded or ContributionConflict."""
+        key, rounds = contribution.key, self._parked.setdefault(contributor.member, {})
+        if earlier := rounds.get(key):
             if not is_same_rows(earlier[1].rows, contribution.rows):
                 raise conflict_error(key, contributor.member)
         else:
-            size = size_of(contribution.rows)
-            self._memory.allocate(size)
-            self._counts[contributor.member] += 1
-        self._parked[contributor.member, key] = contributor, contribution, peer
+            self._memory.allocate(size_of(contribution.rows))
+        rounds[key] = contributor, contribution, peer
 
     def consume(self) -> list[ParkedContribution]:
-        """Remove and return all contributions, in order."""
-        taken = list(self._parked.values())
-        self._parked.clear()
-        self._counts.clear()
-        self._memory.adjust(-sum(size_of(contribution.rows) for _, contribution, _ in taken))
-        return taken
+        """Remove and return all contributions, each member's in order of arrival."""
+        return [parked for member in list(self._parked) for parked in self.drop_member(member)]
 
-    def drop_member(self, gone: Contributor) -> None:
-        """Drop the contributions of a member."""
-        self._drop([case for case, (contributor, _, _) in self._parked.items() if contributor is gone])
+    def drop_member(self, member: int) -> list[ParkedContribution]:
+        """Remove and return the contributions of a member."""
+        dropped = list(self._parked.pop(member, {}).values())
+        self._memory.adjust(-sum(size_of(contribution.rows) for _, contribution, _ in dropped))
+        return dropped
 
     def drop_round(self, key: RoundKey) -> None:
         """Drop the contributions to a round."""
-        self._drop([case for case in self._parked if case[1] == key])
-
-    def _drop(self, cases: list[tuple[int, RoundKey]]) -> None:
-        for case in cases:
-            _, contribution, _ = self._parked.pop(case)
-            self._memory.adjust(-size_of(contribution.rows))
-            self._counts[case[0]] -= 1
-            if not self._counts[case[0]]:
-                del self._counts[case[0]]
+        for rounds in self._parked.values():
+            if parked := rounds.pop(key, None):
+                self._memory.adjust(-size_of(parked[1].rows))

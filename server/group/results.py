@@ -1,19 +1,12 @@
 """Results: reduces rounds, archives their answers, and recovers results after a server restart.
 
-Members in step can be one round apart, so the latest answers are archived for repeated contributions. A failed round
-did not wait for all members, and a member may reach it many rounds later and must still get the error, so successful
-rounds do not evict failed ones. Older rounds leave only a hash, so that a late copy of a contribution does not start
-the round again.
-
-Recovered results are aggregates from before a server restart, resent by members that reconnect. A member may still wait
-for an answer that another member already has, and all members must get the same bytes. So a recovered result ends its
-round, whichever member sends it. If the server has the rows of all members that the result covers, the round ends with
-their sum instead. The ranks of a job trust each other, so there is no vote on a result, but two contradictory results
-break the group.
+Members in step can be one round apart, so the latest answers are archived for repeated contributions. After a server
+restart a member may wait for an answer that another member already has, and all must get the same bytes: so the members
+resend their latest results, and such a result ends its round.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
@@ -24,7 +17,7 @@ from statsd_bn import limits
 from statsd_bn.errors import ContributionConflict
 from statsd_bn.members import MAX_NAMED_RANKS, NO_MEMBERS, Members, format_ranks
 from statsd_bn.messages import Aggregate, unchecked_aggregate
-from statsd_bn.reduction import FloatArray, find_non_finite, is_finite, join_in_order, non_finite_members, sum_in_order
+from statsd_bn.reduction import find_non_finite, is_finite, join_in_order, non_finite_members, sum_in_order
 from statsd_bn.round_key import GATHER, RoundKey, format_first_non_finite
 
 # A late copy of a contribution is at most as old as the data in flight on a broken connection, far less than this.
@@ -32,7 +25,11 @@ REMEMBERED_ROUNDS = 1024
 
 
 class Archive:
-    """Ended rounds with their answers."""
+    """Ended rounds with their answers; older rounds leave only a hash.
+
+    A failed round did not wait for all members, and a member may reach it many rounds later and must still get the
+    error, so successful rounds do not evict failed ones.
+    """
 
     def __init__(self, memory: MemoryShare) -> None:
         self.memory = memory
@@ -89,24 +86,19 @@ class RecoveredResult:
 class RecoveredResults:
     """Results from before a server restart.
 
-    Attributes:
-        enabled: whether results may end rounds, after all members have reconnected.
-        results: the results, by round.
+    If the server has the rows of all members that a result covers, the round ends with their sum instead. The ranks of
+    a job trust each other, so there is no vote on a result, but two contradictory results break the group.
     """
 
     def __init__(self, memory: MemoryShare) -> None:
-        self.enabled = False
+        self.enabled = False  # results may end rounds, after all members have reconnected
         self._memory = memory
         self.results: dict[RoundKey, RecoveredResult] = {}
         self._different: RecoveredResult | None = None
         self._rounds_left = limits.CACHED_ROUNDS
 
     def add(self, contributor: Contributor, aggregate: Aggregate) -> None:
-        """Add an aggregate that a member resends.
-
-        Raises:
-            LimitExceeded: no memory is left.
-        """
+        """Add an aggregate that a member resends; raises LimitExceeded."""
         result, known = RecoveredResult(aggregate, contributor), self.results.get(aggregate.key)
         if known is None:
             self._memory.allocate(result.size)
@@ -131,11 +123,8 @@ class RecoveredResults:
         """Drop the result of a round that was summed, and warn if it differs from the sum."""
         result = self._drop(total.key)
         if result and not is_same_aggregate(result.aggregate, total):
-            logger.warning(
-                "%s: %s resent an aggregate that differs from the sum of all rows; ignored",
-                total.key,
-                result.source,
-            )
+            text = "%s: %s resent an aggregate that differs from the sum of all rows; ignored"
+            logger.warning(text, total.key, result.source)
 
     def contradiction(self) -> ContributionConflict | None:
         """Error of two results that cannot belong to one group, because the group was started twice.
@@ -170,10 +159,7 @@ class RecoveredResults:
         self._rounds_left -= 1
         if self._rounds_left > 0:
             return []
-        forgotten = list(self.results)
-        for key in forgotten:
-            self._drop(key)
-        return forgotten
+        return [key for key in list(self.results) if self._drop(key)]
 
     def _drop(self, key: RoundKey) -> RecoveredResult | None:
         result = self.results.pop(key, None)
@@ -202,14 +188,10 @@ def reduce_round(round_: Round) -> Aggregate:
     members = Members.of(round_.futures)
     if round_.key.phase == GATHER:
         return Aggregate(round_.key, len(rows), round_.count, members, join_in_order(rows))
-    total = sum_in_order(rows) if len(rows) > 1 else rows[0]
-    # Mostly finite, so the origin is searched only if it is not.
-    whose = NO_MEMBERS if is_finite(total) else non_finite_members(_by_member(round_))
+    total, whose = sum_in_order(rows) if len(rows) > 1 else rows[0], NO_MEMBERS
+    if not is_finite(total):
+        whose = non_finite_members((member, future.get().values) for member, future in round_.futures.items())
     return unchecked_aggregate(round_.key, len(rows), round_.count, members, total, whose)
-
-
-def _by_member(round_: Round) -> Iterator[tuple[int, FloatArray]]:
-    return ((member, future.get().values) for member, future in round_.futures.items())
 
 
 # A longer series of steps with non-finite gradients has another cause: a GradScaler starts at 2^16 and halves its scale

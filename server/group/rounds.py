@@ -1,15 +1,10 @@
 """One round, and its states.
 
 The first contribution with a new key opens a round, with one `FutureResult` for each member of the group. It ends once,
-in one of two ways, and late or repeated contributions get the same frame:
-
-- REDUCED: all contributions are present, and the answer is the aggregate;
-- FAILED: that became impossible, and the answer is the failure with its cause.
-
-A case that the table below does not have cannot occur, and raises KeyError.
+with the aggregate or with a failure, and late or repeated contributions get the same frame.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
 import numpy as np
@@ -61,6 +56,7 @@ class RoundEvent(StrEnum):
 # Attribute access on an enum is as slow as the lookup in the table below in Python 3.11.
 _CONTRIBUTED = RoundEvent.CONTRIBUTED
 
+# A case without an entry cannot occur, and raises KeyError.
 TRANSITIONS: dict[tuple[RoundState, RoundEvent], RoundState] = {
     (RoundState.WAITING, RoundEvent.CONTRIBUTED): RoundState.WAITING,
     (RoundState.WAITING, RoundEvent.WITHDRAWN): RoundState.WAITING,
@@ -130,27 +126,11 @@ def is_same_rows(one: Rows, other: Rows) -> bool:
 
 
 class Round:
-    """One exchange, with a future per member in replica order.
-
-    Attributes:
-        allocated: bytes allocated for it, see `server.security.quota`.
-        last_contribution: time of the latest contribution.
-        gap: seconds between the last two contributions.
-    """
+    """One exchange, with a future per member in replica order."""
 
     __slots__ = (
-        "_pending",
-        "allocated",
-        "answer",
-        "count",
-        "futures",
-        "gap",
-        "key",
-        "last_contribution",
-        "opened",
-        "seconds",
-        "shape",
-        "state",
+        *("_pending", "allocated", "answer", "count", "futures", "gap"),
+        *("key", "last_contribution", "opened", "seconds", "shape", "state"),
     )
 
     def __init__(self, key: RoundKey, members: Iterable[int], opened: float, seconds: float) -> None:
@@ -158,33 +138,30 @@ class Round:
         self.state = RoundState.WAITING
         self.futures = {member: FutureResult() for member in sorted(members)}
         self.opened = self.last_contribution = opened
-        self.gap = 0.0
+        self.gap = 0.0  # seconds between the last two contributions
         self.seconds = seconds
         self.shape: tuple[int, ...] = ()
         self.count = 0
         self._pending = len(self.futures)
         self.answer = b""
-        self.allocated = 0
+        self.allocated = 0  # bytes, see `server.security.quota`
 
     def advance(self, event: RoundEvent) -> None:
         """Apply an event according to the table."""
         self.state = TRANSITIONS[self.state, event]
 
     def put(self, member: int, rows: Rows, peer: bytes) -> None:
-        """Store a member's rows.
-
-        Raises:
-            RoundMismatch: their shape differs from the first rows'.
-            RoundFailed: the total count is too large to be exact, or a gather too large.
-            ContributionConflict: this member has already contributed other bytes.
-        """
+        """Store a member's rows; raises RoundMismatch, RoundFailed or ContributionConflict."""
         future = self.futures[member]
         if future.rows is not None:
             if not future.put(rows, peer):
-                raise self.conflict_error(member)
+                raise conflict_error(self.key, member)
             return
         self._check_shape(member, rows)
-        self._check_count(member, rows)
+        self.count += sum(rows.counts)
+        if self.count > limits.MAX_COUNT:
+            what = f"counts: expected a sum of at most 2^53, got {self.count} with rank {member}'s"
+            raise round_failed(self.key, what)
         future.put(rows, peer)
         self._pending -= 1
         self.advance(_CONTRIBUTED)
@@ -211,11 +188,7 @@ class Round:
         self.answer = failure_frame(error, self.key)
 
     def rows(self) -> list[FloatArray]:
-        """All rows of a complete round in replica order, as views.
-
-        Raises:
-            LookupError: a contribution is missing.
-        """
+        """All rows of a complete round in replica order, as views."""
         return [row for future in self.futures.values() for row in future.get().values]
 
     @property
@@ -243,34 +216,13 @@ class Round:
         """Routing ids for the answer."""
         return [future.peer for future in self.futures.values() if future.peer]
 
-    def conflict_error(self, member: int) -> ContributionConflict:
-        """Error of a member that sends two different contributions."""
-        return conflict_error(self.key, member)
-
-    def timeout(self, whom: str, missing: list[int], table: Sequence[TableSection] = ()) -> RoundTimeout:
-        """Error of a round at its deadline: the missing members, the waiting members and the time."""
-        return RoundTimeout(
-            error_text(
-                f"{whom} did not arrive within {self.seconds:g} s",
-                table=table,
-                where=str(self.key),
-                advice=LATE_ADVICE,
-            ),
-            **self.key.fields,
-            missing=missing,
-            waiting=self.waiting,
-            seconds=self.seconds,
-        )
-
     def _check_shape(self, member: int, rows: Rows) -> None:
         if self.key.phase == GATHER:
             self._check_part(member, rows)
             return
         shape = rows.values.shape[1:]
+        self.shape = self.shape or shape
         if shape == self.shape:
-            return
-        if not self.shape:
-            self.shape = shape
             return
         (vectors, channels), (got_vectors, got_channels) = self.shape, shape
         others = format_ranks(Members.of(self.waiting))
@@ -297,13 +249,6 @@ class Round:
             what = f"expected at most {limits.MAX_CHANNELS} values of all ranks, got {together} with rank {member}'s"
             raise round_failed(self.key, what)
 
-    def _check_count(self, member: int, rows: Rows) -> None:
-        self.count += sum(rows.counts)
-        if self.count > limits.MAX_COUNT:
-            raise round_failed(
-                self.key, f"counts: expected a sum of at most 2^53, got {self.count} with rank {member}'s"
-            )
-
 
 def round_failed(key: RoundKey, reason: str) -> RoundFailed:
     """Error of a round without a more specific class."""
@@ -323,30 +268,30 @@ def failure_frame(error: StatsdBNError, key: RoundKey | None = None) -> bytes:
     return encode(Failure(error.code, wire_text(error.message), error.fields, key))
 
 
-def timeout_table(
-    now: float, round_: Round, contributors: Mapping[int, Contributor], missing: Sequence[int]
-) -> list[TableSection]:
-    """Table of the missing and the waiting ranks of a round."""
-    where = round_.key.describe(with_call=round_.key.call > 0)
-    waiting = round_.waiting
-    late = [_late(now, one, contributors, where) for one in missing[:MAX_ROWS]]
-    there = [_waiting(now, one, round_, contributors, where) for one in waiting[:MAX_ROWS]]
-    return [
-        *([TableSection(late, len(missing), "missing")] if late else []),
-        *([TableSection(there, len(waiting), f"in {where}")] if there else []),
-    ]
-
-
-def _late(now: float, member: int, contributors: Mapping[int, Contributor], where: str) -> Row:
-    name = _name(member, contributors)
-    seen = contributors[member].location(now) if member in contributors else ""
-    return Row((name, "missing", f"from {where}"), (f"{name} {seen}",) if seen else ())
-
-
-def _waiting(now: float, member: int, round_: Round, contributors: Mapping[int, Contributor], where: str) -> Row:
-    return Row((_name(member, contributors), f"waits {now - round_.futures[member].since:.1f} s", f"in {where}"))
-
-
-def _name(member: int, contributors: Mapping[int, Contributor]) -> str:
-    """Display name of a member, which may have left since its contribution."""
-    return str(contributors[member]) if member in contributors else f"rank {member}"
+def timeout_error(
+    now: float, round_: Round, contributors: Mapping[int, Contributor], missing: list[int], whom: str
+) -> RoundTimeout:
+    """Error of a round at its deadline, with a table of the missing and the waiting ranks."""
+    key, waiting = round_.key, round_.waiting
+    where = key.describe(with_call=key.call > 0)
+    late, there = [], []
+    for member in missing[:MAX_ROWS]:
+        name = str(contributors[member])
+        seen = contributors[member].location(now)
+        late.append(Row((name, "missing", f"from {where}"), (f"{name} {seen}",) if seen else ()))
+    for member in waiting[:MAX_ROWS]:
+        name = str(contributors.get(member, f"rank {member}"))  # it may have left since its contribution
+        there.append(Row((name, f"waits {now - round_.futures[member].since:.1f} s", f"in {where}")))
+    table = [TableSection(late, len(missing), "missing"), TableSection(there, len(waiting), f"in {where}")]
+    return RoundTimeout(
+        error_text(
+            f"{whom} did not arrive within {round_.seconds:g} s",
+            table=[section for section in table if section.rows],
+            where=str(key),
+            advice=LATE_ADVICE,
+        ),
+        **key.fields,
+        missing=missing,
+        waiting=waiting,
+        seconds=round_.seconds,
+    )

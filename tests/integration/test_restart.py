@@ -16,7 +16,7 @@ from client.session.protocol.session import Session
 from programs import chaos_programs
 from server.cli.status import ask
 from server.core.dispatcher import Dispatcher
-from server.group.recovery import RECONNECT_SECONDS
+from server.group.membership import RECONNECT_SECONDS
 from statsd_bn import limits
 from statsd_bn.errors import ReplicaLost
 from statsd_bn.members import Members

@@ -25,9 +25,8 @@ from server.core.liveness import Liveness
 from server.group import open_rounds
 from server.group.lifecycle import GroupState, MemberState
 from server.group.master import SyncMaster
-from server.group.membership import Membership
+from server.group.membership import Membership, Recovery
 from server.group.open_rounds import OpenRounds
-from server.group.recovery import Recovery
 from server.group.results import RecoveredResults
 from server.group.rounds import Round
 from statsd_bn import limits

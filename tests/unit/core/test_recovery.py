@@ -2,8 +2,7 @@
 
 import pytest
 
-from server.group.membership import Membership
-from server.group.recovery import RECONNECT_SECONDS, Recovery
+from server.group.membership import RECONNECT_SECONDS, Membership, Recovery
 from statsd_bn import limits
 from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost
 from statsd_bn.members import NO_MEMBERS, Members
@@ -17,8 +16,7 @@ SERVER = b"server-9"
 @pytest.fixture
 def recovery() -> Recovery:
     recovery = Recovery(10.0, SILENCE)
-    recovery.expect(Members.of([0, 1]))
-    recovery.expect(Members.of([1, 3]))
+    recovery.expected.update(Members.of([0, 1]), Members.of([1, 3]))
     return recovery
 
 
@@ -30,8 +28,7 @@ def test_a_named_member_is_awaited(recovery):
 
 
 def test_a_forgotten_member_is_no_longer_awaited(recovery):
-    recovery.drop(1)
-    recovery.drop(7)
+    recovery.expected.discard(1)
     assert recovery.missing([]) == [0, 3]
 
 
