@@ -1,23 +1,18 @@
 """Deadlock: members that wait for each other, each in a round that only another one can complete.
 
-All members must run the same layers in the same order. If one skips a layer, swaps two, or runs an extra forward pass,
-their rounds never complete. All members then wait, none is merely late, and the server reports it without waiting for a
-deadline. `client.data_parallel.barrier` detects this among the threads of a process. Here the search covers all groups
-of a job, because a member may wait in one group for a member that waits for it in another.
+If a member skips a layer, swaps two, or runs an extra forward pass, the rounds never complete, and the server reports
+it without waiting for a deadline. The search covers all groups of a job, because a member may wait in one group for a
+member that waits for it in another.
 
-A member is *blocked* while it waits in an open round, for a group to open, or for all members to return from
-`client.join`. A member in a torch collective is also blocked if the collective needs a rank that waits here, see
-`server.core.collectives`. A member that is not blocked is free, and so is each member that waits for a free one. The
-remaining members are *stuck*: no running member can release them.
-
-A search takes time in proportion to the missing contributions and to the ranks of reported collectives, so
-`DeadlockDetector` limits how often it runs.
+A member is *blocked* while it waits in an open round, for a group to open, for all members to return from
+`client.join`, or in a torch collective that needs a rank which waits here, see `server.core.collectives`. A member that
+is not blocked is free, and so is each member that waits for a free one. The remaining members are *stuck*: no running
+member can release them.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from server.core.collectives import BlockedInCollective, blocked_members, count_reported_ranks
@@ -58,21 +53,18 @@ ADVICE_FOR_PASSES = (
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Members of one group that wait at the same place.
-
-    Attributes:
-        master: the group.
-        key: the round; None if they wait for the group to open, or for all members to return from a pass.
-        since: start of the wait by member.
-        missing: the members that they wait for.
-        blocked: the waiting member if the place is a torch collective instead of a round.
-    """
+    """Members of one group that wait at the same place."""
 
     master: SyncMaster
-    key: RoundKey | None
-    since: Mapping[int, float]
-    missing: Collection[int]
-    blocked: Contributor | None = None
+    key: RoundKey | None  # None if they wait for the group to open, or for all members to return from a pass
+    since: Mapping[int, float]  # start of the wait by member
+    missing: Collection[int]  # the members that they wait for
+    blocked: Contributor | None = None  # the waiting member if the place is a torch collective instead of a round
+
+    @property
+    def is_for_pass(self) -> bool:
+        """Whether members wait for the others to return from a pass over their data."""
+        return self.key is None and self.blocked is None and self.master.membership.is_open
 
 
 def find_deadlocks(
@@ -84,8 +76,9 @@ def find_deadlocks(
     waits = [*_waits(masters), *_in_collectives(masters, blocked)]
     running = _changed_since(masters, waits, now - QUIET_SECONDS)
     running |= _changed_since(masters, waits, now - THREADED_QUIET_SECONDS) & _with_more_threads(waits)
-    if not blocked:
-        running |= _just_rejoined(waits, now - THREADED_QUIET_SECONDS)
+    # Another thread of a member that has just returned from a pass may be in the middle of a step.
+    back = [] if blocked else [wait.since.items() for wait in waits if wait.is_for_pass]
+    running |= {member for since in back for member, at in since if at > now - THREADED_QUIET_SECONDS}
     members = stuck(((wait.since, wait.missing) for wait in waits), running)
     return [wait for wait in waits if not members.isdisjoint(wait.since)]
 
@@ -105,18 +98,8 @@ def _with_more_threads(waits: Iterable[Wait]) -> set[int]:
     return {member for (_, member, threads), waiting in now.items() if threads > waiting}
 
 
-def _just_rejoined(waits: Iterable[Wait], since: float) -> set[int]:
-    """Members that returned from a pass after `since`: another thread may be in the middle of a step."""
-    return {member for wait in waits if _is_for_pass(wait) for member, at in wait.since.items() if at > since}
-
-
 def stuck(waits: Iterable[tuple[Iterable[int], Iterable[int]]], running: Iterable[int]) -> set[int]:
-    """Members that no running member can release, in time linear in the arguments.
-
-    Args:
-        waits: for each place its waiting members and its missing members.
-        running: waiting members that count as running.
-    """
+    """Members that no running member can release, in linear time; `waits` are waiting and missing members by place."""
     waiting_for: dict[int, list[set[int]]] = defaultdict(list)
     blocked: set[int] = set()
     for members, missing in waits:
@@ -144,12 +127,9 @@ def _may_be_stuck(masters: Iterable[SyncMaster]) -> bool:
 
 
 def _in_collectives(masters: Iterable[SyncMaster], blocked: Sequence[BlockedInCollective]) -> Iterator[Wait]:
-    of = {
-        contributor.session: master
-        for master in masters
-        if blocked
-        for contributor in master.membership.contributors.values()
-    }
+    if not blocked:
+        return
+    of = {one.session: master for master in masters for one in master.membership.contributors.values()}
     for one in blocked:
         if master := of.get(one.contributor.session):
             yield Wait(master, None, {one.contributor.member: one.since}, one.missing, one.contributor)
@@ -162,13 +142,8 @@ def _waits(masters: Sequence[SyncMaster]) -> Iterator[Wait]:
             # A round without missing members waits for a newcomer, because its group lost its quorum.
             yield Wait(master, round_.key, since, round_.missing or (UNKNOWN_MEMBER,))
         if _is_filling(master):
-            contributors = master.membership.contributors
-            yield Wait(
-                master,
-                None,
-                {member: contributors[member].since for member in contributors},
-                _candidates(master, masters),
-            )
+            arrived = {member: contributor.since for member, contributor in master.membership.contributors.items()}
+            yield Wait(master, None, arrived, _candidates(master, masters))
         if returning := {one.member: one.since for one in master.membership.rejoining}:
             others = master.membership.contributors.keys() - returning.keys()
             yield Wait(master, None, returning, others or (UNKNOWN_MEMBER,))
@@ -177,11 +152,6 @@ def _waits(masters: Sequence[SyncMaster]) -> Iterator[Wait]:
 def _is_filling(master: SyncMaster) -> bool:
     """Whether members wait for the group to open. Members that return to a restarted server may be running."""
     return master.membership.state is GroupState.FILLING
-
-
-def _is_for_pass(wait: Wait) -> bool:
-    """Whether members wait for the others to return from a pass over their data."""
-    return wait.key is None and wait.blocked is None and wait.master.membership.is_open
 
 
 def _candidates(master: SyncMaster, masters: Iterable[SyncMaster]) -> Collection[int]:
@@ -202,48 +172,40 @@ class Table:
         self._listed = sorted(waits, key=lambda wait: (-len(wait.since), min(wait.since)))[:MAX_PLACES]
         self._in_groups = len({wait.master.membership.group for wait in waits}) > 1
         self._in_calls = any(wait.key and wait.key.call for wait in waits)
-        names = [self._name(wait) for wait in waits]
-        self._advice = ADVICE_FOR_PASSES if any(map(_is_for_pass, waits)) else advice_for(names)
+        if any(wait.is_for_pass for wait in waits):
+            self._advice = ADVICE_FOR_PASSES
+        else:
+            self._advice = advice_for([self._name(wait) for wait in waits])
         self._places = [self._place(wait) for wait in self._listed]
         self._fields = [self._field(wait) for wait in self._listed]
 
     def error(self, wait: Wait) -> RoundMismatch:
         """Error for the members at one place."""
         membership = wait.master.membership
-        name = {"job": membership.job, "group": membership.group}
+        name = f"job {membership.job!r}" if self._in_groups else membership.name
         text = error_text(
             SUMMARY,
             table=self._places,
             more_sections=self._nr_places - len(self._places),
-            where=self._where(wait.master),
+            where=f"{name}, epoch {wait.master.epoch}",
             advice=self._advice,
         )
-        return RoundMismatch(
-            text, **(wait.key.fields if wait.key else name), table=self._fields, places=self._nr_places
-        )
-
-    def _where(self, master: SyncMaster) -> str:
-        name = f"job {master.membership.job!r}"
-        return f"{name}, epoch {master.epoch}" if self._in_groups else f"{master.membership.name}, epoch {master.epoch}"
+        fields = wait.key.fields if wait.key else {"job": membership.job, "group": membership.group}
+        return RoundMismatch(text, **fields, table=self._fields, places=self._nr_places)
 
     def _place(self, wait: Wait) -> TableSection:
-        name = self._name(wait)
-        first = sorted(wait.since)[:MAX_ROWS]
-        return TableSection([self._row(wait, member, name) for member in first], len(wait.since), name)
-
-    def _row(self, wait: Wait, member: int, name: str) -> Row:
-        seconds = self._now - wait.since[member]
-        if wait.blocked:
-            return Row(
-                (str(wait.blocked), f"waits {seconds:.1f} s", name),
-                (f"{wait.blocked} {wait.blocked.location(self._now)}",),
-            )
-        return Row((str(wait.master.membership.contributors[member]), f"waits {seconds:.1f} s", name))
+        name, contributors = self._name(wait), wait.master.membership.contributors
+        rows = []
+        for member in sorted(wait.since)[:MAX_ROWS]:
+            who = wait.blocked or contributors[member]
+            location = (f"{who} {who.location(self._now)}",) if wait.blocked else ()
+            rows.append(Row((str(who), f"waits {self._now - wait.since[member]:.1f} s", name), location))
+        return TableSection(rows, len(wait.since), name)
 
     def _name(self, wait: Wait) -> str:
         if wait.blocked:
             return "in a collective of torch"
-        if _is_for_pass(wait):
+        if wait.is_for_pass:
             return "for all ranks to leave client.join"
         if wait.key is None:
             return f"for group {wait.master.membership.group!r} to open"
@@ -273,8 +235,6 @@ MAX_WAITS = 2**17
 # A rank of a reported collective takes 70 ns, a quarter of a missing contribution.
 RANKS_PER_WAIT = 4
 
-NO_MEMBERS: Mapping[str, Sequence[Contributor]] = MappingProxyType({})
-
 
 class DeadlockDetector:
     """Searches all jobs for deadlocks.
@@ -287,12 +247,9 @@ class DeadlockDetector:
         self._due: dict[str, float] = {}
 
     def find(
-        self,
-        now: float,
-        groups: Mapping[GroupName, SyncMaster],
-        asked: Mapping[str, Sequence[Contributor]] = NO_MEMBERS,
+        self, now: float, groups: Mapping[GroupName, SyncMaster], asked: Mapping[str, Sequence[Contributor]]
     ) -> Iterator[list[Wait]]:
-        """Yield the places of each deadlocked job; call it at each tick."""
+        """Yield the places of each deadlocked job at a tick; `asked` are the members with a stack sample, by job."""
         jobs: dict[str, list[SyncMaster]] = defaultdict(list)
         for (job, _), master in groups.items():
             jobs[job].append(master)

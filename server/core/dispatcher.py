@@ -9,7 +9,7 @@ returns the frames to send. It never raises: a bad frame costs its sender an err
 """
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from server.core import deadlock, report
@@ -59,55 +59,42 @@ logger = logging.getLogger("statsd_bn.server")
 # Requests that need no session.
 _QUERIES = (StatusRequest, FiguresRequest)
 
+RoundReport = Result | RoundDone | SkewStats | RoundTrips | LatenessReport | NonFiniteRound
+
 # Causes of the loss of a member that returned to a restarted server: the group had dropped it before, or the results
 # that it announced did not arrive.
 OVERTAKEN = "the others had continued without it before the server restarted"
 INCOMPLETE = "its results did not arrive after the server restarted"
 
 
+@dataclass(slots=True)  # not frozen, because that takes three times as long, for each frame
 class Received:
-    """Outcome of a frame.
+    """Outcome of a frame."""
 
-    Attributes:
-        replies: the frames to send.
-        session: the registered session that sent it; b"" without one, or if it has just left.
-        is_refused: whether it was malformed, refused by a group, or of an unregistered session.
-    """
-
-    # Allocated for each frame; a frozen dataclass takes three times as long.
-    __slots__ = ("is_refused", "replies", "session")
-
-    def __init__(self, replies: list[Reply], session: bytes = b"", is_refused: bool = False) -> None:
-        self.replies = replies
-        self.session = session
-        self.is_refused = is_refused
+    replies: list[Reply]
+    session: bytes = b""  # the registered session that sent it; b"" without one, or if it has just left
+    is_refused: bool = False  # it was malformed, refused by a group, or of an unregistered session
 
 
 class Dispatcher:
-    """All groups of all jobs.
-
-    Attributes:
-        probe: frame that every member ignores; sending it shows whether a peer is connected.
-        counters: refusals since the start.
-        received: number of frames received.
-        bad_frames: number of malformed ones.
-    """
+    """All groups of all jobs."""
 
     def __init__(self, server: bytes, started: float, quota: Quota | None = None) -> None:
         self._server = server
         self._started = started
-        # No session has a digest of zero bytes, so no member accepts it as an answer.
+        # Every member ignores this frame, since no session has a digest of zero bytes; sending it shows whether a peer
+        # is connected.
         self.probe = encode(Registered(NO_SERVER, server, 0, 0, 0, NO_MEMBERS))
         self._usage = QuotaUsage(quota)
+        silence = self._usage.quota.silence_seconds
         self._max_frame_bytes = self._usage.quota.max_frame_bytes
-        self._registry = Registry(started, self._usage.quota.silence_seconds)
+        self._registry = Registry(started, silence)
         self._registration = Registration(server, self._registry, self._usage)
-        self._hang_probe = HangProbe(self._registry, self._usage.quota.silence_seconds)
-        self._deadlocks = DeadlockDetector(self._usage.quota.silence_seconds)
+        self._hang_probe = HangProbe(self._registry, silence)
+        self._deadlocks = DeadlockDetector(silence)
         self._reports = StatusReports(self._counts, self._usage)
         self.counters = self._usage.counters
-        self.received = 0
-        self.bad_frames = 0
+        self.received = self.bad_frames = 0
         self._last_compared = 0
 
     def receive(self, now: float, peer: bytes, frame: bytes, principal: Principal = ANONYMOUS) -> Received:
@@ -125,17 +112,10 @@ class Dispatcher:
         # Members first: a lost member explains more than a timeout.
         registry = self._registry
         replies = self._lose(now, registry.liveness.lost(now))
-        memberships = [master.membership for master in registry.masters.values()]
-        if recovering := [membership for membership in memberships if membership.recovery]:
-            lost = [
-                (contributor.session, INCOMPLETE)
-                for membership in recovering
-                for contributor in membership.incomplete(now)
-            ]
-            lost += [
-                (contributor.session, OVERTAKEN) for membership in recovering for contributor in membership.overtaken
-            ]
-            replies += self._lose(now, lost)
+        recovering = [master.membership for master in registry.masters.values() if master.membership.recovery]
+        lost = [(one.session, INCOMPLETE) for membership in recovering for one in membership.incomplete(now)]
+        lost += [(one.session, OVERTAKEN) for membership in recovering for one in membership.overtaken]
+        replies += self._lose(now, lost)
         for master in registry.masters.values():
             replies += master.expire(now)
         for master in registry.masters.values():
@@ -156,8 +136,7 @@ class Dispatcher:
     @property
     def nr_ranks(self) -> int:
         """Number of registered ranks, each counted once per job."""
-        worlds = [master for (_, group), master in self._registry.masters.items() if group == WORLD]
-        return sum(len(master.membership.contributors) for master in worlds)
+        return sum(master.nr_slaves for (_, group), master in self._registry.masters.items() if group == WORLD)
 
     @property
     def has_members(self) -> bool:
@@ -176,9 +155,7 @@ class Dispatcher:
     def revoke(self, now: float, access: Access) -> list[Reply]:
         """Remove members with keys that are revoked, or no longer valid for their jobs."""
         records = self._registry.sessions.items()
-        refused = (
-            session for session, record in records if not access.allows(record.key, record.master.membership.job)
-        )
+        refused = [one for one, record in records if not access.allows(record.key, record.master.membership.job)]
         return self._lose(now, [(session, REVOKED) for session in refused])
 
     def probes(self, since: float) -> list[Reply]:
@@ -196,9 +173,7 @@ class Dispatcher:
         """Failures for all members, because no successor follows; a busy member reads it before its next round."""
         stopped = MasterStopped("the server stopped because the process that started it ended")
         records = self._registry.sessions.values()
-        return [
-            (record.contributor.peer, failure_frame(record.master.membership.lost or stopped)) for record in records
-        ]
+        return [(one.contributor.peer, failure_frame(one.master.membership.lost or stopped)) for one in records]
 
     def stop(self) -> list[Reply]:
         """End all waits: this server stops and has no successor."""
@@ -235,10 +210,10 @@ class Dispatcher:
                 replies = self._registration.register(now, message, peer, principal)
                 self._registry.liveness.add(now, message.session, peer)
                 return Received(replies, message.session)
-            case Result() | RoundDone() | SkewStats() | RoundTrips() | LatenessReport() | NonFiniteRound():
-                return self._record(now, message, record, peer)
             case Leave():
                 return Received(self._registry.leave(now, message.session, message.cause))
+            case _:
+                return self._record(now, message, record, peer)
 
     def _answer(self, now: float, asked: StatusRequest | FiguresRequest, principal: Principal) -> bytes:
         """Answer to a request without a session."""
@@ -280,50 +255,41 @@ class Dispatcher:
     def _contribute(
         self, now: float, contribution: Contribution, record: SessionRecord | None, peer: bytes
     ) -> Received:
-        session = contribution.session
+        session, key = contribution.session, contribution.key
         if record is None:
-            return self._refuse_unregistered([(peer, failure_frame(self._error_for(session), contribution.key))])
+            return self._refuse_unregistered([(peer, failure_frame(self._error_for(session), key))])
         self._registry.liveness.record_message(now, session, peer)
         if self._usage.narrows_contributions:
             try:
-                self._usage.check_contribution(contribution.key, contribution.rows.values.shape)
+                self._usage.check_contribution(key, contribution.rows.values.shape)
             except LimitExceeded as error:
-                return Received([(peer, failure_frame(error, contribution.key))], session)
+                return Received([(peer, failure_frame(error, key))], session)
         return Received(record.master.contribute(now, record.contributor, contribution, peer), session)
 
-    def _record(
-        self,
-        now: float,
-        report: Result | RoundDone | SkewStats | RoundTrips | LatenessReport | NonFiniteRound,
-        record: SessionRecord | None,
-        peer: bytes,
-    ) -> Received:
+    def _record(self, now: float, report: RoundReport, record: SessionRecord | None, peer: bytes) -> Received:
         """Record a member's report about rounds that it has finished."""
         if record is None:
             # Such frames arrive in bulk, and an answer to each would request all of them again. The next contribution
             # gets the answer.
             return self._refuse_unregistered([])
-        liveness = self._registry.liveness
+        master, contributor, liveness = record.master, record.contributor, self._registry.liveness
         # A frame from the heartbeat socket must not replace the address of the main socket.
-        note = (
-            liveness.record_heartbeat
-            if isinstance(report, RoundTrips | LatenessReport | SkewStats)
-            else liveness.record_message
-        )
+        is_from_heartbeat = isinstance(report, RoundTrips | LatenessReport | SkewStats)
+        note = liveness.record_heartbeat if is_from_heartbeat else liveness.record_message
         note(now, report.session, peer)
-        if isinstance(report, Result):
-            return Received(
-                record.master.record_result(now, record.contributor, report.aggregate, peer), report.session
-            )
-        if isinstance(report, RoundDone):
-            record.master.finish_round(now, record.contributor, report.key)
-        elif isinstance(report, RoundTrips | LatenessReport):
-            record.master.health.add_latency(record.contributor, report)
-        elif isinstance(report, NonFiniteRound):
-            record.master.record_non_finite(record.contributor, report)
-        else:
-            record.master.health.add_skew(now, report)
-        return Received([], report.session)
+        replies: list[Reply] = []
+        match report:
+            case Result():
+                replies = master.record_result(now, contributor, report.aggregate, peer)
+            case RoundDone():
+                master.finish_round(now, contributor, report.key)
+            case RoundTrips() | LatenessReport():
+                master.health.add_latency(contributor, report)
+            case NonFiniteRound():
+                master.record_non_finite(contributor, report)
+            case SkewStats():
+                master.health.add_skew(now, report)
+        return Received(replies, report.session)
 
     def _heartbeat(
         self, now: float, message: Heartbeat | StackReport, record: SessionRecord | None, peer: bytes
@@ -338,9 +304,8 @@ class Dispatcher:
             self._registry.liveness.record_heartbeat(now, session, peer)
             record.master.record_heartbeat(now, record.contributor, message)
         # A member with results pending gets `unknown session`, registers again and sends them.
-        return Received(
-            [(peer, failure_frame(self._error_for(session)))] if record.contributor.results_pending else [], session
-        )
+        is_pending = record.contributor.results_pending
+        return Received([(peer, failure_frame(self._error_for(session)))] if is_pending else [], session)
 
     def _error_for(self, session: bytes) -> StatsdBNError:
         """Error for an unregistered session: the reason of its end, or `unknown session`."""

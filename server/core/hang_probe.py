@@ -2,22 +2,20 @@
 
 The server sends the request to the source of a member's heartbeats, because a separate thread answers there, whatever
 the training script is doing. The report is stored in the member's `StackSample` for warnings, errors and the status
-report, and dropped when no other member waits for this one. If a late member is blocked in a torch collective, the
-server also asks the waiting members how many operations they have launched on that process group;
-`server.core.collectives` draws the conclusion.
+report. If a late member is blocked in a torch collective, the server also asks the waiting members how many operations
+they have launched on that process group; `server.core.collectives` draws the conclusion.
 
-Without a waiting member the server sends no requests, except to members of idle jobs: jobs that had rounds before and
-have none for a while. A job is idle between two epochs and during validation or a checkpoint, but also if its members
-deadlock in torch collectives. The reports of a healthy job have no effect.
+Members of idle jobs get requests although nobody waits: such a job had rounds before and has none for a while, as
+during a validation or a checkpoint, but also if its members deadlock in torch collectives.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from server.core.collectives import APART_SILENCES
-from server.core.registry import GroupName, Registry
+from server.core.registry import Registry
 from server.group.contributor import ASK_SECONDS, Contributor, StackSample
 from server.group.lifecycle import GroupState
 from server.group.master import SyncMaster
@@ -36,50 +34,6 @@ QUIET_ASKED_AT_MOST = 8.0
 # Larger idle jobs get no requests: all reports would be needed, and the requests would delay rounds.
 MOST_QUIET_MEMBERS = 256
 
-
-class IdleJobs:
-    """Finds idle jobs: their members get requests although none of them waits in a round."""
-
-    def __init__(self) -> None:
-        self._reported: dict[str, float] = {}
-
-    def record_mismatch(self, now: float, job: str) -> None:
-        """Record that a job's deadlock was reported; its members get no requests until their next round."""
-        self._reported[job] = now
-
-    def find(self, now: float, groups: Mapping[GroupName, SyncMaster]) -> Iterator[SyncMaster]:
-        """The world group of each idle job."""
-        self._reported = {job: at for job, at in self._reported.items() if (job, WORLD) in groups}
-        idle_since = now - NO_ROUND_SECONDS
-        worlds = [
-            master for (_, group), master in groups.items() if group == WORLD and _may_be_idle(master, idle_since)
-        ]
-        if not worlds:
-            return
-        jobs: dict[str, list[SyncMaster]] = defaultdict(list)
-        for (job, _), master in groups.items():
-            jobs[job].append(master)
-        for world in worlds:
-            masters = jobs[world.membership.job]
-            latest = max(master.last_active for master in masters)
-            is_reported = self._reported.get(world.membership.job, -math.inf) >= latest
-            if latest <= idle_since and not is_reported and not any(map(_waits, masters)):
-                yield world
-
-
-def _may_be_idle(world: SyncMaster, idle_since: float) -> bool:
-    return (
-        not world.membership.is_elastic
-        and world.last_active <= idle_since
-        and world.rounds_done > 0
-        and world.nr_slaves <= MOST_QUIET_MEMBERS
-    )
-
-
-def _waits(master: SyncMaster) -> bool:
-    return bool(len(master.open_rounds)) or master.membership.state is not GroupState.OPEN
-
-
 # Members that get a request for one round, the lowest ranks: a few stacks are enough for a person.
 MAX_TARGETS_PER_ROUND = 16
 
@@ -89,6 +43,9 @@ MAX_ROUNDS_SCANNED = 16
 # Requests in flight in all jobs, to bound the server's time.
 MAX_REQUESTS = 1024
 
+Target = tuple[bytes, tuple[Contributor, str]]
+"""A session to ask, its member, and the process group to report on."""
+
 
 class HangProbe:
     """The requests in flight."""
@@ -97,8 +54,8 @@ class HangProbe:
         self._registry = registry
         self._apart = APART_SILENCES * silence
         self._sampled: dict[bytes, Contributor] = {}
-        self._idle_jobs = IdleJobs()
         self._idle_sessions: set[bytes] = set()
+        self._mismatches: dict[str, float] = {}  # times of the latest reported deadlocks, by job
         self._number = 0
         self._last_tick = math.inf
 
@@ -108,7 +65,9 @@ class HangProbe:
         was_delayed = now - self._last_tick >= limits.HEARTBEAT_SECONDS
         self._last_tick = now
         requests = dict(islice(self._targets(now), MAX_REQUESTS))
-        idle = dict(islice(self._idle_targets(now, requests), MAX_REQUESTS - len(requests)))
+        members = (one for world in self._idle_worlds(now) for one in world.membership.contributors.values())
+        targets = ((one.session, (one, "")) for one in members if one.session not in requests)
+        idle = dict(islice(targets, MAX_REQUESTS - len(requests)))
         self._idle_sessions = set(idle)
         requests |= idle
         for session in list(self._sampled) if was_delayed else self._sampled.keys() - requests.keys():
@@ -117,8 +76,8 @@ class HangProbe:
         return [reply for reply in replies if reply]
 
     def record_mismatch(self, now: float, job: str) -> None:
-        """Record that a job's deadlock was reported."""
-        self._idle_jobs.record_mismatch(now, job)
+        """Record that a job's deadlock was reported; while idle it gets no requests until its next round."""
+        self._mismatches[job] = now
 
     def record_report(self, now: float, answer: StackReport) -> None:
         """Store a stack report; a report without a request is ignored."""
@@ -134,36 +93,41 @@ class HangProbe:
                 jobs.setdefault(record.master.membership.job, []).append(contributor)
         return jobs
 
-    def _targets(self, now: float) -> Iterator[tuple[bytes, tuple[Contributor, str]]]:
-        masters = self._registry.masters
+    def _targets(self, now: float) -> Iterator[Target]:
+        masters, asked_since = self._registry.masters, now - ASK_SECONDS
         for (job, _), master in masters.items():
             contributors = master.membership.contributors
-            old = [
-                round_
-                for round_ in islice(master.open_rounds, MAX_ROUNDS_SCANNED)
-                if now - round_.opened >= ASK_SECONDS
-            ]
+            old = [one for one in islice(master.open_rounds, MAX_ROUNDS_SCANNED) if one.opened <= asked_since]
             # These wait in a round, so their place is known.
             waiting = {member for round_ in old for member in round_.waiting}
             for round_ in old:
-                late = (member for member in round_.missing if member not in waiting)
-                yield from _requests(_first(contributors, late), _first(contributors, round_.waiting))
-            if returning := [one for one in master.membership.rejoining if one.since <= now - ASK_SECONDS]:
+                late = (contributors.get(member) for member in round_.missing if member not in waiting)
+                yield from _requests(late, map(contributors.get, round_.waiting))
+            if returning := [one for one in master.membership.rejoining if one.since <= asked_since]:
                 not_back = contributors.keys() - {one.member for one in returning}
-                yield from _requests(_first(contributors, sorted(not_back)), returning[:MAX_TARGETS_PER_ROUND])
+                yield from _requests(map(contributors.get, sorted(not_back)), returning)
             # Members that the world itself still waits for are unknown and cannot get a request.
             world = masters.get((job, WORLD))
-            if world and world is not master and _filling_since(master, now) <= now - ASK_SECONDS:
-                others = (member for member in world.membership.contributors if member not in contributors)
-                yield from _requests(_first(world.membership.contributors, others), _first(contributors, contributors))
+            if world is None or world is master or master.membership.state is not GroupState.FILLING:
+                continue
+            if any(one.since <= asked_since for one in contributors.values()):
+                others = (one for one in world.membership.contributors.values() if one.member not in contributors)
+                yield from _requests(others, contributors.values())
 
-    def _idle_targets(
-        self, now: float, others: Mapping[bytes, object]
-    ) -> Iterator[tuple[bytes, tuple[Contributor, str]]]:
-        for world in self._idle_jobs.find(now, self._registry.masters):
-            for contributor in world.membership.contributors.values():
-                if contributor.session not in others:
-                    yield contributor.session, (contributor, "")
+    def _idle_worlds(self, now: float) -> Iterator[SyncMaster]:
+        """The world group of each idle job."""
+        groups, idle_since = self._registry.masters, now - NO_ROUND_SECONDS
+        self._mismatches = {job: at for job, at in self._mismatches.items() if (job, WORLD) in groups}
+        worlds = [one for (_, group), one in groups.items() if group == WORLD and _may_be_idle(one, idle_since)]
+        jobs: dict[str, list[SyncMaster]] = defaultdict(list)
+        for (job, _), master in groups.items() if worlds else ():
+            jobs[job].append(master)
+        for world in worlds:
+            masters = jobs[world.membership.job]
+            latest = max(master.last_active for master in masters)
+            is_reported = self._mismatches.get(world.membership.job, -math.inf) >= latest
+            if latest <= idle_since and not is_reported and not any(map(_waits, masters)):
+                yield world
 
     def _request(self, now: float, contributor: Contributor, torch_group: str) -> Reply | None:
         address = self._registry.liveness.heartbeat_address(contributor.session)
@@ -184,32 +148,25 @@ class HangProbe:
         return address, encode(StackRequest(digest(contributor.session), self._number, torch_group))
 
 
-def _filling_since(master: SyncMaster, now: float) -> float:
-    """Start of the wait for a group to open; `now` if no member waits."""
-    if master.membership.state is not GroupState.FILLING:
-        return now
-    return min((contributor.since for contributor in master.membership.contributors.values()), default=now)
+def _may_be_idle(world: SyncMaster, idle_since: float) -> bool:
+    is_candidate = not world.membership.is_elastic and world.nr_slaves <= MOST_QUIET_MEMBERS
+    return is_candidate and world.last_active <= idle_since and world.rounds_done > 0
 
 
-def _first(contributors: Mapping[int, Contributor], members: Iterable[int]) -> list[Contributor]:
-    """The first of the given members that are registered."""
-    return list(islice((contributors[member] for member in members if member in contributors), MAX_TARGETS_PER_ROUND))
+def _waits(master: SyncMaster) -> bool:
+    return len(master.open_rounds) > 0 or master.membership.state is not GroupState.OPEN
 
 
-def _requests(late: list[Contributor], waiting: list[Contributor]) -> Iterator[tuple[bytes, tuple[Contributor, str]]]:
-    """Request targets because some members are late, by session, each with the process group to report on.
+def _requests(late: Iterable[Contributor | None], waiting: Iterable[Contributor | None]) -> Iterator[Target]:
+    """Targets because some members are late; None stands for a member that has left.
 
     A waiting member reports its operation count on one process group of the late members per request, in rotation.
     """
-    for contributor in late:
-        yield contributor.session, (contributor, "")
-    answers = [
-        contributor.stack_sample.latest
-        for contributor in late
-        if contributor.stack_sample and contributor.stack_sample.latest
-    ]
+    asked = list(islice(filter(None, late), MAX_TARGETS_PER_ROUND))
+    yield from ((contributor.session, (contributor, "")) for contributor in asked)
+    answers = [one.stack_sample.latest for one in asked if one.stack_sample and one.stack_sample.latest]
     needed = {answer.torch_group: answer.members for answer in answers if answer.in_collective and answer.torch_group}
-    for contributor in waiting:
+    for contributor in islice(filter(None, waiting), MAX_TARGETS_PER_ROUND):
         names = [name for name, members in needed.items() if contributor.member in members]
         if names:
             turn = contributor.stack_sample.requests if contributor.stack_sample else 0

@@ -14,20 +14,12 @@ from statsd_bn import limits
 
 @dataclass(slots=True)
 class SessionLiveness:
-    """Signs of life of one session.
+    """Signs of life of one session; an address is b"" before the first message from there, and once disconnected."""
 
-    Attributes:
-        last_heard: time of its last message.
-        peer: source of its last message from the main socket; b"" once that is disconnected.
-        heartbeat_peer: source of its last heartbeat, or of a report from that socket; b"" before the first, and once
-            that is disconnected.
-        unreachable_since: when it lost its last address; None while it has one.
-    """
-
-    last_heard: float
-    peer: bytes
-    heartbeat_peer: bytes = b""
-    unreachable_since: float | None = None
+    last_heard: float  # time of its last message
+    peer: bytes  # source of its last message from the main socket
+    heartbeat_peer: bytes = b""  # source of its last heartbeat, or of a report from that socket
+    unreachable_since: float | None = None  # when it lost its last address
 
     @property
     def address(self) -> bytes:
@@ -82,6 +74,10 @@ class Liveness:
             if state.unreachable_since is not None:
                 self._revive(session, state)
 
+    def _revive(self, session: bytes, state: SessionLiveness) -> None:
+        state.unreachable_since = None
+        del self._unreachable[session]
+
     def remove(self, session: bytes) -> None:
         """Remove a session that has ended; an unknown session is ignored."""
         self._sessions.pop(session, None)
@@ -114,18 +110,11 @@ class Liveness:
         if was_delayed:
             # The server itself was frozen or starved. Messages of that time may still be in flight, so the silence is
             # measured from now.
-            self._start_again(now)
+            for state in self._sessions.values():
+                state.last_heard = now
+                state.unreachable_since = None if state.unreachable_since is None else now
         silent = takewhile(lambda entry: now - entry[1].last_heard >= self._silence, self._sessions.items())
         causes = {
             session: state.loss_cause(now, self._silence) for session, state in (*silent, *self._unreachable.items())
         }
         return [(session, cause) for session, cause in causes.items() if cause]
-
-    def _revive(self, session: bytes, state: SessionLiveness) -> None:
-        state.unreachable_since = None
-        del self._unreachable[session]
-
-    def _start_again(self, now: float) -> None:
-        for state in self._sessions.values():
-            state.last_heard = now
-            state.unreachable_since = None if state.unreachable_since is None else now

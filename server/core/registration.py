@@ -24,11 +24,7 @@ class Registration:
         self._usage = usage
 
     def register(self, now: float, register: Register, peer: bytes, principal: Principal) -> list[Reply]:
-        """Register a session; returns the replies to its group.
-
-        Raises:
-            StatsdBNError: the reason of a refusal.
-        """
+        """Register a session, or raise the reason of its refusal; returns the replies to its group."""
         name = (register.job, register.group)
         self._usage.check_registration(register)
         if error := self._registry.tombstones.error_for(register.session, register.epoch):
@@ -84,7 +80,7 @@ class Registration:
         if former is None or former.contributor is not contributor:
             contributor.since = now
         self._registry.add(register.session, record)
-        if register.server not in {NO_SERVER, self._server}:
+        if self._is_from_before(register):
             logger.info("job %r, group %r: %s registered again after the server restarted", *name, contributor)
         if master.membership.is_open and not was_open:
             logger.info("job %r, group %r is open with %d members", *name, master.nr_slaves)
@@ -96,23 +92,24 @@ class Registration:
 
     def _check_ended(self, register: Register) -> None:
         """Refuse a member that reconnects after a server restart to a run that has ended since."""
-        ended = self._registry.tombstones
-        comes_from_before = register.server not in {NO_SERVER, self._server}
-        if comes_from_before and ended.covers((register.job, register.group), register.epoch):
+        tombstones = self._registry.tombstones
+        has_ended = tombstones.groups.get((register.job, register.group), -1) >= register.epoch
+        if has_ended and self._is_from_before(register):
             loss = too_late_error(register)
-            ended.add_session(register.session, register.epoch, loss)
+            tombstones.add_session(register.session, register.epoch, loss)
             raise loss
+
+    def _is_from_before(self, register: Register) -> bool:
+        """Whether a member registers again after the server restarted."""
+        return register.server not in {NO_SERVER, self._server}
 
     def _check_session(self, register: Register) -> None:
         """Refuse to register a session as two members or in two groups: a Leave would end only one."""
         record = self._registry.sessions.get(register.session)
         if record is None:
             return
-        membership = record.master.membership
-        now, before = (
-            (register.job, register.group, register.member),
-            (membership.job, membership.group, record.contributor.member),
-        )
+        membership, now = record.master.membership, (register.job, register.group, register.member)
+        before = (membership.job, membership.group, record.contributor.member)
         if now != before:
             name = digest(register.session).hex()
             raise ProtocolError(f"the session with digest {name}: registered as {before}, cannot also be {now}")
@@ -120,12 +117,10 @@ class Registration:
     def _check_world(self, register: Register) -> None:
         """Refuse to wait for a group that cannot open because a member of the world has failed."""
         masters = self._registry.masters
-        world = masters.get((register.job, WORLD))
-        if register.group == WORLD or world is None or world.epoch != register.epoch:
+        world, group = masters.get((register.job, WORLD)), masters.get((register.job, register.group))
+        if world is None or world is group or world.epoch != register.epoch or (group and group.membership.is_open):
             return
-        group = masters.get((register.job, register.group))
-        is_open = group is not None and group.membership.is_open
-        if (lost := failed_member(world)) and not is_open:
+        if lost := failed_member(world):
             raise lost
 
     def _replaced(self, name: GroupName) -> list[GroupName]:

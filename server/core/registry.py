@@ -30,61 +30,35 @@ GroupName = tuple[str, str]
 """Job and name of a group."""
 
 
-@dataclass(frozen=True, slots=True)
-class _EndedSession:
-    """Error and epoch of an ended session, which may register again in a later epoch."""
-
-    error: StatsdBNError
-    epoch: int
-
-
 class Tombstones:
     """Sessions and groups that have ended."""
 
     def __init__(self) -> None:
-        self._sessions: dict[bytes, _EndedSession] = {}
-        self._groups: dict[GroupName, int] = {}
+        # An ended session gets its error from now on, but it may register again in a later epoch.
+        self.sessions: dict[bytes, tuple[StatsdBNError, int]] = {}
+        self.groups: dict[GroupName, int] = {}  # the epochs of groups that all members have left
 
     def add_session(self, session: bytes, epoch: int, error: StatsdBNError) -> None:
         """Add an ended session, with the error that it gets from now on."""
-        self._sessions[session] = _EndedSession(error, epoch)
-        if len(self._sessions) > REMEMBERED_SESSIONS:
-            del self._sessions[next(iter(self._sessions))]
+        self.sessions[session] = error, epoch
+        if len(self.sessions) > REMEMBERED_SESSIONS:
+            del self.sessions[next(iter(self.sessions))]
 
-    def discard_session(self, session: bytes) -> None:
-        """Forget the end of a session, which has registered (again)."""
-        self._sessions.pop(session, None)
-
-    def error_for(self, session: bytes, epoch: int | None = None) -> StatsdBNError | None:
+    def error_for(self, session: bytes, epoch: int = 0) -> StatsdBNError | None:
         """Error of an ended session; None if it has not ended, or ended before this epoch."""
-        reason = self._sessions.get(session)
-        return reason.error if reason and (epoch is None or epoch <= reason.epoch) else None
+        error, last = self.sessions.get(session, (None, epoch))
+        return error if epoch <= last else None
 
     def add_group(self, name: GroupName, epoch: int) -> None:
         """Add a group that all members have left."""
-        self._groups[name] = epoch
-        if len(self._groups) > REMEMBERED_GROUPS:
-            del self._groups[next(iter(self._groups))]
-
-    def covers(self, name: GroupName, epoch: int) -> bool:
-        """Whether a group has ended in this epoch or in a later one."""
-        return self._groups.get(name, -1) >= epoch
+        self.groups[name] = epoch
+        if len(self.groups) > REMEMBERED_GROUPS:
+            del self.groups[next(iter(self.groups))]
 
 
 # Jobs kept for all tenants together, and for how long.
 REMEMBERED_JOBS = 32
 REMEMBERED_SECONDS = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class _EndedJob:
-    job: str
-    epoch: int
-    world_size: int
-    rounds_done: int
-    lost: str
-    ended: float
-    tenant: str
 
 
 class EndedJobs:
@@ -94,38 +68,33 @@ class EndedJobs:
     """
 
     def __init__(self) -> None:
-        self._jobs: list[_EndedJob] = []
+        # The time of the end, the tenant, and the entry of the report.
+        self._jobs: list[tuple[float, str, dict[str, Any]]] = []
 
     def add(self, now: float, master: SyncMaster) -> None:
         """Add an ended group if it is the world group of its job."""
         membership = master.membership
-        if membership.group == WORLD:
-            lost, done = _describe_break(master), master.rounds_done
-            self._jobs.append(
-                _EndedJob(membership.job, master.epoch, membership.world_size, done, lost, now, master.tenant)
-            )
-            if len(self._jobs) > REMEMBERED_JOBS:
-                self._evict_one()
-
-    def _evict_one(self) -> None:
-        """Evict the oldest job of the tenant with most jobs."""
-        numbers = Counter(job.tenant for job in self._jobs)
-        most = max(numbers.values())
-        del self._jobs[next(place for place, job in enumerate(self._jobs) if numbers[job.tenant] == most)]
+        if membership.group != WORLD:
+            return
+        entry = {
+            "job": membership.job,
+            "epoch": master.epoch,
+            "world_size": membership.world_size,
+            "rounds_done": master.rounds_done,
+            "lost": _describe_break(master),
+        }
+        self._jobs.append((now, master.tenant, entry))
+        if len(self._jobs) > REMEMBERED_JOBS:
+            numbers = Counter(tenant for _, tenant, _ in self._jobs)
+            most = max(numbers.values())
+            del self._jobs[next(place for place, (_, one, _) in enumerate(self._jobs) if numbers[one] == most)]
 
     def report(self, now: float, principal: Principal) -> list[dict[str, Any]]:
         """Report entries of the jobs that a key may see, latest first."""
         return [
-            {
-                "job": job.job,
-                "epoch": job.epoch,
-                "world_size": job.world_size,
-                "rounds_done": job.rounds_done,
-                "lost": job.lost,
-                "seconds": now - job.ended,
-            }
-            for job in reversed(self._jobs)
-            if now - job.ended < REMEMBERED_SECONDS and principal.may_access(job.job)
+            {**entry, "seconds": now - ended}
+            for ended, _, entry in reversed(self._jobs)
+            if now - ended < REMEMBERED_SECONDS and principal.may_access(entry["job"])
         ]
 
 
@@ -154,16 +123,7 @@ class SessionRecord:
 
 
 class Registry:
-    """Groups and registered sessions.
-
-    Attributes:
-        masters: groups by job and name.
-        sessions: registered sessions.
-        tombstones: ended sessions and groups.
-        ended_jobs: latest ended jobs, for the status report.
-        liveness: signs of life of each session.
-        has_had_members: whether any session has ever registered.
-    """
+    """Groups and registered sessions."""
 
     def __init__(self, started: float, silence_seconds: float) -> None:
         self.masters: dict[GroupName, SyncMaster] = {}
@@ -177,7 +137,7 @@ class Registry:
         """Register a session."""
         self.sessions[session] = record
         self.has_had_members = True
-        self.tombstones.discard_session(session)
+        self.tombstones.sessions.pop(session, None)
 
     def leave(self, now: float, session: bytes, cause: str) -> list[Reply]:
         """End the session of a member that leaves; `cause` is its exception, "" if there was none."""
@@ -192,11 +152,10 @@ class Registry:
         record = self._unregister(session)
         if record is None:
             return []
-        membership = record.master.membership
+        membership, notified_at = record.master.membership, record.master.broken_notified_at
         # The loss that breaks a job is a WARNING: a launcher may stop the other processes before they can report it.
         # The server may even notice the stopped ones before the rank that failed, so every loss within
         # LAUNCHER_STOP_SECONDS is a WARNING. Later ones follow from the broken job, and the ranks have reported it.
-        notified_at = record.master.broken_notified_at
         follows = notified_at is not None and now - notified_at >= LAUNCHER_STOP_SECONDS
         breaks_job = membership.has_opened and not (membership.is_elastic or follows)
         _log_end(record, f"is lost: {cause}", logging.WARNING if breaks_job else logging.INFO)
@@ -207,13 +166,10 @@ class Registry:
 
     def dissolve(self, now: float, master: SyncMaster, error: RoundMismatch) -> list[Reply]:
         """End a group that cannot open: fail all members that wait for it, and end their sessions."""
-        membership = master.membership
-        contributors = list(membership.contributors.values())
+        contributors = list(master.membership.contributors.values())
         replies = [(contributor.peer, failure_frame(error)) for contributor in contributors]
         # A member that missed the reply gets this one when it retries; short, since tombstones keep it for long.
-        again = RoundMismatch(
-            f"job {membership.job!r}, group {membership.group!r}: deadlock: its ranks waited in different places"
-        )
+        again = RoundMismatch(f"{master.membership.name}: deadlock: its ranks waited in different places")
         for contributor in contributors:
             self._unregister(contributor.session)
             replies += self._remove_member(now, contributor.session, SessionRecord(master, contributor), "")
@@ -224,11 +180,11 @@ class Registry:
         """End a group that a new group replaces."""
         error = RegistrationRefused(f"job {name[0]!r}, group {name[1]!r}: {reason}")
         master = self.masters.pop(name)
-        for session in [contributor.session for contributor in master.membership.contributors.values()]:
-            record = self.sessions.get(session)
+        for contributor in master.membership.contributors.values():
+            record = self.sessions.get(contributor.session)
             if record and record.master is master:
-                self._unregister(session)
-                self.tombstones.add_session(session, master.epoch, error)
+                self._unregister(contributor.session)
+                self.tombstones.add_session(contributor.session, master.epoch, error)
         replies = master.break_all(lambda _: error)
         master.release()
         return replies
@@ -238,16 +194,14 @@ class Registry:
 
         They may wait for the lost member.
         """
-        job, lost = world.membership.job, failed_member(world)
+        lost = failed_member(world)
         if lost is None or world.loss_notified:
             return []
         world.loss_notified = True
-        groups = [master for name, master in self.masters.items() if name[0] == job and master.epoch == world.epoch]
+        groups = [one for (job, _), one in self.masters.items() if job == world.membership.job and one is not world]
+        waiting = [one for one in groups if one.epoch == world.epoch and not one.membership.has_opened]
         return [
-            (contributor.peer, failure_frame(lost))
-            for master in groups
-            if master is not world and not master.membership.has_opened
-            for contributor in master.membership.contributors.values()
+            (one.peer, failure_frame(lost)) for master in waiting for one in master.membership.contributors.values()
         ]
 
     def notify_broken(self, now: float, master: SyncMaster) -> list[Reply]:
@@ -260,9 +214,7 @@ class Registry:
         if membership.lost is None or membership.is_elastic or master.broken_notified_at is not None:
             return []
         master.broken_notified_at = now
-        addresses = (
-            self.liveness.heartbeat_address(contributor.session) for contributor in membership.contributors.values()
-        )
+        addresses = (self.liveness.heartbeat_address(one.session) for one in membership.contributors.values())
         frame = failure_frame(membership.lost)
         return [(address, frame) for address in dict.fromkeys(addresses) if address]
 
