@@ -217,12 +217,14 @@ class Membership:
             return []
         return [one for one in self._former_participants if self.recovery.is_left_out(one.member, one.first_step)]
 
-    def expire(self, now: float) -> None:
-        """Stop waiting for members that did not reconnect in time."""
-        if late := self.recovery.expire(now, self._returned) if self.recovery else []:
+    def expire(self, now: float) -> bool:
+        """Stop waiting for members that did not reconnect in time; returns whether there are any."""
+        late = self.recovery.expire(now, self._returned) if self.recovery else []
+        if late:
             cause = "did not reconnect after the server was restarted"
             loss = _loss(self, late[0], self.reported_step, f"{format_ranks(Members.of(late))} {cause}", cause)
             self._break_if_notified(self._apply(Event.TIMES_OUT), loss)
+        return bool(late)
 
     def break_for(self, error: StatsdBNError) -> None:
         """Break the group: its members received different results."""

@@ -123,8 +123,9 @@ class RecoveredResults:
         """Drop the result of a round that was summed, and warn if it differs from the sum."""
         result = self._drop(total.key)
         if result and not is_same_aggregate(result.aggregate, total):
-            text = "%s: %s resent an aggregate that differs from the sum of all rows; ignored"
-            logger.warning(text, total.key, result.source)
+            logger.warning(
+                "%s: %s resent an aggregate that differs from the sum of all rows; ignored", total.key, result.source
+            )
 
     def contradiction(self) -> ContributionConflict | None:
         """Error of two results that cannot belong to one group, because the group was started twice.
