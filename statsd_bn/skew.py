@@ -1,24 +1,17 @@
 """Skew: how far the data of a group's members differ, by their rows in forward rounds. Pure arithmetic.
 
-`compute_figures` describes one round, and `SkewDetector` draws conclusions from many. `statsd_bn.skew_samples` chooses
-the rounds. The server compares the members that it knows; without a server the members compare themselves.
-
 Of N values in a channel, with mean μ and variance σ², member r has n_r values with mean μ_r. The share of the variance
 that lies between the members is
 
     η² = Σ_r n_r (μ_r - μ)² / (N σ²),    0 <= η² <= 1,
 
-and a member's part of η² is its own term. η² and the parts are averaged over the channels that vary: each channel
-weighs the same, whatever its scale, and the parts add up to η². Neighbouring pixels correlate, so η² is larger than for
-independent values, and only useful in comparisons.
+and a member's part of η² is its own term; both are averaged over the channels that vary. Neighbouring pixels correlate,
+so η² is larger than for independent values, and only useful in comparisons.
 
-The rule: a member is an outlier in a layer if its variance is far from the others', or its part of η² far above
-theirs, in the median of the latest samples. It is reported once, with the earliest layer. The reference is the other
-members, not the past, since a member may differ from the first step on. So two members have no outliers.
-
-Duplicates, which two members can be as well, are equal to the last bit in sample after sample. Only equal inputs give
-equal means and variances in every layer: the members read the same shard, or draw with the same seed. Randomness in the
-model, such as dropout, hides it.
+A member is an outlier in a layer if its variance is far from the others', or its part of η² far above theirs, in the
+median of the latest samples. The reference is the other members, not the past, since a member may differ from the first
+step on. Duplicates are equal to the last bit in sample after sample: they read the same shard, or draw with the same
+seed.
 """
 
 import math
@@ -79,15 +72,9 @@ DIMENSIONS = 3
 
 
 def compute_figures(counts: FloatArray, values: FloatArray) -> FloatArray:
-    """Returns the figures of the members in one round.
+    """Returns the figures of the members in one round, shape (members, 4); all 0 for a member without data.
 
-    Args:
-        counts: values per channel of each member, shape (members,); 0 for a member without data.
-        values: sums and squares, shape (members, 2, channels); finite.
-
-    Returns:
-        Shape (members, 4): the count; the mean of the channels' means; the mean of their variances; the member's part
-        of η². All 0 for a member without data.
+    `counts` are values per channel, shape (members,), and `values` finite sums and squares, (members, 2, channels).
     """
     sums, squares = values[:, 0], values[:, 1]
     weights = counts[:, np.newaxis]
@@ -129,26 +116,16 @@ def check_figures(values: object, layers: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """A member with other data than the rest.
-
-    Attributes:
-        layer: of the layers in which the member is an outlier, the earliest in a step.
-        layers: number of these layers.
-        since: first step of the current run of samples with this outlier, in any of these layers.
-        eta2: η² in that layer.
-        part: the member's part of η².
-        usual: the median of the others' parts.
-        variance: the member's variance divided by the median of the others'.
-    """
+    """A member with other data than the rest."""
 
     member: int
-    layer: str
-    layers: int
-    since: int
-    eta2: float
-    part: float
-    usual: float
-    variance: float
+    layer: str  # of the layers in which the member is an outlier, the earliest in a step
+    layers: int  # number of these layers
+    since: int  # first step of the current run of samples with this outlier, in any of these layers
+    eta2: float  # in that layer
+    part: float  # the member's part of η²
+    usual: float  # the median of the others' parts
+    variance: float  # the member's variance divided by the median of the others'
 
     def describe(self, names: Sequence[str]) -> str:
         """Returns the finding in one line; `names` are the members' names."""
@@ -165,18 +142,12 @@ class Outlier:
 
 @dataclass(frozen=True, slots=True)
 class Duplicate:
-    """A member with the same data as another.
-
-    Attributes:
-        other: the first member with the same data.
-        layer: the earliest sampled layer of a step.
-        since: the first step with equal data.
-    """
+    """A member with the same data as another."""
 
     member: int
-    other: int
-    layer: str
-    since: int
+    other: int  # the first member with the same data
+    layer: str  # the earliest sampled layer of a step
+    since: int  # the first step with equal data
 
     def describe(self, names: Sequence[str]) -> str:
         """Returns the finding in one line; `names` are the members' names."""
@@ -199,14 +170,7 @@ class SkewDetector:
         self._latest = -math.inf
 
     def add(self, now: float, step: int, layers: Sequence[str], values: FloatArray) -> list[Outlier | Duplicate]:
-        """Adds a sample; returns the findings that were not reported before.
-
-        Args:
-            now: the time, in seconds.
-            step: the step of the sample.
-            layers: the layers' names, in the order of the rounds.
-            values: their figures, shape (layers, members, 4).
-        """
+        """Adds a sample, of shape (layers, members, 4); returns the findings that were not reported before."""
         if now - self._latest < MIN_SECONDS:
             return []
         self._latest = now
@@ -218,14 +182,9 @@ class SkewDetector:
         return [*self._new_outliers(layer for layer, _ in added), *self._new_duplicates(step, layers[0], values)]
 
     def averages(self, first: int, max_bytes: int) -> tuple[int, list[str], FloatArray]:
-        """Average figures of the layers, in the order of a step.
+        """The number of layers; from the `first` one on, as many as fit, their names and average figures in order.
 
-        Args:
-            first: number of layers to skip.
-            max_bytes: of names and figures; each name takes one byte more, for the end of its line.
-
-        Returns:
-            The number of layers; then the names and figures of the layers that fit, shape (layers, members, 4).
+        The shape is (layers, members, 4). `max_bytes` includes the names, each with the end of its line.
         """
         known = [(name, layer.average) for name, layer in self._layers.items() if layer.weight]
         sizes = accumulate(len(name.encode()) + 1 + average.nbytes for name, average in known[first:])
@@ -279,15 +238,10 @@ class SkewDetector:
 
 
 class _Layer:
-    """The samples of one layer.
-
-    Attributes:
-        average: the members' figures, weighted by counts and by age, shape (members, 4).
-        weight: sum of the samples' weights.
-    """
+    """The samples of one layer."""
 
     def __init__(self, members: int) -> None:
-        self.average = np.zeros((members, FIGURES))
+        self.average = np.zeros((members, FIGURES))  # weighted by counts and by age
         self.weight = 0.0
         # Steps of the latest samples, with the members' deviations.
         self._recent: deque[tuple[int, FloatArray]] = deque(maxlen=WINDOW)

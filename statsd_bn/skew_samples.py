@@ -4,12 +4,10 @@
     ...
     samples = sampler.drain(now)                            # once a second
 
-A member samples its group's rounds in memory, in the training thread, and its heartbeat thread drains the samples. The
-server samples the rounds that it reduces, and drains them in a tick. A round costs a dictionary lookup, and a copy of
-its rows if its layer is due; in shared memory the rows are overwritten two rounds later. All layers fall due at the
-same moment, once a second, so usually one step provides the rows of all. If a step's first layers found no room, no
-sample starts with its later layers: the first ones would be sampled far less often. Memory is bounded: a model with too
-many layers is sampled in turns, and a wide layer at every second or third channel.
+A member samples rounds in shared memory in the training thread, and its heartbeat thread drains the samples. The server
+samples the rounds that it reduces, and drains them in a tick. All layers fall due at the same moment, once a second, so
+usually one step provides the rows of all. Memory is bounded: a model with too many layers is sampled in turns, and a
+wide layer at every second or third channel.
 """
 
 import math
@@ -44,16 +42,11 @@ SLACK = 1.5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """The members' rows of one forward round.
-
-    Attributes:
-        counts: values per channel of each member, shape (members,), float64.
-        values: sums and squares of each member, shape (members, 2, channels); channels may be left out.
-    """
+    """The members' rows of one forward round."""
 
     key: RoundKey
-    counts: FloatArray
-    values: FloatArray
+    counts: FloatArray  # values per channel of each member, shape (members,)
+    values: FloatArray  # sums and squares of each member, shape (members, 2, channels); channels may be left out
 
 
 @dataclass(slots=True)
@@ -63,12 +56,6 @@ class _Batch:
     started: float = math.inf
     samples: list[Sample] = field(default_factory=list)
     size: int = 0
-
-    def has_room(self, key: RoundKey, size: int, max_bytes: int) -> bool:
-        if not self.samples:
-            return True
-        is_of_step = key.step == self.samples[0].key.step
-        return is_of_step and len(self.samples) < MAX_LAYERS and self.size + size <= max_bytes
 
 
 class SkewSampler:
@@ -95,17 +82,35 @@ class SkewSampler:
     def observe(
         self, now: float, key: RoundKey, counts: Sequence[int], replicas: Sequence[int], values: FloatArray
     ) -> None:
-        """Copies a round's rows if its layer is due.
+        """Copies a round's finite rows if its layer is due.
 
-        Args:
-            now: the time, in seconds.
-            key: of the round; only forward rounds are sampled.
-            counts: values per channel of each row.
-            replicas: rows of each member.
-            values: shape (rows, vectors, channels); finite. Only a layer's rounds have two vectors.
+        `counts` are values per channel of each row, `replicas` rows of each member. Only a layer's rounds have two
+        vectors.
         """
-        if self.is_due(now, key) and values.shape[1] == VECTORS:
-            self._add(now, key, counts, replicas, values)
+        if not self.is_due(now, key) or values.shape[1] != VECTORS:
+            return
+        stride = self.stride(values.nbytes)
+        size = values.nbytes // stride
+        self._schedule(key.layer, size)
+        batch, skipped = self._batch, self._skipped
+        if batch.samples:
+            is_of_step = key.step == batch.samples[0].key.step
+            if not is_of_step or len(batch.samples) >= MAX_LAYERS or batch.size + size > self._max_bytes:
+                if skipped is None or skipped.step != key.step:
+                    self._skipped = key
+                return  # it stays due, for the next batch
+        elif skipped and skipped.step == key.step and skipped.layer != key.layer:
+            # The first layers had no room; they would be sampled far less often than the later ones. If no step is ever
+            # counted, the skipped layer itself comes again.
+            return
+        seconds = SECONDS
+        if self._turns > 1:
+            seconds *= self._turns * SLACK
+            self._turn[key.layer] = self._batches + math.ceil(self._turns)
+        self._due[key.layer] = (now // seconds + 1) * seconds
+        batch.started = min(now, batch.started)
+        batch.size += size
+        batch.samples.append(Sample(key, *_by_member(counts, replicas, values[..., ::stride])))
 
     @property
     def size(self) -> int:
@@ -129,33 +134,6 @@ class SkewSampler:
         self._drain_at = now + SECONDS
         self._batches += bool(batch.samples)
         return batch.samples
-
-    def _add(
-        self, now: float, key: RoundKey, counts: Sequence[int], replicas: Sequence[int], values: FloatArray
-    ) -> None:
-        stride = self.stride(values.nbytes)
-        size = values.nbytes // stride
-        self._schedule(key.layer, size)
-        batch = self._batch
-        if not batch.has_room(key, size, self._max_bytes):
-            if self._skipped is None or self._skipped.step != key.step:
-                self._skipped = key
-            return  # it stays due, for the next batch
-        if not batch.samples and self._has_skipped_earlier_layer(key):
-            return
-        seconds = SECONDS
-        if self._turns > 1:
-            seconds *= self._turns * SLACK
-            self._turn[key.layer] = self._batches + math.ceil(self._turns)
-        self._due[key.layer] = (now // seconds + 1) * seconds
-        batch.started = min(now, batch.started)
-        batch.size += size
-        batch.samples.append(Sample(key, *_by_member(counts, replicas, values[..., ::stride])))
-
-    def _has_skipped_earlier_layer(self, key: RoundKey) -> bool:
-        skipped = self._skipped
-        # If no step is ever counted, the skipped layer itself comes again.
-        return skipped is not None and skipped.step == key.step and skipped.layer != key.layer
 
     def _schedule(self, layer: str, size: int) -> None:
         if layer in self._due:
