@@ -1,18 +1,14 @@
-"""scatter, replicate, parallel_apply and gather for any devices.
+"""scatter, replicate, parallel_apply and gather for any devices, by torch's rules; torch's need distinct accelerators.
 
-torch's DataParallel needs distinct accelerators. These functions accept any list of devices: `["cpu"] * 4` makes four
-replicas on a laptop. They follow torch's rules: replicas get chunks of the batch, replica 0 shares its buffers with the
-module, and gradients flow back into the module's parameters.
-
-Replicas run in pooled threads. Starting and joining a thread takes 80 µs, and recreating the threads that torch starts
-for its operators in each thread takes milliseconds.
+Replicas run in pooled threads: starting a thread takes 80 µs, and recreating torch's own threads in it milliseconds.
 """
 
+import copy
 import os
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from queue import SimpleQueue
@@ -20,12 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 Device = torch.device
 Task = Callable[[], None]
 
-# pytree treats their unregistered subclasses as leaves.
 CONTAINERS = (dict, list, tuple)
 
 _thread = threading.local()
@@ -36,59 +30,56 @@ def scatter(
 ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
     """Split every tensor in `inputs` and `kwargs` along `dim`, and pass other values to all replicas.
 
-    Returns:
-        Positional and keyword arguments per replica; fewer than devices if the batch is smaller.
+    Returns positional and keyword arguments per replica; fewer than devices if the batch is smaller.
     """
-    if inputs and not kwargs and all(isinstance(value, Tensor) for value in inputs):  # faster than pytree
-        parts = list(zip(*(_split_leaf(value, devices, dim) for value in inputs), strict=False))
-        return tuple(parts), tuple({} for _ in parts)
-    if not pytree.tree_leaves((inputs, kwargs)):
+    if not inputs and not kwargs:
         return (), ()
     arguments = _split((inputs, kwargs), devices, dim)
     return tuple(args for args, _ in arguments), tuple(keywords for _, keywords in arguments)
 
 
-def _split(tree: Any, devices: Sequence[Device], dim: int) -> list[Any]:
+def _split(value: Any, devices: Sequence[Device], dim: int) -> list[Any]:
     """Return a part per replica."""
-    leaves, structure = pytree.tree_flatten(tree)
-    parts = [_split_leaf(leaf, devices, dim) for leaf in leaves]
-    replicas = min(map(len, parts), default=len(devices))
-    return [pytree.tree_unflatten([part[replica] for part in parts], structure) for replica in range(replicas)]
-
-
-def _split_leaf(leaf: Any, devices: Sequence[Device], dim: int) -> list[Any]:
-    if isinstance(leaf, Tensor):
-        chunks = leaf.chunk(len(devices), dim)
+    if isinstance(value, Tensor):
+        chunks = value.chunk(len(devices), dim)
         return [chunk.to(device) for chunk, device in zip(chunks, devices, strict=False)]
-    if isinstance(leaf, CONTAINERS):
-        return [type(leaf)(part) for part in _split(_builtin(leaf), devices, dim)]
-    return [leaf] * len(devices)
+    if not (isinstance(value, CONTAINERS) and value):
+        return [value] * len(devices)
+    parts = [_split(value[key], devices, dim) for key in _keys(value)]
+    return [_like(value, items) for items in zip(*parts, strict=False)]
 
 
-def _builtin(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else list(container)
+def _keys(container: Any) -> Collection[Any]:
+    return container.keys() if isinstance(container, dict) else range(len(container))
+
+
+def _like(container: Any, items: Iterable[Any]) -> Any:
+    """Return a container of the same class and keys with other items."""
+    if isinstance(container, dict):
+        result = copy.copy(container)
+        for key, item in zip(container, items, strict=True):
+            result[key] = item
+        return result
+    is_namedtuple = hasattr(container, "_fields")
+    return type(container)(*items) if is_namedtuple else type(container)(items)
 
 
 def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
-    """Return a copy of `module` per device; gradients of all copies flow into `module`'s parameters.
-
-    Copy 0 shares its buffers with `module`; changes of the other copies' buffers are lost.
-    """
+    """Return a copy of `module` per device; copy 0 shares its buffers, and gradients of all reach its parameters."""
     parameters = list(module.parameters())
     copies = _CopyParameters.apply(devices, *parameters)
     size = len(parameters)
     replicas = []
     for number, device in enumerate(devices):
         own: dict[Tensor, Tensor] = dict(zip(parameters, copies[number * size : (number + 1) * size], strict=True))
-        replicas.append(_replica(module, device, number, own, {}))
+        replicas.append(_replica(module, device, own, is_first=number == 0))
     return replicas
 
 
 class _CopyParameters(torch.autograd.Function):
     """Copies all parameters to every device; backward adds the gradients in replica order.
 
-    Autograd would add them in the order in which the replicas' threads built their graphs, which varies, so that the
-    same training would give different bits each time.
+    Autograd would add them in the order in which the replicas' threads built their graphs, which varies.
     """
 
     @staticmethod
@@ -107,41 +98,29 @@ class _CopyParameters(torch.autograd.Function):
 
 
 def _sum(gradients: Sequence[Tensor | None], device: Device) -> Tensor | None:
-    total = None
-    for gradient in gradients:
-        if gradient is not None:
-            total = gradient.to(device) if total is None else total + gradient.to(device)
-    return total
+    moved = [gradient.to(device) for gradient in gradients if gradient is not None]
+    return sum(moved[1:], moved[0]) if moved else None
 
 
-def _replica(
-    module: nn.Module,
-    device: Device,
-    number: int,
-    copies: dict[Tensor, Tensor],
-    replicas: dict[nn.Module, Any],
-) -> Any:
-    if module in replicas:
-        return replicas[module]
-    replica: Any = module._replicate_for_data_parallel()
-    replicas[module] = replica
-    # Recurrent layers record each parameter that is set. For other modules setattr is too slow.
-    uses_setattr = type(module).__setattr__ is not nn.Module.__setattr__
-    replica._former_parameters = OrderedDict()  # as in torch's replicas
-    for name, child in module._modules.items():
-        replica._modules[name] = None if child is None else _replica(child, device, number, copies, replicas)
-    for name, parameter in module._parameters.items():
-        if parameter is None:
-            replica._parameters[name] = None
-        else:
+def _replica(module: nn.Module, device: Device, copies: dict[Tensor, Tensor], *, is_first: bool) -> Any:
+    replicas: dict[nn.Module, Any] = {part: part._replicate_for_data_parallel() for part in module.modules()}
+    for part, replica in replicas.items():
+        replica._modules.update({name: replicas[child] for name, child in part._modules.items() if child is not None})
+        replica._former_parameters = OrderedDict()  # as in torch's replicas
+        # Recurrent layers record each parameter that is set. For other modules setattr is too slow.
+        uses_setattr = type(part).__setattr__ is not nn.Module.__setattr__
+        for name, parameter in part._parameters.items():
+            if parameter is None:
+                replica._parameters[name] = None
+                continue
             # As in torch, the copy is no Parameter.
             vars(replica)[name] = replica._former_parameters[name] = copies[parameter]
             if uses_setattr:
                 setattr(replica, name, copies[parameter])
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            replica._buffers[name] = buffer.to(device, copy=number > 0)
-    return replica
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                replica._buffers[name] = buffer.to(device, copy=not is_first)
+    return replicas[module]
 
 
 def parallel_apply(
@@ -155,13 +134,7 @@ def parallel_apply(
     """Run every replica in a separate thread, in the caller's grad, inference and autocast modes.
 
     The caller's thread runs none: thread-local state, such as the hooks of a checkpoint around the wrapper, must apply
-    to all replicas or none.
-
-    `finish` is called with the number of each replica that has finished, `fail` with the number and the error of each
-    replica that raised.
-
-    Raises:
-        BaseException: the first that a replica raised, with a note that names the replica.
+    to all replicas or none. Calls `finish` or `fail` for each replica, and raises the first error of one.
     """
     outputs: dict[int, Any] = {}
     failures: list[BaseException] = []
@@ -195,10 +168,8 @@ def is_inside_replica() -> bool:
 
 def _modes(device: Device) -> Callable[[ExitStack], None]:
     """Record the calling thread's modes; the result enters them in another thread, until its stack is closed."""
-    device_type = device.type
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    autocast = _autocast(device_type)
-    stream = torch.cuda.current_stream(device) if device_type == "cuda" else None
+    grad, inference, autocast = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _autocast(device)
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def enter(stack: ExitStack) -> None:
         # Entering a mode costs more than checking it.
@@ -206,9 +177,9 @@ def _modes(device: Device) -> Callable[[ExitStack], None]:
             stack.enter_context(torch.inference_mode(inference))  # first, because it sets the grad mode too
         if torch.is_grad_enabled() != grad:
             stack.enter_context(torch.set_grad_enabled(grad))
-        if _autocast(device_type) != autocast:
+        if _autocast(device) != autocast:
             enabled, dtype, cache = autocast
-            stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache))
+            stack.enter_context(torch.autocast(device.type, dtype, enabled, cache))
         if stream is not None:
             stack.enter_context(torch.cuda.device(device))
             stack.enter_context(torch.cuda.stream(stream))
@@ -216,38 +187,36 @@ def _modes(device: Device) -> Callable[[ExitStack], None]:
     return enter
 
 
-def _autocast(device_type: str) -> tuple[bool, torch.dtype, bool]:
-    return (
-        torch.is_autocast_enabled(device_type),
-        torch.get_autocast_dtype(device_type),
-        torch.is_autocast_cache_enabled(),
-    )
+def _autocast(device: Device) -> tuple[bool, torch.dtype, bool]:
+    is_enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    return is_enabled, dtype, torch.is_autocast_cache_enabled()
 
 
 def gather(outputs: Sequence[Any], device: Device, dim: int) -> Any:
     """Concatenate the replicas' outputs along `dim` on `device`; scalars become a vector.
 
-    Raises:
-        TypeError: an output is not a tensor, None, or a container of these.
-        ValueError: the replicas' outputs differ in structure.
+    Raises TypeError for outputs other than tensors, None, and containers of these, and ValueError for outputs that
+    differ in structure.
     """
     if all(isinstance(output, Tensor) for output in outputs):
-        return _join(list(outputs), device, dim)
-    flat = [pytree.tree_flatten(output) for output in outputs]
-    structures = [structure for _, structure in flat]
+        return _concatenate(outputs, device, dim)
+    if all(output is None for output in outputs):
+        return None
+    if not any(isinstance(output, CONTAINERS) for output in outputs):
+        raise TypeError(f"outputs: expected tensors, got {sorted({type(output).__name__ for output in outputs})}")
+    structures = list(map(_structure, outputs))
     if any(structure != structures[0] for structure in structures):
         raise ValueError(f"outputs: expected the same structure from all replicas, got {structures}")
-    joined = [_join(list(parts), device, dim) for parts in zip(*(leaves for leaves, _ in flat), strict=True)]
-    return pytree.tree_unflatten(joined, structures[0])
+    parts = [[output[key] for output in outputs] for key in _keys(outputs[0])]
+    return _like(outputs[0], [gather(part, device, dim) for part in parts])
 
 
-def _join(parts: list[Any], device: Device, dim: int) -> Any:
-    if all(part is None for part in parts):
-        return None
-    if isinstance(parts[0], CONTAINERS) and len({type(part) for part in parts}) == 1:
-        return type(parts[0])(gather([_builtin(part) for part in parts], device, dim))
-    if not all(isinstance(part, Tensor) for part in parts):
-        raise TypeError(f"outputs: expected tensors, got {sorted({type(part).__name__ for part in parts})}")
+def _structure(output: Any) -> str:
+    name = type(output).__name__
+    return f"{name} of {sorted(map(str, _keys(output)))}" if isinstance(output, CONTAINERS) else name
+
+
+def _concatenate(parts: Sequence[Tensor], device: Device, dim: int) -> Tensor:
     with torch.autocast(device.type, enabled=False):  # keep the type
         if dim == 0 and all(part.dim() == 0 for part in parts):
             warnings.warn("the replicas returned scalars; they are gathered into a vector", stacklevel=2)
@@ -283,10 +252,7 @@ os.register_at_fork(after_in_child=_idle_workers.clear)  # a forked child has th
 
 
 def run_tasks(tasks: Sequence[Task]) -> None:
-    """Run all tasks concurrently, each in a separate thread, and wait for them.
-
-    Tasks must not raise. An exception ends that task's thread with a traceback, and no other.
-    """
+    """Run all tasks concurrently, each in a separate thread, and wait for them; they must not raise."""
     for running in [_worker().start(task) for task in tasks]:
         running.acquire()
 

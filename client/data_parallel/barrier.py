@@ -1,11 +1,7 @@
 """Barrier at which the replica threads of one process meet in each layer.
 
-All replicas of a process must share one autograd node. On a CPU one thread runs the whole backward pass, so a node that
-waited for its sibling would block the thread that has to run the sibling. So each replica passes its value to the
-barrier, the last to arrive combines all values, and each replica gets its own result.
-
-A replica is running, waiting or finished. As soon as none is running, the barrier either combines the values, or raises
-in all waiting replicas an error that lists where each one waits.
+All replicas share one autograd node, because a node that waited for its sibling would block the thread that has to run
+the sibling. As soon as no replica is running, the barrier combines their values, or raises in all waiting replicas.
 """
 
 import threading
@@ -30,12 +26,7 @@ class _Waiter:
 
 
 class Barrier:
-    """Barrier of one parallel forward pass.
-
-    Args:
-        nr_replicas: number of threads; replicas are numbered from 0.
-        timeout: seconds that a replica waits for its siblings.
-    """
+    """Barrier of one parallel forward pass; a replica waits `timeout` seconds for its siblings."""
 
     def __init__(self, nr_replicas: int, timeout: float) -> None:
         self.nr_replicas = nr_replicas
@@ -53,17 +44,8 @@ class Barrier:
     def wait(self, replica: int, point: str, value: Any, combine: Combine) -> Any:
         """Wait for all replicas at `point`, and return this replica's result.
 
-        Args:
-            replica: number of the caller.
-            point: name of the meeting point, the same in all replicas.
-            value: input to `combine`.
-            combine: takes all values in replica order and returns a result for each. The last replica to arrive calls
-                it once.
-
-        Raises:
-            RoundMismatch: the replicas wait at different points, or one has finished.
-            ReplicaLost: a sibling raised.
-            RoundTimeout: a sibling did not arrive in time.
+        The last replica to arrive calls `combine`, which takes all values in replica order and returns a result for
+        each. Raises RoundMismatch if one waits at another point or has finished, ReplicaLost, or RoundTimeout.
         """
         waiter = _Waiter(point, value, threading.Lock())
         waiter.lock.acquire()
@@ -116,19 +98,17 @@ class Barrier:
             waiter.has_result = True
 
     def _release_all(self) -> None:
-        """Release each waiter's own lock: with a shared one the threads would wake one after another."""
+        """Release each waiter's own lock: with a shared one threads wake one after another."""
         for waiter in self._waiters.values():
             waiter.lock.release()
         self._waiters.clear()
 
     def _mismatch(self) -> RoundMismatch:
-        states = {replica: f"waits at {waiter.point}" for replica, waiter in self._waiters.items()}
-        states |= dict.fromkeys(self._finished, "has finished its forward pass")
-        lines = "; ".join(f"replica {replica} {state}" for replica, state in sorted(states.items()))
-        return RoundMismatch(
-            f"the replicas of this process do not run the same layers: {lines}",
-            replicas={str(replica): state for replica, state in sorted(states.items())},
-        )
+        states = dict.fromkeys(self._finished, "has finished its forward pass")
+        states |= {replica: f"waits at {waiter.point}" for replica, waiter in self._waiters.items()}
+        replicas = {str(replica): state for replica, state in sorted(states.items())}
+        lines = "; ".join(f"replica {replica} {state}" for replica, state in replicas.items())
+        return RoundMismatch(f"the replicas of this process do not run the same layers: {lines}", replicas=replicas)
 
     def _check_result(self, waiter: _Waiter, replica: int) -> None:
         if waiter.has_result:

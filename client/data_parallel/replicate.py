@@ -1,8 +1,7 @@
 """Replication callbacks, which connect the replicas that `nn.DataParallel` makes of a model.
 
 After each replication every sub-module with `__data_parallel_replicate__(ctx, copy_id)` is called, the master copy (0)
-before the slave copies. The copies of one sub-module share one context. Synchronised layers get their barrier this way;
-users' modules may use it too.
+before the slave copies. Synchronised layers get their barrier this way; users' modules may use it too.
 """
 
 from collections.abc import Callable, Sequence
@@ -91,28 +90,18 @@ class DataParallelWithCallback(nn.DataParallel[Any]):
         self.output_device: Any = devices[0] if output_device is None else _device(output_device)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Any) -> Any:
-        """Split the batch over the replicas.
-
-        Raises:
-            TypeError: a torch tracer is active; it would not see the replicas' threads.
-        """
-        if _is_traced(inputs, kwargs):
-            raise TypeError(
-                wrap(
-                    "DataParallelWithCallback: torch.jit.trace and torch.fx cannot record the threads of its replicas; "
-                    "trace its module"
-                )
-            )
+        """Split the batch over the replicas; raise TypeError under a tracer, which would not see their threads."""
+        # The root of a torch.fx trace has one proxy for all of `inputs`.
+        values = (inputs,) if isinstance(inputs, Proxy) else (*inputs, *(kwargs or {}).values())
+        if torch.jit.is_tracing() or any(isinstance(each, Proxy) for each in values):  # type: ignore[attr-defined, no-untyped-call]
+            tracers = "torch.jit.trace and torch.fx cannot record the threads of its replicas"
+            raise TypeError(wrap(f"DataParallelWithCallback: {tracers}; trace its module"))
         if self.has_virtual_replicas:
             return any_device.scatter(inputs, kwargs or {}, device_ids, self.dim)
         return super().scatter(inputs, kwargs, device_ids)
 
     def replicate(self, module: nn.Module, device_ids: Any) -> list[nn.Module]:
-        """Copy the module and call the copies' replication callbacks.
-
-        Raises:
-            ConfigurationError: a part with synchronised layers in training is compiled.
-        """
+        """Copy the module, which must not be compiled, and call the copies' replication callbacks."""
         return _replicate(any_device.replicate if self.has_virtual_replicas else super().replicate, module, device_ids)
 
     @api_boundary
@@ -154,23 +143,15 @@ def _replicate(
     return replicas
 
 
-def _is_traced(inputs: Any, kwargs: dict[str, Any] | None) -> bool:
-    """Whether a torch tracer is active; the root of a torch.fx trace has one proxy for all of `inputs`."""
-    if torch.jit.is_tracing() or isinstance(inputs, Proxy):  # type: ignore[attr-defined, no-untyped-call]
-        return True
-    return any(isinstance(each, Proxy) for each in (*inputs, *(kwargs or {}).values()))
-
-
 def _check_is_not_compiled(module: nn.Module) -> None:
     """Raise ConfigurationError for compiled parts: their copies would run the original, without replicas."""
     for name, part in module.named_modules():
-        if _is_compiled(part) and any(map(_needs_replicas, part.modules())):
-            raise ConfigurationError(
-                wrap(
-                    f"{repr(name) if name else 'the model'} is compiled, and compiled layers cannot synchronise the "
-                    "replicas of one process; do not compile it, or train one process per replica"
-                )
-            )
+        if _is_compiled(part) and any(
+            each.training and hasattr(each, "__data_parallel_replicate__") for each in part.modules()
+        ):
+            problem = "is compiled, and compiled layers cannot synchronise the replicas of one process"
+            remedy = "do not compile it, or train one process per replica"
+            raise ConfigurationError(wrap(f"{repr(name) if name else 'the model'} {problem}; {remedy}"))
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -178,10 +159,6 @@ def _is_compiled(module: nn.Module) -> bool:
     if module._compiled_call_impl is not None or "_orig_mod" in module._modules:  # noqa: SLF001 - they have no public names
         return True
     return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
-
-
-def _needs_replicas(module: nn.Module) -> bool:
-    return module.training and hasattr(module, "__data_parallel_replicate__")
 
 
 @api_boundary
@@ -202,7 +179,7 @@ def _device(device: int | str | torch.device) -> torch.device:
 
 
 def _needs_virtual_replicas(device_ids: Sequence[int | str | torch.device]) -> bool:
-    """Whether torch's DataParallel cannot use these devices: it needs distinct accelerators, or ignores numbers."""
+    """Whether torch's DataParallel cannot use these devices: it needs distinct accelerators."""
     if all(isinstance(device, int) for device in device_ids) and not torch.accelerator.is_available():
         return False
     devices = [_device(device) for device in device_ids]

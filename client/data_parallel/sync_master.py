@@ -12,9 +12,8 @@ Synchronized-BatchNorm-PyTorch builds its layers on this class, and users' modul
     def forward(self, x):
         total = self.master.run_master(x.sum()) if self.pipe is None else self.pipe.run_slave(x.sum())
 
-There the other replicas wait for ever if one raises. Here all use the barrier of the synchronised layers, which raises
-an error in each waiting replica at once. Messages stay in the process; ranks exchange values by
-`Connection.all_gather`.
+There the other replicas wait for ever if one raises; here the barrier of the synchronised layers raises in each waiting
+replica at once. Messages stay in the process; ranks exchange values by `Connection.all_gather`.
 """
 
 import itertools
@@ -48,15 +47,10 @@ def registration_scope(barrier: Barrier, copy_id: int) -> Iterator[None]:
 
 
 class _Replication:
-    """A master and the slaves of one replication.
-
-    Attributes:
-        identifiers: of the slaves, in the order of registration.
-        barrier: of all replicas of the model; None for slaves that registered outside of a replication.
-    """
+    """A master and the slaves of one replication; `barrier` is None if they registered outside of a replication."""
 
     def __init__(self, name: str, barrier: Barrier | None) -> None:
-        self.identifiers: list[Any] = []
+        self.identifiers: list[Any] = []  # of the slaves, in the order of registration
         self.barrier = barrier
         self._replicas = [0]  # replica numbers of the master and the slaves
         self._name = name
@@ -79,11 +73,7 @@ class _Replication:
 
 
 class SlavePipe:
-    """Connection of a slave to its master.
-
-    Attributes:
-        identifier: as registered.
-    """
+    """Connection of a slave to its master; `identifier` is the registered one."""
 
     def __init__(self, identifier: Any, replication: _Replication) -> None:
         self.identifier = identifier
@@ -91,13 +81,7 @@ class SlavePipe:
         self._participant = len(replication.identifiers)
 
     def run_slave(self, msg: Any) -> Any:
-        """Send a message to the master, and return its answer.
-
-        Raises:
-            RoundMismatch: the master, or another replica, waits elsewhere or has finished its forward pass.
-            ReplicaLost: the master, or another replica, has raised.
-            RoundTimeout: the master did not arrive in time.
-        """
+        """Send a message to the master, and return its answer; the errors are those of `SyncMaster.run_master`."""
         self._replication.wait(self._participant, msg, _messages_for_master)
         return self._replication.wait(self._participant, None, _answers_of_master)
 
@@ -113,21 +97,16 @@ class SyncMaster:
 
     def __init__(self, master_callback: Callable[[Messages], Messages]) -> None:
         self._master_callback = master_callback
-        self._reset()
+        self._name = f"SyncMaster {next(_numbers)}"
+        self._replication = _Replication(self._name, None)
+        self._has_run = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or pickle, which has no slaves."""
         return {"master_callback": self._master_callback}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state of a copy or pickle."""
-        self._master_callback = state["master_callback"]
-        self._reset()
-
-    def _reset(self) -> None:
-        self._name = f"SyncMaster {next(_numbers)}"
-        self._replication = _Replication(self._name, None)
-        self._has_run = False
+        SyncMaster.__init__(self, state["master_callback"])
 
     @property
     def nr_slaves(self) -> int:
@@ -137,8 +116,7 @@ class SyncMaster:
     def register_slave(self, identifier: Any) -> SlavePipe:
         """Add a slave. The first one after a run, or of another replication, removes the earlier slaves.
 
-        Args:
-            identifier: of the slave's messages; usually the number of its replica.
+        `identifier`, usually the number of the replica, marks the slave's messages.
         """
         barrier, copy_id = getattr(_thread, "replica", None) or (None, 0)
         replication = self._replication
@@ -172,12 +150,8 @@ class SyncMaster:
         answers = self._master_callback(list(zip(identifiers, messages, strict=True)))
         by_identifier = dict(answers)
         if not answers or answers[0][0] != 0 or by_identifier.keys() != set(identifiers):
-            raise ValueError(
-                wrap(
-                    f"master_callback: expected an answer for each of {identifiers}, 0 first, got "
-                    f"{[identifier for identifier, _ in answers]}"
-                )
-            )
+            expected = f"expected an answer for each of {identifiers}, 0 first"
+            raise ValueError(wrap(f"master_callback: {expected}, got {[identifier for identifier, _ in answers]}"))
         return [by_identifier[identifier] for identifier in identifiers]
 
 
@@ -186,8 +160,7 @@ def _messages_for_master(messages: list[Any]) -> list[Any]:
 
 
 def _answers_of_master(values: list[Any]) -> list[Any]:
-    answers: list[Any] = values[0]
-    return answers
+    return list(values[0])
 
 
 class FutureResult:
@@ -198,24 +171,13 @@ class FutureResult:
         self._results: Queue[Any] = Queue()
 
     def put(self, result: Any) -> None:
-        """Store a result.
-
-        Raises:
-            Full: the previous result was not read.
-        """
+        """Store a result, or raise Full if the previous one was not read."""
         if not self._results.empty():
             raise Full("FutureResult: put() before the previous result was read")
         self._results.put(result)
 
     def get(self, timeout: float = DEFAULT_ROUND_TIMEOUT) -> Any:
-        """Wait for the result, and remove it.
-
-        Args:
-            timeout: seconds.
-
-        Raises:
-            RoundTimeout: no result arrived in time.
-        """
+        """Wait for the result, and remove it; raise RoundTimeout after `timeout` seconds."""
         try:
             return self._results.get(timeout=timeout)
         except Empty:
