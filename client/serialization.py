@@ -3,23 +3,17 @@
     offset  size   content
     0       4      S, the length of the structure, unsigned little-endian
     4       S      structure: concatenated msgpack values
-    4+S     ...    the concatenated elements of the arrays
+    4+S     ...    the concatenated elements of the arrays: raw bytes, little-endian, in C order
 
 A list, tuple, dict or counter is a msgpack extension with the number of its items, followed by the items; a dict has
-alternating keys and values. So msgpack itself never nests, and the reader limits the depth. An array is an
-extension with a description:
-
-    offset  size   content
-    0       1      dtype: an index into `DTYPES`
-    1       8·d    shape: the length of each dimension, unsigned little-endian
-
-The elements of an array are raw bytes, little-endian, in C order: bfloat16 and the bits of a NaN stay the same.
+alternating keys and values. So msgpack itself never nests, and the reader limits the depth. An array is an extension
+with one byte for the dtype, an index into `DTYPES`, and eight, unsigned little-endian, for each dimension of its shape.
 """
 
 import math
 import struct
 from collections import Counter
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import msgpack
@@ -47,8 +41,6 @@ MAX_DIMENSIONS = 32
 # The largest size of an array, with dimensions of length 0 counted as 1: a size is a signed 64-bit integer.
 MAX_BYTES = 2**63 - 1
 
-_LENGTH_BYTES = 8
-
 _NUMBERS = [f"{kind}{bits}" for kind in ("uint", "int") for bits in (8, 16, 32, 64)]
 _NUMBERS += ["float16", "float32", "float64", "complex64", "complex128"]
 _TORCH_ONLY = ["bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"]
@@ -62,20 +54,15 @@ _TORCH_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _DTYPE_INDEX = {name: index for index, name in enumerate(DTYPES)}
 
 _PLAIN = {type(None), bool, int, float, str, bytes}
-_KEYS = {*_PLAIN, tuple}
+_CONTAINERS = {LIST: list, TUPLE: tuple, COUNTER: Counter, DICT: dict}  # a counter is a dict too
 
 _LENGTH = struct.Struct("<I")
 
 
 def pack(state: Any) -> bytes:
-    """Returns the bytes of a state.
+    """Return the bytes of None, numbers, text, bytes, tensors, arrays, and lists, tuples and dicts of these.
 
-    Args:
-        state: None, numbers, text, bytes, tensors and numpy arrays, and lists, tuples and dicts of these.
-
-    Raises:
-        TypeError: the state contains another type.
-        ValueError: it nests more than 32 levels, has too many arrays, or an array has too many dimensions.
+    Raises TypeError for other types, and ValueError for too many levels of nesting, arrays or dimensions.
     """
     writer = _Writer()
     writer.add(state, 0)
@@ -84,7 +71,7 @@ def pack(state: Any) -> bytes:
 
 
 def check(state: dict[str, Any]) -> None:
-    """Raises the errors of `pack`, with the name of the part; copies no arrays."""
+    """Raise the errors of `pack`, with the name of the part; copies no arrays."""
     checker = _Writer(copies=False)
     for name, part in state.items():
         try:
@@ -95,28 +82,24 @@ def check(state: dict[str, Any]) -> None:
 
 
 def unpack(data: bytes) -> Any:
-    """Returns the state from the bytes of `pack`, with tensors on the CPU, and Python's dicts and numbers.
-
-    Raises:
-        ProtocolError: `data` is not the result of `pack`.
-    """
+    """Return the state from the bytes of `pack`, with tensors on the CPU; other bytes are a ProtocolError."""
     if len(data) < _LENGTH.size:
-        raise ProtocolError(f"state: expected at least {_LENGTH.size} bytes, got {len(data)}")
+        raise _error(f"expected at least {_LENGTH.size} bytes, got {len(data)}")
     end = _LENGTH.size + _LENGTH.unpack_from(data)[0]
     if end > len(data):
-        raise ProtocolError(f"state: expected {end} bytes, got {len(data)}")
+        raise _error(f"expected {end} bytes, got {len(data)}")
     view = memoryview(data)
     reader = _Reader(view[_LENGTH.size : end], view[end:])
     try:
         state = reader.value(0)
         reader.check_end()
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"state: expected packed bytes, got {error or type(error).__name__}") from error
+        raise _error(f"expected packed bytes, got {error or type(error).__name__}") from error
     return state
 
 
 def to_devices_of(state: Any, reference: Any) -> Any:
-    """Returns the state with each tensor on the device of the corresponding tensor of `reference`."""
+    """Return the state with each tensor on the device of the corresponding tensor of `reference`."""
     if isinstance(state, Tensor) and isinstance(reference, Tensor):
         return state.to(reference.device)
     if type(state) is dict and isinstance(reference, dict):
@@ -135,29 +118,26 @@ class _Writer:
         self._copies = copies
 
     def add(self, value: Any, depth: int) -> None:
-        """Adds a value at a nesting depth."""
+        """Add a value at a nesting depth."""
+        if isinstance(value, bytearray | memoryview):
+            value = bytes(value)
+        elif isinstance(value, np.generic):
+            value = value.item()
+        code = next((code for code, kind in _CONTAINERS.items() if isinstance(value, kind)), None)
         if type(value) in _PLAIN:
             self._add_plain(value)
         elif isinstance(value, Tensor | np.ndarray):
             self._add_array(value)
-        elif type(value) is list:
-            self._add_items(LIST, len(value), value, depth)
-        elif isinstance(value, tuple):
-            self._add_items(TUPLE, len(value), value, depth)
-        elif isinstance(value, bytearray | memoryview):
-            self._add_plain(bytes(value))
-        elif isinstance(value, dict):
-            items = [part for item in value.items() for part in item]
-            self._add_items(COUNTER if isinstance(value, Counter) else DICT, len(value), items, depth)
-        elif isinstance(value, np.generic) and type(value.item()) in _PLAIN:
-            self._add_plain(value.item())
+        elif code is not None:
+            if depth == limits.MAX_DEPTH:
+                raise ValueError(f"state: expected at most {limits.MAX_DEPTH} levels of nesting, got more")
+            self.packer.pack_ext_type(code, _LENGTH.pack(len(value)))
+            for item in chain.from_iterable(value.items()) if isinstance(value, dict) else value:
+                self.add(item, depth + 1)
         else:
-            raise TypeError(
-                wrap(
-                    "state: expected None, numbers, text, bytes, tensors, and lists, tuples and dicts of these, got "
-                    f"{type(value).__module__}.{type(value).__qualname__}"
-                )
-            )
+            expected = "None, numbers, text, bytes, tensors, and lists, tuples and dicts of these"
+            found = f"{type(value).__module__}.{type(value).__qualname__}"
+            raise TypeError(wrap(f"state: expected {expected}, got {found}"))
 
     def _add_plain(self, value: Any) -> None:
         try:
@@ -166,18 +146,33 @@ class _Writer:
             raise TypeError(f"state: expected integers of 64 bits, got one of {value.bit_length()}") from None
 
     def _add_array(self, array: Array) -> None:
-        if len(self.elements) == MAX_ARRAYS:
+        number = len(self.elements)
+        if number == MAX_ARRAYS:
             raise ValueError(f"state: expected at most {MAX_ARRAYS} arrays, got more")
-        kind, dtype = _kind_and_dtype(len(self.elements), array)
+        if array.ndim > MAX_DIMENSIONS:
+            raise ValueError(f"array {number}: expected at most {MAX_DIMENSIONS} dimensions, got {array.ndim}")
+        if isinstance(array, Tensor):
+            if array.layout is not torch.strided or array.dtype not in _TORCH_NAMES:
+                found = f"{array.layout} of {array.dtype}"
+                raise TypeError(wrap(f"array {number}: expected a dense tensor of numbers or bool, got {found}"))
+            kind, dtype = TENSOR, _TORCH_NAMES[array.dtype]
+        else:
+            kind, dtype = NDARRAY, array.dtype.name
+            if dtype not in NUMPY_DTYPES:
+                raise TypeError(f"array {number}: expected numbers or bool, got dtype {array.dtype}")
         self.packer.pack_ext_type(kind, struct.pack(f"<B{array.ndim}Q", _DTYPE_INDEX[dtype], *array.shape))
         self.elements.append(_bytes(array, dtype) if self._copies else b"")
 
-    def _add_items(self, code: int, number: int, items: list[Any] | tuple[Any, ...], depth: int) -> None:
-        if depth == limits.MAX_DEPTH:
-            raise ValueError(f"state: expected at most {limits.MAX_DEPTH} levels of nesting, got more")
-        self.packer.pack_ext_type(code, _LENGTH.pack(number))
-        for item in items:
-            self.add(item, depth + 1)
+
+def _bytes(array: Array, dtype: str) -> bytes:
+    if not isinstance(array, Tensor):
+        return array.astype(NUMPY_DTYPES[dtype], copy=False).tobytes()
+    # An empty tensor may have stride 0, and then has no view of another size.
+    if not array.numel():
+        return b""
+    plain = array.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # `numpy()` would prevent resizing of the storage, which FSDP needs for parameters.
+    return np.from_dlpack(plain.reshape(-1).view(torch.uint8)).tobytes()
 
 
 class _Reader:
@@ -192,102 +187,72 @@ class _Reader:
         self._nr_arrays = 0
 
     def value(self, depth: int) -> Any:
-        """Returns the next value, at a nesting depth."""
+        """Return the next value, at a nesting depth."""
         value = self._unpacker.unpack()
-        if type(value) is not msgpack.ExtType:
-            if type(value) not in _PLAIN:
-                raise ProtocolError(f"state: expected plain values, got {short_repr(value)}")
+        if type(value) in _PLAIN:
             return value
-        if value.code in (TENSOR, NDARRAY):
-            return self._array(value.code, value.data)
+        if type(value) is not msgpack.ExtType:
+            raise _error(f"expected plain values, got {short_repr(value)}")
+        code, packed = value
+        if code in (TENSOR, NDARRAY):
+            return self._array(code, packed)
         if depth == limits.MAX_DEPTH:
-            raise ProtocolError(f"state: expected at most {limits.MAX_DEPTH} levels of nesting, got more")
-        return self._items(value.code, value.data, depth + 1)
+            raise _error(f"expected at most {limits.MAX_DEPTH} levels of nesting, got more")
+        if len(packed) != _LENGTH.size:
+            raise _error(f"expected a number of {_LENGTH.size} bytes, got {len(packed)}")
+        if code not in _CONTAINERS:
+            raise _error(f"expected one of the extensions {LIST} to {NDARRAY}, got {code}")
+        (number,) = _LENGTH.unpack(packed)
+        if code in (LIST, TUPLE):
+            return _CONTAINERS[code]([self.value(depth + 1) for _ in range(number)])
+        pairs = dict(self._pair(depth + 1) for _ in range(number))
+        return Counter(pairs) if code == COUNTER else pairs
+
+    def _pair(self, depth: int) -> tuple[Any, Any]:
+        key = self.value(depth)
+        if type(key) not in {*_PLAIN, tuple}:
+            raise _error(f"expected keys of plain values and tuples, got {type(key).__name__}")
+        return key, self.value(depth)
 
     def check_end(self) -> None:
-        """Raises ProtocolError unless everything has been read."""
+        """Raise ProtocolError unless everything has been read."""
         if (read := self._unpacker.tell()) != self._size:
-            raise ProtocolError(f"state: expected {read} bytes of structure, got {self._size}")
+            raise _error(f"expected {read} bytes of structure, got {self._size}")
         if self._elements:
-            raise ProtocolError(f"state: expected nothing after the last array, got {len(self._elements)} bytes")
+            raise _error(f"expected nothing after the last array, got {len(self._elements)} bytes")
 
     def _array(self, kind: int, description: bytes) -> Array:
-        """Returns an array on the CPU, with a copy of its elements."""
+        """Return an array on the CPU, with a copy of its elements."""
         number = self._nr_arrays
         if number == MAX_ARRAYS:
-            raise ProtocolError(f"state: expected at most {MAX_ARRAYS} arrays, got more")
-        dtype, shape = _described(number, kind, description)
-        itemsize = NUMPY_DTYPES[dtype].itemsize if kind == NDARRAY else TORCH_DTYPES[dtype].itemsize
+            raise _error(f"expected at most {MAX_ARRAYS} arrays, got more")
+        name, shape = _described(number, kind, description)
+        itemsize = NUMPY_DTYPES[name].itemsize if kind == NDARRAY else TORCH_DTYPES[name].itemsize
         if math.prod(max(1, length) for length in shape) * itemsize > MAX_BYTES:
-            raise ProtocolError(f"array {number}: expected a shape within {MAX_BYTES} bytes, got {shape} of {dtype}")
+            raise ProtocolError(f"array {number}: expected a shape within {MAX_BYTES} bytes, got {shape} of {name}")
         size = math.prod(shape) * itemsize
         if size > len(self._elements):
-            raise ProtocolError(
-                f"array {number}: expected {size} bytes for {shape} of {dtype}, got {len(self._elements)}"
-            )
+            expected = f"{size} bytes for {shape} of {name}"
+            raise ProtocolError(f"array {number}: expected {expected}, got {len(self._elements)}")
         elements = np.frombuffer(self._elements, np.uint8, size).copy()
         self._nr_arrays += 1
         self._elements = self._elements[size:]
-        return _built(number, kind, dtype, shape, elements)
-
-    def _items(self, code: int, packed: bytes, depth: int) -> Any:
-        if len(packed) != _LENGTH.size:
-            raise ProtocolError(f"state: expected a number of {_LENGTH.size} bytes, got {len(packed)}")
-        (number,) = _LENGTH.unpack(packed)
-        if code == LIST:
-            return [self.value(depth) for _ in range(number)]
-        if code == TUPLE:
-            return tuple([self.value(depth) for _ in range(number)])  # a generator would add a call per level
-        if code == DICT:
-            return self._pairs(number, depth)
-        if code == COUNTER:
-            return Counter(self._pairs(number, depth))
-        raise ProtocolError(f"state: expected one of the extensions {LIST} to {NDARRAY}, got {code}")
-
-    def _pairs(self, number: int, depth: int) -> dict[Any, Any]:
-        pairs: dict[Any, Any] = {}
-        for _ in range(number):
-            key = self.value(depth)
-            if type(key) not in _KEYS:
-                raise ProtocolError(f"state: expected keys of plain values and tuples, got {type(key).__name__}")
-            pairs[key] = self.value(depth)
-        return pairs
-
-
-def _kind_and_dtype(number: int, array: Array) -> tuple[int, str]:
-    """Returns an array's extension type and the name of its dtype; `number` counts the arrays before it, for errors."""
-    if array.ndim > MAX_DIMENSIONS:
-        raise ValueError(f"array {number}: expected at most {MAX_DIMENSIONS} dimensions, got {array.ndim}")
-    if isinstance(array, Tensor):
-        if array.layout is not torch.strided or array.dtype not in _TORCH_NAMES:
-            raise TypeError(
-                wrap(f"array {number}: expected a dense tensor of numbers or bool, got {array.layout} of {array.dtype}")
-            )
-        return TENSOR, _TORCH_NAMES[array.dtype]
-    if array.dtype.name not in NUMPY_DTYPES:
-        raise TypeError(f"array {number}: expected numbers or bool, got dtype {array.dtype}")
-    return NDARRAY, array.dtype.name
-
-
-def _bytes(array: Array, dtype: str) -> bytes:
-    if not isinstance(array, Tensor):
-        return array.astype(NUMPY_DTYPES[dtype], copy=False).tobytes()
-    # An empty tensor may have stride 0, and then has no view of another size.
-    if not array.numel():
-        return b""
-    plain = array.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # `numpy()` would prevent resizing of the storage, which FSDP needs for parameters.
-    return np.from_dlpack(plain.reshape(-1).view(torch.uint8)).tobytes()
+        # The libraries leave the value of any other byte undefined.
+        if name == "bool" and size and elements.max() > 1:
+            raise ProtocolError(f"array {number}: expected bytes 0 and 1 for bool, got {elements.max()}")
+        if kind == NDARRAY:
+            return elements.view(NUMPY_DTYPES[name]).astype(name, copy=False).reshape(shape)
+        if not size:
+            return torch.empty(shape, dtype=TORCH_DTYPES[name])
+        return torch.from_numpy(elements).view(TORCH_DTYPES[name]).reshape(shape)
 
 
 def _described(number: int, kind: int, description: bytes) -> tuple[str, list[int]]:
-    """Returns an array's dtype and shape."""
-    dimensions, rest = divmod(len(description) - 1, _LENGTH_BYTES)
+    """Return the name of an array's dtype, and its shape."""
+    dimensions, rest = divmod(len(description) - 1, 8)
     if rest or not 0 <= dimensions <= MAX_DIMENSIONS:
-        raise ProtocolError(
-            f"array {number}: expected a dtype and a shape of at most {MAX_DIMENSIONS} dimensions, got "
-            f"{len(description)} bytes"
-        )
+        expected = f"a dtype and a shape of at most {MAX_DIMENSIONS} dimensions"
+        raise ProtocolError(f"array {number}: expected {expected}, got {len(description)} bytes")
     index, *shape = struct.unpack(f"<B{dimensions}Q", description)
     dtype = DTYPES[index] if index < len(DTYPES) else str(index)
     known = NUMPY_DTYPES if kind == NDARRAY else TORCH_DTYPES
@@ -296,12 +261,5 @@ def _described(number: int, kind: int, description: bytes) -> tuple[str, list[in
     return dtype, shape
 
 
-def _built(number: int, kind: int, dtype: str, shape: list[int], elements: np.ndarray[Any, Any]) -> Array:
-    # The libraries leave the value of any other byte undefined.
-    if dtype == "bool" and elements.size and elements.max() > 1:
-        raise ProtocolError(f"array {number}: expected bytes 0 and 1 for bool, got {elements.max()}")
-    if kind == NDARRAY:
-        return elements.view(NUMPY_DTYPES[dtype]).astype(np.dtype(dtype), copy=False).reshape(shape)
-    if not elements.size:
-        return torch.empty(shape, dtype=TORCH_DTYPES[dtype])
-    return torch.from_numpy(elements).view(TORCH_DTYPES[dtype]).reshape(shape)
+def _error(problem: str) -> ProtocolError:
+    return ProtocolError(f"state: {problem}")

@@ -19,7 +19,6 @@ from client.nn.call import SynchronizedCall, plain_call, synchronized_batch_norm
 from client.nn.conversion import convert
 from client.nn.layer import SynchronizedLayer, replaces, set_options
 from client.nn.running_stats import DeferredUpdate
-from client.session import groups
 from client.session.groups import Group
 from client.tracebacks import hide_internal_frames
 from client.transports.choose import Communicator, GroupSpec, communicator_for, resolve_group, transport_over
@@ -27,24 +26,16 @@ from client.transports.named_process_group import NamedProcessGroup
 from client.transports.transport import Transport
 from statsd_bn.errors import ConfigurationError, StatsdBNError
 
-# Attributes of a replica, a mini-batch or a call. Copies and pickles drop them; a pickled state may have `_chunks`.
+# Attributes of a replica, a mini-batch or a call, which copies and pickles drop; a pickled state may have `_chunks`.
 TRANSIENT_ATTRIBUTES = frozenset({"_replica", "_accumulator", "_deferred", "_was_called", "_bypassed", "_chunks"})
 
 
 class ExecutionMode(Enum):
     """Implementation of one call."""
 
-    UNSYNCHRONIZED = auto()
-    """Torch's operator: in eval, or without other ranks and replicas."""
-
-    COMPILED = auto()
-    """Our operator, under torch.compile. It chooses its transport when it runs."""
-
-    SINGLE = auto()
-    """One slice in this process, over the transport."""
-
-    REPLICA = auto()
-    """One of several slices in this process. The replicas meet at a barrier, and the last one runs the exchange."""
+    UNSYNCHRONIZED = auto()  # torch's operator: in eval, or without other ranks and replicas
+    COMPILED = auto()  # our operator, under torch.compile; it chooses its transport when it runs
+    EXCHANGE = auto()  # over the transport, after the replicas of this process have met at their barrier
 
 
 class _ProcessGroup:
@@ -120,10 +111,9 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronizedLayer):
         chunks: int = 1,
         process_group: Any = None,
     ) -> None:
-        group = resolve_group(group, process_group)
         without_bias = {} if bias else {"bias": False}  # torch before 2.13 has no such argument
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
-        set_options(self, eps_mode, group, chunks)
+        set_options(self, eps_mode, resolve_group(group, process_group), chunks)
         self.layer_name = f"{type(self).__name__}-{next(_unnamed)}"
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
@@ -151,19 +141,18 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronizedLayer):
             return unsynchronized.forward(call, input, self._active_deferred())
         if mode is ExecutionMode.COMPILED:
             return custom_op.forward(call, input, mask, self._active_deferred())
-        assert transport is not None  # noqa: S101 - the other modes exchange
+        assert transport is not None  # noqa: S101 - the third mode exchanges
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
-            raise input_checks.tracing_error(self.layer_name, "traced by torch.jit.trace in training mode")
+            raise input_checks.tracing_error(self, "traced by torch.jit.trace in training mode")
         weight, bias = input_checks.parameters_of(call)
         if type(input) is not Tensor or type(weight) is not nn.Parameter:
             input_checks.check_not_distributed(self, input, weight)
-        is_single = mode is ExecutionMode.SINGLE
+        replica = self._replica if self.training or self._accumulator is not None else None
         try:
-            if is_single and mask is None and self._accumulator is None and self._deferred is None:
+            if replica is None and mask is None and self._accumulator is None and self._deferred is None:
                 output = plain_call(call, transport, input, weight, bias)
                 if output is not None:
                     return output
-            replica = None if is_single else self._replica
             synchronized = SynchronizedCall(call, transport, self._accumulator, self._active_deferred(), replica)
             return synchronized_batch_norm(input, weight, bias, mask, synchronized)
         except StatsdBNError as error:
@@ -196,16 +185,12 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronizedLayer):
         return f"{super().extra_repr()}{eps_mode}{group}{chunks}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop transient attributes: a copy is not among its original's replicas, and has no pending micro-batches.
-
-        The state contains no private classes.
-        """
+        """Drop transient attributes: a copy is not among its original's replicas, and has no pending micro-batches."""
         state: dict[str, Any] = super().__getstate__()
         state = {name: value for name, value in state.items() if name not in TRANSIENT_ATTRIBUTES}
         return {**state, "_chunks": self.chunks} if self.chunks > 1 else state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state of a copy or pickle."""
         super().__setstate__({name: value for name, value in state.items() if name != "_chunks"})
         if chunks := state.get("_chunks"):
             self.chunks = chunks
@@ -216,11 +201,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronizedLayer):
         self.forget_pending()
 
     def __data_parallel_replicate__(self, context: Any, copy_id: int) -> None:
-        """Make this copy one of the replicas of its process.
-
-        Raises:
-            ConfigurationError: DataParallelWithCallback is nested; the replicas of the outer one would be ignored.
-        """
+        """Make this copy one of the replicas of its process; nested replicas would ignore the outer ones."""
         if self.training and any_device.is_inside_replica():
             problem = f"nested DataParallelWithCallback around layer {self.layer_name!r}"
             raise ConfigurationError(f"{problem}; wrap the model once, with all devices")
@@ -231,10 +212,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronizedLayer):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def _route(self, mask: Tensor | None) -> tuple[ExecutionMode, Transport | None]:
-        """Choose the execution mode of this call, and the transport if it exchanges anything.
-
-        The communicator is looked up once, so that the two are consistent.
-        """
+        """Choose the execution mode of this call, and its transport if it exchanges anything."""
         is_accumulated = self._accumulator is not None
         if not (self.training or is_accumulated or (self.running_mean is None and self.running_var is None)):
             return ExecutionMode.UNSYNCHRONIZED, None
@@ -246,9 +224,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronizedLayer):
             return ExecutionMode.UNSYNCHRONIZED, None
         if is_traced:
             return ExecutionMode.COMPILED, None
-        is_replica = self._replica is not None and (self.training or is_accumulated)
-        transport = transport_over(communicator, self.layer_name, self.group)
-        return (ExecutionMode.REPLICA if is_replica else ExecutionMode.SINGLE), transport
+        return ExecutionMode.EXCHANGE, transport_over(communicator, self.layer_name, self.group)
 
     def _must_synchronise(self, communicator: Communicator | None) -> bool:
         """Whether the batch has slices elsewhere, or `recalibrate` accumulates its moments."""
@@ -312,10 +288,9 @@ class LazySynchronizedBatchNorm(nn.modules.batchnorm._LazyNormBase, Synchronized
         group: Group | str | None = None,
         chunks: int = 1,
     ) -> None:
-        groups.check_group(group)
-        without_bias = {} if bias else {"bias": False}  # torch before 2.13 has no such argument
+        without_bias = {} if bias else {"bias": False}
         super().__init__(eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
-        set_options(self, eps_mode, group, chunks)
+        set_options(self, eps_mode, resolve_group(group, None), chunks)
 
     def initialize_parameters(self, input: Tensor, mask: Tensor | None = None) -> None:  # noqa: A002, ARG002 - forward's
         """Set the shape (C,) of parameters and buffers; torch passes all arguments of `forward`."""

@@ -1,8 +1,4 @@
-"""One synchronised call of a layer, outside of torch.compile.
-
-The call runs a forward round and updates the running statistics. If a checkpoint recomputes the call, it reuses the
-round of the first run.
-"""
+"""One synchronised call of a layer, outside of torch.compile: a forward round and the update of running statistics."""
 
 from collections.abc import Collection
 from contextlib import nullcontext
@@ -60,10 +56,7 @@ def _unwrap(tensor: Any) -> Any:
 def plain_call(
     layer: Any, transport: Transport, x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor | None:
-    """Normalise the only slice of a layer by the native core, with fewer objects than `SynchronizedCall`.
-
-    Return None where `SynchronizedCall` has to compute the call: in recomputations, and for unsupported tensors.
-    """
+    """Normalise a layer's only slice by the native core, or return None where `SynchronizedCall` has to do it."""
     if is_inside_backward() or device_rows.may_use_devices(transport, x) or not plain.native_supports(x, weight, bias):
         return None
     running = running_stats.in_place_buffers(layer, x, CODES)
@@ -80,21 +73,13 @@ def plain_call(
 
 @dataclass(slots=True)
 class SynchronizedCall:
-    """One call of a layer in training, or while `recalibrate` runs.
+    """One call of a layer in training, or while `recalibrate` runs."""
 
-    Attributes:
-        layer: a `SynchronizedBatchNorm` or `BatchNormCall`.
-        transport: of its rounds.
-        accumulator: adds the batch's moments while `recalibrate` runs; then the running statistics do not change.
-        deferred: of the layer; None where each call updates the running statistics.
-        replica: the barrier of the process's replicas and the number of this one; None without replicas.
-    """
-
-    layer: Any
+    layer: Any  # a `SynchronizedBatchNorm` or `BatchNormCall`
     transport: Transport
-    accumulator: MomentAccumulator | None
-    deferred: DeferredUpdate | None
-    replica: tuple[Barrier, int] | None
+    accumulator: MomentAccumulator | None  # of `recalibrate`; with it the running statistics do not change
+    deferred: DeferredUpdate | None  # None where each call updates the running statistics
+    replica: tuple[Barrier, int] | None  # the barrier of the process's replicas and the number of this one
 
     def normalise(self, slice_: Slice) -> Tensor:
         """Normalise the slice of the layer, or of one of its replicas."""

@@ -1,7 +1,4 @@
-"""convert_model and revert_model: exchange the classes of torch's layers for ours and back.
-
-A converted layer is the same object with another class, so optimizers, checkpoints and other references stay valid.
-"""
+"""convert_model and revert_model: exchange the classes of torch's layers for ours and back."""
 
 import logging
 import warnings
@@ -13,7 +10,6 @@ from unittest import mock
 
 from torch import nn
 from torch.nn import SyncBatchNorm  # torch's own, also while `patch_sync_batchnorm` replaces it in `torch.nn`
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from client.data_parallel.replicate import DataParallelWithCallback
 from client.nn import input_checks
@@ -21,10 +17,8 @@ from client.nn.conversion_report import (
     check_is_module,
     conversion_report,
     has_own_forward,
-    is_unsynchronised,
     layers,
     named_modules,
-    reason_not_synchronised,
     summarize,
 )
 from client.nn.layer import CONVERSIONS, OWN_ATTRIBUTES, REPLACEMENTS, SynchronizedLayer, conversion_of
@@ -148,7 +142,8 @@ def revert(module: nn.Module, *, exclude: Iterable[nn.Module] = (), stacklevel: 
     check_is_module(module)
     exclude = set(exclude)
     unchanged = {part: part for part in (*exclude, *input_checks.sharded_modules(module))}
-    reverted = _replace(module, _torch_classes(), _restore_class, unchanged)
+    torchs = {replacement: original for original, replacement in _synchronised_classes().items()}
+    reverted = _replace(module, torchs, _restore_class, unchanged)
     left = {
         path: f"{type(layer).__qualname__}{' with its own forward' if has_own_forward(layer) else ''}"
         for path, layer in named_modules(reverted)
@@ -182,24 +177,14 @@ def _synchronised_classes() -> Classes:
     return {**REPLACEMENTS, nn.DataParallel: DataParallelWithCallback}
 
 
-def _torch_classes() -> Classes:
-    return {replacement: original for original, replacement in _synchronised_classes().items()}
-
-
 def _check_names(module: nn.Module) -> None:
     """Check each layer's path, its name on the wire, before the first round."""
     for path, layer in named_modules(module):
-        is_ours = type(layer) in REPLACEMENTS or isinstance(layer, SynchronizedLayer)
-        if path and (is_ours or _is_convertible_subclass(layer)):
+        if path and isinstance(layer, nn.modules.batchnorm._BatchNorm):
             try:
                 check_name("the name of a layer, its place in the model", path, limits.MAX_NAME_BYTES)
             except ProtocolError as error:
                 raise ConfigurationError(error.message) from None
-
-
-def _is_convertible_subclass(layer: nn.Module) -> bool:
-    is_batch_norm = is_unsynchronised(layer) and not isinstance(layer, nn.DataParallel)
-    return is_batch_norm and not reason_not_synchronised(layer)
 
 
 def _group_for(layer: SynchronizedLayer, group: GroupSpec) -> GroupSpec:
@@ -222,7 +207,7 @@ def _replace(
     """Replace modules by exact type, and others by `convert_other`; a shared module stays shared."""
     if module in replaced:
         return replaced[module]
-    has_class = _has_class(module, classes)
+    has_class = type(module) in classes and not _keeps_class(module)
     new = _with_class(classes[type(module)], module) if has_class else convert_other(module)
     replaced[module] = replaced[new] = new
     if new is not module and not has_class:
@@ -233,11 +218,9 @@ def _replace(
     return new
 
 
-def _has_class(module: nn.Module, classes: Classes) -> bool:
+def _keeps_class(module: nn.Module) -> bool:
     is_registered = type(module) in CONVERSIONS and module not in _in_conversion
-    if type(module) not in classes or is_registered or has_own_forward(module):
-        return False
-    return not (isinstance(module, DataParallelWithCallback) and module.has_virtual_replicas)
+    return is_registered or has_own_forward(module) or getattr(module, "has_virtual_replicas", False)
 
 
 def _convert_registered(module: nn.Module) -> nn.Module:
@@ -275,7 +258,10 @@ def _with_class(cls: type[nn.Module], old: nn.Module) -> nn.Module:
     if isinstance(old, nn.DataParallel):
         new = cls.__new__(cls)
         vars(new).update(vars(old))
-        _rebind_hooks(old, new)
+        hooks: dict[int, Any] = new._load_state_dict_pre_hooks  # unlike other hooks they may refer to their module
+        for hook in hooks.values():
+            if getattr(hook, "with_module", False) and hook.module() is old:
+                hook.module = weakref.ref(new)
     else:
         new.__class__ = cls
     for name in (*OWN_ATTRIBUTES, "has_virtual_replicas"):
@@ -287,41 +273,7 @@ def _with_class(cls: type[nn.Module], old: nn.Module) -> nn.Module:
 
 def _process_group_of(layer: nn.Module) -> Any:
     """The torch process group of a synchronised layer, present or former; None if it was destroyed."""
-    if not isinstance(layer, SynchronizedLayer):
-        return None
-    group = layer._process_group_before or layer.group
+    group = (layer._process_group_before or layer.group) if isinstance(layer, SynchronizedLayer) else None
     with suppress(ConfigurationError):
         return group.find() if isinstance(group, NamedProcessGroup) else None
     return None
-
-
-def _rebind_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Rebind the pre-hooks of load_state_dict: unlike other hooks they have a weak reference to their module."""
-    hooks: dict[int, Any] = new._load_state_dict_pre_hooks
-    for hook in hooks.values():
-        if getattr(hook, "with_module", False) and hook.module() is old:
-            hook.module = weakref.ref(new)
-
-
-def _keep_from_torchs_converter(parent: nn.Module, name: str, module: nn.Module) -> nn.Module | None:
-    """Keep a synchronised layer that `nn.SyncBatchNorm.convert_sync_batchnorm` would replace by one of torch's.
-
-    A hook that torch calls when a module is set on another. The converter's new layer has the same tensors.
-    """
-    if type(module) is not SyncBatchNorm:
-        return None
-    old = parent._modules.get(name)
-    tensors = ("weight", "bias", "running_mean", "running_var")
-    if not isinstance(old, SynchronizedLayer):
-        return None
-    if any(getattr(old, tensor) is not getattr(module, tensor) for tensor in tensors):
-        return None
-    warnings.warn(
-        "torch.nn.SyncBatchNorm.convert_sync_batchnorm does not convert synchronised layers. Remove the call (in "
-        "Lightning sync_batchnorm=True), or call it on client.revert_model(model)",
-        stacklevel=3,
-    )
-    return old
-
-
-register_module_module_registration_hook(_keep_from_torchs_converter)  # type: ignore[arg-type]  # it may return one

@@ -17,28 +17,20 @@ from client.data_parallel.replicate import DataParallelWithCallback
 from client.nn import input_checks
 from client.nn.layer import SynchronizedLayer
 
-_TORCH_MODULE = nn.modules.batchnorm
-
 # A summary names as many classes; the report has all layers.
 _MAX_CLASSES = 4
 
 # Attributes of an instance that torch calls instead of the `forward` of its class.
 INSTANCE_FORWARDS = ("forward", "_compiled_call_impl")
 
-# Attributes that synchronised layers have and torch's do not. A subclass with one of them cannot be converted.
-RESERVED_NAMES = (
-    *("layer_name", "group", "chunks", "eps_mode", "converted_from", "is_bypassed", "commit_running_statistics"),
-    *("forget_pending", "_accumulator", "_active_deferred", "_allows_torch", "_bypassed", "_compute_call"),
-    *("_compute_traced_call", "_converted_layers", "_deferred", "_handle_bypass", "_logged_warnings"),
-    *("_must_synchronise", "_normalise", "_process_group_before", "_replica", "_route", "_traced_forward"),
-    *("_tracked_snapshot", "_was_called"),
-)
-
 # Names of functions that sum over torch's process group, such as fvcore's `differentiable_all_reduce`.
 _COLLECTIVE = re.compile("all_?(?:reduce|gather)", re.IGNORECASE)
 
+# Attributes that converted subclasses have and torch's layers do not, which `client.nn.subclasses` adds.
+RESERVED_NAMES: list[str] = []
+
+# Why no class could be derived from a class.
 class_errors: "WeakKeyDictionary[type, str]" = WeakKeyDictionary()
-"""Why no class could be derived from a class."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +107,9 @@ def named_modules(
     yield path, module
     is_wrapper = isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel))
     for name, child in module._modules.items():  # noqa: SLF001 - a wrapper may hide its children from `named_children`
-        if child is None:
-            continue
-        if is_wrapper and name == "module":
-            yield from named_modules(child, path, seen)
-        else:
-            yield from named_modules(child, f"{path}.{name}" if path else name, seen)
+        if child is not None:
+            inner = path if is_wrapper and name == "module" else f"{path}.{name}" if path else name
+            yield from named_modules(child, inner, seen)
 
 
 def layers(number: int) -> str:
@@ -130,16 +119,14 @@ def layers(number: int) -> str:
 
 def summarize(descriptions: dict[str, str]) -> str:
     """Name the first layer of each description and the number of the others; `descriptions` are by path."""
-    first: dict[str, str] = {}
+    paths: dict[str, list[str]] = {}
     for path, description in descriptions.items():
-        first.setdefault(description, path)
-    counts = Counter(descriptions.values())
+        paths.setdefault(description, []).append(path)
     parts = []
-    for description, path in list(first.items())[:_MAX_CLASSES]:
-        more = counts[description] - 1
-        parts.append(f"{path!r} ({description})" + (f" and {more} more of its class" if more else ""))
-    if others := sum(counts[description] for description in list(first)[_MAX_CLASSES:]):
-        parts.append(f"{layers(others)} of {len(first) - _MAX_CLASSES} more classes")
+    for description, (path, *more) in list(paths.items())[:_MAX_CLASSES]:
+        parts.append(f"{path!r} ({description})" + (f" and {len(more)} more of its class" if more else ""))
+    if others := list(paths.values())[_MAX_CLASSES:]:
+        parts.append(f"{layers(sum(map(len, others)))} of {len(others)} more classes")
     return ", ".join(parts)
 
 
@@ -148,7 +135,7 @@ def is_unsynchronised(module: nn.Module) -> bool:
     if isinstance(module, nn.DataParallel):
         # patch_replication_callback sets `replicate` on the instance
         return not isinstance(module, DataParallelWithCallback) and "replicate" not in vars(module)
-    return isinstance(module, _TORCH_MODULE._BatchNorm) and not isinstance(module, SynchronizedLayer)  # noqa: SLF001
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, SynchronizedLayer)  # noqa: SLF001
 
 
 def has_own_forward(module: nn.Module) -> bool:
@@ -169,7 +156,7 @@ def reason_not_synchronised(module: nn.Module) -> str:
 
 def reason_not_derivable(original: type[nn.Module]) -> str:
     """Why no synchronised class can be derived from a class; "" if one can."""
-    if not (isinstance(original, type) and issubclass(original, _TORCH_MODULE._BatchNorm)):  # noqa: SLF001 - base of all
+    if not (isinstance(original, type) and issubclass(original, nn.modules.batchnorm._BatchNorm)):  # noqa: SLF001 - base of all
         return "expected a subclass of nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d or torch's _BatchNorm"
     if issubclass(original, SynchronizedLayer):
         return "it is synchronised already"
@@ -228,4 +215,4 @@ def _names_in(function: Any) -> tuple[str, ...]:
 def user_classes(original: type[nn.Module]) -> tuple[type, ...]:
     """A class and its bases down to torch's own."""
     bases = original.__mro__
-    return bases[: next(place for place, cls in enumerate(bases) if cls.__module__ == _TORCH_MODULE.__name__)]
+    return bases[: next(place for place, cls in enumerate(bases) if cls.__module__ == nn.modules.batchnorm.__name__)]

@@ -1,7 +1,6 @@
 """Checks of inputs, distributed tensors and torch's tracers.
 
-torch's classes for distributed tensors are looked up in `sys.modules`: importing them is slow, and a process that has
-such a tensor has imported them.
+Torch's classes for distributed tensors are looked up in `sys.modules`, because importing them is slow.
 """
 
 import sys
@@ -21,60 +20,45 @@ TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_input(layer: Any, x: Tensor, expected: int | None = None) -> None:
-    """Raise TypeError or ValueError unless a layer can normalise `x`, shape (N, C, *), with `expected` channels.
-
-    By default the layer's channels are expected. `num_features` of a lazy layer may be 0; it is set from the layer's
-    tensors or the input. After pruning by hand it may be wrong; then the channels of the layer's tensors count.
-    """
+    """Raise TypeError or ValueError unless a layer can normalise `x`; by default its own channels are expected."""
     if x.dtype not in TYPES:
         remedy = "; quantise the model after client.revert_model(model)" if x.is_quantized else ""
-        raise TypeError(
-            wrap(
-                f"layer {layer.layer_name!r}: expected an input of float16, bfloat16, float32 or float64, "
-                f"got {str(x.dtype).removeprefix('torch.')}{remedy}"
-            )
-        )
+        dtype = f"{str(x.dtype).removeprefix('torch.')}{remedy}"
+        raise _error(TypeError, layer, f"expected an input of float16, bfloat16, float32 or float64, got {dtype}")
     channels = x.shape[1]
-    if layer.num_features == 0:
+    if layer.num_features == 0:  # of a lazy layer
         layer.num_features = channels_of(layer, channels)
     # Under torch.jit.trace it is a tensor, and reading its value warns; torch's operator checks it as well.
     if type(channels) is not int and isinstance(channels, Tensor):
         return
     if expected is None and channels == layer.num_features:
         return
+    # After pruning by hand `num_features` may be wrong.
     expected = channels_of(layer, layer.num_features) if expected is None else expected
     if channels != expected:
-        raise ValueError(
-            wrap(
-                f"layer {layer.layer_name!r}: expected {expected} channels, got {channels} "
-                f"(input of shape {tuple(x.shape)})"
-            )
-        )
+        problem = f"expected {expected} channels, got {channels} (input of shape {tuple(x.shape)})"
+        raise _error(ValueError, layer, problem)
 
 
 def check_not_distributed(layer: Any, *tensors: Tensor | None) -> None:
     """Raise TypeError if one of the tensors is a DTensor."""
     if any(map(is_distributed, tensors)):
-        raise TypeError(
-            wrap(
-                f"layer {layer.layer_name!r}: expected a local input and local parameters, got a DTensor; pass "
-                "input.to_local() if the input is sharded by samples, and do not shard the layer's parameters"
-            )
-        )
+        remedy = "pass input.to_local() if the input is sharded by samples, and do not shard the layer's parameters"
+        raise _error(TypeError, layer, f"expected a local input and local parameters, got a DTensor; {remedy}")
 
 
 def check_mask(layer: Any, x: Tensor, mask: Tensor) -> None:
     """Raise TypeError or ValueError unless a mask is boolean, of shape (N, *), and on the device of `x`."""
     if mask.dtype != torch.bool:
-        raise TypeError(f"layer {layer.layer_name!r}: expected a boolean mask, got {mask.dtype}")
+        raise _error(TypeError, layer, f"expected a boolean mask, got {mask.dtype}")
     expected = (x.shape[0], *x.shape[2:])
     if mask.shape != expected or mask.device != x.device:
-        raise ValueError(
-            wrap(
-                f"layer {layer.layer_name!r}: expected a mask of shape {tuple(expected)} on {x.device}, as the input "
-                f"without its channels, got {tuple(mask.shape)} on {mask.device}"
-            )
-        )
+        shape = f"of shape {tuple(expected)} on {x.device}, as the input without its channels"
+        raise _error(ValueError, layer, f"expected a mask {shape}, got {tuple(mask.shape)} on {mask.device}")
+
+
+def _error(kind: type[Exception], layer: Any, problem: str) -> Exception:
+    return kind(wrap(f"layer {layer.layer_name!r}: {problem}"))
 
 
 def channels_of(layer: Any, default: int) -> int:
@@ -101,37 +85,24 @@ def is_distributed(tensor: Tensor | None) -> bool:
 
 
 def sharded_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that FSDP, version 1 or 2, has sharded. It has changed their classes or wrapped them.
-
-    All parts of a FullyShardedDataParallel are yielded, because they do not show that they are sharded.
-    """
+    """Yield the modules that FSDP, version 1 or 2, has sharded. It has changed their classes or wrapped them."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     wrappers = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule) if fsdp else ()
     for part in module.modules():
         if isinstance(part, wrappers):
-            yield from part.modules()
+            yield from part.modules()  # parts of a FullyShardedDataParallel do not show that they are sharded
         elif any(map(is_distributed, part.parameters(recurse=False))):
             yield part  # `module` is part of a larger sharded model
 
 
-def tracing_error(layer: str, tracing: str) -> TypeError:
+def tracing_error(layer: Any, tracing: str) -> Exception:
     """Error of a tracer that cannot record an exchange; `tracing` says which, such as "traced by torch.jit.trace"."""
-    return TypeError(
-        wrap(
-            f"layer {layer!r}: a synchronised layer cannot be {tracing}; use client.revert_model(model), which "
-            "restores torch's layers"
-        )
-    )
+    remedy = "use client.revert_model(model), which restores torch's layers"
+    return _error(TypeError, layer, f"a synchronised layer cannot be {tracing}; {remedy}")
 
 
 def fx_proxy(layer: Any, arguments: Sequence[Any], named: dict[str, Any]) -> Any:
-    """The `Proxy` of the call's result if torch.fx traces it, else None.
-
-    The graph calls the layer as a module, as it calls torch's own layers.
-
-    Raises:
-        TypeError: the layer is the root of the trace, or has hooks, which would run during the trace as well.
-    """
+    """The `Proxy` of the call's result if torch.fx traces it, else None; the graph calls the layer as a module."""
     # If the traced root takes `*args`, torch.fx passes one Proxy for all of them.
     values = (arguments,) if isinstance(arguments, Proxy) else (*arguments, *named.values())
     if is_compiling() or not has_torch_function(values):
@@ -141,8 +112,7 @@ def fx_proxy(layer: Any, arguments: Sequence[Any], named: dict[str, Any]) -> Any
         return None
     tracer = proxies[0].tracer
     path = tracer.path_of_module(layer) if isinstance(tracer, Tracer) else ""
+    # Hooks would run during the trace as well.
     if not path or layer._forward_hooks or layer._forward_pre_hooks:  # noqa: SLF001 - they have no public names
-        raise tracing_error(
-            layer.layer_name, f"traced by torch.fx {'with its hooks' if path else 'as the root module'}"
-        )
+        raise tracing_error(layer, f"traced by torch.fx {'with its hooks' if path else 'as the root module'}")
     return tracer.create_proxy("call_module", path, tuple(arguments), named)

@@ -16,7 +16,7 @@ LayerClass = TypeVar("LayerClass", bound=type[nn.Module])
 EPS_MODES = ("plus", "clamp")
 
 REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {}
-"""The synchronised class by torch's class that it replaces."""
+"""The synchronised class of each of torch's classes."""
 
 CONVERSIONS: dict[type[nn.Module], Callable[[nn.Module], nn.Module]] = {}
 """The conversion of a class, which also serves its subclasses without an entry."""
@@ -69,18 +69,10 @@ def conversion_of(cls: type[nn.Module]) -> Callable[[nn.Module], nn.Module] | No
 
 
 class SynchronizedLayer:
-    """Base of all synchronised layers: their options, and the pending update of their running statistics.
+    """Base of all synchronised layers: their options, and the pending update of their running statistics."""
 
-    Attributes:
-        eps_mode: "plus" or "clamp"; the default is set on this class, see `set_sbn_eps_mode`.
-        layer_name: name on the wire. A layer that was created by torch's `__init__` alone has the class's.
-        group: the ranks that the layer synchronises with.
-        converted_from: original class of a converted subclass, see `client.nn.subclasses`; None otherwise.
-        is_bypassed: whether the `forward` of the subclass was seen to skip `batch_norm` in training.
-    """
-
-    eps_mode: str = "plus"
-    layer_name: str = "unnamed"
+    eps_mode: str = "plus"  # the default, see `set_sbn_eps_mode`
+    layer_name: str = "unnamed"  # on the wire; a layer that was created by torch's `__init__` alone has this one
     group: GroupSpec = None
     _replica: tuple[Barrier, int] | None = None
     _accumulator: MomentAccumulator | None = None
@@ -88,16 +80,12 @@ class SynchronizedLayer:
     _was_called: bool = False
     _bypassed: list[bool]
     _process_group_before: NamedProcessGroup | None = None
-    converted_from: ClassVar[type[nn.Module] | None] = None
-    is_bypassed: ClassVar[bool] = False
+    converted_from: ClassVar[type[nn.Module] | None] = None  # of a converted subclass
+    is_bypassed: ClassVar[bool] = False  # whether its `forward` was seen to skip `batch_norm` in training
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """Hook of `torch.jit.script`.
-
-        Raises:
-            TypeError: always.
-        """
-        raise input_checks.tracing_error(self.layer_name, "scripted by torch.jit.script")
+        """Hook of `torch.jit.script`, which cannot record an exchange."""
+        raise input_checks.tracing_error(self, "scripted by torch.jit.script")
 
     @property
     def chunks(self) -> int:

@@ -1,10 +1,7 @@
 """Override of `batch_norm` in the `forward` of a subclass, so that the call is synchronised.
 
-Subclasses of torch's layers often have a `forward` that passes the layer's tensors to `F.batch_norm` and adds an
-activation, a drop-out or a second branch. A `TorchFunctionMode` sees each torch function that is called in this thread,
-and torch.compile traces it. Two alternatives were rejected. A replacement of `F.batch_norm` in the globals of the class
-misses helpers in other modules, and affects other threads. A copy of the `forward` with other globals saved 15 to 35 µs
-a call, but took 660 lines that read bytecode, and worked in full on one version of Python only.
+A `TorchFunctionMode` sees each torch function that is called in this thread, and torch.compile traces it. A replacement
+of `F.batch_norm` in the globals of the class would miss helpers in other modules, and affect other threads.
 """
 
 import inspect
@@ -44,8 +41,7 @@ _IN_FUNCTION = (
 class BatchNormCall:
     """One call of `F.batch_norm` in a layer's `forward`, with the attributes of a layer that a synchronised call reads.
 
-    `num_batches_tracked` is incremented by this call; it is None if the `forward` has incremented it. `layer_name` and
-    `eps_mode` are the layer's, and set when the call is overridden.
+    `num_batches_tracked` is None if the `forward` has incremented it.
     """
 
     layer: Any
@@ -60,38 +56,24 @@ class BatchNormCall:
     eps: float = 1e-5
     num_batches_tracked: Tensor | None = None
     track_running_stats: bool = True
-    layer_name: str = ""
+    layer_name: str = ""  # the layer's, as the next two: set when the call is overridden
     eps_mode: str = ""
-
-    @property
-    def group(self) -> Any:
-        """Group of the layer."""
-        return self.layer.group
+    group: Any = None
 
     def belongs_to(self, layer: Any) -> bool:
-        """Whether one of the tensors is the layer's.
-
-        A layer may have several running means, such as one for each domain. A layer without tensors is recognised by
-        its number of channels, see `has_tensors`.
-        """
-        buffers = layer._buffers.values()  # noqa: SLF001 - `buffers()` includes the children's
-        mean = self.running_mean
-        if mean is not None and (self.updates_usual_buffers(layer) or any(mean is buffer for buffer in buffers)):
+        """Whether one of the tensors is the layer's; a layer without tensors is recognised by its channels."""
+        mean, buffers = self.running_mean, layer._buffers.values()  # noqa: SLF001 - `buffers()` includes the children's
+        # There may be several running means, such as one for each domain.
+        if mean is not None and (mean is layer.running_mean or any(mean is buffer for buffer in buffers)):
             return True
         if self.has_tensors:
             return _is_same(self.weight, layer.weight) or _is_same(self.bias, layer.bias)
         has_statistics = layer.running_mean is not None and layer.track_running_stats
         return not has_statistics and layer.weight is None and layer.bias is None and self.has_channels_of(layer)
 
-    def updates_usual_buffers(self, layer: Any) -> bool:
-        """Whether the running mean is the layer's `running_mean`."""
-        is_usual: bool = self.running_mean is layer.running_mean
-        return is_usual
-
     def has_channels_of(self, layer: Any) -> bool:
         """Whether the input has as many channels as the layer."""
-        has_channels: bool = self.input.dim() > 1 and self.input.shape[1] == layer.num_features
-        return has_channels
+        return bool(self.input.dim() > 1 and self.input.shape[1] == layer.num_features)
 
     @property
     def nr_channels(self) -> int | None:
@@ -126,21 +108,12 @@ Compute = Callable[[Any, BatchNormCall, Tensor | None], Tensor]
 class BatchNormOverride(TorchFunctionMode):
     """Mode that overrides the calls of `batch_norm` with one layer's tensors, and no others.
 
-    Args:
-        layer: the layer.
-        compute: computes an overridden call from the layer, the call, and `tracked`.
-        tracked: `num_batches_tracked` before the `forward`, or None.
-        caller: code of the function that calls the `forward`; None under torch.compile.
-
-    Attributes:
-        was_called: whether a call was overridden.
-        nr_without_tensors: overridden calls that were recognised by their channels only.
-        nr_unrelated: calls in training without tensors that were not overridden, because the layer has tensors.
+    `compute` gets the layer, the call, and `tracked`: `num_batches_tracked` before the `forward`. `caller` is the code
+    that calls the `forward`; None under torch.compile.
     """
 
     was_called = False
-    nr_without_tensors = 0
-    nr_unrelated = 0
+    has_unrelated_calls = False  # in training, without tensors, though the layer has some
 
     def __init__(self, layer: Any, compute: Compute, tracked: Tensor | None, caller: CodeType | None = None) -> None:
         self._layer = layer
@@ -159,14 +132,12 @@ class BatchNormOverride(TorchFunctionMode):
             return func(*args, **kwargs)
         call = (_call_of_operator if func is _OPERATOR else BatchNormCall)(self._layer, *args, **kwargs)
         if not call.belongs_to(self._layer):
-            self.nr_unrelated += call.training and not call.has_tensors and call.has_channels_of(self._layer)
+            self.has_unrelated_calls |= call.training and not call.has_tensors and call.has_channels_of(self._layer)
             return func(*args, **kwargs)
         self.was_called = True
-        call.layer_name, call.eps_mode = self._layer.layer_name, self._layer.eps_mode
+        call.layer_name, call.eps_mode, call.group = self._layer.layer_name, self._layer.eps_mode, self._layer.group
         if self._caller is not None and call.training:
             _check_not_recomputed(self._layer, self._caller, was_grad_enabled=self._was_grad_enabled)
-        if call.running_mean is None and not call.has_tensors:
-            self.nr_without_tensors += 1
         return self._compute(self._layer, call, self._tracked)
 
 
@@ -186,10 +157,10 @@ def without_override(function: Callable[..., T], *arguments: Any) -> T:
 def _check_not_recomputed(layer: Any, caller: CodeType, *, was_grad_enabled: bool) -> None:
     """Raise ConfigurationError if a checkpoint or an `autograd.Function` is active inside the layer's `forward`.
 
-    `caller` is the code that calls the `forward`, and `was_grad_enabled` the grad mode at its start. Calls that
-    torch.compile traces are fine: it recomputes the synchronised call.
+    `was_grad_enabled` is the grad mode at the start of the `forward`, which `caller` calls.
     """
     is_grad_enabled = torch.is_grad_enabled()
+    # What torch.compile traces is fine: it recomputes the synchronised call.
     if is_compiling() or not (is_grad_enabled or was_grad_enabled):
         return
     # A function that enables gradients inside leaves the backward pass to autograd.

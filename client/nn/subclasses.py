@@ -1,10 +1,7 @@
 """Generated classes for users' subclasses of torch's batch norm, which keep their `forward`.
 
-    BatchNormAct2d                        calls F.batch_norm, then an activation
-    SynchronizedBatchNormAct2d            generated: (SubclassWithForward, BatchNormAct2d, SuperForward)
-
-The generated class derives from the original one and keeps `isinstance`, attributes and methods. Where the original's
-`forward` calls `super().forward(x)` it reaches `SuperForward`; where it calls `batch_norm`, that is overridden, see
+timm's BatchNormAct2d becomes SynchronizedBatchNormAct2d(SubclassWithForward, BatchNormAct2d, SuperForward). Where the
+`forward` calls `super().forward(x)` it reaches `SuperForward`; its calls of `batch_norm` are overridden, see
 `client.nn.override`.
 """
 
@@ -12,7 +9,7 @@ import copyreg
 import functools
 import logging
 from typing import Any, ClassVar, cast
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +17,13 @@ from torch.compiler import is_compiling
 
 from client.nn import input_checks
 from client.nn.batchnorm import TRANSIENT_ATTRIBUTES, ExecutionMode, SynchronizedBatchNorm
-from client.nn.conversion_report import class_errors, reason_not_derivable, reason_not_synchronised, user_classes
+from client.nn.conversion_report import (
+    RESERVED_NAMES,
+    class_errors,
+    reason_not_derivable,
+    reason_not_synchronised,
+    user_classes,
+)
 from client.nn.layer import CONVERSIONS
 from client.nn.override import BatchNormCall, BatchNormOverride, without_override
 from client.ops.checkpointing import is_inside_backward
@@ -33,11 +36,9 @@ _generated: "WeakKeyDictionary[type[nn.Module], type[nn.Module]]" = WeakKeyDicti
 
 
 class SynchronizedSubclass:
-    """First base of a generated class: pickling, and the record of its layers."""
+    """First base of a generated class."""
 
     converted_from: ClassVar[type[nn.Module]]
-    # Converted layers of this class, which warnings count.
-    _converted_layers: ClassVar["WeakSet[nn.Module]"]
 
     def __init_subclass__(cls, **named: Any) -> None:
         """Hide generated classes from the original's `__init_subclass__`, which may register its subclasses."""
@@ -56,26 +57,23 @@ class SynchronizedSubclass:
         `rebuilt_layer` restores the chunks of a generated class. A class that a user derives from one needs them here.
         """
         state = _without_transient(super().__getstate__())
-        is_generated = "converted_from" in vars(type(self))
-        if is_generated or self.chunks == 1 or not isinstance(state, dict):
-            return state
-        return {**state, "_chunks": self.chunks}
+        needs_chunks = "converted_from" not in vars(type(self)) and self.chunks > 1 and isinstance(state, dict)
+        return {**state, "_chunks": self.chunks} if needs_chunks else state
 
 
 class SubclassWithForward(SynchronizedSubclass):
     """First base of a generated class if the original overrides `forward`."""
 
-    _logged_warnings: ClassVar[set[str]]
+    _logged_warnings: ClassVar[set[str]] = set()
 
-    def __new__(cls, *args: Any, **named: Any) -> Any:
-        """Create a layer with the record that `convert_subclass` adds to a converted one."""
+    def __new__(cls, *args: Any, **named: Any) -> Any:  # noqa: D102 - as `object`'s
         new: Any = super().__new__
         layer: Any = new(cls) if new is object.__new__ else new(cls, *args, **named)
         return _with_bypass_record(layer)
 
     @property
     def is_bypassed(self: Any) -> bool:
-        """Whether the layer's `forward` was seen to skip `batch_norm` in training."""
+        """Whether its `forward` was seen to skip `batch_norm` in training."""
         return bool(self._bypassed)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,12 +90,10 @@ class SubclassWithForward(SynchronizedSubclass):
         tracked = self._tracked_snapshot() if is_special else None
         with BatchNormOverride(self, SubclassWithForward._compute_call, tracked, _FORWARD_CODE) as override:
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
-        if override.nr_without_tensors > 1:
-            _warn_once(type(self), self.layer_name, "ambiguous")
         if not (self.__dict__.pop("_was_called", False) or override.was_called):
             output = self._handle_bypass(output, (*args, *kwargs.values()))
-        elif override.nr_unrelated:
-            _warn_once(type(self), self.layer_name, "unrelated call")
+        elif override.has_unrelated_calls:
+            _warn_once(type(self), self.layer_name, unrelated=True)
         return output
 
     def _traced_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +129,7 @@ class SubclassWithForward(SynchronizedSubclass):
         deferred = self._active_deferred()
         # The accumulator and the deferred update have one pair of statistics for each layer.
         has_one_pair = self._accumulator is not None or deferred is not None
-        if has_one_pair and call.running_mean is not None and not call.updates_usual_buffers(self):
+        if has_one_pair and call.running_mean is not None and call.running_mean is not self.running_mean:
             if self._accumulator is not None:
                 return call.forward()
             text = "expected chunks=1: its forward updates other running statistics too"
@@ -161,7 +157,7 @@ class SubclassWithForward(SynchronizedSubclass):
         if not is_awaited:
             if not self._bypassed:
                 self._bypassed.append(True)
-            _warn_unreached(type(self), self.layer_name)
+            _warn_once(type(self), self.layer_name)
             return output
         # Adding the empty sum, 0, makes the round's backward pass part of the output's graph.
         return output + SynchronizedBatchNorm.forward(self, empty[0]).sum()
@@ -183,34 +179,25 @@ class SuperForward(SynchronizedBatchNorm):
         return without_override(super().forward, input, mask)
 
 
-_WARNINGS = {
-    "unreached": (
-        "%s not synchronised: the forward of %s did not call batch_norm with the layer's tensors; "
+def _warn_once(cls: Any, layer: str, *, unrelated: bool = False) -> None:
+    """Log once for each generated class that its `forward` does not call `batch_norm`, or `unrelated` calls of it."""
+    problem = (
+        "%s: the forward of %s also calls batch_norm without the layer's tensors; that call is not synchronised"
+        if unrelated
+        else "%s not synchronised: the forward of %s did not call batch_norm with the layer's tensors; "
         "a rank without rows must call it with an empty tensor of shape (0, C)"
-    ),
-    "unrelated call": "%s: the forward of %s also calls batch_norm without the layer's tensors; that call is not "
-    "synchronised",
-    "ambiguous": "%s: the forward of %s calls batch_norm several times without tensors; all are synchronised",
-}
-
-
-def _warn_once(cls: Any, layer: str, warning: str) -> None:
-    """Log a warning once for each generated class."""
-    if warning in cls._logged_warnings:
-        return
-    cls._logged_warnings.add(warning)
-    others = sum(type(each) is cls for each in list(cls._converted_layers)) - 1
-    layers = f"layer {layer!r} ({others} more of its class)" if others > 0 else f"layer {layer!r}"
-    logger.warning(_WARNINGS[warning], layers, cls.converted_from.__qualname__)
-
-
-def _warn_unreached(cls: Any, layer: str) -> None:
-    _warn_once(cls, layer, "unreached")
+    )
+    if problem not in cls._logged_warnings:
+        cls._logged_warnings.add(problem)
+        logger.warning(problem, f"layer {layer!r}", cls.converted_from.__qualname__)
 
 
 # torch.compile evaluates the function while it traces. `torch.compiler.assume_constant_result` sets the same attribute,
 # but imports the compiler.
-_warn_unreached._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001 - has no public name
+_warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001 - has no public name
+
+_names = {"_bypassed", *dir(SubclassWithForward), *dir(SuperForward)} - {*dir(nn.SyncBatchNorm), "process_group"}
+RESERVED_NAMES += sorted(name for name in _names if not name.startswith("__"))
 
 
 def synchronized_class(original: type[nn.Module]) -> type[nn.Module]:
@@ -230,22 +217,13 @@ def synchronized_class(original: type[nn.Module]) -> type[nn.Module]:
         raise TypeError(f"{original!r}: {reason}")
     generated = _generated.get(original)
     if generated is None:
-        body = {
-            "converted_from": original,
-            "_logged_warnings": set(),
-            "_converted_layers": WeakSet(),
-            "__module__": original.__module__,
-            "__doc__": original.__doc__,
-        }
+        body = {"converted_from": original, "_logged_warnings": set()}
+        body |= {"__module__": original.__module__, "__doc__": original.__doc__}
         metaclass: Any = type(original)
         has_forward = any("forward" in vars(cls) for cls in user_classes(original))
-        bases = (
-            (SubclassWithForward, original, SuperForward)
-            if has_forward
-            else (SynchronizedSubclass, original, SynchronizedBatchNorm)
-        )
-        generated = _picklable(metaclass)(f"Synchronized{original.__name__}", bases, body)
-        _generated[original] = generated
+        first: type = SubclassWithForward if has_forward else SynchronizedSubclass
+        bases = first, original, SuperForward if has_forward else SynchronizedBatchNorm
+        generated = _generated[original] = _picklable(metaclass)(f"Synchronized{original.__name__}", bases, body)
     return generated
 
 
@@ -264,10 +242,7 @@ def _reduce_class(cls: type[nn.Module]) -> Any:
 
 
 def convert_subclass(layer: nn.Module) -> nn.Module:
-    """Change a layer's class to the generated one. The layer stays the same object, so references to it stay valid.
-
-    A layer that cannot be converted is returned unchanged.
-    """
+    """Change a layer's class to the generated one, if it can have one; the layer stays the same object."""
     if reason_not_synchronised(layer):
         return layer
     try:
@@ -277,7 +252,6 @@ def convert_subclass(layer: nn.Module) -> nn.Module:
         # Raised, for example, by a metaclass that needs more arguments.
         class_errors[type(layer)] = f"no class can be derived from it: {error}"
         return layer
-    generated._converted_layers.add(layer)  # noqa: SLF001 - a generated class
     return _with_bypass_record(layer)
 
 

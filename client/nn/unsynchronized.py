@@ -1,11 +1,8 @@
-"""Calls without other ranks: torch's own batch norm, bit for bit, with two of its faults avoided.
+"""Calls without other ranks: torch's own batch norm, bit for bit, with two of its faults avoided."""
 
-A process of a larger job that trains without a connection logs a warning, once.
-"""
-
-import gc
 import logging
 import os
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,22 +10,17 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, distributed, nn
 
 from client.nn import running_stats
-from client.nn.layer import SynchronizedLayer
 from client.nn.override import BatchNormCall, without_override
 from client.nn.running_stats import DeferredUpdate
 from client.ops import engine
 from client.ops.checkpointing import is_inside_backward
 from client.session import current
-from client.transports.named_process_group import NamedProcessGroup
 
 logger = logging.getLogger("statsd_bn.client")
 
 
 def forward(layer: Any, x: Tensor, deferred: DeferredUpdate | None = None) -> Tensor:
-    """Normalise `x`, shape (N, C, *), as torch's layer does; `layer` may be a `BatchNormCall`.
-
-    Without `deferred` each call in training updates the running statistics.
-    """
+    """Normalise `x`, shape (N, C, *), as torch's layer does; `layer` may be a `BatchNormCall`."""
     if not torch.compiler.is_compiling():
         # An enclosing layer's override must not mistake this call for its own.
         return without_override(_forward, layer, x, deferred)
@@ -73,11 +65,10 @@ def _forward_with_cumulative_average(layer: Any, x: Tensor) -> Tensor:
 
 
 class UnconnectedWarning:
-    """Warning that this process trains alone although its job has others."""
+    """Warning, logged once, that this process trains alone although its job has others."""
 
     def __init__(self) -> None:
         self._is_logged = False
-        self._launcher_evidence: str | None = None
 
     def log_once(self, layer: str) -> None:
         """Log the warning if the job has other processes and this one has never been connected to them.
@@ -93,37 +84,19 @@ class UnconnectedWarning:
             problem, remedy = "client.connect() found no other process", "call it after init_process_group()"
         else:
             return
-        logger.warning("%s, and %s: %s; %s", evidence, problem, _unsynchronised_layers(layer), remedy)
+        logger.warning("%s, and %s: layer %r is not synchronised; %s", evidence, problem, layer, remedy)
+
+    @cached_property
+    def _evidence_of_launcher(self) -> str:
+        processes = os.environ.get("WORLD_SIZE", "")
+        return f"WORLD_SIZE is {processes}" if processes.isdecimal() and int(processes) > 1 else ""
 
     def _evidence_of_others(self) -> str:
         """Evidence of other processes from the launcher or torch's process group; "" without any."""
-        if self._launcher_evidence is None:
-            processes = os.environ.get("WORLD_SIZE", "")
-            has_others = processes.isdecimal() and int(processes) > 1
-            self._launcher_evidence = f"WORLD_SIZE is {processes}" if has_others else ""
-        if self._launcher_evidence or not (distributed.is_available() and distributed.is_initialized()):
-            return self._launcher_evidence
+        if self._evidence_of_launcher or not (distributed.is_available() and distributed.is_initialized()):
+            return self._evidence_of_launcher
         size = distributed.get_world_size()
         return f"torch's process group has {size} ranks" if size > 1 else ""
-
-
-def _unsynchronised_layers(layer: str) -> str:
-    others = sum(map(_is_unsynchronised, gc.get_objects())) - 1
-    if others < 1:
-        return f"layer {layer!r} is not synchronised"
-    return f"layer {layer!r} and {others} more are not synchronised"
-
-
-def _is_unsynchronised(candidate: object) -> bool:
-    """Whether an object is a layer in training without replicas and without its own process group.
-
-    Uses `type`, because `isinstance` may run a proxy's code, which may fail.
-    """
-    if not issubclass(type(candidate), SynchronizedLayer):
-        return False
-    layer: Any = candidate
-    is_in_training = getattr(layer, "training", False)  # absent during `__init__`
-    return is_in_training and layer._replica is None and not isinstance(layer.group, NamedProcessGroup)  # noqa: SLF001 - ours
 
 
 unconnected_warning = UnconnectedWarning()
