@@ -6,7 +6,9 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
+from server.cli import bug_report
 from server.cli.logs import PlainFormatter, RateLimitFilter
 from server.cli.query import expects_key
 from server.cli.status import CHECK_SECONDS, as_json, ask, describe, own_endpoint, watch
@@ -206,7 +208,34 @@ def _add_endpoint(parser: Parser, default: str) -> None:
     )
 
 
-COMMANDS = {"status": _status, "check": _check, "view": _view, "keygen": _keygen, "secret": _secret}
+def _report(arguments: list[str]) -> int:
+    parser = Parser(
+        "report",
+        description="Prints what a bug report needs: versions, devices, settings, and a server's state. Names, hosts, "
+        "addresses and keys are left out.",
+    )
+    _add_endpoint(parser, "as for status")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="a log whose last lines are added, redacted")
+    _add_curve(parser)
+    found = parser.parse_args(arguments)
+    print(  # noqa: T201 - the command's result
+        bug_report.describe(
+            lambda: found.endpoint or os.environ.get("STATSD_BN_ENDPOINT") or own_endpoint(os.environ),
+            lambda endpoint: _keys(endpoint, found.curve),
+            found.log,
+        )
+    )
+    return 0
+
+
+COMMANDS = {
+    "status": _status,
+    "check": _check,
+    "view": _view,
+    "report": _report,
+    "keygen": _keygen,
+    "secret": _secret,
+}
 
 
 if __name__ == "__main__":

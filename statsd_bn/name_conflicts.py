@@ -7,7 +7,9 @@ in `server.cli`.
 """
 
 import sys
+from collections.abc import Iterator
 from importlib import import_module
+from importlib.machinery import PathFinder
 from pathlib import Path
 from runpy import run_path
 from typing import Any
@@ -36,11 +38,25 @@ def main() -> int:
         code: int = import_module("server.__main__").main(sys.argv[1:] or ["--help"])
     finally:  # argparse leaves by SystemExit
         if sys.argv[1:] == ["--version"]:
-            print(_native_core())  # noqa: T201 - the command's answer
+            print(describe_native_core(), *describe_modules(), sep="\n")  # noqa: T201 - the command's answer
     return code
 
 
-def _native_core() -> str:
+def describe_modules(*, with_paths: bool = True) -> Iterator[str]:
+    """Which `client` and `server` a script in the working directory imports: a line for each."""
+    for name in ("client", "server"):
+        spec = PathFinder.find_spec(name, [str(Path.cwd()), *sys.path])
+        found = Path(spec.origin).resolve() if spec and spec.origin else None
+        if found and found.parent == PACKAGES / name:
+            yield f"{name}: statsd_bn's"
+        elif spec is None:
+            yield f"{name}: not found"
+        else:
+            path = f", {found or 'a folder without an __init__.py'}" if with_paths else ""
+            yield f"{name}: another module{path}, which hides statsd_bn's; rename it or start elsewhere"
+
+
+def describe_native_core() -> str:
     """Returns whether the client's native core is in use; loads only its file, because its package imports torch."""
     functions = run_path(str(PACKAGES / "client" / "native" / "library.py"))
     try:
