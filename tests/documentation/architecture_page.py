@@ -3,7 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
-from itertools import groupby, zip_longest
+from itertools import groupby
 from pathlib import Path
 
 from documentation import import_graph
@@ -29,15 +29,12 @@ def page(text: str) -> str:
 
 
 def drawing() -> str:
-    """The packages on their floors: each stands one floor above the highest that it imports."""
+    """The packages on their floors, each one floor above the highest that it imports; one side below the other."""
     floors = import_graph.floors(import_graph.packages(import_graph.imports()))
-    left, right = ([*_side(side, floors)] for side in SIDES)
-    width = max(len(line) for line in left)
-    # Both sides stand on the same ground, so the lower one begins further down.
-    upside_down = zip_longest(reversed(left), reversed(right), fillvalue="")
-    lines = [f"{one:{width}}    {other}".rstrip() for one, other in reversed(list(upside_down))]
-    whole = max(len(line) for line in lines)
-    return "\n".join(["```", *lines, f"[{GROUND.center(whole - 2)}]", "```"])
+    sides = [[*_side(side, floors)] for side in SIDES]
+    width = max(len(line) for lines in sides for line in lines)
+    ground = f"[{GROUND.center(width - 2)}]"
+    return "\n".join(["```", *sides[0], ground, "", *sides[1], ground, "```"])
 
 
 def _side(side: str, floors: dict[str, int]) -> Iterator[str]:
