@@ -3,7 +3,7 @@
 # Quick the second time: a stamp holds the hash of what was installed.
 
 # Which interpreters will do, the best first.
-PYTHONS="python3.11 python3.12 python3.13 python3 python"
+PYTHONS="${PYTHONS:-python3.11 python3.12 python3.13 python3.14 python3 python}"
 
 use_venv() {
   cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
