@@ -1,9 +1,6 @@
-"""Channel pool: channels for frames between this member and its server.
+"""Channel pools, which lend channels to the server; one thread at a time uses a channel, as ZeroMQ requires.
 
-A channel pool lends *channels*, and a channel sends a frame and waits for one. A channel is used by one thread while it
-is lent, as ZeroMQ requires, so threads that exchange at the same time hold a channel each and never wait for one
-another. `ZmqChannelPool` uses sockets; `MemoryChannelPool` calls a function, and runs several members in one process
-for tests and demos.
+`ZmqChannelPool` uses sockets; `MemoryChannelPool` calls a function in this process.
 """
 
 import itertools
@@ -63,11 +60,7 @@ class Channel(Protocol):
         """Return the next frame if one arrives within `SHORT_SECONDS`, else None."""
 
     def receive(self, seconds: float) -> bytes | None:
-        """Return the next frame, or None at the timeout, to a tenth of a second, or after a reconnect.
-
-        Raises:
-            AuthenticationRefused: server and client do not accept each other's keys.
-        """
+        """Return the next frame, or None at the timeout, to a tenth of a second, or after a reconnect."""
 
     def receive_nowait(self) -> bytes | None:
         """Return the next frame if one is there, else None."""
@@ -77,12 +70,7 @@ class Channel(Protocol):
 
 
 def run_state_machine(machine: StateMachine[ResultT], channel: Channel) -> ResultT:
-    """Run a state machine on a channel and return its result.
-
-    Raises:
-        StatsdBNError: of the state machine.
-        ConnectionClosed: another thread closed the channel pool.
-    """
+    """Run a state machine on a channel and return its result."""
     monotonic = time.monotonic
     frames, due, result = machine.begin(monotonic())
     for frame in frames:
@@ -120,18 +108,11 @@ class ChannelLease:
 
 
 class ChannelPool:
-    """A pool of channels to one server.
-
-    After an error a channel is closed rather than lent again: it may still deliver a late answer.
-
-    Attributes:
-        endpoint: of the server.
-        key: this client's public key; empty for a server without keys.
-    """
+    """A pool of channels to one server; a channel is closed after an error, since it may deliver a late answer."""
 
     def __init__(self, endpoint: str, key: str = "") -> None:
         self.endpoint = endpoint
-        self.key = key
+        self.key = key  # this client's public key; empty for a server without keys
         # The ends of a deque are thread-safe without a lock.
         self._idle: deque[Channel] = deque()
 
@@ -171,11 +152,7 @@ class ChannelPool:
 
 
 class ZmqChannelPool(ChannelPool):
-    """Channels over ZeroMQ DEALER sockets.
-
-    Raises:
-        ConfigurationError: `endpoint` is not an endpoint.
-    """
+    """Channels over ZeroMQ DEALER sockets."""
 
     def __init__(self, endpoint: str, keys: ClientKeys | None = None) -> None:
         super().__init__(endpoint, keys.pair.public if keys else "")
@@ -316,11 +293,7 @@ def _closed() -> ConnectionClosed:
 
 
 class MemoryChannelPool(ChannelPool):
-    """Channels that call a server in the same process; many members may share one.
-
-    Args:
-        receive: takes a peer and a frame, returns the frames to send as (peer, frame) pairs; called under a lock.
-    """
+    """Channels that call `receive(peer, frame)`, under a lock; it returns the (peer, frame) pairs to send."""
 
     def __init__(
         self, receive: Callable[[bytes, bytes], Iterable[tuple[bytes, bytes]]], endpoint: str = "memory://"
@@ -376,11 +349,7 @@ class _MemoryChannel:
 
 
 def in_process_channel_pool() -> MemoryChannelPool:
-    """Channels to a stand-in for the server of a strict job with one member, this process.
-
-    A plain script, a notebook or a debugger has no other members and needs no server. Its connection works like any
-    other, with the same frames.
-    """
+    """Channels to a stand-in for the server of a strict job with one member, such as a notebook."""
 
     def receive(peer: bytes, frame: bytes) -> list[tuple[bytes, bytes]]:
         answer = _answer(decode(frame))

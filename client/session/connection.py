@@ -207,11 +207,6 @@ class Connection:
         """Resolve a group: the whole job for None, the members of this host for "local".
 
         If no launcher says how many members a host has, the first call with "local" is a round of the whole job.
-
-        Raises:
-            ConfigurationError: it is not a group of this job; or it is "local", the job is elastic, and the environment
-                does not say who is on this host.
-            StatsdBNError: the round failed.
         """
         if group is None:
             return self._world
@@ -238,22 +233,13 @@ class Connection:
 
     @api_boundary
     def rejoin(self, group: Group | str | None) -> None:
-        """Resume the rounds of a group, as soon as all its members do.
-
-        Raises:
-            GroupIncomplete: they did not within `round_timeout`.
-            ReplicaLost: a member has left the job.
-        """
+        """Resume the rounds of a group, as soon as all its members do."""
         self._check_usable()
         self._sessions.change_participation(self.group(group), Participation.REJOINING)
 
     @api_boundary
     def rejoin_if_paused(self, group: Group | str | None) -> None:
-        """Rejoin a group if this member is paused: for a round of all members between two passes.
-
-        Raises:
-            GroupIncomplete, ReplicaLost: as in `rejoin`.
-        """
+        """Rejoin a group if this member is paused: for a round of all members between two passes."""
         self._check_usable()
         if self._sessions.get(self.group(group)).participation is Participation.PAUSED:
             self.rejoin(group)
@@ -261,21 +247,7 @@ class Connection:
     def round(
         self, layer: str, key: RoundKey | None = None, group: Group | str | None = None, phase: str = FORWARD
     ) -> Round:
-        """Begin a round; a transport exchanges its rows inside of the returned context.
-
-        Args:
-            layer: the layer's name.
-            key: of this round; None for the layer's next forward round.
-            group: of the round, as in `Connection.group`. Its first use waits until all its members use it.
-            phase: of a forward round, see `Transport.run_slave`.
-
-        Raises:
-            StatsdBNError: the round failed, with the reason; most kinds are RoundFailed.
-            RegistrationRefused: the group did not fill in time, or the server refuses this member. Other groups are not
-                affected, and a later use tries again.
-            ConfigurationError: this is not a group of this job, or this process uses it with another size.
-            ConnectionClosed: the connection was closed, or belongs to the parent process.
-        """
+        """Begin a round; a transport exchanges its rows inside of the returned context."""
         try:
             return self._begin_round(layer, key, self.group(group), phase)
         except StatsdBNError as error:
@@ -347,12 +319,7 @@ class Connection:
         return self._broken_job.is_broken
 
     def raise_if_broken(self, cause: BaseException | None = None, seconds: float = 0.0) -> None:
-        """Raise the reason if the strict job is known to be broken, or becomes so within `seconds`.
-
-        Args:
-            cause: torch's error for it.
-            seconds: timeout of the wait for the news.
-        """
+        """Raise the reason if the strict job is known to be broken, or becomes so within `seconds`."""
         if news := self._broken_job.wait_for_cause(seconds):
             raise news from cause
 

@@ -1,8 +1,4 @@
-"""Groups: sets of members of a job that synchronise together.
-
-A member is in every group that it uses. The members of a group are the `size` ranks that use its name, so no list of
-them exists, and the other members of the job are not involved.
-"""
+"""Groups: the `size` members of a job that use the same name and synchronise together; no list of them exists."""
 
 import os
 import socket
@@ -86,19 +82,12 @@ def world_group(size: int) -> Group:
 
 
 def has_local_size(environ: Mapping[str, str], world_size: int) -> bool:
-    """Whether a launcher says how many members of a job of this size the host has.
-
-    A launcher of a single process cannot see processes that this one started.
-    """
+    """Whether a launcher, which started all members of a job of this size, says how many of them the host has."""
     return bool(environ.get("LOCAL_WORLD_SIZE")) and integer(environ, "WORLD_SIZE", world_size) == world_size
 
 
 def from_environment(environ: Mapping[str, str], host: str | None = None) -> Group:
-    """The group of this host's members, from the variables that torchrun sets.
-
-    Raises:
-        ConfigurationError: the environment does not say how many members the host has.
-    """
+    """The group of this host's members, from the variables that torchrun sets."""
     if not environ.get("LOCAL_WORLD_SIZE"):
         raise ConfigurationError(
             f"group {LOCAL!r}: expected LOCAL_WORLD_SIZE in the environment, as torchrun sets it, got none; "
@@ -140,14 +129,7 @@ def check_group(group: Group | str | None) -> None:
 
 
 class HostGroup:
-    """The group "local" of one member, resolved at most once.
-
-    Args:
-        gather: gathers the machine IDs of all members of the job, by rank.
-
-    Attributes:
-        known: the group; None until it is resolved.
-    """
+    """The group "local" of one member, resolved at most once."""
 
     def __init__(self, member: Member, gather: Callable[[bytes], dict[int, bytes]]) -> None:
         self._member = member
@@ -159,12 +141,7 @@ class HostGroup:
             self.known = self._from_environment()
 
     def resolve(self, name: str) -> Group:
-        """Return the group; if the environment does not say it, the members gather their machine IDs now.
-
-        Raises:
-            ConfigurationError: `name` is not "local", or the group cannot be resolved.
-            StatsdBNError: the gather failed.
-        """
+        """Return the group; if the environment does not say it, the members gather their machine IDs now."""
         check_group(name)
         if self.known is None:  # a cached_property takes a lock, and torch.compile traces a layer to here
             with self._lock:

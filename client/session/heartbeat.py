@@ -32,11 +32,9 @@ CONNECT_MILLISECONDS = 1000
 
 
 class HeartbeatSocket:
-    """A socket that sends frames without waiting; one thread at a time uses it, but any thread may call `wake`.
+    """A socket that sends frames at once or drops them; one thread uses it, but any thread may call `wake`.
 
-    It lives as long as the connection, while other channels come and go, so the server always knows where it reaches a
-    live process. Frames that cannot leave at once are dropped: a late heartbeat is worthless, and nothing may queue up
-    while the server is away.
+    It lives as long as the connection, so the server always knows where it reaches a live process.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ClientKeys | None = None) -> None:
@@ -105,11 +103,7 @@ class HeartbeatSocket:
 
 
 def secure(socket: "zmq.Socket[bytes]", keys: ClientKeys | None) -> None:
-    """Set a socket's CURVE keys, before it connects; do nothing without keys.
-
-    Raises:
-        ConfigurationError: this machine's ZeroMQ has no CURVE.
-    """
+    """Set a socket's CURVE keys, before it connects; do nothing without keys."""
     if keys is None:
         return
     if not zmq.has("curve"):
@@ -120,12 +114,7 @@ def secure(socket: "zmq.Socket[bytes]", keys: ClientKeys | None) -> None:
 
 
 class HeartbeatThread:
-    """A running thread; `stop` ends it, and it closes the socket.
-
-    Args:
-        on_reconnected: called when the connection is back after a loss.
-        on_unused: called once if no layer begins a round for long.
-    """
+    """A running thread; `stop` ends it, and it closes the socket."""
 
     def __init__(
         self,

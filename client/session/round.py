@@ -60,17 +60,7 @@ os.register_at_fork(after_in_child=switch_interval.restore_in_child)
 
 
 class Round:
-    """One round of this process; a context manager around the exchange of its rows by a transport.
-
-    Args:
-        on_end: called at the end with the round, its duration in seconds, and the error if it failed.
-
-    Attributes:
-        session: of this member in the round's group.
-        key: of the round.
-        is_counted: whether it counts as a round of the connection.
-        native_seconds: duration that the native core measured; None: measure it here.
-    """
+    """One round of this process; a context manager around the exchange of its rows by a transport."""
 
     __slots__ = ("_on_end", "_started", "is_counted", "key", "native_seconds", "session")
 
@@ -85,8 +75,8 @@ class Round:
         self.session = session
         self.key = key
         self._on_end = on_end
-        self.is_counted = is_counted
-        self.native_seconds: float | None = None
+        self.is_counted = is_counted  # as a round of the connection
+        self.native_seconds: float | None = None  # duration that the native core measured
 
     def __enter__(self) -> Self:
         self._started = perf_counter()

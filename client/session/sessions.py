@@ -1,8 +1,4 @@
-"""Sessions: this process's registration in its groups.
-
-Each group has a session, which is registered when the group is first used: unused groups cost nothing, and a group that
-does not fill affects no other.
-"""
+"""Sessions: this process's registrations in its groups, each made when the group is first used."""
 
 import os
 import threading
@@ -35,11 +31,7 @@ class _Entry:
 
 
 class Sessions:
-    """This process's sessions, one for each group in use.
-
-    Args:
-        on_unused: called, from another thread, if no layer begins a round for long after the job has opened.
-    """
+    """This process's sessions, one for each group in use."""
 
     def __init__(self, channel_pool: ChannelPool, member: Member, on_unused: Callable[[], None]) -> None:
         self._channel_pool = channel_pool
@@ -62,13 +54,6 @@ class Sessions:
         """Return the session of a group; the first use of the group registers, and waits until it is open.
 
         If several threads ask at the same time, one registers and all share its result.
-
-        Raises:
-            ConfigurationError: the group has been used with another size.
-            ServerUnreachable: no server answers at the endpoint.
-            RegistrationRefused: the server refuses this member, or the group did not fill in time. A later use tries
-                again.
-            ConnectionClosed: the sessions have ended.
         """
         entry = self._open_entries.get(group.name)
         return entry.session if entry and entry.group.size == group.size else self._open(group)
@@ -105,12 +90,7 @@ class Sessions:
         return entry.session
 
     def change_participation(self, group: Group, participation: Participation) -> None:
-        """Register this member as PAUSED or REJOINING in a group; REJOINING waits for all other members.
-
-        Raises:
-            GroupIncomplete: the others did not rejoin in time.
-            ReplicaLost: one of them has left for good, or the group is broken.
-        """
+        """Register this member as PAUSED or REJOINING in a group; REJOINING waits for all other members."""
         session = self.get(group)
         session.participation = participation
         session.has_uneven_inputs = True

@@ -22,16 +22,7 @@ Communicator = Connection | NamedProcessGroup
 
 
 def resolve_group(group: GroupSpec, process_group: Any) -> GroupSpec:
-    """Group specification from a layer's two arguments, of which at most one is set.
-
-    Args:
-        group: the layer's `group`.
-        process_group: a torch process group, or None.
-
-    Raises:
-        ValueError: both are set.
-        ConfigurationError: one of them is not a group.
-    """
+    """Group specification from a layer's two arguments, of which at most one is set."""
     if process_group is not None:
         if group is not None:
             raise ValueError(f"expected group or process_group, got both: {group!r:.80} and {process_group!r:.80}")

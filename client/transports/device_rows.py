@@ -1,8 +1,6 @@
-"""Rows that stay on their device, where the transport supports it.
+"""Rows that stay on their device: of replicas of one process, or of ranks that gather them by a backend such as NCCL.
 
-Replicas of one process pass their rows from device to device, and ranks of a process group gather them by a backend
-that works on devices, such as NCCL. Rows are added in the order of `statsd_bn.reduction`, so to the same bits. Nothing
-here waits for a device: errors of a round are a tensor too, which `client.ops.device_errors` reports later.
+Nothing here waits for a device: errors of a round are a tensor too, which `client.ops.device_errors` reports later.
 
 All ranks of a process group must gather in the same place, so before a layer's first round they agree over the host,
 which also detects ranks that call another layer or have another number of channels. Later rounds carry the digest of
@@ -67,15 +65,10 @@ def from_host(values: FloatArray, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalRows:
-    """Rows of this process's replicas for one round.
-
-    Attributes:
-        counts: of each row, an int if the host knows it.
-        values: shape (replicas, vectors, C), float64, on the device of the first replica.
-    """
+    """Rows of this process's replicas for one round."""
 
     counts: Sequence[Count]
-    values: Tensor
+    values: Tensor  # shape (replicas, vectors, C), float64, on the device of the first replica
 
     @classmethod
     def of(cls, counts: Sequence[Count], values: Sequence[Tensor]) -> "LocalRows":
@@ -101,23 +94,14 @@ class LocalRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceAggregate:
-    """Sum of all rows of a round, on a device.
-
-    Attributes:
-        key: of the round.
-        count: shape ().
-        values: shape (vectors, C).
-        rows: the summands, shape (rows, 1 + vectors * C): the count, then the values.
-        ranks: of the rows, in order; all have the same number of rows.
-        mismatched: which ranks were in another round, shape (ranks,), bool; None if that is impossible.
-    """
+    """Sum of all rows of a round, on a device."""
 
     key: RoundKey
-    count: Tensor
-    values: Tensor
-    rows: Tensor
-    ranks: list[int]
-    mismatched: Tensor | None = None
+    count: Tensor  # shape ()
+    values: Tensor  # shape (vectors, C)
+    rows: Tensor  # shape (rows, 1 + vectors * C): the count, then the values
+    ranks: list[int]  # of the rows, in order; all have the same number of rows
+    mismatched: Tensor | None = None  # which ranks were in another round, shape (ranks,), bool; None if impossible
 
 
 def may_use_devices(transport: Transport, x: Tensor) -> bool:
@@ -130,17 +114,8 @@ def device_capacity(
 ) -> int:
     """Rows that each rank contributes to a layer's rounds on its device; 0 if rows travel over the host.
 
-    Ranks of a process group agree on it in the first call of each layer.
-
-    Args:
-        transport: of the layer.
-        inputs: of the replicas of this process.
-        phase: of the layer's forward round.
-        on_host: whether the rows of this call travel over the host in any case, on all ranks.
-
-    Raises:
-        RoundMismatch: on all ranks: they are in different rounds.
-        ConfigurationError: this call does not fit the agreement.
+    Ranks of a process group agree on it in the first call of each layer. `on_host` says, on all ranks alike, that the
+    rows of this call travel over the host in any case.
     """
     if isinstance(transport, LocalPipe):
         return len(inputs) if are_on_devices(inputs) and not on_host else 0
@@ -197,15 +172,7 @@ def gathers_on_devices(group: object) -> bool:
 def run(
     transport: Transport, local: LocalRows, capacity: int, key: RoundKey | None = None, phase: str = FORWARD
 ) -> DeviceAggregate:
-    """Run a round on devices; see `Transport.run_slave`.
-
-    Args:
-        transport: with a capacity above 0.
-        local: this process's rows.
-        capacity: from `device_capacity`.
-        key: of the round; None for the layer's next forward round.
-        phase: of that forward round.
-    """
+    """Run a round on devices; see `Transport.run_slave`."""
     shape = local.values.shape[1:]
     rows = local.on_device()
     if not isinstance(transport, ProcessGroupPipe):
@@ -225,14 +192,10 @@ def run_row(
     key: RoundKey | None = None,
     phase: str = FORWARD,
 ) -> RoundKey:
-    """Run a round with one row, in the format of `run`, and return the round's key.
+    """Run a round with one row and return its key.
 
-    Args:
-        transport: with a capacity of 1.
-        write: writes the row, given the digest of the round's key. It returns the row, shape (2 + vectors * C,), and
-            the output for the rows of all ranks, shape (ranks * (2 + vectors * C),): float64.
-        key: as for `run`.
-        phase: as for `run`.
+    `write` is given the digest of the key and writes the row. It returns the row, shape (2 + vectors * C,), and the
+    output for the rows of all ranks, shape (ranks * (2 + vectors * C),), both float64.
     """
     if not isinstance(transport, ProcessGroupPipe):
         key = key or transport.key(0, 0, phase)
@@ -273,10 +236,7 @@ def sum_rows(rows: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def _gather(group: object, rows: Tensor, capacity: int, key: RoundKey) -> tuple[Tensor, Tensor]:
-    """Gather the rows of all ranks; return them, and which ranks were in another round.
-
-    A rank with fewer rows than others pads with -0, which changes no bit of a sum.
-    """
+    """Gather the rows of all ranks, padded with -0, which changes no bit; return them, and the mismatched ranks."""
     size: int = group.size()  # type: ignore[attr-defined]
     digest = _signed_digest(key)
     message = torch.full((capacity, 1 + rows.shape[1]), -0.0, dtype=torch.float64, device=rows.device)

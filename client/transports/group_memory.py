@@ -46,27 +46,16 @@ _Buffer: Any = ctypes.c_char * 0
 
 
 class TurnResult(ctypes.Structure):
-    """`sbn_group` of sbn.h; the attributes below are the result of a completed turn.
-
-    Attributes:
-        members, vectors, channels: shape of the rows, and the number of members.
-        rows: number of rows of all members.
-        count: sum of their counts.
-        behind: nanoseconds by which this member arrived later than all others; 0 if others arrived later, for the first
-            turn, and where another process has another clock, as in some containers.
-        is_escalated: whether some member, perhaps this one, may have sent its rows to the server.
-        came: arrival time of this member, in nanoseconds.
-        done: time at which the sum was ready, in nanoseconds.
-    """
+    """`sbn_group` of sbn.h; the attributes below are the result of a completed turn; times are in nanoseconds."""
 
     members: int
     vectors: int
     channels: int
-    rows: int
+    rows: int  # of all members
     count: int
-    behind: int
-    is_escalated: int
-    came: int
+    behind: int  # delay behind all other members; 0 if unknown: in the first turn, and between two clocks
+    is_escalated: int  # whether some member may have sent its rows to the server
+    came: int  # arrival of this member
     done: int
 
     _fields_ = (
@@ -94,17 +83,11 @@ _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
 
 
 class GatheredRows(NamedTuple):
-    """Rows of all members in a turn, in member order.
+    """Rows of all members in a turn, in member order."""
 
-    Attributes:
-        counts: of each row.
-        replicas: number of rows of each member.
-        values: shape (rows, vectors, channels).
-    """
-
-    counts: list[int]
-    replicas: list[int]
-    values: FloatArray
+    counts: list[int]  # of each row
+    replicas: list[int]  # number of rows of each member
+    values: FloatArray  # shape (rows, vectors, channels)
 
 
 @cache
@@ -134,20 +117,10 @@ def size_of(members: int) -> int:
 
 
 class GroupMemory:
-    """The memory of one group, from the view of one member; only where `unavailable_reason` is empty.
-
-    Args:
-        memory: shared by the members; `size_of(members)` bytes, all zero at first.
-        members: number of members.
-        index: of this member, from 0.
-
-    Attributes:
-        lock: held during a turn; one thread of a process at a time.
-        result: of the latest completed turn.
-    """
+    """The memory of one group, `size_of(members)` bytes and zero at first, from the view of one member."""
 
     def __init__(self, memory: mmap, members: int, index: int) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # held during a turn
         self._buffer = _Buffer.from_buffer(memory)
         spin = SPIN_NANOSECONDS if members <= len(os.sched_getaffinity(0)) else 0
         self.result = TurnResult(ctypes.addressof(self._buffer), members, index, spin, limits.MAX_COUNT)
@@ -163,13 +136,7 @@ class GroupMemory:
     def arrive(self, digest: int, rows: Rows | NativeRow, now: float = 0.0, seconds: float = 0.0) -> int:
         """Arrive at the next turn and wait for the others; return the state of the round, CLOSED if not arrived.
 
-        The wait ends early, with WAITS, when a signal arrives, so that Python handles it.
-
-        Args:
-            digest: of the round, 64 bits.
-            rows: of this member. A row that is still to be computed arrives when it is.
-            now: the time, by the clock that all processes of a host share.
-            seconds: timeout.
+        `now` is by the clock that all processes of a host share. A signal ends the wait early, with WAITS.
         """
         if isinstance(rows, NativeRow):
             self._sum, self._total = rows, rows.total_at

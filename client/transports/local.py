@@ -1,7 +1,4 @@
-"""LocalPipe: the transport of a process without other members.
-
-It adds the rows of the process's replicas to the same bits as the server.
-"""
+"""LocalPipe: the transport of a process without other members."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,11 +17,7 @@ from statsd_bn.round_key import FORWARD, RoundKey
 
 @dataclass(frozen=True, slots=True)
 class LocalPipe:
-    """The transport between the replicas of one process.
-
-    Args:
-        layer: the layer's name.
-    """
+    """The transport between the replicas of one process."""
 
     layer: str
 

@@ -48,17 +48,9 @@ def unavailable_reason() -> str:
 
 
 class MemoryOffer:
-    """Memory that other processes of this user on this host may receive; a thread sends it to them until `close`.
+    """Memory that other processes of this user on this host may receive by its `name`; a thread sends it until `close`.
 
-    Args:
-        size: in bytes.
-
-    Raises:
-        OSError: the system provides no memory, or no socket.
-
-    Attributes:
-        name: address at which to receive it.
-        memory: the memory, all zero at first.
+    An OSError says that the system provides no memory, or no socket.
     """
 
     def __init__(self, size: int) -> None:
@@ -99,16 +91,7 @@ class MemoryOffer:
 
 
 def receive_memory(name: str, size: int, is_broken: Callable[[], bool] = bool) -> mmap:
-    """Receive memory that a process of this user on this host offers.
-
-    Args:
-        name: of the offer.
-        size: in bytes.
-        is_broken: whether the job is broken, which ends the wait.
-
-    Raises:
-        OSError: the memory cannot be received; the text says why.
-    """
+    """Receive the memory of an offer; the text of an OSError says why it cannot be received."""
     with socket.socket(socket.AF_UNIX) as server:
         server.settimeout(CHECK_SECONDS)
         try:

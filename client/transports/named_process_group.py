@@ -13,12 +13,7 @@ _IS_AVAILABLE = distributed.is_available()
 
 @dataclass(frozen=True)
 class NamedProcessGroup:
-    """A process group of torch.
-
-    Attributes:
-        name: torch's name of it in this process; empty for a group that this process is not in.
-        size: number of ranks; 0 for a group that this process is not in.
-    """
+    """A process group of torch; name empty and size 0 for a group that this process is not in."""
 
     name: str
     size: int
@@ -27,11 +22,7 @@ class NamedProcessGroup:
         return f"process group {self.name!r} of {self.size} ranks"
 
     def find(self) -> Any:
-        """The group itself, or torch's placeholder for a group that this process is not in.
-
-        Raises:
-            ConfigurationError: this process has no such group any more.
-        """
+        """The group itself, or torch's placeholder for a group that this process is not in."""
         if not self.size:
             return distributed.GroupMember.NON_GROUP_MEMBER
         if distributed.is_available():
@@ -74,11 +65,7 @@ def default() -> NamedProcessGroup | None:
 
 
 def named(process_group: Any) -> NamedProcessGroup:
-    """Convert a process group of torch, of any size.
-
-    Raises:
-        ConfigurationError: it is not a process group.
-    """
+    """Convert a process group of torch, of any size."""
     if distributed.is_available():
         if process_group is distributed.GroupMember.NON_GROUP_MEMBER:
             return NamedProcessGroup("", 0)

@@ -47,11 +47,7 @@ _SEPARATOR, _INSISTS = b"\0", b"!"
 
 
 def negotiate(connection: Connection, group: Group) -> GroupMemory | None:
-    """Negotiate the group's transport in one or two rounds; return the memory if its members share some.
-
-    Raises:
-        ConfigurationError: on all members: one accepts only the process group, and another cannot use it.
-    """
+    """Negotiate the group's transport in one or two rounds; return the memory if its members share some."""
     session = connection.session(group)
     members = list(session.members)
     mapped, reason = _shared_memory(connection, group, members)
@@ -112,11 +108,7 @@ def _process_group_reply(session: Session) -> bytes:
 
 
 def _accept_process_group(session: Session, members: list[int], replies: list[bytes]) -> bool:
-    """Use torch's default process group if all members consent; return whether they do.
-
-    Raises:
-        ConfigurationError: one member accepts no other transport, and another refuses.
-    """
+    """Use torch's default process group if all members consent; return whether they do."""
     reason = _refusals(members, [reply.removeprefix(_INSISTS) for reply in replies])
     if not reason:
         session.transport.process_group = named_process_group.default()

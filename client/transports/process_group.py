@@ -71,27 +71,13 @@ WITHOUT_SERVER = (
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroupPipe:
-    """The transport over a torch process group.
-
-    Args:
-        process_group: of the layer.
-        layer: the layer's name, the same on every rank.
-    """
+    """The transport over a torch process group."""
 
     process_group: NamedProcessGroup
     layer: str
 
     def run_slave(self, contribution: Rows, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:
-        """Gather the rows of all ranks and add them; arguments as for `SlavePipe.run_slave`.
-
-        Raises:
-            RoundMismatch: on all ranks: they are in different rounds.
-            ProtocolError: on all ranks: one sent invalid numbers.
-            ConfigurationError: the process group no longer exists.
-            ConnectionClosed: the process group belongs to the parent of this forked process.
-            RuntimeError: of torch: the process group failed.
-            StatsdBNError: the round failed, with the reason, as the server reports it.
-        """
+        """Gather the rows of all ranks and add them; arguments as for `SlavePipe.run_slave`."""
         if connection := connection_over(self.process_group.name):
             with connection.round(self.layer, key, None, phase) as round_:
                 group, started = group_of(self), time.monotonic()
@@ -154,11 +140,7 @@ def switched_from_server(transport: Transport, earlier: Transport) -> bool:
 
 
 def group_of(pipe: ProcessGroupPipe) -> Any:
-    """The process group of a transport.
-
-    Raises:
-        ConfigurationError: this process has no such group, or is not in it.
-    """
+    """The process group of a transport."""
     if not pipe.process_group.size:
         raise ConfigurationError(
             f"layer {pipe.layer!r}: this process is not a member of the layer's process group; train the layer on its "
@@ -175,17 +157,7 @@ def report_non_finite(pipe: ProcessGroupPipe, aggregate: Aggregate) -> None:
 
 
 def all_gather(process_group: NamedProcessGroup, name: str, message: bytes) -> dict[int, bytes]:
-    """Gather the ranks' bytes, of any length; return them by rank in the process group.
-
-    Args:
-        process_group: of the gathering ranks.
-        name: of the gathered data, the same on every rank and distinct from the layers' names.
-        message: this rank's bytes.
-
-    Raises:
-        RoundMismatch: on all ranks: they are in different rounds.
-        ProtocolError: on all ranks: one sent an invalid length.
-    """
+    """Gather the ranks' bytes, of any length, by rank in the process group; no layer may have this name."""
     group = process_group.find()
     rounds = rounds_of(group)
     with rounds.lock:
@@ -201,27 +173,19 @@ def all_gather(process_group: NamedProcessGroup, name: str, message: bytes) -> d
 
 
 class Rounds:
-    """The rounds of this process in one process group.
-
-    Attributes:
-        lock: held during a round: collectives have no names, so two rounds must not mix.
-        connection: to the server that watches the rounds; None without one.
-        steps: of the rounds.
-        reporter: of the rounds; None on all ranks but the first.
-        places: host and process ID by rank; empty before the first round over the host.
-        on_device: rows per rank on its device, by layer, as the ranks have agreed, see `device_rows`; 0: over the host.
-        device: of the newest input, on which host messages travel if the group has no host backend.
-    """
+    """The rounds of this process in one process group."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.connection: Connection | None = None
+        self.lock = threading.Lock()  # held during a round: collectives have no names, so two rounds must not mix
+        self.connection: Connection | None = None  # to the server that watches the rounds
         self.steps = StepCounter()
-        self.places: dict[int, str] = {}
-        self.reporter: ServerReporter | LocalReporter | None = None
+        self.places: dict[int, str] = {}  # host and process ID by rank; empty before the first round over the host
+        self.reporter: ServerReporter | LocalReporter | None = None  # on the first rank
         self._round: WatchedRound | None = None
         self._previous: RoundKey | None = None
+        # Rows per rank on its device, by layer, as the ranks have agreed, see `device_rows`; 0: over the host.
         self.on_device: dict[str, int] = {}
+        # Of the newest input; host messages travel on it if the group has no host backend.
         self.device: torch.device | None = None
 
     def attach(self, group: Any, connection: Connection | None = None) -> None:
@@ -279,12 +243,7 @@ _rounds: "WeakKeyDictionary[Any, Rounds]" = WeakKeyDictionary()
 
 
 class _InheritedGroup:
-    """Default process group that a forked child inherits; its threads and sockets stay in the parent.
-
-    Attributes:
-        world: the group; None in a process that inherited none.
-        process: that created it.
-    """
+    """Default process group that a forked child inherits; its threads and sockets stay in the parent."""
 
     world: Any = None
     process = os.getpid()
@@ -310,11 +269,7 @@ os.register_at_fork(after_in_child=_inherited.record)
 
 
 def rounds_of(group: Any) -> Rounds:
-    """Rounds of this process in a group; log their beginning, and each change of the connection.
-
-    Raises:
-        ConnectionClosed: the group belongs to the parent of this forked process.
-    """
+    """Rounds of this process in a group; log their beginning, and each change of the connection."""
     _inherited.check()
     rounds, over = _rounds.get(group), connection_over(group.group_name)
     if rounds is None or rounds.connection is not over:
@@ -363,12 +318,7 @@ def _sum(group: Any, contribution: Rows, key: RoundKey) -> Aggregate:
 
 
 def gather_messages(group: Any, key: RoundKey, shape: tuple[int, ...], nr_rows: int, first: Words) -> Words:
-    """Gather the messages of all ranks, which are in the same round with rows of the same shape.
-
-    Raises:
-        RoundMismatch: on all ranks: they are not.
-        ProtocolError: on all ranks: one sent an invalid number of rows.
-    """
+    """Gather the messages of all ranks; raise RoundMismatch, on all ranks, unless their rounds and shapes are equal."""
     rounds = rounds_of(group)
     if not rounds.places:  # takes no longer than the wait for the first round
         ranks = distributed.get_process_group_ranks(group)

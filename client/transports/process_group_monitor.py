@@ -40,14 +40,7 @@ LAST_SECONDS = 0.5
 
 
 class ServerReporter:
-    """Reports to a server; the heartbeats send the samples.
-
-    Args:
-        connection: to a job of the process group's ranks.
-
-    Attributes:
-        samples: of the rounds' rows.
-    """
+    """Reports to a server; the heartbeats send the samples."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -69,16 +62,7 @@ class ServerReporter:
 
 
 class LocalReporter:
-    """Compares the ranks in this process and logs warnings.
-
-    Args:
-        name: of the process group.
-        ranks: of the group, in its order.
-        places: host and process ID by rank; filled before the first round over the host.
-
-    Attributes:
-        samples: of the rounds' rows.
-    """
+    """Compares the ranks in this process and logs warnings."""
 
     def __init__(self, name: str, ranks: Sequence[int], places: Mapping[int, str]) -> None:
         self.samples = SkewSampler()
@@ -132,29 +116,17 @@ def _compare_forever(ref: "weakref.ref[LocalReporter]") -> None:
 
 
 class WatchedRound:
-    """A round of a process group in a job with a server; it escalates after `ESCALATE_SECONDS`.
-
-    Args:
-        previous: key of the round before it, None for the first.
-
-    Attributes:
-        is_counted: whether the server completed the round too, and counts it.
-    """
+    """A round of a process group in a job with a server; `previous` is the key of the round before it."""
 
     def __init__(self, connection: Connection, key: RoundKey, rows: Rows, previous: RoundKey | None) -> None:
         self._connection = connection
         self._key = key
         self._rows = rows
         self._previous = previous
-        self.is_counted = False
+        self.is_counted = False  # whether the server completed the round too, and counts it
 
     def wait(self, work: Any) -> None:
-        """Wait for a collective of the round, on the host.
-
-        Raises:
-            StatsdBNError: the round failed, with the reason.
-            RuntimeError: of torch, if the server does not know the reason.
-        """
+        """Wait for a collective of the round, on the host."""
         try:
             if not _is_done(work, ESCALATE_SECONDS):
                 self._escalate(work)

@@ -110,12 +110,7 @@ class PlacesQuery:
         return (self._frame,), self._expiry, None
 
     def step(self, now: float, frame: bytes | None) -> Actions[dict[int, str]]:
-        """Read the answer; without a frame, send the query again.
-
-        Raises:
-            ServerUnreachable: the query timed out.
-            ProtocolError: the answer is malformed, or the server refused.
-        """
+        """Read the answer; without a frame, send the query again."""
         answer = decode(frame) if frame is not None else None
         if isinstance(answer, Status):
             return (), now, places_in_report(answer.report, self._member.job)

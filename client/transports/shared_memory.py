@@ -139,25 +139,15 @@ def _run(round_: "MemoryRound", memory: GroupMemory, connection: Connection) -> 
 
 @dataclass(frozen=True)
 class ServerFallback:
-    """Result of a round that only the server can finish.
+    """Result of a round that only the server can finish."""
 
-    Attributes:
-        trip: the round over the server, begun or not.
-    """
-
-    trip: RoundTrip
+    trip: RoundTrip  # begun or not
 
 
 class MemoryRound:
     """A `StateMachine` for a round in memory that takes long; its result is the same kind for all members.
 
-    Args:
-        session: of this member.
-        key: of the round.
-        memory: of the group, in the turn of this round. It is abandoned if the round fails.
-        arrived: when this member arrived at that turn.
-        make_trip: returns the round over the server, not begun.
-        listen_seconds: interval at which memory and server are polled after escalation.
+    The memory is in the turn of this round, at which this member arrived at the time `arrived`.
     """
 
     def __init__(
@@ -182,11 +172,7 @@ class MemoryRound:
         return self._poll(now) or ((), self._due, None)
 
     def step(self, now: float, frame: bytes | None) -> Actions[Aggregate | ServerFallback]:
-        """Poll the memory, then read the server's frame; escalate when it is due.
-
-        Raises:
-            StatsdBNError: the round failed, with the reason.
-        """
+        """Poll the memory, then read the server's frame; escalate when it is due."""
         if finished := self._poll(now):
             return finished
         if frame is None and now < self._due:

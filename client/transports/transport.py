@@ -1,7 +1,4 @@
-"""Transport: the contract of all transports, which exchange the rows of one layer for the aggregate over all members.
-
-Code above this package never depends on the kind of transport; `client.transports.choose` selects it.
-"""
+"""Transport: the contract of all transports."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -22,12 +19,7 @@ _STEP_FACTOR, _CALL_FACTOR = 0x9FD35B1C64E8A72B, 0xC25A0F9716B3D4E9
 
 
 class NativeResult(NamedTuple):
-    """Result of a round in which the native core computed the row, exchanged it and finished the pass.
-
-    Attributes:
-        key: of the round.
-        seconds: duration of the round.
-    """
+    """Result of a round in which the native core computed the row, exchanged it and finished the pass."""
 
     key: RoundKey
     seconds: float = 0.0

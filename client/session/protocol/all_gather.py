@@ -46,19 +46,9 @@ class _Parcel:
 def gather(
     concatenate: Callable[[FloatArray], Aggregate], data: bytes, member: int, nr_members: int
 ) -> dict[int, bytes]:
-    """Gather the bytes of all members.
+    """Gather the bytes of the members that are present to the end, about `nr_members`.
 
-    Args:
-        concatenate: runs one round with values of shape (n,), and returns the concatenated values of all members.
-        data: this member's bytes.
-        member: its number.
-        nr_members: approximate number of members.
-
-    Returns:
-        Each member's bytes, by member; of the members present to the end.
-
-    Raises:
-        ProtocolError: the received values are malformed.
+    `concatenate` runs one round with values of shape (n,), and returns the concatenated values of all members.
     """
     values = np.frombuffer(data + bytes(-len(data) % VALUE_BYTES), _VALUE)
     first = values[: min(FIRST_VALUES, limits.MAX_CHANNELS // (2 * nr_members) - HEAD_VALUES)]

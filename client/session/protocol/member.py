@@ -37,35 +37,21 @@ BY_A_RANK = "a rank failed in a round, or its threads reached the layers in a di
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """This process as a member of its job.
-
-    Attributes:
-        group: the members of the job that synchronise together.
-        epoch: one life of the group's membership.
-        rank: this process's number in the job, the same in all its groups.
-        round_timeout: of a round, in seconds.
-        min_members: with how few members an elastic group continues; 0 for a strict group.
-        join_timeout: for the members to register, in seconds; None: as long as a round.
-        abort_after: how long a torch collective may block the main thread after the job has broken, before the process
-            is aborted, in seconds; None: for ever.
-        reports_stacks: whether stack reports contain the stack.
-        transport: requested for its rows, one of `TRANSPORT_CHOICES`.
-        on_nonfinite: reaction to NaN and infinity in an aggregate, one of `ON_NONFINITE`.
-    """
+    """This process as a member of its job; durations are in seconds."""
 
     job: str
     group: str
-    epoch: int
-    rank: int
+    epoch: int  # one life of the group's membership
+    rank: int  # the same in all groups of the job
     world_size: int
     round_timeout: float
     host_and_pid: str
-    min_members: int = 0
-    join_timeout: float | None = None
-    abort_after: float | None = DEFAULT_ABORT_AFTER
+    min_members: int = 0  # with how few members an elastic group continues; 0 for a strict group
+    join_timeout: float | None = None  # for the members to register; None: `round_timeout`
+    abort_after: float | None = DEFAULT_ABORT_AFTER  # None: never abort
     reports_stacks: bool = True
-    transport: str = AUTO
-    on_nonfinite: str = WARN
+    transport: str = AUTO  # one of TRANSPORT_CHOICES
+    on_nonfinite: str = WARN  # one of ON_NONFINITE
 
     @property
     def is_elastic(self) -> bool:
@@ -91,24 +77,16 @@ class Memory(Protocol):
 
 
 class TransportState:
-    """How the rows of one group travel now, from the view of one member, and why not by a faster transport.
-
-    Attributes:
-        bypassed_rounds: number of rounds over memory or a process group, which the server did not see.
-        bypassed_seconds: how long this member has waited in these rounds.
-        samples: of rows in these rounds; None on members that send none to the server, since another one does.
-        memory: shared by the group's members; None before the negotiation.
-        process_group: the negotiated `NamedProcessGroup`; None before the negotiation.
-        is_on_devices: whether the rows of this member's layers are on devices, as far as known.
-    """
+    """How the rows of one group travel now, from the view of one member, and why not by a faster transport."""
 
     def __init__(self) -> None:
-        self.bypassed_rounds = 0
+        self.bypassed_rounds = 0  # over memory or a process group, which the server did not see
         self.bypassed_seconds = 0.0
+        # None on members that send no samples of their rows to the server, since another one does.
         self.samples: SkewSampler | None = None
         self.memory: Memory | None = None
-        self.process_group: Any = None
-        self.is_on_devices = False
+        self.process_group: Any = None  # the negotiated `NamedProcessGroup`
+        self.is_on_devices = False  # whether the rows of this member's layers are, as far as known
         self._fallback_reason = ""
 
     def fall_back(self, reason: str) -> None:

@@ -28,10 +28,7 @@ DUPLICATE_RETRY_SECONDS = 0.1
 
 
 def cause_of(error: BaseException | None) -> str:
-    """Text about an exception for the other members; empty for none.
-
-    Of our own errors only class and first line: the members get the rest themselves.
-    """
+    """Text about an exception for the other members; of our own errors only class and first line."""
     if error is None:
         return ""
     if isinstance(error, StatsdBNError):
@@ -49,13 +46,10 @@ NOT_BACK = (
 
 
 class Registration:
-    """A `StateMachine` that registers a session; its result is the answer that the group is open.
+    """A `StateMachine` that registers a session and waits for the other members, `timeout` seconds at most.
 
-    It retries until there is an answer. While members are missing it waits for the news that they have registered, and
-    asks again now and then. While an earlier process may still hold its rank, it pauses and asks again.
-
-    Args:
-        timeout: of the wait for the other members, in seconds.
+    It asks again while there is no answer, now and then while members are missing, and, after a pause, while an earlier
+    process may still hold its rank. Its result is the answer that the group is open.
     """
 
     def __init__(self, session: Session, endpoint: str, timeout: float) -> None:
@@ -72,13 +66,7 @@ class Registration:
         return self._ask(now, ANSWER_SECONDS)
 
     def step(self, now: float, frame: bytes | None) -> Actions[Registered]:
-        """Handle a frame; without one, send the request again.
-
-        Raises:
-            ServerUnreachable: no server answers at the endpoint.
-            RegistrationRefused: the server refuses this member, or the group did not fill in time.
-            ReplicaLost: the group is broken.
-        """
+        """Handle a frame; without one, send the request again."""
         try:
             answer = None if frame is None else self._session.registered(frame)
         except DuplicateMember:

@@ -1,7 +1,6 @@
-"""RoundTrip: one round over the server, from the contribution to the aggregate.
+"""RoundTrip: one round over the server, which may restart during it, and whose frames may be lost.
 
-The server may be killed and restarted during the round, and the network may lose frames. Repeating a contribution is
-harmless: the server identifies it by its key, and the first bytes count.
+Repeating a contribution is harmless: the server identifies it by its key, and the first bytes count.
 """
 
 import logging
@@ -33,16 +32,7 @@ WARN_WITH_STACK_SECONDS = 2.0
 
 
 class RoundTrip:
-    """A `StateMachine` for one round over the server; its result is the aggregate.
-
-    Args:
-        frame: the contribution, encoded.
-        chance: returns a number from 0 to 1, so that the members' retries spread.
-
-    Attributes:
-        late: returns the ranks that have not arrived in shared memory, if the round is in memory too.
-        is_gone: returns whether no server can start at the endpoint any more.
-    """
+    """A `StateMachine` for one round over the server; its result is the aggregate."""
 
     def __init__(
         self,
@@ -63,7 +53,9 @@ class RoundTrip:
         self._expiry = 0.0
         self._next_warning = WARN_SECONDS
         self._latest_news = ""
+        # Ranks that have not arrived in shared memory, if the round is in memory too.
         self.late: Callable[[], Sequence[int]] = tuple
+        # Whether no server can start at the endpoint any more.
         self.is_gone: Callable[[], bool] = bool
         self._round_done = b""
 
@@ -76,12 +68,7 @@ class RoundTrip:
         return self._wait(now, self._with_round_done(self._frame))
 
     def step(self, now: float, frame: bytes | None) -> Actions[Aggregate]:
-        """Handle a frame; without one, send the contribution again.
-
-        Raises:
-            MasterStopped: the server is gone for good.
-            StatsdBNError: the round failed, with the reason.
-        """
+        """Handle a frame; without one, send the contribution again."""
         frames: Sequence[bytes] = ()
         if frame is not None:
             self._last_received = now

@@ -1,8 +1,4 @@
-"""Session: one member's registration with one server, pure.
-
-It encodes a layer's rows and decodes the answers, to an aggregate or an error, and it assigns each round its key from
-the member's count of steps and calls.
-"""
+"""Session: one member's registration with one server; it encodes requests, decodes answers and counts steps; pure."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -57,11 +53,7 @@ arrives before; and the result, None until the end. A plain tuple, because every
 
 
 class StateMachine(Protocol[ResultT_co]):
-    """A wait for the server that ends with a result, or with an error that `begin` or `step` raises.
-
-    It has no clock and no socket: `client.session.channel_pool.run_state_machine` runs it on a channel, and the tests'
-    simulator in virtual time.
-    """
+    """A wait for the server, without clock and socket; it ends with a result, or `begin` or `step` raises an error."""
 
     def begin(self, now: float) -> Actions[ResultT_co]:
         """Begin; called once, before any `step`."""
@@ -75,13 +67,10 @@ class LastRoundDone:
 
     It is sent again before the next contribution. If it were lost with a connection, the server would count this member
     as waiting in the finished round while it waits in another, and report a false deadlock.
-
-    Attributes:
-        frame: the RoundDone; empty once the server has answered a later frame.
     """
 
     def __init__(self) -> None:
-        self.frame = b""
+        self.frame = b""  # empty once the server has answered a later frame
 
     def acknowledge(self, frame: bytes) -> None:
         """Clear the frame, since the server has answered a later one; unless another thread has replaced it."""
@@ -90,11 +79,10 @@ class LastRoundDone:
 
 
 class StepCounter:
-    """Counts a member's steps, and each layer's calls within the step.
+    """Counts a member's steps, and each layer's calls within the step, alike on all members.
 
-    All members run the same program, so each counts for itself and all get the same keys. A step begins with the first
-    forward round after a backward round. `call` counts a layer's forward rounds within the step. A backward round keeps
-    the key of its forward round, even in a later step.
+    A step begins with the first forward round after a backward round. A backward round keeps the key of its forward
+    round, even in a later step.
     """
 
     def __init__(self) -> None:
@@ -122,22 +110,7 @@ class StepCounter:
 
 
 class Session:
-    """One member's registration with one server.
-
-    Args:
-        member_token: random bytes that identify this life of the member.
-
-    Attributes:
-        participation: in the group's rounds.
-        first_step: its first step, as the server decided.
-        members: members of the group, as last heard.
-        has_uneven_inputs: whether members may have been paused, so that a round need not cover all of them.
-        transport: how the group's rows travel.
-        times: durations of its rounds.
-        lateness: delay behind all other members, each time that it was the last in a round that bypassed the server.
-        steps: counter of its rounds.
-        last_sent: when it last sent a frame, by `time.monotonic`; set by the sender of its frames.
-    """
+    """One member's registration with one server; random bytes, the `member_token`, identify this life of the member."""
 
     decode = staticmethod(decode)
 
@@ -151,17 +124,18 @@ class Session:
         self.members = NO_MEMBERS
         self.transport = TransportState()
         self.times = DurationReporter(member.world_size)
+        # Delay behind all other members, each time that it was the last in a round that bypassed the server.
         self.lateness = DurationReporter(member.world_size)
         # Keys are validated once per layer.
         self._keys: dict[tuple[str, str], RoundKey] = {}
         if member.is_elastic:
             self.transport.fall_back(BY_ELASTIC)
-        self.last_sent = 0.0
+        self.last_sent = 0.0  # by `time.monotonic`; set by the sender of its frames
         self._server = NO_SERVER
         # Error of a server that knows another process of this rank.
         self._conflict: DuplicateMember | None = None
         self.steps = StepCounter()
-        self.has_uneven_inputs = False
+        self.has_uneven_inputs = False  # whether members may have been paused, and a round need not cover all of them
         self._results: deque[Aggregate] = deque(maxlen=limits.CACHED_ROUNDS)
 
     @property
@@ -259,11 +233,7 @@ class Session:
         return frames
 
     def registered(self, frame: bytes) -> Registered | None:
-        """Decode the answer to `register`; None for another frame.
-
-        Raises:
-            StatsdBNError: the server refused.
-        """
+        """Decode the answer to `register`; None for another frame."""
         message = self._read(frame, None)
         if not self._is_registered(message):
             return None
@@ -272,14 +242,7 @@ class Session:
         return None if is_stale else message
 
     def answer(self, key: RoundKey, frame: bytes) -> Aggregate | Pending | None:
-        """Decode the server's answer in the round `key`; None for another frame.
-
-        Raises:
-            UnknownSession: the server has restarted and needs the `resync_frames`.
-            DuplicateMember: a server knew another process of this rank; the answer may contain that one's rows.
-            ReplicaLost: the round ended, or will end, without this member.
-            StatsdBNError: the round failed; the error is the server's.
-        """
+        """Decode the server's answer in the round `key`; None for another frame."""
         if self._conflict:
             raise self._conflict.with_traceback(None)
         self._check_first_step(key)
