@@ -1,6 +1,6 @@
 """Hooks of mkdocs (`mkdocs.yml`) for pages that are written for a code host.
 
-- The home page is README.md, and every page that another page links to is in the site, such as the benchmarks'.
+- The home page is docs/index.md, and every page that another page links to is in the site, such as the benchmarks'.
 - Links to files of the code lead to copies in the site, links to folders to lists of their files.
 - The pages of the API are generated from the public names below and their docstrings.
 
@@ -22,7 +22,7 @@ DOCS = "docs/"
 
 # Places in the site of pages outside docs/, other than their paths.
 PLACES = {
-    "README.md": "index.md",
+    "README.md": "readme.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "reporting.md",

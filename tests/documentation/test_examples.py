@@ -12,11 +12,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from documentation.docs_blocks import README, blocks_of
+from documentation.docs_blocks import blocks_of
 from support.paths import ROOT
 from support.starter import STARTER, run_script
 
 EXAMPLES = ROOT / "examples"
+GETTING_STARTED = ROOT / "docs" / "getting-started.md"
 
 STEPS = 20
 LAYERS = 3
@@ -68,12 +69,12 @@ def test_the_demo_reports_a_difference(monkeypatch, way, kind, difference):
     assert report.TITLES[way] in sentence
 
 
-def test_the_table_in_the_readme_is_the_one_that_the_demo_prints(monkeypatch):
+def test_the_table_in_getting_started_is_the_one_that_the_demo_prints(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     import report  # noqa: PLC0415 - the examples are no package, and on the path only here
     import ways  # noqa: PLC0415 - as above
 
-    (block,) = [block.text for block in blocks_of(README) if block.language == "text"]
+    (block,) = [block.text for block in blocks_of(GETTING_STARTED) if block.language == "text"]
     lines = block.splitlines()
     cells = [re.split(r"\s{2,}", line)[1:] for line in lines[-len(report.WAYS) :]]
     rows = {way: report.Result(**read_back(*row)) for way, row in zip(report.WAYS, cells, strict=True)}

@@ -1,7 +1,7 @@
-"""README.md, as a newcomer follows it: each block alone, exactly as printed, in an empty folder.
+"""README.md, as a newcomer follows it: each script and command alone, exactly as printed, in an empty folder.
 
-A Python block is a whole script; the line before it names its file in backticks. A shell block is given to bash with
-the scripts that it names, and what it starts is real: torchrun, `python -m server`, DistributedDataParallel's defaults.
+A Python block is a whole script; the line before it names its file in backticks. A command is given to bash with the
+scripts that it names, and what it starts is real: torchrun, `python -m server`, DistributedDataParallel's defaults.
 The package is on the path, as `pip install` puts it. So nothing is prepared, and no name is given.
 """
 
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+import client
 from documentation.docs_blocks import README, ROOT, Block, blocks_of
 from support.launched import MARK, PROC, end_all, free_port
 
@@ -26,12 +27,19 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 BLOCKS = blocks_of(README)
 SCRIPTS = {re.findall(r"`(\w+\.py)`", block.before)[-1]: block for block in BLOCKS if block.language == "python"}
-SHELL = [block for block in BLOCKS if block.language == "sh"]
+# Commands in a line of text, and the block of docs/seeing.md that trains README's script.
+INLINE = [
+    Block("README.md", 0, "sh", f"{command}\n")
+    for command in re.findall(r"`((?:torchrun|python) [^`]*\.py)`", README.read_text())
+]
+MONITORING = [block for block in blocks_of(ROOT / "docs" / "seeing.md") if "train.py" in block.text]
+SHELL = [*(block for block in BLOCKS if block.language == "sh"), *INLINE, *MONITORING]
+DIFFS = [block for block in BLOCKS if block.language == "diff"]
 
 # What decides who a process is, which a newcomer's shell does not have.
 FOREIGN = re.compile(r"STATSD_BN_|SLURM_|TORCHELASTIC_|(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|MASTER_PORT)$")
 
-MOST_LINES = 150
+MOST_LINES = 120
 SECONDS = 200.0
 
 
@@ -125,9 +133,19 @@ def test_the_readme_is_within_its_line_limit():
 
 
 def test_every_block_is_a_script_or_a_command_and_every_script_is_run():
-    assert {block.language for block in BLOCKS} == {"python", "sh", "text"}
+    assert {block.language for block in BLOCKS} == {"python", "sh", "diff"}
     assert len(SCRIPTS) == sum(block.language == "python" for block in BLOCKS)
     assert {name for block in SHELL for name in files_of(block)} == set(SCRIPTS)
+
+
+@pytest.mark.parametrize("block", DIFFS, ids=lambda block: block.line)
+def test_a_diff_has_at_most_five_new_lines_of_python_that_call_what_there_is(block):
+    added = [line[1:] for line in block.text.splitlines() if not line.startswith("-")]
+    assert len(added) <= 5
+    compile("\n".join(added), README, "exec")
+    names = set(re.findall(r"client\.(\w+)", block.text))
+    assert names
+    assert names <= set(client.__all__)
 
 
 def test_the_two_commands_are_scripts_that_there_are():

@@ -106,5 +106,5 @@ def test_links_out_of_the_pages_lead_to_copies_in_the_site(site):
     page = (site / "features.html").read_text()
     (target,) = set(re.findall(r'href="([^"]*test_second_order\.py[^"]*)"', page))
     assert "def test_first_and_second_gradients" in (site / target).read_text()
-    assert 'href="getting-started.html#several-hosts"' in (site / "index.html").read_text()
+    assert 'href="getting-started.html#several-hosts"' in (site / "readme.html").read_text()
     assert (site / "benchmarks/train_step/index.html").is_file()
