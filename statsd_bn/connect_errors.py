@@ -86,24 +86,16 @@ class HandshakeMonitor:
 
 
 class SocketMonitor:
-    """The handshakes of one socket.
-
-    Attributes:
-        successes: number of successful handshakes; each is a new connection.
-    """
+    """The handshakes of one socket."""
 
     def __init__(self, of_pool: HandshakeMonitor) -> None:
-        self.successes = 0
+        self.successes = 0  # number of successful handshakes; each is a new connection
         self._of_pool = of_pool
         self._closed = 0
         self._first = 0.0
 
     def on_event(self, now: float, event: int, value: int) -> None:
-        """Process an event of the socket's monitor.
-
-        Raises:
-            AuthenticationRefused: server and client do not accept each other's keys.
-        """
+        """Process an event of the socket's monitor."""
         if event == SUCCEEDED:
             self.successes += 1
             self._closed = 0

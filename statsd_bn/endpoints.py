@@ -73,12 +73,7 @@ def needs_keys(endpoint: str) -> bool:
 
 
 def check_key(endpoint: str, *, has_key: bool, insecure: bool) -> None:
-    """Checks that a client has a key if its endpoint needs one.
-
-    Raises:
-        AuthenticationRefused: the client needs a key.
-        ConfigurationError: the endpoint is malformed.
-    """
+    """Checks that a client has a key if its endpoint needs one."""
     check_endpoint(endpoint)
     if needs_keys(endpoint) and not (has_key or insecure):
         raise AuthenticationRefused(
@@ -90,12 +85,7 @@ def check_key(endpoint: str, *, has_key: bool, insecure: bool) -> None:
 
 
 def check_server_socket(endpoint: str) -> None:
-    """Checks an endpoint before a client connects to it.
-
-    Raises:
-        ConfigurationError: the endpoint is malformed, or its socket may be another user's.
-        ServerUnreachable: this user has no permission for the socket.
-    """
+    """Checks an endpoint before a client connects to it."""
     check_endpoint(endpoint)
     path = ipc_path(endpoint)
     if path is None:
@@ -123,9 +113,6 @@ def check_folder(folder: Path) -> None:
     """Raises ConfigurationError if another user could create a socket in a folder, or replace the folder.
 
     Owners of parent folders are not checked: in a user namespace root's folders seem to belong to user 65534.
-
-    Raises:
-        OSError: the folder does not exist, or this user cannot read its status.
     """
     _check_owner(folder, folder.lstat())  # a link's owner may change its target
     real = Path(os.path.realpath(folder, strict=True))
@@ -155,20 +142,12 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
 
 
 def private_folder(environ: Mapping[str, str]) -> Path:
-    """Returns the path of this user's folder: in the user's runtime folder, else in the temporary folder.
-
-    Raises:
-        ConfigurationError: neither exists.
-    """
+    """Returns the path of this user's folder: in the user's runtime folder, else in the temporary folder."""
     return _candidates(environ)[0]
 
 
 def default_endpoint(environ: Mapping[str, str]) -> str:
-    """Returns the endpoint of a server without `--bind`.
-
-    Raises:
-        ConfigurationError: the path is too long for a socket, or there is no folder for it.
-    """
+    """Returns the endpoint of a server without `--bind`."""
     path = private_folder(environ) / SOCKET
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
         raise ConfigurationError(
@@ -182,10 +161,6 @@ def find_server(environ: Mapping[str, str]) -> str:
     """Returns the endpoint of this user's server.
 
     A server that was started without a runtime folder listens in the temporary folder, so both are searched.
-
-    Raises:
-        ServerUnreachable: no server of this user is running.
-        ConfigurationError: another user can write to the folder of a new server.
     """
     first = default_endpoint(environ)
     folders = _candidates(environ)
@@ -207,11 +182,7 @@ def find_server(environ: Mapping[str, str]) -> str:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Makes a folder that only this user can enter; checks an existing one.
-
-    Raises:
-        ConfigurationError: the folder cannot be made, or another user can write to it.
-    """
+    """Makes a folder that only this user can enter; checks an existing one."""
     try:
         with suppress(FileExistsError):
             folder.mkdir(mode=PRIVATE_MODE)
@@ -221,11 +192,7 @@ def make_private_folder(folder: Path) -> None:
 
 
 def make_job_folder() -> Path:
-    """Makes a private folder for the server of one job, with a path short enough for a socket.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Makes a private folder for the server of one job, with a path short enough for a socket."""
     folder = Path(tempfile.mkdtemp(prefix=JOB_PREFIX))
     if len(os.fsencode(folder / SOCKET)) > MAX_PATH_BYTES:
         folder.rmdir()
@@ -244,9 +211,6 @@ def _candidates(environ: Mapping[str, str]) -> list[Path]:
     """Returns the possible paths of this user's folder, the best first.
 
     XDG_RUNTIME_DIR is ignored if it names another user's folder, as after `su`.
-
-    Raises:
-        ConfigurationError: there is no such path.
     """
     runtime = (Path(environ.get("XDG_RUNTIME_DIR", "")), RUNTIME_FOLDERS / str(os.getuid()))
     folders = [parent / "statsd_bn" for parent in dict.fromkeys(runtime) if parent.is_absolute() and _is_ours(parent)]

@@ -20,21 +20,13 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def integer(environ: Mapping[str, str], name: str, default: int) -> int:
-    """Returns a variable's integer, or the default if it is unset or empty.
-
-    Raises:
-        ConfigurationError: it is no integer.
-    """
+    """Returns a variable's integer, or the default if it is unset or empty."""
     value = optional_integer(environ, name)
     return default if value is None else value
 
 
 def optional_integer(environ: Mapping[str, str], name: str) -> int | None:
-    """Returns a variable's integer, or None if it is unset or empty.
-
-    Raises:
-        ConfigurationError: it is no integer, or one of more than 64 bits.
-    """
+    """Returns a variable's integer, or None if it is unset or empty."""
     text = environ.get(name, "")
     try:
         value = int(text) if text else None
@@ -46,11 +38,7 @@ def optional_integer(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def boolean(environ: Mapping[str, str], name: str) -> bool:
-    """Returns whether a variable is 1, true, yes or on, in any case; unset or empty means no.
-
-    Raises:
-        ConfigurationError: it is neither one of these nor 0, false, no or off.
-    """
+    """Returns whether a variable is 1, true, yes or on, in any case; unset or empty means no."""
     text = environ.get(name, "").strip().lower()
     if text in TRUE or text in FALSE or not text:
         return text in TRUE
@@ -58,11 +46,7 @@ def boolean(environ: Mapping[str, str], name: str) -> bool:
 
 
 def log_level(environ: Mapping[str, str], name: str, default: str) -> str:
-    """Returns the log level in a variable, in any case, or the default if it is unset or empty.
-
-    Raises:
-        ConfigurationError: it is not in `LOG_LEVELS`.
-    """
+    """Returns the log level in a variable, in any case, or the default if it is unset or empty."""
     text = environ.get(name, "").strip().lower() or default
     if text not in LOG_LEVELS:
         raise ConfigurationError(f"{name}: expected one of {LOG_LEVELS}, got {text!r:.80}")

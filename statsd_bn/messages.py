@@ -77,39 +77,28 @@ class Register(Checked):
     """A member registers in a group, with all it knows. A repetition asks for the group's state again.
 
     Attributes:
-        session: the secret token of the member, fresh for each of its lives in a group.
-        group: the members of the job that synchronise together.
-        epoch: one life of the group's membership.
         member: the member's number in the job, the same in all its groups.
-        world_size: members that the group starts with.
-        min_members: members that an elastic group needs to go on after losses; 0: the group is strict.
-        deadline: seconds that a round opened by this member may stay open.
-        place: host and process, for people.
         participation: a `Participation`.
-        server: id of the server that the member was last registered with.
-        step: the member's current step.
-        first_step: the first step that it takes part in, as the server assigned it.
         results: number of `Result`s that it can send to a restarted server.
-        known: the group's members as last heard.
     """
 
     type: ClassVar[int] = 1
 
-    session: Token
+    session: Token  # the secret token of the member, fresh for each of its lives in a group
     job: Name
-    group: Name
-    epoch: Counter
+    group: Name  # the members of the job that synchronise together
+    epoch: Counter  # one life of the group's membership
     member: Annotated[int, integer_in(0, limits.MAX_MEMBERS - 1)]
-    world_size: Annotated[int, integer_in(1, limits.MAX_MEMBERS)]
-    min_members: int
-    deadline: float
-    place: Name
+    world_size: Annotated[int, integer_in(1, limits.MAX_MEMBERS)]  # members that the group starts with
+    min_members: int  # members that an elastic group needs to go on after losses; 0: the group is strict
+    deadline: float  # seconds that a round opened by this member may stay open
+    place: Name  # host and process, for people
     participation: Annotated[int, integer_in(_PARTICIPATIONS[0], _PARTICIPATIONS[-1])] = Participation.TAKES_PART.value
-    server: Token = NO_SERVER
-    step: Counter = 0
-    first_step: Counter = 0
+    server: Token = NO_SERVER  # id of the server that the member was last registered with
+    step: Counter = 0  # the member's current step
+    first_step: Counter = 0  # the first step that it takes part in, as the server assigned it
     results: Annotated[int, integer_in(0, limits.CACHED_ROUNDS)] = 0
-    known: Members = NO_MEMBERS
+    known: Members = NO_MEMBERS  # the group's members as last heard
 
     @property
     def was_in_group(self) -> bool:

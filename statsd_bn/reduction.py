@@ -89,9 +89,6 @@ def sum_in_order(rows: Iterable[FloatArray]) -> FloatArray:
 
     Args:
         rows: at least one array, all of one shape.
-
-    Returns:
-        A new array of that shape: `((row_0 + row_1) + row_2) + ...`.
     """
     first, *others = rows
     if not others:

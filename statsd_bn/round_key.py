@@ -107,11 +107,7 @@ class RoundKey(_KeyFields):
 
 
 def parse_key(packed: bytes, epoch: int, step: int, call: int) -> RoundKey:
-    """Returns the key in a frame: `packed` has job, group, layer and phase in UTF-8, with a zero byte between two.
-
-    Raises:
-        ProtocolError: a field is out of its limits.
-    """
+    """Returns the key in a frame: `packed` has job, group, layer and phase in UTF-8, with a zero byte between two."""
     try:
         texts = packed.decode()
         job, group, layer, phase = texts.split("\0")

@@ -159,30 +159,19 @@ def _cut(line: str, end: str, width: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One rank in a table.
+    """One rank in a table."""
 
-    Attributes:
-        columns: the rank's name, and its state; columns are aligned over all rows.
-        below: further lines about the rank.
-    """
-
-    columns: tuple[str, ...]
-    below: tuple[str, ...] = ()
+    columns: tuple[str, ...]  # the rank's name, and its state; columns are aligned over all rows
+    below: tuple[str, ...] = ()  # further lines about the rank
 
 
 @dataclass(frozen=True, slots=True)
 class TableSection:
-    """Ranks that wait at the same point.
+    """Ranks that wait at the same point."""
 
-    Attributes:
-        rows: rows of the first ranks, at most `MAX_ROWS`.
-        size: number of all ranks.
-        name: where they wait, as it follows "3 more ranks".
-    """
-
-    rows: Sequence[Row]
-    size: int
-    name: str
+    rows: Sequence[Row]  # rows of the first ranks, at most `MAX_ROWS`
+    size: int  # number of all ranks
+    name: str  # where they wait, as it follows "3 more ranks"
 
 
 def error_text(

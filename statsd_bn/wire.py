@@ -123,11 +123,7 @@ _REQUESTS = frozenset(get_args(Request))
 
 
 def encode(message: Message) -> bytes:
-    """Returns the frame of `message`.
-
-    Raises:
-        ProtocolError: the frame would be too large.
-    """
+    """Returns the frame of `message`."""
     if isinstance(message, Contribution):
         return _encode_contribution(message)
     if isinstance(message, Aggregate):
@@ -141,12 +137,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(frame: bytes) -> Message:
-    """Returns the message in `frame`; its values are a view into the frame, not a copy.
-
-    Raises:
-        VersionMismatch: the frame has another protocol version.
-        ProtocolError: the frame is malformed.
-    """
+    """Returns the message in `frame`; its values are a view into the frame, not a copy."""
     kind = frame[_TYPE]
     if kind == _AGGREGATE_TYPE:
         return _decode_aggregate(frame, limits.MAX_HEADER_BYTES)
@@ -159,12 +150,7 @@ def decode(frame: bytes) -> Message:
 
 
 def decode_request(frame: bytes) -> Request:
-    """Returns the request in `frame`; like `decode`, for a server: a malformed frame costs it next to nothing.
-
-    Raises:
-        VersionMismatch: the frame has another protocol version.
-        ProtocolError: the frame is malformed, or no request.
-    """
+    """Returns the request in `frame`; like `decode`, for a server: a malformed frame costs it next to nothing."""
     kind = frame[_TYPE]
     if kind == _CONTRIBUTION_TYPE:
         return _decode_contribution(frame, limits.MAX_REQUEST_HEADER_BYTES)
@@ -367,12 +353,7 @@ def _make_frame(header: bytes, values: FloatArray | bytes | None, max_header: in
 
 
 def _header_end(frame: bytes, max_header: int) -> int:
-    """Returns the offset at which a frame's header ends.
-
-    Raises:
-        VersionMismatch: the frame has another protocol version.
-        ProtocolError: the prelude is malformed, or the header is too long or cut.
-    """
+    """Returns the offset at which a frame's header ends."""
     size = len(frame)
     if _PRELUDE.size <= size <= limits.MAX_FRAME_BYTES:
         beginning, length = _PRELUDE.unpack_from(frame)
