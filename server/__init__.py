@@ -3,10 +3,6 @@
 It needs no torch. This file only exports the public names.
 """
 
-# Before any import of a library.
-from server import search_path as search_path
-
-# isort: split
 from server.config import Config
 from server.group.master import SyncMaster
 from server.group.rounds import FutureResult

@@ -7,22 +7,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from server.cli import bug_report
 from server.cli.logs import PlainFormatter, RateLimitFilter
-from server.cli.query import expects_key
+from server.cli.query import is_greeted
 from server.cli.status import CHECK_SECONDS, as_json, ask, describe, own_endpoint, watch
 from server.config import Parser, from_arguments, host_and_port, suggestion
 from server.network.service import run_master
 from server.security.keygen import generate, load_query_keys, write_secret
 from statsd_bn.endpoints import check_key, check_server_socket, needs_keys
 from statsd_bn.environment import boolean
-from statsd_bn.errors import (
-    AuthenticationRefused,
-    BindError,
-    ConfigurationError,
-    ServerUnreachable,
-)
+from statsd_bn.errors import AuthenticationRefused, BindError, ConfigurationError, ServerUnreachable
 from statsd_bn.keys import ClientKeys
 from statsd_bn.text import log_line, wrap
 
@@ -31,7 +27,7 @@ DEFAULT_HTTP = "127.0.0.1:8321"
 
 MISSING_EXTRA = "view needs the extra `view`: pip install '.[view]' in a clone (there is no {})"
 
-# Maximum characters of the first line of a command's error.
+# Characters of the first line of a command's error.
 MAX_LINE = 120
 
 EXIT_CODES: dict[type[Exception], int] = {
@@ -49,8 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _serve(given) if not given or given[0].startswith("-") else _command(given[0])(given[1:])
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of the pipe has exited, such as `| head`; without this the interpreter would write the rest at
-        # exit.
+        # The reader of the pipe, such as `head`, has exited; the interpreter would write the rest at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except tuple(EXIT_CODES) as error:
@@ -60,10 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(name: str) -> Callable[[list[str]], int]:
-    if name == "serve":
-        return _serve
     if name not in COMMANDS:
-        known = ("serve", *COMMANDS)
+        known = tuple(COMMANDS)
         raise ConfigurationError(f"unknown command {name!r}{suggestion(name, known) or f'; expected one of {known}'}")
     return COMMANDS[name]
 
@@ -85,7 +78,7 @@ def _status(arguments: list[str]) -> int:
     parser.add_argument("--watch", action="store_true", help="print it again every second, until Ctrl-C")
     _add_curve(parser)
     found = parser.parse_args(arguments)
-    endpoint = found.endpoint or os.environ.get("STATSD_BN_ENDPOINT") or own_endpoint(os.environ)
+    endpoint = _endpoint(found)
     keys = _keys(endpoint, found.curve)
     written = as_json if found.json else describe
     if found.watch:
@@ -118,7 +111,7 @@ def _view(arguments: list[str]) -> int:
     except ModuleNotFoundError as error:
         raise ConfigurationError(MISSING_EXTRA.format(error.name)) from error
     token = token_for(os.environ.get("STATSD_BN_VIEW_TOKEN", "").strip())
-    endpoint = found.endpoint or os.environ.get("STATSD_BN_ENDPOINT") or own_endpoint(os.environ)
+    endpoint = _endpoint(found)
     keys = _keys(endpoint, found.curve)
     host, port = found.http
     serve(endpoint, partial(fetch_report, endpoint, keys), host, port, token)
@@ -133,6 +126,11 @@ def _add_curve(parser: Parser) -> None:
         help="for a server with --curve: a client's secret key, or the server's own folder, which sees all jobs "
         "(STATSD_BN_CURVE)",
     )
+
+
+def _endpoint(found: Any) -> str:
+    endpoint: str = found.endpoint or os.environ.get("STATSD_BN_ENDPOINT") or own_endpoint(os.environ)
+    return endpoint
 
 
 def _keys(endpoint: str, curve: str | None) -> ClientKeys | None:
@@ -183,8 +181,7 @@ def _check(arguments: list[str]) -> int:
     parser = Parser(
         "check",
         description="Exits with 0 if a server answers, with 4 if not, and with 2 if that is no endpoint; for health "
-        "checks and probes. Without a key it sees only that a server that expects one is there, which counts a refused "
-        "connection.",
+        "checks and probes. Without a key it sees only that a server is there, which counts a refused connection.",
     )
     _add_endpoint(parser, "as STATSD_BN_BIND or STATSD_BN_ENDPOINT says, else this user's own server")
     _add_curve(parser)
@@ -195,9 +192,8 @@ def _check(arguments: list[str]) -> int:
     check_server_socket(endpoint)
     keys = load_query_keys(found.curve) if found.curve else None
     may_ask = keys or boolean(os.environ, "STATSD_BN_INSECURE") or not needs_keys(endpoint)
-    if may_ask or not expects_key(endpoint):
-        # A refusal is an answer too.
-        with suppress(AuthenticationRefused):
+    if may_ask or not is_greeted(endpoint):
+        with suppress(AuthenticationRefused):  # an answer too
             ask(endpoint, CHECK_SECONDS, keys)
     return 0
 
@@ -219,16 +215,13 @@ def _report(arguments: list[str]) -> int:
     _add_curve(parser)
     found = parser.parse_args(arguments)
     print(  # noqa: T201 - the command's result
-        bug_report.describe(
-            lambda: found.endpoint or os.environ.get("STATSD_BN_ENDPOINT") or own_endpoint(os.environ),
-            lambda endpoint: _keys(endpoint, found.curve),
-            found.log,
-        )
+        bug_report.describe(partial(_endpoint, found), lambda endpoint: _keys(endpoint, found.curve), found.log)
     )
     return 0
 
 
 COMMANDS = {
+    "serve": _serve,
     "status": _status,
     "check": _check,
     "view": _view,

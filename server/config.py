@@ -225,11 +225,7 @@ def _from_variable(environ: Mapping[str, str], option: "Field[Any]") -> Any:
 
 
 def from_arguments(arguments: Sequence[str], environ: Mapping[str, str]) -> Config:
-    """Configuration from a command line and an environment.
-
-    Raises:
-        ConfigurationError: a value is invalid.
-    """
+    """Configuration from a command line and an environment."""
     found = parser(environ).parse_args(arguments)
     given = {option: getattr(found, option.name) for option in fields(Quota)}
     quota = Quota(

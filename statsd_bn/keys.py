@@ -72,25 +72,16 @@ class ServerKeys:
 
 @dataclass(frozen=True, slots=True)
 class PublicKey:
-    """A client that the server admits.
-
-    Attributes:
-        jobs: `fnmatch` patterns of the jobs that the key is for.
-        tenant: the key's tenant; a tenant's limits apply to all its keys together. Empty: the key is its own tenant.
-    """
+    """A client that the server admits; without a tenant, whose limits its keys share, the key is its own."""
 
     name: str
     key: str
-    jobs: tuple[str, ...] = ("*",)
+    jobs: tuple[str, ...] = ("*",)  # `fnmatch` patterns of the jobs that the key is for
     tenant: str = ""
 
 
 def check_name(name: str) -> str:
-    """Returns a client's name.
-
-    Raises:
-        ConfigurationError: it cannot be a file name.
-    """
+    """Returns a client's name."""
     if not _NAME.fullmatch(name):
         raise ConfigurationError(
             f"client: expected a name of 1 to 64 letters, digits and . _ -, which begins with a letter or digit, "
@@ -100,14 +91,7 @@ def check_name(name: str) -> str:
 
 
 def load_client(path: str | Path) -> ClientKeys:
-    """Returns a client's keys.
-
-    Args:
-        path: the client's file, or the folder that `python -m server keygen` made, for the client named "client".
-
-    Raises:
-        ConfigurationError: there is no such file, or it is no key file.
-    """
+    """Returns a client's keys from its file, or those of the client named "client" from the folder of `keygen`."""
     path = Path(path)
     if path.is_dir():
         path = path / SECRET_FOLDER / secret_name(DEFAULT_CLIENT)
@@ -116,32 +100,20 @@ def load_client(path: str | Path) -> ClientKeys:
 
 
 def load_server(folder: str | Path) -> KeyPair:
-    """Returns the server's keys from the folder that `python -m server keygen` made.
-
-    Raises:
-        ConfigurationError: there is no such file, or it is no key file.
-    """
+    """Returns the server's keys from the folder that `python -m server keygen` made."""
     path = Path(folder) / SERVER_SECRET
     return _pair(path, _load(path, secret=True))
 
 
 def parse_server(text: str, source: str) -> ServerKeys:
-    """Returns the keys of a server for one client.
-
-    Raises:
-        ConfigurationError: `text` is no key file.
-    """
+    """Returns the keys of a server for one client."""
     entries = _parse(source, text)
     name = check_name(str(entries.get(CLIENT, "")))
     return ServerKeys(_pair(source, entries), name, _key(source, entries, CLIENT_KEY))
 
 
 def load_public(path: Path) -> PublicKey:
-    """Returns the client of a public key file; its name is the file's.
-
-    Raises:
-        ConfigurationError: the file is no public key file.
-    """
+    """Returns the client of a public key file; its name is the file's."""
     entries = _load(path, secret=False)
     jobs = entries.get(JOBS, ["*"])
     if not (isinstance(jobs, list) and jobs and all(isinstance(pattern, str) and pattern for pattern in jobs)):
@@ -153,23 +125,25 @@ def load_public(path: Path) -> PublicKey:
 
 
 def load_clients(folder: str | Path) -> list[PublicKey]:
-    """Returns the clients of the public key files in a folder.
-
-    Raises:
-        ConfigurationError: a file is no public key file, or the folder cannot be listed.
-    """
-    return [load_public(path) for path in _public_files(folder)]
+    """Returns the clients of the public key files in a folder."""
+    clients, problems = load_valid_clients(folder)
+    if problems:
+        raise problems[0]
+    return clients
 
 
 def load_valid_clients(folder: str | Path) -> tuple[list[PublicKey], list[ConfigurationError]]:
-    """Returns the clients of the valid public key files in a folder, and the errors of the other files.
-
-    Raises:
-        ConfigurationError: the folder cannot be listed, or this process cannot open more files.
-    """
+    """Returns the clients of the valid public key files in a folder, and the errors of the other files."""
     valid: dict[str, PublicKey] = {}
     problems = []
-    for path in _public_files(folder):
+    public_files = Path(folder) / PUBLIC_FOLDER
+    try:
+        paths = sorted(public_files.iterdir())  # a glob treats an unreadable folder as empty
+    except OSError as error:
+        raise ConfigurationError(f"curve: cannot list {public_files}: {error.strerror}") from error
+    for path in paths:
+        if not path.name.endswith(public_name("")):
+            continue
         try:
             client = load_public(path)
         except ConfigurationError as error:
@@ -190,15 +164,6 @@ def is_out_of_descriptors(error: ConfigurationError) -> bool:
     return isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE)
 
 
-def _public_files(folder: str | Path) -> list[Path]:
-    clients = Path(folder) / PUBLIC_FOLDER
-    try:
-        paths = sorted(clients.iterdir())  # a glob treats an unreadable folder as empty
-    except OSError as error:
-        raise ConfigurationError(f"curve: cannot list {clients}: {error.strerror}") from error
-    return [path for path in paths if path.name.endswith(public_name(""))]
-
-
 def public_name(client: str) -> str:
     """Returns the name of a client's public file."""
     return f"{client}.key"
@@ -210,11 +175,7 @@ def secret_name(client: str) -> str:
 
 
 def read_secret(path: str | Path, name: str = "curve") -> str:
-    """Returns the text of a file that holds a secret; warns if others can read it.
-
-    Raises:
-        ConfigurationError: it cannot be read, or is no regular file.
-    """
+    """Returns the text of a file that holds a secret; warns if others can read it."""
     text, mode = _read(Path(path), name)
     if mode & 0o077:
         logger.warning("other users can read the secret key in %s; chmod 600", path)
@@ -226,7 +187,7 @@ def _load(path: Path, *, secret: bool) -> Mapping[str, Any]:
 
 
 def _read(path: Path, name: str) -> tuple[str, int]:
-    """Returns a file's text and its mode; does not wait for a pipe or a device, nor read a huge file."""
+    """Returns a file's text and mode; does not wait for a pipe or a device, nor read a huge file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
         try:

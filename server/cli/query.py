@@ -27,24 +27,13 @@ CONNECT_MILLISECONDS = 1000
 # ZeroMQ's thread sends a greeting within milliseconds, however busy the server is.
 GREETING_SECONDS = 1.0
 
-# ZMTP (RFC 23): signature and version of a greeting, its length, and the position of the mechanism.
-_GREETING = b"\xff" + bytes(8) + b"\x7f\3\0"
-_GREETING_BYTES = 64
-_MECHANISM = slice(12, 32)
-
 Query = Callable[[Message], bytes]
 """Sends a request and returns the next frame."""
 
 
 @contextmanager
 def query_connection(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | None = None) -> Iterator[Query]:
-    """Connect to the server at `endpoint`; yields a function that sends requests.
-
-    Raises:
-        AuthenticationRefused: server and client do not accept each other's keys.
-        ConfigurationError: the endpoint is invalid, or its socket may belong to another user.
-        ServerUnreachable: no answer within `seconds`, or no permission to connect.
-    """
+    """Connect to the server at `endpoint`; yields a function that sends requests."""
     check_server_socket(endpoint)
     handshakes = HandshakeMonitor(endpoint, has_key=keys is not None)
     with zmq.Context() as context, ExitStack() as opened:
@@ -71,22 +60,15 @@ def query_connection(endpoint: str, seconds: float = ANSWER_SECONDS, keys: Clien
         yield ask
 
 
-def expects_key(endpoint: str) -> bool:
-    """Whether the server at a TCP endpoint announces CURVE; the server counts at most one refused connection.
-
-    ZeroMQ itself would connect several times before it reports a failure.
-    """
+def is_greeted(endpoint: str) -> bool:
+    """Whether a ZeroMQ server listens at a TCP endpoint; it counts one refused connection."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    expiry = time.monotonic() + GREETING_SECONDS
-    got = b""
     with (
         suppress(OSError, ValueError),  # such as port *
         socket.create_connection((host.strip("[]"), int(port)), GREETING_SECONDS) as plain,
     ):
-        plain.sendall(_GREETING)
-        while len(got) < _GREETING_BYTES and time.monotonic() < expiry and (part := plain.recv(_GREETING_BYTES)):
-            got += part
-    return got[:1] == _GREETING[:1] and got[_MECHANISM].rstrip(b"\0") == b"CURVE"
+        return plain.recv(1) == b"\xff"
+    return False
 
 
 @contextmanager

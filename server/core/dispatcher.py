@@ -24,7 +24,6 @@ from server.security.access import ANONYMOUS, REVOKED, Access, Principal
 from server.security.quota import Quota, QuotaUsage
 from statsd_bn.errors import (
     AuthenticationRefused,
-    LimitExceeded,
     MasterStopped,
     ProtocolError,
     RegistrationRefused,
@@ -87,7 +86,6 @@ class Dispatcher:
         self.probe = encode(Registered(NO_SERVER, server, 0, 0, 0, NO_MEMBERS))
         self._usage = QuotaUsage(quota)
         silence = self._usage.quota.silence_seconds
-        self._max_frame_bytes = self._usage.quota.max_frame_bytes
         self._registry = Registry(started, silence)
         self._registration = Registration(server, self._registry, self._usage)
         self._hang_probe = HangProbe(self._registry, silence)
@@ -101,8 +99,6 @@ class Dispatcher:
         """Handle one frame; never raises."""
         self.received += 1
         try:
-            if len(frame) > self._max_frame_bytes:
-                self._usage.check_frame(frame)
             return self._handle(now, peer, decode_request(frame), principal)
         except StatsdBNError as error:
             return self._refuse(peer, error)
@@ -259,11 +255,6 @@ class Dispatcher:
         if record is None:
             return self._refuse_unregistered([(peer, failure_frame(self._error_for(session), key))])
         self._registry.liveness.record_message(now, session, peer)
-        if self._usage.narrows_contributions:
-            try:
-                self._usage.check_contribution(key, contribution.rows.values.shape)
-            except LimitExceeded as error:
-                return Received([(peer, failure_frame(error, key))], session)
         return Received(record.master.contribute(now, record.contributor, contribution, peer), session)
 
     def _record(self, now: float, report: RoundReport, record: SessionRecord | None, peer: bytes) -> Received:

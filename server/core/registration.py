@@ -26,7 +26,7 @@ class Registration:
     def register(self, now: float, register: Register, peer: bytes, principal: Principal) -> list[Reply]:
         """Register a session, or raise the reason of its refusal; returns the replies to its group."""
         name = (register.job, register.group)
-        self._usage.check_registration(register)
+        self._usage.check_members(register)
         if error := self._registry.tombstones.error_for(register.session, register.epoch):
             raise error
         self._check_session(register)
@@ -71,8 +71,7 @@ class Registration:
         if principal is not ANONYMOUS:
             tenant = principal.tenant_of(name[0])
             usage.check_tenant_groups(tenant, sum(master.tenant == tenant for master in masters.values()), len(masters))
-        jobs = {job for job, _ in masters}
-        usage.check_groups(len(masters), len(jobs), is_job_new=name[0] not in jobs)
+        usage.check_groups(len(masters))
 
     def _add(self, now: float, record: SessionRecord, register: Register, *, was_open: bool) -> None:
         name, master, contributor = (register.job, register.group), record.master, record.contributor

@@ -16,6 +16,7 @@ from server.group.open_rounds import OpenRounds, ParkedContributions, pending_fr
 from server.group.results import Archive, RecoveredResults, reduce_round
 from server.group.rounds import Reply, Round, conflict_error, failure_frame, unknown_session
 from server.security.quota import EXPECTED_BYTES, GROUP_BYTES, MEMBER_BYTES, RUN_BYTES, MemoryShare, QuotaUsage
+from statsd_bn import limits
 from statsd_bn.errors import (
     ContributionConflict,
     LimitExceeded,
@@ -292,7 +293,7 @@ class SyncMaster:
         key = contribution.key
         if contributor.results_pending:
             return [(peer, failure_frame(unknown_session(contributor.session), key))]
-        if self._parked.would_exceed(self._usage.quota.max_open_rounds, contributor, key):
+        if self._parked.would_exceed(limits.MAX_OPEN_ROUNDS, contributor, key):
             return [(peer, failure_frame(self.open_rounds.too_many(key), key))]
         try:
             self._parked.add(contributor, contribution, peer)

@@ -154,7 +154,7 @@ class OpenRounds:
 
     def too_many(self, key: RoundKey) -> LimitExceeded:
         """Error of a group with too many open rounds."""
-        most = self._usage.quota.max_open_rounds
+        most = limits.MAX_OPEN_ROUNDS
         return self._usage.exceeded(
             f"group {key.group!r} of job {key.job!r} has {most} open rounds already", most, "open rounds"
         )
@@ -170,7 +170,7 @@ class OpenRounds:
             raise unknown_session(contributor.session)
         if self._archive.has_ended(key):
             raise round_failed(key, "it ended long ago, and its result is no longer cached")
-        if len(self._open) >= self._usage.quota.max_open_rounds:
+        if len(self._open) >= limits.MAX_OPEN_ROUNDS:
             raise self.too_many(key)
         members = membership.participants(key.step)
         if contributor.member not in members:

@@ -1,8 +1,5 @@
 """Connections: tracks each connection from its monitor event to its end, and closes bad ones.
 
-The module probes members after a disconnect, detects resets, and closes connections that are idle, flood the server, or
-use a revoked key.
-
 ZeroMQ has no call to close a single connection, and reports neither its peer nor its idle time. But it reports the file
 descriptor, at accept and with each message. The server closes a connection through its descriptor; to ZeroMQ the peer
 then seems to have closed it. A client that is disconnected by mistake reconnects.
@@ -27,42 +24,46 @@ from server.network.listener import Listener
 from server.network.reset_filter import ResetDetector, close_connection, drop_resets
 from server.network.sender import Sender
 from server.security.access import Principal
-from server.security.quota import Quota
+from statsd_bn import limits
 from statsd_bn.errors import LimitExceeded, StatsdBNError
 from statsd_bn.text import log_line
+
+logger = logging.getLogger("statsd_bn.server")
 
 # How long a connection without a member may be silent.
 IDLE_SECONDS = 60.0
 
+# Messages refused on one connection between two ticks, before it is closed: after a restart a member in every group
+# there may be needs as many.
+MAX_REFUSALS = limits.MAX_GROUPS
+
+# Delay of the probes after a disconnect: ZeroMQ reports it a moment before it forgets the peer, and one pass covers all
+# connections of an ending job.
+PROBE_SECONDS = 0.05
+
+# How long messages of a closing connection are ignored: ZeroMQ still delivers those it has buffered.
+IGNORED_SECONDS = 10.0
+
+# Delay between the error for a peer and the end of its connection: ZeroMQ's thread sends the frame.
+CLOSE_DELAY_SECONDS = 0.05
+
 
 @dataclass(slots=True)
 class Connection:
-    """One connection.
+    """One connection; peer and session are its member's while a member uses it."""
 
-    Attributes:
-        socket: inode of the socket, because descriptors are reused.
-        last_heard: time of the accept, of the last valid message, or of its member's end.
-        peer: its routing id while a member uses it, which may be silent; else b"".
-        session: session of that member.
-        key: public key of the client, known after its first message.
-    """
-
-    socket: int
-    last_heard: float
+    socket: int  # inode of the socket, because descriptors are reused
+    last_heard: float  # time of the accept, of the last valid message, or of its member's end
     peer: bytes = b""
     session: bytes = b""
-    key: str = ""
+    key: str = ""  # public key of the client, known after its first message
 
 
 class ConnectionTable:
-    """Connections by file descriptor.
-
-    Attributes:
-        members: keys and rights of members, by routing id.
-    """
+    """Connections by file descriptor."""
 
     def __init__(self, limit: float = math.inf) -> None:
-        self.members: dict[bytes, Principal] = {}
+        self.members: dict[bytes, Principal] = {}  # keys and rights of members, by routing id
         self._limit = limit
         self._connections: dict[int, Connection] = {}
 
@@ -129,22 +130,12 @@ class ConnectionTable:
                 close_connection(descriptor)
 
 
-# Delay of the probes after a disconnect: ZeroMQ reports it a moment before it forgets the peer, and one pass covers all
-# connections of an ending job.
-PROBE_SECONDS = 0.05
-
-
 class ProbeScheduler:
-    """Schedules probes of all members after disconnects.
-
-    Attributes:
-        disconnected: time of the last disconnect; members heard since need no probe.
-        due: time of the next pass; infinity without one.
-    """
+    """Schedules probes of all members after disconnects."""
 
     def __init__(self) -> None:
-        self.disconnected = -math.inf
-        self.due = math.inf
+        self.disconnected = -math.inf  # time of the last disconnect; members heard since need no probe
+        self.due = math.inf  # time of the next pass; infinity without one
 
     def record_disconnect(self, now: float) -> None:
         """Record a disconnect; call it after all earlier frames have been received."""
@@ -161,43 +152,26 @@ class ProbeScheduler:
         return True
 
 
-# How long messages of a closing connection are ignored: ZeroMQ still delivers those it has buffered.
-IGNORED_SECONDS = 10.0
-
-# Delay between the error for a peer and the end of its connection: ZeroMQ's thread sends the frame.
-CLOSE_DELAY_SECONDS = 0.05
-
-logger = logging.getLogger("statsd_bn.server")
-
-
 class ConnectionManager:
-    """The connections of a listener.
+    """The connections of a listener."""
 
-    Attributes:
-        members: keys and rights of members, by routing id.
-        ignored: routing ids of closing connections, each with the time until which to ignore it.
-    """
-
-    def __init__(self, quota: Quota, listener: Listener, dispatcher: Dispatcher, sender: Sender) -> None:
+    def __init__(self, listener: Listener, dispatcher: Dispatcher, sender: Sender) -> None:
         self._listener = listener
         self._dispatcher = dispatcher
         self._sender = sender
         self._flow_control = sender.flow_control
         self._table = ConnectionTable(_max_connections())
-        self._max_refusals = quota.max_refusals
-        # Refused messages since the last tick, by routing id.
-        self._refusals: Counter[bytes] = Counter()
+        self._refusals: Counter[bytes] = Counter()  # since the last tick, by routing id
         self._resets = ResetDetector()
         self._probe_scheduler = ProbeScheduler()
         self._has_disconnected = False
-        # Connections to close, each with its time.
-        self._closing: dict[int, float] = {}
+        self._closing: dict[int, float] = {}  # connections to close, each with its time
+        self._ignored: dict[bytes, float] = {}  # peers of closing connections, and until when to ignore them
         self.members = self._table.members
-        self.ignored: dict[bytes, float] = {}
 
     def accepts(self, peer: bytes, part: zmq.Frame) -> bool:
         """Whether to process a frame from a peer that is not a member; adds a new peer."""
-        if peer in self.ignored:
+        if peer in self._ignored:
             return False
         if peer not in self._flow_control.peers:
             # Read the monitor first: an earlier connection with this descriptor may have been closed.
@@ -209,11 +183,10 @@ class ConnectionManager:
         """Record the outcome of a frame; closes the connection of a peer with too many refusals."""
         if received.is_refused:  # does not reset the idle timeout
             self._refusals[peer] += 1
-            if self._refusals[peer] > (most := self._max_refusals):
+            if self._refusals[peer] > MAX_REFUSALS:
                 self._dispatcher.counters.flooding_connections += 1
-                what = "refused messages"
-                text = f"more than {most} {what}; closing the connection"
-                self.close(peer, LimitExceeded(text, limit=most, what=what))
+                text = f"more than {MAX_REFUSALS} refused messages; closing the connection"
+                self.close(peer, LimitExceeded(text, limit=MAX_REFUSALS, what="refused messages"))
         elif peer not in self.members:
             descriptor = self._flow_control.descriptor(peer)
             self._table.record(time.monotonic(), descriptor, principal, peer, received.session)
@@ -221,7 +194,7 @@ class ConnectionManager:
     def close(self, peer: bytes, error: StatsdBNError) -> None:
         """Send an error to a peer and close its connection a moment later; ignore its further messages."""
         logger.warning("peer %r: %s", peer, log_line(error))
-        self.ignored[peer] = time.monotonic() + IGNORED_SECONDS
+        self._ignored[peer] = time.monotonic() + IGNORED_SECONDS
         self.members.pop(peer, None)
         # A frame may be read after its connection was closed and the descriptor reused.
         if self._sender.deliver(peer, failure_frame(error)) != zmq.EHOSTUNREACH:
@@ -278,11 +251,11 @@ class ConnectionManager:
         overdue = self._table.idle(now)
         self._dispatcher.counters.idle_connections += len(overdue)
         self._close_all(overdue)
-        self._suspect_resets(now)
-        self._closing.update(dict.fromkeys(self._flow_control.stalled(), 0.0))
+        members = self._table.member_peers()
+        self._sender.probe((members[one], self._dispatcher.probe) for one in self._resets.find_suspects(now, members))
         self._refusals.clear()
-        for peer in [peer for peer, until in self.ignored.items() if until <= now]:
-            del self.ignored[peer]
+        for peer in [peer for peer, until in self._ignored.items() if until <= now]:
+            del self._ignored[peer]
 
     def _handle_event(self, event: int, value: int) -> None:
         if event == zmq.EVENT_LISTENING:
@@ -290,24 +263,19 @@ class ConnectionManager:
         elif event == zmq.EVENT_ACCEPTED:
             # It may have been accepted before the listening socket got the filter.
             drop_resets(value)
-            self._closing.pop(value, None)  # another connection had this descriptor
+            self._forget(value)  # another connection had this descriptor
             self._table.add(time.monotonic(), value)
-            self._flow_control.remove(value)
-            self._resets.remove(value)
         elif event == zmq.EVENT_DISCONNECTED:
-            self._closing.pop(value, None)
-            self._flow_control.remove(value)
-            self._resets.remove(value)
-            self._table.remove(value)
+            self._forget(value)
             self._has_disconnected = True
         else:
             self._dispatcher.counters.refused_connections += 1
 
-    def _suspect_resets(self, now: float) -> None:
-        """Probe the connections of members that may have been reset."""
-        connections = self._table.member_peers()
-        for descriptor in self._resets.find_suspects(now, connections):
-            self._sender.probe([(connections[descriptor], self._dispatcher.probe)])
+    def _forget(self, descriptor: int) -> None:
+        self._closing.pop(descriptor, None)
+        self._flow_control.remove(descriptor)
+        self._resets.remove(descriptor)
+        self._table.remove(descriptor)
 
     def _close_all(self, descriptors: Iterable[int]) -> None:
         for descriptor in descriptors:
@@ -315,14 +283,13 @@ class ConnectionManager:
 
 
 def _descriptor(frame: zmq.Frame) -> int:
-    """File descriptor of a frame's connection; -1 if ZeroMQ does not know it."""
     try:
         return int(frame.get(zmq.SRCFD))
     except (zmq.ZMQError, ValueError):
-        return -1
+        return -1  # unknown to ZeroMQ
 
 
 def _max_connections() -> float:
-    """Half of the limit of open files: libzmq aborts a process without a free descriptor for a Unix socket."""
+    # Half of the open files: libzmq aborts a process without a free descriptor for a Unix socket.
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return math.inf if limit == resource.RLIM_INFINITY else limit // 2

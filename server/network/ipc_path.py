@@ -4,13 +4,11 @@ ZeroMQ removes any file at the path before it binds. So the socket is bound here
 the system refuses a path in use. Only an abandoned socket is removed.
 """
 
-import errno
 import fcntl
 import logging
 import os
 import socket
 import stat
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,14 +21,6 @@ logger = logging.getLogger("statsd_bn.server")
 
 # Mode 0600.
 PRIVATE_UMASK = 0o177
-
-# A server that starts in the same folder needs a millisecond.
-LOCK_SECONDS = 5.0
-LOCK_PAUSE_SECONDS = 0.01
-
-# Errors of file systems without locks. Servers that start there in the same millisecond may replace each other's
-# socket.
-NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 # Makes ZeroMQ create the socket itself.
 NO_DESCRIPTOR = -1
@@ -75,10 +65,6 @@ def listen(endpoint: str) -> Iterator[int]:
     """Listen at an ipc path; yields the descriptor of the socket, or `NO_DESCRIPTOR` for any other endpoint.
 
     A caller that leaves the block without an exception owns the descriptor.
-
-    Raises:
-        BindError: the path is in use or cannot be bound.
-        ConfigurationError: another user can write to its folder.
     """
     path = ipc_path(endpoint)
     if path is None:
@@ -89,7 +75,7 @@ def listen(endpoint: str) -> Iterator[int]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound:
         try:
             _check(path.parent)
-            with _folder_lock(path.parent, endpoint):
+            with _folder_lock(path.parent):
                 _remove_abandoned(path, endpoint)
                 _bind(bound, path)
         except OSError as error:
@@ -107,9 +93,7 @@ def _check(folder: Path) -> None:
     check_folder(folder)
     if folder.stat().st_mode & stat.S_IWGRP:
         logger.warning(
-            "the group of %s can write to it and could replace the server's socket; chmod g-w %s",
-            folder,
-            folder,
+            "the group of %s can write to it and could replace the server's socket; chmod g-w %s", folder, folder
         )
 
 
@@ -131,30 +115,15 @@ def _bind(bound: socket.socket, path: Path) -> None:
 
 
 @contextmanager
-def _folder_lock(folder: Path, endpoint: str) -> Iterator[None]:
+def _folder_lock(folder: Path) -> Iterator[None]:
     """Lock a folder against other servers: between `bind` and `listen` a socket looks abandoned."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        expiry = time.monotonic() + LOCK_SECONDS
-        while not _lock(descriptor):
-            if time.monotonic() >= expiry:
-                text = f"cannot listen on {endpoint}: another process has locked {folder} for {LOCK_SECONDS:g} s"
-                raise BindError(text, endpoint=endpoint)
-            time.sleep(LOCK_PAUSE_SECONDS)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
-
-
-def _lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-    return True
 
 
 def _remove_abandoned(path: Path, endpoint: str) -> None:

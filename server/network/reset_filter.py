@@ -1,29 +1,22 @@
 """Reset filter: keeps broken TCP connections from ending the server inside libzmq.
 
-libzmq reads a connection until the queue of received messages is full. The rest of the data stays in the buffer of the
-decoder, and reading stops. If the connection breaks then, libzmq records an I/O error and keeps the buffer, so that no
-received message is lost. Decoding resumes once the server has read messages from the queue. The decoder answers a ZMTP
-heartbeat (PING) at once, by a write to the connection, and the write asserts that no I/O error was noted (`zmq_assert
-(!_io_error)` in stream_engine_base.cpp). The assertion aborts the process.
-
-So one PING crashes the server for all jobs if it is buffered behind a full queue when its connection breaks. Ordinary
-ranks set no ZeroMQ heartbeats and never send a PING, so killing them is harmless. But a peer with a key may send PINGs,
-through a heartbeat option or on purpose.
+libzmq stops reading a connection while its queue of received messages is full. If the connection breaks then, libzmq
+records an I/O error, but keeps the data in the decoder's buffer, and decodes it once the queue has been read. The
+decoder answers a ZMTP heartbeat (PING) at once, and that write asserts that there was no I/O error
+(`zmq_assert (!_io_error)` in stream_engine_base.cpp). So one PING, buffered behind a full queue when its connection
+breaks, ends the process for all jobs. Ordinary ranks never send a PING, but any peer with a key may.
 
 A connection breaks when the peer resets it, or when both directions are shut down. The end of one direction is read
 after the buffer and is harmless. So on Linux the server
 
 - attaches a socket filter to each TCP connection that drops segments with the reset flag (`drop_resets`);
 - closes a connection by shutting down only its own read direction (`close_connection`);
-- detects reset connections itself, because libzmq no longer sees the reset (`ResetDetector`).
+- detects reset connections itself (`ResetDetector`): a killed process with unread data resets its connections, and
+  otherwise only its silence would show.
 
-Detection matters: a killed process with unread data resets its connections, and otherwise the server would notice only
-the silence. The system counts the segments that the filter drops. But a rising count proves nothing: an attacker who
-knows both addresses and guesses a port can forge a reset. TCP would detect it by its sequence number (RFC 5961), the
-filter cannot. Other segments are dropped too. So the server sends a frame. The system of a living peer acknowledges it,
-even if the process is frozen; a closed connection answers with another reset.
-
-Unix sockets have no filter. Their peers are processes of the same user.
+The system counts dropped segments, but a rising count proves nothing, because a reset can be forged. So the server
+sends a frame. The system of a living peer acknowledges it, even if the process is frozen; a closed connection answers
+with another reset. Unix sockets have no filter: their peers are processes of the same user.
 """
 
 import ctypes
@@ -52,15 +45,10 @@ _LENGTH, _FLAGS, _RESET = 12, 13, 0x04
 # Instructions of the classic Berkeley Packet Filter, which the kernel runs on each segment, as (code, jump if true,
 # jump if false, operand).
 _DROP, _ACCEPT = (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF)
-_NO_RESETS = (
-    (0x30, 0, 0, _FLAGS),  # load the byte
-    (0x45, 0, 1, _RESET),  # drop if the flag is set
-    _DROP,
-    _ACCEPT,
-)
+_NO_RESETS = ((0x30, 0, 0, _FLAGS), (0x45, 0, 1, _RESET), _DROP, _ACCEPT)
 _HEADERS_ONLY = (
-    (0x30, 0, 0, _FLAGS),
-    (0x45, 6, 0, _RESET),
+    (0x30, 0, 0, _FLAGS),  # load the byte
+    (0x45, 6, 0, _RESET),  # drop if the flag is set
     (0x30, 0, 0, _LENGTH),
     (0x74, 0, 0, 2),  # the upper half counts words of 4 bytes
     (0x54, 0, 0, 0x3C),
@@ -79,10 +67,7 @@ _CLOCK_STEP_SECONDS = 0.02
 
 
 def drop_resets(descriptor: int) -> bool:
-    """Drop resets of a TCP connection, or of all that a listening socket accepts; returns whether the filter is active.
-
-    A peer that has reset its connection then looks like a vanished host; `ResetDetector` distinguishes the two.
-    """
+    """Drop resets of a TCP connection, or of all that a listening socket accepts; returns whether it is filtered."""
     try:
         with _borrow(descriptor) as found:
             return _is_tcp(found) and _attach(found, _NO_RESETS)
@@ -116,16 +101,10 @@ def dropped_segments(descriptor: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TcpState:
-    """State of a TCP connection; times in seconds.
+    """State of a TCP connection; times in seconds."""
 
-    Attributes:
-        has_unacknowledged: whether sent data awaits an acknowledgement.
-        idle: time since the last data or acknowledgement.
-        round_trip: smoothed round-trip time.
-    """
-
-    has_unacknowledged: bool
-    idle: float
+    has_unacknowledged: bool  # sent data
+    idle: float  # time since the last data or acknowledgement
     round_trip: float
 
 
@@ -170,30 +149,18 @@ def _attach(found: socket.socket, program: tuple[tuple[int, int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class _Suspect:
-    """A connection that may have been reset.
-
-    Attributes:
-        since: time of the suspicion and of the probe.
-        dropped: number of dropped segments at that time.
-    """
-
-    since: float
-    dropped: int
+    since: float  # time of the probe
+    dropped: int  # segments until then
 
 
 class ResetDetector:
-    """Detects reset connections by file descriptor.
-
-    Args:
-        dropped: returns the number of dropped segments of a connection.
-        answers: returns the state of a connection.
-    """
+    """Detects reset connections by file descriptor."""
 
     def __init__(
-        self, dropped: Callable[[int], int] = dropped_segments, answers: Callable[[int], TcpState | None] = tcp_state
+        self, dropped: Callable[[int], int] = dropped_segments, state: Callable[[int], TcpState | None] = tcp_state
     ) -> None:
         self._dropped = dropped
-        self._tcp_state = answers
+        self._tcp_state = state
         self._known: dict[int, int] = {}
         self._suspects: dict[int, _Suspect] = {}
 
@@ -215,18 +182,18 @@ class ResetDetector:
     def confirm_resets(self, now: float) -> list[int]:
         """Suspects that answered the probe with resets only."""
         found = []
-        for descriptor, suspicion in list(self._suspects.items()):
-            answers = self._tcp_state(descriptor)
-            if answers is None or answers.idle < now - suspicion.since + _CLOCK_STEP_SECONDS:
+        for descriptor, suspect in list(self._suspects.items()):
+            state, waited = self._tcp_state(descriptor), now - suspect.since
+            if state is None or state.idle < waited + _CLOCK_STEP_SECONDS:
                 # Only further drops raise a new suspicion.
-                self._known[descriptor] = suspicion.dropped
+                self._known[descriptor] = suspect.dropped
                 del self._suspects[descriptor]
-            elif self._is_reset(now, descriptor, suspicion, answers):
+            # A peer that has stopped reading gets no further data, so no answer is due.
+            elif (
+                state.has_unacknowledged
+                and waited >= ANSWER_SECONDS + state.round_trip
+                and self._dropped(descriptor) > suspect.dropped
+            ):
                 self.remove(descriptor)
                 found.append(descriptor)
         return found
-
-    def _is_reset(self, now: float, descriptor: int, suspicion: _Suspect, answers: TcpState) -> bool:
-        # A peer that has stopped reading gets no further data, so no answer is due.
-        is_late = answers.has_unacknowledged and now - suspicion.since >= ANSWER_SECONDS + answers.round_trip
-        return is_late and self._dropped(descriptor) > suspicion.dropped

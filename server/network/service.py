@@ -12,9 +12,9 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Self
 
 import zmq
@@ -29,44 +29,9 @@ from server.security.access import ANONYMOUS, Access, Principal
 from statsd_bn import limits
 from statsd_bn.endpoints import needs_keys
 from statsd_bn.errors import BindError, ConfigurationError
-from statsd_bn.keys import PublicKey, is_out_of_descriptors
+from statsd_bn.keys import is_out_of_descriptors
 from statsd_bn.reduction import ignore_float_errors
 from statsd_bn.text import log_line
-
-# How long members may stay after the parent process has ended: they learn of the loss within milliseconds, raise, and
-# leave.
-ORPHAN_SECONDS = 5.0
-
-# How long members may take to reconnect to the successor of a killed server. Living ones reconnect in a moment; one
-# that left in between never does. `silence_seconds` applies if it is longer.
-REJOIN_SECONDS = 10.0
-
-
-class Parent:
-    """The process that started this server.
-
-    Args:
-        number: its process id.
-        getppid: returns the id of this process's current parent, which changes when the parent ends.
-        expected_until: deadline for the first member, on the clock of `should_exit`.
-    """
-
-    def __init__(
-        self, number: int, getppid: Callable[[], int] = os.getppid, *, expected_until: float = math.inf
-    ) -> None:
-        self._pid = number
-        self._getppid = getppid
-        self._expected_until = expected_until
-        self._ended = math.inf
-
-    def should_exit(self, now: float, *, has_members: bool, has_had_members: bool) -> bool:
-        """Whether no process needs this server any longer."""
-        if (has_had_members or now >= self._expected_until) and not has_members:
-            return True
-        if self._ended == math.inf and self._getppid() != self._pid:
-            self._ended = now
-        return now >= (self._ended + ORPHAN_SECONDS if has_members else self._ended)
-
 
 logger = logging.getLogger("statsd_bn.server")
 
@@ -78,6 +43,32 @@ _NO_WAIT = int(zmq.NOBLOCK)
 
 # Frames received in one pass, so that a flood cannot delay deadlines and signals.
 MAX_DRAINED = 1024
+
+# How long members may stay after the parent process has ended: they learn of the loss within milliseconds, raise, and
+# leave.
+ORPHAN_SECONDS = 5.0
+
+# How long members may take to reconnect to the successor of a killed server. Living ones reconnect in a moment; one
+# that left in between never does. `silence_seconds` applies if it is longer.
+REJOIN_SECONDS = 10.0
+
+
+class Parent:
+    """The process that started this server; `expected_until` is the deadline for the first member."""
+
+    def __init__(self, pid: int, getppid: Callable[[], int] = os.getppid, *, expected_until: float = math.inf) -> None:
+        self._pid = pid
+        self._getppid = getppid
+        self._expected_until = expected_until
+        self._ended = math.inf
+
+    def should_exit(self, now: float, *, has_members: bool, has_had_members: bool) -> bool:
+        """Whether no process needs this server any longer."""
+        if (has_had_members or now >= self._expected_until) and not has_members:
+            return True
+        if self._ended == math.inf and self._getppid() != self._pid:
+            self._ended = now
+        return now >= (self._ended + ORPHAN_SECONDS if has_members else self._ended)
 
 
 class Service:
@@ -100,12 +91,15 @@ class Service:
             pair, clients = keygen.load_server_keys(config.curve)
             self._operator = keygen.operator_pair(pair).public
             self._access = Access(clients, self._operator)
-        self._listener = Listener(config.quota, pair, self._is_allowed)
+        self._listener = Listener(pair, self._is_allowed)
         self._socket = self._listener.socket
         self._next_tick = 0.0
         self._stopping = False
         self._reload_requested = False
-        self._parent = _make_parent(config)
+        self._parent = None
+        if config.parent is not None:
+            timeout = max(REJOIN_SECONDS, config.quota.silence_seconds) if config.again else math.inf
+            self._parent = Parent(config.parent, expected_until=time.monotonic() + timeout)
         try:
             self.endpoints = tuple(self._listener.bind(endpoint) for endpoint in config.bind)
         except (BindError, ConfigurationError):
@@ -113,7 +107,7 @@ class Service:
             raise
         self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic(), config.quota)
         self._sender = Sender(self._socket, self._dispatcher)
-        self._connections = ConnectionManager(config.quota, self._listener, self._dispatcher, self._sender)
+        self._connections = ConnectionManager(self._listener, self._dispatcher, self._sender)
         self._members = self._connections.members
         # Attach the reset filter before the first connection is accepted.
         self._connections.read_monitor()
@@ -154,8 +148,8 @@ class Service:
     def run(self) -> None:
         """Serve until `stop`, or until the parent ends; then process the received frames and return.
 
-        Members that still wait then wait for the next server at these endpoints, as if this one had been killed. A
-        server with a parent has no successor and sends each member an error.
+        Waiting members then wait for the next server at these endpoints, as if this one had been killed. A server with
+        a parent has no successor and sends each member an error.
         """
         next_look = time.monotonic() + POLL_SECONDS
         while not self._stopping:
@@ -171,7 +165,6 @@ class Service:
                 next_look = time.monotonic() + POLL_SECONDS
         self._drain()
         if self._parent:
-            # There will be no successor.
             self._sender.send(self._dispatcher.shutdown_notices())
             self._sender.send(self._dispatcher.stop())
 
@@ -216,7 +209,9 @@ class Service:
             self._sender.send(self._dispatcher.tick(now))
             self._connections.tick(time.monotonic())
             self._next_tick = time.monotonic() + TICK_SECONDS
-        if self._parent and self._should_exit(self._parent):
+        if (parent := self._parent) and parent.should_exit(
+            now, has_members=self._dispatcher.has_members, has_had_members=self._dispatcher.has_had_members
+        ):
             self.stop()
 
     def _drain(self) -> None:
@@ -224,18 +219,13 @@ class Service:
             for _ in range(MAX_DRAINED):
                 self._receive(self._socket.recv(_NO_WAIT))
 
-    def _should_exit(self, parent: Parent) -> bool:
-        has_members, has_had_members = self._dispatcher.has_members, self._dispatcher.has_had_members
-        return parent.should_exit(time.monotonic(), has_members=has_members, has_had_members=has_had_members)
-
     def _is_allowed(self, key: str) -> bool:
         return not key if self._access is None else self._access.principal(key) is not None
 
     def _reload(self) -> None:
         """Reload the public keys, and remove members and connections with revoked keys.
 
-        An invalid file disables its key only; other revocations take effect. Without a free descriptor it tries again
-        at the next pass.
+        An invalid file disables its key only. Without a free descriptor the next pass tries again.
         """
         if self._curve is None:
             logger.info("SIGHUP: no keys to reload")
@@ -248,23 +238,11 @@ class Service:
             return
         for problem in problems:
             logger.error("key refused: %s", log_line(problem))
-        access = self._set_clients(clients)
+        access = self._access = Access(clients, self._operator)
+        self._members.clear()  # the rights of each member are looked up again at its next frame
         logger.info("now accepting %d keys: %s", len(access.names), ", ".join(sorted(access.names)))
         self._sender.send(self._dispatcher.revoke(time.monotonic(), access))
         self._connections.close_others(access.keys)
-
-    def _set_clients(self, clients: Iterable[PublicKey]) -> Access:
-        """Accept these clients from now on; the rights of each member are looked up again at its next frame."""
-        self._access = Access(clients, self._operator)
-        self._members.clear()
-        return self._access
-
-
-def _make_parent(config: Config) -> Parent | None:
-    if config.parent is None:
-        return None
-    timeout = max(REJOIN_SECONDS, config.quota.silence_seconds) if config.again else math.inf
-    return Parent(config.parent, expected_until=time.monotonic() + timeout)
 
 
 @contextmanager
@@ -276,23 +254,12 @@ def _signal_handlers(service: Service) -> Iterator[None]:
     actions = {signal.SIGTERM: service.stop, signal.SIGINT: service.stop}
     if hasattr(signal, "SIGHUP"):  # Windows has none
         actions[signal.SIGHUP] = service.reload
-    former = {number: signal.signal(number, _handler(action)) for number, action in actions.items()}
+    former = {number: signal.signal(number, lambda *_, do=action: do()) for number, action in actions.items()}
     try:
         yield
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
-
-
-def _handler(action: Callable[[], None]) -> Callable[[int, FrameType | None], None]:
-    return lambda _number, _frame: action()
-
-
-def _raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard one."""
-    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # macOS refuses an unlimited soft limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 
 
 def run_master(config: Config | None = None) -> None:
@@ -307,7 +274,9 @@ def run_master(config: Config | None = None) -> None:
         BindError: an endpoint is in use or does not exist.
         ConfigurationError: the folder of keys is invalid.
     """
-    _raise_file_limit()
+    _, file_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS refuses an unlimited soft limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (file_limit, file_limit))
     with Service(config or Config()) as service, _signal_handlers(service):
         for endpoint in service.endpoints:
             print(f"listening on {endpoint}", flush=True)  # noqa: T201 - a script reads the port from here

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from statsd_bn.errors import AuthenticationRefused, ConfigurationError
+from statsd_bn.errors import AuthenticationRefused
 from statsd_bn.keys import PublicKey
 
 # Cause of a loss after the key was revoked for the job.
@@ -16,20 +16,12 @@ OPERATOR = "(operator)"
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Identity and rights of a client key.
-
-    Attributes:
-        name: display name of the client.
-        key: its public key; empty without CURVE.
-        jobs: patterns of the jobs that it may join and see.
-        tenant: tenant that its memory and requests count for; several keys may share one.
-        read_only: whether it may see jobs but join none.
-    """
+    """Identity and rights of a client key."""
 
     name: str
-    key: str
-    jobs: tuple[str, ...]
-    tenant: str = ""
+    key: str  # empty without CURVE
+    jobs: tuple[str, ...]  # patterns of the jobs that it may join and see
+    tenant: str = ""  # that its memory and requests count for; several keys may share one
     read_only: bool = False
 
     def may_access(self, job: str) -> bool:
@@ -37,37 +29,20 @@ class Principal:
         return any(fnmatchcase(job, pattern) for pattern in self.jobs)
 
     def tenant_of(self, job: str) -> str:
-        """Account that a job counts for, see `server.security.quota`."""
+        """Account that a job's memory counts for."""
         return f"tenant {self.tenant or self.name!r}" if self.key else f"job {job!r}"
 
 
+# The principal of all connections to a server without keys.
 ANONYMOUS = Principal("anybody", "", ("*",))
-"""The principal of all connections to a server without keys."""
 
 
 class Access:
-    """The accepted keys.
-
-    Args:
-        clients: public keys of the clients.
-        operator: public key that may see all jobs and join none; "" for none.
-
-    Attributes:
-        names: names of the clients.
-
-    Raises:
-        ConfigurationError: two clients have the same key.
-    """
+    """The accepted keys: those of the clients, and the operator's, which may see all jobs and join none."""
 
     def __init__(self, clients: Iterable[PublicKey], operator: str = "") -> None:
-        self._principals: dict[str, Principal] = {}
-        for client in clients:
-            if other := self._principals.get(client.key):
-                raise ConfigurationError(
-                    f"curve: expected different keys for all clients, got one for {other.name!r} and {client.name!r}"
-                )
-            self._principals[client.key] = Principal(client.name, client.key, client.jobs, client.tenant)
-        self.names = {tenant.name for tenant in self._principals.values()}
+        self._principals = {one.key: Principal(one.name, one.key, one.jobs, one.tenant) for one in clients}
+        self.names = {client.name for client in self._principals.values()}
         if operator:
             self._principals[operator] = Principal(OPERATOR, operator, ("*",), read_only=True)
 

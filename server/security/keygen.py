@@ -22,99 +22,67 @@ from statsd_bn.keys import ClientKeys, KeyPair, PublicKey
 PRIVATE_FILE = 0o600
 PRIVATE_FOLDER = 0o700
 
-# 256 bits.
-SECRET_BYTES = 32
+SECRET_BYTES = KEY_BYTES = 32
+
+# In place of a folder: the parent process passes the keys, and they are in no file.
+STANDARD_INPUT = "-"
 
 SECRET_NOTE = "# This file proves an identity to the server: keep it private.\n"  # noqa: S105 - a comment in the file
 PUBLIC_NOTE = "# A client's public key, which the server lets in while this file is here; SIGHUP reads it again.\n"
 
 
 def generate(folder: str | Path, clients: Sequence[str] = (), jobs: Sequence[str] = (), tenant: str = "") -> list[Path]:
-    """Generates a key pair for each client, and one for the server if it has none.
-
-    Args:
-        folder: destination, created if missing.
-        clients: names of the clients; default: "client".
-        jobs: patterns of the jobs that these keys may join; default: all jobs.
-        tenant: tenant of these keys, which share its limits; default: one tenant per key.
-
-    Returns:
-        The new files.
-
-    Raises:
-        ConfigurationError: a file exists, a name is invalid, or the folder is not writable or is writable for others.
-    """
+    """Generates a key pair for each client, and one for the server if it has none; returns the new files."""
     check_curve()
     folder = Path(folder)
     names = [keys.check_name(name) for name in dict.fromkeys(clients or (keys.DEFAULT_CLIENT,))]
     note = _toml(tenant=keys.check_name(tenant)) if tenant else ""
     try:
         for place in _folders(folder):
-            check_folder(place)
+            _check_folder(place, "keys", may_be_shared=False)
         return _write(folder, _contents(folder, names, _patterns(jobs) + note))
     except OSError as error:
         raise ConfigurationError(f"keygen: cannot write {error.filename}: {error.strerror}") from error
 
 
 def write_secret(file: str | Path) -> None:
-    """Writes the secret of a job on several nodes, which clients read through STATSD_BN_SECRET_FILE.
-
-    Raises:
-        ConfigurationError: the file exists, or the folder is not writable or is writable for others.
-    """
+    """Writes the secret of a job on several nodes, which clients read through STATSD_BN_SECRET_FILE."""
     path = Path(file)
     if path.exists():
         raise ConfigurationError(f"secret: expected no such file, and found {path}; nothing was written")
     try:
-        _check_for_secret(path.parent)
+        # A shared group, as with a umask of 002, is trusted: the file is new, and its author reads it.
+        _check_folder(path.parent, "secret", may_be_shared=True)
         _write_private(path, f"{secrets.token_hex(SECRET_BYTES)}\n")
     except OSError as error:
         raise ConfigurationError(f"secret: cannot write {path}: {error.strerror}") from error
 
 
-def _check_for_secret(folder: Path) -> None:
-    # A shared group, as with a umask of 002, is trusted: the file is new, and its author reads it.
-    real = folder.resolve(strict=True)
-    for each in (real, *real.parents):
-        _check_folder(each, stat.S_IWOTH, "secret", may_be_shared=True)
+def _check_folder(folder: Path, what: str, *, may_be_shared: bool) -> None:
+    """Raises ConfigurationError if another user could add files to a folder, or replace them.
 
-
-def check_folder(folder: Path) -> None:
-    """Raises ConfigurationError if another user could add or replace files in a folder.
-
-    A missing folder will be created private, so its parents count.
+    A shared folder may be writable for a group, or sticky, such as /tmp. A missing folder will be created private, so
+    only those above it count.
     """
     there = folder.absolute()
     while not os.path.lexists(there):
         there = there.parent
+    may_be_shared |= there != folder.absolute()
     real = there.resolve(strict=True)
-    is_there = there == folder.absolute()
-    _check_folder(real, stat.S_IWOTH | stat.S_IWGRP * is_there, may_be_shared=not is_there)
-    for above in real.parents:
-        # Members of a group that shares a folder trust each other.
-        _check_folder(above, stat.S_IWOTH, may_be_shared=True)
-
-
-def _check_folder(folder: Path, writable: int, what: str = "keys", *, may_be_shared: bool) -> None:
-    """Raises ConfigurationError if another user owns a folder or can write to it.
-
-    Args:
-        folder: the folder.
-        writable: forbidden mode bits.
-        what: kind of the files there, for the error.
-        may_be_shared: whether to accept a sticky folder such as /tmp.
-    """
-    found = folder.stat()
-    if found.st_uid not in {0, os.getuid()}:
-        raise ConfigurationError(
-            f"{what}: expected {folder} to belong to this user (uid {os.getuid()}), got uid {found.st_uid}, who could "
-            "replace the files there; give another folder"
-        )
-    if found.st_mode & writable and not (may_be_shared and found.st_mode & stat.S_ISVTX):
-        raise ConfigurationError(
-            f"{what}: expected only this user to be able to write to {folder}, got mode "
-            f"{stat.S_IMODE(found.st_mode):04o}; chmod go-w {folder}, or give another folder"
-        )
+    for each in (real, *real.parents):
+        found = each.stat()
+        if found.st_uid not in {0, os.getuid()}:
+            raise ConfigurationError(
+                f"{what}: expected {each} to belong to this user (uid {os.getuid()}), got uid {found.st_uid}, who "
+                "could replace the files there; give another folder"
+            )
+        forbidden = stat.S_IWOTH if may_be_shared else stat.S_IWOTH | stat.S_IWGRP
+        if found.st_mode & forbidden and not (may_be_shared and found.st_mode & stat.S_ISVTX):
+            raise ConfigurationError(
+                f"{what}: expected only this user to be able to write to {each}, got mode "
+                f"{stat.S_IMODE(found.st_mode):04o}; chmod go-w {each}, or give another folder"
+            )
+        may_be_shared = True  # members of a group that shares a folder above trust each other
 
 
 def _folders(folder: Path) -> tuple[Path, ...]:
@@ -179,18 +147,8 @@ def _write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
-KEY_BYTES = 32
-
-# In place of a folder: the parent process passes the keys, and they are in no file.
-STANDARD_INPUT = "-"
-
-
 def load_server_keys(curve: str) -> tuple[KeyPair, list[PublicKey]]:
-    """Returns the server's pair and the clients' public keys.
-
-    Raises:
-        ConfigurationError: a file is missing or invalid.
-    """
+    """Returns the server's pair and the clients' public keys."""
     if curve != STANDARD_INPUT:
         return keys.load_server(curve), keys.load_clients(curve)
     found = keys.parse_server(sys.stdin.read(keys.MAX_FILE_BYTES), "standard input")
@@ -206,11 +164,7 @@ def operator_pair(pair: KeyPair) -> KeyPair:
 
 
 def load_query_keys(curve: str) -> ClientKeys:
-    """Returns the keys for status requests: the operator's if `curve` is the server's folder, else a client's.
-
-    Raises:
-        ConfigurationError: the file is missing or has no keys.
-    """
+    """Returns the keys for status requests: the operator's if `curve` is the server's folder, else a client's."""
     if not os.access(Path(curve) / keys.SERVER_SECRET, os.F_OK):
         return keys.load_client(curve)
     pair = keys.load_server(curve)
@@ -218,11 +172,7 @@ def load_query_keys(curve: str) -> ClientKeys:
 
 
 def reload_clients(curve: str) -> tuple[list[PublicKey], list[ConfigurationError]]:
-    """Returns the clients' public keys, and the errors of invalid files.
-
-    Raises:
-        ConfigurationError: the folder cannot be read.
-    """
+    """Returns the clients' public keys, and the errors of invalid files."""
     if curve == STANDARD_INPUT:
         raise ConfigurationError("curve: expected a folder to reload keys from, got standard input")
     return keys.load_valid_clients(curve)

@@ -81,7 +81,7 @@ A flag takes precedence over its variable (in brackets), and the variable over t
 LIMITS = """### Limits
 
 A request beyond a limit gets an error, and the status counts it ([security.md](security.md)). Each limit is a flag,
-such as `--max-jobs 4`, and a variable, such as `STATSD_BN_MAX_JOBS=4`."""
+such as `--max-groups 4`, and a variable, such as `STATSD_BN_MAX_GROUPS=4`."""
 
 CONNECT = """## client.connect
 

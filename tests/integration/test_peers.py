@@ -9,6 +9,7 @@ import pytest
 
 from conftest import running_server
 from server.cli.status import ask
+from server.network import connections
 from server.network import service as network_service
 from statsd_bn.messages import NO_SERVER, Registered, Status, StatusRequest
 from statsd_bn.wire import decode, encode
@@ -64,7 +65,8 @@ def test_a_peer_gets_the_reason_before_its_connection_is_closed(serve, monkeypat
     """The frame leaves by another thread, which needs a moment."""
     monkeypatch.setattr(network_service, "POLL_SECONDS", 0.0)
     most = 16
-    service = serve(max_refusals=most)
+    monkeypatch.setattr(connections, "MAX_REFUSALS", most)
+    service = serve()
     for _ in range(20):
         with RawPeer(service.endpoints[0]) as peer:
             # The limit counts a quarter of a second; the flood may span two.

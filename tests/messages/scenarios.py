@@ -108,9 +108,8 @@ SERVER = {
     "a session that left": refused(*OPEN, Leave(session_of(0), ""), register(0)),
     "a key for other jobs": refused(register(job="a-1"), tenant=BOB),
     "the server's own key": refused(register(), tenant=WATCHER),
-    "too many jobs": refused(register(job="one"), register(job="two"), max_jobs=1),
+    "too many groups": refused(register(job="one"), register(job="two"), max_groups=1),
     "too many ranks": refused(register(0, 3), max_members=2),
-    "too many channels": refused(*OPEN, contribution(0, rows(1.0, channels=9)), max_channels=8),
     "too much memory": refused(*OPEN, contribution(0, rows(1.0, channels=4096)), max_tenant_bytes=20_000),
 }
 

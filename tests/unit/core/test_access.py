@@ -185,11 +185,6 @@ def test_the_keys_of_a_tenant_leave_as_many_groups_as_they_have():
     assert isinstance(begin(99, Principal("another", "its key", ("*",))), messages.Registered)
 
 
-def test_two_clients_with_one_key_are_refused_by_name():
-    with pytest.raises(ConfigurationError, match="different keys for all clients, got one for 'alice' and 'bob'"):
-        Access([PublicKey("alice", "same"), PublicKey("bob", "same")])
-
-
 SERVER = b"server-0"
 TOKENS = [session_of(member) for member in range(3)]
 

@@ -38,7 +38,7 @@ def test_environment_twins():
 
 
 def test_an_empty_variable_is_not_set():
-    names = ("STATSD_BN_LOG_LEVEL", "STATSD_BN_CURVE", "STATSD_BN_MAX_JOBS", "STATSD_BN_BIND")
+    names = ("STATSD_BN_LOG_LEVEL", "STATSD_BN_CURVE", "STATSD_BN_MAX_GROUPS", "STATSD_BN_BIND")
     assert from_arguments([], dict.fromkeys(names, "")) == Config()
 
 
@@ -101,7 +101,7 @@ def test_a_bad_log_level_in_the_environment_is_a_usage_error(monkeypatch, capsys
     ("arguments", "words"),
     [
         (["--isecure"], "unknown option --isecure; did you mean --insecure?"),
-        (["--max-job=4"], "unknown option --max-job; did you mean --max-jobs?"),
+        (["--max-group=4"], "unknown option --max-group; did you mean --max-groups?"),
         (["serve", "--bnd", "x"], "unknown option --bnd; did you mean --bind?"),
         (["--xyzzy"], "unknown option --xyzzy (see"),
         (["status", "--jsn"], "unknown option --jsn; did you mean --json?"),

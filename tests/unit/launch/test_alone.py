@@ -84,7 +84,7 @@ def test_a_process_alone_logs_its_identity_once(caplog):
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("STATSD_BN_ENDPIONT", "STATSD_BN_ENDPOINT"), ("STATSD_BN_JOBS", "STATSD_BN_JOB"), ("STATSD_BN_MAX_JOBS", "")],
+    [("STATSD_BN_ENDPIONT", "STATSD_BN_ENDPOINT"), ("STATSD_BN_JOBS", "STATSD_BN_JOB"), ("STATSD_BN_MAX_GROUPS", "")],
 )
 def test_a_misspelt_variable_is_warned_of_and_one_of_the_server_is_not(monkeypatch, caplog, name, meant):
     monkeypatch.setenv(name, "4")

@@ -27,7 +27,7 @@ from statsd_bn.members import Members
 from statsd_bn.messages import Failure, Heartbeat, Leave, Message, Result, StatusRequest
 from statsd_bn.text import unwrap
 from statsd_bn.wire import decode, encode
-from support.strategies import contribution, key, register, rows, session_of
+from support.strategies import contribution, key, register, session_of
 
 OPTIONS = dataclasses.fields(Quota)
 every_option = pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
@@ -73,10 +73,7 @@ def test_without_options_the_protocols_limits_hold():
     """A default that is not the protocol's must be generous."""
     assert from_arguments([], {}).quota == Quota()
     quota = Quota()
-    assert (quota.max_frame_bytes, quota.max_name_bytes) == (limits.MAX_FRAME_BYTES, limits.MAX_NAME_BYTES)
-    assert (quota.max_channels, quota.max_replicas) == (limits.MAX_CHANNELS, limits.MAX_REPLICAS)
     assert (quota.max_members, quota.max_groups) == (limits.MAX_MEMBERS, limits.MAX_GROUPS)
-    assert quota.max_open_rounds == limits.MAX_OPEN_ROUNDS
     assert 10 * limits.MAX_FRAME_BYTES <= quota.max_tenant_bytes < quota.max_server_bytes
 
 
@@ -147,15 +144,9 @@ def test_the_parent_must_be_the_id_of_a_process(text, capsys):
 @pytest.mark.parametrize(
     ("quota", "within", "beyond"),
     [
-        (
-            {"max_name_bytes": 5},
-            register(0, job="éxyz", session=b"session0"),
-            register(1, job="éxyzz", session=b"session1"),
-        ),
-        ({"max_name_bytes": 5}, register(0, group="world"), register(1, group="worlds")),
         ({"max_members": 2}, register(0, 2), register(0, 3, job="other")),
         ({"max_members": 2}, register(1, 1, min_members=1), register(2, 1, min_members=1, job="other")),
-        ({"max_jobs": 1}, register(0), register(0, job="other")),
+        ({"max_groups": 1}, register(0), register(0, job="other")),
         ({"max_groups": 1}, register(0), register(0, group="other", session=b"session9")),
     ],
 )
@@ -166,27 +157,12 @@ def test_a_registration_beyond_a_limit_is_refused(quota, within, beyond):
     assert len(play.kept) == 1
 
 
-def test_a_job_may_have_several_groups():
-    play = Play(max_jobs=1)
-    play.open()
-    assert not play.is_refused(register(0, group="pair", session=b"session9"))
-
-
-@pytest.mark.parametrize(
-    ("quota", "within", "beyond"),
-    [
-        ({"max_channels": 3}, contribution(0, rows(1.0, channels=3)), contribution(1, rows(1.0, channels=4))),
-        ({"max_replicas": 2}, contribution(0, rows(1.0, 1.0)), contribution(1, rows(1.0, 1.0, 1.0))),
-        ({"max_name_bytes": 5}, contribution(0, key=key("layer")), contribution(1, key=key("layers"))),
-        ({"max_open_rounds": 1}, contribution(0), contribution(0, key=key(step=1))),
-        ({"max_frame_bytes": 1024}, contribution(0, rows(1.0, channels=100)), contribution(1, rows(1.0, channels=130))),
-    ],
-)
-def test_a_contribution_beyond_a_limit_is_refused_and_the_round_stays_open(quota, within, beyond):
-    play = Play(**quota)
+def test_a_contribution_beyond_the_open_rounds_is_refused_and_the_round_stays_open(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_OPEN_ROUNDS", 1)
+    play, within = Play(), contribution(0)
     play.open()
     assert not play.is_refused(within)
-    assert play.is_refused(beyond)
+    assert play.is_refused(contribution(0, key=key(step=1)))
     answers = play.send(dataclasses.replace(within, session=session_of(1)))
     assert {answer.key for answer in answers} == {within.key}
     assert {type(answer).__name__ for answer in answers} == {"Aggregate"}

@@ -64,7 +64,8 @@ def test_a_handshake_that_does_not_end_is_ended(serve, monkeypatch):
 
 def test_a_connection_over_which_no_member_speaks_is_ended_and_a_members_is_not(serve, dial, monkeypatch):
     monkeypatch.setattr(connections, "IDLE_SECONDS", 0.5)
-    service = serve(max_refusals=2**20)
+    monkeypatch.setattr(connections, "MAX_REFUSALS", 2**20)
+    service = serve()
     who = Member("job", "world", 0, 0, 1, 20.0, "here")
     with Connection(ZmqChannelPool(service.endpoints[0]), who) as member:
         # The member may have its answer before the server has recorded its connection.
@@ -105,7 +106,10 @@ def test_clients_that_do_not_read_do_not_grow_the_servers_memory(serve, dial, ca
     caplog.set_level(logging.CRITICAL, "statsd_bn.server")  # pytest stores log records
     monkeypatch.setattr(connections, "IDLE_SECONDS", 86_400.0)
     # No connection is closed for refusals or age: a slow machine may take minutes.
-    service = serve(max_unread=2, max_refusals=2**20)
+    monkeypatch.setattr(connections, "MAX_REFUSALS", 2**20)
+    monkeypatch.setattr(listener, "SEND_HIGH_WATER_MARK", 2)
+    monkeypatch.setattr(listener, "RECEIVE_HIGH_WATER_MARK", 2)
+    service = serve()
     stranger = dial(service)
     stranger.sndtimeo = int(WAIT_SECONDS * 1000)
     long = "n" * limits.MAX_NAME_BYTES
@@ -129,8 +133,9 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_connection_with_too_many_refusals_gets_an_error_and_ends(serve, dial):
-    service = serve(max_refusals=5)
+def test_a_connection_with_too_many_refusals_gets_an_error_and_ends(serve, dial, monkeypatch):
+    monkeypatch.setattr(connections, "MAX_REFUSALS", 5)
+    service = serve()
     stranger = dial(service)
     with stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
         for _ in range(100):
@@ -147,8 +152,9 @@ def test_a_connection_with_too_many_refusals_gets_an_error_and_ends(serve, dial)
     assert report["strangers"] == codes.count("unknown_session") < 100
 
 
-def test_refusals_are_forgotten_after_a_moment(serve, dial):
-    service, refused = serve(max_refusals=5), 0
+def test_refusals_are_forgotten_after_a_moment(serve, dial, monkeypatch):
+    monkeypatch.setattr(connections, "MAX_REFUSALS", 5)
+    service, refused = serve(), 0
     stranger = dial(service)
     while refused < 20:
         stranger.send(encode(contribution(0)))
@@ -175,10 +181,10 @@ def test_a_member_may_be_refused_once_for_each_group_after_a_restart(serve, dial
 
 
 def test_a_client_learns_of_a_limit_by_an_error(serve):
-    service = serve(max_channels=2)
+    service = serve(max_tenant_bytes=20_000)
     who = Member("job", "world", 0, 0, 1, 20.0, "here")
     with Connection(ZmqChannelPool(service.endpoints[0]), who) as member:
-        with pytest.raises(LimitExceeded, match="expected at most 2 channels, got 3") as caught:
-            member.exchange("bn", rows(1.0, channels=3))
-        assert caught.value.fields["limit"] == 2
+        with pytest.raises(LimitExceeded, match="exceed the limit of 20000") as caught:
+            member.exchange("bn", rows(1.0, channels=4096))
+        assert caught.value.fields["limit"] == 20_000
     assert told(service, "over_limits") == 1
