@@ -48,41 +48,28 @@ class HandshakeMonitor:
         return SocketMonitor(self)
 
     def refusal(self, event: int, value: int, closed: int, seconds: float) -> AuthenticationRefused | None:
-        """Returns the error that a failed handshake means, or None if it may succeed later.
-
-        Args:
-            event: the monitor's event.
-            value: its value.
-            closed: number of failures in a row.
-            seconds: time since the first of them.
-        """
+        """Returns the error of the last of `closed` failures in a row, or None if a later attempt may succeed."""
+        mechanisms_differ = event == FAILED_BY_PROTOCOL and value == _MECHANISMS_DIFFER
         if event == FAILED_BY_SERVER:
-            return self._refused("the server does not know this client's key", "unknown key")
-        if event == FAILED_BY_PROTOCOL and value == _MECHANISMS_DIFFER:
-            return self._mechanisms_differ()
-        if event == FAILED_BY_PROTOCOL and value == _WRONG_KEY:
-            return self._refused("the server's key is not the one this client expects", "wrong server key")
+            what, reason = "the server does not know this client's key", "unknown key"
+        elif mechanisms_differ and self._has_key:
+            what, reason = "this client has a key, and the server was started without --curve", "no server key"
+        elif mechanisms_differ:
+            what = "the server expects a key, and this client has none; pass connect(curve=...) or set STATSD_BN_CURVE"
+            reason = "no key"
+        elif event == FAILED_BY_PROTOCOL and value == _WRONG_KEY:
+            what, reason = "the server's key is not the one this client expects", "wrong server key"
         # After a success, a server that closes the connection has another reason.
-        if self.has_succeeded or closed < MAX_CLOSED or seconds < MAX_CLOSED_SECONDS:
+        elif self.has_succeeded or closed < MAX_CLOSED or seconds < MAX_CLOSED_SECONDS:
             return None
-        what = f"the server closed {closed} handshakes; "
-        if self._has_key:
+        elif self._has_key:
             # A server without --curve usually says so in its greeting, but may be gone before the client reads it.
             likely = "its key is probably not the one this client expects, or it was started without --curve"
-            return self._refused(what + likely, "wrong server key")
-        likely = "it expects a key, and this client has none, or it is no statsd_bn server"
-        return self._refused(what + likely, "no key")
-
-    def _mechanisms_differ(self) -> AuthenticationRefused:
-        if self._has_key:
-            return self._refused("this client has a key, and the server was started without --curve", "no server key")
-        return self._refused(
-            "the server expects a key, and this client has none; pass connect(curve=...) or set STATSD_BN_CURVE",
-            "no key",
-        )
-
-    def _refused(self, text: str, reason: str) -> AuthenticationRefused:
-        return AuthenticationRefused(f"authentication refused at {self._endpoint}: {text}", reason=reason)
+            what, reason = f"the server closed {closed} handshakes; {likely}", "wrong server key"
+        else:
+            likely = "it expects a key, and this client has none, or it is no statsd_bn server"
+            what, reason = f"the server closed {closed} handshakes; {likely}", "no key"
+        return AuthenticationRefused(f"authentication refused at {self._endpoint}: {what}", reason=reason)
 
 
 class SocketMonitor:
@@ -109,18 +96,16 @@ class SocketMonitor:
 
 
 def explain_no_answer(endpoint: str, seconds: float, network: ModuleType) -> str:
-    """Returns the text of an error: why no server answered at an endpoint. Tries a plain connection.
+    """Returns the text of an error: why no server answered at an endpoint for so long. Tries a plain connection.
 
-    Args:
-        endpoint: the endpoint.
-        seconds: how long the client waited. The connection takes up to `PROBE_SECONDS` more, and the look-up of the
-            name as long as the system takes.
-        network: the module `socket`, which this package does not load.
+    It takes up to `PROBE_SECONDS` more. `network` is the module `socket`, which this package does not load.
     """
     try:
         _connect(endpoint, network)
     except network.gaierror as error:
-        return _unknown_name(endpoint, str(error.strerror))
+        host = endpoint.partition("://")[2].rpartition(":")[0]
+        what = f"the name {host!r} is not known here ({error.strerror})"
+        return error_text(what, where=endpoint, advice="Correct the name of the server's host, or use its address.")
     except (FileNotFoundError, ConnectionRefusedError) as error:
         how = "connection refused" if isinstance(error, ConnectionRefusedError) else "there is no such file"
         return error_text(f"no server listens at {endpoint} ({how})", advice=START_ADVICE)
@@ -145,12 +130,3 @@ def _connect(endpoint: str, network: ModuleType) -> None:
     else:
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         network.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS).close()
-
-
-def _unknown_name(endpoint: str, reason: str) -> str:
-    host = endpoint.partition("://")[2].rpartition(":")[0]
-    return error_text(
-        f"the name {host!r} is not known here ({reason})",
-        where=endpoint,
-        advice="Correct the name of the server's host, or use its address.",
-    )

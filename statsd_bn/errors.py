@@ -2,30 +2,7 @@
 
 An error has a message for people, with the expected and the received value and a remedy, and the same facts as `fields`
 for programs. Its `code` identifies it on the wire: `from_wire` finds the class, so that a member raises the same error
-as the server.
-
-    StatsdBNError
-    ├── ConfigurationError      a wrong argument, flag or environment variable
-    ├── BindError               the server cannot listen on an endpoint
-    ├── ConnectionClosed        the connection was closed, or belongs to another process
-    ├── ServerUnreachable       no answer from the endpoint
-    ├── AuthenticationRefused   the server refuses this key, or needs one
-    ├── ProtocolError           a frame that breaks docs/protocol.md
-    │   └── VersionMismatch     a frame of another protocol version
-    ├── RegistrationRefused     the server does not admit this member
-    │   ├── DuplicateMember     another live process is registered with this member number
-    │   ├── WorldSizeMismatch   the members have different world sizes, or are too many
-    │   ├── StaleEpoch          the group has a later epoch
-    │   └── GroupIncomplete     members were missing at the deadline
-    ├── UnknownSession          the server has no such session
-    ├── MasterStopped           the server stopped for good, with the process that started it
-    ├── LimitExceeded           a limit of the server
-    └── RoundFailed             a round failed, for all its members
-        ├── RoundMismatch       the contributions do not match
-        ├── ContributionConflict  a second, different contribution
-        ├── NonFinite           members sent NaN or infinity
-        ├── RoundTimeout        members were missing at the deadline
-        └── ReplicaLost         a member left, died, or raised
+as the server. docs/errors.md has the tree of all errors.
 """
 
 from typing import ClassVar

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
 
-# Few sets larger than this are cached: in the worst case one takes a megabyte.
+# Larger sets are not cached: in the worst case one takes a megabyte.
 MAX_SMALL = 512
 
 # Runs of numbers, and ranks with their places, in a text.
@@ -29,13 +29,9 @@ _NAMED = re.compile(r"rank (\d+) \(([^()]+)\)")
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Member numbers in ascending order.
+    """Member numbers in ascending order."""
 
-    Attributes:
-        runs: pairs of the first number and the length of a run, (0, 4) for 0, 1, 2, 3; with a gap between two runs.
-    """
-
-    runs: tuple[tuple[int, int], ...] = ()
+    runs: tuple[tuple[int, int], ...] = ()  # first number and length, (0, 4) for 0, 1, 2, 3; with gaps between them
 
     def __post_init__(self) -> None:
         end, limit = -1, limits.MAX_MEMBERS
@@ -51,7 +47,7 @@ class Members:
     def of(numbers: Iterable[int]) -> "Members":
         """Returns the set of these numbers, in any order."""
         listed = tuple(numbers)
-        return _of(listed) if len(listed) <= MAX_SMALL else _of_many(listed)
+        return _of(listed) if len(listed) <= MAX_SMALL else Members(_runs(listed))
 
     def plus(self, number: int) -> "Members":
         """Returns the set with another number."""
@@ -107,11 +103,6 @@ def _first(run: tuple[int, int]) -> int:
 # Consecutive rounds have the same members.
 @lru_cache(maxsize=64)
 def _of(numbers: tuple[int, ...]) -> Members:
-    return Members(_runs(numbers))
-
-
-@lru_cache(maxsize=8)
-def _of_many(numbers: tuple[int, ...]) -> Members:
     return Members(_runs(numbers))
 
 

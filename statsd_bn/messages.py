@@ -4,11 +4,9 @@ A message that exists is valid, whether the caller built it or `wire.decode` did
 field; the order of fields here is their order on the wire.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from hashlib import blake2b
-from operator import attrgetter
 from typing import Annotated, Any, ClassVar, get_args
 
 from statsd_bn import limits
@@ -41,9 +39,6 @@ BARRIER, ALL_REDUCE, ALL_GATHER, BUFFERS = "barrier", "all_reduce", "all_gather"
 # The server id of a member that has met no server.
 NO_SERVER = bytes(limits.TOKEN_BYTES)
 
-# Separates this digest from other digests of the same bytes.
-_DIGEST_PURPOSE = b"sbn session"
-
 _new = object.__new__
 
 
@@ -52,7 +47,7 @@ def digest(token: bytes) -> bytes:
 
     A session is a secret: its holder can speak for the member, so it travels only from the member to the server.
     """
-    return blake2b(token, digest_size=limits.TOKEN_BYTES, person=_DIGEST_PURPOSE).digest()
+    return blake2b(token, digest_size=limits.TOKEN_BYTES, person=b"sbn session").digest()
 
 
 # Membership: registration, liveness, and where a member is.
@@ -69,31 +64,25 @@ class Participation(IntEnum):
     REJOINING = 2
 
 
-_PARTICIPATIONS = tuple(participation.value for participation in Participation)
-
-
 @dataclass(frozen=True, slots=True)
 class Register(Checked):
     """A member registers in a group, with all it knows. A repetition asks for the group's state again.
 
-    Attributes:
-        member: the member's number in the job, the same in all its groups.
-        participation: a `Participation`.
-        results: number of `Result`s that it can send to a restarted server.
+    `results` is the number of `Result`s that it can send to a restarted server.
     """
 
     type: ClassVar[int] = 1
 
     session: Token  # the secret token of the member, fresh for each of its lives in a group
     job: Name
-    group: Name  # the members of the job that synchronise together
+    group: Name
     epoch: Counter  # one life of the group's membership
     member: Annotated[int, integer_in(0, limits.MAX_MEMBERS - 1)]
     world_size: Annotated[int, integer_in(1, limits.MAX_MEMBERS)]  # members that the group starts with
     min_members: int  # members that an elastic group needs to go on after losses; 0: the group is strict
     deadline: float  # seconds that a round opened by this member may stay open
     place: Name  # host and process, for people
-    participation: Annotated[int, integer_in(_PARTICIPATIONS[0], _PARTICIPATIONS[-1])] = Participation.TAKES_PART.value
+    participation: Annotated[int, integer_in(0, len(Participation) - 1)] = Participation.TAKES_PART.value
     server: Token = NO_SERVER  # id of the server that the member was last registered with
     step: Counter = 0  # the member's current step
     first_step: Counter = 0  # the first step that it takes part in, as the server assigned it
@@ -250,12 +239,7 @@ class Aggregate:
 
 
 def unchecked_aggregate(
-    key: RoundKey,
-    replicas: int,
-    count: int,
-    members: Members,
-    values: FloatArray,
-    non_finite: Members,
+    key: RoundKey, replicas: int, count: int, members: Members, values: FloatArray, non_finite: Members
 ) -> Aggregate:
     """Returns an aggregate without checking it: it was computed from checked rows, or decoded and checked."""
     aggregate = _new(Aggregate)
@@ -471,13 +455,4 @@ BY_TYPE: dict[int, type[Message]] = {
 
 def values_of(message: Any) -> list[Any]:
     """Returns a message's field values in wire order."""
-    return list(_VALUES_OF[type(message)](message))
-
-
-def _getter(kind: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    names = [field.name for field in fields(kind)]
-    # With one name, attrgetter returns the bare value.
-    return attrgetter(*names) if len(names) > 1 else lambda message: tuple(getattr(message, name) for name in names)
-
-
-_VALUES_OF = {kind: _getter(kind) for kind in BY_TYPE.values()}
+    return [getattr(message, field.name) for field in fields(message)]

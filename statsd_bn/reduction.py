@@ -85,11 +85,7 @@ def ignore_float_errors(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def sum_in_order(rows: Iterable[FloatArray]) -> FloatArray:
-    """Adds rows from left to right in float64.
-
-    Args:
-        rows: at least one array, all of one shape.
-    """
+    """Returns ((row_0 + row_1) + row_2) + ... in float64, a new array; the rows, at least one, have one shape."""
     first, *others = rows
     if not others:
         return np.array(first, dtype=np.float64)

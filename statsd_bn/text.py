@@ -17,6 +17,7 @@ with a row per rank, then the job, group and round, then what to do. Server and 
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from statsd_bn import limits
@@ -179,12 +180,8 @@ def error_text(
 ) -> str:
     """Returns the text of an error, short enough for a message.
 
-    Args:
-        what: what happened; it is wrapped.
-        table: who waits where, the most important sections first.
-        more_sections: number of sections that are not in the table.
-        where: the job, group and round.
-        advice: what to do.
+    The table has the most important sections first, without `more_sections` further ones. `where` is the job, group and
+    round.
     """
     head, tail = _wrapped(what), [line for line in (where and f"  in {where}", advice) if line]
     room = limits.MAX_TEXT_BYTES - _size([*head, *tail])
@@ -194,12 +191,10 @@ def error_text(
 def _fitting(table: Sequence[TableSection], more_sections: int, room: int) -> list[str]:
     """Returns as many rows as fit into `room` bytes, at least one of each section in the table."""
     total = sum(section.size for section in table)
-    limits_of_rows = [rows for rows in (MAX_ROWS, FEW_ROWS, 1) if rows < MAX_ROWS or total <= MAX_ROWS]
-    for rows in limits_of_rows:
-        if _size(lines := _lines(table, more_sections, rows)) <= room:
-            return lines
-    for sections in range(len(table) - 1, -1, -1):
-        lines = _lines(table[:sections], more_sections + len(table) - sections, 1)
+    rows = [number for number in (MAX_ROWS, FEW_ROWS, 1) if number < MAX_ROWS or total <= MAX_ROWS]
+    fewer_sections = range(len(table) - 1, -1, -1)
+    for sections, number in [*((len(table), number) for number in rows), *((few, 1) for few in fewer_sections)]:
+        lines = _lines(table[:sections], more_sections + len(table) - sections, number)
         if _size(lines) <= room:
             return lines
     return []
@@ -207,30 +202,18 @@ def _fitting(table: Sequence[TableSection], more_sections: int, room: int) -> li
 
 def _lines(table: Iterable[TableSection], more_sections: int, rows: int) -> list[str]:
     shown = [(section, section.rows[:rows]) for section in table]
-    widths = _widths(row for _, some in shown for row in some)
+    columns = zip_longest(*(row.columns for _, some in shown for row in some), fillvalue="")
+    widths = [max(map(len, column)) for column in columns]
     lines = []
     for section, some in shown:
         for row in some:
-            lines += [f"  {_aligned(row, widths)}", *(f"      {line}" for line in row.below)]
+            texts = (text.ljust(width) for text, width in zip(row.columns, widths, strict=False))
+            lines += [f"  {'  '.join(texts)}".rstrip(), *(f"      {line}" for line in row.below)]
         if more := section.size - len(some):
             lines.append(f"  ... and {more:,} more rank{'' if more == 1 else 's'} {section.name}")
     if more_sections:
         lines.append(f"  ... and {more_sections:,} more place{'' if more_sections == 1 else 's'}")
     return lines
-
-
-def _widths(rows: Iterable[Row]) -> list[int]:
-    widths: list[int] = []
-    for row in rows:
-        widths += [0] * (len(row.columns) - len(widths))
-        widths = [
-            max(width, len(text)) for width, text in zip(widths, (*row.columns, *[""] * len(widths)), strict=False)
-        ]
-    return widths
-
-
-def _aligned(row: Row, widths: Sequence[int]) -> str:
-    return "  ".join(text.ljust(width) for text, width in zip(row.columns, widths, strict=False)).rstrip()
 
 
 def _size(lines: Iterable[str]) -> int:

@@ -11,9 +11,6 @@
 A message is one frame instead of three, because each ZeroMQ frame costs about a system call. Values are raw numbers
 instead of msgpack floats: they become an array without a loop or a copy.
 
-    frame = encode(Heartbeat(session))
-    message = decode(frame)
-
 Every member sends a Contribution and receives an Aggregate in each round, so these two have headers of fixed fields:
 
     offset  size   Contribution                     Aggregate
@@ -33,7 +30,7 @@ Every member sends a Contribution and receives an Aggregate in each round, so th
 One `struct` call reads all their numbers. No frame depends on an earlier one, so a restarted server can read it.
 
 msgpack creates every object before it can be checked, and allocates as many items as an array announces. So the number
-of items is bounded in advance, and long headers of requests may not contain arrays.
+of items is bounded in advance.
 """
 
 import dataclasses
@@ -102,28 +99,14 @@ _RUN = struct.Struct("<HH")
 # The largest set has every other member, each a run.
 _MAX_MEMBERS_BYTES = _RUN.size * limits.MAX_MEMBERS // 2
 
-# Longer headers of requests have no arrays.
-_SHORT_HEADER_BYTES = 2048
-
-# Fields of a Register, with its type.
-_MAX_FIELDS = 16
-
 # Entries of a map in a report or an error.
 _MAX_MAP_ENTRIES = 256
-
-_SHOWN_BYTES = 32
-
-# One packer for all headers, since creating one takes as long as packing. The C packer holds the interpreter's lock;
-# msgpack's fallback in Python does not, and two threads would write into one buffer.
-_pack: Callable[[Any], bytes] = (
-    msgpack.Packer().pack if msgpack.Packer.__module__ == "msgpack._cmsgpack" else msgpack.packb
-)
 
 _REQUESTS = frozenset(get_args(Request))
 
 
 def encode(message: Message) -> bytes:
-    """Returns the frame of `message`."""
+    """Returns the frame of `message`; raises ProtocolError if it would be too large."""
     if isinstance(message, Contribution):
         return _encode_contribution(message)
     if isinstance(message, Aggregate):
@@ -133,37 +116,30 @@ def encode(message: Message) -> bytes:
     for place, _, write, _ in _CONVERTED[kind]:
         fields[place] = write(fields[place])
     max_header = limits.MAX_REQUEST_HEADER_BYTES if kind in _REQUESTS else limits.MAX_HEADER_BYTES
-    return _make_frame(_pack([message.type, *fields]), values, max_header)
+    return _make_frame(msgpack.packb([message.type, *fields]), values, max_header)
 
 
 def decode(frame: bytes) -> Message:
-    """Returns the message in `frame`; its values are a view into the frame, not a copy."""
+    """Returns the message in `frame`; its values are a view into the frame, not a copy.
+
+    Raises VersionMismatch or ProtocolError for a frame that breaks docs/protocol.md.
+    """
     kind = frame[_TYPE]
     if kind == _AGGREGATE_TYPE:
         return _decode_aggregate(frame, limits.MAX_HEADER_BYTES)
     if kind == _CONTRIBUTION_TYPE:
         return _decode_contribution(frame, limits.MAX_HEADER_BYTES)
-    end = _header_end(frame, limits.MAX_HEADER_BYTES)
-    header = _unpack("header", frame[_PRELUDE.size : end], limits.MAX_MEMBERS, _MAX_MAP_ENTRIES)
-    message: Message = _build_message(header, frame, end)
-    return message
+    return _decode_other(frame, limits.MAX_HEADER_BYTES, limits.MAX_MEMBERS, _MAX_MAP_ENTRIES)
 
 
 def decode_request(frame: bytes) -> Request:
     """Returns the request in `frame`; like `decode`, for a server: a malformed frame costs it next to nothing."""
-    kind = frame[_TYPE]
-    if kind == _CONTRIBUTION_TYPE:
+    if frame[_TYPE] == _CONTRIBUTION_TYPE:
         return _decode_contribution(frame, limits.MAX_REQUEST_HEADER_BYTES)
-    end = _header_end(frame, limits.MAX_REQUEST_HEADER_BYTES)
-    if kind == _AGGREGATE_TYPE:
-        raise ProtocolError("expected a request, got Aggregate")
-    packed = frame[_PRELUDE.size : end]
-    is_short = len(packed) <= _SHORT_HEADER_BYTES
-    header = _unpack("header", packed, limits.MAX_REPLICAS) if is_short else _unpack_without_arrays(packed)
-    request: Request = _build_message(header, frame, end)
+    request: Any = _decode_other(frame, limits.MAX_REQUEST_HEADER_BYTES, limits.MAX_REPLICAS, 0)
     if type(request) not in _REQUESTS:
         raise ProtocolError(f"expected a request, got {type(request).__name__}")
-    return request
+    return request  # type: ignore[no-any-return]
 
 
 # Contribution and Aggregate.
@@ -275,22 +251,24 @@ def _truncated(frame: bytes, max_header: int, least: int) -> ProtocolError:
 # All other messages.
 
 
-def _build_message(header: Any, frame: bytes, end: int) -> Any:
+def _decode_other(frame: bytes, max_header: int, max_items: int, max_entries: int) -> Message:
+    end = _header_end(frame, max_header)
+    header = _unpack("header", frame[_PRELUDE.size : end], max_items, max_entries)
     if type(header) is not list or not header:
         raise ProtocolError(f"header: expected [type, ...], got {short_repr(header)}")
-    number = header[0]
+    number, *fields = header
     kind = BY_TYPE.get(number) if type(number) is int else None
     if kind is None or kind in (Contribution, Aggregate):
         raise ProtocolError(f"type: expected one of {sorted(BY_TYPE)}, got {short_repr(number)}")
     try:
-        return _build(kind, header[1:], frame, end)
+        return _build(kind, fields, frame, end)
     except (TypeError, ValueError) as error:
         raise ProtocolError(f"fields of message type {number}: {error}") from error
 
 
 def _build(kind: type[Message], fields: list[Any], frame: bytes, end: int) -> Message:
     if build_with_values := _BUILD_WITH_VALUES.get(kind):
-        return build_with_values(fields, frame, end)
+        return build_with_values(kind, fields, frame, end)
     if end != len(frame):
         raise ProtocolError(f"frame: expected to end after its header at byte {end}, got {len(frame)}")
     if len(fields) != len(dataclasses.fields(kind)):
@@ -300,36 +278,30 @@ def _build(kind: type[Message], fields: list[Any], frame: bytes, end: int) -> Me
     return kind(*fields)
 
 
-def _build_result(fields: list[Any], frame: bytes, end: int) -> Result:
+def _build_result(_kind: type[Message], fields: list[Any], frame: bytes, end: int) -> Message:
     (session,) = fields
     start = _padded(end)
     if any(frame[end:start]):
         raise ProtocolError("result: expected zero bytes up to the aggregate's frame")
     aggregate = frame[start:]
     if aggregate[_TYPE] != _AGGREGATE_TYPE:
-        raise ProtocolError(f"result: expected the frame of an aggregate, got {short_repr(aggregate[:_SHOWN_BYTES])}")
+        raise ProtocolError(f"result: expected the frame of an aggregate, got {short_repr(aggregate[:32])}")
     return Result(session, _decode_aggregate(aggregate, limits.MAX_HEADER_BYTES))
 
 
-def _build_skew_stats(fields: list[Any], frame: bytes, end: int) -> SkewStats:
-    session, step, layers, members = fields
-    check_text("layers", layers, limits.MAX_SKEW_BYTES)
-    check_integer("members", members, 1, limits.MAX_MEMBERS)
-    values = _values_in(frame, end, (layers.count("\n") + 1, members, FIGURES))
-    return SkewStats(session, step, layers, values)
-
-
-def _build_figures(fields: list[Any], frame: bytes, end: int) -> Figures:
-    job, group, first, total, layers, members = fields
-    check_text("layers", layers, limits.MAX_FIGURES_BYTES, shortest=0)
-    check_integer("members", members, 0, limits.MAX_MEMBERS)
+def _build_figures(kind: Any, fields: list[Any], frame: bytes, end: int) -> Message:
+    *others, layers, members = fields
+    least, longest = (1, limits.MAX_SKEW_BYTES) if kind is SkewStats else (0, limits.MAX_FIGURES_BYTES)
+    check_text("layers", layers, longest, shortest=least)
+    check_integer("members", members, least, limits.MAX_MEMBERS)
     if layers:
         values = _values_in(frame, end, (layers.count("\n") + 1, members, FIGURES))
     elif len(frame) == _padded(end) and not any(frame[end:]):
         values = np.zeros((0, members, FIGURES))
     else:
         raise ProtocolError(f"values: expected none without layers, got {len(frame) - end} bytes")
-    return Figures(job, group, first, total, layers, values)
+    message: Message = kind(*others, layers, values)
+    return message
 
 
 # Frames and their parts.
@@ -353,7 +325,7 @@ def _make_frame(header: bytes, values: FloatArray | bytes | None, max_header: in
 
 
 def _header_end(frame: bytes, max_header: int) -> int:
-    """Returns the offset at which a frame's header ends."""
+    """Returns the offset at which a frame's header ends; raises the error of a malformed prelude."""
     size = len(frame)
     if _PRELUDE.size <= size <= limits.MAX_FRAME_BYTES:
         beginning, length = _PRELUDE.unpack_from(frame)
@@ -407,32 +379,11 @@ def _unpack(name: str, packed: bytes, max_items: int, max_entries: int = 0) -> A
             packed, max_array_len=max_items, max_map_len=max_entries, max_ext_len=0, ext_hook=_refuse_extension
         )
     except (ValueError, msgpack.UnpackException) as error:
-        raise _not_msgpack(name, error) from error
-
-
-def _unpack_without_arrays(packed: bytes) -> list[Any]:
-    """Returns a request's long header, which may contain text and bytes only: many small objects cost too much."""
-    unpacker = msgpack.Unpacker(
-        max_buffer_size=len(packed), max_array_len=0, max_map_len=0, max_ext_len=0, ext_hook=_refuse_extension
-    )
-    unpacker.feed(packed)
-    try:
-        if (number := unpacker.read_array_header()) > _MAX_FIELDS:
-            raise ProtocolError(f"header: expected at most {_MAX_FIELDS} fields, got {number}")
-        header = [unpacker.unpack() for _ in range(number)]
-    except (ValueError, msgpack.UnpackException) as error:
-        raise _not_msgpack("header", error) from error
-    if unpacker.tell() != len(packed):
-        raise ProtocolError(f"header: expected {unpacker.tell()} bytes, got {len(packed)}")
-    return header
+        raise ProtocolError(f"{name}: expected msgpack, got {error or type(error).__name__}") from error
 
 
 def _refuse_extension(code: int, _data: bytes) -> Any:
     raise ProtocolError(f"expected plain msgpack, got extension type {code}")
-
-
-def _not_msgpack(name: str, error: Exception) -> ProtocolError:
-    return ProtocolError(f"{name}: expected msgpack, got {error or type(error).__name__}")
 
 
 # Fields.
@@ -450,7 +401,7 @@ def _binary(name: str, value: Any, longest: int) -> bytes:
     return value
 
 
-def _unpack_key(value: Any) -> RoundKey:
+def _unpack_key(_name: str, value: Any) -> RoundKey:
     fields = _unpack("round key", _binary("round key", value, _MAX_KEY_BYTES), _KEY_FIELDS)
     if len(_array("round key", fields)) != _KEY_FIELDS:
         raise ProtocolError(f"round key: expected {_KEY_FIELDS} fields, got {len(fields)}")
@@ -462,7 +413,7 @@ def _pack_runs(runs: Iterable[tuple[int, int]]) -> bytes:
     return struct.pack(f"<{len(numbers)}H", *numbers)
 
 
-def _unpack_members(value: Any) -> Members:
+def _unpack_members(_name: str, value: Any) -> Members:
     packed = _binary("members", value, _MAX_MEMBERS_BYTES)
     if len(packed) % _RUN.size:
         raise ProtocolError(f"members: expected {_RUN.size} bytes for each run, got {len(packed)}")
@@ -474,18 +425,19 @@ def _check_depth(name: str, value: Any) -> Any:
     return value
 
 
-# Of messages with values: the values, and the header's fields.
+def _split_figures(message: Any) -> tuple[FloatArray, list[Any]]:
+    return message.values, [*values_of(message)[:-1], message.values.shape[1]]
+
+
+# Of messages with values: the values and the header's fields, and the message from its fields and its frame.
 _SPLIT_VALUES: dict[type[Message], Callable[[Any], tuple[FloatArray | bytes, list[Any]]]] = {
     Result: lambda message: (encode(message.aggregate), [message.session]),
-    SkewStats: lambda message: (
-        message.values,
-        [message.session, message.step, message.layers, message.values.shape[1]],
-    ),
-    Figures: lambda message: (message.values, [*values_of(message)[:-1], message.values.shape[1]]),
+    SkewStats: _split_figures,
+    Figures: _split_figures,
 }
-_BUILD_WITH_VALUES: dict[type[Message], Callable[[list[Any], bytes, int], Message]] = {
+_BUILD_WITH_VALUES: dict[type[Message], Callable[[type[Message], list[Any], bytes, int], Message]] = {
     Result: _build_result,
-    SkewStats: _build_skew_stats,
+    SkewStats: _build_figures,
     Figures: _build_figures,
 }
 
@@ -493,12 +445,12 @@ _BUILD_WITH_VALUES: dict[type[Message], Callable[[list[Any], bytes, int], Messag
 _Write = Callable[[Any], Any]
 _Read = Callable[[str, Any], Any]
 _CONVERTERS: dict[Any, tuple[_Write, _Read]] = {
-    RoundKey: (_pack, lambda _, value: _unpack_key(value)),
+    RoundKey: (msgpack.packb, _unpack_key),
     RoundKey | None: (
-        lambda key: None if key is None else _pack(key),
-        lambda _, value: None if value is None else _unpack_key(value),
+        lambda key: None if key is None else msgpack.packb(key),
+        lambda name, value: None if value is None else _unpack_key(name, value),
     ),
-    Members: (lambda members: _pack_runs(members.runs), lambda _, value: _unpack_members(value)),
+    Members: (lambda members: _pack_runs(members.runs), _unpack_members),
     tuple[int, ...]: (list, lambda name, value: tuple(_array(name, value))),
     dict[str, Any]: (dict, _check_depth),
 }

@@ -178,12 +178,15 @@ def impatient_server() -> Iterator[Server]:
 
 
 @contextmanager
-def running_server(*options: str, bind: str = "") -> Iterator[Server]:
-    """A server process, which has to end well; without `bind` on a Unix socket."""
+def running_server(*options: str, bind: str = "", setup: str = "") -> Iterator[Server]:
+    """A server process, which has to end well and runs `setup` first; without `bind` on a Unix socket."""
+    program = (
+        ["-c", f"{setup}; from server.__main__ import main; raise SystemExit(main())"] if setup else ["-m", "server"]
+    )
     with (
         tempfile.TemporaryDirectory(prefix="bn-") as folder,
         subprocess.Popen(
-            [sys.executable, "-m", "server", "--bind", bind or f"ipc://{folder}/s", "--log-level", "error", *options],
+            [sys.executable, *program, "--bind", bind or f"ipc://{folder}/s", "--log-level", "error", *options],
             stdout=subprocess.PIPE,
             text=True,
         ) as process,

@@ -27,8 +27,8 @@ CLAIMS, PLACES = 24, 4
 def test_a_heartbeat_in_a_flood_that_breaks_off_does_not_end_the_server(delay_bytes):
     """libzmq answers a heartbeat at once, and aborts the process if the connection broke in the meantime."""
     flood = (message(b"x") * 100 + PING * 3) * 12
-    options = "--insecure", "--max-refusals", str(2**20)
-    with running_server(*options, bind=ANY_PORT) as server:
+    setup = "from server.network import connections; connections.MAX_REFUSALS = 2**20"
+    with running_server("--insecure", bind=ANY_PORT, setup=setup) as server:
         for _ in range(30):
             try:
                 peer = RawPeer(server.endpoint)

@@ -39,7 +39,7 @@ ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="resets reach Zero
 SILENCE_SECONDS = 60.0
 
 # The server closes no connection for refused messages.
-MANY = ("--max-refusals", str(2**20))
+MANY = "from server.network import connections; connections.MAX_REFUSALS = 2**20"
 
 # A peer, and how it answers: it has acknowledged all, a moment ago; something for some time; nothing since long ago.
 PEER = 7
@@ -180,8 +180,8 @@ def test_other_descriptors_have_no_tcp_state(tmp_path):
 @pytest.fixture
 def patient() -> Iterator[str]:
     """Where a server listens that waits long for a member that is silent."""
-    options = "--insecure", "--silence-seconds", str(SILENCE_SECONDS), *MANY
-    with running_server(*options, bind="tcp://127.0.0.1:*") as server:
+    options = "--insecure", "--silence-seconds", str(SILENCE_SECONDS)
+    with running_server(*options, bind="tcp://127.0.0.1:*", setup=MANY) as server:
         yield server.endpoint
 
 
