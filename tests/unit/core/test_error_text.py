@@ -100,15 +100,6 @@ def test_every_code_is_unique():
     assert sorted(BY_CODE) == sorted(codes)
 
 
-def test_the_docstring_shows_the_class_tree():
-    drawn = [line.replace("│", " ") for line in errors.__doc__.splitlines() if "──" in line]
-    # Each level of the drawing is four columns wide.
-    found = [(line.index("──") // 4, line.split("── ")[1].split()[0]) for line in drawn]
-    expected = [(len(error.__mro__) - len(StatsdBNError.__mro__), error.__name__) for error in tree()[1:]]
-    expected = [(1 if name == "ConfigurationError" else depth, name) for depth, name in expected]
-    assert found == expected
-
-
 @every_error
 def test_an_error_from_the_wire_is_of_its_own_class(error):
     found = from_wire(error.code, "expected 1, got 2", {"expected": 1, "got": [2]})
