@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache, partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
@@ -92,9 +92,17 @@ def check_values(values: object, dimensions: int) -> None:
 
 
 class Checked:
-    """Base of dataclasses that check their fields when they are built, with the checks in the fields' annotations."""
+    """Base of messages, numbered dataclasses that check their fields when they are built.
+
+    The checks are in the fields' annotations.
+    """
 
     __slots__ = ()
+    type: ClassVar[int]
+
+    def __init_subclass__(cls, number: int = 0) -> None:
+        if number:  # `dataclass` makes a class with slots anew
+            cls.type = number
 
     def __post_init__(self) -> None:
         kind: Any = type(self)

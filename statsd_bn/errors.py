@@ -5,7 +5,7 @@ for programs. Its `code` identifies it on the wire: `from_wire` finds the class,
 as the server. docs/errors.md has the tree of all errors.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from statsd_bn.text import escape_lines, escape_nested, wrap
 
@@ -20,6 +20,12 @@ class StatsdBNError(Exception):
 
     code: ClassVar[str] = "error"
 
+    def __init_subclass__(cls, code: str = "", **named: Any) -> None:
+        super().__init_subclass__(**named)
+        if code:
+            cls.code = code
+            BY_CODE[code] = cls
+
     def __init__(self, message: str, /, **fields: object) -> None:
         super().__init__(message)
         self.message = message
@@ -30,109 +36,80 @@ class StatsdBNError(Exception):
         return wrap(self.message)
 
 
-class ConfigurationError(StatsdBNError, ValueError):
+BY_CODE = {StatsdBNError.code: StatsdBNError}
+
+
+class ConfigurationError(StatsdBNError, ValueError, code="configuration"):
     """A wrong argument, flag or environment variable."""
 
-    code = "configuration"
 
-
-class BindError(StatsdBNError):
+class BindError(StatsdBNError, code="bind"):
     """The server cannot listen on an endpoint. Fields: endpoint."""
 
-    code = "bind"
 
-
-class ConnectionClosed(StatsdBNError):
+class ConnectionClosed(StatsdBNError, code="connection_closed"):
     """The connection is closed, or belongs to the process that this one was forked from."""
 
-    code = "connection_closed"
 
-
-class ServerUnreachable(StatsdBNError):
+class ServerUnreachable(StatsdBNError, code="unreachable"):
     """No answer from the endpoint. Fields: endpoint, seconds."""
 
-    code = "unreachable"
 
-
-class AuthenticationRefused(StatsdBNError):
+class AuthenticationRefused(StatsdBNError, code="authentication"):
     """The server and this client do not accept each other's keys, or one of them has none. Fields: reason."""
 
-    code = "authentication"
 
-
-class ProtocolError(StatsdBNError):
+class ProtocolError(StatsdBNError, code="protocol"):
     """A frame, or one of its fields, violates docs/protocol.md."""
 
-    code = "protocol"
 
-
-class VersionMismatch(ProtocolError):
+class VersionMismatch(ProtocolError, code="version"):
     """The frame has another protocol version. Fields: expected, got."""
 
-    code = "version"
 
-
-class RegistrationRefused(StatsdBNError):
+class RegistrationRefused(StatsdBNError, code="refused"):
     """The server does not admit this member."""
 
-    code = "refused"
 
-
-class DuplicateMember(RegistrationRefused):
+class DuplicateMember(RegistrationRefused, code="duplicate_member"):
     """Another live process is registered as this member. Fields: job, group, member, place."""
 
-    code = "duplicate_member"
 
-
-class WorldSizeMismatch(RegistrationRefused):
+class WorldSizeMismatch(RegistrationRefused, code="world_size"):
     """The members have different world sizes, or are too many. Fields: job, group, member, expected, got."""
 
-    code = "world_size"
 
-
-class StaleEpoch(RegistrationRefused):
+class StaleEpoch(RegistrationRefused, code="stale_epoch"):
     """The group has a later epoch. Fields: job, group, expected, got."""
 
-    code = "stale_epoch"
 
-
-class GroupIncomplete(RegistrationRefused):
+class GroupIncomplete(RegistrationRefused, code="group_incomplete"):
     """Members were missing at the deadline, at the start of a group, or when members rejoined.
 
     Fields: job, group, size, present, missing. The last two are lists of ranks; only the group "world" has `missing`.
     """
 
-    code = "group_incomplete"
 
-
-class UnknownSession(StatsdBNError):
+class UnknownSession(StatsdBNError, code="unknown_session"):
     """The server has no such session, because it was restarted; the member registers again. Fields: digest."""
 
-    code = "unknown_session"
 
-
-class MasterStopped(StatsdBNError):
+class MasterStopped(StatsdBNError, code="master_stopped"):
     """The server stopped for good, with the process that started it, while members needed it."""
 
-    code = "master_stopped"
 
-
-class LimitExceeded(StatsdBNError):
+class LimitExceeded(StatsdBNError, code="limit"):
     """The request exceeds a limit of the server. Fields: limit, what."""
 
-    code = "limit"
 
-
-class RoundFailed(StatsdBNError):
+class RoundFailed(StatsdBNError, code="round_failed"):
     """A round failed for all its members. Fields: the parts of its key.
 
     If a member raised instead of passing its value to `mp_sync`: member, cause.
     """
 
-    code = "round_failed"
 
-
-class RoundMismatch(RoundFailed):
+class RoundMismatch(RoundFailed, code="mismatch"):
     """The members' contributions do not match, or the members wait for one another in different places.
 
     The fields depend on the mismatch:
@@ -145,48 +122,31 @@ class RoundMismatch(RoundFailed):
     - values or keys of `mp_sync`: none.
     """
 
-    code = "mismatch"
 
-
-class ContributionConflict(RoundFailed):
+class ContributionConflict(RoundFailed, code="conflict"):
     """A member contributed twice to a round, with different bytes. Fields: the key's, member."""
 
-    code = "conflict"
 
-
-class NonFinite(RoundFailed):
+class NonFinite(RoundFailed, code="non_finite"):
     """Members sent NaN or infinity, and `on_nonfinite` is "raise".
 
     Fields: the key's, members, names, non_finite_channels, channels, kinds.
     """
 
-    code = "non_finite"
 
-
-class RoundTimeout(RoundFailed):
+class RoundTimeout(RoundFailed, code="timeout"):
     """Members were missing at a round's deadline. Fields: the key's, missing, waiting, seconds.
 
     Without an answer of the server: the key's, seconds.
     """
 
-    code = "timeout"
 
-
-class ReplicaLost(RoundFailed):
+class ReplicaLost(RoundFailed, code="replica_lost"):
     """A member left the group, died, raised, or was declared lost; it may be the member that receives the error.
 
     Fields: job, group, member, step, cause. If this member joined an elastic job too late: job, member, cause. If
     another replica of this process failed: replica, cause.
     """
-
-    code = "replica_lost"
-
-
-def _tree(root: type[StatsdBNError]) -> list[type[StatsdBNError]]:
-    return [root, *(leaf for branch in root.__subclasses__() for leaf in _tree(branch))]
-
-
-BY_CODE = {error.code: error for error in _tree(StatsdBNError)}
 
 
 def from_wire(code: str, message: str, fields: dict[str, object]) -> StatsdBNError:

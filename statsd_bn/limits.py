@@ -7,17 +7,11 @@ closes the connection of a client that sends too large a frame, without a messag
 # A session or server id. With 8 random bytes a collision among a million sessions has a probability of 1 in 30 million.
 TOKEN_BYTES = 8
 
-# The longest module paths in use reach 120; short enough for every error.
-MAX_NAME_BYTES = 256
-
-# "forward", "backward", "second backward" and their numbered repetitions.
-MAX_PHASE_BYTES = 32
-
-# An error's message, or a cause with the end of a traceback.
-MAX_TEXT_BYTES = 4096
-
-# The stack of a thread: a few frames, each a shortened path, a line and a function.
-MAX_STACK_BYTES = 1024
+# Texts. The longest module paths in use reach 120 bytes.
+MAX_NAME_BYTES = 256  # short enough for every error
+MAX_PHASE_BYTES = 32  # "forward", "backward", "second backward" and their numbered repetitions
+MAX_TEXT_BYTES = 4096  # an error's message, or a cause with the end of a traceback
+MAX_STACK_BYTES = 1024  # the stack of a thread: a few frames, each a shortened path, a line and a function
 
 # Steps, calls, epochs and attempts. A round per millisecond exhausts 32 bits in 50 days, hence 48.
 MAX_COUNTER = 2**48 - 1
@@ -27,33 +21,20 @@ MAX_COUNT = 2**53
 
 # The widest batch norms in use have 2 to 8 thousand channels; ZeroMQ transfers 64 thousand in under a millisecond.
 MAX_CHANNELS = 65_536
+MAX_VECTORS = 8  # forward and backward need 2; second derivatives a few more
+MAX_REPLICAS = 64  # in one process: the devices of one host (16), and virtual replicas
+MAX_MEMBERS = 16_384  # of one group
 
-# Forward and backward need 2; second derivatives a few more.
-MAX_VECTORS = 8
-
-# Replicas in one process: the devices of one host (16), and virtual replicas.
-MAX_REPLICAS = 64
-
-# Members of one group.
-MAX_MEMBERS = 16_384
-
-# Seconds: one day.
-MAX_DEADLINE = 86_400.0
-
-# A member that has sent nothing for so long sends a heartbeat, of 30 bytes.
+# Liveness. On a busy machine a process misses a heartbeat of 30 bytes now and then; half a second lets the last one be
+# late. A member that is silent for longer is lost.
 HEARTBEAT_SECONDS = 1.0
-
-# Heartbeats that may be missing: on a busy machine a process misses one now and then.
 HEARTBEAT_MISSES = 3
-
-# A member that is silent for so long is lost. Half a second of tolerance lets the last heartbeat be late.
 SILENCE_SECONDS = HEARTBEAT_MISSES * HEARTBEAT_SECONDS + 0.5
+MAX_DEADLINE = 86_400.0  # seconds of a round: one day
 
-# The header of a frame; a busy server's status report is the largest.
+# The header of a frame; a busy server's status report is the largest. That of a request is usually unsolicited: a
+# Register with 16,384 members, no two of them adjacent, has 33 KB.
 MAX_HEADER_BYTES = 1_048_576
-
-# The header of a frame to the server, which is usually unsolicited. A Register with 16,384 members, no two of them
-# adjacent, has 33 KB.
 MAX_REQUEST_HEADER_BYTES = 65_536
 
 # A whole frame: a member with 64 replicas, 16,384 channels and two vectors.
@@ -63,19 +44,16 @@ MAX_FRAME_BYTES = MAX_HEADER_BYTES + 8 * MAX_REPLICAS * 2 * 16_384
 # hundred overflow the reader's stack.
 MAX_DEPTH = 32
 
-# Layers in one SkewStats, once a second; larger models need several.
+# Layers in one SkewStats, once a second; larger models need several. Their names, each with a line feed.
 MAX_SKEW_LAYERS = 64
-
-# The names of these layers, each with a line feed.
 MAX_SKEW_BYTES = MAX_SKEW_LAYERS * (MAX_NAME_BYTES + 1)
 
 # Buckets of a histogram, each twice as wide as the previous one: from 20 us up to 84 s, and one for longer durations.
 BUCKETS = 24
 
-# Layers in one Figures: all that the server stores for a group.
+# Layers in one Figures: all that the server stores for a group. Their names and values: a server with keys encrypts
+# these in 3 ms, and one layer of MAX_MEMBERS fits.
 MAX_FIGURES_LAYERS = 1024
-
-# Names and values of one Figures: a server with keys encrypts it in 3 ms, and one layer of MAX_MEMBERS fits.
 MAX_FIGURES_BYTES = 2**20
 
 # Groups on one server. One of four members at 256 channels takes about 0.2 MB, all of them less than 200 MB.

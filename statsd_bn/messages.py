@@ -65,13 +65,11 @@ class Participation(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Register(Checked):
+class Register(Checked, number=1):
     """A member registers in a group, with all it knows. A repetition asks for the group's state again.
 
     `results` is the number of `Result`s that it can send to a restarted server.
     """
-
-    type: ClassVar[int] = 1
 
     session: Token  # the secret token of the member, fresh for each of its lives in a group
     job: Name
@@ -108,13 +106,11 @@ class Register(Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class Registered(Checked):
+class Registered(Checked, number=2):
     """The server has registered the member, and reports whether the group is open.
 
     It names the session by its digest, because the answer may reach another process.
     """
-
-    type: ClassVar[int] = 2
 
     digest: Token
     server: Token
@@ -125,20 +121,16 @@ class Registered(Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class Leave(Checked):
+class Leave(Checked, number=5):
     """A member leaves its group. `cause` is empty for an orderly end, else the error that ended the member."""
-
-    type: ClassVar[int] = 5
 
     session: Token
     cause: Annotated[str, text_within(limits.MAX_TEXT_BYTES)]
 
 
 @dataclass(frozen=True, slots=True)
-class Heartbeat(Checked):
+class Heartbeat(Checked, number=9):
     """A sign of life of a member that has nothing else to send. No answer, unless the session is unknown."""
-
-    type: ClassVar[int] = 9
 
     session: Token
     step: Counter = 0
@@ -149,10 +141,8 @@ class Heartbeat(Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class StackRequest(Checked):
+class StackRequest(Checked, number=12):
     """The server asks a late member for its stack, over the socket of the member's heartbeats."""
-
-    type: ClassVar[int] = 12
 
     digest: Token
     number: Counter
@@ -160,10 +150,8 @@ class StackRequest(Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class StackReport(Checked):
+class StackReport(Checked, number=13):
     """A member's answer to a StackRequest: where its main thread is."""
-
-    type: ClassVar[int] = 13
 
     session: Token
     number: Counter
@@ -249,10 +237,8 @@ def unchecked_aggregate(
 
 
 @dataclass(frozen=True, slots=True)
-class Failure(Checked):
+class Failure(Checked, number=6):
     """The server's answer to a request that failed. `key` names the round that it is about, if any."""
-
-    type: ClassVar[int] = 6
 
     code: Name
     message: Annotated[str, text_within(limits.MAX_TEXT_BYTES)]
@@ -265,10 +251,8 @@ class Failure(Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class Pending(Checked):
+class Pending(Checked, number=10):
     """The server's answer to a contribution that is sent again while its round is open."""
-
-    type: ClassVar[int] = 10
 
     key: RoundKey
     seconds: Counter
@@ -277,20 +261,16 @@ class Pending(Checked):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Result(Checked):
+class Result(Checked, number=11):
     """The aggregate of a round that a member received from the server before its restart."""
-
-    type: ClassVar[int] = 11
 
     session: Token
     aggregate: Aggregate
 
 
 @dataclass(frozen=True, slots=True)
-class RoundDone(Checked):
+class RoundDone(Checked, number=14):
     """A round is done without the server: the member has received all rows from the other members. No answer."""
-
-    type: ClassVar[int] = 14
 
     session: Token
     key: RoundKey
@@ -307,10 +287,8 @@ class StatusRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Status(Checked):
+class Status(Checked, number=8):
     """The server's report, as docs/seeing.md describes it."""
-
-    type: ClassVar[int] = 8
 
     report: dict[str, Any]
 
@@ -343,10 +321,9 @@ class _LayerFigures(Checked):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SkewStats(_LayerFigures):
+class SkewStats(_LayerFigures, number=15):
     """A member reports the figures of a step's forward rounds that the server did not see. No answer."""
 
-    type: ClassVar[int] = 15
     _min_layers: ClassVar[int] = 1
     _max_layers: ClassVar[int] = limits.MAX_SKEW_LAYERS
 
@@ -357,10 +334,8 @@ class SkewStats(_LayerFigures):
 
 
 @dataclass(frozen=True, slots=True)
-class FiguresRequest(Checked):
+class FiguresRequest(Checked, number=16):
     """Asks for the figures of the members' data in a group. Needs no registration."""
-
-    type: ClassVar[int] = 16
 
     job: Name
     group: Name
@@ -368,10 +343,9 @@ class FiguresRequest(Checked):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Figures(_LayerFigures):
+class Figures(_LayerFigures, number=17):
     """The figures of the members' data in a group: averages over the latest samples of each layer."""
 
-    type: ClassVar[int] = 17
     _min_layers: ClassVar[int] = 0
     _max_layers: ClassVar[int] = limits.MAX_FIGURES_LAYERS
 
@@ -399,24 +373,18 @@ class _Durations(Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class RoundTrips(_Durations):
+class RoundTrips(_Durations, number=18):
     """Durations of a member's rounds, as the member measured them."""
 
-    type: ClassVar[int] = 18
-
 
 @dataclass(frozen=True, slots=True)
-class LatenessReport(_Durations):
+class LatenessReport(_Durations, number=20):
     """How much later than the others a member arrived, each time that it was last in a round in shared memory."""
 
-    type: ClassVar[int] = 20
-
 
 @dataclass(frozen=True, slots=True)
-class NonFiniteRound(Checked):
+class NonFiniteRound(Checked, number=19):
     """A member reports a non-finite aggregate of a round that the server did not see. No answer."""
-
-    type: ClassVar[int] = 19
 
     session: Token
     key: RoundKey

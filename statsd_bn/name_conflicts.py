@@ -1,9 +1,7 @@
 """The command `statsd-bn`, which finds the right `server` among modules of that name.
 
-It is `python -m server`. But `server` is a common name: a `server.py` on PYTHONPATH, or another project's package,
-would start instead of ours. So the command starts in this package, which has a unique name, and imports the `server` in
-the same folder. Only the running command imports it: nothing in `statsd_bn` depends on the server. Subcommands belong
-in `server.cli`.
+It is `python -m server`. But `server` is a common name: a `server.py` on PYTHONPATH would start instead of ours. So the
+command starts in this package, which has a unique name, and imports the `server` in the same folder.
 """
 
 import sys
@@ -12,28 +10,15 @@ from importlib import import_module
 from importlib.machinery import PathFinder
 from pathlib import Path
 from runpy import run_path
-from typing import Any
 
 from statsd_bn.errors import ConfigurationError
 
 PACKAGES = Path(__file__).resolve().parents[1]
 
-# As for any wrong option of the command.
-USAGE_ERROR = 2
-
 
 def main() -> int:
     """Run the server's command line, or print its help without arguments; returns the exit code."""
     sys.path.insert(0, str(PACKAGES))
-    module: Any = import_module("server")
-    path = getattr(module, "__file__", None) or "a folder without an __init__.py"
-    if not Path(path).resolve().is_relative_to(PACKAGES):
-        print(  # noqa: T201 - the command's one-line error
-            f"statsd_bn: the module 'server' is {path}, not statsd_bn's; it was imported before this command started. "
-            "Remove it from PYTHONPATH, or rename it",
-            file=sys.stderr,
-        )
-        return USAGE_ERROR
     try:
         code: int = import_module("server.__main__").main(sys.argv[1:] or ["--help"])
     finally:  # argparse leaves by SystemExit

@@ -1,17 +1,10 @@
 """Escaping of text from other processes, and the layout of errors.
 
-Text from others is escaped, so that it can neither control a terminal nor forge a log line: characters that are not
-printable are written as in a Python string literal. Names and log lines are printable throughout; messages of errors
-and causes keep line feeds and tabs.
+Text from others is escaped, so that it can neither control a terminal nor forge a log line. Names and log lines are
+printable throughout; messages of errors and causes keep line feeds and tabs.
 
-The first line of an error says what happened, short enough for a log, a list or a narrow terminal. A table follows,
-with a row per rank, then the job, group and round, then what to do. Server and client share this layout:
-
-    RoundMismatch: deadlock: the ranks wait in different places
-      rank 0 (host-a, pid 811)  waits 0.6 s  in forward of layer 'layer1.bn2', step 3
-      rank 1 (host-b, pid 812)  waits 0.6 s  in backward of layer 'layer1.bn1', step 3
-      in job 'digits', group 'world', epoch 0
-    Run the same layers in the same order on every rank, equally often; ...
+The first line of an error says what happened, in at most `FIRST_LINE` characters. A table follows, with a row per rank,
+then the job, group and round, then what to do; docs/errors.md shows examples.
 """
 
 import re

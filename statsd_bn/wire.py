@@ -1,33 +1,8 @@
 """Message <-> bytes: one frame per message, as docs/protocol.md specifies it.
 
-    offset  size   content
-    0       3      magic, b"SBN"
-    3       1      protocol version
-    4       4      H, the header's length, unsigned little-endian
-    8       H      header: a msgpack array [type, field, field, ...]; fixed fields in Contribution and Aggregate
-    8+H     0-7    zero bytes up to a multiple of 8
-    ...     8·n    values: little-endian float64, in C order
-
 A message is one frame instead of three, because each ZeroMQ frame costs about a system call. Values are raw numbers
-instead of msgpack floats: they become an array without a loop or a copy.
-
-Every member sends a Contribution and receives an Aggregate in each round, so these two have headers of fixed fields:
-
-    offset  size   Contribution                     Aggregate
-    8       1      type, 3                          type, 4
-    9       1      vectors                          vectors
-    10      2      replicas                         runs of members
-    12      8      session                          runs of non-finite members (4), channels (4)
-    20      4      channels                         replicas
-    24      8      epoch                            count
-    32      8      step                             epoch
-    40      8      call                             step
-    48      8      attempt                          call
-    56             counts, 8 bytes each             runs, 4 bytes each: of members, of non-finite members
-                   job, group, layer, phase: UTF-8, with a zero byte between two
-                   zero bytes up to a multiple of 8; values, float64
-
-One `struct` call reads all their numbers. No frame depends on an earlier one, so a restarted server can read it.
+instead of msgpack floats: they become an array without a loop or a copy. Every member sends a Contribution and receives
+an Aggregate in each round, so these two have headers of fixed fields, which one `struct` call reads.
 
 msgpack creates every object before it can be checked, and allocates as many items as an array announces. So the number
 of items is bounded in advance.

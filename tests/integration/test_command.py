@@ -20,8 +20,8 @@ MODULE, FUNCTION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project
 SCRIPT = f"import sys; sys.argv[0] = 'statsd-bn'; from {MODULE} import {FUNCTION}; sys.exit({FUNCTION}())"
 
 
-def command(*arguments: str, first: str = "") -> list[str]:
-    return [sys.executable, "-P", "-c", first + SCRIPT, *arguments]
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-P", "-c", SCRIPT, *arguments]
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +85,3 @@ def test_status_is_watched_until_ctrl_c(endpoint, folder):
     _, errors = watching.communicate(timeout=WAIT_SECONDS)
     assert [line.startswith("server ") for line in lines] == [True, False, True, False]
     assert (watching.returncode, errors) == (0, "")
-
-
-def test_a_foreign_server_module_is_an_error(folder):
-    first = f"import sys; sys.path.insert(0, {str(folder)!r}); import server; "
-    said = run(*command("--version", first=first), cwd=folder, **PATH)
-    assert said.returncode == 2
-    assert said.stdout == "mine\n"
-    assert said.stderr.startswith(f"statsd_bn: the module 'server' is {folder}/server.py, not statsd_bn's")
-    assert said.stderr.count("\n") == 1
