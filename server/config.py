@@ -27,17 +27,13 @@ CONSOLE_SCRIPT = "statsd-bn"
 USAGE_ERROR = 2
 
 
-def program(*command: str) -> str:
-    """The command as the user typed it: `statsd-bn status` or `python -m server status`."""
-    name = CONSOLE_SCRIPT if sys.argv and Path(sys.argv[0]).stem == CONSOLE_SCRIPT else "python -m server"
-    return " ".join((name, *command))
-
-
 class Parser(argparse.ArgumentParser):
     """An argument parser with short errors; flags cannot be abbreviated, so that a new one breaks no script."""
 
     def __init__(self, *command: str, **given: Any) -> None:
-        super().__init__(prog=program(*command), allow_abbrev=False, **given)
+        # As the user typed it: `statsd-bn status` or `python -m server status`.
+        name = CONSOLE_SCRIPT if sys.argv and Path(sys.argv[0]).stem == CONSOLE_SCRIPT else "python -m server"
+        super().__init__(prog=" ".join((name, *command)), allow_abbrev=False, **given)
 
     def parse_args(  # type: ignore[override]  # argparse has an overload for each sort of namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -45,18 +41,15 @@ class Parser(argparse.ArgumentParser):
         """The values of the arguments; exits with 2 for an unknown one."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self.error(self._unknown(unknown[0]))
+            flag = unknown[0].partition("=")[0]
+            if flag.startswith("-"):
+                self.error(f"unknown option {flag}{suggestion(flag, self._option_string_actions)}")
+            self.error(f"unexpected argument {unknown[0]!r}")
         return found
 
     def error(self, message: str) -> NoReturn:
         """Prints the error on one line and exits with 2."""
         self.exit(USAGE_ERROR, f"statsd_bn: {escape(message)} (see {self.prog} --help)\n")
-
-    def _unknown(self, argument: str) -> str:
-        flag = argument.partition("=")[0]
-        if flag.startswith("-"):
-            return f"unknown option {flag}{suggestion(flag, self._option_string_actions)}"
-        return f"unexpected argument {argument!r}"
 
 
 def number_type(kind: type[int] | type[float], expected: str) -> Callable[[str], float]:
@@ -66,7 +59,7 @@ def number_type(kind: type[int] | type[float], expected: str) -> Callable[[str],
         try:
             return kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r:.80}") from None
+            raise ArgumentTypeError(f"expected {expected}, got {text!r:.80}") from None
 
     return read
 
@@ -76,7 +69,7 @@ def host_and_port(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not (host and port.isascii() and port.isdecimal() and len(port) <= MAX_DIGITS and int(port) <= MAX_PORT):
-        raise argparse.ArgumentTypeError(f"expected HOST:PORT with a port of 0 to {MAX_PORT}, got {text!r:.80}")
+        raise ArgumentTypeError(f"expected HOST:PORT with a port of 0 to {MAX_PORT}, got {text!r:.80}")
     return host, int(port)
 
 
@@ -167,10 +160,7 @@ def parser(environ: Mapping[str, str]) -> Parser:
         "--version", action="version", version=VERSION, help="print the versions of the program and of its protocol"
     )
     result.add_argument(
-        "--log-level",
-        type=str.lower,
-        choices=LOG_LEVELS,
-        help="in any case (STATSD_BN_LOG_LEVEL; default info)",
+        "--log-level", type=str.lower, choices=LOG_LEVELS, help="in any case (STATSD_BN_LOG_LEVEL; default info)"
     )
     result.add_argument(
         "--insecure",
@@ -209,7 +199,6 @@ def parser(environ: Mapping[str, str]) -> Parser:
 
 
 def _number_type(option: "Field[Any]") -> Callable[[str], float]:
-    """Returns the parser of a limit."""
     kind: Any = type(option.default)
     return number_type(kind, option_range(option))
 

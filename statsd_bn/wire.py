@@ -99,22 +99,24 @@ def decode(frame: bytes) -> Message:
 
     Raises VersionMismatch or ProtocolError for a frame that breaks docs/protocol.md.
     """
-    kind = frame[_TYPE]
-    if kind == _AGGREGATE_TYPE:
-        return _decode_aggregate(frame, limits.MAX_HEADER_BYTES)
-    if kind == _CONTRIBUTION_TYPE:
-        return _decode_contribution(frame, limits.MAX_HEADER_BYTES)
-    return _decode_other(frame, limits.MAX_HEADER_BYTES, limits.MAX_MEMBERS, _MAX_MAP_ENTRIES)
+    return _decode(frame, limits.MAX_HEADER_BYTES, limits.MAX_MEMBERS, _MAX_MAP_ENTRIES)
 
 
 def decode_request(frame: bytes) -> Request:
     """Returns the request in `frame`; like `decode`, for a server: a malformed frame costs it next to nothing."""
-    if frame[_TYPE] == _CONTRIBUTION_TYPE:
-        return _decode_contribution(frame, limits.MAX_REQUEST_HEADER_BYTES)
-    request: Any = _decode_other(frame, limits.MAX_REQUEST_HEADER_BYTES, limits.MAX_REPLICAS, 0)
+    request: Any = _decode(frame, limits.MAX_REQUEST_HEADER_BYTES, limits.MAX_REPLICAS, 0)
     if type(request) not in _REQUESTS:
         raise ProtocolError(f"expected a request, got {type(request).__name__}")
     return request  # type: ignore[no-any-return]
+
+
+def _decode(frame: bytes, max_header: int, max_items: int, max_entries: int) -> Message:
+    kind = frame[_TYPE]
+    if kind == _CONTRIBUTION_TYPE:
+        return _decode_contribution(frame, max_header)
+    if kind == _AGGREGATE_TYPE:
+        return _decode_aggregate(frame, max_header)
+    return _decode_other(frame, max_header, max_items, max_entries)
 
 
 # Contribution and Aggregate.

@@ -11,7 +11,6 @@ import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from statsd_bn.endpoints import check_folder, ipc_path, make_private_folder, private_folder, remove_job_folder
@@ -30,34 +29,15 @@ NO_DESCRIPTOR = -1
 BACKLOG = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class SocketFile:
-    """The file of a bound socket, identified by device and inode."""
+def remove_socket(path: Path, bound: os.stat_result) -> None:
+    """Remove the file of a bound socket if it is unchanged, and its folder if that was created for one job.
 
-    path: Path
-    device: int
-    inode: int
-
-    @classmethod
-    def at(cls, endpoint: str) -> "SocketFile | None":
-        """The socket file of an endpoint; None without a file."""
-        path = ipc_path(endpoint)
-        with suppress(OSError):
-            if path:
-                found = path.lstat()
-                return cls(path.absolute(), found.st_dev, found.st_ino)
-        return None
-
-    def remove(self) -> None:
-        """Remove the file if it is unchanged, and its folder if that was created for one job.
-
-        Call it while the socket is open, so that no other server can own the path.
-        """
-        with suppress(OSError):
-            found = self.path.lstat()
-            if (found.st_dev, found.st_ino) == (self.device, self.inode):
-                self.path.unlink()
-                remove_job_folder(self.path.parent)
+    Call it while the socket is open, so that no other server can own the path.
+    """
+    with suppress(OSError):
+        if os.path.samestat(path.lstat(), bound):
+            path.unlink()
+            remove_job_folder(path.parent)
 
 
 @contextmanager

@@ -13,14 +13,15 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import zmq
 from zmq.utils import z85
 
-from server.network import ipc_path
+from server.network.ipc_path import BACKLOG, listen, remove_socket
 from server.security.keygen import check_curve
 from statsd_bn import keys, limits
-from statsd_bn.endpoints import check_endpoint
+from statsd_bn.endpoints import check_endpoint, ipc_path
 from statsd_bn.errors import BindError
 
 logger = logging.getLogger("statsd_bn.server")
@@ -69,7 +70,7 @@ class Listener:
         # ZeroMQ's counter starts from `rand()`, which ZeroMQ does not seed.
         ctypes.CDLL(None).srand(ctypes.c_uint(int.from_bytes(os.urandom(4))))
         self._context = zmq.Context()
-        self._files: list[ipc_path.SocketFile] = []
+        self._removals: list[Callable[[], None]] = []  # of socket files, which ZeroMQ does not remove
         self.socket = self._context.socket(zmq.ROUTER)
         # Before `bind`, so that each connection is authenticated.
         self._authenticator = Authenticator(self._context, is_allowed)
@@ -85,15 +86,15 @@ class Listener:
         check_endpoint(endpoint)
         self.socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         try:
-            with ipc_path.listen(endpoint) as descriptor:
+            with listen(endpoint) as descriptor:
                 self.socket.setsockopt(zmq.USE_FD, descriptor)
                 self.socket.bind(endpoint)
         except zmq.ZMQError as error:
             text = f"cannot listen on {endpoint}: {zmq.strerror(error.errno or 0)}"
             raise BindError(text, endpoint=endpoint) from error
         bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        if file := ipc_path.SocketFile.at(bound):  # ZeroMQ does not remove it
-            self._files.append(file)
+        if path := ipc_path(bound):
+            self._removals.append(partial(remove_socket, path.absolute(), path.lstat()))
         return bound
 
     def open(self) -> None:
@@ -102,8 +103,8 @@ class Listener:
 
     def close(self) -> None:
         """Close all sockets; pending replies get LINGER_MILLISECONDS."""
-        while self._files:
-            self._files.pop().remove()
+        while self._removals:
+            self._removals.pop()()
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close(linger=LINGER_MILLISECONDS)
@@ -125,7 +126,7 @@ class Listener:
         self.socket.setsockopt(zmq.RCVTIMEO, int(POLL_SECONDS * 1000))
         self.socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
         self.socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
-        self.socket.setsockopt(zmq.BACKLOG, ipc_path.BACKLOG)
+        self.socket.setsockopt(zmq.BACKLOG, BACKLOG)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MILLISECONDS)
         for option, value in KEEPALIVE.items():
             self.socket.setsockopt(option, value)

@@ -134,15 +134,9 @@ class Service:
         self._reload_requested = True
 
     @property
-    def has_keys(self) -> bool:
-        """Whether clients need a key."""
-        return self._access is not None
-
-    @property
-    def remaining(self) -> str:
-        """Log text with the number of ranks that have not left; empty if all have."""
-        ranks = 0 if self._parent else self._dispatcher.nr_ranks
-        return f"; {ranks} rank{'s' * (ranks > 1)} had not left" if ranks else ""
+    def nr_ranks(self) -> int:
+        """Number of ranks that have not left and wait for the next server."""
+        return 0 if self._parent else self._dispatcher.nr_ranks
 
     @ignore_float_errors
     def run(self) -> None:
@@ -277,14 +271,16 @@ def run_master(config: Config | None = None) -> None:
     _, file_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # macOS refuses an unlimited soft limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (file_limit, file_limit))
-    with Service(config or Config()) as service, _signal_handlers(service):
+    config = config or Config()
+    with Service(config) as service, _signal_handlers(service):
         for endpoint in service.endpoints:
             print(f"listening on {endpoint}", flush=True)  # noqa: T201 - a script reads the port from here
-        if not service.has_keys and (plain := " and ".join(filter(needs_keys, service.endpoints))):
+        if not config.curve and (plain := " and ".join(filter(needs_keys, service.endpoints))):
             logger.warning(
                 "--insecure: %s has no keys, so anybody who can connect may join, end, read and falsify every job; "
                 "give --curve DIR, unless strangers cannot reach the network",
                 plain,
             )
         service.run()
-        logger.info("stopped%s", service.remaining)
+        ranks = service.nr_ranks
+        logger.info("stopped%s", f"; {ranks} rank{'s' * (ranks > 1)} had not left" if ranks else "")

@@ -20,7 +20,6 @@ from server.core.dispatcher import Dispatcher
 from server.group import contributor, results
 from server.group.rounds import TRANSITIONS
 from server.network import connections, listener, service
-from server.security import quota
 from server.security.access import Principal
 from statsd_bn import PROTOCOL_VERSION, errors, limits, messages
 from statsd_bn.errors import ProtocolError
@@ -530,7 +529,7 @@ def test_the_life_of_a_round_is_the_codes_table():
 
 def test_deadlines_and_queues_have_the_codes_values():
     whose = {
-        "server": [service, results, deadlock, liveness, registry, connections, quota],
+        "server": [service, results, deadlock, liveness, registry, connections, listener],
         "client": [heartbeat, connect, registration, round_trip, channel_pool],
         "both": [listener, channel_pool],
     }
