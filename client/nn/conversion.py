@@ -10,6 +10,7 @@ from unittest import mock
 
 from torch import nn
 from torch.nn import SyncBatchNorm  # torch's own, also while `patch_sync_batchnorm` replaces it in `torch.nn`
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from client.data_parallel.replicate import DataParallelWithCallback
 from client.nn import input_checks
@@ -277,3 +278,27 @@ def _process_group_of(layer: nn.Module) -> Any:
     with suppress(ConfigurationError):
         return group.find() if isinstance(group, NamedProcessGroup) else None
     return None
+
+
+def _keep_from_torchs_converter(parent: nn.Module, name: str, module: nn.Module) -> nn.Module | None:
+    """Keep a synchronised layer that `nn.SyncBatchNorm.convert_sync_batchnorm` would replace by one of torch's.
+
+    A hook that torch calls when a module is set on another. The converter's new layer has the same tensors.
+    """
+    if type(module) is not SyncBatchNorm:
+        return None
+    old = parent._modules.get(name)
+    tensors = ("weight", "bias", "running_mean", "running_var")
+    if not isinstance(old, SynchronizedLayer) or any(
+        getattr(old, each) is not getattr(module, each) for each in tensors
+    ):
+        return None
+    warnings.warn(
+        "torch.nn.SyncBatchNorm.convert_sync_batchnorm does not convert synchronised layers. Remove the call (in "
+        "Lightning sync_batchnorm=True), or call it on client.revert_model(model)",
+        stacklevel=3,
+    )
+    return old
+
+
+register_module_module_registration_hook(_keep_from_torchs_converter)  # type: ignore[arg-type]  # it may return one

@@ -314,6 +314,21 @@ def test_torchs_own_name_converts_too(ours):
         ours.convert_sync_batchnorm(everything(), process_group=Group())
 
 
+@pytest.mark.parametrize("options", [{}, {"affine": False, "track_running_stats": False}], ids=str)
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.SyncBatchNorm, Special])
+def test_torchs_converter_leaves_synchronised_layers_as_they_are(kind, options):
+    model = client.convert_model(nn.ModuleDict({"deep": nn.Sequential(nn.Conv2d(1, 3, 1), kind(3, **options))}))
+    ours = model["deep"][1]
+    model["new"] = nn.BatchNorm2d(3)
+    with pytest.warns(UserWarning, match=r"does not convert synchronised layers[.] .* client.revert_model"):
+        assert nn.SyncBatchNorm.convert_sync_batchnorm(model)["deep"][1] is ours
+    assert type(model["new"]) is nn.SyncBatchNorm
+    model["deep"][1] = by_hand = nn.SyncBatchNorm(3)
+    assert model["deep"][1] is by_hand
+    reverted = nn.SyncBatchNorm.convert_sync_batchnorm(client.revert_model(nn.Sequential(ours)))
+    assert type(reverted[0]) is nn.SyncBatchNorm
+
+
 def test_torchs_own_name_reports_at_the_callers_line():
     parallel = SpecialParallel(nn.BatchNorm1d(3))
     with pytest.warns(UserWarning, match="SpecialParallel") as reports:
