@@ -22,6 +22,7 @@ from server.group.master import SyncMaster
 from server.group.rounds import Reply, failure_frame, unknown_session
 from server.security.access import ANONYMOUS, REVOKED, Access, Principal
 from server.security.quota import Quota, QuotaUsage
+from statsd_bn import messages
 from statsd_bn.errors import (
     AuthenticationRefused,
     MasterStopped,
@@ -31,34 +32,18 @@ from statsd_bn.errors import (
     StatsdBNError,
 )
 from statsd_bn.members import NO_MEMBERS
-from statsd_bn.messages import (
-    NO_SERVER,
-    WORLD,
-    Contribution,
-    FiguresRequest,
-    Heartbeat,
-    LatenessReport,
-    Leave,
-    NonFiniteRound,
-    Register,
-    Registered,
-    Request,
-    Result,
-    RoundDone,
-    RoundTrips,
-    SkewStats,
-    StackReport,
-    StatusRequest,
-)
+from statsd_bn.messages import NO_SERVER, WORLD
 from statsd_bn.text import error_summary, log_line
 from statsd_bn.wire import decode_request, encode
 
 logger = logging.getLogger("statsd_bn.server")
 
 # Requests that need no session.
-_QUERIES = (StatusRequest, FiguresRequest)
+_QUERIES = (messages.StatusRequest, messages.FiguresRequest)
 
-RoundReport = Result | RoundDone | SkewStats | RoundTrips | LatenessReport | NonFiniteRound
+# Reports about rounds that a member has finished, from its heartbeat socket or its main one.
+_HeartbeatReport = messages.RoundTrips | messages.LatenessReport | messages.SkewStats
+RoundReport = _HeartbeatReport | messages.Result | messages.RoundDone | messages.NonFiniteRound
 
 # Causes of the loss of a member that returned to a restarted server: the group had dropped it before, or the results
 # that it announced did not arrive.
@@ -83,7 +68,7 @@ class Dispatcher:
         self._started = started
         # Every member ignores this frame, since no session has a digest of zero bytes; sending it shows whether a peer
         # is connected.
-        self.probe = encode(Registered(NO_SERVER, server, 0, 0, 0, NO_MEMBERS))
+        self.probe = encode(messages.Registered(NO_SERVER, server, 0, 0, 0, NO_MEMBERS))
         self._usage = QuotaUsage(quota)
         silence = self._usage.quota.silence_seconds
         self._registry = Registry(started, silence)
@@ -159,10 +144,7 @@ class Dispatcher:
         return [(peer, self.probe) for peer in self._registry.liveness.probe_addresses(since)]
 
     def unreachable(self, now: float, peer: bytes) -> list[Reply]:
-        """Record that a peer is disconnected; returns probes for the other addresses of its members.
-
-        A member without any address left is lost at a later `tick`, unless it reconnects in time.
-        """
+        """Record that a peer is disconnected; returns probes for the other addresses of its members."""
         return [(other, self.probe) for other in self._registry.liveness.unreachable(now, peer)]
 
     def shutdown_notices(self) -> list[Reply]:
@@ -189,43 +171,45 @@ class Dispatcher:
             **asdict(self.counters),
         }
 
-    def _handle(self, now: float, peer: bytes, message: Request, principal: Principal) -> Received:
+    def _handle(self, now: float, peer: bytes, message: messages.Request, principal: Principal) -> Received:
         if isinstance(message, _QUERIES):
             return Received([(peer, self._answer(now, message, principal))])
         record = self._registry.sessions.get(message.session)
         if principal is not ANONYMOUS:
             self._check_owner(message, record, principal)
         match message:
-            case Contribution():
+            case messages.Contribution():
                 return self._contribute(now, message, record, peer)
-            case Heartbeat() | StackReport():
+            case messages.Heartbeat() | messages.StackReport():
                 return self._heartbeat(now, message, record, peer)
-            case Register():
+            case messages.Register():
                 # A refused member, as of a broken group, is alive as well.
                 self._registry.liveness.record_message(now, message.session, peer)
                 replies = self._registration.register(now, message, peer, principal)
                 self._registry.liveness.add(now, message.session, peer)
                 return Received(replies, message.session)
-            case Leave():
+            case messages.Leave():
                 return Received(self._registry.leave(now, message.session, message.cause))
             case _:
                 return self._record(now, message, record, peer)
 
-    def _answer(self, now: float, asked: StatusRequest | FiguresRequest, principal: Principal) -> bytes:
+    def _answer(
+        self, now: float, asked: messages.StatusRequest | messages.FiguresRequest, principal: Principal
+    ) -> bytes:
         """Answer to a request without a session."""
-        if isinstance(asked, StatusRequest):
+        if isinstance(asked, messages.StatusRequest):
             return self._reports.frame(now, principal, self._masters(principal), self._registry.ended_jobs)
         master = self._registry.masters.get((asked.job, asked.group)) if principal.may_access(asked.job) else None
         return self._reports.figures(now, principal, asked, master)
 
-    def _check_owner(self, message: Request, record: SessionRecord | None, principal: Principal) -> None:
+    def _check_owner(self, message: messages.Request, record: SessionRecord | None, principal: Principal) -> None:
         """Refuse a session of another key, and a job that this key may not join."""
         if principal.read_only:
             raise RegistrationRefused(
                 "expected a client's key, got the server's own, which may only ask for the status; give "
                 "secrets/NAME.key_secret"
             )
-        if isinstance(message, Register) and not principal.may_access(message.job):
+        if isinstance(message, messages.Register) and not principal.may_access(message.job):
             raise RegistrationRefused(
                 f"job {message.job!r}: the key of {principal.name!r} is for jobs "
                 f"{' or '.join(principal.jobs)} only; rename the job, or use a key for this one"
@@ -249,11 +233,11 @@ class Dispatcher:
         return Received(replies, is_refused=True)
 
     def _contribute(
-        self, now: float, contribution: Contribution, record: SessionRecord | None, peer: bytes
+        self, now: float, contribution: messages.Contribution, record: SessionRecord | None, peer: bytes
     ) -> Received:
-        session, key = contribution.session, contribution.key
+        session = contribution.session
         if record is None:
-            return self._refuse_unregistered([(peer, failure_frame(self._error_for(session), key))])
+            return self._refuse_unregistered([(peer, failure_frame(self._error_for(session), contribution.key))])
         self._registry.liveness.record_message(now, session, peer)
         return Received(record.master.contribute(now, record.contributor, contribution, peer), session)
 
@@ -265,30 +249,30 @@ class Dispatcher:
             return self._refuse_unregistered([])
         master, contributor, liveness = record.master, record.contributor, self._registry.liveness
         # A frame from the heartbeat socket must not replace the address of the main socket.
-        is_from_heartbeat = isinstance(report, RoundTrips | LatenessReport | SkewStats)
+        is_from_heartbeat = isinstance(report, _HeartbeatReport)
         note = liveness.record_heartbeat if is_from_heartbeat else liveness.record_message
         note(now, report.session, peer)
         replies: list[Reply] = []
         match report:
-            case Result():
+            case messages.Result():
                 replies = master.record_result(now, contributor, report.aggregate, peer)
-            case RoundDone():
+            case messages.RoundDone():
                 master.finish_round(now, contributor, report.key)
-            case RoundTrips() | LatenessReport():
+            case messages.RoundTrips() | messages.LatenessReport():
                 master.health.add_latency(contributor, report)
-            case NonFiniteRound():
+            case messages.NonFiniteRound():
                 master.record_non_finite(contributor, report)
-            case SkewStats():
+            case messages.SkewStats():
                 master.health.add_skew(now, report)
         return Received(replies, report.session)
 
     def _heartbeat(
-        self, now: float, message: Heartbeat | StackReport, record: SessionRecord | None, peer: bytes
+        self, now: float, message: messages.Heartbeat | messages.StackReport, record: SessionRecord | None, peer: bytes
     ) -> Received:
         session = message.session
         if record is None:
             return self._refuse_unregistered([(peer, failure_frame(self._error_for(session)))])
-        if isinstance(message, StackReport):
+        if isinstance(message, messages.StackReport):
             # This is no heartbeat: else a rank that freezes after its report would be detected later.
             self._hang_probe.record_report(now, message)
         else:

@@ -6,7 +6,7 @@ report. Both are bounded and evict the oldest entries.
 """
 
 import logging
-from collections import Counter
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,20 +56,17 @@ class Tombstones:
             del self.groups[next(iter(self.groups))]
 
 
-# Jobs kept for all tenants together, and for how long.
+# Jobs kept for the report, and for how long.
 REMEMBERED_JOBS = 32
 REMEMBERED_SECONDS = 600.0
 
 
 class EndedJobs:
-    """The latest ended jobs: all members have left or are lost.
-
-    The tenant with most entries loses its oldest one first, so that no tenant can evict the jobs of others.
-    """
+    """The latest ended jobs: all members have left or are lost."""
 
     def __init__(self) -> None:
-        # The time of the end, the tenant, and the entry of the report.
-        self._jobs: list[tuple[float, str, dict[str, Any]]] = []
+        # The time of the end, and the entry of the report.
+        self._jobs: deque[tuple[float, dict[str, Any]]] = deque(maxlen=REMEMBERED_JOBS)
 
     def add(self, now: float, master: SyncMaster) -> None:
         """Add an ended group if it is the world group of its job."""
@@ -83,17 +80,13 @@ class EndedJobs:
             "rounds_done": master.rounds_done,
             "lost": _describe_break(master),
         }
-        self._jobs.append((now, master.tenant, entry))
-        if len(self._jobs) > REMEMBERED_JOBS:
-            numbers = Counter(tenant for _, tenant, _ in self._jobs)
-            most = max(numbers.values())
-            del self._jobs[next(place for place, (_, one, _) in enumerate(self._jobs) if numbers[one] == most)]
+        self._jobs.append((now, entry))
 
     def report(self, now: float, principal: Principal) -> list[dict[str, Any]]:
         """Report entries of the jobs that a key may see, latest first."""
         return [
             {**entry, "seconds": now - ended}
-            for ended, _, entry in reversed(self._jobs)
+            for ended, entry in reversed(self._jobs)
             if now - ended < REMEMBERED_SECONDS and principal.may_access(entry["job"])
         ]
 
@@ -144,8 +137,10 @@ class Registry:
         record = self._unregister(session)
         if record is None:
             return []
-        _log_end(record, _describe_leave(record.master, cause))
-        return self._remove_member(now, session, record, cause)
+        logger.info(
+            "%s: %s %s", record.master.membership.name, record.contributor, _describe_leave(record.master, cause)
+        )
+        return self._remove_member(now, record, cause)
 
     def lose(self, now: float, session: bytes, cause: str) -> list[Reply]:
         """End the session of a lost member; `cause` is the reason."""
@@ -158,7 +153,8 @@ class Registry:
         # LAUNCHER_STOP_SECONDS is a WARNING. Later ones follow from the broken job, and the ranks have reported it.
         follows = notified_at is not None and now - notified_at >= LAUNCHER_STOP_SECONDS
         breaks_job = membership.has_opened and not (membership.is_elastic or follows)
-        _log_end(record, f"is lost: {cause}", logging.WARNING if breaks_job else logging.INFO)
+        level = logging.WARNING if breaks_job else logging.INFO
+        logger.log(level, "%s: %s is lost: %s", membership.name, record.contributor, cause)
         loss, replies = record.master.lose_contributor(now, record.contributor, cause)
         if loss:
             self.tombstones.add_session(session, record.master.epoch, loss)
@@ -172,7 +168,7 @@ class Registry:
         again = RoundMismatch(f"{master.membership.name}: deadlock: its ranks waited in different places")
         for contributor in contributors:
             self._unregister(contributor.session)
-            replies += self._remove_member(now, contributor.session, SessionRecord(master, contributor), "")
+            replies += self._remove_member(now, SessionRecord(master, contributor), "")
             self.tombstones.add_session(contributor.session, master.epoch, again)
         return replies
 
@@ -190,10 +186,7 @@ class Registry:
         return replies
 
     def notify_waiting(self, world: SyncMaster) -> list[Reply]:
-        """Fail members that wait for a group of the job to open after the world lost a member; once for each world.
-
-        They may wait for the lost member.
-        """
+        """Fail members that wait for a group of the job to open after the world lost a member; once for each world."""
         lost = failed_member(world)
         if lost is None or world.loss_notified:
             return []
@@ -207,8 +200,7 @@ class Registry:
     def notify_broken(self, now: float, master: SyncMaster) -> list[Reply]:
         """Notify the members of a broken strict group at their heartbeat addresses; once for each group.
 
-        The heartbeat thread receives it at once, whatever the training script is doing. A member that waits in a torch
-        collective would not contribute to another round.
+        A member that waits in a torch collective would not contribute to another round.
         """
         membership = master.membership
         if membership.lost is None or membership.is_elastic or master.broken_notified_at is not None:
@@ -222,8 +214,9 @@ class Registry:
         self.liveness.remove(session)
         return self.sessions.pop(session, None)
 
-    def _remove_member(self, now: float, session: bytes, record: SessionRecord, cause: str) -> list[Reply]:
+    def _remove_member(self, now: float, record: SessionRecord, cause: str) -> list[Reply]:
         """Remove a leaving member from its group and add its session to the tombstones."""
+        session = record.contributor.session
         _, replies = record.master.remove_contributor(now, record.contributor, cause)
         name = digest(session).hex()
         left = RegistrationRefused(f"the session with digest {name} has left; register with a new one")
@@ -258,8 +251,3 @@ def _describe_leave(master: SyncMaster, cause: str) -> str:
         return f"leaves after the same {log_line(cause.partition(':')[0])}"
     master.logged_cause = cause
     return f"leaves: {log_line(cause)}"
-
-
-def _log_end(record: SessionRecord, how: str, level: int = logging.INFO) -> None:
-    membership = record.master.membership
-    logger.log(level, "job %r, group %r: %s %s", membership.job, membership.group, record.contributor, how)

@@ -85,10 +85,10 @@ class Notice(StrEnum):
 
 
 class Transition(NamedTuple):
-    """Result of an event; `member` is None if the member's state does not change."""
+    """Result of an event."""
 
     group: GroupState
-    member: MemberState | None
+    member: MemberState | None  # None if it does not change
     notice: Notice
 
 
@@ -153,14 +153,10 @@ _WHOM: dict[str, tuple[MemberState | None, ...]] = {
 }
 
 
-def rows() -> list[list[str]]:
-    """Returns the cells of the table, with its header."""
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in TABLE.strip().splitlines()]
-
-
 def _transitions() -> dict[Case, Transition]:
     found: dict[Case, Transition] = {}
-    for policies, group, events, whom, group_then, member_then, notice in rows()[1:]:
+    for row in TABLE.strip().splitlines()[1:]:
+        policies, group, events, whom, group_then, member_then, notice = map(str.strip, row.strip("|").split("|"))
         result = Transition(GroupState(group_then), MemberState(member_then) if member_then else None, Notice(notice))
         cases = product(_POLICIES[policies], [GroupState(group)], map(Event, events.split(", ")), _WHOM[whom])
         for case in cases:

@@ -16,24 +16,9 @@ from server.group.open_rounds import OpenRounds, ParkedContributions, pending_fr
 from server.group.results import Archive, RecoveredResults, reduce_round
 from server.group.rounds import Reply, Round, conflict_error, failure_frame, unknown_session
 from server.security.quota import EXPECTED_BYTES, GROUP_BYTES, MEMBER_BYTES, RUN_BYTES, MemoryShare, QuotaUsage
-from statsd_bn import limits
-from statsd_bn.errors import (
-    ContributionConflict,
-    LimitExceeded,
-    MasterStopped,
-    ReplicaLost,
-    StatsdBNError,
-)
+from statsd_bn.errors import MasterStopped, ReplicaLost, StatsdBNError
 from statsd_bn.members import Members, format_ranks
-from statsd_bn.messages import (
-    Aggregate,
-    Contribution,
-    Heartbeat,
-    NonFiniteRound,
-    Register,
-    Registered,
-    digest,
-)
+from statsd_bn.messages import Aggregate, Contribution, Heartbeat, NonFiniteRound, Register, Registered, digest
 from statsd_bn.reduction import Rows
 from statsd_bn.round_key import RoundKey
 from statsd_bn.text import error_text
@@ -70,15 +55,15 @@ class SyncMaster:
         self._rounds_without_server = 0
         self._last_progress = -math.inf
         self._server = server
-        self._usage = usage or QuotaUsage()
-        self.membership = Membership(register, self._usage.quota.silence_seconds)
+        usage = usage or QuotaUsage()
+        self.membership = Membership(register, usage.quota.silence_seconds)
         self.tenant = tenant or f"job {register.job!r}"
-        self._memory = MemoryShare(self._usage, self.tenant)
+        self._memory = MemoryShare(usage, self.tenant)
         self._memory.allocate(GROUP_BYTES)
         self._accounted = self._recovered_bytes = 0
         self._archive = Archive(self._memory)
         self._recovered = RecoveredResults(self._memory)
-        self.open_rounds = OpenRounds(self.epoch, self.membership, self._usage, self._archive, self._recovered)
+        self.open_rounds = OpenRounds(self.epoch, self.membership, usage, self._archive, self._recovered)
         self._parked = ParkedContributions(self._memory)
         self.health = GroupHealth(self.membership, self.open_rounds, self._memory)
 
@@ -117,11 +102,14 @@ class SyncMaster:
 
     def contribute(self, now: float, contributor: Contributor, contribution: Contribution, peer: bytes) -> list[Reply]:
         """Add a member's rows to a round; the last ones end it. An ended round is answered again, from the archive."""
-        if ended := self._archive.get(contribution.key):
-            return self._answer_again(ended, contributor, contribution.rows, peer)
-        if self.membership.state is _RECOVERING:
-            return self._park(contributor, contribution, peer)
-        replies = self.open_rounds.contribute(now, contributor, contribution, peer)
+        try:
+            if ended := self._archive.get(contribution.key):
+                return self._answer_again(ended, contributor, contribution.rows, peer)
+            if self.membership.state is _RECOVERING:
+                return self._park(contributor, contribution, peer)
+            replies = self.open_rounds.contribute(now, contributor, contribution, peer)
+        except StatsdBNError as error:
+            return [(peer, failure_frame(error, contribution.key))]
         return replies + self._send_notices() if self.membership.notices else replies
 
     def record_heartbeat(self, now: float, contributor: Contributor, heartbeat: Heartbeat) -> None:
@@ -189,16 +177,12 @@ class SyncMaster:
 
     def stop(self) -> list[Reply]:
         """End all open rounds, and the wait for the group to open: the server stops and has no successor."""
-        replies = self.break_all(
-            lambda key: MasterStopped(
-                error_text("the server stopped because the process that started it ended", where=str(key))
-            )
-        )
+        why = "the server stopped because the process that started it ended"
+        replies = self.break_all(lambda key: MasterStopped(error_text(why, where=str(key))))
         if self.membership.state not in {GroupState.FILLING, GroupState.RECOVERING}:
             return replies
-        stopped = failure_frame(
-            MasterStopped(error_text("the server stopped before the group was complete", where=self.membership.name))
-        )
+        text = error_text("the server stopped before the group was complete", where=self.membership.name)
+        stopped = failure_frame(MasterStopped(text))
         return replies + [(contributor.peer, stopped) for contributor in self.membership.contributors.values()]
 
     def pause_rejoining(self, error: StatsdBNError) -> list[Reply]:
@@ -210,9 +194,8 @@ class SyncMaster:
 
     def break_all(self, reason: Callable[[RoundKey], StatsdBNError]) -> list[Reply]:
         """Fail all open rounds and parked contributions, each with its own error."""
-        replies = self.open_rounds.break_all(reason)
-        keys = ((peer, contribution.key) for _, contribution, peer in self._parked.consume())
-        return replies + [(peer, failure_frame(reason(key), key)) for peer, key in keys]
+        parked = [(peer, contribution.key) for _, contribution, peer in self._parked.consume()]
+        return self.open_rounds.break_all(reason) + [(peer, failure_frame(reason(key), key)) for peer, key in parked]
 
     def release(self) -> None:
         """Release all memory of the group after its end."""
@@ -292,13 +275,10 @@ class SyncMaster:
         """Park a contribution until the members have returned after a server restart."""
         key = contribution.key
         if contributor.results_pending:
-            return [(peer, failure_frame(unknown_session(contributor.session), key))]
-        if self._parked.would_exceed(limits.MAX_OPEN_ROUNDS, contributor, key):
-            return [(peer, failure_frame(self.open_rounds.too_many(key), key))]
-        try:
-            self._parked.add(contributor, contribution, peer)
-        except (LimitExceeded, ContributionConflict) as error:
-            return [(peer, failure_frame(error, key))]
+            raise unknown_session(contributor.session)
+        if self._parked.is_full(contributor.member, key):
+            raise self.open_rounds.too_many(key)
+        self._parked.add(contributor, contribution, peer)
         absent = self.membership.absent
         whom = format_ranks(Members.of(absent)) if absent else "all ranks"
         text = f"waiting for {whom} to reconnect to the restarted server"
@@ -307,5 +287,5 @@ class SyncMaster:
     def _answer_again(self, round_: Round, contributor: Contributor, rows: Rows, peer: bytes) -> list[Reply]:
         future = round_.futures.get(contributor.member)
         if future and future.done and not future.put(rows, peer):
-            return [(peer, failure_frame(conflict_error(round_.key, contributor.member), round_.key))]
+            raise conflict_error(round_.key, contributor.member)
         return [(peer, round_.answer)]

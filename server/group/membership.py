@@ -79,7 +79,6 @@ class Membership:
         self.reported_step = 0  # highest of any contribution or report, since the server does not see shared memory
         self.recovery: Recovery | None = None  # of a recovering group
         self._silence = silence
-        self._may_have_rejoining = False
 
     @property
     def is_open(self) -> bool:
@@ -141,19 +140,14 @@ class Membership:
         """Number of members that a member waits for, and the members present."""
         if not self.is_open or contributor.state is not MemberState.REJOINING:
             return self.missing, self.present
-        back = Members.of(other.member for other in self.contributors.values() if other.state is MemberState.REJOINING)
+        back = Members.of(one.member for one in self.rejoining)
         # A rejoining member waits for the start of the pass, even if all others have returned.
         return max(1, self._size - len(back)), back
 
     @property
     def rejoining(self) -> list[Contributor]:
         """Members of an open group that have returned from a pass and wait for the others."""
-        # Called at each tick, and mostly empty.
-        if not (self.is_open and self._may_have_rejoining):
-            return []
-        back = [one for one in self.contributors.values() if one.state is MemberState.REJOINING]
-        self._may_have_rejoining = bool(back)
-        return back
+        return list(filter(_is_rejoining, self.contributors.values())) if self.is_open else []
 
     def pause(self, contributor: Contributor) -> None:
         """Pause a rejoining member again: the others will not return."""
@@ -273,7 +267,6 @@ class Membership:
             register.results if self.recovery else 0,
         )
         self.contributors[register.member] = contributor
-        self._may_have_rejoining |= contributor.state is MemberState.REJOINING
         self.present = self.present.plus(register.member)
         return contributor
 
@@ -288,7 +281,6 @@ class Membership:
         self.record_step(register.step)
         if transition.member is MemberState.REJOINING and contributor.state is not MemberState.REJOINING:
             contributor.since = now
-        self._may_have_rejoining |= transition.member is MemberState.REJOINING
         contributor.state = transition.member or contributor.state
 
     def _open(self, now: float) -> bool:
@@ -410,11 +402,10 @@ def _check_newcomer(group: Membership, register: Register, transition: Transitio
         )
     elif transition.group is not GroupState.FILLING:
         return  # a newcomer to a recovering elastic group may be a former member that no returned member knows
-    is_full = len(group.contributors) == group.world_size or transition.notice is Notice.REFUSED_FULL
     if group.group == WORLD and not group.is_elastic and register.member >= group.world_size:
         what = f"expected a rank in [0, {group.world_size}), got {register.member}"
         raise _mismatch(group, register, what, register.member + 1)
-    if is_full:
+    if len(group.contributors) == group.world_size or transition.notice is Notice.REFUSED_FULL:
         what = f"expected {group.world_size} ranks, and {format_ranks(group.present)} registered, got one more"
         raise _mismatch(group, register, what, group.world_size + 1)
 

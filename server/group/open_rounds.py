@@ -14,6 +14,7 @@ from server.group.results import Archive, FirstNonFinite, RecoveredResults, redu
 from server.group.rounds import (
     Reply,
     Round,
+    RoundState,
     conflict_error,
     failure_frame,
     is_same_rows,
@@ -81,19 +82,16 @@ class OpenRounds:
     def contribute(self, now: float, contributor: Contributor, contribution: Contribution, peer: bytes) -> list[Reply]:
         """Add a member's rows to a round; the first rows start it."""
         key, rows = contribution.key, contribution.rows
-        try:
-            if round_ := self._open.get(key):
-                future = round_.futures.get(contributor.member)
-                if future is None:
-                    raise _not_participating(contributor, key, round_.futures)
-                is_first = future.rows is None
-                if is_first:
-                    self._reserve(round_, size_of(rows))
-            else:
-                round_ = self._start(now, contributor, key, size_of(rows))
-                future, is_first = round_.futures[contributor.member], True
-        except StatsdBNError as error:
-            return [(peer, failure_frame(error, key))]
+        if round_ := self._open.get(key):
+            future = round_.futures.get(contributor.member)
+            if future is None:
+                raise _not_participating(contributor, key, round_.futures)
+            is_first = future.rows is None
+            if is_first:
+                self._reserve(round_, size_of(rows))
+        else:
+            round_ = self._start(now, contributor, key, size_of(rows))
+            future, is_first = round_.futures[contributor.member], True
         contributor.step, contributor.replicas = key.step, len(rows.counts)
         if is_first:
             future.since = now
@@ -126,10 +124,7 @@ class OpenRounds:
         return replies
 
     def discard(self, now: float, key: RoundKey) -> None:
-        """Drop a round that its members finished in shared memory.
-
-        A contribution that is still in flight must not start it again.
-        """
+        """Drop a round that its members finished in shared memory; a late contribution must not start it again."""
         self._archive.add_ended(key)
         if round_ := self._open.pop(key, None):
             self.last_answered = now
@@ -146,18 +141,14 @@ class OpenRounds:
     def check_key(self, contributor: Contributor, key: RoundKey) -> None:
         """Raise ProtocolError for the round of another group or epoch."""
         if key[:3] != self._run:
-            job, group, epoch = self._run
-            raise ProtocolError(
-                f"round key: expected job {job!r}, group {group!r}, epoch {epoch}, as {contributor} registered, "
-                f"got {key}"
-            )
+            name, epoch = self._membership.name, self._run[2]
+            raise ProtocolError(f"round key: expected {name}, epoch {epoch}, as {contributor} registered, got {key}")
 
     def too_many(self, key: RoundKey) -> LimitExceeded:
         """Error of a group with too many open rounds."""
         most = limits.MAX_OPEN_ROUNDS
-        return self._usage.exceeded(
-            f"group {key.group!r} of job {key.job!r} has {most} open rounds already", most, "open rounds"
-        )
+        text = f"group {key.group!r} of job {key.job!r} has {most} open rounds already"
+        return self._usage.exceeded(text, most, "open rounds")
 
     def _start(self, now: float, contributor: Contributor, key: RoundKey, size: int) -> Round:
         membership = self._membership
@@ -261,12 +252,12 @@ class OpenRounds:
 
     def _break(self, round_: Round, error: StatsdBNError, also: Iterable[bytes] = ()) -> list[Reply]:
         self.failed += 1
-        round_.fail(error)
+        round_.end(failure_frame(error, round_.key), RoundState.FAILED)
         return self._close(round_, also)
 
     def _close(self, round_: Round, also: Iterable[bytes] = ()) -> list[Reply]:
         self._open.pop(round_.key, None)
-        self._archive.add(round_, limits.CACHED_ROUNDS)
+        self._archive.add(round_)
         for key in self._recovered.round_ended() if self._recovered.results else ():
             self._archive.add_ended(key)
         return [(peer, round_.answer) for peer in dict.fromkeys((*round_.peers, *also))]
@@ -326,10 +317,10 @@ class ParkedContributions:
         """Members with a parked contribution."""
         return {member for member, rounds in self._parked.items() if rounds}
 
-    def would_exceed(self, most: int, contributor: Contributor, key: RoundKey) -> bool:
-        """Whether the member already has `most` parked contributions, all to other rounds."""
-        rounds = self._parked.get(contributor.member, {})
-        return len(rounds) >= most and key not in rounds
+    def is_full(self, member: int, key: RoundKey) -> bool:
+        """Whether a member already has as many parked contributions as possible, all to other rounds."""
+        rounds = self._parked.get(member, {})
+        return len(rounds) >= limits.MAX_OPEN_ROUNDS and key not in rounds
 
     def add(self, contributor: Contributor, contribution: Contribution, peer: bytes) -> None:
         """Park a contribution; a repeated one updates the peer. Raises LimitExceeded or ContributionConflict."""

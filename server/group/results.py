@@ -48,13 +48,13 @@ class Archive:
         """Whether a round has ended and left the archive."""
         return hash(key) in self._ended
 
-    def add(self, round_: Round, most: int) -> None:
-        """Archive a round, and evict the oldest with the same outcome beyond `most`."""
+    def add(self, round_: Round) -> None:
+        """Archive a round, and evict the oldest with the same outcome if there are too many."""
         kept = self._failed if round_.state is RoundState.FAILED else self._reduced
         kept[round_.key] = round_
         change = len(round_.answer)
         round_.allocated += change
-        while len(kept) > most:
+        if len(kept) > limits.CACHED_ROUNDS:
             oldest = next(iter(kept))
             change -= kept.pop(oldest).allocated
             self.add_ended(oldest)
@@ -128,10 +128,7 @@ class RecoveredResults:
             )
 
     def contradiction(self) -> ContributionConflict | None:
-        """Error of two results that cannot belong to one group, because the group was started twice.
-
-        Members of both starts are present, and the server cannot know which rows a result contains.
-        """
+        """Error of two results that cannot belong to one group: it was started twice, with members of both present."""
         of_another = self._different or self._find_inconsistent()
         if of_another is None:
             return None
@@ -144,15 +141,12 @@ class RecoveredResults:
 
         Members may be lost within a step, but none joins within one.
         """
-        steps: dict[int, list[RecoveredResult]] = {}
-        for key, result in self.results.items():
-            if key.phase != GATHER:
-                steps.setdefault(key.step, []).append(result)
-        for results in steps.values():
-            most_first = sorted(results, key=lambda result: len(result.aggregate.members), reverse=True)
-            for more, fewer in pairwise(most_first):
-                if not set(more.aggregate.members).issuperset(fewer.aggregate.members):
-                    return fewer
+        results = [result for key, result in self.results.items() if key.phase != GATHER]
+        results.sort(key=lambda result: (result.aggregate.key.step, -len(result.aggregate.members)))
+        for more, fewer in pairwise(results):
+            is_same_step = more.aggregate.key.step == fewer.aggregate.key.step
+            if is_same_step and not set(more.aggregate.members).issuperset(fewer.aggregate.members):
+                return fewer
         return None
 
     def round_ended(self) -> list[RoundKey]:

@@ -35,34 +35,9 @@ Reply = tuple[bytes, bytes]
 class RoundState(StrEnum):
     """State of a round."""
 
-    __hash__ = str.__hash__  # faster than the enum's own, and used for each frame
-
     WAITING = "waiting"
     REDUCED = "reduced"
     FAILED = "failed"
-
-
-class RoundEvent(StrEnum):
-    """Event of a round."""
-
-    __hash__ = str.__hash__
-
-    CONTRIBUTED = "contributed"
-    WITHDRAWN = "withdrawn"
-    COMPLETED = "completed"
-    BROKEN = "broken"
-
-
-# Attribute access on an enum is as slow as the lookup in the table below in Python 3.11.
-_CONTRIBUTED = RoundEvent.CONTRIBUTED
-
-# A case without an entry cannot occur, and raises KeyError.
-TRANSITIONS: dict[tuple[RoundState, RoundEvent], RoundState] = {
-    (RoundState.WAITING, RoundEvent.CONTRIBUTED): RoundState.WAITING,
-    (RoundState.WAITING, RoundEvent.WITHDRAWN): RoundState.WAITING,
-    (RoundState.WAITING, RoundEvent.COMPLETED): RoundState.REDUCED,
-    (RoundState.WAITING, RoundEvent.BROKEN): RoundState.FAILED,
-}
 
 
 class FutureResult:
@@ -112,11 +87,8 @@ class FutureResult:
 
 def conflict_error(key: RoundKey, member: int) -> ContributionConflict:
     """Error of a member that sends two different contributions to one round."""
-    return ContributionConflict(
-        error_text(f"rank {member} sent two different contributions; the first one counts", where=str(key)),
-        **key.fields,
-        member=member,
-    )
+    text = error_text(f"rank {member} sent two different contributions; the first one counts", where=str(key))
+    return ContributionConflict(text, **key.fields, member=member)
 
 
 def is_same_rows(one: Rows, other: Rows) -> bool:
@@ -146,10 +118,6 @@ class Round:
         self.answer = b""
         self.allocated = 0  # bytes, see `server.security.quota`
 
-    def advance(self, event: RoundEvent) -> None:
-        """Apply an event according to the table."""
-        self.state = TRANSITIONS[self.state, event]
-
     def put(self, member: int, rows: Rows, peer: bytes) -> None:
         """Store a member's rows; raises RoundMismatch, RoundFailed or ContributionConflict."""
         future = self.futures[member]
@@ -164,7 +132,6 @@ class Round:
             raise round_failed(self.key, what)
         future.put(rows, peer)
         self._pending -= 1
-        self.advance(_CONTRIBUTED)
 
     def withdraw(self, member: int) -> None:
         """Stop waiting for a member; rows that are present stay."""
@@ -175,17 +142,12 @@ class Round:
         if not future.done:
             del self.futures[member]
             self._pending -= 1
-        self.advance(RoundEvent.WITHDRAWN)
 
-    def end(self, answer: bytes) -> None:
-        """End with an encoded aggregate as the answer."""
-        self.advance(RoundEvent.COMPLETED)
-        self.answer = answer
-
-    def fail(self, error: StatsdBNError) -> None:
-        """End with an error as the answer."""
-        self.advance(RoundEvent.BROKEN)
-        self.answer = failure_frame(error, self.key)
+    def end(self, answer: bytes, state: RoundState = RoundState.REDUCED) -> None:
+        """End with a frame as the answer, an encoded aggregate or failure."""
+        if self.state is not RoundState.WAITING:
+            raise RuntimeError(f"{self.key}: the round has ended already")
+        self.state, self.answer = state, answer
 
     def rows(self) -> list[FloatArray]:
         """All rows of a complete round in replica order, as views."""

@@ -18,7 +18,7 @@ from client.session.protocol import registration, round_trip
 from server.core import collectives, deadlock, hang_probe, liveness, registry
 from server.core.dispatcher import Dispatcher
 from server.group import contributor, results
-from server.group.rounds import TRANSITIONS
+from server.group.rounds import Round, RoundState
 from server.network import connections, listener, service
 from server.security.access import Principal
 from statsd_bn import PROTOCOL_VERSION, errors, limits, messages
@@ -522,9 +522,20 @@ def test_the_table_of_stuck_members_has_the_documented_entries():
 # Rounds, deadlines, the report, the example.
 
 
-def test_the_life_of_a_round_is_the_codes_table():
-    found = {tuple(row) for row in table("The life of a round")}
-    assert found == {(state.value, event.value, after.value) for (state, event), after in TRANSITIONS.items()}
+def test_a_round_has_the_documented_states():
+    happen = {
+        "contributed": lambda round_: round_.put(0, rows(1.0), b"peer"),
+        "withdrawn": lambda round_: round_.withdraw(0),
+        "completed": lambda round_: round_.end(b"answer"),
+        "broken": lambda round_: round_.end(b"answer", RoundState.FAILED),
+    }
+    documented = table("The life of a round")
+    assert {event for _, event, _ in documented} == happen.keys()
+    for state, event, after in documented:
+        round_ = Round(key(), (0, 1), 0.0, 600.0)
+        assert round_.state == state
+        happen[event](round_)
+        assert round_.state == after
 
 
 def test_deadlines_and_queues_have_the_codes_values():

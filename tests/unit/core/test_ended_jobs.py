@@ -4,7 +4,7 @@ import pytest
 
 from server.core.dispatcher import Dispatcher
 from server.core.registry import REMEMBERED_JOBS, REMEMBERED_SECONDS
-from server.security.access import ANONYMOUS, Principal
+from server.security.access import Principal
 from statsd_bn.messages import Leave
 from statsd_bn.wire import encode
 from support.strategies import contribution, register, session_of
@@ -14,14 +14,14 @@ class Play:
     def __init__(self) -> None:
         self.dispatcher = Dispatcher(b"server-0", 100.0)
 
-    def run(self, job: str = "job", causes: tuple[str, str] = ("", ""), tenant: Principal = ANONYMOUS) -> None:
+    def run(self, job: str = "job", causes: tuple[str, str] = ("", "")) -> None:
         for member in range(2):
-            self.send(register(member, 2, job=job), job, member, tenant)
+            self.send(register(member, 2, job=job), job, member)
         for member, cause in enumerate(causes):
-            self.send(Leave(session_of(member, job), cause), job, member, tenant)
+            self.send(Leave(session_of(member, job), cause), job, member)
 
-    def send(self, message, job: str, member: int, tenant: Principal = ANONYMOUS) -> None:
-        self.dispatcher.receive(100.0, f"{job} {member}".encode(), encode(message), tenant)
+    def send(self, message, job: str, member: int) -> None:
+        self.dispatcher.receive(100.0, f"{job} {member}".encode(), encode(message))
 
     def ended(self, now: float = 100.0, **of) -> list[dict]:
         return self.dispatcher.report(now, **of)["ended"]
@@ -72,12 +72,3 @@ def test_a_tenant_sees_only_its_own_ended_jobs(play):
     play.run("b-1")
     (job,) = play.ended(principal=Principal("alice", "k" * 40, ("a-*",)))
     assert job["job"] == "a-1"
-
-
-def test_many_jobs_of_one_tenant_displace_none_of_another(play):
-    alice, bob = (Principal(name, name[0] * 40, ("*",)) for name in ("alice", "bob"))
-    play.run("alice's", tenant=alice)
-    for number in range(2 * REMEMBERED_JOBS):
-        play.run(f"bob's {number}", tenant=bob)
-    names = [job["job"] for job in play.ended()]
-    assert names == [f"bob's {2 * REMEMBERED_JOBS - 1 - place}" for place in range(REMEMBERED_JOBS - 1)] + ["alice's"]

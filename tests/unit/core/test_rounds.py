@@ -1,10 +1,9 @@
-import itertools
 import struct
 
 import numpy as np
 import pytest
 
-from server.group.rounds import FutureResult, Round, RoundEvent, RoundState
+from server.group.rounds import FutureResult, Round, RoundState
 from statsd_bn.errors import ContributionConflict, RoundMismatch
 from statsd_bn.reduction import Rows
 from support.strategies import key, rows
@@ -16,13 +15,14 @@ def a_round(*members: int, seconds: float = 600.0) -> Round:
     return Round(KEY, members, 100.0, seconds)
 
 
-@pytest.mark.parametrize(("state", "event"), [*itertools.product((RoundState.REDUCED, RoundState.FAILED), RoundEvent)])
-def test_nothing_happens_to_a_round_that_has_ended(state, event):
+@pytest.mark.parametrize("first", [RoundState.REDUCED, RoundState.FAILED])
+@pytest.mark.parametrize("then", [RoundState.REDUCED, RoundState.FAILED])
+def test_a_round_ends_once(first, then):
     ended = a_round(0)
-    ended.state = state
-    with pytest.raises(KeyError):
-        ended.advance(event)
-    assert ended.state is state
+    ended.end(b"answer", first)
+    with pytest.raises(RuntimeError, match="ended already"):
+        ended.end(b"other", then)
+    assert (ended.state, ended.answer) == (first, b"answer")
 
 
 def test_repeated_bytes_are_accepted_and_answered_at_the_new_address():
