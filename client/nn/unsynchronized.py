@@ -14,7 +14,7 @@ from client.nn.override import BatchNormCall, without_override
 from client.nn.running_stats import DeferredUpdate
 from client.ops import engine
 from client.ops.checkpointing import is_inside_backward
-from client.session import current
+from client.session.current import latest_connection
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -75,12 +75,13 @@ class UnconnectedWarning:
 
         torch's process group may be initialised after the first forward pass, so each call checks it.
         """
-        if self._is_logged or current.is_explicitly_alone() or not (evidence := self._evidence_of_others()):
+        latest = latest_connection()
+        if self._is_logged or (latest and latest.is_explicitly_alone) or not (evidence := self._evidence_of_others()):
             return
         self._is_logged = True
-        if not current.has_been_connected():
+        if latest is None:
             problem, remedy = "this process is not connected", "call client.connect() before training"
-        elif current.has_been_alone():
+        elif latest.is_in_process:
             problem, remedy = "client.connect() found no other process", "call it after init_process_group()"
         else:
             return

@@ -16,7 +16,7 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from client.session.heartbeat import CONNECT_MILLISECONDS, HeartbeatSocket, secure
+from client.session.heartbeat import HeartbeatSocket, new_socket, secure
 from client.session.protocol.session import ResultT, StateMachine
 from statsd_bn import limits
 from statsd_bn.connect_errors import EVENTS, HandshakeMonitor, explain_no_answer, format_no_answer
@@ -216,12 +216,9 @@ class _ZmqChannel:
         keys: ClientKeys | None,
         handshakes: HandshakeMonitor,
     ) -> None:
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+        self._socket = new_socket(context, endpoint, LINGER_MILLISECONDS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MILLISECONDS)
         self._socket.setsockopt(zmq.RCVTIMEO, int(SHORT_SECONDS * 1000))
-        self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         self._monitor = self._socket.get_monitor_socket(EVENTS)
         self._handshakes = handshakes.new_socket()
         try:
@@ -316,7 +313,7 @@ class MemoryChannelPool(ChannelPool):
     def _open(self) -> Channel:
         peer = next(self._numbers).to_bytes(4, "big")
         self._inboxes[peer] = queue.Queue()
-        return _MemoryChannel(self, peer, self._inboxes[peer])
+        return _MemoryChannel(lambda frame: self._call(peer, frame), self._inboxes[peer])
 
     def _call(self, peer: bytes, frame: bytes) -> None:
         with self._master:
@@ -324,13 +321,12 @@ class MemoryChannelPool(ChannelPool):
 
 
 class _MemoryChannel:
-    def __init__(self, channel_pool: MemoryChannelPool, peer: bytes, inbox: queue.Queue[bytes]) -> None:
-        self._channel_pool = channel_pool
-        self._peer = peer
+    def __init__(self, call: Callable[[bytes], None], inbox: queue.Queue[bytes]) -> None:
+        self._call = call
         self._inbox = inbox
 
     def send(self, frame: bytes) -> None:
-        self._channel_pool._call(self._peer, frame)  # noqa: SLF001 - the two halves of one class
+        self._call(frame)
 
     def receive_soon(self) -> bytes | None:
         return self.receive(SHORT_SECONDS)

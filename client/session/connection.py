@@ -44,27 +44,12 @@ MAX_ROUND_TRIPS = 4096
 
 
 class Connection:
-    """This process as a member of its job; also a context manager that leaves the job.
+    """This process as a member of its job, as `connect` returns it; also a context manager that leaves the job.
 
     It is in the group of all members from the beginning, and joins any other group at its first use.
 
-    Args:
-        channel_pool: how to reach the server.
-        member: who this process is.
-
     Attributes:
-        member: who this process is.
-        channel_pool: how it reaches the server.
         rounds: number of rounds so far, in all groups.
-        is_latecomer: whether the job had begun before this member joined.
-        world_transport: state of the transport of the group of all members.
-        is_explicitly_alone: whether `connect(world_size=1)` said that the job has one member.
-        close_callbacks: called when it closes, the last one first.
-        non_finite_reports: step and text of each logged report, see `client.ops.non_finite`.
-
-    Raises:
-        ServerUnreachable: no server answers at the endpoint.
-        RegistrationRefused: the server refuses this member, or the group did not fill in time.
     """
 
     def __init__(self, channel_pool: ChannelPool, member: Member) -> None:
@@ -80,8 +65,9 @@ class Connection:
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._closed = False
-        self.close_callbacks: list[Callable[[], None]] = []
-        self.is_explicitly_alone = False
+        self.close_callbacks: list[Callable[[], None]] = []  # the last one is called first
+        self.is_explicitly_alone = False  # by `connect(world_size=1)`
+        # Step and text of each logged report, see `client.ops.non_finite`.
         self.non_finite_reports: dict[str, tuple[int, str]] = {}
         self._round_trips: deque[float] = deque(maxlen=MAX_ROUND_TRIPS)
         try:
@@ -89,7 +75,7 @@ class Connection:
         except BaseException as error:
             self.close(cause=cause_of(error))
             raise
-        self.is_latecomer = session.first_step > 0
+        self.is_latecomer = session.first_step > 0  # whether the job had begun before this member joined
         self.world_transport = session.transport
 
     def __enter__(self) -> Self:

@@ -28,19 +28,9 @@ def current_connection() -> Connection | None:
     return None if _current is None or _current.closed else _current
 
 
-def has_been_connected() -> bool:
-    """Whether this process has had a connection, open or closed by now."""
-    return _current is not None
-
-
-def is_explicitly_alone() -> bool:
-    """Whether `connect(world_size=1)` said that this process's job has no other members."""
-    return _current is not None and _current.is_explicitly_alone
-
-
-def has_been_alone() -> bool:
-    """Whether this process's latest connection found no other members and needed no server."""
-    return _current is not None and _current.is_in_process
+def latest_connection() -> Connection | None:
+    """Return this process's latest connection, open or closed by now."""
+    return _current
 
 
 @api_boundary

@@ -152,11 +152,11 @@ class HostGroup:
     def _from_environment(self) -> Group | None:
         """The group by the environment; None if it does not say it, and the members can gather."""
         member = self._member
+        if member.is_elastic:
+            return from_environment(os.environ)
         # A job of one member needs no launcher to count the members.
-        is_alone = member.world_size == 1 and not member.is_elastic
-        environ = {**os.environ, **(_ONE_PROCESS if is_alone else {})}
-        can_gather = not member.is_elastic
-        return None if can_gather and not has_local_size(environ, member.world_size) else from_environment(environ)
+        environ = os.environ if member.world_size > 1 else {**os.environ, **_ONE_PROCESS}
+        return from_environment(environ) if has_local_size(environ, member.world_size) else None
 
     def _from_gather(self) -> Group:
         return from_hosts(self._gather(machine_id().encode()), self._member.rank)

@@ -1,8 +1,6 @@
-"""Heartbeats: a socket and a thread that show the server that this process is alive.
+"""Heartbeats: a socket and a thread that show the server that this process is alive, and answer its stack requests.
 
-The thread also answers the server's stack requests, receives the news that the job is broken, and reports rounds that
-bypass the server, because it runs whatever the training script does. ZeroMQ's own heartbeats would not do: its I/O
-thread answers them even if Python is stuck. `client.session.protocol.heartbeats` decides which sessions send when.
+ZeroMQ's own heartbeats would not do: its I/O thread answers them even if Python is stuck.
 """
 
 import logging
@@ -41,13 +39,9 @@ class HeartbeatSocket:
         self._reader, self._writer = socket.socketpair()
         self._reader.settimeout(0)
         self._writer.settimeout(0)
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        # No queue without a connection.
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket = new_socket(context, endpoint, linger=0)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # no queue without a connection
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MILLISECONDS)
-        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MILLISECONDS)
-        self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         secure(self._socket, keys)
         self._socket.connect(endpoint)
@@ -100,6 +94,15 @@ class HeartbeatSocket:
             while True:
                 frames.append(readable.recv_multipart(zmq.NOBLOCK)[-1])
         return frames
+
+
+def new_socket(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, linger: int) -> zmq.Socket[bytes]:
+    """Return a socket to be connected to an endpoint; `linger` in milliseconds."""
+    found = context.socket(zmq.DEALER)
+    found.setsockopt(zmq.LINGER, linger)
+    found.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MILLISECONDS)
+    found.setsockopt(zmq.IPV6, int("[" in endpoint))
+    return found
 
 
 def secure(socket: "zmq.Socket[bytes]", keys: ClientKeys | None) -> None:

@@ -1,8 +1,7 @@
-"""Round: one round of this process, from its key to its duration.
+"""Round: one round of this process; while any round is under way Python's switch interval is short.
 
-While any round is under way Python's switch interval is short. A thread that wants the GIL gets it after the switch
-interval, 5 ms by default. A round releases the GIL twice, to send and to receive, so it would wait 10 ms for the GIL if
-another thread computes in Python, such as a data loader or a progress bar.
+A round releases the GIL twice, to send and to receive. With the default interval of 5 ms it would wait 10 ms for the
+GIL if another thread computes in Python, such as a data loader or a progress bar.
 """
 
 import os

@@ -5,9 +5,8 @@
         state = memory.wait(seconds)
     total = memory.total
 
-Each round is a turn of the memory. A turn ends when all members have arrived, and no member leaves it with a sum before
-that. So all members end it in the same state: with the sum, or knowing that only the server can finish the round.
-`client/native/core/round.c` describes the layout and how a member waits.
+Each round is a turn of the memory, which all members end in the same state: with the sum, or knowing that only the
+server can finish the round. `client/native/core/round.c` describes the layout and how a member waits.
 """
 
 import ctypes
@@ -200,11 +199,6 @@ class GroupMemory:
     def leave(self) -> None:
         """Take no further turn because this member ends in good order."""
         self._core.sbn_close(self._pointer, LEFT)
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether some member, perhaps this one, takes no further turn."""
-        return bool(self._core.sbn_closed(self._pointer))
 
     @property
     def is_abandoned(self) -> bool:

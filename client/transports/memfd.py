@@ -1,7 +1,6 @@
 """Shared memory of the processes of one host: one allocates it and sends its descriptor over a Unix socket.
 
-A process learns whether it can share memory by trying: another host cannot connect, another user is turned away. The
-memory is anonymous, so nothing remains when the processes end, however they end.
+The memory is anonymous, so nothing remains when the processes end, however they end.
 """
 
 import fcntl

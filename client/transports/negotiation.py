@@ -1,13 +1,9 @@
 """Negotiation of a strict group's transport: shared memory, torch's default process group, or the server.
 
-All members exchange two rounds over the server, right behind the first round of the group. In the first one each member
-says whether it can and wants to use the process group, and whether it can share memory; the first member also offers
-memory. If all accept the process group, or one refuses memory, the negotiation ends there. In the second one each
-member says whether it has received the memory: a member that tries knows that it is on the same host, one that compares
-host names does not. So all members decide alike, and use the memory if each of them has received it.
-
-The members negotiate behind a round of the whole group, so no member waits here for one that is late or elsewhere: the
-wait for that one was in the round, which reports it by layer.
+All members exchange two rounds over the server, right behind the first round of the group, which has reported late
+members. In the first one each member says whether it can and wants to use the process group, and whether it can share
+memory, which the first member offers. If all accept the process group, or one refuses memory, the negotiation ends
+there. In the second one each member says whether it has received the memory; host names would prove nothing.
 """
 
 import logging

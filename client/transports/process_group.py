@@ -1,11 +1,8 @@
-"""ProcessGroupPipe: the transport over a torch process group.
+"""ProcessGroupPipe: the transport over a torch process group, in which every rank adds the rows of all ranks.
 
-Every rank gathers the rows of all ranks and adds them in rank order, to the same bits as the other transports.
-Collectives match only by order, so each message carries the digest of its round's key.
-
-With a connection, where the members of the job have negotiated the default process group (see
-`client.transports.negotiation`), rounds have the job's keys and the server reports long waits. Without one, all other
-errors and the timeout are torch's.
+Collectives match only by order, so each message carries the digest of its round's key. Where the members of a job have
+negotiated the default process group, rounds have the job's keys and the server reports long waits. Without a
+connection, all other errors and the timeout are torch's.
 """
 
 import logging
@@ -26,7 +23,7 @@ from torch import distributed
 from client.diagnostics.broken_job import CAUSE_SECONDS
 from client.native.row import NativeRow
 from client.session.connection import Connection
-from client.session.current import current_connection, has_been_alone, has_been_connected
+from client.session.current import current_connection, latest_connection
 from client.session.groups import host_and_pid
 from client.session.protocol.all_gather import MAX_BYTES
 from client.session.protocol.session import StepCounter
@@ -243,19 +240,17 @@ _rounds: "WeakKeyDictionary[Any, Rounds]" = WeakKeyDictionary()
 
 
 class _InheritedGroup:
-    """Default process group that a forked child inherits; its threads and sockets stay in the parent."""
+    """Default process group that a forked child inherits; its threads and sockets stay in the process that made it."""
 
     world: Any = None
     process = os.getpid()
 
     def record(self) -> None:
-        """Record the inherited group, in a child that was just forked."""
         world = distributed.group.WORLD if distributed.is_available() else None
         if world is None or world is not self.world:
             self.world, self.process = world, os.getppid()
 
     def check(self) -> None:
-        """Raise ConnectionClosed while the default process group is an inherited one."""
         if self.world is not None and self.world is distributed.group.WORLD:
             raise ConnectionClosed(
                 f"process {os.getpid()} was forked from process {self.process} and cannot use its process group of "
@@ -276,9 +271,8 @@ def rounds_of(group: Any) -> Rounds:
         rounds = _rounds.setdefault(group, Rounds())
         rounds.attach(group, over)
         # A process that closed a connection to others may synchronise by mistake: the others may still be connected.
-        had_others = has_been_connected() and not has_been_alone()
-        connection = current_connection()
-        is_disconnected = had_others and connection is None
+        connection, latest = current_connection(), latest_connection()
+        is_disconnected = connection is None and latest is not None and not latest.is_in_process
         logger.log(
             logging.WARNING if is_disconnected else logging.INFO,
             "%sthis process synchronises over torch's process group %r of %d ranks (%s), %s%s",
@@ -295,18 +289,21 @@ def rounds_of(group: Any) -> Rounds:
 def _sum(group: Any, contribution: Rows, key: RoundKey) -> Aggregate:
     """Sum of the rows of all ranks."""
     shape = contribution.values.shape[1:]
-    first, *others = _as_words(contribution)
-    messages = gather_messages(group, key, shape, 1 + len(others), first)
+    # Words of a row: the count, then the bits of the values.
+    bits = contribution.values.view(np.int64).reshape(len(contribution.counts), -1)
+    own = np.column_stack((np.array(contribution.counts, np.int64), bits))
+    messages = gather_messages(group, key, shape, len(own), own[0])
     replicas = messages[:, ROWS]
-    rows = _all_rows(group, messages[:, FIRST_ROW : FIRST_ROW + len(first)], others, replicas)
+    rows = _all_rows(group, messages[:, FIRST_ROW : FIRST_ROW + own.shape[1]], own[1:], replicas)
     counts = [int(row[0]) for row in rows]
     if min(counts) < 0:
         raise ProtocolError(f"{key}: expected counts from 0, got {min(counts)}")
     values = [np.ascontiguousarray(row[1:]).view(np.float64).reshape(shape) for row in rows]
     total = sum_in_order(values)
     ranks = distributed.get_process_group_ranks(group)
-    rank_of_row = np.repeat(ranks, replicas).tolist()
-    non_finite = NO_MEMBERS if is_finite(total) else non_finite_members(zip(rank_of_row, values, strict=True))
+    non_finite = NO_MEMBERS
+    if not is_finite(total):
+        non_finite = non_finite_members(zip(np.repeat(ranks, replicas).tolist(), values, strict=True))
     aggregate = Aggregate(key, len(rows), sum(counts), Members.of(ranks), total, non_finite=non_finite)
     if reporter := rounds_of(group).reporter:
         now = time.monotonic()
@@ -340,20 +337,13 @@ def _check(group: Any, key: RoundKey, what: str, numbers: Words, least: int, mos
     raise ProtocolError(f"{key}: expected {least} to {most} {what} from rank {rank}, got {numbers[index]}")
 
 
-def _as_words(contribution: Rows) -> list[Words]:
-    """Format of the rows: the count, then the bits of the values."""
-    words = contribution.values.view(np.int64).reshape(len(contribution.counts), -1)
-    counts = np.array(contribution.counts, np.int64).reshape(-1, 1)
-    return list(np.concatenate((counts, words), axis=1))
-
-
-def _all_rows(group: Any, firsts: Words, others: list[Words], replicas: Words) -> list[Words]:
+def _all_rows(group: Any, firsts: Words, others: Words, replicas: Words) -> list[Words]:
     """All rows in rank order; if a rank has more than one, all gather their other rows in a second message."""
     most = int(replicas.max()) - 1
     if not most:
         return list(firsts)
     rest = np.zeros((most, firsts.shape[1]), np.int64)
-    rest[: len(others)] = np.array(others).reshape(-1, firsts.shape[1])
+    rest[: len(others)] = others
     gathered = _gather(group, rest.ravel())[:, : rest.size].reshape(len(firsts), *rest.shape)
     return [row for rank, first in enumerate(firsts) for row in (first, *gathered[rank, : replicas[rank] - 1])]
 
@@ -362,15 +352,15 @@ def _mismatch(group: Any, key: RoundKey, shape: tuple[int, ...]) -> RoundMismatc
     """Gather the rounds of all ranks, which all know by now that they differ, for an error that lists them."""
     vectors, channels = shape
     names = _gather_texts(group, f"{key.describe()}, {channels} channels, {vectors} vectors")
-    ranks = distributed.get_process_group_ranks(group)
-    places = []
-    for name in dict.fromkeys(names):
-        there = [rank for rank, each in zip(ranks, names, strict=True) if each == name]
-        place = f"in {name}"
-        places.append(TableSection([Row((f"rank {rank}", place)) for rank in there[:MAX_ROWS]], len(there), place))
-    places.sort(key=lambda place: -place.size)
+    ranks_in: dict[str, list[int]] = {}
+    for rank, name in zip(distributed.get_process_group_ranks(group), names, strict=True):
+        ranks_in.setdefault(f"in {name}", []).append(rank)
+    table = [
+        TableSection([Row((f"rank {rank}", place)) for rank in ranks[:MAX_ROWS]], len(ranks), place)
+        for place, ranks in sorted(ranks_in.items(), key=lambda item: -len(item[1]))
+    ]
     what = "deadlock: the ranks wait in different rounds"
-    text = error_text(what, table=places, where="torch's process group", advice=advice_for(names))
+    text = error_text(what, table=table, where="torch's process group", advice=advice_for(names))
     return RoundMismatch(text, **key.fields)
 
 

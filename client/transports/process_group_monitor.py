@@ -1,11 +1,8 @@
 """Reports of a process group's rounds, which no server sees: skew, values that are not finite, slow rounds.
 
-The first rank has the rows of all ranks. With a connection to a job of the same ranks it reports them to the server, so
-that the log, `status` and the page show the findings. Without one, a background thread compares the ranks once a second
-by the server's rules and logs warnings. In both cases each rank logs the source of NaN, see `client.ops.non_finite`.
-
-A `WatchedRound` escalates like a round in shared memory, see `client.transports.shared_memory`: if it is slow, its rows
-go to the server as well, which reports late and lost ranks and mismatches. The sum is the process group's.
+The first rank reports to the server of a job of the same ranks; without one, a thread compares the ranks by the
+server's rules and logs warnings. A `WatchedRound` escalates like a round in shared memory: if it is slow, its rows go
+to the server as well, which reports late and lost ranks and mismatches. The sum is the process group's.
 """
 
 import logging
@@ -81,10 +78,6 @@ class LocalReporter:
             for finding in self._comparison.add(now, step, list(layers), np.stack(list(layers.values()))):
                 logger.warning("process group %r: skew: %s", self._name, finding.describe(names))
 
-    def start(self) -> None:
-        """Compare once a second, in a thread that ends with the last reference to this reporter."""
-        threading.Thread(target=_compare_forever, args=(weakref.ref(self),), name="statsd_bn skew", daemon=True).start()
-
 
 def reporter_for(
     name: str, ranks: Sequence[int], index: int, places: Mapping[int, str]
@@ -93,19 +86,16 @@ def reporter_for(
     if index:
         return None
     connection = current_connection()
-    if connection and _has_same_ranks(connection, ranks):
+    is_strict = connection is not None and not (connection.is_in_process or connection.member.is_elastic)
+    if connection and is_strict and connection.members == list(ranks):
         return ServerReporter(connection)
     reporter = LocalReporter(name, ranks, places)
-    reporter.start()
+    threading.Thread(target=_compare_forever, args=(weakref.ref(reporter),), name="statsd_bn skew", daemon=True).start()
     return reporter
 
 
-def _has_same_ranks(connection: Connection, ranks: Sequence[int]) -> bool:
-    has_server = not (connection.is_in_process or connection.closed)
-    return has_server and not connection.member.is_elastic and connection.members == list(ranks)
-
-
 def _compare_forever(ref: "weakref.ref[LocalReporter]") -> None:
+    """Compare once a second, until the last other reference to the reporter has gone."""
     while (reporter := ref()) is not None:
         try:
             reporter.compare(time.monotonic())

@@ -3,14 +3,13 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 from client.native.row import NativeRow
-from client.session.channel_pool import run_state_machine
+from client.session.channel_pool import Channel
 from client.session.connection import Connection
 from client.session.groups import Group
-from client.session.protocol.member import Member
-from client.session.protocol.session import Actions
 from client.transports.transport import NativeResult
 from statsd_bn.errors import ProtocolError, ServerUnreachable, StatsdBNError
 from statsd_bn.members import parse_places
@@ -27,7 +26,6 @@ PLACES_SECONDS = 1.0
 
 # All ranks may query at the same time, and the status of a large job is long: only this many ranks query.
 MAX_QUERYING_RANKS = 64
-
 
 # Time after which a round that bypasses the server escalates: its rows go to the server too, which diagnoses the wait.
 # Members' steps rarely differ by more.
@@ -85,7 +83,7 @@ class SlavePipe:
             return {}
         try:
             with connection.channel_pool.channel() as channel:
-                return run_state_machine(PlacesQuery(connection.member), channel)
+                return query_places(channel, connection.member.job)
         except StatsdBNError as error:
             logger.debug("cannot ask the server which hosts the ranks run on: %s", error)
             return {}
@@ -96,29 +94,19 @@ class SlavePipe:
         return RoundKey(member.job, group.name, member.epoch, step, self.layer, call, phase)
 
 
-class PlacesQuery:
-    """A `StateMachine` that queries the server's status; its result is the place of each member of a job, by number."""
-
-    def __init__(self, member: Member) -> None:
-        self._member = member
-        self._frame = encode(StatusRequest())
-        self._expiry = 0.0
-
-    def begin(self, now: float) -> Actions[dict[int, str]]:
-        """Send the query."""
-        self._expiry = now + PLACES_SECONDS
-        return (self._frame,), self._expiry, None
-
-    def step(self, now: float, frame: bytes | None) -> Actions[dict[int, str]]:
-        """Read the answer; without a frame, send the query again."""
-        answer = decode(frame) if frame is not None else None
-        if isinstance(answer, Status):
-            return (), now, places_in_report(answer.report, self._member.job)
-        if isinstance(answer, Failure) and answer.key is None:
-            raise ProtocolError(f"expected a status, got {answer.message}")
-        if now >= self._expiry:
-            raise ServerUnreachable(f"no status within {PLACES_SECONDS:.0f} s")
-        return (self._frame,) if frame is None else (), self._expiry, None
+def query_places(channel: Channel, job: str) -> dict[int, str]:
+    """Query the server's status for the place of each member of a job, by number, for `PLACES_SECONDS` at most."""
+    expiry = monotonic() + PLACES_SECONDS
+    while (seconds := expiry - monotonic()) > 0:
+        channel.send(encode(StatusRequest()))
+        if (frame := channel.receive(seconds)) is None:  # perhaps after a reconnect
+            continue
+        match decode(frame):
+            case Status(report):
+                return places_in_report(report, job)
+            case Failure(key=None, message=message):
+                raise ProtocolError(f"expected a status, got {message}")
+    raise ServerUnreachable(f"no status within {PLACES_SECONDS:.0f} s")
 
 
 def places_in_report(report: dict[str, Any], job: str) -> dict[int, str]:

@@ -1,10 +1,8 @@
 """SharedMemoryPipe: the transport between the members of one host over shared memory.
 
-The first round of a group goes over the server; behind it the members negotiate whether they share memory. If they do,
-each member writes its rows, waits for the others and adds all rows itself, to the same bits as the server. A restart of
-the server does not disturb these rounds. Only the server can diagnose a wait: which rank is late and where, which has
-left, which is in another layer. So after `ESCALATE_SECONDS` a waiting member escalates: it also sends its rows to the
-server and takes the first answer, from memory or from the server.
+Behind the first round of a group, over the server, the members negotiate whether they share memory. Only the server
+can diagnose a wait: which rank is late and where, which has left, which is in another layer. So after
+`ESCALATE_SECONDS` a waiting member escalates: it also sends its rows to the server and takes the first answer.
 """
 
 import threading
@@ -14,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from client.native.library import CLOSED, DONE, WAITS
 from client.native.row import NativeRow
@@ -23,8 +20,8 @@ from client.session.groups import Group
 from client.session.protocol.round_trip import RoundTrip
 from client.session.protocol.session import Actions, Session
 from client.session.round import Round
-from client.transports import negotiation
 from client.transports.group_memory import GroupMemory
+from client.transports.negotiation import negotiate
 from client.transports.server import ESCALATE_SECONDS, LISTEN_SECONDS, SlavePipe
 from client.transports.transport import NativeResult, key_digest
 from statsd_bn.members import NO_MEMBERS
@@ -32,9 +29,7 @@ from statsd_bn.messages import Aggregate, unchecked_aggregate
 from statsd_bn.reduction import Rows
 from statsd_bn.round_key import FORWARD, RoundKey
 
-# The memory of each connection's groups, from a group's first round on; None for groups that do not share any.
-_negotiated: "WeakKeyDictionary[Connection, dict[str, Future[GroupMemory | None]]]" = WeakKeyDictionary()
-_lock = threading.Lock()
+_negotiation_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +53,14 @@ class SharedMemoryPipe(SlavePipe):
 
     def _exchange(self, round_: Round, rows: Rows | NativeRow) -> Any:
         session, key, connection = round_.session, round_.key, self.connection
-        memory = session.transport.memory or self._negotiated_memory(session)
+        memory, negotiation = session.transport.memory, session.transport.negotiation
+        if memory is None and negotiation is not None:
+            memory = negotiation.result()  # perhaps of another thread, which is negotiating
         if not isinstance(memory, GroupMemory) or session.has_uneven_inputs:
             rows = rows.measured() if isinstance(rows, NativeRow) else rows
             aggregate = connection.over_server(session, key, rows)
-            if memory is None and not session.has_uneven_inputs:
-                _negotiate(connection, connection.group(self.group))
+            if negotiation is None and not session.has_uneven_inputs:
+                _negotiate(connection, session, connection.group(self.group))
             return aggregate
         with memory.lock:
             try:
@@ -87,24 +84,18 @@ class SharedMemoryPipe(SlavePipe):
         # Without the lock: two threads may wait for each other there, on this member and on another.
         return found if isinstance(found, Aggregate) else connection.run(found.trip)
 
-    def _negotiated_memory(self, session: Session) -> GroupMemory | None:
-        """Wait for another thread that is negotiating."""
-        future = _negotiated.get(self.connection, {}).get(session.member.group)
-        return future.result() if future else None
 
-
-def _negotiate(connection: Connection, group: Group) -> None:
-    """Negotiate the group's memory, in the first of several threads only."""
-    with _lock:
-        futures = _negotiated.setdefault(connection, {})
-        if group.name in futures:
+def _negotiate(connection: Connection, session: Session, group: Group) -> None:
+    """Negotiate the group's transport, in the first of several threads only."""
+    with _negotiation_lock:
+        if session.transport.negotiation is not None:
             return
-        future: Future[GroupMemory | None] = futures.setdefault(group.name, Future())
+        future: Future[Any] = Future()
+        session.transport.negotiation = future
     try:
-        future.set_result(negotiation.negotiate(connection, group))
+        future.set_result(negotiate(connection, group))
     except BaseException as error:
-        # The next use of the group negotiates again.
-        del futures[group.name]
+        session.transport.negotiation = None  # the next use of the group negotiates again
         future.set_exception(error)
         raise
 

@@ -1,8 +1,7 @@
-"""All-gather of bytes, in rounds of a limited size.
+"""All-gather of bytes, as float64 values that the server concatenates, in rounds of a limited size.
 
-The rounds carry the bytes as float64 values; the server concatenates them without interpreting them. In the first round
-each member announces its number of bytes and sends the first of them. The rest follows in further rounds; all members
-compute the same sizes for them.
+In the first round each member announces its number of bytes and sends the first of them. The rest follows in further
+rounds; all members compute the same sizes for them.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """HeartbeatScheduler: which sessions send heartbeats and reports, and when; pure.
 
-A session in rounds over the server needs no heartbeat, since its contributions prove that it is alive. If rows bypass
-the server it sends heartbeats even so: they say how many rounds it has had and how long it waited.
+A session in rounds over the server needs no heartbeat, but one whose rows bypass the server does: heartbeats say how
+many rounds it has had and how long it waited.
 """
 
 from collections.abc import Iterable
@@ -104,15 +104,12 @@ class HeartbeatScheduler:
 
         Samples of sessions that the server does not know yet are dropped; later rounds bring others.
         """
-        samples_of = [
-            (session, session.transport.samples.drain(now)) for session in sessions if session.transport.samples
-        ]
-        frames = [
-            session.skew_frame(samples)
-            for session, samples in samples_of
-            if samples and session.member_token in self._announced
-        ]
-        return [frame for frame in frames if frame]
+        frames = []
+        for session in sessions:
+            samples = session.transport.samples.drain(now) if session.transport.samples else ()
+            if samples and session.member_token in self._announced and (frame := session.skew_frame(samples)):
+                frames.append(frame)
+        return frames
 
     def timing_frames(self, now: float, sessions: Iterable[Session]) -> list[bytes]:
         """Frames with the durations of rounds, and the members' lateness in them."""

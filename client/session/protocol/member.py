@@ -1,9 +1,11 @@
 """Member: this process as a member of its job; TransportState: how its rows reach the others."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from statsd_bn.skew_samples import SkewSampler
 
 DEFAULT_ROUND_TIMEOUT = 600.0
@@ -68,14 +70,6 @@ class Member:
         return replace(self, group=name, world_size=size, min_members=min(self.min_members, size))
 
 
-class Memory(Protocol):
-    """Shared memory of a group's members."""
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether some member stopped using it but stays in the group, so that no member can use it."""
-
-
 class TransportState:
     """How the rows of one group travel now, from the view of one member, and why not by a faster transport."""
 
@@ -84,7 +78,8 @@ class TransportState:
         self.bypassed_seconds = 0.0
         # None on members that send no samples of their rows to the server, since another one does.
         self.samples: SkewSampler | None = None
-        self.memory: Memory | None = None
+        self.negotiation: Future[Any] | None = None  # from the group's first round on
+        self.memory: Any = None  # the negotiated `GroupMemory`
         self.process_group: Any = None  # the negotiated `NamedProcessGroup`
         self.is_on_devices = False  # whether the rows of this member's layers are, as far as known
         self._fallback_reason = ""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from client.transports import server
-from client.transports.server import PLACES_SECONDS, PlacesQuery, SlavePipe, places_in_report
+from client.transports.server import PLACES_SECONDS, SlavePipe, places_in_report, query_places
 from statsd_bn.errors import ProtocolError, ServerUnreachable
 from statsd_bn.members import MAX_NAMED_RANKS, Members, format_ranks
 from statsd_bn.messages import Failure, Status, StatusRequest
@@ -25,30 +25,41 @@ def answer(**group):
 TOLD = answer(members=[{"member": number, "place": place} for number, place in WHERE.items()])
 
 
-@pytest.fixture
-def asking():
-    with MemoryMaster().connect(0, 1) as connection:
-        yield PlacesQuery(connection.member)
+class Answers:
+    """A channel whose server answers with these messages, one for each frame; None: with none."""
+
+    def __init__(self, *answers):
+        self.sent, self._answers = [], list(answers)
+
+    def send(self, frame):
+        self.sent.append(decode(frame))
+
+    def receive(self, seconds):
+        assert 0 < seconds <= PLACES_SECONDS
+        answer = self._answers.pop(0) if self._answers else None
+        return None if answer is None else encode(answer)
 
 
-def test_the_server_is_asked_for_its_status(asking):
-    (frame,), due, found = asking.begin(0.0)
-    assert (decode(frame), due, found) == (StatusRequest(), PLACES_SECONDS, None)
-    assert asking.step(0.1, encode(TOLD)) == ((), 0.1, WHERE)
+def test_the_server_is_asked_for_its_status():
+    channel = Answers(TOLD)
+    assert query_places(channel, "job") == WHERE
+    assert channel.sent == [StatusRequest()]
 
 
-def test_it_is_asked_again_over_a_new_connection_and_not_for_ever(asking):
-    frames, *_ = asking.begin(0.0)
-    assert asking.step(0.1, None) == (frames, PLACES_SECONDS, None)
+def test_it_is_asked_again_over_a_new_connection_and_not_for_ever(monkeypatch):
+    channel = Answers(None, TOLD)
+    assert query_places(channel, "job") == WHERE
+    assert channel.sent == [StatusRequest()] * 2
+    monkeypatch.setattr(server, "PLACES_SECONDS", 0.01)
     with pytest.raises(ServerUnreachable):
-        asking.step(PLACES_SECONDS, None)
+        query_places(Answers(), "job")
 
 
-def test_messages_about_a_round_are_skipped(asking):
-    asking.begin(0.0)
-    assert asking.step(0.1, encode(Failure("round_failed", "no", {}, key()))) == ((), PLACES_SECONDS, None)
+def test_messages_about_a_round_are_skipped():
+    about_a_round = Failure("round_failed", "no", {}, key())
+    assert query_places(Answers(about_a_round, TOLD), "job") == WHERE
     with pytest.raises(ProtocolError, match="expected a status, got no"):
-        asking.step(0.1, encode(Failure("refused", "no", {})))
+        query_places(Answers(about_a_round, Failure("refused", "no", {})), "job")
 
 
 def test_a_member_that_left_is_named_as_reported_by_the_server():

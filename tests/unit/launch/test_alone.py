@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import client
 from client.launch import connect
-from client.session import current
+from client.session.current import latest_connection
 from client.transports.choose import communicator_for
 from statsd_bn import endpoints
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
@@ -166,6 +166,6 @@ def test_a_connection_declared_alone_ignores_a_process_group(given, is_alone):
         distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
         try:
             assert (communicator_for(None) is None) == is_alone
-            assert current.is_explicitly_alone() == is_alone
+            assert latest_connection().is_explicitly_alone == is_alone
         finally:
             distributed.destroy_process_group()

@@ -240,7 +240,7 @@ def test_threads_of_one_member_find_the_memory_once(monkeypatch):
         searches.append(connection.rank)
         return agree(connection, group)
 
-    monkeypatch.setattr(negotiation, "negotiate", counted)
+    monkeypatch.setattr(shared_memory, "negotiate", counted)
 
     def program(connection):
         def run(name):
