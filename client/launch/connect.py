@@ -19,33 +19,25 @@ from types import TracebackType
 from client.diagnostics import collectives
 from client.diagnostics.broken_job import end_process
 from client.launch import launchers, server_process
-from client.launch.launchers import ARGUMENT, DEFAULT, Setting
+from client.launch.launchers import ARGUMENT, DEFAULT
 from client.launch.own_server import Rendezvous, open_connection
 from client.launch.settings import Settings, resolve
-from client.launch.store import ANSWER_SECONDS, call_with_timeout, process_group_store
 from client.session.channel_pool import in_process_channel_pool
 from client.session.connection import Connection
 from client.session.current import current_connection, set_current_connection
-from client.session.protocol.member import (
-    BY_ELASTIC,
-    DEFAULT_ABORT_AFTER,
-    DEFAULT_ROUND_TIMEOUT,
-    SHARED_MEMORY,
-    STRICT,
-)
+from client.session.protocol.member import BY_ELASTIC, DEFAULT_ABORT_AFTER, DEFAULT_ROUND_TIMEOUT, SHARED_MEMORY, STRICT
 from client.session.protocol.registration import cause_of
 from client.tracebacks import api_boundary
 from statsd_bn.endpoints import find_server
 from statsd_bn.environment import PREFIX, find_misspelt, log_level
 from statsd_bn.errors import ConfigurationError, DuplicateMember, ServerUnreachable, WorldSizeMismatch
-from statsd_bn.members import Members, format_ranks
 from statsd_bn.text import log_line
 
 logger = logging.getLogger("statsd_bn.client")
 
 # The STATSD_BN_ variables of the client.
-_NAMES = "BIND CURVE ENDPOINT INSECURE JOB LOG_LEVEL ON_NONFINITE SECRET SECRET_FILE SECRET_IN_STORE STACKS TRACEBACK"
-VARIABLES = frozenset(PREFIX + name for name in (*_NAMES.split(), "TRANSPORT"))
+_NAMES = "BIND CURVE ENDPOINT INSECURE JOB LOG_LEVEL ON_NONFINITE SECRET SECRET_FILE STACKS TRACEBACK TRANSPORT"
+VARIABLES = frozenset(PREFIX + name for name in _NAMES.split())
 
 # Priority of a finalizer that runs after multiprocessing has sent its queues, since leaving may wait for other members.
 AFTER_QUEUES = -100
@@ -54,13 +46,7 @@ AFTER_QUEUES = -100
 FIND_SECONDS = 2.0
 FIND_PAUSE_SECONDS = 0.05
 
-# The name of the round in which ranks compare their runs, and the key of the run's token in the store. No layer has
-# such a name: the name of a module contains no brackets.
-SAME_RUN = "client.connect()"
-RUN_BYTES = 8
-
-# A running server accepts a connection at once.
-ACCEPT_SECONDS = 1.0
+ACCEPT_SECONDS = 1.0  # a running server accepts a connection at once
 
 
 @api_boundary
@@ -194,24 +180,15 @@ def _open(settings: Settings) -> Connection:
         return Rendezvous(settings, os.environ).join()
     endpoint = settings.endpoint or _wait_for_user_server()
     try:
-        connection = open_connection(endpoint, settings.load_keys(), settings.member, insecure=settings.insecure)
+        return open_connection(endpoint, settings.load_keys(), settings.member, insecure=settings.insecure)
     except ServerUnreachable as error:
         if settings.endpoint and settings.source("endpoint") != ARGUMENT:
             error.add_note(f"The endpoint came from {settings.source('endpoint')}.")
         raise
-    try:
-        check_same_run(connection, settings.resolved["job"])
-    except BaseException as error:
-        connection.close(cause_of(error))
-        raise
-    return connection
 
 
 def _open_alone(settings: Settings) -> Connection:
-    """Returns the connection of a job's only process, over this user's server if one is running.
-
-    It does not wait for a server that is starting: the results are the same without one.
-    """
+    """Returns the connection of a job's only process, over this user's server if one already runs."""
     if not settings.store and (endpoint := _find_running_server()):
         try:
             return open_connection(endpoint, settings.load_keys(), settings.member)
@@ -259,40 +236,9 @@ def _wait_for_user_server() -> str:
         time.sleep(FIND_PAUSE_SECONDS)
 
 
-def check_same_run(connection: Connection, job: Setting[str]) -> None:
-    """Checks, in one round of a strict job with the default name, that its ranks belong to one run.
-
-    Two runs that share a server need names. Otherwise rank 0 of one run may meet rank 1 of the other, and both train
-    on mixed statistics. The ranks of a process group of torch share a store, which contains a token that no other run
-    has. A rank without a process group of the same size has no token, and is not checked.
-    """
-    member = connection.member
-    if job.source != DEFAULT or member.is_elastic or member.world_size == 1:
-        return
-    group = launchers.find_process_group()
-    own = _run_token() if group and group.size == member.world_size else b""
-    tokens = connection.gather_in_group(connection.group(None), SAME_RUN, own)
-    if others := [rank for rank, token in enumerate(tokens) if token and own and token != own]:
-        raise ConfigurationError(
-            f"job {job.value!r}: expected the ranks of one run, got {format_ranks(Members.of(others))} of "
-            "another one; give each run that shares a server its own name: connect(job=...), STATSD_BN_JOB or "
-            "torchrun's --rdzv-id"
-        )
-
-
-def _run_token() -> bytes:
-    """Returns the run's token, which its first rank has created; empty if the store is unusable."""
-    try:
-        store, token = process_group_store(), os.urandom(RUN_BYTES).hex()
-        return bytes(call_with_timeout(ANSWER_SECONDS, lambda: store.compare_set(SAME_RUN, "", token)))
-    except (RuntimeError, TimeoutError, ValueError):
-        # Join the round without a token: the other ranks wait for it.
-        return b""
-
-
 @cache
 def _annotate_exceptions() -> None:
-    """Installs an exception hook, once, that adds the lost rank and its cause to the final exception."""
+    """Installs an exception hook that adds the lost rank and its cause to the final exception."""
     previous = sys.excepthook
 
     def annotate(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -304,10 +250,7 @@ def _annotate_exceptions() -> None:
 
 
 def _leave() -> None:
-    """Leaves the job at the end of the interpreter, with the exception that ends it as the cause.
-
-    A server that this process has started would end too, so this waits for the members that are still training.
-    """
+    """Leaves the job at the end of the interpreter; its own server first waits for the members still training."""
     error = _final_exception()
     if connection := current_connection():
         connection.close(cause=cause_of(error))

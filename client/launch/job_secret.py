@@ -4,8 +4,6 @@ A launcher passes it to all processes, in a file or in the environment. Standard
 a host share it, and the first reader would consume it.
 """
 
-import logging
-import secrets
 from collections.abc import Mapping
 from hashlib import blake2b
 
@@ -16,58 +14,33 @@ from statsd_bn import keys
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.keys import ClientKeys, KeyPair, ServerKeys
 
-logger = logging.getLogger("statsd_bn.client")
-
-# 128 bits in hexadecimal digits.
-MIN_LETTERS = 32
-
-# A random secret of MIN_LETTERS has about 14 distinct letters; "changeme" four times has 7.
-MIN_DISTINCT_LETTERS = 8
-
-# 256 bits, for a generated secret.
-SECRET_BYTES = 32
+# 128 bits in hexadecimal digits. A random secret has about 14 distinct letters; "changeme" four times has 7.
+MIN_LETTERS, MIN_DISTINCT_LETTERS = 32, 8
 
 KEY_BYTES = 32
 MEMBER = "member"
 
-ADVICE = (
-    "Give all processes the same secret, in a file that STATSD_BN_SECRET_FILE names (`python -m server secret FILE` "
-    "makes one) or in STATSD_BN_SECRET; or start `python -m server --curve DIR` yourself, and give them its endpoint "
-    "and keys. STATSD_BN_SECRET_IN_STORE=1 sends a secret through torch's rendezvous store, where any client of "
-    "MASTER_ADDR:MASTER_PORT can read it"
-)
 
-
-def read(environ: Mapping[str, str]) -> str | None:
-    """Returns the job's secret; None if rank 0 generates one and sends it through torch's store.
-
-    A missing, ambiguous or weak secret is a ConfigurationError.
-    """
+def read(environ: Mapping[str, str]) -> str:
+    """Returns the job's secret; a missing, ambiguous or weak one is a ConfigurationError."""
     path, text = environ.get("STATSD_BN_SECRET_FILE", ""), environ.get("STATSD_BN_SECRET", "")
-    in_store = environ.get("STATSD_BN_SECRET_IN_STORE", "") == "1"
-    if (bool(path), bool(text), in_store).count(True) > 1:
-        raise ConfigurationError(
-            "expected one of STATSD_BN_SECRET_FILE, STATSD_BN_SECRET and STATSD_BN_SECRET_IN_STORE=1, got several"
-        )
-    if path:
-        return _checked("STATSD_BN_SECRET_FILE", keys.read_secret(path, "STATSD_BN_SECRET_FILE"))
-    if text:
-        return _checked("STATSD_BN_SECRET", text)
-    if not in_store:
+    if path and text:
+        raise ConfigurationError("expected one of STATSD_BN_SECRET_FILE and STATSD_BN_SECRET, got both")
+    if not (path or text):
         raise ConfigurationError(
             "endpoint: none given, and the processes may be on several nodes according to the launcher. If all are on "
-            f"this host, set MASTER_ADDR=127.0.0.1, or LOCAL_WORLD_SIZE to their number. {ADVICE}"
+            "this host, set MASTER_ADDR=127.0.0.1, or LOCAL_WORLD_SIZE to their number. Give all processes the same "
+            "secret, in a file that STATSD_BN_SECRET_FILE names (`python -m server secret FILE` makes one) or in "
+            "STATSD_BN_SECRET; or start `python -m server --curve DIR` yourself, and give them its endpoint and keys"
         )
-    logger.warning(
-        "STATSD_BN_SECRET_IN_STORE=1: the job's secret is sent through torch's rendezvous store; any client of "
-        "MASTER_ADDR:MASTER_PORT can read it, and then join, end and falsify the job"
-    )
-    return None
-
-
-def generate() -> str:
-    """Returns a new secret."""
-    return secrets.token_hex(SECRET_BYTES)
+    secret = (keys.read_secret(path, "STATSD_BN_SECRET_FILE") if path else text).strip()
+    if len(secret) < MIN_LETTERS or len(set(secret)) < MIN_DISTINCT_LETTERS:
+        raise ConfigurationError(
+            f"{'STATSD_BN_SECRET_FILE' if path else 'STATSD_BN_SECRET'}: expected at least {MIN_LETTERS} random "
+            f"letters, as `python -m server secret FILE` makes them, got {len(secret)} letters, {len(set(secret))} "
+            "different ones"
+        )
+    return secret
 
 
 def server_keys(secret: str, job: str) -> ServerKeys:
@@ -87,13 +60,3 @@ def _pair(secret: str, job: str, label: str) -> KeyPair:
     digest = blake2b(f"{label}\0{job}".encode(), key=key, digest_size=KEY_BYTES, person=b"statsd_bn").digest()
     private = z85.encode(digest)
     return KeyPair(zmq.curve_public(private).decode(), private.decode())
-
-
-def _checked(name: str, text: str) -> str:
-    secret = text.strip()
-    if len(secret) < MIN_LETTERS or len(set(secret)) < MIN_DISTINCT_LETTERS:
-        raise ConfigurationError(
-            f"{name}: expected at least {MIN_LETTERS} random letters, as `python -m server secret FILE` makes them, "
-            f"got {len(secret)} letters, {len(set(secret))} different ones"
-        )
-    return secret

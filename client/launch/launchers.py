@@ -1,23 +1,18 @@
 """Launchers: a process's rank, world size, job and store address according to the variables of its launcher.
 
 torchrun and Kubeflow's PyTorchJob set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which take precedence over SLURM's
-variables. Some platforms set WORLD_SIZE to the number of nodes, for one torchrun on each node. Such a job would be too
-small and its processes in wrong groups, so this is an error.
+variables. srun numbers the tasks of a step and counts them (https://slurm.schedmd.com/srun.html), but names no address
+for torch's store: it is on the first host of the step, at a port computed from the job's number.
 
-srun numbers the tasks of a step and counts them. It names no address for torch's store, so the store is on the first
-host of the step, at a port computed from the job's number. SLURM_STEP_NUM_TASKS distinguishes tasks from the batch
-script, which has SLURM_PROCID and SLURM_NTASKS too. https://slurm.schedmd.com/srun.html, "Output environment
-variables".
-
-Scripts that start their own processes, for example with `torch.multiprocessing.spawn`, pass each its rank when it
-initialises torch's process group. The group's store then replaces the launcher's.
+Scripts that start processes, as with `torch.multiprocessing.spawn`, pass each its rank when it initialises torch's
+process group. The group's store then replaces the launcher's.
 """
 
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import IPv6Address, ip_address
+from ipaddress import ip_address
 from typing import Generic, NamedTuple, TypeVar
 
 from torch import distributed
@@ -29,24 +24,15 @@ T_co = TypeVar("T_co", covariant=True)
 Value = TypeVar("Value")
 
 # Sources of a setting besides variables.
-ARGUMENT = "argument"
-DEFAULT = "default"
-PROCESS_GROUP = "process group"
+ARGUMENT, DEFAULT, PROCESS_GROUP = "argument", "default", "process group"
 
 MAX_PORT = 65_535
-
-# TORCHELASTIC_RUN_ID without a run id.
-NO_RUN_ID = ("", "none")
-
-# A host name, or an IPv4 address.
-_HOST = re.compile(r"[\w.-]+")
+NO_RUN_ID = ("", "none")  # TORCHELASTIC_RUN_ID without a run id
+_HOST = re.compile(r"[\w.-]+")  # a host name, or an IPv4 address
 
 # Ports for a step: below the ephemeral ports (32768 and more on Linux), above the ports of known services.
-FIRST_PORT = 15_000
-PORTS = 15_000
-
-# Steps of one job may share a host; a prime spreads their ports.
-STEP_STRIDE = 101
+FIRST_PORT = PORTS = 15_000
+STEP_STRIDE = 101  # steps of one job may share a host; a prime spreads their ports
 
 # The first name of a list: "a,b", "node[01-04,07]", "rack[1-2]node[3,5]-ib".
 _FIRST_NAME = re.compile(r"(?:[^\[\],\s]|\[[^\[\]\s]+\])+")
@@ -90,7 +76,10 @@ def rank(environ: Mapping[str, str]) -> Setting[int] | None:
 
 
 def world_size(environ: Mapping[str, str]) -> Setting[int] | None:
-    """Returns the number of processes; None without a launcher. It is an error if WORLD_SIZE counts nodes."""
+    """Returns the number of processes; None without a launcher.
+
+    Some platforms set WORLD_SIZE to the number of nodes; its job would be too small, so this is an error.
+    """
     size = _integer(environ, "WORLD_SIZE", "world_size") or _of_task(environ, "SLURM_STEP_NUM_TASKS", "world_size")
     if size and size.source == "WORLD_SIZE" and (evidence := _counts_nodes(environ, size.value)):
         raise ConfigurationError(
@@ -120,26 +109,22 @@ def store_address(environ: Mapping[str, str]) -> Setting[StoreAddress] | None:
     """Returns the address of torch's store of this job; None without a launcher."""
     address = optional("store", environ.get("MASTER_ADDR") or None, "MASTER_ADDR") or _first_step_host(environ)
     port = optional_integer(environ, "MASTER_PORT")
-    if port is None:
-        port = step_port(environ)
+    port = step_port(environ) if port is None else port
     if not address or port is None:
         return None
     if not 1 <= port <= MAX_PORT:
         raise ConfigurationError(f"MASTER_PORT: expected a port from 1 to {MAX_PORT}, got {port}")
     if not (_HOST.fullmatch(address.value) or _is_ipv6(address.value)):
-        raise ConfigurationError(
-            f"MASTER_ADDR: expected a host's name or address and nothing else, got {address.value!r:.80}"
-        )
+        text = f"MASTER_ADDR: expected a host's name or address and nothing else, got {address.value!r:.80}"
+        raise ConfigurationError(text)
     return Setting("store", StoreAddress(address.value, port), address.source)
 
 
 def is_one_node(environ: Mapping[str, str], store: StoreAddress, processes: int) -> bool:
     """Returns whether all processes are on this host according to their launcher."""
     if _is_loopback(store.host):
-        # A process on another host could not reach the store.
-        return True
-    local = optional_integer(environ, "LOCAL_WORLD_SIZE")
-    if local is not None:
+        return True  # a process on another host could not reach the store
+    if (local := optional_integer(environ, "LOCAL_WORLD_SIZE")) is not None:
         return local == processes
     if processes == 1:
         return True
@@ -173,17 +158,13 @@ def merge_process_group(
 
 def step_port(environ: Mapping[str, str]) -> int | None:
     """Returns the store's port for a step of srun; two jobs on one host rarely get the same."""
-    number = _task_integer(environ, "SLURM_JOB_ID")
-    if number is None:
+    if (number := _task_integer(environ, "SLURM_JOB_ID")) is None:
         return None
     return FIRST_PORT + (number + STEP_STRIDE * integer(environ, "SLURM_STEP_ID", 0)) % PORTS
 
 
 def first_host(hosts: str) -> str:
-    """Returns the first name of a list of hosts in SLURM's format.
-
-    Brackets are a shorthand: "node[01-04,07]" means node01 to node04 and node07, so the first is node01.
-    """
+    """Returns the first name of a list in SLURM's format: "node[01-04,07]" means node01 to node04 and node07."""
     match = _FIRST_NAME.match(hosts)
     name = _NUMBERS.sub(r"\1", match[0]) if match else ""
     rest = hosts[match.end() :] if match else ""
@@ -196,7 +177,7 @@ def first_host(hosts: str) -> str:
 
 
 def _is_task(environ: Mapping[str, str]) -> bool:
-    """Whether srun has started this process."""
+    """Whether srun has started this process; a batch script has SLURM_PROCID and SLURM_NTASKS too."""
     return bool(environ.get("SLURM_STEP_NUM_TASKS") and environ.get("SLURM_PROCID"))
 
 
@@ -213,7 +194,6 @@ def _task_integer(environ: Mapping[str, str], variable: str) -> int | None:
 
 
 def _first_step_host(environ: Mapping[str, str]) -> Setting[str] | None:
-    """The first host of the step, which runs task 0."""
     hosts = environ.get("SLURM_STEP_NODELIST")
     return Setting("store", first_host(hosts), "SLURM_STEP_NODELIST") if hosts and _is_task(environ) else None
 
@@ -227,27 +207,22 @@ def _is_loopback(host: str) -> bool:
 
 def _is_ipv6(address: str) -> bool:
     with suppress(ValueError):
-        return bool(IPv6Address(address))
+        return ip_address(address).version == 6  # noqa: PLR2004 - the version of IP
     return False
 
 
 def _counts_nodes(environ: Mapping[str, str], world_size: int) -> str:
     """Returns the variables that prove that WORLD_SIZE counts nodes, or "" if none do."""
-    local = optional_integer(environ, "LOCAL_WORLD_SIZE")
-    if local is not None:
+    if (local := optional_integer(environ, "LOCAL_WORLD_SIZE")) is not None:
         return f"this node alone has LOCAL_WORLD_SIZE={local}" if local > world_size else ""
     # A PyTorchJob with several processes per pod expects torchrun to start them, and torchrun sets LOCAL_RANK.
     nodes, per_node = environ.get("PET_NNODES", ""), environ.get("PET_NPROC_PER_NODE", "")
     is_pod = not environ.get("LOCAL_RANK") and nodes == str(world_size)
     if is_pod and per_node.isdecimal() and per_node != "1":
         return f"PET_NNODES={nodes}, PET_NPROC_PER_NODE={per_node}"
-    return _slurm_counts_nodes(environ, world_size)
-
-
-def _slurm_counts_nodes(environ: Mapping[str, str], world_size: int) -> str:
-    tasks, nodes = _task_integer(environ, "SLURM_STEP_NUM_TASKS"), optional_integer(environ, "SLURM_NNODES")
+    tasks, in_slurm = _task_integer(environ, "SLURM_STEP_NUM_TASKS"), optional_integer(environ, "SLURM_NNODES")
     # A single task may deliberately train alone.
     is_alone = world_size == 1 and integer(environ, "RANK", -1) == 0
-    if tasks is None or nodes != world_size or tasks <= world_size or is_alone:
+    if tasks is None or in_slurm != world_size or tasks <= world_size or is_alone:
         return ""
-    return f"SLURM_NNODES={nodes}, SLURM_STEP_NUM_TASKS={tasks}"
+    return f"SLURM_NNODES={in_slurm}, SLURM_STEP_NUM_TASKS={tasks}"

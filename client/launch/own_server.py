@@ -27,9 +27,6 @@ logger = logging.getLogger("statsd_bn.client")
 # still names the previous server, which is gone.
 RESTART_SECONDS = 30.0
 
-# The likely reason why the server refuses or ignores this client's keys.
-OTHER_SECRET_HINT = "Do all processes have the same STATSD_BN_SECRET?"  # noqa: S105 - a question
-
 
 def open_connection(endpoint: str, keys: ClientKeys | None, member: Member, *, insecure: bool = False) -> Connection:
     """Connects a member to the server at an endpoint, which must be this user's or use keys, unless `insecure`."""
@@ -39,12 +36,7 @@ def open_connection(endpoint: str, keys: ClientKeys | None, member: Member, *, i
 
 
 class Rendezvous:
-    """The search for the server that rank 0 starts for this job.
-
-    Args:
-        settings: with the launcher's store; without one the processes use the store of torch's process group.
-        connect: opens the connection, given endpoint, keys and member.
-    """
+    """The search for the server that rank 0 starts for this job, over the launcher's store or the process group's."""
 
     def __init__(
         self,
@@ -58,24 +50,17 @@ class Rendezvous:
         self._connect = connect
 
     def join(self) -> Connection:
-        """Connects to rank 0's server; rank 0 starts it.
-
-        Raises:
-            ConfigurationError: this process is configured differently from rank 0, or the job runs on several nodes and
-                has no secret.
-            ServerUnreachable: there is no server, with the reason.
-        """
+        """Connects to rank 0's server; rank 0 starts it."""
         store = self._settings.store
         is_one_node = self._settings.is_one_node if store else self._entry.is_one_host()
         # Before rank 0 announces a server: a missing secret is an error on all processes.
         secret = None if is_one_node else job_secret.read(self._environ)
         if self._member.rank != 0:
-            return self._join_on_one_node() if is_one_node else self._join_on_several(secret)
-        if is_one_node:
+            return self._join_on_several(secret) if secret else self._join_on_one_node()
+        if secret is None:
             return self._start_server()
-        new_secret = "" if secret else job_secret.generate()
         address = store.host if store else self._environ.get("MASTER_ADDR") or socket.gethostname()
-        return self._start_server(address, secret or new_secret, announced_secret=new_secret)
+        return self._start_server(address, secret)
 
     @cached_property
     def _entry(self) -> StoreEntry:
@@ -86,7 +71,7 @@ class Rendezvous:
         life = f"job {member.job}/{f'life {member.epoch}' if is_counted else 'latest life'}"
         return StoreEntry(self._settings.store, member.rank, member.world_size, life, member.seconds_to_join)
 
-    def _start_server(self, address: str = "", secret: str = "", announced_secret: str = "") -> Connection:
+    def _start_server(self, address: str = "", secret: str = "") -> Connection:
         """Starts a server and announces it; other hosts connect to `address`, without which only this host can."""
         member = self._member
         try:
@@ -100,7 +85,7 @@ class Rendezvous:
             raise
         try:
             endpoint = public_endpoint(address, server.endpoint) if address else server.endpoint
-            self._entry.write(Announcement(endpoint, member.epoch, announced_secret))
+            self._entry.write(Announcement(endpoint, member.epoch))
             return self._connect(endpoint, job_secret.member_keys(secret, member.job) if secret else None, member)
         except GroupIncomplete:
             # The other ranks have timed out as well, and get the same error from the server, which ends after them.
@@ -126,31 +111,23 @@ class Rendezvous:
             pass
         return self._connect(announcement.endpoint, None, replace(self._member, epoch=announcement.epoch))
 
-    def _join_on_several(self, secret: str | None) -> Connection:
+    def _join_on_several(self, secret: str) -> Connection:
         announcement = self._announced()
+        keys = job_secret.member_keys(secret, self._member.job)
         while True:
             if ipc_path(announcement.endpoint):
                 # Some launchers give rank 0 the address "localhost".
                 raise self._contradiction(announcement, "several hosts", "one host")
-            if bool(secret) == bool(announcement.secret):
-                problem = "this process has no secret, and rank 0 announces none"
-                if secret:
-                    problem = "this process has a secret, and rank 0 announces another one"
-                raise ConfigurationError(
-                    "STATSD_BN_SECRET_FILE, STATSD_BN_SECRET, STATSD_BN_SECRET_IN_STORE: expected the same on all "
-                    f"processes, but {problem}"
-                )
             try:
                 # torchrun counts restarts on each node separately, so all use the count of rank 0.
-                keys = job_secret.member_keys(secret or announcement.secret, self._member.job)
                 return self._connect(announcement.endpoint, keys, replace(self._member, epoch=announcement.epoch))
             except (ServerUnreachable, AuthenticationRefused) as error:
                 logger.warning("%s; waiting in case rank 0 was restarted and announces another server", log_line(error))
                 try:
                     announcement = self._announced(announcement, RESTART_SECONDS)
                 except ServerUnreachable:
-                    text = f"{error.message}. {OTHER_SECRET_HINT}" if secret else error.message
-                    raise type(error)(text, **error.fields) from None
+                    hint = "Do all processes have the same STATSD_BN_SECRET?"
+                    raise type(error)(f"{error.message}. {hint}", **error.fields) from None
 
     def _announced(self, known: Announcement | None = None, seconds: float = math.inf) -> Announcement:
         """Returns the announcement of a server other than `known`."""

@@ -1,9 +1,7 @@
 """A server that this process starts as a child process for its own job.
 
-The client imports nothing from the server, so the child runs `python -m server`, from the folder that contains this
-package. It ends with this process, even if that is killed, and when all members have left (`--parent`). A server that
-is killed is restarted at the same endpoint, which delays the members for a moment and changes no result. It reads its
-keys from a pipe, so that they are neither in a file nor in its arguments.
+It ends with this process, even a killed one, and when all members have left (`--parent`). A killed server restarts at
+the same endpoint, which delays the members and changes no result. It reads its keys from a pipe.
 """
 
 import logging
@@ -14,7 +12,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -26,30 +23,19 @@ from statsd_bn.text import log_line
 
 logger = logging.getLogger("statsd_bn.client")
 
-# The server imports no torch and listens within a second, on a busy machine later.
-START_SECONDS = 60.0
-
-# After SIGTERM a server sends its last replies, which takes up to a second.
-STOP_SECONDS = 5.0
-
-# At its end, this process warns after waiting this long for the other members.
-WARN_SECONDS = 10.0
+START_SECONDS = 60.0  # the server listens within a second, on a busy machine later
+STOP_SECONDS = 5.0  # after SIGTERM a server sends its last replies, which takes up to a second
+WARN_SECONDS = 10.0  # at its end, this process warns after waiting this long for the other members
 
 # The folder of `client` and `server`, which precedes a module named server in the script's folder.
 PACKAGES = Path(__file__).parents[2]
 
-# Earlier failures do not count.
-WINDOW_SECONDS = 60.0
-
 # The first failures within the window restart the server at once. Then the pauses double: the cause may be transient.
+WINDOW_SECONDS = 60.0
 IMMEDIATE_RESTARTS = 3
 FIRST_PAUSE_SECONDS = 1.0
-
-# The limit of failures within the window. The pauses until then add up to 31 s.
-MAX_FAILURES = 8
-
-# The limit of consecutive starts after which the server does not listen.
-MAX_FAILED_STARTS = 3
+MAX_FAILURES = 8  # within the window; the pauses until then add up to 31 s
+MAX_FAILED_STARTS = 3  # consecutive starts after which the server does not listen
 
 # Variables of the training script that would override the server's arguments.
 NOT_INHERITED = {"STATSD_BN_BIND", "STATSD_BN_CURVE", "STATSD_BN_INSECURE", "STATSD_BN_SECRET"}
@@ -58,27 +44,15 @@ _started: list["ServerProcess"] = []
 
 
 class ServerProcess:
-    """A running server; a thread reaps the child and restarts it after a failure.
+    """A running server at `endpoint`; a thread reaps the child and restarts it after a failure.
 
-    Args:
-        bind: the ZeroMQ endpoint to listen on; None: a socket in a new folder that only this user can enter.
-        keys: its keys, and the key of its only client; None: no keys.
-        leave_timeout: how long the members may take to leave when this process ends, in seconds.
-
-    Attributes:
-        endpoint: the bound endpoint, with the chosen port.
-
-    Raises:
-        ServerUnreachable: it did not start.
+    Without `bind` it listens on a socket in a new folder that only this user can enter. Raises ServerUnreachable.
     """
 
     def __init__(self, bind: str | None = None, *, keys: ServerKeys | None = None, leave_timeout: float) -> None:
-        self._owner = os.getpid()
-        self._leave_timeout = leave_timeout
-        self._keys = keys
+        self._owner, self._leave_timeout, self._keys = os.getpid(), leave_timeout, keys
         self._folder: Path | None = None
-        self._stopping = threading.Event()
-        self._has_stopped = threading.Event()
+        self._stopping, self._has_stopped = threading.Event(), threading.Event()
         try:
             if bind is None:
                 self._folder = make_job_folder()
@@ -105,20 +79,17 @@ class ServerProcess:
             return
         silent = min(WARN_SECONDS, self._leave_timeout)
         if not self._has_stopped.wait(silent):
-            logger.warning(
-                "waiting up to %g s for the other members before stopping the server of this process",
-                self._leave_timeout,
-            )
+            text = "waiting up to %g s for the other members before stopping the server of this process"
+            logger.warning(text, self._leave_timeout)
             self._has_stopped.wait(self._leave_timeout - silent)
 
     def _start(self, bind: str, *options: str) -> str:
         """Starts the server; returns its endpoint once it listens."""
         self._make_folder()
         keys = ["--curve", "-"] if self._keys else []
-        arguments = "--bind", bind, "--parent", str(self._owner), *keys, *options
         # In a new session: Ctrl-C at the terminal must interrupt only the members, which then leave.
         self._process = subprocess.Popen(  # noqa: S603 - this project's own program
-            _command(*arguments),
+            _command("--bind", bind, "--parent", str(self._owner), *keys, *options),
             env=_environment(),
             stdin=subprocess.PIPE if self._keys else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -139,13 +110,10 @@ class ServerProcess:
             raise
 
     def _watch(self) -> None:
-        """Restarts the server after each failure, until a normal exit.
-
-        One thread does all of this: Python 3.12 starts no threads while the interpreter shuts down.
-        """
+        """Restarts the server after each failure, until a normal exit; at shutdown no new thread could do this."""
         restarts = Restarts()
         try:
-            problem, has_listened = self._wait_for_exit(), True
+            problem, has_listened = self._exit_problem(), True
             while problem and not self._stopping.is_set():
                 pause = restarts.pause(time.monotonic(), has_listened=has_listened)
                 if pause is None:
@@ -155,26 +123,24 @@ class ServerProcess:
                 # Without the folder members conclude that the job has ended. The next start reports problems.
                 with suppress(ConfigurationError):
                     self._make_folder()
-                if not self._stopping.wait(pause):
-                    problem, has_listened = self._restart()
+                if self._stopping.wait(pause):
+                    break
+                try:
+                    self._start(self.endpoint, "--again")
+                except (OSError, ServerUnreachable, ConfigurationError) as error:
+                    problem, has_listened = log_line(error), False
+                else:
+                    problem, has_listened = self._exit_problem(), True
         finally:
             self._remove_folder()
             with suppress(ValueError):
                 _started.remove(self)
             self._has_stopped.set()
 
-    def _wait_for_exit(self) -> str:
+    def _exit_problem(self) -> str:
         """Waits for the server to exit; returns the problem, or "" after a normal exit."""
         code = self._process.wait()
         return f"the server that this process started {_format_exit(code)}" if code else ""
-
-    def _restart(self) -> tuple[str, bool]:
-        """Restarts the server and waits for its exit; returns the problem, and whether it has listened."""
-        try:
-            self._start(self.endpoint, "--again")
-        except (OSError, ServerUnreachable, ConfigurationError) as error:
-            return log_line(error), False
-        return self._wait_for_exit(), True
 
     def _make_folder(self) -> None:
         """Creates the folder again: a server removes it at a normal exit."""
@@ -219,7 +185,7 @@ def _command(*arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", "server", *arguments]
 
 
-def _environment() -> Mapping[str, str]:
+def _environment() -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
     path = [str(PACKAGES), inherited.get("PYTHONPATH", "")]
     return {
@@ -233,23 +199,21 @@ def _read_endpoint(process: subprocess.Popen[str]) -> str:
     """Reads the endpoint that a starting server prints; raises ServerUnreachable for other output or none in time."""
     started = time.monotonic()
     _, is_listening, endpoint = _first_line(process).rstrip("\n").partition("listening on ")
-    if not is_listening:
-        seconds = time.monotonic() - started
-        code = process.poll()
-        how = "printed nothing" if code is None else _format_exit(code)
-        raise ServerUnreachable(
-            f"cannot start a server: expected it to listen within {START_SECONDS:g} s, but it {how} after "
-            f"{seconds:.1f} s; see its messages on the stderr of this process",
-            endpoint="",
-            seconds=seconds,
-        )
-    return endpoint
+    if is_listening:
+        return endpoint
+    seconds, code = time.monotonic() - started, process.poll()
+    how = "printed nothing" if code is None else _format_exit(code)
+    raise ServerUnreachable(
+        f"cannot start a server: expected it to listen within {START_SECONDS:g} s, but it {how} after "
+        f"{seconds:.1f} s; see its messages on the stderr of this process",
+        endpoint="",
+        seconds=seconds,
+    )
 
 
 def _first_line(process: subprocess.Popen[str]) -> str:
     """Reads the server's first line; "" if it ends first, or prints nothing in time."""
-    if process.stdout is None:
-        return ""
+    assert process.stdout is not None  # noqa: S101 - a pipe
     with process.stdout as output:
         if not wait([output.fileno()], START_SECONDS):
             return ""

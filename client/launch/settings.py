@@ -2,7 +2,6 @@
 
 The precedence is: argument, STATSD_BN_ variable, the launcher's variables, torch's process group, default. A launcher
 of one process does not know the processes that this one has started, so a process group of several overrides it.
-`resolve` decides all of this from its arguments, so tests need no environment of their own.
 """
 
 import os
@@ -33,15 +32,14 @@ from statsd_bn.keys import ClientKeys, load_client
 from statsd_bn.messages import WORLD
 
 # The types of the arguments, as text and in Python. A bool is an int in Python, but invalid for each of them.
-_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
-    **dict.fromkeys(("endpoint", "job", "policy", "transport", "on_nonfinite"), ("a str", (str,))),
-    **dict.fromkeys(("rank", "world_size", "min_members"), ("an int", (int,))),
-    **dict.fromkeys(("round_timeout", "join_timeout", "abort_after"), ("a number of seconds", (int, float))),
-    "curve": ("a path", (str, os.PathLike)),
+_TYPES: dict[str, tuple[str, Any]] = {
+    **dict.fromkeys(("endpoint", "job", "policy", "transport", "on_nonfinite"), ("a str", str)),
+    **dict.fromkeys(("rank", "world_size", "min_members"), ("an int", int)),
+    **dict.fromkeys(("round_timeout", "join_timeout", "abort_after"), ("a number of seconds", int | float)),
+    "curve": ("a path", str | os.PathLike),
 }
 # The default of the others is None.
 _DEFAULTS = {"round_timeout": DEFAULT_ROUND_TIMEOUT, "policy": STRICT, "abort_after": DEFAULT_ABORT_AFTER}
-_MAY_BE_NONE = _TYPES.keys() - {"round_timeout", "policy"}
 
 # The settings that are attributes of `Member`, under the same names.
 _MEMBER_SETTINGS = (
@@ -54,17 +52,8 @@ _MEMBER_SETTINGS = (
 class Settings:
     """The resolved configuration of `client.connect`.
 
-    Attributes:
-        member: this process in its job.
-        endpoint: the server's address; None if rank 0 starts the server, or this user's own server is used.
-        curve: the file with this client's keys; None for no keys.
-        insecure: whether TCP without keys is allowed.
-        store: the address of torch's store, in which rank 0 announces its server; None with an endpoint or without a
-            launcher.
-        is_one_node: whether all processes are on this host according to the launcher.
-        uses_process_group: whether rank 0 announces its server in the store of torch's process group.
-        launched: the number of processes according to the launcher or process group, if `world_size` is larger.
-        resolved: all settings by name, with their sources.
+    Without `endpoint` rank 0 starts a server, and announces it in the launcher's store or, if `uses_process_group`, in
+    the process group's. `launched` is the number of processes according to either, if `world_size` is larger.
     """
 
     member: Member
@@ -86,7 +75,7 @@ class Settings:
         return ", ".join(str(setting) for setting in self.resolved.values() if setting.value is not None)
 
     def source(self, name: str) -> str:
-        """Returns the source of a setting: "argument", "default", "process group" or a variable."""
+        """Returns the source of a setting."""
         return self.resolved[name].source
 
     def load_keys(self) -> ClientKeys | None:
@@ -95,11 +84,7 @@ class Settings:
 
 
 def resolve(environ: Mapping[str, str], group: ProcessGroup | None = None, **arguments: Any) -> Settings:
-    """Resolves the arguments of `client.connect`, given the environment and torch's process group, if initialised.
-
-    Raises:
-        ConfigurationError: a value is invalid; the text contains the value and its source.
-    """
+    """Resolves the arguments of `client.connect`; a ConfigurationError contains the invalid value and its source."""
     given = {**dict.fromkeys(_TYPES), **_DEFAULTS, **arguments}
     _check_types(given)
     endpoint = _text(environ, "STATSD_BN_ENDPOINT", given)
@@ -112,15 +97,27 @@ def resolve(environ: Mapping[str, str], group: ProcessGroup | None = None, **arg
     min_members = _min_members(policy.value, given["min_members"], size)
     is_elastic = min_members.value > 0
     launched = _launched(environ, group)
-    if launched and not is_elastic:  # new members may join an elastic job
-        _check_is_complete(size, rank, launched)
-    _check_rank(rank, size, is_elastic=is_elastic)
+    # New members may join an elastic job, and bring it above its initial size.
+    if launched and size.value < launched.value and rank.source != ARGUMENT and not is_elastic:
+        raise ConfigurationError(
+            f"world_size: expected at least {launched.value}, as {launched.source} says, got {size.value} "
+            f"({size.source}); leave it out, or pass rank too for a job of some of these processes"
+        )
+    bound, name = (limits.MAX_MEMBERS, "MAX_MEMBERS") if is_elastic else (size.value, "world_size")
+    if not 0 <= rank.value < bound:
+        raise ConfigurationError(
+            f"rank: expected a number in [0, {name}), here [0, {bound}), got {short_repr(rank.value)} ({rank.source}); "
+            f"{size}"
+        )
     transport = _choice(TRANSPORT_CHOICES, _text(environ, "STATSD_BN_TRANSPORT", given, TRANSPORT_CHOICES[0]))
     if is_elastic and transport.value == OVER_PROCESS_GROUP:
         raise ConfigurationError(
             f"{transport}: expected 'auto' or 'server' for an elastic job; a process group ends with a lost rank"
         )
-    round_timeout, join_timeout = _timeouts(given["round_timeout"], given["join_timeout"])
+    round_timeout, join_timeout = (_seconds(name, given[name]) for name in ("round_timeout", "join_timeout"))
+    if join_timeout.value is None:
+        source = DEFAULT if round_timeout.source == DEFAULT else "round_timeout"
+        join_timeout = Setting("join_timeout", round_timeout.value, source)
     store, uses_process_group = (None, False) if endpoint.value else _store(environ, size, rank, group)
     settings: tuple[Setting[Any] | None, ...] = (
         endpoint,
@@ -163,7 +160,7 @@ def resolve(environ: Mapping[str, str], group: ProcessGroup | None = None, **arg
 def _check_types(arguments: Mapping[str, Any]) -> None:
     for name, (expected, types) in _TYPES.items():
         value = arguments[name]
-        if value is None and name in _MAY_BE_NONE:
+        if value is None and name not in {"round_timeout", "policy"}:
             continue
         if isinstance(value, bool) or not isinstance(value, types):
             raise ConfigurationError(f"{name}: expected {expected}, got {short_repr(value)}")
@@ -172,19 +169,14 @@ def _check_types(arguments: Mapping[str, Any]) -> None:
 def _text(environ: Mapping[str, str], variable: str, given: Mapping[str, Any], default: str | None = None) -> Any:
     """Resolves an argument that has a STATSD_BN_ variable of the same name; empty values count as missing."""
     name = variable.removeprefix(PREFIX).lower()
-    return (
-        optional(name, given[name] or None, ARGUMENT)
-        or optional(name, environ.get(variable) or None, variable)
-        or Setting(name, default, DEFAULT)
-    )
+    setting = optional(name, given[name] or None, ARGUMENT) or optional(name, environ.get(variable) or None, variable)
+    return setting or Setting(name, default, DEFAULT)
 
 
 def _job(environ: Mapping[str, str], argument: str | None) -> Setting[str]:
+    variable = optional("job", environ.get("STATSD_BN_JOB") or None, "STATSD_BN_JOB")
     job = (
-        optional("job", argument, ARGUMENT)
-        or optional("job", environ.get("STATSD_BN_JOB") or None, "STATSD_BN_JOB")
-        or launchers.job(environ)
-        or Setting("job", "default", DEFAULT)
+        optional("job", argument, ARGUMENT) or variable or launchers.job(environ) or Setting("job", "default", DEFAULT)
     )
     try:
         check_name("job", job.value, limits.MAX_NAME_BYTES)
@@ -209,9 +201,8 @@ def _checked_size_and_rank(size: Setting[int] | None, rank: Setting[int] | None)
         )
     size, rank = size or Setting("world_size", 1, DEFAULT), rank or Setting("rank", 0, DEFAULT)
     if not 1 <= size.value <= limits.MAX_MEMBERS:
-        raise ConfigurationError(
-            f"world_size: expected 1 to {limits.MAX_MEMBERS}, got {short_repr(size.value)} ({size.source})"
-        )
+        got = f"got {short_repr(size.value)} ({size.source})"
+        raise ConfigurationError(f"world_size: expected 1 to {limits.MAX_MEMBERS}, {got}")
     return size, rank
 
 
@@ -221,25 +212,6 @@ def _launched(environ: Mapping[str, str], group: ProcessGroup | None) -> Setting
         if (launched := launchers.world_size(environ)) and launched.value > 1:
             return launched
     return Setting("world_size", group.size, PROCESS_GROUP) if group and group.size > 1 else None
-
-
-def _check_is_complete(size: Setting[int], rank: Setting[int], launched: Setting[int]) -> None:
-    """Raises ConfigurationError for a job of some of the launched processes, unless `rank` is an argument too."""
-    if size.value < launched.value and rank.source != ARGUMENT:
-        raise ConfigurationError(
-            f"world_size: expected at least {launched.value}, as {launched.source} says, got {size.value} "
-            f"({size.source}); leave it out, or pass rank too for a job of some of these processes"
-        )
-
-
-def _check_rank(rank: Setting[int], size: Setting[int], *, is_elastic: bool) -> None:
-    # New members may bring an elastic job above its initial size.
-    bound, name = (limits.MAX_MEMBERS, "MAX_MEMBERS") if is_elastic else (size.value, "world_size")
-    if not 0 <= rank.value < bound:
-        raise ConfigurationError(
-            f"rank: expected a number in [0, {name}), here [0, {bound}), got {short_repr(rank.value)} ({rank.source}); "
-            f"{size}"
-        )
 
 
 def _min_members(policy: str, argument: int | None, size: Setting[int]) -> Setting[int]:
@@ -259,36 +231,25 @@ def _min_members(policy: str, argument: int | None, size: Setting[int]) -> Setti
     return Setting("min_members", argument, ARGUMENT)
 
 
-def _timeouts(in_round: float, to_join: float | None) -> tuple[Setting[float], Setting[float]]:
-    round_timeout, join_timeout = _seconds("round_timeout", in_round), _seconds("join_timeout", to_join)
-    if to_join is None:
-        source = DEFAULT if round_timeout.source == DEFAULT else "round_timeout"
-        join_timeout = Setting("join_timeout", round_timeout.value, source)
-    return round_timeout, join_timeout
-
-
 def _seconds(name: str, argument: float | None, or_none: str = "") -> Setting[Any]:
     if argument is not None and not 0 < argument <= limits.MAX_DEADLINE:
-        raise ConfigurationError(
-            f"{name}: expected seconds in (0, {limits.MAX_DEADLINE:g}]{or_none}, got {short_repr(argument)} "
-            f"({ARGUMENT})"
-        )
+        got = f"got {short_repr(argument)} ({ARGUMENT})"
+        raise ConfigurationError(f"{name}: expected seconds in (0, {limits.MAX_DEADLINE:g}]{or_none}, {got}")
     source = DEFAULT if argument == _DEFAULTS.get(name) else ARGUMENT
     return Setting(name, None if argument is None else float(argument), source)
 
 
 def _flag(environ: Mapping[str, str], variable: str, *, default: bool) -> Setting[bool]:
     name = variable.removeprefix(PREFIX).lower()
-    is_set = bool(environ.get(variable, "").strip())
-    return Setting(name, boolean(environ, variable), variable) if is_set else Setting(name, default, DEFAULT)
+    if not environ.get(variable, "").strip():
+        return Setting(name, default, DEFAULT)
+    return Setting(name, boolean(environ, variable), variable)
 
 
 def _choice(choices: Sequence[str], setting: Setting[str]) -> Setting[str]:
     if setting.value not in choices:
-        expected = ", ".join(choices)
-        raise ConfigurationError(
-            f"{setting.name}: expected one of {expected}, got {setting.value!r:.80} ({setting.source})"
-        )
+        got = f"got {setting.value!r:.80} ({setting.source})"
+        raise ConfigurationError(f"{setting.name}: expected one of {', '.join(choices)}, {got}")
     return setting
 
 

@@ -1,8 +1,7 @@
 """torch's store: rank 0 announces its server there to the other processes of the job.
 
-It is the store of `torch.distributed.init_process_group("env://")`. torchrun hosts it; without torchrun rank 0 does,
-and a later process group uses it too. Without a launcher it is the store of the script's process group. Every client of
-the store can read and change an announcement, so it contains no secret unless the user asks for that.
+It is the store of `torch.distributed.init_process_group("env://")`, which torchrun or rank 0 hosts; without a launcher,
+that of the script's process group. Every client of the store can read and change an announcement.
 """
 
 import itertools
@@ -15,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
@@ -36,14 +35,9 @@ T = TypeVar("T")
 PREFIX = "statsd_bn"
 
 # Growing pauses between two reads: rank 0 needs half a second, and a thousand processes may read from one store.
-FIRST_PAUSE_SECONDS = 0.01
-PAUSE_SECONDS = 0.25
-
-# A call may exceed its timeout by this. A store answers in milliseconds, but torch waits for ever for a frozen process.
-ANSWER_SECONDS = 5.0
-
-# Warn after this long, then at doubling intervals.
-WARN_SECONDS = 10.0
+FIRST_PAUSE_SECONDS, PAUSE_SECONDS = 0.01, 0.25
+ANSWER_SECONDS = 5.0  # a call may exceed its timeout by this; a store answers in milliseconds
+WARN_SECONDS = 10.0  # then at doubling intervals
 
 # Keep references: a store that is garbage-collected closes, and rank 0's closes for all. The process id is part of the
 # key because a forked child must not use its parent's store.
@@ -55,17 +49,10 @@ _entries = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """Rank 0's server, or the reason why it has none.
-
-    Attributes:
-        epoch: rank 0's count of restarts of the job.
-        secret: the secret for the job's keys; empty if all processes have it already, or use no keys.
-        problem: why there is no server; empty if there is one.
-    """
+    """Rank 0's server, with its count of restarts of the job, or the problem because of which it has none."""
 
     endpoint: str = ""
     epoch: int = 0
-    secret: str = field(default="", repr=False)
     problem: str = ""
 
     @classmethod
@@ -74,7 +61,6 @@ class Announcement:
         try:
             announcement = cls(**json.loads(text))
         except (ValueError, TypeError, RecursionError):
-            # The reason may quote a secret.
             raise ProtocolError("expected the announcement of rank 0 in torch's store, got something else") from None
         if any(type(getattr(announcement, each.name)) is not type(each.default) for each in fields(cls)):
             raise ProtocolError("expected the announcement of rank 0 in torch's store, got fields of other types")
@@ -83,15 +69,9 @@ class Announcement:
 
 
 class StoreEntry:
-    """The entry in torch's store for one connect of the job.
+    """The entry in torch's store for one connect of the job; each method raises ServerUnreachable without an answer.
 
-    Args:
-        address: the store's address; None for the store of torch's process group.
-        life: distinguishes this life of the job from earlier ones; torchrun's store outlives the processes.
-        timeout: how long the other processes may take, in seconds.
-
-    Raises:
-        ServerUnreachable: there is no store, or it did not answer in time. All methods raise it too.
+    The name of this life of the job distinguishes it from earlier ones: torchrun's store outlives the processes.
     """
 
     def __init__(self, address: StoreAddress | None, rank: int, world_size: int, life: str, timeout: float) -> None:
@@ -131,16 +111,10 @@ class StoreEntry:
         return self._poll(read, self._key, "rank 0 to announce a server", advice, seconds)
 
     def _host(self) -> str:
-        # Unique to this host.
         return f"{socket.gethostname()} {machine_id()}"
 
     def _poll(
-        self,
-        read: Callable[[str, float], T | None],
-        key: str,
-        event: str,
-        advice: str,
-        seconds: float = math.inf,
+        self, read: Callable[[str, float], T | None], key: str, event: str, advice: str, seconds: float = math.inf
     ) -> T:
         """Reads a key until there is a result; warns and raises ServerUnreachable with the event it waits for."""
         started = time.monotonic()
@@ -176,9 +150,8 @@ class StoreEntry:
 
     @property
     def _where(self) -> str:
-        if self._address is None:
-            return "the store of the process group"
-        return f"the store at {self._address.host}:{self._address.port}"
+        address = self._address
+        return f"the store at {address.host}:{address.port}" if address else "the store of the process group"
 
 
 def process_group_store() -> "Store":
@@ -192,17 +165,15 @@ def _open(address: StoreAddress, rank: int, world_size: int, timeout: float) -> 
     if not distributed.is_available():
         raise ConfigurationError("endpoint: expected one, since this torch was built without torch.distributed")
     from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - if available
-    from torch.distributed.rendezvous import rendezvous  # noqa: PLC0415 - as above
+    from torch.distributed.rendezvous import rendezvous  # noqa: PLC0415
 
     identity = (os.getpid(), address)
     if identity not in _stores:
         host = f"[{address.host}]" if ":" in address.host else address.host
-        url = f"tcp://{host}:{address.port}"
+        url, limit = f"tcp://{host}:{address.port}", timedelta(seconds=timeout)
         try:
-            _stores[identity], _, _ = call_with_timeout(
-                timeout + ANSWER_SECONDS,
-                lambda: next(rendezvous(url, rank, world_size, timeout=timedelta(seconds=timeout))),
-            )
+            meeting = rendezvous(url, rank, world_size, timeout=limit)
+            _stores[identity], _, _ = call_with_timeout(timeout + ANSWER_SECONDS, lambda: next(meeting))
         except (RuntimeError, TimeoutError) as error:
             raise _unreachable(address, error) from error
     return PrefixStore(PREFIX, _stores[identity])
@@ -211,21 +182,15 @@ def _open(address: StoreAddress, rank: int, world_size: int, timeout: float) -> 
 def _unreachable(address: StoreAddress | None, error: RuntimeError | TimeoutError) -> ServerUnreachable:
     # torch appends the frames of its C++ code.
     reason = str(error).partition("\n")[0] or "it does not answer; its process may be frozen, or its host cut off"
-    if address is None:
-        text = f"the store of torch's process group, where rank 0 announces its server: {reason}"
-        return ServerUnreachable(text, endpoint="")
-    return ServerUnreachable(
-        f"torch's rendezvous store at MASTER_ADDR {address.host}, MASTER_PORT {address.port}, where rank 0 announces "
-        f"its server: {reason}",
-        endpoint=f"tcp://{address.host}:{address.port}",
-    )
+    store, endpoint = "the store of torch's process group", ""
+    if address:
+        store = f"torch's rendezvous store at MASTER_ADDR {address.host}, MASTER_PORT {address.port}"
+        endpoint = f"tcp://{address.host}:{address.port}"
+    return ServerUnreachable(f"{store}, where rank 0 announces its server: {reason}", endpoint=endpoint)
 
 
 def call_with_timeout(seconds: float, call: Callable[[], T]) -> T:
-    """Makes a call in a new thread and returns its result; after a timeout the thread is abandoned.
-
-    Calls of torch's store need this: whatever their timeout, they wait for ever for a frozen process.
-    """
+    """Makes a call in a new thread, since torch's store waits for ever for a frozen process; raises TimeoutError."""
     result: Future[T] = Future()
 
     def run() -> None:

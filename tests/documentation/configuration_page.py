@@ -49,8 +49,6 @@ CLIENT_VARIABLES = {
     "STATSD_BN_SECRET": "the job's secret itself; excludes STATSD_BN_SECRET_FILE",
     "STATSD_BN_SECRET_FILE": "file with the secret of a job on several hosts without an endpoint, made by `python -m "
     "server secret`",
-    "STATSD_BN_SECRET_IN_STORE": "1: rank 0 sends a secret through torch's rendezvous store, where all who reach "
-    "MASTER_ADDR:MASTER_PORT can read it",
     "STATSD_BN_STACKS": "0: this process does not report its stack; default 1",
     "STATSD_BN_TRACEBACK": "full: tracebacks show all frames of the client; default one",
     "STATSD_BN_TRANSPORT": "`transport`",

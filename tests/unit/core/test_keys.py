@@ -140,8 +140,7 @@ def test_a_secret_is_not_written_where_everybody_can_write(tmp_path, capsys, bel
         ({"STATSD_BN_SECRET": "changeme" * 8}, "got 64 letters, 7 different ones"),
         ({"STATSD_BN_SECRET_FILE": "/nowhere/secret"}, "STATSD_BN_SECRET_FILE: cannot read /nowhere/secret"),
         ({"STATSD_BN_SECRET_FILE": "/dev/zero"}, "STATSD_BN_SECRET_FILE: expected /dev/zero to be a file"),
-        ({"STATSD_BN_SECRET": KEY, "STATSD_BN_SECRET_IN_STORE": "1"}, "expected one of .*got several"),
-        ({"STATSD_BN_SECRET_IN_STORE": "0"}, "several nodes"),
+        ({"STATSD_BN_SECRET": KEY, "STATSD_BN_SECRET_FILE": "/nowhere/secret"}, "expected one of .*got both"),
         ({}, "several nodes"),
     ],
 )
