@@ -1,17 +1,14 @@
-"""BrokenJob: how this process reacts to the server's report that its strict job is broken.
+"""How this process reacts to the server's report that its strict job is broken.
 
-A main thread in a call of this package raises the error there; one that computes raises it in its next round. One
-that is blocked in a collective of torch would wait for ever, because the ranks it waits for are gone or elsewhere. So
-the heartbeat thread logs the cause, has torch abort the collective where torch can, and ends the process after
-`abort_after` seconds. If the collective raises first, as gloo's does when a connection breaks, the exception gets the
-cause as a note.
+A main thread in a call of this package raises the error there, one that computes in its next round. One that is blocked
+in a collective of torch would wait for ever. So the heartbeat thread logs the cause, has torch abort the collective
+where torch can, and ends the process after `abort_after` seconds. If the collective raises first, as gloo's does when a
+connection breaks, the exception gets the cause as a note.
 
 A collective of NCCL returns at once, and the main thread later waits in a call that reads a value from the device, such
-as `loss.item()`; no stack frame shows this wait. Such a thread counts as blocked while torch's flight recorder
-reports an unfinished NCCL operation and the thread's stack does not change.
-
-A process that makes progress is never ended. After a clean exit of the other ranks, a process is ended only if it is
-blocked in a collective of DistributedDataParallel itself: it would train on without them.
+as `loss.item()`; no stack frame shows this wait. Such a thread counts as blocked while torch's flight recorder reports
+an unfinished operation and its stack does not change. A process that makes progress is never ended. After a clean exit
+of the others, one is ended only in a collective of DistributedDataParallel itself: it would train on without them.
 """
 
 import logging
@@ -23,7 +20,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
 from typing import Any, NoReturn
 
 from client.diagnostics import collectives, stack
@@ -33,9 +29,8 @@ from statsd_bn.text import error_summary, escape, escape_lines, log_line
 
 logger = logging.getLogger("statsd_bn.client")
 
-# How long a failing process waits for the server's report. The server detects a killed process within a second, on
-# a busy host within a few, and any lost process within `silence_seconds`, 3.5 by default. Launchers kill a process 10
-# to 30 s after SIGTERM.
+# How long a failing process waits for the server's report of a lost process: it comes within `silence_seconds`, 3.5 by
+# default. Launchers kill a process 10 to 30 s after SIGTERM.
 CAUSE_SECONDS = 4.0
 
 # How long other ranks must be gone before a rank that is blocked in a collective logs their clean exit: at the end of a
@@ -66,13 +61,7 @@ def end_process(text: str) -> NoReturn:
 
 
 class BrokenJob:
-    """The reported cause of a broken job, and the reaction to it.
-
-    Args:
-        name: this process in log lines.
-        abort_after: how long the main thread may be blocked in one collective after the report, or make no progress
-            behind one of NCCL, in seconds; None: for ever.
-    """
+    """The reported cause of a broken job, and the reaction to it, for a process with this name in log lines."""
 
     def __init__(
         self, sampler: ThreadSampler, name: str, abort_after: float | None, end: Callable[[str], Any] = end_process
@@ -138,7 +127,7 @@ class BrokenJob:
             self._end(f"aborting {self._name}: {since}: {log_line(error)}")
 
     def annotate(self, error: BaseException) -> None:
-        """Adds the cause to an exception that is not a `StatsdBNError`, as a note.
+        """Adds the cause as a note to an exception that is not a `StatsdBNError`.
 
         For an exception of a torch collective, waits up to `CAUSE_SECONDS` for the report. If a launcher sends SIGTERM
         during this wait, prints the exception and ends the process.
@@ -146,9 +135,8 @@ class BrokenJob:
         if isinstance(error, StatsdBNError) or not isinstance(error, Exception):
             return
         if not _is_of_collective(error):
-            cause = self.wait_for_cause(0.0)
-            if cause and not is_clean_exit(cause):
-                self._add_note(error, cause)
+            if self._cause and not is_clean_exit(self._cause):
+                self._add_note(error, self._cause)
             return
         with _deferred_termination() as signals:
             if cause := self.wait_for_cause(CAUSE_SECONDS):
@@ -158,10 +146,9 @@ class BrokenJob:
                 sys.stderr.flush()
 
     def _add_note(self, error: Exception, cause: StatsdBNError) -> None:
+        is_in_log = self._is_logged and logger.isEnabledFor(logging.ERROR)
         text = f"{type(cause).__name__}: {escape_lines(str(cause))}"
-        if self._is_logged and logger.isEnabledFor(logging.ERROR):
-            text = "the job is broken; see the log for the cause"
-        note = f"statsd_bn: {text}"
+        note = f"statsd_bn: {'the job is broken; see the log for the cause' if is_in_log else text}"
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
 
@@ -194,21 +181,14 @@ def _is_of_collective(error: Exception) -> bool:
 
 @contextmanager
 def _deferred_termination() -> Iterator[list[int]]:
-    """Defers SIGTERM, which a launcher sends as soon as another rank has ended, to the end of the block.
-
-    Yields:
-        The signals received so far.
-    """
+    """Defers SIGTERM, sent by launchers after another rank has ended, to the end of the block; yields the signals."""
     signals: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield signals
         return
 
-    def record(number: int, _: FrameType | None) -> None:
-        signals.append(number)
-
-    signal.signal(signal.SIGTERM, record)
+    signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
     try:
         yield signals
     finally:

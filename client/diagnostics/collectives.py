@@ -1,8 +1,7 @@
-"""Collectives: the collective of torch that the main thread is in, and this process's progress in each process group.
+"""The collective of torch that the main thread is in, and this process's progress in each process group.
 
-torch counts the operations that a process has launched on each process group. All ranks of a group launch the same
-operations in the same order, so the counts of two ranks show which one waits for the other. This module never imports
-torch: in a process that has not imported it there are no collectives.
+All ranks of a group launch the same operations in the same order, so torch's counts of two ranks show which one waits
+for the other. This module never imports torch: in a process that has not imported it there are no collectives.
 """
 
 import json
@@ -24,9 +23,8 @@ _C = "torch._C._distributed_c10d"
 _DDP = "torch.nn.parallel.distributed"
 _ENGINE = "torch.autograd.graph"
 
-# Functions that compute, or wait in a collective for which there is no Python function. DistributedDataParallel's
-# forward pass agrees once on the order of the gradients, and so does a rank in torch's `Join` after the end of its
-# data.
+# Functions that compute, or wait in a collective without a Python function: DistributedDataParallel's forward pass
+# agrees once on the order of the gradients, and so does a rank in torch's `Join` after the end of its data.
 _MAY_COMPUTE = {_ENGINE: frozenset({"_engine_run_backward"}), _DDP: frozenset({"_pre_forward", "main_hook"})}
 
 # Functions that wait for all ranks of a group, by module. `recv` and the like wait for one rank, which is unknown.
@@ -60,14 +58,9 @@ _KINDS = {
 # Functions that pickle objects before and after a collective, which takes long for large objects.
 _PICKLING = frozenset({"_object_to_tensor", "_tensor_to_object"})
 
-# The variables in which these functions keep their process group.
-_GROUP_NAMES = ("group", "process_group", "pg")
-
-# The largest number of frames inside of a collective.
-_MAX_DEPTH = 12
-
-# Reports leave out process groups with ranks from this on.
-_MAX_RANKS = 16_384
+_GROUP_NAMES = ("group", "process_group", "pg")  # the variables in which these functions keep their process group
+_MAX_DEPTH = 12  # the largest number of frames inside of a collective
+_MAX_RANKS = 16_384  # reports leave out process groups with ranks from this on
 
 # DistributedDataParallel modules with layers of this package: they reduce gradients over their own process group.
 _wrappers: WeakSet[Any] = WeakSet()
@@ -81,12 +74,9 @@ _THREADS = Path("/proc/self/task")
 
 @dataclass(frozen=True, slots=True)
 class TorchGroup:
-    """This process's progress in one of its process groups.
+    """This process's progress in a process group, by torch's name for it, which is the same on all ranks.
 
-    Attributes:
-        name: torch's name for the group, the same on all ranks.
-        launched: the number of operations that this process has launched on it.
-        counts_all: whether that number covers all operations: in a group of several backends it covers one backend.
+    `launched` counts its operations, but unless `counts_all` those of one of its backends only.
     """
 
     name: str
@@ -97,12 +87,7 @@ class TorchGroup:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective that the main thread is in.
-
-    Attributes:
-        group: its process group; None if unknown.
-        call: an identity of this call: the next call of the same line has another one.
-    """
+    """A collective that the main thread is in; the next call of the same line has another `call`."""
 
     frame: FrameType
     group: TorchGroup | None
@@ -147,10 +132,7 @@ def kind_of(collective: Collective) -> str:
 
 
 def may_compute(innermost: FrameType) -> bool:
-    """Whether a thread with this innermost frame either computes or waits for other ranks.
-
-    It waits only while the process uses next to no processor time, see `client.diagnostics.sampler`.
-    """
+    """Whether a thread here computes, or waits for others while the process uses next to no processor time."""
     return innermost.f_code.co_name in _MAY_COMPUTE.get(stack.module_of(innermost), ())
 
 
@@ -187,14 +169,10 @@ def main_thread_time() -> int | None:
 
 
 def unfinished_operations() -> tuple[tuple[str, int, int], ...]:
-    """Returns the progress of this process's NCCL groups, if one of them has an unfinished operation.
+    """Returns for each NCCL group its number, newest started and newest completed operation; empty if none is running.
 
-    The host continues while such an operation runs, and waits for it in any call that reads a value from the device.
-    torch's flight recorder counts the operations; in torch 2.11 it runs by default.
-
-    Returns:
-        For each group its number, and the numbers of its newest started and newest completed operation; empty if all
-        have completed, or without a flight recorder.
+    The host continues while such an operation runs, and waits in any call that reads a value from the device. torch's
+    flight recorder counts the operations, since torch 2.11 by default; without one the result is empty.
     """
     with suppress(Exception):  # it is not loaded, has no NCCL or is of an unknown version
         dump = sys.modules[_C]._dump_nccl_trace_json  # noqa: SLF001 - torch has no public name for it
@@ -210,10 +188,7 @@ def started_and_completed(entry: dict[str, Any]) -> tuple[int, int]:
 
 
 def abort() -> None:
-    """Aborts the running collectives of NCCL, so that they raise.
-
-    gloo's `abort` ends no running collective, as of torch 2.13.
-    """
+    """Aborts the running collectives of NCCL, so that they raise; gloo's `abort` ends none, as of torch 2.13."""
     with suppress(Exception):
         module = sys.modules[_C10D]
         backends = [backend for backend, _ in module._world.pg_map.values()]  # noqa: SLF001 - no public name

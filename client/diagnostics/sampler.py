@@ -20,12 +20,8 @@ IDLE_SHARE = 0.2
 class ThreadSample:
     """The state of the main thread at one moment.
 
-    Attributes:
-        stack: its position for people; empty if this process does not report stacks, or has none.
-        collective: the collective of torch in which the thread is blocked; None if it is in none, or computes.
-        torch_group: the process group to report; None for none.
-        kind: the kind of the collective, as in `statsd_bn.messages`; empty if unknown.
-        is_in_call: whether the thread is in one of this package's calls, which the server sees.
+    `stack` is empty if not reported; `collective` is set only while the thread is blocked in one, with its `kind` as in
+    `statsd_bn.messages`; `is_in_call`: in one of this package's calls, which the server sees.
     """
 
     stack: str
@@ -43,16 +39,12 @@ class ThreadSample:
 
 
 class ThreadSampler:
-    """Samples the main thread.
+    """Samples the main thread; samples contain torch's groups only if torch uses the rank of the job.
 
     Most positions show whether the main thread is blocked in a collective. In others (`collectives.may_compute`), such
     as autograd's engine, it may also compute, or have other threads or a device compute. There it counts as blocked
-    only if it has used no processor time since the previous sample, and the process next to none. The first sample
-    measures this over `SAMPLE_SECONDS`.
-
-    Args:
-        reports_stacks: whether samples contain the stack.
-        rank: this process's rank in its job. Samples contain torch's groups only if torch uses the same rank.
+    only if it has used no processor time since the previous sample (the first: for `SAMPLE_SECONDS`), and the process
+    next to none.
     """
 
     def __init__(self, *, reports_stacks: bool, rank: int, pause: Callable[[float], object] = time.sleep) -> None:
@@ -82,8 +74,8 @@ class ThreadSampler:
     def nccl_progress(self) -> tuple[object, ...] | None:
         """Returns the main thread's stack and the progress of unfinished NCCL operations; None if all have completed.
 
-        Two equal results mean no progress in between. A host thread that waits for a device is not in a collective, but
-        in `loss.item()` or another C function. It may spin there, so its processor time does not show the wait.
+        Two equal results mean no progress in between. A host thread that waits for a device, as in `loss.item()`, may
+        spin, so its processor time does not show the wait.
         """
         operations = collectives.unfinished_operations()
         if not operations:

@@ -1,9 +1,9 @@
-"""Stack: the position of a thread of this process as one short line.
+"""The position of a thread of this process as one short line.
 
     torch/nn/parallel/distributed.py:2425 _sync_buffers, called from train.py:57 main
 
-The line names two frames: the innermost one outside of this package, and the innermost one of the user's own code. Each
-frame is a file (a library's path starts at the package's folder), a line and a function: never a value or source code.
+The line names the innermost frame outside of this package, and the innermost one of the user's own code, each by file,
+line and function: never a value or source code.
 """
 
 import sys
@@ -15,15 +15,11 @@ from types import FrameType
 from statsd_bn import limits
 from statsd_bn.text import escape
 
-# Modules of this package. The server knows which of its calls a thread is in.
-_OUR_MODULES = ("client.", "statsd_bn.")
-
-# Files below these folders belong to libraries, not to the user's script.
+_OUR_MODULES = ("client.", "statsd_bn.")  # the server knows which of our calls a thread is in
 _LIBRARY_FOLDERS = ("/site-packages/", "/dist-packages/")
 _STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}/"
 
-# The number of frames that are searched for the user's code.
-_MAX_DEPTH = 200
+_MAX_DEPTH = 200  # the number of frames that are searched for the user's code
 
 _MAX_FILE_LETTERS, _MAX_NAME_LETTERS = 200, 100
 

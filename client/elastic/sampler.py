@@ -41,12 +41,9 @@ class ElasticSampler(Sampler[int]):
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
         if not isinstance(dataset, Sized):
-            raise TypeError(
-                f"dataset: expected one with a length, so that it can be split, got {type(dataset).__name__}"
-            )
-        self.shuffle = shuffle
-        self.seed = seed
-        self.epoch = 0
+            expected = "expected one with a length, so that it can be split"
+            raise TypeError(f"dataset: {expected}, got {type(dataset).__name__}")
+        self.shuffle, self.seed, self.epoch = shuffle, seed, 0
         self.indices: list[int] = []
         self.recorded: list[list[int]] = []
         self._size = len(dataset)
@@ -79,12 +76,9 @@ class ElasticSampler(Sampler[int]):
         """
         batch = self.indices[batch_idx * batch_size :][:batch_size]
         if batch_idx < 0 or not batch:
-            raise IndexError(
-                wrap(
-                    f"batch_idx: expected one of the {-(-len(self.indices) // batch_size)} batches of {batch_size} of "
-                    f"{len(self.indices)} samples, got {batch_idx}"
-                )
-            )
+            size = len(self.indices)
+            expected = f"expected one of the {-(-size // batch_size)} batches of {batch_size} of {size} samples"
+            raise IndexError(wrap(f"batch_idx: {expected}, got {batch_idx}"))
         self.recorded.append(batch)
         self.record_indices(batch)
 
@@ -116,12 +110,8 @@ class ElasticSampler(Sampler[int]):
         """
         processed = torch.as_tensor(state_dict["processed_indices"], dtype=torch.int64, device="cpu").numpy()
         if processed.size and not 0 <= processed.min() <= processed.max() < self._size:
-            raise ValueError(
-                wrap(
-                    f"processed_indices: expected samples of a dataset of {self._size}, got {processed.min()} to "
-                    f"{processed.max()}"
-                )
-            )
+            got = f"got {processed.min()} to {processed.max()}"
+            raise ValueError(wrap(f"processed_indices: expected samples of a dataset of {self._size}, {got}"))
         self.epoch = state_dict["epoch"]
         self._processed[:] = False
         self._processed[processed] = True

@@ -1,12 +1,9 @@
 """Elastic training: members may join and be lost, and each sample of an epoch is processed once.
 
-An `ElasticState` holds the state of a training. From time to time all members *commit*: they exchange reports of the
-samples that they have processed, and copy the state. A commit also detects new and lost members. If no member is lost,
-the commit is valid. Otherwise all members restore the previous commit, and split its unprocessed samples again. New
-members receive the state at a commit.
-
-A commit waits for all members, like the start of a pass in `client.join`. All decide from the same bytes of one
-aggregate, so they reach the same decision.
+From time to time all members *commit*: they exchange reports of the samples that they have processed, and copy the
+state of an `ElasticState`. If no member is lost, the commit is valid. Otherwise all restore the previous commit, and
+split its unprocessed samples again. New members receive the state at a commit. It waits for all members, and all
+decide from the same bytes of one aggregate.
 """
 
 import copy
@@ -55,14 +52,9 @@ class MembersChanged(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A member's report at a commit.
+    """A member's report at a commit: the commits of its state, and the samples of the batches recorded since the last.
 
-    Attributes:
-        generation: the number of commits of its state.
-        members: the members of its previous commit; empty if it is new.
-        is_latecomer: whether the job was already running when it connected.
-        batches: the number of batches that it has recorded since.
-        indices: the samples of these batches.
+    A new member has no `members` of a previous commit; a latecomer has connected to a running job.
     """
 
     generation: int
@@ -97,10 +89,7 @@ class Report:
 
 
 class _Reports(dict[int, Report]):
-    """The reports of all members at a commit, by rank.
-
-    All members have the same reports, byte for byte, so they reach the same conclusions.
-    """
+    """The reports of all members at a commit, by rank; equal on all members, so they reach the same conclusions."""
 
     @property
     def new(self) -> set[int]:
@@ -115,15 +104,8 @@ class _Reports(dict[int, Report]):
 
     @property
     def leader(self) -> int:
-        """The member that sends its state to all: existing before new, then the most advanced, then the lowest rank."""
-        return max(
-            self, key=lambda member: (not self[member].is_new, self[member].generation, self[member].batches, -member)
-        )
-
-    @property
-    def is_uneven(self) -> bool:
-        """Whether some members had fewer batches than others."""
-        return len({report.batches for report in self.values()}) > 1
+        """The member that sends its state: existing before new, then the most advanced, then the lowest rank."""
+        return max(self, key=lambda rank: (not self[rank].is_new, self[rank].generation, self[rank].batches, -rank))
 
     def check_not_too_late(self, job: str, member: int) -> None:
         """Raises ReplicaLost if all members are new to a running job, so that no member has its state."""
@@ -141,11 +123,8 @@ class _Reports(dict[int, Report]):
         """Raises RoundMismatch if existing members commit at different points of the training."""
         points = {member: (report.epoch, report.generation) for member, report in self.items() if not report.is_new}
         if len(set(points.values())) > 1:
-            positions = ", ".join(
-                f"rank {member} in epoch {epoch} after {generation} commits"
-                for member, (epoch, generation) in points.items()
-            )
-            raise RoundMismatch(f"{COMMIT}: expected all ranks at the same point, got {positions}")
+            texts = (f"rank {rank} in epoch {epoch} after {count} commits" for rank, (epoch, count) in points.items())
+            raise RoundMismatch(f"{COMMIT}: expected all ranks at the same point, got {', '.join(texts)}")
 
 
 class ElasticState:
@@ -170,11 +149,7 @@ class ElasticState:
             """The values."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        sampler: ElasticSampler | None = None,
-        **values: Any,
+        self, model: nn.Module, optimizer: Optimizer | None = None, sampler: ElasticSampler | None = None, **values: Any
     ) -> None:
         self.model, self.optimizer, self.sampler = model, optimizer, sampler
         self._names = ("model", "optimizer", "sampler", *values)
@@ -254,7 +229,8 @@ class ElasticState:
             self.restore()
         leader = reports.leader
         is_changed = bool(reports.lost or reports.new)
-        if (is_changed or reports.is_uneven) and not self._load_from(connection, leader, with_sampler=is_changed):
+        is_uneven = len({report.batches for report in reports.values()}) > 1
+        if (is_changed or is_uneven) and not self._load_from(connection, leader, with_sampler=is_changed):
             return False
         self._members = list(reports)
         self._save(reports[leader].generation + 1)
@@ -280,7 +256,7 @@ class ElasticState:
         return True
 
     def _unpack(self, member: int, data: bytes) -> dict[str, Any]:
-        """Deserializes a member's state, and checks that it has the same parts as this member's."""
+        """Deserializes a member's state, which must have the same parts as this member's."""
         try:
             state = serialization.unpack(data)
         except ProtocolError as error:
@@ -293,17 +269,16 @@ class ElasticState:
 
     def _report(self, *, is_latecomer: bool) -> Report:
         sampler = self.sampler
-        batches = [] if sampler is None else sampler.recorded
+        epoch, batches = (0, []) if sampler is None else (sampler.epoch, sampler.recorded)
         indices = [index for batch in batches for index in batch]
-        epoch = 0 if sampler is None else sampler.epoch
         return Report(self._generation, epoch, self._members, is_latecomer, len(batches), indices)
 
     def _record(self, reports: _Reports) -> None:
-        if self.sampler is not None:
-            try:
+        try:
+            if self.sampler is not None:
                 self.sampler.record_indices([index for report in reports.values() for index in report.indices])
-            except IndexError as error:
-                raise ProtocolError(f"{COMMIT}: expected samples of the dataset, got {error}") from error
+        except IndexError as error:
+            raise ProtocolError(f"{COMMIT}: expected samples of the dataset, got {error}") from error
 
     def _is_epoch_committed(self) -> bool:
         sampler = self.sampler
@@ -324,8 +299,7 @@ class ElasticState:
 
     def _load(self, state: dict[str, Any]) -> None:
         for name, part in state.items():
-            own = getattr(self, name)
-            if _has_state(own):
+            if _has_state(own := getattr(self, name)):
                 own.load_state_dict(part)
             else:
                 setattr(self, name, serialization.to_devices_of(part, own))

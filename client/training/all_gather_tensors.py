@@ -1,4 +1,4 @@
-"""An all_gather of named tensors, for measured values.
+"""all_gather of named tensors, for measured values.
 
 A member that fails to make its tensors sends the cause in the same all_gather, because the other members wait for it.
 All members check the same gathered data, so they raise together, and their rounds stay in step.
@@ -34,10 +34,9 @@ MAX_LISTED_KEYS = 8
 def all_gather_tensors(
     communicator: Communicator | None, make: Callable[[], Mapping[Any, Tensor]]
 ) -> dict[int, Tensors]:
-    """Returns all members' tensors on the CPU, by rank, in order.
+    """Returns all members' tensors on the CPU, by rank, in order; without a communicator only this process's.
 
-    `make` returns this member's tensors by name, in any order; all members use the same names. Its exception reaches
-    the other members as RoundFailed. Without a communicator this process is the only member.
+    `make` returns this member's tensors; the names are equal. Its exception reaches the others as RoundFailed.
     """
     try:
         tensors = make()
@@ -83,19 +82,14 @@ def _unpack(member: int, data: bytes) -> tuple[Tensors, str]:
 
 
 def _are_named_tensors(tensors: dict[Any, Any]) -> bool:
-    return all(
-        isinstance(name, str | int) and isinstance(tensor, Tensor) and tensor.ndim for name, tensor in tensors.items()
-    )
+    return all(isinstance(name, str | int) and isinstance(each, Tensor) and each.ndim for name, each in tensors.items())
 
 
 def _check_no_failure(causes: dict[int, str]) -> None:
     if causes:
         member, cause = next(iter(causes.items()))
-        raise RoundFailed(
-            f"{ROUND_NAME}: expected values from all ranks, got none from {Members.of(causes)}; rank {member}: {cause}",
-            member=member,
-            cause=cause,
-        )
+        text = f"expected values from all ranks, got none from {Members.of(causes)}; rank {member}: {cause}"
+        raise RoundFailed(f"{ROUND_NAME}: {text}", member=member, cause=cause)
 
 
 def _check_names(gathered: dict[int, Tensors]) -> None:
@@ -119,21 +113,16 @@ _NUMBERS = (bool, int, float, np.integer, np.floating, np.bool_)
 def as_tensor(data: Any, double_precision: bool) -> Tensor:
     """Returns a tensor, an array, a number, or a list or tuple of these as a tensor of at least one dimension.
 
-    A tensor is returned unchanged; other types are converted to float64 (complex128) if `double_precision`.
-
-    Raises:
-        TypeError: `data` has another type.
-        ValueError: a list's elements differ in shape, or a number is too large for int64 or the requested float64.
+    Other types than a tensor are converted to float64 (complex128) if `double_precision`.
     """
     tensor = _tensor(data, double_precision and not isinstance(data, Tensor))
     return tensor if tensor.ndim else tensor.reshape(1)
 
 
 def concatenate(name: str, tensors: dict[int, Tensor]) -> Tensor:
-    """Returns the members' tensors, concatenated along dimension 0.
+    """Returns the members' tensors, concatenated along dimension 0, in whose length alone they may differ.
 
-    They may differ in the length of dimension 0 only, except that an empty list, or any tensor of shape (0,), is
-    compatible with every dtype and shape.
+    An empty list, or any tensor of shape (0,), is compatible with every dtype and shape.
     """
     parts = {member: tensor for member, tensor in tensors.items() if tensor.shape != (0,)} or tensors
     layouts: dict[str, list[int]] = {}
@@ -163,17 +152,15 @@ def _tensor(data: Any, is_double: bool) -> Tensor:
         if data.dtype.name not in NUMPY_DTYPES:
             raise TypeError(f"expected an array of numbers or bool, got dtype {data.dtype}")
         return _cast(torch.tensor(data.astype(data.dtype.newbyteorder("="))), is_double)
-    if isinstance(data, _NUMBERS):
-        return _from_numbers(data, is_double)
     if isinstance(data, list | tuple):
         return _from_list(data, is_double)
+    if isinstance(data, _NUMBERS):
+        return _from_numbers(data, is_double)
     raise TypeError(f"expected a tensor, an array, a number, or a list of these, got {type(data).__name__}")
 
 
 def _cast(tensor: Tensor, is_double: bool) -> Tensor:
-    if not is_double:
-        return tensor
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64) if is_double else tensor
 
 
 def _from_numbers(data: Any, is_double: bool) -> Tensor:
@@ -191,9 +178,8 @@ def _from_list(data: list[Any] | tuple[Any, ...], is_double: bool) -> Tensor:
     kinds = _types_within(data)
     for kind in kinds:
         if not issubclass(kind, (Tensor, np.ndarray, *_NUMBERS)):
-            raise TypeError(
-                wrap(f"expected a list of numbers, arrays, tensors or such lists, got {kind.__name__} in it")
-            )
+            text = f"expected a list of numbers, arrays, tensors or such lists, got {kind.__name__} in it"
+            raise TypeError(wrap(text))
     # torch converts plain numbers fast, arrays slowly, and tensors with a warning.
     if not any(issubclass(kind, Tensor | np.ndarray) for kind in kinds):
         return _from_numbers(data, is_double)

@@ -78,7 +78,10 @@ class DDPHandler:
             _warn_of_lost_sampler(name, loaders[name].sampler)
             setattr(self.train_loop_obj, name, loader)
             self._samplers[name] = sampler
-        self._register()
+        handler: Any = getattr(self.train_loop_obj, "callbacks_handler", None)
+        if hasattr(handler, "register_callbacks") and not self._is_registered:
+            handler.register_callbacks([_epoch_callback(handler, self.set_epoch)])
+            self._is_registered = True
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the samplers' epoch; call it at each epoch if the training loop has no `callbacks_handler`."""
@@ -155,12 +158,6 @@ class DDPHandler:
             return communicator.find().rank(), communicator.size
         return communicator.rank_and_size if communicator else (0, 1)
 
-    def _register(self) -> None:
-        callbacks_handler: Any = getattr(self.train_loop_obj, "callbacks_handler", None)
-        if hasattr(callbacks_handler, "register_callbacks") and not self._is_registered:
-            callbacks_handler.register_callbacks([_epoch_callback(callbacks_handler, self.set_epoch)])
-            self._is_registered = True
-
 
 def _tensors(dict_data: Any) -> dict[Any, Tensor]:
     if not isinstance(dict_data, Mapping):
@@ -187,13 +184,6 @@ def _split(data_loader: Loader, shuffle: bool, world_size: int, rank: int) -> tu
     """Returns a loader like `data_loader` for one member's share of the samples, and its sampler."""
     if not 0 <= rank < world_size:
         raise ConfigurationError(f"rank: expected at least 0 and less than world_size, {world_size}, got {rank}")
-    _check_can_be_split(data_loader)
-    sampler: Sampler = DistributedSampler(data_loader.dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)
-    arguments = {name: getattr(data_loader, name) for name in COPIED}
-    return DataLoader(data_loader.dataset, sampler=sampler, **arguments), sampler
-
-
-def _check_can_be_split(data_loader: Loader) -> None:
     dataset = data_loader.dataset
     name = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
@@ -210,6 +200,9 @@ def _check_can_be_split(data_loader: Loader) -> None:
             f"data_loader: expected a batch_size, got the batch_sampler {type(data_loader.batch_sampler).__name__}; "
             "pass batch_size, or make it yield different batches on each rank"
         )
+    sampler: Sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)
+    arguments = {name: getattr(data_loader, name) for name in COPIED}
+    return DataLoader(dataset, sampler=sampler, **arguments), sampler
 
 
 def _is_shuffled(data_loader: Loader) -> bool:
@@ -224,11 +217,11 @@ class EpochCallback:
     callback_name = "epoch of the distributed samplers"
     execution_order = -100  # before callbacks that may read from the loaders
     device_idx_execution = None  # on all devices
+    train_loop_obj: Any = None
+    message_service: Any = None
 
     def __init__(self, set_epoch: Callable[[int], None]) -> None:
         self.set_epoch = set_epoch
-        self.train_loop_obj: Any = None
-        self.message_service: Any = None
 
     def register_train_loop_object(self, train_loop_obj: Any) -> Self:
         """Sets the training loop that counts the epochs."""
@@ -242,11 +235,7 @@ class EpochCallback:
 
 
 def _epoch_callback(callbacks_handler: Any, set_epoch: Callable[[int], None]) -> EpochCallback:
-    """Returns a callback that `callbacks_handler` accepts.
-
-    aitoolbox's handler accepts only subclasses of the `AbstractCallback` in its module. The package may be missing, so
-    the subclass is created from the handler's module.
-    """
+    """Returns a callback for a handler; aitoolbox's accepts only subclasses of the `AbstractCallback` in its module."""
     module = sys.modules.get(callbacks_handler.register_callbacks.__module__)
     base: type = getattr(module, "AbstractCallback", object)
     kind: type[EpochCallback] = type(EpochCallback.__name__, (EpochCallback, base), {})

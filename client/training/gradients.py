@@ -7,6 +7,7 @@ adds gradients like statistics: in replica order, in float64, with the same bits
 import logging
 import operator
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -61,7 +62,6 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) 
     count = _checked(count)
     communicator = communicator_for(None) or current_connection()
     trained = _trained(parameters)
-    _check_dense(trained)
     if communicator is None:
         _divide(trained, count)
         return count
@@ -90,23 +90,19 @@ def _warn_of_absent(connection: Connection, part: Aggregate) -> None:
 
 
 def _checked(count: Any) -> int:
-    try:
-        number = operator.index(count)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ConfigurationError(
-            f"count: expected the number of samples in the loss, an int of at least 0, got {count!r:.80}"
-        )
-    return number
+    with suppress(TypeError):
+        if (number := operator.index(count)) >= 0:
+            return number
+    raise ConfigurationError(
+        f"count: expected the number of samples in the loss, an int of at least 0, got {count!r:.80}"
+    )
 
 
 @torch.no_grad()
 def _divide(trained: list[Tensor], count: int) -> None:
-    # A parameter may be listed twice.
-    gradients = {id(parameter.grad): parameter.grad for parameter in trained}
-    for gradient in gradients.values():
-        if gradient is not None and count > 1:
+    if count > 1:
+        # A parameter may be listed twice.
+        for gradient in {id(each.grad): each.grad for each in trained if each.grad is not None}.values():
             gradient.div_(count)
 
 
@@ -115,22 +111,13 @@ def _trained(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
     trained = [parameter for parameter in candidates if parameter.requires_grad]
     if not any(parameter.numel() for parameter in trained):
         raise ConfigurationError("parameters: expected at least one that requires a gradient, got none")
-    return trained
-
-
-def _check_dense(trained: list[Tensor]) -> None:
-    sparse = [parameter for parameter in trained if parameter.grad is not None and parameter.grad.is_sparse]
-    if sparse:
+    if sparse := [each for each in trained if each.grad is not None and each.grad.is_sparse]:
         shapes = ", ".join(str(tuple(parameter.shape)) for parameter in sparse)
         raise ConfigurationError(
             f"parameters: expected dense gradients, got sparse ones of parameters of shape {shapes}; make the layers "
             "with sparse=False"
         )
-
-
-def _sizes(trained: list[Tensor]) -> list[int]:
-    """Returns how many real numbers each gradient has: two for each complex element."""
-    return [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in trained]
+    return trained
 
 
 def _flat(trained: list[Tensor]) -> FloatArray:
@@ -141,6 +128,7 @@ def _flat(trained: list[Tensor]) -> FloatArray:
 
 
 def _numbers(gradient: Tensor) -> Tensor:
+    """Returns a gradient as real numbers in float64, two for each complex element."""
     real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
     return real.double().flatten()
 
@@ -153,7 +141,8 @@ def exchange_parts(transport: Transport, count: int, vectors: FloatArray) -> lis
 
 @torch.no_grad()
 def _write(trained: list[Tensor], averages: FloatArray) -> None:
-    *parts, has_gradient = torch.split(torch.from_numpy(averages), [*_sizes(trained), len(trained)])
+    sizes = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in trained]
+    *parts, has_gradient = torch.split(torch.from_numpy(averages), [*sizes, len(trained)])
     for parameter, part, is_used in zip(trained, parts, has_gradient.tolist(), strict=True):
         if not is_used:
             parameter.grad = None

@@ -1,8 +1,7 @@
 """join(): uneven inputs, when some members have fewer batches than others.
 
-Inside the block a member participates in the rounds of its groups. After the block it pauses, and the other members
-continue as if its slice was empty. When it enters the next block it waits until all members have left theirs, so all
-members start each pass over the data together.
+After the block a member pauses, and the others continue as if its slice was empty. When it enters the next block it
+waits until all members have left theirs, so all members start each pass over the data together.
 """
 
 from collections.abc import Iterator
@@ -134,6 +133,5 @@ def commit_running_statistics(model: nn.Module) -> None:
     Args:
         model: contains the synchronised layers, at any depth.
     """
-    for module in model.modules():
-        if isinstance(module, SynchronizedBatchNorm):
-            module.commit_running_statistics()
+    for layer in _layers(model):
+        layer.commit_running_statistics()

@@ -1,8 +1,6 @@
 """moments() and RunningMoments: statistics of all ranks' values, without a layer.
 
-Reinforcement learning normalises observations and returns by a mean and variance that all ranks share. They are
-exchanged like a layer's statistics: each rank sends its count, Σx and Σx² in float64, and receives the same bits of the
-sums.
+Each rank sends its count, Σx and Σx² in float64 like a layer, and receives the same bits of the sums.
 """
 
 import functools
@@ -261,12 +259,8 @@ def _check(name: str, x: Any, mask: Tensor | None) -> None:
     if mask is not None and mask.dtype != torch.bool:
         raise TypeError(f"{name}: expected a boolean mask, got {mask.dtype}")
     if any_device.is_inside_replica():
-        raise ConfigurationError(
-            wrap(
-                f"{name}: called inside a replica of DataParallelWithCallback; call it on the whole batch, before or "
-                "after the model"
-            )
-        )
+        where = "called inside a replica of DataParallelWithCallback"
+        raise ConfigurationError(wrap(f"{name}: {where}; call it on the whole batch, before or after the model"))
 
 
 def _normalized_dims(name: str, x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
@@ -274,9 +268,8 @@ def _normalized_dims(name: str, x: Tensor, dim: int | Sequence[int] | None) -> l
     listed = range(x.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
     dims = sorted(each + x.dim() if each < 0 else each for each in listed)
     if not dims or len(set(dims)) != len(dims) or not set(dims) <= set(range(x.dim())):
-        raise ValueError(
-            wrap(f"{name}: expected dim to name different dimensions of shape {tuple(x.shape)}, got {dim!r:.80}")
-        )
+        text = f"{name}: expected dim to name different dimensions of shape {tuple(x.shape)}, got {dim!r:.80}"
+        raise ValueError(wrap(text))
     return dims
 
 
@@ -297,12 +290,8 @@ def _expand_mask(name: str, mask: Tensor, reduced: list[int], device: torch.devi
     lengths = zip(reversed(mask.shape), reversed(reduced), strict=False)
     expands = mask.dim() <= len(reduced) and all(length in (1, expected) for length, expected in lengths)
     if mask.device != device or not expands:
-        raise ValueError(
-            wrap(
-                f"{name}: expected a mask on {device} that expands to the reduced dimensions {tuple(reduced)}, got "
-                f"{tuple(mask.shape)} on {mask.device}"
-            )
-        )
+        expected = f"expected a mask on {device} that expands to the reduced dimensions {tuple(reduced)}"
+        raise ValueError(wrap(f"{name}: {expected}, got {tuple(mask.shape)} on {mask.device}"))
     return mask.expand(reduced).reshape(-1)
 
 
@@ -323,8 +312,8 @@ def _sums(rows: Tensor) -> FloatArray:
 def _over_all_ranks(name: str, rows: Tensor, shape: Sequence[int], group: GroupSpec) -> _Population:
     """Sends this rank's moments, and returns the moments of all ranks.
 
-    A third vector contains a checksum of the remaining shape, since different shapes may have equally many values. It
-    also distinguishes the rounds from a layer's rounds of two vectors, in which the server compares the ranks' data.
+    A third vector is a checksum of the remaining shape, as different shapes may have equally many values. It also
+    distinguishes these rounds from a layer's, in which the server compares the ranks' data.
     """
     communicator = communicator_for(group)
     if communicator is None and not isinstance(group, NamedProcessGroup):

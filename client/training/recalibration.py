@@ -1,9 +1,8 @@
 """recalibrate(): population statistics in place of the moving average over the last batches.
 
-Running statistics lag behind the weights, and weight the last batches most. A pass over many batches with fixed weights
-measures them again ("precise BN": Wu & Johnson, "Rethinking 'Batch' in BatchNorm", 2021, section 3). The average is
-over values, not batches: every layer adds its sums, squares and counts. So the result does not depend on the sizes of
-the batches, nor on their distribution over the members.
+The running statistics lag behind the weights. A pass over many batches with fixed weights measures them again
+("precise BN": Wu & Johnson, "Rethinking 'Batch' in BatchNorm", 2021, section 3). The average is over values, so it does
+not depend on the sizes of the batches, nor on their distribution over the members.
 """
 
 import warnings
@@ -82,11 +81,9 @@ def recalibrate(
     layers = [layer for layer in accumulators if layer.running_mean is not None and layer.running_var is not None]
     _check_layers(layers)
     batches = _run(model, islice(loader, num_batches), accumulators, progress)
-    # Each group once, in the order of the model, which is the same on all members.
-    groups = list(dict.fromkeys(layer.group for layer in layers))
     totals = [
         _over_all_members([layer for layer in layers if layer.group == group], accumulators, batches, group)
-        for group in groups
+        for group in dict.fromkeys(layer.group for layer in layers)  # in the model's order, equal on all members
     ]
     population = [measured for moments, _ in totals for measured in moments]
     total = max(total for _, total in totals)
@@ -109,10 +106,7 @@ def _check_num_batches(num_batches: int | None) -> None:
 
 
 def _running_layers(model: nn.Module) -> list[SynchronizedBatchNorm]:
-    """Returns the layers that normalise with batch statistics.
-
-    It includes layers without running statistics, which would otherwise exchange each batch.
-    """
+    """Returns the layers that normalise with batch statistics, also those without running statistics."""
     layers = [module for module in model.modules() if isinstance(module, SynchronizedBatchNorm)]
     training = _unwrapped(model).training
     return [layer for layer in layers if layer.training or not training]
@@ -127,25 +121,16 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def _check_layers(layers: list[SynchronizedBatchNorm]) -> None:
     if not layers:
-        raise ValueError(
-            wrap(
-                "model: expected a synchronised layer with running statistics in training mode, got none; call "
-                "client.convert_model() and model.train()"
-            )
-        )
+        expected = "expected a synchronised layer with running statistics in training mode, got none"
+        raise ValueError(wrap(f"model: {expected}; call client.convert_model() and model.train()"))
     if unknown := [layer.layer_name for layer in layers if any(map(is_lazy, layer.buffers()))]:
-        raise ValueError(
-            wrap(
-                f"model: expected initialised layers, got lazy ones {_shown(unknown)}; run one batch through the model "
-                "first"
-            )
-        )
+        got = f"got lazy ones {_shown(unknown)}"
+        raise ValueError(wrap(f"model: expected initialised layers, {got}; run one batch through the model first"))
 
 
 def _run(
     model: nn.Module, batches: Iterable[Any], accumulators: Accumulators, progress: Callable[[int], object] | None
 ) -> int:
-    """Runs the model on this member's batches; returns their number."""
     done = 0
     for done, batch in enumerate(batches, 1):
         with (
@@ -154,23 +139,19 @@ def _run(
             _without_collectives(model),
             torch.compiler.set_stance("force_eager"),
         ):
-            _forward(model, batch, done)
+            try:
+                model(batch[0] if isinstance(batch, tuple | list) else batch)
+            except ValueError as error:
+                error.add_note(f"in batch {done} of recalibrate(), which does not synchronise forward passes")
+                raise
         if progress is not None:
             progress(done)
     return done
 
 
-def _forward(model: nn.Module, batch: Any, number: int) -> None:
-    try:
-        model(batch[0] if isinstance(batch, tuple | list) else batch)
-    except ValueError as error:
-        error.add_note(f"in batch {number} of recalibrate(), which does not synchronise forward passes")
-        raise
-
-
 @contextmanager
 def _accumulating(accumulators: Accumulators) -> Iterator[None]:
-    """Has the layers count, during one forward pass: a loader or `progress` may use the model for other purposes."""
+    """Has the layers count during one forward pass only: a loader or `progress` may use the model as well."""
     try:
         for layer, accumulator in accumulators.items():
             vars(layer)["_accumulator"] = accumulator
@@ -182,10 +163,7 @@ def _accumulating(accumulators: Accumulators) -> Iterator[None]:
 
 @contextmanager
 def _without_collectives(model: nn.Module) -> Iterator[None]:
-    """Disables collectives in the forward pass of DistributedDataParallel, for which members may lack batches.
-
-    They broadcast buffers. After a `Join`, which leaves its setting enabled, they also find the ranks with data left.
-    """
+    """Disables collectives in the forward pass of DistributedDataParallel, for which members may lack batches."""
     wrappers: list[Any] = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     before = [(wrapper.require_forward_param_sync, wrapper._join_config) for wrapper in wrappers]  # noqa: SLF001 - below
     try:
@@ -203,16 +181,12 @@ def _checksum(layer: SynchronizedBatchNorm) -> float:
 
 
 def _vectors(layer: SynchronizedBatchNorm, moments: Moments) -> FloatArray:
-    """Returns a layer's part of the message: vectors of Σx, Σx², the count, and a checksum of the layer's name.
-
-    By the checksum the members detect different layers. float64 represents the integers exactly, up to 2^53.
-    """
+    """Returns a layer's vectors of Σx, Σx², the count, and a checksum of its name, which detects different layers."""
     constants = np.array([[moments.count], [_checksum(layer)]], np.float64)
     return np.concatenate((moments.vectors, np.repeat(constants, len(moments.sums), axis=1)))
 
 
 def _width(layer: SynchronizedBatchNorm) -> int:
-    """Returns the number of a layer's running means, which may be several per channel."""
     return layer.num_features if layer.running_mean is None else layer.running_mean.numel()
 
 
@@ -245,17 +219,12 @@ def _over_all_members(
 def _check_population(measured: list[Population], batches: int) -> None:
     """Raises ValueError without any values or with non-finite ones, which is the same on all members."""
     if not measured:
-        raise ValueError(
-            wrap(f"loader: expected values for at least one layer, got none in the {batches} batches of all members")
-        )
+        text = f"loader: expected values for at least one layer, got none in the {batches} batches of all members"
+        raise ValueError(wrap(text))
     non_finite = [layer.layer_name for layer, moments in measured if not np.isfinite(moments.vectors).all()]
     if non_finite:
-        raise ValueError(
-            wrap(
-                f"loader: expected finite values, got NaN or infinity in layers {_shown(non_finite)}; all layers keep "
-                "their statistics"
-            )
-        )
+        got = f"got NaN or infinity in layers {_shown(non_finite)}"
+        raise ValueError(wrap(f"loader: expected finite values, {got}; all layers keep their statistics"))
 
 
 def _warn_of_unused(layers: list[SynchronizedBatchNorm]) -> None:
@@ -274,10 +243,8 @@ def _shown(names: list[str], most: int = 5) -> str:
 
 def _updates(layer: SynchronizedBatchNorm, moments: Moments) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields the layer's buffers, each of shape (C,), with their new values."""
-    for buffer, values in (
-        (layer.running_mean, moments.mean),
-        (layer.running_var, moments.variance(unbiased=True)),
-    ):
+    both = (layer.running_mean, moments.mean), (layer.running_var, moments.variance(unbiased=True))
+    for buffer, values in both:
         assert buffer is not None  # noqa: S101 - only layers with running statistics are measured
         yield buffer, torch.from_numpy(values).to(buffer.dtype).to(buffer.device)
 

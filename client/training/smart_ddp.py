@@ -55,12 +55,8 @@ def smart_ddp(
     """
     check_version(torch.__version__)
     if not (distributed.is_available() and distributed.is_initialized()):
-        raise RuntimeError(
-            wrap(
-                "process group: expected an initialised one, got none; call torch.distributed.init_process_group() "
-                "first"
-            )
-        )
+        text = "process group: expected an initialised one, got none; call torch.distributed.init_process_group() first"
+        raise RuntimeError(wrap(text))
     arguments = arguments_for(_device_of(model), os.environ, static_graph=static_graph)
     if convert:
         model = synchronised(model, stacklevel=4)  # above the frame of `api_boundary`
@@ -76,12 +72,8 @@ smart_DDP = smart_ddp  # noqa: N816 - YOLOv5's spelling
 def check_version(version: str) -> None:
     """Raises RuntimeError if torch is 1.12.0, or a local build of it such as 1.12.0+cu113."""
     if version.partition("+")[0] == REFUSED_VERSION:
-        raise RuntimeError(
-            wrap(
-                f"torch: expected any version but {REFUSED_VERSION}, whose DistributedDataParallel is broken, got "
-                f"{version}"
-            )
-        )
+        expected = f"expected any version but {REFUSED_VERSION}, whose DistributedDataParallel is broken"
+        raise RuntimeError(wrap(f"torch: {expected}, got {version}"))
 
 
 def arguments_for(device: torch.device, environ: Mapping[str, str], *, static_graph: bool) -> dict[str, Any]:
@@ -97,12 +89,9 @@ def arguments_for(device: torch.device, environ: Mapping[str, str], *, static_gr
             f"{environ.get('LOCAL_RANK')!r}; torchrun sets it"
         )
     if device.index != local_rank:
-        raise ValueError(
-            wrap(
-                f"model: expected its parameters on cuda:{local_rank}, the device of LOCAL_RANK {local_rank}, got "
-                f"{device}; call torch.cuda.set_device(LOCAL_RANK) and move the model there"
-            )
-        )
+        expected = f"expected its parameters on cuda:{local_rank}, the device of LOCAL_RANK {local_rank}"
+        remedy = "call torch.cuda.set_device(LOCAL_RANK) and move the model there"
+        raise ValueError(wrap(f"model: {expected}, got {device}; {remedy}"))
     return arguments | {"device_ids": [local_rank], "output_device": local_rank}
 
 
@@ -120,12 +109,8 @@ def _is_over_all_ranks(layer: SynchronizedLayer) -> bool:
 def _device_of(model: nn.Module) -> torch.device:
     parameters = list(model.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
-        raise ValueError(
-            wrap(
-                f"model: expected a parameter with requires_grad, got none among {len(parameters)}; a model without "
-                "gradients needs no wrapper"
-            )
-        )
+        got = f"expected a parameter with requires_grad, got none among {len(parameters)}"
+        raise ValueError(wrap(f"model: {got}; a model without gradients needs no wrapper"))
     devices = sorted({str(parameter.device) for parameter in parameters})
     if len(devices) > 1:
         raise ValueError(f"model: expected all parameters on one device, got {', '.join(devices)}")
