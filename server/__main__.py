@@ -22,13 +22,9 @@ from statsd_bn.errors import AuthenticationRefused, BindError, ConfigurationErro
 from statsd_bn.keys import ClientKeys
 from statsd_bn.text import log_line, wrap
 
-# Default address of the page of `view`.
-DEFAULT_HTTP = "127.0.0.1:8321"
-
+DEFAULT_HTTP = "127.0.0.1:8321"  # of the page of `view`
 MISSING_EXTRA = "view needs the extra `view`: pip install '.[view]' in a clone (there is no {})"
-
-# Characters of the first line of a command's error.
-MAX_LINE = 120
+MAX_LINE = 120  # characters of the first line of a command's error
 
 EXIT_CODES: dict[type[Exception], int] = {
     ConfigurationError: 2,

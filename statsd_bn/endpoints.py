@@ -21,20 +21,15 @@ MAX_DIGITS = 5
 PRIVATE_MODE = 0o700
 OTHERS_MASK = 0o077
 
-# Name of the socket in this user's folder, and in the folder of one job.
-SOCKET = "server"
-
-# Longest path of a Unix socket, without the terminating zero.
-MAX_PATH_BYTES = 103 if sys.platform == "darwin" else 107
+SOCKET = "server"  # its name in this user's folder, and in the folder of one job
+MAX_PATH_BYTES = 103 if sys.platform == "darwin" else 107  # of a Unix socket, without the terminating zero
 
 # The system's folder of runtime folders, which XDG_RUNTIME_DIR names in a login session.
 RUNTIME_FOLDERS = Path("/run/user")
 
-# Folders of one job's server are made here if the default folder's name is too long for a socket.
-SHORT_FOLDER = "/tmp"  # noqa: S108 - a folder with a random name is made in it
-
-# Prefix of the folder of one job's server; the folder is removed together with the socket.
+# The folder of one job's server, which is removed together with the socket; short if the default one is too long.
 JOB_PREFIX = "statsd_bn-job-"
+SHORT_FOLDER = "/tmp"  # noqa: S108 - a folder with a random name is made in it
 
 
 def check_endpoint(endpoint: str, name: str = "endpoint") -> None:

@@ -7,15 +7,11 @@ from statsd_bn.errors import ConfigurationError
 
 PREFIX = "STATSD_BN_"
 
-# Similarity of a misspelt name: one letter of ten is wrong, or two are swapped.
-SIMILARITY = 0.85
+SIMILARITY = 0.85  # of a misspelt name: one letter of ten is wrong, or two are swapped
+MAX_BITS = 63  # of an integer; Python converts no larger one to a float
 
 TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
-
-# Of an integer; Python converts no larger one to a float.
-MAX_BITS = 63
-
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 

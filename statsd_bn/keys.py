@@ -29,14 +29,10 @@ DEFAULT_CLIENT = "client"
 PUBLIC, SECRET, SERVER, JOBS, TENANT = "public-key", "secret-key", "server-key", "jobs", "tenant"
 CLIENT, CLIENT_KEY = "client", "client-key"
 
-# A key file has 300 bytes; the rest is for names of jobs.
-MAX_FILE_BYTES = 65_536
+MAX_FILE_BYTES = 65_536  # a key file has 300 bytes; the rest is for names of jobs
 
-# https://rfc.zeromq.org/spec/32
-_Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
-
-# A client's name becomes a file name, and appears in logs.
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # https://rfc.zeromq.org/spec/32
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # becomes a file name, and appears in logs
 
 
 @dataclass(frozen=True, slots=True)

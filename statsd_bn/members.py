@@ -15,12 +15,9 @@ from types import MappingProxyType
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError
 
-# Larger sets are not cached: in the worst case one takes a megabyte.
-MAX_SMALL = 512
-
-# Runs of numbers, and ranks with their places, in a text.
-MAX_PRINTED_RUNS = 8
-MAX_NAMED_RANKS = 8
+MAX_SMALL = 512  # larger sets are not cached: in the worst case one takes a megabyte
+MAX_PRINTED_RUNS = 8  # of numbers, in a text
+MAX_NAMED_RANKS = 8  # with their places, in a text
 
 NO_PLACES: Mapping[int, str] = MappingProxyType({})
 

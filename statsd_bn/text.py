@@ -15,8 +15,7 @@ from typing import Any
 
 from statsd_bn import limits
 
-# Indentation of a line that continues the sentence of the line before.
-CONTINUED = "    "
+CONTINUED = "    "  # indentation of a line that continues the sentence of the line before
 
 # Width of a first line. Python writes the class and its module before it, at most 40 characters, and both together stay
 # below 120.

@@ -11,17 +11,12 @@ from statsd_bn import limits
 # Upper bounds in seconds: 20 µs, 40 µs, ... 84 s. One more bucket counts longer durations.
 BOUNDS: tuple[float, ...] = tuple(20e-6 * 2**power for power in range(limits.BUCKETS - 1))
 
-# A bucket counts no further than this, whatever members report.
-MAX_BUCKET = 2**64 - 1
+MAX_BUCKET = 2**64 - 1  # a bucket counts no further, whatever members report
+MAX_NEW = 2**16  # durations between two heartbeats: few jobs have 65,536 rounds in a second
 
-# Durations between two heartbeats: few jobs have 65,536 rounds in a second.
-MAX_NEW = 2**16
-
-# A member reports every SECONDS; in groups of more members than this, each reports less often.
-SECONDS, MAX_FREQUENT = 1.0, 64
-
-# Without new durations it repeats its report after so many intervals.
-REPEAT_INTERVALS = 10
+# A member reports every SECONDS, in groups of more than MAX_FREQUENT members less often. Without new durations it
+# repeats its report after so many intervals.
+SECONDS, MAX_FREQUENT, REPEAT_INTERVALS = 1.0, 64, 10
 
 
 class Histogram:

@@ -46,9 +46,7 @@ _PRELUDE = struct.Struct("<4sI")
 _MAGIC_AND_VERSION = MAGIC + bytes([PROTOCOL_VERSION])
 
 _FLOAT = np.dtype("<f8")
-
-# Zero bytes up to a multiple of 8, by their number.
-_PADDING = tuple(map(bytes, range(8)))
+_PADDING = tuple(map(bytes, range(8)))  # zero bytes up to a multiple of 8, by their number
 
 # The header's first byte: the type in a header of fixed fields, else the start of a msgpack array.
 _TYPE = slice(_PRELUDE.size, _PRELUDE.size + 1)
@@ -63,19 +61,15 @@ _AGGREGATE_FRAME = struct.Struct(f"{_PRELUDE.format}{_AGGREGATE_HEADER.format[1:
 _COUNT_BYTES = _VALUE_BYTES = 8
 _COUNTS = _CONTRIBUTION_FRAME.size - _COUNT_BYTES
 
-_KEY_FIELDS = 7
-
 # The longest key: four names, three integers of 9 bytes, and the length of each.
+_KEY_FIELDS = 7
 _MAX_KEY_BYTES = 3 * limits.MAX_NAME_BYTES + limits.MAX_PHASE_BYTES + 3 * 9 + 4 * 3 + 1
 
-# A run of members: its first number and its length.
+# A run of members: its first number and its length. The largest set has every other member, each a run.
 _RUN = struct.Struct("<HH")
-
-# The largest set has every other member, each a run.
 _MAX_MEMBERS_BYTES = _RUN.size * limits.MAX_MEMBERS // 2
 
-# Entries of a map in a report or an error.
-_MAX_MAP_ENTRIES = 256
+_MAX_MAP_ENTRIES = 256  # in a report or an error
 
 _REQUESTS = frozenset(get_args(Request))
 
@@ -111,12 +105,23 @@ def decode_request(frame: bytes) -> Request:
 
 
 def _decode(frame: bytes, max_header: int, max_items: int, max_entries: int) -> Message:
-    kind = frame[_TYPE]
-    if kind == _CONTRIBUTION_TYPE:
+    start = frame[_TYPE]
+    if start == _CONTRIBUTION_TYPE:
         return _decode_contribution(frame, max_header)
-    if kind == _AGGREGATE_TYPE:
+    if start == _AGGREGATE_TYPE:
         return _decode_aggregate(frame, max_header)
-    return _decode_other(frame, max_header, max_items, max_entries)
+    end = _header_end(frame, max_header)
+    header = _unpack("header", frame[_PRELUDE.size : end], max_items, max_entries)
+    if type(header) is not list or not header:
+        raise ProtocolError(f"header: expected [type, ...], got {short_repr(header)}")
+    number, *fields = header
+    kind = BY_TYPE.get(number) if type(number) is int else None
+    if kind is None or kind in (Contribution, Aggregate):
+        raise ProtocolError(f"type: expected one of {sorted(BY_TYPE)}, got {short_repr(number)}")
+    try:
+        return _build(kind, fields, frame, end)
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"fields of message type {number}: {error}") from error
 
 
 # Contribution and Aggregate.
@@ -228,21 +233,6 @@ def _truncated(frame: bytes, max_header: int, least: int) -> ProtocolError:
 # All other messages.
 
 
-def _decode_other(frame: bytes, max_header: int, max_items: int, max_entries: int) -> Message:
-    end = _header_end(frame, max_header)
-    header = _unpack("header", frame[_PRELUDE.size : end], max_items, max_entries)
-    if type(header) is not list or not header:
-        raise ProtocolError(f"header: expected [type, ...], got {short_repr(header)}")
-    number, *fields = header
-    kind = BY_TYPE.get(number) if type(number) is int else None
-    if kind is None or kind in (Contribution, Aggregate):
-        raise ProtocolError(f"type: expected one of {sorted(BY_TYPE)}, got {short_repr(number)}")
-    try:
-        return _build(kind, fields, frame, end)
-    except (TypeError, ValueError) as error:
-        raise ProtocolError(f"fields of message type {number}: {error}") from error
-
-
 def _build(kind: type[Message], fields: list[Any], frame: bytes, end: int) -> Message:
     if build_with_values := _BUILD_WITH_VALUES.get(kind):
         return build_with_values(kind, fields, frame, end)
@@ -304,22 +294,12 @@ def _make_frame(header: bytes, values: FloatArray | bytes | None, max_header: in
 def _header_end(frame: bytes, max_header: int) -> int:
     """Returns the offset at which a frame's header ends; raises the error of a malformed prelude."""
     size = len(frame)
-    if _PRELUDE.size <= size <= limits.MAX_FRAME_BYTES:
-        beginning, length = _PRELUDE.unpack_from(frame)
-        end: int = _PRELUDE.size + length
-        if beginning == _MAGIC_AND_VERSION and length <= max_header and end <= size:
-            return end
-    raise _malformed_prelude(frame, max_header)
-
-
-def _malformed_prelude(frame: bytes, max_header: int) -> ProtocolError:
-    size = len(frame)
     if size > limits.MAX_FRAME_BYTES:
-        return ProtocolError(f"frame: expected at most {limits.MAX_FRAME_BYTES} bytes, got {size}")
+        raise ProtocolError(f"frame: expected at most {limits.MAX_FRAME_BYTES} bytes, got {size}")
     if size < _PRELUDE.size or not frame.startswith(MAGIC):
-        return ProtocolError(f"frame: expected to begin with {MAGIC!r}, got {bytes(frame[:8])!r}")
+        raise ProtocolError(f"frame: expected to begin with {MAGIC!r}, got {bytes(frame[:8])!r}")
     if (version := frame[len(MAGIC)]) != PROTOCOL_VERSION:
-        return VersionMismatch(
+        raise VersionMismatch(
             f"protocol version: expected {PROTOCOL_VERSION}, got {version}; "
             "install the same statsd-bn on the server and on every member",
             expected=PROTOCOL_VERSION,
@@ -327,7 +307,10 @@ def _malformed_prelude(frame: bytes, max_header: int) -> ProtocolError:
         )
     _, length = _PRELUDE.unpack_from(frame)
     available = size - _PRELUDE.size
-    return ProtocolError(f"header: {length} bytes announced, at most {max_header} allowed, {available} received")
+    if length > min(max_header, available):
+        raise ProtocolError(f"header: {length} bytes announced, at most {max_header} allowed, {available} received")
+    end: int = _PRELUDE.size + length
+    return end
 
 
 def _padded(size: int) -> int:

@@ -11,7 +11,7 @@ import os
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -30,8 +30,7 @@ from statsd_bn.text import log_line
 
 logger = logging.getLogger("statsd_bn.server")
 
-# How long a connection without a member may be silent.
-IDLE_SECONDS = 60.0
+IDLE_SECONDS = 60.0  # how long a connection without a member may be silent
 
 # Messages refused on one connection between two ticks, before it is closed: after a restart a member in every group
 # there may be needs as many.
@@ -41,11 +40,10 @@ MAX_REFUSALS = limits.MAX_GROUPS
 # connections of an ending job.
 PROBE_SECONDS = 0.05
 
-# How long messages of a closing connection are ignored: ZeroMQ still delivers those it has buffered.
-IGNORED_SECONDS = 10.0
-
-# Delay between the error for a peer and the end of its connection: ZeroMQ's thread sends the frame.
+# Delay between the error for a peer and the end of its connection: ZeroMQ's thread sends the frame. The peer's messages
+# are ignored for a while: ZeroMQ still delivers those it has buffered.
 CLOSE_DELAY_SECONDS = 0.05
+IGNORED_SECONDS = 10.0
 
 
 @dataclass(slots=True)
@@ -160,7 +158,9 @@ class ConnectionManager:
         self._dispatcher = dispatcher
         self._sender = sender
         self._flow_control = sender.flow_control
-        self._table = ConnectionTable(_max_connections())
+        # Half of the open files: libzmq aborts a process without a free descriptor for a Unix socket.
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._table = ConnectionTable(math.inf if files == resource.RLIM_INFINITY else files // 2)
         self._refusals: Counter[bytes] = Counter()  # since the last tick, by routing id
         self._resets = ResetDetector()
         self._probe_scheduler = ProbeScheduler()
@@ -220,7 +220,7 @@ class ConnectionManager:
         due = [descriptor for descriptor, when in self._closing.items() if when <= now]
         for descriptor in due:
             del self._closing[descriptor]
-        self._close_all(due)
+            self._table.close(descriptor)
 
     def has_disconnected(self) -> bool:
         """Whether a connection was closed since the last call."""
@@ -240,17 +240,16 @@ class ConnectionManager:
 
     def close_reset(self) -> None:
         """Close the connections that their peers have reset."""
-        gone = self._resets.confirm_resets(time.monotonic())
-        for descriptor in gone:
+        for descriptor in self._resets.confirm_resets(time.monotonic()):
             logger.debug("the connection with descriptor %d was reset", descriptor)
-        self._close_all(gone)
+            self._table.close(descriptor)
 
     def tick(self, now: float) -> None:
         """Close idle and stalled connections, detect resets, clear refusal counts; call it every TICK_SECONDS."""
         self._table.expire_members(now, self._dispatcher.is_registered)
-        overdue = self._table.idle(now)
-        self._dispatcher.counters.idle_connections += len(overdue)
-        self._close_all(overdue)
+        for descriptor in self._table.idle(now):
+            self._dispatcher.counters.idle_connections += 1
+            self._table.close(descriptor)
         members = self._table.member_peers()
         self._sender.probe((members[one], self._dispatcher.probe) for one in self._resets.find_suspects(now, members))
         self._refusals.clear()
@@ -277,19 +276,9 @@ class ConnectionManager:
         self._resets.remove(descriptor)
         self._table.remove(descriptor)
 
-    def _close_all(self, descriptors: Iterable[int]) -> None:
-        for descriptor in descriptors:
-            self._table.close(descriptor)
-
 
 def _descriptor(frame: zmq.Frame) -> int:
     try:
         return int(frame.get(zmq.SRCFD))
     except (zmq.ZMQError, ValueError):
         return -1  # unknown to ZeroMQ
-
-
-def _max_connections() -> float:
-    # Half of the open files: libzmq aborts a process without a free descriptor for a Unix socket.
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return math.inf if limit == resource.RLIM_INFINITY else limit // 2

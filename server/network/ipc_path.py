@@ -18,11 +18,8 @@ from statsd_bn.errors import BindError, ConfigurationError
 
 logger = logging.getLogger("statsd_bn.server")
 
-# Mode 0600.
-PRIVATE_UMASK = 0o177
-
-# Makes ZeroMQ create the socket itself.
-NO_DESCRIPTOR = -1
+PRIVATE_UMASK = 0o177  # for mode 0600
+NO_DESCRIPTOR = -1  # makes ZeroMQ create the socket itself
 
 # Connections that wait to be accepted, for TCP as well: after a restart all members connect at once, and the system
 # retries a refused one only after a moment.
@@ -54,7 +51,10 @@ def listen(endpoint: str) -> Iterator[int]:
         make_private_folder(path.parent)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound:
         try:
-            _check(path.parent)
+            check_folder(path.parent)
+            if path.parent.stat().st_mode & stat.S_IWGRP:
+                text = "the group of %s can write to it and could replace the server's socket; chmod g-w %s"
+                logger.warning(text, path.parent, path.parent)
             with _folder_lock(path.parent):
                 _remove_abandoned(path, endpoint)
                 _bind(bound, path)
@@ -67,14 +67,6 @@ def listen(endpoint: str) -> Iterator[int]:
             path.unlink(missing_ok=True)
             raise
         bound.detach()
-
-
-def _check(folder: Path) -> None:
-    check_folder(folder)
-    if folder.stat().st_mode & stat.S_IWGRP:
-        logger.warning(
-            "the group of %s can write to it and could replace the server's socket; chmod g-w %s", folder, folder
-        )
 
 
 def _is_own(folder: Path) -> bool:

@@ -29,16 +29,14 @@ logger = logging.getLogger("statsd_bn.server")
 # Maximum wait for a frame, and so the delay before the server notices a stop request or a closed connection.
 POLL_SECONDS = 0.05
 
-# How long pending replies may take when the server stops.
-LINGER_MILLISECONDS = 1000
+LINGER_MILLISECONDS = 1000  # of pending replies when the server stops
 
 # Unread messages per connection: a member has one or two in flight. Further ones from a client wait there, and none is
 # lost. A lower mark wakes ZeroMQ's thread for every second message, which costs 10 % of a round.
 SEND_HIGH_WATER_MARK = 64
 RECEIVE_HIGH_WATER_MARK = 16
 
-# Handshake timeout: a handshake takes milliseconds, or a second on a bad network.
-HANDSHAKE_MILLISECONDS = 10_000
+HANDSHAKE_MILLISECONDS = 10_000  # it takes milliseconds, or a second on a bad network
 
 # Detects a vanished host: after 60 s of silence the system sends a keepalive every 10 s.
 KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 6}
@@ -53,9 +51,6 @@ ZAP_DOMAIN = b"statsd_bn"
 # Delay of the authenticator's answers. ZeroMQ sends its request before it reads the peer's own metadata, and keeps the
 # last routing id. Without the delay the answer came first in one of four handshakes on a busy machine.
 HOLD_SECONDS = 0.001
-
-# Of a routing id: 96 bits.
-_RANDOM_BYTES = 12
 
 
 class Listener:
@@ -181,7 +176,7 @@ class Authenticator:
             )
             return [*head, b"400", b"unknown key", b"", b""]
         # It overrides the peer's metadata. pyzmq reads properties as text, hence the hexadecimal id.
-        metadata = _property(b"Identity", os.urandom(_RANDOM_BYTES).hex().encode())
+        metadata = _property(b"Identity", os.urandom(12).hex().encode())
         # ZeroMQ has set the real descriptor before, unless it does not know the peer's address.
         metadata += _property(b"__fd", b"-1")
         # The field after the text becomes the User-Id of each message of the connection.

@@ -35,14 +35,9 @@ from statsd_bn.text import log_line
 
 logger = logging.getLogger("statsd_bn.server")
 
-# Interval of deadline checks.
-TICK_SECONDS = 0.25
-
-# A plain integer: combining pyzmq's flags takes as long as receiving.
-_NO_WAIT = int(zmq.NOBLOCK)
-
-# Frames received in one pass, so that a flood cannot delay deadlines and signals.
-MAX_DRAINED = 1024
+TICK_SECONDS = 0.25  # interval of deadline checks
+MAX_DRAINED = 1024  # frames received in one pass, so that a flood cannot delay deadlines and signals
+_NO_WAIT = int(zmq.NOBLOCK)  # combining pyzmq's flags takes as long as receiving
 
 # How long members may stay after the parent process has ended: they learn of the loss within milliseconds, raise, and
 # leave.

@@ -4,6 +4,7 @@
 folder, or for one job from standard input.
 """
 
+import json
 import os
 import secrets
 import stat
@@ -125,9 +126,7 @@ def _toml(**values: str) -> str:
 def _patterns(jobs: Sequence[str]) -> str:
     if bad := [pattern for pattern in jobs if not (pattern.isprintable() and pattern)]:
         raise ConfigurationError(f"jobs: expected patterns of printable letters, got {bad[0]!r:.80}")
-    # A basic string, because a literal string of TOML cannot contain an apostrophe.
-    quoted = ['"' + pattern.replace("\\", "\\\\").replace('"', '\\"') + '"' for pattern in jobs or ("*",)]
-    return f"{keys.JOBS} = [{', '.join(quoted)}]\n"
+    return f"{keys.JOBS} = {json.dumps(list(jobs or ('*',)), ensure_ascii=False)}\n"  # as in TOML
 
 
 def _write(folder: Path, contents: dict[Path, str]) -> list[Path]:
