@@ -117,21 +117,9 @@ def wrap(text: str, width: int = FIRST_LINE) -> str:
 
     A wrapped text is wrapped anew, so it can be part of another.
     """
-    end = text.find("\n")
-    if (len(text) if end < 0 else end) <= width:
+    if len(text.partition("\n")[0]) <= width:
         return text
-    return "\n".join(_wrapped(unwrap(text), width))
-
-
-def unwrap(text: str) -> str:
-    """Returns a text with its continuation lines joined."""
-    return _CONTINUATION.sub(" ", text)
-
-
-def _wrapped(text: str, width: int = FIRST_LINE) -> list[str]:
-    first, *others = text.split("\n")
-    if len(first) <= width:
-        return [first, *others]
+    first, *others = unwrap(text).split("\n")
     # Only text without spaces is cut inside a word, so that paths can be copied.
     cut = (
         max(_cut(first, end, width) for end in _ENDS)
@@ -139,7 +127,12 @@ def _wrapped(text: str, width: int = FIRST_LINE) -> list[str]:
         or first.rfind(" ", 1, width) + 1
         or width
     )
-    return [first[:cut].rstrip(), f"{CONTINUED}{first[cut:].lstrip()}", *others]
+    return "\n".join((first[:cut].rstrip(), f"{CONTINUED}{first[cut:].lstrip()}", *others))
+
+
+def unwrap(text: str) -> str:
+    """Returns a text with its continuation lines joined."""
+    return _CONTINUATION.sub(" ", text)
 
 
 def _cut(line: str, end: str, width: int) -> int:
@@ -175,7 +168,7 @@ def error_text(
     The table has the most important sections first, without `more_sections` further ones. `where` is the job, group and
     round.
     """
-    head, tail = _wrapped(what), [line for line in (where and f"  in {where}", advice) if line]
+    head, tail = wrap(what).split("\n"), [line for line in (where and f"  in {where}", advice) if line]
     room = limits.MAX_TEXT_BYTES - _size([*head, *tail])
     return "\n".join([*head, *_fitting(table, more_sections, room), *tail])
 

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -35,23 +36,22 @@ def query_connection(endpoint: str, seconds: float = ANSWER_SECONDS, keys: Clien
     handshakes = HandshakeMonitor(endpoint, has_key=keys is not None)
     with zmq.Context() as context, ExitStack() as opened:
 
-        def reconnect() -> "_Connection":
+        def reconnect() -> Callable[[bytes, float], bytes | None]:
             return opened.enter_context(_connect(context, endpoint, keys, handshakes.new_socket()))
 
-        connection = reconnect()
+        answer_to = reconnect()
 
         def ask(question: Message) -> bytes:
-            nonlocal connection
+            nonlocal answer_to
             frame = encode(question)
             expiry = time.monotonic() + seconds
-            while (answer := connection.answer(frame, expiry)) is None:
+            while (answer := answer_to(frame, expiry)) is None:
                 if time.monotonic() >= expiry:
-                    raise ServerUnreachable(
-                        explain_no_answer(endpoint, seconds, socket), endpoint=endpoint, seconds=seconds
-                    )
+                    text = explain_no_answer(endpoint, seconds, socket)
+                    raise ServerUnreachable(text, endpoint=endpoint, seconds=seconds)
                 # A new socket, because the old one may still deliver the answer to the first request.
                 opened.close()
-                connection = reconnect()
+                answer_to = reconnect()
             return answer
 
         yield ask
@@ -71,7 +71,7 @@ def is_greeted(endpoint: str) -> bool:
 @contextmanager
 def _connect(
     context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, keys: ClientKeys | None, handshakes: SocketMonitor
-) -> Iterator["_Connection"]:
+) -> Iterator[Callable[[bytes, float], bytes | None]]:
     with context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         # ZeroMQ repeats an attempt that times out from another local port: the server may still hold a connection from
@@ -91,30 +91,24 @@ def _connect(
                 text = f"endpoint: expected tcp://HOST:PORT or ipc://PATH, got {endpoint!r} ({problem})"
                 raise ConfigurationError(text) from error
             try:
-                yield _Connection(dealer, monitor, handshakes)
+                yield partial(_answer, dealer, monitor, handshakes)
             finally:
                 dealer.disable_monitor()
 
 
-class _Connection:
-    """One socket to the server, with its monitor."""
-
-    def __init__(self, dealer: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]", handshakes: SocketMonitor) -> None:
-        self._dealer = dealer
-        self._monitor = monitor
-        self._handshakes = handshakes
-        self._poller = zmq.Poller()
-        self._poller.register(dealer, zmq.POLLIN)
-        self._poller.register(monitor, zmq.POLLIN)
-
-    def answer(self, question: bytes, expiry: float) -> bytes | None:
-        """Send a request and return the next frame; None at `expiry`, or after a reconnect."""
-        self._dealer.send(question)
-        while self._handshakes.successes <= 1 and (left := expiry - time.monotonic()) > 0:
-            ready = dict(self._poller.poll(int(left * 1000) + 1))
-            if self._dealer in ready:
-                return self._dealer.recv()
-            if self._monitor in ready:
-                event = recv_monitor_message(self._monitor)
-                self._handshakes.on_event(time.monotonic(), int(event["event"]), int(event["value"]))
-        return None
+def _answer(
+    dealer: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]", handshakes: SocketMonitor, question: bytes, expiry: float
+) -> bytes | None:
+    """Send a request and return the next frame; None at `expiry`, or after a reconnect."""
+    poller = zmq.Poller()
+    poller.register(dealer, zmq.POLLIN)
+    poller.register(monitor, zmq.POLLIN)
+    dealer.send(question)
+    while handshakes.successes <= 1 and (left := expiry - time.monotonic()) > 0:
+        ready = dict(poller.poll(int(left * 1000) + 1))
+        if dealer in ready:
+            return dealer.recv()
+        if monitor in ready:
+            event = recv_monitor_message(monitor)
+            handshakes.on_event(time.monotonic(), int(event["event"]), int(event["value"]))
+    return None
