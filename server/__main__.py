@@ -68,29 +68,27 @@ def _serve(arguments: list[str]) -> int:
 
 
 def _status(arguments: list[str]) -> int:
-    parser = Parser("status", description="Prints the status of a running server.")
-    _add_endpoint(parser, "as STATSD_BN_ENDPOINT or STATSD_BN_BIND says, else this user's own server")
+    default = "as STATSD_BN_ENDPOINT or STATSD_BN_BIND says, else this user's own server"
+    parser = _asking_parser("status", "Prints the status of a running server.", default)
     parser.add_argument("--json", action="store_true", help="print the report as JSON, on one line")
     parser.add_argument("--watch", action="store_true", help="print it again every second, until Ctrl-C")
-    _add_curve(parser)
     found = parser.parse_args(arguments)
     endpoint = _endpoint(found)
     keys = _keys(endpoint, found.curve)
-    written = as_json if found.json else describe
+    text = as_json if found.json else describe
     if found.watch:
-        watch(lambda: written(ask(endpoint, keys=keys)))
+        watch(lambda: text(ask(endpoint, keys=keys)))
     else:
-        print(written(ask(endpoint, keys=keys)))  # noqa: T201 - the command's result
+        print(text(ask(endpoint, keys=keys)))  # noqa: T201 - the command's result
     return 0
 
 
 def _view(arguments: list[str]) -> int:
-    parser = Parser(
+    parser = _asking_parser(
         "view",
-        description="Serves a page with the status of a running server, and /metrics for Prometheus, until Ctrl-C. It "
+        "Serves a page with the status of a running server, and /metrics for Prometheus, until Ctrl-C. It "
         "only reads. The page asks for a token; the link that is printed has it.",
     )
-    _add_endpoint(parser, "as for status")
     parser.add_argument(
         "--http",
         type=host_and_port,
@@ -99,7 +97,6 @@ def _view(arguments: list[str]) -> int:
         help=f"where the page listens, port 0 picks a free one (default {DEFAULT_HTTP}); it asks for the token in "
         "STATSD_BN_VIEW_TOKEN (default: a new one)",
     )
-    _add_curve(parser)
     found = parser.parse_args(arguments)
     try:
         from server.view.feed import fetch_report  # noqa: PLC0415 - of the extra `view`
@@ -114,7 +111,12 @@ def _view(arguments: list[str]) -> int:
     return 0
 
 
-def _add_curve(parser: Parser) -> None:
+def _asking_parser(command: str, description: str, default: str = "as for status") -> Parser:
+    """Returns the parser of a command that asks a running server."""
+    parser = Parser(command, description=description)
+    parser.add_argument(
+        "endpoint", metavar="ENDPOINT", nargs="?", help=f"where the server listens (default: {default})"
+    )
     parser.add_argument(
         "--curve",
         metavar="FILE",
@@ -122,6 +124,7 @@ def _add_curve(parser: Parser) -> None:
         help="for a server with --curve: a client's secret key, or the server's own folder, which sees all jobs "
         "(STATSD_BN_CURVE)",
     )
+    return parser
 
 
 def _endpoint(found: Any) -> str:
@@ -174,13 +177,12 @@ def _secret(arguments: list[str]) -> int:
 
 
 def _check(arguments: list[str]) -> int:
-    parser = Parser(
+    parser = _asking_parser(
         "check",
-        description="Exits with 0 if a server answers, with 4 if not, and with 2 if that is no endpoint; for health "
+        "Exits with 0 if a server answers, with 4 if not, and with 2 if that is no endpoint; for health "
         "checks and probes. Without a key it sees only that a server is there, which counts a refused connection.",
+        "as STATSD_BN_BIND or STATSD_BN_ENDPOINT says, else this user's own server",
     )
-    _add_endpoint(parser, "as STATSD_BN_BIND or STATSD_BN_ENDPOINT says, else this user's own server")
-    _add_curve(parser)
     found = parser.parse_args(arguments)
     # STATSD_BN_BIND wins: it is set on the server's own host.
     elsewhere = "" if os.environ.get("STATSD_BN_BIND") else os.environ.get("STATSD_BN_ENDPOINT")
@@ -194,21 +196,13 @@ def _check(arguments: list[str]) -> int:
     return 0
 
 
-def _add_endpoint(parser: Parser, default: str) -> None:
-    parser.add_argument(
-        "endpoint", metavar="ENDPOINT", nargs="?", help=f"where the server listens (default: {default})"
-    )
-
-
 def _report(arguments: list[str]) -> int:
-    parser = Parser(
+    parser = _asking_parser(
         "report",
-        description="Prints what a bug report needs: versions, devices, settings, and a server's state. Names, hosts, "
+        "Prints what a bug report needs: versions, devices, settings, and a server's state. Names, hosts, "
         "addresses and keys are left out.",
     )
-    _add_endpoint(parser, "as for status")
     parser.add_argument("--log", type=Path, metavar="FILE", help="a log whose last lines are added, redacted")
-    _add_curve(parser)
     found = parser.parse_args(arguments)
     print(  # noqa: T201 - the command's result
         bug_report.describe(partial(_endpoint, found), lambda endpoint: _keys(endpoint, found.curve), found.log)

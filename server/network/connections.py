@@ -245,7 +245,7 @@ class ConnectionManager:
             self._table.close(descriptor)
 
     def tick(self, now: float) -> None:
-        """Close idle and stalled connections, detect resets, clear refusal counts; call it every TICK_SECONDS."""
+        """Close idle connections, detect resets, clear refusal counts; call it every TICK_SECONDS."""
         self._table.expire_members(now, self._dispatcher.is_registered)
         for descriptor in self._table.idle(now):
             self._dispatcher.counters.idle_connections += 1
