@@ -37,18 +37,16 @@ TIMEOUT = 600
 
 
 class Compiled(NamedTuple):
-    """The result of a compilation: the library, or None with the reason."""
+    """Result of a compilation."""
 
     path: Path | None
-    reason: str = ""
+    reason: str = ""  # why there is no library
 
 
 def compile_core(folder: Path = HERE, variables: Mapping[str, str] = os.environ) -> Compiled:
-    """Compiles the core into a folder and replaces the library there; after a failure the folder has no library.
+    """Compile the core into a folder and replace the library there; after a failure the folder has no library.
 
-    Args:
-        folder: of the library.
-        variables: the environment. CC may name the compiler, with arguments; else PATH is searched for cc, gcc, clang.
+    `variables` is the environment: CC may name the compiler, with arguments; else PATH is searched.
     """
     target = folder / LIBRARY
     sources = sorted(map(str, (HERE / "core").glob("*.c")))
@@ -72,7 +70,7 @@ def _compiler(variables: Mapping[str, str]) -> list[str]:
 
 
 def _run(command: list[str], variables: Mapping[str, str]) -> str:
-    """Returns the reason why a command failed, or an empty text."""
+    """The reason why a command failed, or an empty text."""
     try:
         done = subprocess.run(  # noqa: S603 - the compiler that the user has named or installed
             command,

@@ -8,12 +8,10 @@ from typing import NamedTuple, TypeAlias
 
 from statsd_bn.environment import boolean
 
-# As in core/sbn.h.
-VERSION = 3
+# Constants of core/sbn.h.
+VERSION = 4
 F32, BF16, F16, F64 = range(4)
-# The state of a round; from DIFFERS to NOT_FINITE all members have arrived, and all get the same state.
 DONE, WAITS, CLOSED, DIFFERS, TOO_MANY, NOT_FINITE, NO_MEMORY = range(7)
-# The last stage of a pass of a layer.
 MEASURE, EXCHANGE, FINISH = range(3)
 LEVELS = ("baseline", "AVX2")
 
@@ -25,17 +23,15 @@ _INT: TypeAlias = ctypes.c_int
 _PARAMETER = (_AT, _INT)
 _ROUND = (_INT, _AT, ctypes.c_uint64, _LONG)  # stage, group, digest, nanoseconds to wait
 
-_FUNCTIONS: dict[str, tuple[type[_INT] | None, tuple[type, ...]]] = {
-    "sbn_version": (_INT, ()),
-    "sbn_level": (_INT, (_INT,)),
-    "sbn_moments": (_INT, (_AT, _AT, _AT)),
-    "sbn_finish": (None, (_AT,) * 6),
-    "sbn_normalize": (_INT, (_AT, _AT, _AT, _AT, *_PARAMETER, *_PARAMETER)),
-    "sbn_forward": (_INT, (*(_AT,) * 9, *_ROUND)),
-    "sbn_backward_sums": (_INT, (_AT, _AT, _AT, _AT, _AT)),
-    "sbn_input_grad": (_INT, (_AT, _AT, _AT, _AT, _AT, _AT, *_PARAMETER)),
-    "sbn_param_grads": (None, (_AT,) * 5),
-    "sbn_backward": (_INT, (*(_AT,) * 9, *_ROUND)),
+_FUNCTIONS: dict[str, tuple[type, ...]] = {
+    "sbn_version": (),
+    "sbn_level": (_INT,),
+    "sbn_moments": (_AT, _AT, _AT),
+    "sbn_normalize": (_AT, _AT, _AT, _AT, *_PARAMETER, *_PARAMETER),
+    "sbn_forward": (*(_AT,) * 9, *_ROUND),
+    "sbn_backward_sums": (_AT, _AT, _AT, _AT, _AT),
+    "sbn_input_grad": (_AT, _AT, _AT, _AT, _AT, _AT, *_PARAMETER),
+    "sbn_backward": (*(_AT,) * 9, *_ROUND),
 }
 
 
@@ -43,13 +39,8 @@ class SliceStruct(ctypes.Structure):
     """`sbn_slice`; functions take its address, so it must outlive the call."""
 
     _fields_ = (
-        ("n", ctypes.c_int64),
-        ("c", ctypes.c_int64),
-        ("l", ctypes.c_int64),
-        ("dtype", ctypes.c_int32),
-        ("rows", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        *((name, ctypes.c_int64) for name in ("n", "c", "l")),
+        *((name, ctypes.c_int32) for name in ("dtype", "rows", "threads", "reserved")),
     )
 
 
@@ -64,32 +55,19 @@ class PlanStruct(ctypes.Structure):
 
 
 class Library(NamedTuple):
-    """The functions of the core, loaded twice.
+    """The functions of the core, loaded twice."""
 
-    Attributes:
-        releasing: functions that release the GIL.
-        holding: functions that hold the GIL, which is faster for slices of a few microseconds.
-    """
-
-    releasing: ctypes.CDLL
-    holding: ctypes.PyDLL
+    releasing: ctypes.CDLL  # functions that release the GIL
+    holding: ctypes.PyDLL  # functions that hold the GIL, which is faster for slices of a few microseconds
 
 
 def library() -> Library | None:
-    """Returns the core; None if it cannot be used, see `description`.
-
-    Raises:
-        ConfigurationError: STATSD_BN_NATIVE is not a boolean.
-    """
+    """The core; None if it cannot be used, see `description`."""
     return _load()[0]
 
 
 def description() -> str:
-    """Returns a line on whether the core is in use, with its instruction set or the reason why not.
-
-    Raises:
-        ConfigurationError: as for `library`.
-    """
+    """A line on whether the core is in use, with its instruction set or the reason why not."""
     core, reason = _load()
     if core is None:
         return f"native core: not in use, {reason}"
@@ -104,7 +82,7 @@ def _load() -> tuple[Library | None, str]:
 
 
 def load(path: Path) -> tuple[Library | None, str]:
-    """Returns the core in a file, or None with the reason why it cannot be used."""
+    """The core in a file, or None with the reason why it cannot be used."""
     if not path.exists():
         return None, f"it was not compiled when statsd_bn was installed: there is no {path}"
     try:
@@ -116,7 +94,7 @@ def load(path: Path) -> tuple[Library | None, str]:
     if version != VERSION:
         return None, f"expected version {VERSION} of its interface in {path}, got {version}; install statsd_bn again"
     for functions in core:
-        for name, (result, arguments) in _FUNCTIONS.items():
+        for name, arguments in _FUNCTIONS.items():
             function = getattr(functions, name)
-            function.restype, function.argtypes = result, arguments
+            function.restype, function.argtypes = _INT, arguments
     return core, ""

@@ -10,34 +10,19 @@ from statsd_bn.reduction import FloatArray, Rows
 
 
 class Pass(NamedTuple):
-    """The functions of one pass, forward or backward, for calls with equal plans.
+    """The functions of one pass, forward or backward, for calls with equal plans."""
 
-    Attributes:
-        new_buffer: allocates the buffer of a pass.
-        alone: the function for a single rank; it may hold the GIL.
-        together: the function for one of several ranks. It releases the GIL: the other ranks may be threads of this
-            process.
-        values: number of values per channel.
-        channels: C.
-    """
-
-    new_buffer: Any
-    alone: Any
-    together: Any
-    values: int
+    new_buffer: Any  # allocates the buffer of a pass
+    alone: Any  # the function for a single rank; it may hold the GIL
+    together: Any  # for one of several ranks; it releases the GIL, since others may be threads of this process
+    values: int  # per channel
     channels: int
 
 
 class NativeRow:
     """One pass: the own row and the sum of all rows, each of two vectors and the count.
 
-    Args:
-        of: the pass.
-        buffer: of the pass.
-        arguments: the function's arguments before the stage.
-
-    Attributes:
-        is_finished: whether the pass is complete.
+    `arguments` are the function's arguments before the stage. `is_finished`: whether the pass is complete.
     """
 
     __slots__ = ("_arguments", "_buffer", "_pass", "is_finished")
@@ -47,37 +32,30 @@ class NativeRow:
         self.is_finished = False
 
     def run(self, stage: int, group: Any = None, digest: int = 0, wait: int = 0) -> int:
-        """Runs the pass up to a stage and returns the state of its round.
+        """Run the pass up to a stage, for `wait` nanoseconds at most, and return the state of its round.
 
-        Args:
-            stage: MEASURE, EXCHANGE or FINISH. EXCHANGE without a group uses the own row as the sum.
-            group: the pointer to an `sbn_group`.
-            digest: of the round.
-            wait: for the other ranks, at most, in nanoseconds.
-
-        Raises:
-            MemoryError: the core could not allocate its vectors of one value per channel.
+        EXCHANGE without a group, the pointer to an `sbn_group`, uses the own row as the sum.
         """
         function = self._pass.alone if group is None else self._pass.together
-        stands: int = function(*self._arguments, stage, group, digest, wait)
-        if stands == NO_MEMORY:
+        state: int = function(*self._arguments, stage, group, digest, wait)
+        if state == NO_MEMORY:
             raise MemoryError("the native core could not allocate vectors of one value per channel")
-        self.is_finished = stands == DONE and stage != MEASURE
-        return stands
+        self.is_finished = state == DONE and stage != MEASURE
+        return state
 
     def measured(self) -> Rows:
-        """Computes the row, and returns it in the form of the other transports."""
+        """Compute the row, and return it in the form of the other transports."""
         self.run(MEASURE)
-        return self.brought
+        return self.contribution
 
     @property
-    def brought(self) -> Rows:
+    def contribution(self) -> Rows:
         """The computed row, in the form of the other transports."""
         return Rows((self._pass.values,), self._vectors(0)[np.newaxis])
 
     @property
     def total(self) -> FloatArray:
-        """The sum of all rows, shape (2, C): a view of the buffer."""
+        """Sum of all rows, shape (2, C): a view of the buffer."""
         return self._vectors(1)
 
     def _vectors(self, row: int) -> FloatArray:
@@ -86,11 +64,11 @@ class NativeRow:
 
     @property
     def total_at(self) -> int:
-        """The address of `total`."""
+        """Address of `total`."""
         return ctypes.addressof(self._buffer) + 8 * (2 * self._pass.channels + 1)
 
     def finish(self, total: FloatArray, count: int) -> None:
-        """Finishes the pass with the sum of all rows and their count; with a count of 1 the caller raises instead."""
+        """Finish the pass with the sum of all rows and their count; with a count of 1 the caller raises instead."""
         self.total[:] = total
         self._buffer[4 * self._pass.channels + 1] = count
         if count > 1:

@@ -1,8 +1,7 @@
 """The plain call: a backend computes one slice without a mask, in one step forward and one step backward.
 
-`NativeExchange` is the backend on a CPU, by the native core; the one on CUDA is in `client.ops.triton`. Replicas, masks
-and second derivatives use `client.ops.functional`. The plain call creates the values that these need lazily, from its
-buffers.
+`NativeExchange` computes on a CPU, `client.ops.triton` on CUDA. Replicas, masks and second derivatives use
+`client.ops.functional`, for which a plain call creates tensors lazily, from its buffers.
 """
 
 import ctypes
@@ -32,7 +31,7 @@ _NO_BUFFERS = Running()
 
 
 def is_plain(slice_: Slice) -> bool:
-    """Whether a slice has no mask, stream or saver, and parameters of C values; kernels do not check lengths."""
+    """Whether a slice has no mask, stream or saver, and parameters of C values: kernels do not check lengths."""
     x, weight, bias, mask, saver, stream = slice_
     channels = x.shape[1:2]
     return (
@@ -47,30 +46,25 @@ def is_plain(slice_: Slice) -> bool:
 
 @dataclass(slots=True, eq=False)
 class PlainExchange(Exchange):
-    """One layer's plain call, see `Exchange`.
+    """A plain call, see `Exchange`."""
 
-    Attributes:
-        running: the running statistics to update in the forward pass; None where the layer updates them.
-    """
-
-    running: Running | None = None
+    running: Running | None = None  # to update in the forward pass; None where the layer updates them
 
     def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Returns the output; runs the forward round first if it has not run yet."""
+        """Return the output; run the forward round first if it has not run yet."""
         raise NotImplementedError
 
     def gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor | None, needs: Sequence[bool]
     ) -> tuple[Tensor | None, ...] | None:
-        """Returns the gradients of input, weight and bias; None if the backend does not support the saved tensors."""
+        """Gradients of input, weight and bias; None if the backend does not support the saved tensors."""
         raise NotImplementedError
 
     def lazy_attribute(self, name: str) -> Any:
-        """Returns an attribute of `Exchange` that few calls need; None for any other name."""
+        """Attribute of `Exchange` that few calls need; None for any other name."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        """Creates an attribute on first access."""
         value = self.lazy_attribute(name)
         if value is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -116,20 +110,14 @@ def native_supports(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bo
 
 @dataclass(slots=True, eq=False)
 class NativeExchange(PlainExchange):
-    """One layer's call, see `PlainExchange`.
+    """A plain call on a CPU, by the native core."""
 
-    Attributes:
-        buffer: of the forward pass: own row, sum of all rows, then mean, invstd and slope.
-        plan: the plan of the forward pass.
-        shape: of the input.
-    """
-
-    buffer: Any = field(init=False)
-    plan: Plan = field(init=False)
-    shape: tuple[int, ...] = field(init=False)
+    buffer: Any = field(init=False)  # of the forward pass: own row, sum of all rows, then mean, invstd and slope
+    plan: Plan = field(init=False)  # of the forward pass
+    shape: tuple[int, ...] = field(init=False)  # of the input
 
     def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Returns the output; runs the forward round first if it has not run yet."""
+        """Compute the output, with the forward round in one call of the core."""
         is_first = self.key is None
         if not is_first:
             x = ready(x)
@@ -165,24 +153,24 @@ class NativeExchange(PlainExchange):
         return output
 
     def _round(self, row: NativeRow, key: RoundKey | None) -> RoundKey:
-        """Runs the round of a pass and finishes the pass; `key` and result as for `Transport.run_slave`."""
+        """Run the round of a pass and finish the pass; `key` as for `Transport.run_slave`; return the round's key."""
         result = self.transport.run_row(row, key, self.phase)
         if isinstance(result, Aggregate) and not row.is_finished:
             if result.non_finite.runs:
-                non_finite.check(self.transport, row.brought, result)
+                non_finite.check(self.transport, row.contribution, result)
             # The count stays forward's: a member lost since then sends no gradient, but is part of the statistics.
             row.finish(result.values, result.count if key is None else self._count)
         return result.key
 
     @property
     def _count(self) -> int:
-        """The count of the whole batch."""
+        """Count of the whole batch."""
         return int(self.buffer[4 * self.plan.channels + 1])
 
     def gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor | None, needs: Sequence[bool]
     ) -> tuple[Tensor | None, ...] | None:
-        """Returns the gradients of input, weight and bias; None where the core does not support the tensors."""
+        """Compute the gradients, with the backward round in one call of the core."""
         shape = x.shape
         if not (shape == self.shape == grad.shape and supports(grad, x) and supports_parameters(shape[1:2], weight)):
             return None
@@ -214,7 +202,7 @@ class NativeExchange(PlainExchange):
         return of_input, of_weight, of_bias
 
     def lazy_attribute(self, name: str) -> Any:
-        """Returns the local moments, the moments of the whole batch, or its statistics."""
+        """Views of the buffer: moments, local and of the whole batch, and statistics."""
         if name not in {"local", "moments", "statistics"}:
             return None
         channels, values = self.plan.channels, torch.from_numpy(np.frombuffer(self.buffer))

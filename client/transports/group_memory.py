@@ -74,7 +74,7 @@ _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
     ),
     "sbn_wait": ((_ADDRESS, _INTEGER), ctypes.c_int),
     "sbn_late": ((), ctypes.c_uint64),
-    "sbn_tell": ((), None),
+    "sbn_escalate": ((), None),
     "sbn_close": ((ctypes.c_int,), None),
     "sbn_closed": ((), ctypes.c_int),
     "sbn_rows": ((_ADDRESS, _ADDRESS, _ADDRESS), None),
@@ -182,7 +182,7 @@ class GroupMemory:
 
     def escalate(self) -> None:
         """Announce to the others that this member sends its rows to the server."""
-        self._core.sbn_tell(self._pointer)
+        self._core.sbn_escalate(self._pointer)
 
     def gathered_rows(self) -> GatheredRows:
         """Copy the members' rows of a completed turn; valid until this member arrives at the next one."""

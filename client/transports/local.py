@@ -34,7 +34,7 @@ class LocalPipe:
         """Use the row itself as the sum."""
         if row.run(EXCHANGE) == DONE:
             return NativeResult(key or _key(self.layer, 0, 0, phase))
-        return self.run_slave(row.brought, key, phase)
+        return self.run_slave(row.contribution, key, phase)
 
     @property
     def rank(self) -> int:

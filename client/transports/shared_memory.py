@@ -71,7 +71,7 @@ class SharedMemoryPipe(SlavePipe):
                 state = memory.arrive(key_digest(key), rows, arrived, ESCALATE_SECONDS)
                 if state == DONE and not memory.result.is_escalated:
                     return _finish(round_, memory, rows, arrived)
-                own_rows = rows.brought if isinstance(rows, NativeRow) else rows
+                own_rows = rows.contribution if isinstance(rows, NativeRow) else rows
                 make_trip = partial(connection.round_trip, session, key, own_rows)
                 if state == CLOSED:
                     found: Aggregate | ServerFallback = ServerFallback(make_trip())

@@ -38,12 +38,16 @@ SLIPS = {
     "times of the turn before": ("values, replicas);\n  set", "values, replicas);\n  g->came = 0;\n  set", (2, 2, 0)),
     "close wakes nobody": ("  set(closed, reason);\n  wake_all(g);", "  set(closed, reason);", (2, 1, CLOSES)),
     "last to come has closed": (
-        "return have_all_come(g) ? SBN_DONE : SBN_CLOSED;",
+        "return have_all_arrived(g) ? SBN_DONE : SBN_CLOSED;",
         "return SBN_CLOSED;",
         (3, 2, CLOSES),
     ),
-    "told of the next turn": ("told) >= g->turn)", "told) == g->turn)", (2, 2, TELLS)),
-    "not told": ("void sbn_tell(sbn_group *g) { set", "void sbn_tell(sbn_group *g) { if (0) set", (2, 1, TELLS)),
+    "escalated the next turn": ("escalated) >= g->turn)", "escalated) == g->turn)", (2, 2, TELLS)),
+    "not escalated": (
+        "void sbn_escalate(sbn_group *g) { set",
+        "void sbn_escalate(sbn_group *g) { if (0) set",
+        (2, 1, TELLS),
+    ),
 }
 
 

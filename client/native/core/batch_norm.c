@@ -102,41 +102,49 @@ static int threads_of(const sbn_slice *s) { return s->n * s->c * s->l < LARGE ? 
 /* Planes with many channels are split by channels, so that no partial sums are needed; all others by samples. */
 static int is_by_channels(const sbn_slice *s) { return !s->rows && (s->c >= FEW_CHANNELS || s->n == 1); }
 
-/* Part `number` of parts with `size` channels, samples or rows. */
-static part part_of(const sbn_slice *s, int64_t number, int64_t size) {
-  const int64_t from = number * size;
-  return is_by_channels(s) ? (part){0, s->n, from, smaller(from + size, s->c)}
-                           : (part){from, smaller(from + size, s->n), 0, s->c};
-}
-
+/* A sum or a map over a slice, split into parts of `size` channels, samples or rows. */
 typedef struct {
   const sbn_slice *slice;
-  const void *x, *dy;
-  const double *mean;
-  double *out; /* 2c doubles per part; with a split by channels 2c in all */
-  int64_t size;
-} sums_job;
+  const void *dy, *x;
+  const void *vectors; /* of a sum: the means */
+  void *out;           /* of a sum: 2c doubles, or with a split by samples 2c for each part */
+  int64_t size, parts;
+} job;
 
-static void sums_of_part(const void *of, int64_t number) {
-  const sums_job *job = of;
-  const sbn_slice *s = job->slice;
-  double *out = is_by_channels(s) ? job->out : job->out + 2 * s->c * number;
-  kernels_of(s)->sums(s, part_of(s, number, job->size), job->x, job->dy, job->mean, out);
+static job job_of(const sbn_slice *s, const void *dy, const void *x, const void *vectors, void *out) {
+  const int channels = is_by_channels(s);
+  const int64_t number = channels ? s->c : s->n;
+  const int64_t size = size_of_part(number, channels ? s->n * s->l : s->c * s->l);
+  return (job){s, dy, x, vectors, out, size, parts_of(number, size)};
 }
 
-static int sums(const sbn_slice *s, const void *x, const void *dy, const double *mean, double *row) {
+static part part_of(const job *its, int64_t number) {
+  const sbn_slice *s = its->slice;
+  const int64_t from = number * its->size;
+  return is_by_channels(s) ? (part){0, s->n, from, smaller(from + its->size, s->c)}
+                           : (part){from, smaller(from + its->size, s->n), 0, s->c};
+}
+
+static void sums_of_part(const void *of, int64_t number) {
+  const job *its = of;
+  const sbn_slice *s = its->slice;
+  double *out = (double *)its->out + (is_by_channels(s) ? 0 : 2 * s->c * number);
+  kernels_of(s)->sums(s, part_of(its, number), its->x, its->dy, its->vectors, out);
+}
+
+int sbn_backward_sums(const sbn_slice *s, const void *dy, const void *x, const double *saved, double *row) {
   const int64_t c = s->c;
   memset(row, 0, 2 * (size_t)c * sizeof *row);
   row[2 * c] = (double)(s->n * s->l);
   if (s->n * s->c * s->l == 0) return SBN_DONE;
-  const int channels = is_by_channels(s);
-  const int64_t number = channels ? c : s->n, elements = channels ? s->n * s->l : c * s->l;
-  const int64_t size = size_of_part(number, elements), parts = parts_of(number, size);
+  job its = job_of(s, dy, x, saved, row);
   double *partial = NULL;
-  if (!channels && parts > 1 && !(partial = calloc((size_t)(2 * c * parts), sizeof *partial))) return SBN_NO_MEMORY;
-  const sums_job job = {s, x, dy, mean, partial ? partial : row, size};
-  sbn_share(threads_of(s), parts, sums_of_part, &job);
-  for (int64_t i = 0; partial && i < parts; i++)
+  if (!is_by_channels(s) && its.parts > 1) {
+    its.out = partial = calloc((size_t)(2 * c * its.parts), sizeof *partial);
+    if (!partial) return SBN_NO_MEMORY;
+  }
+  sbn_share(threads_of(s), its.parts, sums_of_part, &its);
+  for (int64_t i = 0; partial && i < its.parts; i++)
     for (int64_t k = 0; k < 2 * c; k++) row[k] += partial[2 * c * i + k];
   free(partial);
   return SBN_DONE;
@@ -154,13 +162,9 @@ static void unshift(const sbn_slice *s, const double *x, double *row) {
 }
 
 int sbn_moments(const sbn_slice *s, const void *x, double *row) {
-  const int code = sums(s, x, NULL, NULL, row);
+  const int code = sbn_backward_sums(s, NULL, x, NULL, row);
   if (code == SBN_DONE && s->dtype == SBN_F64) unshift(s, x, row);
   return code;
-}
-
-int sbn_backward_sums(const sbn_slice *s, const void *dy, const void *x, const double *saved, double *row) {
-  return sums(s, x, dy, saved, row);
 }
 
 /* New memory of many megabytes takes longer to map in 4 KiB pages than to fill. */
@@ -207,28 +211,16 @@ static void set_at(const sbn_slice *s, void *at, int64_t i, double mean, double 
   }
 }
 
-typedef struct {
-  const sbn_slice *slice;
-  const void *dy, *x;
-  void *y;
-  const void *vectors;
-  int64_t size;
-} affine_job;
-
 static void affine_of_part(const void *of, int64_t number) {
-  const affine_job *job = of;
-  const sbn_slice *s = job->slice;
-  kernels_of(s)->affine(s, part_of(s, number, job->size), job->dy, job->x, job->y, job->vectors);
+  const job *its = of;
+  kernels_of(its->slice)->affine(its->slice, part_of(its, number), its->dy, its->x, its->out, its->vectors);
 }
 
 static void affine(const sbn_slice *s, const void *dy, const void *x, void *y, const void *vectors) {
   if (s->n * s->c * s->l == 0) return;
   use_huge_pages(s, y);
-  const int channels = is_by_channels(s);
-  const int64_t number = channels ? s->c : s->n;
-  const int64_t size = size_of_part(number, channels ? s->n * s->l : s->c * s->l);
-  const affine_job job = {s, dy, x, y, vectors, size};
-  sbn_share(threads_of(s), parts_of(number, size), affine_of_part, &job);
+  const job its = job_of(s, dy, x, vectors, y);
+  sbn_share(threads_of(s), its.parts, affine_of_part, &its);
 }
 
 static void normalize(const sbn_slice *s, const void *x, void *y, const double *saved, const void *weight,
@@ -299,8 +291,8 @@ static void move(void *running, int dtype, int64_t i, double newest, double shar
   write_at(running, dtype, i, fabsf(by) < 0.5f ? fmaf(by, to - old, old) : fmaf(by - 1, to - old, to));
 }
 
-void sbn_finish(const sbn_plan *plan, const double *total, double *saved, void *running_mean, void *running_var,
-                int64_t *tracked) {
+static void finish(const sbn_plan *plan, const double *total, double *saved, void *running_mean, void *running_var,
+                   int64_t *tracked) {
   const int64_t c = plan->slice.c;
   const double n = total[2 * c];
   double share = plan->momentum;
@@ -318,7 +310,7 @@ void sbn_finish(const sbn_plan *plan, const double *total, double *saved, void *
   }
 }
 
-void sbn_param_grads(const sbn_plan *plan, const double *row, const double *saved, void *dweight, void *dbias) {
+static void param_grads(const sbn_plan *plan, const double *row, const double *saved, void *dweight, void *dbias) {
   const int64_t c = plan->slice.c;
   const double *invstd = saved + c;
   for (int64_t i = 0; i < c; i++) {
@@ -345,7 +337,7 @@ int sbn_forward(const sbn_plan *plan, double *buffer, const void *x, void *y, co
   int code = stage == SBN_FINISH ? SBN_DONE : sbn_moments(s, x, buffer);
   if (stage == SBN_EXCHANGE && code == SBN_DONE) code = exchange(group, digest, s->c, buffer, wait_ns);
   if (stage != SBN_MEASURE && code == SBN_DONE && (stage == SBN_FINISH || total[2 * s->c] != 1)) {
-    sbn_finish(plan, total, saved, running_mean, running_var, tracked);
+    finish(plan, total, saved, running_mean, running_var, tracked);
     normalize(s, x, y, saved, weight, plan->weight_dtype, bias, plan->bias_dtype, v.at);
   }
   release(&v);
@@ -363,7 +355,7 @@ int sbn_backward(const sbn_plan *plan, double *buffer, const double *saved, cons
   if (dx && stage == SBN_EXCHANGE && code == SBN_DONE) code = exchange(group, digest, s->c, buffer, wait_ns);
   if (stage != SBN_MEASURE && code == SBN_DONE) {
     if (dx) input_grad(s, dy, x, dx, saved, total, weight, plan->weight_dtype, v.at);
-    sbn_param_grads(plan, buffer, saved, dweight, dbias);
+    param_grads(plan, buffer, saved, dweight, dbias);
   }
   release(&v);
   return code;

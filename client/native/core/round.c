@@ -1,6 +1,6 @@
 /* A round in shared memory: each member writes its rows, waits for the rows of all, and adds them in member order.
  *
- *   futex | member 0: arrival, closed, told, asleep | slot 0 | slot 1 | member 1: arrival, ... | slot 0 | ...
+ *   futex | member 0: arrival, closed, escalated, asleep | slot 0 | slot 1 | member 1: arrival, ... | slot 0 | ...
  *
  * Every word but the futex has one writer, its member, so a killed process leaves no lock behind. Two alternating slots
  * suffice: no member arrives at turn n + 2 before all have arrived at n + 1, and a member arrives at n + 1 only after
@@ -32,7 +32,7 @@ typedef struct {
 } futex;
 typedef struct {
   _Alignas(LINE) _Atomic uint64_t arrival;
-  _Atomic uint64_t closed, told, asleep;
+  _Atomic uint64_t closed, escalated, asleep;
 } place;
 typedef struct {
   uint64_t digest, replicas, vectors, channels, came;
@@ -108,16 +108,16 @@ static void wake_all(const sbn_group *g) {
     }
 }
 
-static int have_all_come(const sbn_group *g) {
+static int have_all_arrived(const sbn_group *g) {
   for (int64_t member = 0; member < g->members; member++)
     if (value_of(&place_of(g, member)->arrival) < g->turn) return 0;
   return 1;
 }
 
 static int state_of(const sbn_group *g) {
-  if (have_all_come(g)) return SBN_DONE;
+  if (have_all_arrived(g)) return SBN_DONE;
   if (!sbn_closed(g)) return SBN_WAITS;
-  return have_all_come(g) ? SBN_DONE : SBN_CLOSED; /* the last member to arrive may have closed at once */
+  return have_all_arrived(g) ? SBN_DONE : SBN_CLOSED; /* the last member to arrive may have closed at once */
 }
 
 static int wait_for_all(const sbn_group *g, int64_t ns) {
@@ -127,7 +127,7 @@ static int wait_for_all(const sbn_group *g, int64_t ns) {
   const int64_t spun = now + g->spin_ns, end = now + ns;
   while (now < spun) {
     for (int n = 0; n < POLLS; n++) {
-      if (have_all_come(g)) return SBN_DONE;
+      if (have_all_arrived(g)) return SBN_DONE;
       pause_briefly();
     }
     now = now_ns();
@@ -202,9 +202,9 @@ static int add_up(sbn_group *g, double *total) {
   const int64_t behind = g->came - latest;
   g->behind_ns = behind > 0 && g->came_before > 0 && behind <= g->came - g->came_before ? behind : 0;
   /* A member that reported a later turn may have reported this one before, while this member slept. */
-  g->is_told = 0;
+  g->is_escalated = 0;
   for (int64_t member = 0; member < g->members; member++)
-    if (value_of(&place_of(g, member)->told) >= g->turn) g->is_told = 1;
+    if (value_of(&place_of(g, member)->escalated) >= g->turn) g->is_escalated = 1;
   g->done_ns = now_ns();
   return SBN_DONE;
 }
@@ -220,7 +220,7 @@ int sbn_round(sbn_group *g, uint64_t digest, const uint64_t *counts, const doubl
   g->came = came_ns;
   write_rows(g, counts, values, replicas);
   set(&place_of(g, g->me)->arrival, g->turn);
-  if (have_all_come(g)) {
+  if (have_all_arrived(g)) {
     wake_all(g);
     return add_up(g, total);
   }
@@ -247,7 +247,7 @@ uint64_t sbn_late(const sbn_group *g) {
   return late;
 }
 
-void sbn_tell(sbn_group *g) { set(&place_of(g, g->me)->told, g->turn); }
+void sbn_escalate(sbn_group *g) { set(&place_of(g, g->me)->escalated, g->turn); }
 
 void sbn_close(sbn_group *g, int reason) {
   _Atomic uint64_t *closed = &place_of(g, g->me)->closed;

@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 /* Incremented when a signature here changes. */
-#define SBN_VERSION 3
+#define SBN_VERSION 4
 
 enum { SBN_F32 = 0, SBN_BF16 = 1, SBN_F16 = 2, SBN_F64 = 3 };
 
@@ -51,21 +51,18 @@ SBN_API int sbn_level(int wanted);
 /* row: 2c + 1 doubles: Σx, Σx², and the count n*l. */
 SBN_API int sbn_moments(const sbn_slice *slice, const void *x, double *row);
 
-/* Computes saved, 3c doubles, from the sum of all rows: mean; invstd, (var + eps)^-1/2, or max(var, eps)^-1/2 with clamp;
- * and slope, 1 where invstd depends on the variance, else 0. A count of 0 gives zeros.
- *
- * Updates the running statistics by momentum, or by 1 / *tracked if it is NaN, bit-identical to torch's lerp. Each of the
- * three may be NULL, the first two only together. */
-SBN_API void sbn_finish(const sbn_plan *plan, const double *total, double *saved, void *running_mean, void *running_var,
-                        int64_t *tracked);
-
 /* y = (x - mean) * invstd * weight + bias; weight and bias may be NULL. */
 SBN_API int sbn_normalize(const sbn_slice *slice, const void *x, void *y, const double *saved, const void *weight,
                           int weight_dtype, const void *bias, int bias_dtype);
 
-/* A layer's forward pass: sbn_moments; the round of a group, unless it is NULL; sbn_finish and sbn_normalize, unless the
- * round's state is not SBN_DONE, which is returned, or all rows together have one value per channel.
- * buffer: 7c + 2 doubles: own row, sum of all rows, saved. */
+/* A layer's forward pass: sbn_moments; the round of a group, unless it is NULL; then the statistics, the running statistics
+ * and sbn_normalize, unless the round's state is not SBN_DONE, which is returned, or all rows have one value per channel.
+ *
+ * buffer: 7c + 2 doubles: own row, sum of all rows, saved: mean; invstd, (var + eps)^-1/2, or max(var, eps)^-1/2 with
+ * clamp; slope, 1 where invstd depends on the variance, else 0. A count of 0 gives zeros.
+ *
+ * The running statistics move by momentum, or by 1 / *tracked if it is NaN, bit-identical to torch's lerp. Each of the
+ * three may be NULL, the first two only together. */
 SBN_API int sbn_forward(const sbn_plan *plan, double *buffer, const void *x, void *y, const void *weight,
                         const void *bias, void *running_mean, void *running_var, int64_t *tracked, int stage,
                         sbn_group *group, uint64_t digest, int64_t wait_ns);
@@ -77,11 +74,9 @@ SBN_API int sbn_backward_sums(const sbn_slice *slice, const void *dy, const void
 SBN_API int sbn_input_grad(const sbn_slice *slice, const void *dy, const void *x, void *dx, const double *saved,
                            const double *total, const void *weight, int weight_dtype);
 
-/* The gradients of weight and bias, each may be NULL, from this slice's own row. */
-SBN_API void sbn_param_grads(const sbn_plan *plan, const double *row, const double *saved, void *dweight, void *dbias);
-
-/* A layer's backward pass: sbn_backward_sums, the round, sbn_input_grad and sbn_param_grads; without dx no round.
- * buffer: 4c + 2 doubles: own row, sum of all rows. Weight and its gradient have one dtype. */
+/* A layer's backward pass: sbn_backward_sums, the round, and sbn_input_grad, without dx no round; and the gradients of weight
+ * and bias, each may be NULL, from the own row. buffer: 4c + 2 doubles: own row, sum of all rows. Weight and its gradient
+ * have one dtype. */
 SBN_API int sbn_backward(const sbn_plan *plan, double *buffer, const double *saved, const void *dy, const void *x,
                          void *dx, const void *weight, void *dweight, void *dbias, int stage, sbn_group *group,
                          uint64_t digest, int64_t wait_ns);
@@ -102,13 +97,11 @@ struct sbn_group {
   int64_t vectors, channels, came, came_before;
   /* The results of that turn: the number of rows; the sum of their counts; the delay of this member behind all others (0:
    * others were later, or unknown); whether some member may have reported to the server; and the completion time. */
-  int64_t rows, count, behind_ns, is_told, done_ns;
+  int64_t rows, count, behind_ns, is_escalated, done_ns;
 };
 
 SBN_API int64_t sbn_group_bytes(int64_t members);
-
-/* Whether processes can sleep on a word of shared memory. */
-SBN_API int sbn_has_futex(void);
+SBN_API int sbn_has_futex(void); /* Whether processes can sleep on a word of shared memory. */
 
 /* Arrives at the next turn, and waits for the others until the timeout or a signal.
  * counts: of each row. values: replicas x vectors x channels. total: vectors x channels, written once all arrived. */
@@ -119,23 +112,15 @@ SBN_API int sbn_round(sbn_group *group, uint64_t digest, const uint64_t *counts,
 /* sbn_round for one row, in the form of a layer's pass: two vectors, then the count. The arrival time is now. */
 int sbn_round_of_row(sbn_group *group, uint64_t digest, int64_t channels, const double *row, double *total,
                      int64_t wait_ns);
-
 int sbn_is_finite(const double *values, int64_t size);
 
 /* Continues to wait; with wait_ns = 0 it only checks. */
 SBN_API int sbn_wait(sbn_group *group, double *total, int64_t wait_ns);
 
-/* The members that have not arrived at this turn, a bit each. */
-SBN_API uint64_t sbn_late(const sbn_group *group);
-
-/* Announces that this member reports its wait to the server. */
-SBN_API void sbn_tell(sbn_group *group);
-
-/* Takes no further turn, for one of the two reasons; a second call has no effect. */
-SBN_API void sbn_close(sbn_group *group, int reason);
-
-/* The graver reason of the members that take no further turn; 0 without any. */
-SBN_API int sbn_closed(const sbn_group *group);
+SBN_API uint64_t sbn_late(const sbn_group *group);    /* The members that have not arrived at this turn, a bit each. */
+SBN_API void sbn_escalate(sbn_group *group);          /* Announces that this member reports its wait to the server. */
+SBN_API void sbn_close(sbn_group *group, int reason); /* Takes no further turn; a second call has no effect. */
+SBN_API int sbn_closed(const sbn_group *group);       /* The graver reason of members that take no further turn, or 0. */
 
 /* Copies the rows of this turn in member order: the number of rows of each member, all counts and all values. */
 SBN_API void sbn_rows(const sbn_group *group, uint64_t *replicas, uint64_t *counts, double *values);

@@ -101,7 +101,7 @@ static int is_shared(const volatile void *word, int is_write) {
   if (is_futex(word)) return 1;
   place *its = place_at(owner_of(word));
   if (word == &its->closed && !(what & CLOSES)) return 0;
-  if (word == &its->told && !(what & TELLS)) return 0;
+  if (word == &its->escalated && !(what & TELLS)) return 0;
   return is_write || owner_of(word) != current;
 }
 
@@ -215,7 +215,7 @@ static void check_done(sbn_group *g, const double *total, int turn) {
   for (int r = 0; r < ranks; r++) sum += value_in(r, turn);
   if (total[0] != sum || g->rows != ranks || g->count != ranks * turn) found("a wrong sum");
   if (g->behind_ns != (current == ranks - 1 && turn > 1 ? 7 : 0)) found("a wrong time");
-  if (all.told[turn] && !g->is_told) found("it was told, and not everybody knows");
+  if (all.told[turn] && !g->is_escalated) found("it was escalated, and not everybody knows");
   all.done[turn]++;
   if (all.closed[turn]) found("done for some, and closed for others");
 }
@@ -235,7 +235,7 @@ static void live(void) {
     int stands = sbn_round(g, 100 + turn + (is_other && current == 0), &count, &value, 1, 1, 1, total,
                            1000 * turn + 7 * current, tells ? 0 : 1);
     if (tells && stands == SBN_WAITS) {
-      sbn_tell(g);
+      sbn_escalate(g);
       stands = sbn_wait(g, total, 0);
       if (stands == SBN_WAITS) {
         all.told[turn] = 1;

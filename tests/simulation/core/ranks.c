@@ -30,7 +30,7 @@ static void *live(void *argument) {
     }
     int stands = sbn_round(&group, (uint64_t)round, counts, values, mine, 1, channels, total, round, 1000000);
     while (stands == SBN_WAITS) {
-      if (rand_r(&chance) % 2) sbn_tell(&group);
+      if (rand_r(&chance) % 2) sbn_escalate(&group);
       if (sbn_late(&group) >> ranks || sbn_closed(&group)) exit(3);
       stands = sbn_wait(&group, total, 50000000);
     }

@@ -174,7 +174,9 @@ def test_halves_are_read_and_rounded_as_torch_does(core, dtype):
     wide = torch.cat((bits.to(torch.int32).view(torch.float32), near.flatten(), torch.linspace(-1e-4, 1e-4, 99_999)))
     c = len(wide)
     row, found = torch.cat((wide, wide)).double(), torch.empty(c, dtype=dtype)
-    core.sbn_param_grads(plan_of(wide[None], bias=found), at(row), at(vectors(3, c)), None, at(found))
+    arguments = at(row), at(vectors(3, c)), None, None, None, None, None, at(found)
+    plan = plan_of(wide[None], bias=found)
+    assert core.sbn_backward(plan, *arguments, library.FINISH, None, 0, 0) == library.DONE
     torch.testing.assert_close(found, wide.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
@@ -193,10 +195,13 @@ def test_statistics_have_the_bits_of_torchs_operators(count, momentum, running, 
     tracked = torch.tensor(3)
     layer = SimpleNamespace(track_running_stats=True, momentum=momentum, num_batches_tracked=tracked.clone())
     layer.running_mean, layer.running_var = (None if v is None else v.clone() for v in buffers)
-    total, kept = torch.from_numpy(np.concatenate((sums, squares, [count]))), torch.empty(3, c, dtype=torch.float64)
+    total = torch.from_numpy(np.concatenate((sums, squares, [count])))
+    room = torch.cat((total, total, vectors(3, c)))
     moved = np.nan if momentum is None else momentum
-    like = torch.empty(1, c), None, None, buffers[0], eps, eps_mode == "clamp", moved
-    CORE.holding.sbn_finish(plan_of(*like), at(total), at(kept), *map(at, (*buffers, tracked)))
+    plan = plan_of(torch.empty(0, c), None, None, buffers[0], eps, eps_mode == "clamp", moved)
+    arguments = at(room), *[None] * 4, *map(at, (*buffers, tracked))
+    assert CORE.holding.sbn_forward(plan, *arguments, library.FINISH, None, 0, 0) == library.DONE
+    kept = room[4 * c + 2 : -1].view(3, c)
     expected = ChannelStatistics.of(batch, eps, eps_mode)
     assert_same_bits(kept[0], expected.mean)
     assert_same_bits(kept[1], expected.invstd)
