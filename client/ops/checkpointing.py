@@ -1,8 +1,8 @@
 """Recomputation: a forward pass that a checkpoint runs a second time uses the results of its first run.
 
-`torch.utils.checkpoint` frees activations and computes them again when backward needs them. The second run takes place
-inside the autograd engine. It must neither update the running statistics again nor exchange again: the other members
-may be in other rounds by then. So a call inside the engine searches the earlier calls for the one with its moments.
+The second run takes place inside the autograd engine. It must neither update the running statistics again nor exchange
+again, since the other members may be in other rounds by then. So a call inside the engine searches the earlier calls
+for the one with its moments.
 """
 
 import math
@@ -25,16 +25,12 @@ from client.transports.transport import Transport
 from statsd_bn.reduction import Moments
 
 # No graph refers to the exchange of a reentrant checkpoint's first run, of a layer before the first trainable
-# parameter, or of a compiled layer. Pipelines have up to a few dozen micro-batches under way; an exchange holds four
-# vectors per layer.
+# parameter, or of a compiled layer. Pipelines have up to a few dozen micro-batches under way.
 MAX_WITHOUT_GRAPH = 32
 
-# The largest difference of a recomputed sum from the first one, relative to the largest of its vector: kernels that add
-# in varying order differ by rounding, another batch by far more.
-TOLERANCE = 1e-3
-
-# The rounding of float32: smaller differences do not decide which of two calls is nearer.
-ROUNDING = 1e-7
+# The largest difference of a recomputed sum, relative to the largest of its vector: kernels that add in varying order
+# differ by rounding, another batch by far more. Below the rounding of float32 no call is nearer than another.
+TOLERANCE, ROUNDING = 1e-3, 1e-7
 
 
 def is_inside_backward() -> bool:
@@ -53,7 +49,7 @@ class ExchangeCache:
         self._lock = threading.Lock()
 
     def add(self, exchange: Exchange, *, has_graph: bool) -> None:
-        """Caches a call as long as its graph lives, or, without a graph, until newer calls replace it."""
+        """Cache a call as long as its graph lives, or, without a graph, until newer calls replace it."""
         with self._lock:
             if not has_graph:
                 self._add_without_graph(exchange)
@@ -64,9 +60,9 @@ class ExchangeCache:
             self._with_graph[exchange.layer].add(exchange)
 
     def _add_without_graph(self, exchange: Exchange) -> None:
-        """Caches a call, and drops the least recently called layer if its model may be gone.
+        """Cache a call, and drop the layer whose last call is oldest if its model may be gone.
 
-        That is the case once the other layers have had enough calls to replace all of its calls.
+        That is so once the other layers have had enough calls to replace all of its calls.
         """
         layers = self._without_graph
         layers.setdefault(exchange.layer, deque(maxlen=MAX_WITHOUT_GRAPH)).append(exchange)
@@ -78,12 +74,11 @@ class ExchangeCache:
             del layers[oldest], self._latest[oldest]
 
     def find(self, layer: str, transport: Transport, replica: int, moments: ChannelMoments) -> Exchange | None:
-        """Returns the call of `layer` to which local replica number `replica` contributed these moments, if any.
+        """The call of `layer` to which a local replica contributed these moments, if any.
 
-        Of several similar calls, for example of micro-batches, the nearest moments decide. Calls with equal moments
-        here may differ on another member. Among these the order is: the call nearest to the asking autograd node, of
-        the calls that the node can mean; else the latest one that was not recomputed yet. Calls of a compiled graph,
-        run by one node without nodes between them, are returned in program order.
+        Of several similar calls, for example of micro-batches, the nearest moments decide; then the call nearest to the
+        asking autograd node, of those that it can mean; then the latest that was not recomputed yet. Calls of a
+        compiled graph, run by one node without nodes between them, are returned in program order.
         """
         with self._lock:
             calls = [*self._with_graph.get(layer, ()), *self._without_graph.get(layer, ())]
@@ -91,21 +86,17 @@ class ExchangeCache:
             call for call in calls if call.transport == transport or switched_from_server(transport, call.transport)
         ]
         node = _asking_node()
-        near: list[tuple[float, float, bool, int, Exchange]] = [
-            (
-                0.0 if distance <= ROUNDING else distance,
-                _distance_to(node, call),
-                replica in call.recomputed,
-                -call.number,
-                call,
-            )
+        distances = {
+            call: 0.0 if distance <= ROUNDING else distance
             for call, distance in _distances(calls, replica, moments)
             if distance <= TOLERANCE
-        ]
-        if not near:
+        }
+        if not distances:
             return None
-        nearest, *_, call = min(near)
-        call = _first_of_node(call, [other for distance, *_, other in near if distance == nearest])
+        nearest = min(distances.values())
+        near = [call for call, distance in distances.items() if distance == nearest]
+        call = min(near, key=lambda it: (_distance_to(node, it), replica in it.recomputed, -it.number))
+        call = _first_of_node(call, near)
         call.recomputed.add(replica)
         call.positions += current_position()
         return call
@@ -115,7 +106,7 @@ exchange_cache = ExchangeCache()
 
 
 def _first_of_node(call: Exchange, near: list[Exchange]) -> Exchange:
-    """Returns the next call, in program order, that the same node of a compiled graph has run.
+    """The next call, in program order, that the same node of a compiled graph has run.
 
     For example, two calls of one layer on an empty batch are equal here, but not on another member.
     """
@@ -127,16 +118,16 @@ def _first_of_node(call: Exchange, near: list[Exchange]) -> Exchange:
 
 
 def _asking_node() -> int | None:
-    """Returns the sequence number of the node that recomputes; None outside of any."""
+    """Sequence number of the node that recomputes; None outside of any."""
     node = torch._C._current_autograd_node()  # noqa: SLF001 - has no public name
     return None if node is None else int(node._sequence_nr())  # noqa: SLF001 - as above
 
 
 def _distance_to(node: int | None, call: Exchange) -> float:
-    """Returns the distance of the asking node from a call, by sequence numbers; infinity if it cannot mean the call.
+    """Distance of the asking node from a call, by sequence numbers; infinity if it cannot mean the call.
 
-    With nested checkpoints a call may have several positions: the outer one has recomputed it first. Calls of several
-    replicas are at distance 0: the replicas' threads number their nodes separately.
+    With nested checkpoints a call has several positions: the outer one recomputed it first. The threads of replicas
+    number their nodes separately, so calls of several replicas are at distance 0.
     """
     if node is None or len(call.local) > 1:
         return 0.0
@@ -145,10 +136,10 @@ def _distance_to(node: int | None, call: Exchange) -> float:
 
 
 def _distances(calls: list[Exchange], replica: int, moments: ChannelMoments) -> Iterator[tuple[Exchange, float]]:
-    """Yields the calls with an input of this shape, and the distance of their moments from these.
+    """Yield the calls with an input of this shape, and the distance of their moments from these.
 
-    A single candidate with moments on a device is assumed to match; a later call raises if it does not.
-    Several candidates are compared on the host, which waits for the device.
+    A single candidate with moments on a device is assumed to match; a later call raises if it does not. Several are
+    compared on the host, which waits for the device.
     """
     candidates = [call for call in calls if replica < len(call.local) and call.local[replica].shape == moments.shape]
     if len(candidates) == 1 and candidates[0].capacity:
@@ -162,7 +153,7 @@ def _distances(calls: list[Exchange], replica: int, moments: ChannelMoments) -> 
 
 
 def _distance(first: Moments, again: Moments) -> float:
-    """Returns the difference of the sums relative to the largest of each vector; infinity if the counts differ."""
+    """Difference of the sums relative to the largest of each vector; infinity if the counts differ."""
     if first.count != again.count:
         return np.inf
     before, now = np.nan_to_num(first.vectors), np.nan_to_num(again.vectors)
@@ -180,13 +171,13 @@ _top: Callable[[bool], _Hooks | None] | None = getattr(_autograd, "_top_saved_te
 
 
 def may_have_hooks() -> bool:
-    """Whether hooks may apply to the tensors that the calling thread saves; True where torch cannot list hooks."""
+    """Whether hooks may apply to tensors that the calling thread saves; True where torch cannot list them."""
     return _top is None or _top(True) is not None  # noqa: FBT003 - torch's way to ask outside of a trace too
 
 
 @contextmanager
 def without_hooks() -> Iterator[None]:
-    """Disables the calling thread's hooks for saved tensors, if torch can list them."""
+    """Disable the calling thread's hooks for saved tensors, if torch can list them."""
     hooks = []
     while _top is not None and (top := _top(True)) is not None:  # noqa: FBT003 - as above
         hooks.append(top)

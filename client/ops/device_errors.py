@@ -1,9 +1,8 @@
 """Errors of rounds on a device, reported without waiting for the device.
 
-Over the host a failed round raises at once. On a device the host would have to wait for the result, and could no longer
-run ahead of the device. So the device computes flags, and the count of a failed round becomes NaN: its results are NaN
-and move no running statistics. The flags are copied to pinned memory, followed by an event. A later call that finds the
-event complete raises the error. On a CPU the error is raised at once.
+The device computes flags, and the count of a failed round becomes NaN: its results are NaN and update no running
+statistics. The flags are copied to pinned memory, followed by an event, and a later call that finds the event complete
+raises the error. On a CPU the error is raised at once.
 """
 
 import threading
@@ -44,7 +43,7 @@ class Slot:
         self.flags: Flags = self._buffer.numpy()
 
     def fill(self, flags: Tensor) -> None:
-        """Copies flags asynchronously."""
+        """Copy flags asynchronously."""
         self._buffer.copy_(flags, non_blocking=True)
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(self._device))
@@ -54,7 +53,7 @@ class Slot:
         return self._event is None or bool(self._event.query())
 
     def wait(self) -> None:
-        """Waits until the copy is complete."""
+        """Wait until the copy is complete."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -68,12 +67,9 @@ class AsyncChecks:
         self._lock = threading.Lock()
 
     def submit(self, flags: Tensor, report: Callable[[Flags], None], *, wait: bool = False) -> None:
-        """Schedules the check of a round's flags. While a CUDA graph is captured the flags are dropped.
+        """Schedule `report`, which logs or raises the errors, for flags of which one is set.
 
-        Args:
-            flags: shape (flags,); 0 or False where nothing is wrong.
-            report: logs or raises the errors, if a flag is set.
-            wait: wait for these flags and all earlier ones.
+        With `wait` it waits for these flags and all earlier ones. While a CUDA graph is captured the flags are dropped.
         """
         if _is_captured(flags.device):
             return
@@ -93,11 +89,7 @@ class AsyncChecks:
             self.poll(flags.device)
 
     def poll(self, device: torch.device) -> None:
-        """Reports the flags that have arrived; called before a round, which peers of a failed one would not join.
-
-        Raises:
-            Exception: whatever a `report` raises.
-        """
+        """Report the flags that have arrived; called before a round, which peers of a failed one would not join."""
         while self._open and not _is_captured(device):
             with self._lock:
                 if not self._open or not self._open[0][0].is_filled():
@@ -140,14 +132,14 @@ class DeviceErrors:
     too_few: TooFewValues | None = None  # None where the whole batch certainly has enough values
 
     def has_failed(self) -> Tensor | None:
-        """Returns whether the round has failed, shape (), bool; None where it cannot fail."""
+        """Whether the round has failed, shape (), bool; None where it cannot fail."""
         others, too_few = self.aggregate.mismatched, self.too_few
         if others is None:
             return None if too_few is None else too_few.flag
         return others.any() if too_few is None else others.any() | too_few.flag
 
     def submit(self) -> None:
-        """Schedules the checks of the round."""
+        """Schedule the checks of the round."""
         flags = [] if self.aggregate.mismatched is None else [self.aggregate.mismatched]
         if self.too_few is not None:
             flags.append(self.too_few.flag.unsqueeze(0))
@@ -158,7 +150,7 @@ class DeviceErrors:
             async_checks.submit(torch.cat(flags) if len(flags) > 1 else flags[0], self._report, wait=wait)
 
     def report_rows(self, flags: Flags) -> None:
-        """Reports the errors that Triton's flags say: a number per row, then one for the whole batch where known."""
+        """Report the errors in Triton's flags: a number per row, then one for the whole batch where known."""
         nr_ranks = len(self.aggregate.ranks)
         rows, whole = flags[:nr_ranks], flags[nr_ranks:]
         others = rows[: 0 if self.aggregate.mismatched is None else nr_ranks] & OTHER_ROUND
@@ -187,7 +179,7 @@ class DeviceErrors:
         return RoundMismatch(error_text(what, table=table, where=where, advice=ADVICE), **key.fields)
 
     def _report_non_finite(self, rows: Flags) -> None:
-        """Reports NaN and infinity as a round over the host does; waiting for the device does no harm any more."""
+        """Report NaN and infinity like a round over the host; waiting for the device does no harm any more."""
         result = self.aggregate
         bearers = np.repeat(result.ranks, len(rows) // len(result.ranks))[rows]
         aggregate = Aggregate(
@@ -204,13 +196,9 @@ class DeviceErrors:
 
 
 def submit_row_flags(flags: Tensor, blocks: int, errors: Callable[[], DeviceErrors], *, wait: bool) -> None:
-    """Schedules the check of the flags that Triton's kernels write.
+    """Schedule the check of the flags that Triton's kernels write; `errors` is called if one is set.
 
-    Args:
-        flags: shape (rows * blocks,), or of one row more for the whole batch; each block of channels has its own flags.
-        blocks: the number of blocks.
-        errors: creates the round's errors, if a flag is set.
-        wait: wait for the flags.
+    `flags`: shape (rows * blocks,), or of one row more for the whole batch; each block of channels has its own flags.
     """
 
     def report(by_block: Flags) -> None:
@@ -220,7 +208,7 @@ def submit_row_flags(flags: Tensor, blocks: int, errors: Callable[[], DeviceErro
 
 
 def check_recomputation(layer: str, first: Tensor, again: Tensor, tolerance: float) -> None:
-    """Schedules a check that a recomputed call has the input of the call that it was matched with.
+    """Schedule a check that a recomputed call has the input of the call that it was matched with.
 
     The moments of both runs, shape (2, C), may differ by `tolerance` relative to the largest value of each vector.
     """
@@ -241,7 +229,7 @@ def _place(ranks: Sequence[int], where: str) -> TableSection:
 
 
 def too_few_values(layer: str, count: int, shape: tuple[int, ...]) -> ValueError:
-    """Returns the error for a whole batch with so few values per channel."""
+    """The error for a whole batch with so few values per channel."""
     return ValueError(
         wrap(
             f"layer {layer!r}: expected more than 1 value per channel over all replicas when training, got {count} "

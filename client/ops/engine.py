@@ -1,10 +1,7 @@
 """The steps of a layer's call for one slice, and the choice of the backend that computes them.
 
-Large tensors stay in the compute type, vectors are float64, see `client.ops.statistics`. Vectors may come from another
-device of the process; they are copied asynchronously.
+Vectors may come from another device of the process; they are copied asynchronously.
 """
-
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,51 +9,15 @@ from torch import Tensor
 from client.ops import native
 from client.ops.fused import Fused
 from client.ops.reference import Reference
-from client.ops.statistics import ChannelMoments, ChannelStatistics, to_compute_type, vector_device
+from client.ops.statistics import ChannelMoments, ChannelStatistics, same_layout, to_compute_type, vector_device
+
+# The first backend that supports a slice without a mask computes it; otherwise the reference does. The methods of all
+# backends are the steps below, and return the same results up to rounding.
+BACKENDS: tuple[native.Native | Fused, ...] = (Fused(),) if native.core is None else (native.Native(), Fused())
 
 
-class Backend(Protocol):
-    """Computes the steps of a layer for slices of one kind; the functions of this module describe each step.
-
-    All backends return the same results up to rounding.
-
-    Example usage:
-
-        backend = backend_for(x, mask)
-        moments = backend.moments(x)
-        output = backend.normalise(x, statistics, weight, bias)
-        grad, x = backend.prepare_backward(grad, x)
-        sums = backend.backward_sums(grad, x, statistics)
-        gradient = backend.input_gradient(grad, x, statistics, means, weight)
-    """
-
-    def supports(self, x: Tensor) -> bool:
-        """Whether it can compute with `x`, which is not empty and need not be dense."""
-
-    def moments(self, x: Tensor) -> ChannelMoments:
-        """Returns the moments of a slice."""
-
-    def normalise(self, x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Returns the output, in the type of `x`."""
-
-    def prepare_backward(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns both in the layout of the next two steps, so that a copy is made once."""
-
-    def backward_sums(self, grad: Tensor, x: Tensor, statistics: ChannelStatistics) -> Tensor:
-        """Returns Σdy and Σdy·(x - mean), shape (2, C)."""
-
-    def input_gradient(
-        self, grad: Tensor, x: Tensor, statistics: ChannelStatistics, means: Tensor, weight: Tensor | None
-    ) -> Tensor:
-        """Returns dx, in the type of `x`; `means` is the result of `means_of`."""
-
-
-# The first backend that supports a slice without a mask computes it; otherwise the reference does.
-BACKENDS: tuple[Backend, ...] = (Fused(),) if native.core is None else (native.Native(), Fused())
-
-
-def backend_for(x: Tensor, mask: Tensor | None = None) -> Backend:
-    """Returns the backend for a slice; arguments as for `moments`."""
+def backend_for(x: Tensor, mask: Tensor | None = None) -> native.Native | Fused | Reference:
+    """Backend for a slice; arguments as for `moments`."""
     if mask is None and x.numel():
         for backend in BACKENDS:
             if backend.supports(x):
@@ -65,11 +26,9 @@ def backend_for(x: Tensor, mask: Tensor | None = None) -> Backend:
 
 
 def moments(x: Tensor, mask: Tensor | None = None) -> ChannelMoments:
-    """Returns the moments of a slice.
+    """Moments of a slice of shape (N, C, *), which may be empty.
 
-    Args:
-        x: shape (N, C, *), any floating-point type, any device. It may be empty.
-        mask: shape (N, *), bool: which positions count; None for all.
+    `mask`, shape (N, *), bool, says which positions count; None for all.
     """
     if x.numel():
         return backend_for(x, mask).moments(x)
@@ -78,10 +37,9 @@ def moments(x: Tensor, mask: Tensor | None = None) -> ChannelMoments:
 
 
 def normalise(x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Returns (x - mean) * invstd * weight + bias, in the type of `x`; None means weight 1 or bias 0.
+    """(x - mean) * invstd * weight + bias, in the type of `x`; None means weight 1 or bias 0.
 
-    Raises:
-        ValueError: weight or bias have another shape than (C,).
+    Raises ValueError where weight or bias have another shape than (C,).
     """
     check_parameter("weight", weight, x)
     check_parameter("bias", bias, x)
@@ -89,18 +47,18 @@ def normalise(x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, b
 
 
 def check_parameter(name: str, values: Tensor | None, x: Tensor) -> None:
-    """Raises ValueError where weight or bias have another shape than (C,)."""
+    """Raise ValueError where weight or bias have another shape than (C,)."""
     if values is not None and values.shape != x.shape[1:2]:
         raise ValueError(f"expected a {name} of shape ({x.shape[1]},), got {tuple(values.shape)}")
 
 
 def prepare_backward(grad: Tensor, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns gradient and input in the layout of `backward_sums` and `input_gradient`, which would each copy them."""
-    return backend_for(x, mask).prepare_backward(grad, x)
+    """Gradient and input in the layout of `backward_sums` and `input_gradient`, which would each copy them."""
+    return (grad, x) if isinstance(backend_for(x, mask), Reference) else same_layout(grad, x)
 
 
 def backward_sums(grad: Tensor, x: Tensor, statistics: ChannelStatistics, mask: Tensor | None = None) -> Tensor:
-    """Returns Σdy and Σdy·(x - mean) of a slice: shape (2, C), float64.
+    """Σdy and Σdy·(x - mean) of a slice: shape (2, C), float64.
 
     The output of masked positions is normalised too, so their gradients count. Where such a gradient is 0, because the
     loss leaves the position out, NaN or infinity in the input has no effect.
@@ -118,13 +76,10 @@ def input_gradient(
     weight: Tensor | None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Returns dx, in the type of `x`.
+    """dx, in the type of `x`; `sums` is the aggregate of `backward_sums` over all replicas.
 
-    dx = invstd * weight * (dy - m·Σdy/n - m·(x - mean) * invstd² * Σdy·(x - mean)/n), with the sums over all replicas
-    and m = 1 where a position counts, else 0. `sums` is the aggregate of `backward_sums`.
-
-    Raises:
-        ValueError: the weight has another shape than (C,).
+    dx = invstd * weight * (dy - m·Σdy/n - m·(x - mean) * invstd² * Σdy·(x - mean)/n), m = 1 where a position counts,
+    else 0.
     """
     check_parameter("weight", weight, x)
     statistics = statistics.on(vector_device(x))
@@ -133,22 +88,22 @@ def input_gradient(
 
 
 def means_of(sums: Tensor, statistics: ChannelStatistics) -> Tensor:
-    """Returns Σdy / n and slope * Σdy·(x - mean) / n for the sums over all replicas, shape (2, C)."""
+    """Σdy / n and slope * Σdy·(x - mean) / n for the sums over all replicas, shape (2, C)."""
     first, second = sums / statistics.count
     return torch.stack((first, second * statistics.slope))
 
 
 def parameter_gradients(sums: Tensor, statistics: ChannelStatistics) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of weight and bias, shape (C,), float64, for the result of `backward_sums`."""
+    """Gradients of weight and bias for the result of `backward_sums`, shape (C,), float64."""
     return sums[1] * statistics.on(sums.device).invstd, sums[0]
 
 
 def to_parameter(values: Tensor, x: Tensor) -> Tensor:
-    """Returns a copy of `values`, shape (C,), float64, in the compute type of `x` on its device."""
+    """Copy of a float64 vector in the compute type of `x`, on its device."""
     (converted,) = to_compute_type(x, values.to(vector_device(x), non_blocking=True))
     return converted.clone() if converted.dtype == values.dtype else converted
 
 
 def zeros(number: int, x: Tensor) -> Tensor:
-    """Returns `number` vectors of zeros, shape (number, C), float64."""
+    """`number` vectors of zeros, shape (number, C), float64."""
     return torch.zeros(number, x.shape[1], dtype=torch.float64, device=vector_device(x))

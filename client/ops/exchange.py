@@ -29,7 +29,7 @@ MAX_COUNTED_CALLS = 2**14
 
 
 class GraphPosition(NamedTuple):
-    """The position of a call among the nodes of autograd."""
+    """Position of a call among the nodes of autograd."""
 
     sequence_nr: int  # the number of nodes that this thread had created before the call
     # Whether a node ran the call, for example a reentrant checkpoint; then the call has no node. It is inferred from
@@ -37,7 +37,7 @@ class GraphPosition(NamedTuple):
     is_inside_node: bool
 
     def distance_to(self, node: int) -> int | None:
-        """Returns the distance to a node that recomputes a call, by sequence numbers; None if it cannot be this call.
+        """Distance to a node that recomputes a call, by sequence numbers; None if it cannot be this call.
 
         A call inside a node is recomputed by that node, which is older than the call; any other call by a newer node.
         """
@@ -46,68 +46,40 @@ class GraphPosition(NamedTuple):
 
 
 def current_position() -> list[GraphPosition]:
-    """Returns the position of a call that runs now, in a list."""
+    """Position of a call that runs now, in a list."""
     return [_new_tuple(GraphPosition, (_sequence_nr(), not torch.is_grad_enabled()))]
 
 
 def phase_of_forward(*, needs_gradient: bool) -> str:
-    """Returns the phase of a forward round; by it ranks notice at once if only some of them will run a backward round.
-
-    `needs_gradient`: whether any local replica's input needs a gradient; ignored outside gradient mode.
-    """
+    """Phase of a forward round; by it ranks notice at once if only some of them will run a backward round."""
     return FORWARD if needs_gradient or not torch.is_grad_enabled() else FORWARD_WITHOUT_GRADIENT
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Exchange:
-    """One call of a layer: its transport, and the results that all replicas share.
-
-    Attributes:
-        transport: of the rounds.
-        layer: the layer's name, for errors.
-        eps: the layer's.
-        eps_mode: the layer's.
-        phase: of the forward round, see `phase_of_forward`.
-        capacity: rows per rank on its device, see `device_rows.device_capacity`; 0 where rows travel over the host.
-        local: the local replicas' moments.
-        key: of the forward round; None before it.
-        moments: of the whole batch.
-        statistics: computed from `moments`.
-        number: increases with each call of this process.
-        positions: of the call, and of its recomputations.
-        has_updated_running: whether the forward pass has updated the layer's running statistics.
-        recomputed: the local replicas that a checkpoint has run a second time.
-        streams: of the local replicas' devices; empty on devices without streams.
-    """
+    """One call of a layer: its transport, and the results that all replicas share."""
 
     transport: Transport
     layer: str
     eps: float
     eps_mode: str
-    phase: str = FORWARD
-    capacity: int = 0
-    local: list[ChannelMoments] = field(init=False)
-    key: RoundKey | None = None
-    moments: ChannelMoments = field(init=False)
+    phase: str = FORWARD  # of the forward round
+    capacity: int = 0  # rows per rank on its device; 0 where rows travel over the host
+    local: list[ChannelMoments] = field(init=False)  # of each local replica
+    key: RoundKey | None = None  # of the forward round; None before it
+    moments: ChannelMoments = field(init=False)  # of the whole batch
     statistics: ChannelStatistics = field(init=False)
-    number: int = field(init=False, default_factory=_numbers.__next__)
-    positions: list[GraphPosition] = field(init=False, default_factory=current_position)
-    has_updated_running: bool = False
-    recomputed: set[int] = field(default_factory=set)
-    streams: tuple[Any, ...] = ()
+    number: int = field(init=False, default_factory=_numbers.__next__)  # increases with each call of this process
+    positions: list[GraphPosition] = field(init=False, default_factory=current_position)  # also of recomputations
+    has_updated_running: bool = False  # whether the forward pass has updated the layer's running statistics
+    recomputed: set[int] = field(default_factory=set)  # the local replicas that a checkpoint has run a second time
+    streams: tuple[Any, ...] = ()  # of the local replicas' devices; empty on devices without streams
     _passes: dict[str, int] = field(default_factory=dict)
 
-    @property
-    def is_done(self) -> bool:
-        """Whether the forward round has taken place."""
-        return self.key is not None
-
     def forward(self, local: list[ChannelMoments]) -> None:
-        """Exchanges the local replicas' moments for the moments of the whole batch.
+        """Exchange the local replicas' moments for the moments of the whole batch.
 
-        Raises:
-            StatsdBNError: the round has failed; or, where rows stay on devices, an earlier one has.
-            ValueError: the whole batch of an earlier round on devices had too few values.
+        Where rows stay on devices, a call raises the errors of earlier rounds.
         """
         self.local, counts = local, [moments.count for moments in local]
         rows = LocalRows.of(counts, [moments.vectors for moments in local])
@@ -122,7 +94,7 @@ class Exchange:
         self.statistics = ChannelStatistics.of(self.moments, self.eps, self.eps_mode)
 
     def _too_few(self, count: Tensor) -> TooFewValues | None:
-        """Returns the check of `check_count` for a count on a device; None where the shapes prove that it passes."""
+        """The check of `check_count` for a count on a device; None where the shapes prove that it passes."""
         if sum(moments.known for moments in self.local) > 1:
             return None
         with_positions = [moments.shape for moments in self.local if 0 not in moments.shape]
@@ -131,16 +103,7 @@ class Exchange:
         return TooFewValues(count == 1, self.layer, self.local[0].shape)
 
     def backward(self, phase: str, local: list[Tensor]) -> Tensor:
-        """Returns the sums over all replicas.
-
-        Args:
-            phase: "backward" or "second backward"; further backward passes through a retained graph number theirs:
-                "backward 2", ...
-            local: shape (vectors, C) for each replica.
-
-        Raises:
-            ConfigurationError: some local replicas are missing.
-        """
+        """Exchange the local replicas' sums, each of shape (vectors, C), for the sums over all replicas."""
         if len(local) != len(self.local):
             raise ConfigurationError(
                 f"layer {self.layer!r}: backward got gradients of {len(local)}, expected all {len(self.local)} "
@@ -151,15 +114,15 @@ class Exchange:
         return backward_round(self.transport, rows, self.capacity, self.next_key(phase))
 
     def next_key(self, phase: str) -> RoundKey:
-        """Returns the key of the next round of a backward phase."""
+        """Key of the next round of a backward phase; there are several if the graph is retained."""
         number = self._passes[phase] = self._passes.get(phase, 0) + 1
         assert self.key is not None  # noqa: S101 - a backward follows a forward
-        return self.key.of_phase(phase if number == 1 else phase_of(phase, number))
+        return self.key.of_phase(phase_of(phase, number))
 
     def check_count(self, shape: Sequence[int]) -> None:
-        """Raises ValueError if the whole batch has one value per channel, or none although this input is not empty.
+        """Raise ValueError if the whole batch has one value per channel, or none although this input is not empty.
 
-        `shape` is the input's. On devices `forward` schedules this check.
+        On devices `forward` schedules this check.
         """
         count = self.moments.count
         if isinstance(count, int) and (count == 1 or (count == 0 and 0 not in shape)):
@@ -167,7 +130,7 @@ class Exchange:
 
 
 def backward_round(transport: Transport, rows: LocalRows, capacity: int, key: RoundKey) -> Tensor:
-    """Returns the sums of a backward round, shape (vectors, C); NaN where it has failed on devices."""
+    """Sums of a backward round, shape (vectors, C); NaN where it has failed on devices."""
     if not capacity:
         return _host_round(transport, rows, key)[1]
     aggregate, failed = _device_round(transport, rows, capacity, key)
@@ -177,7 +140,7 @@ def backward_round(transport: Transport, rows: LocalRows, capacity: int, key: Ro
 def _host_round(
     transport: Transport, rows: LocalRows, key: RoundKey | None, phase: str = FORWARD
 ) -> tuple[Aggregate, Tensor]:
-    """Returns the aggregate of a round over the host, and its values, shape (vectors, C), on the rows' device."""
+    """Aggregate of a round over the host, and its values on the rows' device."""
     contribution = rows.on_host()
     aggregate = transport.run_slave(contribution, key, phase=phase)
     non_finite.check(transport, contribution, aggregate)
@@ -192,7 +155,7 @@ def _device_round(
     phase: str = FORWARD,
     too_few: Callable[[Tensor], TooFewValues | None] = lambda _: None,
 ) -> tuple[DeviceAggregate, Tensor | None]:
-    """Returns the aggregate of a round on devices, and its `DeviceErrors.has_failed`; a later call raises the error."""
+    """Aggregate of a round on devices, and its `DeviceErrors.has_failed`; a later call raises the error."""
     async_checks.poll(rows.values.device)
     aggregate = device_rows.run(transport, rows, capacity, key, phase=phase)
     errors = DeviceErrors(transport, rows, aggregate, too_few(aggregate.count))
@@ -205,19 +168,19 @@ def _nan_where(failed: Tensor | None, values: Tensor) -> Tensor:
 
 
 def phase_of(phase: str, number: int) -> str:
-    """Returns the phase of backward pass `number`, counted from 1: "backward", "backward 2", ..."""
+    """Phase of backward pass `number`, counted from 1: "backward", "backward 2", ..."""
     return phase if number == 1 else f"{phase} {number}"
 
 
 class BackwardPasses:
-    """A counter of the backward passes of recent calls, for compiled calls, which leave no `Exchange` to count them."""
+    """Counter of the backward passes of recent calls, for compiled calls, which leave no `Exchange` to count them."""
 
     def __init__(self) -> None:
         self._passes: OrderedDict[int, int] = OrderedDict()  # the call with the latest pass is last
         self._lock = threading.Lock()
 
     def count(self, call: int) -> int:
-        """Counts a backward pass of call number `call`, and returns the number of the pass, from 1."""
+        """Count a backward pass of call number `call`, and return the number of the pass, from 1."""
         with self._lock:
             number = self._passes[call] = self._passes.pop(call, 0) + 1
             if len(self._passes) > MAX_COUNTED_CALLS:

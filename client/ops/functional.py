@@ -1,7 +1,7 @@
 """The autograd functions that compute the outputs of all local replicas in one node, with one exchange each way.
 
-One node computes all replicas of a process, because on a CPU one thread runs the whole backward pass: with a node for
-each replica, the first would wait forever for a sibling that only the same thread can run.
+On a CPU one thread runs the whole backward pass: with a node for each replica, the first would wait forever for a
+sibling that only the same thread can run.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,34 +26,24 @@ UNSAVED = "unsaved"
 
 
 class Slice(NamedTuple):
-    """The part of the batch of one replica.
+    """Part of the batch of one replica."""
 
-    Attributes:
-        input: shape (N, C, *).
-        weight: the replica's copy, shape (C,) or None.
-        bias: the replica's copy, shape (C,) or None.
-        mask: shape (N, *), bool: which positions count for the statistics; None for all.
-        saver: what saves input, weight and mask for backward: None for the batch norm's node, `UNSAVED` for nothing,
-            or a node that has saved input and weight, see `save_in_thread`.
-        stream: of the replica's device, see `stream_of`; None on devices without streams.
-    """
-
-    input: Tensor
-    weight: Tensor | None
+    input: Tensor  # shape (N, C, *)
+    weight: Tensor | None  # the replica's copies, shape (C,)
     bias: Tensor | None
-    mask: Tensor | None = None
+    mask: Tensor | None = None  # shape (N, *), bool: which positions count for the statistics
+    # Saves input, weight and mask for backward: None for the batch norm's node, `UNSAVED` for nothing, or a node that
+    # has saved input and weight, see `save_in_thread`.
     saver: Any = None
-    stream: Any = None
+    stream: Any = None  # of the replica's device, see `stream_of`
 
 
 def save_in_thread(slice_: Slice) -> Slice:
-    """Saves the input in the calling thread, where a checkpoint around this replica sees it.
+    """Save the input in the calling thread, where a checkpoint around this replica sees it.
 
-    Checkpoints are hooks of their thread, and the last replica's thread runs the batch norm of all. Tensors saved there
-    would belong to the last thread's checkpoint, or to none. Without hooks the batch norm may save them.
-
-    The weight is saved too, so that autograd notices if it changes before backward: on the module's device the copies
-    share its memory. A thread without gradients saves nothing, whatever its siblings do.
+    Checkpoints are hooks of their thread, and the last replica's thread runs the batch norm of all. The weight is saved
+    too, so that autograd notices if it changes before backward: the copies on the module's device share its memory. A
+    thread without gradients saves nothing, whatever its siblings do.
     """
     if not torch.is_grad_enabled():
         weight, bias = (None if vector is None else vector.detach() for vector in (slice_.weight, slice_.bias))
@@ -107,26 +97,13 @@ class _Saver:
 
 
 def batch_norm(slices: list[Slice], exchange: Exchange) -> list[Tensor]:
-    """Normalises the local replicas' slices with the statistics of the whole batch.
-
-    Args:
-        slices: one per local replica, in replica order.
-        exchange: new for this call, or the exchange of the call that is recomputed. Afterwards it has the statistics of
-            the whole batch.
-
-    Returns:
-        An output per slice.
-
-    Raises:
-        ValueError: the whole batch has one value per channel, or none where there are positions to normalise.
-        StatsdBNError: the exchange failed; most kinds are RoundFailed.
-    """
+    """Normalise the local replicas' slices, in replica order, with the statistics of the whole batch."""
     inputs, weights, biases, masks, savers, _ = zip(*slices, strict=True)
     return list(apply_function(_BatchNorm, exchange, savers, *inputs, *weights, *biases, *masks))
 
 
 def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """Calls `function.apply` without its search for default arguments, which would double the time of the call."""
+    """Call `function.apply` without its search for default arguments, which takes as long as the call."""
     if torch._C._are_functorch_transforms_active():  # noqa: SLF001 - torch asks the same
         return function.apply(*arguments)
     return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]  # defined in C
@@ -137,7 +114,7 @@ class Exchanging(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
-        """Raises NotImplementedError."""
+        """Raise NotImplementedError."""
         raise NotImplementedError(
             wrap(
                 "synchronised batch norm does not support torch.vmap, nor torch.func.jacrev, which uses it; "
@@ -147,7 +124,7 @@ class Exchanging(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """Raises NotImplementedError."""
+        """Raise NotImplementedError."""
         raise NotImplementedError(
             wrap(
                 "synchronised batch norm has no forward-mode derivative (torch.func.jvp, jacfwd); use backward, "
@@ -160,7 +137,7 @@ class _BatchNorm(Exchanging):
     @staticmethod
     def forward(exchange: Exchange, savers: list[Any], *tensors: Any) -> tuple[Tensor, ...]:  # noqa: ARG004 - below
         inputs, weights, biases, masks = _split(tensors, 4)
-        if not exchange.is_done:
+        if exchange.key is None:
             exchange.forward([engine.moments(x, mask) for x, mask in zip(inputs, masks, strict=True)])
         outputs = []
         for x, weight, bias in zip(inputs, weights, biases, strict=True):
@@ -194,7 +171,7 @@ class _BatchNorm(Exchanging):
 
 
 def _saved(ctx: Any) -> Sequence[Tensor | None]:
-    """Returns inputs, weights and masks, from the batch norm's node or the slices' savers."""
+    """Inputs, weights and masks, from the batch norm's node or the slices' savers."""
     if ctx.unsaved is None:
         tensors: Sequence[Tensor | None] = ctx.saved_tensors
         return tensors
@@ -206,7 +183,7 @@ def _saved(ctx: Any) -> Sequence[Tensor | None]:
 
 
 def _run_pass(exchange: Exchange, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Sequence[Any]:
-    """Computes a part of the backward pass in the replicas' streams; a failed round shows the user's frames only."""
+    """Compute a part of the backward pass in the replicas' streams; a failed round shows the user's frames only."""
     try:
         return _run_in_streams(exchange.streams, run, arguments)
     except StatsdBNError as error:
@@ -217,7 +194,7 @@ def _run_pass(exchange: Exchange, run: Callable[..., Any], arguments: tuple[Any,
 def backward_by_operators(
     exchange: Exchange, needs: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Returns the needed gradients of one slice's input, weight and bias; they can be differentiated again."""
+    """Gradients of one slice's input, weight and bias; they can be differentiated again."""
     backward_pass = _BackwardPass(exchange, [(need,) for need in needs])
     gradients: tuple[Tensor | None, ...] = apply_function(_Backward, backward_pass, grad, x, weight, None)
     return gradients
@@ -256,10 +233,10 @@ class _Backward(Exchanging):
                 engine.input_gradient(grad, x, statistics, total, weight, mask)
                 for (grad, x), weight, mask in zip(prepared, weights, masks, strict=True)
             ]
-        return (
-            *by_input,
-            *_where_needed(needs_weight, by_weight, inputs),
-            *_where_needed(needs_bias, by_bias, inputs),
+        needs_parameters, by_parameter = (*needs_weight, *needs_bias), (*by_weight, *by_bias)
+        return *by_input, *(
+            engine.to_parameter(values, x) if need else None
+            for need, values, x in zip(needs_parameters, by_parameter, (*inputs, *inputs), strict=True)
         )
 
     @staticmethod
@@ -305,14 +282,8 @@ class _SecondBackward(Exchanging):
         raise NotImplementedError("synchronised batch norm supports first and second derivatives, not the third")
 
 
-def _where_needed(needs: tuple[bool, ...], vectors: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor | None]:
-    return [
-        engine.to_parameter(values, x) if need else None for need, values, x in zip(needs, vectors, inputs, strict=True)
-    ]
-
-
 def _split(values: Any, parts: int) -> list[Any]:
-    """Returns `parts` sequences of equal length."""
+    """`parts` sequences of equal length."""
     size = len(values) // parts
     return [values[part * size : (part + 1) * size] for part in range(parts)]
 
@@ -322,13 +293,13 @@ def _split(values: Any, parts: int) -> list[Any]:
 
 
 def stream_of(x: Tensor) -> Any:
-    """Returns the calling thread's stream on the device of `x`; None on devices without streams."""
+    """The calling thread's stream on the device of `x`; None on devices without streams."""
     return torch.cuda.current_stream(x.device) if x.is_cuda else None
 
 
 @contextmanager
 def in_streams(streams: Iterable[Any]) -> Iterator[None]:
-    """Makes streams the current ones of this thread, each on its device."""
+    """Make streams the current ones of this thread, each on its device."""
     with ExitStack() as stack:
         for stream in streams:
             stack.enter_context(torch.cuda.stream(stream))
@@ -336,14 +307,11 @@ def in_streams(streams: Iterable[Any]) -> Iterator[None]:
 
 
 def _run_in_streams(streams: Sequence[Any], run: Callable[..., Any], arguments: tuple[Any, ...]) -> Sequence[Any]:
-    """Computes a part of a backward pass in the replicas' streams, and returns its results.
+    """Compute a part of a backward pass in the replicas' streams, if any, and return its results.
 
-    Autograd passes gradients in its thread's current streams, and expects the results there. So the replicas' streams
-    first wait for the current ones, and the current ones wait for them at the end. Tensors that pass from one stream to
-    another are recorded with the allocator, which could otherwise reuse their memory before the other stream has read
-    them.
-
-    `streams` is empty on devices without streams.
+    Autograd passes gradients in its thread's current streams, and expects the results there, so the streams wait for
+    each other before and after. Tensors that pass from one stream to another are recorded with the allocator, which
+    could otherwise reuse their memory before the other stream has read them.
     """
     if not streams:
         results: Sequence[Any] = run(*arguments)

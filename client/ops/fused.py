@@ -7,6 +7,7 @@ lost, but the input is read twice more. To skip this for a mean near zero, the h
 import torch
 from torch import Tensor
 
+from client.ops.reference import rounded
 from client.ops.statistics import ChannelMoments, ChannelStatistics, along_channels, compute_type, dense, same_layout
 
 # Flags of the operator: the sums for the input's gradient, of which those for weight and bias are a part.
@@ -19,11 +20,11 @@ class Fused:
     """The backend for CUDA, without masks."""
 
     def supports(self, x: Tensor) -> bool:
-        """Supports all tensors on CUDA."""
+        """Support all tensors on CUDA."""
         return x.is_cuda
 
     def moments(self, x: Tensor) -> ChannelMoments:
-        """Computes the mean first, then mean and variance of the centred values."""
+        """Compute the mean first, then mean and variance of the centred values."""
         x = dense(x)
         center, _ = torch.batch_norm_update_stats(x, None, None, 0.0)
         rest, variance = torch.batch_norm_update_stats(x - along_channels(center, x), None, None, 0.0)
@@ -34,23 +35,19 @@ class Fused:
         return ChannelMoments.from_centred(number, mean, variance.double() * number, tuple(x.shape))
 
     def normalise(self, x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Adds the rounding error of the mean to the bias."""
+        """Add the rounding error of the mean to the bias."""
         x, wide = dense(x), compute_type(x)
-        center, rest = _center_and_rest(x, statistics)
+        center, rest = rounded(statistics, compute_type(x))
         weight = _weight_of(x, weight)
         addend = (-rest * statistics.invstd).to(wide) * weight
         if bias is not None:
             addend = (addend + bias.detach()).to(wide)  # a wider bias would widen the sum
         return torch.batch_norm_elemt(x, weight, addend, center, statistics.invstd.to(wide), 0.0)
 
-    def prepare_backward(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns both in one layout and type."""
-        return same_layout(grad, x)
-
     def backward_sums(self, grad: Tensor, x: Tensor, statistics: ChannelStatistics) -> Tensor:
-        """Computes the sums around the rounded mean, and corrects its rounding error."""
+        """Compute the sums around the rounded mean, and correct its rounding error."""
         grad, x = same_layout(grad, x)
-        center, rest = _center_and_rest(x, statistics)
+        center, rest = rounded(statistics, compute_type(x))
         invstd = statistics.invstd.to(compute_type(x))
         first, second = (each.double() for each in _reduced(grad, x, center, invstd))
         return torch.stack((first, second - rest * first))
@@ -58,10 +55,10 @@ class Fused:
     def input_gradient(
         self, grad: Tensor, x: Tensor, statistics: ChannelStatistics, means: Tensor, weight: Tensor | None
     ) -> Tensor:
-        """Adds the rounding error of the mean to the mean of the gradient."""
+        """Add the rounding error of the mean to the mean of the gradient."""
         grad, x = same_layout(grad, x)
         wide = compute_type(x)
-        center, rest = _center_and_rest(x, statistics)
+        center, rest = rounded(statistics, compute_type(x))
         invstd = statistics.invstd
         first = means[0] - rest * (invstd * invstd * means[1])
         # `means` are divided already, because the operator's count has only 32 bits.
@@ -71,17 +68,11 @@ class Fused:
         )
 
 
-def _center_and_rest(x: Tensor, statistics: ChannelStatistics) -> tuple[Tensor, Tensor]:
-    """Returns the mean in the compute type of `x`, and its rounding error in float64."""
-    center = statistics.mean.to(compute_type(x))
-    return center, statistics.mean - center.double()
-
-
 def _reduced(grad: Tensor, x: Tensor, center: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns Σdy and Σdy·(x - center), each of shape (C,), in the compute type.
+    """Σdy and Σdy·(x - center), each of shape (C,), in the compute type.
 
-    In half precision torch's kernel for contiguous inputs rounds partial sums to half precision, so these inputs are
-    copied to float32. The kernel for channels_last does not.
+    In half precision torch's kernel for contiguous inputs, unlike that for channels_last, rounds partial sums to half
+    precision, so these inputs are copied to float32.
     """
     if x.dtype in _HALVES and not _is_channels_last(x):
         grad, x = grad.float(), x.float()
@@ -95,7 +86,7 @@ def _is_channels_last(x: Tensor) -> bool:
 
 
 def _weight_of(x: Tensor, weight: Tensor | None) -> Tensor:
-    """Returns a layer's weight, or ones: its type decides the types of the operators' statistics."""
+    """A layer's weight, or ones: its type decides the types of the operators' statistics."""
     if weight is None:
         return torch.ones(x.shape[1], dtype=compute_type(x), device=x.device)
     return weight.detach().to(compute_type(x))

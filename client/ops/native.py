@@ -42,11 +42,11 @@ class Native:
     """The backend for a CPU, without masks."""
 
     def supports(self, x: Tensor) -> bool:
-        """Supports all floating-point types of torch's batch norm."""
+        """Support all floating-point types of torch's batch norm."""
         return supports(x)
 
     def moments(self, x: Tensor) -> ChannelMoments:
-        """Adds in float64 from the first value on."""
+        """Add in float64 from the first value on."""
         x = ready(x)
         channels = x.shape[1]
         row = torch.empty(2 * channels + 1, dtype=torch.float64, device="cpu")
@@ -55,7 +55,7 @@ class Native:
         return ChannelMoments(x.numel() // channels, sums, squares, tuple(x.shape))
 
     def normalise(self, x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Computes in float64 and rounds once."""
+        """Compute in float64 and round once."""
         x = ready(x)
         output = output_for(x)
         saved = _saved(statistics, statistics.slope, x)
@@ -63,12 +63,8 @@ class Native:
         _call("sbn_normalize", x, x.data_ptr(), output.data_ptr(), saved.data_ptr(), *_pointer(weight), *_pointer(bias))
         return output
 
-    def prepare_backward(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns both in one layout and type."""
-        return _alike(grad, x)
-
     def backward_sums(self, grad: Tensor, x: Tensor, statistics: ChannelStatistics) -> Tensor:
-        """Adds in float64."""
+        """Add in float64."""
         grad, x = _alike(grad, x)
         saved = _saved(statistics, statistics.slope, x)
         row = torch.empty(2 * x.shape[1] + 1, dtype=torch.float64, device="cpu")
@@ -78,7 +74,7 @@ class Native:
     def input_gradient(
         self, grad: Tensor, x: Tensor, statistics: ChannelStatistics, means: Tensor, weight: Tensor | None
     ) -> Tensor:
-        """Computes in float64 and rounds once."""
+        """Compute in float64 and round once."""
         grad, x = _alike(grad, x)
         gradient = output_for(x)
         saved = _saved(statistics, torch.ones_like(statistics.slope), x)  # the means have the slope in them
@@ -92,11 +88,7 @@ class Native:
 
 
 def ready(x: Tensor) -> Tensor:
-    """Returns `x` dense.
-
-    Raises:
-        RuntimeError: it has no values in memory, for example a fake tensor.
-    """
+    """`x` dense; RuntimeError if it has no values in memory, as a fake tensor."""
     x = dense(x)
     if not supports(x) or not x.data_ptr():
         refuse(x)
@@ -104,7 +96,7 @@ def ready(x: Tensor) -> Tensor:
 
 
 def output_for(x: Tensor) -> Tensor:
-    """Returns an uninitialised tensor like `x`; errors as for `ready`."""
+    """Uninitialised tensor like `x`; errors as for `ready`."""
     output = torch.empty_like(x)
     if type(output) is not Tensor:
         refuse(output)
@@ -112,7 +104,7 @@ def output_for(x: Tensor) -> Tensor:
 
 
 def refuse(tensor: Tensor) -> int:
-    """Raises RuntimeError for a tensor without values in memory; a stand-in for its address."""
+    """Raise RuntimeError for a tensor without values in memory; a stand-in for its address."""
     raise RuntimeError(f"expected a tensor with values in memory, got {type(tensor).__name__} on {tensor.device}")
 
 
@@ -125,7 +117,7 @@ def _alike(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _saved(statistics: ChannelStatistics, slope: Tensor, x: Tensor) -> Tensor:
-    """Returns mean, invstd and slope as the core stores them, shape (3, C)."""
+    """Mean, invstd and slope as the core stores them, shape (3, C)."""
     if statistics.mean.shape != x.shape[1:2]:
         raise RuntimeError(
             f"expected an input of {len(statistics.mean)} channels, as in the forward pass, got {x.shape[1]}"
@@ -140,22 +132,14 @@ def _call(name: str, x: Tensor, *arguments: Any) -> None:
 
 
 def _pointer(values: Tensor | None) -> tuple[int | None, int]:
-    """Returns address and type code of a dense parameter."""
+    """Address and type code of a dense parameter."""
     return (None, F32) if values is None else (values.data_ptr() or refuse(values), CODES[values.dtype])
 
 
 def supports_parameters(channels: tuple[int, ...], *parameters: Tensor | None) -> bool:
     """Whether the core can read weights and biases without a copy, all of shape `channels`."""
     for values in parameters:
-        if values is not None and not (
-            type(values) in _TORCHS
-            and values.is_cpu
-            and values.dtype in CODES
-            and values.layout is _STRIDED
-            and values.is_contiguous()
-            and values.shape == channels
-            and not values.is_neg()
-        ):
+        if values is not None and not (values.shape == channels and supports(values) and values.is_contiguous()):
             return False
     return True
 
@@ -170,22 +154,13 @@ def _ready_parameter(values: Tensor | None) -> Tensor | None:
 
 
 class Plan(PlanStruct):
-    """A plan with its address and the functions that use it.
+    """Constant part of the calls with inputs of one shape and type, and the functions of the core for them."""
 
-    Attributes:
-        address: of the plan, and of its slice, which comes first.
-        channels: C.
-        count: values per channel.
-        core: the functions of the core for such slices; for large ones they release the GIL.
-        forward: the forward pass; its buffer holds the rows, then mean, invstd and slope.
-        backward: the backward pass.
-    """
-
-    address: int
+    address: int  # of the plan, and of its slice, which comes first
     channels: int
-    count: int
-    core: Any
-    forward: Pass
+    count: int  # values per channel
+    core: Any  # releases the GIL for large slices
+    forward: Pass  # its buffer holds the rows, then mean, invstd and slope
     backward: Pass
 
 
@@ -202,19 +177,10 @@ def plan_of(
     eps: float = 0.0,
     eps_mode: str = "plus",
 ) -> Plan:
-    """Returns the plan of calls with a dense input of this shape and type.
+    """Plan of calls with a dense input of this shape, (N, C, *), and type.
 
-    Args:
-        shape: (N, C, *).
-        dtype: of the input.
-        is_contiguous: else the input is channels_last.
-        threads: the largest number of threads.
-        weight: its type; None without weight.
-        bias: the type of the bias, or of its gradient; None without it.
-        running: the type of the running statistics; None without them.
-        momentum: as in `Running`.
-        eps: the layer's.
-        eps_mode: the layer's.
+    `is_contiguous`: else channels_last. `threads`: the maximum. `weight`, `bias` (or its gradient), `running`: their
+    types, or None. `momentum`: as in `Running`.
     """
     samples, channels, *positions = shape
     length = prod(positions)
@@ -227,8 +193,7 @@ def plan_of(
     assert core is not None  # noqa: S101 - `supports` is checked before
     of, others = core.holding if plan.count * channels <= SMALL else core.releasing, core.releasing
     plan.core = of
-    plan.forward = Pass(ctypes.c_double * (7 * channels + 2), of.sbn_forward, others.sbn_forward, plan.count, channels)
-    plan.backward = Pass(
-        ctypes.c_double * (4 * channels + 2), of.sbn_backward, others.sbn_backward, plan.count, channels
-    )
+    double, shared = ctypes.c_double, (plan.count, channels)
+    plan.forward = Pass(double * (7 * channels + 2), of.sbn_forward, others.sbn_forward, *shared)
+    plan.backward = Pass(double * (4 * channels + 2), of.sbn_backward, others.sbn_backward, *shared)
     return plan

@@ -1,11 +1,8 @@
 """NaN and infinity in an aggregate: logged once, or raised as `NonFinite`.
 
-Every rank receives them through the statistics, so after one round all ranks have them. Each transport names the ranks
-that had them first.
-
-Gradients may be infinite on purpose: a GradScaler increases its scale until they overflow, and skips such a step. So a
-backward round never raises, and alone is no finding. A forward round with non-finite values is one, and the non-finite
-gradients before it are then logged too.
+Every rank receives them through the statistics; each transport names the ranks that had them first. A GradScaler
+increases its scale until gradients overflow, and skips such a step, so a backward round never raises, and is logged
+only when a forward round has non-finite values too.
 """
 
 import logging
@@ -40,21 +37,6 @@ ADVICE = (
 )
 
 
-def check(transport: Transport, contribution: Rows, aggregate: Aggregate) -> None:
-    """Logs or raises an aggregate that is not finite, as the policy says.
-
-    Args:
-        transport: of the round.
-        contribution: this process's rows.
-        aggregate: the result, finite or not.
-
-    Raises:
-        NonFinite: the aggregate of a forward round is not finite, and the policy is "raise".
-    """
-    if aggregate.non_finite.runs:
-        _report(transport, contribution, aggregate)
-
-
 def is_awaited(transport: Transport) -> bool:
     """Whether a non-finite aggregate of this transport would be logged or raised."""
     connection = _connection_of(transport)
@@ -75,7 +57,10 @@ def _reports(connection: Connection | None) -> dict[str, tuple[int, str]]:
     return _local_reports if connection is None else connection.non_finite_reports
 
 
-def _report(transport: Transport, contribution: Rows, aggregate: Aggregate) -> None:
+def check(transport: Transport, contribution: Rows, aggregate: Aggregate) -> None:
+    """Log or raise an aggregate that is not finite, as the policy says; `contribution` has this process's rows."""
+    if not aggregate.non_finite.runs:
+        return
     connection = _connection_of(transport)
     policy = _policy(connection)
     reports = _reports(connection)
@@ -114,7 +99,7 @@ def _policy(connection: Connection | None) -> str:
 
 
 def _text(transport: Transport, contribution: Rows, aggregate: Aggregate, places: Mapping[int, str]) -> str:
-    """Returns the log line; a rank that is an origin itself names its replicas."""
+    """The log line; a rank that is an origin itself names its replicas."""
     who = format_ranks(aggregate.non_finite, places)
     if transport.rank in aggregate.non_finite:
         who = f"rank {transport.rank} ({places[transport.rank]}{_replicas(contribution)})"

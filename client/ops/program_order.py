@@ -1,14 +1,9 @@
 """Program order of rounds in the code that inductor generates.
 
-Inductor orders the operators of independent branches by the memory they need, and so by the size of the batch: members
-with other shapes would then wait for each other in different layers. In the graph, operators registered as ordered
-effects are tied to each other. But torch 2.13 stores the tie of two kernels under a buffer's name and looks it up under
-an operation's, so the scheduler never finds it (`with_effects` in `torch/_inductor/lowering.py`). An
-`EffectfulKernel` of torch declares its dependencies itself and keeps its place; the lowering here creates one for each
-of our operators.
-
-Considered and not done: a tensor passed from layer to layer, which a checkpoint inside a compiled model refuses; and
-disabling the reordering, which is a setting of the user's whole program.
+Inductor orders independent operators by the memory they need, and so by the size of the batch: members with other
+shapes would wait for each other in different layers. Ordered effects tie operators in the graph, but torch 2.13 stores
+the tie of two kernels under a buffer's name and looks it up under an operation's (`with_effects` in
+`torch/_inductor/lowering.py`). An `EffectfulKernel` of torch declares its dependencies itself and keeps its place.
 """
 
 import sys
@@ -21,8 +16,7 @@ from torch._ops import OpOverload
 def keep(operators: Iterable[OpOverload]) -> None:
     """Makes inductor run these operators, which are ordered effects, in the order of the graph.
 
-    Call it while a graph is traced. If inductor compiles the graph, it has been imported by then; importing it takes
-    seconds.
+    Call it while a graph is traced: inductor, which takes seconds to import, has been imported by then if it is used.
     """
     lowering = sys.modules.get("torch._inductor.lowering")
     lowerings = getattr(lowering, "lowerings", None)  # missing while another thread imports it
@@ -34,27 +28,22 @@ def keep(operators: Iterable[OpOverload]) -> None:
 
 
 def _register(operator: OpOverload) -> None:
-    from torch._inductor.lowering import register_lowering  # noqa: PLC0415 - takes seconds to import
-
-    @register_lowering(operator, type_promotion_kind=None)
-    def lower(*args: Any, **kwargs: Any) -> Any:
-        return _lower(operator, *args, **kwargs)
-
-
-def _lower(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     from torch._higher_order_ops.effects import _get_effect  # noqa: PLC0415 - with inductor's
     from torch._inductor import ir  # noqa: PLC0415 - takes seconds to import
-    from torch._inductor.virtualized import V  # noqa: PLC0415 - takes seconds to import
+    from torch._inductor.lowering import register_lowering  # noqa: PLC0415 - as above
+    from torch._inductor.virtualized import V  # noqa: PLC0415 - as above
     from torch.utils import _pytree as pytree  # noqa: PLC0415 - with inductor's
 
     def boxed(value: Any) -> Any:
         return ir.TensorBox.create(value) if isinstance(value, ir.IRNode) else value
 
-    effect: Any = _get_effect(operator)
-    previous = V.graph.effectful_ops.get(effect)
-    made = pytree.tree_map(boxed, ir.EffectfulKernel.create(operator, *args, **kwargs))
-    # The caller records this kernel itself. Restore the former entry, or it would tie the kernel to itself.
-    V.graph.effectful_ops.pop(effect, None)
-    if previous is not None:
-        V.graph.effectful_ops[effect] = previous
-    return made
+    @register_lowering(operator, type_promotion_kind=None)
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        effect: Any = _get_effect(operator)
+        previous = V.graph.effectful_ops.get(effect)
+        made = pytree.tree_map(boxed, ir.EffectfulKernel.create(operator, *args, **kwargs))
+        # The caller records this kernel itself. Restore the former entry, or it would tie the kernel to itself.
+        V.graph.effectful_ops.pop(effect, None)
+        if previous is not None:
+            V.graph.effectful_ops[effect] = previous
+        return made

@@ -1,8 +1,7 @@
 """The reference backend: torch's elementwise operators, which every device has. It supports masks.
 
-A slice is always centred before it is squared or scaled: `x - center` is nearly exact in float32 even where
-`mean / std` is 10,000, while `a*x + b` would lose the significant digits. The rounding error of the centre
-(`rest = mean - center`) is corrected in float64.
+A slice is centred before it is squared or scaled: `x - center` is nearly exact in float32 even where `mean / std` is
+10,000, while `a*x + b` would lose the significant digits. `rest = mean - center` is corrected in float64.
 """
 
 from collections.abc import Sequence
@@ -27,20 +26,12 @@ from client.transports.device_rows import Count
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
-    """The backend that supports every slice.
+    """The backend that supports every slice."""
 
-    Attributes:
-        mask: shape (N, *), bool: which positions count for the statistics; None for all.
-    """
-
-    mask: Tensor | None = None
-
-    def supports(self, x: Tensor) -> bool:  # noqa: ARG002 - the contract's
-        """Supports any floating-point type on any device, and empty slices."""
-        return True
+    mask: Tensor | None = None  # shape (N, *), bool: which positions count for the statistics; None for all
 
     def moments(self, x: Tensor) -> ChannelMoments:
-        """Computes the mean first, then sums of the centred values."""
+        """Compute the mean first, then sums of the centred values."""
         number = count(x, self.mask)
         least = at_least_one(number)
         values = where(self.mask, x.to(compute_type(x)))
@@ -52,20 +43,16 @@ class Reference:
         return ChannelMoments.from_centred(number, mean, second - first * first / least, tuple(x.shape))
 
     def normalise(self, x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Normalises masked positions like all others."""
+        """Normalise masked positions like all others."""
         zero = torch.zeros_like(statistics.mean)
         return affine(x, statistics, statistics.invstd, zero, weight, bias).to(x.dtype)
 
-    def prepare_backward(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns both unchanged: every layout is supported."""
-        return grad, x
-
     def backward_sums(self, grad: Tensor, x: Tensor, statistics: ChannelStatistics) -> Tensor:
-        """Computes the sums around the rounded mean, and corrects its rounding error."""
-        return self.sums_around(*_rounded(statistics, compute_type(x)), grad, x)
+        """Compute the sums around the rounded mean, and correct its rounding error."""
+        return self.sums_around(*rounded(statistics, compute_type(x)), grad, x)
 
     def sums_around(self, center: Tensor, rest: Tensor, grad: Tensor, x: Tensor) -> Tensor:
-        """Returns the sums for a mean in the compute type and its rounding error, each of shape (C,).
+        """Sums for a mean in the compute type and its rounding error.
 
         Masked positions are left out only where their gradient is 0, see `engine.backward_sums`.
         """
@@ -79,16 +66,16 @@ class Reference:
     def input_gradient(
         self, grad: Tensor, x: Tensor, statistics: ChannelStatistics, means: Tensor, weight: Tensor | None
     ) -> Tensor:
-        """Propagates the statistics' gradient only to positions that count."""
+        """Propagate the statistics' gradient only to positions that count."""
         return self.gradient(grad, x, statistics.invstd, gradient_vectors(statistics, means, compute_type(x)), weight)
 
     def gradient(self, grad: Tensor, x: Tensor, invstd: Tensor, vectors: Tensor, weight: Tensor | None) -> Tensor:
-        """Returns dx, given the result of `gradient_vectors`."""
+        """dx, given the result of `gradient_vectors`."""
         through_statistics = where(self.mask, apply_affine(x, vectors, weight))
         return through_statistics.add_(scaled(grad, invstd, weight)).to(x.dtype)
 
     def _totals(self, x: Tensor, *values: Tensor) -> Sequence[Tensor]:
-        """Returns the sums per channel of values of the shape of `x`, each of shape (C,), float64."""
+        """Float64 sums per channel of values of the shape of `x`."""
         return to_float64(x, *map(total, values))
 
 
@@ -98,7 +85,7 @@ class Traced(Reference):
     __slots__ = ()
 
     def moments(self, x: Tensor) -> ChannelMoments:
-        """Reads the input once, where its device has float64."""
+        """Read the input once, where its device has float64."""
         if vector_device(x) != x.device:
             return super().moments(x)
         values = where(self.mask, x.double())
@@ -112,7 +99,7 @@ class Traced(Reference):
 
 
 def count(x: Tensor, mask: Tensor | None) -> Count:
-    """Returns the number of values per channel that count for the statistics."""
+    """Number of values per channel that count for the statistics."""
     if mask is None:
         return x.numel() // x.shape[1]
     # Sums of booleans are exact on every device.
@@ -127,7 +114,7 @@ def affine(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Returns (by_centred * (x - mean) + constant) * weight + bias in the compute type; vectors of shape (C,).
+    """(by_centred * (x - mean) + constant) * weight + bias in the compute type, from vectors of shape (C,).
 
     The layout is as in torch's batch norm: channels_last if `x` is, else contiguous.
     """
@@ -135,19 +122,19 @@ def affine(
 
 
 def affine_vectors(statistics: ChannelStatistics, by_centred: Tensor, constant: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the vectors of `apply_affine` for by_centred * (x - mean) + constant, shape (3, C)."""
-    center, rest = _rounded(statistics, dtype)
+    """Vectors of `apply_affine` for by_centred * (x - mean) + constant, shape (3, C)."""
+    center, rest = rounded(statistics, dtype)
     return torch.stack((center, by_centred.to(dtype), (constant - by_centred * rest).to(dtype)))
 
 
 def gradient_vectors(statistics: ChannelStatistics, means: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the vectors of `apply_affine` for the gradient through the statistics, see `Backend.input_gradient`."""
+    """Vectors of `apply_affine` for the gradient through the statistics, see `engine.input_gradient`."""
     invstd = statistics.invstd
     return affine_vectors(statistics, -invstd * (invstd * invstd * means[1]), -invstd * means[0], dtype)
 
 
 def apply_affine(x: Tensor, vectors: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    """Returns ((x - center) * factor + addend) * weight + bias for the three `vectors`, shape (3, C)."""
+    """((x - center) * factor + addend) * weight + bias for the three `vectors`, shape (3, C)."""
     center, factor, addend = vectors.to(x.device, non_blocking=True).unbind()
     if weight is not None:
         factor, addend = factor * weight, addend * weight
@@ -158,19 +145,19 @@ def apply_affine(x: Tensor, vectors: Tensor, weight: Tensor | None = None, bias:
 
 
 def scaled(x: Tensor, factor: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Returns x * factor * weight; vectors of shape (C,)."""
+    """Product x * factor * weight, with vectors of shape (C,)."""
     (by,) = to_compute_type(x, factor)
     return x * along_channels(by if weight is None else by * weight, x)
 
 
 def centred(x: Tensor, statistics: ChannelStatistics) -> tuple[Tensor, Tensor]:
-    """Returns x - center in the compute type, and mean - center in float64, shape (C,)."""
-    center, rest = _rounded(statistics, compute_type(x))
+    """Difference x - center in the compute type, and mean - center in float64, shape (C,)."""
+    center, rest = rounded(statistics, compute_type(x))
     return _minus(x, center), rest
 
 
-def _rounded(statistics: ChannelStatistics, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns the mean rounded to a type, and the rounding error in float64."""
+def rounded(statistics: ChannelStatistics, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Mean rounded to a type, and the rounding error in float64."""
     center = statistics.mean.to(dtype)
     return center, statistics.mean - center.double()
 
@@ -180,15 +167,14 @@ def _minus(x: Tensor, center: Tensor) -> Tensor:
 
 
 def where(mask: Tensor | None, x: Tensor) -> Tensor:
-    """Returns `x` with 0 where the mask is False."""
+    """`x` with 0 where the mask is False."""
     return x if mask is None else x.clone().masked_fill_(~mask.unsqueeze(1), 0)  # masked_fill would change the layout
 
 
 def total(x: Tensor) -> Tensor:
-    """Returns the sum per channel, shape (C,).
+    """Sum per channel, positions first.
 
-    Positions are added first, then samples: in one call torch adds the samples one by one, which in float32 and over
-    millions of samples has an error of percents.
+    In one call torch adds the samples one by one: in float32, over millions, that has an error of percents.
     """
     positions = list(range(2, x.dim()))
     return (x.sum(positions) if positions else x).sum(0)

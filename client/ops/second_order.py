@@ -7,8 +7,7 @@ The first backward is dx = w·s·(g - m·b/n - m·c·s²·z·B/n), dw = s·Σg·
     b   Σg over all replicas              B   Σg·z over all replicas
     n   the count
 
-v, u and t are the gradients by dx, dw and dbias, which the second backward receives. It needs five sums over all
-replicas, so it takes a round too.
+The second backward receives v, u and t, the gradients by dx, dw and dbias, and needs a round for five sums.
 """
 
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ class SecondOrder:
     by_bias: Tensor | None  # t, shape (C,); None for 0
 
     def sums(self, statistics: ChannelStatistics) -> Tensor:
-        """Returns Σv·g, Σm·v, Σm·v·z, u·Σg and u·Σg·z of this replica: shape (5, C)."""
+        """Σv·g, Σm·v, Σm·v·z, u·Σg and u·Σg·z of this replica: shape (5, C)."""
         x = self.input
         if x.numel() == 0:
             return engine.zeros(VECTORS, x)
@@ -52,7 +51,7 @@ class SecondOrder:
         return torch.stack((product, sum_, moment - rest * sum_, *(by_weight * self.local_first)))
 
     def without_input(self, statistics: ChannelStatistics) -> Tensor:
-        """Returns the gradient of g where the first backward had only dw and dbias."""
+        """Gradient of g where the first backward had only dw and dbias."""
         x = self.input
         statistics = statistics.on(vector_device(x))
         by_weight = _parameter(self.by_weight, 0.0, statistics)
@@ -62,7 +61,7 @@ class SecondOrder:
     def gradients(
         self, statistics: ChannelStatistics, first: Tensor, second: Tensor, local: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns the gradients of g, x and w.
+        """Gradients of g, x and w.
 
         `first` holds b and B, `second` the aggregate of `sums`, and `local` this replica's `sums`.
         """
@@ -95,5 +94,5 @@ class SecondOrder:
 
 
 def _parameter(values: Tensor | None, default: float, statistics: ChannelStatistics) -> Tensor:
-    """Returns a vector of the shape of a parameter, (C,), as float64; filled with `default` for None."""
+    """A parameter's vector as float64; filled with `default` for None."""
     return torch.full_like(statistics.mean, default) if values is None else to_float64(values, values.detach())[0]

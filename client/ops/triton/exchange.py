@@ -41,10 +41,8 @@ def serves(slices: Sequence[Slice], capacity: int) -> bool:
 
 def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Whether the kernels can compute with an input and its parameters, on the input's device."""
-    is_plain_tensor = (
-        type(x) in {Tensor, torch.nn.Parameter} and not x.is_neg()
-    )  # else the address is not of its values
-    if not is_plain_tensor or x.dtype not in TYPES or not x.is_cuda or not works_on(x.device, x.dtype):
+    has_address = type(x) in {Tensor, torch.nn.Parameter} and not x.is_neg()  # of its values
+    if not has_address or x.dtype not in TYPES or not x.is_cuda or not works_on(x.device, x.dtype):
         return False
     from client.ops.triton import launch  # noqa: PLC0415 - needs Triton
 
@@ -53,7 +51,7 @@ def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
 
 @cache
 def works_on(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether Triton is installed and compiles for inputs of a type on a device; logs the reason once if not.
+    """Whether Triton compiles for inputs of a type on a device; logs the reason once if not.
 
     All kernels are tried: if one failed in a round, the other ranks would wait in that round.
     """
@@ -78,23 +76,18 @@ def works_on(device: torch.device, dtype: torch.dtype) -> bool:
 
 @dataclass(slots=True, eq=False)
 class TritonExchange(PlainExchange):
-    """One layer's call, see `PlainExchange`.
+    """A plain call on CUDA, by Triton's kernels."""
 
-    Attributes:
-        shape: of the input.
-        first: the forward pass.
-    """
-
-    shape: tuple[int, ...] = field(init=False)
-    first: "Forward" = field(init=False)
+    shape: tuple[int, ...] = field(init=False)  # of the input
+    first: "Forward" = field(init=False)  # the forward pass
 
     def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Returns the output; runs the forward round first if it has not run yet."""
+        """Launch the kernels; the host does not wait for them."""
         from client.ops.triton import launch  # noqa: PLC0415 - needs Triton
 
         x = dense(x)
         with launch.on_device_of(x):
-            if not self.is_done:
+            if self.key is None:
                 self._forward_round(launch.Forward, x, weight, bias)
             return self.first.normalise(x)
 
@@ -113,9 +106,8 @@ class TritonExchange(PlainExchange):
         wait = non_finite.raises(self.transport, key)
         # A round that may raise updates nothing here; a cumulative average is updated by the layer.
         running = None if wait or (self.running and isnan(self.running.momentum)) else self.running
-        first.finish(
-            _contiguous(weight), _contiguous(bias), running or Running(), self.eps, clamp=self.eps_mode == "clamp"
-        )
+        clamp = self.eps_mode == "clamp"
+        first.finish(_contiguous(weight), _contiguous(bias), running or Running(), self.eps, clamp=clamp)
         self.has_updated_running = running is not None
         self._submit(first, key, TooFewValues(first.flags, self.layer, self.shape), wait=wait)
         if not self.has_updated_running:
@@ -125,7 +117,7 @@ class TritonExchange(PlainExchange):
         self.key = key
 
     def lazy_attribute(self, name: str) -> Any:
-        """Returns the local moments or the statistics."""
+        """Local moments or statistics, from the forward buffer."""
         first = self.first
         if name == "local":
             sums, squares = first.row[2:].view(2, -1)
@@ -149,10 +141,9 @@ class TritonExchange(PlainExchange):
     def gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor | None, needs: Sequence[bool]
     ) -> tuple[Tensor | None, ...] | None:
-        """Returns the gradients of input, weight and bias; None where the kernels do not support the tensors."""
-        if not self.shape == tuple(x.shape) == tuple(grad.shape) or not supports(x, weight, None):
-            return None
-        if weight is not None and weight.shape != x.shape[1:2]:
+        """Launch the kernels of the backward pass."""
+        is_alike = self.shape == tuple(x.shape) == tuple(grad.shape)
+        if not is_alike or not supports(x, weight, None) or (weight is not None and weight.shape != x.shape[1:2]):
             return None
         from client.ops.triton import launch  # noqa: PLC0415 - as above
 

@@ -30,7 +30,7 @@ COUNTS = ["N", "steps", "splits", "ranks"]
 
 @triton.jit
 def _tile(t, N, C, S, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, CHANNEL_AXIS: tl.constexpr):
-    """Returns offsets and mask of tile `t` of this program's channels, both of shape (BLOCK_N, BLOCK_C, BLOCK_S)."""
+    """Offsets and mask of tile `t` of this program's channels, both of shape (BLOCK_N, BLOCK_C, BLOCK_S)."""
     across = tl.cdiv(S, BLOCK_S)
     n = (t // across) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None, None]
     c = tl.program_id(CHANNEL_AXIS) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :, None]
@@ -42,13 +42,13 @@ def _tile(t, N, C, S, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.
 
 @triton.jit
 def _per_channel(values):
-    """Returns the sum of a tile per channel, shape (BLOCK_C,)."""
+    """Sum of a tile per channel, shape (BLOCK_C,)."""
     return tl.sum(tl.sum(values, 2), 0)
 
 
 @triton.jit
 def _channels(block, C, BLOCK: tl.constexpr):
-    """Returns a block of channels, and which of them exist."""
+    """A block of channels, and which of them exist."""
     channels = block * BLOCK + tl.arange(0, BLOCK)
     return channels, channels < C
 
@@ -60,13 +60,13 @@ def _vector(pointer, channels, there):
 
 @triton.jit
 def _parameter(pointer, channels, there):
-    """Returns a weight or bias as float64, rounded to float32 first, the type in which torch computes."""
+    """A weight or bias as float64, rounded to float32 first, the type in which torch computes."""
     return tl.load(pointer + channels, mask=there, other=0.0).to(tl.float32).to(tl.float64)
 
 
 @triton.jit
 def _store(pointers, values, mask):
-    """Stores in the type of `pointers`, rounded to float32 first, as torch rounds float64 to 16 bits."""
+    """Store in the type of `pointers`, rounded to float32 first, as torch rounds float64 to 16 bits."""
     tl.store(pointers, values.to(tl.float32).to(pointers.dtype.element_ty), mask=mask)
 
 
@@ -81,7 +81,7 @@ def _write_row(row, digest, count, channels, there, C, first, second):
 
 @triton.jit
 def _write_moments(work, digest, count, channels, there, C, center, first, second):
-    """Writes the row of a forward round, given a center and the sums of differences from it and of their squares."""
+    """Write the row of a forward round, given a center and the sums of differences from it and of their squares."""
     at_least_one = tl.where(count > 0, count, 1.0)
     mean = center + first / at_least_one
     centred = second - first * first / at_least_one
@@ -91,7 +91,7 @@ def _write_moments(work, digest, count, channels, there, C, center, first, secon
 
 @triton.jit
 def _write_sums(forward, work, digest, count, channels, there, C, first, second):
-    """Writes the row of a backward round, given the second sum about the center."""
+    """Write the row of a backward round, given the second sum about the center."""
     rest = _vector(forward + 1, channels, there) - _vector(forward + 1 + 3 * C, channels, there)
     _write_row(work + 3 * C, digest, count, channels, there, C, first, second - rest * first)
 
@@ -99,17 +99,14 @@ def _write_sums(forward, work, digest, count, channels, there, C, first, second)
 @triton.jit(do_not_specialize=["digest", *COUNTS])
 def moments(x, partial, work, N, C, S, steps, digest: tl.int64, count: tl.float64, WRITES_ROW: tl.constexpr,
             BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
-    """Sums x - K and (x - K)² over one split of one block of channels.
+    """Sum x - K and (x - K)² over one split of one block of channels.
 
     K is the mean of a channel's first tile, which each of its programs reads again. If the tile has m of all n values,
     K is within √(n / m) standard deviations of the mean for all inputs; so float32 is enough at any mean.
 
-    Args:
-        partial: shape (1 + 2 * splits, C): K, then both sums of each split; unused if `WRITES_ROW`.
-        work: the forward buffer.
-        digest: of the round. A CUDA graph replays the digest of its capture, on all ranks.
-        count: values per channel.
-        WRITES_ROW: whether there is one split, so that no further kernel is needed.
+    `partial`, shape (1 + 2 * splits, C), receives K, then both sums of each split; unused if `WRITES_ROW`, which says
+    that there is one split, so that no further kernel is needed. A CUDA graph replays the `digest` of its capture, on
+    all ranks.
     """
     split = tl.program_id(1)
     channels, there = _channels(tl.program_id(0), C, BLOCK_C)
@@ -143,7 +140,7 @@ def moments(x, partial, work, N, C, S, steps, digest: tl.int64, count: tl.float6
 
 @triton.jit
 def _add_splits(partial, channels, there, C, splits, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns both sums of all splits, shape (BLOCK,), added in a fixed order."""
+    """Both sums of all splits, shape (BLOCK,), added in a fixed order."""
     first = tl.zeros((AT_ONCE, BLOCK), tl.float64)
     second = tl.zeros((AT_ONCE, BLOCK), tl.float64)
     for start in range(0, splits, AT_ONCE):
@@ -158,7 +155,7 @@ def _add_splits(partial, channels, there, C, splits, AT_ONCE: tl.constexpr, BLOC
 @triton.jit(do_not_specialize=["digest", *COUNTS])
 def write_moments(partial, work, C, splits, digest: tl.int64, count: tl.float64,
                   AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Writes the row of a forward round from the sums of several splits of `moments`."""
+    """Write the row of a forward round from the sums of several splits of `moments`."""
     channels, there = _channels(tl.program_id(0), C, BLOCK)
     first, second = _add_splits(partial, channels, there, C, splits, AT_ONCE, BLOCK)
     center = _vector(partial, channels, there)
@@ -167,7 +164,7 @@ def write_moments(partial, work, C, splits, digest: tl.int64, count: tl.float64,
 
 @triton.jit
 def _row(rows, flags, rank, digest, block, C, BLOCK: tl.constexpr):
-    """Returns count, both vectors and whether the row is of another round; writes this block's flags of the row."""
+    """Count, both vectors and whether the row is of another round; writes this block's flags of the row."""
     channels, there = _channels(block, C, BLOCK)
     row = rows + rank * (2 * C + 2)
     count = tl.load(row + 1)
@@ -182,7 +179,7 @@ def _row(rows, flags, rank, digest, block, C, BLOCK: tl.constexpr):
 
 @triton.jit
 def _total(rows, flags, ranks, digest, block, C, BLOCK: tl.constexpr):
-    """Returns the sum of all rows, from first to last, and the number of rows of another round."""
+    """Sum of all rows, from first to last, and the number of rows of another round."""
     count, first, second, others = _row(rows, flags, 0, digest, block, C, BLOCK)
     for rank in range(1, ranks):
         # Separate names: variables carried by a loop must keep their type.
@@ -196,7 +193,7 @@ def _total(rows, flags, ranks, digest, block, C, BLOCK: tl.constexpr):
 
 @triton.jit
 def _move(running, newest, momentum, moves, channels, there):
-    """Updates a running statistic, bit-identical to CUDA's `lerp` in float32."""
+    """Update a running statistic, bit-identical to CUDA's `lerp` in float32."""
     old = tl.load(running + channels, mask=there, other=0.0).to(tl.float32)
     target = newest.to(tl.float32)
     share = tl.full((), momentum, tl.float64).to(tl.float32) + tl.zeros_like(old)
@@ -209,18 +206,12 @@ def _move(running, newest, momentum, moves, channels, there):
             do_not_specialize_on_alignment=["weight", "bias", "running_mean", "running_var", "tracked"])  # fmt: skip
 def finish(work, rows, weight, bias, running_mean, running_var, tracked, C, ranks, digest: tl.int64,
            eps: tl.float64, momentum: tl.float64, CLAMP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Computes the statistics from all rows, and updates the running statistics.
+    """Compute the statistics from all rows, and update the running statistics.
 
     A failed round gives NaN and updates nothing. An empty batch is counted, and updates nothing else.
 
-    Args:
-        work: the forward buffer.
-        rows: of all ranks, followed by the flags, see `client.ops.device_errors`: for each row one per block of
-            channels, so that none needs to be set to 0 first; then one per block for too few values.
-        weight, bias: shape (C,) or None.
-        running_mean, running_var: shape (C,), or both None.
-        tracked: the number of batches, int64, shape (); or None.
-        momentum: of the running statistics.
+    Behind `rows` are the flags, see `client.ops.device_errors`: for each row one per block of channels, so that none
+    needs to be set to 0 first; then one per block for too few values.
     """
     block = tl.program_id(0)
     channels, there = _channels(block, C, BLOCK)
@@ -266,7 +257,7 @@ def finish(work, rows, weight, bias, running_mean, running_var, tracked, C, rank
 
 @triton.jit(do_not_specialize=COUNTS)
 def normalise(x, y, work, N, C, S, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Writes y, of the type and layout of x: one tile and block of channels."""
+    """Write y, of the type and layout of x: one tile and block of channels."""
     channels, there = _channels(tl.program_id(1), C, BLOCK_C)
     center = _vector(work + 1 + 3 * C, channels, there).to(tl.float32)
     scale = _vector(work + 1 + 4 * C, channels, there).to(tl.float32)
@@ -280,7 +271,7 @@ def normalise(x, y, work, N, C, S, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 def backward_sums(dy, x, forward, partial, work, N, C, S, steps, digest: tl.int64, count: tl.float64,
                   WRITES_ROW: tl.constexpr,
                   BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
-    """Sums dy and dy·(x - center) over one split of one block of channels; arguments as for `moments`."""
+    """Sum dy and dy·(x - center) over one split of one block of channels; arguments as for `moments`."""
     split = tl.program_id(1)
     channels, there = _channels(tl.program_id(0), C, BLOCK_C)
     center = _vector(forward + 1 + 3 * C, channels, there).to(tl.float32)
@@ -306,7 +297,7 @@ def backward_sums(dy, x, forward, partial, work, N, C, S, steps, digest: tl.int6
 @triton.jit(do_not_specialize=["digest", *COUNTS])
 def write_sums(partial, forward, work, C, splits, digest: tl.int64, count: tl.float64,
                AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Writes the row of a backward round from the sums of several splits of `backward_sums`."""
+    """Write the row of a backward round from the sums of several splits of `backward_sums`."""
     channels, there = _channels(tl.program_id(0), C, BLOCK)
     first, second = _add_splits(partial, channels, there, C, splits, AT_ONCE, BLOCK)
     _write_sums(forward, work, digest, tl.full((), count, tl.float64), channels, there, C, first, second)
@@ -315,15 +306,9 @@ def write_sums(partial, forward, work, C, splits, digest: tl.int64, count: tl.fl
 @triton.jit(do_not_specialize=["digest", *COUNTS], do_not_specialize_on_alignment=["weight"])
 def finish_backward(forward, work, rows, weight, weight_gradient, bias_gradient, C, ranks, digest: tl.int64,
                     HAS_ROUND: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Computes the factors of the input's gradient from all rows, and this rank's gradients of weight and bias.
+    """Compute the factors of the input's gradient from all rows, and this rank's gradients of weight and bias.
 
-    Args:
-        forward: the buffer of the forward pass.
-        work: the backward buffer.
-        rows: as for `finish`, without the flags for too few values.
-        weight: shape (C,), or None.
-        weight_gradient, bias_gradient: shape (C,), or None.
-        HAS_ROUND: whether the input needs a gradient, and so the rows of all ranks.
+    `HAS_ROUND`: whether the input needs a gradient, and so the rows of all ranks.
     """
     block = tl.program_id(0)
     channels, there = _channels(block, C, BLOCK)
@@ -354,7 +339,7 @@ def finish_backward(forward, work, rows, weight, weight_gradient, bias_gradient,
 @triton.jit(do_not_specialize=COUNTS)
 def input_gradient(dy, x, dx, forward, work, N, C, S,
                    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
-    """Writes dx, of the type and layout of x: one tile and block of channels."""
+    """Write dx, of the type and layout of x: one tile and block of channels."""
     channels, there = _channels(tl.program_id(1), C, BLOCK_C)
     center = _vector(forward + 1 + 3 * C, channels, there).to(tl.float32)
     by_gradient = _vector(work, channels, there).to(tl.float32)
