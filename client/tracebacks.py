@@ -1,7 +1,6 @@
 """Tracebacks of errors that a public function raises: they show the user's code and one frame of ours.
 
-Users need the line of their own code and the error. The frames between them are internal to this library, so they are
-hidden. To debug statsd_bn itself, set STATSD_BN_TRACEBACK=full.
+To debug statsd_bn itself, set STATSD_BN_TRACEBACK=full.
 """
 
 import functools
@@ -27,15 +26,19 @@ _FUTURES = f"{os.sep}concurrent{os.sep}futures{os.sep}"  # they raise errors of 
 def hide_internal_frames(error: StatsdBNError, *, for_caller: bool = False) -> None:
     """Hide our frames but the first in an error's traceback, and add a note with its page of the documentation.
 
-    Args:
-        error: the caller raises it again by a bare `raise`.
-        for_caller: hide the first frame too: the function that raises it again adds its own.
+    `for_caller` hides the first one too, because the function that raises the error again adds its own.
     """
     note = f"see docs/errors.md#{type(error).__name__.lower()}"
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
     if os.environ.get("STATSD_BN_TRACEBACK", "").lower() != "full":
-        error.__traceback__ = _with_one_of_ours(error.__traceback__, none=for_caller)
+        frames = list(_frames(error.__traceback__))
+        first = None if for_caller else next(filter(_is_ours, frames), None)
+        shown: TracebackType | None = None
+        for frame in reversed(frames):
+            if frame is first or not _is_ours(frame):
+                shown = TracebackType(shown, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+        error.__traceback__ = shown
         # An internal cause adds nothing to the error. A cause that was raised by a user's code or a model stays.
         if error.__cause__ is not None and all(map(_is_inside, _frames(error.__cause__.__traceback__))):
             error.__cause__ = None
@@ -53,16 +56,6 @@ def api_boundary(function: Callable[ParamsT, ResultT]) -> Callable[ParamsT, Resu
             raise
 
     return with_hidden_frames
-
-
-def _with_one_of_ours(trace: TracebackType | None, *, none: bool) -> TracebackType | None:
-    frames = list(_frames(trace))
-    first = None if none else next((frame for frame in frames if _is_ours(frame)), None)
-    shown: TracebackType | None = None
-    for frame in reversed(frames):
-        if frame is first or not _is_ours(frame):
-            shown = TracebackType(shown, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    return shown
 
 
 def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:

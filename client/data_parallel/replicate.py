@@ -24,8 +24,7 @@ from statsd_bn.text import wrap
 class CallbackContext:
     """Context that the copies of one sub-module share; modules may set attributes on it.
 
-    Attributes:
-        barrier: barrier of this parallel forward pass; all sub-modules share it.
+    All sub-modules share `barrier`, the one of this parallel forward pass.
     """
 
     def __init__(self, barrier: Barrier) -> None:
@@ -119,11 +118,7 @@ class DataParallelWithCallback(nn.DataParallel[Any]):
 def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> None:
     """Make an existing `nn.DataParallel` behave like `DataParallelWithCallback`.
 
-    Args:
-        data_parallel: the wrapped model; changed in place, unless it has been patched already.
-
-    Raises:
-        TypeError: `data_parallel` is not an `nn.DataParallel`.
+    It is changed in place, unless it has been patched already. TypeError is raised for other modules.
     """
     if not isinstance(data_parallel, nn.DataParallel):
         raise TypeError(f"data_parallel: expected an nn.DataParallel, got {type(data_parallel).__name__}")

@@ -1,7 +1,6 @@
 """SyncMaster: the master replica of a process collects a message from each other replica, and answers it.
 
-Synchronized-BatchNorm-PyTorch builds its layers on this class, and users' modules use it in the same way: in
-`__data_parallel_replicate__` copy 0 puts its `SyncMaster` on the context, and the other copies register with it.
+As in Synchronized-BatchNorm-PyTorch copy 0 puts its `SyncMaster` on the context, and the other copies register with it.
 
     def __data_parallel_replicate__(self, ctx, copy_id):
         if copy_id == 0:

@@ -1,8 +1,4 @@
-"""Hooks of other frameworks, which connect when the framework starts a training.
-
-Each framework has a module, which is imported only by its users. Helpers that need no framework belong in
-`client.training`.
-"""
+"""Hooks of other frameworks, which connect when the framework starts a training; its users import its module."""
 
 from typing import Any
 
@@ -14,17 +10,9 @@ from client.session.current import current_connection
 
 
 def connect_unless_connected(**options: Any) -> Connection | None:
-    """Connects as a rank of torch's process group.
+    """Connect as a rank of torch's process group, with `options` of `client.connect`.
 
-    Args:
-        **options: further arguments of `client.connect`.
-
-    Returns:
-        The connection, which the caller has to close. None if this process has a connection already, or is alone in its
-        process group.
-
-    Raises:
-        StatsdBNError: as `client.connect`.
+    Returns None if this process has a connection already, or is alone in its process group.
     """
     connection = current_connection()
     is_alone = not distributed.is_initialized() or distributed.get_world_size() == 1

@@ -2,9 +2,8 @@
 
     Trainer(strategy="ddp", devices=4, sync_batchnorm=True, plugins=[StatsdBNLayerSync()])
 
-A strategy calls `apply` in each process, after the process group is initialised and before DistributedDataParallel
-wraps the model, so each process has a rank, whatever its launcher. The strategy calls `revert` when `fit` ends, also
-after an exception. On a single device Lightning calls neither.
+A strategy calls `apply` in each process after the process group is initialised and before DistributedDataParallel wraps
+the model, and `revert` when `fit` ends, also after an exception. On a single device Lightning calls neither.
 """
 
 import sys
@@ -62,11 +61,7 @@ class StatsdBNLayerSync(TorchSyncBatchNorm):
 
 
 class StatsdBNMetrics(Callback):
-    """Logs `Connection.metrics()` to the trainer's loggers; a process without a connection logs nothing.
-
-    Args:
-        every_n_steps: the number of the trainer's steps between two logs.
-    """
+    """Logs `Connection.metrics()` to the trainer's loggers every n steps, in a process that has a connection."""
 
     def __init__(self, every_n_steps: int = 50) -> None:
         self._every_n_steps = every_n_steps

@@ -12,11 +12,7 @@ NAME = "statsdbatch"
 
 
 def statsd_batch_factory(dim: int) -> type[SynchronizedBatchNorm1d | SynchronizedBatchNorm2d | SynchronizedBatchNorm3d]:
-    """Returns the class of synchronised batch norm for 1, 2 or 3 spatial dimensions.
-
-    Args:
-        dim: the number of spatial dimensions.
-    """
+    """Return the class of synchronised batch norm for 1, 2 or 3 spatial dimensions."""
     return (SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d)[dim - 1]
 
 

@@ -1,8 +1,6 @@
 """The synchronised layers: torch's batch norm over all replicas of the job.
 
-A layer equals an `nn.BatchNorm*d` in parameters, buffers, state_dict and eval. In training it normalises with the
-statistics of the whole batch, if there are other replicas. It holds no connection and looks up the current one in each
-call, so it can be copied, pickled and forked.
+A layer holds no connection and looks up the current one in each call, so it can be copied, pickled and forked.
 """
 
 import itertools
@@ -53,35 +51,34 @@ _unnamed = itertools.count()
 class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronizedLayer):  # noqa: SLF001 - as torch's own
     """Base of the layers, and the replacement of `torch.nn.SyncBatchNorm`, for input of any dimension.
 
+    A layer equals an `nn.BatchNorm*d` in parameters, buffers, state_dict and eval. In training it normalises with the
+    statistics of the whole batch, if there are other replicas.
+
     Args:
         num_features: C, the channels.
         eps: keeps the inverse standard deviation finite.
         momentum: weight of the newest batch in the running statistics; None for a cumulative average.
         affine: learn `weight` and `bias`, each of shape (C,).
         track_running_stats: keep running statistics for eval; without them eval uses the statistics of its batch.
-        device: of parameters and buffers.
-        dtype: of parameters and buffers.
+        device, dtype: of parameters and buffers.
         bias: learn `bias` where `affine`.
         eps_mode: "plus" for (var + eps)^-1/2, as torch; "clamp" for max(var, eps)^-1/2 of synchronised batches; None
             for the mode that `set_sbn_eps_mode` sets, "plus" by default.
         group: ranks that the layer synchronises with over the server: None for the whole job, "local" for the members
             of this host, or a `client.Group`. Without a connection None means torch's default process group, if there
             is one.
-        chunks: micro-batches per mini-batch. Each call in training is normalised separately. After `chunks` calls the
-            running statistics are updated once, with the statistics of all their values. For a mini-batch with fewer
-            calls use `commit_running_statistics`.
+        chunks: micro-batches per mini-batch. Each call in training is normalised separately, and after `chunks` calls
+            the running statistics are updated once, with all their values. For fewer calls use
+            `commit_running_statistics`.
         process_group: ranks that the layer synchronises with over torch's collectives, without a server.
 
     Attributes:
         layer_name: the layer's name on the wire, the same on every member. `convert_model` sets it to the path in the
             model. A layer created otherwise has the name of its class with a number.
-        group: the argument; for torch's process group its name and size.
-        process_group: the argument.
         chunks: the argument. Setting it updates the running statistics with the pending micro-batches.
 
     Shape:
-        Input and output (N, C, *), as for the torch layer of the same dimension. N may differ between replicas, and be
-        0.
+        Input and output (N, C, *), as for the torch layer. N may differ between replicas, and be 0.
 
     Raises:
         ValueError: `eps_mode`, `group`, `process_group` or `chunks` is invalid, or both `group` and `process_group` are
@@ -160,21 +157,13 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronizedLayer):
             raise
 
     def reset_running_stats(self) -> None:
-        """Reset the running statistics, and drop pending micro-batches."""
+        """Reset them, and drop pending micro-batches."""
         super().reset_running_stats()
         self.forget_pending()
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
-        """`client.convert_model` under torch's name; it does not matter on which class it is called.
-
-        Args:
-            module: any module; containers are changed in place.
-            process_group: as for `convert_model`.
-
-        Raises:
-            ValueError: as `convert_model`.
-        """
+        """`client.convert_model` under torch's name, with its errors; it does not matter on which class."""
         return convert(module, resolve_group(None, process_group), stacklevel=3)
 
     def extra_repr(self) -> str:
@@ -196,7 +185,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronizedLayer):
             self.chunks = chunks
 
     def _load_from_state_dict(self, *args: Any, **named: Any) -> None:
-        """Load a state, and drop pending micro-batches, which belong to the replaced state."""
+        """Drop pending micro-batches, which belong to the replaced state."""
         super()._load_from_state_dict(*args, **named)
         self.forget_pending()
 
@@ -268,10 +257,8 @@ class SynchronizedBatchNorm3d(nn.BatchNorm3d, SynchronizedBatchNorm):
 class LazySynchronizedBatchNorm(nn.modules.batchnorm._LazyNormBase, SynchronizedBatchNorm):  # noqa: SLF001 - as there
     """Base of the three lazy layers, which learn their channels from the first input, as torch's do.
 
-    In the first forward pass a hook changes the class to `cls_to_become`. Torch looks up `forward` before the hook
-    runs, so the lazy class needs the synchronised `forward` too.
-
-    Args and errors: see `SynchronizedBatchNorm`; there is no `num_features` and no `process_group`.
+    Args and errors: see `SynchronizedBatchNorm`; there is no `num_features` and no `process_group`. Torch looks up
+    `forward` before its hook changes the class to `cls_to_become`, so the lazy class needs the synchronised one too.
     """
 
     def __init__(

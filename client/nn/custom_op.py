@@ -1,11 +1,8 @@
 """Operators that compute a layer under torch.compile.
 
-Inductor fuses the arithmetic of a layer with its neighbours. A round is an operator that takes and returns tensors and
-plain values only, so the compiler keeps it whole and in program order. The forward round passes two small tensors to
-the backward one: the statistics, on the device of the input's vectors, and the round's id, on the host.
-
-The operator computes everything that the ranks share, so all ranks have the same bits, compiled or not. The compiler
-sees only the slice's own moments and its normalisation.
+Inductor fuses a slice's own moments and its normalisation with their neighbours. A round is an operator of tensors and
+plain values, which the compiler keeps whole and in program order. It computes everything that the ranks share, so all
+have the same bits, compiled or not.
 """
 
 from math import prod
@@ -27,7 +24,7 @@ from client.ops.reference import Traced, affine_vectors, apply_affine, gradient_
 from client.ops.statistics import ChannelMoments, ChannelStatistics, compute_type, to_float64
 from client.session import groups
 from client.session.groups import LOCAL, Group
-from client.tracebacks import hide_internal_frames
+from client.tracebacks import api_boundary
 from client.transports import device_rows
 from client.transports.choose import GroupSpec, transport_for
 from client.transports.device_rows import Count, LocalRows
@@ -35,19 +32,11 @@ from client.transports.local import LocalPipe
 from client.transports.named_process_group import NamedProcessGroup
 from client.transports.process_group import ProcessGroupPipe
 from client.transports.transport import Transport
-from statsd_bn.errors import StatsdBNError
 from statsd_bn.round_key import BACKWARD, FORWARD
 
 # Rows of the statistics: four for `ChannelStatistics`, three for the running statistics, and whether these are updated.
 # A scalar fills its row.
 COUNT, MEAN, INVSTD, SLOPE, NEWEST_COUNT, NEWEST_MEAN, NEWEST_VARIANCE, IS_DUE = range(8)
-ROWS = 8
-
-# Rows of the vectors that an operator returns for `reference.apply_affine`.
-VECTORS = 3
-
-# Entries of a round's id: step, call, and number of the exchange.
-ROUND_ID = 3
 
 Shape = List[int]  # noqa: UP006 - as above
 
@@ -61,10 +50,7 @@ _backward_passes = BackwardPasses()
 
 
 def encode_group(group: GroupSpec) -> tuple[str, int]:
-    """Return a layer's group as plain values, name and size.
-
-    None is ("", 0), and "local" is ("local", 0). The size of a process group is counted down from -1.
-    """
+    """Return a layer's group as name and size; the size of a process group is counted down from -1."""
     if isinstance(group, NamedProcessGroup):
         return group.name, -1 - group.size
     if isinstance(group, Group):
@@ -73,7 +59,7 @@ def encode_group(group: GroupSpec) -> tuple[str, int]:
 
 
 def transport_of(layer: str, group: str, size: int) -> Transport:
-    """Return the transport of a layer in an encoded group, or in `THIS_PROCESS`."""
+    """Return the transport of a layer in an encoded group."""
     if (group, size) == THIS_PROCESS:
         return LocalPipe(layer)
     if size < 0:
@@ -82,25 +68,13 @@ def transport_of(layer: str, group: str, size: int) -> Transport:
 
 
 def forward(layer: Any, x: Tensor, mask: Tensor | None, deferred: DeferredUpdate | None) -> Tensor:
-    """Normalise `x` by the operators, and update the running statistics with the result.
-
-    Without `deferred` each call in training updates them. The other arguments are as for `synchronized_batch_norm`.
-    """
+    """Normalise `x` by the operators, and update the running statistics with the result."""
     output: Tensor
     group = encode_group(layer.group) if layer.training else THIS_PROCESS
+    of_layer = layer.layer_name, *group, layer.eps, layer.eps_mode
     number = NOT_DEFERRED if deferred is None else deferred.number
-    output, statistics = torch.ops.statsd_bn.batch_norm(
-        x,
-        layer.weight,
-        layer.bias,
-        mask,
-        layer.layer_name,
-        *group,
-        layer.eps,
-        layer.eps_mode,
-        number,
-        phase_of_forward(needs_gradient=x.requires_grad),
-    )
+    phase = phase_of_forward(needs_gradient=x.requires_grad)
+    output, statistics = torch.ops.statsd_bn.batch_norm(x, layer.weight, layer.bias, mask, *of_layer, number, phase)
     if layer.training:
         running_stats.update(
             layer,
@@ -113,6 +87,7 @@ def forward(layer: Any, x: Tensor, mask: Tensor | None, deferred: DeferredUpdate
 
 
 @torch.library.custom_op("statsd_bn::exchange", mutates_args=())
+@api_boundary
 def exchange(
     sums: Tensor,
     masked_count: Tensor | None,
@@ -126,25 +101,16 @@ def exchange(
     phase: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the forward round of this process's slice.
+    """Run the forward round of this process's slice, with its sums, shape (2, C), float64: Σx and Σx².
 
-    `sums`, shape (2, C), float64, are Σx and Σx². `masked_count`, shape (), float64, is the number of positions that
-    count; None for all. `group` and `size` come from `encode_group`. `deferred` is the number of a `DeferredUpdate`.
-
-    Returns:
-        The vectors of `reference.apply_affine`, shape (3, C), in `dtype`; the statistics, shape (8, C), float64; the
-        round's id, shape (3,), int64, on the host.
+    Returns the vectors of `reference.apply_affine`, shape (3, C), in `dtype`; the statistics, shape (8, C), float64;
+    the round's id, shape (3,), int64, on the host: step, call, and number of the exchange.
     """
     transport = transport_of(layer, group, size)
-    capacity = (
-        device_rows.device_capacity(transport, [sums], phase) if device_rows.may_use_devices(transport, sums) else 0
-    )
+    may_use_devices = device_rows.may_use_devices(transport, sums)
+    capacity = device_rows.device_capacity(transport, [sums], phase) if may_use_devices else 0
     fresh = Exchange(transport, layer, eps, eps_mode, phase, capacity)
-    try:
-        done = _run_forward(ChannelMoments(_count(masked_count, shape), sums[0], sums[1], tuple(shape)), fresh)
-    except StatsdBNError as error:
-        hide_internal_frames(error)
-        raise
+    done = _run_forward(ChannelMoments(_count(masked_count, shape), sums[0], sums[1], tuple(shape)), fresh)
     assert done.key is not None  # noqa: S101 - the forward round has set it
     due = None
     if done is fresh:
@@ -201,10 +167,9 @@ def exchange_backward(
     size: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Run the backward round of this process's slice.
+    """Run the backward round of this process's slice, with its sums, shape (2, C): Σdy and Σdy·(x - mean).
 
-    `sums`, shape (2, C), float64, are Σdy and Σdy·(x - mean). The other arguments are arguments and results of
-    `exchange`. Returns the vectors of `reference.gradient_vectors`, shape (3, C).
+    Returns the vectors of `reference.gradient_vectors`, shape (3, C), in `dtype`.
     """
     transport = transport_of(layer, group, size)
     step, call, number = round_id.tolist()
@@ -222,21 +187,19 @@ ROUNDS = exchange._opoverload, exchange_backward._opoverload  # noqa: SLF001 - t
 @exchange.register_fake
 def _(sums: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     program_order.keep(ROUNDS)
-    *_, dtype = others
     channels = sums.shape[1]
-    round_id = torch.empty(ROUND_ID, dtype=torch.int64, device="cpu")
-    return sums.new_empty(VECTORS, channels, dtype=dtype), sums.new_empty(ROWS, channels), round_id
+    round_id = torch.empty(3, dtype=torch.int64, device="cpu")
+    return sums.new_empty(3, channels, dtype=others[-1]), sums.new_empty(8, channels), round_id
 
 
 @exchange_backward.register_fake
 def _(sums: Tensor, *others: Any) -> Tensor:
     program_order.keep(ROUNDS)
-    *_, dtype = others
-    return sums.new_empty(VECTORS, sums.shape[1], dtype=dtype)
+    return sums.new_empty(3, sums.shape[1], dtype=others[-1])
 
 
-# Rounds are an effect: the compiler must not drop, repeat or reorder them. Otherwise members that were compiled for
-# different shapes would deadlock in different layers.
+# Rounds are an effect, which the compiler must not drop, repeat or reorder: members compiled for different shapes would
+# deadlock in different layers.
 for _operator in ROUNDS:
     _register_effectful_op(_operator, _EffectType.ORDERED)
 
@@ -278,6 +241,7 @@ def _masked_count(x: Tensor, mask: Tensor | None) -> Tensor | None:
     return None if mask is None else to_float64(x, mask.sum())[0]
 
 
+@api_boundary
 def batch_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -291,18 +255,11 @@ def batch_norm(
     deferred: int = NOT_DEFERRED,
     phase: str = FORWARD,
 ) -> tuple[Tensor, Tensor]:
-    """Normalise this process's slice, shape (N, C, *), with the statistics of the whole batch.
-
-    Returns the output and the statistics of `exchange`, which describes the arguments after `mask`.
-    """
+    """Normalise this process's slice, shape (N, C, *); return the output and the statistics of `exchange`."""
     engine.check_parameter("weight", weight, x)
     engine.check_parameter("bias", bias, x)
     others = layer, group, size, eps, eps_mode, deferred, phase
-    try:
-        output, _, statistics, _ = apply_function(_BatchNorm, x, weight, bias, mask, *others)
-    except StatsdBNError as error:
-        hide_internal_frames(error)
-        raise
+    output, _, statistics, _ = apply_function(_BatchNorm, x, weight, bias, mask, *others)
     return output, statistics
 
 

@@ -48,8 +48,7 @@ def register_conversion(original: type[nn.Module], convert: Callable[[nn.Module]
     `client.revert_model` makes torch's layer of it.
 
     Args:
-        original: the class of the layers. Its subclasses are converted the same way, unless they have a conversion
-            of their own.
+        original: the class of the layers, and of subclasses without a conversion of their own.
         convert: takes a layer and returns the module that replaces it, which may be the same one. A different module
             is used unchanged, with all its children. Keep parameters and buffers that an optimizer may already hold.
 
@@ -113,7 +112,7 @@ class SynchronizedLayer:
 
 
 def set_options(layer: SynchronizedLayer, eps_mode: str | None, group: GroupSpec, chunks: int) -> None:
-    """Set the options of a new layer; raise ValueError or TypeError for invalid ones."""
+    """Set the options of a new layer, or raise ValueError or TypeError."""
     if eps_mode is not None:
         if eps_mode not in EPS_MODES:
             raise ValueError(f"eps_mode: expected one of {EPS_MODES}, got {eps_mode!r}")

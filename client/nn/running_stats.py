@@ -1,9 +1,7 @@
 """Updates of running statistics after each call or mini-batch, and moments over many batches.
 
-Pipelines (GPipe: Huang et al., 2019, section 2.2) and gradient accumulation split a mini-batch into micro-batches. Each
-is normalised with its own statistics. With an update for each, however, the running statistics would decay `chunks`
-times faster and miss the variance between micro-batches. So a `DeferredUpdate` adds their moments, and the update
-follows once per mini-batch.
+With an update for each micro-batch of a pipeline (GPipe: Huang et al., 2019, section 2.2) the running statistics would
+decay `chunks` times faster and miss the variance between micro-batches, so a `DeferredUpdate` adds their moments.
 """
 
 import itertools
@@ -28,24 +26,19 @@ _deferred_updates: "WeakValueDictionary[int, DeferredUpdate]" = WeakValueDiction
 class DeferredUpdate:
     """Pending moments of a mini-batch, which update the running statistics after `chunks` micro-batches.
 
-    The replicas of one forward pass share it. Pending moments are not part of a layer's state: copies and pickles start
-    empty.
-
-    Attributes:
-        chunks: micro-batches per mini-batch.
-        number: key for `deferred_update`.
+    The replicas of one forward pass share it.
     """
 
     def __init__(self, chunks: int) -> None:
         self.chunks = chunks
-        self.number = next(_numbers)
+        self.number = next(_numbers)  # key for `deferred_update`
         self._pending: ChannelMoments | None = None
         self._calls = 0
         self._lock = threading.Lock()
         _deferred_updates[self.number] = self
 
     def __reduce__(self) -> Any:
-        """Copy without pending moments. A parametrized layer is copied with all its attributes, so this one as well."""
+        """Copy without pending moments; a parametrized layer is copied with all its attributes."""
         return type(self), (self.chunks,)
 
     def add(self, micro_batch: ChannelMoments) -> ChannelMoments | None:
@@ -79,18 +72,14 @@ def check_chunks(chunks: int) -> None:
 
 
 class MomentAccumulator:
-    """Moments of one layer over many batches, while `recalibrate` runs a model over them.
-
-    Attributes:
-        moments: of all batches so far; None before the first.
-    """
+    """Moments of one layer over many batches, while `recalibrate` runs a model over them."""
 
     def __init__(self) -> None:
         self.moments: Moments | None = None
         self._lock = threading.Lock()
 
     def add(self, batch: Moments) -> None:
-        """Add a batch. Replicas without a barrier, as in torch's own DataParallel, may call it concurrently."""
+        """Add a batch; replicas of torch's own DataParallel may call it concurrently."""
         with self._lock:
             self.moments = batch if self.moments is None else self.moments.merge(batch)
 
@@ -119,9 +108,8 @@ def batch_statistics(batch: ChannelMoments) -> tuple[Tensor, Tensor]:
 def update(layer: Any, mean: Tensor, variance: Tensor, *, is_due: int | Tensor = 1, has_values: bool | Tensor) -> None:
     """Update a layer's running statistics with a batch's mean and unbiased variance, shape (C,), as torch does.
 
-    Reads no value of a tensor, because torch.compile may trace it. `is_due` is 0 where nothing may change: in a call
-    that a checkpoint recomputes, or before the end of a mini-batch. A batch without values increments
-    `num_batches_tracked` only.
+    Reads no value of a tensor, because torch.compile may trace it. `is_due` is 0 where nothing may change. A batch
+    without values increments `num_batches_tracked` only.
     """
     if not layer.track_running_stats:  # scripts switch it off temporarily
         return
@@ -161,10 +149,7 @@ def _momentum(layer: Any) -> float | Tensor:
 
 
 def in_place_buffers(layer: Any, x: Tensor, types: Collection[torch.dtype]) -> Running | None:
-    """Buffers that a backend with these `types` can update in the forward pass of `x`.
-
-    None if it cannot update them: they are on another device, or have another shape or type.
-    """
+    """Buffers that a backend with these `types` can update in the forward pass of `x`, or None if it cannot."""
     if not (layer.training and layer.track_running_stats):
         return Running()
     mean, var, tracked = _buffers_of(layer)
