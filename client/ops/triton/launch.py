@@ -1,11 +1,12 @@
 """Launches of the kernels: the tiling of an input, the buffers of a pass, and the arguments of each kernel.
 
-Triton's `kernel[grid](...)` inspects each argument to find the compiled variant, which took 80 µs of host time where a
-launch takes 10. So a variant is looked up that way once, and cached under a key with all that Triton compiles variants
-for: types, None, numbers that are 1 or divisible by 16, and addresses divisible by 16. Numbers follow from the input's
-shape, so each shape has its own variants.
+Triton's `kernel[grid](...)` takes 80 µs of host time to find the compiled variant, where a launch takes 10. So a
+variant is looked up once, and cached under a key with all that Triton compiles variants for: types, None, numbers that
+are 1 or divisible by 16, and addresses divisible by 16. Numbers follow from the input's shape, so each shape has its
+own variants.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -33,7 +34,7 @@ _WORD = torch.float64
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Tiling:
-    """The tiling of an input, which the kernels read as (n, c, s)."""
+    """Tiling of an input, which the kernels read as (n, c, s)."""
 
     shape: tuple[int, int, int]
     c: int
@@ -48,7 +49,7 @@ class Tiling:
 
 
 def tiling_of(x: Tensor) -> Tiling:
-    """Returns the tiling of a dense input."""
+    """Tiling of a dense input."""
     return _tiling(x.shape, x.is_contiguous())
 
 
@@ -100,29 +101,17 @@ def _type_of(tensor: Tensor | None) -> torch.dtype | None:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Makes the input's device the current one, where kernels are launched."""
+    """Make the input's device the current one, where kernels are launched."""
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(x.device)
 
 
 class PassBuffers:
-    """The buffers of one pass.
+    """Buffers of one pass.
 
-    Args:
-        x: the input.
-        tiling: of the input.
-        head: words before the row.
-        ranks: the number of rows of a round.
-        gathers: whether other ranks send rows; else this process has the only one.
-        more_flags: words behind the flags of the rows.
-
-    Attributes:
-        work: the buffer, float64.
-        row: this rank's, shape (2 * C + 2,); a view of `work`.
-        rows: of all ranks, shape (ranks * (2 * C + 2),); in a separate buffer if other ranks send rows.
-        flags: of errors, shape (flags,), written by `finish`; behind the rows.
-        digest: of the round; the kernels write it into the row.
+    `head` are the words before the row, `ranks` the rows of a round, and `more_flags` words behind the flags of the
+    rows. `gathers`: whether other ranks send rows.
     """
 
     __slots__ = ("_gathers", "_tiling", "digest", "flags", "ranks", "row", "rows", "work")
@@ -132,7 +121,7 @@ class PassBuffers:
         self._tiling, self._gathers, self.ranks, self.digest = tiling, gathers, ranks, 0
         own = head + size
         self.work = torch.empty(own if gathers else own + flags, dtype=_WORD, device=x.device)
-        self.row, behind = self.work[head:own], self.work[head:]
+        self.row, behind = self.work[head:own], self.work[head:]  # the row: shape (2 * C + 2,)
         shared = torch.empty(ranks * size + flags, dtype=_WORD, device=x.device) if gathers else behind
         self.rows, self.flags = shared.split_with_sizes([ranks * size, flags])
 
@@ -148,24 +137,49 @@ class PassBuffers:
         return self._tiling.blocks
 
     def release_rows(self) -> None:
-        """Releases rows and flags, which grow with the number of ranks; the rest is saved for the backward pass."""
+        """Release rows and flags, which grow with the number of ranks; the rest is saved for the backward pass."""
         del self.rows, self.flags
 
     def vectors(self, *numbers: int) -> tuple[Tensor, ...]:
-        """Returns vectors of the forward buffer, each of shape (C,), by index: mean, invstd, slope, ..."""
+        """Vectors of the forward buffer, each of shape (C,), by index: mean, invstd, slope, ..."""
         c = self._tiling.c
         return tuple([self.work[1 + number * c : 1 + (number + 1) * c] for number in numbers])
 
-    def _partial(self, x: Tensor) -> Tensor:
-        """Returns a buffer for the sums of splits; with one split it is unused."""
-        tiling = self._tiling
-        if tiling.splits == 1:
-            return self.work
-        return torch.empty((1 + 2 * tiling.splits) * tiling.c, dtype=_WORD, device=x.device)
+    def _launch_sums(self, names: tuple[str, str], inputs: Sequence[Tensor], *forward: Tensor, digest: int) -> None:
+        """Compute the row, by a second kernel where the first one's programs add several splits."""
+        tiling, self.digest = self._tiling, digest
+        device, dtype = inputs[0].device, inputs[0].dtype
+        count, is_whole = float(self.count), tiling.splits == 1
+        # With one split the buffer for the sums of splits is unused.
+        size = (1 + 2 * tiling.splits) * tiling.c
+        partial = self.work if is_whole else torch.empty(size, dtype=_WORD, device=device)
+        first, second = names
+        variant = first, device, dtype, *(each.data_ptr() % ALIGNMENT for each in inputs)
+        _launch(
+            tiling, variant, getattr(kernels, first), (tiling.channel_blocks, tiling.splits, 1), tiling.warps,
+            *inputs, *forward, partial, self.work, *tiling.shape, tiling.steps, digest, count, is_whole, *tiling.tile,
+        )  # fmt: skip
+        if not is_whole:
+            _launch(
+                tiling, (second, device), getattr(kernels, second), (tiling.blocks, 1, 1), 4,
+                partial, *forward, self.work, tiling.c, tiling.splits, digest, count, SPLITS_AT_ONCE, BLOCK,
+            )  # fmt: skip
+
+
+def _map(name: str, inputs: Sequence[Tensor], *buffers: Tensor) -> Tensor:
+    """Tensor of the type and layout of the inputs, computed tile by tile."""
+    x = inputs[-1]
+    tiling, output = tiling_of(x), torch.empty_like(x)
+    if tiling.tiles:
+        variant = name, x.device, x.dtype, *(each.data_ptr() % ALIGNMENT for each in inputs)
+        grid = tiling.tiles, tiling.channel_blocks, 1
+        arguments = *inputs, output, *buffers, *tiling.shape, *tiling.tile
+        _launch(tiling, variant, getattr(kernels, name), grid, tiling.warps, *arguments)
+    return output
 
 
 class Forward(PassBuffers):
-    """A forward pass of a dense input; see `PassBuffers`."""
+    """Forward pass of a dense input."""
 
     __slots__ = ()
 
@@ -174,23 +188,11 @@ class Forward(PassBuffers):
         super().__init__(x, tiling, 1 + 6 * tiling.c, ranks, gathers=gathers, more_flags=tiling.blocks)
 
     def write_row(self, x: Tensor, digest: int) -> None:
-        """Computes the row."""
-        tiling, self.digest = self._tiling, digest
-        variant = x.device, x.dtype, x.data_ptr() % ALIGNMENT
-        partial, count = self._partial(x), float(self.count)
-        grid = tiling.channel_blocks, tiling.splits, 1
-        _launch(
-            tiling, ("moments", *variant), kernels.moments, grid, tiling.warps,
-            x, partial, self.work, *tiling.shape, tiling.steps, digest, count, tiling.splits == 1, *tiling.tile,
-        )  # fmt: skip
-        if tiling.splits > 1:
-            _launch(
-                tiling, ("write_moments", x.device), kernels.write_moments, (tiling.blocks, 1, 1), 4,
-                partial, self.work, tiling.c, tiling.splits, digest, count, SPLITS_AT_ONCE, BLOCK,
-            )  # fmt: skip
+        """Compute the row."""
+        self._launch_sums(("moments", "write_moments"), (x,), digest=digest)
 
     def finish(self, weight: Tensor | None, bias: Tensor | None, running: Running, eps: float, *, clamp: bool) -> None:
-        """Computes the statistics from all rows, and updates the running statistics."""
+        """Compute the statistics from all rows, and update the running statistics."""
         tiling, (mean, var, tracked, momentum) = self._tiling, running
         types = _type_of(weight), _type_of(bias), _type_of(mean), _type_of(var), tracked is None
         variant = "finish", self.work.device, *types, self.ranks, self._gathers, clamp
@@ -201,20 +203,12 @@ class Forward(PassBuffers):
         )  # fmt: skip
 
     def normalise(self, x: Tensor) -> Tensor:
-        """Returns the output, of the type and layout of `x`, which may differ from the first run's when recomputed."""
-        tiling, output = tiling_of(x), torch.empty_like(x)
-        if tiling.tiles:
-            variant = "normalise", x.device, x.dtype, x.data_ptr() % ALIGNMENT
-            grid = tiling.tiles, tiling.channel_blocks, 1
-            _launch(
-                tiling, variant, kernels.normalise, grid, tiling.warps,
-                x, output, self.work, *tiling.shape, *tiling.tile,
-            )  # fmt: skip
-        return output
+        """Output for `x`, whose type and layout may differ from the first run's when recomputed."""
+        return _map("normalise", (x,), self.work)
 
 
 class Backward(PassBuffers):
-    """A backward pass, see `PassBuffers`. Gradient and input have one layout, which may differ from the forward's."""
+    """Backward pass. Gradient and input have one layout, which may differ from the forward's."""
 
     __slots__ = ("_forward",)
 
@@ -224,26 +218,13 @@ class Backward(PassBuffers):
         self._forward = forward.work
 
     def write_row(self, grad: Tensor, x: Tensor, digest: int) -> None:
-        """Computes the row."""
-        tiling, self.digest = self._tiling, digest
-        variant = x.device, x.dtype, x.data_ptr() % ALIGNMENT, grad.data_ptr() % ALIGNMENT
-        partial, count = self._partial(x), float(self.count)
-        grid = tiling.channel_blocks, tiling.splits, 1
-        _launch(
-            tiling, ("backward_sums", *variant), kernels.backward_sums, grid, tiling.warps,
-            grad, x, self._forward, partial, self.work, *tiling.shape, tiling.steps, digest, count,
-            tiling.splits == 1, *tiling.tile,
-        )  # fmt: skip
-        if tiling.splits > 1:
-            _launch(
-                tiling, ("write_sums", x.device), kernels.write_sums, (tiling.blocks, 1, 1), 4,
-                partial, self._forward, self.work, tiling.c, tiling.splits, digest, count, SPLITS_AT_ONCE, BLOCK,
-            )  # fmt: skip
+        """Compute the row."""
+        self._launch_sums(("backward_sums", "write_sums"), (grad, x), self._forward, digest=digest)
 
     def finish(
         self, weight: Tensor | None, of_weight: Tensor | None, of_bias: Tensor | None, *, has_round: bool
     ) -> None:
-        """Writes the gradients of weight and bias that are not None and, after a round, the factors of the input's."""
+        """Write the gradients of weight and bias that are not None and, after a round, the factors of the input's."""
         tiling = self._tiling
         types = _type_of(weight), _type_of(of_weight), _type_of(of_bias)
         variant = "finish_backward", self.work.device, *types, self.ranks, self._gathers, has_round
@@ -254,20 +235,12 @@ class Backward(PassBuffers):
         )  # fmt: skip
 
     def input_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Returns dx, of the type and layout of `x`."""
-        tiling, gradient = self._tiling, torch.empty_like(x)
-        if tiling.tiles:
-            variant = "input_gradient", x.device, x.dtype, x.data_ptr() % ALIGNMENT, grad.data_ptr() % ALIGNMENT
-            grid = tiling.tiles, tiling.channel_blocks, 1
-            _launch(
-                tiling, variant, kernels.input_gradient, grid, tiling.warps,
-                grad, x, gradient, self._forward, self.work, *tiling.shape, *tiling.tile,
-            )  # fmt: skip
-        return gradient
+        """Gradient of the input, of the type and layout of `x`."""
+        return _map("input_gradient", (grad, x), self._forward, self.work)
 
 
 def try_out(device: torch.device, dtype: torch.dtype) -> None:
-    """Compiles and runs all kernels for inputs of a type; raises where Triton cannot do that on a device."""
+    """Compile and run all kernels for inputs of a type; raise where Triton cannot do that on a device."""
     x = torch.zeros(TILE, 7, dtype=dtype, device=device)  # several splits
     weight, mean, var, gradient = (torch.ones(7, device=device) for _ in range(4))
     running = Running(mean, var, torch.zeros((), dtype=torch.int64, device=device), 0.1)
