@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Protocol
 
@@ -180,24 +180,14 @@ class ZmqChannelPool(ChannelPool):
     def diagnose_silence(self, seconds: float) -> str:
         """Try a plain connection, for a few seconds at most, and return its findings."""
         found = [super().diagnose_silence(seconds)]
-        # Like ZeroMQ's thread below, it may wait for the name server.
-        probe = threading.Thread(
-            target=lambda: found.append(explain_no_answer(self.endpoint, seconds, socket)),
-            name="statsd_bn probe",
-            daemon=True,
-        )
-        probe.start()
-        probe.join(CLOSE_SECONDS)
+        _run_briefly("statsd_bn probe", lambda: found.append(explain_no_answer(self.endpoint, seconds, socket)))
         return found[-1]
 
     def close(self) -> None:
         """Close all sockets; the last frames have a moment to leave."""
         self._is_closed = True
         super().close()
-        # It waits for ZeroMQ's thread, which may wait for a name server, for 30 s.
-        closer = threading.Thread(target=self._context.term, name="statsd_bn close", daemon=True)
-        closer.start()
-        closer.join(CLOSE_SECONDS)
+        _run_briefly("statsd_bn close", self._context.term)
 
     def _open(self) -> Channel:
         try:
@@ -206,6 +196,13 @@ class ZmqChannelPool(ChannelPool):
             if self._is_closed:
                 raise _closed() from error
             raise
+
+
+def _run_briefly(name: str, call: Callable[[], object]) -> None:
+    """Run a call that may wait for a name server, for 30 s, in a thread; wait for `CLOSE_SECONDS` at most."""
+    thread = threading.Thread(target=call, name=name, daemon=True)
+    thread.start()
+    thread.join(CLOSE_SECONDS)
 
 
 class _ZmqChannel:
@@ -348,20 +345,18 @@ def in_process_channel_pool() -> MemoryChannelPool:
     """Channels to a stand-in for the server of a strict job with one member, such as a notebook."""
 
     def receive(peer: bytes, frame: bytes) -> list[tuple[bytes, bytes]]:
-        answer = _answer(decode(frame))
-        return [] if answer is None else [(peer, encode(answer))]
+        return [(peer, encode(answer)) for answer in _answers(decode(frame))]
 
     return MemoryChannelPool(receive, IN_PROCESS)
 
 
-def _answer(message: Message) -> Registered | Aggregate | None:
+def _answers(message: Message) -> Iterator[Message]:
     if isinstance(message, Register):
         # A member that rejoins begins at a new step.
         is_rejoining = message.participation == Participation.REJOINING
         first_step = message.step + 1 if is_rejoining else message.first_step
-        return Registered(digest(message.session), _SERVER, message.epoch, first_step, 0, _ONLY)
-    if isinstance(message, Contribution):
+        yield Registered(digest(message.session), _SERVER, message.epoch, first_step, 0, _ONLY)
+    elif isinstance(message, Contribution):
         rows = message.rows
         combine = join_in_order if message.key.phase == GATHER else sum_in_order
-        return Aggregate(message.key, len(rows.counts), sum(rows.counts), _ONLY, combine(rows.values))
-    return None
+        yield Aggregate(message.key, len(rows.counts), sum(rows.counts), _ONLY, combine(rows.values))

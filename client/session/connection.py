@@ -325,7 +325,7 @@ class Connection:
             self.rejoin(group)
         with self._lock:
             key = key or session.forward_key(layer, phase)
-            session.begin_round(key)
+            session.steps.record_phase(key.phase)
         return Round(session, key, self._end_round, is_counted=is_counted)
 
     def _end_round(self, round_: Round, seconds: float, error: BaseException | None) -> None:

@@ -146,7 +146,9 @@ class HostGroup:
         if self.known is None:  # a cached_property takes a lock, and torch.compile traces a layer to here
             with self._lock:
                 # Set before another thread acquires the lock, which would gather again.
-                self.known = self.known or self._from_environment() or self._from_gather()
+                self.known = self.known or self._from_environment()
+                if self.known is None:
+                    self.known = from_hosts(self._gather(machine_id().encode()), self._member.rank)
         return self.known
 
     def _from_environment(self) -> Group | None:
@@ -157,6 +159,3 @@ class HostGroup:
         # A job of one member needs no launcher to count the members.
         environ = os.environ if member.world_size > 1 else {**os.environ, **_ONE_PROCESS}
         return from_environment(environ) if has_local_size(environ, member.world_size) else None
-
-    def _from_gather(self) -> Group:
-        return from_hosts(self._gather(machine_id().encode()), self._member.rank)

@@ -151,11 +151,9 @@ def device_capacity(
 
 def stayed_on_devices(transport: Transport, inputs: Sequence[Tensor]) -> bool:
     """Whether rows of an earlier call with such inputs stayed on their devices; without communication."""
-    if isinstance(transport, LocalPipe):
-        return are_on_devices(inputs)
-    if not isinstance(transport, ProcessGroupPipe):
-        return False
-    return rounds_of(group_of(transport)).on_device.get(transport.layer, 0) > 0
+    if isinstance(transport, ProcessGroupPipe):
+        return rounds_of(group_of(transport)).on_device.get(transport.layer, 0) > 0
+    return isinstance(transport, LocalPipe) and are_on_devices(inputs)
 
 
 def are_on_devices(inputs: Sequence[Tensor]) -> bool:

@@ -117,12 +117,10 @@ def _receive_descriptors(server: socket.socket, is_broken: Callable[[], bool]) -
     expiry = time.monotonic() + SECONDS
     while True:
         try:
-            _, descriptors, _, _ = socket.recv_fds(server, 1, 1)
+            return socket.recv_fds(server, 1, 1)[1]
         except TimeoutError:
             if is_broken() or time.monotonic() >= expiry:
                 raise
-        else:
-            return descriptors
 
 
 def _overflow_user() -> int:

@@ -137,7 +137,7 @@ def _sound_frames() -> Iterator[bytes]:
         aggregate = messages.Aggregate(key, 2, 4, Members.of(range(WORLD)), rows.values[0])
         for attempt in (0, 1):
             yield session.contribution(key, rows, attempt)
-        session.begin_round(key.of_phase(BACKWARD))
+        session.steps.record_phase(BACKWARD)
         yield session.contribution(key.of_phase(BACKWARD), rows)
         yield session.contribution(session.forward_key("bn"), rows)
         yield from _gather(session)

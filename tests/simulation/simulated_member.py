@@ -275,7 +275,7 @@ class Process(SimulatedProcess):
         session = yield from self._session(group)
         if key.phase in {FORWARD, GATHER}:
             key = session.forward_key(layer, key.phase)
-        session.begin_round(key)
+        session.steps.record_phase(key.phase)
         memory = self._memories.get(group.name) if key.phase != GATHER and not session.has_uneven_inputs else None
         if memory and memory.arrive(key_digest(key), rows, self.world.clock.now) != CLOSED:
             found = yield from self._round_in_memory(session, key, rows, memory)

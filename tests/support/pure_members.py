@@ -45,7 +45,7 @@ class PureMember:
     def contribute(self, key: RoundKey, *values: float, attempt: int = 0) -> None:
         self.key, self.rows, self.attempt = key, rows_of(*values), attempt
         self.answers.clear()
-        self.session.begin_round(key)
+        self.session.steps.record_phase(key.phase)
         self._world.send(self, self.session.contribution(key, self.rows, attempt))
 
     def ask_again(self) -> None:

@@ -129,9 +129,9 @@ class Registration:
 
 def _incomplete(session: Session, answer: Registered, timeout: float) -> GroupIncomplete:
     member = session.member
-    what, advice = ("did not connect", NOT_CONNECTED)
+    what, advice = "did not connect", NOT_CONNECTED
     if session.participation is Participation.REJOINING:
-        what, advice = ("did not come back from client.join", NOT_BACK)
+        what, advice = "did not come back from client.join", NOT_BACK
     fields = {"job": member.job, "group": member.group, "size": member.world_size, "present": list(answer.present)}
     if member.group == WORLD:
         fields["missing"] = sorted(set(range(member.world_size)).difference(answer.present))

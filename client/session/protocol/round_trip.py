@@ -121,7 +121,13 @@ class RoundTrip:
     def _retry(self, now: float) -> Sequence[bytes]:
         if (silent := now - self._last_received) >= self._next_warning:
             if self.is_gone():
-                raise self._stopped()
+                raise MasterStopped(
+                    error_text(
+                        f"the server at {self._endpoint} stopped, because the process that started it has ended",
+                        where=str(self._key),
+                        advice="Check the other ranks' logs: they may have reported this rank lost.",
+                    )
+                )
             self._warn(silent, self._silence_warning(now, silent), self._next_warning)
         self._attempt += 1
         self._session.last_sent = now
@@ -139,15 +145,6 @@ class RoundTrip:
         if seconds >= after:
             self._next_warning = 2 * seconds
             logger.warning("%s", text)
-
-    def _stopped(self) -> MasterStopped:
-        return MasterStopped(
-            error_text(
-                f"the server at {self._endpoint} stopped, because the process that started it has ended",
-                where=str(self._key),
-                advice="Check the other ranks' logs: they may have reported this rank lost.",
-            )
-        )
 
     def _timeout(self) -> RoundTimeout:
         seconds = self._session.member.round_timeout + GRACE_SECONDS

@@ -202,10 +202,6 @@ class Session:
         key = self._keys[layer, phase] = RoundKey(member.job, member.group, member.epoch, step, layer, call, phase)
         return key
 
-    def begin_round(self, key: RoundKey) -> None:
-        """Record that this member begins a round, over any transport."""
-        self.steps.record_phase(key.phase)
-
     def contribution(self, key: RoundKey, rows: Rows, attempt: int = 0) -> bytes:
         """Frame with the rows of a round; `attempt` counts how often they were sent before."""
         return encode(Contribution(self.member_token, key, attempt, rows))

@@ -39,7 +39,7 @@ def test_a_member_that_continued_does_not_count_as_waiting(world, is_settled):
     """One member has not woken since the other found the rows, went on, and waits for it in the next round."""
     asleep, ahead = world.members
     asleep.forward(1.0)
-    ahead.session.begin_round(ahead.session.forward_key("bn"))
+    ahead.session.steps.record_phase(ahead.session.forward_key("bn").phase)
     if is_settled:
         world.send(ahead, ahead.session.round_done(asleep.key))
     ahead.forward(2.0, layer="next")
