@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic
 from typing import Any
@@ -105,15 +106,15 @@ def _compare_forever(ref: "weakref.ref[LocalReporter]") -> None:
         time.sleep(SECONDS / 2)
 
 
+@dataclass(slots=True, eq=False)
 class WatchedRound:
     """A round of a process group in a job with a server; `previous` is the key of the round before it."""
 
-    def __init__(self, connection: Connection, key: RoundKey, rows: Rows, previous: RoundKey | None) -> None:
-        self._connection = connection
-        self._key = key
-        self._rows = rows
-        self._previous = previous
-        self.is_counted = False  # whether the server completed the round too, and counts it
+    connection: Connection
+    key: RoundKey
+    rows: Rows
+    previous: RoundKey | None
+    is_counted: bool = False  # whether the server completed the round too, and counts it
 
     def wait(self, work: Any) -> None:
         """Wait for a collective of the round, on the host."""
@@ -121,7 +122,7 @@ class WatchedRound:
             if not _is_done(work, ESCALATE_SECONDS):
                 self._escalate(work)
         except RuntimeError as error:  # for example a rank was killed, which the server detects a moment later
-            self._connection.raise_if_broken(error, CAUSE_SECONDS)
+            self.connection.raise_if_broken(error, CAUSE_SECONDS)
             raise
         except StatsdBNError:
             if not _is_done(work, LAST_SECONDS):
@@ -129,10 +130,10 @@ class WatchedRound:
                 raise
 
     def _escalate(self, work: Any) -> None:
-        connection, session = self._connection, self._connection.session(None)
-        if self._previous:  # a rank that finished it and is descheduled may not have reported that
-            session.round_done(self._previous)
-        trip = connection.round_trip(session, self._key, self._rows)
+        connection, session = self.connection, self.connection.session(None)
+        if self.previous:  # a rank that finished it and is descheduled may not have reported that
+            session.round_done(self.previous)
+        trip = connection.round_trip(session, self.key, self.rows)
         with connection.channel_pool.channel() as channel:
             frames, due, aggregate = trip.begin(monotonic())
             while True:
@@ -145,7 +146,7 @@ class WatchedRound:
                 if aggregate is None and (answer is not None or monotonic() >= due):
                     frames, due, aggregate = trip.step(monotonic(), answer)
             self.is_counted = aggregate is not None
-            channel.send(session.round_done(self._key))
+            channel.send(session.round_done(self.key))
 
 
 def _is_done(work: Any, seconds: float) -> bool:

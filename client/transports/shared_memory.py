@@ -74,7 +74,7 @@ class SharedMemoryPipe(SlavePipe):
                 own_rows = rows.contribution if isinstance(rows, NativeRow) else rows
                 make_trip = partial(connection.round_trip, session, key, own_rows)
                 if state == CLOSED:
-                    found: Aggregate | ServerFallback = ServerFallback(make_trip())
+                    found: Aggregate | RoundTrip = make_trip()
                 else:
                     found = _run(MemoryRound(session, key, memory, arrived, make_trip), memory, connection)
             except BaseException:
@@ -82,7 +82,7 @@ class SharedMemoryPipe(SlavePipe):
                 memory.abandon()
                 raise
         # Without the lock: two threads may wait for each other there, on this member and on another.
-        return found if isinstance(found, Aggregate) else connection.run(found.trip)
+        return found if isinstance(found, Aggregate) else connection.run(found)
 
 
 def _negotiate(connection: Connection, session: Session, group: Group) -> None:
@@ -110,7 +110,7 @@ def _finish(round_: Round, memory: GroupMemory, rows: Rows | NativeRow, arrived:
     return NativeResult(round_.key, seconds)
 
 
-def _run(round_: "MemoryRound", memory: GroupMemory, connection: Connection) -> "Aggregate | ServerFallback":
+def _run(round_: "MemoryRound", memory: GroupMemory, connection: Connection) -> Aggregate | RoundTrip:
     """Run a round that did not complete within `ESCALATE_SECONDS`, or that another member escalated."""
     frames, due, found = round_.begin(monotonic())
     if found is None:
@@ -128,16 +128,10 @@ def _run(round_: "MemoryRound", memory: GroupMemory, connection: Connection) -> 
             frames, due, found = round_.step(monotonic(), channel.receive_nowait())
 
 
-@dataclass(frozen=True)
-class ServerFallback:
-    """Result of a round that only the server can finish."""
-
-    trip: RoundTrip  # begun or not
-
-
 class MemoryRound:
     """A `StateMachine` for a round in memory that takes long; its result is the same kind for all members.
 
+    The result is the aggregate, or the round over the server, begun or not, if only the server can finish it.
     The memory is in the turn of this round, at which this member arrived at the time `arrived`.
     """
 
@@ -158,11 +152,11 @@ class MemoryRound:
         self._trip: RoundTrip | None = None
         self._arrived, self._due = arrived, arrived + ESCALATE_SECONDS
 
-    def begin(self, now: float) -> Actions[Aggregate | ServerFallback]:
+    def begin(self, now: float) -> Actions[Aggregate | RoundTrip]:
         """Poll the memory."""
         return self._poll(now) or ((), self._due, None)
 
-    def step(self, now: float, frame: bytes | None) -> Actions[Aggregate | ServerFallback]:
+    def step(self, now: float, frame: bytes | None) -> Actions[Aggregate | RoundTrip]:
         """Poll the memory, then read the server's frame; escalate when it is due."""
         if finished := self._poll(now):
             return finished
@@ -176,7 +170,7 @@ class MemoryRound:
             self._memory.abandon()
         return frames, self._next_poll(now), aggregate
 
-    def _escalate(self, now: float) -> Actions[Aggregate | ServerFallback]:
+    def _escalate(self, now: float) -> Actions[Aggregate | RoundTrip]:
         self._memory.escalate()
         if finished := self._poll(now):
             return finished
@@ -193,7 +187,7 @@ class MemoryRound:
     def _next_poll(self, now: float) -> float:
         return min(self._due, now + self._listen_seconds)
 
-    def _poll(self, now: float) -> Actions[Aggregate | ServerFallback] | None:
+    def _poll(self, now: float) -> Actions[Aggregate | RoundTrip] | None:
         """Result of the round if it has ended in memory."""
         memory = self._memory
         state = memory.wait(0.0)
@@ -208,10 +202,10 @@ class MemoryRound:
         # descheduled or its frame lost, and the server would see a false deadlock with the next round.
         return (self._session.round_done(self._key),) if memory.result.is_escalated else (), now, aggregate
 
-    def _fallback(self) -> ServerFallback:
+    def _fallback(self) -> RoundTrip:
         if self._trip:
             self._trip.late = tuple  # the memory may be in another round by then
-        return ServerFallback(self._trip or self._make_trip())
+        return self._trip or self._make_trip()
 
 
 def _aggregate(

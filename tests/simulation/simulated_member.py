@@ -282,7 +282,7 @@ class Process(SimulatedProcess):
             if isinstance(found, Aggregate):
                 self.world.network.count("in memory")
                 return found
-            return (yield found.trip)
+            return (yield found)
         aggregate = yield self._trip(session, key, rows)
         if key.phase != GATHER:
             yield from self._agree(group, session, key)
