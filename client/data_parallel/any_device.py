@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -147,7 +147,8 @@ def parallel_apply(
             if torch.get_num_threads() != nr_threads:  # it was changed since the worker started
                 torch.set_num_threads(nr_threads)
             with ExitStack() as stack:
-                modes[number](stack)
+                for mode in modes[number]:
+                    stack.enter_context(mode)
                 outputs[number] = replicas[number](*inputs[number], **kwargs[number])
             finish(number)
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
@@ -166,30 +167,17 @@ def is_inside_replica() -> bool:
     return getattr(_thread, "runs_replicas", False)
 
 
-def _modes(device: Device) -> Callable[[ExitStack], None]:
-    """Record the calling thread's modes; the result enters them in another thread, until its stack is closed."""
-    grad, inference, autocast = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _autocast(device)
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-    def enter(stack: ExitStack) -> None:
-        # Entering a mode costs more than checking it.
-        if torch.is_inference_mode_enabled() != inference:
-            stack.enter_context(torch.inference_mode(inference))  # first, because it sets the grad mode too
-        if torch.is_grad_enabled() != grad:
-            stack.enter_context(torch.set_grad_enabled(grad))
-        if _autocast(device) != autocast:
-            enabled, dtype, cache = autocast
-            stack.enter_context(torch.autocast(device.type, dtype, enabled, cache))
-        if stream is not None:
-            stack.enter_context(torch.cuda.device(device))
-            stack.enter_context(torch.cuda.stream(stream))
-
-    return enter
-
-
-def _autocast(device: Device) -> tuple[bool, torch.dtype, bool]:
-    is_enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-    return is_enabled, dtype, torch.is_autocast_cache_enabled()
+def _modes(device: Device) -> list[AbstractContextManager[Any]]:
+    """The calling thread's modes that are not a new thread's; they are entered in another thread."""
+    modes: list[AbstractContextManager[Any]] = [torch.set_grad_enabled(torch.is_grad_enabled())]
+    if torch.is_inference_mode_enabled():
+        modes.insert(0, torch.inference_mode())  # first, because it sets the grad mode too
+    if torch.is_autocast_enabled(device.type):
+        dtype, has_cache = torch.get_autocast_dtype(device.type), torch.is_autocast_cache_enabled()
+        modes.append(torch.autocast(device.type, dtype, cache_enabled=has_cache))
+    if device.type == "cuda":
+        modes += [torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device))]
+    return modes
 
 
 def gather(outputs: Sequence[Any], device: Device, dim: int) -> Any:

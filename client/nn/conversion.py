@@ -51,12 +51,11 @@ def convert_model(
     becomes `DataParallelWithCallback`. A layer that is used in two places stays one layer, with the name of the first.
     Names omit the levels of `DataParallel` and `DistributedDataParallel`.
 
-    A subclass keeps its own `forward`; its calls of `batch_norm` in training are synchronised, see
-    `client.synchronized_class`. A class that computes its statistics itself needs a conversion, see
-    `client.register_conversion`. A batch norm is left unchanged if its `forward` synchronises already or was replaced,
-    or if it was parametrized or sharded by FSDP before. A `UserWarning` summarises these layers, and
-    `client.conversion_report(model)` lists each. After a step in training the report also lists the layers that did
-    not call `batch_norm`.
+    A subclass keeps its own `forward`, and its calls of `batch_norm` in training are synchronised. A class that
+    computes its statistics itself needs a conversion, see `client.register_conversion`. A batch norm is left unchanged
+    if its `forward` synchronises already or was replaced, or if it was parametrized or sharded by FSDP before. A
+    `UserWarning` summarises these layers, and `client.conversion_report(model)` lists each; after a step in training
+    also those that did not call `batch_norm`.
 
     Args:
         module: any module; containers are changed in place. Layers that are synchronised already are only renamed.
@@ -73,11 +72,10 @@ def convert_model(
         object, and registered conversions may replace modules too.
 
     Raises:
-        ValueError: `group`, `process_group` or `chunks` is invalid, or both `group` and `process_group` are set;
-            nothing is changed.
-        TypeError: `module` is not a module, or `chunks` is neither None nor an int; nothing is changed. Or a registered
-            conversion returns no module, after earlier layers were converted.
-        ConfigurationError: a layer's path is not printable, or too long; nothing is changed.
+        ValueError: `group`, `process_group` or `chunks` is invalid, or both `group` and `process_group` are set.
+        TypeError: `module` is not a module, or `chunks` is neither None nor an int. Or a registered conversion returns
+            no module, after earlier layers were converted; otherwise nothing is changed.
+        ConfigurationError: a layer's path is not printable, or too long.
     """
     return convert(module, resolve_group(group, process_group), chunks, stacklevel=4)  # api_boundary adds a frame
 
@@ -160,10 +158,7 @@ def revert(module: nn.Module, *, exclude: Iterable[nn.Module] = (), stacklevel: 
 
 @contextmanager
 def patch_sync_batchnorm() -> Iterator[None]:
-    """Replace torch's batch norms in `torch.nn` by synchronised layers, until the context ends.
-
-    Replaces `nn.BatchNorm1d/2d/3d`, `nn.LazyBatchNorm1d/2d/3d` and `nn.SyncBatchNorm`.
-    """
+    """Replace torch's batch norms in `torch.nn`, lazy ones and `SyncBatchNorm` too, until the context ends."""
     with ExitStack() as stack:
         for original, replacement in REPLACEMENTS.items():
             stack.enter_context(mock.patch.object(nn, original.__name__, replacement))
@@ -208,7 +203,8 @@ def _replace(
     """Replace modules by exact type, and others by `convert_other`; a shared module stays shared."""
     if module in replaced:
         return replaced[module]
-    has_class = type(module) in classes and not _keeps_class(module)
+    is_registered = type(module) in CONVERSIONS and module not in _in_conversion
+    has_class = type(module) in classes and not (is_registered or has_own_forward(module) or _is_virtual(module))
     new = _with_class(classes[type(module)], module) if has_class else convert_other(module)
     replaced[module] = replaced[new] = new
     if new is not module and not has_class:
@@ -219,9 +215,8 @@ def _replace(
     return new
 
 
-def _keeps_class(module: nn.Module) -> bool:
-    is_registered = type(module) in CONVERSIONS and module not in _in_conversion
-    return is_registered or has_own_forward(module) or getattr(module, "has_virtual_replicas", False)
+def _is_virtual(module: nn.Module) -> bool:
+    return isinstance(module, DataParallelWithCallback) and module.has_virtual_replicas
 
 
 def _convert_registered(module: nn.Module) -> nn.Module:

@@ -49,16 +49,8 @@ class SynchronizedSubclass:
         """Pickle and copy by the original class. A subclass that a user derives from a generated one has a name."""
         if "converted_from" not in vars(type(self)):
             return super().__reduce_ex__(protocol)
-        return rebuilt_layer, (type(self).converted_from, self.chunks), self.__getstate__()
-
-    def __getstate__(self: Any) -> Any:
-        """Drop transient attributes: the original's `__getstate__` may not.
-
-        `rebuilt_layer` restores the chunks of a generated class. A class that a user derives from one needs them here.
-        """
-        state = _without_transient(super().__getstate__())
-        needs_chunks = "converted_from" not in vars(type(self)) and self.chunks > 1 and isinstance(state, dict)
-        return {**state, "_chunks": self.chunks} if needs_chunks else state
+        state = _without_transient(self.__getstate__())  # the original may have its own `__getstate__`
+        return rebuilt_layer, (type(self).converted_from, self.chunks), state
 
 
 class SubclassWithForward(SynchronizedSubclass):
