@@ -15,7 +15,7 @@ seed.
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
@@ -26,6 +26,7 @@ from statsd_bn import limits
 from statsd_bn.checks import check_integer
 from statsd_bn.errors import ProtocolError
 from statsd_bn.reduction import FloatArray
+from statsd_bn.text import percent, two_digits
 
 # The index of each figure, and their number.
 COUNT, MEAN, VARIANCE, PART = range(4)
@@ -54,6 +55,9 @@ MIN_MEMBERS = 3
 # Duplicates are equal in this many samples in a row; one equal batch means nothing.
 DUPLICATES_IN_A_ROW = 8
 
+# A finding is over after this many samples in a row without its outlier or duplicate.
+MAX_ABSENCE = 2 * WINDOW
+
 # Weight of a sample relative to the next one in averages, which so cover about ten samples.
 DECAY = 0.9
 
@@ -64,6 +68,12 @@ MAX_LAYERS, MAX_LAYER_MEMBERS = 1024, 2**16
 MEMBER_BYTES, LAYER_BYTES = 8 * FIGURES + 2 * 4 * WINDOW, 5632
 
 TINY = 1e-300
+
+# A sign this strong describes an outlier: the ratio of variances, else the distance of means in standard deviations.
+NOTABLE_RATIO, NOTABLE_SHIFT = 2.0, 0.2
+
+# Reported ratios are finite, whatever the data.
+MAX_RATIO = 1e6
 
 _FLOAT64 = np.dtype(np.float64)
 
@@ -126,18 +136,39 @@ class Outlier:
     part: float  # the member's part of η²
     usual: float  # the median of the others' parts
     variance: float  # the member's variance divided by the median of the others'
+    shift: float  # the distance of the member's mean from the median of the others', in their standard deviations
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The arguments of `describe_outlier` besides the layer, all finite, for the report."""
+        return {
+            "since": self.since,
+            "layers": self.layers,
+            "variance": min(self.variance, MAX_RATIO),
+            "shift": max(-MAX_RATIO, min(self.shift, MAX_RATIO)),
+            "part": self.part,
+            "usual": self.usual,
+        }
 
     def describe(self, names: Sequence[str]) -> str:
         """Returns the finding in one line; `names` are the members' names."""
-        ratio = f"{self.variance:.3g}x"
-        is_variance = not 1 / VARIANCE_FACTOR < self.variance < VARIANCE_FACTOR
-        what = f"variance {ratio} the others'" if is_variance else "mean unlike the others'"
-        numbers = f"eta squared {self.eta2:.2g}, of which this rank {self.part:.2g} and others {self.usual:.2g}"
-        if not is_variance:
-            numbers += f"; variance {ratio}"
-        if self.layers > 1:
-            numbers += f"; earliest of {self.layers} layers"
-        return f"{names[self.member]}: input {what} in layer {self.layer!r} since step {self.since} ({numbers})"
+        return f"{names[self.member]}: {describe_outlier(self.layer, **self.numbers)}"
+
+
+def describe_outlier(
+    layer: str, *, since: float, layers: float, variance: float, shift: float, part: float, usual: float
+) -> str:
+    """Returns the strongest sign of an outlier as a clause, see `Outlier`."""
+    if not 1 / NOTABLE_RATIO < variance < NOTABLE_RATIO:
+        is_more = variance > 1
+        ratio = f"{two_digits(variance)} times" if is_more else percent(variance)
+        what = f"its activations vary {ratio} as much as the others'"
+    elif abs(shift) >= NOTABLE_SHIFT:
+        what = f"its mean is {two_digits(abs(shift))} standard deviations off the others'"
+    else:
+        what = f"{percent(part)} of the variance comes from it, and {percent(usual)} from another rank,"
+    later = f", and differ in {layers - 1} later layer{'s' * (layers > 2)}" if layers > 1 else ""  # noqa: PLR2004
+    return f"since step {since} {what} in {layer}{later}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +180,15 @@ class Duplicate:
     layer: str  # the earliest sampled layer of a step
     since: int  # the first step with equal data
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The first step and the other member, for the report."""
+        return {"since": self.since, "other": self.other}
+
     def describe(self, names: Sequence[str]) -> str:
         """Returns the finding in one line; `names` are the members' names."""
         member, other = names[self.member], names[self.other]
-        return f"{member}: same input as {other} in every layer since step {self.since}; do both read the same shard?"
+        return f"{member}: same data as {other} in all layers since step {self.since}; do both read the same shard?"
 
 
 class SkewDetector:
@@ -167,6 +203,8 @@ class SkewDetector:
         # Per pair of members with equal data: the first step, and the number of samples since.
         self._pairs: dict[tuple[int, int], tuple[int, int]] = {}
         self._reported_pairs: set[tuple[int, int]] = set()
+        # Samples since a reported outlier, or pair, was last seen.
+        self._absence: Counter[int | tuple[int, int]] = Counter()
         self._latest = -math.inf
 
     def add(self, now: float, step: int, layers: Sequence[str], values: FloatArray) -> list[Outlier | Duplicate]:
@@ -179,7 +217,22 @@ class SkewDetector:
         added = [(self._layers[name], one) for name, one in zip(layers, values, strict=True) if name in self._layers]
         for layer, figures in added:
             layer.add(step, figures)
-        return [*self._new_outliers(layer for layer, _ in added), *self._new_duplicates(step, layers[0], values)]
+        outliers = self._new_outliers(layer for layer, _ in added)
+        duplicates = self._new_duplicates(step, layers[0], values)
+        self._absence.update(self._reported_pairs.difference(self._pairs))
+        for pair in self._pairs:
+            self._absence.pop(pair, None)
+        return [*outliers, *duplicates]
+
+    def is_current(self, found: Outlier | Duplicate) -> bool:
+        """Whether the latest samples still show a finding."""
+        which = found.member if isinstance(found, Outlier) else (found.member, found.other)
+        return self._absence[which] < MAX_ABSENCE
+
+    @property
+    def nr_layers(self) -> int:
+        """Number of layers with samples."""
+        return sum(layer.weight > 0 for layer in self._layers.values())
 
     def averages(self, first: int, max_bytes: int) -> tuple[int, list[str], FloatArray]:
         """The number of layers; from the `first` one on, as many as fit, their names and average figures in order.
@@ -203,8 +256,11 @@ class SkewDetector:
         return min(new, self._max_layers - len(self._layers)) * self._layer_bytes
 
     def _new_outliers(self, layers: Iterable["_Layer"]) -> Iterable[Outlier]:
-        outliers = {layer.outlier(WINDOW) for layer in layers}
-        new = sorted(member for member in outliers - self._reported_outliers if member is not None)
+        outliers = {member for layer in layers if (member := layer.outlier(WINDOW)) is not None}
+        self._absence.update(self._reported_outliers - outliers)
+        for member in outliers:
+            self._absence.pop(member, None)
+        new = sorted(outliers - self._reported_outliers)
         self._reported_outliers.update(new)
         return [self._outlier(member) for member in new]
 
@@ -223,6 +279,7 @@ class SkewDetector:
             part=float(own[PART]),
             usual=float(others[PART]),
             variance=float(own[VARIANCE]) / max(float(others[VARIANCE]), TINY),
+            shift=float(own[MEAN] - others[MEAN]) / max(math.sqrt(float(others[VARIANCE])), TINY),
         )
 
     def _new_duplicates(self, step: int, layer: str, values: FloatArray) -> Iterable[Duplicate]:

@@ -78,6 +78,26 @@ def wire_text(text: str, most: int = limits.MAX_TEXT_BYTES) -> str:
     return escape_lines(text).encode()[:most].decode(errors="ignore")
 
 
+# Numbers, for people.
+
+
+def two_digits(value: float) -> str:
+    """Returns a number with two significant digits, and more only before the point: "8.5", "0.031", "1200"."""
+    return f"{value:.0f}" if abs(value) >= 9.95 else f"{value:.2g}"  # noqa: PLR2004
+
+
+def percent(part: float) -> str:
+    """Returns a share as whole percent: "31%", "under 1%"."""
+    return "under 1%" if 0 < part < 0.01 else f"{part:.0%}"  # noqa: PLR2004
+
+
+def duration(seconds: float) -> str:
+    """Returns a duration in its own unit: "2.7 ms", "12 s", "3 min"."""
+    if seconds < 1:
+        return f"{two_digits(1e3 * seconds)} ms"
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"  # noqa: PLR2004
+
+
 # Lines.
 
 

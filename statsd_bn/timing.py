@@ -46,19 +46,25 @@ class Histogram:
         return sum(self.counts)
 
     def quantile(self, part: float) -> float:
-        """Upper bound in seconds of the bucket with this quantile (0 to 1); 0 if the histogram is empty."""
-        rest = part * self.total
-        for count, bound in zip(self.counts, (*BOUNDS, BOUNDS[-1]), strict=True):
-            rest -= count
-            if count and rest <= 0:
-                return bound
-        return 0.0
+        """See `quantile`."""
+        return quantile(self.counts, part)
 
     @property
     def report(self) -> dict[str, Any]:
         """Entry of a status report: the buckets up to the last one that is not empty, and the sum."""
         last = max((place for place, count in enumerate(self.counts) if count), default=-1)
         return {"bounds": list(BOUNDS[: last + 1]), "counts": self.counts[: last + 1].tolist(), "sum": self.sum}
+
+
+def quantile(counts: Sequence[int], part: float) -> float:
+    """Upper bound in seconds of the bucket with this quantile (0 to 1); 0 if all counts are 0."""
+    rest = part * sum(counts)
+    # A report omits empty buckets at the end.
+    for count, bound in zip(counts, (*BOUNDS, BOUNDS[-1]), strict=False):
+        rest -= count
+        if count and rest <= 0:
+            return bound
+    return 0.0
 
 
 class DurationReporter:

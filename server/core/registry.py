@@ -78,7 +78,8 @@ class EndedJobs:
             "epoch": master.epoch,
             "world_size": membership.world_size,
             "rounds_done": master.rounds_done,
-            "lost": _describe_break(master),
+            "lost": (lost := _describe_break(master)),
+            **({"lost_by": membership.lost_by} if lost and membership.lost_by else {}),
         }
         self._jobs.append((now, entry))
 

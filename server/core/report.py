@@ -23,11 +23,11 @@ from statsd_bn.wire import encode
 
 # Maximum msgpack sizes without texts: the server's counters, an ended job, a group, a member, a round, and a number in
 # a list.
-SERVER_ENTRY_BYTES, JOB_ENTRY_BYTES, GROUP_ENTRY_BYTES = 1024, 128, 340
-MEMBER_ENTRY_BYTES, ROUND_ENTRY_BYTES, NUMBER_BYTES = 240, 96, 3
+SERVER_ENTRY_BYTES, JOB_ENTRY_BYTES, GROUP_ENTRY_BYTES = 1024, 208, 520
+MEMBER_ENTRY_BYTES, ROUND_ENTRY_BYTES, NUMBER_BYTES = 240, 128, 3
 
 # Maximum sizes of the timings of a group that has had rounds, and of a finding.
-TIMINGS_BYTES, FINDING_BYTES = 1536, 64
+TIMINGS_BYTES, FINDING_BYTES = 1536, 192
 
 # Rounds reported for each group, oldest first, and missing members for each round.
 MAX_ROUNDS, MAX_MISSING = 16, 64
@@ -47,7 +47,7 @@ BURST_BYTES, BYTES_PER_SECOND = 2**23, 2**22
 def group_entries(masters: Collection[SyncMaster], now: float, ended: list[dict[str, Any]]) -> dict[str, Any]:
     """Report entries: groups, the number of groups left out, and ended jobs."""
     free = limits.MAX_HEADER_BYTES - SERVER_ENTRY_BYTES
-    free -= sum(JOB_ENTRY_BYTES + _size(job["job"]) + _size(job["lost"]) for job in ended)
+    free -= sum(JOB_ENTRY_BYTES + sum(map(_size, (job["job"], *_lost_texts(job)))) for job in ended)
     heads: list[tuple[SyncMaster, dict[str, Any]]] = []
     for master in masters:
         head = _head(master)
@@ -67,6 +67,7 @@ def group_entries(masters: Collection[SyncMaster], now: float, ended: list[dict[
 def _head(master: SyncMaster) -> dict[str, Any]:
     membership = master.membership
     why = master.why_not_faster
+    non_finite, seen = master.open_rounds.non_finite, (membership.reported_step, bool(membership.lost))
     return {
         "job": membership.job,
         "group": membership.group,
@@ -76,9 +77,11 @@ def _head(master: SyncMaster) -> dict[str, Any]:
         "members": [],
         "missing": membership.missing,
         "lost": log_line(membership.lost or "")[: limits.MAX_NAME_BYTES],
+        **({"lost_by": membership.lost_by} if membership.lost_by else {}),
         "rounds_done": master.rounds_done,
         "rounds_failed": master.open_rounds.failed,
-        "non_finite": master.open_rounds.non_finite.report(membership.reported_step, is_broken=bool(membership.lost)),
+        "non_finite": non_finite.report(*seen),
+        **({"first_non_finite": first} if (first := non_finite.first(*seen)) else {}),
         "kept_bytes": master.allocated,
         "waiting": [],
         **({"why_not_faster": why} if why else {}),
@@ -89,19 +92,28 @@ def _head(master: SyncMaster) -> dict[str, Any]:
 def _timings(master: SyncMaster) -> dict[str, Any]:
     """Timings of a group's rounds, and its findings."""
     rounds, health = master.open_rounds, master.health
-    trips, window, findings = health.round_trips, health.pace.window, health.findings.report
+    trips, window = health.round_trips, health.pace.window
+    findings, compared = health.findings.report(health.comparison), health.comparison.nr_layers
     return {
         **({"round_seconds": rounds.durations.report} if rounds.durations.total else {}),
         **({"late_seconds": rounds.lateness.report} if rounds.lateness.total else {}),
         **({"round_trip_seconds": trips.report} if trips.total else {}),
         **({"slowest": window.slowest, "held": window.delay} if window.slowest is not None else {}),
         **({"findings": findings} if findings else {}),
+        **({"compared_layers": compared} if compared else {}),
     }
 
 
 def _texts(head: dict[str, Any]) -> tuple[str, ...]:
     findings = (finding[text] for finding in head.get("findings", ()) for text in ("text", "layer"))
-    return head["job"], head["group"], head["lost"], head.get("why_not_faster", ""), *head["non_finite"], *findings
+    first = head.get("first_non_finite", {"layer": "", "phase": ""})
+    names = head["job"], head["group"], head.get("why_not_faster", ""), first["layer"], first["phase"]
+    return *names, *_lost_texts(head), *head["non_finite"], *findings
+
+
+def _lost_texts(entry: dict[str, Any]) -> tuple[str, ...]:
+    by = entry.get("lost_by", {"place": "", "cause": ""})
+    return entry["lost"], by["place"], by["cause"]
 
 
 def _extra_bytes(head: dict[str, Any]) -> int:
@@ -119,7 +131,8 @@ def _fill(head: dict[str, Any], master: SyncMaster, now: float, free: int) -> in
     used = 0
     for round_ in islice(master.open_rounds, MAX_ROUNDS):
         entry = _round(round_, now)
-        size = ROUND_ENTRY_BYTES + _size(entry["round"]) + NUMBER_BYTES * len(entry["missing"])
+        texts = entry["round"], entry["layer"], entry["phase"]
+        size = ROUND_ENTRY_BYTES + sum(map(_size, texts)) + NUMBER_BYTES * len(entry["missing"])
         if used + size > free // 2:
             break
         used += size
@@ -146,6 +159,9 @@ def _round(round_: Round, now: float) -> dict[str, Any]:
     missing = (member for member, future in round_.futures.items() if not future.done)
     entry = {
         "round": str(round_.key),
+        "layer": round_.key.layer,
+        "phase": round_.key.phase,
+        "step": round_.key.step,
         "seconds": now - round_.opened,
         "missing": list(islice(missing, MAX_MISSING)),
     }

@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,8 @@ from server.security.quota import MemoryShare
 from statsd_bn.errors import LimitExceeded, ProtocolError
 from statsd_bn.messages import LatenessReport, RoundTrips, SkewStats
 from statsd_bn.reduction import FloatArray
-from statsd_bn.skew import SkewDetector
+from statsd_bn.skew import Duplicate, Outlier, SkewDetector
+from statsd_bn.text import duration, percent
 from statsd_bn.timing import Histogram
 
 # Length of a window, and the share of it by which one member may delay the others.
@@ -120,6 +121,8 @@ class Finding:
     step: int  # of the group
     text: str  # one line
     layer: str = ""  # empty for a straggler
+    numbers: Mapping[str, float] = field(default_factory=dict)  # further entries of the report
+    skew: Outlier | Duplicate | None = None  # of the comparison
 
 
 class Findings:
@@ -129,16 +132,25 @@ class Findings:
         self._name = name
         self._findings: deque[Finding] = deque(maxlen=MAX_FINDINGS)
 
-    def add(self, kind: str, rank: int, step: int, text: str, layer: str = "") -> None:
+    def add(self, finding: Finding) -> None:
         """Store a finding and log it as a warning."""
-        finding = Finding(kind, rank, step, text[:MAX_TEXT_LENGTH], layer)
         self._findings.append(finding)
         logger.warning("%s: %s: %s", self._name, finding.kind, finding.text)
 
-    @property
-    def report(self) -> list[dict[str, Any]]:
+    def report(self, comparison: SkewDetector) -> list[dict[str, Any]]:
         """Report entries, oldest first."""
-        return [asdict(finding) for finding in self._findings]
+        return [
+            {
+                "kind": finding.kind,
+                "rank": finding.rank,
+                "step": finding.step,
+                "text": finding.text,
+                "layer": finding.layer,
+                **finding.numbers,
+                **({"cleared": True} if finding.skew and not comparison.is_current(finding.skew) else {}),
+            }
+            for finding in self._findings
+        ]
 
 
 # Rounds that make percentiles meaningful.
@@ -184,7 +196,9 @@ class GroupHealth:
         if pace.end_window(now, rounds, waited):
             slowest = contributors[pace.window.slowest or 0]
             step = self._membership.step_of(slowest)
-            self.findings.add("straggler", slowest.member, step, _describe_straggler(slowest, pace.window.delay))
+            late = _late(slowest)
+            text = _describe_straggler(slowest, pace.window.delay, late)[:MAX_TEXT_LENGTH]
+            self.findings.add(Finding("straggler", slowest.member, step, text, numbers=late))
 
     def add_skew(self, now: float, report: SkewStats) -> None:
         """Add skew figures of rounds in shared memory."""
@@ -211,14 +225,21 @@ class GroupHealth:
         with suppress(LimitExceeded):  # without memory the step is skipped
             self._memory.check(self.comparison.growth(layers))
             for found in self.comparison.add(now, step, layers, values):
-                text = found.describe([str(member) for member in members])
-                self.findings.add("skew", members[found.member].member, step, text, found.layer)
+                text = found.describe([str(member) for member in members])[:MAX_TEXT_LENGTH]
+                rank = members[found.member].member
+                self.findings.add(Finding("skew", rank, step, text, found.layer, found.numbers, found))
 
 
-def _describe_straggler(slow: Contributor, part: float) -> str:
-    """Text of a straggler finding; `part` is the share of the last minute that the others waited for it."""
-    text = f"{slow} delayed the others for {part:.0%} of the last minute"
+def _late(slow: Contributor) -> dict[str, float]:
+    """How late a straggler was in the rounds where it was last; empty after few of them."""
     if slow.lateness.total < MIN_ROUNDS:
+        return {}
+    return {"median": slow.lateness.quantile(0.5), "p99": slow.lateness.quantile(0.99)}
+
+
+def _describe_straggler(slow: Contributor, part: float, late: Mapping[str, float]) -> str:
+    """Text of a straggler finding; `part` is the share of the last minute that the others waited for it."""
+    text = f"{slow}: the others waited {percent(part)} of the last minute for it"
+    if not late:
         return text
-    median, most = (1e3 * slow.lateness.quantile(of_all) for of_all in (0.5, 0.99))
-    return f"{text}; in rounds where it was last: {median:.3g} ms late (median), {most:.3g} ms (p99)"
+    return f"{text}; when last it was {duration(late['median'])} late (median), {duration(late['p99'])} (p99)"

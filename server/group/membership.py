@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Collection
+from typing import Any
 
 from server.group import lifecycle
 from server.group.contributor import Contributor
@@ -12,7 +13,7 @@ from statsd_bn import limits
 from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost, StatsdBNError, WorldSizeMismatch
 from statsd_bn.members import NO_MEMBERS, Members, format_ranks
 from statsd_bn.messages import WORLD, Participation, Register
-from statsd_bn.text import error_text
+from statsd_bn.text import error_text, log_line
 
 # How long an unreachable member may take to reconnect: ZeroMQ reconnects after 0.1 s, and the client then sends at
 # once. A longer time would delay the report of a killed process, which should take less than a second.
@@ -70,6 +71,7 @@ class Membership:
         self.policy = Policy.ELASTIC if self.is_elastic else Policy.STRICT
         self.state = self._state_before = GroupState.FILLING
         self.lost: StatsdBNError | None = None  # of a broken group
+        self.lost_by: dict[str, Any] | None = None  # the member whose end broke it, for the report
         # Of the paused member that left a strict group, which can then never rejoin completely.
         self.departed: ReplicaLost | None = None
         self.notices: list[Notice] = []  # pending
@@ -344,6 +346,14 @@ class Membership:
             self.recovery.expected.discard(contributor.member)
         loss = _loss(self, contributor.member, step, f"{contributor} {reason}", cause)
         self._break_if_notified(transition, loss)
+        if self.lost is loss:
+            self.lost_by = {
+                "rank": contributor.member,
+                "place": contributor.place,
+                "how": event.value,
+                "cause": log_line(cause)[: limits.MAX_NAME_BYTES],
+                "step": step,
+            }
         # Members that were rejoining at the first departure were notified then, and none can rejoin since.
         if transition.notice is Notice.DEPARTED and self.departed is None:
             self.departed = loss

@@ -6,9 +6,11 @@ resend their latest results, and such a result ends its round.
 """
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice, pairwise
+from typing import Any
 
 from server.group.contributor import Contributor
 from server.group.rounds import Round, RoundState
@@ -18,7 +20,7 @@ from statsd_bn.errors import ContributionConflict
 from statsd_bn.members import MAX_NAMED_RANKS, NO_MEMBERS, Members, format_ranks
 from statsd_bn.messages import Aggregate, unchecked_aggregate
 from statsd_bn.reduction import find_non_finite, is_finite, join_in_order, non_finite_members, sum_in_order
-from statsd_bn.round_key import GATHER, RoundKey, format_first_non_finite
+from statsd_bn.round_key import FORWARD, GATHER, RoundKey, format_first_non_finite
 
 # A late copy of a contribution is at most as old as the data in flight on a broken connection, far less than this.
 REMEMBERED_ROUNDS = 1024
@@ -193,6 +195,9 @@ def reduce_round(round_: Round) -> Aggregate:
 # after each.
 MAX_OVERFLOWS = 20
 
+# The text of `NonFiniteChannels`, which members send; numbers of at most seven digits.
+_CHANNELS = re.compile(r"(\d{1,7}) of (\d{1,7}) channels \(([a-zA-Z ]{1,16})\)")
+
 # Characters of a text: a report contains all of them.
 MAX_TEXT_LENGTH = 1024
 
@@ -206,14 +211,21 @@ class FirstNonFinite:
 
     def __init__(self) -> None:
         self._texts: dict[bool, str] = {}
+        self._entries: dict[bool, dict[str, Any]] = {}
         # The latest step with non-finite gradients, and the length of the series.
         self._step, self._in_a_row = -1, 0
 
-    def report(self, step: int, *, is_broken: bool) -> list[str]:
+    def report(self, step: int, is_broken: bool) -> list[str]:
         """Texts for the report, in order; empty for overflows without an effect."""
+        return list(self._texts.values()) if self._is_finding(step, is_broken) else []
+
+    def first(self, step: int, is_broken: bool) -> dict[str, Any] | None:
+        """The first text's facts for the report; None if `report` is empty."""
+        return next(iter(self._entries.values()), None) if self._is_finding(step, is_broken) else None
+
+    def _is_finding(self, step: int, is_broken: bool) -> bool:
         has_ended_it = is_broken and step <= self._step + 1
-        is_finding = True in self._texts or has_ended_it or self._in_a_row > MAX_OVERFLOWS
-        return list(self._texts.values()) if is_finding else []
+        return True in self._texts or has_ended_it or self._in_a_row > MAX_OVERFLOWS
 
     def record(self, aggregate: Aggregate, contributors: Mapping[int, Contributor]) -> None:
         """Record a non-finite aggregate; only the first in each direction is kept."""
@@ -230,6 +242,16 @@ class FirstNonFinite:
         who = format_ranks(bearers, {contributor.member: contributor.place for contributor in there})
         text = format_first_non_finite(key, who, what)
         self._texts[is_forward] = text = text[:MAX_TEXT_LENGTH]
+        number, channels, kinds = counted.groups() if (counted := _CHANNELS.match(what)) else (0, 0, "")
+        self._entries[is_forward] = {
+            "layer": key.layer,
+            "phase": FORWARD if is_forward else key.phase,
+            "step": key.step,
+            "ranks": list(islice(bearers, MAX_NAMED_RANKS)),
+            "channels": int(number),
+            "of": int(channels),
+            "what": kinds,
+        }
         if is_forward:
             # Non-finite gradients before this were no overflow.
             for found in self._texts.values():

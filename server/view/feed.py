@@ -17,7 +17,7 @@ from statsd_bn import limits
 from statsd_bn.errors import ProtocolError, ServerUnreachable, StatsdBNError
 from statsd_bn.keys import ClientKeys
 from statsd_bn.messages import Figures, FiguresRequest, StatusRequest
-from statsd_bn.skew import PART
+from statsd_bn.skew import MEAN, PART, VARIANCE
 from statsd_bn.text import log_line
 from statsd_bn.wire import decode
 
@@ -32,6 +32,7 @@ class Feed:
         self._report = report
         self._stopped = threading.Event()
         self._changed_since = threading.Condition()
+        self._building = threading.Lock()
         self._number = 0
         self.snapshot: Snapshot = {}
 
@@ -47,14 +48,16 @@ class Feed:
         except Exception as error:
             if not self.snapshot:
                 raise
-            snapshot = self._builder.fail(time.time(), _in_words(error))
+            with self._building:
+                snapshot = self._builder.fail(time.time(), _in_words(error))
         self._publish(snapshot)
         return snapshot
 
     def _fetch(self) -> Snapshot:
         report = self._report()
         try:
-            return self._builder.update(time.time(), report)
+            with self._building:
+                return self._builder.update(time.time(), report)
         except MALFORMED as error:
             raise malformed_report(error) from error
 
@@ -63,6 +66,16 @@ class Feed:
             self.snapshot = snapshot
             self._number += 1
             self._changed_since.notify_all()
+
+    def history(self, job: str, group: str, layer: str) -> dict[str, Any] | None:
+        """Mean and variance of a layer by rank over the last ten minutes; None if unknown.
+
+        Returns:
+            `seconds` since 1970 of each sample, `ranks` as in `heat`, and `means` and `variances`: little-endian
+            float32 in base64, of shape (samples, members).
+        """
+        with self._building:
+            return self._builder.history(job, group, layer)
 
     def next(self, after: int, seconds: float) -> tuple[int, Snapshot]:
         """Number and snapshot: waits up to `seconds` for a number above `after`."""
@@ -113,7 +126,7 @@ def add_figures(ask: Query, groups: list[dict[str, Any]]) -> None:
     """Add `figures` to the entries of the groups that have any.
 
     `figures` has `layers`, a list in the order of a step. A layer has its `name`; `eta2`, the share of its variance
-    between the members; and `parts`, a float32 array with the part of each member.
+    between the members; and `parts`, `means` and `variances`, float32 arrays with the figures of each member.
 
     Raises:
         ServerUnreachable: no answer, or a malformed one.
@@ -146,5 +159,13 @@ def _layers(ask: Query, job: str, group: str) -> list[dict[str, Any]]:
 
 
 def _entries(answer: Figures) -> Iterator[dict[str, Any]]:
-    for name, parts in zip(answer.names, answer.values[..., PART], strict=True):
-        yield {"name": name, "eta2": float(parts.sum()), "parts": parts.astype(np.float32)}
+    for name, figures in zip(answer.names, answer.values, strict=True):
+        columns = figures[:, [MEAN, VARIANCE, PART]].T.astype(np.float32)
+        means, variances, parts = columns
+        yield {
+            "name": name,
+            "eta2": float(figures[:, PART].sum()),
+            "parts": parts,
+            "means": means,
+            "variances": variances,
+        }

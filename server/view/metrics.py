@@ -59,7 +59,7 @@ class Metrics:
             events.add_metric((kind,), count)
         yield events
         # The last numbers of an unreachable server would look like a stalled job.
-        groups = [] if snapshot["error"] else snapshot["groups"]
+        groups = [] if snapshot["error"] else [group for group in snapshot["groups"] if "over" not in group]
         # A group that the report leaves out may still be running.
         ended = [] if snapshot["error"] or snapshot.get("left_out") else snapshot["ended"]
         yield from _group_metrics(groups)

@@ -1,41 +1,58 @@
-"""Snapshot: the latest report with rates and events, as one dictionary for the page and `/metrics`.
+"""Snapshot: the latest report with verdicts, rates, trends and events, as one dictionary for the page and `/metrics`.
 
-The heat map packs the parts of all layers and ranks as binary: 200,000 numbers as text would take 2 MB. Pure.
+The heat map packs the figures of all layers and ranks as binary: 200,000 numbers as text would take 2 MB. Pure.
 """
 
 import base64
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from server.view.history import MAX_BYTES, LayerHistory, Trend
+from server.view.verdict import (
+    NOTICE,
+    RESTART_SECONDS,
+    Verdict,
+    cards,
+    describe_finding,
+    doing,
+    is_finishing,
+    silent,
+    verdicts,
+)
 from statsd_bn.messages import WORLD
 
 Report = dict[str, Any]
 
 
-def events(before: Report | None, now: Report) -> list[dict[str, str]]:
-    """Events between two reports, each with `kind`, `job`, `group` and `text`.
+def events(before: Report | None, now: Report) -> list[dict[str, Any]]:
+    """Events between two reports, each with `kind`, `job`, `group`, `rank` (None if not one) and `text`.
 
     The first report yields only losses, failed rounds, non-finite rows and findings.
     """
-    found: list[dict[str, str]] = []
+    found: list[dict[str, Any]] = []
     restarted = before is not None and before["server"] != now["server"]
     if restarted:
-        found.append(_event("restart", {}, f"the server started again as {now['server']}"))
+        found.append(_event("restart", {}, None, "The server restarted"))
     known = {_group_name(group): group for group in (before or {}).get("groups", ())}
     for group in now["groups"]:
         old = known.pop(_group_name(group), None)
-        found += [_event(kind, group, text) for kind, text in _group_events(old, group, first=before is None)]
-    running = {group["job"] for group in now["groups"]}
-    # Latest first: an earlier run of the same name may have ended before.
-    ended = {job["job"]: job for job in reversed(now.get("ended", ())) if job["job"] not in running}
+        found += [
+            _event(kind, group, rank, text) for kind, rank, text in _group_events(old, group, first=before is None)
+        ]
     # A restarted server knows no group before its members have reconnected.
     if not restarted and not now.get("left_out"):
         for group in known.values():
-            how = ended.get(group["job"], {}).get("lost")
-            found.append(_event("lost" if how else "ended", group, how or "ended"))
+            end = ended_group(group, now, 0.0)
+            was_told = end["lost"] == group["lost"] and not is_finishing(group)
+            if not end["lost"]:
+                found.append(_event("ended", group, None, "Finished in good order"))
+            elif not was_told:
+                found.append(_lost_event(end))
     return found
 
 
@@ -43,28 +60,65 @@ def _group_name(group: Report) -> tuple[str, str]:
     return group["job"], group["group"]
 
 
-def _event(kind: str, group: Report, text: str) -> dict[str, str]:
-    return {"kind": kind, "job": group.get("job", ""), "group": group.get("group", ""), "text": text}
+def _event(kind: str, group: Report, rank: int | None, text: str) -> dict[str, Any]:
+    return {"kind": kind, "job": group.get("job", ""), "group": group.get("group", ""), "rank": rank, "text": text}
 
 
-def _group_events(old: Report | None, group: Report, *, first: bool) -> Iterator[tuple[str, str]]:
+def _lost_event(group: Report) -> dict[str, Any]:
+    verdict = next(one for one in verdicts(group, 0.0) if one.state == "broken")
+    return _event("lost", group, verdict.rank, verdict.text)
+
+
+def ended_group(group: Report, report: Report, now: float) -> Report:
+    """The last state of a group that a report no longer has, with its end."""
+    running = {entry["job"] for entry in report["groups"]}
+    # Latest first: an earlier run of the same name may have ended before.
+    ends = (end for end in report.get("ended", ()) if end["job"] == group["job"] and end["job"] not in running)
+    end: Report = next(ends, {})
+    lost = end.get("lost", "" if is_finishing(group) else group["lost"])
+    by = end.get("lost_by") or (group.get("lost_by") if lost == group["lost"] else None)
+    over = {"time": now - end.get("seconds", 0.0), "reason": lost or "in good order"}
+    return {**group, "missing": 0, "waiting": [], "lost": lost, "lost_by": by, "over": over}
+
+
+def unseen_group(end: Report, report: Report, now: float) -> Report:
+    """An ended job of a report as a group without members, for a reader that did not see it running."""
+    sizes = {name: end[name] for name in ("job", "epoch", "world_size", "rounds_done", "lost")}
+    empty = {"min_members": 0, "members": [], "missing": 0, "rounds_failed": 0, "non_finite": [], "waiting": []}
+    return ended_group({**sizes, "group": WORLD, **empty}, report, now)
+
+
+def _group_events(old: Report | None, group: Report, *, first: bool) -> Iterator[tuple[str, int | None, str]]:
     old = old or {}
     if not first:
         yield from _membership_events(old, group)
-    if group["lost"] and group["lost"] != old.get("lost"):
-        yield "lost", group["lost"]
+    if group["lost"] and group["lost"] != old.get("lost") and not is_finishing(group):
+        event = _lost_event(group)
+        yield event["kind"], event["rank"], event["text"]
     # The count restarts with each epoch.
     failed = group["rounds_failed"] - (old.get("rounds_failed", 0) if old.get("epoch") == group["epoch"] else 0)
     if failed > 0:
-        yield "mismatch", f"{failed} round{'s' * (failed != 1)} failed"
-    known = set(old.get("non_finite", ()))
-    yield from (("non-finite", text) for text in group.get("non_finite", ()) if text not in known)
+        yield "mismatch", None, f"{failed} round{'s' * (failed != 1)} failed"
+    if group.get("first_non_finite") and not old.get("first_non_finite"):
+        verdict = next(one for one in verdicts(group, 0.0) if one.state == "data")
+        yield "non-finite", verdict.rank, verdict.text
     known = {_finding_key(finding) for finding in old.get("findings", ())}
     new = (finding for finding in group.get("findings", ()) if _finding_key(finding) not in known)
-    yield from ((finding["kind"], finding["text"]) for finding in new)
+    yield from ((finding["kind"], finding["rank"], describe_finding(finding)) for finding in new)
 
 
-def _membership_events(old: Report, group: Report) -> Iterator[tuple[str, str]]:
+def _membership_events(old: Report, group: Report) -> Iterator[tuple[str, int | None, str]]:
+    """Events of single ranks; several ranks that do the same are counted together."""
+    found = sorted(_member_events(old, group), key=lambda event: event[:2])
+    for (kind, did), of in groupby(found, key=lambda event: event[:2]):
+        (_, _, rank, place), *others = ranks = list(of)
+        if others:
+            yield kind, None, f"{len(ranks)} ranks {did}"
+        else:
+            yield kind, rank, f"Rank {rank} ({place}) {did}"
+
+
+def _member_events(old: Report, group: Report) -> Iterator[tuple[str, str, int, str]]:
     before = {member["member"]: member for member in old.get("members", ())}
     after = {member["member"]: member for member in group["members"]}
     # Members that the report leaves out have not left.
@@ -72,14 +126,14 @@ def _membership_events(old: Report, group: Report) -> Iterator[tuple[str, str]]:
     for rank, member in after.items():
         if rank not in before:
             if whole:
-                yield "joined", f"rank {rank} ({member['place']}) joined"
+                yield "joined", "joined", rank, member["place"]
         elif before[rank]["place"] != member["place"]:
-            yield "joined", f"rank {rank} moved from {before[rank]['place']} to {member['place']}"
+            yield "joined", "started again", rank, f"{member['place']}, before {before[rank]['place']}"
         elif before[rank]["participation"] != member["participation"] == "paused":
-            yield "left", f"rank {rank} ({member['place']}) is away"
+            yield "left", "paused", rank, member["place"]
     if whole:
         gone = [before[rank] for rank in before if rank not in after]
-        yield from (("left", f"rank {member['member']} ({member['place']}) left") for member in gone)
+        yield from (("left", "left", member["member"], member["place"]) for member in gone)
 
 
 def _finding_key(finding: Report) -> tuple[Any, ...]:
@@ -89,7 +143,14 @@ def _finding_key(finding: Report) -> tuple[Any, ...]:
 # Events kept: one hour of one event every four seconds.
 MAX_EVENTS = 900
 
+# Ended groups are kept this long, at most this many.
+OVER_SECONDS, MAX_OVER = 600.0, 16
+
+# Groups with a trend: each takes 10 kB of a snapshot.
+MAX_TRENDS = 32
+
 Snapshot = dict[str, Any]
+Key = tuple[str, str]
 
 
 class SnapshotBuilder:
@@ -99,11 +160,13 @@ class SnapshotBuilder:
         snapshot = builder.update(time.time(), ask(endpoint))
         snapshot = builder.fail(time.time(), "no answer")
 
-    A snapshot has `time` (seconds since 1970), `endpoint`, `error` ("" while the server answers), `server`, `seconds`
-    (since its start), `groups`, `ended`, `events`, and `counts` of events by kind. Groups have the fields of the report
-    and `rounds_per_second`, and optionally `figures`, see `server.view.feed`. Members have the fields of the report,
-    `steps_per_second` and `doing`, the round that they wait in. A rate is None before the second report of the group or
-    member.
+    A snapshot has `time` and `answered` (seconds since 1970, of the snapshot and of the last answer), `endpoint`,
+    `error` ("" while the server answers), `server`, `seconds` (since its start), `groups`, `ended`, `events`, `counts`
+    of events by kind, and without a group `verdict`. Groups have the fields of the report and
+    `rounds_per_second`, `verdict`, `cards`, `trend`, and optionally `figures`, see `server.view.feed`; an ended one is
+    kept for ten minutes, with `over`: `time` and `reason`. Members have the fields of the report and
+    `steps_per_second`, `median`, `p99`, `share`, `doing`, `flag` and `severity`. A rate is None before the second
+    report of the group or member.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -113,6 +176,16 @@ class SnapshotBuilder:
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._counts: Counter[str] = Counter()
         self._snapshot: Snapshot = {"server": "", "seconds": 0.0, "groups": [], "ended": []}
+        # Groups as reported, the ended ones with `over`, and those that a restarted server does not know yet.
+        self._over: dict[Key, Report] = {}
+        self._returning: dict[Key, Report] = {}
+        # The latest restart of the server, and the groups that were running then.
+        self._restarted: float | None = None
+        self._survivors: set[Key] = set()
+        self._trends: dict[tuple[str, str, int], Trend] = {}
+        self._layers: dict[Key, LayerHistory] = {}
+        # What a verdict is about, and since when.
+        self._since: dict[Key, tuple[object, float | None]] = {}
 
     def update(self, now: float, report: Report) -> Snapshot:
         """Snapshot after a report; `now` is in seconds since 1970."""
@@ -120,34 +193,121 @@ class SnapshotBuilder:
         found = events(before, report)
         seconds = now - self._previous[0] if self._previous else 0.0
         known = {_group_key(group): group for group in (before or {}).get("groups", ())}
-        groups = [_with_rates(group, known.get(_group_key(group)), seconds) for group in report["groups"]]
-        # A malformed report raises before this and changes nothing.
+        rated = [_with_rates(group, known.get(_group_key(group)), seconds) for group in report["groups"]]
+        self._keep(now, report, before)
+        self._record(now, rated)
+        groups = [self._with_verdict(now, group) for group in (*rated, *self._returning.values(), *self._over.values())]
+        # A malformed report raises before this and adds no event.
         if self._error:
-            found.insert(0, {"kind": "answers", "job": "", "group": "", "text": "the server replies again"})
+            found.insert(0, _event("answers", {}, None, "The server answers again"))
         for event in found:
             self._add(now, event)
         self._previous, self._error = (now, report), ""
         self._snapshot = {
             **{name: value for name, value in report.items() if isinstance(value, int | float | str)},
+            "answered": now,
             "groups": groups,
             "ended": report.get("ended", []),
         }
+        if not groups:
+            text = "No job yet: it appears here once its ranks connect"
+            self._snapshot["verdict"] = Verdict("forming", NOTICE, text).entry
         return self._with_head(now)
 
     def fail(self, now: float, error: str) -> Snapshot:
         """Snapshot after a failed request: the previous one, with the text of the error."""
+        verdict = silent(error, self._snapshot.get("answered", now))
         if not self._error:
-            self._add(now, {"kind": "silent", "job": "", "group": "", "text": error})
+            self._add(now, _event("silent", {}, None, verdict.text))
         self._error = error
-        return self._with_head(now)
+        shown = [
+            group if "over" in group else {**group, "verdict": verdict.entry} for group in self._snapshot["groups"]
+        ]
+        return {**self._with_head(now), "groups": shown, **({} if shown else {"verdict": verdict.entry})}
 
-    def _add(self, now: float, event: Mapping[str, str]) -> None:
+    def history(self, job: str, group: str, layer: str) -> dict[str, Any] | None:
+        """Mean and variance of a layer by rank over the last ten minutes, see `LayerHistory.of_layer`."""
+        of, entries = self._layers.get((job, group)), self._snapshot["groups"]
+        entry = next((entry for entry in entries if _group_name(entry) == (job, group)), None)
+        found = of.of_layer(layer) if of else None
+        return {**found, "ranks": ranks_of(entry, found["members"])} if found and entry else None
+
+    def _keep(self, now: float, report: Report, before: Report | None) -> None:
+        """Keep the groups that the report no longer has."""
+        running = {_group_name(group) for group in report["groups"]}
+        gone = {_group_name(group): group for group in (before or {}).get("groups", ())}
+        if before is not None and before["server"] != report["server"]:
+            self._restarted, self._survivors = now, {*gone, *self._returning}
+            self._returning = {**gone, **self._returning}
+        elif not report.get("left_out"):
+            self._over |= {key: ended_group(group, report, now) for key, group in gone.items() if key not in running}
+        for end in reversed(report.get("ended", ())):
+            if (end["job"], WORLD) not in {*self._over, *self._returning}:
+                self._over[end["job"], WORLD] = unseen_group(end, report, now)
+        is_late = self._restarted is not None and now - self._restarted >= RESTART_SECONDS
+        for key in [key for key in self._returning if key in running or is_late]:
+            group = self._returning.pop(key)
+            if key not in running:
+                self._over[key] = ended_group(group, report, now)
+        fresh = [
+            (key, group)
+            for key, group in self._over.items()
+            if key not in running and now - group["over"]["time"] < OVER_SECONDS
+        ]
+        fresh.sort(key=lambda entry: -entry[1]["over"]["time"])
+        self._over = dict(fresh[:MAX_OVER])
+
+    def _record(self, now: float, groups: list[Report]) -> None:
+        """Add the report's groups to their histories."""
+        shown = {_group_key(group) for group in (*groups[:MAX_TRENDS], *self._returning.values(), *self._over.values())}
+        self._trends = {key: trend for key, trend in self._trends.items() if key in shown}
+        with_figures = [group for group in groups if group.get("figures")]
+        kept = {_group_name(group) for group in with_figures} | {*self._over, *self._returning}
+        self._layers = {key: of for key, of in self._layers.items() if key in kept}
+        for group in groups[:MAX_TRENDS]:
+            self._trends.setdefault(_group_key(group), Trend()).add(now, group)
+        for group in with_figures:
+            layers = self._layers.setdefault(_group_name(group), LayerHistory())
+            layers.add(now, group["figures"]["layers"], MAX_BYTES // len(kept))
+
+    def _with_verdict(self, now: float, group: Report) -> Report:
+        """A group with verdict, cards, trend, and the flags of its members."""
+        key = _group_name(group)
+        if key in self._returning:
+            group = {**group, "missing": group["world_size"], "waiting": [], "lost": ""}
+        found = verdicts(group, now, self._restarted if key in self._survivors else None)
+        first = found[0]
+        since = self._first_seen(now, key, first)
+        trend = self._trends.get(_group_key(group)) or Trend()
+        by, non_finite = group.get("lost_by"), group.get("first_non_finite")
+        rank = non_finite["ranks"][0] if non_finite and len(non_finite["ranks"]) == 1 else None
+        return {
+            **group,
+            "verdict": {**first.entry, "since": since, "also": [verdict.text for verdict in found[1:]]},
+            "cards": cards(group, found),
+            "trend": trend.entry,
+            "lost_by": {**by, "time": group["over"]["time"] if "over" in group else since} if by else None,
+            "first_non_finite": {**non_finite, "rank": rank} if non_finite else None,
+            "members": [_with_flag(group, member, found) for member in group["members"]],
+        }
+
+    def _first_seen(self, now: float, key: Key, verdict: Verdict) -> float | None:
+        """When a verdict was first true; None if before the first report."""
+        about = verdict.state, verdict.rank
+        seen = self._since.get(key)
+        since = verdict.since if verdict.since is not None or self._previous is None else now
+        # Times that come from a duration vary with each report.
+        if not seen or seen[0] != about or (verdict.since and abs(verdict.since - (seen[1] or 0.0)) > 1):
+            self._since[key] = seen = about, since
+        return seen[1]
+
+    def _add(self, now: float, event: Mapping[str, Any]) -> None:
         self._counts[event["kind"]] += 1
         self._events.append({"time": now, **event})
 
     def _with_head(self, now: float) -> Snapshot:
         head = {"time": now, "endpoint": self._endpoint, "error": self._error, "counts": dict(self._counts)}
-        return {**self._snapshot, **head, "events": list(self._events)}
+        return {"answered": now, **self._snapshot, **head, "events": list(self._events)}
 
 
 def _group_key(group: Report) -> tuple[str, str, int]:
@@ -156,16 +316,11 @@ def _group_key(group: Report) -> tuple[str, str, int]:
 
 def _with_rates(group: Report, before: Report | None, seconds: float) -> Report:
     steps = {member["member"]: member["step"] for member in (before or {}).get("members", ())}
-    doing = _doing(group)
     return {
         **group,
         "rounds_per_second": _rate(group["rounds_done"], before["rounds_done"] if before else None, seconds),
         "members": [
-            {
-                **member,
-                "steps_per_second": _rate(member["step"], steps.get(member["member"]), seconds),
-                "doing": member.get("where") or doing.get(member["member"], ""),
-            }
+            {**member, "steps_per_second": _rate(member["step"], steps.get(member["member"]), seconds)}
             for member in group["members"]
         ],
     }
@@ -175,42 +330,63 @@ def _rate(count: int, before: int | None, seconds: float) -> float | None:
     return max(0.0, (count - before) / seconds) if before is not None and seconds > 0 else None
 
 
-def _doing(group: Report) -> dict[int, str]:
-    """Activity of members by rank: the oldest round that a member waits in, or that waits for it."""
-    doing: dict[int, str] = {}
-    for round_ in group["waiting"]:
-        missing = set(round_["missing"])
-        # With an incomplete list of missing members the waiting ones are unknown.
-        for member in group["members"]:
-            rank = member["member"]
-            if rank in missing:
-                doing.setdefault(rank, f"awaited {round_['seconds']:.1f} s: {round_['round']}")
-            elif not round_.get("missing_left_out"):
-                doing.setdefault(rank, f"waits {round_['seconds']:.1f} s: {round_['round']}")
-    return doing
+def _with_flag(group: Report, member: Report, found: list[Verdict]) -> Report:
+    rank, trip = member["member"], member.get("round_trip") or {"median": None, "p99": None}
+    verdict = next((one for one in found if rank in one.flags), None)
+    is_away = member["participation"] == "paused"
+    share = group["held"] if group.get("slowest") == rank else 0.0 if "slowest" in group else None
+    return {
+        "steps_per_second": None,
+        "late": None,
+        "waiting": None,
+        **member,
+        "median": trip["median"],
+        "p99": trip["p99"],
+        "share": share,
+        "doing": doing(group, member),
+        "flag": verdict.flags[rank] if verdict else "away" if is_away else "",
+        "severity": verdict.severity if verdict else NOTICE if is_away else 0,
+    }
 
 
 def heat(snapshot: Snapshot, job: str, group: str) -> dict[str, Any] | None:
-    """Part of each rank in each layer's variance between ranks; None if unknown.
+    """Figures of each layer and rank; None if unknown.
 
     Returns:
         `layers` (names in the order of a step), `eta2` of each, `members` (their number), `ranks` (of each member, None
-        if unknown), and `parts`: little-endian float32 in base64, of shape (layers, members).
+        if unknown), and `parts`, `ratios` (of the variance to the median of the others), `means` and `variances`:
+        little-endian float32 in base64, of shape (layers, members).
     """
     for entry in snapshot["groups"]:
         layers = entry.get("figures", {}).get("layers", [])
         if (entry["job"], entry["group"]) == (job, group) and layers:
-            parts = np.array([layer["parts"] for layer in layers], "<f4")
+            arrays = {name: np.array([layer[name] for layer in layers]) for name in ("parts", "means", "variances")}
+            arrays["ratios"] = _ratios(arrays["variances"])
+            members = arrays["parts"].shape[1]
             return {
                 "job": job,
                 "group": group,
                 "layers": [layer["name"] for layer in layers],
                 "eta2": [layer["eta2"] for layer in layers],
-                "members": parts.shape[1],
-                "ranks": ranks_of(entry, parts.shape[1]),
-                "parts": base64.b64encode(parts.tobytes()).decode(),
+                "members": members,
+                "ranks": ranks_of(entry, members),
+                **{name: base64.b64encode(array.astype("<f4").tobytes()).decode() for name, array in arrays.items()},
             }
     return None
+
+
+def _ratios(variances: NDArray[Any]) -> NDArray[Any]:
+    """Each member's variance divided by the median of the others', shape (layers, members); 1 for a single member."""
+    members = variances.shape[1]
+    if members == 1:
+        return np.ones_like(variances)
+    order = np.argsort(variances, axis=1)
+    by_size = np.take_along_axis(variances, order, 1)
+    places = np.argsort(order, axis=1)
+    # Without the member at one place, the members from there on move down by one.
+    low, high = ((members - 2) // 2, (members - 1) // 2)
+    others = sum(np.take_along_axis(by_size, at + (places <= at), 1) for at in (low, high)) / 2
+    return variances / np.maximum(others, np.finfo(np.float32).tiny)
 
 
 def ranks_of(group: dict[str, Any], members: int) -> list[int | None]:

@@ -94,8 +94,8 @@ def test_a_rank_with_brighter_images_is_named_over_the_default_transport_also_by
         assert run.end() == 0, run.errors
         (told,) = [line for line in run.errors.splitlines() if "skew:" in line]
         assert "rank 2 (" in told
-        assert " in layer '1' since step " in told
-        assert told.endswith("; earliest of 2 layers)")
+        assert "): since step " in told
+        assert told.endswith(" in 1, and differ in 1 later layer")
 
 
 SCRIPT = ROOT / "tests" / "programs" / "compiled_ddp_program.py"

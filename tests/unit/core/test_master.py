@@ -405,10 +405,13 @@ def test_the_report_of_a_group_lists_present_and_awaited_members():
     assert [contributor["member"] for contributor in report["members"]] == [0, 1]
     assert [contributor["replicas"] for contributor in report["members"]] == [2, 1]
     assert (report["missing"], report["rounds_done"], report["rounds_failed"]) == (0, 1, 0)
-    assert report["waiting"] == [{"round": str(key("late")), "seconds": 2.5, "missing": [1]}]
+    late = {"layer": "late", "phase": "forward", "step": 0}
+    assert report["waiting"] == [{"round": str(key("late")), "seconds": 2.5, "missing": [1], **late}]
+    assert "lost_by" not in report
     group.leave(1, "boom")
     report = report_of(group.master, 6.0)
     assert "rank 1 (place 1) failed with boom" in report["lost"]
+    assert report["lost_by"] == {"rank": 1, "place": "place 1", "how": "fails", "cause": "boom", "step": 0}
     assert (report["missing"], report["waiting"], report["rounds_failed"]) == (0, [], 1)
 
 

@@ -1,6 +1,7 @@
 """The ranks with NaN or infinity, as found by the server."""
 
 import logging
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,9 +71,13 @@ class Group:
         self.dispatcher.receive(0.0, b"peer 0", encode(Leave(register(0).session, cause)))
 
     @property
-    def told(self) -> list[str]:
+    def report(self) -> dict[str, Any]:
         (master,) = self.dispatcher._registry.masters.values()
-        return group_entries([master], 0.0, [])["groups"][0]["non_finite"]
+        return group_entries([master], 0.0, [])["groups"][0]
+
+    @property
+    def told(self) -> list[str]:
+        return self.report["non_finite"]
 
 
 def test_an_aggregate_names_the_members_with_such_values():
@@ -100,6 +105,8 @@ def test_the_first_one_of_each_direction_is_logged_and_in_the_status(caplog):
         "first non-finite: layer 'b', backward, step 0, rank 0 (place 0), rank 1 (place 1), 1 of 2 channels (NaN)",
     ]
     assert play.told == expected
+    first = {"layer": "b", "phase": "forward", "step": 0, "ranks": [1], "channels": 1, "of": 2, "what": "inf"}
+    assert play.report["first_non_finite"] == first
     told = [(record.levelname, record.getMessage()) for record in caplog.records if "non-finite" in record.getMessage()]
     assert told == [
         ("WARNING", f"job 'job', group 'world': {expected[0]}"),

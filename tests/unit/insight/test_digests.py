@@ -39,11 +39,14 @@ def test_the_log_and_the_report_name_the_rank_and_the_earliest_layer(world, capl
     (line,) = [record.getMessage() for record in caplog.records if "skew" in record.getMessage()]
     assert line.startswith("job 'job', group 'world': skew: rank 2 (")
     assert line.endswith(
-        "): input variance 8.57x the others' in layer 'stem' since step 0 "
-        "(eta squared 0.42, of which this rank 0.4 and others 0.01; earliest of 2 layers)"
+        "): since step 0 its activations vary 8.6 times as much as the others' in stem, and differ in 1 later layer"
     )
     (finding,) = report(world)["findings"]
     assert (finding["kind"], finding["rank"], finding["layer"]) == ("skew", 2, "stem")
+    assert (finding["since"], finding["layers"]) == (0, 2)
+    assert [finding[name] for name in ("variance", "part", "usual")] == pytest.approx([8.57, 0.4, 0.01], rel=1e-2)
+    assert "cleared" not in finding
+    assert report(world)["compared_layers"] == 2
 
 
 @pytest.mark.parametrize("members", [1, 2, 4])

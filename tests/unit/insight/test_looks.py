@@ -71,7 +71,7 @@ def test_two_members_with_the_same_data_are_named(caplog):
     job.open()
     job.train(40, copied=True)
     assert job.findings() == [("skew", 3, "stem")]
-    assert "rank 3 (place 3): same input as rank 1 (place 1) in every layer since step 0" in caplog.text
+    assert "rank 3 (place 3): same data as rank 1 (place 1) in all layers since step 0" in caplog.text
 
 
 def test_rows_of_one_vector_are_not_compared():

@@ -60,12 +60,13 @@ def test_a_slow_rank_is_named_once(caplog, ranks):
     job.run(STARTUP_SECONDS + 5 * WINDOW_SECONDS, lambda rank: STEP * (1.25 if rank == 1 else 1.0))
     (text,) = warnings_in(caplog)
     assert text.startswith(
-        "job 'job', group 'world': straggler: rank 1 (place 1) delayed the others for 20% of the last"
+        "job 'job', group 'world': straggler: rank 1 (place 1): the others waited 20% of the last minute for it"
     )
-    assert text.endswith("; in rounds where it was last: 164 ms late (median), 164 ms (p99)")
+    assert text.endswith("; when last it was 164 ms late (median), 164 ms (p99)")
     (finding,) = job.report()["findings"]
     assert (finding["kind"], finding["rank"]) == ("straggler", 1)
     assert finding["text"] in text
+    assert (finding["median"], finding["p99"]) == pytest.approx((0.164, 0.164), rel=1e-2)
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -125,7 +126,7 @@ def test_members_report_their_waits_of_rounds_in_memory(caplog):
         job.now += 1.0
         job.master.expire(job.now)
     (text,) = warnings_in(caplog)
-    assert text.endswith("straggler: rank 1 (place 1) delayed the others for 25% of the last minute")
+    assert text.endswith("straggler: rank 1 (place 1): the others waited 25% of the last minute for it")
 
 
 def test_a_rank_that_has_left_is_forgotten():

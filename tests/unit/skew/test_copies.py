@@ -78,5 +78,5 @@ def test_of_two_members_the_copy_is_found():
         found += group.add(float(look), look, NAMES, both)
     assert found == [Duplicate(1, 0, "a", 0)]
     assert found[0].describe(["rank 0 (a)", "rank 1 (b)"]) == (
-        "rank 1 (b): same input as rank 0 (a) in every layer since step 0; do both read the same shard?"
+        "rank 1 (b): same data as rank 0 (a) in all layers since step 0; do both read the same shard?"
     )

@@ -100,18 +100,35 @@ def test_kept_samples_are_bounded():
 @pytest.mark.parametrize(
     ("how", "what"),
     [
-        ({"scale": 5.0}, r"variance 2\d(\.\d)?x the others'"),
-        ({"scale": 0.0}, r"variance 0x the others'"),
-        ({"shift": 3.0}, "mean unlike the others'"),
+        ({"scale": 5.0}, "its activations vary 2\\d times as much as the others'"),
+        ({"scale": 0.0}, "its activations vary 0% as much as the others'"),
+        ({"shift": 3.0}, r"its mean is [12]\.\d standard deviations off the others'"),
     ],
     ids=str,
 )
 def test_a_finding_is_a_sentence(how, what):
     ((_, found),) = looks(SkewDetector(4), 4, odd=2, **how)
     text = found.describe(["rank 0", "rank 1", "rank 2 (host-b, pid 812)", "rank 3"])
-    variance = r"; variance \S+x" if "mean" in what else ""
-    numbers = rf"eta squared \S+, of which this rank \S+ and others \S+{variance}; earliest of 3 layers"
-    assert re.fullmatch(rf"rank 2 \(host-b, pid 812\): input {what} in layer 'stem' since step \d+ \({numbers}\)", text)
+    pattern = rf"rank 2 \(host-b, pid 812\): since step \d+ {what} in stem, and differ in 2 later layers"
+    assert re.fullmatch(pattern, text), text
+
+
+def test_a_finding_without_a_strong_sign_gives_the_parts():
+    of = {"since": 64, "layers": 1, "variance": 1.1, "shift": 0.1, "part": 0.27, "usual": 0.004}
+    text = skew.describe_outlier("bn1", **of)
+    assert text == "since step 64 27% of the variance comes from it, and under 1% from another rank, in bn1"
+
+
+def test_a_finding_is_over_once_the_samples_no_longer_show_it():
+    of_group = SkewDetector(4)
+    ((_, found),) = looks(of_group, 4, 30, odd=3, scale=4.0)
+    assert of_group.is_current(found)
+    looks(of_group, 4, skew.MAX_ABSENCE, first=30)
+    assert of_group.is_current(found), "the window still has half of the odd samples"
+    looks(of_group, 4, skew.WINDOW, first=30 + skew.MAX_ABSENCE)
+    assert not of_group.is_current(found)
+    looks(of_group, 4, 2 * skew.WINDOW, first=100, odd=3, scale=4.0)
+    assert of_group.is_current(found)
 
 
 def test_a_member_that_stopped_differing_is_found_too():

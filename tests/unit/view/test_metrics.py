@@ -13,7 +13,7 @@ from server.view.metrics import MAX_LAYERS, MAX_RANKS, Metrics
 from server.view.snapshot import SnapshotBuilder
 from statsd_bn.timing import BOUNDS
 from support.paths import ROOT
-from support.view_reports import figures, group, layer, member, report
+from support.view_reports import ended, figures, group, layer, member, report
 
 NAMED = {"job": 'a "job"\n\\ <script>', "group": "world"}
 HISTOGRAM = {"counts": [3, 2, *[0] * (len(BOUNDS) - 2), 1], "sum": 0.5}
@@ -152,14 +152,14 @@ def test_the_test_of_the_rules_covers_all_of_them():
 
 
 def test_an_ended_job_is_still_reported_as_broken():
-    ended = [
-        {"job": "sick", "lost": "rank 0 failed"},
-        {"job": "sick", "lost": ""},
-        {"job": "well", "lost": ""},
-        {"job": "again", "lost": "rank 1 failed"},
+    ends = [
+        ended("sick", "rank 0 failed"),
+        ended("sick"),
+        ended("well"),
+        ended("again", "rank 1 failed"),
     ]
-    of = samples(report(group(member(0), job="again"), ended=ended))
+    of = samples(report(group(member(0), job="again"), ended=ends))
     broken = {job: value(of, "statsd_bn_broken", job=job, group="world") for job in ("sick", "well", "again")}
     assert broken == {"sick": 1, "well": 0, "again": 0}
-    cut = samples(report(group(member(0), job="again"), ended=ended, left_out=1))
+    cut = samples(report(group(member(0), job="again"), ended=ends, left_out=1))
     assert [sample.labels["job"] for sample in cut if sample.name == "statsd_bn_broken"] == ["again"]

@@ -1,9 +1,9 @@
 import json
 
 from server.view.snapshot import MAX_EVENTS, SnapshotBuilder, events
-from support.view_reports import group, member, report
+from support.view_reports import ended, figures, group, layer, member, report, skew, waiting
 
-ROUND = {"round": "layer 'bn1'", "seconds": 2.0, "missing": [1]}
+ROUND = waiting(2.0, 1)
 
 
 def test_rates_come_from_two_reports():
@@ -26,11 +26,11 @@ def test_a_new_epoch_has_no_rate_of_the_old_one():
 def test_a_snapshot_lists_waiting_and_awaited_members():
     shown = SnapshotBuilder("x").update(0.0, report(group(member(0), member(1), waiting=[ROUND])))
     doing = [told["doing"] for told in shown["groups"][0]["members"]]
-    assert doing == ["waits 2.0 s: layer 'bn1'", "awaited 2.0 s: layer 'bn1'"]
+    assert doing == ["waits 2 s in bn1", "the others wait 2 s for it in bn1"]
     cut = SnapshotBuilder("x").update(
         0.0, report(group(member(0), member(1), waiting=[ROUND | {"missing_left_out": 3}]))
     )
-    assert cut["groups"][0]["members"][0]["doing"] == ""
+    assert cut["groups"][0]["members"][0]["doing"] == "takes part"
 
 
 def test_a_silent_server_is_reported_once_and_so_is_its_return():
@@ -64,9 +64,10 @@ def test_equal_reports_have_no_event():
 
 def test_the_first_report_gives_only_its_own_events():
     assert kinds(None, report(group(member(0)))) == []
-    assert kinds(None, report(group(member(0), lost="rank 1 is lost", non_finite=["inf"]))) == [
-        ("lost", "rank 1 is lost"),
-        ("non-finite", "inf"),
+    first = {"layer": "bn1", "phase": "forward", "step": 3, "ranks": [0], "channels": 1, "of": 4, "what": "inf"}
+    assert kinds(None, report(group(member(0), lost="rank 1 is lost", first_non_finite=first))) == [
+        ("lost", "Broken: rank 1 is lost"),
+        ("non-finite", "Rank 0 brought the first infinity: forward of bn1, step 3, in 1 of 4 channels"),
     ]
 
 
@@ -74,12 +75,20 @@ def test_members_join_leave_and_come_again_in_another_process():
     before = report(group(member(0), member(1)))
     again = member(1) | {"place": "host-1, pid 900"}
     assert kinds(before, report(group(member(0), again, member(2)))) == [
-        ("joined", "rank 1 moved from host-1, pid 801 to host-1, pid 900"),
-        ("joined", "rank 2 (host-2, pid 802) joined"),
+        ("joined", "Rank 2 (host-2, pid 802) joined"),
+        ("joined", "Rank 1 (host-1, pid 900, before host-1, pid 801) started again"),
     ]
-    assert kinds(before, report(group(member(0)))) == [("left", "rank 1 (host-1, pid 801) left")]
+    assert kinds(before, report(group(member(0)))) == [("left", "Rank 1 (host-1, pid 801) left")]
     away = member(1) | {"participation": "paused"}
-    assert kinds(before, report(group(member(0), away))) == [("left", "rank 1 (host-1, pid 801) is away")]
+    assert kinds(before, report(group(member(0), away))) == [("left", "Rank 1 (host-1, pid 801) paused")]
+
+
+def test_ranks_that_do_the_same_are_counted_together():
+    ranks = [member(rank) for rank in range(8)]
+    (event,) = events(report(), report(group(*ranks)))
+    assert (event["kind"], event["text"], event["rank"]) == ("joined", "8 ranks joined", None)
+    (event,) = events(report(group(*ranks[1:])), report(group(*ranks)))
+    assert (event["text"], event["rank"]) == ("Rank 0 (host-0, pid 800) joined", 0)
 
 
 def test_members_that_a_report_has_no_room_for_have_not_left():
@@ -94,32 +103,126 @@ def test_rounds_that_failed_count_anew_in_each_epoch():
 
 def test_a_server_that_started_again_has_lost_no_job():
     now = report(server="efgh")
-    assert kinds(report(group(member(0))), now) == [("restart", "the server started again as efgh")]
+    assert kinds(report(group(member(0))), now) == [("restart", "The server restarted")]
 
 
 def test_a_missing_job_has_ended_or_was_lost():
     before = report(group(member(0)))
-    assert kinds(before, report()) == [("ended", "ended")]
-    gone = {"job": "digits", "lost": "rank 0 is lost", "seconds": 1.0}
-    assert kinds(before, report(ended=[gone])) == [("lost", "rank 0 is lost")]
+    assert kinds(before, report()) == [("ended", "Finished in good order")]
+    assert kinds(before, report(ended=[ended(lost="rank 0 is lost")])) == [("lost", "Broken: rank 0 is lost")]
 
 
 def test_a_finding_is_reported_once():
     finding = {"kind": "straggler", "rank": 2, "step": 7, "text": "rank 2 held the others up"}
     told = report(group(member(0), findings=[finding]))
-    assert kinds(report(group(member(0))), told) == [("straggler", "rank 2 held the others up")]
+    assert kinds(report(group(member(0))), told) == [("straggler", "Rank 2 held the others up")]
     assert kinds(told, report(group(member(0), findings=[finding | {"text": "still"}]))) == []
 
 
 def test_of_several_runs_of_one_name_the_latest_end_counts():
-    well = {"job": "digits", "epoch": 1, "lost": "", "seconds": 1.0}
-    broken = {"job": "digits", "epoch": 0, "lost": "rank 0 failed", "seconds": 60.0}
+    well, broken = ended(epoch=1), ended(lost="rank 0 failed", seconds=60.0)
     before = report(group(member(0)))
-    assert kinds(before, report(ended=[well, broken])) == [("ended", "ended")]
-    assert kinds(before, report(ended=[broken, well])) == [("lost", "rank 0 failed")]
+    assert kinds(before, report(ended=[well, broken])) == [("ended", "Finished in good order")]
+    assert kinds(before, report(ended=[broken, well])) == [("lost", "Broken: rank 0 failed")]
 
 
 def test_a_group_that_ends_in_a_running_job_does_not_get_an_earlier_runs_end():
-    broken = {"job": "digits", "epoch": 0, "lost": "rank 0 failed", "seconds": 60.0}
+    broken = ended(lost="rank 0 failed", seconds=60.0)
     before = report(group(member(0)), group(member(0), group="pair"))
-    assert kinds(before, report(group(member(0)), ended=[broken])) == [("ended", "ended")]
+    assert kinds(before, report(group(member(0)), ended=[broken])) == [("ended", "Finished in good order")]
+
+
+def shown_at(watcher, now, *groups, **more):
+    return watcher.update(now, report(*groups, **more))
+
+
+def test_an_ended_group_is_kept_for_ten_minutes_with_its_last_state():
+    watcher = SnapshotBuilder("x")
+    shown_at(watcher, 0.0, group(member(0), member(1), figures=figures(layer("bn1", 0.1, 0.2))))
+    for now in (1.0, 600.0):
+        (kept,) = shown_at(watcher, now, ended=[ended(seconds=now - 0.5)])["groups"]
+        assert kept["over"] == {"time": 0.5, "reason": "in good order"}
+        assert kept["verdict"]["state"] == "ended"
+        assert [one["member"] for one in kept["members"]] == [0, 1]
+        assert kept["figures"]["layers"]
+    now = shown_at(watcher, 601.0)
+    assert now["groups"] == []
+    assert now["verdict"]["text"].startswith("No job yet")
+
+
+def test_a_job_that_runs_again_replaces_the_ended_one():
+    watcher = SnapshotBuilder("x")
+    shown_at(watcher, 0.0, group(member(0)))
+    shown_at(watcher, 1.0, ended=[ended()])
+    (again,) = shown_at(watcher, 2.0, group(member(0), epoch=1), ended=[ended()])["groups"]
+    assert "over" not in again
+    assert len(shown_at(watcher, 3.0, group(member(0), epoch=1), ended=[ended()])["groups"]) == 1
+
+
+def test_a_job_that_ended_before_the_view_began_is_shown():
+    (kept,) = shown_at(SnapshotBuilder("x"), 100.0, ended=[ended(lost="rank 1 was lost", seconds=40.0)])["groups"]
+    assert kept["over"] == {"time": 60.0, "reason": "rank 1 was lost"}
+    assert (kept["verdict"]["state"], kept["verdict"]["severity"]) == ("broken", 3)
+
+
+def test_a_broken_group_keeps_its_reason_and_the_time():
+    by = {"rank": 1, "place": "host-1, pid 801", "how": "fails", "cause": "ValueError: loss is nan", "step": 9}
+    lost = {"lost": "rank 1 (host-1, pid 801) failed", "lost_by": by}
+    watcher = SnapshotBuilder("x")
+    shown_at(watcher, 0.0, group(member(0), member(1)))
+    (broken,) = shown_at(watcher, 1.0, group(member(0), **lost))["groups"]
+    assert broken["lost_by"] == {**by, "time": 1.0}
+    (kept,) = shown_at(watcher, 2.0, ended=[ended(seconds=0.25, **lost)])["groups"]
+    assert kept["verdict"]["text"] == broken["verdict"]["text"]
+    assert kept["lost_by"] == {**by, "time": 1.75}
+
+
+def test_a_restarted_server_waits_for_the_ranks_that_it_does_not_know_yet():
+    watcher, of = SnapshotBuilder("x"), group(member(0), member(1))
+    shown_at(watcher, 0.0, of)
+    (away,) = shown_at(watcher, 1.0, server="efgh")["groups"]
+    assert away["verdict"]["text"] == "The server restarted 0 ms ago: waiting for all ranks to return"
+    assert [one["member"] for one in away["members"]] == [0, 1]
+    (back,) = shown_at(watcher, 3.0, of, server="efgh")["groups"]
+    assert back["verdict"]["text"] == "Healthy again: the server restarted 2 s ago, all 2 ranks are back"
+    (later,) = shown_at(watcher, 62.0, of, server="efgh")["groups"]
+    assert later["verdict"]["text"].startswith("Healthy: all 2 ranks")
+
+
+def test_a_group_that_does_not_return_after_a_restart_is_over():
+    watcher = SnapshotBuilder("x")
+    shown_at(watcher, 0.0, group(member(0)))
+    shown_at(watcher, 1.0, server="efgh")
+    (kept,) = shown_at(watcher, 61.0, server="efgh")["groups"]
+    assert kept["over"]["time"] == 61.0
+
+
+def test_all_groups_of_a_silent_server_say_so():
+    watcher = SnapshotBuilder("x")
+    shown_at(watcher, 5.0, group(member(0)))
+    silent = watcher.fail(9.0, "no answer")
+    assert (silent["time"], silent["answered"]) == (9.0, 5.0)
+    verdict = silent["groups"][0]["verdict"]
+    assert (verdict["state"], verdict["severity"], verdict["since"]) == ("silent", 3, 5.0)
+    assert verdict["text"] == "The server does not answer: no answer"
+
+
+def test_a_verdict_has_the_time_at_which_it_was_first_true():
+    watcher, healthy = SnapshotBuilder("x"), group(member(0), member(1))
+    differs = group(member(0), member(1), findings=[skew(1)])
+    assert shown_at(watcher, 0.0, healthy)["groups"][0]["verdict"]["since"] is None
+    times = [shown_at(watcher, now, differs)["groups"][0]["verdict"]["since"] for now in (1.0, 2.0)]
+    times += [shown_at(watcher, now, healthy)["groups"][0]["verdict"]["since"] for now in (3.0, 4.0)]
+    assert times == [1.0, 1.0, 3.0, 3.0]
+    waits = group(member(0), member(1), waiting=[waiting(2.0, 1)])
+    assert shown_at(watcher, 5.0, waits)["groups"][0]["verdict"]["since"] == 3.0
+
+
+def test_members_have_flags_shares_and_round_trips():
+    trip = {"median": 0.002, "p99": 0.006}
+    of = group(member(0, round_trip=trip), member(1), findings=[skew(1)], slowest=0, held=0.25)
+    first, second = shown_at(SnapshotBuilder("x"), 0.0, of)["groups"][0]["members"]
+    assert (first["flag"], first["severity"], first["share"]) == ("slow", 2, 0.25)
+    assert (first["median"], first["p99"]) == (0.002, 0.006)
+    assert (second["flag"], second["severity"], second["share"]) == ("differs", 2, 0.0)
+    assert (second["median"], second["p99"], second["late"]) == (None, None, None)

@@ -1,0 +1,97 @@
+"""History: the last ten minutes of a group, in bounded memory. Pure.
+
+`Trend` has a group's speed and round trips, `LayerHistory` the mean and variance of each layer and rank.
+"""
+
+import base64
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from statsd_bn.timing import quantile
+
+SECONDS = 600.0
+
+# Interval of the points of a trend, and of the samples of layers at most.
+INTERVAL_SECONDS = 4.0
+
+# Memory for the samples of all groups' layers; groups share it equally, and large ones are sampled less often.
+MAX_BYTES = 2**26
+
+FloatArray = NDArray[np.float32]
+
+
+class Trend:
+    """Rounds per second and round trips of one group, a point every `INTERVAL_SECONDS`."""
+
+    def __init__(self) -> None:
+        # Time, rounds per second, median and 99th percentile.
+        self._points: deque[tuple[float, float, float, float]] = deque(maxlen=int(SECONDS / INTERVAL_SECONDS))
+        self._since: tuple[float, int, Sequence[int]] | None = None
+
+    def add(self, now: float, group: Mapping[str, Any]) -> None:
+        """Add a report's entry of the group; `now` is in seconds since 1970."""
+        rounds, counts = group["rounds_done"], group.get("round_trip_seconds", {"counts": ()})["counts"]
+        if self._since:
+            then, old_rounds, old = self._since
+            if now - then < INTERVAL_SECONDS - 0.5:
+                return
+            # The report omits empty buckets at the end. A restarted server counts anew.
+            old = [*old, *[0] * (len(counts) - len(old))]
+            growth = [max(0, count - before) for count, before in zip(counts, old, strict=False)]
+            speed = max(0.0, (rounds - old_rounds) / (now - then))
+            self._points.append((now, speed, quantile(growth, 0.5), quantile(growth, 0.99)))
+        self._since = now, rounds, counts
+
+    @property
+    def entry(self) -> dict[str, list[float]]:
+        """The points as a snapshot has them."""
+        columns: list[Any] = list(zip(*self._points, strict=True)) or [()] * 4
+        names = ("rounds_per_second", "median", "p99")
+        numbers = {
+            name: [float(f"{value:.3g}") for value in column] for name, column in zip(names, columns[1:], strict=True)
+        }
+        return {"seconds": [round(time, 1) for time in columns[0]], **numbers}
+
+
+class LayerHistory:
+    """Mean and variance of each layer and rank of one group.
+
+    Attributes:
+        interval: seconds between two samples.
+    """
+
+    def __init__(self) -> None:
+        self.interval = INTERVAL_SECONDS
+        self._layers: list[str] = []
+        # Time, and means and variances, shape (2, layers, members).
+        self._samples: deque[tuple[float, FloatArray]] = deque()
+
+    def add(self, now: float, layers: Sequence[Mapping[str, Any]], max_bytes: int) -> None:
+        """Add a group's figures, see `server.view.feed`; at most `max_bytes` are kept."""
+        if self._samples and now - self._samples[-1][0] < self.interval - 0.5:
+            return
+        names = [layer["name"] for layer in layers]
+        sample = np.array([[layer[name] for layer in layers] for name in ("means", "variances")], "<f4")
+        if names != self._layers or (self._samples and sample.shape != self._samples[-1][1].shape):
+            self._layers = names
+            self._samples.clear()
+        self._samples.append((now, sample))
+        self.interval = max(INTERVAL_SECONDS, SECONDS * sample.nbytes / max_bytes)
+        while now - self._samples[0][0] > SECONDS or (len(self._samples) - 1) * sample.nbytes > max_bytes:
+            self._samples.popleft()
+
+    def of_layer(self, name: str) -> dict[str, Any] | None:
+        """`seconds`, `means` and `variances` of the samples, see `server.view.feed.Feed.history`; None if unknown."""
+        if name not in self._layers:
+            return None
+        at, samples = self._layers.index(name), list(self._samples)
+        values = np.array([sample[:, at] for _, sample in samples])
+        packed = {
+            kind: base64.b64encode(values[:, index].tobytes()).decode()
+            for index, kind in enumerate(("means", "variances"))
+        }
+        return {"members": values.shape[2], "seconds": [round(time, 1) for time, _ in samples], **packed}

@@ -1,0 +1,331 @@
+"""Verdict: what a group is like, in one sentence, with the cards and the flags of its ranks. Pure.
+
+The page and `status` print these words and decide nothing themselves, so they cannot contradict each other. The input
+is a group of a snapshot, see `server.view.snapshot`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from statsd_bn.members import Members, format_ranks
+from statsd_bn.messages import format_missing_members
+from statsd_bn.round_key import GATHER, MEMORY_GATHER
+from statsd_bn.skew import describe_outlier
+from statsd_bn.text import duration, percent, two_digits
+from statsd_bn.timing import quantile
+
+Group = Mapping[str, Any]
+
+# Severities: fine, worth a look, needs attention, broken.
+FINE, NOTICE, ATTENTION, BROKEN = range(4)
+
+# A wait is unusual after a second, or after twice the time by which last ranks are late; at most after LONG_SECONDS.
+WAIT_SECONDS, LONG_SECONDS = 1.0, 10.0
+
+# Share of the last minute from which on a rank is slow; the server reports it from here on.
+SLOW_SHARE = 0.1
+
+# A return after a restart of the server is told for this long.
+RESTART_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The state of a group.
+
+    Attributes:
+        state: "healthy", "forming", "waiting", "slow", "data", "broken", "ended" or "silent".
+        severity: 0 to 3.
+        text: one sentence, whose start up to ": " or "; " can stand alone.
+        since: seconds since 1970; None if unknown.
+        rank: the rank concerned, if it is one.
+        advice: what to do, as a short sentence, or "".
+        flags: a word for each rank concerned.
+        also: the texts of the group's other verdicts.
+    """
+
+    state: str
+    severity: int
+    text: str
+    since: float | None = None
+    rank: int | None = None
+    advice: str = ""
+    flags: Mapping[int, str] = field(default_factory=dict)
+    also: tuple[str, ...] = ()
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """The verdict as a snapshot has it."""
+        entry = asdict(self)
+        del entry["flags"]
+        return {**entry, "also": list(self.also)}
+
+
+def verdicts(group: Group, now: float, restarted: float | None = None) -> list[Verdict]:
+    """All verdicts of a group, the most urgent one first.
+
+    Args:
+        group: an entry of a snapshot or report; an ended one has `over`.
+        now: seconds since 1970.
+        restarted: time of the latest restart of the server; None if unknown.
+    """
+    found = [*_breaks(group), *_non_finite(group)]
+    if "over" not in group and not group["lost"]:
+        found += [*_forming(group, now, restarted), *_waiting(group, now), *_slow(group)]
+    found += _differing(group)
+    return sorted(found, key=lambda verdict: -verdict.severity) or [_fine(group, now, restarted)]
+
+
+def silent(error: str, answered: float) -> Verdict:
+    """The verdict on all groups of a server that does not answer."""
+    text = f"The server does not answer: {error}"
+    advice = "Look at the server's log. The ranks wait for it, or go on in shared memory."
+    return Verdict("silent", BROKEN, text, answered, None, advice)
+
+
+def _name(group: Group, rank: int) -> str:
+    place = next((member["place"] for member in group["members"] if member["member"] == rank), "")
+    return f"rank {rank} ({place})" if place else f"rank {rank}"
+
+
+def _breaks(group: Group) -> Iterator[Verdict]:
+    if not group["lost"] or is_finishing(group):
+        return
+    by, advice = group.get("lost_by"), "Look at the ranks' logs, and start the job again."
+    if not by:
+        yield Verdict("broken", BROKEN, f"Broken: {group['lost']}", advice=advice)
+        return
+    rank, step = by["rank"], by["step"]
+    who = f"rank {rank} ({by['place']})"
+    kind, _, message = by["cause"].partition(": ")
+    why = f": {message}" if message else ""
+    flag = "lost"
+    if by["how"] == "fails":
+        text, flag = f"Broken: {who} raised {kind} at step {step}{why}", "failed"
+        advice = f"Look at the traceback of rank {rank}, and start the job again."
+    elif by["how"] == "leaves":
+        text, flag = f"Broken: {who} left at step {step}, before the others finished", "left"
+        advice = "Give all ranks equally many batches, or use client.join."
+    else:
+        text = f"Broken: {who} was lost at step {step}: {by['cause']}"
+        advice = f"Look at the log of rank {rank} and at its host: was it killed, or out of memory?"
+    yield Verdict("broken", BROKEN, text, None, rank, advice, {rank: flag})
+
+
+def is_finishing(group: Group) -> bool:
+    """Whether the members leave one by one, as at the end of a script; only a round that fails shows otherwise."""
+    how = (group.get("lost_by") or {}).get("how")
+    return how == "leaves" and not group["rounds_failed"] and "over" not in group
+
+
+def _non_finite(group: Group) -> Iterator[Verdict]:
+    if not (first := group.get("first_non_finite")):
+        return
+    ranks, what = first["ranks"], first["what"].replace("inf", "infinity") or "NaN or infinity"
+    who = format_ranks(Members.of(ranks)).capitalize()
+    channels = f", in {first['channels']} of {first['of']} channels" if first["of"] else ""
+    by = group.get("lost_by")
+    since = f", {by['step'] - first['step']} steps earlier" if by and by["step"] > first["step"] else ""
+    text = (
+        f"{who} brought the first {what}: {first['phase']} of {first['layer']}, step {first['step']}{since}{channels}"
+    )
+    advice = f"Look at the inputs of {who.lower()} at step {first['step']}, and at the learning rate."
+    rank = ranks[0] if len(ranks) == 1 else None
+    yield Verdict("data", BROKEN, text, None, rank, advice, dict.fromkeys(ranks, "NaN" if "NaN" in what else "inf"))
+
+
+def _forming(group: Group, now: float, restarted: float | None) -> Iterator[Verdict]:
+    if not group["missing"]:
+        return
+    here = len(group["members"]) + group.get("members_left_out", 0)
+    present = Members.of(member["member"] for member in group["members"])
+    whom = format_missing_members(group["group"], group["world_size"], present, group["missing"])
+    if group["missing"] == group["world_size"]:
+        whom = "all ranks"
+    elif group.get("members_left_out"):
+        whom = f"{group['missing']} ranks"
+    if restarted is not None and now - restarted < RESTART_SECONDS:
+        text = f"The server restarted {duration(now - restarted)} ago: waiting for {whom} to return"
+        yield Verdict("forming", ATTENTION, text, restarted, advice="The ranks return by themselves within seconds.")
+    else:
+        text = f"Waiting for {whom} to join: {here} of {group['world_size']} ranks are here"
+        yield Verdict("forming", NOTICE, text, advice="Check that the other processes have started.")
+
+
+def awaited(group: Group) -> Mapping[str, Any] | None:
+    """The group's oldest open round, if it is open for unusually long."""
+    if "over" in group or not group["waiting"]:
+        return None
+    oldest: Mapping[str, Any] = max(group["waiting"], key=lambda round_: round_["seconds"])
+    late = group.get("late_seconds")
+    usual = quantile(late["counts"], 0.99) if late else 0.0
+    return oldest if oldest["seconds"] >= min(max(WAIT_SECONDS, 2 * usual), LONG_SECONDS) else None
+
+
+def place_of(round_: Mapping[str, Any]) -> str:
+    """Where a round is, for people."""
+    if round_["layer"] == MEMORY_GATHER:
+        return "setting up shared memory"
+    return f"the gather {round_['layer']}" if round_["phase"] == GATHER else str(round_["layer"])
+
+
+def _waiting(group: Group, now: float) -> Iterator[Verdict]:
+    if not (round_ := awaited(group)) or not (missing := round_["missing"]):
+        return
+    time, where = duration(round_["seconds"]), place_of(round_)
+    since = now - round_["seconds"]
+    if len(missing) > 1 or round_.get("missing_left_out"):
+        more = round_.get("missing_left_out", 0)
+        whom = f"{len(missing) + more} ranks" if more else format_ranks(Members.of(missing))
+        text = f"Waiting for {whom} for {time} in {where}; the others are at step {round_['step']}"
+        advice = "Look at what these ranks do now."
+        yield Verdict("waiting", ATTENTION, text, since, None, advice, dict.fromkeys(missing, "awaited"))
+        return
+    (rank,) = missing
+    does = next((member.get("where", "") for member in group["members"] if member["member"] == rank), "")
+    text = f"Waiting for {_name(group, rank)} for {time} in {where}" + (f"; it {does}" if does else "")
+    advice = f"Look at what rank {rank} does there."
+    if does.startswith("has not answered"):
+        advice = f"Look at the process of rank {rank}: it is stopped, starved, or one of its threads holds the GIL."
+    yield Verdict("waiting", ATTENTION, text, since, rank, advice, {rank: "awaited"})
+
+
+def _slow(group: Group) -> Iterator[Verdict]:
+    rank, held = group.get("slowest"), group.get("held", 0.0)
+    if rank is None or held < SLOW_SHARE:
+        return
+    name = _name(group, rank).capitalize()
+    text = f"{name} slows the job down: the others waited {percent(held)} of the last minute for it"
+    advice = f"Compare the data loading, the GPU and the CPU of rank {rank} with another rank's."
+    yield Verdict("slow", ATTENTION, text, None, rank, advice, {rank: "slow"})
+
+
+def describe_finding(finding: Mapping[str, Any]) -> str:
+    """A finding of the server as a sentence."""
+    rank = finding["rank"]
+    if finding["kind"] != "skew" or "since" not in finding:
+        return str(finding["text"][:1].upper() + finding["text"][1:])
+    if "other" in finding:
+        since = f"equal in all layers since step {finding['since']}"
+        return f"Rank {rank} has the same data as rank {finding['other']}: {since}"
+    numbers = {name: finding[name] for name in ("since", "layers", "variance", "shift", "part", "usual")}
+    return f"Rank {rank}'s data look different: {describe_outlier(finding['layer'], **numbers)}"
+
+
+def _differing(group: Group) -> Iterator[Verdict]:
+    for finding in group.get("findings", ()):
+        if finding["kind"] != "skew" or finding.get("cleared"):
+            continue
+        rank, is_copy = finding["rank"], "other" in finding
+        advice = (
+            "Check that they do not read one shard or use one seed."
+            if is_copy
+            else f"Check how rank {rank} loads and scales its inputs."
+        )
+        flag = {rank: "same" if is_copy else "differs"}
+        yield Verdict("data", ATTENTION, describe_finding(finding), None, rank, advice, flag)
+
+
+def _fine(group: Group, now: float, restarted: float | None) -> Verdict:
+    if over := group.get("over"):
+        text = f"Finished in good order: {group['world_size']} ranks, {group['rounds_done']} rounds"
+        return Verdict("ended", NOTICE, text, over["time"])
+    if is_finishing(group):
+        text = f"Finishing: {len(group['members'])} of {group['world_size']} ranks are still here"
+        return Verdict("ended", NOTICE, text)
+    here = len(group["members"]) + group.get("members_left_out", 0)
+    if restarted is not None and now - restarted < RESTART_SECONDS:
+        text = f"Healthy again: the server restarted {duration(now - restarted)} ago, all {here} ranks are back"
+        return Verdict("healthy", FINE, text, restarted)
+    facts = [f"all {here} ranks take part" if here == group["world_size"] else f"{here} ranks take part"]
+    if group.get("slowest") is not None:
+        facts.append("none is slow")
+    if group.get("compared_layers"):
+        facts.append("their data look alike")
+    return Verdict("healthy", FINE, f"Healthy: {', '.join(facts)}, no NaN so far")
+
+
+def doing(group: Group, member: Mapping[str, Any]) -> str:
+    """What a member does now, in plain words."""
+    rank, where = member["member"], member.get("where", "")
+    if "over" in group:
+        return "has ended"
+    if member["participation"] != "takes_part":
+        return "is away" if member["participation"] == "paused" else "rejoins"
+    if round_ := awaited(group):
+        time, at = duration(round_["seconds"]), place_of(round_)
+        if rank in round_["missing"]:
+            return f"the others wait {time} for it in {at}" + (f"; it {where}" if where else "")
+        # With an incomplete list of missing members the waiting ones are unknown.
+        if not round_.get("missing_left_out"):
+            return f"waits {time} in {at}"
+    return where or "takes part"
+
+
+def cards(group: Group, found: list[Verdict]) -> list[dict[str, str]]:
+    """Five facts at a glance, each with `name`, `value`, `note` and `state` ("good", "watch" or "bad")."""
+    here = len(group["members"]) + group.get("members_left_out", 0)
+    by_state = {verdict.state: verdict for verdict in reversed(found)}
+    ranks = next((one for one in found if one.state in {"broken", "forming"}), None)
+    whole = f"{here} of {group['world_size']}"
+    if over := group.get("over"):
+        whole = str(group["world_size"])
+    yielded = [
+        _card("Ranks", whole, "have ended" if over else "take part", ranks),
+        _speed(group),
+        _wait_card(group, by_state.get("waiting"), by_state.get("slow")),
+        _data_card(group, next((one for one in found if one.state == "data" and one.severity < BROKEN), None)),
+    ]
+    number = next((one for one in found if one.state == "data" and one.severity == BROKEN), None)
+    if number:
+        first = group["first_non_finite"]
+        head = number.text.partition(":")[0].replace(" brought the first ", ": ")
+        yielded.append(_card("Numbers", head, f"step {first['step']}, {first['layer']}", number, state="bad"))
+    else:
+        yielded.append(_card("Numbers", "All finite", f"no NaN in {group['rounds_done']} rounds", None))
+    return yielded
+
+
+def _card(name: str, value: str, note: str, verdict: Verdict | None, state: str = "") -> dict[str, str]:
+    by_severity = ("good", "good", "watch", "bad")[verdict.severity if verdict else FINE]
+    return {"name": name, "value": value, "note": note, "state": state or by_severity}
+
+
+def _speed(group: Group) -> dict[str, str]:
+    rate, trip = group.get("rounds_per_second"), group.get("round_trip_seconds")
+    if "over" in group:
+        return _card("Speed", "Ended", f"{group['rounds_done']} rounds", None)
+    value = "Not known yet" if rate is None else f"{two_digits(rate)} rounds/s"
+    note = "after the next report"
+    if trip:
+        median, most = (duration(quantile(trip["counts"], part)) for part in (0.5, 0.99))
+        note = f"{median} round trip, {most} p99"
+    elif rate is not None:
+        note = f"{group['rounds_done']} rounds so far"
+    return _card("Speed", value, note, None)
+
+
+def _wait_card(group: Group, waiting: Verdict | None, slow: Verdict | None) -> dict[str, str]:
+    held = group.get("held", 0.0)
+    if waiting:
+        round_ = awaited(group)
+        value = "Several ranks" if waiting.rank is None else f"Rank {waiting.rank}"
+        return _card("Waiting", value, f"awaited for {duration(round_['seconds'])}" if round_ else "", waiting)
+    if slow:
+        return _card("Waiting", f"Rank {slow.rank}", f"the others waited {percent(held)} of the last minute", slow)
+    if group.get("slowest") is None:
+        return _card("Waiting", "Not known yet", "after the first minute", None)
+    return _card("Waiting", "No slow rank", f"rank {group['slowest']} is last by {percent(held)} of a minute", None)
+
+
+def _data_card(group: Group, verdict: Verdict | None) -> dict[str, str]:
+    if verdict:
+        note = verdict.text.partition(": ")[2]
+        word = "same data" if verdict.flags.get(verdict.rank or 0) == "same" else "differs"
+        return _card("Data", f"Rank {verdict.rank} {word}", note, verdict)
+    if group["min_members"]:
+        return _card("Data", "Not compared", "the job is elastic", None)
+    if not (layers := group.get("compared_layers")):
+        return _card("Data", "Not compared", "no sample yet", None)
+    return _card("Data", "All alike", f"{group['world_size']} ranks in {layers} layers", None)
