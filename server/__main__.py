@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -12,10 +13,12 @@ from typing import Any
 from server.cli import bug_report
 from server.cli.logs import PlainFormatter, RateLimitFilter
 from server.cli.query import is_greeted
-from server.cli.status import CHECK_SECONDS, as_json, ask, describe, own_endpoint, watch
+from server.cli.status import CHECK_SECONDS, as_json, ask, own_endpoint, watch
 from server.config import Parser, from_arguments, host_and_port, suggestion
 from server.network.service import run_master
 from server.security.keygen import generate, load_query_keys, write_secret
+from server.view.snapshot import SnapshotBuilder
+from server.view.text import describe, describe_snapshot, with_verdicts
 from statsd_bn.endpoints import check_key, check_server_socket, needs_keys
 from statsd_bn.environment import boolean
 from statsd_bn.errors import AuthenticationRefused, BindError, ConfigurationError, ServerUnreachable
@@ -75,11 +78,23 @@ def _status(arguments: list[str]) -> int:
     found = parser.parse_args(arguments)
     endpoint = _endpoint(found)
     keys = _keys(endpoint, found.curve)
-    text = as_json if found.json else describe
+    builder = SnapshotBuilder(endpoint)
+
+    def text() -> str:
+        report = ask(endpoint, keys=keys)
+        if found.json:
+            return as_json(with_verdicts(report, time.time()))
+        once = describe(report)  # raises for a malformed report
+        return describe_snapshot(builder.update(time.time(), report)) if found.watch else once
+
+    def failed(error: ServerUnreachable) -> str:
+        text = log_line(error)
+        return text if found.json else describe_snapshot(builder.fail(time.time(), text))
+
     if found.watch:
-        watch(lambda: text(ask(endpoint, keys=keys)))
+        watch(text, failed=failed)
     else:
-        print(text(ask(endpoint, keys=keys)))  # noqa: T201 - the command's result
+        print(text())  # noqa: T201 - the command's result
     return 0
 
 

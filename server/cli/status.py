@@ -16,20 +16,9 @@ from statsd_bn.checks import check_integer
 from statsd_bn.endpoints import find_server
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError, ProtocolError, ServerUnreachable, from_wire
 from statsd_bn.keys import ClientKeys
-from statsd_bn.members import Members, format_ranks
-from statsd_bn.messages import WORLD, Failure, Status, StatusRequest, format_missing_members
-from statsd_bn.text import escape, escape_nested, log_line
+from statsd_bn.messages import Failure, Status, StatusRequest
+from statsd_bn.text import escape_nested, log_line
 from statsd_bn.wire import decode
-
-# Counters of the report, printed if they are not 0.
-COUNTS = {
-    "over_limits": "messages over a limit",
-    "strangers": "messages of unknown sessions",
-    "refused_connections": "connections refused",
-    "idle_connections": "idle connections closed",
-    "flooding_connections": "flooding connections closed",
-    "dropped_answers": "answers dropped",
-}
 
 # Numbers of members in a group's entry.
 SIZES = ("world_size", "missing", "members_left_out")
@@ -44,9 +33,6 @@ CHECK_SECONDS = 3.0
 # A server that was just started in the background listens within one second.
 FIND_SECONDS = 2.0
 FIND_PAUSE_SECONDS = 0.05
-
-# Shorter waits are normal, because ranks arrive at different times, and are not printed.
-WAIT_SECONDS = 0.5
 
 # Wildcard addresses for listening, each with a loopback address to connect to.
 ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 - nothing is bound here
@@ -147,107 +133,6 @@ def malformed_report(error: BaseException) -> ServerUnreachable:
     return ServerUnreachable(f"expected a status report of this version, got a malformed one: {what}")
 
 
-def describe(report: dict[str, Any]) -> str:
-    """A report as text.
-
-    Raises:
-        ServerUnreachable: the report is malformed.
-    """
-    try:
-        return _describe(report)
-    except MALFORMED as error:
-        raise malformed_report(error) from error
-
-
-def _describe(report: dict[str, Any]) -> str:
-    head = (
-        f"server {report['server']}, up {report['seconds']:.0f} s, "
-        f"{report['received']} messages, {report['bad_frames']} bad frames"
-    )
-    lines = [head]
-    if counts := [f"{report[name]} {text}" for name, text in COUNTS.items() if report.get(name)]:
-        lines.append(f"  {', '.join(counts)}")
-    for group in report["groups"]:
-        lines += _describe_group(group)
-    ended = [_describe_ended(job) for job in report.get("ended", ())]
-    if report.get("left_out"):
-        lines.append(f"and {report['left_out']} more groups")
-    elif not report["groups"]:
-        lines.append("no jobs now" if ended else "no jobs")
-    lines += ended
-    return "\n".join(map(escape, lines))
-
-
-def _describe_group(group: dict[str, Any]) -> list[str]:
-    state = "open"
-    if group["lost"]:
-        state = f"broken: {_without_place(group['lost'], group)}"
-    elif group["missing"] and group.get("members_left_out"):
-        state = f"waiting for {group['missing']} ranks"
-    elif group["missing"]:
-        present = Members.of(member["member"] for member in group["members"])
-        state = f"waiting for {format_missing_members(group['group'], group['world_size'], present, group['missing'])}"
-    # A job that broke between two rounds has no failed round; "0 failed" next to its error would be misleading.
-    failed = f", {group['rounds_failed']} failed" if group["rounds_failed"] else ""
-    head = (
-        f"job {group['job']!r}, group {group['group']!r}, epoch {group['epoch']}: "
-        f"{len(group['members']) + group.get('members_left_out', 0)} of {group['world_size']} ranks, {state}; "
-        f"{group['rounds_done']} rounds done{failed}"
-    )
-    lines = [head, *(f"  {text}" for text in group.get("non_finite", ()))]
-    lines += [f"  {finding['kind']}: {finding['text']}" for finding in group.get("findings", ())]
-    lines += [
-        f"  rank {member['member']} ({member['place']}), step {member['step']}, {member['replicas']} "
-        f"replica{'s' * (member['replicas'] != 1)}" + (f"; it {member['where']}" if member.get("where") else "")
-        for member in group["members"]
-    ]
-    lines += _describe_transports(group)
-    if left_out := group.get("members_left_out"):
-        lines.append(f"  and {left_out} more ranks")
-    lines += [
-        f"  waiting {round_['seconds']:.1f} s for {_describe_missing(round_)}: {round_['round']}"
-        for round_ in group["waiting"]
-        if round_["seconds"] >= WAIT_SECONDS
-    ]
-    if left_out := group.get("waiting_left_out"):
-        lines.append(f"  and {left_out} more rounds")
-    return lines
-
-
-def _describe_transports(group: dict[str, Any]) -> list[str]:
-    """One line with the transports of the members; empty before their first heartbeats."""
-    users: dict[str, list[int]] = {}
-    for member in group["members"]:
-        if transport := member.get("transport"):
-            users.setdefault(transport, []).append(member["member"])
-    if not users:
-        return []
-    transports = [
-        transport if len(users) == 1 else f"{transport} of {format_ranks(Members.of(ranks))}"
-        for transport, ranks in users.items()
-    ]
-    why = group.get("why_not_faster")
-    return [f"  transport {', '.join(transports)}" + (f": {why}" if why else "")]
-
-
-def _describe_ended(job: dict[str, Any]) -> str:
-    how = f"broken: {_without_place(job['lost'], {'group': WORLD, **job})}" if job["lost"] else "in good order"
-    return (
-        f"job {job['job']!r}, epoch {job['epoch']}: ended {job['seconds']:.0f} s ago, {how}; "
-        f"{job['world_size']} ranks, {job['rounds_done']} rounds done"
-    )
-
-
-def _without_place(text: str, of: dict[str, Any]) -> str:
-    """A text without job and group, for a line that already names them."""
-    return text.replace(f"in job {of['job']!r}, group {of['group']!r}, ", "in ")
-
-
-def _describe_missing(round_: dict[str, Any]) -> str:
-    left_out = round_.get("missing_left_out")
-    return format_ranks(Members.of(round_["missing"])) + (f" and {left_out} more" if left_out else "")
-
-
 REFRESH_SECONDS = 1.0
 
 # Terminal control: cursor to the top left; clear the rest of the line; clear all below. Overwriting avoids flicker.
@@ -260,13 +145,19 @@ def as_json(report: dict[str, Any]) -> str:
     return json.dumps(report, ensure_ascii=False, sort_keys=True)
 
 
-def watch(text: Callable[[], str], out: TextIO | None = None, pause: Callable[[float], None] = time.sleep) -> None:
+def watch(
+    text: Callable[[], str],
+    out: TextIO | None = None,
+    pause: Callable[[float], None] = time.sleep,
+    failed: Callable[[ServerUnreachable], str] = log_line,
+) -> None:
     """Prints a text every second, until Ctrl-C.
 
     Args:
-        text: returns the current text. If the server stops answering, the error is printed instead.
+        text: returns the current text.
         out: destination; default: standard output.
         pause: sleeps for a number of seconds.
+        failed: returns the text to print while the server does not answer.
 
     Raises:
         ServerUnreachable: the first request failed.
@@ -281,7 +172,7 @@ def watch(text: Callable[[], str], out: TextIO | None = None, pause: Callable[[f
             out.write(_overwrite(shown) if is_terminal else f"{shown}\n")
             out.flush()
             pause(REFRESH_SECONDS)
-            shown = _text_or_error(text)
+            shown = _text_or_error(text, failed)
     except KeyboardInterrupt:
         out.write("\n" if is_terminal else "")
 
@@ -291,8 +182,8 @@ def _overwrite(text: str) -> str:
     return f"{_HOME}{lines}{_BELOW}"
 
 
-def _text_or_error(text: Callable[[], str]) -> str:
+def _text_or_error(text: Callable[[], str], failed: Callable[[ServerUnreachable], str]) -> str:
     try:
         return text()
     except ServerUnreachable as error:
-        return log_line(error)
+        return failed(error)

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from server.cli.query import Query, query_connection
-from server.cli.status import MALFORMED, describe, malformed_report, report_of
+from server.cli.status import MALFORMED, malformed_report, report_of
 from server.view.snapshot import Snapshot, SnapshotBuilder
+from server.view.text import describe
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError, ServerUnreachable, StatsdBNError
 from statsd_bn.keys import ClientKeys

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from server.view.snapshot import Snapshot
+from server.view.verdict import SLOW_SHARE
 from statsd_bn.messages import WORLD
 from statsd_bn.timing import BOUNDS
 
@@ -80,7 +81,7 @@ def _group_metrics(groups: list[dict[str, Any]]) -> Iterator[Metric]:
         "members": lambda group: len(group["members"]) + group.get("members_left_out", 0),
         "world_size": lambda group: group["world_size"],
         "non_finite": lambda group: len(group.get("non_finite", ())),
-        "findings": lambda group: len(group.get("findings", ())),
+        "findings": _findings,
         "waiting_seconds": lambda group: max((round_["seconds"] for round_ in group["waiting"]), default=0.0),
     }
     for name, value in gauges.items():
@@ -88,6 +89,30 @@ def _group_metrics(groups: list[dict[str, Any]]) -> Iterator[Metric]:
         for group in groups:
             gauge.add_metric(_labels(group), float(value(group)))
         yield gauge
+    text = "The verdict: 0 healthy, 1 worth a look, 2 needs attention, 3 broken."
+    severity = GaugeMetricFamily("statsd_bn_severity", text, labels=(*GROUP, "state"))
+    text = "The step of the first NaN or infinity."
+    first_step = GaugeMetricFamily("statsd_bn_first_non_finite_step", text, labels=(*GROUP, "layer", "rank"))
+    text = "The variance of a rank that differs, divided by the median of the others'."
+    ratio = GaugeMetricFamily("statsd_bn_finding_variance_ratio", text, labels=(*GROUP, "layer", "rank"))
+    for group in groups:
+        severity.add_metric((*_labels(group), group["verdict"]["state"]), group["verdict"]["severity"])
+        if first := group["first_non_finite"]:
+            ranks = ",".join(map(str, first["ranks"]))
+            first_step.add_metric((*_labels(group), first["layer"], ranks), first["step"])
+        latest = {(one["layer"], str(one["rank"])): one for one in _differing(group) if "variance" in one}
+        for (layer, rank), finding in latest.items():
+            ratio.add_metric((*_labels(group), layer, rank), finding["variance"])
+    yield from (severity, first_step, ratio)
+
+
+def _differing(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """The skew findings that the latest samples still show."""
+    return [one for one in group.get("findings", ()) if one["kind"] == "skew" and not one.get("cleared")]
+
+
+def _findings(group: dict[str, Any]) -> int:
+    return len(_differing(group)) + int(group.get("held", 0.0) >= SLOW_SHARE)
 
 
 def _broken(groups: list[dict[str, Any]], ended: list[dict[str, Any]]) -> Metric:
@@ -112,6 +137,12 @@ def _rank_metrics(groups: list[dict[str, Any]]) -> Iterator[Metric]:
     waiting = GaugeMetricFamily(
         "statsd_bn_rank_waiting", "The part of the last minute that a rank waited.", labels=labels
     )
+    awaited = GaugeMetricFamily(
+        "statsd_bn_rank_awaited", "The part of the last minute that the others waited for a rank.", labels=labels
+    )
+    median = GaugeMetricFamily(
+        "statsd_bn_rank_round_trip_median_seconds", "The median of how long a rank's rounds took.", labels=labels
+    )
     trip = GaugeMetricFamily(
         "statsd_bn_rank_round_trip_seconds", "The 99th percentile of how long a rank's rounds took.", labels=labels
     )
@@ -124,8 +155,11 @@ def _rank_metrics(groups: list[dict[str, Any]]) -> Iterator[Metric]:
             if member.get("waiting") is not None:
                 waiting.add_metric(of, member["waiting"])
             if member.get("round_trip"):
-                trip.add_metric(of, member["round_trip"]["p99"])
-    yield from (step, score, waiting, trip)
+                median.add_metric(of, member["median"])
+                trip.add_metric(of, member["p99"])
+            if member["share"] is not None:
+                awaited.add_metric(of, member["share"])
+    yield from (step, score, waiting, awaited, median, trip)
 
 
 def _histogram(groups: list[dict[str, Any]], field: str, text: str) -> Metric:

@@ -51,7 +51,7 @@ def test_status_reports_for_people_and_as_json_on_one_line(endpoint):
     found = run_server_command("status", endpoint)
     assert (found.returncode, found.stderr) == (0, "")
     assert found.stdout.startswith("server ")
-    assert found.stdout.endswith("\nno jobs\n")
+    assert found.stdout.endswith("\nNo job yet: it appears here once its ranks connect\n")
     as_json = run_server_command("status", "--json", STATSD_BN_ENDPOINT=endpoint)
     assert as_json.stdout.count("\n") == 1
     assert json.loads(as_json.stdout)["groups"] == []

@@ -237,8 +237,12 @@ def test_the_status_command_prints_the_jobs(start, dial):
     assert head.startswith("server ")
     assert head.endswith("2 messages, 0 bad frames")
     assert groups == [
-        "job 'job', group 'world', epoch 0: 1 of 2 ranks, waiting for rank 1; 0 rounds done",
-        "  rank 0 (host 7), step 0, 0 replicas",
+        "",
+        "job: Waiting for rank 1 to join: 1 of 2 ranks are here",
+        "  Check that the other processes have started.",
+        "  1 of 2 ranks, 0 rounds done",
+        "  rank     step  steps/s  median     p99  awaited  process, now",
+        "     0        0        -       -       -        -  host 7: takes part",
     ]
 
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from server.cli.status import describe
 from server.core import report
 from server.core.dispatcher import Dispatcher
 from server.core.report import CACHE_SECONDS, MAX_MISSING, MAX_ROUNDS
 from server.security.access import Principal
+from server.view.text import describe
 from statsd_bn import limits
 from statsd_bn.messages import Status, StatusRequest
 from statsd_bn.wire import decode, encode
@@ -65,7 +65,7 @@ def test_many_rounds_and_their_missing_members_are_shortened():
     assert group["waiting"][0]["missing_left_out"] == 199 - MAX_MISSING
     play.now += 2.0
     text = describe(play.ask())
-    assert f"and {199 - MAX_MISSING} more: job 'job'" in text
+    assert f"and {199 - MAX_MISSING} more: forward of bn, step 0" in text.replace("\n    ", " ")
     assert "and 5 more rounds" in text
 
 
@@ -74,7 +74,7 @@ def test_a_shortened_report_of_a_waiting_group_reads_as_text(monkeypatch):
     play = Play()
     for member in range(90):
         play.send(register(member, 100, session=b"job %04x" % member))
-    assert "90 of 100 ranks, waiting for 10 ranks;" in describe(play.ask())
+    assert "Waiting for 10 ranks to join: 90 of 100 ranks are here" in describe(play.ask())
 
 
 @pytest.mark.parametrize("room", [1500, 3000, 6000, 20_000, 100_000])

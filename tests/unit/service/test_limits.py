@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from server.cli.status import describe
 from server.config import from_arguments, parser
 from server.core.dispatcher import Dispatcher
 from server.security.access import ANONYMOUS
@@ -21,6 +20,7 @@ from server.security.quota import (
     Quota,
     option_range,
 )
+from server.view.text import describe
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.members import Members

@@ -1,3 +1,4 @@
+import re
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -7,7 +8,8 @@ import zmq
 
 import server.__main__ as command
 from server.cli import status as status_module
-from server.cli.status import COUNTS, ask, describe, own_endpoint
+from server.cli.status import ask, own_endpoint
+from server.view.text import COUNTS, describe, with_verdicts
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, ServerUnreachable
 from statsd_bn.members import NO_MEMBERS
@@ -31,7 +33,9 @@ GROUP = {
     "lost": "",
     "rounds_done": 17,
     "rounds_failed": 1,
-    "waiting": [{"round": "layer 'bn1'", "seconds": 12.34, "missing": [1]}],
+    "waiting": [
+        {"round": "a key", "layer": "bn1", "phase": "forward", "step": 5, "seconds": 12.34, "missing": [1]},
+    ],
 }
 REPORT = {"server": "abcd", "seconds": 61.7, "received": 40, "bad_frames": 2, "groups": [GROUP]}
 
@@ -45,11 +49,48 @@ def insecure(monkeypatch):
 def test_a_report_reads_as_text():
     assert describe(REPORT) == (
         "server abcd, up 62 s, 40 messages, 2 bad frames\n"
-        "job 'resnet', group 'world', epoch 3: 2 of 2 ranks, open; 17 rounds done, 1 failed\n"
-        "  rank 0 (host 1), step 0, 4 replicas\n"
-        "  rank 1 (host 2), step 5, 0 replicas\n"
-        "  waiting 12.3 s for rank 1: layer 'bn1'"
+        "\n"
+        "resnet: Waiting for rank 1 (host 2) for 12 s in bn1\n"
+        "  Look at what rank 1 does there.\n"
+        "  2 of 2 ranks, epoch 3, 17 rounds done, 1 failed\n"
+        "  rank     step  steps/s  median     p99  awaited  process, now\n"
+        "     0        0        -       -       -        -  host 1, 4 replicas: waits 12 s\n"
+        "                                                   in bn1\n"
+        "     1        5        -       -       -        -  host 2, awaited: the others\n"
+        "                                                   wait 12 s for it in bn1\n"
+        "  waiting 12.3 s for rank 1: forward of bn1, step 5"
     )
+
+
+def test_no_line_is_longer_than_80_columns():
+    place = "a-very-long-host-name-of-a-cluster.example.org, pid 1234567"
+    members = [{**one, "place": place, "transport": "server"} for one in GROUP["members"]]
+    waits = [{**GROUP["waiting"][0], "layer": "encoder.blocks.12.attention.projection.norm"}]
+    more = {"why_not_faster": "rank 1: " + "the reason " * 20, "lost": "rank 0 was lost: " + "because " * 40}
+    for changed in ({}, more):
+        text = describe(REPORT | {"groups": [GROUP | {"members": members, "waiting": waits, **changed}]})
+        assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_group_that_needs_attention_comes_first():
+    broken = GROUP | {"job": "broken", "lost": "rank 1 was lost", "waiting": []}
+    text = describe(REPORT | {"groups": [GROUP, broken]})
+    assert text.index("broken: Broken: rank 1 was lost") < text.index("resnet: Waiting for rank 1")
+
+
+def test_the_json_has_the_verdicts():
+    (group,) = with_verdicts(REPORT, 100.0)["groups"]
+    assert group["verdict"] == {
+        "state": "waiting",
+        "severity": 2,
+        "text": "Waiting for rank 1 (host 2) for 12 s in bn1",
+        "since": 100.0 - 12.34,
+        "rank": 1,
+        "advice": "Look at what rank 1 does there.",
+        "also": [],
+    }
+    with pytest.raises(ServerUnreachable, match="malformed"):
+        with_verdicts({"groups": [{}]}, 0.0)
 
 
 def test_transports_get_a_line_once_the_members_have_reported_them():
@@ -58,72 +99,86 @@ def test_transports_get_a_line_once_the_members_have_reported_them():
             contributor | {"transport": transport}
             for contributor, transport in zip(GROUP["members"], transports, strict=True)
         ]
-        return [
-            line
-            for line in describe(REPORT | {"groups": [GROUP | {"members": contributors, **more}]}).splitlines()
-            if "transport" in line
-        ]
+        text = describe(REPORT | {"groups": [GROUP | {"members": contributors, **more}]})
+        return re.findall(r", (transport .*?)  rank ", text.replace("\n    ", " ").replace("\n", ""))
 
     assert said("", "") == []
-    assert said("shared_memory", "shared_memory") == ["  transport shared_memory"]
-    assert said("server", "server", why_not_faster="rank 1: no") == ["  transport server: rank 1: no"]
+    assert said("shared_memory", "shared_memory") == ["transport shared_memory"]
+    assert said("server", "server", why_not_faster="rank 1: no") == ["transport server: rank 1: no"]
     assert said("shared_memory", "server", why_not_faster="x") == [
-        "  transport shared_memory of rank 0, server of rank 1: x"
+        "transport shared_memory of rank 0, server of rank 1: x"
     ]
 
 
 def test_a_usual_wait_between_ranks_gets_no_line():
-    waits = [{"round": "layer 'bn1'", "seconds": seconds, "missing": [1]} for seconds in (0.49, 0.5)]
+    waits = [{**GROUP["waiting"][0], "seconds": seconds} for seconds in (0.49, 0.5)]
     said = describe(REPORT | {"groups": [GROUP | {"waiting": waits}]})
     assert said.count("  waiting ") == said.count("  waiting 0.5 s") == 1
 
 
 def test_a_job_broken_between_rounds_does_not_claim_that_no_round_failed():
     said = describe(REPORT | {"groups": [GROUP | {"lost": "rank 1 was lost", "rounds_failed": 0}]})
-    assert "broken: rank 1 was lost; 17 rounds done\n" in said
+    assert "resnet: Broken: rank 1 was lost\n" in said
+    assert ", 17 rounds done\n" in said
 
 
 def test_ended_jobs_are_listed_with_their_end():
     job = {"job": "resnet", "epoch": 3, "world_size": 2, "rounds_done": 17, "lost": "", "seconds": 61.7}
-    said = describe(REPORT | {"groups": [], "ended": [job | {"lost": "rank 1 was lost"}, job]})
+    said = describe(REPORT | {"groups": [], "ended": [job | {"lost": "rank 1 was lost"}, job | {"job": "vgg"}]})
     assert said.splitlines()[1:] == [
-        "no jobs now",
-        "job 'resnet', epoch 3: ended 62 s ago, broken: rank 1 was lost; 2 ranks, 17 rounds done",
-        "job 'resnet', epoch 3: ended 62 s ago, in good order; 2 ranks, 17 rounds done",
+        "",
+        "resnet: Broken: rank 1 was lost",
+        "  Look at the ranks' logs, and start the job again.",
+        "  ended 62 s ago, 2 ranks, epoch 3, 17 rounds done",
+        "",
+        "vgg: Finished in good order: 2 ranks, 17 rounds",
+        "  ended 62 s ago, 2 ranks, epoch 3, 17 rounds done",
     ]
+
+
+def test_of_several_runs_of_one_name_the_latest_is_listed():
+    job = {"job": "resnet", "epoch": 3, "world_size": 2, "rounds_done": 17, "lost": "", "seconds": 61.7}
+    said = describe(REPORT | {"groups": [], "ended": [job, job | {"lost": "rank 1 was lost", "seconds": 90.0}]})
+    assert "Finished in good order" in said
+    assert "rank 1" not in said
 
 
 def test_the_reason_of_a_broken_job_does_not_repeat_the_job():
     lost = "rank 1 (b, pid 2) was lost: no sign of life; in job 'resnet', group 'world', step 5"
-    job = {"job": "resnet", "epoch": 3, "world_size": 2, "rounds_done": 17, "lost": lost, "seconds": 61.7}
-    for line in describe(REPORT | {"groups": [GROUP | {"lost": lost}], "ended": [job]}).splitlines():
-        assert line.count("'resnet'") <= 1
-        assert "broken" not in line or "was lost: no sign of life; in step 5; " in line
+    by = {"rank": 1, "place": "b, pid 2", "how": "is lost", "cause": "no sign of life", "step": 5}
+    said = describe(REPORT | {"groups": [GROUP | {"lost": lost, "lost_by": by, "waiting": []}]})
+    assert said.splitlines()[2] == "resnet: Broken: rank 1 (b, pid 2) was lost at step 5: no sign of life"
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"missing": 1, "members": GROUP["members"][:1]}, "1 of 2 ranks, waiting for rank 1;"),
+        ({"missing": 1, "members": GROUP["members"][:1]}, "Waiting for rank 1 to join: 1 of 2 ranks are here"),
         (
             {"group": "pair", "missing": 1, "members": GROUP["members"][1:]},
-            "1 of 2 ranks, waiting for 1 rank besides rank 1;",
+            "Waiting for 1 rank besides rank 1 to join: 1 of 2 ranks are here",
         ),
-        ({"group": "pair", "world_size": 4, "missing": 2}, "2 of 4 ranks, waiting for 2 ranks besides ranks 0-1;"),
-        ({"lost": "member 1 left"}, "2 of 2 ranks, broken: member 1 left;"),
+        (
+            {"group": "pair", "world_size": 4, "missing": 2},
+            "Waiting for 2 ranks besides ranks 0-1 to join: 2 of 4 ranks are here",
+        ),
+        ({"lost": "member 1 left"}, "Broken: member 1 left"),
     ],
 )
 def test_a_group_in_trouble_is_marked(changed, words):
-    assert words in describe({**REPORT, "groups": [{**GROUP, **changed}]})
+    assert words in describe({**REPORT, "groups": [{**GROUP, "waiting": [], **changed}]}).replace("\n  ", " ")
 
 
 def test_a_shortened_report_counts_the_omitted_groups():
     assert describe({**REPORT, "left_out": 3}).splitlines()[-1] == "and 3 more groups"
-    assert "no jobs" not in describe({**REPORT, "groups": [], "left_out": 1})
+    assert "No job" not in describe({**REPORT, "groups": [], "left_out": 1})
 
 
 def test_an_idle_server_has_no_jobs():
-    assert describe({**REPORT, "groups": []}).splitlines()[1:] == ["no jobs"]
+    assert describe({**REPORT, "groups": []}).splitlines()[1:] == [
+        "",
+        "No job yet: it appears here once its ranks connect",
+    ]
 
 
 def test_a_running_server_answers(server, job):
@@ -303,7 +358,10 @@ def test_the_size_of_a_job_that_has_ended_is_checked_too(somebody, capsys):
 def test_names_cannot_control_the_terminal_or_forge_a_line():
     members = [{"member": 0, "place": "höst\n\x1b[2Jno jobs", "participation": "takes_part", "step": 0, "replicas": 4}]
     text = describe(REPORT | {"groups": [GROUP | {"members": members, "waiting": []}]})
-    assert text.splitlines()[2:] == [r"  rank 0 (höst\n\x1b[2Jno jobs), step 0, 4 replicas"]
+    assert text.splitlines()[5:] == [
+        r"     0        0        -       -       -        -  höst\n\x1b[2Jno jobs, 4",
+        "                                                   replicas: takes part",
+    ]
 
 
 NONSENSE = [{}, {**REPORT, "seconds": "long"}, {**REPORT, "groups": [{}]}, {**REPORT, "groups": 3}]

@@ -13,7 +13,7 @@ from server.view.metrics import MAX_LAYERS, MAX_RANKS, Metrics
 from server.view.snapshot import SnapshotBuilder
 from statsd_bn.timing import BOUNDS
 from support.paths import ROOT
-from support.view_reports import ended, figures, group, layer, member, report
+from support.view_reports import ended, figures, group, layer, member, report, skew
 
 NAMED = {"job": 'a "job"\n\\ <script>', "group": "world"}
 HISTOGRAM = {"counts": [3, 2, *[0] * (len(BOUNDS) - 2), 1], "sum": 0.5}
@@ -65,6 +65,35 @@ def test_round_trips_are_a_histogram_of_their_own_from_20_microseconds_on():
     assert not any(s.name.startswith("statsd_bn_round_seconds") for s in of)
 
 
+def test_the_verdict_and_its_numbers_are_metrics():
+    first = {"layer": "bn1", "phase": "forward", "step": 20, "ranks": [2], "channels": 1, "of": 4, "what": "NaN"}
+    told = group(
+        member(0, round_trip={"median": 2e-5, "p99": 4e-5}),
+        member(1),
+        **NAMED,
+        first_non_finite=first,
+        findings=[skew(1), skew(0, cleared=True)],
+        slowest=1,
+        held=0.25,
+    )
+    of = samples(report(told))
+    assert value(of, "statsd_bn_severity", state="data", **NAMED) == 3
+    assert value(of, "statsd_bn_first_non_finite_step", layer="bn1", rank="2", **NAMED) == 20
+    assert value(of, "statsd_bn_finding_variance_ratio", layer="bn1", rank="1", **NAMED) == 8.5
+    assert value(of, "statsd_bn_findings", **NAMED) == 2
+    assert value(of, "statsd_bn_rank_awaited", rank="1") == 0.25
+    assert value(of, "statsd_bn_rank_awaited", rank="0") == 0
+    assert value(of, "statsd_bn_rank_round_trip_median_seconds", rank="0") == 2e-5
+    healthy = samples(report(group(member(0))))
+    assert value(healthy, "statsd_bn_severity", state="healthy") == 0
+    assert value(healthy, "statsd_bn_findings") == 0
+
+
+def test_an_ended_group_has_no_series_but_its_end():
+    of = samples(report(group(member(0), **NAMED)), report())
+    assert not any(s.name in {"statsd_bn_severity", "statsd_bn_members"} for s in of)
+
+
 def test_labels_are_bounded():
     of = samples(report(group(*(member(rank) for rank in range(1000)))))
     assert sum(s.name == "statsd_bn_rank_step" for s in of) == MAX_RANKS
@@ -95,7 +124,8 @@ def test_a_silent_server_has_no_stale_numbers():
 
 def test_the_dashboard_and_the_rules_use_existing_metrics():
     paced = member(0, waiting=0.2, score=0.5, round_trip={"median": 2e-5, "p99": 4e-5})
-    of = group(paced, round_seconds=HISTOGRAM, round_trip_seconds=HISTOGRAM, figures=figures(layer("bn", 0.1)))
+    pace = {"slowest": 0, "held": 0.1}
+    of = group(paced, round_seconds=HISTOGRAM, round_trip_seconds=HISTOGRAM, figures=figures(layer("bn", 0.1)), **pace)
     told = {sample.name for sample in samples(report(), report(of))}
     folder = ROOT / "docker/monitoring"
     board = json.loads((folder / "dashboard.json").read_text())

@@ -1,0 +1,144 @@
+"""Text: a snapshot for a terminal of 80 columns, in the words of the page."""
+
+from collections.abc import Iterator
+from textwrap import wrap
+from typing import Any
+
+from server.cli.status import MALFORMED, malformed_report
+from server.view.snapshot import Snapshot, SnapshotBuilder
+from server.view.verdict import describe_finding, place_of, verdicts
+from statsd_bn.members import Members, format_ranks
+from statsd_bn.messages import WORLD
+from statsd_bn.text import duration, escape, percent, two_digits
+
+WIDTH = 80
+
+# Counters of the report, printed if they are not 0.
+COUNTS = {
+    "over_limits": "messages over a limit",
+    "strangers": "messages of unknown sessions",
+    "refused_connections": "connections refused",
+    "idle_connections": "idle connections closed",
+    "flooding_connections": "flooding connections closed",
+    "dropped_answers": "answers dropped",
+}
+
+# Shorter waits are normal, because ranks arrive at different times, and are not printed.
+WAIT_SECONDS = 0.5
+
+# Columns of a rank, with their widths; the process and what it does now follow, and wrap.
+COLUMNS = {"rank": 6, "step": 9, "steps/s": 9, "median": 8, "p99": 8, "awaited": 9}
+INDENT = sum(COLUMNS.values()) + 2
+
+
+def describe(report: dict[str, Any]) -> str:
+    """A single report as text.
+
+    Raises:
+        ServerUnreachable: the report is malformed.
+    """
+    try:
+        return describe_snapshot(SnapshotBuilder("").update(0.0, report))
+    except MALFORMED as error:
+        raise malformed_report(error) from error
+
+
+def with_verdicts(report: dict[str, Any], now: float) -> dict[str, Any]:
+    """The report with the `verdict` of each group; `now` is in seconds since 1970."""
+    try:
+        groups = [{**group, "verdict": verdicts(group, now)[0].entry} for group in report["groups"]]
+    except MALFORMED as error:
+        raise malformed_report(error) from error
+    return {**report, "groups": groups}
+
+
+def describe_snapshot(snapshot: Snapshot) -> str:
+    """A snapshot as text."""
+    head = f"server {snapshot['server']}, up {duration(snapshot['seconds'])}"
+    head += f", {snapshot.get('received', 0)} messages, {snapshot.get('bad_frames', 0)} bad frames"
+    counts = [f"{snapshot[name]} {text}" for name, text in COUNTS.items() if snapshot.get(name)]
+    lines = [*_wrapped(head, "  "), *_wrapped(", ".join(counts), "  ", "  ")]
+    urgent = sorted(snapshot["groups"], key=lambda group: -group["verdict"]["severity"])
+    for group in urgent:
+        lines += ["", *_group(group, snapshot)]
+    if snapshot.get("left_out"):
+        lines.append(f"and {snapshot['left_out']} more groups")
+    elif not urgent:
+        lines += ["", *_wrapped(snapshot["verdict"]["text"], "  ")]
+    return "\n".join(lines)
+
+
+def _wrapped(text: str, indent: str, first: str = "") -> list[str]:
+    return wrap(escape(text), WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _group(group: dict[str, Any], snapshot: Snapshot) -> Iterator[str]:
+    verdict = group["verdict"]
+    name = group["job"] if group["group"] == WORLD else f"{group['job']}, {group['group']}"
+    yield from _wrapped(f"{name}: {verdict['text']}", "  ")
+    told = [verdict["text"], *verdict["also"]]
+    told += [text for finding in group.get("findings", ()) if (text := describe_finding(finding)) not in told]
+    for text in (verdict["advice"], *told[1:], *group.get("non_finite", ())[1:]):
+        yield from _wrapped(text, "    ", "  ")
+    yield from _wrapped(", ".join(_facts(group, snapshot)), "    ", "  ")
+    if group["members"]:
+        yield "".join(f"{title:>{width}}" for title, width in COLUMNS.items()) + "  process, now"
+    for member in group["members"]:
+        yield from _rank(member)
+    if left_out := group.get("members_left_out"):
+        yield f"  and {left_out} more ranks"
+    for round_ in group["waiting"]:
+        if round_["seconds"] >= WAIT_SECONDS:
+            text = f"waiting {round_['seconds']:.1f} s for {_missing(round_)}: {round_['phase']} of {place_of(round_)}"
+            yield from _wrapped(f"{text}, step {round_['step']}", "    ", "  ")
+    if left_out := group.get("waiting_left_out"):
+        yield f"  and {left_out} more rounds"
+
+
+def _facts(group: dict[str, Any], snapshot: Snapshot) -> Iterator[str]:
+    here = len(group["members"]) + group.get("members_left_out", 0)
+    if over := group.get("over"):
+        yield f"ended {duration(snapshot['time'] - over['time'])} ago, {group['world_size']} ranks"
+    else:
+        yield f"{here} of {group['world_size']} ranks"
+    if group["epoch"]:
+        yield f"epoch {group['epoch']}"
+    yield f"{group['rounds_done']} rounds done"
+    # A job that broke between two rounds has no failed round; "0 failed" next to its error would be misleading.
+    if group["rounds_failed"]:
+        yield f"{group['rounds_failed']} failed"
+    if group.get("rounds_per_second") is not None and not over:
+        yield f"{two_digits(group['rounds_per_second'])} rounds/s"
+    users: dict[str, list[int]] = {}
+    for member in group["members"]:
+        if transport := member.get("transport"):
+            users.setdefault(transport, []).append(member["member"])
+    transports = [
+        transport if len(users) == 1 else f"{transport} of {format_ranks(Members.of(ranks))}"
+        for transport, ranks in users.items()
+    ]
+    if transports:
+        why = group.get("why_not_faster")
+        yield f"transport {', '.join(transports)}" + (f": {why}" if why else "")
+
+
+def _rank(member: dict[str, Any]) -> list[str]:
+    speed, share = member["steps_per_second"], member["share"]
+    trips = [duration(trip) if trip is not None else "-" for trip in (member["median"], member["p99"])]
+    cells = [
+        str(member["member"]),
+        str(member["step"]),
+        "-" if speed is None else two_digits(speed),
+        *trips,
+        "-" if share is None else percent(share),
+    ]
+    columns = "".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True))
+    replicas = f", {member['replicas']} replicas" if member["replicas"] > 1 else ""
+    flag = f", {member['flag']}" if member["flag"] else ""
+    text = f"{member['place']}{replicas}{flag}: {member['doing']}"
+    return _wrapped(text, " " * INDENT, f"{columns}  ")
+
+
+def _missing(round_: dict[str, Any]) -> str:
+    left_out = round_.get("missing_left_out")
+    return format_ranks(Members.of(round_["missing"])) + (f" and {left_out} more" if left_out else "")
