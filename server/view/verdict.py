@@ -74,6 +74,8 @@ def verdicts(group: Group, now: float, restarted: float | None = None) -> list[V
     if "over" not in group and not group["lost"]:
         found += [*_forming(group, now, restarted), *_waiting(group, now), *_slow(group)]
     found += _differing(group)
+    if "over" in group and not group["lost"]:
+        return [_fine(group, now, restarted), *found]
     return sorted(found, key=lambda verdict: -verdict.severity) or [_fine(group, now, restarted)]
 
 

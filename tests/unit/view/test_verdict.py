@@ -199,6 +199,11 @@ def test_the_lesser_verdicts_follow_the_first_one():
     assert shown["verdict"]["also"] == [second.text, third.text]
 
 
+def test_a_job_that_ended_in_good_order_says_so_first():
+    of = {**group(*FOUR, findings=[skew(2)], first_non_finite=NAN), "over": {"time": 1.0, "reason": "in good order"}}
+    assert [one.state for one in verdicts(of, NOW)] == ["ended", "data", "data"]
+
+
 @pytest.mark.parametrize(
     ("seconds", "late", "is_told"),
     [(0.9, {}, False), (1.1, {}, True), (2.0, {"late_seconds": LATE}, False), (3.0, {"late_seconds": LATE}, True)],

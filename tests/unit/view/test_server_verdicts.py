@@ -1,0 +1,93 @@
+"""What happens to a job on a real dispatcher is said by the verdict within two seconds."""
+
+import numpy as np
+
+from server.view.snapshot import SnapshotBuilder
+from statsd_bn.messages import Leave, StatusRequest
+from statsd_bn.reduction import Rows
+from support.asked_job import Job, Process
+from support.strategies import contribution, key, session_of
+
+
+class Watched(Job):
+    """A job with a view that asks once a second."""
+
+    def __init__(self, members: int, **given) -> None:
+        super().__init__(members, **given)
+        self.builder = SnapshotBuilder("x")
+        self.look()
+
+    def look(self):
+        self.now += 0.01  # reports are cached for a moment
+        (answer,) = self.send(StatusRequest(), b"view")
+        (group,) = self.builder.update(self.now, answer.report)["groups"]
+        return group
+
+    def say(self) -> str:
+        return self.look()["verdict"]["text"]
+
+    def watch(self, seconds: int) -> list[str]:
+        texts = []
+        for _ in range(seconds):
+            self.pass_time(1.0)
+            texts.append(self.say())
+        return texts
+
+
+def test_a_job_that_takes_part_is_healthy():
+    assert Watched(3).say() == "Healthy: all 3 ranks take part, no NaN so far"
+
+
+def test_a_late_rank_is_named_with_its_line():
+    job = Watched(3)
+    job.processes[2] = Process("loader.py:41 decode")
+    job.contribute(0)
+    job.contribute(1)
+    texts = job.watch(4)
+    assert texts[1].startswith("Waiting for rank 2 (place 2) for 2 s in bn1")
+    assert texts[3] == "Waiting for rank 2 (place 2) for 4 s in bn1; it is in loader.py:41 decode, for 3 s"
+    by_rank = {member["member"]: member for member in job.look()["members"]}
+    assert by_rank[0]["doing"] == "waits 4 s in bn1"
+    assert by_rank[2]["flag"] == "awaited"
+
+
+def test_a_rank_that_raises_is_named_until_long_after_the_end():
+    job = Watched(3)
+    job.contribute(0)
+    job.send(Leave(session_of(2), "ValueError: loss is nan\nat some step"), b"2")
+    words = "Broken: rank 2 (place 2) raised ValueError at step 3: loss is nan; at some step"
+    assert job.watch(1) == [words]
+    for rank in (0, 1):
+        job.send(Leave(session_of(rank), "ReplicaLost: rank 2 failed"), b"%d" % rank)
+    job.size = 0
+    assert set(job.watch(9)) == {words}
+    assert job.look()["over"]["reason"].startswith("rank 2 (place 2) failed with ValueError")
+
+
+def test_a_rank_without_heartbeats_is_lost():
+    job = Watched(3)
+    job.contribute(0)
+    job.size = 2
+    texts = job.watch(6)
+    assert texts[-1] == "Broken: rank 2 (place 2) was lost at step 3: no sign of life for 3.5 s"
+
+
+def test_an_orderly_end_is_not_taken_for_a_loss():
+    job = Watched(3)
+    for rank in range(3):
+        job.send(Leave(session_of(rank), ""), b"%d" % rank)
+        job.size = 0
+        text = job.say()
+        assert text.startswith(("Finishing: ", "Finished in good order"))
+    assert text == "Finished in good order: 3 ranks, 0 rounds"
+    kinds = [event["kind"] for event in job.builder.fail(0.0, "x")["events"]]
+    assert "lost" not in kinds
+
+
+def test_the_first_nan_is_told_with_its_rank():
+    job = Watched(3)
+    of = key("layer3.0.bn1", step=20)
+    for rank in range(3):
+        value = float("nan") if rank == 2 else 1.0
+        job.send(contribution(rank, Rows((1,), np.array([[[value, 1.0], [1.0, 1.0]]])), of), b"%d" % rank)
+    assert job.say() == "Rank 2 brought the first NaN: forward of layer3.0.bn1, step 20, in 1 of 2 channels"
