@@ -1,4 +1,8 @@
-"""Hooks of other frameworks, which connect when the framework starts a training; its users import its module."""
+"""Hooks of other frameworks, which connect when the framework starts a training.
+
+Each framework has a module, which is imported only by its users. Helpers that need no framework belong in
+`client.training`.
+"""
 
 from typing import Any
 

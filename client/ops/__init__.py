@@ -1,1 +1,5 @@
-"""Batch normalisation of tensors: the backends that compute, and the autograd function that synchronises them."""
+"""Batch normalisation of tensors: the backends that compute, and the autograd function that synchronises them.
+
+`engine` chooses the backend of a tensor: reference, native (C) or Triton. `functional` runs one call of a layer over
+`client.transports`. Modules and buffers belong in `client.nn`.
+"""

@@ -1,1 +1,5 @@
-"""Transports: exchange the rows of a layer for their sum over all ranks; the meaning of a row is in `client.ops`."""
+"""Transports: carry the rows of a layer to the other ranks and return their sum.
+
+`transport` defines the contract, `choose` selects the transport of a layer, and each transport has a module. Transports
+add rows; the meaning of a row belongs in `client.ops`.
+"""

@@ -1,1 +1,4 @@
-"""The server's sockets: authentication, the receive loop, and connections."""
+"""The server's sockets: authentication, the receive loop, and connections.
+
+The meaning of frames belongs in `server.core`.
+"""
