@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from server.view.snapshot import Snapshot
-from server.view.verdict import SLOW_SHARE
+from server.view.verdict import SLOW_SHARE, count_here
 from statsd_bn.messages import WORLD
 from statsd_bn.timing import BOUNDS
 
@@ -78,7 +78,7 @@ def _group_metrics(groups: list[dict[str, Any]]) -> Iterator[Metric]:
             counter.add_metric(_labels(group), group[field])
         yield counter
     gauges: dict[str, Callable[[dict[str, Any]], float]] = {
-        "members": lambda group: len(group["members"]) + group.get("members_left_out", 0),
+        "members": lambda group: int(count_here(group).partition(" ")[0]),
         "world_size": lambda group: group["world_size"],
         "non_finite": lambda group: len(group.get("non_finite", ())),
         "findings": _findings,

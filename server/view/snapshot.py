@@ -184,6 +184,8 @@ class SnapshotBuilder:
         self._survivors: set[Key] = set()
         self._trends: dict[tuple[str, str, int], Trend] = {}
         self._layers: dict[Key, LayerHistory] = {}
+        # The members of each group before any was lost or left.
+        self._members: dict[tuple[str, str, int], list[Report]] = {}
         # What a verdict is about, and since when.
         self._since: dict[Key, tuple[object, float | None]] = {}
 
@@ -211,7 +213,7 @@ class SnapshotBuilder:
         }
         if not groups:
             text = "No job yet: it appears here once its ranks connect"
-            self._snapshot["verdict"] = Verdict("forming", NOTICE, text).entry
+            self._snapshot["verdict"] = Verdict("forming", NOTICE, text).entry()
         return self._with_head(now)
 
     def fail(self, now: float, error: str) -> Snapshot:
@@ -221,9 +223,9 @@ class SnapshotBuilder:
             self._add(now, _event("silent", {}, None, verdict.text))
         self._error = error
         shown = [
-            group if "over" in group else {**group, "verdict": verdict.entry} for group in self._snapshot["groups"]
+            group if "over" in group else {**group, "verdict": verdict.entry()} for group in self._snapshot["groups"]
         ]
-        return {**self._with_head(now), "groups": shown, **({} if shown else {"verdict": verdict.entry})}
+        return {**self._with_head(now), "groups": shown, **({} if shown else {"verdict": verdict.entry()})}
 
     def history(self, job: str, group: str, layer: str) -> dict[str, Any] | None:
         """Mean and variance of a layer by rank over the last ten minutes, see `LayerHistory.of_layer`."""
@@ -261,20 +263,30 @@ class SnapshotBuilder:
         """Add the report's groups to their histories."""
         shown = {_group_key(group) for group in (*groups[:MAX_TRENDS], *self._returning.values(), *self._over.values())}
         self._trends = {key: trend for key, trend in self._trends.items() if key in shown}
+        known = {_group_key(group): group["members"] for group in groups if not group["lost"]}
+        kept = {_group_key(group) for group in (*groups, *self._over.values())}
+        self._members = {key: of for key, of in (self._members | known).items() if key in kept}
         with_figures = [group for group in groups if group.get("figures")]
-        kept = {_group_name(group) for group in with_figures} | {*self._over, *self._returning}
-        self._layers = {key: of for key, of in self._layers.items() if key in kept}
+        drawn = {_group_name(group) for group in with_figures} | {*self._over, *self._returning}
+        self._layers = {key: of for key, of in self._layers.items() if key in drawn}
         for group in groups[:MAX_TRENDS]:
             self._trends.setdefault(_group_key(group), Trend()).add(now, group)
         for group in with_figures:
             layers = self._layers.setdefault(_group_name(group), LayerHistory())
-            layers.add(now, group["figures"]["layers"], MAX_BYTES // len(kept))
+            layers.add(now, group["figures"]["layers"], MAX_BYTES // len(drawn))
 
     def _with_verdict(self, now: float, group: Report) -> Report:
         """A group with verdict, cards, trend, and the flags of its members."""
         key = _group_name(group)
         if key in self._returning:
             group = {**group, "missing": group["world_size"], "waiting": [], "lost": ""}
+        elif group["lost"] or "over" in group:
+            there = {member["member"]: member for member in group["members"]}
+            before = {
+                one["member"]: {**one, "steps_per_second": None, "is_gone": True}
+                for one in self._members.get(_group_key(group), ())
+            }
+            group = {**group, "members": [member for _, member in sorted((before | there).items())]}
         found = verdicts(group, now, self._restarted if key in self._survivors else None)
         first = found[0]
         since = self._first_seen(now, key, first)
@@ -283,7 +295,7 @@ class SnapshotBuilder:
         rank = non_finite["ranks"][0] if non_finite and len(non_finite["ranks"]) == 1 else None
         return {
             **group,
-            "verdict": {**first.entry, "since": since, "also": [verdict.text for verdict in found[1:]]},
+            "verdict": {**first.entry(found[1:]), "since": since},
             "cards": cards(group, found),
             "trend": trend.entry,
             "lost_by": {**by, "time": group["over"]["time"] if "over" in group else since} if by else None,

@@ -6,7 +6,7 @@ from typing import Any
 
 from server.cli.status import MALFORMED, malformed_report
 from server.view.snapshot import Snapshot, SnapshotBuilder
-from server.view.verdict import describe_finding, place_of, verdicts
+from server.view.verdict import count_here, describe_finding, place_of, verdicts
 from statsd_bn.members import Members, format_ranks
 from statsd_bn.messages import WORLD
 from statsd_bn.text import duration, escape, percent, two_digits
@@ -46,10 +46,11 @@ def describe(report: dict[str, Any]) -> str:
 def with_verdicts(report: dict[str, Any], now: float) -> dict[str, Any]:
     """The report with the `verdict` of each group; `now` is in seconds since 1970."""
     try:
-        groups = [{**group, "verdict": verdicts(group, now)[0].entry} for group in report["groups"]]
+        found = [verdicts(group, now) for group in report["groups"]]
     except MALFORMED as error:
         raise malformed_report(error) from error
-    return {**report, "groups": groups}
+    groups = zip(report["groups"], found, strict=True)
+    return {**report, "groups": [{**group, "verdict": first.entry(others)} for group, (first, *others) in groups]}
 
 
 def describe_snapshot(snapshot: Snapshot) -> str:
@@ -58,12 +59,12 @@ def describe_snapshot(snapshot: Snapshot) -> str:
     head += f", {snapshot.get('received', 0)} messages, {snapshot.get('bad_frames', 0)} bad frames"
     counts = [f"{snapshot[name]} {text}" for name, text in COUNTS.items() if snapshot.get(name)]
     lines = [*_wrapped(head, "  "), *_wrapped(", ".join(counts), "  ", "  ")]
-    urgent = sorted(snapshot["groups"], key=lambda group: -group["verdict"]["severity"])
-    for group in urgent:
+    groups = sorted(snapshot["groups"], key=lambda group: (-max(1, group["verdict"]["severity"]), "over" in group))
+    for group in groups:
         lines += ["", *_group(group, snapshot)]
     if snapshot.get("left_out"):
         lines.append(f"and {snapshot['left_out']} more groups")
-    elif not urgent:
+    elif not groups:
         lines += ["", *_wrapped(snapshot["verdict"]["text"], "  ")]
     return "\n".join(lines)
 
@@ -96,11 +97,10 @@ def _group(group: dict[str, Any], snapshot: Snapshot) -> Iterator[str]:
 
 
 def _facts(group: dict[str, Any], snapshot: Snapshot) -> Iterator[str]:
-    here = len(group["members"]) + group.get("members_left_out", 0)
     if over := group.get("over"):
         yield f"ended {duration(snapshot['time'] - over['time'])} ago, {group['world_size']} ranks"
     else:
-        yield f"{here} of {group['world_size']} ranks"
+        yield f"{count_here(group)} ranks"
     if group["epoch"]:
         yield f"epoch {group['epoch']}"
     yield f"{group['rounds_done']} rounds done"

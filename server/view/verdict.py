@@ -4,8 +4,8 @@ The page and `status` print these words and decide nothing themselves, so they c
 is a group of a snapshot, see `server.view.snapshot`.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from statsd_bn.members import Members, format_ranks
@@ -42,7 +42,7 @@ class Verdict:
         rank: the rank concerned, if it is one.
         advice: what to do, as a short sentence, or "".
         flags: a word for each rank concerned.
-        also: the texts of the group's other verdicts.
+        card: the name of the card that it replaces, with value and note; or ().
     """
 
     state: str
@@ -52,14 +52,12 @@ class Verdict:
     rank: int | None = None
     advice: str = ""
     flags: Mapping[int, str] = field(default_factory=dict)
-    also: tuple[str, ...] = ()
+    card: tuple[str, ...] = ()
 
-    @property
-    def entry(self) -> dict[str, Any]:
-        """The verdict as a snapshot has it."""
-        entry = asdict(self)
-        del entry["flags"]
-        return {**entry, "also": list(self.also)}
+    def entry(self, others: Sequence["Verdict"] = ()) -> dict[str, Any]:
+        """The verdict as a snapshot has it, with the texts of the group's other verdicts as `also`."""
+        names = "state", "severity", "text", "since", "rank", "advice"
+        return {**{name: getattr(self, name) for name in names}, "also": [other.text for other in others]}
 
 
 def verdicts(group: Group, now: float, restarted: float | None = None) -> list[Verdict]:
@@ -91,12 +89,19 @@ def _name(group: Group, rank: int) -> str:
     return f"rank {rank} ({place})" if place else f"rank {rank}"
 
 
+def count_here(group: Group) -> str:
+    """How many of the group's ranks are here, such as "3 of 4"."""
+    here = sum(not member.get("is_gone") for member in group["members"])
+    return f"{here + group.get('members_left_out', 0)} of {group['world_size']}"
+
+
 def _breaks(group: Group) -> Iterator[Verdict]:
     if not group["lost"] or is_finishing(group):
         return
     by, advice = group.get("lost_by"), "Look at the ranks' logs, and start the job again."
     if not by:
-        yield Verdict("broken", BROKEN, f"Broken: {group['lost']}", advice=advice)
+        card = "Ranks", count_here(group), "the job is broken"
+        yield Verdict("broken", BROKEN, f"Broken: {group['lost']}", advice=advice, card=card)
         return
     rank, step = by["rank"], by["step"]
     who = f"rank {rank} ({by['place']})"
@@ -112,7 +117,8 @@ def _breaks(group: Group) -> Iterator[Verdict]:
     else:
         text = f"Broken: {who} was lost at step {step}: {by['cause']}"
         advice = f"Look at the log of rank {rank} and at its host: was it killed, or out of memory?"
-    yield Verdict("broken", BROKEN, text, None, rank, advice, {rank: flag})
+    card = "Ranks", count_here(group), f"rank {rank} {flag if flag != 'lost' else 'was lost'}"
+    yield Verdict("broken", BROKEN, text, None, rank, advice, {rank: flag}, card)
 
 
 def is_finishing(group: Group) -> bool:
@@ -134,13 +140,15 @@ def _non_finite(group: Group) -> Iterator[Verdict]:
     )
     advice = f"Look at the inputs of {who.lower()} at step {first['step']}, and at the learning rate."
     rank = ranks[0] if len(ranks) == 1 else None
-    yield Verdict("data", BROKEN, text, None, rank, advice, dict.fromkeys(ranks, "NaN" if "NaN" in what else "inf"))
+    flags = dict.fromkeys(ranks, "NaN" if "NaN" in what else "inf")
+    card = "Numbers", f"{who}: {what}", f"step {first['step']}, {first['layer']}"
+    yield Verdict("data", BROKEN, text, None, rank, advice, flags, card)
 
 
 def _forming(group: Group, now: float, restarted: float | None) -> Iterator[Verdict]:
     if not group["missing"]:
         return
-    here = len(group["members"]) + group.get("members_left_out", 0)
+    card = "Ranks", count_here(group), "have connected"
     present = Members.of(member["member"] for member in group["members"])
     whom = format_missing_members(group["group"], group["world_size"], present, group["missing"])
     if group["missing"] == group["world_size"]:
@@ -149,10 +157,11 @@ def _forming(group: Group, now: float, restarted: float | None) -> Iterator[Verd
         whom = f"{group['missing']} ranks"
     if restarted is not None and now - restarted < RESTART_SECONDS:
         text = f"The server restarted {duration(now - restarted)} ago: waiting for {whom} to return"
-        yield Verdict("forming", ATTENTION, text, restarted, advice="The ranks return by themselves within seconds.")
+        advice = "The ranks return by themselves within seconds."
+        yield Verdict("forming", ATTENTION, text, restarted, advice=advice, card=card)
     else:
-        text = f"Waiting for {whom} to join: {here} of {group['world_size']} ranks are here"
-        yield Verdict("forming", NOTICE, text, advice="Check that the other processes have started.")
+        text = f"Waiting for {whom} to join: {count_here(group)} ranks are here"
+        yield Verdict("forming", NOTICE, text, advice="Check that the other processes have started.", card=card)
 
 
 def awaited(group: Group) -> Mapping[str, Any] | None:
@@ -182,7 +191,8 @@ def _waiting(group: Group, now: float) -> Iterator[Verdict]:
         whom = f"{len(missing) + more} ranks" if more else format_ranks(Members.of(missing))
         text = f"Waiting for {whom} for {time} in {where}; the others are at step {round_['step']}"
         advice = "Look at what these ranks do now."
-        yield Verdict("waiting", ATTENTION, text, since, None, advice, dict.fromkeys(missing, "awaited"))
+        card = "Waiting", "Several ranks", f"awaited for {time}"
+        yield Verdict("waiting", ATTENTION, text, since, None, advice, dict.fromkeys(missing, "awaited"), card)
         return
     (rank,) = missing
     does = next((member.get("where", "") for member in group["members"] if member["member"] == rank), "")
@@ -190,7 +200,8 @@ def _waiting(group: Group, now: float) -> Iterator[Verdict]:
     advice = f"Look at what rank {rank} does there."
     if does.startswith("has not answered"):
         advice = f"Look at the process of rank {rank}: it is stopped, starved, or one of its threads holds the GIL."
-    yield Verdict("waiting", ATTENTION, text, since, rank, advice, {rank: "awaited"})
+    card = "Waiting", f"Rank {rank}", f"awaited for {time}"
+    yield Verdict("waiting", ATTENTION, text, since, rank, advice, {rank: "awaited"}, card)
 
 
 def _slow(group: Group) -> Iterator[Verdict]:
@@ -200,7 +211,8 @@ def _slow(group: Group) -> Iterator[Verdict]:
     name = _name(group, rank).capitalize()
     text = f"{name} slows the job down: the others waited {percent(held)} of the last minute for it"
     advice = f"Compare the data loading, the GPU and the CPU of rank {rank} with another rank's."
-    yield Verdict("slow", ATTENTION, text, None, rank, advice, {rank: "slow"})
+    card = "Waiting", f"Rank {rank}", f"the others waited {percent(held)} of the last minute"
+    yield Verdict("slow", ATTENTION, text, None, rank, advice, {rank: "slow"}, card)
 
 
 def describe_finding(finding: Mapping[str, Any]) -> str:
@@ -225,8 +237,9 @@ def _differing(group: Group) -> Iterator[Verdict]:
             if is_copy
             else f"Check how rank {rank} loads and scales its inputs."
         )
-        flag = {rank: "same" if is_copy else "differs"}
-        yield Verdict("data", ATTENTION, describe_finding(finding), None, rank, advice, flag)
+        text, flags = describe_finding(finding), {rank: "same" if is_copy else "differs"}
+        card = "Data", f"Rank {rank} {'has a copy' if is_copy else 'differs'}", text.partition(": ")[2]
+        yield Verdict("data", ATTENTION, text, None, rank, advice, flags, card)
 
 
 def _fine(group: Group, now: float, restarted: float | None) -> Verdict:
@@ -234,7 +247,7 @@ def _fine(group: Group, now: float, restarted: float | None) -> Verdict:
         text = f"Finished in good order: {group['world_size']} ranks, {group['rounds_done']} rounds"
         return Verdict("ended", NOTICE, text, over["time"])
     if is_finishing(group):
-        text = f"Finishing: {len(group['members'])} of {group['world_size']} ranks are still here"
+        text = f"Finishing: {count_here(group)} ranks are still here"
         return Verdict("ended", NOTICE, text)
     here = len(group["members"]) + group.get("members_left_out", 0)
     if restarted is not None and now - restarted < RESTART_SECONDS:
@@ -251,8 +264,13 @@ def _fine(group: Group, now: float, restarted: float | None) -> Verdict:
 def doing(group: Group, member: Mapping[str, Any]) -> str:
     """What a member does now, in plain words."""
     rank, where = member["member"], member.get("where", "")
-    if "over" in group:
-        return "has ended"
+    if member.get("is_gone") or "over" in group:
+        by = group.get("lost_by") or {"rank": None}
+        return (
+            {"fails": "failed", "is lost": "was lost", "leaves": "left"}[by["how"]]
+            if rank == by["rank"]
+            else "has left"
+        )
     if member["participation"] != "takes_part":
         return "is away" if member["participation"] == "paused" else "rejoins"
     if round_ := awaited(group):
@@ -267,67 +285,36 @@ def doing(group: Group, member: Mapping[str, Any]) -> str:
 
 def cards(group: Group, found: list[Verdict]) -> list[dict[str, str]]:
     """Five facts at a glance, each with `name`, `value`, `note` and `state` ("good", "watch" or "bad")."""
-    here = len(group["members"]) + group.get("members_left_out", 0)
-    by_state = {verdict.state: verdict for verdict in reversed(found)}
-    ranks = next((one for one in found if one.state in {"broken", "forming"}), None)
-    whole = f"{here} of {group['world_size']}"
-    if over := group.get("over"):
-        whole = str(group["world_size"])
-    yielded = [
-        _card("Ranks", whole, "have ended" if over else "take part", ranks),
-        _speed(group),
-        _wait_card(group, by_state.get("waiting"), by_state.get("slow")),
-        _data_card(group, next((one for one in found if one.state == "data" and one.severity < BROKEN), None)),
-    ]
-    number = next((one for one in found if one.state == "data" and one.severity == BROKEN), None)
-    if number:
-        first = group["first_non_finite"]
-        head = number.text.partition(":")[0].replace(" brought the first ", ": ")
-        yielded.append(_card("Numbers", head, f"step {first['step']}, {first['layer']}", number, state="bad"))
-    else:
-        yielded.append(_card("Numbers", "All finite", f"no NaN in {group['rounds_done']} rounds", None))
-    return yielded
+    told = {verdict.card[0]: verdict for verdict in reversed(found) if verdict.card}
+    shown = []
+    for name, *usual in _usual_cards(group):
+        verdict = told.get(name)
+        value, note = verdict.card[1:] if verdict else usual
+        state = ("good", "good", "watch", "bad")[verdict.severity if verdict else FINE]
+        shown.append({"name": name, "value": value, "note": note, "state": state})
+    return shown
 
 
-def _card(name: str, value: str, note: str, verdict: Verdict | None, state: str = "") -> dict[str, str]:
-    by_severity = ("good", "good", "watch", "bad")[verdict.severity if verdict else FINE]
-    return {"name": name, "value": value, "note": note, "state": state or by_severity}
-
-
-def _speed(group: Group) -> dict[str, str]:
+def _usual_cards(group: Group) -> Iterator[tuple[str, str, str]]:
+    """The cards that no verdict replaces: name, value and note."""
+    rounds, held, layers = group["rounds_done"], group.get("held", 0.0), group.get("compared_layers", 0)
     rate, trip = group.get("rounds_per_second"), group.get("round_trip_seconds")
     if "over" in group:
-        return _card("Speed", "Ended", f"{group['rounds_done']} rounds", None)
-    value = "Not known yet" if rate is None else f"{two_digits(rate)} rounds/s"
-    note = "after the next report"
-    if trip:
-        median, most = (duration(quantile(trip["counts"], part)) for part in (0.5, 0.99))
-        note = f"{median} round trip, {most} p99"
-    elif rate is not None:
-        note = f"{group['rounds_done']} rounds so far"
-    return _card("Speed", value, note, None)
-
-
-def _wait_card(group: Group, waiting: Verdict | None, slow: Verdict | None) -> dict[str, str]:
-    held = group.get("held", 0.0)
-    if waiting:
-        round_ = awaited(group)
-        value = "Several ranks" if waiting.rank is None else f"Rank {waiting.rank}"
-        return _card("Waiting", value, f"awaited for {duration(round_['seconds'])}" if round_ else "", waiting)
-    if slow:
-        return _card("Waiting", f"Rank {slow.rank}", f"the others waited {percent(held)} of the last minute", slow)
+        yield "Ranks", str(group["world_size"]), "have ended"
+        yield "Speed", "Ended", f"{rounds} rounds"
+    else:
+        yield "Ranks", count_here(group), "take part"
+        note = f"{rounds} rounds so far"
+        if trip:
+            median, most = (duration(quantile(trip["counts"], part)) for part in (0.5, 0.99))
+            note = f"{median} round trip, {most} p99"
+        yield "Speed", "Not known yet" if rate is None else f"{two_digits(rate)} rounds/s", note
     if group.get("slowest") is None:
-        return _card("Waiting", "Not known yet", "after the first minute", None)
-    return _card("Waiting", "No slow rank", f"rank {group['slowest']} is last by {percent(held)} of a minute", None)
-
-
-def _data_card(group: Group, verdict: Verdict | None) -> dict[str, str]:
-    if verdict:
-        note = verdict.text.partition(": ")[2]
-        word = "same data" if verdict.flags.get(verdict.rank or 0) == "same" else "differs"
-        return _card("Data", f"Rank {verdict.rank} {word}", note, verdict)
-    if group["min_members"]:
-        return _card("Data", "Not compared", "the job is elastic", None)
-    if not (layers := group.get("compared_layers")):
-        return _card("Data", "Not compared", "no sample yet", None)
-    return _card("Data", "All alike", f"{group['world_size']} ranks in {layers} layers", None)
+        yield "Waiting", "Not known yet", "after the first minute"
+    else:
+        yield "Waiting", "No slow rank", f"rank {group['slowest']} is last by {percent(held)} of a minute"
+    if layers:
+        yield "Data", "All alike", f"{group['world_size']} ranks in {layers} layers"
+    else:
+        yield "Data", "Not compared", "the job is elastic" if group["min_members"] else "no sample yet"
+    yield "Numbers", "All finite", f"no NaN in {rounds} rounds"

@@ -76,6 +76,9 @@ def test_the_group_that_needs_attention_comes_first():
     broken = GROUP | {"job": "broken", "lost": "rank 1 was lost", "waiting": []}
     text = describe(REPORT | {"groups": [GROUP, broken]})
     assert text.index("broken: Broken: rank 1 was lost") < text.index("resnet: Waiting for rank 1")
+    healthy, over = GROUP | {"waiting": []}, {**GROUP, "job": "vgg", "lost": "", "seconds": 9.0}
+    text = describe(REPORT | {"groups": [healthy], "ended": [over]})
+    assert text.index("resnet: Healthy") < text.index("vgg: Finished"), "an ended job is the last one"
 
 
 def test_the_json_has_the_verdicts():

@@ -57,11 +57,15 @@ def test_a_rank_that_raises_is_named_until_long_after_the_end():
     job.send(Leave(session_of(2), "ValueError: loss is nan\nat some step"), b"2")
     words = "Broken: rank 2 (place 2) raised ValueError at step 3: loss is nan; at some step"
     assert job.watch(1) == [words]
+    assert job.look()["cards"][0] == {"name": "Ranks", "value": "2 of 3", "note": "rank 2 failed", "state": "bad"}
     for rank in (0, 1):
         job.send(Leave(session_of(rank), "ReplicaLost: rank 2 failed"), b"%d" % rank)
     job.size = 0
     assert set(job.watch(9)) == {words}
-    assert job.look()["over"]["reason"].startswith("rank 2 (place 2) failed with ValueError")
+    group = job.look()
+    assert group["over"]["reason"].startswith("rank 2 (place 2) failed with ValueError")
+    shown = [(member["member"], member["flag"], member["doing"]) for member in group["members"]]
+    assert shown == [(0, "", "has left"), (1, "", "has left"), (2, "failed", "failed")], "the last state with all ranks"
 
 
 def test_a_rank_without_heartbeats_is_lost():
@@ -80,6 +84,7 @@ def test_an_orderly_end_is_not_taken_for_a_loss():
         text = job.say()
         assert text.startswith(("Finishing: ", "Finished in good order"))
     assert text == "Finished in good order: 3 ranks, 0 rounds"
+    assert len(job.look()["members"]) == 3
     kinds = [event["kind"] for event in job.builder.fail(0.0, "x")["events"]]
     assert "lost" not in kinds
 
