@@ -29,11 +29,15 @@ from server.view.feed import Feed
 from server.view.metrics import Metrics
 from server.view.snapshot import heat, without_figures
 from statsd_bn.errors import BindError, ConfigurationError
+from statsd_bn.text import log_line
+
+logger = logging.getLogger("statsd_bn.server")
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 COOKIE = "statsd_bn_view"
 
@@ -51,6 +55,9 @@ HEADERS = (
 
 # Timeout of a request after the connection is accepted; a browser sends it at once.
 REQUEST_SECONDS = 5.0
+
+# Maximum bytes of the head of a request; its body is not read.
+REQUEST_BYTES = 16 * 1024
 
 # Maximum connections without a request, beyond which the oldest is closed. A browser opens six.
 MAX_WAITING = 64
@@ -83,7 +90,10 @@ class Guard:
         elif not self._has_token(headers, cookie):
             await _answer(send, 401, "open the link that view has printed", ((b"www-authenticate", b"Bearer"),))
         else:
-            await self._app(scope, receive, _with_headers(send))
+            try:
+                await self._app(scope, receive, _with_headers(send))
+            except Exception as error:  # noqa: BLE001 - the reader has got status 500; a traceback would be logged
+                logger.error("view: %s failed: %s", log_line(scope["path"]), log_line(repr(error)))  # noqa: TRY400
 
     def _has_token(self, headers: dict[bytes, str], cookie: str) -> bool:
         kind, _, bearer = headers.get(b"authorization", "").partition(" ")
@@ -148,12 +158,8 @@ async def _answer(send: Send, status: int, text: str, headers: Iterable[tuple[by
 
 
 PAGE = Path(__file__).parent / "page"
-FILES = {
-    "/": ("page.html", "text/html"),
-    "/page.css": ("page.css", "text/css"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/heat.js": ("heat.js", "text/javascript"),
-}
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+FILES = {f"/{'' if path.suffix == '.html' else path.name}": path for path in PAGE.iterdir() if path.suffix in TYPES}
 
 # Concurrent streams; each occupies one of anyio's 40 threads while it waits.
 MAX_STREAMS = 16
@@ -180,48 +186,67 @@ def app(feed: Feed, token: str) -> App:
     async def events(_: Request) -> Response:
         if not streams.acquire(blocking=False):
             return Response(f"too many readers: {MAX_STREAMS} are connected", 503, media_type="text/plain")
-        return StreamingResponse(_stream(feed, streams), media_type="text/event-stream")
+        return EventStream(feed, streams)
 
     async def scrape(_: Request) -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def cells(request: Request) -> Response:
-        asked = [request.query_params.get(name) for name in ("job", "group")]
-        if None in asked:
-            return Response("expected job and group in the query", 400, media_type="text/plain")
-        # In a thread, because it takes long for many ranks.
-        return await run_in_threadpool(lambda: _heat(feed, *map(str, asked)))
-
-    routes = [Route(path, _file(*named)) for path, named in FILES.items()]
-    routes += [Route("/events", events), Route("/metrics", scrape), Route("/heat", cells)]
+    routes = [Route(path, _file(file)) for path, file in FILES.items()]
+    routes += [Route("/events", events), Route("/metrics", scrape)]
+    routes.append(Route("/heat", _figures(("job", "group"), lambda *names: heat(feed.snapshot, *names))))
+    routes.append(Route("/history", _figures(("job", "group", "layer"), feed.history)))
     return Guard(Starlette(routes=routes), token)
 
 
-def _heat(feed: Feed, job: str, group: str) -> Response:
-    """The heat map as JSON; 204 if unknown."""
-    found = heat(feed.snapshot, job, group)
-    return JSONResponse(found) if found else Response(status_code=204)
+def _figures(names: tuple[str, ...], find: Callable[..., dict[str, Any] | None]) -> Endpoint:
+    """Endpoint of figures as JSON: 400 without all names in the query, 204 if nothing is known."""
+
+    def answer(values: list[str]) -> Response:
+        found = find(*values)
+        return JSONResponse(found) if found else Response(status_code=204)
+
+    async def figures(request: Request) -> Response:
+        if not request.query_params.keys() >= set(names):
+            text = f"expected {', '.join(names[:-1])} and {names[-1]} in the query"
+            return Response(text, 400, media_type="text/plain")
+        values = [request.query_params[name] for name in names]
+        # In a thread, because it takes long for many ranks.
+        return await run_in_threadpool(answer, values)
+
+    return figures
 
 
-def _file(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]]:
-    body = (PAGE / name).read_bytes()
+def _file(path: Path) -> Endpoint:
+    body = path.read_bytes()
 
     async def answer(_: Request) -> Response:
-        return Response(body, media_type=media_type)
+        return Response(body, media_type=TYPES[path.suffix])
 
     return answer
 
 
-async def _stream(feed: Feed, streams: threading.BoundedSemaphore) -> AsyncIterator[str]:
-    """Server-sent events: each new snapshot, or a comment after SILENCE_SECONDS."""
+class EventStream(StreamingResponse):
+    """Server-sent events; releases its place in any case, also if the reader leaves before the first one."""
+
+    def __init__(self, feed: Feed, streams: threading.BoundedSemaphore) -> None:
+        super().__init__(_events(feed), media_type="text/event-stream")
+        self._streams = streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until the reader leaves or the feed stops (ASGI)."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._streams.release()
+
+
+async def _events(feed: Feed) -> AsyncIterator[str]:
+    """Each new snapshot, or a comment after SILENCE_SECONDS."""
     number = -1
-    try:
-        while not feed.stopped:
-            last, (number, snapshot) = number, await run_in_threadpool(feed.next, number, SILENCE_SECONDS)
-            text = json.dumps(without_figures(snapshot), separators=(",", ":")) if number > last else ""
-            yield f"data: {text}\n\n" if text else ": no news\n\n"
-    finally:
-        streams.release()
+    while not feed.stopped:
+        last, (number, snapshot) = number, await run_in_threadpool(feed.next, number, SILENCE_SECONDS)
+        text = json.dumps(without_figures(snapshot), separators=(",", ":")) if number > last else ""
+        yield f"data: {text}\n\n" if text else ": no news\n\n"
 
 
 def token_for(given: str) -> str:
@@ -254,6 +279,11 @@ def serve(endpoint: str, report: Callable[[], dict[str, Any]], host: str, port: 
     """
     feed = Feed(endpoint, report)
     feed.refresh()
+    serve_feed(feed, host, port, token)
+
+
+def serve_feed(feed: Feed, host: str, port: int, token: str) -> None:
+    """Serve the page of a feed until Ctrl-C; see `serve`."""
     listener = _listening(host, port)
     link = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/?token={quote(token, safe='')}"
     sys.stderr.write(f"statsd_bn view: {link}\n")
@@ -262,6 +292,7 @@ def serve(endpoint: str, report: Callable[[], dict[str, Any]], host: str, port: 
     config = uvicorn.Config(
         app(feed, token),
         http=BoundedProtocol,
+        h11_max_incomplete_event_size=REQUEST_BYTES,
         ws="none",
         headers=[("connection", "close")],
         backlog=BACKLOG,

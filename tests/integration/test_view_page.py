@@ -1,16 +1,15 @@
-"""The page in a real browser, while four ranks train. `scripts/test browser` installs the browser."""
+"""The page in a real browser, with a pretended server in every state. `scripts/test browser` installs the browser."""
 
+import json
 import os
+import re
 import shutil
-import signal
-import socket
+import statistics
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from http.client import HTTPConnection
-from itertools import count
-from pathlib import Path
 
 import pytest
 
@@ -19,234 +18,329 @@ pytest.importorskip("uvicorn", reason="needs the extra view")
 if not shutil.which("chromedriver"):
     pytest.skip("needs chromium and chromedriver; scripts/test browser installs them", allow_module_level=True)
 
-from selenium import webdriver
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
-from selenium.webdriver.support.ui import WebDriverWait
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select
 
-from server.cli.status import ask
-from server.view.snapshot import SnapshotBuilder
 from server.view.web import MAX_STREAMS
-from statsd_bn.errors import ServerUnreachable
+from support.browser import (
+    START_SECONDS,
+    TOKEN,
+    axe_source,
+    browser,
+    errors,
+    open_page,
+    scrolls_sideways,
+    show,
+    text,
+    texts,
+    violations,
+    wait_for,
+    wait_until,
+)
 from support.launched import free_port
 from support.paths import ROOT
-from support.view_reports import group, member, report
+from support.view_states import HOSTILE, STATES, VERDICTS, layer_names
 
-# From when the server knows it: the view asks once a second, and the page has a second more.
-SHOWN_SECONDS = 2.0
+# A redraw that takes longer than a few frames can be felt.
+REDRAW_MILLISECONDS = 60.0
 
-# Until the server knows it: four processes import torch first, maybe on a busy machine.
-START_SECONDS = 40.0
-
-# A picture is taken behind the drawing anew that a change of size brings.
-DRAWN_SECONDS = 0.5
-
-TOKEN = "of-the-test-0123"  # noqa: S105 - it opens nothing
-
-SIZES = {"light": ("light", 800), "dark": ("dark", 800), "phone": ("light", 390)}
+WIDTHS = (1280, 390)
 
 pytestmark = [pytest.mark.alone, pytest.mark.processes]
 
 
 @contextmanager
-def process(*arguments):
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-        "STATSD_BN_VIEW_TOKEN": TOKEN,
-    }
-    started = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
+def page_server(folder, port, state):
+    """The page over a pretended server; yields what changes its state."""
+    file = folder / "state.json"
+
+    def change(state, **more):
+        (folder / "next").write_text(json.dumps({"state": state, **more}))
+        (folder / "next").replace(file)
+
+    change(**state)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    program = str(ROOT / "tests/programs/page_program.py")
+    started = subprocess.Popen([sys.executable, program, f"127.0.0.1:{port}", str(file)], cwd=ROOT, env=environment)
     try:
-        yield started
+        yield change
     finally:
         started.kill()
         started.wait()
 
 
-@contextmanager
-def browser():
-    options = webdriver.ChromeOptions()
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
-        options.add_argument(argument)
-    options.binary_location = shutil.which("chromium")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
-    try:
+@pytest.fixture(scope="module")
+def chromium():
+    with browser() as driver:
         yield driver
-    finally:
-        driver.quit()
 
 
-def text(driver):
-    return driver.find_element(By.TAG_NAME, "body").text
+@pytest.fixture(scope="module")
+def axe(tmp_path_factory):
+    return axe_source(tmp_path_factory.mktemp("axe")) or pytest.skip("needs npm and its registry for axe-core")
 
 
-def wait_for(driver, fact, seconds):
-    WebDriverWait(driver, seconds, poll_frequency=0.05).until(
-        lambda _: fact in text(driver), f"no {fact!r} on the page"
-    )
-
-
-def wait_for_server(endpoint, knows):
-    """Wait until the report fulfils a condition; returns the condition's value."""
-    until = time.monotonic() + START_SECONDS
-    while time.monotonic() < until:
-        with suppress(ServerUnreachable):
-            if found := knows(ask(endpoint)):
-                return found
-        time.sleep(0.02)
-    pytest.fail("the server never came to know it")
-
-
-def of_group(field):
-    return lambda report: [told for one in report["groups"] for told in one.get(field, ())]
-
-
-def wait_for_soon(driver, endpoint, knows, fact):
-    """It is on the page within two seconds of when the server came to know it."""
-    found = wait_for_server(endpoint, knows)
-    wait_for(driver, fact, SHOWN_SECONDS)
-    return found
-
-
-def picture(driver, folder, name, of="view", height=540):
-    scheme, width = SIZES[name]
-    media = [{"name": "prefers-color-scheme", "value": scheme}]
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
-    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    time.sleep(DRAWN_SECONDS)
-    driver.save_screenshot(str(folder / f"{of}-{name}.png"))
-    assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth"), (
-        f"{name} scrolls sideways"
-    )
-
-
-def open_page(driver, port):
-    for attempt in count():
-        try:
-            driver.get(f"http://127.0.0.1:{port}/?token={TOKEN}")
-        except Exception:
-            if attempt > START_SECONDS:
-                raise
-            time.sleep(0.5)  # until the view listens
-        else:
-            return
-
-
-def are_all_there(report):
-    return any(len(one["members"]) == one["world_size"] for one in report["groups"])
-
-
-def is_over(report):
-    return report["ended"] or any(one["lost"] for one in report["groups"])
-
-
-def test_a_browser_shows_a_training_as_it_goes(tmp_path):
-    folder = Path(os.environ.get("STATSD_BN_SCREENSHOTS") or tmp_path)
-    endpoint, port = f"ipc://{tmp_path}/s", free_port()
-    serve = ("-m", "server", "--bind", endpoint)
+@pytest.fixture
+def opened(chromium, tmp_path):
+    """Opens the page in a state; returns what changes the state."""
     with ExitStack() as stack:
-        server = stack.enter_context(process(*serve))
-        program = str(ROOT / "tests/programs/view_program.py")
-        ranks = [stack.enter_context(process(program, str(rank), endpoint)) for rank in range(4)]
-        driver = stack.enter_context(browser())
-        stack.enter_context(process("-m", "server", "view", endpoint, "--http", f"127.0.0.1:{port}"))
-        open_page(driver, port)
-        wait_for_soon(driver, endpoint, are_all_there, "4 of 4 ranks")
-        assert "Job <script>alert(1)</script>" in text(driver)
-        rows = driver.find_elements(By.CSS_SELECTOR, "tr[data-rank]")
-        assert [row.get_attribute("data-rank") for row in rows] == ["0", "1", "2", "3"]
-        assert all(f"pid {rank.pid}" in row.text for rank, row in zip(ranks, rows, strict=True))
-        non_finite = "first non-finite: layer '2', forward, step 20, rank 2 ("
-        wait_for_soon(driver, endpoint, of_group("non_finite"), non_finite)
-        skewed = f"rank 1 ({socket.gethostname()}, pid {ranks[1].pid}): input "
-        (finding,) = wait_for_soon(driver, endpoint, of_group("findings"), skewed)
-        assert (finding["kind"], finding["rank"], finding["layer"]) == ("skew", 1, "0")
-        wait_for(driver, "5 layers, 4 ranks: 5 layers with a rank that stands out", SHOWN_SECONDS)
-        high = [row.get_attribute("data-high") for row in driver.find_elements(By.CSS_SELECTOR, ".cells tbody tr")]
-        assert high == ["1"] * 5
-        for name in SIZES:
-            picture(driver, folder, name)
-        before = ask(endpoint)["server"]
-        server.kill()
-        server.wait()
-        stack.enter_context(process(*serve))
-        is_another = lambda report: report["server"] != before  # noqa: E731 - it is said once
-        wait_for_soon(driver, endpoint, is_another, "the server started again")
-        wait_for_soon(driver, endpoint, are_all_there, "4 of 4 ranks")
-        ranks[3].send_signal(signal.SIGKILL)
-        ranks[3].wait()
-        # The others end at once, so the job may have ended before the view asks again.
-        wait_for_soon(driver, endpoint, is_over, "lost: <script>alert(1)</script>: rank 3")
-        assert errors(driver) == []
+
+        def open_(state="healthy", **more):
+            port = free_port()
+            change = stack.enter_context(page_server(tmp_path, port, {"state": state, **more}))
+            show(chromium)
+            open_page(chromium, port)
+            wait_until(chromium, lambda: text(chromium, "#banner h2"), "no banner")
+            return change
+
+        yield open_
+        found = errors(chromium)
+        chromium.get("about:blank")  # before the view ends
+    assert found == []
 
 
-def errors(driver):
-    return [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
+def words(state):
+    """The first words of a state's verdict."""
+    return re.split(r"[:;{]| for ", VERDICTS[state]["text"])[0]
 
 
-def test_a_skewed_rank_is_seen():
-    port, job = free_port(), "<script>alert(1)</script>"
-    with ExitStack() as stack:
-        program = str(ROOT / "tests/programs/heat_program.py")
-        stack.enter_context(process(program, f"127.0.0.1:{port}", job))
-        driver = stack.enter_context(browser())
-        open_page(driver, port)
-        wait_for(driver, "most in layer4.1.bn2, rank 5 with 0.3", SHOWN_SECONDS)
-        assert f"Layers of job {job}, group world" in text(driver)
-        rows = driver.find_elements(By.CSS_SELECTOR, ".cells tbody tr")
-        assert len(rows) == 20
-        assert [row.get_attribute("data-high") for row in rows] == ["5"] * 13 + [""] * 7  # most skewed layers first
-        assert errors(driver) == []
+def test_banner_list_title_and_spoken_text_agree_in_every_state(chromium, opened):
+    change = opened(others=["unet"])
+    for state in STATES:
+        change(state, others=["unet"])
+        wait_for(chromium, words(state), "#banner h2", 5)
+        for of in ("#jobs [aria-current]", "#spoken", "title"):
+            found = chromium.execute_script("return document.querySelector(arguments[0]).textContent", of)
+            assert words(state) in found.replace("\u00a0", " "), of
+        assert VERDICTS[state].get("advice", "") in text(chromium, "#banner")
+        assert errors(chromium) == [], state
 
 
-def test_the_heat_map_follows_within_two_seconds(tmp_path):
-    port, odd = free_port(), tmp_path / "odd"
-    odd.write_text("5")
-    with ExitStack() as stack:
-        program = str(ROOT / "tests/programs/heat_program.py")
-        stack.enter_context(process(program, f"127.0.0.1:{port}", "digits", "20", "8", str(odd)))
-        driver = stack.enter_context(browser())
-        open_page(driver, port)
-        wait_for(driver, "rank 5 with", SHOWN_SECONDS)
-        for rank in (1, 2, 3, 4, 6, 7):
-            time.sleep(1 + rank / 8)  # whatever the page asks for each second or two, it comes between two of them
-            (tmp_path / "next").write_text(str(rank))
-            (tmp_path / "next").replace(odd)
-            wait_for(driver, f"rank {rank} with", SHOWN_SECONDS)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_in_any_state_and_nothing_scrolls_sideways(chromium, opened, axe, scheme):
+    change = opened()
+    for state in [*STATES, "empty"]:
+        change(state, others=() if state == "empty" else ["unet", "z" * 200])
+        wait_for(chromium, words(state) if state in VERDICTS else "No job yet", "#banner h2", 5)
+        for width in WIDTHS:
+            show(chromium, width, prefers_color_scheme=scheme)
+            assert violations(chromium, axe) == [], (state, width)
+            assert not scrolls_sideways(chromium), (state, width)
 
 
-def test_with_several_jobs_the_reader_stays_at_the_ranks_of_one():
-    snapshot = SnapshotBuilder("tcp://x:1").update(1.0, report(group(member(0)), group(member(0), job="other")))
+def test_at_200_percent_and_with_many_ranks_nothing_scrolls_sideways(chromium, opened):
+    opened("slow", ranks=64, layers=151)
+    for width, scale in ((640, 2), (390, 3), (1600, 1), (320, 1)):
+        show(chromium, width, scale=scale)
+        assert not scrolls_sideways(chromium), width
+
+
+def test_the_rows_of_the_ranks_have_all_their_numbers(chromium, opened):
+    opened("waiting")
+    rows = chromium.find_elements(By.CSS_SELECTOR, "#ranks tbody tr")
+    assert [row.get_attribute("data-rank") for row in rows] == [str(rank) for rank in range(8)]
+    row = rows[1].text.replace("\u202f", " ").replace("\u00a0", " ")
+    for fact in (
+        "awaited",
+        "gpu-a, pid 12271",
+        "31%",
+        "14 230",
+        "1.8",
+        "2.6 / 10 ms",
+        "0.32 / 2.6 ms",
+        "in loader.py:41",
+    ):
+        assert fact in row, row
+
+
+def test_of_64_ranks_those_with_a_flag_come_first_and_a_button_shows_all(chromium, opened):
+    opened("slow", ranks=64, layers=151)
+
+    def ranks():
+        return [row.get_attribute("data-rank") for row in chromium.find_elements(By.CSS_SELECTOR, "[data-rank]")]
+
+    assert (len(ranks()), ranks()[:3]) == (16, ["1", "2", "0"])
+    assert "Show all 64 ranks" in text(chromium, "#ranks")
+    chromium.find_element(By.ID, "more-ranks").click()
+    assert ranks() == [str(rank) for rank in range(64)]
+    chromium.find_element(By.ID, "more-ranks").click()
+
+
+def test_finding_and_map_name_the_same_rank_and_layer(chromium, opened):
+    change = opened("data")
+    wait_for(chromium, "bn1: ", "#reading", 5)
+    assert re.search(r"2[78]% comes from rank 2, which varies 8\.\d times as much", text(chromium, "#reading"))
+    assert hot(chromium) == {2}
+    change("healthy")
+    wait_for(chromium, "spread evenly", "#reading", 5)
+    assert hot(chromium) == set()
+
+
+def hot(driver):
+    """Rows of the map with a cell that stands out, by its colour."""
+    script = """
+        const canvas = document.querySelector("#layers canvas"), style = getComputedStyle(document.documentElement);
+        const pen = canvas.getContext("2d"), rows = document.querySelectorAll("#layers .labels > span").length;
+        const probe = document.createElement("canvas").getContext("2d");
+        probe.fillStyle = style.getPropertyValue("--hot"); probe.fillRect(0, 0, 1, 1);
+        const [r, g, b] = probe.getImageData(0, 0, 1, 1).data, found = new Set();
+        const { data } = pen.getImageData(0, 0, canvas.width, canvas.height);
+        for (let at = 0; at < data.length; at += 4)
+            if (data[at] === r && data[at + 1] === g && data[at + 2] === b)
+                found.add(Math.floor(at / 4 / canvas.width / (canvas.height / rows)));
+        return [...found];
+    """
+    return set(driver.execute_script(script))
+
+
+def test_keyboard_and_pointer_choose_layer_and_rank(chromium, opened):
+    opened("healthy", layers=20)
+    names = layer_names(20)
+    wait_for(chromium, "spread evenly", "#reading", 5)
+    scrub = chromium.find_element(By.ID, "scrub")
+    scrub.send_keys(Keys.HOME)
+    wait_for(chromium, f"{names[0]}: ", "#reading")
+    scrub.send_keys(Keys.ARROW_RIGHT)
+    wait_for(chromium, f"{names[1]}: ", "#reading")
+    wait_for(chromium, f"Variance of {names[1]}", "#time")
+    scrub.send_keys(Keys.ARROW_DOWN)
+    wait_for(chromium, f"{names[1]}: rank 0 brings", "#reading")
+    assert "rank 0 brings" in scrub.get_attribute("aria-valuetext")
+    canvas = chromium.find_element(By.CSS_SELECTOR, "#layers canvas")
+    across, down = canvas.size["width"], canvas.size["height"]
+    corner = ActionChains(chromium).move_to_element_with_offset(canvas, across // 2 - 3, down // 2 - 5)
+    corner.perform()
+    wait_for(chromium, f"{names[-1]}: rank 7 brings", "#reading")
+    corner.click().perform()
+    wait_for(chromium, f"Variance of {names[-1]}", "#time")
+    chromium.find_element(By.CSS_SELECTOR, "[name=view][value=variance]").send_keys(Keys.SPACE)
+    wait_for(chromium, "up where the rank varies more", "#layers header")
+    chromium.find_element(By.CSS_SELECTOR, "[name=view][value=share]").send_keys(Keys.SPACE)
+
+
+def test_focus_stays_over_sixty_updates_and_the_screen_reader_is_silent(chromium, opened):
+    opened("waiting", others=["unet"], period=0.1)
+    chromium.execute_script("""
+        window.spoken = 0; window.updates = 0;
+        const listen = (node, count) => new MutationObserver(count).observe(node, { subtree: true, childList: true,
+            characterData: true, attributes: true });
+        for (const node of document.querySelectorAll("[role=status], [role=alert], [aria-live]"))
+            listen(node, () => { window.spoken += 1; });
+        listen(document.querySelector("#live"), () => {});
+        new PerformanceObserver((list) => { window.updates += list.getEntries().length; }).observe({ type: "measure" });
+    """)
+    for selector in ("#jobs li:last-child button", "#scrub", "#layers .chips button", "#more-events"):
+        element = chromium.find_elements(By.CSS_SELECTOR, selector)[0]
+        if not element.is_displayed():
+            continue
+        chromium.execute_script("window.updates = 0; arguments[0].focus()", element)
+        wait_until(
+            chromium, lambda: chromium.execute_script("return window.updates") >= 60, "no updates", START_SECONDS
+        )
+        assert chromium.execute_script("return document.activeElement === arguments[0]", element), selector
+    assert chromium.execute_script("return window.spoken") == 0
+
+
+def test_a_redraw_of_64_ranks_and_151_layers_cannot_be_felt(chromium, opened):
+    opened("slow", ranks=64, layers=151, period=0.2)
+    wait_for(chromium, "bn1: ", "#reading", 5)
+    chromium.find_element(By.ID, "more-ranks").click()
+    took = []
+    for _ in range(15):
+        time.sleep(0.3)
+        took.append(chromium.execute_script("return performance.getEntriesByName('draw').at(-1).duration"))
+    chromium.find_element(By.ID, "more-ranks").click()
+    assert statistics.median(took) < REDRAW_MILLISECONDS, took
+
+
+def test_the_job_that_needs_attention_comes_first_and_a_chosen_one_stays(chromium, opened):
+    change = opened("healthy", job="zebra", others=["ant"])
+    assert texts(chromium, "#jobs b") == ["ant", "zebra"]
+    assert text(chromium, "#banner .job") == "ant"
+    change("waiting", job="zebra", others=["ant"])
+    wait_for(chromium, "zebra", "#banner .job", 5)
+    assert texts(chromium, "#jobs b") == ["zebra", "ant"]
+    chromium.find_elements(By.CSS_SELECTOR, "#jobs button")[1].click()
+    wait_for(chromium, "ant", "#banner .job")
+    show(chromium, 390)
+    assert text(chromium, "#jobs") == ""
+    assert Select(chromium.find_element(By.ID, "picker")).first_selected_option.text.startswith("\u2713 ant: Healthy")
+    Select(chromium.find_element(By.ID, "picker")).select_by_index(0)
+    wait_for(chromium, "zebra", "#banner .job")
+
+
+def test_an_ended_job_stays_until_it_is_dismissed_also_when_the_page_is_opened_again(chromium, opened):
+    opened("broken")
+    chromium.refresh()
+    wait_for(chromium, "Broken: rank 1 (gpu-a, pid 12271) raised ValueError", "#banner", 5)
+    assert "past" in chromium.find_element(By.TAG_NAME, "main").get_attribute("class")
+    assert "failed" in text(chromium, "[data-rank='1']")
+    chromium.find_element(By.CSS_SELECTOR, "#banner button").click()
+    wait_for(chromium, "No job yet", "#banner")
+    chromium.refresh()
+    wait_for(chromium, "No job yet", "#banner", 5)
+
+
+def test_a_silent_server_leaves_its_last_state_with_its_time(chromium, opened):
+    opened("silent")
+    wait_for(chromium, "The server does not answer", "#banner")
+    assert "no answer since" in text(chromium, "#live")
+    assert len(chromium.find_elements(By.CSS_SELECTOR, "#ranks tbody tr")) == 8
+
+
+def test_names_of_others_are_text(chromium, opened):
+    opened("data", job=HOSTILE, layer=HOSTILE, others=["<script>alert(2)</script>"])
+    wait_for(chromium, HOSTILE, "#banner .job")
+    wait_for(chromium, HOSTILE, "#reading", 5)
+    assert "<script>alert(2)</script>" in text(chromium, "#jobs")
+    assert chromium.find_elements(By.CSS_SELECTOR, "main img, main script") == []
+
+
+def test_with_forced_colours_the_map_and_the_banner_are_drawn(chromium, opened):
+    opened("data")
+    wait_for(chromium, "bn1: ", "#reading", 5)
+    show(chromium, forced_colors="active")
+    assert hot(chromium) == {2}
+    assert "Rank 2's data look different" in text(chromium, "#banner")
+
+
+def test_nothing_moves_with_reduced_motion(chromium, opened):
+    opened()
+    moving = "return document.getAnimations().length"
+    show(chromium, prefers_reduced_motion="no-preference")
+    assert chromium.execute_script(moving) == 1
+    show(chromium, prefers_reduced_motion="reduce")
+    assert chromium.execute_script(moving) == 0
+
+
+def test_with_too_many_readers_the_page_reports_it_and_retries(chromium, tmp_path):
     port = free_port()
     with ExitStack() as stack:
-        stack.enter_context(process(str(ROOT / "tests/programs/heat_program.py"), f"127.0.0.1:{port}", "job"))
-        driver = stack.enter_context(browser())
-        open_page(driver, port)
-        script = """
-            source.close();
-            draw(arguments[0]);
-            const tables = () => [...document.querySelectorAll("#jobs .scroll")];
-            tables()[0].focus();
-            draw(arguments[0]);
-            return tables().indexOf(document.activeElement);
-        """
-        assert driver.execute_script(script, snapshot) == 0
-
-
-def test_with_too_many_readers_the_page_reports_it_and_retries():
-    port = free_port()
-    with ExitStack() as stack:
-        stack.enter_context(process(str(ROOT / "tests/programs/heat_program.py"), f"127.0.0.1:{port}", "digits"))
-        driver = stack.enter_context(browser())
-        open_page(driver, port)
-        driver.execute_script("source.close()")
+        stack.enter_context(page_server(tmp_path, port, {"state": "healthy"}))
+        open_page(chromium, port)
+        wait_for(chromium, "Healthy", "#banner", 5)
+        chromium.get("about:blank")
+        time.sleep(1)  # until its stream has ended
         with ExitStack() as readers:
             for _ in range(MAX_STREAMS):
                 reader = readers.enter_context(closing(HTTPConnection("127.0.0.1", port)))
                 reader.request("GET", "/events", headers={"Authorization": f"Bearer {TOKEN}"})
                 assert readers.enter_context(reader.getresponse()).status == 200
-            driver.refresh()
-            wait_for(driver, f"the view says: too many readers: {MAX_STREAMS} are connected", SHOWN_SECONDS)
-        wait_for(driver, "Job digits", START_SECONDS)
-        assert "too many readers" not in text(driver)
+            open_page(chromium, port)
+            wait_for(chromium, f"The view says: too many readers: {MAX_STREAMS} are connected", seconds=5)
+        wait_for(chromium, "Healthy", "#banner", START_SECONDS)
+        assert "too many readers" not in text(chromium)
+        errors(chromium)  # the 503
+
+
+def test_a_view_that_ends_leaves_its_last_word(chromium, tmp_path):
+    port = free_port()
+    with page_server(tmp_path, port, {"state": "healthy"}):
+        open_page(chromium, port)
+        wait_for(chromium, "Healthy", "#banner", 5)
+    wait_for(chromium, "The view does not answer", "#unreachable", 5)
+    assert "Healthy" in text(chromium, "#banner")
+    assert "no answer since" in text(chromium, "#live")
+    errors(chromium)

@@ -1,174 +1,213 @@
-// Draws each snapshot that the server sends. Names come from others: they become text, never markup.
-"use strict";
+// The page: follows the stream of snapshots, and shows the job that the reader has chosen or that needs attention first.
+// All verdicts come from the snapshot; this page renders them and decides nothing.
 
-const BAD = new Set(["lost", "left", "mismatch", "non-finite", "restart", "silent"]);
-const TOLD_EVENTS = 50;
-const TOLD_RANKS = 200;
+import { drawCharts } from "./charts.js";
+import { LEVELS, byId, clock, el, first, headline, icon, keepFocus, render, setText, span, whole } from "./dom.js";
+import { drawEvents } from "./events.js";
+import { drawLayers } from "./layers.js";
+import { drawRanks } from "./ranks.js";
 
-const heats = new Map();
+const ICONS = { healthy: "ok", forming: "wait", waiting: "wait", silent: "wait", broken: "bad", ended: "end" };
+const COLOURS = { ok: "#0b7a3e", note: "#6b7480", warn: "#d98200", bad: "#d0202c" };
+const SHAPES = {
+  ok: '<circle cx="8" cy="8" r="7"/>',
+  note: '<path d="M3 8h10" stroke-width="5"/>',
+  warn: '<path d="M8 1l7.500 14H.5z"/>',
+  bad: '<path d="M1.500 1.500h13v13h-13z"/>',
+};
+const MARKS = { ok: "\u2713", note: "\u2013", warn: "!", bad: "\u2717" };
+const AGAIN_MILLISECONDS = 5000;
+const DISMISSED = "statsd_bn dismissed";
 
-const byId = (id) => document.getElementById(id);
+const level = (verdict) => LEVELS[verdict.severity] ?? "warn";
+const sign = (verdict) => ICONS[verdict.state] ?? (level(verdict) === "bad" ? "bad" : "warn");
+const keyOf = (group) => JSON.stringify([group.job, group.group]);
 
-function make(tag, text = "", name = "") {
-  const made = document.createElement(tag);
-  if (text !== "") made.textContent = text;
-  if (name) made.className = name;
-  return made;
-}
+// Most jobs have one group.
+const nameOf = (group) => (group.group === "world" ? group.job : `${group.job}, ${group.group}`);
 
-// A number with a bar beside it: the bar alone says nothing to whoever does not see it.
-function share(value, most = 1) {
-  const cell = make("td", `${value.toFixed(3)} `, "number");
-  const bar = make("meter");
-  bar.max = most;
-  bar.value = value;
-  bar.setAttribute("aria-hidden", "true");
-  cell.append(bar);
-  return cell;
-}
+// Without seconds that tick: a screen reader says it once.
+const brief = (verdict) => headline(verdict).replace(/ (for )?[\d.]+\s(ms|s|min|h)( ago)?\b/g, "");
 
-function table(label, heads, rows) {
-  const scroll = make("div", "", "scroll");
-  scroll.tabIndex = 0;
-  scroll.setAttribute("role", "region");
-  scroll.setAttribute("aria-label", label);
-  const drawn = make("table");
-  const head = drawn.createTHead().insertRow();
-  for (const text of heads) {
-    const cell = make("th", text);
-    cell.scope = "col";
-    head.append(cell);
+let snapshot;
+let unreachable = "";
+let arrived = 0;
+
+// Ended jobs that the reader has dismissed, kept as long as the view keeps the jobs.
+const stored = () => {
+  try {
+    return JSON.parse(localStorage.getItem(DISMISSED)) ?? [];
+  } catch {
+    return [];
   }
-  drawn.createTBody().append(...rows);
-  scroll.append(drawn);
-  return scroll;
+};
+const dismissal = (group) => `${keyOf(group)} ${group.over.time}`;
+
+function shownGroups() {
+  const dismissed = new Set(stored());
+  return snapshot.groups
+    .filter((group) => !group.over || !dismissed.has(dismissal(group)))
+    .sort((a, b) => b.verdict.severity - a.verdict.severity || (nameOf(a) < nameOf(b) ? -1 : 1));
 }
 
-// Median and 99th percentile of what takes seconds; each is the upper bound of its bucket.
-function milliseconds(told) {
-  return told ? [told.median, told.p99].map((seconds) => (1000 * seconds).toPrecision(2)).join(" / ") : "–";
+function dismiss(group) {
+  const known = snapshot.groups.filter((one) => one.over).map(dismissal);
+  const kept = [...stored().filter((one) => known.includes(one)), dismissal(group)];
+  localStorage.setItem(DISMISSED, JSON.stringify(kept));
+  redraw();
 }
 
-// Nothing is known before the second snapshot.
-function rate(perSecond) {
-  return perSecond === null ? "–" : perSecond.toFixed(1);
+const chosen = () => decodeURIComponent(location.hash.slice(1));
+const choose = (key) => history.replaceState(null, "", `#${encodeURIComponent(key)}`);
+
+function nothing() {
+  const text = `No job yet: one appears here once its ranks connect to ${snapshot.endpoint}`;
+  const silent = `The server does not answer: ${snapshot.error}`;
+  const verdict = snapshot.error ? { state: "silent", severity: 3, text: silent } : { state: "forming", severity: 1, text };
+  return snapshot.verdict ?? verdict;
 }
 
-function rank(member) {
-  const row = make("tr");
-  row.dataset.rank = member.member;
-  row.append(
-    make("td", String(member.member), "number"),
-    make("td", member.place),
-    make("td", member.participation),
-    make("td", String(member.step), "number"),
-    make("td", rate(member.steps_per_second), "number"),
-    make("td", milliseconds(member.round_trip), "number"),
-    make("td", milliseconds(member.late), "number"),
-    member.waiting === undefined ? make("td", "–", "number") : share(member.waiting),
-    member.score === undefined ? make("td", "–", "number") : share(member.score),
-    make("td", member.doing),
-  );
-  return row;
+function drawJobs(groups, shown) {
+  const isOne = groups.length < 2;
+  byId("jobs").hidden = first(".picker").hidden = isOne;
+  const items = groups.map((group) => {
+    const { verdict } = group;
+    const texts = el("span", {}, el("b", {}, nameOf(group)), el("small", { class: level(verdict) }, brief(verdict)));
+    const current = group === shown && "true";
+    const button = el("button", { type: "button", "aria-current": current, "data-key": keyOf(group) }, icon(sign(verdict), level(verdict)), texts);
+    return el("li", { "data-key": `job ${keyOf(group)}` }, button);
+  });
+  render(byId("jobs"), isOne ? [] : el("ul", {}, items));
+  const options = groups.map((group) => el("option", { value: keyOf(group) }, `${MARKS[level(group.verdict)]} ${nameOf(group)}: ${brief(group.verdict)}`));
+  render(byId("picker"), isOne ? [] : options);
+  if (shown) byId("picker").value = keyOf(shown);
 }
 
-function group(told) {
-  const section = make("section");
-  const present = told.members.length + (told.members_left_out || 0);
-  section.append(make("h2", `Job ${told.job}, group ${told.group}`));
-  section.append(
-    make(
-      "p",
-      `epoch ${told.epoch}: ${present} of ${told.world_size} ranks, ${told.rounds_done} rounds, ` +
-        `${told.rounds_failed} failed, ${rate(told.rounds_per_second)} rounds/s`,
+function drawBanner(verdict, group) {
+  const head = headline(verdict);
+  const facts = [];
+  if (verdict.since) facts.push(`since ${clock(verdict.since)} (${span(Math.max(0, snapshot.time - verdict.since))})`);
+  if (group) {
+    const present = group.members.length + (group.members_left_out || 0);
+    facts.push(`${group.over ? "" : `${whole(present)} of `}${whole(group.world_size)} ranks`);
+    if (present) facts.push(`step ${whole(Math.max(...group.members.map((member) => member.step)))}`);
+  }
+  const button = el("button", { type: "button", "data-key": "dismiss" }, "Dismiss");
+  const also = (verdict.also ?? []).map((text) => el("p", {}, text));
+  byId("banner").dataset.level = level(verdict);
+  render(
+    byId("banner"),
+    icon(sign(verdict)),
+    el(
+      "div",
+      {},
+      group && el("p", { class: "job" }, nameOf(group)),
+      el("h2", {}, el("b", {}, head), verdict.text.slice(head.length)),
+      verdict.advice && el("p", { class: "advice" }, verdict.advice),
+      also,
     ),
+    el("div", { class: "facts" }, facts.map((fact) => el("p", {}, fact)), group?.over && button),
   );
-  if (told.lost) section.append(make("p", `broken: ${told.lost}`, "bad"));
-  for (const text of told.non_finite || []) section.append(make("p", text, "bad"));
-  for (const finding of told.findings || []) section.append(make("p", finding.text, "bad"));
-  const heads = ["rank", "where", "state", "step", "steps/s", "round trip, ms", "late, ms", "waits, of a minute", "score", "doing"];
-  // Each table has a label of its own: by it the reader is found again.
-  const label = `Ranks of job ${told.job}, group ${told.group}`;
-  section.append(make("h3", "Ranks"), table(label, heads, told.members.slice(0, TOLD_RANKS).map(rank)));
-  if (present > TOLD_RANKS) section.append(make("p", `and ${present - TOLD_RANKS} ranks more`));
-  return section;
 }
 
-function ended(job) {
-  const how = job.lost ? `broken: ${job.lost}` : "in good order";
-  return make("p", `Job ${job.job} ended ${job.seconds.toFixed(0)} s ago, ${how}`, job.lost ? "bad" : "");
+function drawCards(group) {
+  const signs = { good: "ok", watch: "warn", bad: "bad" };
+  const cards = group.cards.map((card) => {
+    const value = el("p", { class: `value ${signs[card.state] ?? ""}` }, signs[card.state] && icon(signs[card.state]), el("span", {}, card.value));
+    return el("div", { class: "card" }, el("h3", {}, card.name), value, card.note && el("p", { class: "note" }, card.note));
+  });
+  render(byId("cards"), cards);
 }
 
-function event(told) {
-  const item = make("li");
-  const at = new Date(told.time * 1000);
-  const time = make("time", at.toLocaleTimeString());
-  time.dateTime = at.toISOString();
-  const of = told.job ? `${told.job}: ` : "";
-  item.append(time, make("span", `${told.kind}: ${of}${told.text}`, BAD.has(told.kind) ? "bad" : ""));
-  return item;
+function drawHead(verdict, group) {
+  const name = group ? nameOf(group) : "statsd_bn";
+  const title = `${MARKS[level(verdict)]} ${name}: ${brief(verdict)}`;
+  if (document.title !== title) document.title = title;
+  const shape = SHAPES[level(verdict)].replace("/>", ` fill="${COLOURS[level(verdict)]}" stroke="${COLOURS[level(verdict)]}"/>`);
+  const picture = `data:image/svg+xml,${encodeURIComponent(`<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16">${shape}</svg>`)}`;
+  const link = first("link[rel=icon]");
+  if (link.getAttribute("href") !== picture) link.setAttribute("href", picture);
+  setText(byId("spoken"), `${name}: ${brief(verdict)}`);
+}
+
+function drawLive() {
+  const silent = unreachable || snapshot?.error;
+  const at = unreachable ? arrived : snapshot?.answered ?? snapshot?.time;
+  byId("live").classList.toggle("bad", Boolean(silent));
+  if (at) setText(byId("live"), `${silent ? "no answer since" : "live,"} ${clock(at)}`);
+  const strip = byId("unreachable");
+  if (strip.hidden !== !unreachable) strip.hidden = !unreachable;
+  setText(strip, unreachable);
+}
+
+function draw() {
+  performance.clearMeasures("draw");
+  const begun = performance.now();
+  keepFocus(() => {
+    const groups = shownGroups();
+    const group = groups.find((one) => keyOf(one) === chosen()) ?? groups[0];
+    const verdict = group?.verdict ?? nothing();
+    first("main").toggleAttribute("data-empty", !group);
+    first("main").classList.toggle("past", Boolean(group?.over || snapshot.error || unreachable));
+    drawJobs(groups, group);
+    drawBanner(verdict, group);
+    drawHead(verdict, group);
+    drawLive();
+    const server = `${snapshot.endpoint}, server ${snapshot.server.slice(0, 8)}, up ${span(snapshot.seconds)}`;
+    setText(byId("server"), server);
+    drawEvents(snapshot, group);
+    if (!group) return;
+    byId("ranks").hidden = !group.members.length; // of a job that has ended before this view started
+    byId("layers").hidden = Boolean(group.over) && !group.has_figures;
+    drawCards(group);
+    drawRanks(group);
+    drawLayers(group, snapshot);
+    drawCharts(group, snapshot);
+  });
+  performance.measure("draw", { start: begun });
+}
+
+const redraw = () => snapshot && draw();
+
+// Clicks on what is drawn anew are handled where it is drawn.
+byId("jobs").addEventListener("click", (event) => {
+  const button = event.target.closest("button");
+  if (button) choose(button.dataset.key);
+  redraw();
+});
+byId("picker").addEventListener("change", (event) => {
+  choose(event.target.value);
+  redraw();
+});
+byId("banner").addEventListener("click", (event) => {
+  const groups = shownGroups();
+  if (event.target.closest("button")) dismiss(groups.find((one) => keyOf(one) === chosen()) ?? groups[0]);
+});
+addEventListener("hashchange", redraw);
+
+// What a panel asks for by itself: more rows, another layer, figures that have come.
+addEventListener("redraw", redraw);
+
+// A canvas has its size and its colours from when it was drawn.
+addEventListener("resize", redraw);
+for (const media of ["(prefers-color-scheme: dark)", "(forced-colors: active)"]) {
+  matchMedia(media).addEventListener("change", redraw);
 }
 
 function fail(text) {
-  const line = byId("error");
-  line.hidden = !text;
-  line.className = "bad";
-  if (line.textContent !== text) line.textContent = text;
+  unreachable = text;
+  if (snapshot) redraw();
+  else drawLive();
 }
-
-// A group keeps its heat map while it is there, so what the reader has scrolled to and opened stays, and also where the
-// view had no time to ask for its figures.
-function drawHeats(groups) {
-  const key = (told) => JSON.stringify([told.job, told.group]);
-  const known = new Set(groups.map(key));
-  for (const [name, heat] of heats) {
-    if (!known.has(name)) {
-      heat.end();
-      heats.delete(name);
-    }
-  }
-  for (const told of groups) {
-    if (!told.has_figures) continue;
-    const heat = heats.get(key(told)) || new Heat(told.job, told.group);
-    if (!heats.has(key(told))) {
-      heats.set(key(told), heat);
-      byId("heat").append(heat.section);
-    }
-    heat.ask();
-  }
-}
-
-function draw(snapshot) {
-  byId("server").textContent =
-    `${snapshot.endpoint}, server ${snapshot.server}, up ${snapshot.seconds.toFixed(0)} s, ` +
-    `seen ${new Date(snapshot.time * 1000).toLocaleTimeString()}`;
-  fail(snapshot.error);
-  const held = document.activeElement?.getAttribute("aria-label");
-  const places = [...document.querySelectorAll("#jobs .scroll")].map((scroll) => scroll.scrollLeft);
-  const jobs = snapshot.groups.length ? snapshot.groups.map(group) : [make("p", "no jobs now")];
-  byId("jobs").replaceChildren(...jobs, ...snapshot.ended.map(ended));
-  // Each second all is drawn anew; where the reader was, by keyboard or sideways, stays.
-  document.querySelectorAll("#jobs .scroll").forEach((scroll, at) => {
-    scroll.scrollLeft = places[at] || 0;
-    if (held && scroll.getAttribute("aria-label") === held) scroll.focus({ preventScroll: true });
-  });
-  drawHeats(snapshot.groups);
-  byId("timeline").replaceChildren(...snapshot.events.slice(-TOLD_EVENTS).reverse().map(event));
-}
-
-// A canvas has its size and its colours from when it was drawn.
-const drawCanvases = () => heats.forEach((heat) => heat.draw());
-addEventListener("resize", drawCanvases);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCanvases);
-
-const AGAIN_MILLISECONDS = 5000;
-let source;
 
 function follow() {
-  source = new EventSource("events");
-  source.onmessage = (message) => draw(JSON.parse(message.data));
+  const source = new EventSource("events");
+  source.onmessage = (message) => {
+    [snapshot, unreachable, arrived] = [JSON.parse(message.data), "", Date.now() / 1000];
+    draw();
+  };
   source.onerror = () => {
-    fail("the view does not answer; what you see is its last word");
+    fail("The view does not answer: below is its last word. Start statsd-bn view again, and open the link that it prints.");
     // A browser comes again by itself where nobody answers, and never where it was refused.
     if (source.readyState === EventSource.CLOSED) refused();
   };
@@ -178,7 +217,7 @@ async function refused() {
   const asked = new AbortController();
   try {
     const answer = await fetch("events", { signal: asked.signal });
-    if (!answer.ok) fail(`the view says: ${await answer.text()}`);
+    if (!answer.ok) fail(`The view says: ${await answer.text()}`);
   } catch {
     // Nobody answers now, as the page says already.
   }

@@ -13,7 +13,7 @@ from support.view_reports import view_page
 
 pytest.importorskip("uvicorn", reason="needs the extra view")
 
-ADDRESSES = ["/", "/page.js", "/events", "/metrics", "/heat", "/nothing"]
+ADDRESSES = ["/", "/page.js", "/events", "/metrics", "/heat", "/history", "/nothing"]
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - the address under test
 GIVEN = "of-the-test-0123"

@@ -8,7 +8,7 @@ from http.client import HTTPConnection
 
 import pytest
 
-from server.view.web import MAX_WAITING, REQUEST_SECONDS
+from server.view.web import MAX_WAITING, REQUEST_BYTES, REQUEST_SECONDS
 from support.view_reports import view_page
 
 pytest.importorskip("uvicorn", reason="needs the extra view")
@@ -86,6 +86,12 @@ def test_no_further_request_is_awaited_after_the_first(server, sent, status):
     with page(server.endpoint) as (_, port, _), socket.create_connection(("127.0.0.1", port), ANSWER_SECONDS) as opened:
         opened.sendall(sent)
         assert whole(opened).startswith(b"HTTP/1.1 " + status)
+
+
+def test_a_request_that_is_too_long_is_refused_before_its_end(server):
+    with page(server.endpoint) as (_, port, _), socket.create_connection(("127.0.0.1", port), ANSWER_SECONDS) as opened:
+        opened.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Rest: " + b"x" * (REQUEST_BYTES + 1))
+        assert whole(opened).startswith(b"HTTP/1.1 4")
 
 
 def test_garbage_is_not_logged(server):

@@ -45,20 +45,23 @@ class Page:
         async def receive():
             await asyncio.sleep(60)
 
-        scope = {
+        await self.app(self.scope(path, method, headers, "2.4", **query), receive, send)
+        body = b"".join(message.get("body", b"") for message in told[1:])
+        return told[0]["status"], dict(told[0]["headers"]), body
+
+    @staticmethod
+    def scope(path, method="GET", headers=BEARER, version="2.3", **query):
+        return {
             "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.4"},
+            "asgi": {"version": "3.0", "spec_version": version},
             "method": method,
             "path": path,
             "query_string": urlencode(query).encode(),
             "headers": [(b"host", b"localhost"), *headers],
         }
-        await self.app(scope, receive, send)
-        body = b"".join(message.get("body", b"") for message in told[1:])
-        return told[0]["status"], dict(told[0]["headers"]), body
 
 
-ASKS = {"/heat": {"job": JOB, "group": "world"}}
+ASKS = {"/heat": {"job": JOB, "group": "world"}, "/history": {"job": JOB, "group": "world", "layer": LAYER}}
 
 
 @pytest.mark.parametrize("path", [*FILES, "/metrics", *ASKS])
@@ -91,7 +94,8 @@ def test_names_appear_only_in_json_that_no_browser_renders():
     for path in [*FILES, *ASKS]:
         _, headers, body = page.get(path, **ASKS.get(path, {}))
         assert headers[b"x-content-type-options"] == b"nosniff"
-        assert (JOB.encode() in body) == (headers[b"content-type"] == b"application/json"), path
+        assert (headers[b"content-type"] == b"application/json") == (path in ASKS), path
+        assert (JOB.encode() in body) == (path == "/heat"), path
 
 
 def test_the_stream_sends_each_snapshot_without_its_figures():
@@ -142,17 +146,52 @@ def test_a_rank_of_the_world_is_known_even_if_others_have_left():
     assert ranks_of(group(member(1)), 3) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("path", ASKS)
 @pytest.mark.parametrize("wrong", [{"job": "other"}, {"group": "other"}])
-def test_an_unknown_name_is_not_found(wrong):
-    status, _, body = Page().get("/heat", **ASKS["/heat"] | wrong)
+def test_an_unknown_name_is_not_found(path, wrong):
+    status, _, body = Page().get(path, **ASKS[path] | wrong)
     assert (status, body) == (204, b"")
+
+
+def test_an_unknown_layer_has_no_history():
+    assert Page().get("/history", **ASKS["/history"] | {"layer": "other"})[0] == 204
 
 
 def test_a_group_without_figures_has_no_heat():
     assert Page().get("/heat", job="digits", group="world")[0] == 204
 
 
-def test_a_request_without_an_argument_gets_its_name():
-    status, headers, body = Page().get("/heat", job=JOB)
-    assert (status, body) == (400, b"expected job and group in the query")
+@pytest.mark.parametrize(("path", "names"), [("/heat", b"job and group"), ("/history", b"job, group and layer")])
+def test_a_request_without_an_argument_gets_its_name(path, names):
+    status, headers, body = Page().get(path, job=JOB)
+    assert (status, body) == (400, b"expected " + names + b" in the query")
     assert headers[b"x-content-type-options"] == b"nosniff"
+
+
+def test_a_reader_that_leaves_before_the_first_event_frees_its_place():
+    page = Page()
+
+    async def leave():
+        return {"type": "http.disconnect"}
+
+    async def come_and_go():
+        scope = page.scope("/events")
+        for _ in range(2 * MAX_STREAMS):
+            statuses = []
+
+            async def send(message, statuses=statuses):
+                statuses.append(message.get("status"))
+
+            await page.app(scope, leave, send)
+            assert 503 not in statuses
+        page.feed.stop()
+
+    asyncio.run(come_and_go())
+
+
+def test_an_error_of_ours_is_a_line_and_no_traceback(caplog):
+    page = Page()
+    page.feed.snapshot = {}  # without the entry that the heat map reads
+    assert page.get("/heat", **ASKS["/heat"])[0] == 500
+    (record,) = caplog.records
+    assert (record.getMessage(), record.exc_info) == ("view: /heat failed: KeyError('groups')", None)

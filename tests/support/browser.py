@@ -1,0 +1,114 @@
+"""A headless Chromium with the page, its pictures, and axe-core, which npm installs into a temporary folder."""
+
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from selenium import webdriver
+from selenium.common.exceptions import TimeoutException
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+
+TOKEN = "of-the-test-0123"  # noqa: S105 - it opens nothing
+
+# From when the server knows it: the view asks once a second, and the page has a second more.
+SHOWN_SECONDS = 2.0
+
+# Until a process has started, maybe on a busy machine.
+START_SECONDS = 60.0
+
+AXE = "axe-core@4.14.1"
+INSTALL_SECONDS = 60.0
+
+# A picture is taken after the redraw that a change of size brings.
+DRAWN_SECONDS = 0.4
+
+
+@contextmanager
+def browser() -> Iterator[webdriver.Chrome]:
+    options = webdriver.ChromeOptions()
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--hide-scrollbars"):
+        options.add_argument(argument)
+    options.binary_location = shutil.which("chromium") or ""
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver") or ""))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+def open_page(driver: webdriver.Chrome, port: int) -> None:
+    for attempt in count():
+        try:
+            driver.get(f"http://127.0.0.1:{port}/?token={TOKEN}")
+        except Exception:
+            if attempt > START_SECONDS:
+                raise
+            time.sleep(0.5)  # until the view listens
+        else:
+            return
+
+
+def text(driver: webdriver.Chrome, selector: str = "body") -> str:
+    """The text that a reader sees; narrow blanks are plain ones."""
+    found = driver.find_element(By.CSS_SELECTOR, selector).text
+    return found.replace("\u202f", " ").replace("\u00a0", " ").replace("\u2009", " ")
+
+
+def texts(driver: webdriver.Chrome, selector: str) -> list[str]:
+    return [one.text for one in driver.find_elements(By.CSS_SELECTOR, selector)]
+
+
+def wait_until(driver: webdriver.Chrome, holds: Callable[[], Any], what: str, seconds: float = SHOWN_SECONDS) -> Any:
+    ignored = {"ignored_exceptions": [Exception]}  # an element may be replaced while it is read
+    return WebDriverWait(driver, seconds, poll_frequency=0.05, **ignored).until(lambda _: holds(), what)
+
+
+def wait_for(driver: webdriver.Chrome, fact: str, selector: str = "body", seconds: float = SHOWN_SECONDS) -> None:
+    try:
+        wait_until(driver, lambda: fact in text(driver, selector), "", seconds)
+    except TimeoutException as error:
+        raise AssertionError(f"no {fact!r} in {selector}: {text(driver, selector)!r}") from error
+
+
+def errors(driver: webdriver.Chrome) -> list[dict[str, Any]]:
+    """Errors of the console since the last call."""
+    return [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+def show(driver: webdriver.Chrome, width: int = 1280, height: int = 900, scale: float = 1, **media: str) -> None:
+    """Set the size of the window, and media features such as `prefers_color_scheme`."""
+    features = [{"name": name.replace("_", "-"), "value": value} for name, value in media.items()]
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 500}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    time.sleep(DRAWN_SECONDS)
+
+
+def scrolls_sideways(driver: webdriver.Chrome) -> bool:
+    return driver.execute_script("return document.documentElement.scrollWidth > innerWidth")
+
+
+def axe_source(folder: Path) -> str:
+    """The script of axe-core, or "" where npm cannot install it."""
+    command = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(folder), AXE]
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=INSTALL_SECONDS)
+        return (folder / "node_modules/axe-core/axe.min.js").read_text()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def violations(driver: webdriver.Chrome, axe: str) -> list[str]:
+    """Rules of axe-core that the page violates, each with its first element."""
+    driver.execute_script(axe)
+    found = driver.execute_async_script(
+        "const done = arguments[0]; axe.run().then(({ violations }) => done(violations))"
+    )
+    return [f"{one['id']} ({one['help']}): {one['nodes'][0]['html']}" for one in found]

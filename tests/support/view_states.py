@@ -1,0 +1,375 @@
+"""Snapshots of every state that the page shows, with their heat map and history, without a server."""
+
+import base64
+import math
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+STATES = (
+    "healthy",
+    "forming",
+    "waiting",
+    "slow",
+    "data",
+    "nan",
+    "broken",
+    "ended",
+    "silent",
+    "restarted",
+)
+NOW = 1_795_795_128.0
+SECONDS = 600.0
+STEP = 14_230
+
+ODD_RANK, ODD_LAYER = 2, 0
+LATE_RANK = 1
+
+SKEW = (
+    "Rank 2's data look different: since step 64 its activations vary 8.5 times as much as the others' in {layer}, "
+    "and less so in 22 later layers"
+)
+VERDICTS: dict[str, dict[str, Any]] = {
+    "healthy": {"severity": 0, "text": "Healthy: all {ranks} ranks take part, none is slow, their data look alike"},
+    "forming": {
+        "severity": 1,
+        "text": "Starting: 2 of {ranks} ranks are missing",
+        "advice": "If they do not come, look at the launcher's log.",
+    },
+    "waiting": {
+        "severity": 2,
+        "rank": LATE_RANK,
+        "text": "Waiting for rank 1 (gpu-a, pid 12271) for {waited} s in layer3.0.bn1; it is in loader.py:41 decode",
+        "advice": "Look at line 41 of loader.py: the others wait in the forward pass of step 14230.",
+        "ago": 12.0,
+    },
+    "slow": {
+        "severity": 2,
+        "rank": LATE_RANK,
+        "text": "Rank 1 slows the job down: the others waited 31% of the last minute for it",
+        "advice": "Compare the load and the clock of gpu-a with the other hosts'.",
+        "ago": 180.0,
+        "also": [SKEW],
+    },
+    "data": {
+        "severity": 2,
+        "rank": ODD_RANK,
+        "text": SKEW,
+        "advice": "Check how rank 2 loads and scales its inputs.",
+        "ago": 611.0,
+    },
+    "nan": {
+        "severity": 3,
+        "rank": ODD_RANK,
+        "text": "Rank 2 brought the first NaN: {layer}, forward, step 20, 4 of 256 channels",
+        "advice": "Look at rank 2's inputs of step 20, and lower the learning rate if they are finite.",
+        "ago": 90.0,
+    },
+    "broken": {
+        "severity": 3,
+        "rank": LATE_RANK,
+        "text": "Broken: rank 1 (gpu-a, pid 12271) raised ValueError at step 14230",
+        "advice": "Read rank 1's traceback; the other ranks ended with ReplicaLost.",
+        "ago": 130.0,
+    },
+    "ended": {"severity": 1, "text": "Ended in good order: all {ranks} ranks left after step 14230", "ago": 130.0},
+    "silent": {
+        "severity": 3,
+        "text": "The server does not answer: no reply within 3 s",
+        "advice": "See whether its process runs, and start it again: no round is lost.",
+        "ago": 14.0,
+    },
+    "restarted": {
+        "severity": 0,
+        "text": "Healthy again: the server restarted at 15:58:30, and all {ranks} ranks are back",
+        "ago": 18.0,
+    },
+}
+STATE_NAMES = {"nan": "data", "restarted": "healthy"}
+
+
+def snapshot(
+    state: str,
+    ranks: int = 8,
+    layers: int = 53,
+    now: float = NOW,
+    job: str = "resnet50",
+    layer: str = "",
+    others: Iterable[str] = (),
+) -> dict[str, Any]:
+    """A snapshot as `/events` sends it: a job in a state, and healthy others; `layer` renames the first."""
+    names = layer_names(layers)
+    names[ODD_LAYER] = layer or names[ODD_LAYER]
+    groups = [] if state == "empty" else [group(state, ranks, names, now, job)]
+    groups += [group("healthy", 4, names, now, name) for name in others]
+    silent = state == "silent"
+    return {
+        "time": now,
+        "answered": now - 14 if silent else now,
+        "endpoint": "tcp://10.77.0.1:5755",
+        "server": "4ac7c9cb40185aa8",
+        "seconds": 2402.6 + now - NOW,
+        "error": "no reply within 3 s" if silent else "",
+        "groups": groups,
+        "events": events(state, ranks, names, now, job),
+    }
+
+
+def layer_names(count: int) -> list[str]:
+    """Names of batch norms as a ResNet has them."""
+    names = ["bn1"]
+    for stage in range(1, 5):
+        for block in range(math.ceil(count / 12)):
+            names += [f"layer{stage}.{block}.bn{norm}" for norm in (1, 2, 3)]
+    return [name for name in names if name in _even(names, count)]
+
+
+def _even(names: list[str], count: int) -> set[str]:
+    return {names[int(at * len(names) / count)] for at in range(count)}
+
+
+def group(state: str, ranks: int, names: list[str], now: float, job: str) -> dict[str, Any]:
+    """A group of the job in a state."""
+    told = VERDICTS[state]
+    fill = {"ranks": ranks, "layer": names[2 if state == "nan" else ODD_LAYER], "waited": 12 + int(now) % 60}
+    found = {
+        "state": STATE_NAMES.get(state, state),
+        "severity": told["severity"],
+        "text": told["text"].format(**fill),
+        "since": now - told["ago"] if "ago" in told else None,
+        "rank": told.get("rank"),
+        "advice": told.get("advice", ""),
+        "also": [text.format(**fill) for text in told.get("also", ())],
+    }
+    skew = {
+        "kind": "skew",
+        "rank": ODD_RANK,
+        "step": 64,
+        "since": 64,
+        "layer": names[ODD_LAYER],
+        "variance": 8.5,
+        "shift": 0.1,
+        "part": 0.27,
+        "usual": 0.0012,
+        "layers": 23,
+        "text": "",
+    }
+    slow = {"kind": "straggler", "rank": LATE_RANK, "step": 900, "layer": "", "median": 0.041, "p99": 0.655, "text": ""}
+    over = {"broken": "broken", "ended": "ended"}.get(state)
+    return {
+        "job": job,
+        "group": "world",
+        "epoch": 0,
+        "world_size": ranks,
+        "min_members": 0,
+        "missing": 2 if state == "forming" else 0,
+        "lost": "rank 1 (gpu-a, pid 12271) failed with ValueError: loss is nan" if state == "broken" else "",
+        "rounds_done": 1_508_380,
+        "rounds_failed": 0,
+        "rounds_per_second": 0.0 if over else 191.0,
+        "findings": {"data": [skew], "slow": [slow, skew]}.get(state, []),
+        "slowest": LATE_RANK,
+        "held": 0.31 if state == "slow" else 0.02,
+        "waiting": [
+            {"seconds": 12.0, "missing": [LATE_RANK], "layer": "layer3.0.bn1", "phase": "forward", "step": STEP}
+        ]
+        if state == "waiting"
+        else [],
+        "has_figures": state != "forming",
+        "layers": names,
+        "verdict": found,
+        "cards": cards(state, ranks, names),
+        "trend": trend(state, now),
+        "members": [member(rank, state) for rank in range(ranks - (2 if state == "forming" else 0))],
+        "first_non_finite": {
+            "layer": names[2],
+            "phase": "forward",
+            "step": 20,
+            "ranks": [ODD_RANK],
+            "channels": 4,
+            "of": 256,
+            "what": "NaN",
+        }
+        if state == "nan"
+        else None,
+        "lost_by": {
+            "rank": LATE_RANK,
+            "place": "gpu-a, pid 12271",
+            "how": "failed",
+            "cause": "ValueError: loss is nan",
+            "step": STEP,
+            "time": now - 130,
+        }
+        if state == "broken"
+        else None,
+        "over": {"time": now - 130, "reason": "broken"} if over else None,
+    }
+
+
+def member(rank: int, state: str) -> dict[str, Any]:
+    """A member; the odd and the late rank have their flags."""
+    chance = random.Random(rank)
+    flag, severity, share, doing = "", 0, 0.0, "computes"
+    waits = 0.08 + 0.03 * chance.random()
+    if rank == LATE_RANK:
+        flag, severity = {"waiting": ("awaited", 2), "slow": ("slow", 2), "broken": ("failed", 3)}.get(state, ("", 0))
+        doing = {
+            "waiting": "in loader.py:41 decode, called from train.py:57 main",
+            "broken": "raised ValueError: loss is nan",
+        }.get(state, doing)
+        share = 0.31 if state in {"waiting", "slow"} else 0.004
+    elif state in {"waiting", "slow"}:
+        waits += 0.31
+        doing = f"waits 12 s for rank {LATE_RANK} in layer3.0.bn1" if state == "waiting" else doing
+    if rank == ODD_RANK:
+        flag, severity = {"data": ("differs", 2), "slow": ("differs", 2), "nan": ("NaN", 3)}.get(
+            state, (flag, severity)
+        )
+    return {
+        "member": rank,
+        "place": f"gpu-{'ab'[rank // 4 % 2]}, pid {12264 + 7 * rank}",
+        "participation": "takes_part",
+        "state": "takes_part",
+        "step": STEP,
+        "steps_per_second": 1.79,
+        "waiting": waits,
+        "share": share,
+        "median": 0.0026,
+        "p99": 0.0104,
+        "late": {"median": 0.00032, "p99": 0.0026},
+        "doing": doing,
+        "flag": flag,
+        "severity": severity,
+    }
+
+
+def cards(state: str, ranks: int, names: list[str]) -> list[dict[str, str]]:
+    """Five cards."""
+    layers, odd = len(names), names[ODD_LAYER]
+    told = {
+        "Ranks": (f"{ranks} of {ranks}", "all take part", "good"),
+        "Speed": ("191 rounds/s", "usually 190", "good"),
+        "Waiting": ("None", "all keep the same pace", "good"),
+        "Data": ("All alike", f"{ranks} ranks in {layers} layers", "good"),
+        "Numbers": ("All finite", "in 1\u202f508\u202f380 rounds", "good"),
+    }
+    changes = {
+        "forming": {
+            "Ranks": (f"{ranks - 2} of {ranks}", "2 are missing", "watch"),
+            "Data": ("Not known yet", "", "watch"),
+        },
+        "waiting": {"Waiting": ("12 s for rank 1", "in layer3.0.bn1", "watch"), "Speed": ("0", "usually 190", "watch")},
+        "slow": {
+            "Waiting": ("31% for rank 1", "of the last minute", "watch"),
+            "Data": ("Rank 2 differs", f"in 23 of {layers} layers, first in {odd}", "watch"),
+        },
+        "data": {"Data": ("Rank 2 differs", f"in 23 of {layers} layers, first in {odd}", "watch")},
+        "nan": {"Numbers": ("Rank 2: NaN", "layer1.0.bn2, step 20, 4 of 256 channels", "bad")},
+        "broken": {
+            "Ranks": ("Rank 1 failed", "ValueError: loss is nan", "bad"),
+            "Speed": ("0", "usually 190", "watch"),
+        },
+    }
+    told |= changes.get(state, {})
+    return [{"name": name, "value": value, "note": note, "state": of} for name, (value, note, of) in told.items()]
+
+
+def trend(state: str, now: float) -> dict[str, list[float]]:
+    """Ten minutes of speed and round trip."""
+    chance = random.Random(7)
+    seconds = [now - SECONDS + 2 * at for at in range(301)]
+    slow = [state == "slow" and time > now - 180 for time in seconds]
+    return {
+        "seconds": seconds,
+        "rounds_per_second": [(131 if is_slow else 191) + chance.uniform(-3, 3) for is_slow in slow],
+        "median": [(0.0035 if is_slow else 0.0027) * chance.uniform(0.95, 1.05) for is_slow in slow],
+        "p99": [(0.349 if is_slow else 0.0064) * chance.uniform(0.8, 1.3) for is_slow in slow],
+    }
+
+
+def events(state: str, ranks: int, names: list[str], now: float, job: str) -> list[dict[str, Any]]:
+    """The timeline, the oldest first."""
+    world = {"job": job, "group": "world"}
+    told = [
+        {"time": now - 8000, "kind": "joined", **world, "rank": None, "text": f"{ranks} ranks joined"},
+        {
+            "time": now - 7980,
+            "kind": "ended",
+            "job": "resnet50-lr0.4",
+            "group": "world",
+            "rank": None,
+            "text": "Ended in good order",
+        },
+        {
+            "time": now - 2400,
+            "kind": "restart",
+            "job": "",
+            "group": "",
+            "rank": None,
+            "text": "The server started again",
+        },
+    ]
+    if state not in {"healthy", "forming", "empty"}:
+        told_now = VERDICTS[state]
+        kind = {"data": "skew", "slow": "straggler", "nan": "non-finite", "broken": "lost"}.get(state, state)
+        text = told_now["text"].format(ranks=ranks, layer=names[2 if state == "nan" else 0], waited=12)
+        told.append({"time": now - told_now.get("ago", 0), "kind": kind, **world, "rank": None, "text": text})
+    return told
+
+
+def heat(snapshot: dict[str, Any], job: str, group: str) -> dict[str, Any] | None:
+    """The heat map of a snapshot's group."""
+    for found in snapshot["groups"]:
+        if (found["job"], found["group"]) == (job, group) and found["has_figures"]:
+            parts, ratios, means, variances = _figures(found, int(snapshot["time"]))
+            return {
+                "job": job,
+                "group": group,
+                "layers": found["layers"],
+                "eta2": parts.sum(1).tolist(),
+                "members": parts.shape[1],
+                "ranks": [member["member"] for member in found["members"]],
+                "parts": pack(parts),
+                "ratios": pack(ratios),
+                "means": pack(means),
+                "variances": pack(variances),
+            }
+    return None
+
+
+def history(snapshot: dict[str, Any], job: str, group: str, layer: str) -> dict[str, Any] | None:
+    """Ten minutes of a layer, a sample every four seconds."""
+    for found in snapshot["groups"]:
+        if (found["job"], found["group"]) == (job, group) and layer in found["layers"]:
+            at, until = found["layers"].index(layer), (found["over"] or snapshot)["time"]
+            _, ratios, means, variances = _figures(found, 0)
+            seconds = [until - SECONDS + 4 * step for step in range(151)]
+            walk = np.random.default_rng(at).standard_normal((len(seconds), ratios.shape[1])).cumsum(0) * 0.004
+            early = np.where(np.arange(len(seconds)) < 40, 1.0, 0.0)[:, None]
+            drawn = variances[at] * (1 + walk) / np.where(early, np.maximum(1, ratios[at]), 1)
+            ranks = [member["member"] for member in found["members"]]
+            return {"seconds": seconds, "ranks": ranks, "means": pack(means[at] + walk), "variances": pack(drawn)}
+    return None
+
+
+def _figures(of: dict[str, Any], seed: int) -> tuple[np.ndarray, ...]:
+    """Parts, ratios, means and variances, each of shape (layers, members)."""
+    size = layers, ranks = len(of["layers"]), len(of["members"])
+    chance = np.random.default_rng(seed)
+    parts = 0.004 * chance.uniform(0.4, 1.6, size) * 8 / ranks
+    means = chance.normal(0.05, 0.02, size)
+    ratios = chance.uniform(0.95, 1.05, size)
+    if any(finding["kind"] == "skew" for finding in of["findings"]):
+        fade = np.exp(-np.arange(layers) / (layers / 6))
+        parts[:, ODD_RANK] += 0.27 * fade
+        ratios[:, ODD_RANK] += 7.5 * fade
+        means[:, ODD_RANK] += 0.2 * fade
+    return parts, ratios, means, 0.5 * ratios
+
+
+def pack(values: np.ndarray) -> str:
+    """Little-endian float32 in base64."""
+    return base64.b64encode(np.asarray(values, "<f4").tobytes()).decode()
