@@ -19,7 +19,7 @@ SECONDS = 600.0
 INTERVAL_SECONDS = 4.0
 
 # Memory for the samples of all groups' layers; groups share it equally, and large ones are sampled less often.
-MAX_BYTES = 3 * 2**24
+MAX_BYTES = 2**25
 
 FloatArray = NDArray[np.float32]
 

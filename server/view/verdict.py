@@ -32,27 +32,16 @@ RESTART_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The state of a group.
+    """The state of a group."""
 
-    Attributes:
-        state: "healthy", "forming", "waiting", "slow", "data", "broken", "ended" or "silent".
-        severity: 0 to 3.
-        text: one sentence, whose start up to ": " or "; " can stand alone.
-        since: seconds since 1970; None if unknown.
-        rank: the rank concerned, if it is one.
-        advice: what to do, as a short sentence, or "".
-        flags: a word for each rank concerned.
-        card: the name of the card that it replaces, with value and note; or ().
-    """
-
-    state: str
+    state: str  # "healthy", "forming", "waiting", "slow", "data", "broken", "ended" or "silent"
     severity: int
-    text: str
-    since: float | None = None
-    rank: int | None = None
-    advice: str = ""
-    flags: Mapping[int, str] = field(default_factory=dict)
-    card: tuple[str, ...] = ()
+    text: str  # one sentence, whose start up to ": " or "; " can stand alone
+    since: float | None = None  # seconds since 1970
+    rank: int | None = None  # the one concerned
+    advice: str = ""  # what to do, as a short sentence
+    flags: Mapping[int, str] = field(default_factory=dict)  # a word for each rank concerned
+    card: tuple[str, ...] = ()  # the name of the card that it replaces, with value and note
 
     def entry(self, others: Sequence["Verdict"] = ()) -> dict[str, Any]:
         """The verdict as a snapshot has it, with the texts of the group's other verdicts as `also`."""
@@ -208,8 +197,7 @@ def _slow(group: Group) -> Iterator[Verdict]:
     rank, held = group.get("slowest"), group.get("held", 0.0)
     if rank is None or held < SLOW_SHARE:
         return
-    name = _name(group, rank).capitalize()
-    text = f"{name} slows the job down: the others waited {percent(held)} of the last minute for it"
+    text = f"R{_name(group, rank)[1:]} slows the job down: the others waited {percent(held)} of the last minute for it"
     advice = f"Compare the data loading, the GPU and the CPU of rank {rank} with another rank's."
     card = "Waiting", f"Rank {rank}", f"the others waited {percent(held)} of the last minute"
     yield Verdict("slow", ATTENTION, text, None, rank, advice, {rank: "slow"}, card)
@@ -303,7 +291,8 @@ def _usual_cards(group: Group) -> Iterator[tuple[str, str, str]]:
         yield "Ranks", str(group["world_size"]), "have ended"
         yield "Speed", "Ended", f"{rounds} rounds"
     else:
-        yield "Ranks", count_here(group), "take part"
+        is_whole = count_here(group) == f"{group['world_size']} of {group['world_size']}"
+        yield "Ranks", count_here(group), "all take part" if is_whole else "take part"
         note = f"{rounds} rounds so far"
         if trip:
             median, most = (duration(quantile(trip["counts"], part)) for part in (0.5, 0.99))

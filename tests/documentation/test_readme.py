@@ -174,7 +174,7 @@ def test_a_process_that_a_block_leaves_running_delays_no_test():
 
 def test_a_stopped_rank_is_found_as_the_page_says(bash):
     shell = bash(shown("python -m server status"))
-    pid = int(shell.until(r"\d+ rounds done(?:.|\n)*\n +1 [^a-z]*  \S+,\s+pid\s+(\d+)")[1])
+    pid = int(shell.until(r"\d+ rounds done(?:.|\n)*\n +1 +\d.*  \S+,\s+pid\s+(\d+)")[1])
     os.kill(pid, signal.SIGSTOP)
     shell.until(rf"rank 1 \(\S+, pid {pid}\) is lost: no sign of life for [\d.]+ s")
     # It raises if it waits in a layer, and is ended if it waits in a collective.

@@ -69,11 +69,11 @@ CASES = {
         "Waiting for 62 ranks for 3 s in bn1; the others are at step 7",
     ),
     "slow": (
-        group(*FOUR, slowest=1, held=0.31),
+        group(FOUR[0], member(1) | {"place": "GPU-A, pid 801"}, *FOUR[2:], slowest=1, held=0.31),
         "slow",
         2,
         1,
-        "Rank 1 (host-1, pid 801) slows the job down: the others waited 31% of the last minute for it",
+        "Rank 1 (GPU-A, pid 801) slows the job down: the others waited 31% of the last minute for it",
     ),
     "differs": (
         group(*FOUR, findings=[skew(2)]),
