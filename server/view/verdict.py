@@ -78,6 +78,10 @@ def _name(group: Group, rank: int) -> str:
     return f"rank {rank} ({place})" if place else f"rank {rank}"
 
 
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' * (number != 1)}"
+
+
 def count_here(group: Group) -> str:
     """How many of the group's ranks are here, such as "3 of 4"."""
     here = sum(not member.get("is_gone") for member in group["members"])
@@ -232,16 +236,18 @@ def _differing(group: Group) -> Iterator[Verdict]:
 
 def _fine(group: Group, now: float, restarted: float | None) -> Verdict:
     if over := group.get("over"):
-        text = f"Finished in good order: {group['world_size']} ranks, {group['rounds_done']} rounds"
+        text = f"Finished in good order: {_ranks(group['world_size'])}, {group['rounds_done']} rounds"
         return Verdict("ended", NOTICE, text, over["time"])
     if is_finishing(group):
         text = f"Finishing: {count_here(group)} ranks are still here"
         return Verdict("ended", NOTICE, text)
     here = len(group["members"]) + group.get("members_left_out", 0)
     if restarted is not None and now - restarted < RESTART_SECONDS:
-        text = f"Healthy again: the server restarted {duration(now - restarted)} ago, all {here} ranks are back"
+        ago = f"the server restarted {duration(now - restarted)} ago"
+        text = f"Healthy again: {ago}, {count_here(group)} ranks are back"
         return Verdict("healthy", FINE, text, restarted)
-    facts = [f"all {here} ranks take part" if here == group["world_size"] else f"{here} ranks take part"]
+    is_whole = here == group["world_size"] > 1
+    facts = [f"{'all ' * is_whole}{_ranks(here)} take{'s' * (here == 1)} part"]
     if group.get("slowest") is not None:
         facts.append("none is slow")
     if group.get("compared_layers"):

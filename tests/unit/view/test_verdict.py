@@ -26,6 +26,7 @@ CASES = {
         None,
         "Healthy: all 4 ranks take part, none is slow, their data look alike, no NaN so far",
     ),
+    "alone": (group(FOUR[0]), "healthy", 0, None, "Healthy: 1 rank takes part, no NaN so far"),
     "elastic": (
         group(*FOUR[:3], world_size=4, min_members=2),
         "healthy",
