@@ -80,8 +80,8 @@ def test_status_is_watched_until_ctrl_c(endpoint, folder):
         stderr=subprocess.PIPE,
         text=True,
     )
-    lines = [watching.stdout.readline() for _ in range(4)]
+    lines = [watching.stdout.readline() for _ in range(6)]
     watching.send_signal(signal.SIGINT)
     _, errors = watching.communicate(timeout=WAIT_SECONDS)
-    assert [line.startswith("server ") for line in lines] == [True, False, True, False]
+    assert [line.startswith("server ") for line in lines] == [True, False, False, True, False, False]
     assert (watching.returncode, errors) == (0, "")

@@ -252,7 +252,7 @@ def test_a_check_with_the_servers_folder_is_no_refused_connection(serve, keys, t
     assert ask(endpoint, keys=alice)["refused_connections"] == 0
     with join(endpoint, alice, job="alice-1"):
         assert command.main(["status", endpoint]) == 0
-        assert "job 'alice-1'" in capsys.readouterr().out
+        assert "\nalice-1: " in capsys.readouterr().out
         with pytest.raises(RegistrationRefused, match="may only ask"):
             join(endpoint, load_query_keys(str(keys)), job="alice-1")
 

@@ -104,7 +104,16 @@ def test_a_status_report_shows_the_work_of_the_server(play):
                 "rounds_failed": 0,
                 "non_finite": [],
                 "kept_bytes": GROUP_BYTES + 2 * MEMBER_BYTES + ROUND_BYTES + 2 * FUTURE_BYTES + CONTRIBUTION_BYTES + 16,
-                "waiting": [{"round": str(KEY), "seconds": 2.5, "missing": [1]}],
+                "waiting": [
+                    {
+                        "round": str(KEY),
+                        "seconds": 2.5,
+                        "missing": [1],
+                        "layer": KEY.layer,
+                        "phase": KEY.phase,
+                        "step": KEY.step,
+                    }
+                ],
             }
         ],
     }
