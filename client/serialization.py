@@ -6,8 +6,8 @@
     4+S     ...    the concatenated elements of the arrays: raw bytes, little-endian, in C order
 
 A list, tuple, dict or counter is a msgpack extension with the number of its items, followed by the items; a dict has
-alternating keys and values. So msgpack itself never nests, and the reader limits the depth. An array is an extension
-with one byte for the dtype, an index into `DTYPES`, and eight, unsigned little-endian, for each dimension of its shape.
+alternating keys and values. So msgpack itself never nests, and the reader limits the depth. An array is an extension:
+one byte for the dtype, an index into `DTYPES`, then each dimension in 8 bytes, unsigned little-endian.
 """
 
 import math
@@ -54,13 +54,13 @@ _TORCH_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _DTYPE_INDEX = {name: index for index, name in enumerate(DTYPES)}
 
 _PLAIN = {type(None), bool, int, float, str, bytes}
-_CONTAINERS = {LIST: list, TUPLE: tuple, COUNTER: Counter, DICT: dict}  # a counter is a dict too
+_CONTAINERS = {LIST: list, TUPLE: tuple, COUNTER: Counter, DICT: dict}  # Counter first: it is a dict too
 
 _LENGTH = struct.Struct("<I")
 
 
 def pack(state: Any) -> bytes:
-    """Return the bytes of None, numbers, text, bytes, tensors, arrays, and lists, tuples and dicts of these.
+    """Serialize None, numbers, text, bytes, tensors, arrays, and lists, tuples and dicts of these.
 
     Raises TypeError for other types, and ValueError for too many levels of nesting, arrays or dimensions.
     """
@@ -71,7 +71,7 @@ def pack(state: Any) -> bytes:
 
 
 def check(state: dict[str, Any]) -> None:
-    """Raise the errors of `pack`, with the name of the part; copies no arrays."""
+    """Raise the error that `pack` would raise, with the name of the part; copies no arrays."""
     checker = _Writer(copies=False)
     for name, part in state.items():
         try:
@@ -167,7 +167,7 @@ class _Writer:
 def _bytes(array: Array, dtype: str) -> bytes:
     if not isinstance(array, Tensor):
         return array.astype(NUMPY_DTYPES[dtype], copy=False).tobytes()
-    # An empty tensor may have stride 0, and then has no view of another size.
+    # An empty tensor may have stride 0, and then cannot be viewed as bytes.
     if not array.numel():
         return b""
     plain = array.detach().cpu().resolve_conj().resolve_neg().contiguous()
@@ -237,7 +237,7 @@ class _Reader:
         elements = np.frombuffer(self._elements, np.uint8, size).copy()
         self._nr_arrays += 1
         self._elements = self._elements[size:]
-        # The libraries leave the value of any other byte undefined.
+        # Torch and numpy leave a bool of any other byte undefined.
         if name == "bool" and size and elements.max() > 1:
             raise ProtocolError(f"array {number}: expected bytes 0 and 1 for bool, got {elements.max()}")
         if kind == NDARRAY:

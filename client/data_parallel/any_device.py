@@ -1,6 +1,6 @@
-"""scatter, replicate, parallel_apply and gather for any devices, by torch's rules; torch's need distinct accelerators.
+"""scatter, replicate, parallel_apply and gather for any devices, as torch's, which need distinct accelerators.
 
-Replicas run in pooled threads: starting a thread takes 80 µs, and recreating torch's own threads in it milliseconds.
+Replicas run in pooled threads: starting a thread takes 80 µs, and torch's own threads in it take milliseconds.
 """
 
 import copy
@@ -65,7 +65,7 @@ def _like(container: Any, items: Iterable[Any]) -> Any:
 
 
 def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
-    """Return a copy of `module` per device; copy 0 shares its buffers, and gradients of all reach its parameters."""
+    """Return a copy of `module` per device. Copy 0 shares the module's buffers; all gradients reach its parameters."""
     parameters = list(module.parameters())
     copies = _CopyParameters.apply(devices, *parameters)
     size = len(parameters)
@@ -134,7 +134,7 @@ def parallel_apply(
     """Run every replica in a separate thread, in the caller's grad, inference and autocast modes.
 
     The caller's thread runs none: thread-local state, such as the hooks of a checkpoint around the wrapper, must apply
-    to all replicas or none. Calls `finish` or `fail` for each replica, and raises the first error of one.
+    to all replicas or none. Calls `finish` or `fail` for each replica, then raises the first error.
     """
     outputs: dict[int, Any] = {}
     failures: list[BaseException] = []
@@ -168,7 +168,7 @@ def is_inside_replica() -> bool:
 
 
 def _modes(device: Device) -> list[AbstractContextManager[Any]]:
-    """The calling thread's modes that are not a new thread's; they are entered in another thread."""
+    """The calling thread's modes that differ from a new thread's, to be entered in another thread."""
     modes: list[AbstractContextManager[Any]] = [torch.set_grad_enabled(torch.is_grad_enabled())]
     if torch.is_inference_mode_enabled():
         modes.insert(0, torch.inference_mode())  # first, because it sets the grad mode too

@@ -1,7 +1,7 @@
 """MONAI: a norm for networks, by name: `UNet(..., norm="statsdbatch")`.
 
-The import registers it with `monai.networks.layers.Norm`, for 1, 2 and 3 dimensions. Arguments follow the name, as for
-MONAI's own norms: `norm=("statsdbatch", {"momentum": 0.01})`.
+Importing this module registers the norm with `monai.networks.layers.Norm`, for 1, 2 and 3 dimensions. Arguments follow
+the name, as for MONAI's own norms: `norm=("statsdbatch", {"momentum": 0.01})`.
 """
 
 from monai.networks.layers.factories import Norm

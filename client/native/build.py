@@ -18,7 +18,7 @@ LIBRARY = "libsbn.so"
 COMPILERS = ("cc", "gcc", "clang")
 NO_COMPILER = f"no C compiler: looked for CC, {', '.join(COMPILERS)}"
 
-# Without contraction, so that sums and statistics are bit-identical on every processor and to numpy.
+# No contraction to fused multiply-adds: sums and statistics must have numpy's bits on every processor.
 FLAGS = (
     "-std=gnu11",
     "-O3",
@@ -32,7 +32,7 @@ FLAGS = (
     "-Wno-psabi",
 )
 
-# For a compiler that hangs, in seconds; an emulated one takes a minute.
+# Seconds until a compiler counts as hung; an emulated one takes a minute.
 TIMEOUT = 600
 
 
@@ -46,7 +46,7 @@ class Compiled(NamedTuple):
 def compile_core(folder: Path = HERE, variables: Mapping[str, str] = os.environ) -> Compiled:
     """Compile the core into a folder and replace the library there; after a failure the folder has no library.
 
-    `variables` is the environment: CC may name the compiler, with arguments; else PATH is searched.
+    `variables` is the environment: CC gives the compiler and its arguments; without CC, PATH is searched.
     """
     target = folder / LIBRARY
     sources = sorted(map(str, (HERE / "core").glob("*.c")))
@@ -57,7 +57,7 @@ def compile_core(folder: Path = HERE, variables: Mapping[str, str] = os.environ)
         if not reason:
             built.replace(target)  # atomically: another process may be loading it
             return Compiled(target)
-    target.unlink(missing_ok=True)  # it has other sources
+    target.unlink(missing_ok=True)  # it was built from other sources
     return Compiled(None, reason)
 
 

@@ -165,7 +165,7 @@ def patch_sync_batchnorm() -> Iterator[None]:
         yield
 
 
-# Layers in a registered conversion now. If it calls `convert_model`, that converts them by their class.
+# Layers whose registered conversion runs now: if it calls `convert_model`, that must not run it again.
 _in_conversion: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
@@ -239,8 +239,8 @@ def _convert_registered(module: nn.Module) -> nn.Module:
 
 def _restore_class(module: nn.Module) -> nn.Module:
     """Restore the original class of a converted subclass."""
-    original = vars(type(module)).get("converted_from")  # not inherited: a user's class derived from it stays
-    # A `forward` that was set on the instance since may call ours.
+    original = vars(type(module)).get("converted_from")  # not inherited: users' subclasses of the new class stay
+    # A `forward` that was set on the instance after its conversion may call ours.
     if isinstance(module, SynchronizedLayer) and original is not None and "forward" not in vars(module):
         object.__setattr__(module, "__class__", original)
         for name in OWN_ATTRIBUTES:
@@ -278,7 +278,7 @@ def _process_group_of(layer: nn.Module) -> Any:
 def _keep_from_torchs_converter(parent: nn.Module, name: str, module: nn.Module) -> nn.Module | None:
     """Keep a synchronised layer that `nn.SyncBatchNorm.convert_sync_batchnorm` would replace by one of torch's.
 
-    A hook that torch calls when a module is set on another. The converter's new layer has the same tensors.
+    Torch calls this hook when a module gets a child. The converter's new layer is known by its tensors: the old ones.
     """
     if type(module) is not SyncBatchNorm:
         return None

@@ -50,7 +50,7 @@ _backward_passes = BackwardPasses()
 
 
 def encode_group(group: GroupSpec) -> tuple[str, int]:
-    """Return a layer's group as name and size; the size of a process group is counted down from -1."""
+    """Return a layer's group as name and size; a process group of n ranks has the size -1 - n."""
     if isinstance(group, NamedProcessGroup):
         return group.name, -1 - group.size
     if isinstance(group, Group):
@@ -226,7 +226,7 @@ class _BatchNorm(Exchanging):
         x, weight, mask, vectors, packed, round_id = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         statistics, traced, dtype = _unpack(packed), Traced(mask), compute_type(x)
-        # The operator has rounded the mean: inductor removes a rounding that a conversion to the wide type follows.
+        # The operator rounds the mean: inductor would drop a rounding before a conversion to float64.
         sums = traced.sums_around(vectors[0], statistics.mean - vectors[0].double(), grad, x)
         by_input = None
         if needs_input:

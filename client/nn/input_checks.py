@@ -20,7 +20,7 @@ TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_input(layer: Any, x: Tensor, expected: int | None = None) -> None:
-    """Raise TypeError or ValueError unless a layer can normalise `x`; by default its own channels are expected."""
+    """Raise TypeError or ValueError unless a layer can normalise `x`; `expected` channels default to the layer's."""
     if x.dtype not in TYPES:
         remedy = "; quantise the model after client.revert_model(model)" if x.is_quantized else ""
         dtype = f"{str(x.dtype).removeprefix('torch.')}{remedy}"
@@ -85,7 +85,7 @@ def is_distributed(tensor: Tensor | None) -> bool:
 
 
 def sharded_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that FSDP, version 1 or 2, has sharded. It has changed their classes or wrapped them."""
+    """Yield the modules that FSDP, version 1 (a wrapper) or 2 (another class), has sharded."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     wrappers = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule) if fsdp else ()
     for part in module.modules():
@@ -96,7 +96,7 @@ def sharded_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def tracing_error(layer: Any, tracing: str) -> Exception:
-    """Error of a tracer that cannot record an exchange; `tracing` says which, such as "traced by torch.jit.trace"."""
+    """Error for a tracer that cannot record an exchange; `tracing` is a text such as "traced by torch.jit.trace"."""
     remedy = "use client.revert_model(model), which restores torch's layers"
     return _error(TypeError, layer, f"a synchronised layer cannot be {tracing}; {remedy}")
 

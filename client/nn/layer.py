@@ -19,7 +19,7 @@ REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {}
 """The synchronised class of each of torch's classes."""
 
 CONVERSIONS: dict[type[nn.Module], Callable[[nn.Module], nn.Module]] = {}
-"""The conversion of a class, which also serves its subclasses without an entry."""
+"""The conversion of each class; subclasses without an entry inherit it."""
 
 
 def replaces(original: type[nn.Module]) -> Callable[[LayerClass], LayerClass]:
@@ -36,8 +36,8 @@ def register_conversion(original: type[nn.Module], convert: Callable[[nn.Module]
     """Register how `client.convert_model` converts the layers of a class.
 
     Subclasses of torch's batch norms rarely need this: `convert_model` keeps their `forward` and synchronises its calls
-    of `batch_norm`. Register a conversion for a class that computes its statistics itself. detectron2's class only adds
-    a `forward` to torch's layer, so the conversion makes it torch's layer, with the same tensors, and converts that:
+    of `batch_norm`. Register a conversion for a class that computes its statistics itself. For example, detectron2's
+    class only adds a `forward` to torch's layer, so its conversion restores torch's class and converts the result:
 
         def without_its_own_collectives(layer: NaiveSyncBatchNorm) -> nn.Module:
             layer.__class__ = nn.BatchNorm2d
@@ -45,7 +45,7 @@ def register_conversion(original: type[nn.Module], convert: Callable[[nn.Module]
 
         client.register_conversion(NaiveSyncBatchNorm, without_its_own_collectives)
 
-    `client.revert_model` makes torch's layer of it.
+    `client.revert_model` restores torch's class, not the registered one.
 
     Args:
         original: the class of the layers, and of subclasses without a conversion of their own.
@@ -71,7 +71,7 @@ class SynchronizedLayer:
     """Base of all synchronised layers: their options, and the pending update of their running statistics."""
 
     eps_mode: str = "plus"  # the default, see `set_sbn_eps_mode`
-    layer_name: str = "unnamed"  # on the wire; a layer that was created by torch's `__init__` alone has this one
+    layer_name: str = "unnamed"  # on the wire; the default is for layers created by torch's `__init__` alone
     group: GroupSpec = None
     _replica: tuple[Barrier, int] | None = None
     _accumulator: MomentAccumulator | None = None

@@ -1,8 +1,8 @@
 """Recomputation: a forward pass that a checkpoint runs a second time uses the results of its first run.
 
 The second run takes place inside the autograd engine. It must neither update the running statistics again nor exchange
-again, since the other members may be in other rounds by then. So a call inside the engine searches the earlier calls
-for the one with its moments.
+again, since the other members may be in other rounds by then. So a call inside the engine reuses the earlier call that
+had the same moments.
 """
 
 import math
@@ -24,12 +24,12 @@ from client.transports.process_group import switched_from_server
 from client.transports.transport import Transport
 from statsd_bn.reduction import Moments
 
-# No graph refers to the exchange of a reentrant checkpoint's first run, of a layer before the first trainable
-# parameter, or of a compiled layer. Pipelines have up to a few dozen micro-batches under way.
+# Calls cached for each layer without a graph: in the first run of a reentrant checkpoint, before the first trainable
+# parameter, or compiled. A pipeline has up to a few dozen micro-batches in flight.
 MAX_WITHOUT_GRAPH = 32
 
-# The largest difference of a recomputed sum, relative to the largest of its vector: kernels that add in varying order
-# differ by rounding, another batch by far more. Below the rounding of float32 no call is nearer than another.
+# The largest difference of a recomputed sum, relative to the largest sum of its vector. Kernels that add in varying
+# order differ by rounding, another batch by far more. Differences within float32's rounding count as equal.
 TOLERANCE, ROUNDING = 1e-3, 1e-7
 
 
@@ -39,7 +39,7 @@ def is_inside_backward() -> bool:
 
 
 class ExchangeCache:
-    """The calls that may be recomputed, by the name of their layer."""
+    """The calls that may be recomputed, by layer name."""
 
     def __init__(self) -> None:
         self._with_graph: defaultdict[str, WeakSet[Exchange]] = defaultdict(WeakSet)
@@ -60,9 +60,9 @@ class ExchangeCache:
             self._with_graph[exchange.layer].add(exchange)
 
     def _add_without_graph(self, exchange: Exchange) -> None:
-        """Cache a call, and drop the layer whose last call is oldest if its model may be gone.
+        """Cache a call, and drop the least recently called layer if its model may be gone.
 
-        That is so once the other layers have had enough calls to replace all of its calls.
+        That is assumed after `MAX_WITHOUT_GRAPH` further calls for each cached layer.
         """
         layers = self._without_graph
         layers.setdefault(exchange.layer, deque(maxlen=MAX_WITHOUT_GRAPH)).append(exchange)
@@ -76,9 +76,9 @@ class ExchangeCache:
     def find(self, layer: str, transport: Transport, replica: int, moments: ChannelMoments) -> Exchange | None:
         """The call of `layer` to which a local replica contributed these moments, if any.
 
-        Of several similar calls, for example of micro-batches, the nearest moments decide; then the call nearest to the
-        asking autograd node, of those that it can mean; then the latest that was not recomputed yet. Calls of a
-        compiled graph, run by one node without nodes between them, are returned in program order.
+        Of several similar calls, for example of micro-batches, the nearest moments decide; then the distance to the
+        recomputing autograd node; then the latest call that was not recomputed yet. The calls of one node of a compiled
+        graph are returned in program order.
         """
         with self._lock:
             calls = [*self._with_graph.get(layer, ()), *self._without_graph.get(layer, ())]
@@ -108,7 +108,7 @@ exchange_cache = ExchangeCache()
 def _first_of_node(call: Exchange, near: list[Exchange]) -> Exchange:
     """The next call, in program order, that the same node of a compiled graph has run.
 
-    For example, two calls of one layer on an empty batch are equal here, but not on another member.
+    For example, two calls of a layer with empty batches have equal moments here, but not on another member.
     """
     first = call.positions[0]
     if not first.is_inside_node or len(call.local) > 1:  # replicas have threads of their own, with other numbers
@@ -124,10 +124,10 @@ def _asking_node() -> int | None:
 
 
 def _distance_to(node: int | None, call: Exchange) -> float:
-    """Distance of the asking node from a call, by sequence numbers; infinity if it cannot mean the call.
+    """Distance of the recomputing node from a call, by sequence numbers; infinity if it cannot recompute that call.
 
-    With nested checkpoints a call has several positions: the outer one recomputed it first. The threads of replicas
-    number their nodes separately, so calls of several replicas are at distance 0.
+    With nested checkpoints a call has several positions, because the outer checkpoint recomputes it first. The threads
+    of replicas number their nodes separately, so calls of several replicas are at distance 0.
     """
     if node is None or len(call.local) > 1:
         return 0.0
@@ -136,7 +136,7 @@ def _distance_to(node: int | None, call: Exchange) -> float:
 
 
 def _distances(calls: list[Exchange], replica: int, moments: ChannelMoments) -> Iterator[tuple[Exchange, float]]:
-    """Yield the calls with an input of this shape, and the distance of their moments from these.
+    """Yield the calls with an input of this shape, each with the distance of its moments.
 
     A single candidate with moments on a device is assumed to match; a later call raises if it does not. Several are
     compared on the host, which waits for the device.

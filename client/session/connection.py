@@ -109,10 +109,10 @@ class Connection:
 
     @property
     def transport(self) -> str:
-        """How rows reach the other members of the job now.
+        """The transport of rows to the other members of the job now.
 
-        "server", over the server; from the second round on "shared_memory" where they share a host, or "process_group",
-        over torch's default process group; "in process" without other members.
+        "server" at first; from the second round on "shared_memory" if all share a host, or "process_group" for torch's
+        default process group; "in process" without other members.
         """
         if self.is_in_process:
             return IN_PROCESS
@@ -276,8 +276,8 @@ class Connection:
         """Gather the bytes of all members of the job.
 
         All members call it in the same order among their rounds. A paused member, see `client.join`, rejoins for it, as
-        for every new round, and waits until all have. It takes one round trip where each member has 8 KiB at most (less
-        with more than 31 members), and one more for each 512 KiB of all members together.
+        for every new round, and waits until all have. It takes one round trip if each member has 8 KiB at most (less
+        with more than 31 members). Longer data take one more for each 512 KiB of all members together.
 
         Args:
             name: of the gathered data, the same on every member and distinct from the layers' names.
@@ -306,8 +306,8 @@ class Connection:
 
     def raise_if_broken(self, cause: BaseException | None = None, seconds: float = 0.0) -> None:
         """Raise the reason if the strict job is known to be broken, or becomes so within `seconds`."""
-        if news := self._broken_job.wait_for_cause(seconds):
-            raise news from cause
+        if error := self._broken_job.wait_for_cause(seconds):
+            raise error from cause
 
     def session(self, group: Group | str | None) -> Session:
         """This member's session in a group; its first use waits until all its members use it."""
@@ -321,7 +321,7 @@ class Connection:
         if self._closed or os.getpid() != self._process:
             self._check_usable()
         session = self._sessions.get(group)
-        if key is None and session.participation is Participation.PAUSED:  # a step behind a pass of `client.join`
+        if key is None and session.participation is Participation.PAUSED:  # a step after `client.join`
             self.rejoin(group)
         with self._lock:
             key = key or session.forward_key(layer, phase)
@@ -339,9 +339,9 @@ class Connection:
             hide_internal_frames(error)
 
     def explain(self, error: BaseException) -> None:
-        """Add a note to a foreign exception: which rank has left the strict job, and why, as far as known.
+        """Add a note to another library's exception: which rank left the strict job, and why, if known.
 
-        For an exception of a torch collective it waits a moment for the news.
+        For an exception of a torch collective it waits a moment for the server's report.
         """
         if self.is_own and not self.member.is_elastic and self.member.world_size > 1:
             self._broken_job.annotate(error)

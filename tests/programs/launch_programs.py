@@ -21,7 +21,7 @@ def say(*words: object) -> None:
 
 
 def meet_twice() -> None:
-    """Meets, leaves and meets again; then the process group that every training has uses the same store."""
+    """Connect and leave, twice; then start a process group, which uses the same store."""
     for _ in range(2):
         with client.connect(round_timeout=DEADLINE) as connection:
             say("covers", connection.exchange("bn", ROW).count, repr(connection))
@@ -44,7 +44,7 @@ def go_on_after_member_0() -> None:
 
 
 def go_on_after_member_0_in_forked_children() -> None:
-    """The same in children of multiprocessing, which do not end as scripts do."""
+    """The same in forked children of multiprocessing, which end without `atexit` callbacks."""
     told = os.dup(sys.stdin.fileno())
 
     def child() -> None:
@@ -58,7 +58,7 @@ def go_on_after_member_0_in_forked_children() -> None:
 
 
 def be_busy_when_member_0_ends() -> None:
-    """Member 0 stops for ever; another is busy for so long that the master is gone when it comes back."""
+    """Every member waits for a line between two rounds, so that member 0 and its server can end in between."""
     connection = client.connect(round_timeout=DEADLINE)
     say("covers", connection.exchange("bn", ROW).count)
     sys.stdin.readline()

@@ -1,8 +1,8 @@
 """The interface as lines of text: what `tests/contract/test_interface.py` compares with its snapshot.
 
 A line names one thing and says what callers rely on: an argument with its kind and default, a flag with its values, a
-variable, an exit code, an error with its code. Annotations and docstrings are left out. So is all that a class inherits
-from torch, which depends on the version that is installed.
+variable, an exit code, an error with its code. It leaves out annotations, docstrings, and members inherited from torch,
+which depend on torch's version.
 """
 
 import argparse
@@ -34,10 +34,10 @@ OURS = ("client", "server", "statsd_bn")
 # Seed modules that users import by name.
 SEED = ("client.batchnorm", "client.comm", "client.replicate")
 
-# Public by its place in pickles, so in no `__all__`.
+# Public because pickles refer to it; not in `__all__`.
 IN_PICKLES = {"client": ("rebuilt_layer",)}
 
-# The promised members of classes whose other public members only the product calls.
+# The promised members of classes that also have public members for internal use.
 PROMISED = {
     "client.CallbackContext": (),
     "client.Connection": (
@@ -128,7 +128,7 @@ def _is_ours(kind: type) -> bool:
 
 
 def _is_public(base: type) -> bool:
-    """Whether a base has a name that users know: one of ours, or one of torch's layers."""
+    """Whether a base is one of our public classes or of torch's layers."""
     if _is_ours(base):
         return any(getattr(importlib.import_module(package), base.__name__, None) is base for package in OURS)
     return base in {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.DataParallel}
@@ -205,7 +205,7 @@ class _Made(Exception):
 
 
 def _commands() -> Iterator[str]:
-    """The flags of each command; a command makes its parser and parses at once, so it is stopped there."""
+    """The flags of each command, from its parser: `parse_args` is replaced to intercept it."""
     for name in ("serve", *sorted(server.__main__.COMMANDS)):
         for action in _parser(name)._actions:
             if not isinstance(action, argparse._HelpAction):
@@ -264,7 +264,7 @@ def _texts(package: str) -> Iterator[str]:
 
 
 def _looked_up(package: str) -> Iterable[str]:
-    """What stands in `environ.get("NAME")`, in `environ["NAME"]`, or in a call with an environment and a name."""
+    """Each NAME in `environ.get("NAME")`, `environ["NAME"]`, or a call with an environment and a name."""
     for path in (ROOT / package).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:

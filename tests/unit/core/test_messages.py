@@ -15,13 +15,13 @@ from support.strategies import SAMPLES
 
 KEY = RoundKey("job", "world", 0, 1, "layer1.bn", 2, FORWARD)
 
-# Made for each frame of a round.
+# Built for each frame of a round, and not frozen, because a frozen class takes longer to build.
 EACH_ROUND = {messages.Contribution, messages.Aggregate, Rows}
 
 SOUND: dict[type, Any] = {RoundKey: KEY, Rows: Rows((1, 2), np.zeros((2, 2, 3))), **SAMPLES}
 
 TOKENS = ([b"12345678", bytes(8)], [b"", bytes(7), bytes(9), "12345678", bytearray(8), 8, None])
-# Escape, delete, a C1 control, right-to-left override, a line separator, a zero-width joiner, half of a pair.
+# Escape, delete, a C1 control, right-to-left override, a line separator, a zero-width joiner, half a surrogate pair.
 CONTROLS = ["a\x1b[2J", "a\rb", "a\0", "\x7f", "\x9b2J", "a\u202eb", "a\u2028b", "a\u200db", "\ud800"]
 NAMES = (
     ["a", "naïve λ 層 🙂", "é" * (limits.MAX_NAME_BYTES // 2), "a" * limits.MAX_NAME_BYTES],
@@ -254,11 +254,11 @@ def test_values_of_gives_the_fields_in_their_order():
     assert list(KEY) == ["job", "world", 0, 1, "layer1.bn", 2, FORWARD]
 
 
-def test_a_key_tells_a_person_which_round_it_is():
+def test_the_text_of_a_key_names_its_round():
     assert str(KEY) == "job 'job', group 'world', epoch 0, step 1, layer 'layer1.bn', call 2, forward"
 
 
-def test_a_key_tells_a_program_which_round_it_is():
+def test_the_fields_of_a_key_have_their_names():
     assert list(KEY.fields.items())[3:5] == [("step", 1), ("layer", "layer1.bn")]
 
 
@@ -303,6 +303,6 @@ sys.exit(len(mixed))
 
 @pytest.mark.parametrize("pure", ["", "1"])
 def test_threads_do_not_write_into_one_anothers_frames(pure):
-    """Else one would speak in another one's name."""
+    """Otherwise a thread could send another one's session."""
     environment = {**os.environ, "MSGPACK_PUREPYTHON": pure}
     assert subprocess.run([sys.executable, "-c", SCRIPT], env=environment, timeout=60, check=False).returncode == 0
