@@ -109,7 +109,7 @@ def _view(arguments: list[str]) -> int:
         type=host_and_port,
         metavar="HOST:PORT",
         default=DEFAULT_HTTP,
-        help=f"where the page listens, port 0 picks a free one (default {DEFAULT_HTTP}); it asks for the token in "
+        help=f"where the page listens; 0 picks a free port (default {DEFAULT_HTTP}); it asks for the token in "
         "STATSD_BN_VIEW_TOKEN (default: a new one)",
     )
     found = parser.parse_args(arguments)
@@ -159,8 +159,8 @@ def _keygen(arguments: list[str]) -> int:
         "keygen",
         description="Makes keys for --curve: the server's if DIR has none yet, and clients'. Overwrites nothing.",
     )
-    parser.add_argument("folder", metavar="DIR", help="where to")
-    parser.add_argument("--client", action="append", metavar="NAME", help='repeatable; default "client"')
+    parser.add_argument("folder", metavar="DIR", help="folder of the keys")
+    parser.add_argument("--client", action="append", metavar="NAME", help='a client; repeatable; default "client"')
     parser.add_argument(
         "--jobs",
         action="append",
@@ -184,7 +184,7 @@ def _secret(arguments: list[str]) -> int:
         "secret",
         description="Makes the secret of a job on several nodes, for STATSD_BN_SECRET_FILE. Overwrites nothing.",
     )
-    parser.add_argument("file", metavar="FILE", help="where to")
+    parser.add_argument("file", metavar="FILE", help="file to write")
     found = parser.parse_args(arguments)
     write_secret(found.file)
     print(f"wrote {found.file}")  # noqa: T201 - the command's result
@@ -194,8 +194,8 @@ def _secret(arguments: list[str]) -> int:
 def _check(arguments: list[str]) -> int:
     parser = _asking_parser(
         "check",
-        "Exits with 0 if a server answers, with 4 if not, and with 2 if that is no endpoint; for health "
-        "checks and probes. Without a key it sees only that a server is there, which counts a refused connection.",
+        "Exits with 0 if a server answers, with 4 if not, and with 2 if ENDPOINT is invalid; for health checks and "
+        "probes. Without a key it only sees that a server is there, and the server counts a refused connection.",
         "as STATSD_BN_BIND or STATSD_BN_ENDPOINT says, else this user's own server",
     )
     found = parser.parse_args(arguments)
@@ -214,10 +214,10 @@ def _check(arguments: list[str]) -> int:
 def _report(arguments: list[str]) -> int:
     parser = _asking_parser(
         "report",
-        "Prints what a bug report needs: versions, devices, settings, and a server's state. Names, hosts, "
-        "addresses and keys are left out.",
+        "Prints versions, devices, settings, and a server's state for a bug report, without names, hosts, "
+        "addresses and keys.",
     )
-    parser.add_argument("--log", type=Path, metavar="FILE", help="a log whose last lines are added, redacted")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="log file: add its last lines, redacted")
     found = parser.parse_args(arguments)
     print(  # noqa: T201 - the command's result
         bug_report.describe(partial(_endpoint, found), lambda endpoint: _keys(endpoint, found.curve), found.log)

@@ -153,19 +153,19 @@ def parser(environ: Mapping[str, str]) -> Parser:
         "--bind",
         action="append",
         metavar="ENDPOINT",
-        help="ZeroMQ endpoint to listen on, repeatable; port * picks a free one and prints it "
+        help="ZeroMQ endpoint to listen on, repeatable; * picks a free port and prints it "
         "(STATSD_BN_BIND, separated by commas; default: ipc in a folder that only this user can enter)",
     )
     result.add_argument(
         "--version", action="version", version=VERSION, help="print the versions of the program and of its protocol"
     )
     result.add_argument(
-        "--log-level", type=str.lower, choices=LOG_LEVELS, help="in any case (STATSD_BN_LOG_LEVEL; default info)"
+        "--log-level", type=str.lower, choices=LOG_LEVELS, help="level of the log (STATSD_BN_LOG_LEVEL; default info)"
     )
     result.add_argument(
         "--insecure",
         action="store_true",
-        help="listen on TCP without keys: all who can connect may join, end, read and falsify any job "
+        help="listen on TCP without keys: anybody who can connect may join, end, read and falsify any job "
         "(STATSD_BN_INSECURE=1, which clients need too)",
     )
     result.add_argument(
@@ -173,18 +173,18 @@ def parser(environ: Mapping[str, str]) -> Parser:
         metavar="DIR",
         default=environ.get("STATSD_BN_CURVE") or None,
         help="accept only clients with a public key in DIR, and encrypt; SIGHUP reloads the keys; "
-        "- reads the keys of a server for one client from standard input (STATSD_BN_CURVE)",
+        "- reads the server's keys and one client's from standard input (STATSD_BN_CURVE)",
     )
     result.add_argument(
         "--parent",
         type=number_type(int, f"the id of a process, 1 to {MAX_PARENT}"),
         metavar="PID",
-        help="end with this process, which has to be the one that starts the server, and once all members have left",
+        help="process that starts the server: end when it has ended, and when all members have left",
     )
     result.add_argument(
         "--again",
         action="store_true",
-        help="with --parent, in place of a server that was killed: end also if no member comes back",
+        help="with --parent, for the successor of a killed server: also end if no member reconnects",
     )
     limits = result.add_argument_group("limits", "Requests beyond a limit get an error, and the status counts them.")
     for option in fields(Quota):

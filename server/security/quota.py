@@ -39,21 +39,21 @@ class Quota:
     )
     max_groups: int = _option(limits.MAX_GROUPS, limits.MAX_GROUPS, "groups of all jobs; each keeps some 0.2 MB")
     max_tenant_groups: int = _option(
-        256, limits.MAX_GROUPS, "groups of one tenant, but at most as many as are free for others"
+        256, limits.MAX_GROUPS, "groups of one tenant, and at most as many as are free for others"
     )
     max_server_bytes: int = _option(
-        2**29, 2**44, "bytes kept in all; the process takes some 120 MB more, and a container is best given twice this"
+        2**29, 2**44, "total bytes kept; the process needs some 120 MB more, so give a container twice this"
     )
     max_tenant_bytes: int = _option(
         3 * 2**27,
         2**44,
-        "bytes kept for a tenant, or without keys for a job: 1,024 members at 2,048 channels keep 320 MB. With keys it "
-        "should be below --max-server-bytes, or one tenant can take all the room",
+        "bytes kept for a tenant, or without keys for a job: 1,024 members with 2,048 channels need 320 MB. With keys, "
+        "set it below --max-server-bytes, or one tenant can use all memory",
     )
     silence_seconds: float = _option(
         limits.SILENCE_SECONDS,
         limits.MAX_DEADLINE,
-        "time that a member may be silent before it is taken for lost; 20 on a network that loses every fifth packet",
+        "seconds of silence after which a member is lost; 20 on a network that loses every fifth packet",
         least=2 * limits.HEARTBEAT_SECONDS,
     )
 

@@ -44,7 +44,7 @@ CLIENT_VARIABLES = {
     "STATSD_BN_JOB": "`job`",
     "STATSD_BN_LOG_LEVEL": "debug, info, warning or error: level of the client's log, default that of `logging`, "
     "and of rank 0's server, default warning",
-    "STATSD_BN_NATIVE": "0: do without the native core; default 1. Read once",
+    "STATSD_BN_NATIVE": "0: turns the native core off; default 1; read once",
     "STATSD_BN_ON_NONFINITE": "`on_nonfinite`",
     "STATSD_BN_SECRET": "the job's secret itself; excludes STATSD_BN_SECRET_FILE",
     "STATSD_BN_SECRET_FILE": "file with the secret of a job on several hosts without an endpoint, made by `python -m "
@@ -69,8 +69,8 @@ HEAD = """# Configuration
 This page is for you if you need a flag, argument or environment variable. `scripts/docs write` makes it from the
 code.
 
-`statsd-bn serve` is `python -m server`, and `statsd-bn status`, `check`, `keygen`, `secret` and `view` are its
-commands. In a folder with a `server.py` of your own only `statsd-bn` works."""
+`statsd-bn serve` is `python -m server`, and `statsd-bn status`, `check`, `report`, `view`, `keygen` and `secret` are
+its commands. In a folder with a `server.py` of your own only `statsd-bn` works."""
 
 FLAGS = """## python -m server
 
@@ -87,7 +87,7 @@ An argument takes precedence over a variable."""
 
 VARIABLES = """## Variables that the client reads
 
-`client.connect` warns of a variable whose name is nearly one of these."""
+`client.connect` warns of a misspelt name."""
 
 
 def page() -> str:
@@ -162,7 +162,7 @@ class _Made(Exception):
 
 
 def _parser_of(command: object) -> argparse.ArgumentParser:
-    """A command makes its parser and parses at once, so it is stopped there."""
+    """The parser of a command: `parse_args` is replaced to intercept it."""
 
     def stop(self: argparse.ArgumentParser, *_: object) -> None:
         raise _Made(self)
