@@ -36,7 +36,7 @@ from statsd_bn.text import log_line
 logger = logging.getLogger("statsd_bn.client")
 
 # The STATSD_BN_ variables of the client.
-_NAMES = "BIND CURVE ENDPOINT INSECURE JOB LOG_LEVEL ON_NONFINITE SECRET SECRET_FILE STACKS TRACEBACK TRANSPORT"
+_NAMES = "BIND CURVE ENDPOINT INSECURE JOB LOG_LEVEL NATIVE ON_NONFINITE SECRET SECRET_FILE STACKS TRACEBACK TRANSPORT"
 VARIABLES = frozenset(PREFIX + name for name in _NAMES.split())
 
 # Priority of a finalizer that runs after multiprocessing has sent its queues, since leaving may wait for other members.
@@ -81,21 +81,20 @@ def connect(
         rank: this process's number in the job; else RANK, else SLURM's number of the task, else the rank in torch's
             process group, else 0.
         world_size: the number of processes at the start of the job; else WORLD_SIZE, else the number of SLURM's tasks,
-            else the size of torch's process group, else 1. A larger value than these means that the other processes are
-            started elsewhere; a smaller one is allowed only with `rank`, or in an elastic job.
+            else the size of torch's process group, else 1. A larger value than the launcher's means that the other
+            processes are started elsewhere; a smaller one is allowed only with `rank`, or in an elastic job.
         round_timeout: the longest time of a round, in seconds.
         join_timeout: the longest time until all processes are connected, in seconds; default: `round_timeout`.
         policy: the effect of a lost member. "strict": all others raise `ReplicaLost`. "elastic": they continue without
             it, and new ones may join at a step boundary, see `Connection.first_step`.
-        min_members: the least number of members with which an elastic job continues; with fewer all wait for new ones,
-            for up to `round_timeout`; default 1.
+        min_members: the least number of members with which an elastic job continues; fewer wait for new ones, for up to
+            `round_timeout`; default 1.
         curve: the file with this client's secret key, as `python -m server keygen` makes it, for a server with --curve;
             else STATSD_BN_CURVE. A server that rank 0 starts for a job on several nodes makes its keys from
             STATSD_BN_SECRET_FILE or STATSD_BN_SECRET. TCP needs a key; for a server with --insecure, on a closed
             network, set STATSD_BN_INSECURE=1 instead.
-        abort_after: how long a process of a strict job may remain in a collective of torch after the job has broken,
-            because a rank was lost, raised or called something else; then the process exits with code 1. In seconds;
-            None: for ever.
+        abort_after: how many seconds a process may remain in a collective of torch after its strict job has broken,
+            because a rank was lost, raised or called something else; then it exits with code 1. None: for ever.
         transport: how rows reach the other processes. "auto", in a strict job: over torch's default process group if
             that is NCCL's, has the job's ranks, and the first layer's input is on a GPU on all of them; else in shared
             memory if all processes share a host and support it; else over the server, and a line at level INFO gives
@@ -122,7 +121,7 @@ def connect(
         DuplicateMember: another process has this rank.
         WorldSizeMismatch: the processes disagree on `world_size`.
         GroupIncomplete: not all processes connected in time.
-        RegistrationRefused: the processes disagree on the policy, or for another reason, which the error names.
+        RegistrationRefused: the processes disagree on the policy, or another reason, which the error names.
     """
     arguments = dict(locals())  # before other local variables
     open_already = current_connection()

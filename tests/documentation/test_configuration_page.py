@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from client.launch import connect
 from documentation import configuration_page
 from server import __main__ as command_line
 from support.paths import ROOT
@@ -16,6 +17,10 @@ def test_the_page_is_what_the_code_would_write():
 
 def test_every_described_variable_is_read():
     assert set(configuration_page.CLIENT_VARIABLES) == configuration_page.variables_of("client")
+
+
+def test_connect_knows_every_variable_of_ours_that_the_client_reads():
+    assert {name for name in configuration_page.CLIENT_VARIABLES if name.startswith("STATSD_BN_")} <= connect.VARIABLES
 
 
 def test_every_variable_that_the_server_reads_is_on_the_page():
