@@ -199,6 +199,8 @@ class SnapshotBuilder:
         self._keep(now, report, before)
         self._record(now, rated)
         groups = [self._with_verdict(now, group) for group in (*rated, *self._returning.values(), *self._over.values())]
+        shown = {_group_name(group) for group in groups}
+        self._since = {key: since for key, since in self._since.items() if key in shown}
         # A malformed report raises before this and adds no event.
         if self._error:
             found.insert(0, _event("answers", {}, None, "The server answers again"))

@@ -1,6 +1,6 @@
 import json
 
-from server.view.snapshot import MAX_EVENTS, SnapshotBuilder, events
+from server.view.snapshot import MAX_EVENTS, MAX_OVER, SnapshotBuilder, events
 from support.view_reports import ended, figures, group, layer, member, report, skew, waiting
 
 ROUND = waiting(2.0, 1)
@@ -216,6 +216,16 @@ def test_a_verdict_has_the_time_at_which_it_was_first_true():
     assert times == [1.0, 1.0, 3.0, 3.0]
     waits = group(member(0), member(1), waiting=[waiting(2.0, 1)])
     assert shown_at(watcher, 5.0, waits)["groups"][0]["verdict"]["since"] == 3.0
+
+
+def test_nothing_is_kept_of_jobs_that_ended_long_ago():
+    watcher = SnapshotBuilder("x")
+    for number in range(200):
+        of = group(member(0), job=f"job {number}", figures=figures(layer("bn1", 0.1)))
+        shown = shown_at(watcher, 10.0 * number, of)
+    assert len(shown["groups"]) == 1 + MAX_OVER
+    kept = [watcher._since, watcher._trends, watcher._layers, watcher._members, watcher._over]
+    assert max(map(len, kept)) <= 1 + MAX_OVER
 
 
 def test_members_have_flags_shares_and_round_trips():
