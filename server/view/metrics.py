@@ -8,8 +8,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from server.group.health import MAX_DELAY_SHARE
 from server.view.snapshot import Snapshot
-from server.view.verdict import SLOW_SHARE, count_here
+from server.view.verdict import count_here
 from statsd_bn.messages import WORLD
 from statsd_bn.timing import BOUNDS
 
@@ -112,7 +113,7 @@ def _differing(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _findings(group: dict[str, Any]) -> int:
-    return len(_differing(group)) + int(group.get("held", 0.0) >= SLOW_SHARE)
+    return len(_differing(group)) + int(group.get("held", 0.0) >= MAX_DELAY_SHARE)
 
 
 def _broken(groups: list[dict[str, Any]], ended: list[dict[str, Any]]) -> Metric:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from server.group.health import MAX_DELAY_SHARE
 from statsd_bn.members import Members, format_ranks
 from statsd_bn.messages import format_missing_members
 from statsd_bn.round_key import GATHER, MEMORY_GATHER
@@ -22,9 +23,6 @@ FINE, NOTICE, ATTENTION, BROKEN = range(4)
 
 # A wait is unusual after a second, or after twice the time by which last ranks are late; at most after LONG_SECONDS.
 WAIT_SECONDS, LONG_SECONDS = 1.0, 10.0
-
-# Share of the last minute from which on a rank is slow; the server reports it from here on.
-SLOW_SHARE = 0.1
 
 # A return after a restart of the server is told for this long.
 RESTART_SECONDS = 60.0
@@ -199,7 +197,7 @@ def _waiting(group: Group, now: float) -> Iterator[Verdict]:
 
 def _slow(group: Group) -> Iterator[Verdict]:
     rank, held = group.get("slowest"), group.get("held", 0.0)
-    if rank is None or held < SLOW_SHARE:
+    if rank is None or held < MAX_DELAY_SHARE:
         return
     text = f"R{_name(group, rank)[1:]} slows the job down: the others waited {percent(held)} of the last minute for it"
     advice = f"Compare the data loading, the GPU and the CPU of rank {rank} with another rank's."
