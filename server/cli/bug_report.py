@@ -19,11 +19,10 @@ from statsd_bn.wire import PROTOCOL_VERSION
 
 PACKAGES = ("statsd-bn", "torch", "pyzmq", "msgpack", "numpy", "triton", "lightning", "mmengine", "monai")
 
-# Variables whose values name nothing of the user's. Of the others the report says only that they are set.
-HARMLESS = {
-    *("STATSD_BN_TRANSPORT", "STATSD_BN_NATIVE", "STATSD_BN_TRACEBACK", "STATSD_BN_LOG_LEVEL", "STATSD_BN_INSECURE"),
-    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK"),
-}
+# Variables whose values name nothing of the user's, ours and the launchers'. Our others appear without their values.
+PREFIX = "STATSD_BN_"
+OURS = ("TRANSPORT", "NATIVE", "TRACEBACK", "LOG_LEVEL", "INSECURE")
+HARMLESS = {*(PREFIX + name for name in OURS), "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK"}
 
 LOG_LINES = 20
 # Longer lines of a log are cut.
@@ -110,7 +109,7 @@ def _devices() -> str:
 
 
 def _settings(environ: Mapping[str, str]) -> Iterator[str]:
-    names = sorted(name for name in environ if name.startswith("STATSD_BN_") or name in HARMLESS)
+    names = sorted(name for name in environ if name.startswith(PREFIX) or name in HARMLESS)
     shown = [f"{name}={environ[name]}" if name in HARMLESS else f"{name} is set" for name in names]
     yield f"environment: {redact(', '.join(shown)) or 'no variable of statsd_bn or a launcher'}"
 
