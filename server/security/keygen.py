@@ -25,11 +25,11 @@ PRIVATE_FOLDER = 0o700
 
 SECRET_BYTES = KEY_BYTES = 32
 
-# In place of a folder: the parent process passes the keys, and they are in no file.
+# In place of a folder: the parent process passes the keys, so no file contains them.
 STANDARD_INPUT = "-"
 
 SECRET_NOTE = "# This file proves an identity to the server: keep it private.\n"  # noqa: S105 - a comment in the file
-PUBLIC_NOTE = "# A client's public key, which the server lets in while this file is here; SIGHUP reads it again.\n"
+PUBLIC_NOTE = "# A client's public key; the server admits the client while this file is here. SIGHUP reads it again.\n"
 
 
 def generate(folder: str | Path, clients: Sequence[str] = (), jobs: Sequence[str] = (), tenant: str = "") -> list[Path]:

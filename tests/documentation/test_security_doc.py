@@ -32,7 +32,7 @@ def table(heading: str) -> list[dict[str, str]]:
     return [dict(zip(names, row, strict=True)) for row in rows]
 
 
-HELD = table("What holds it")
+DEFENCES = table("Defences")
 
 
 def test_each_attacker_has_what_they_can_see_slow_stop_and_falsify():
@@ -43,11 +43,11 @@ def test_each_attacker_has_what_they_can_see_slow_stop_and_falsify():
         assert all(row.values())
 
 
-@pytest.mark.parametrize("row", HELD, ids=[row["tried"] for row in HELD])
+@pytest.mark.parametrize("row", DEFENCES, ids=[row["attack"] for row in DEFENCES])
 def test_every_defence_names_existing_tests(row):
     assert row["by"]
-    assert row["what holds it"]
-    shown = LINK.findall(row["shown by"])
+    assert row["defence"]
+    shown = LINK.findall(row["test"])
     assert shown
     for target, test in shown:
         file = PAGE.parent / target
