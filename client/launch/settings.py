@@ -1,7 +1,7 @@
 """Settings: the resolved configuration of `client.connect`, with the source of each value.
 
 The precedence is: argument, STATSD_BN_ variable, the launcher's variables, torch's process group, default. A launcher
-of one process does not know the processes that this one has started, so a process group of several overrides it.
+of one process cannot see the processes that this one has started, so a process group of several overrides it.
 """
 
 import os
@@ -38,7 +38,7 @@ _TYPES: dict[str, tuple[str, Any]] = {
     **dict.fromkeys(("round_timeout", "join_timeout", "abort_after"), ("a number of seconds", int | float)),
     "curve": ("a path", str | os.PathLike),
 }
-# The default of the others is None.
+# The other arguments default to None.
 _DEFAULTS = {"round_timeout": DEFAULT_ROUND_TIMEOUT, "policy": STRICT, "abort_after": DEFAULT_ABORT_AFTER}
 
 # The settings that are attributes of `Member`, under the same names.
@@ -53,7 +53,7 @@ class Settings:
     """The resolved configuration of `client.connect`.
 
     Without `endpoint` rank 0 starts a server, and announces it in the launcher's store or, if `uses_process_group`, in
-    the process group's. `launched` is the number of processes according to either, if `world_size` is larger.
+    the process group's. `launched` is the launcher's or the process group's size, if `world_size` is larger.
     """
 
     member: Member
@@ -97,11 +97,11 @@ def resolve(environ: Mapping[str, str], group: ProcessGroup | None = None, **arg
     min_members = _min_members(policy.value, given["min_members"], size)
     is_elastic = min_members.value > 0
     launched = _launched(environ, group)
-    # New members may join an elastic job, and bring it above its initial size.
+    # New members may raise an elastic job above its initial size.
     if launched and size.value < launched.value and rank.source != ARGUMENT and not is_elastic:
         raise ConfigurationError(
             f"world_size: expected at least {launched.value}, as {launched.source} says, got {size.value} "
-            f"({size.source}); leave it out, or pass rank too for a job of some of these processes"
+            f"({size.source}); omit it, or pass rank too for a job of some of these processes"
         )
     bound, name = (limits.MAX_MEMBERS, "MAX_MEMBERS") if is_elastic else (size.value, "world_size")
     if not 0 <= rank.value < bound:
@@ -221,7 +221,7 @@ def _min_members(policy: str, argument: int | None, size: Setting[int]) -> Setti
         if argument is not None:
             raise ConfigurationError(
                 f"min_members: expected no value under the policy {STRICT!r}, got {short_repr(argument)} ({ARGUMENT}); "
-                f"pass policy={ELASTIC!r}, or leave min_members out"
+                f"pass policy={ELASTIC!r}, or omit min_members"
             )
         return Setting("min_members", 0, DEFAULT)
     if argument is None:

@@ -17,7 +17,7 @@ from client.data_parallel.replicate import DataParallelWithCallback
 from client.nn import input_checks
 from client.nn.layer import SynchronizedLayer
 
-# A summary names as many classes; the report has all layers.
+# The most classes in a summary; the report lists all layers.
 _MAX_CLASSES = 4
 
 # Attributes of an instance that torch calls instead of the `forward` of its class.
@@ -29,7 +29,7 @@ _COLLECTIVE = re.compile("all_?(?:reduce|gather)", re.IGNORECASE)
 # Attributes that converted subclasses have and torch's layers do not, which `client.nn.subclasses` adds.
 RESERVED_NAMES: list[str] = []
 
-# Why no class could be derived from a class.
+# Why deriving a synchronised class from a class failed.
 class_errors: "WeakKeyDictionary[type, str]" = WeakKeyDictionary()
 
 
@@ -55,7 +55,7 @@ class ConversionReport:
 
     @property
     def summary_of_left(self) -> str:
-        """Layers left, by class, with the first of each: `2 layers unsynchronised: 'head.norm' (MyNorm: ...)`."""
+        """Unsynchronised layers by class, with the first of each: `2 layers unsynchronised: 'norm' (MyNorm: ...)`."""
         descriptions = {path: f"{name}: {reason}" for path, (name, reason) in self.left.items()}
         return f"{layers(len(self.left))} unsynchronised: {summarize(descriptions)}"
 
@@ -85,7 +85,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
                 synchronised[path] = name
         elif is_unsynchronised(module):
             is_sharded = module in sharded
-            reason = "sharded by FSDP; convert the model before" if is_sharded else reason_not_synchronised(module)
+            reason = "sharded by FSDP; convert the model first" if is_sharded else reason_not_synchronised(module)
             left[path] = (type(module).__qualname__, reason or "not converted")
     return ConversionReport(synchronised, left)
 
@@ -118,7 +118,7 @@ def layers(number: int) -> str:
 
 
 def summarize(descriptions: dict[str, str]) -> str:
-    """Name the first layer of each description and the number of the others; `descriptions` are by path."""
+    """Name the first layer of each description and the number of the others; the keys are paths."""
     paths: dict[str, list[str]] = {}
     for path, description in descriptions.items():
         paths.setdefault(description, []).append(path)
@@ -146,9 +146,9 @@ def has_own_forward(module: nn.Module) -> bool:
 def reason_not_synchronised(module: nn.Module) -> str:
     """Why an unsynchronised module cannot be converted; "" if it can."""
     if has_own_forward(module):
-        return "compiled, or its forward was replaced; convert it before"
+        return "compiled, or its forward was replaced; convert the model first"
     if parametrize.is_parametrized(module):
-        return "parametrized; convert it before"
+        return "parametrized; convert the model first"
     if isinstance(module, nn.DataParallel):
         return "" if type(module) is nn.DataParallel else "a subclass of nn.DataParallel"
     return _reserved_names_of(module) or reason_not_derivable(type(module))
@@ -177,7 +177,7 @@ def _problem_of_methods(original: type[nn.Module]) -> str:
     if any(name == "__call__" for name, _ in methods):
         return "it overrides __call__, which may bypass its forward"
     if _has_collective(next((value for name, value in methods if name == "forward"), None)):
-        return "its forward synchronises already; client.register_conversion says how to convert it"
+        return "its forward synchronises already; see client.register_conversion"
     # `__init__` may do so: it has run before the conversion.
     if endless := next((name for name, value in methods if name != "__init__" and _calls_super_of_type(value)), ""):
         return f"its {endless} calls super(self.__class__, self), which recurses for ever in a subclass; write super()"

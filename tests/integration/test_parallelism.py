@@ -40,7 +40,7 @@ def test_sharded_layers_are_left_and_reported(members, tmp_path, way):
         assert ") and 1 more of its class, '" in told_then[0]
         assert "head.2' (" in told_then[0]
         assert "left 3 layers unsynchronised: '" in told[0]
-        assert "sharded by FSDP; convert the model before" in told[0]
+        assert "sharded by FSDP; convert the model first" in told[0]
 
 
 def test_a_distributed_input_is_refused_and_its_part_is_taken(members, tmp_path):
@@ -55,7 +55,7 @@ def test_a_part_of_a_sharded_model_is_left_as_well(members, tmp_path):
     for is_left, told in members(2, fsdp_programs.convert_a_part, str(tmp_path / "store")):
         assert is_left
         assert [text.partition(". ")[0] for text in told] == [
-            "convert_model left 1 layer unsynchronised: '1' (BatchNorm2d: sharded by FSDP; convert the model before)"
+            "convert_model left 1 layer unsynchronised: '1' (BatchNorm2d: sharded by FSDP; convert the model first)"
         ]
 
 

@@ -335,7 +335,7 @@ def test_an_empty_batch_begins_no_round_of_a_layer_that_called_no_batch_norm(kin
 
 def test_a_forward_that_synchronises_itself_is_left_and_named():
     model = nn.Sequential(made(SynchronisesItself), made(Reduced))
-    reason = "its forward synchronises already; client.register_conversion says how to convert it"
+    reason = "its forward synchronises already; see client.register_conversion"
     with pytest.warns(UserWarning, match=f"left 1 layer unsynchronised: '0.1' .SynchronisesItself: {reason}"):
         client.convert_model(model)
     report = client.conversion_report(model)
