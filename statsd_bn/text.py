@@ -17,15 +17,14 @@ from statsd_bn import limits
 
 CONTINUED = "    "  # indentation of a line that continues the sentence of the line before
 
-# Width of a first line. Python writes the class and its module before it, at most 40 characters, and both together stay
-# below 120.
+# Width of a first line. Python prints module and class before it, at most 40 characters, so both fit into 120.
 FIRST_LINE = 80
 
 # Rows of a table. A table of more ranks shows a few of each section, and counts the others.
 MAX_ROWS = 16
 FEW_ROWS = 3
 
-# Preferred ends of a first line, from this length on.
+# A first line is preferably broken after one of these, if it keeps this length.
 _ENDS = ("; ", ". ", ": ", ", ")
 _SHORTEST = 40
 
@@ -44,12 +43,12 @@ def is_printable_text(text: str) -> bool:
 
 
 def escape(text: str) -> str:
-    """Returns a text with all that is not printable escaped, line feeds and tabs too."""
+    """Returns a text with unprintable characters escaped, including line feeds and tabs."""
     return text if text.isprintable() else _escaped(text, "")
 
 
 def escape_lines(text: str) -> str:
-    """Returns a text with all that is not printable escaped, except line feeds and tabs."""
+    """Returns a text with unprintable characters escaped, except line feeds and tabs."""
     return text if text.isprintable() else _escaped(text, _LAYOUT)
 
 
@@ -135,7 +134,7 @@ def strip_traceback(text: str) -> str:
 def wrap(text: str, width: int = FIRST_LINE) -> str:
     """Returns an error's text with a first line of at most `width` characters, which continues on the next line.
 
-    A wrapped text is wrapped anew, so it can be part of another.
+    Text that contains wrapped text is unwrapped first.
     """
     if len(text.partition("\n")[0]) <= width:
         return text
@@ -177,7 +176,7 @@ class TableSection:
 
     rows: Sequence[Row]  # rows of the first ranks, at most `MAX_ROWS`
     size: int  # number of all ranks
-    name: str  # where they wait, as it follows "3 more ranks"
+    name: str  # where they wait, to follow "3 more ranks"
 
 
 def error_text(
@@ -185,8 +184,7 @@ def error_text(
 ) -> str:
     """Returns the text of an error, short enough for a message.
 
-    The table has the most important sections first, without `more_sections` further ones. `where` is the job, group and
-    round.
+    `table` has the most important sections first; it leaves out `more_sections`. `where` is the job, group and round.
     """
     head, tail = wrap(what).split("\n"), [line for line in (where and f"  in {where}", advice) if line]
     room = limits.MAX_TEXT_BYTES - _size([*head, *tail])

@@ -278,7 +278,7 @@ def _process_group_of(layer: nn.Module) -> Any:
 def _keep_from_torchs_converter(parent: nn.Module, name: str, module: nn.Module) -> nn.Module | None:
     """Keep a synchronised layer that `nn.SyncBatchNorm.convert_sync_batchnorm` would replace by one of torch's.
 
-    Torch calls this hook when a module gets a child. The converter's new layer is known by its tensors: the old ones.
+    Torch calls this hook when a module gets a child. The converter's new layer has the old layer's tensors.
     """
     if type(module) is not SyncBatchNorm:
         return None

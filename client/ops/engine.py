@@ -39,7 +39,7 @@ def moments(x: Tensor, mask: Tensor | None = None) -> ChannelMoments:
 def normalise(x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """(x - mean) * invstd * weight + bias, in the type of `x`; None means weight 1 or bias 0.
 
-    Raises ValueError where weight or bias have another shape than (C,).
+    Raises ValueError unless weight and bias have the shape (C,).
     """
     check_parameter("weight", weight, x)
     check_parameter("bias", bias, x)
@@ -47,13 +47,13 @@ def normalise(x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, b
 
 
 def check_parameter(name: str, values: Tensor | None, x: Tensor) -> None:
-    """Raise ValueError where weight or bias have another shape than (C,)."""
+    """Raise ValueError unless a weight or bias has the shape (C,)."""
     if values is not None and values.shape != x.shape[1:2]:
         raise ValueError(f"expected a {name} of shape ({x.shape[1]},), got {tuple(values.shape)}")
 
 
 def prepare_backward(grad: Tensor, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Gradient and input in the layout of `backward_sums` and `input_gradient`, which would each copy them."""
+    """Gradient and input in one layout; otherwise `backward_sums` and `input_gradient` would each copy them."""
     return (grad, x) if isinstance(backend_for(x, mask), Reference) else same_layout(grad, x)
 
 

@@ -21,7 +21,7 @@ from statsd_bn.errors import StatsdBNError
 from statsd_bn.round_key import BACKWARD, SECOND_BACKWARD
 from statsd_bn.text import wrap
 
-# In place of a slice's saver: nothing of it is saved.
+# The `Slice.saver` of a slice that needs no backward pass.
 UNSAVED = "unsaved"
 
 
@@ -32,8 +32,8 @@ class Slice(NamedTuple):
     weight: Tensor | None  # the replica's copies, shape (C,)
     bias: Tensor | None
     mask: Tensor | None = None  # shape (N, *), bool: which positions count for the statistics
-    # Saves input, weight and mask for backward: None for the batch norm's node, `UNSAVED` for nothing, or a node that
-    # has saved input and weight, see `save_in_thread`.
+    # Where input, weight and mask are saved for backward: in the batch norm's node if None, nowhere if `UNSAVED`; else
+    # a node has saved input and weight, see `save_in_thread`.
     saver: Any = None
     stream: Any = None  # of the replica's device, see `stream_of`
 
@@ -41,9 +41,9 @@ class Slice(NamedTuple):
 def save_in_thread(slice_: Slice) -> Slice:
     """Save the input in the calling thread, where a checkpoint around this replica sees it.
 
-    Checkpoints are hooks of their thread, and the last replica's thread runs the batch norm of all. The weight is saved
-    too, so that autograd notices if it changes before backward: the copies on the module's device share its memory. A
-    thread without gradients saves nothing, whatever its siblings do.
+    A checkpoint's hooks see one thread only, and the last replica's thread runs the batch norm of all. The weight is
+    saved too: copies on the module's device share its memory, so autograd must detect a change before backward. A
+    thread under `no_grad` saves nothing, whatever its siblings do.
     """
     if not torch.is_grad_enabled():
         weight, bias = (None if vector is None else vector.detach() for vector in (slice_.weight, slice_.bias))
@@ -53,7 +53,7 @@ def save_in_thread(slice_: Slice) -> Slice:
     if slice_.input.requires_grad:
         x = _Save.apply(slice_.input, None if slice_.weight is None else slice_.weight.detach(), None)
         return slice_._replace(input=x, saver=x.grad_fn)
-    # As output of such a node the input would require a gradient, and so an unnecessary round.
+    # As the output of `_Save` the input would require a gradient, at the cost of a round.
     anchor = _SaveOnly.apply(slice_.input, slice_.weight, slice_.bias)
     return slice_._replace(saver=_Saver(anchor) if anchor.requires_grad else None)
 
@@ -164,7 +164,7 @@ class _BatchNorm(Exchanging):
         needs = _split(ctx.needs_input_grad[2 : 2 + 3 * ctx.replicas], 3)
         xs, weights, masks = _split(_saved(ctx), 3)
         arguments = _BackwardPass(ctx.exchange, needs), *grads, *xs, *weights, *masks
-        # The pass becomes a node only where a graph of it is asked for.
+        # A node, which allows a second derivative, only under `create_graph=True`.
         run = partial(apply_function, _Backward) if torch.is_grad_enabled() else _Backward.forward
         gradients = _run_pass(ctx.exchange, run, arguments)
         return None, None, *gradients, *[None] * ctx.replicas
@@ -289,7 +289,7 @@ def _split(values: Any, parts: int) -> list[Any]:
 
 
 # CUDA streams: one thread computes for all replicas of a process, each on its own device. It uses the stream of the
-# replica's own thread, which computes the input; in another stream the batch norm could read the input too early.
+# replica's own thread, in which the input is computed; in another stream the batch norm could read it too early.
 
 
 def stream_of(x: Tensor) -> Any:

@@ -1,9 +1,9 @@
 """Program order of rounds in the code that inductor generates.
 
-Inductor orders independent operators by the memory they need, and so by the size of the batch: members with other
-shapes would wait for each other in different layers. Ordered effects tie operators in the graph, but torch 2.13 stores
-the tie of two kernels under a buffer's name and looks it up under an operation's (`with_effects` in
-`torch/_inductor/lowering.py`). An `EffectfulKernel` of torch declares its dependencies itself and keeps its place.
+Inductor orders independent operators by their memory use, which depends on the batch size: members with different
+shapes would wait for each other in different layers. Ordered effects are dependencies between operators, but torch 2.13
+stores a dependency under a buffer's name and looks it up under an operation's (`with_effects` in
+`torch/_inductor/lowering.py`). torch's `EffectfulKernel` declares its dependencies itself, so inductor keeps its place.
 """
 
 import sys
@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 def keep(operators: Iterable[OpOverload]) -> None:
     """Makes inductor run these operators, which are ordered effects, in the order of the graph.
 
-    Call it while a graph is traced: inductor, which takes seconds to import, has been imported by then if it is used.
+    Call it while a graph is traced: by then inductor has been imported if it is used. Its import takes seconds.
     """
     lowering = sys.modules.get("torch._inductor.lowering")
     lowerings = getattr(lowering, "lowerings", None)  # missing while another thread imports it
@@ -42,7 +42,7 @@ def _register(operator: OpOverload) -> None:
         effect: Any = _get_effect(operator)
         previous = V.graph.effectful_ops.get(effect)
         made = pytree.tree_map(boxed, ir.EffectfulKernel.create(operator, *args, **kwargs))
-        # The caller records this kernel itself. Restore the former entry, or it would tie the kernel to itself.
+        # The caller records this kernel itself. Restore the former entry, or the kernel would depend on itself.
         V.graph.effectful_ops.pop(effect, None)
         if previous is not None:
             V.graph.effectful_ops[effect] = previous

@@ -18,17 +18,17 @@ from zoo.specimen import Specimen, Unfit, tensors_of
 
 DEVICES = ["cpu"] * 2
 
-# What says how a conversion went is to be read at a glance.
+# The most characters in a log line or warning of a conversion.
 LONGEST_LINE = 300
 
-# Gradients that are zero up to rounding, like a bias's before a batch norm, are compared relative to the largest of
-# all.
+# The least scale of a gradient, relative to the largest one: before a batch norm a bias has a gradient of rounding
+# errors only.
 FAINT = 1e-6
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What became of a network."""
+    """The result for one network."""
 
     layers: tuple[tuple[str, int], ...]  # batch norms by class
     differences: dict[str, float]  # largest relative difference of each kind of result
@@ -37,24 +37,24 @@ class Comparison:
 
     @property
     def largest(self) -> float:
-        """Of all differences."""
+        """The largest difference of all kinds."""
         return max(self.differences.values())
 
 
 @dataclass
-class Said:
-    """Logs and warnings."""
+class Output:
+    """Logs and warnings of a conversion."""
 
     lines: list[logging.LogRecord] = field(default_factory=list)
     warned: list[str] = field(default_factory=list)
 
 
 def compare(specimen: Specimen) -> Comparison:
-    """Converts a copy of the network, trains a step of both, and takes the conversion back."""
+    """Converts a copy of the network, trains one step of both, and reverts the conversion."""
     whole, twin = specimen.model, copy.deepcopy(specimen.model)
     alone = _alone(copy.deepcopy(whole), specimen.inputs)
     before = _Anatomy(twin)
-    with _heard() as said:
+    with _captured() as output:
         converted = client.convert_model(twin)
         found = _step(client.DataParallelWithCallback(converted, DEVICES), specimen.inputs)
         report = client.conversion_report(converted)
@@ -64,9 +64,9 @@ def compare(specimen: Specimen) -> Comparison:
         "buffers": _apart(list(converted.buffers()), list(whole.buffers())),
     }
     unsynchronised = _apart(alone, expected["output"])
-    complaints = [*_unsaid(said), *(f"{path}: {kind}: {why}" for path, (kind, why) in report.left.items())]
+    complaints = [*_log_faults(output), *(f"{path}: {kind}: {why}" for path, (kind, why) in report.left.items())]
     if len(report.synchronised) != sum(isinstance(part, SynchronizedLayer) for part in converted.modules()):
-        complaints.append("the report has not all layers")
+        complaints.append("the report lacks layers")
     complaints += before.complaints_of(client.revert_model(converted))
     return Comparison(layers_of(whole), differences, unsynchronised, complaints)
 
@@ -82,7 +82,7 @@ class _Anatomy:
         """The differences from the original."""
         parts = list(reverted.named_modules())
         if [path for path, *_ in self._parts] != [path for path, _ in parts]:
-            yield "reverted, it has other parts"
+            yield "the reverted model has other modules"
             return
         for (path, kind, part), (_, now) in zip(self._parts, parts, strict=True):
             if type(now) is not kind:
@@ -93,7 +93,7 @@ class _Anatomy:
         if not all(
             one[0] == other[0] and one[1] is other[1] for one, other in zip(self._tensors, tensors, strict=True)
         ):
-            yield "reverted, it has other tensors"
+            yield "the reverted model has other tensors"
 
 
 def _step(run: Callable[..., Any], inputs: tuple[Tensor, ...]) -> dict[str, list[Tensor]]:
@@ -148,29 +148,29 @@ def _relative(found: Tensor, expected: Tensor, least: float) -> float:
 
 
 @contextmanager
-def _heard() -> Iterator[Said]:
-    """Collect logs and warnings of our layers."""
-    said = Said()
+def _captured() -> Iterator[Output]:
+    """Collect logs of our layers and warnings of `convert_model`."""
+    output = Output()
     logger = logging.getLogger("statsd_bn.client")
     handler = logging.Handler()
-    handler.emit = said.lines.append
+    handler.emit = output.lines.append
     level = logger.level
     logger.setLevel(logging.INFO)  # unlike an assignment, this clears the logger's cache
     logger.addHandler(handler)
     try:
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            yield said
-        said.warned += [str(one.message) for one in told if "convert_model" in str(one.message)]
+            yield output
+        output.warned += [str(one.message) for one in caught if "convert_model" in str(one.message)]
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
 
 
-def _unsaid(said: Said) -> Iterator[str]:
-    """Complaints about the log of a conversion: one line, and at most one warning."""
-    lines = [record.getMessage() for record in said.lines if record.levelno == logging.INFO]
+def _log_faults(output: Output) -> Iterator[str]:
+    """Faults of a conversion's log, which should be one short line at level INFO."""
+    lines = [record.getMessage() for record in output.lines if record.levelno == logging.INFO]
     if [line.split()[0] for line in lines] != ["synchronised"]:
         yield f"expected one line at level INFO, got {lines}"
-    yield from (f"too long a line: {line}" for line in (*lines, *said.warned) if len(line) > LONGEST_LINE)
-    yield from (record.getMessage() for record in said.lines if record.levelno > logging.INFO)
+    yield from (f"line too long: {line}" for line in (*lines, *output.warned) if len(line) > LONGEST_LINE)
+    yield from (record.getMessage() for record in output.lines if record.levelno > logging.INFO)

@@ -41,8 +41,8 @@ def serves(slices: Sequence[Slice], capacity: int) -> bool:
 
 def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Whether the kernels can compute with an input and its parameters, on the input's device."""
-    has_address = type(x) in {Tensor, torch.nn.Parameter} and not x.is_neg()  # of its values
-    if not has_address or x.dtype not in TYPES or not x.is_cuda or not works_on(x.device, x.dtype):
+    is_plain_memory = type(x) in {Tensor, torch.nn.Parameter} and not x.is_neg()
+    if not is_plain_memory or x.dtype not in TYPES or not x.is_cuda or not works_on(x.device, x.dtype):
         return False
     from client.ops.triton import launch  # noqa: PLC0415 - needs Triton
 
@@ -133,7 +133,7 @@ class TritonExchange(PlainExchange):
     def _submit(
         self, of: "Forward | Backward", key: RoundKey, too_few: TooFewValues | None = None, *, wait: bool = False
     ) -> None:
-        # Without `self`: unchecked flags would keep the call alive, and checkpoints would take its graph for alive.
+        # Not `self`: unchecked flags would keep the call alive, and checkpoints would assume that its graph is too.
         others = of.flags if self._gathers else None
         errors = partial(_errors, self.transport, key, of.row, of.rows, others, too_few)
         submit_row_flags(of.flags, of.blocks, errors, wait=wait)

@@ -1,7 +1,7 @@
 """The kernels, in Triton's language.
 
 An input is read as a contiguous (N, C, S): a contiguous (N, C, H, W) has S = H * W, and one in channels_last memory is
-(N * H * W, C, 1). Both layouts so share all kernels.
+(N * H * W, C, 1). So both layouts share all kernels.
 
 Vectors of length C are float64. A pass has one buffer that is saved and one for its round; `launch` allocates both:
 
@@ -13,9 +13,9 @@ A row is sent to the other ranks: the round's digest, as the bits of a float64, 
 forward, Σdy and Σdy·(x - mean) backward. `center`, `scale` and `shift` hold float32 numbers: forward, y = (x - center)
 * scale + shift; backward, dx = by_gradient * dy + by_centred * (x - center) + constant.
 
-`finish` and `finish_backward` compute all values that must be bit-identical on all ranks, also on ranks with torch's
-operators: they add in rank order, in the order of operations of `client.ops.statistics`, without a reduction across
-threads, and without fused multiply-adds (see `OPTIONS`).
+`finish` and `finish_backward` compute all values that must be bit-identical on all ranks, including ranks with torch's
+operators. They add in rank order and keep the order of operations of `client.ops.statistics`, without reductions across
+threads or fused multiply-adds (see `OPTIONS`).
 """
 
 import triton
@@ -24,7 +24,7 @@ import triton.language as tl
 # For every launch. Triton 3.6 contracts a * b + c by default, 3.9 only on request.
 OPTIONS = {"enable_fp_fusion": False}
 
-# Numbers without compiled variants: else a smaller last batch would wait for the compiler.
+# Arguments that Triton must not specialize on, or a smaller last batch would be compiled anew.
 COUNTS = ["N", "steps", "splits", "ranks"]
 
 
@@ -35,7 +35,7 @@ def _tile(t, N, C, S, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.
     n = (t // across) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None, None]
     c = tl.program_id(CHANNEL_AXIS) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :, None]
     s = (t % across) * BLOCK_S + tl.arange(0, BLOCK_S)[None, None, :]
-    # In this order no product has 32 bits.
+    # In this order every product has 64 bits.
     offsets = (n.to(tl.int64) * C + c) * S + s
     return offsets, (n < N) & (c < C) & (s < S)
 
@@ -101,12 +101,12 @@ def moments(x, partial, work, N, C, S, steps, digest: tl.int64, count: tl.float6
             BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
     """Sum x - K and (x - K)² over one split of one block of channels.
 
-    K is the mean of a channel's first tile, which each of its programs reads again. If the tile has m of all n values,
+    K is the mean of a channel's first tile, which each program of the channel reads. If the tile has m of all n values,
     K is within √(n / m) standard deviations of the mean for all inputs; so float32 is enough at any mean.
 
-    `partial`, shape (1 + 2 * splits, C), receives K, then both sums of each split; unused if `WRITES_ROW`, which says
-    that there is one split, so that no further kernel is needed. A CUDA graph replays the `digest` of its capture, on
-    all ranks.
+    `partial`, shape (1 + 2 * splits, C), receives K, then both sums of each split. `WRITES_ROW`: there is one split, so
+    this kernel writes the row itself, and `partial` is unused. A CUDA graph replays the `digest` of its capture, on all
+    ranks.
     """
     split = tl.program_id(1)
     channels, there = _channels(tl.program_id(0), C, BLOCK_C)
@@ -208,10 +208,10 @@ def finish(work, rows, weight, bias, running_mean, running_var, tracked, C, rank
            eps: tl.float64, momentum: tl.float64, CLAMP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Compute the statistics from all rows, and update the running statistics.
 
-    A failed round gives NaN and updates nothing. An empty batch is counted, and updates nothing else.
+    A failed round gives NaN and updates nothing. An empty batch only increments `tracked`.
 
-    Behind `rows` are the flags, see `client.ops.device_errors`: for each row one per block of channels, so that none
-    needs to be set to 0 first; then one per block for too few values.
+    The flags follow `rows`, see `client.ops.device_errors`: one per row and block of channels, so that none needs to be
+    set to 0 first; then one per block for too few values.
     """
     block = tl.program_id(0)
     channels, there = _channels(block, C, BLOCK)
@@ -235,7 +235,7 @@ def finish(work, rows, weight, bias, running_mean, running_var, tracked, C, rank
     tl.store(work + 1 + channels, mean, mask=there)
     tl.store(work + 1 + C + channels, invstd, mask=there)
     tl.store(work + 1 + 2 * C + channels, slope, mask=there)
-    # float32 rounds the mean to 2^-24 of itself; the addend corrects the rounding error.
+    # float32 rounds the mean to 2^-24 of itself; `shift` corrects the rounding error.
     center = mean.to(tl.float32).to(tl.float64)
     scale, shift = invstd, (center - mean) * invstd
     if weight is not None:

@@ -48,7 +48,7 @@ def statistics_of(x, eps=1e-5, eps_mode="plus"):
     return ChannelStatistics.of(engine.moments(x), eps, eps_mode)
 
 
-def test_all_four_steps_are_the_backends(backend):
+def test_the_backend_computes_all_four_steps(backend):
     name, used = backend
     x, grad = random((4, 3, 5)), random((4, 3, 5), seed=1)
     statistics = statistics_of(x)
@@ -69,7 +69,7 @@ def test_moments_are_those_of_the_same_numbers_in_float64(shape, dtype):
 
 
 def test_sums_over_very_many_samples_lose_no_digits():
-    """2^20 samples that are alike: added one by one in float32 the roundings add up too, to a part in a thousand."""
+    """2^20 equal samples: added one by one in float32, they accumulate a relative rounding error of 1e-3."""
     x, grad = random((1, 3, 4), torch.float32).expand(2**20, 3, 4), random((1, 3, 4), torch.float32, 1) + 1
     found = engine.moments(x)
     exact = x[0].double()
@@ -163,7 +163,7 @@ def test_nan_and_infinity_pass_through_their_channel_and_no_other(bad):
 
 @pytest.mark.parametrize("neighbour", [0.0, 1e3])
 def test_infinity_is_no_nan_in_the_sums_whatever_its_neighbours_are(neighbour):
-    """Far from zero all channels are centred, and infinity less infinity is NaN."""
+    """Large means make the backend centre all channels, and infinity minus infinity is NaN."""
     x = random((6, 3))
     x[:, 1] += neighbour
     x[1, 2] = -float("inf")
@@ -172,7 +172,7 @@ def test_infinity_is_no_nan_in_the_sums_whatever_its_neighbours_are(neighbour):
 
 @pytest.mark.parametrize("ratio", [1e3, 1e4])
 def test_a_large_mean_costs_neither_output_nor_gradient(ratio):
-    """Centred first: `a*x + b` in float32 would be off by ratio * 2^-24 of a standard deviation."""
+    """The input is centred first: `a*x + b` in float32 would err by ratio * 2^-24 standard deviations."""
     x, grad = (random((64, 3, 8, 8)) + ratio).float(), random((64, 3, 8, 8), torch.float32, 1) + 1
     reference = x.double().requires_grad_()
     expected = functional.batch_norm(reference, None, None, training=True)
@@ -192,7 +192,7 @@ def test_without_eps_a_constant_channel_is_nan_and_warns_of_nothing(eps_mode):
 
 
 def test_a_mean_far_from_zero_costs_no_digits():
-    """In float32 the mean alone is off by a thousandth of a deviation."""
+    """A mean in float32 alone errs by 1e-3 standard deviations."""
     x = random((64, 3, 20), torch.float32) + 10_000
     found = engine.moments(x)
     exact = x.double().transpose(0, 1).flatten(1)
@@ -200,8 +200,8 @@ def test_a_mean_far_from_zero_costs_no_digits():
     np.testing.assert_allclose(found.variance(), exact.var(1, correction=0).numpy(), rtol=1e-5)
 
 
-def test_what_float32_rounds_off_the_mean_is_put_back():
-    """At mean / std = 10,000 it is up to a thousandth of a deviation."""
+def test_the_rounding_error_of_a_float32_mean_is_corrected():
+    """At mean / std = 10,000 the rounding error is up to 1e-3 standard deviations."""
     x = random((64, 3, 20), torch.float32) * 0.01 + 100
     wide = x.double().requires_grad_()
     weight, bias = torch.tensor([3.0, -1.0, 0.5]), torch.tensor([0.1, 0.2, 0.3])
@@ -217,7 +217,7 @@ def test_what_float32_rounds_off_the_mean_is_put_back():
 
 
 def test_a_count_beyond_32_bits_is_exact():
-    """The count of CUDA's operator is an int32, so it gets means instead of sums."""
+    """CUDA's operator has a count of 32 bits, so the engine passes means instead of sums."""
     x, grad = (random((4, 3, 5), torch.float64, seed) for seed in range(2))
     small = statistics_of(x)
     large = ChannelStatistics(2**40, small.mean, small.invstd, small.slope)
@@ -230,7 +230,7 @@ def test_a_count_beyond_32_bits_is_exact():
 @pytest.mark.parametrize("is_tensor", [False, True])
 @pytest.mark.parametrize("count", [0, 1, 2, 7])
 def test_statistics_have_the_bits_of_ieee_754(count, is_tensor, eps_mode):
-    """Ranks of all kinds must agree; numpy rounds each step to nearest."""
+    """All devices must compute the same bits; numpy rounds each step to nearest."""
     sums = random((100,)) if count else torch.zeros(100, dtype=torch.float64)
     squares = sums * sums / max(count, 1) + random((100,), seed=1) * bool(count)
     number = torch.tensor(float(count), dtype=torch.float64) if is_tensor else count

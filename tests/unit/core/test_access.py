@@ -1,4 +1,4 @@
-"""Tenants: what one key has begun, another neither sees nor touches."""
+"""Tenants: a key can neither see nor change another key's jobs."""
 
 import re
 from dataclasses import replace
@@ -23,7 +23,7 @@ ACCESS = Access([PublicKey(tenant.name, tenant.key, tenant.jobs) for tenant in (
 
 
 class World:
-    """A dispatcher; alice's members 0 and 1 of job a-1 are in it, with a round that waits for member 1."""
+    """A dispatcher with alice's members 0 and 1 in job a-1; a round waits for member 1."""
 
     def __init__(self) -> None:
         self.dispatcher = Dispatcher(b"server-0", 0.0)
@@ -131,7 +131,7 @@ def test_a_revoked_member_is_lost_with_the_reason(world):
     assert [group["job"] for group in world.dispatcher.report(1.0)["groups"]] == ["b-1"]
 
 
-def test_a_key_that_is_no_longer_for_a_job_is_out_of_it(world):
+def test_a_key_that_loses_a_job_loses_its_members_there(world):
     world.send(register(0, job="shared"), ALICE, b"alice")
     narrowed = [PublicKey("alice", ALICE.key, ("shared",)), PublicKey("bob", BOB.key, BOB.jobs)]
     world.dispatcher.revoke(1.0, Access(narrowed))
@@ -171,7 +171,7 @@ def test_a_tenant_leaves_room_for_others():
     assert isinstance(begin(ALICE, 4), messages.Registered)
 
 
-def test_the_keys_of_a_tenant_leave_as_many_groups_as_they_have():
+def test_the_keys_of_a_tenant_together_take_at_most_half_of_the_groups():
     keys = [Principal(f"key {number}", f"secret {number}", ("*",), "team") for number in range(4)]
     dispatcher = Dispatcher(b"server-0", 0.0, quota=Quota(max_groups=16))
 
@@ -225,7 +225,7 @@ def test_no_frame_and_no_line_of_the_log_holds_a_token(dispatcher, caplog):
 
 
 def test_the_receiver_of_a_members_answers_cannot_act_as_that_member(dispatcher):
-    """The member registered from a place that is a stranger's by now."""
+    """A stranger holds the connection from which the member registered."""
     dispatcher.receive(0.0, b"stolen", encode(register(0)))
     answers = dict(dispatcher.receive(0.0, b"one", encode(register(1))).replies)
     overheard = decode(answers[b"stolen"])

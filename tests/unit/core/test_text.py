@@ -1,4 +1,4 @@
-"""Text of others reaches a terminal or a log without control characters."""
+"""Text from other processes reaches terminals and logs without control characters."""
 
 import logging
 import traceback
@@ -28,7 +28,7 @@ HOSTILE = "\x1b[2J\x1b]0;owned\x07\r\n\t\x9b\u202e\u2028\ud800"
 
 
 def hidden(text: str) -> str:
-    """What of a text a terminal would take for an order."""
+    """The control characters of a text."""
     return "".join(letter for letter in text if not letter.isprintable() and letter not in "\n\t")
 
 
@@ -124,7 +124,7 @@ def test_a_line_of_the_log_is_short():
 
 
 def framed(*header: object) -> bytes:
-    """A frame that no honest side can make."""
+    """A frame with an invalid header, as only a hostile peer sends."""
     packed = msgpack.packb(header)
     return b"SBN" + bytes([PROTOCOL_VERSION]) + len(packed).to_bytes(4, "little") + packed
 
@@ -152,7 +152,7 @@ def test_a_hostile_server_cannot_control_a_members_terminal(frame):
 
 
 def test_a_stranger_with_a_hostile_place_starts_no_group_and_the_log_stays_printable(caplog):
-    """It stood in the traceback of an honest member that was refused because of it."""
+    """The place once appeared in the traceback of an honest member, refused because of the stranger."""
     dispatcher = Dispatcher(b"server-0", 0.0)
     header = msgpack.unpackb(encode(register(place="here"))[8:])
     stranger = framed(*["\x1b[2J\r\n" if field == "here" else field for field in header])

@@ -1,4 +1,4 @@
-"""A connection of one: it needs no server, and all that a connection does works."""
+"""A connection of a single process: no server is needed, and every method works."""
 
 import logging
 import socket
@@ -35,7 +35,7 @@ class Loop:
     validation_loader = test_loader = None
 
 
-def test_all_that_a_connection_does_works_alone():
+def test_every_method_of_a_connection_works_alone():
     x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
     model, plain = client.convert_model(nn.BatchNorm1d(3)), nn.BatchNorm1d(3)
     with client.connect() as connection:
@@ -110,7 +110,7 @@ def test_a_socket_that_a_killed_server_has_left_behind_is_no_server(tmp_path):
 
 
 @pytest.mark.parametrize("given", [None, "ipc:///nowhere/b"])
-def test_an_endpoint_that_a_variable_gave_is_said_to_be_its(monkeypatch, given):
+def test_an_error_names_the_variable_that_gave_the_endpoint(monkeypatch, given):
     monkeypatch.setenv("STATSD_BN_ENDPOINT", "ipc:///nowhere/a")
     monkeypatch.setattr(connect, "open_connection", mock.Mock(side_effect=ServerUnreachable("no server")))
     with pytest.raises(ServerUnreachable) as caught:
@@ -137,7 +137,7 @@ def test_a_child_of_multiprocessing_without_others_is_warned(monkeypatch, caplog
     assert "call client.connect() after torch.distributed.init_process_group()" in record.getMessage()
 
 
-# What connect() has loaded: alone, and when it would go on to a server and send heartbeats.
+# Whether connect() has imported the compiler: alone, and before it connects to a server and sends heartbeats.
 LOADED = """
 import sys
 import client
@@ -154,14 +154,14 @@ client.connect("ipc:///nowhere", rank=0, world_size=2)
 
 @pytest.mark.processes
 def test_with_others_the_compiler_is_loaded_before_heartbeats_begin():
-    """It holds Python's lock for long; a process that is alone may never need it."""
+    """The import holds Python's lock for long; a process alone may never need the compiler."""
     ended = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=60, check=False)
     assert ended.stdout.split() == ["False", "True"], ended.stderr
 
 
 @pytest.mark.parametrize(("given", "is_alone"), [({"rank": 0, "world_size": 1}, True), ({}, False)])
 def test_a_connection_declared_alone_ignores_a_process_group(given, is_alone):
-    """Without that information, the connection may precede the process group."""
+    """Otherwise the process group may be initialised after the connection."""
     with client.connect(**given):
         distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
         try:
