@@ -205,7 +205,8 @@ def group(state: str, ranks: int, names: list[str], now: float, job: str) -> dic
         }
         if state == "broken"
         else None,
-        "over": {"time": now - 130, "reason": "broken"} if over else None,
+        # The same end in each snapshot.
+        "over": {"time": now // 1000 * 1000 - 130, "reason": "broken"} if over else None,
     }
 
 

@@ -170,8 +170,9 @@ function drawLayer(group, layer, name, span) {
   const room = 0.15 * (up - down || Math.abs(up) || 1);
   const tell = (at) => {
     const others = range(at);
-    const first = others.length ? `${odd.length ? "the others " : ""}${two(least(others))} to ${two(most(others))}` : "";
-    return [...odd.map((column) => `rank ${ranks[column]}: ${known(value(at, column), two)}`), first].filter(Boolean).join(", ");
+    const [low, high] = [least, most].map((pick) => two(pick(others)));
+    const usually = others.length ? `${odd.length ? "the others " : ""}${low === high ? low : `${low} to ${high}`}` : "";
+    return [...odd.map((column) => `rank ${ranks[column]}: ${known(value(at, column), two)}`), usually].filter(Boolean).join(", ");
   };
   const title = [`${name === "means" ? "Mean" : "Variance"} of `, el("code", {}, layer), " by rank"];
   const [low, high] = Number.isFinite(up) ? [name === "means" ? down - room : Math.min(0, down), up + room] : [0, 1];
