@@ -138,6 +138,7 @@ function paint(members, height) {
     const column = figures.columns.get(member.member);
     if (column === undefined) return;
     const finding = found.get(member.member);
+    pen.fillStyle = mark; // once for a row: to set a colour takes as long as to draw a bar
     for (let layer = 0; layer < size; layer += 1) {
       const [value, isHigh] = cell(figures, name, layer, column);
       if (Number.isNaN(value)) continue;
@@ -145,20 +146,18 @@ function paint(members, height) {
       const half = name === "share" ? 0 : tall / 2;
       const long = Math.max(name === "share" ? 1.5 : 1, Math.abs(value) * (tall - half));
       const from = value < 0 ? top + half : top + tall - half - long;
-      if (stands) {
-        pen.fillStyle = glow;
-        pen.fillRect(layer * wide, top, wide, tall);
+      if (!stands) {
+        pen.fillRect(layer * wide, from, wide, long);
+        continue;
       }
-      pen.fillStyle = stands ? hot : mark;
-      pen.fillRect(layer * wide, from, wide, long);
-      if (!stands) continue;
-      pen.fillStyle = ink;
-      pen.fillRect(layer * wide, value < 0 ? from + long - 2 : from, wide, 2);
-    }
-    if (name !== "share") {
+      const cap = value < 0 ? from + long - 2 : from;
+      for (const [fill, y, size] of [[glow, top, tall], [hot, from, long], [ink, cap, 2]]) {
+        pen.fillStyle = fill;
+        pen.fillRect(layer * wide, y, wide, size);
+      }
       pen.fillStyle = mark;
-      pen.fillRect(0, top + tall / 2 - 0.5, width, 1);
     }
+    if (name !== "share") pen.fillRect(0, top + tall / 2 - 0.5, width, 1);
   });
   if (wide >= 4) {
     pen.fillStyle = card;
