@@ -27,6 +27,9 @@ WAIT_SECONDS, LONG_SECONDS = 1.0, 10.0
 # A return after a restart of the server is told for this long.
 RESTART_SECONDS = 60.0
 
+# How the server's text begins for a rank whose heartbeats stopped.
+NO_SIGN_OF_LIFE = "no sign of life"
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -105,10 +108,13 @@ def _breaks(group: Group) -> Iterator[Verdict]:
     elif by["how"] == "leaves":
         text, flag = f"Broken: {who} left at step {step}, before the others finished", "left"
         advice = "Give all ranks equally many batches, or use client.join."
+    elif by["cause"].startswith(NO_SIGN_OF_LIFE):
+        text = f"Broken: {who} fell silent at step {step}: {by['cause']}"
+        advice = f"Does rank {rank} still run? It may be stopped, starved or cut off. Then start the job again."
     else:
         text = f"Broken: {who} was lost at step {step}: {by['cause']}"
-        advice = f"Look at the log of rank {rank} and at its host: was it killed, or out of memory?"
-    card = "Ranks", count_here(group), f"rank {rank} {flag if flag != 'lost' else 'was lost'}"
+        advice = f"Look at the log of rank {rank} and its host: killed, or out of memory? Then start the job again."
+    card = "Ranks", f"Rank {rank} {flag}", f"of {_ranks(group['world_size'])}"
     yield Verdict("broken", BROKEN, text, None, rank, advice, {rank: flag}, card)
 
 
@@ -129,7 +135,9 @@ def _non_finite(group: Group) -> Iterator[Verdict]:
     text = (
         f"{who} brought the first {what}: {first['phase']} of {first['layer']}, step {first['step']}{since}{channels}"
     )
-    advice = f"Look at the inputs of {who.lower()} at step {first['step']}, and at the learning rate."
+    advice = (
+        f"Stop, and go back to a checkpoint before step {first['step']}. Look at the inputs of {who.lower()} there."
+    )
     rank = ranks[0] if len(ranks) == 1 else None
     flags = dict.fromkeys(ranks, "NaN" if "NaN" in what else "inf")
     card = "Numbers", f"{who}: {what}", f"step {first['step']}, {first['layer']}"
@@ -188,7 +196,7 @@ def _waiting(group: Group, now: float) -> Iterator[Verdict]:
     (rank,) = missing
     does = next((member.get("where", "") for member in group["members"] if member["member"] == rank), "")
     text = f"Waiting for {_name(group, rank)} for {time} in {where}" + (f"; it {does}" if does else "")
-    advice = f"Look at what rank {rank} does there."
+    advice = f"Look at that line in the script of rank {rank}." if does else f"Look at what rank {rank} does now."
     if does.startswith("has not answered"):
         advice = f"Look at the process of rank {rank}: it is stopped, starved, or one of its threads holds the GIL."
     card = "Waiting", f"Rank {rank}", f"awaited for {time}"
@@ -276,38 +284,46 @@ def doing(group: Group, member: Mapping[str, Any]) -> str:
 
 
 def cards(group: Group, found: list[Verdict]) -> list[dict[str, str]]:
-    """Five facts at a glance, each with `name`, `value`, `note` and `state` ("good", "watch" or "bad")."""
+    """Five facts at a glance, each with `name`, `value`, `note` and `state` ("good", "watch", "bad" or "unknown")."""
     told = {verdict.card[0]: verdict for verdict in reversed(found) if verdict.card}
     shown = []
-    for name, *usual in _usual_cards(group):
-        verdict = told.get(name)
-        value, note = verdict.card[1:] if verdict else usual
-        state = ("good", "good", "watch", "bad")[verdict.severity if verdict else FINE]
-        shown.append({"name": name, "value": value, "note": note, "state": state})
+    for usual in _usual_cards(group):
+        verdict = told.get(usual[0])
+        card = (*verdict.card, ("good", "good", "watch", "bad")[verdict.severity]) if verdict else usual
+        shown.append(dict(zip(("name", "value", "note", "state"), card, strict=True)))
     return shown
 
 
-def _usual_cards(group: Group) -> Iterator[tuple[str, str, str]]:
-    """The cards that no verdict replaces: name, value and note."""
+def _usual_cards(group: Group) -> Iterator[tuple[str, str, str, str]]:
+    """The cards that no verdict replaces: name, value, note and state."""
     rounds, held, layers = group["rounds_done"], group.get("held", 0.0), group.get("compared_layers", 0)
     rate, trip = group.get("rounds_per_second"), group.get("round_trip_seconds")
     if "over" in group:
-        yield "Ranks", str(group["world_size"]), "have ended"
-        yield "Speed", "Ended", f"{rounds} rounds"
+        yield "Ranks", str(group["world_size"]), "have ended", "unknown"
+        yield "Speed", "Ended", f"{rounds} rounds", "unknown"
     else:
         is_whole = count_here(group) == f"{group['world_size']} of {group['world_size']}"
-        yield "Ranks", count_here(group), "all take part" if is_whole else "take part"
+        yield "Ranks", count_here(group), "all take part" if is_whole else "take part", "good"
         note = f"{rounds} rounds so far"
         if trip:
             median, most = (duration(quantile(trip["counts"], part)) for part in (0.5, 0.99))
             note = f"{median} round trip, {most} p99"
-        yield "Speed", "Not known yet" if rate is None else f"{two_digits(rate)} rounds/s", note
-    if group.get("slowest") is None:
-        yield "Waiting", "Not known yet", "after the first minute"
+        if round_ := awaited(group):
+            yield "Speed", "Held up", f"a round is open for {duration(round_['seconds'])}", "watch"
+        elif rate is None:
+            yield "Speed", "Not known yet", note, "unknown"
+        else:
+            yield "Speed", f"{two_digits(rate)} rounds/s", note, "good"
+    if group.get("slowest") is not None:
+        yield "Waiting", "No slow rank", f"rank {group['slowest']} is last by {percent(held)} of a minute", "good"
+    elif "over" in group:
+        yield "Waiting", "Not known", "the job was too short", "unknown"
     else:
-        yield "Waiting", "No slow rank", f"rank {group['slowest']} is last by {percent(held)} of a minute"
-    if layers:
-        yield "Data", "All alike", f"{group['world_size']} ranks in {layers} layers"
+        yield "Waiting", "Not known yet", "needs more than a minute", "unknown"
+    if group.get("first_non_finite"):
+        yield "Data", "Not comparable", "since the first NaN or infinity", "unknown"
+    elif layers:
+        yield "Data", "All alike", f"{group['world_size']} ranks in {layers} layers", "good"
     else:
-        yield "Data", "Not compared", "the job is elastic" if group["min_members"] else "no sample yet"
-    yield "Numbers", "All finite", f"no NaN in {rounds} rounds"
+        yield "Data", "Not compared", "the job is elastic" if group["min_members"] else "no sample yet", "unknown"
+    yield "Numbers", "All finite", f"no NaN in {rounds} rounds", "good"

@@ -242,7 +242,7 @@ function layerInWords(at) {
   const ratio = figures.ratios[at * figures.members + most];
   const isUsual = ratio > 0.67 && ratio < 1.5;
   if (!comes && isUsual) return `${head}, spread evenly`;
-  return head + comes + (isUsual ? "" : `${comes ? ", which" : `; ${rank}`} varies ${times(ratio)} as much as the others`);
+  return head + comes + (isUsual ? "" : `${comes ? ", which" : `; ${rank}`} now varies ${times(ratio)} as much as the others`);
 }
 
 function rankInWords(at, rank) {

@@ -86,7 +86,7 @@ function drawJobs(groups, shown) {
 function drawBanner(verdict, group) {
   const head = headline(verdict);
   const facts = [];
-  if (verdict.since) facts.push(`since ${clock(verdict.since)} (${span(Math.max(0, snapshot.time - verdict.since))})`);
+  if (verdict.since) facts.push(`${["slow", "data"].includes(verdict.state) ? "noticed" : "since"} ${clock(verdict.since)} (${span(Math.max(0, snapshot.time - verdict.since))})`);
   if (group) {
     const present = group.members.length + (group.members_left_out || 0);
     facts.push(`${group.over ? "" : `${whole(present)} of `}${whole(group.world_size)} ranks`);

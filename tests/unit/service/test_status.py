@@ -51,7 +51,7 @@ def test_a_report_reads_as_text():
         "server abcd, up 62 s, 40 messages, 2 bad frames\n"
         "\n"
         "resnet: Waiting for rank 1 (host 2) for 12 s in bn1\n"
-        "  Look at what rank 1 does there.\n"
+        "  Look at what rank 1 does now.\n"
         "  2 of 2 ranks, epoch 3, 17 rounds done, 1 failed\n"
         "  rank     step  steps/s  median     p99  awaited  process, now\n"
         "     0        0        -       -       -        -  host 1, 4 replicas: waits 12\n"
@@ -89,7 +89,7 @@ def test_the_json_has_the_verdicts():
         "text": "Waiting for rank 1 (host 2) for 12 s in bn1",
         "since": 100.0 - 12.34,
         "rank": 1,
-        "advice": "Look at what rank 1 does there.",
+        "advice": "Look at what rank 1 does now.",
         "also": [],
     }
     with pytest.raises(ServerUnreachable, match="malformed"):
@@ -150,7 +150,7 @@ def test_the_reason_of_a_broken_job_does_not_repeat_the_job():
     lost = "rank 1 (b, pid 2) was lost: no sign of life; in job 'resnet', group 'world', step 5"
     by = {"rank": 1, "place": "b, pid 2", "how": "is lost", "cause": "no sign of life", "step": 5}
     said = describe(REPORT | {"groups": [GROUP | {"lost": lost, "lost_by": by, "waiting": []}]})
-    assert said.splitlines()[2] == "resnet: Broken: rank 1 (b, pid 2) was lost at step 5: no sign of life"
+    assert said.splitlines()[2] == "resnet: Broken: rank 1 (b, pid 2) fell silent at step 5: no sign of life"
 
 
 @pytest.mark.parametrize(

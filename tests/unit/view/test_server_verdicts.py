@@ -57,7 +57,7 @@ def test_a_rank_that_raises_is_named_until_long_after_the_end():
     job.send(Leave(session_of(2), "ValueError: loss is nan\nat some step"), b"2")
     words = "Broken: rank 2 (place 2) raised ValueError at step 3: loss is nan; at some step"
     assert job.watch(1) == [words]
-    assert job.look()["cards"][0] == {"name": "Ranks", "value": "2 of 3", "note": "rank 2 failed", "state": "bad"}
+    assert job.look()["cards"][0] == {"name": "Ranks", "value": "Rank 2 failed", "note": "of 3 ranks", "state": "bad"}
     for rank in (0, 1):
         job.send(Leave(session_of(rank), "ReplicaLost: rank 2 failed"), b"%d" % rank)
     job.size = 0
@@ -73,7 +73,7 @@ def test_a_rank_without_heartbeats_is_lost():
     job.contribute(0)
     job.size = 2
     texts = job.watch(6)
-    assert texts[-1] == "Broken: rank 2 (place 2) was lost at step 3: no sign of life for 3.5 s"
+    assert texts[-1] == "Broken: rank 2 (place 2) fell silent at step 3: no sign of life for 3.5 s"
 
 
 def test_an_orderly_end_is_not_taken_for_a_loss():
