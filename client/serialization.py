@@ -109,6 +109,14 @@ def to_devices_of(state: Any, reference: Any) -> Any:
     return state
 
 
+def _container(value: Any) -> int | None:
+    """Code of a container; a subclass of list has none, as ranks that load it would get a plain list."""
+    for code, kind in _CONTAINERS.items():
+        if type(value) is kind or (kind is not list and isinstance(value, kind)):
+            return code
+    return None
+
+
 class _Writer:
     """Writes the structure to a packer, and copies the elements of the arrays unless `copies` is false."""
 
@@ -123,12 +131,11 @@ class _Writer:
             value = bytes(value)
         elif isinstance(value, np.generic):
             value = value.item()
-        code = next((code for code, kind in _CONTAINERS.items() if isinstance(value, kind)), None)
         if type(value) in _PLAIN:
             self._add_plain(value)
         elif isinstance(value, Tensor | np.ndarray):
             self._add_array(value)
-        elif code is not None:
+        elif (code := _container(value)) is not None:
             if depth == limits.MAX_DEPTH:
                 raise ValueError(f"state: expected at most {limits.MAX_DEPTH} levels of nesting, got more")
             self.packer.pack_ext_type(code, _LENGTH.pack(len(value)))

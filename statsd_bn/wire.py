@@ -69,6 +69,12 @@ _MAX_KEY_BYTES = 3 * limits.MAX_NAME_BYTES + limits.MAX_PHASE_BYTES + 3 * 9 + 4 
 _RUN = struct.Struct("<HH")
 _MAX_MEMBERS_BYTES = _RUN.size * limits.MAX_MEMBERS // 2
 
+# Longer headers of requests have no arrays.
+_SHORT_HEADER_BYTES = 2048
+
+# Fields of a Register, with its type.
+_MAX_FIELDS = 16
+
 _MAX_MAP_ENTRIES = 256  # in a report or an error
 
 _REQUESTS = frozenset(get_args(Request))
@@ -111,7 +117,9 @@ def _decode(frame: bytes, max_header: int, max_items: int, max_entries: int) -> 
     if start == _AGGREGATE_TYPE:
         return _decode_aggregate(frame, max_header)
     end = _header_end(frame, max_header)
-    header = _unpack("header", frame[_PRELUDE.size : end], max_items, max_entries)
+    packed = frame[_PRELUDE.size : end]
+    is_long_request = max_header == limits.MAX_REQUEST_HEADER_BYTES and len(packed) > _SHORT_HEADER_BYTES
+    header = _unpack_without_arrays(packed) if is_long_request else _unpack("header", packed, max_items, max_entries)
     if type(header) is not list or not header:
         raise ProtocolError(f"header: expected [type, ...], got {short_repr(header)}")
     number, *fields = header
@@ -340,6 +348,23 @@ def _unpack(name: str, packed: bytes, max_items: int, max_entries: int = 0) -> A
         )
     except (ValueError, msgpack.UnpackException) as error:
         raise ProtocolError(f"{name}: expected msgpack, got {error or type(error).__name__}") from error
+
+
+def _unpack_without_arrays(packed: bytes) -> list[Any]:
+    """Returns a request's long header, which may contain text and bytes only: many small objects cost too much."""
+    unpacker = msgpack.Unpacker(
+        max_buffer_size=len(packed), max_array_len=0, max_map_len=0, max_ext_len=0, ext_hook=_refuse_extension
+    )
+    unpacker.feed(packed)
+    try:
+        if (number := unpacker.read_array_header()) > _MAX_FIELDS:
+            raise ProtocolError(f"header: expected at most {_MAX_FIELDS} fields, got {number}")
+        header = [unpacker.unpack() for _ in range(number)]
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"header: expected msgpack, got {error or type(error).__name__}") from error
+    if unpacker.tell() != len(packed):
+        raise ProtocolError(f"header: expected {unpacker.tell()} bytes, got {len(packed)}")
+    return header
 
 
 def _refuse_extension(code: int, _data: bytes) -> Any:

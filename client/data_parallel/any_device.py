@@ -3,11 +3,10 @@
 Replicas run in pooled threads: starting a thread takes 80 µs, and torch's own threads in it take milliseconds.
 """
 
-import copy
 import os
 import threading
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -56,10 +55,9 @@ def _keys(container: Any) -> Collection[Any]:
 def _like(container: Any, items: Iterable[Any]) -> Any:
     """Return a container of the same class and keys with other items."""
     if isinstance(container, dict):
-        result = copy.copy(container)
-        for key, item in zip(container, items, strict=True):
-            result[key] = item
-        return result
+        pairs = dict(zip(container, items, strict=True))
+        kind: Any = type(container)  # made by its constructor, since a subclass may hold the items as attributes too
+        return kind(container.default_factory, pairs) if isinstance(container, defaultdict) else kind(pairs)
     is_namedtuple = hasattr(container, "_fields")
     return type(container)(*items) if is_namedtuple else type(container)(items)
 

@@ -41,11 +41,11 @@ DEVICES_SECONDS = 60.0
 
 # What names a user, host, job or file, and what stands for it. Messages have names in quotes, and hosts before a pid.
 REDACTED = (
-    (re.compile(r"(?<![\w'])'[^']*'|\"[^\"]*\""), "'...'"),
-    (re.compile(r"\([^()]*, pid \d+\)"), "(HOST, pid)"),
+    (re.compile(r"(?<![\w'])'[^']*(?:'|$)|\"[^\"]*(?:\"|$)"), "'...'"),
+    (re.compile(r"\([^()]*, pid \d+\)|\([^()]*$"), "(HOST, pid)"),
     (re.compile(r"\b(?:tcp|ipc|http|https)://[^\s;,]+"), "ADDRESS"),
     (re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|\[[0-9a-fA-F:]+\]"), "ADDRESS"),
-    (re.compile(r"(?:(?<=\s)|^)[~/][^\s,;:]*/([^\s,;:/]+)"), r".../\1"),
+    (re.compile(r"(?:(?<=[\s=(':])|^)[~/][^\s,;:]*/([^\s,;:/]+)"), r".../\1"),
     (re.compile(r"\b[\w-]+(?:\.[\w-]+)*\.(?:local|lan|internal|com|net|org|edu|io)\b"), "HOST"),
     # A key has 40 letters.
     (re.compile(r"(?<!\S)\S{32,}"), "KEY"),

@@ -245,13 +245,14 @@ class ConnectionManager:
             self._table.close(descriptor)
 
     def tick(self, now: float) -> None:
-        """Close idle connections, detect resets, clear refusal counts; call it every TICK_SECONDS."""
+        """Close idle and stalled connections, detect resets, clear refusal counts; call it every TICK_SECONDS."""
         self._table.expire_members(now, self._dispatcher.is_registered)
         for descriptor in self._table.idle(now):
             self._dispatcher.counters.idle_connections += 1
             self._table.close(descriptor)
         members = self._table.member_peers()
         self._sender.probe((members[one], self._dispatcher.probe) for one in self._resets.find_suspects(now, members))
+        self._closing.update(dict.fromkeys(self._flow_control.stalled(), 0.0))
         self._refusals.clear()
         for peer in [peer for peer, until in self._ignored.items() if until <= now]:
             del self._ignored[peer]

@@ -4,11 +4,13 @@ ZeroMQ removes any file at the path before it binds. So the socket is bound here
 the system refuses a path in use. Only an abandoned socket is removed.
 """
 
+import errno
 import fcntl
 import logging
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +21,14 @@ from statsd_bn.errors import BindError, ConfigurationError
 logger = logging.getLogger("statsd_bn.server")
 
 PRIVATE_UMASK = 0o177  # for mode 0600
+
+# A server that starts in the same folder needs a millisecond.
+LOCK_SECONDS = 5.0
+LOCK_PAUSE_SECONDS = 0.01
+
+# Errors of file systems without locks. Servers that start there in the same millisecond may replace each other's
+# socket.
+NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 NO_DESCRIPTOR = -1  # makes ZeroMQ create the socket itself
 
 # Connections that wait to be accepted, for TCP as well: after a restart all members connect at once, and the system
@@ -55,7 +65,7 @@ def listen(endpoint: str) -> Iterator[int]:
             if path.parent.stat().st_mode & stat.S_IWGRP:
                 text = "the group of %s can write to it and could replace the server's socket; chmod g-w %s"
                 logger.warning(text, path.parent, path.parent)
-            with _folder_lock(path.parent):
+            with _folder_lock(path.parent, endpoint):
                 _remove_abandoned(path, endpoint)
                 _bind(bound, path)
         except OSError as error:
@@ -87,15 +97,30 @@ def _bind(bound: socket.socket, path: Path) -> None:
 
 
 @contextmanager
-def _folder_lock(folder: Path) -> Iterator[None]:
+def _folder_lock(folder: Path, endpoint: str) -> Iterator[None]:
     """Lock a folder against other servers: between `bind` and `listen` a socket looks abandoned."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        expiry = time.monotonic() + LOCK_SECONDS
+        while not _lock(descriptor):
+            if time.monotonic() >= expiry:
+                text = f"cannot listen on {endpoint}: another process has locked {folder} for {LOCK_SECONDS:g} s"
+                raise BindError(text, endpoint=endpoint)
+            time.sleep(LOCK_PAUSE_SECONDS)
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    return True
 
 
 def _remove_abandoned(path: Path, endpoint: str) -> None:

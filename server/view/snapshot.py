@@ -92,7 +92,8 @@ def _group_events(old: Report | None, group: Report, *, first: bool) -> Iterator
     old = old or {}
     if not first:
         yield from _membership_events(old, group)
-    if group["lost"] and group["lost"] != old.get("lost") and not is_finishing(group):
+    is_news = group["lost"] != old.get("lost") or is_finishing(old)
+    if group["lost"] and is_news and not is_finishing(group):
         event = _lost_event(group)
         yield event["kind"], event["rank"], event["text"]
     # The count restarts with each epoch.

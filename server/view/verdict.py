@@ -181,10 +181,16 @@ def place_of(round_: Mapping[str, Any]) -> str:
 
 
 def _waiting(group: Group, now: float) -> Iterator[Verdict]:
-    if not (round_ := awaited(group)) or not (missing := round_["missing"]):
+    if not (round_ := awaited(group)):
         return
     time, where = duration(round_["seconds"]), place_of(round_)
     since = now - round_["seconds"]
+    if not (missing := round_["missing"]):
+        if (absent := group["min_members"] - len(group["members"])) > 0:
+            text = f"Waiting for {_ranks(absent)} to join for {time} in {where}: min_members is {group['min_members']}"
+            card = "Ranks", count_here(group), f"at least {group['min_members']} must take part"
+            yield Verdict("waiting", ATTENTION, text, since, advice="Start the missing processes.", card=card)
+        return
     if len(missing) > 1 or round_.get("missing_left_out"):
         more = round_.get("missing_left_out", 0)
         whom = f"{len(missing) + more} ranks" if more else format_ranks(Members.of(missing))
@@ -294,9 +300,21 @@ def cards(group: Group, found: list[Verdict]) -> list[dict[str, str]]:
     return shown
 
 
+def _usual_waiting(group: Group) -> tuple[str, str, str, str]:
+    slowest, held = group.get("slowest"), group.get("held", 0.0)
+    if slowest is None:
+        known = (
+            ("Not known", "the job was too short") if "over" in group else ("Not known yet", "needs more than a minute")
+        )
+        return "Waiting", *known, "unknown"
+    if held >= MAX_DELAY_SHARE:
+        return "Waiting", f"Rank {slowest}", f"the others waited {percent(held)} of the last minute", "watch"
+    return "Waiting", "No slow rank", f"rank {slowest} is last by {percent(held)} of a minute", "good"
+
+
 def _usual_cards(group: Group) -> Iterator[tuple[str, str, str, str]]:
     """The cards that no verdict replaces: name, value, note and state."""
-    rounds, held, layers = group["rounds_done"], group.get("held", 0.0), group.get("compared_layers", 0)
+    rounds, layers = group["rounds_done"], group.get("compared_layers", 0)
     rate, trip = group.get("rounds_per_second"), group.get("round_trip_seconds")
     if "over" in group:
         yield "Ranks", str(group["world_size"]), "have ended", "unknown"
@@ -314,12 +332,7 @@ def _usual_cards(group: Group) -> Iterator[tuple[str, str, str, str]]:
             yield "Speed", "Not known yet", note, "unknown"
         else:
             yield "Speed", f"{two_digits(rate)} rounds/s", note, "good"
-    if group.get("slowest") is not None:
-        yield "Waiting", "No slow rank", f"rank {group['slowest']} is last by {percent(held)} of a minute", "good"
-    elif "over" in group:
-        yield "Waiting", "Not known", "the job was too short", "unknown"
-    else:
-        yield "Waiting", "Not known yet", "needs more than a minute", "unknown"
+    yield _usual_waiting(group)
     if group.get("first_non_finite"):
         yield "Data", "Not comparable", "since the first NaN or infinity", "unknown"
     elif layers:

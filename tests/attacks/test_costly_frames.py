@@ -6,6 +6,7 @@ At 6b62bd3: a header of 1 MiB of empty arrays costs 70 to 390 ms; 27 of them cos
 import struct
 import time
 
+import msgpack
 import pytest
 
 from attacks.honest import SLOWDOWN_OF_A_FULL_CORE
@@ -25,11 +26,18 @@ def frame(first: bytes, rest: bytes) -> bytes:
     return struct.pack("<3sBI", MAGIC, PROTOCOL_VERSION, len(body)) + body
 
 
+def _nested() -> bytes:
+    """Arrays of arrays in a header of 60 kB, each within the limit of an array."""
+    body = msgpack.packb([1] + [[[[]] * 64] * 60] * 15)
+    return struct.pack("<3sBI", MAGIC, PROTOCOL_VERSION, len(body)) + body
+
+
 COSTLY = {
     "empty arrays": frame(b"\xdd" + struct.pack(">I", limits.MAX_HEADER_BYTES - 5), b"\x90"),
     "empty arrays in a field": frame(b"\x92\x07\xdd" + struct.pack(">I", limits.MAX_HEADER_BYTES - 7), b"\x90"),
     "empty maps": frame(b"\xdd" + struct.pack(">I", limits.MAX_HEADER_BYTES - 5), b"\x80"),
     "small texts": frame(b"\xdd" + struct.pack(">I", (limits.MAX_HEADER_BYTES - 5) // 3), b"\xa2ab"),
+    "nested arrays": _nested(),
     "members": frame(b"\x92\x01\xc6" + struct.pack(">I", limits.MAX_HEADER_BYTES - 7), b"\x90"),
 }
 

@@ -88,7 +88,7 @@ function drawBanner(verdict, group) {
   const facts = [];
   if (verdict.since) facts.push(`${["slow", "data"].includes(verdict.state) ? "noticed" : "since"} ${clock(verdict.since)} (${span(Math.max(0, snapshot.time - verdict.since))})`);
   if (group) {
-    const present = group.members.length + (group.members_left_out || 0);
+    const present = group.members.filter((member) => !member.is_gone).length + (group.members_left_out || 0);
     facts.push(`${group.over ? "" : `${whole(present)} of `}${whole(group.world_size)} ranks`);
     if (present) facts.push(`step ${whole(Math.max(...group.members.map((member) => member.step)))}`);
   }

@@ -27,6 +27,23 @@ def test_tensors_are_chunked_wherever_they_are_and_the_rest_is_shared():
         assert isinstance(pair, Pair)
 
 
+class Attributes(dict):
+    """Has its items as attributes too."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+def test_a_dict_with_attributes_has_the_part_in_both():
+    args, _ = any_device.scatter((Attributes(x=torch.arange(4)),), {}, [CPU] * 2, 0)
+    assert [(batch.x.tolist(), batch["x"].tolist()) for (batch,) in args] == [([0, 1], [0, 1]), ([2, 3], [2, 3])]
+    joined = any_device.gather([Attributes(y=torch.zeros(1)), Attributes(y=torch.ones(1))], CPU, 0)
+    assert joined.y.tolist() == joined["y"].tolist() == [0, 1]
+    default = collections.defaultdict(list, x=torch.arange(2))
+    assert any_device.scatter((default,), {}, [CPU] * 2, 0)[0][1][0]["none"] == []
+
+
 def test_chunks_are_torchs_and_may_be_fewer_than_devices():
     args, _ = any_device.scatter((torch.arange(6),), {}, [CPU] * 4, 0)
     assert [arg[0].tolist() for arg in args] == [[0, 1], [2, 3], [4, 5]]

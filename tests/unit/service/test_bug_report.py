@@ -86,6 +86,9 @@ def test_the_last_lines_of_a_log_are_redacted(tmp_path):
         ("host node3.lab.internal is lost", "host HOST is lost"),
         ("key rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7JHTUZQ0+xY3vKpWnBd5Ec9GAhTL", None),
         ("rank 1's step: 3.5 s, it's late", "rank 1's step: 3.5 s, it's late"),
+        ("in job 'secret-proj", "in job '...'"),
+        ("rank 3 (gpu-node-17, pid 8", "rank 3 (HOST, pid)"),
+        ("path=/home/ann/x.py", "path=.../x.py"),
         ("a\x1b[31mb", "a?[31mb"),
     ],
 )  # fmt: skip

@@ -4,6 +4,7 @@ import errno
 import logging
 import math
 import socket
+from collections.abc import Collection
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ import zmq
 from server.core.dispatcher import Dispatcher
 from server.network import sender
 from server.network.connections import PROBE_SECONDS, ProbeScheduler
-from server.network.sender import MAX_PEER_BYTES, FlowControl, Sender, is_writable
+from server.network.sender import MAX_PEER_BYTES, MAX_TOTAL_BYTES, SMALL_ANSWER_BYTES, FlowControl, Sender, writable
 
 
 class Kernel:
@@ -21,11 +22,11 @@ class Kernel:
     def __init__(self, *stuck: int) -> None:
         self.stuck = set(stuck)
         self.looks = 0
-        self.flow_control = FlowControl(self.is_writable)
+        self.flow_control = FlowControl(self.takes_more)
 
-    def is_writable(self, descriptor: int) -> bool:
+    def takes_more(self, descriptors: Collection[int]) -> set[int]:
         self.looks += 1
-        return descriptor not in self.stuck
+        return set(descriptors) - self.stuck
 
     def meet(self, *descriptors: int) -> None:
         for descriptor in descriptors:
@@ -64,6 +65,38 @@ def test_a_client_that_reads_again_receives_more():
     assert kernel.sent(1, MAX_PEER_BYTES, 3) == 3 * MAX_PEER_BYTES
 
 
+def test_many_clients_that_do_not_read_share_a_bound_and_readers_are_served():
+    many = range(1000)
+    kernel = Kernel(*many)
+    kernel.meet(*many, 5000)
+    taken = sum(kernel.sent(number, MAX_PEER_BYTES, 3) for number in many)
+    assert taken <= 2 * MAX_TOTAL_BYTES
+    assert kernel.sent(5000, SMALL_ANSWER_BYTES, 100) == 100 * SMALL_ANSWER_BYTES
+
+
+def test_only_clients_that_do_not_read_are_disconnected_under_pressure():
+    kernel = Kernel(*range(100))
+    kernel.meet(*range(100), 5000)
+    for number in range(100):
+        kernel.sent(number, MAX_PEER_BYTES, 1)
+    kernel.sent(5000, MAX_PEER_BYTES, 1)
+    assert kernel.flow_control.stalled() == [], "each has a moment to read"
+    kernel.stuck.discard(7)
+    cut = kernel.flow_control.stalled()
+    assert not {7, 5000} & set(cut)
+    for number in cut:
+        kernel.flow_control.remove(number)
+    assert kernel.flow_control.stalled() == []
+    assert kernel.sent(5000, MAX_PEER_BYTES, 10) == 10 * MAX_PEER_BYTES
+
+
+def test_few_waiting_bytes_disconnect_no_client():
+    kernel = Kernel(1)
+    kernel.meet(1)
+    kernel.sent(1, MAX_PEER_BYTES, 1)
+    assert kernel.flow_control.stalled() == kernel.flow_control.stalled() == []
+
+
 def test_a_connection_with_a_reused_number_starts_fresh():
     kernel = Kernel(1)
     kernel.meet(1)
@@ -77,16 +110,16 @@ def test_the_kernel_shows_whether_a_client_reads():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.settimeout(0.0)
-        assert is_writable(ours.fileno())
+        assert writable([ours.fileno()]) == {ours.fileno()}
         with_room = True
         while with_room:
             try:
                 ours.send(bytes(2**16))
             except BlockingIOError:
                 with_room = False
-        assert not is_writable(ours.fileno())
+        assert writable([ours.fileno()]) == set()
         number = ours.fileno()
-    assert is_writable(number), "nothing waits where nobody is"
+    assert writable([number]) == {number}, "nothing waits where nobody is"
 
 
 def test_without_an_ended_connection_there_is_no_pass():

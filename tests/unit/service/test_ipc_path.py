@@ -1,10 +1,13 @@
 """ipc paths of a server: no foreign file is removed, and no running server is displaced."""
 
+import errno
+import fcntl
 import os
 import signal
 import socket
 import stat
 import threading
+from contextlib import nullcontext
 
 import pytest
 
@@ -101,6 +104,29 @@ def test_one_of_several_starting_servers_gets_the_path(path, monkeypatch):
     assert (len(services), len(errors)) == (1, 7)
     services[0].close()
     assert not path.exists()
+
+
+def test_a_folder_locked_by_another_process_is_an_error(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(ipc_path, "LOCK_SECONDS", 0.05)
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with pytest.raises(BindError, match=r"another process has locked .* for 0\.05 s"):
+            Service(Config((f"ipc://{path}",)))
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize(("number", "is_served"), [(errno.ENOLCK, True), (errno.EOPNOTSUPP, True), (errno.EIO, False)])
+def test_a_file_system_without_locks_works(path, monkeypatch, number, is_served):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with (
+        nullcontext() if is_served else pytest.raises(BindError, check=says(r"cannot listen on .*: Input/output error"))
+    ):
+        Service(Config((f"ipc://{path}",))).close()
 
 
 def test_the_socket_is_private_whatever_the_umask(path, serve):
