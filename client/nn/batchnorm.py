@@ -60,7 +60,8 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronizedLayer):
         momentum: weight of the newest batch in the running statistics; None for a cumulative average.
         affine: learn `weight` and `bias`, each of shape (C,).
         track_running_stats: keep running statistics for eval; without them eval uses the statistics of its batch.
-        device, dtype: of parameters and buffers.
+        device: of parameters and buffers.
+        dtype: of parameters and buffers.
         bias: learn `bias` where `affine`.
         eps_mode: "plus" for (var + eps)^-1/2, as torch; "clamp" for max(var, eps)^-1/2 of synchronised batches; None
             for the mode that `set_sbn_eps_mode` sets, "plus" by default.
