@@ -23,7 +23,11 @@ needs_mkdocs = pytest.mark.skipif(
 PUBLIC = [
     *(f"client.{name}" for name in client.__all__),
     *(f"server.{name}" for name in server.__all__),
-    *(f"statsd_bn.errors.{name}" for name, kind in vars(errors).items() if isinstance(kind, type)),
+    *(
+        f"statsd_bn.errors.{name}"
+        for name, kind in vars(errors).items()
+        if getattr(kind, "__module__", "") == errors.__name__
+    ),
 ]
 
 # Shared by the integrations, and private.
