@@ -227,7 +227,8 @@ def describe_finding(finding: Mapping[str, Any]) -> str:
     if "other" in finding:
         since = f"equal in all layers since step {finding['since']}"
         return f"Rank {rank} has the same data as rank {finding['other']}: {since}"
-    numbers = {name: finding[name] for name in ("since", "layers", "variance", "shift", "part", "usual")}
+    numbers = {name: finding[name] for name in ("since", "variance", "shift", "part", "usual")}
+    numbers["layers"] = 1  # how many later layers differ changes; the map shows it
     return f"Rank {rank}'s data look different: {describe_outlier(finding['layer'], **numbers)}"
 
 

@@ -81,10 +81,7 @@ CASES = {
         "data",
         2,
         2,
-        (
-            "Rank 2's data look different: since step 64 its activations vary 8.5 times as much as the others' in bn1, "
-            "and differ in 22 later layers"
-        ),
+        ("Rank 2's data look different: since step 64 its activations vary 8.5 times as much as the others' in bn1"),
     ),
     "a finding that is over": (
         group(*FOUR, findings=[skew(2, cleared=True)]),
