@@ -18,6 +18,9 @@ PART = re.compile(r"(<!-- (\w+): made by scripts/docs write -->\n).*?(<!-- end -
 CLAUSE = re.compile(r".*?(?=[.;](?:\s|$)|$)")
 SUBJECT = re.compile(r"^[\w`().]+(?: [\w`().]+){0,3}: ")
 
+# A file's entry ends before an explanation, for which a reader opens the file.
+DETAIL = re.compile(r": |, (?:which|where|so that|with|without|as|by|for|when|computed|in bounded) ")
+
 SIDES = ("client", "server")
 GROUND = "statsd_bn"
 
@@ -62,7 +65,7 @@ def files() -> str:
         inside = [path for path in paths if path.name != "__init__.py"]
         lines += ["", f"{folder.relative_to(ROOT).as_posix()}/  {_summary(folder / '__init__.py')}".rstrip()]
         width = max((len(path.name) for path in inside), default=0)
-        lines += [f"  {path.name:{width}}  {_summary(path)}".rstrip() for path in inside]
+        lines += [f"  {path.name:{width}}  {_brief(_summary(path))}".rstrip() for path in inside]
     return "\n".join(["```", *lines[1:], "```"])
 
 
@@ -80,6 +83,12 @@ def _summary(path: Path) -> str:
     line = ast.get_docstring(ast.parse(text)) or "" if path.suffix == ".py" else text[2:].replace("\n *", "")
     clause = CLAUSE.match(SUBJECT.sub("", " ".join(line.partition("\n\n")[0].split())))[0]
     return clause[:1].upper() + clause[1:]
+
+
+def _brief(summary: str) -> str:
+    """A summary without its last clause, if at least three words remain."""
+    main, *_ = DETAIL.split(summary)
+    return main if len(main.split()) > 2 else summary
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def page() -> str:
         _flags(parser({}), but=_limits()),
         LIMITS,
         _list(map(_limit, fields(Quota))),
-        *map(_command, sorted(command_line.COMMANDS)),
+        *_commands(),
         "### Exit codes",
         _list(_exit_codes()),
         CONNECT,
@@ -152,9 +152,16 @@ def _limit(option: object) -> tuple[str, str]:
     return f"`--{option.name.replace('_', '-')}`", f"{reason}; default {default}, from {low} to {high}"
 
 
-def _command(name: str) -> str:
-    of = _parser_of(command_line.COMMANDS[name])
-    return f"### python -m server {name}\n\n{of.description}\n\n{_flags(of)}"
+def _commands() -> Iterator[str]:
+    """Sections of the commands; `serve` has the flags of `python -m server`, and a shared flag is described once."""
+    described: dict[str, str] = {}
+    for name in sorted(command_line.COMMANDS.keys() - {"serve"}):
+        of = _parser_of(command_line.COMMANDS[name])
+        lines = []
+        for line in _flags(of).splitlines():
+            first = described.setdefault(line, name)
+            lines.append(line if first == name else f"{line.partition(': ')[0]}: as for `{first}`")
+        yield f"### python -m server {name}\n\n{of.description}\n\n" + "\n".join(lines)
 
 
 class _Made(Exception):
