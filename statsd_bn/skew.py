@@ -368,14 +368,26 @@ def _equal_pairs(values: FloatArray) -> Iterable[tuple[int, int]]:
 
 
 def merge_order(known: Mapping[str, object], names: Sequence[str], most: int) -> list[str]:
-    """Returns all layers in the order of a step; a new one precedes the known layer that follows it in `names`."""
-    order = list(known)
-    if all(name in known for name in names):
-        return order
-    next_one = len(order)
-    for name in reversed(names):
-        if name in order:
-            next_one = order.index(name)
-        elif len(order) < most:
-            order.insert(next_one, name)
-    return order
+    """Returns all layers in the order of a step.
+
+    That is the order of `names`; a known layer that is not sampled keeps its place before the next one that is. New
+    layers at the end of `names` come last.
+    """
+    sampled = set(names)
+    new = [name for name in names if name not in known][: most - len(known)]
+    before: dict[str, list[str]] = {}
+    others: list[str] = []
+    for name in known:
+        if name in sampled:
+            before[name], others = others, []
+        else:
+            others.append(name)
+    order: list[str] = []
+    waiting: list[str] = []
+    for name in names:
+        if name in before:
+            order += [*before[name], *waiting, name]
+            waiting = []
+        elif name in new:
+            waiting.append(name)
+    return order + others + waiting

@@ -1,13 +1,14 @@
 """Samples of rounds: rows of a few forward rounds, copied now, so that another thread computes their figures of skew.
 
-    sampler.observe(now, key, counts, replicas, values)     # in each round
+    if sampler.is_due(now, key):                            # in each round
+        sampler.observe(now, key, counts, replicas, values)
     ...
     samples = sampler.drain(now)                            # once a second
 
 A member samples rounds in shared memory in the training thread, and its heartbeat thread drains the samples. The server
-samples the rounds that it reduces, and drains them in a tick. All layers fall due at the same moment, once a second, so
-usually one step provides the rows of all. Memory is bounded: a model with too many layers is sampled in turns, and a
-wide layer at every second or third channel.
+samples the rounds that it reduces, and drains them in a tick. All layers fall due at the same moment, once a second. A
+layer is sampled if it was due when its forward pass began, so usually one pass provides the rows of all, in its order.
+Memory is bounded: a model with too many layers is sampled in turns, and a wide layer at every second or third channel.
 """
 
 import math
@@ -51,8 +52,9 @@ class Sample:
 
 @dataclass(slots=True)
 class _Batch:
-    """The samples since the latest `drain`, all of one step."""
+    """The samples since the latest `drain`, all of one forward pass."""
 
+    number: int = 0  # of the pass
     started: float = math.inf
     samples: list[Sample] = field(default_factory=list)
     size: int = 0
@@ -74,41 +76,40 @@ class SkewSampler:
         self._batches = 0
         self._batch = _Batch()
         self._drain_at = 0.0
-        # The first round of its step without room.
-        self._skipped: RoundKey | None = None
+        # Step and first layer of the running pass, and the time of its first round.
+        self._step, self._first_layer, self._pass_began = -1, "", 0.0
+        # The number of the running forward pass, and of the latest one in which a round had no room.
+        self._pass, self._skipped = 0, -1
         # Number of batches in which all layers fit.
         self._turns = 0.0
 
     def observe(
         self, now: float, key: RoundKey, counts: Sequence[int], replicas: Sequence[int], values: FloatArray
     ) -> None:
-        """Copies a round's finite rows if its layer is due.
+        """Copies the finite rows of a round that `is_due`.
 
         `counts` are values per channel of each row, `replicas` rows of each member. Only a layer's rounds have two
         vectors.
         """
-        if not self.is_due(now, key) or values.shape[1] != VECTORS:
+        if values.shape[1] != VECTORS:
             return
         stride = self.stride(values.nbytes)
         size = values.nbytes // stride
         self._schedule(key.layer, size)
-        batch, skipped = self._batch, self._skipped
-        if batch.samples:
-            is_of_step = key.step == batch.samples[0].key.step
-            if not is_of_step or len(batch.samples) >= MAX_LAYERS or batch.size + size > self._max_bytes:
-                if skipped is None or skipped.step != key.step:
-                    self._skipped = key
-                return  # it stays due, for the next batch
-        elif skipped and skipped.step == key.step and skipped.layer != key.layer:
-            # The first layers had no room; they would be sampled far less often than the later ones. If no step is ever
-            # counted, the skipped layer itself comes again.
+        batch = self._batch
+        is_full = len(batch.samples) >= MAX_LAYERS or batch.size + size > self._max_bytes
+        if batch.samples and (batch.number != self._pass or is_full):
+            self._skipped = self._pass
+        if self._skipped == self._pass:
+            # The layer stays due, for the next batch. If a batch began in the middle of a pass, the first layers would
+            # be sampled far less often than the last ones.
             return
         seconds = SECONDS
         if self._turns > 1:
             seconds *= self._turns * SLACK
             self._turn[key.layer] = self._batches + math.ceil(self._turns)
-        self._due[key.layer] = (now // seconds + 1) * seconds
-        batch.started = min(now, batch.started)
+        self._due[key.layer] = (self._pass_began // seconds + 1) * seconds
+        batch.number, batch.started = self._pass, min(now, batch.started)
         batch.size += size
         batch.samples.append(Sample(key, *_by_member(counts, replicas, values[..., ::stride])))
 
@@ -118,8 +119,15 @@ class SkewSampler:
         return self._batch.size + SCHEDULED_BYTES * len(self._due)
 
     def is_due(self, now: float, key: RoundKey) -> bool:
-        """Returns whether to sample a round."""
-        is_time = now >= self._due.get(key.layer, 0.0) and key.is_forward
+        """Returns whether to sample a round; called in each round, because it notices where a forward pass begins."""
+        if not key.is_forward:
+            self._step = -1
+            return False
+        # Passes without backward rounds and counted steps begin with their first layer.
+        if key.step != self._step or key.layer == self._first_layer:
+            self._step, self._first_layer, self._pass_began = key.step, key.layer, now
+            self._pass += 1
+        is_time = self._pass_began >= self._due.get(key.layer, 0.0)
         return is_time and self._batches >= self._turn.get(key.layer, 0)
 
     def stride(self, size: int) -> int:
@@ -127,7 +135,7 @@ class SkewSampler:
         return max(1, math.ceil(size / self._max_layer_bytes))
 
     def drain(self, now: float) -> list[Sample]:
-        """Returns the samples since the last call, of one step in the order of the rounds; at most once a second."""
+        """Returns the samples since the last call, of one pass in the order of the rounds; at most once a second."""
         if now < max(self._drain_at, self._batch.started + SETTLE_SECONDS):
             return []
         batch, self._batch = self._batch, _Batch()

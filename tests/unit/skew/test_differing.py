@@ -86,6 +86,13 @@ def test_the_earliest_layer_is_found_in_whichever_order_they_come_first():
     assert (found.layer, found.layers) == ("stem", 3)
 
 
+def test_layers_sampled_apart_get_their_order_from_a_sample_of_all():
+    of_group = SkewDetector(3)
+    for look, layers in enumerate((["block", "head"], ["stem"], LAYERS, ["stem", "head"], ["stem", "tail"])):
+        looks(of_group, 3, 1, layers, first=look)
+    assert of_group.averages(0, 2**20)[1] == [*LAYERS, "tail"]
+
+
 def test_kept_samples_are_bounded():
     of_group = SkewDetector(64)
     one = np.zeros((1, 64, FIGURES))

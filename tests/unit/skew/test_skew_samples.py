@@ -21,7 +21,8 @@ def look(into, now, layer, step=0, *, members=2, channels=1, phase=FORWARD, repl
     replicas = replicas or (1,) * members
     rows = sum(replicas)
     values = np.arange(rows * 2.0 * channels).reshape(rows, 2, channels)
-    into.observe(now, key_of(layer, step, phase), list(range(1, rows + 1)), replicas, values)
+    if into.is_due(now, key := key_of(layer, step, phase)):
+        into.observe(now, key, list(range(1, rows + 1)), replicas, values)
     return values
 
 
@@ -62,6 +63,24 @@ def test_a_sample_does_not_begin_within_a_step():
     look(of_one, 101.4, "first", step=9)
     look(of_one, 101.5, "second", step=9)
     assert [(sample.key.layer, sample.key.step) for sample in of_one.drain(103.0)] == [("first", 9), ("second", 9)]
+
+
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("seconds", [0.05, 0.4, 0.9])
+def test_samples_have_whole_steps_though_the_first_round_came_within_one(seconds, counted):
+    """Six layers, forward and backward; the first step lacks the first three of them."""
+    of_one, batches, names = SkewSampler(), [], "abcdef"
+    rounds = [(layer, FORWARD) for layer in names] + [(layer, BACKWARD) for layer in reversed(names)]
+    for step in range(int(60 / seconds)):
+        for n, (layer, phase) in enumerate(rounds):
+            now = 100 + seconds * (step + n / 20)
+            if step or n >= 3:
+                look(of_one, now, layer, step * counted, phase=phase)
+            batches.append("".join(layers(of_one.drain(now))))
+    first, second, *others = filter(None, batches)
+    assert (first, second) in (("def", "abc"), ("def", "abcdef"))
+    assert len(others) >= 10
+    assert set(others) == {"abcdef"}
 
 
 @pytest.mark.parametrize("seconds", [0.02, 0.1, 0.3, 0.5, 0.7])
