@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import client
 from client.data_parallel import any_device
+from client.data_parallel.barrier import Barrier
 
 CPU = torch.device("cpu")
 WARM_UP = 5
@@ -112,7 +113,7 @@ def _seed(peer: Path, channels: int, replicas: int) -> Forward:
         inputs, kwargs = any_device.scatter((x,), {}, devices, 0)
         copies = any_device.replicate(layer, devices)
         replicate.execute_replication_callbacks(copies)
-        outputs = any_device.parallel_apply(copies, inputs, kwargs, devices, lambda _: None, lambda *_: None)
+        outputs = any_device.parallel_apply(copies, inputs, kwargs, devices, Barrier(len(copies), 60.0))
         return any_device.gather(outputs, CPU, 0)
 
     return forward

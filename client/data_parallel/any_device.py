@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from client.data_parallel.barrier import Barrier
+
 Device = torch.device
 Task = Callable[[], None]
 
@@ -27,13 +29,11 @@ _thread = threading.local()
 def scatter(
     inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[Device], dim: int
 ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
-    """Split every tensor in `inputs` and `kwargs` along `dim`, and pass other values to all replicas.
+    """Return the arguments of each replica: a part of every tensor along `dim`, and all other values.
 
-    Returns positional and keyword arguments per replica; fewer than devices if the batch is smaller.
+    A batch smaller than the number of devices has arguments for the first ones only.
     """
-    if not inputs and not kwargs:
-        return (), ()
-    arguments = _split((inputs, kwargs), devices, dim)
+    arguments = _split((inputs, kwargs), devices, dim) if inputs or kwargs else []
     return tuple(args for args, _ in arguments), tuple(keywords for _, keywords in arguments)
 
 
@@ -122,17 +122,12 @@ def _replica(module: nn.Module, device: Device, copies: dict[Tensor, Tensor], *,
 
 
 def parallel_apply(
-    replicas: Sequence[nn.Module],
-    inputs: Sequence[Any],
-    kwargs: Sequence[dict[str, Any]],
-    devices: Sequence[Device],
-    finish: Callable[[int], None],
-    fail: Callable[[int, BaseException], None],
+    replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[Any], devices: list[Device], barrier: Barrier
 ) -> list[Any]:
     """Run every replica in a separate thread, in the caller's grad, inference and autocast modes.
 
     The caller's thread runs none: thread-local state, such as the hooks of a checkpoint around the wrapper, must apply
-    to all replicas or none. Calls `finish` or `fail` for each replica, then raises the first error.
+    to all replicas or none.
     """
     outputs: dict[int, Any] = {}
     failures: list[BaseException] = []
@@ -148,11 +143,11 @@ def parallel_apply(
                 for mode in modes[number]:
                     stack.enter_context(mode)
                 outputs[number] = replicas[number](*inputs[number], **kwargs[number])
-            finish(number)
+            barrier.finish(number)
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             error.add_note(f"in replica {number} on {devices[number]}")
             failures.append(error)
-            fail(number, error)
+            barrier.fail(number, error)
 
     run_tasks([partial(work, number) for number in range(len(replicas))])
     if failures:
@@ -210,41 +205,36 @@ def _concatenate(parts: Sequence[Tensor], device: Device, dim: int) -> Tensor:
         return torch.cat([part.to(device) for part in parts], dim)
 
 
-class _Worker:
-    def __init__(self) -> None:
-        self._tasks: SimpleQueue[tuple[Task, threading.Lock]] = SimpleQueue()
-        threading.Thread(target=self._work, name="statsd_bn replica", daemon=True).start()
-
-    def start(self, task: Task) -> threading.Lock:
-        """Start a task; the returned lock is released when the task has finished."""
-        running = threading.Lock()
-        running.acquire()
-        self._tasks.put((task, running))
-        return running
-
-    def _work(self) -> None:
-        while True:
-            task, running = self._tasks.get()
-            try:
-                task()
-                del task  # an idle worker must not keep the task's objects alive
-                _idle_workers.append(self)
-            finally:
-                running.release()
-
-
-_idle_workers: list[_Worker] = []  # append and pop are atomic: a lock could be held during a fork
+# The queue of each idle worker. Append and pop are atomic: a lock could be held during a fork.
+_idle_workers: list["SimpleQueue[tuple[Task, threading.Lock]]"] = []
 os.register_at_fork(after_in_child=_idle_workers.clear)  # a forked child has the caller's thread only
 
 
 def run_tasks(tasks: Sequence[Task]) -> None:
     """Run all tasks concurrently, each in a separate thread, and wait for them; they must not raise."""
-    for running in [_worker().start(task) for task in tasks]:
+    for running in [_start(task) for task in tasks]:
         running.acquire()
 
 
-def _worker() -> _Worker:
+def _start(task: Task) -> threading.Lock:
+    """Start a task in a worker; the returned lock is released when the task has finished."""
     try:
-        return _idle_workers.pop()
+        queue = _idle_workers.pop()
     except IndexError:
-        return _Worker()
+        queue = SimpleQueue()
+        threading.Thread(target=_work, args=(queue,), name="statsd_bn replica", daemon=True).start()
+    running = threading.Lock()
+    running.acquire()
+    queue.put((task, running))
+    return running
+
+
+def _work(queue: "SimpleQueue[tuple[Task, threading.Lock]]") -> None:
+    while True:
+        task, running = queue.get()
+        try:
+            task()
+            del task  # an idle worker must not keep the task's objects alive
+            _idle_workers.append(queue)
+        finally:
+            running.release()

@@ -42,10 +42,9 @@ class Barrier:
         return len(self._finished) == self.nr_replicas
 
     def wait(self, replica: int, point: str, value: Any, combine: Combine) -> Any:
-        """Wait for all replicas at `point`, and return this replica's result.
+        """Wait for all replicas, and return this one's result; the last to arrive combines the values in replica order.
 
-        The last replica to arrive calls `combine`, which takes all values in replica order and returns a result for
-        each. Raises RoundMismatch if one waits at another point or has finished, ReplicaLost, or RoundTimeout.
+        Raises RoundMismatch, ReplicaLost or RoundTimeout.
         """
         waiter = _Waiter(point, value, threading.Lock())
         waiter.lock.acquire()

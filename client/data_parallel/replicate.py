@@ -46,11 +46,13 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     contexts = [CallbackContext(barrier) for _ in modules[0].modules()]
     for copy_id, module in enumerate(modules):
         vars(module)["_barrier"] = barrier
-        with sync_master.registration_scope(barrier, copy_id):
+        token = sync_master.current_replica.set((barrier, copy_id))
+        try:
             for context, submodule in zip(contexts, module.modules(), strict=True):
-                callback = getattr(submodule, "__data_parallel_replicate__", None)
-                if callback is not None:
+                if (callback := getattr(submodule, "__data_parallel_replicate__", None)) is not None:
                     callback(context, copy_id)
+        finally:
+            sync_master.current_replica.reset(token)
 
 
 class DataParallelWithCallback(nn.DataParallel[Any]):
@@ -161,8 +163,7 @@ def _parallel_apply(
     data_parallel: nn.DataParallel[Any], replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any
 ) -> list[Any]:
     devices = [_device(device) for device in data_parallel.device_ids[: len(replicas)]]
-    barrier: Barrier = vars(replicas[0])["_barrier"]
-    return any_device.parallel_apply(replicas, inputs, kwargs, devices, barrier.finish, barrier.fail)
+    return any_device.parallel_apply(replicas, inputs, kwargs, devices, vars(replicas[0])["_barrier"])
 
 
 def _device(device: int | str | torch.device) -> torch.device:

@@ -16,9 +16,8 @@ replica at once. Messages stay in the process; ranks exchange values by `Connect
 """
 
 import itertools
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from queue import Empty, Full, Queue
 from typing import Any
 
@@ -30,44 +29,32 @@ from statsd_bn.text import wrap
 Messages = list[tuple[Any, Any]]
 """Pairs of identifier and message, the master's with identifier 0 first."""
 
-_thread = threading.local()
+current_replica: "ContextVar[tuple[Barrier | None, int]]" = ContextVar("current_replica", default=(None, 0))
+"""The barrier of a model's replicas and the number of the copy to which slaves belong that register now."""
+
 _numbers = itertools.count()
-
-
-@contextmanager
-def registration_scope(barrier: Barrier, copy_id: int) -> Iterator[None]:
-    """Make slaves that register in this thread belong to copy `copy_id` of a model, which uses `barrier`."""
-    before = getattr(_thread, "replica", None)
-    _thread.replica = barrier, copy_id
-    try:
-        yield
-    finally:
-        _thread.replica = before
 
 
 class _Replication:
     """A master and the slaves of one replication; `barrier` is None if they registered outside of a replication."""
 
     def __init__(self, name: str, barrier: Barrier | None) -> None:
-        self.identifiers: list[Any] = []  # of the slaves, in the order of registration
+        self.slaves: dict[Any, int] = {}  # replica of each identifier, in the order of registration
         self.barrier = barrier
-        self._replicas = [0]  # replica numbers of the master and the slaves
         self._name = name
-        self._own_barrier: Barrier | None = None
-        self._lock = threading.Lock()
+        self._own_barrier = Barrier(1, DEFAULT_ROUND_TIMEOUT)  # used if only some of the replicas participate
 
-    def add(self, identifier: Any, copy_id: int) -> None:
+    def add(self, identifier: Any, copy_id: int) -> "SlavePipe":
         """Add the slave in replica `copy_id`."""
-        self.identifiers.append(identifier)
-        self._replicas.append(copy_id)
+        self.slaves[identifier] = copy_id
+        self._own_barrier.nr_replicas += 1
+        return SlavePipe(identifier, self)
 
     def wait(self, participant: int, value: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """Wait for the others at the barrier; the master is participant 0, slave i is i + 1."""
-        if self.barrier is not None and sorted(self._replicas) == list(range(self.barrier.nr_replicas)):
-            return self.barrier.wait(self._replicas[participant], self._name, value, combine)
-        with self._lock:  # only some of the replicas participate
-            if self._own_barrier is None:
-                self._own_barrier = Barrier(len(self._replicas), DEFAULT_ROUND_TIMEOUT)
+        replicas = [0, *self.slaves.values()]
+        if self.barrier is not None and sorted(replicas) == list(range(self.barrier.nr_replicas)):
+            return self.barrier.wait(replicas[participant], self._name, value, combine)
         return self._own_barrier.wait(participant, self._name, value, combine)
 
 
@@ -77,7 +64,7 @@ class SlavePipe:
     def __init__(self, identifier: Any, replication: _Replication) -> None:
         self.identifier = identifier
         self._replication = replication
-        self._participant = len(replication.identifiers)
+        self._participant = len(replication.slaves)
 
     def run_slave(self, msg: Any) -> Any:
         """Send a message to the master, and return its answer; the errors are those of `SyncMaster.run_master`."""
@@ -110,20 +97,19 @@ class SyncMaster:
     @property
     def nr_slaves(self) -> int:
         """Number of registered slaves."""
-        return len(self._replication.identifiers)
+        return len(self._replication.slaves)
 
     def register_slave(self, identifier: Any) -> SlavePipe:
         """Add a slave. The first one after a run, or of another replication, removes the earlier slaves.
 
         `identifier`, usually the number of the replica, marks the slave's messages.
         """
-        barrier, copy_id = getattr(_thread, "replica", None) or (None, 0)
+        barrier, copy_id = current_replica.get()
         replication = self._replication
-        if self._has_run or replication.barrier is not barrier or identifier in replication.identifiers:
+        if self._has_run or replication.barrier is not barrier or identifier in replication.slaves:
             replication = self._replication = _Replication(self._name, barrier)
             self._has_run = False
-        replication.add(identifier, copy_id)
-        return SlavePipe(identifier, replication)
+        return replication.add(identifier, copy_id)
 
     def run_master(self, master_msg: Any) -> Any:
         """Wait for the slaves' messages, call the callback, send the answers, and return the master's own.
@@ -138,7 +124,7 @@ class SyncMaster:
         if barrier is not None and barrier.is_finished:  # a smaller batch, which has one replica only
             self._replication = _Replication(self._name, None)
         self._has_run = True
-        identifiers = [0, *self._replication.identifiers]
+        identifiers = [0, *self._replication.slaves]
         if len(identifiers) == 1:
             return self._answers([master_msg], identifiers)[0]
         messages = self._replication.wait(0, master_msg, _messages_for_master)

@@ -250,7 +250,7 @@ def as_virtual_replicas(case: Shards) -> Outcome:
     execute_replication_callbacks(replicas)
     meeting = vars(replicas[0])["_barrier"]
     inputs = [(shard.x, shard.mask) for shard in shards]
-    outputs = any_device.parallel_apply(replicas, inputs, [{}] * len(shards), devices, meeting.finish, meeting.fail)
+    outputs = any_device.parallel_apply(replicas, inputs, [{}] * len(shards), devices, meeting)
     torch.autograd.backward([(output * shard.factors).sum() for output, shard in zip(outputs, shards, strict=True)])
     for replica in replicas:
         assert_same_bits(dict(replica.named_buffers()), dict(layer.named_buffers()))

@@ -102,9 +102,8 @@ def as_virtual_replicas(case: Case, sizes: tuple[int, ...] | None = None, skip: 
     replicas = any_device.replicate(layer, devices)
     execute_replication_callbacks(replicas)
     barrier = vars(replicas[0])["_barrier"]
-    outputs = any_device.parallel_apply(
-        replicas, [(shard,) for shard in x.split(sizes)], [{}] * len(sizes), devices, barrier.finish, barrier.fail
-    )
+    inputs = [(shard,) for shard in x.split(sizes)]
+    outputs = any_device.parallel_apply(replicas, inputs, [{}] * len(sizes), devices, barrier)
     output = torch.cat(outputs)
     (output * factors).sum().backward()
     return _result(layer, output, x.grad)

@@ -76,7 +76,7 @@ def on_shards(model, sizes):
         barrier = vars(replicas[0])["_barrier"]
         parts = [(part,) for part in x.split(sizes)]
         return torch.cat(
-            any_device.parallel_apply(replicas, parts, [{}] * len(sizes), devices, barrier.finish, barrier.fail)
+            any_device.parallel_apply(replicas, parts, [{}] * len(sizes), devices, barrier)
         )
 
     return run

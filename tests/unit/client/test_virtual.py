@@ -2,6 +2,7 @@
 
 import collections
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,14 +137,9 @@ class Modes(nn.Module):
 
 def run(replicas, inputs=(), kwargs=None):
     finished, failed = [], []
-    outputs = any_device.parallel_apply(
-        replicas,
-        [inputs] * len(replicas),
-        [kwargs or {}] * len(replicas),
-        [CPU] * len(replicas),
-        finished.append,
-        lambda replica, error: failed.append((replica, error)),
-    )
+    number = len(replicas)
+    barrier = SimpleNamespace(finish=finished.append, fail=lambda *of_replica: failed.append(of_replica))
+    outputs = any_device.parallel_apply(replicas, [inputs] * number, [kwargs or {}] * number, [CPU] * number, barrier)
     return outputs, finished, failed
 
 
