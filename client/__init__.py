@@ -21,10 +21,16 @@ from client.nn.batchnorm import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
+    set_sbn_eps_mode,
 )
-from client.nn.conversion import convert_model, patch_sync_batchnorm, revert_model
-from client.nn.conversion_report import ConversionReport, conversion_report
-from client.nn.layer import register_conversion, set_sbn_eps_mode
+from client.nn.conversion import (
+    ConversionReport,
+    conversion_report,
+    convert_model,
+    patch_sync_batchnorm,
+    register_conversion,
+    revert_model,
+)
 from client.nn.subclasses import rebuilt_layer as rebuilt_layer  # not public, but pickles name it
 from client.nn.subclasses import synchronized_class
 from client.session.connection import Connection
@@ -38,48 +44,20 @@ from client.training.recalibration import recalibrate
 from client.training.smart_ddp import smart_DDP, smart_ddp
 from client.transports.server import SlavePipe
 
-__all__ = [
-    "BatchMoments",
+__all__ = ["Connection", "Group", "connect", "current_connection", "disconnect", "local_group"]
+__all__ += ["SynchronizedBatchNorm", "SynchronizedBatchNorm1d", "SynchronizedBatchNorm2d", "SynchronizedBatchNorm3d"]
+__all__ += ["LazySynchronizedBatchNorm1d", "LazySynchronizedBatchNorm2d", "LazySynchronizedBatchNorm3d"]
+__all__ += ["ConversionReport", "conversion_report", "convert_model", "patch_sync_batchnorm", "register_conversion"]
+__all__ += ["revert_model", "set_sbn_eps_mode", "synchronized_class"]
+__all__ += [
     "CallbackContext",
-    "Connection",
-    "ConversionReport",
-    "DDPHandler",
     "DataParallelWithCallback",
-    "ElasticSampler",
-    "ElasticState",
-    "Group",
-    "LazySynchronizedBatchNorm1d",
-    "LazySynchronizedBatchNorm2d",
-    "LazySynchronizedBatchNorm3d",
-    "MembersChanged",
-    "RunningMoments",
-    "SlavePipe",
-    "SynchronizedBatchNorm",
-    "SynchronizedBatchNorm1d",
-    "SynchronizedBatchNorm2d",
-    "SynchronizedBatchNorm3d",
-    "average_gradients",
-    "commit_running_statistics",
-    "connect",
-    "conversion_report",
-    "convert_model",
-    "current_connection",
-    "disconnect",
     "execute_replication_callbacks",
-    "join",
-    "local_group",
-    "moments",
     "patch_replication_callback",
-    "patch_sync_batchnorm",
-    "recalibrate",
-    "register_conversion",
-    "revert_model",
-    "run_elastic",
-    "set_sbn_eps_mode",
-    "smart_DDP",
-    "smart_ddp",
-    "synchronized_class",
 ]
+__all__ += ["BatchMoments", "DDPHandler", "RunningMoments", "average_gradients", "commit_running_statistics", "join"]
+__all__ += ["moments", "recalibrate", "smart_DDP", "smart_ddp"]
+__all__ += ["ElasticSampler", "ElasticState", "MembersChanged", "SlavePipe", "run_elastic"]
 
 # Pickles name the module of a class. Name this one, so that old pickles load after a class has moved to another file.
 for _name in __all__:

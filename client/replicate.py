@@ -7,9 +7,4 @@ from client.data_parallel.replicate import (
     patch_replication_callback,
 )
 
-__all__ = [
-    "CallbackContext",
-    "DataParallelWithCallback",
-    "execute_replication_callbacks",
-    "patch_replication_callback",
-]
+__all__ = ["CallbackContext", "DataParallelWithCallback", "execute_replication_callbacks", "patch_replication_callback"]

@@ -4,25 +4,27 @@ A layer holds no connection and looks up the current one in each call, so it can
 """
 
 import itertools
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from client.data_parallel import any_device
-from client.nn import custom_op, input_checks, unsynchronized
+from client.data_parallel.barrier import Barrier
+from client.nn import custom_op, input_checks, running_stats, unsynchronized
 from client.nn.call import SynchronizedCall, plain_call, synchronized_batch_norm
-from client.nn.conversion import convert
-from client.nn.layer import SynchronizedLayer, replaces, set_options
-from client.nn.running_stats import DeferredUpdate
+from client.nn.running_stats import DeferredUpdate, MomentAccumulator, check_chunks
 from client.session.groups import Group
 from client.tracebacks import hide_internal_frames
 from client.transports.choose import Communicator, GroupSpec, communicator_for, resolve_group, transport_over
 from client.transports.named_process_group import NamedProcessGroup
 from client.transports.transport import Transport
 from statsd_bn.errors import ConfigurationError, StatsdBNError
+
+EPS_MODES = ("plus", "clamp")
 
 # Attributes of a replica, a mini-batch or a call, which copies and pickles drop; a pickled state may have `_chunks`.
 TRANSIENT_ATTRIBUTES = frozenset({"_replica", "_accumulator", "_deferred", "_was_called", "_bypassed", "_chunks"})
@@ -47,8 +49,7 @@ class _ProcessGroup:
 _unnamed = itertools.count()
 
 
-@replaces(nn.SyncBatchNorm)
-class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronizedLayer):  # noqa: SLF001 - as torch's own
+class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - as torch's own
     """Base of the layers, and the replacement of `torch.nn.SyncBatchNorm`, for input of any dimension.
 
     A layer equals an `nn.BatchNorm*d` in parameters, buffers, state_dict and eval. In training it normalises with the
@@ -92,6 +93,17 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronizedLayer):
     """
 
     process_group = _ProcessGroup()
+    eps_mode: str = "plus"  # the default, see `set_sbn_eps_mode`
+    layer_name: str = "unnamed"  # on the wire; the default is for layers created by torch's `__init__` alone
+    group: GroupSpec = None
+    _replica: tuple[Barrier, int] | None = None
+    _accumulator: MomentAccumulator | None = None
+    _deferred: DeferredUpdate | None = None
+    _was_called: bool = False
+    _bypassed: Sequence[bool] = ()  # [True] if the `forward` of a converted subclass was seen to skip `batch_norm`
+    _process_group_before: NamedProcessGroup | None = None
+    converted_from: ClassVar[type[nn.Module] | None] = None  # of a converted subclass
+    convert_sync_batchnorm: ClassVar[Callable[..., nn.Module]]  # `client.nn.conversion` sets it
 
     def __init__(
         self,
@@ -111,10 +123,10 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronizedLayer):
     ) -> None:
         without_bias = {} if bias else {"bias": False}  # torch before 2.13 has no such argument
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
-        set_options(self, eps_mode, resolve_group(group, process_group), chunks)
+        _set_options(self, eps_mode, resolve_group(group, process_group), chunks)
         self.layer_name = f"{type(self).__name__}-{next(_unnamed)}"
 
-    def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
+    def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         """Normalise `input`, in training with the statistics of the whole batch.
 
         Args:
@@ -132,7 +144,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronizedLayer):
             input_checks.check_mask(self, input, mask)
         return self._normalise(self, input, mask)
 
-    def _normalise(self, call: Any, input: Tensor, mask: Tensor | None) -> Tensor:  # noqa: A002 - torch's name
+    def _normalise(self, call: Any, input: Tensor, mask: Tensor | None) -> Tensor:
         """Compute one call; `call` is the layer, or the `BatchNormCall` of a subclass's `forward`."""
         mode, transport = self._route(mask)
         if mode is ExecutionMode.UNSYNCHRONIZED:
@@ -162,17 +174,39 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronizedLayer):
         super().reset_running_stats()
         self.forget_pending()
 
-    @classmethod
-    def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
-        """`client.convert_model` under torch's name, with its errors; it does not matter on which class."""
-        return convert(module, resolve_group(None, process_group), stacklevel=3)
-
     def extra_repr(self) -> str:
         """Torch's representation and the options that differ from their defaults."""
-        eps_mode = "" if self.eps_mode == "plus" else f", eps_mode={self.eps_mode!r}"
-        group = "" if self.group is None else f", group={self.group!r}"
-        chunks = "" if self.chunks == 1 else f", chunks={self.chunks}"
-        return f"{super().extra_repr()}{eps_mode}{group}{chunks}"
+        options = ("eps_mode", "plus"), ("group", None), ("chunks", 1)
+        own = [f"{name}={getattr(self, name)!r}" for name, default in options if getattr(self, name) != default]
+        return ", ".join([super().extra_repr(), *own])
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Hook of `torch.jit.script`, which cannot record an exchange."""
+        raise input_checks.tracing_error(self, "scripted by torch.jit.script")
+
+    @property
+    def chunks(self) -> int:
+        """Micro-batches per mini-batch."""
+        return 1 if self._deferred is None else self._deferred.chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        check_chunks(chunks)
+        if chunks != self.chunks:
+            self.commit_running_statistics()
+            vars(self).pop("_deferred", None)
+            if chunks > 1:
+                self._deferred = DeferredUpdate(chunks)
+
+    def commit_running_statistics(self) -> None:
+        """End the mini-batch now: update the running statistics with its micro-batches so far, if there are any."""
+        if self._deferred is not None and (pending := self._deferred.pop()):
+            running_stats.update_from(self, pending)
+
+    def forget_pending(self) -> None:
+        """Drop the micro-batches of the unfinished mini-batch: they will not update the running statistics."""
+        if self._deferred is not None:
+            self._deferred.pop()
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop transient attributes: a copy is not among its original's replicas, and has no pending micro-batches."""
@@ -197,7 +231,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronizedLayer):
             raise ConfigurationError(f"{problem}; wrap the model once, with all devices")
         self._replica = (context.barrier, copy_id)
 
-    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
+    def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:  # noqa: PLR2004 - the batch and the channels
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
@@ -210,8 +244,11 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronizedLayer):
         if is_traced and mask is not None:
             return ExecutionMode.COMPILED, None
         communicator = communicator_for(self.group) if self.training and not is_accumulated else None
-        if mask is None and not self._must_synchronise(communicator) and self._allows_torch(is_traced=is_traced):
-            return ExecutionMode.UNSYNCHRONIZED, None
+        if mask is None and not self._must_synchronise(communicator):
+            # In a trace or a transform, only our operators can measure the moments of a micro-batch.
+            is_transformed = is_traced or torch._C._are_functorch_transforms_active()  # noqa: SLF001 - has no public name
+            if not is_transformed or self._active_deferred() is None:
+                return ExecutionMode.UNSYNCHRONIZED, None
         if is_traced:
             return ExecutionMode.COMPILED, None
         return ExecutionMode.EXCHANGE, transport_over(communicator, self.layer_name, self.group)
@@ -228,29 +265,52 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronizedLayer):
             unsynchronized.warn_if_unconnected(self.layer_name)
         return False
 
-    def _allows_torch(self, *, is_traced: bool) -> bool:
-        """Whether torch's operator will do: in a trace, only ours can measure the moments of a micro-batch."""
-        is_transformed = is_traced or torch._C._are_functorch_transforms_active()  # noqa: SLF001 - has no public name
-        return self._active_deferred() is None or not is_transformed
-
     def _active_deferred(self) -> DeferredUpdate | None:
         return self._deferred if self.training and self.track_running_stats else None
 
 
-# Torch's class comes first: its `_check_input_dim` is the one to use.
+def _set_options(layer: SynchronizedBatchNorm, eps_mode: str | None, group: GroupSpec, chunks: int) -> None:
+    """Set the options of a new layer, or raise ValueError or TypeError."""
+    if eps_mode is not None:
+        if eps_mode not in EPS_MODES:
+            raise ValueError(f"eps_mode: expected one of {EPS_MODES}, got {eps_mode!r}")
+        layer.eps_mode = eps_mode
+    layer.group = group
+    layer.chunks = chunks
 
 
-@replaces(nn.BatchNorm1d)
+def set_sbn_eps_mode(mode: str) -> None:
+    """Set the default `eps_mode` of all layers in this process, existing and future ones.
+
+    The name comes from Synchronized-BatchNorm-PyTorch, where "clamp" is the default. All ranks must use the same mode.
+    Pickles and copies of a layer do not contain this default.
+
+    Args:
+        mode: "plus" for (var + eps)^-1/2, as torch; "clamp" for max(var, eps)^-1/2 of synchronised batches.
+
+    Raises:
+        ValueError: `mode` is neither "plus" nor "clamp".
+    """
+    if mode not in EPS_MODES:
+        raise ValueError(f"mode: expected one of {EPS_MODES}, got {mode!r}")
+    SynchronizedBatchNorm.eps_mode = mode
+
+
+# Attributes that torch's layers do not have.
+OWN_ATTRIBUTES = tuple(SynchronizedBatchNorm.__annotations__)
+
+
+# Torch's class comes first in the bases: its `_check_input_dim` is the one to use.
+
+
 class SynchronizedBatchNorm1d(nn.BatchNorm1d, SynchronizedBatchNorm):
     """Synchronised batch norm over (N, C) or (N, C, L) input; see `SynchronizedBatchNorm`."""
 
 
-@replaces(nn.BatchNorm2d)
 class SynchronizedBatchNorm2d(nn.BatchNorm2d, SynchronizedBatchNorm):
     """Synchronised batch norm over (N, C, H, W) input; see `SynchronizedBatchNorm`."""
 
 
-@replaces(nn.BatchNorm3d)
 class SynchronizedBatchNorm3d(nn.BatchNorm3d, SynchronizedBatchNorm):
     """Synchronised batch norm over (N, C, D, H, W) input; see `SynchronizedBatchNorm`."""
 
@@ -278,28 +338,25 @@ class LazySynchronizedBatchNorm(nn.modules.batchnorm._LazyNormBase, Synchronized
     ) -> None:
         without_bias = {} if bias else {"bias": False}
         super().__init__(eps, momentum, affine, track_running_stats, device, dtype, **without_bias)
-        set_options(self, eps_mode, resolve_group(group, None), chunks)
+        _set_options(self, eps_mode, resolve_group(group, None), chunks)
 
-    def initialize_parameters(self, input: Tensor, mask: Tensor | None = None) -> None:  # noqa: A002, ARG002 - forward's
+    def initialize_parameters(self, input: Tensor, mask: Tensor | None = None) -> None:  # noqa: ARG002 - forward's
         """Set the shape (C,) of parameters and buffers; torch passes all arguments of `forward`."""
         super().initialize_parameters(input)
 
 
-@replaces(nn.LazyBatchNorm1d)
 class LazySynchronizedBatchNorm1d(LazySynchronizedBatchNorm, nn.LazyBatchNorm1d):
     """Becomes a `SynchronizedBatchNorm1d` in its first forward pass."""
 
     cls_to_become = SynchronizedBatchNorm1d
 
 
-@replaces(nn.LazyBatchNorm2d)
 class LazySynchronizedBatchNorm2d(LazySynchronizedBatchNorm, nn.LazyBatchNorm2d):
     """Becomes a `SynchronizedBatchNorm2d` in its first forward pass."""
 
     cls_to_become = SynchronizedBatchNorm2d
 
 
-@replaces(nn.LazyBatchNorm3d)
 class LazySynchronizedBatchNorm3d(LazySynchronizedBatchNorm, nn.LazyBatchNorm3d):
     """Becomes a `SynchronizedBatchNorm3d` in its first forward pass."""
 

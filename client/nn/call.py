@@ -30,19 +30,14 @@ _PLAIN_TYPES = frozenset({Tensor, nn.Parameter, type(None)})
 
 
 def synchronized_batch_norm(
-    input: Tensor,  # noqa: A002 - torch's name
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    call: "SynchronizedCall",
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None, call: "SynchronizedCall"
 ) -> Tensor:
     """Normalise one slice. Subclasses of Tensor receive this function in `__torch_function__`, like `F.batch_norm`."""
     tensors = input, weight, bias, mask
     if not _PLAIN_TYPES.issuperset(map(type, tensors)):
         if has_torch_function(tensors):
-            output: Tensor = handle_torch_function(synchronized_batch_norm, tensors, *tensors, call)
-            return output
-        input, weight, bias, mask = map(_unwrap, tensors)  # noqa: A001 - torch's name
+            return handle_torch_function(synchronized_batch_norm, tensors, *tensors, call)
+        input, weight, bias, mask = map(_unwrap, tensors)
     return call.normalise(Slice(input, weight, bias, mask))
 
 
@@ -85,35 +80,32 @@ class SynchronizedCall:
         """Normalise the slice of the layer, or of one of its replicas."""
         if self.replica is not None:
             return self._normalise_at_barrier(slice_, *self.replica)
-        recomputed = self._recomputed_exchange(slice_, 0) if is_inside_backward() else None
-        exchange = recomputed or self._new_exchange([slice_])
-        if isinstance(exchange, PlainExchange) and (recomputed is None or plain.is_plain(slice_)):
-            output: Tensor = plain.batch_norm(exchange, slice_.input, slice_.weight, slice_.bias)
-        else:
-            (output,) = batch_norm([slice_], exchange)
-        due = None if recomputed else self._finish(exchange, has_graph=output.requires_grad)
-        return output if due is None else self._with_update(output, due.on(vector_device(output)))
+        if (recomputed := self._recompute(slice_, 0)) is not None:
+            return recomputed
+        ((output, due),) = self._normalise_slices([slice_])
+        return self._with_update(output, due)
 
     def _normalise_at_barrier(self, slice_: Slice, barrier: Barrier, replica: int) -> Tensor:
         """Normalise the slice of one replica, together with the others at the barrier."""
         slice_ = save_in_thread(slice_)
         if stream := functional.stream_of(slice_.input):
             slice_ = slice_._replace(stream=stream)
-        if is_inside_backward() and (recomputed := self._recomputed_exchange(slice_, replica)):
-            return batch_norm([slice_], recomputed)[0]
+        if (recomputed := self._recompute(slice_, replica)) is not None:
+            return recomputed
         point = f"layer {self.layer.layer_name!r}"
         output, due = barrier.wait(replica, point, slice_, self._normalise_replicas)
         return self._with_update(output if torch.is_grad_enabled() else output.detach(), due)
 
-    def _recomputed_exchange(self, slice_: Slice, replica: int) -> Exchange | None:
-        """The exchange of the call that a checkpoint recomputes here, or None."""
-        if self.accumulator is not None:
+    def _recompute(self, slice_: Slice, replica: int) -> Tensor | None:
+        """Normalise a slice with the results of the call that a checkpoint recomputes here, if it does."""
+        if self.accumulator is not None or not is_inside_backward():
             return None
         # The mode of a selective checkpoint did not see these operations in the first run.
         with _disable_current_modes():
             with torch.no_grad():
                 moments = engine.moments(slice_.input, slice_.mask)
-            return exchange_cache.find(self.layer.layer_name, self.transport, replica, moments)
+            exchange = exchange_cache.find(self.layer.layer_name, self.transport, replica, moments)
+        return None if exchange is None else _outputs([slice_], exchange)[0]
 
     def _normalise_replicas(self, slices: list[Slice]) -> list[tuple[Tensor, Any]]:
         """Normalise all slices in the last replica's thread, outside of its modes, hooks and streams."""
@@ -130,11 +122,7 @@ class SynchronizedCall:
         """Return for each slice the output, and the moments that its running statistics are updated with, if any."""
         exchange = self._new_exchange(slices)
         exchange.streams = of_replicas
-        if isinstance(exchange, PlainExchange):
-            ((x, weight, bias, *_),) = slices
-            outputs = [plain.batch_norm(exchange, x, weight, bias)]
-        else:
-            outputs = batch_norm(slices, exchange)
+        outputs = _outputs(slices, exchange)
         due = self._finish(exchange, has_graph=any(output.requires_grad for output in outputs))
         return [(output, None if due is None else due.on(vector_device(output))) for output in outputs]
 
@@ -162,15 +150,12 @@ class SynchronizedCall:
 
     def _finish(self, exchange: Exchange, *, has_graph: bool) -> ChannelMoments | None:
         """Record the exchange for checkpoints; return the moments to update the running statistics with, if any."""
-        if self.accumulator is None:
-            collectives.record_ddp_wrapper()
-            exchange_cache.add(exchange, has_graph=has_graph)
-        if exchange.has_updated_running:
-            return None
         if self.accumulator is not None:
             self.accumulator.add(exchange.moments.on_host())
             return None
-        if not self.layer.training:
+        collectives.record_ddp_wrapper()
+        exchange_cache.add(exchange, has_graph=has_graph)
+        if exchange.has_updated_running or not self.layer.training:
             return None
         return exchange.moments if self.deferred is None else self.deferred.add(exchange.moments)
 
@@ -178,3 +163,9 @@ class SynchronizedCall:
         if due is not None:
             running_stats.update_from(self.layer, due)
         return output
+
+
+def _outputs(slices: list[Slice], exchange: Exchange) -> list[Tensor]:
+    if isinstance(exchange, PlainExchange) and plain.is_plain(slices[0]):
+        return [plain.batch_norm(exchange, *slices[0][:3])]
+    return batch_norm(slices, exchange)

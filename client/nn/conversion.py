@@ -1,29 +1,25 @@
-"""convert_model and revert_model: exchange the classes of torch's layers for ours and back."""
+"""convert_model and revert_model: exchange the classes of torch's layers for ours and back, and report the result."""
 
 import logging
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 from torch import nn
 from torch.nn import SyncBatchNorm  # torch's own, also while `patch_sync_batchnorm` replaces it in `torch.nn`
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from client.data_parallel.replicate import DataParallelWithCallback
-from client.nn import input_checks
-from client.nn.conversion_report import (
-    check_is_module,
-    conversion_report,
-    has_own_forward,
-    layers,
-    named_modules,
-    summarize,
-)
-from client.nn.layer import CONVERSIONS, OWN_ATTRIBUTES, REPLACEMENTS, SynchronizedLayer, conversion_of
+from client.nn import batchnorm, input_checks
+from client.nn.batchnorm import OWN_ATTRIBUTES, SynchronizedBatchNorm
 from client.nn.running_stats import check_chunks
+from client.nn.subclasses import bypasses_ours, convert_subclass, has_own_forward, reason_not_synchronised
 from client.session.groups import Group
 from client.tracebacks import api_boundary
 from client.transports.choose import GroupSpec, resolve_group
@@ -35,15 +31,33 @@ from statsd_bn.errors import ConfigurationError, ProtocolError
 logger = logging.getLogger("statsd_bn.client")
 
 Classes = dict[type[nn.Module], type[nn.Module]]
+Conversion = Callable[[nn.Module], nn.Module]
+
+# The synchronised class of each of torch's batch norms.
+REPLACEMENTS: Classes = {
+    SyncBatchNorm: SynchronizedBatchNorm,
+    nn.BatchNorm1d: batchnorm.SynchronizedBatchNorm1d,
+    nn.BatchNorm2d: batchnorm.SynchronizedBatchNorm2d,
+    nn.BatchNorm3d: batchnorm.SynchronizedBatchNorm3d,
+    nn.LazyBatchNorm1d: batchnorm.LazySynchronizedBatchNorm1d,
+    nn.LazyBatchNorm2d: batchnorm.LazySynchronizedBatchNorm2d,
+    nn.LazyBatchNorm3d: batchnorm.LazySynchronizedBatchNorm3d,
+}
+_CLASSES: Classes = {**REPLACEMENTS, nn.DataParallel: DataParallelWithCallback}
+
+# The conversion of each other class; subclasses without an entry inherit it.
+CONVERSIONS: dict[type[nn.Module], Conversion] = {_BatchNorm: convert_subclass}
+
+# Layers whose registered conversion runs now: if it calls `convert_model`, that must not run it again.
+_in_conversion: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+# The most classes in a summary; the report lists all layers.
+_MAX_CLASSES = 4
 
 
 @api_boundary
 def convert_model(
-    module: nn.Module,
-    *,
-    group: Group | str | None = None,
-    chunks: int | None = None,
-    process_group: Any = None,
+    module: nn.Module, *, group: Group | str | None = None, chunks: int | None = None, process_group: Any = None
 ) -> nn.Module:
     """Synchronise every batch norm of torch in `module`, and name it by its path.
 
@@ -85,14 +99,15 @@ def convert(module: nn.Module, group: GroupSpec = None, chunks: int | None = Non
     check_is_module(module)
     if chunks is not None:
         check_chunks(chunks)
-    _check_names(module)
-    for _, layer in named_modules(module):
+    sharded = {part: part for part in input_checks.sharded_modules(module)}
+    for path, layer in named_modules(module):  # these checks raise before anything is changed
+        if path and (isinstance(layer, SynchronizedBatchNorm) or (layer not in sharded and _is_convertible(layer))):
+            _check_name(path)
         if type(layer) is SyncBatchNorm:
-            resolve_group(None, layer.process_group)  # raises before anything is changed
+            resolve_group(None, layer.process_group)
     converted = module
     try:
-        sharded = {part: part for part in input_checks.sharded_modules(module)}
-        converted = _replace(module, _synchronised_classes(), _convert_registered, sharded)
+        converted = _replace(module, _CLASSES, _convert_registered, sharded)
     finally:  # if a registered conversion fails, the layers converted so far must work
         _set_options(converted, group, chunks)
     report = conversion_report(converted)
@@ -107,7 +122,7 @@ def convert(module: nn.Module, group: GroupSpec = None, chunks: int | None = Non
 
 def _set_options(module: nn.Module, group: GroupSpec, chunks: int | None) -> None:
     for path, layer in named_modules(module):
-        if isinstance(layer, SynchronizedLayer):
+        if isinstance(layer, SynchronizedBatchNorm):
             # Not by setattr: a class may refuse unknown attributes.
             vars(layer)["layer_name"] = path or type(layer).__name__.removeprefix("Lazy")
             vars(layer)["group"] = _group_for(layer, group)
@@ -141,12 +156,12 @@ def revert(module: nn.Module, *, exclude: Iterable[nn.Module] = (), stacklevel: 
     check_is_module(module)
     exclude = set(exclude)
     unchanged = {part: part for part in (*exclude, *input_checks.sharded_modules(module))}
-    torchs = {replacement: original for original, replacement in _synchronised_classes().items()}
+    torchs = {replacement: original for original, replacement in _CLASSES.items()}
     reverted = _replace(module, torchs, _restore_class, unchanged)
     left = {
         path: f"{type(layer).__qualname__}{' with its own forward' if has_own_forward(layer) else ''}"
         for path, layer in named_modules(reverted)
-        if isinstance(layer, SynchronizedLayer) and layer not in exclude
+        if isinstance(layer, SynchronizedBatchNorm) and layer not in exclude
     }
     if left:
         warnings.warn(
@@ -154,6 +169,154 @@ def revert(module: nn.Module, *, exclude: Iterable[nn.Module] = (), stacklevel: 
             stacklevel=stacklevel,
         )
     return reverted
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """Result of `client.convert_model`.
+
+    Attributes:
+        synchronised: class of each synchronised layer, by its path in the model. For a converted subclass it is the
+            original class.
+        left: class and reason of each batch norm that is not synchronised, by its path in the model.
+    """
+
+    synchronised: dict[str, str]
+    left: dict[str, tuple[str, str]]
+
+    def __str__(self) -> str:
+        text = f"synchronised {layers(len(self.synchronised))}"
+        classes = Counter(self.synchronised.values())
+        if classes:
+            text += f" ({', '.join(f'{number} {name}' for name, number in classes.most_common())})"
+        return f"{text}; left {self.summary_of_left}" if self.left else text
+
+    @property
+    def summary_of_left(self) -> str:
+        """Unsynchronised layers by class, with the first of each: `2 layers unsynchronised: 'norm' (MyNorm: ...)`."""
+        descriptions = {path: f"{name}: {reason}" for path, (name, reason) in self.left.items()}
+        return f"{layers(len(self.left))} unsynchronised: {summarize(descriptions)}"
+
+
+def conversion_report(model: nn.Module) -> ConversionReport:
+    """Report the synchronised and the unsynchronised layers of a model, with the reasons.
+
+    Args:
+        model: any module, converted or not.
+
+    Raises:
+        TypeError: `model` is not a module.
+    """
+    check_is_module(model)
+    sharded = set(input_checks.sharded_modules(model))
+    synchronised: dict[str, str] = {}
+    left: dict[str, tuple[str, str]] = {}
+    for path, module in named_modules(model):
+        if isinstance(module, SynchronizedBatchNorm):
+            name = (module.converted_from or type(module)).__qualname__
+            if module._bypassed:
+                left[path] = (name, "its forward did not call batch_norm in training")
+            elif bypasses_ours(type(module)):
+                remedy = "call super().forward, or derive it from torch's class"
+                left[path] = (name, f"its forward calls torch's batch norm directly; {remedy}")
+            else:
+                synchronised[path] = name
+        elif is_unsynchronised(module):
+            is_sharded = module in sharded
+            reason = "sharded by FSDP; convert the model first" if is_sharded else reason_not_synchronised(module)
+            left[path] = (type(module).__qualname__, reason or "not converted")
+    return ConversionReport(synchronised, left)
+
+
+def check_is_module(model: Any) -> None:
+    """Raise TypeError unless `model` is a module, not a class or a list of modules."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a module, got {model!r:.80}")
+
+
+def named_modules(
+    module: nn.Module, path: str = "", seen: set[nn.Module] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """Like `nn.Module.named_modules`, but paths omit the levels of DataParallel and DistributedDataParallel."""
+    seen = set() if seen is None else seen
+    if module in seen:
+        return
+    seen.add(module)
+    yield path, module
+    is_wrapper = isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+    for name, child in module._modules.items():  # a wrapper may hide its children from `named_children`
+        if child is not None:
+            inner = path if is_wrapper and name == "module" else f"{path}.{name}" if path else name
+            yield from named_modules(child, inner, seen)
+
+
+def layers(number: int) -> str:
+    """Return "1 layer" or "n layers"."""
+    return "1 layer" if number == 1 else f"{number} layers"
+
+
+def summarize(descriptions: dict[str, str]) -> str:
+    """Name the first layer of each description and the number of the others; the keys are paths."""
+    paths: dict[str, list[str]] = {}
+    for path, description in descriptions.items():
+        paths.setdefault(description, []).append(path)
+    parts = []
+    for description, (path, *more) in list(paths.items())[:_MAX_CLASSES]:
+        parts.append(f"{path!r} ({description})" + (f" and {len(more)} more of its class" if more else ""))
+    if others := list(paths.values())[_MAX_CLASSES:]:
+        parts.append(f"{layers(sum(map(len, others)))} of {len(others)} more classes")
+    return ", ".join(parts)
+
+
+def is_unsynchronised(module: nn.Module) -> bool:
+    """Whether a module is torch's batch norm or DataParallel, not converted."""
+    if isinstance(module, nn.DataParallel):
+        # patch_replication_callback sets `replicate` on the instance
+        return not isinstance(module, DataParallelWithCallback) and "replicate" not in vars(module)
+    return isinstance(module, _BatchNorm) and not isinstance(module, SynchronizedBatchNorm)
+
+
+def register_conversion(original: type[nn.Module], convert: Conversion) -> None:
+    """Register how `client.convert_model` converts the layers of a class.
+
+    Subclasses of torch's batch norms rarely need this: `convert_model` keeps their `forward` and synchronises its calls
+    of `batch_norm`. Register a conversion for a class that computes its statistics itself. For example, detectron2's
+    class only adds a `forward` to torch's layer, so its conversion restores torch's class and converts the result:
+
+        def without_its_own_collectives(layer: NaiveSyncBatchNorm) -> nn.Module:
+            layer.__class__ = nn.BatchNorm2d
+            return client.convert_model(layer)
+
+        client.register_conversion(NaiveSyncBatchNorm, without_its_own_collectives)
+
+    `client.revert_model` restores torch's class, not the registered one.
+
+    Args:
+        original: the class of the layers, and of subclasses without a conversion of their own.
+        convert: takes a layer and returns the module that replaces it, which may be the same one. A different module
+            is used unchanged, with all its children. Keep parameters and buffers that an optimizer may already hold.
+
+    Raises:
+        TypeError: `original` is not a class of modules, or `convert` is not callable.
+    """
+    if not (isinstance(original, type) and issubclass(original, nn.Module)):
+        raise TypeError(f"original: expected a subclass of nn.Module, got {original!r:.80}")
+    if not callable(convert):
+        raise TypeError(f"convert: expected a function of a layer, got {convert!r:.80}")
+    CONVERSIONS[original] = convert
+
+
+def conversion_of(cls: type[nn.Module]) -> Conversion | None:
+    """The registered conversion of a class, or None."""
+    return next((CONVERSIONS[base] for base in cls.__mro__ if base in CONVERSIONS), None)
+
+
+def _convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.Module:
+    """`convert_model` under torch's name, with its errors; it does not matter on which class."""
+    return convert(module, resolve_group(None, process_group), stacklevel=3)
+
+
+SynchronizedBatchNorm.convert_sync_batchnorm = staticmethod(_convert_sync_batchnorm)
 
 
 @contextmanager
@@ -165,25 +328,23 @@ def patch_sync_batchnorm() -> Iterator[None]:
         yield
 
 
-# Layers whose registered conversion runs now: if it calls `convert_model`, that must not run it again.
-_in_conversion: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+def _check_name(path: str) -> None:
+    """Check a layer's path, its name on the wire, before the first round."""
+    try:
+        check_name("the name of a layer, its place in the model", path, limits.MAX_NAME_BYTES)
+    except ProtocolError as error:
+        raise ConfigurationError(error.message) from None
 
 
-def _synchronised_classes() -> Classes:
-    return {**REPLACEMENTS, nn.DataParallel: DataParallelWithCallback}
+def _is_convertible(layer: nn.Module) -> bool:
+    """Whether a batch norm of torch will be converted."""
+    cls = type(layer)
+    if not isinstance(layer, _BatchNorm) or has_own_forward(layer):
+        return False
+    return cls in REPLACEMENTS or conversion_of(cls) is not convert_subclass or not reason_not_synchronised(layer)
 
 
-def _check_names(module: nn.Module) -> None:
-    """Check each layer's path, its name on the wire, before the first round."""
-    for path, layer in named_modules(module):
-        if path and isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            try:
-                check_name("the name of a layer, its place in the model", path, limits.MAX_NAME_BYTES)
-            except ProtocolError as error:
-                raise ConfigurationError(error.message) from None
-
-
-def _group_for(layer: SynchronizedLayer, group: GroupSpec) -> GroupSpec:
+def _group_for(layer: SynchronizedBatchNorm, group: GroupSpec) -> GroupSpec:
     # A converted subclass may use the name `process_group` for something else.
     torch_group = None if layer.converted_from else vars(layer).pop("process_group", None)
     process_group = None if torch_group is None else named(torch_group)
@@ -195,16 +356,14 @@ def _group_for(layer: SynchronizedLayer, group: GroupSpec) -> GroupSpec:
 
 
 def _replace(
-    module: nn.Module,
-    classes: Classes,
-    convert_other: Callable[[nn.Module], nn.Module],
-    replaced: dict[nn.Module, nn.Module],
+    module: nn.Module, classes: Classes, convert_other: Conversion, replaced: dict[nn.Module, nn.Module]
 ) -> nn.Module:
     """Replace modules by exact type, and others by `convert_other`; a shared module stays shared."""
     if module in replaced:
         return replaced[module]
     is_registered = type(module) in CONVERSIONS and module not in _in_conversion
-    has_class = type(module) in classes and not (is_registered or has_own_forward(module) or _is_virtual(module))
+    is_virtual = getattr(module, "has_virtual_replicas", False)  # of a DataParallelWithCallback
+    has_class = type(module) in classes and not (is_registered or has_own_forward(module) or is_virtual)
     new = _with_class(classes[type(module)], module) if has_class else convert_other(module)
     replaced[module] = replaced[new] = new
     if new is not module and not has_class:
@@ -215,13 +374,9 @@ def _replace(
     return new
 
 
-def _is_virtual(module: nn.Module) -> bool:
-    return isinstance(module, DataParallelWithCallback) and module.has_virtual_replicas
-
-
 def _convert_registered(module: nn.Module) -> nn.Module:
     """Convert a module by the registered conversion of its class, if there is one."""
-    if isinstance(module, SynchronizedLayer) or has_own_forward(module):
+    if isinstance(module, SynchronizedBatchNorm) or has_own_forward(module):
         return module
     convert = conversion_of(type(module))
     if convert is None or module in _in_conversion:
@@ -241,7 +396,7 @@ def _restore_class(module: nn.Module) -> nn.Module:
     """Restore the original class of a converted subclass."""
     original = vars(type(module)).get("converted_from")  # not inherited: users' subclasses of the new class stay
     # A `forward` that was set on the instance after its conversion may call ours.
-    if isinstance(module, SynchronizedLayer) and original is not None and "forward" not in vars(module):
+    if isinstance(module, SynchronizedBatchNorm) and original is not None and "forward" not in vars(module):
         object.__setattr__(module, "__class__", original)
         for name in OWN_ATTRIBUTES:
             vars(module).pop(name, None)
@@ -269,7 +424,7 @@ def _with_class(cls: type[nn.Module], old: nn.Module) -> nn.Module:
 
 def _process_group_of(layer: nn.Module) -> Any:
     """The torch process group of a synchronised layer, present or former; None if it was destroyed."""
-    group = (layer._process_group_before or layer.group) if isinstance(layer, SynchronizedLayer) else None
+    group = (layer._process_group_before or layer.group) if isinstance(layer, SynchronizedBatchNorm) else None
     with suppress(ConfigurationError):
         return group.find() if isinstance(group, NamedProcessGroup) else None
     return None
@@ -284,7 +439,7 @@ def _keep_from_torchs_converter(parent: nn.Module, name: str, module: nn.Module)
         return None
     old = parent._modules.get(name)
     tensors = ("weight", "bias", "running_mean", "running_var")
-    if not isinstance(old, SynchronizedLayer) or any(
+    if not isinstance(old, SynchronizedBatchNorm) or any(
         getattr(old, each) is not getattr(module, each) for each in tensors
     ):
         return None

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from client.diagnostics import collectives
 from client.nn import running_stats
-from client.nn.running_stats import DeferredUpdate, deferred_update
+from client.nn.running_stats import DeferredUpdate, deferred_updates
 from client.ops import engine, program_order
 from client.ops.checkpointing import exchange_cache, is_inside_backward
 from client.ops.exchange import BackwardPasses, Exchange, backward_round, phase_of, phase_of_forward
@@ -114,7 +114,7 @@ def exchange(
     assert done.key is not None  # noqa: S101 - the forward round has set it
     due = None
     if done is fresh:
-        due = done.moments if deferred == NOT_DEFERRED else deferred_update(deferred).add(done.moments)
+        due = done.moments if deferred == NOT_DEFERRED else deferred_updates[deferred].add(done.moments)
     statistics = done.statistics.on(sums.device)
     round_id = torch.tensor((done.key.step, done.key.call, done.number), device="cpu")
     vectors = affine_vectors(statistics, statistics.invstd, torch.zeros_like(statistics.mean), dtype)

@@ -61,12 +61,11 @@ def _error(kind: type[Exception], layer: Any, problem: str) -> Exception:
     return kind(wrap(f"layer {layer.layer_name!r}: {problem}"))
 
 
-def channels_of(layer: Any, default: int) -> int:
-    """Channels of a layer's tensors; `default` for a layer without tensors."""
-    for tensor in (layer.weight, layer.running_mean):
+def channels_of(layer: Any, default: int | None = None) -> Any:
+    """Channels of the tensors of a layer or a `BatchNormCall`; `default` without tensors."""
+    for tensor in (layer.weight, layer.running_mean, layer.bias):
         if tensor is not None:
-            channels: int = tensor.shape[0]
-            return channels
+            return tensor.shape[0]
     return default
 
 

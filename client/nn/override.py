@@ -44,7 +44,6 @@ class BatchNormCall:
     `num_batches_tracked` is None if the `forward` has incremented it.
     """
 
-    layer: Any
     # The parameters of `F.batch_norm`, in its order.
     input: Tensor
     running_mean: Tensor | None
@@ -66,8 +65,9 @@ class BatchNormCall:
         # There may be several running means, such as one for each domain.
         if mean is not None and (mean is layer.running_mean or any(mean is buffer for buffer in buffers)):
             return True
-        if self.has_tensors:
-            return _is_same(self.weight, layer.weight) or _is_same(self.bias, layer.bias)
+        if self.has_tensors:  # the layer's may be parametrized, so each is read only where it decides
+            has_weight = self.weight is not None and self.weight is layer.weight
+            return has_weight or (self.bias is not None and self.bias is layer.bias)
         has_statistics = layer.running_mean is not None and layer.track_running_stats
         return not has_statistics and layer.weight is None and layer.bias is None and self.has_channels_of(layer)
 
@@ -76,50 +76,30 @@ class BatchNormCall:
         return bool(self.input.dim() > 1 and self.input.shape[1] == layer.num_features)
 
     @property
-    def nr_channels(self) -> int | None:
-        """Channels of the tensors: more than the layer's if the `forward` puts parts of the batch into channels."""
-        for tensor in (self.running_mean, self.weight, self.bias):
-            if tensor is not None:
-                return tensor.shape[0]
-        return None
-
-    @property
     def has_tensors(self) -> bool:
         """Whether the call has any tensor besides the input; calls without one are indistinguishable."""
         return not (self.running_mean is None and self.weight is None and self.bias is None)
 
     def forward(self) -> Tensor:
         """Call torch's `batch_norm`."""
-        return F.batch_norm(
-            self.input,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            self.training,
-            0.0 if self.momentum is None else self.momentum,
-            self.eps,
-        )
+        tensors = self.input, self.running_mean, self.running_var, self.weight, self.bias
+        return F.batch_norm(*tensors, self.training, 0.0 if self.momentum is None else self.momentum, self.eps)
 
 
 Compute = Callable[[Any, BatchNormCall, Tensor | None], Tensor]
 
 
 class BatchNormOverride(TorchFunctionMode):
-    """Mode that overrides the calls of `batch_norm` with one layer's tensors, and no others.
-
-    `compute` gets the layer, the call, and `tracked`: `num_batches_tracked` before the `forward`. `caller` is the code
-    that calls the `forward`; None under torch.compile.
-    """
+    """Mode that overrides the calls of `batch_norm` with one layer's tensors, and no others."""
 
     was_called = False
     has_unrelated_calls = False  # in training, without tensors, though the layer has some
 
     def __init__(self, layer: Any, compute: Compute, tracked: Tensor | None, caller: CodeType | None = None) -> None:
         self._layer = layer
-        self._compute = compute
-        self._tracked = tracked
-        self._caller = caller
+        self._compute = compute  # gets the layer, the call, and `tracked`
+        self._tracked = tracked  # `num_batches_tracked` before the `forward`
+        self._caller = caller  # the code that calls the `forward`; None under torch.compile
         self._was_grad_enabled = torch.is_grad_enabled()
 
     def __torch_function__(
@@ -130,7 +110,7 @@ class BatchNormOverride(TorchFunctionMode):
         # A profiler may have replaced `F.batch_norm`; then torch passes the replacement.
         if func is not _BATCH_NORM and func is not _OPERATOR and func is not F.batch_norm:
             return func(*args, **kwargs)
-        call = (_call_of_operator if func is _OPERATOR else BatchNormCall)(self._layer, *args, **kwargs)
+        call = (_call_of_operator if func is _OPERATOR else BatchNormCall)(*args, **kwargs)
         if not call.belongs_to(self._layer):
             self.has_unrelated_calls |= call.training and not call.has_tensors and call.has_channels_of(self._layer)
             return func(*args, **kwargs)
@@ -144,7 +124,7 @@ class BatchNormOverride(TorchFunctionMode):
 def without_override(function: Callable[..., T], *arguments: Any) -> T:
     """Call a function outside of the innermost override: our arithmetic calls hundreds of torch functions."""
     mode = _innermost_mode()
-    is_override = isinstance(mode, BatchNormOverride)
+    is_override = isinstance(mode, BatchNormOverride)  # a condition would give `mode` a type with untyped methods
     if not is_override:
         return function(*arguments)
     mode.__exit__(None, None, None)  # pops the innermost mode from torch's stack, where `__enter__` pushes it again
@@ -155,10 +135,7 @@ def without_override(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def _check_not_recomputed(layer: Any, caller: CodeType, *, was_grad_enabled: bool) -> None:
-    """Raise ConfigurationError if a checkpoint or an `autograd.Function` is active inside the layer's `forward`.
-
-    `was_grad_enabled` is the grad mode at the start of the `forward`, which `caller` calls.
-    """
+    """Raise ConfigurationError if a checkpoint or an `autograd.Function` is active inside the layer's `forward`."""
     is_grad_enabled = torch.is_grad_enabled()
     # What torch.compile traces is fine: it recomputes the synchronised call.
     if is_compiling() or not (is_grad_enabled or was_grad_enabled):
@@ -183,21 +160,9 @@ def _autograd_function_codes() -> set[CodeType]:
     return {inspect.unwrap(cls.forward).__code__ for cls in classes}
 
 
-def _is_same(first: Tensor | None, second: Tensor | None) -> bool:
-    return first is not None and first is second
-
-
 def _call_of_operator(
-    layer: Any,
-    input: Tensor,  # noqa: A002 - torch's name
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool = True,  # noqa: ARG001 - unused: selects torch's kernel
+    input: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, *others: Any, **named: Any
 ) -> BatchNormCall:
-    """The call with the parameters of `torch.batch_norm`, in its order."""
-    return BatchNormCall(layer, input, running_mean, running_var, weight, bias, training, momentum, eps)
+    """The call with the parameters of `torch.batch_norm`, in its order; the last one selects torch's kernel."""
+    named.pop("cudnn_enabled", None)
+    return BatchNormCall(input, running_mean, running_var, weight, bias, *others[:3], **named)

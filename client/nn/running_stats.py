@@ -20,22 +20,21 @@ from statsd_bn.reduction import Moments
 _TENSOR_TYPES = frozenset({Tensor, nn.Parameter})
 
 _numbers = itertools.count(1)
-_deferred_updates: "WeakValueDictionary[int, DeferredUpdate]" = WeakValueDictionary()
+
+# By their numbers: operators of torch.compile receive plain values only.
+deferred_updates: "WeakValueDictionary[int, DeferredUpdate]" = WeakValueDictionary()
 
 
 class DeferredUpdate:
-    """Pending moments of a mini-batch, which update the running statistics after `chunks` micro-batches.
-
-    The replicas of one forward pass share it.
-    """
+    """Pending moments of a mini-batch of `chunks` micro-batches; the replicas of one forward pass share it."""
 
     def __init__(self, chunks: int) -> None:
         self.chunks = chunks
-        self.number = next(_numbers)  # key for `deferred_update`
+        self.number = next(_numbers)
         self._pending: ChannelMoments | None = None
         self._calls = 0
         self._lock = threading.Lock()
-        _deferred_updates[self.number] = self
+        deferred_updates[self.number] = self
 
     def __reduce__(self) -> Any:
         """Copy without pending moments; a parametrized layer is copied with all its attributes."""
@@ -56,11 +55,6 @@ class DeferredUpdate:
     def _pop(self) -> ChannelMoments | None:
         pending, self._pending, self._calls = self._pending, None, 0
         return pending
-
-
-def deferred_update(number: int) -> DeferredUpdate:
-    """The DeferredUpdate with this number: operators of torch.compile receive plain values only."""
-    return _deferred_updates[number]
 
 
 def check_chunks(chunks: int) -> None:
@@ -108,8 +102,7 @@ def batch_statistics(batch: ChannelMoments) -> tuple[Tensor, Tensor]:
 def update(layer: Any, mean: Tensor, variance: Tensor, *, is_due: int | Tensor = 1, has_values: bool | Tensor) -> None:
     """Update a layer's running statistics with a batch's mean and unbiased variance, shape (C,), as torch does.
 
-    Reads no value of a tensor, because torch.compile may trace it. `is_due` is 0 where nothing may change. A batch
-    without values increments `num_batches_tracked` only.
+    Reads no value of a tensor, because torch.compile may trace it. `is_due` is 0 where nothing may change.
     """
     if not layer.track_running_stats:  # scripts switch it off temporarily
         return

@@ -7,24 +7,22 @@ timm's BatchNormAct2d becomes SynchronizedBatchNormAct2d(SubclassWithForward, Ba
 
 import copyreg
 import functools
+import inspect
 import logging
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from types import FunctionType
 from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.nn.utils import parametrize
 
 from client.nn import input_checks
 from client.nn.batchnorm import TRANSIENT_ATTRIBUTES, ExecutionMode, SynchronizedBatchNorm
-from client.nn.conversion_report import (
-    RESERVED_NAMES,
-    class_errors,
-    reason_not_derivable,
-    reason_not_synchronised,
-    user_classes,
-)
-from client.nn.layer import CONVERSIONS
 from client.nn.override import BatchNormCall, BatchNormOverride, without_override
 from client.ops.checkpointing import is_inside_backward
 from statsd_bn.errors import ConfigurationError
@@ -32,7 +30,11 @@ from statsd_bn.text import wrap
 
 logger = logging.getLogger("statsd_bn.client")
 
-_generated: "WeakKeyDictionary[type[nn.Module], type[nn.Module]]" = WeakKeyDictionary()
+# Names of functions that sum over torch's process group, such as fvcore's `differentiable_all_reduce`.
+_COLLECTIVE = re.compile("all_?(?:reduce|gather)", re.IGNORECASE)
+
+# The generated class of each original, or the error of deriving it.
+_generated: "WeakKeyDictionary[type[nn.Module], type[nn.Module] | str]" = WeakKeyDictionary()
 
 
 class SynchronizedSubclass:
@@ -60,13 +62,9 @@ class SubclassWithForward(SynchronizedSubclass):
 
     def __new__(cls, *args: Any, **named: Any) -> Any:  # noqa: D102 - as `object`'s
         new: Any = super().__new__
-        layer: Any = new(cls) if new is object.__new__ else new(cls, *args, **named)
-        return _with_bypass_record(layer)
-
-    @property
-    def is_bypassed(self: Any) -> bool:
-        """Whether its `forward` was seen to skip `batch_norm` in training."""
-        return bool(self._bypassed)
+        layer = new(cls) if new is object.__new__ else new(cls, *args, **named)
+        vars(layer)["_bypassed"] = []  # shared with its replicas, which copy the other attributes
+        return layer
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the original's `forward`; in training its calls of `batch_norm` are synchronised."""
@@ -101,23 +99,22 @@ class SubclassWithForward(SynchronizedSubclass):
         tracked: Tensor | None = self.num_batches_tracked
         return None if tracked is None else tracked.clone()
 
-    def _compute_traced_call(self: Any, call: BatchNormCall, tracked_before: Tensor | None) -> Tensor:
+    def _compute_traced_call(self: Any, call: BatchNormCall, tracked_before: Tensor | None) -> Any:
         """`_compute_call` under torch.compile: only at run time it is known whether the call counts as a batch."""
         self._was_called = True
-        output: Tensor
         is_deferred = self._active_deferred() is not None
         if tracked_before is None or is_deferred or self._route(None)[0] is not ExecutionMode.COMPILED:
-            output = self._compute_call(call, tracked_before if is_deferred else None)
-            return output
+            return self._compute_call(call, tracked_before if is_deferred else None)
         tracked = self.num_batches_tracked
         call.num_batches_tracked = is_due = torch.zeros_like(tracked)
         output = self._compute_call(call, None)
         tracked.copy_(tracked_before + (tracked - tracked_before) * is_due)
         return output
 
-    def _compute_call(self: Any, call: BatchNormCall, tracked_before: Tensor | None) -> Tensor:
+    def _compute_call(self: Any, call: BatchNormCall, tracked_before: Tensor | None) -> Any:
         """Compute one call of `batch_norm` in place of torch."""
-        input_checks.check_input(self, call.input, call.nr_channels)
+        # More channels than the layer's if the `forward` puts parts of the batch into channels.
+        input_checks.check_input(self, call.input, input_checks.channels_of(call))
         deferred = self._active_deferred()
         # The accumulator and the deferred update have one pair of statistics for each layer.
         has_one_pair = self._accumulator is not None or deferred is not None
@@ -134,25 +131,21 @@ class SubclassWithForward(SynchronizedSubclass):
             call.momentum = None if self.momentum is None else call.momentum
         if not (call.training or self._accumulator is not None):
             return call.forward()
-        output: Tensor = self._normalise(call, call.input, None)
-        return output
+        return self._normalise(call, call.input, None)
 
     def _handle_bypass(self: Any, output: Any, arguments: tuple[Any, ...]) -> Any:
-        """Finish a `forward` that did not call `batch_norm`.
-
-        With an empty batch the other ranks wait for this one, so it joins their round. With values it is a mistake, and
-        the other ranks did not start a round either.
-        """
+        """Finish a `forward` that did not call `batch_norm`."""
         empty = [x for x in arguments if isinstance(x, Tensor) and x.numel() == 0 and x.dim() > 1]
         channels = input_checks.channels_of(self, self.num_features)
-        is_awaited = empty and empty[0].shape[1] == channels and isinstance(output, Tensor) and not self._bypassed
-        if not is_awaited:
-            if not self._bypassed:
-                self._bypassed.append(True)
-            _warn_once(type(self), self.layer_name)
-            return output
-        # Adding the empty sum, 0, makes the round's backward pass part of the output's graph.
-        return output + SynchronizedBatchNorm.forward(self, empty[0]).sum()
+        if empty and empty[0].shape[1] == channels and isinstance(output, Tensor) and not self._bypassed:
+            # The other ranks wait for this one. Adding the empty sum, 0, makes the round's backward pass part of the
+            # output's graph.
+            return output + SynchronizedBatchNorm.forward(self, empty[0]).sum()
+        # With values it is a mistake, and the other ranks did not start a round either.
+        if not self._bypassed:
+            self._bypassed.append(True)
+        _warn_once(type(self), self.layer_name)
+        return output
 
 
 _FORWARD_CODE = SubclassWithForward.forward.__code__
@@ -161,7 +154,7 @@ _FORWARD_CODE = SubclassWithForward.forward.__code__
 class SuperForward(SynchronizedBatchNorm):
     """Last base of a generated class if the original overrides `forward`: the target of `super().forward`."""
 
-    def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
+    def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         """Normalise `input` as `SynchronizedBatchNorm` does."""
         if is_compiling():
             self._was_called = True
@@ -188,8 +181,83 @@ def _warn_once(cls: Any, layer: str, *, unrelated: bool = False) -> None:
 # but imports the compiler.
 _warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001 - has no public name
 
-_names = {"_bypassed", *dir(SubclassWithForward), *dir(SuperForward)} - {*dir(nn.SyncBatchNorm), "process_group"}
-RESERVED_NAMES += sorted(name for name in _names if not name.startswith("__"))
+_names = {*dir(SubclassWithForward), *dir(SuperForward)} - {*dir(nn.SyncBatchNorm), "process_group"}
+RESERVED_NAMES = sorted(name for name in _names if not name.startswith("__"))
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether an instance has a `forward` that replaces its class's, such as a compiled one."""
+    return any(name in vars(module) for name in ("forward", "_compiled_call_impl"))  # torch calls these instead
+
+
+def reason_not_synchronised(module: nn.Module) -> str:
+    """Why an unsynchronised module cannot be converted; "" if it can."""
+    if has_own_forward(module):
+        return "compiled, or its forward was replaced; convert the model first"
+    if parametrize.is_parametrized(module):
+        return "parametrized; convert the model first"
+    if isinstance(module, nn.DataParallel):
+        return "" if type(module) is nn.DataParallel else "a subclass of nn.DataParallel"
+    return _reserved_names_of(module) or reason_not_derivable(type(module))
+
+
+def reason_not_derivable(original: type[nn.Module]) -> str:
+    """Why no synchronised class can be derived from a class; "" if one can."""
+    return next(_reasons_not_derivable(original), "") or _reserved_names_of(original)
+
+
+def _reasons_not_derivable(original: type[nn.Module]) -> Iterator[str]:
+    """Yield the reasons; each check expects that the ones before it have passed."""
+    if not (isinstance(original, type) and issubclass(original, nn.modules.batchnorm._BatchNorm)):  # noqa: SLF001 - base of all
+        yield "expected a subclass of nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d or torch's _BatchNorm"
+    if issubclass(original, SynchronizedBatchNorm):
+        yield "it is synchronised already"
+    if issubclass(original, nn.SyncBatchNorm):
+        yield "it is a subclass of nn.SyncBatchNorm, which synchronises already"
+    if issubclass(original, nn.modules.lazy.LazyModuleMixin):
+        yield "it is lazy; run one batch through the model first"
+    if isinstance(error := _generated.get(original), str):
+        yield error
+    methods = [(name, value) for cls in _user_classes(original) for name, value in vars(cls).items()]
+    if any(name == "__call__" for name, _ in methods):
+        yield "it overrides __call__, which may bypass its forward"
+    # In training the `forward` of detectron2's NaiveSyncBatchNorm does not call `batch_norm`.
+    names = _names_in(original.forward)
+    if "batch_norm" not in names and any(map(_COLLECTIVE.search, names)):
+        yield "its forward synchronises already; see client.register_conversion"
+    # `__init__` may do so: it has run before the conversion.
+    if endless := next((name for name, value in methods if name != "__init__" and _calls_super_of_type(value)), ""):
+        yield f"its {endless} calls super(self.__class__, self), which recurses for ever in a subclass; write super()"
+
+
+def _reserved_names_of(original: type[nn.Module] | nn.Module) -> str:
+    names = [name for name in RESERVED_NAMES if hasattr(original, name)]
+    return f"{' and '.join(names)}: synchronised layers have attributes of this name; rename them" if names else ""
+
+
+def _calls_super_of_type(method: Any) -> bool:
+    """Whether a method calls `super(self.__class__, self)` or `super(type(self), self)`."""
+    # Names are in the order of first use, so a method that uses either name earlier is missed.
+    return any(one == "super" and other in {"__class__", "type"} for one, other in pairwise(_names_in(method)))
+
+
+def bypasses_ours(cls: type[SynchronizedBatchNorm]) -> bool:
+    """Whether the `forward` of a subclass of a synchronised class calls torch's `batch_norm`."""
+    names = _names_in(cls.forward)
+    return "batch_norm" in names and "forward" not in names  # with `forward` it may call ours in training
+
+
+def _names_in(function: Any) -> tuple[str, ...]:
+    """Names that a function's code reads, in the order of their first use; () for other objects."""
+    if isinstance(function, FunctionType):  # other objects may have an endless chain of `__wrapped__`
+        function = inspect.unwrap(function)
+    return function.__code__.co_names if isinstance(function, FunctionType) else ()
+
+
+def _user_classes(original: type[nn.Module]) -> tuple[type, ...]:
+    """A class and its bases down to torch's own."""
+    bases = original.__mro__
+    return bases[: next(place for place, cls in enumerate(bases) if cls.__module__ == nn.modules.batchnorm.__name__)]
 
 
 def synchronized_class(original: type[nn.Module]) -> type[nn.Module]:
@@ -207,16 +275,15 @@ def synchronized_class(original: type[nn.Module]) -> type[nn.Module]:
     """
     if reason := reason_not_derivable(original):
         raise TypeError(f"{original!r}: {reason}")
-    generated = _generated.get(original)
-    if generated is None:
-        body = {"converted_from": original, "_logged_warnings": set()}
-        body |= {"__module__": original.__module__, "__doc__": original.__doc__}
+    if original not in _generated:
+        body = {"converted_from": original, "__module__": original.__module__, "__doc__": original.__doc__}
+        body["_logged_warnings"] = set()
+        bases: tuple[type, ...] = SynchronizedSubclass, original, SynchronizedBatchNorm
+        if any("forward" in vars(cls) for cls in _user_classes(original)):
+            bases = SubclassWithForward, original, SuperForward
         metaclass: Any = type(original)
-        has_forward = any("forward" in vars(cls) for cls in user_classes(original))
-        first: type = SubclassWithForward if has_forward else SynchronizedSubclass
-        bases = first, original, SuperForward if has_forward else SynchronizedBatchNorm
-        generated = _generated[original] = _picklable(metaclass)(f"Synchronized{original.__name__}", bases, body)
-    return generated
+        _generated[original] = _picklable(metaclass)(f"Synchronized{original.__name__}", bases, body)
+    return cast("type[nn.Module]", _generated[original])
 
 
 @functools.cache
@@ -238,30 +305,21 @@ def convert_subclass(layer: nn.Module) -> nn.Module:
     if reason_not_synchronised(layer):
         return layer
     try:
-        generated: Any = synchronized_class(type(layer))
-        object.__setattr__(layer, "__class__", generated)
+        object.__setattr__(layer, "__class__", synchronized_class(type(layer)))
     except (TypeError, ValueError, AttributeError, LookupError) as error:
         # Raised, for example, by a metaclass that needs more arguments.
-        class_errors[type(layer)] = f"no class can be derived from it: {error}"
-        return layer
-    return _with_bypass_record(layer)
-
-
-def _with_bypass_record(layer: nn.Module) -> nn.Module:
-    """Set the list that the layer shares with its replicas, which have copies of all other attributes."""
-    vars(layer)["_bypassed"] = []
+        _generated[type(layer)] = f"no class can be derived from it: {error}"
+    else:
+        vars(layer)["_bypassed"] = []
     return layer
 
 
-CONVERSIONS[nn.modules.batchnorm._BatchNorm] = convert_subclass  # noqa: SLF001 - the base of all its batch norms
-
-
-def rebuilt_layer(original: type[nn.Module], chunks: int = 1) -> nn.Module:
+def rebuilt_layer(original: type[nn.Module], chunks: int = 1) -> Any:
     """Create a layer of the class generated from `original`, without state; pickles and copies start with it."""
     generated = synchronized_class(original)
     layer: Any = generated.__new__(generated)
     layer.chunks = chunks
-    return cast("nn.Module", layer)
+    return layer
 
 
 # Pickles contain these names, so they must not change with this file.

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from functools import cached_property
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,15 +25,20 @@ def forward(layer: Any, x: Tensor, deferred: DeferredUpdate | None = None) -> Te
         # An enclosing layer's override must not mistake this call for its own.
         return without_override(_forward, layer, x, deferred)
     if layer.training and layer.momentum is None:
-        return _forward_with_cumulative_average(layer, x)
+        # The compiler does not know the weight of a cumulative average (pytorch#194504).
+        output, mean, variance = _forward_apart(layer, x)
+        if mean is not None and variance is not None:
+            running_stats.update(layer, mean, variance, has_values=x.numel() > 0)
+        return output
     return _forward_of_torch(layer, x)
 
 
 def _forward(layer: Any, x: Tensor, deferred: DeferredUpdate | None) -> Tensor:
     if layer.training and is_inside_backward():
-        return _forward_without_update(layer, x)
+        # A checkpoint recomputes the call, which has updated the running statistics before (pytorch#96136).
+        return _forward_apart(layer, x)[0]
     if layer.training and deferred is not None:
-        output = _forward_without_update(layer, x)
+        output, _, _ = _forward_apart(layer, x)
         # The same moments as in synchronised calls, because a mini-batch may contain both kinds.
         if due := deferred.add(engine.moments(x.detach())):
             running_stats.update_from(layer, due)
@@ -47,65 +52,49 @@ def _forward_of_torch(layer: Any, x: Tensor) -> Tensor:
     return nn.modules.batchnorm._BatchNorm.forward(layer, x)  # noqa: SLF001 - as torch's own
 
 
-def _forward_without_update(layer: Any, x: Tensor) -> Tensor:
-    """For calls that a checkpoint recomputes: the running statistics were updated before (pytorch#96136)."""
-    mean, variance = (None if buffer is None else buffer.clone() for buffer in (layer.running_mean, layer.running_var))
-    return F.batch_norm(x, mean, variance, layer.weight, layer.bias, training=True, eps=layer.eps)
-
-
-def _forward_with_cumulative_average(layer: Any, x: Tensor) -> Tensor:
-    """For torch.compile, which does not know the weight of a cumulative average (pytorch#194504)."""
-    mean, variance = (
-        None if buffer is None else torch.zeros_like(buffer) for buffer in (layer.running_mean, layer.running_var)
-    )
+def _forward_apart(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Normalise a batch, and return its mean and unbiased variance instead of updating the running statistics."""
+    buffers = layer.running_mean, layer.running_var
+    mean, variance = (None if buffer is None else torch.zeros_like(buffer) for buffer in buffers)
     output = F.batch_norm(x, mean, variance, layer.weight, layer.bias, training=True, momentum=1.0, eps=layer.eps)
-    if mean is not None and variance is not None:
-        running_stats.update(layer, mean, variance, has_values=x.numel() > 0)
-    return output
+    return output, mean, variance
 
 
-class UnconnectedWarning:
-    """Warning, logged once, that this process trains alone although its job has others."""
-
-    def __init__(self) -> None:
-        self._is_logged = False
-
-    def log_once(self, layer: str) -> None:
-        """Log the warning if the job has other processes and this one has never been connected to them.
-
-        torch's process group may be initialised after the first forward pass, so each call checks it.
-        """
-        latest = latest_connection()
-        if self._is_logged or (latest and latest.is_explicitly_alone) or not (evidence := self._evidence_of_others()):
-            return
-        self._is_logged = True
-        if latest is None:
-            problem, remedy = "this process is not connected", "call client.connect() before training"
-        elif latest.is_in_process:
-            problem, remedy = "client.connect() found no other process", "call it after init_process_group()"
-        else:
-            return
-        logger.warning("%s, and %s: layer %r is not synchronised; %s", evidence, problem, layer, remedy)
-
-    @cached_property
-    def _evidence_of_launcher(self) -> str:
-        processes = os.environ.get("WORLD_SIZE", "")
-        return f"WORLD_SIZE is {processes}" if processes.isdecimal() and int(processes) > 1 else ""
-
-    def _evidence_of_others(self) -> str:
-        """Evidence of other processes from the launcher or torch's process group; "" without any."""
-        if self._evidence_of_launcher or not (distributed.is_available() and distributed.is_initialized()):
-            return self._evidence_of_launcher
-        size = distributed.get_world_size()
-        return f"torch's process group has {size} ranks" if size > 1 else ""
-
-
-unconnected_warning = UnconnectedWarning()
+# The layer at which the others were first noticed.
+_warned_of: list[str] = []
 
 
 def warn_if_unconnected(layer: str) -> None:
-    """Log the warning, see `UnconnectedWarning.log_once`."""
-    unconnected_warning.log_once(layer)
+    """Log once that this process trains alone although its job has others.
+
+    Each call checks it, because torch's process group may be initialised after the first one.
+    """
+    latest = latest_connection()
+    if _warned_of or (latest and latest.is_explicitly_alone) or not (evidence := _evidence_of_others()):
+        return
+    _warned_of.append(layer)
+    if latest is None:
+        problem, remedy = "this process is not connected", "call client.connect() before training"
+    elif latest.is_in_process:
+        problem, remedy = "client.connect() found no other process", "call it after init_process_group()"
+    else:  # it was connected to them before
+        return
+    logger.warning("%s, and %s: layer %r is not synchronised; %s", evidence, problem, layer, remedy)
+
+
+def _evidence_of_others() -> str:
+    """Evidence of other processes from the launcher or torch's process group; "" without any."""
+    if (processes := _world_size_of_launcher()) > 1:
+        return f"WORLD_SIZE is {processes}"
+    is_initialized = distributed.is_available() and distributed.is_initialized()
+    size = distributed.get_world_size() if is_initialized else 1
+    return f"torch's process group has {size} ranks" if size > 1 else ""
+
+
+@cache
+def _world_size_of_launcher() -> int:
+    processes = os.environ.get("WORLD_SIZE", "")
+    return int(processes) if processes.isdecimal() else 1
 
 
 # torch.compile evaluates the function while it traces. `torch.compiler.assume_constant_result` sets the same attribute,

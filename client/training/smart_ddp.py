@@ -8,8 +8,8 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from client.nn.batchnorm import SynchronizedBatchNorm
 from client.nn.conversion import convert as synchronised
-from client.nn.layer import SynchronizedLayer
 from client.tracebacks import api_boundary
 from statsd_bn.environment import integer
 from statsd_bn.errors import ConfigurationError
@@ -97,12 +97,14 @@ def arguments_for(device: torch.device, environ: Mapping[str, str], *, static_gr
 
 def _may_differ(model: nn.Module) -> bool:
     """Whether the model has buffers that may diverge between the ranks."""
-    layers = [layer for layer in model.modules() if isinstance(layer, SynchronizedLayer) and _is_over_all_ranks(layer)]
+    layers = [
+        layer for layer in model.modules() if isinstance(layer, SynchronizedBatchNorm) and _is_over_all_ranks(layer)
+    ]
     equal = {id(getattr(layer, name)) for layer in layers for name in EQUAL_BUFFERS}
     return any(id(buffer) not in equal for buffer in model.buffers())
 
 
-def _is_over_all_ranks(layer: SynchronizedLayer) -> bool:
+def _is_over_all_ranks(layer: SynchronizedBatchNorm) -> bool:
     return layer.group is None or getattr(layer.group, "size", 0) == distributed.get_world_size()
 
 

@@ -43,7 +43,7 @@ class BatchNorm2dReimpl(nn.Module):
         nn.init.uniform_(self.weight)
         nn.init.zeros_(self.bias)
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    def forward(self, input: Tensor) -> Tensor:
         wide = input.double()
         variance, mean = (found.to(input.dtype) for found in torch.var_mean(wide, dim=(0, 2, 3), correction=0))
         values = input.numel() // self.num_features

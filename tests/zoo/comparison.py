@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import client
-from client.nn.layer import SynchronizedLayer
+from client.nn.batchnorm import SynchronizedBatchNorm
 from zoo.catalogue import layers_of
 from zoo.specimen import Specimen, Unfit, tensors_of
 
@@ -65,7 +65,7 @@ def compare(specimen: Specimen) -> Comparison:
     }
     unsynchronised = _apart(alone, expected["output"])
     complaints = [*_log_faults(output), *(f"{path}: {kind}: {why}" for path, (kind, why) in report.left.items())]
-    if len(report.synchronised) != sum(isinstance(part, SynchronizedLayer) for part in converted.modules()):
+    if len(report.synchronised) != sum(isinstance(part, SynchronizedBatchNorm) for part in converted.modules()):
         complaints.append("the report lacks layers")
     complaints += before.complaints_of(client.revert_model(converted))
     return Comparison(layers_of(whole), differences, unsynchronised, complaints)

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 import client
 from client import DataParallelWithCallback
-from client.nn.conversion_report import ConversionReport
+from client.nn.conversion import ConversionReport
 from client.transports.named_process_group import NamedProcessGroup
 from statsd_bn.errors import ConfigurationError
 from support.newer_torch import needs
@@ -453,3 +453,12 @@ def test_a_module_other_than_a_batch_norm_may_have_any_name():
     model = nn.Module()
     model.add_module("a\nb", nn.Linear(2, 2))
     assert client.convert_model(model) is model
+
+
+def test_a_batch_norm_that_stays_torchs_may_have_any_name():
+    model, layer = nn.Module(), nn.BatchNorm1d(2)
+    layer.forward = lambda x: x
+    model.add_module("a\nb", layer)
+    with pytest.warns(UserWarning, match="left 1 layer"):
+        assert client.convert_model(model) is model
+    assert type(layer) is nn.BatchNorm1d

@@ -151,9 +151,9 @@ def test_a_layer_that_calls_no_batch_norm_is_noted_in_training_only():
 
     converted, x = client.convert_model(Sometimes()), torch.ones(8, CHANNELS, 3, 2, dtype=torch.float64)
     converted.eval()(x)
-    assert not converted.is_bypassed
+    assert not converted._bypassed
     converted.train()(x)
-    assert converted.is_bypassed
+    assert converted._bypassed
 
 
 class Again(nn.Module):
@@ -308,7 +308,7 @@ def test_a_forward_that_torch_compile_was_told_to_leave_out_stays_synchronised(h
         for seed in range(3):
             torch.testing.assert_close(compiled(batch(seed)), whole(batch(seed)).sin())
     assert handed
-    assert not converted.is_bypassed
+    assert not converted._bypassed
 
 
 def _copy(function):

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import client
 from client.data_parallel import any_device
 from client.data_parallel.replicate import execute_replication_callbacks
-from client.nn import layer as base
-from client.nn.conversion_report import RESERVED_NAMES
+from client.nn import conversion
 from client.nn.override import BatchNormCall
+from client.nn.subclasses import RESERVED_NAMES
 from support import subclasses
 from support.sentences import says
 from support.subclasses import AlwaysEval, Foreign, Functional, Reduced, SkipsEmpty, SynchronisesItself
@@ -75,9 +75,7 @@ def on_shards(model, sizes):
         execute_replication_callbacks(replicas)
         barrier = vars(replicas[0])["_barrier"]
         parts = [(part,) for part in x.split(sizes)]
-        return torch.cat(
-            any_device.parallel_apply(replicas, parts, [{}] * len(sizes), devices, barrier)
-        )
+        return torch.cat(any_device.parallel_apply(replicas, parts, [{}] * len(sizes), devices, barrier))
 
     return run
 
@@ -201,7 +199,7 @@ def test_all_calls_without_tensors_are_synchronised(caplog):
 )
 def test_a_call_without_tensors_belongs_to_the_layer_without_tensors_of_its_channels(options, shape, is_own):
     layer = nn.BatchNorm2d(CHANNELS, **options)
-    call = BatchNormCall(layer, torch.zeros(shape), None, None)
+    call = BatchNormCall(torch.zeros(shape), None, None)
     assert call.belongs_to(layer) == is_own
     layer.track_running_stats = False  # for a while, as where statistics are not to move
     assert call.belongs_to(layer) == (is_own or options == {"affine": False})
@@ -353,7 +351,7 @@ def test_a_registered_conversion_is_used_for_a_class_and_its_subclasses(monkeypa
     class Below(Foreign):
         pass
 
-    monkeypatch.setattr(base, "CONVERSIONS", dict(base.CONVERSIONS))
+    monkeypatch.setattr(conversion, "CONVERSIONS", dict(conversion.CONVERSIONS))
     client.register_conversion(Foreign, lambda layer: client.SynchronizedBatchNorm2d(layer.num_features))
     converted = client.convert_model(nn.Sequential(made(Foreign), made(Below)))
     assert client.conversion_report(converted).synchronised == dict.fromkeys(("0.1", "1.1"), "SynchronizedBatchNorm2d")
@@ -366,7 +364,7 @@ def test_a_class_that_synchronises_itself_is_converted_with_its_tensors(monkeypa
         layer.__class__ = nn.BatchNorm2d
         return client.convert_model(layer)
 
-    monkeypatch.setattr(base, "CONVERSIONS", dict(base.CONVERSIONS))
+    monkeypatch.setattr(conversion, "CONVERSIONS", dict(conversion.CONVERSIONS))
     client.register_conversion(SynchronisesItself, without_its_own_collectives)
     itself = made(SynchronisesItself).eval()
     weight, whole = itself[1].weight, made(nn.BatchNorm2d)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import client
-from client.nn.unsynchronized import UnconnectedWarning
+from client.nn import unsynchronized
 from client.session import current
 from client.transports.named_process_group import NamedProcessGroup
 from statsd_bn import endpoints
@@ -16,7 +16,8 @@ X = torch.arange(12.0).reshape(4, 3)
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     monkeypatch.setattr(current, "_current", None)
-    monkeypatch.setattr("client.nn.unsynchronized.unconnected_warning", UnconnectedWarning())
+    monkeypatch.setattr(unsynchronized, "_warned_of", [])
+    unsynchronized._world_size_of_launcher.cache_clear()
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from torch.nn.utils import parametrizations
 
 import client
 from client.nn import conversion
-from client.nn import layer as base
 from statsd_bn.errors import ConfigurationError
 from support.subclasses import Activated
 
@@ -291,8 +290,7 @@ def test_a_class_whose_calls_need_not_come_to_its_forward_is_left_and_named():
 
 @pytest.fixture
 def conversions(monkeypatch):
-    monkeypatch.setattr(base, "CONVERSIONS", kept := dict(base.CONVERSIONS))
-    monkeypatch.setattr(conversion, "CONVERSIONS", kept)
+    monkeypatch.setattr(conversion, "CONVERSIONS", dict(conversion.CONVERSIONS))
 
 
 @pytest.mark.usefixtures("conversions")

@@ -9,7 +9,6 @@ from torch import nn
 import client
 from client import SynchronizedBatchNorm1d, convert_model, set_sbn_eps_mode
 from client import comm as comm_module
-from client.nn.layer import SynchronizedLayer
 from support.subclasses import Activated
 
 EPS = 0.5  # above the variances below, so that the modes differ
@@ -17,7 +16,7 @@ EPS = 0.5  # above the variances below, so that the modes differ
 
 @pytest.fixture(autouse=True)
 def mode_of_before(monkeypatch):
-    monkeypatch.setattr(SynchronizedLayer, "eps_mode", "plus")
+    monkeypatch.setattr(client.SynchronizedBatchNorm, "eps_mode", "plus")
 
 
 def normalised(x, mode):
