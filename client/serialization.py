@@ -50,8 +50,6 @@ DTYPES = ["bool", *_NUMBERS, *_TORCH_ONLY]
 
 NUMPY_DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ["bool", *_NUMBERS]}
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
-_TORCH_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-_DTYPE_INDEX = {name: index for index, name in enumerate(DTYPES)}
 
 _PLAIN = {type(None), bool, int, float, str, bytes}
 _CONTAINERS = {LIST: list, TUPLE: tuple, COUNTER: Counter, DICT: dict}  # Counter first: it is a dict too
@@ -132,7 +130,10 @@ class _Writer:
         elif isinstance(value, np.generic):
             value = value.item()
         if type(value) in _PLAIN:
-            self._add_plain(value)
+            try:
+                self.packer.pack(value)
+            except OverflowError:
+                raise TypeError(f"state: expected integers of 64 bits, got one of {value.bit_length()}") from None
         elif isinstance(value, Tensor | np.ndarray):
             self._add_array(value)
         elif (code := _container(value)) is not None:
@@ -146,12 +147,6 @@ class _Writer:
             found = f"{type(value).__module__}.{type(value).__qualname__}"
             raise TypeError(wrap(f"state: expected {expected}, got {found}"))
 
-    def _add_plain(self, value: Any) -> None:
-        try:
-            self.packer.pack(value)
-        except OverflowError:
-            raise TypeError(f"state: expected integers of 64 bits, got one of {value.bit_length()}") from None
-
     def _add_array(self, array: Array) -> None:
         number = len(self.elements)
         if number == MAX_ARRAYS:
@@ -159,15 +154,15 @@ class _Writer:
         if array.ndim > MAX_DIMENSIONS:
             raise ValueError(f"array {number}: expected at most {MAX_DIMENSIONS} dimensions, got {array.ndim}")
         if isinstance(array, Tensor):
-            if array.layout is not torch.strided or array.dtype not in _TORCH_NAMES:
+            kind, dtype = TENSOR, str(array.dtype).removeprefix("torch.")
+            if array.layout is not torch.strided or dtype not in TORCH_DTYPES:
                 found = f"{array.layout} of {array.dtype}"
                 raise TypeError(wrap(f"array {number}: expected a dense tensor of numbers or bool, got {found}"))
-            kind, dtype = TENSOR, _TORCH_NAMES[array.dtype]
         else:
             kind, dtype = NDARRAY, array.dtype.name
             if dtype not in NUMPY_DTYPES:
                 raise TypeError(f"array {number}: expected numbers or bool, got dtype {array.dtype}")
-        self.packer.pack_ext_type(kind, struct.pack(f"<B{array.ndim}Q", _DTYPE_INDEX[dtype], *array.shape))
+        self.packer.pack_ext_type(kind, struct.pack(f"<B{array.ndim}Q", DTYPES.index(dtype), *array.shape))
         self.elements.append(_bytes(array, dtype) if self._copies else b"")
 
 

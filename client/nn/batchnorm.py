@@ -257,11 +257,9 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         """Whether the batch has slices elsewhere, or `recalibrate` accumulates its moments."""
         if communicator is not None or self._accumulator is not None:
             return True
-        if not self.training:
-            return False
-        if self._replica is not None:
+        if self.training and self._replica is not None:
             return self._replica[0].nr_replicas > 1
-        if not isinstance(self.group, NamedProcessGroup):
+        if self.training and not isinstance(self.group, NamedProcessGroup):
             unsynchronized.warn_if_unconnected(self.layer_name)
         return False
 
@@ -272,11 +270,14 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
 def _set_options(layer: SynchronizedBatchNorm, eps_mode: str | None, group: GroupSpec, chunks: int) -> None:
     """Set the options of a new layer, or raise ValueError or TypeError."""
     if eps_mode is not None:
-        if eps_mode not in EPS_MODES:
-            raise ValueError(f"eps_mode: expected one of {EPS_MODES}, got {eps_mode!r}")
-        layer.eps_mode = eps_mode
-    layer.group = group
-    layer.chunks = chunks
+        layer.eps_mode = _checked_mode("eps_mode", eps_mode)
+    layer.group, layer.chunks = group, chunks
+
+
+def _checked_mode(name: str, mode: str) -> str:
+    if mode not in EPS_MODES:
+        raise ValueError(f"{name}: expected one of {EPS_MODES}, got {mode!r}")
+    return mode
 
 
 def set_sbn_eps_mode(mode: str) -> None:
@@ -291,9 +292,7 @@ def set_sbn_eps_mode(mode: str) -> None:
     Raises:
         ValueError: `mode` is neither "plus" nor "clamp".
     """
-    if mode not in EPS_MODES:
-        raise ValueError(f"mode: expected one of {EPS_MODES}, got {mode!r}")
-    SynchronizedBatchNorm.eps_mode = mode
+    SynchronizedBatchNorm.eps_mode = _checked_mode("mode", mode)
 
 
 # Attributes that torch's layers do not have.

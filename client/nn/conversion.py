@@ -5,7 +5,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -322,9 +322,8 @@ SynchronizedBatchNorm.convert_sync_batchnorm = staticmethod(_convert_sync_batchn
 @contextmanager
 def patch_sync_batchnorm() -> Iterator[None]:
     """Replace torch's batch norms in `torch.nn`, lazy ones and `SyncBatchNorm` too, until the context ends."""
-    with ExitStack() as stack:
-        for original, replacement in REPLACEMENTS.items():
-            stack.enter_context(mock.patch.object(nn, original.__name__, replacement))
+    replacements: dict[str, Any] = {original.__name__: replacement for original, replacement in REPLACEMENTS.items()}
+    with mock.patch.multiple(nn, **replacements):
         yield
 
 
@@ -376,10 +375,9 @@ def _replace(
 
 def _convert_registered(module: nn.Module) -> nn.Module:
     """Convert a module by the registered conversion of its class, if there is one."""
-    if isinstance(module, SynchronizedBatchNorm) or has_own_forward(module):
-        return module
     convert = conversion_of(type(module))
-    if convert is None or module in _in_conversion:
+    is_excluded = isinstance(module, SynchronizedBatchNorm) or has_own_forward(module) or module in _in_conversion
+    if convert is None or is_excluded:
         return module
     _in_conversion.add(module)
     try:

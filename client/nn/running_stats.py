@@ -86,11 +86,8 @@ def update_from(layer: Any, batch: ChannelMoments) -> None:
     mean, variance = batch_statistics(batch)
     if running is not None:
         mean, variance = to_compute_type(running, mean, variance)
-    if isinstance(batch.count, int):
-        update(layer, mean, variance, has_values=batch.count > 0)
-        return
-    # The count is on the device, and NaN after a failed round, which must not update anything.
-    has_succeeded = (~batch.count.isnan()).long()
+    # A count on a device is NaN after a failed round, which must not update anything.
+    has_succeeded = 1 if isinstance(batch.count, int) else (~batch.count.isnan()).long()
     update(layer, mean, variance, is_due=has_succeeded, has_values=batch.count > 0)
 
 
