@@ -23,7 +23,7 @@ from statsd_bn.wire import encode
 
 # Maximum msgpack sizes without texts: the server's counters, an ended job, a group, a member, a round, and a number in
 # a list.
-SERVER_ENTRY_BYTES, JOB_ENTRY_BYTES, GROUP_ENTRY_BYTES = 1024, 208, 520
+SERVER_ENTRY_BYTES, JOB_ENTRY_BYTES, GROUP_ENTRY_BYTES = 1024, 208, 552
 MEMBER_ENTRY_BYTES, ROUND_ENTRY_BYTES, NUMBER_BYTES = 240, 128, 3
 
 # Maximum sizes of the timings of a group that has had rounds, and of a finding.
@@ -80,6 +80,7 @@ def _head(master: SyncMaster) -> dict[str, Any]:
         **({"lost_by": membership.lost_by} if membership.lost_by else {}),
         "rounds_done": master.rounds_done,
         "rounds_failed": master.open_rounds.failed,
+        **({"refused": True} if master.open_rounds.was_refused else {}),
         "non_finite": non_finite.report(*seen),
         **({"first_non_finite": first} if (first := non_finite.first(*seen)) else {}),
         "kept_bytes": master.allocated,

@@ -248,6 +248,7 @@ class FirstNonFinite:
             "phase": FORWARD if is_forward else key.phase,
             "step": key.step,
             "ranks": list(islice(bearers, MAX_NAMED_RANKS)),
+            **({"ranks_left_out": more} if (more := len(bearers) - MAX_NAMED_RANKS) > 0 else {}),
             "channels": int(number),
             "of": int(channels),
             "what": kinds,

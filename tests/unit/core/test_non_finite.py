@@ -50,10 +50,10 @@ def test_the_report_counts_values_that_are_not_finite(values, words):
 
 
 class Group:
-    def __init__(self) -> None:
+    def __init__(self, members: int = 2) -> None:
         self.dispatcher = Dispatcher(b"server-0", 0.0)
-        for member in range(2):
-            self.dispatcher.receive(0.0, b"peer %d" % member, encode(register(member)))
+        for member in range(members):
+            self.dispatcher.receive(0.0, b"peer %d" % member, encode(register(member, members)))
 
     def round(self, of, *values: float) -> Aggregate:
         replies = []
@@ -175,3 +175,10 @@ def test_a_report_about_another_groups_round_is_dropped():
     assert isinstance(answer, Failure)
     assert answer.code == "protocol"
     assert play.told == []
+
+
+def test_a_report_counts_the_ranks_beyond_the_first_eight():
+    play = Group(12)
+    play.round(key("a"), *[NAN] * 12)
+    assert play.report["first_non_finite"]["ranks"] == list(range(8))
+    assert play.report["first_non_finite"]["ranks_left_out"] == 4
