@@ -4,6 +4,7 @@
 """
 
 import base64
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,8 +29,8 @@ class Trend:
     """Rounds per second and round trips of one group, a point every `INTERVAL_SECONDS`."""
 
     def __init__(self) -> None:
-        # Time, rounds per second, median and 99th percentile.
-        self._points: deque[tuple[float, float, float, float]] = deque(maxlen=int(SECONDS / INTERVAL_SECONDS))
+        # Time, rounds per second, median, 99th percentile, and the highest step.
+        self._points: deque[tuple[float, float, float, float, int]] = deque(maxlen=int(SECONDS / INTERVAL_SECONDS))
         self._since: tuple[float, int, Sequence[int]] | None = None
 
     def add(self, now: float, group: Mapping[str, Any]) -> None:
@@ -43,16 +44,26 @@ class Trend:
             old = [*old, *[0] * (len(counts) - len(old))]
             growth = [max(0, count - before) for count, before in zip(counts, old, strict=False)]
             speed = max(0.0, (rounds - old_rounds) / (now - then))
-            self._points.append((now, speed, quantile(growth, 0.5), quantile(growth, 0.99)))
+            step = max((member["step"] for member in group["members"]), default=0)
+            step = max(step, self._points[-1][4]) if self._points else step
+            self._points.append((now, speed, quantile(growth, 0.5), quantile(growth, 0.99), step))
         self._since = now, rounds, counts
+
+    def time_of(self, step: int) -> float | None:
+        """About when a step was, in seconds since 1970; None if it is older than the history, or not yet in it."""
+        at = bisect_left(self._points, step, key=lambda point: point[4])
+        if not 0 < at < len(self._points):
+            return None
+        (before, *_, low), (after, *_, high) = self._points[at - 1], self._points[at]
+        return before + (after - before) * (step - low) / (high - low)
 
     @property
     def entry(self) -> dict[str, list[float]]:
         """The points as a snapshot has them."""
-        columns: list[Any] = list(zip(*self._points, strict=True)) or [()] * 4
+        columns: list[Any] = list(zip(*self._points, strict=True)) or [()] * 5
         names = ("rounds_per_second", "median", "p99")
         numbers = {
-            name: [float(f"{value:.3g}") for value in column] for name, column in zip(names, columns[1:], strict=True)
+            name: [float(f"{value:.3g}") for value in column] for name, column in zip(names, columns[1:4], strict=True)
         }
         return {"seconds": [round(time, 1) for time in columns[0]], **numbers}
 

@@ -4,6 +4,7 @@ The heat map packs the figures of all layers and ranks as binary: 200,000 number
 """
 
 import base64
+import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from itertools import groupby
@@ -25,6 +26,7 @@ from server.view.verdict import (
     verdicts,
 )
 from statsd_bn.messages import WORLD
+from statsd_bn.skew import MAX_RATIO
 
 Report = dict[str, Any]
 
@@ -187,8 +189,8 @@ class SnapshotBuilder:
         self._layers: dict[Key, LayerHistory] = {}
         # The members of each group before any was lost or left.
         self._members: dict[tuple[str, str, int], list[Report]] = {}
-        # What a verdict is about, and since when.
-        self._since: dict[Key, tuple[object, float | None]] = {}
+        # What a verdict is about, since when, and the time of its step.
+        self._since: dict[Key, tuple[object, float | None, float | None]] = {}
 
     def update(self, now: float, report: Report) -> Snapshot:
         """Snapshot after a report; `now` is in seconds since 1970."""
@@ -280,7 +282,7 @@ class SnapshotBuilder:
 
     def _with_verdict(self, now: float, group: Report) -> Report:
         """A group with verdict, cards, trend, and the flags of its members."""
-        key = _group_name(group)
+        key, group = _group_name(group), {**group, "findings": _present_findings(group)}
         if key in self._returning:
             group = {**group, "missing": group["world_size"], "waiting": [], "lost": ""}
         elif group["lost"] or "over" in group:
@@ -292,13 +294,13 @@ class SnapshotBuilder:
             group = {**group, "members": [member for _, member in sorted((before | there).items())]}
         found = verdicts(group, now, self._restarted if key in self._survivors else None)
         first = found[0]
-        since = self._first_seen(now, key, first)
         trend = self._trends.get(_group_key(group)) or Trend()
+        since, step_time = self._first_seen(now, key, first, trend)
         by, non_finite = group.get("lost_by"), group.get("first_non_finite")
         rank = non_finite["ranks"][0] if non_finite and len(non_finite["ranks"]) == 1 else None
         return {
             **group,
-            "verdict": {**first.entry(found[1:]), "since": since},
+            "verdict": {**first.entry(found[1:]), "since": since, "step_time": step_time},
             "cards": cards(group, found),
             "trend": trend.entry,
             "lost_by": {**by, "time": group["over"]["time"] if "over" in group else since} if by else None,
@@ -306,15 +308,17 @@ class SnapshotBuilder:
             "members": [_with_flag(group, member, found) for member in group["members"]],
         }
 
-    def _first_seen(self, now: float, key: Key, verdict: Verdict) -> float | None:
-        """When a verdict was first true; None if before the first report."""
-        about = verdict.state, verdict.rank
+    def _first_seen(self, now: float, key: Key, verdict: Verdict, trend: Trend) -> tuple[float | None, float | None]:
+        """When a verdict was first true, None if before the first report; and the time of its step if known."""
+        about = verdict.state, verdict.rank, verdict.step
         seen = self._since.get(key)
         since = verdict.since if verdict.since is not None or self._previous is None else now
         # Times that come from a duration vary with each report.
         if not seen or seen[0] != about or (verdict.since and abs(verdict.since - (seen[1] or 0.0)) > 1):
-            self._since[key] = seen = about, since
-        return seen[1]
+            seen = about, since, None
+        step_time = trend.time_of(verdict.step) if seen[2] is None and verdict.step is not None else seen[2]
+        self._since[key] = seen = (*seen[:2], step_time)
+        return seen[1:]
 
     def _add(self, now: float, event: Mapping[str, Any]) -> None:
         self._counts[event["kind"]] += 1
@@ -343,6 +347,36 @@ def _with_rates(group: Report, before: Report | None, seconds: float) -> Report:
 
 def _rate(count: int, before: int | None, seconds: float) -> float | None:
     return max(0.0, (count - before) / seconds) if before is not None and seconds > 0 else None
+
+
+def _present_findings(group: Report) -> list[Report]:
+    """The group's findings, those of data with the present numbers of their layer where its figures are known."""
+    layers = {layer["name"]: layer for layer in group.get("figures", {}).get("layers", ())}
+    return [
+        _with_present_numbers(group, finding, layers[finding["layer"]])
+        if "variance" in finding and not finding.get("cleared") and finding["layer"] in layers
+        else finding
+        for finding in group.get("findings", ())
+    ]
+
+
+def _with_present_numbers(group: Report, finding: Report, layer: Report) -> Report:
+    ranks = ranks_of(group, len(layer["parts"]))
+    if finding["rank"] not in ranks or len(ranks) == 1:
+        return finding
+    at = ranks.index(finding["rank"])
+    own = {name: float(layer[name][at]) for name in ("parts", "means", "variances")}
+    usual = {name: float(np.median(np.delete(layer[name], at))) for name in own}
+    variance = max(usual["variances"], float(np.finfo(np.float32).tiny))
+    shift = (own["means"] - usual["means"]) / math.sqrt(variance)
+    return {
+        **finding,
+        "is_present": True,
+        "variance": min(own["variances"] / variance, MAX_RATIO),
+        "shift": max(-MAX_RATIO, min(shift, MAX_RATIO)),
+        "part": own["parts"],
+        "usual": usual["parts"],
+    }
 
 
 def _with_flag(group: Report, member: Report, found: list[Verdict]) -> Report:

@@ -39,6 +39,7 @@ class Verdict:
     severity: int
     text: str  # one sentence, whose start up to ": " or "; " can stand alone
     since: float | None = None  # seconds since 1970
+    step: int | None = None  # since which it holds; of a slow rank when it was noticed
     rank: int | None = None  # the one concerned
     advice: str = ""  # what to do, as a short sentence
     flags: Mapping[int, str] = field(default_factory=dict)  # a word for each rank concerned
@@ -46,7 +47,7 @@ class Verdict:
 
     def entry(self, others: Sequence["Verdict"] = ()) -> dict[str, Any]:
         """The verdict as a snapshot has it, with the texts of the group's other verdicts as `also`."""
-        names = "state", "severity", "text", "since", "rank", "advice"
+        names = "state", "severity", "text", "since", "step", "rank", "advice"
         return {**{name: getattr(self, name) for name in names}, "also": [other.text for other in others]}
 
 
@@ -71,7 +72,7 @@ def silent(error: str, answered: float) -> Verdict:
     """The verdict on all groups of a server that does not answer."""
     text = f"The server does not answer: {error}"
     advice = "Look at the server's log. The ranks wait for it, or go on in shared memory."
-    return Verdict("silent", BROKEN, text, answered, None, advice)
+    return Verdict("silent", BROKEN, text, answered, advice=advice)
 
 
 def _name(group: Group, rank: int) -> str:
@@ -115,13 +116,13 @@ def _breaks(group: Group) -> Iterator[Verdict]:
         text = f"Broken: {who} was lost at step {step}: {by['cause']}"
         advice = f"Look at the log of rank {rank} and its host: killed, or out of memory? Then start the job again."
     card = "Ranks", f"Rank {rank} {flag}", f"of {_ranks(group['world_size'])}"
-    yield Verdict("broken", BROKEN, text, None, rank, advice, {rank: flag}, card)
+    yield Verdict("broken", BROKEN, text, None, None, rank, advice, {rank: flag}, card)
 
 
 def is_finishing(group: Group) -> bool:
-    """Whether the members leave one by one, as at the end of a script; only a round that fails shows otherwise."""
-    how = (group.get("lost_by") or {}).get("how")
-    return how == "leaves" and not group["rounds_failed"] and "over" not in group
+    """Whether the members leave one by one, as at the end of a script: no round has failed or was refused since."""
+    how, needed = (group.get("lost_by") or {}).get("how"), group["rounds_failed"] or group.get("refused")
+    return how == "leaves" and not needed and "over" not in group
 
 
 def _non_finite(group: Group) -> Iterator[Verdict]:
@@ -129,6 +130,7 @@ def _non_finite(group: Group) -> Iterator[Verdict]:
         return
     ranks, what = first["ranks"], first["what"].replace("inf", "infinity") or "NaN or infinity"
     who = format_ranks(Members.of(ranks)).capitalize()
+    who += f" and {more} more" if (more := first.get("ranks_left_out")) else ""
     channels = f", in {first['channels']} of {first['of']} channels" if first["of"] else ""
     by = group.get("lost_by")
     since = f", {by['step'] - first['step']} steps earlier" if by and by["step"] > first["step"] else ""
@@ -138,10 +140,10 @@ def _non_finite(group: Group) -> Iterator[Verdict]:
     advice = (
         f"Stop, and go back to a checkpoint before step {first['step']}. Look at the inputs of {who.lower()} there."
     )
-    rank = ranks[0] if len(ranks) == 1 else None
+    rank = ranks[0] if len(ranks) == 1 and not more else None
     flags = dict.fromkeys(ranks, "NaN" if "NaN" in what else "inf")
     card = "Numbers", f"{who}: {what}", f"step {first['step']}, {first['layer']}"
-    yield Verdict("data", BROKEN, text, None, rank, advice, flags, card)
+    yield Verdict("data", BROKEN, text, None, first["step"], rank, advice, flags, card)
 
 
 def _forming(group: Group, now: float, restarted: float | None) -> Iterator[Verdict]:
@@ -197,7 +199,8 @@ def _waiting(group: Group, now: float) -> Iterator[Verdict]:
         text = f"Waiting for {whom} for {time} in {where}; the others are at step {round_['step']}"
         advice = "Look at what these ranks do now."
         card = "Waiting", "Several ranks", f"awaited for {time}"
-        yield Verdict("waiting", ATTENTION, text, since, None, advice, dict.fromkeys(missing, "awaited"), card)
+        flags = dict.fromkeys(missing, "awaited")
+        yield Verdict("waiting", ATTENTION, text, since, advice=advice, flags=flags, card=card)
         return
     (rank,) = missing
     does = next((member.get("where", "") for member in group["members"] if member["member"] == rank), "")
@@ -206,7 +209,7 @@ def _waiting(group: Group, now: float) -> Iterator[Verdict]:
     if does.startswith("has not answered"):
         advice = f"Look at the process of rank {rank}: it is stopped, starved, or one of its threads holds the GIL."
     card = "Waiting", f"Rank {rank}", f"awaited for {time}"
-    yield Verdict("waiting", ATTENTION, text, since, rank, advice, {rank: "awaited"}, card)
+    yield Verdict("waiting", ATTENTION, text, since, None, rank, advice, {rank: "awaited"}, card)
 
 
 def _slow(group: Group) -> Iterator[Verdict]:
@@ -216,20 +219,21 @@ def _slow(group: Group) -> Iterator[Verdict]:
     text = f"R{_name(group, rank)[1:]} slows the job down: the others waited {percent(held)} of the last minute for it"
     advice = f"Compare the data loading, the GPU and the CPU of rank {rank} with another rank's."
     card = "Waiting", f"Rank {rank}", f"the others waited {percent(held)} of the last minute"
-    yield Verdict("slow", ATTENTION, text, None, rank, advice, {rank: "slow"}, card)
+    noticed = [one["step"] for one in group.get("findings", ()) if (one["kind"], one["rank"]) == ("straggler", rank)]
+    yield Verdict("slow", ATTENTION, text, None, noticed[-1] if noticed else None, rank, advice, {rank: "slow"}, card)
 
 
 def describe_finding(finding: Mapping[str, Any]) -> str:
-    """A finding of the server as a sentence."""
-    rank = finding["rank"]
+    """A finding of the server as a sentence, with the step of its numbers unless they are of the present."""
+    rank, at = finding["rank"], "" if finding.get("is_present") else f" (at step {finding['step']})"
     if finding["kind"] != "skew" or "since" not in finding:
-        return str(finding["text"][:1].upper() + finding["text"][1:])
+        return f"{finding['text'][:1].upper()}{finding['text'][1:]}{at}"
     if "other" in finding:
         since = f"equal in all layers since step {finding['since']}"
         return f"Rank {rank} has the same data as rank {finding['other']}: {since}"
     numbers = {name: finding[name] for name in ("since", "variance", "shift", "part", "usual")}
     numbers["layers"] = 1  # how many later layers differ changes; the map shows it
-    return f"Rank {rank}'s data look different: {describe_outlier(finding['layer'], **numbers)}"
+    return f"Rank {rank}'s data look different: {describe_outlier(finding['layer'], **numbers)}{at}"
 
 
 def _differing(group: Group) -> Iterator[Verdict]:
@@ -244,7 +248,7 @@ def _differing(group: Group) -> Iterator[Verdict]:
         )
         text, flags = describe_finding(finding), {rank: "same" if is_copy else "differs"}
         card = "Data", f"Rank {rank} {'has a copy' if is_copy else 'differs'}", text.partition(": ")[2]
-        yield Verdict("data", ATTENTION, text, None, rank, advice, flags, card)
+        yield Verdict("data", ATTENTION, text, None, finding.get("since"), rank, advice, flags, card)
 
 
 def _fine(group: Group, now: float, restarted: float | None) -> Verdict:

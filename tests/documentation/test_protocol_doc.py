@@ -569,7 +569,7 @@ def test_the_status_report_has_the_documented_entries(monkeypatch):
     (after,) = play(
         *OPEN, messages.Leave(session_of(0), ""), messages.Leave(session_of(1), ""), messages.StatusRequest()
     )
-    kinds = {"text": str, "integer": int, "float": float, "array": list, "map": dict}
+    kinds = {"text": str, "integer": int, "float": float, "boolean": bool, "array": list, "map": dict}
     for title, real in (
         ("Report", cut.report),
         ("Group", group),
@@ -584,7 +584,7 @@ def test_the_status_report_has_the_documented_entries(monkeypatch):
         # Where a member is stands there only if it was asked, how fast it is only after a minute, and what broke it or
         # was not finite only if there is any.
         later = {"where", "findings", "slowest", "held", "last", "late", "waiting", "score"}
-        later = (later | {"lost_by", "first_non_finite", "compared_layers"}) - set(real)
+        later = (later | {"lost_by", "refused", "first_non_finite", "compared_layers"}) - set(real)
         where_cut = {name for name in documented if name.endswith("_left_out")} | later & set(documented)
         assert {name: type(value) for name, value in real.items()} == {
             name: kind for name, kind in documented.items() if name not in where_cut

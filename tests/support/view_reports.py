@@ -57,6 +57,18 @@ def skew(rank: int, layer: str = "bn1", **more: Any) -> dict[str, Any]:
     return {"kind": "skew", "rank": rank, "step": 70, "text": text, "layer": layer, **numbers, **more}
 
 
+def straggler(rank: int, step: int = 7, **more: Any) -> dict[str, Any]:
+    """A finding of a slow rank."""
+    return {
+        "kind": "straggler",
+        "rank": rank,
+        "step": step,
+        "text": f"rank {rank} held the others up",
+        "layer": "",
+        **more,
+    }
+
+
 def layer(name: str, *parts: float) -> dict[str, Any]:
     """Figures of a layer by the parts of its members, which have no mean and equal variances."""
     others = {"means": [0.0] * len(parts), "variances": [1.0] * len(parts)}

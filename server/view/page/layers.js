@@ -19,11 +19,11 @@ const canvas = first("#layers canvas");
 const scrub = byId("scrub");
 
 // What is shown: the group, its figures, the layer and the rank that the reader has chosen, and what is pointed at.
-const shown = { key: "", group: null, figures: null, layer: null, rank: null, pointed: null, chips: null, picked: false };
+const shown = { key: "", group: null, figures: null, layer: null, rank: null, pointed: null, chips: null, picked: false, finding: null };
 
 export async function drawLayers(group, snapshot) {
   const key = JSON.stringify([group.job, group.group]);
-  if (key !== shown.key) Object.assign(shown, { key, figures: null, layer: null, rank: null, pointed: null, chips: null, picked: false });
+  if (key !== shown.key) Object.assign(shown, { key, figures: null, layer: null, rank: null, pointed: null, chips: null, picked: false, finding: null });
   shown.group = group;
   draw();
   if (!group.has_figures || (shown.figures && (snapshot.error || group.over))) return;
@@ -74,8 +74,10 @@ const view = () => first("[name=view]:checked").value;
 
 // Until the reader has chosen one: what shows the finding best.
 function chooseView(group) {
-  if (shown.picked) return;
   const skew = [...skews(group).values()].at(-1);
+  const finding = skew ? JSON.stringify([skew.rank, skew.layer, skew.step]) : "";
+  if (shown.picked || shown.finding === finding) return;
+  shown.finding = finding; // its numbers change, and the view stays
   const isOfVariance = skew && skew.part < 0.1 && Math.abs(Math.log2(skew.variance)) >= 1;
   first(`[name=view][value=${isOfVariance ? "variance" : "share"}]`).checked = true;
 }
@@ -218,7 +220,7 @@ function drawReading(members) {
   const at = pointed?.layer ?? figures.layers.indexOf(shownLayer());
   const rank = pointed ? pointed.rank : shown.rank;
   const name = figures.layers[at];
-  const text = figures.columns.has(rank) ? rankInWords(at, rank) : layerInWords(at);
+  const text = inWords(at, rank);
   render(byId("reading"), el("code", {}, name), `: ${text}`);
   if (Number(scrub.max) !== figures.layers.length - 1) scrub.max = figures.layers.length - 1;
   if (!pointed && Number(scrub.value) !== at) scrub.value = at;
@@ -230,6 +232,27 @@ function drawReading(members) {
   shown.order = members.map((member) => member.member);
 }
 
+// Rounds with NaN or infinity have no figures.
+function inWords(at, rank) {
+  const { figures, group } = shown;
+  const first = group.first_non_finite;
+  const text = figures.columns.has(rank) ? rankInWords(at, rank) : layerInWords(at);
+  if (!first) return text;
+  const what = first.what.replace("inf", "infinity") || "NaN or infinity";
+  if (figures.layers[at] === first.layer && first.phase === "forward") return `${what} at step ${first.step}; its latest finite values: ${text}`;
+  return `its latest finite values (first ${what} at step ${first.step}): ${text}`;
+}
+
+// A rank's part, variance and shift in a layer; where it has a finding they are those of the banner.
+function numbers(at, column) {
+  const { figures, group } = shown;
+  const found = skews(group).get(figures.ranks[column]);
+  if (found?.is_present && found.layer === figures.layers[at]) return found;
+  const place = at * figures.members + column;
+  const { mean, deviation } = figures.usual[at];
+  return { part: figures.parts[place], variance: figures.ratios[place], shift: (figures.means[place] - mean) / deviation };
+}
+
 function layerInWords(at) {
   const { figures } = shown;
   const own = figures.parts.subarray(at * figures.members, (at + 1) * figures.members);
@@ -238,20 +261,17 @@ function layerInWords(at) {
   const most = found ?? own.reduce((best, part, column) => (part > own[best] ? column : best), 0);
   const head = `${percent(figures.eta2[at])} of the variance lies between ranks`;
   const rank = `rank ${figures.ranks[most] ?? most}`;
-  const comes = cell(figures, "share", at, most)[1] ? `: ${percent(own[most])} comes from ${rank}` : "";
-  const ratio = figures.ratios[at * figures.members + most];
-  const isUsual = ratio > 0.67 && ratio < 1.5;
+  const { part, variance } = numbers(at, most);
+  const comes = cell(figures, "share", at, most)[1] ? `: ${percent(part)} comes from ${rank}` : "";
+  const isUsual = variance > 0.67 && variance < 1.5;
   if (!comes && isUsual) return `${head}, spread evenly`;
-  return head + comes + (isUsual ? "" : `${comes ? ", which" : `; ${rank}`} now varies ${times(ratio)} as much as the others`);
+  return head + comes + (isUsual ? "" : `${comes ? ", which" : `; ${rank}`} varies ${times(variance)} as much as the others`);
 }
 
 function rankInWords(at, rank) {
-  const { figures } = shown;
-  const place = at * figures.members + figures.columns.get(rank);
-  const { mean, deviation } = figures.usual[at];
-  const shift = (figures.means[place] - mean) / deviation;
+  const { part, variance, shift } = numbers(at, shown.figures.columns.get(rank));
   return (
-    `rank ${rank} brings ${percent(figures.parts[place])} of the variance between ranks, varies ${times(figures.ratios[place])} as much as the others, ` +
+    `rank ${rank} brings ${percent(part)} of the variance between ranks, varies ${times(variance)} as much as the others, ` +
     `and its mean lies ${two(Math.abs(shift))} standard deviations ${shift < 0 ? "below" : "above"} theirs`
   );
 }

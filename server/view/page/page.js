@@ -29,6 +29,9 @@ const nameOf = (group) => (group.group === "world" ? group.job : `${group.job}, 
 // Without seconds that tick: a screen reader says it once.
 const brief = (verdict) => headline(verdict).replace(/ (for )?[\d.]+\s(ms|s|min|h)( ago)?\b/g, "");
 
+// An endpoint without its folder.
+const short = (endpoint) => endpoint.replace(/^(ipc:\/\/).+(?=\/[^/]+$)/, "$1...");
+
 let snapshot;
 let unreachable = "";
 let arrived = 0;
@@ -57,11 +60,17 @@ function dismiss(group) {
   redraw();
 }
 
-const chosen = () => decodeURIComponent(location.hash.slice(1));
+function chosen() {
+  try {
+    return decodeURIComponent(location.hash.slice(1));
+  } catch {
+    return ""; // a malformed link
+  }
+}
 const choose = (key) => history.replaceState(null, "", `#${encodeURIComponent(key)}`);
 
 function nothing() {
-  const text = `No job yet: one appears here once its ranks connect to ${snapshot.endpoint}`;
+  const text = `No job yet: one appears here once its ranks connect to ${short(snapshot.endpoint)}`;
   const silent = `The server does not answer: ${snapshot.error}`;
   const verdict = snapshot.error ? { state: "silent", severity: 3, text: silent } : { state: "forming", severity: 1, text };
   return snapshot.verdict ?? verdict;
@@ -83,10 +92,21 @@ function drawJobs(groups, shown) {
   if (shown) byId("picker").value = keyOf(shown);
 }
 
+// Since when a verdict holds: its time, or the step that the server names with about its time.
+function begun({ state, step, step_time: then, since }) {
+  const time = (at) => `${clock(at)} (${span(Math.max(0, snapshot.time - at))})`;
+  if (!["slow", "data"].includes(state)) return since && `since ${time(since)}`;
+  const noticed = since && `noticed ${time(since)}`;
+  if (step === null) return noticed;
+  if (state === "slow") return `began before step ${whole(step)}${then ? `, about ${time(then)}` : ""}`;
+  return `since step ${whole(step)}${then ? `, about ${time(then)}` : noticed ? `; ${noticed}` : ""}`;
+}
+
 function drawBanner(verdict, group) {
   const head = headline(verdict);
   const facts = [];
-  if (verdict.since) facts.push(`${["slow", "data"].includes(verdict.state) ? "noticed" : "since"} ${clock(verdict.since)} (${span(Math.max(0, snapshot.time - verdict.since))})`);
+  const start = begun(verdict);
+  if (start) facts.push(start);
   if (group) {
     const present = group.members.filter((member) => !member.is_gone).length + (group.members_left_out || 0);
     facts.push(`${group.over ? "" : `${whole(present)} of `}${whole(group.world_size)} ranks`);
@@ -153,8 +173,8 @@ function draw() {
     drawBanner(verdict, group);
     drawHead(verdict, group);
     drawLive();
-    const server = `${snapshot.endpoint}, server ${snapshot.server.slice(0, 8)}, up ${span(snapshot.seconds)}`;
-    setText(byId("server"), server);
+    setText(byId("server"), `${short(snapshot.endpoint)}, server ${snapshot.server.slice(0, 8)}, up ${span(snapshot.seconds)}`);
+    byId("server").title = snapshot.endpoint;
     drawEvents(snapshot, group);
     if (!group) return;
     byId("ranks").hidden = !group.members.length; // of a job that has ended before this view started

@@ -88,6 +88,7 @@ def test_the_json_has_the_verdicts():
         "severity": 2,
         "text": "Waiting for rank 1 (host 2) for 12 s in bn1",
         "since": 100.0 - 12.34,
+        "step": None,
         "rank": 1,
         "advice": "Look at what rank 1 does now.",
         "also": [],

@@ -37,6 +37,13 @@ def test_a_trend_keeps_ten_minutes_and_survives_a_server_that_counts_anew():
     assert min(entry["rounds_per_second"]) >= 0.0
 
 
+def test_a_trend_knows_about_when_a_step_was():
+    trend = Trend()
+    for second, step in ((0, 5), (4, 10), (8, 30), (12, 30), (16, 30), (20, 31)):
+        trend.add(float(second), group(member(0, step=step), member(1, step=step - 1)))
+    assert [trend.time_of(step) for step in (5, 10, 20, 30, 31, 32)] == [None, None, 6.0, 8.0, 20.0, None]
+
+
 def layers(now, members=3, number=2):
     of = {"means": [now] * members, "variances": [now + 1] * members}
     return [{"name": f"bn{place}", **of} for place in range(number)]

@@ -89,6 +89,25 @@ def test_an_orderly_end_is_not_taken_for_a_loss():
     assert "lost" not in kinds
 
 
+def test_a_rank_that_leaves_between_two_rounds_is_told_once_the_others_go_on():
+    job = Watched(3)
+    job.send(Leave(session_of(2), ""), b"2")
+    job.size = 2
+    assert job.say() == "Finishing: 2 of 3 ranks are still here"
+    job.contribute(0)
+    assert job.say() == "Broken: rank 2 (place 2) left at step 0, before the others finished"
+    kinds = [event["kind"] for event in job.builder.fail(0.0, "x")["events"]]
+    assert kinds.count("lost") == 1
+
+
+def test_the_first_nan_is_told_with_its_rank_of_very_many():
+    job = Watched(12)
+    of = key("bn1", step=20)
+    for rank in range(12):
+        job.send(contribution(rank, Rows((1,), np.full((1, 2, 1), float("nan"))), of), b"%d" % rank)
+    assert job.say().startswith("Ranks 0-7 and 4 more brought the first NaN: forward of bn1, step 20")
+
+
 def test_the_first_nan_is_told_with_its_rank():
     job = Watched(3)
     of = key("layer3.0.bn1", step=20)

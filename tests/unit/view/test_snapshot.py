@@ -1,7 +1,9 @@
 import json
 
+import pytest
+
 from server.view.snapshot import MAX_EVENTS, MAX_OVER, SnapshotBuilder, events
-from support.view_reports import ended, figures, group, layer, member, report, skew, waiting
+from support.view_reports import ended, figures, group, layer, member, report, skew, straggler, waiting
 
 ROUND = waiting(2.0, 1)
 
@@ -113,9 +115,9 @@ def test_a_missing_job_has_ended_or_was_lost():
 
 
 def test_a_finding_is_reported_once():
-    finding = {"kind": "straggler", "rank": 2, "step": 7, "text": "rank 2 held the others up"}
+    finding = straggler(2)
     told = report(group(member(0), findings=[finding]))
-    assert kinds(report(group(member(0))), told) == [("straggler", "Rank 2 held the others up")]
+    assert kinds(report(group(member(0))), told) == [("straggler", "Rank 2 held the others up (at step 7)")]
     assert kinds(told, report(group(member(0), findings=[finding | {"text": "still"}]))) == []
 
 
@@ -216,6 +218,45 @@ def test_a_verdict_has_the_time_at_which_it_was_first_true():
     assert times == [1.0, 1.0, 3.0, 3.0]
     waits = group(member(0), member(1), waiting=[waiting(2.0, 1)])
     assert shown_at(watcher, 5.0, waits)["groups"][0]["verdict"]["since"] == 3.0
+
+
+def test_a_finding_has_the_present_numbers_of_its_layer():
+    watcher, members = SnapshotBuilder("x"), [member(rank) for rank in range(3)]
+    bn1 = {
+        "name": "bn1",
+        "eta2": 0.2,
+        "parts": [0.01, 0.17, 0.02],
+        "means": [0.0, 3.0, 0.2],
+        "variances": [1.0, 8.0, 3.0],
+    }
+
+    def shown(finding, *layers):
+        of = group(*members, findings=[finding], figures=figures(*layers))
+        (found,) = shown_at(watcher, 0.0, of)["groups"]
+        return found["findings"][0], found["verdict"]["text"]
+
+    finding, text = shown(skew(1), layer("bn0", 0.0, 0.0, 0.0), bn1)
+    assert {name: finding[name] for name in ("variance", "part", "usual")} == pytest.approx(
+        {"variance": 4.0, "part": 0.17, "usual": 0.015}
+    )
+    assert finding["shift"] == pytest.approx(2.9 / 2**0.5)
+    start = "Rank 1's data look different: since step 64 its activations vary"
+    assert text == f"{start} 4 times as much as the others' in bn1"
+    finding, text = shown(skew(1), layer("bn0", 0.0, 0.0, 0.0))
+    assert finding["variance"] == 8.5
+    assert text == f"{start} 8.5 times as much as the others' in bn1 (at step 70)"
+    assert shown(skew(1, cleared=True), bn1)[0]["variance"] == 8.5
+
+
+def test_a_verdict_has_the_time_of_its_step_for_longer_than_the_history():
+    watcher, of = SnapshotBuilder("x"), {"findings": [skew(1, since=70)]}
+    for second in range(0, 100, 4):
+        shown_at(watcher, float(second), group(member(0, step=10 * second), member(1)))
+    for second in (100, 104, 1000):
+        (found,) = shown_at(watcher, float(second), group(member(0, step=10 * second), member(1), **of))["groups"]
+        verdict = found["verdict"]
+        assert (verdict["step"], verdict["since"]) == (70, 100.0)
+        assert verdict["step_time"] == pytest.approx(7.0)
 
 
 def test_nothing_is_kept_of_jobs_that_ended_long_ago():

@@ -4,7 +4,7 @@ import pytest
 
 from server.view.snapshot import SnapshotBuilder, unseen_group
 from server.view.verdict import LONG_SECONDS, cards, verdicts
-from support.view_reports import ended, group, member, report, skew, waiting
+from support.view_reports import ended, group, member, report, skew, straggler, waiting
 
 NOW = 1000.0
 FOUR = [member(rank) for rank in range(4)]
@@ -81,7 +81,10 @@ CASES = {
         "data",
         2,
         2,
-        ("Rank 2's data look different: since step 64 its activations vary 8.5 times as much as the others' in bn1"),
+        (
+            "Rank 2's data look different: since step 64 its activations vary 8.5 times as much as the others' in bn1 "
+            "(at step 70)"
+        ),
     ),
     "a finding that is over": (
         group(*FOUR, findings=[skew(2, cleared=True)]),
@@ -111,6 +114,13 @@ CASES = {
         None,
         "Ranks 0-1 brought the first infinity and NaN: forward of layer3.0.bn1, step 1871",
     ),
+    "NaN in many": (
+        group(*FOUR, world_size=64, first_non_finite=NAN | {"ranks": [*range(8)], "ranks_left_out": 56}),
+        "data",
+        3,
+        None,
+        "Ranks 0-7 and 56 more brought the first NaN: forward of layer3.0.bn1, step 1871, in 4 of 256 channels",
+    ),
     "failed": (
         group(FOUR[0], *FOUR[2:], **FAILED),
         "broken",
@@ -127,6 +137,13 @@ CASES = {
     ),
     "left early": (
         group(FOUR[0], *FOUR[2:], **LEFT, rounds_failed=1),
+        "broken",
+        3,
+        1,
+        "Broken: rank 1 (host-1, pid 801) left at step 1899, before the others finished",
+    ),
+    "left early, between two rounds": (
+        group(FOUR[0], *FOUR[2:], **LEFT, refused=True),
         "broken",
         3,
         1,
@@ -181,6 +198,21 @@ def test_the_cards_and_the_flags_agree_with_the_verdict(name):
     flagged = {one["member"]: one["severity"] for one in of["members"] if one.get("flag")}
     assert rank is None or flagged.get(rank, severity) == severity
     assert severity > 1 or not flagged
+
+
+@pytest.mark.parametrize(
+    ("of", "step"),
+    [
+        (group(*FOUR, findings=[skew(2)]), 64),
+        (group(*FOUR, findings=[{**skew(3), "other": 2, "since": 8}]), 8),
+        (group(*FOUR, first_non_finite=NAN), 1871),
+        (group(*FOUR, slowest=1, held=0.31), None),
+        (group(*FOUR, slowest=1, held=0.31, findings=[straggler(1, 30), straggler(2, 40), straggler(1, 90)]), 90),
+        (group(*FOUR), None),
+    ],
+)
+def test_a_verdict_has_the_step_since_which_it_holds(of, step):
+    assert verdicts(of, NOW)[0].step == step
 
 
 def test_the_lesser_verdicts_follow_the_first_one():
