@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -13,20 +12,14 @@ from http.client import HTTPConnection
 
 import pytest
 
-pytest.importorskip("selenium", reason="needs selenium; scripts/test browser installs it")
-pytest.importorskip("uvicorn", reason="needs the extra view")
-if not shutil.which("chromedriver"):
-    pytest.skip("needs chromium and chromedriver; scripts/test browser installs them", allow_module_level=True)
-
-from selenium.webdriver.common.action_chains import ActionChains
-from selenium.webdriver.common.by import By
-from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.support.ui import Select
-
-from server.view.web import MAX_STREAMS
 from support.browser import (
+    MAX_STREAMS,
     START_SECONDS,
     TOKEN,
+    ActionChains,
+    By,
+    Keys,
+    Select,
     axe_source,
     browser,
     errors,
@@ -171,11 +164,50 @@ def test_of_64_ranks_those_with_a_flag_come_first_and_a_button_shows_all(chromiu
 def test_finding_and_map_name_the_same_rank_and_layer(chromium, opened):
     change = opened("data")
     wait_for(chromium, "bn1: ", "#reading", 5)
-    assert re.search(r"2[78]% comes from rank 2, which varies 8\.\d times as much", text(chromium, "#reading"))
+    assert "27% comes from rank 2, which varies 8.5 times as much" in text(chromium, "#reading")
+    assert "vary 8.5 times as much" in text(chromium, "#banner h2")
     assert hot(chromium) == {2}
     change("healthy")
     wait_for(chromium, "spread evenly", "#reading", 5)
     assert hot(chromium) == set()
+
+
+def test_a_layer_with_nan_does_not_claim_that_its_ranks_agree(chromium, opened):
+    change = opened("healthy")
+    wait_for(chromium, "spread evenly", "#reading", 5)
+    change("nan")
+    name = layer_names(53)[2]
+    wait_for(chromium, f"{name}: NaN at step 20; its latest finite values: ", "#reading", 5)
+    chromium.find_element(By.ID, "scrub").send_keys(Keys.HOME)
+    wait_for(chromium, "bn1: its latest finite values (first NaN at step 20): ", "#reading")
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ("data", r"since step 64, about \d\d:\d\d:\d\d \(1[01] min\)"),
+        ("slow", r"began before step 900, about \d\d:\d\d:\d\d \(3 min\)"),
+        ("nan", r"since step 20; noticed \d\d:\d\d:\d\d \(2 min\)"),
+        ("waiting", r"since \d\d:\d\d:\d\d \(1\d s\)"),
+    ],
+)
+def test_the_banner_says_since_when(chromium, opened, state, words):
+    opened(state)
+    assert re.search(rf"^{words}$", text(chromium, "#banner .facts"), re.MULTILINE)
+
+
+def test_a_malformed_link_shows_the_job_that_needs_attention(chromium, opened):
+    opened("waiting", others=["unet"])
+    chromium.execute_script("location.hash = '#%E0%A4%A'")
+    wait_for(chromium, "resnet50", "#banner .job")
+    time.sleep(1.0)  # until it is drawn again
+    assert errors(chromium) == []
+
+
+def test_a_long_path_of_the_server_is_its_title(chromium, opened):
+    opened(endpoint="ipc:///tmp/a/very/long/path/bn.socket")
+    assert text(chromium, "footer").startswith("ipc://.../bn.socket, server ")
+    assert chromium.find_element(By.ID, "server").get_attribute("title") == "ipc:///tmp/a/very/long/path/bn.socket"
 
 
 def hot(driver):

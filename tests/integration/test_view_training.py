@@ -5,7 +5,6 @@
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,11 +13,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("selenium", reason="needs selenium; scripts/test browser installs it")
-pytest.importorskip("uvicorn", reason="needs the extra view")
-if not shutil.which("chromedriver"):
-    pytest.skip("needs chromium and chromedriver; scripts/test browser installs them", allow_module_level=True)
 
 from server.cli.status import ask
 from statsd_bn.errors import ServerUnreachable

@@ -1,4 +1,7 @@
-"""A headless Chromium with the page, its pictures, and axe-core, which npm installs into a temporary folder."""
+"""A headless Chromium with the page, its pictures, and axe-core, which npm installs into a temporary folder.
+
+Without a browser, tests that import this are skipped; `scripts/test browser` installs it.
+"""
 
 import shutil
 import subprocess
@@ -9,10 +12,24 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytest.importorskip("selenium", reason="needs selenium; scripts/test browser installs it")
+pytest.importorskip("uvicorn", reason="needs the extra view")
+if not shutil.which("chromedriver"):
+    pytest.skip("needs chromium and chromedriver; scripts/test browser installs them", allow_module_level=True)
+
 from selenium import webdriver
 from selenium.common.exceptions import TimeoutException
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
-from selenium.webdriver.support.ui import WebDriverWait
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select, WebDriverWait
+
+from server.view.web import MAX_STREAMS
+
+# What tests import from here, since the imports above fail without a browser.
+__all__ = ["MAX_STREAMS", "ActionChains", "By", "Keys", "Select"]
 
 TOKEN = "of-the-test-0123"  # noqa: S105 - it opens nothing
 

@@ -52,6 +52,8 @@ VERDICTS: dict[str, dict[str, Any]] = {
         "text": "Rank 1 slows the job down: the others waited 31% of the last minute for it",
         "advice": "Compare the load and the clock of gpu-a with the other hosts'.",
         "ago": 180.0,
+        "step": 900,
+        "step_ago": 185.0,
         "also": [SKEW],
     },
     "data": {
@@ -60,10 +62,13 @@ VERDICTS: dict[str, dict[str, Any]] = {
         "text": SKEW,
         "advice": "Check how rank 2 loads and scales its inputs.",
         "ago": 611.0,
+        "step": 64,
+        "step_ago": 640.0,
     },
     "nan": {
         "severity": 3,
         "rank": ODD_RANK,
+        "step": 20,
         "text": "Rank 2 brought the first NaN: {layer}, forward, step 20, 4 of 256 channels",
         "advice": "Look at rank 2's inputs of step 20, and lower the learning rate if they are finite.",
         "ago": 90.0,
@@ -99,6 +104,7 @@ def snapshot(
     job: str = "resnet50",
     layer: str = "",
     others: Iterable[str] = (),
+    endpoint: str = "tcp://10.77.0.1:5755",
 ) -> dict[str, Any]:
     """A snapshot as `/events` sends it: a job in a state, and healthy others; `layer` renames the first."""
     names = layer_names(layers)
@@ -109,7 +115,7 @@ def snapshot(
     return {
         "time": now,
         "answered": now - 14 if silent else now,
-        "endpoint": "tcp://10.77.0.1:5755",
+        "endpoint": endpoint,
         "server": "4ac7c9cb40185aa8",
         "seconds": 2402.6 + now - NOW,
         "error": "no reply within 3 s" if silent else "",
@@ -140,6 +146,8 @@ def group(state: str, ranks: int, names: list[str], now: float, job: str) -> dic
         "severity": told["severity"],
         "text": told["text"].format(**fill),
         "since": now - told["ago"] if "ago" in told else None,
+        "step": told.get("step"),
+        "step_time": now - told["step_ago"] if "step_ago" in told else None,
         "rank": told.get("rank"),
         "advice": told.get("advice", ""),
         "also": [text.format(**fill) for text in told.get("also", ())],
@@ -156,6 +164,7 @@ def group(state: str, ranks: int, names: list[str], now: float, job: str) -> dic
         "usual": 0.0012,
         "layers": 23,
         "text": "",
+        "is_present": True,
     }
     slow = {"kind": "straggler", "rank": LATE_RANK, "step": 900, "layer": "", "median": 0.041, "p99": 0.655, "text": ""}
     over = {"broken": "broken", "ended": "ended"}.get(state)
