@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import client
-from client.native.row import NativeRow
+from client.native.library import NativeRow
 from client.session.connection import Connection
 from client.session.round import Round
 from client.transports import choose

@@ -1,15 +1,18 @@
-"""Loader of the native core, with the types of its functions; core/sbn.h describes them."""
+"""Loader of the native core, with the types of its functions, which core/sbn.h describes; and a layer's pass by it."""
 
 import ctypes
 import os
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
 
 from statsd_bn.environment import boolean
+from statsd_bn.reduction import FloatArray, Rows
 
 # Constants of core/sbn.h.
-VERSION = 4
+VERSION = 5
 F32, BF16, F16, F64 = range(4)
 DONE, WAITS, CLOSED, DIFFERS, TOO_MANY, NOT_FINITE, NO_MEMORY = range(7)
 MEASURE, EXCHANGE, FINISH = range(3)
@@ -20,17 +23,16 @@ PATH = Path(__file__).resolve().parent / "libsbn.so"
 _AT: TypeAlias = ctypes.c_void_p
 _LONG: TypeAlias = ctypes.c_int64
 _INT: TypeAlias = ctypes.c_int
-_PARAMETER = (_AT, _INT)
 _ROUND = (_INT, _AT, ctypes.c_uint64, _LONG)  # stage, group, digest, nanoseconds to wait
 
 _FUNCTIONS: dict[str, tuple[type, ...]] = {
     "sbn_version": (),
     "sbn_level": (_INT,),
-    "sbn_moments": (_AT, _AT, _AT),
-    "sbn_normalize": (_AT, _AT, _AT, _AT, *_PARAMETER, *_PARAMETER),
+    "sbn_moments": (_AT,) * 3,
+    "sbn_normalize": (_AT,) * 6,
     "sbn_forward": (*(_AT,) * 9, *_ROUND),
-    "sbn_backward_sums": (_AT, _AT, _AT, _AT, _AT),
-    "sbn_input_grad": (_AT, _AT, _AT, _AT, _AT, _AT, *_PARAMETER),
+    "sbn_backward_sums": (_AT,) * 5,
+    "sbn_input_grad": (_AT,) * 7,
     "sbn_backward": (*(_AT,) * 9, *_ROUND),
 }
 
@@ -98,3 +100,69 @@ def load(path: Path) -> tuple[Library | None, str]:
             function = getattr(functions, name)
             function.restype, function.argtypes = _INT, arguments
     return core, ""
+
+
+class Pass(NamedTuple):
+    """The functions of one pass, forward or backward, for calls with equal plans."""
+
+    new_buffer: Any  # allocates the buffer of a pass
+    alone: Any  # the function for a single rank; it may hold the GIL
+    together: Any  # for one of several ranks; it releases the GIL, since others may be threads of this process
+    values: int  # per channel
+    channels: int
+
+
+class NativeRow:
+    """One pass: the own row and the sum of all rows, each of two vectors and the count.
+
+    `arguments` are the function's arguments before the stage. `is_finished`: whether the pass is complete.
+    """
+
+    __slots__ = ("_arguments", "_buffer", "_pass", "is_finished")
+
+    def __init__(self, of: Pass, buffer: Any, *arguments: Any) -> None:
+        self._pass, self._buffer, self._arguments = of, buffer, arguments
+        self.is_finished = False
+
+    def run(self, stage: int, group: Any = None, digest: int = 0, wait: int = 0) -> int:
+        """Run the pass up to a stage, for `wait` nanoseconds at most, and return the state of its round.
+
+        EXCHANGE without a group, the pointer to an `sbn_group`, uses the own row as the sum.
+        """
+        function = self._pass.alone if group is None else self._pass.together
+        state: int = function(*self._arguments, stage, group, digest, wait)
+        if state == NO_MEMORY:
+            raise MemoryError("the native core could not allocate vectors of one value per channel")
+        self.is_finished = state == DONE and stage != MEASURE
+        return state
+
+    def measured(self) -> Rows:
+        """Compute the row, and return it in the form of the other transports."""
+        self.run(MEASURE)
+        return self.contribution
+
+    @property
+    def contribution(self) -> Rows:
+        """The computed row, in the form of the other transports."""
+        return Rows((self._pass.values,), self._vectors(0)[np.newaxis])
+
+    @property
+    def total(self) -> FloatArray:
+        """Sum of all rows, shape (2, C): a view of the buffer."""
+        return self._vectors(1)
+
+    def _vectors(self, row: int) -> FloatArray:
+        size = 2 * self._pass.channels
+        return np.frombuffer(self._buffer, offset=8 * row * (size + 1), count=size).reshape(2, -1)
+
+    @property
+    def total_at(self) -> int:
+        """Address of `total`."""
+        return ctypes.addressof(self._buffer) + 8 * (2 * self._pass.channels + 1)
+
+    def finish(self, total: FloatArray, count: int) -> None:
+        """Finish the pass with the sum of all rows and their count; with a count of 1 the caller raises instead."""
+        self.total[:] = total
+        self._buffer[4 * self._pass.channels + 1] = count
+        if count > 1:
+            self.run(FINISH)

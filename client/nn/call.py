@@ -14,12 +14,11 @@ from client.data_parallel.barrier import Barrier
 from client.diagnostics import collectives
 from client.nn import running_stats
 from client.nn.running_stats import DeferredUpdate, MomentAccumulator
-from client.ops import checkpointing, engine, functional, plain
+from client.ops import checkpointing, engine, functional, native
 from client.ops.checkpointing import exchange_cache, is_inside_backward
-from client.ops.exchange import Exchange, phase_of_forward
-from client.ops.functional import UNSAVED, Slice, batch_norm, save_in_thread
-from client.ops.native import CODES
-from client.ops.plain import NativeExchange, PlainExchange
+from client.ops.exchange import Exchange, PlainExchange, phase_of_forward
+from client.ops.functional import UNSAVED, Slice, batch_norm, is_plain, plain_batch_norm, save_in_thread
+from client.ops.native import CODES, NativeExchange
 from client.ops.statistics import ChannelMoments, Running, vector_device
 from client.ops.triton import exchange as triton_exchange
 from client.ops.triton.exchange import TYPES, TritonExchange
@@ -52,7 +51,7 @@ def plain_call(
     layer: Any, transport: Transport, x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor | None:
     """Normalise a layer's only slice by the native core, or return None where `SynchronizedCall` has to do it."""
-    if is_inside_backward() or device_rows.may_use_devices(transport, x) or not plain.native_supports(x, weight, bias):
+    if is_inside_backward() or device_rows.may_use_devices(transport, x) or not native.supports_call(x, weight, bias):
         return None
     running = running_stats.in_place_buffers(layer, x, CODES)
     if running is None:
@@ -60,7 +59,7 @@ def plain_call(
     phase = phase_of_forward(needs_gradient=x.requires_grad)
     exchange = NativeExchange(transport, layer.layer_name, layer.eps, layer.eps_mode, phase)
     exchange.running = running
-    output: Tensor = plain.batch_norm(exchange, x, weight, bias)
+    output: Tensor = plain_batch_norm(exchange, x, weight, bias)
     collectives.record_ddp_wrapper()
     exchange_cache.add(exchange, has_graph=output.requires_grad)
     return output
@@ -139,7 +138,7 @@ class SynchronizedCall:
         of_layer = layer.layer_name, layer.eps, layer.eps_mode, phase
         if capacity and triton_exchange.serves(slices, capacity):
             return TritonExchange(transport, *of_layer, capacity=capacity, running=self._running(x, TYPES))
-        if not capacity and len(slices) == 1 and plain.is_plain(slices[0]) and plain.native_supports(*slices[0][:3]):
+        if not capacity and len(slices) == 1 and is_plain(slices[0]) and native.supports_call(*slices[0][:3]):
             return NativeExchange(transport, *of_layer, running=self._running(x, CODES))
         return Exchange(transport, *of_layer, capacity=capacity)
 
@@ -166,6 +165,6 @@ class SynchronizedCall:
 
 
 def _outputs(slices: list[Slice], exchange: Exchange) -> list[Tensor]:
-    if isinstance(exchange, PlainExchange) and plain.is_plain(slices[0]):
-        return [plain.batch_norm(exchange, *slices[0][:3])]
+    if isinstance(exchange, PlainExchange) and is_plain(slices[0]):
+        return [plain_batch_norm(exchange, *slices[0][:3])]
     return batch_norm(slices, exchange)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from client.ops import non_finite
 from client.ops.device_errors import DeviceErrors, TooFewValues, async_checks, too_few_values
-from client.ops.statistics import ChannelMoments, ChannelStatistics
+from client.ops.statistics import ChannelMoments, ChannelStatistics, Running
 from client.transports import device_rows
 from client.transports.device_rows import Count, DeviceAggregate, LocalRows, from_host
 from client.transports.transport import Transport
@@ -95,7 +95,7 @@ class Exchange:
 
     def _too_few(self, count: Tensor) -> TooFewValues | None:
         """The check of `check_count` for a count on a device; None where the shapes prove that it passes."""
-        if sum(moments.known for moments in self.local) > 1:
+        if sum(moments.count for moments in self.local if isinstance(moments.count, int)) > 1:
             return None
         with_positions = [moments.shape for moments in self.local if 0 not in moments.shape]
         if with_positions:
@@ -127,6 +127,38 @@ class Exchange:
         count = self.moments.count
         if isinstance(count, int) and (count == 1 or (count == 0 and 0 not in shape)):
             raise too_few_values(self.layer, count, tuple(shape))
+
+
+@dataclass(slots=True, eq=False)
+class PlainExchange(Exchange):
+    """A plain call: a backend computes one slice without a mask, in one step forward and one step backward.
+
+    `NativeExchange` computes on a CPU, `client.ops.triton` on CUDA. Replicas, masks and second derivatives use the
+    backends' single steps, for which a plain call creates tensors lazily, from its buffers.
+    """
+
+    running: Running | None = None  # to update in the forward pass; None where the layer updates them
+
+    def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return the output; run the forward round first if it has not run yet."""
+        raise NotImplementedError
+
+    def gradients(
+        self, grad: Tensor, x: Tensor, weight: Tensor | None, needs: Sequence[bool]
+    ) -> tuple[Tensor | None, ...] | None:
+        """Gradients of input, weight and bias; None if the backend does not support the saved tensors."""
+        raise NotImplementedError
+
+    def lazy_attribute(self, name: str) -> Any:
+        """Attribute of `Exchange` that few calls need; None for any other name."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        value = self.lazy_attribute(name)
+        if value is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        setattr(self, name, value)
+        return value
 
 
 def backward_round(transport: Transport, rows: LocalRows, capacity: int, key: RoundKey) -> Tensor:

@@ -1,4 +1,4 @@
-"""The autograd functions that compute the outputs of all local replicas in one node, with one exchange each way.
+"""The autograd functions: one node computes the outputs of all local replicas, with one exchange each way.
 
 On a CPU one thread runs the whole backward pass: with a node for each replica, the first would wait forever for a
 sibling that only the same thread can run.
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from client.ops import checkpointing, engine
-from client.ops.exchange import Exchange
+from client.ops.exchange import Exchange, PlainExchange
 from client.ops.second_order import SecondOrder
+from client.ops.statistics import vector_device
 from client.tracebacks import hide_internal_frames
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.round_key import BACKWARD, SECOND_BACKWARD
@@ -36,6 +37,20 @@ class Slice(NamedTuple):
     # a node has saved input and weight, see `save_in_thread`.
     saver: Any = None
     stream: Any = None  # of the replica's device, see `stream_of`
+
+
+def is_plain(slice_: Slice) -> bool:
+    """Whether a slice has no mask, stream or saver, and parameters of C values: kernels do not check lengths."""
+    x, weight, bias, mask, saver, stream = slice_
+    channels = x.shape[1:2]
+    return (
+        mask is None
+        and saver is None
+        and stream is None
+        and (weight is None or weight.shape == channels)
+        and (bias is None or bias.shape == channels)
+        and not torch._C._are_functorch_transforms_active()  # noqa: SLF001 - has no public name
+    )
 
 
 def save_in_thread(slice_: Slice) -> Slice:
@@ -150,10 +165,6 @@ class _BatchNorm(Exchanging):
         ctx.exchange, ctx.savers, *tensors = inputs
         xs, weights, _, masks = _split(tensors, 4)
         ctx.replicas = len(output)
-        if not any(ctx.savers):
-            ctx.unsaved = None
-            ctx.save_for_backward(*xs, *weights, *masks)
-            return
         own_xs = (x if saver in {None, UNSAVED} else None for x, saver in zip(xs, ctx.savers, strict=True))
         tensors_and_savers = [*zip((*own_xs, *weights, *masks), ctx.savers * 3, strict=True)]
         ctx.unsaved = [None if saver is None else tensor for tensor, saver in tensors_and_savers]
@@ -172,9 +183,6 @@ class _BatchNorm(Exchanging):
 
 def _saved(ctx: Any) -> Sequence[Tensor | None]:
     """Inputs, weights and masks, from the batch norm's node or the slices' savers."""
-    if ctx.unsaved is None:
-        tensors: Sequence[Tensor | None] = ctx.saved_tensors
-        return tensors
     merged = [own if other is None else other for own, other in zip(ctx.saved_tensors, ctx.unsaved, strict=True)]
     for number, saver in enumerate(ctx.savers):
         if saver not in {None, UNSAVED}:
@@ -259,17 +267,13 @@ class _SecondBackward(Exchanging):
     def forward(backward_pass: _BackwardPass, *tensors: Any) -> tuple[Tensor | None, ...]:
         statistics = backward_pass.exchange.statistics
         *saved, by_input, by_weight, by_bias = _split(tensors, 7)
-        parts = [
-            SecondOrder(*part) for part in zip(*saved, backward_pass.local, by_input, by_weight, by_bias, strict=True)
-        ]
+        of_parts = zip(*saved, backward_pass.local, by_input, by_weight, by_bias, strict=True)
+        parts = [SecondOrder(statistics.on(vector_device(part[1])), *part) for part in of_parts]
         if backward_pass.total is None:
-            return *(part.without_input(statistics) for part in parts), *[None] * 2 * len(parts)
-        local = [part.sums(statistics) for part in parts]
+            return *(part.without_input() for part in parts), *[None] * 2 * len(parts)
+        local = [part.sums() for part in parts]
         second = backward_pass.exchange.backward(SECOND_BACKWARD, local)
-        gradients = [
-            part.gradients(statistics, backward_pass.total, second, sums)
-            for part, sums in zip(parts, local, strict=True)
-        ]
+        gradients = [part.gradients(backward_pass.total, second, sums) for part, sums in zip(parts, local, strict=True)]
         by_grad, by_input, by_weight = zip(*gradients, strict=True)
         return *by_grad, *by_input, *by_weight
 
@@ -280,6 +284,30 @@ class _SecondBackward(Exchanging):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         raise NotImplementedError("synchronised batch norm supports first and second derivatives, not the third")
+
+
+class _PlainBatchNorm(Exchanging):
+    @staticmethod
+    def forward(ctx: Any, exchange: PlainExchange, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        ctx.exchange = exchange
+        ctx.save_for_backward(x, weight)
+        return exchange.normalise(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        exchange: PlainExchange = ctx.exchange
+        _, *needs = ctx.needs_input_grad
+        try:
+            gradients = None if torch.is_grad_enabled() else exchange.gradients(grad, x, weight, needs)
+            return None, *(gradients or backward_by_operators(exchange, needs, grad, x, weight))
+        except StatsdBNError as error:
+            hide_internal_frames(error)
+            raise
+
+
+# (exchange, input, weight, bias) -> output, for a plain call; see `apply_function`.
+plain_batch_norm: Any = super(torch.autograd.Function, _PlainBatchNorm).apply  # defined in C
 
 
 def _split(values: Any, parts: int) -> list[Any]:

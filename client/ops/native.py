@@ -1,17 +1,37 @@
-"""The backend for CPUs, computed by the native core; `client.native` loads the core itself."""
+"""The backend for CPUs, by the native core, which `client.native` loads: single steps, and the plain call."""
 
 import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from client.native import library
-from client.native.library import BF16, DONE, F16, F32, F64, PlanStruct, SliceStruct
-from client.native.row import Pass
-from client.ops.statistics import ChannelMoments, ChannelStatistics, dense, same_layout
+from client.native.library import (
+    BF16,
+    DONE,
+    EXCHANGE,
+    F16,
+    F32,
+    F64,
+    FINISH,
+    NativeRow,
+    Pass,
+    PlanStruct,
+    SliceStruct,
+)
+from client.ops import non_finite
+from client.ops.device_errors import too_few_values
+from client.ops.exchange import PlainExchange
+from client.ops.statistics import ChannelMoments, ChannelStatistics, Running, compute_type, dense, is_dense, same_layout
+from statsd_bn.messages import Aggregate
+from statsd_bn.round_key import BACKWARD, RoundKey
 
 CODES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.float64: F64}
 
@@ -19,6 +39,8 @@ CODES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.flo
 SMALL = 2**15
 
 core = library.library()
+
+_NO_BUFFERS = Running()
 
 _STRIDED = torch.strided
 _TORCHS = frozenset({Tensor, torch.nn.Parameter})
@@ -50,7 +72,7 @@ class Native:
         x = ready(x)
         channels = x.shape[1]
         row = torch.empty(2 * channels + 1, dtype=torch.float64, device="cpu")
-        _call("sbn_moments", x, x.data_ptr(), row.data_ptr())
+        _call("sbn_moments", x, x, row)
         sums, squares = row[:-1].view(2, channels)
         return ChannelMoments(x.numel() // channels, sums, squares, tuple(x.shape))
 
@@ -58,17 +80,15 @@ class Native:
         """Compute in float64 and round once."""
         x = ready(x)
         output = output_for(x)
-        saved = _saved(statistics, statistics.slope, x)
-        weight, bias = _ready_parameter(weight), _ready_parameter(bias)
-        _call("sbn_normalize", x, x.data_ptr(), output.data_ptr(), saved.data_ptr(), *_pointer(weight), *_pointer(bias))
+        parameters = _ready_parameter(weight), _ready_parameter(bias)
+        _call("sbn_normalize", x, x, output, _saved(statistics, statistics.slope, x), parameters=parameters)
         return output
 
     def backward_sums(self, grad: Tensor, x: Tensor, statistics: ChannelStatistics) -> Tensor:
         """Add in float64."""
         grad, x = _alike(grad, x)
-        saved = _saved(statistics, statistics.slope, x)
         row = torch.empty(2 * x.shape[1] + 1, dtype=torch.float64, device="cpu")
-        _call("sbn_backward_sums", x, grad.data_ptr(), x.data_ptr(), saved.data_ptr(), row.data_ptr())
+        _call("sbn_backward_sums", x, grad, x, _saved(statistics, statistics.slope, x), row)
         return row[:-1].view(2, -1)
 
     def input_gradient(
@@ -79,11 +99,7 @@ class Native:
         gradient = output_for(x)
         saved = _saved(statistics, torch.ones_like(statistics.slope), x)  # the means have the slope in them
         total = torch.cat((means.flatten(), means.new_ones(1)))
-        weight = _ready_parameter(weight)
-        _call(
-            "sbn_input_grad", x, grad.data_ptr(), x.data_ptr(), gradient.data_ptr(), saved.data_ptr(), total.data_ptr(),
-            *_pointer(weight),
-        )  # fmt: skip
+        _call("sbn_input_grad", x, grad, x, gradient, saved, total, parameters=(_ready_parameter(weight),))
         return gradient
 
 
@@ -91,7 +107,7 @@ def ready(x: Tensor) -> Tensor:
     """`x` dense; RuntimeError if it has no values in memory, as a fake tensor."""
     x = dense(x)
     if not supports(x) or not x.data_ptr():
-        refuse(x)
+        _refuse(x)
     return x
 
 
@@ -99,12 +115,16 @@ def output_for(x: Tensor) -> Tensor:
     """Uninitialised tensor like `x`; errors as for `ready`."""
     output = torch.empty_like(x)
     if type(output) is not Tensor:
-        refuse(output)
+        _refuse(output)
     return output
 
 
-def refuse(tensor: Tensor) -> int:
-    """Raise RuntimeError for a tensor without values in memory; a stand-in for its address."""
+def address_of(tensor: Tensor | None) -> int | None:
+    """Address of a tensor's values; None for None. Raises RuntimeError if it has none in memory."""
+    return None if tensor is None else tensor.data_ptr() or _refuse(tensor)
+
+
+def _refuse(tensor: Tensor) -> int:
     raise RuntimeError(f"expected a tensor with values in memory, got {type(tensor).__name__} on {tensor.device}")
 
 
@@ -125,15 +145,12 @@ def _saved(statistics: ChannelStatistics, slope: Tensor, x: Tensor) -> Tensor:
     return torch.stack((statistics.mean, statistics.invstd, slope))
 
 
-def _call(name: str, x: Tensor, *arguments: Any) -> None:
-    plan = plan_of(x.shape, x.dtype, x.is_contiguous(), torch.get_num_threads())
-    if getattr(plan.core, name)(plan.address, *arguments) != DONE:
+def _call(name: str, x: Tensor, *tensors: Tensor, parameters: tuple[Tensor | None, ...] = ()) -> None:
+    """Call a function of the core with the plan of a dense slice; `parameters` are the weight and the bias."""
+    types = (None if each is None else each.dtype for each in parameters)
+    plan = plan_of(x.shape, x.dtype, x.is_contiguous(), torch.get_num_threads(), *types)
+    if getattr(plan.core, name)(plan.address, *map(Tensor.data_ptr, tensors), *map(address_of, parameters)) != DONE:
         raise MemoryError("the native core could not allocate vectors of one value per channel")
-
-
-def _pointer(values: Tensor | None) -> tuple[int | None, int]:
-    """Address and type code of a dense parameter."""
-    return (None, F32) if values is None else (values.data_ptr() or refuse(values), CODES[values.dtype])
 
 
 def supports_parameters(channels: tuple[int, ...], *parameters: Tensor | None) -> bool:
@@ -197,3 +214,115 @@ def plan_of(
     plan.forward = Pass(double * (7 * channels + 2), of.sbn_forward, others.sbn_forward, *shared)
     plan.backward = Pass(double * (4 * channels + 2), of.sbn_backward, others.sbn_backward, *shared)
     return plan
+
+
+def supports_call(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether the core can compute a call with one slice and no mask; the row travels over the host."""
+    return (
+        core is not None
+        and supports(x)
+        and x.numel() > 0
+        and supports_parameters(x.shape[1:2], weight, bias)
+        and not torch._C._are_functorch_transforms_active()  # noqa: SLF001 - has no public name
+        and not (x.is_inference() and torch.is_grad_enabled())  # autograd would raise, but only after the round
+    )
+
+
+@dataclass(slots=True, eq=False)
+class NativeExchange(PlainExchange):
+    """A plain call on a CPU, by the native core."""
+
+    buffer: Any = field(init=False)  # of the forward pass: own row, sum of all rows, then mean, invstd and slope
+    plan: Plan = field(init=False)  # of the forward pass
+    shape: tuple[int, ...] = field(init=False)  # of the input
+
+    def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Compute the output, with the forward round in one call of the core."""
+        is_first = self.key is None
+        if not is_first:
+            x = ready(x)
+        elif not x.is_contiguous():
+            x = dense(x)
+        output, shape = output_for(x), x.shape
+        mean, var, tracked, momentum = self.running or _NO_BUFFERS
+        plan = plan_of(
+            shape, x.dtype, x.is_contiguous(), torch.get_num_threads(),
+            None if weight is None else weight.dtype, None if bias is None else bias.dtype,
+            None if mean is None else mean.dtype, momentum, float(self.eps), self.eps_mode,
+        )  # fmt: skip
+        buffer = plan.forward.new_buffer() if is_first else self.buffer
+        row = NativeRow(
+            plan.forward, buffer, plan.address, buffer,
+            address_of(x), output.data_ptr(), address_of(weight), address_of(bias),
+            address_of(mean), address_of(var), address_of(tracked),
+        )  # fmt: skip
+        if not is_first:
+            row.run(FINISH)
+            return output
+        self.plan, self.shape, self.buffer = plan, shape, buffer
+        key = self._round(row, None)
+        if plan.count <= 1 and self._count == 1:
+            raise too_few_values(self.layer, 1, tuple(x.shape))
+        if tracked is not None:
+            increment_version(tracked)  # of this buffer only, as torch's layer
+        self.key, self.has_updated_running, self.running = key, self.running is not None, None
+        return output
+
+    def _round(self, row: NativeRow, key: RoundKey | None) -> RoundKey:
+        """Run the round of a pass and finish the pass; `key` as for `Transport.run_slave`; return the round's key."""
+        result = self.transport.run_row(row, key, self.phase)
+        if isinstance(result, Aggregate) and not row.is_finished:
+            if result.non_finite.runs:
+                non_finite.check(self.transport, row.contribution, result)
+            # The count stays forward's: a member lost since then sends no gradient, but is part of the statistics.
+            row.finish(result.values, result.count if key is None else self._count)
+        return result.key
+
+    @property
+    def _count(self) -> int:
+        """Count of the whole batch."""
+        return int(self.buffer[4 * self.plan.channels + 1])
+
+    def gradients(
+        self, grad: Tensor, x: Tensor, weight: Tensor | None, needs: Sequence[bool]
+    ) -> tuple[Tensor | None, ...] | None:
+        """Compute the gradients, with the backward round in one call of the core."""
+        shape = x.shape
+        if not (shape == self.shape == grad.shape and supports(grad, x) and supports_parameters(shape[1:2], weight)):
+            return None
+        if grad.dtype != x.dtype or grad.stride() != x.stride() or not is_dense(x):
+            grad, x = same_layout(grad, x)
+        needs_input, needs_weight, needs_bias = needs
+        bias = compute_type(x)
+        of = None if weight is None else weight.dtype
+        plan = plan_of(shape, x.dtype, x.is_contiguous(), torch.get_num_threads(), of, bias)
+        of_input = output_for(x) if needs_input else None
+        of_weight = torch.empty_like(weight) if needs_weight and weight is not None else None
+        of_bias = None
+        if needs_bias and weight is not None and of == bias:
+            of_bias = torch.empty_like(weight)  # faster than the other
+        elif needs_bias:
+            of_bias = x.new_empty(plan.channels, dtype=bias)
+        buffer = plan.backward.new_buffer()
+        row = NativeRow(
+            plan.backward, buffer, plan.address, buffer,
+            ctypes.addressof(self.buffer) + 8 * (4 * plan.channels + 2), grad.data_ptr(), x.data_ptr(),
+            address_of(of_input), address_of(weight), address_of(of_weight), address_of(of_bias),
+        )  # fmt: skip
+        if needs_input:
+            self._round(row, self.next_key(BACKWARD))
+        else:  # parameters keep their local sums, as under DDP
+            row.run(EXCHANGE)
+        return of_input, of_weight, of_bias
+
+    def lazy_attribute(self, name: str) -> Any:
+        """Views of the buffer: moments, local and of the whole batch, and statistics."""
+        if name not in {"local", "moments", "statistics"}:
+            return None
+        channels, values = self.plan.channels, torch.from_numpy(np.frombuffer(self.buffer))
+        if name == "local":
+            sums, squares = values[: 2 * channels].view(2, -1)
+            return [ChannelMoments(self.plan.count, sums, squares, tuple(self.shape))]
+        if name == "moments":
+            return ChannelMoments(self._count, *values[2 * channels + 1 : 4 * channels + 1].view(2, -1))
+        return ChannelStatistics(self._count, *values[4 * channels + 2 :].view(3, -1))

@@ -26,6 +26,7 @@ VECTORS = 5
 class SecondOrder:
     """The second backward of one replica."""
 
+    statistics: ChannelStatistics  # on the device of the vectors of x
     grad: Tensor  # g, shape (N, C, *)
     input: Tensor  # x, same shape
     weight: Tensor | None  # w, shape (C,); None for 1
@@ -35,14 +36,13 @@ class SecondOrder:
     by_weight: Tensor | None  # u, shape (C,); None for 0
     by_bias: Tensor | None  # t, shape (C,); None for 0
 
-    def sums(self, statistics: ChannelStatistics) -> Tensor:
+    def sums(self) -> Tensor:
         """Σv·g, Σm·v, Σm·v·z, u·Σg and u·Σg·z of this replica: shape (5, C)."""
         x = self.input
         if x.numel() == 0:
             return engine.zeros(VECTORS, x)
-        statistics = statistics.on(vector_device(x))
-        by_weight = _parameter(self.by_weight, 0.0, statistics)
-        deviations, rest = centred(x, statistics)
+        by_weight = self._vector(self.by_weight, 0.0)
+        deviations, rest = centred(x, self.statistics)
         assert self.by_input is not None  # noqa: S101 - the first backward had a round
         by_input = self.by_input.to(deviations.dtype)
         counted = where(self.mask, by_input)
@@ -50,29 +50,21 @@ class SecondOrder:
         product, sum_, moment = to_float64(x, *sums)
         return torch.stack((product, sum_, moment - rest * sum_, *(by_weight * self.local_first)))
 
-    def without_input(self, statistics: ChannelStatistics) -> Tensor:
+    def without_input(self) -> Tensor:
         """Gradient of g where the first backward had only dw and dbias."""
-        x = self.input
-        statistics = statistics.on(vector_device(x))
-        by_weight = _parameter(self.by_weight, 0.0, statistics)
-        by_bias = _parameter(self.by_bias, 0.0, statistics)
-        return affine(x, statistics, statistics.invstd * by_weight, by_bias).to(self.grad.dtype)
+        by_weight, by_bias = self._vector(self.by_weight, 0.0), self._vector(self.by_bias, 0.0)
+        return affine(self.input, self.statistics, self.statistics.invstd * by_weight, by_bias).to(self.grad.dtype)
 
-    def gradients(
-        self, statistics: ChannelStatistics, first: Tensor, second: Tensor, local: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def gradients(self, first: Tensor, second: Tensor, local: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Gradients of g, x and w.
 
         `first` holds b and B, `second` the aggregate of `sums`, and `local` this replica's `sums`.
         """
         assert self.by_input is not None  # noqa: S101 - the first backward had a round
-        x = self.input
-        statistics = statistics.on(vector_device(x))
+        x, statistics = self.input, self.statistics
         first, second, local = (each.to(vector_device(x), non_blocking=True) for each in (first, second, local))
-        n, invstd = statistics.count, statistics.invstd
-        weight = _parameter(self.weight, 1.0, statistics)
-        by_weight = _parameter(self.by_weight, 0.0, statistics)
-        by_bias = _parameter(self.by_bias, 0.0, statistics)
+        n, invstd, weight = statistics.count, statistics.invstd, self._vector(self.weight, 1.0)
+        by_weight, by_bias = self._vector(self.by_weight, 0.0), self._vector(self.by_bias, 0.0)
         grads, moments = first  # b and B
         products, totals, second_moments, weighted_grads, weighted_moments = second
         cubic = statistics.slope * (invstd * invstd * invstd) / n
@@ -92,7 +84,8 @@ class SecondOrder:
         of_weight = None if self.weight is None else engine.to_parameter(grad_of_weight, x)
         return grad_of_grad.to(self.grad.dtype), grad_of_input.to(x.dtype), of_weight
 
-
-def _parameter(values: Tensor | None, default: float, statistics: ChannelStatistics) -> Tensor:
-    """A parameter's vector as float64; filled with `default` for None."""
-    return torch.full_like(statistics.mean, default) if values is None else to_float64(values, values.detach())[0]
+    def _vector(self, parameter: Tensor | None, default: float) -> Tensor:
+        """Float64 vector of a parameter or its gradient; filled with `default` for None."""
+        if parameter is None:
+            return torch.full_like(self.statistics.mean, default)
+        return to_float64(parameter, parameter.detach())[0]

@@ -38,11 +38,6 @@ class ChannelMoments:
         return cls(count, count * mean, centred + count * mean * mean, shape)
 
     @property
-    def known(self) -> int:
-        """Count where the host knows it, else 0."""
-        return self.count if isinstance(self.count, int) else 0
-
-    @property
     def vectors(self) -> Tensor:
         """Row that travels: shape (2, C), sums above squares."""
         return torch.stack((self.sums, self.squares))

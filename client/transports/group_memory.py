@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from client.native.library import EXCHANGE, Library, description, library
-from client.native.row import NativeRow
+from client.native.library import EXCHANGE, Library, NativeRow, description, library
 from statsd_bn import limits
 from statsd_bn.reduction import FloatArray, Rows
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from client.diagnostics.collectives import rank_in_torch
-from client.native.library import DONE, EXCHANGE
-from client.native.row import NativeRow
+from client.native.library import DONE, EXCHANGE, NativeRow
 from client.session.current import current_connection
 from client.transports.transport import NativeResult
 from statsd_bn.members import NO_MEMBERS, Members

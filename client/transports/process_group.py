@@ -21,7 +21,7 @@ import torch
 from torch import distributed
 
 from client.diagnostics.broken_job import CAUSE_SECONDS
-from client.native.row import NativeRow
+from client.native.library import NativeRow
 from client.session.connection import Connection
 from client.session.current import current_connection, latest_connection
 from client.session.groups import host_and_pid

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from client.native.row import NativeRow
+from client.native.library import NativeRow
 from client.session.channel_pool import Channel
 from client.session.connection import Connection
 from client.session.groups import Group

@@ -13,8 +13,7 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-from client.native.library import CLOSED, DONE, WAITS
-from client.native.row import NativeRow
+from client.native.library import CLOSED, DONE, WAITS, NativeRow
 from client.session.connection import Connection
 from client.session.groups import Group
 from client.session.protocol.round_trip import RoundTrip

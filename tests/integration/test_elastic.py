@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import client
-from client.ops import native, plain
+from client.ops import native
 from client.ops.exchange import Exchange
-from client.ops.functional import Slice, batch_norm
-from client.ops.plain import NativeExchange
+from client.ops.functional import Slice, batch_norm, plain_batch_norm
+from client.ops.native import NativeExchange
 from client.transports.server import SlavePipe
 from programs.elastic_training_programs import SAMPLES, started
 from statsd_bn.errors import RegistrationRefused, ReplicaLost, RoundTimeout, WorldSizeMismatch
@@ -378,7 +378,7 @@ def test_lost_between_forward_and_backward_the_gradient_is_that_of_the_survivors
         connection = master.connect(number, 3, min_members=1)
         x = xs[number].clone().requires_grad_()
         exchange, mine = kind(SlavePipe(connection, "bn"), "bn", 1e-5, "plus"), Slice(x, None, None)
-        y = batch_norm([mine], exchange)[0] if kind is Exchange else plain.batch_norm(exchange, x, None, None)
+        y = batch_norm([mine], exchange)[0] if kind is Exchange else plain_batch_norm(exchange, x, None, None)
         forward_done.wait(timeout=20)
         if number == 1:
             connection.close(cause="MemoryError: full")

@@ -35,9 +35,10 @@ static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 typedef struct {
   int64_t n0, n1, c0, c1;
 } part;
+/* sums: vectors are the means, out 2c doubles. affine: vectors as set_at writes them, out like x. dy may be NULL. */
+typedef void (*kernel)(const sbn_slice *, part, const void *dy, const void *x, const void *vectors, void *out);
 typedef struct {
-  void (*sums)(const sbn_slice *, part, const void *x, const void *dy, const double *mean, double *out);
-  void (*affine)(const sbn_slice *, part, const void *dy, const void *x, void *y, const void *vectors);
+  kernel sums, affine;
 } kernels;
 
 INLINE double finite_or_0(double v) { return v - v == 0 ? v : 0; }
@@ -102,48 +103,45 @@ static int threads_of(const sbn_slice *s) { return s->n * s->c * s->l < LARGE ? 
 /* Planes with many channels are split by channels, so that no partial sums are needed; all others by samples. */
 static int is_by_channels(const sbn_slice *s) { return !s->rows && (s->c >= FEW_CHANNELS || s->n == 1); }
 
-/* A sum or a map over a slice, split into parts of `size` channels, samples or rows. */
+/* A kernel over a slice, split into parts of `size` channels, samples or rows; `stride` doubles between their outputs. */
 typedef struct {
+  kernel run;
   const sbn_slice *slice;
-  const void *dy, *x;
-  const void *vectors; /* of a sum: the means */
-  void *out;           /* of a sum: 2c doubles, or with a split by samples 2c for each part */
-  int64_t size, parts;
+  const void *dy, *x, *vectors;
+  void *out;
+  int64_t size, parts, stride;
 } job;
 
-static job job_of(const sbn_slice *s, const void *dy, const void *x, const void *vectors, void *out) {
+static job job_of(kernel run, const sbn_slice *s, const void *dy, const void *x, const void *vectors, void *out) {
   const int channels = is_by_channels(s);
   const int64_t number = channels ? s->c : s->n;
   const int64_t size = size_of_part(number, channels ? s->n * s->l : s->c * s->l);
-  return (job){s, dy, x, vectors, out, size, parts_of(number, size)};
+  return (job){run, s, dy, x, vectors, out, size, parts_of(number, size), 0};
 }
 
-static part part_of(const job *its, int64_t number) {
-  const sbn_slice *s = its->slice;
-  const int64_t from = number * its->size;
-  return is_by_channels(s) ? (part){0, s->n, from, smaller(from + its->size, s->c)}
-                           : (part){from, smaller(from + its->size, s->n), 0, s->c};
-}
-
-static void sums_of_part(const void *of, int64_t number) {
+static void run_part(const void *of, int64_t number) {
   const job *its = of;
   const sbn_slice *s = its->slice;
-  double *out = (double *)its->out + (is_by_channels(s) ? 0 : 2 * s->c * number);
-  kernels_of(s)->sums(s, part_of(its, number), its->x, its->dy, its->vectors, out);
+  const int64_t from = number * its->size, to = from + its->size;
+  const part at = is_by_channels(s) ? (part){0, s->n, from, smaller(to, s->c)} : (part){from, smaller(to, s->n), 0, s->c};
+  its->run(s, at, its->dy, its->x, its->vectors, (double *)its->out + number * its->stride);
 }
+
+static void run(const job *its) { sbn_share(threads_of(its->slice), its->parts, run_part, its); }
 
 int sbn_backward_sums(const sbn_slice *s, const void *dy, const void *x, const double *saved, double *row) {
   const int64_t c = s->c;
   memset(row, 0, 2 * (size_t)c * sizeof *row);
   row[2 * c] = (double)(s->n * s->l);
   if (s->n * s->c * s->l == 0) return SBN_DONE;
-  job its = job_of(s, dy, x, saved, row);
+  job its = job_of(kernels_of(s)->sums, s, dy, x, saved, row);
   double *partial = NULL;
   if (!is_by_channels(s) && its.parts > 1) {
     its.out = partial = calloc((size_t)(2 * c * its.parts), sizeof *partial);
+    its.stride = 2 * c;
     if (!partial) return SBN_NO_MEMORY;
   }
-  sbn_share(threads_of(s), its.parts, sums_of_part, &its);
+  run(&its);
   for (int64_t i = 0; partial && i < its.parts; i++)
     for (int64_t k = 0; k < 2 * c; k++) row[k] += partial[2 * c * i + k];
   free(partial);
@@ -211,54 +209,51 @@ static void set_at(const sbn_slice *s, void *at, int64_t i, double mean, double 
   }
 }
 
-static void affine_of_part(const void *of, int64_t number) {
-  const job *its = of;
-  kernels_of(its->slice)->affine(its->slice, part_of(its, number), its->dy, its->x, its->out, its->vectors);
-}
-
 static void affine(const sbn_slice *s, const void *dy, const void *x, void *y, const void *vectors) {
   if (s->n * s->c * s->l == 0) return;
   use_huge_pages(s, y);
-  const job its = job_of(s, dy, x, vectors, y);
-  sbn_share(threads_of(s), its.parts, affine_of_part, &its);
+  const job its = job_of(kernels_of(s)->affine, s, dy, x, vectors, y);
+  run(&its);
 }
 
-static void normalize(const sbn_slice *s, const void *x, void *y, const double *saved, const void *weight,
-                      int weight_dtype, const void *bias, int bias_dtype, void *at) {
+static void normalize(const sbn_plan *plan, const void *x, void *y, const double *saved, const void *weight,
+                      const void *bias, void *at) {
+  const sbn_slice *s = &plan->slice;
   const int64_t c = s->c;
   for (int64_t i = 0; i < c; i++) {
-    const double factor = saved[c + i] * (weight ? read_at(weight, weight_dtype, i) : 1);
-    set_at(s, at, i, saved[i], factor, bias ? read_at(bias, bias_dtype, i) : 0, 0);
+    const double factor = saved[c + i] * (weight ? read_at(weight, plan->weight_dtype, i) : 1);
+    set_at(s, at, i, saved[i], factor, bias ? read_at(bias, plan->bias_dtype, i) : 0, 0);
   }
   affine(s, NULL, x, y, at);
 }
 
-static void input_grad(const sbn_slice *s, const void *dy, const void *x, void *dx, const double *saved,
-                       const double *total, const void *weight, int weight_dtype, void *at) {
+static void input_grad(const sbn_plan *plan, const void *dy, const void *x, void *dx, const double *saved,
+                       const double *total, const void *weight, void *at) {
+  const sbn_slice *s = &plan->slice;
   const int64_t c = s->c;
   const double *invstd = saved + c, *slope = invstd + c, n = total[2 * c] > 0 ? total[2 * c] : 1;
   for (int64_t i = 0; i < c; i++) {
-    const double by_grad = invstd[i] * (weight ? read_at(weight, weight_dtype, i) : 1);
+    const double by_grad = invstd[i] * (weight ? read_at(weight, plan->weight_dtype, i) : 1);
     const double through_variance = invstd[i] * invstd[i] * (total[c + i] / n * slope[i]);
     set_at(s, at, i, saved[i], -by_grad * through_variance, -by_grad * (total[i] / n), by_grad);
   }
   affine(s, dy, x, dx, at);
 }
 
-int sbn_normalize(const sbn_slice *s, const void *x, void *y, const double *saved, const void *weight, int weight_dtype,
-                  const void *bias, int bias_dtype) {
+int sbn_normalize(const sbn_plan *plan, const void *x, void *y, const double *saved, const void *weight,
+                  const void *bias) {
   vectors v;
-  if (!allocate(&v, s->c)) return SBN_NO_MEMORY;
-  normalize(s, x, y, saved, weight, weight_dtype, bias, bias_dtype, v.at);
+  if (!allocate(&v, plan->slice.c)) return SBN_NO_MEMORY;
+  normalize(plan, x, y, saved, weight, bias, v.at);
   release(&v);
   return SBN_DONE;
 }
 
-int sbn_input_grad(const sbn_slice *s, const void *dy, const void *x, void *dx, const double *saved, const double *total,
-                   const void *weight, int weight_dtype) {
+int sbn_input_grad(const sbn_plan *plan, const void *dy, const void *x, void *dx, const double *saved,
+                   const double *total, const void *weight) {
   vectors v;
-  if (!allocate(&v, s->c)) return SBN_NO_MEMORY;
-  input_grad(s, dy, x, dx, saved, total, weight, weight_dtype, v.at);
+  if (!allocate(&v, plan->slice.c)) return SBN_NO_MEMORY;
+  input_grad(plan, dy, x, dx, saved, total, weight, v.at);
   release(&v);
   return SBN_DONE;
 }
@@ -338,7 +333,7 @@ int sbn_forward(const sbn_plan *plan, double *buffer, const void *x, void *y, co
   if (stage == SBN_EXCHANGE && code == SBN_DONE) code = exchange(group, digest, s->c, buffer, wait_ns);
   if (stage != SBN_MEASURE && code == SBN_DONE && (stage == SBN_FINISH || total[2 * s->c] != 1)) {
     finish(plan, total, saved, running_mean, running_var, tracked);
-    normalize(s, x, y, saved, weight, plan->weight_dtype, bias, plan->bias_dtype, v.at);
+    normalize(plan, x, y, saved, weight, bias, v.at);
   }
   release(&v);
   return code;
@@ -354,7 +349,7 @@ int sbn_backward(const sbn_plan *plan, double *buffer, const double *saved, cons
   int code = stage == SBN_FINISH ? SBN_DONE : sbn_backward_sums(s, dy, x, saved, buffer);
   if (dx && stage == SBN_EXCHANGE && code == SBN_DONE) code = exchange(group, digest, s->c, buffer, wait_ns);
   if (stage != SBN_MEASURE && code == SBN_DONE) {
-    if (dx) input_grad(s, dy, x, dx, saved, total, weight, plan->weight_dtype, v.at);
+    if (dx) input_grad(plan, dy, x, dx, saved, total, weight, v.at);
     param_grads(plan, buffer, saved, dweight, dbias);
   }
   release(&v);

@@ -7,6 +7,15 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* Spares the other threads of a processor while this one spins. */
+INLINE void relax(void) {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
 typedef void (*sbn_work)(const void *job, int64_t part);
 
 /* Runs work(job, 0) to work(job, parts - 1), in any order, in the caller and up to threads - 1 helpers; returns when all

@@ -43,14 +43,6 @@ __attribute__((destructor)) static void unload(void) {
   for (int i = 0; i < pool.helpers; i++) pthread_join(pool.threads[i], NULL);
 }
 
-static void relax(void) {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  __asm__ volatile("yield");
-#endif
-}
-
 static void run_parts(sbn_work work, const void *job, int64_t parts) {
   for (int64_t i; (i = atomic_fetch_add(&pool.next, 1)) < parts;) work(job, i);
 }

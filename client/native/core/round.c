@@ -11,11 +11,10 @@
  * memory. Their writer publishes them by its arrival, and overwrites them only after all readers have arrived at the turn
  * in between. */
 #define _GNU_SOURCE
-#include "sbn.h"
+#include "internal.h"
 #include <errno.h>
 #include <limits.h>
 #include <stdatomic.h>
-#include <string.h>
 #include <time.h>
 #ifdef __linux__
 #include <linux/futex.h>
@@ -63,14 +62,6 @@ static int64_t now_ns(void) {
   struct timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
   return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
-}
-
-static void pause_briefly(void) {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  __asm__ volatile("yield");
-#endif
 }
 
 /* Sleeps until a wake, but not at all if the word is no longer `value`; returns 0 after a signal. */
@@ -128,7 +119,7 @@ static int wait_for_all(const sbn_group *g, int64_t ns) {
   while (now < spun) {
     for (int n = 0; n < POLLS; n++) {
       if (have_all_arrived(g)) return SBN_DONE;
-      pause_briefly();
+      relax();
     }
     now = now_ns();
   }

@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 /* Incremented when a signature here changes. */
-#define SBN_VERSION 4
+#define SBN_VERSION 5
 
 enum { SBN_F32 = 0, SBN_BF16 = 1, SBN_F16 = 2, SBN_F64 = 3 };
 
@@ -52,8 +52,8 @@ SBN_API int sbn_level(int wanted);
 SBN_API int sbn_moments(const sbn_slice *slice, const void *x, double *row);
 
 /* y = (x - mean) * invstd * weight + bias; weight and bias may be NULL. */
-SBN_API int sbn_normalize(const sbn_slice *slice, const void *x, void *y, const double *saved, const void *weight,
-                          int weight_dtype, const void *bias, int bias_dtype);
+SBN_API int sbn_normalize(const sbn_plan *plan, const void *x, void *y, const double *saved, const void *weight,
+                          const void *bias);
 
 /* A layer's forward pass: sbn_moments; the round of a group, unless it is NULL; then the statistics, the running statistics
  * and sbn_normalize, unless the round's state is not SBN_DONE, which is returned, or all rows have one value per channel.
@@ -71,8 +71,8 @@ SBN_API int sbn_forward(const sbn_plan *plan, double *buffer, const void *x, voi
 SBN_API int sbn_backward_sums(const sbn_slice *slice, const void *dy, const void *x, const double *saved, double *row);
 
 /* dx = invstd * weight * (dy - Σdy/n - (x - mean) * invstd² * slope * Σdy·(x - mean)/n); total has the sums and n. */
-SBN_API int sbn_input_grad(const sbn_slice *slice, const void *dy, const void *x, void *dx, const double *saved,
-                           const double *total, const void *weight, int weight_dtype);
+SBN_API int sbn_input_grad(const sbn_plan *plan, const void *dy, const void *x, void *dx, const double *saved,
+                           const double *total, const void *weight);
 
 /* A layer's backward pass: sbn_backward_sums, the round, and sbn_input_grad, without dx no round; and the gradients of weight
  * and bias, each may be NULL, from the own row. buffer: 4c + 2 doubles: own row, sum of all rows. Weight and its gradient

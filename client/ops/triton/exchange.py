@@ -13,8 +13,8 @@ from torch import Tensor
 
 from client.ops import non_finite
 from client.ops.device_errors import DeviceErrors, TooFewValues, async_checks, submit_row_flags
-from client.ops.functional import Slice
-from client.ops.plain import PlainExchange, is_plain
+from client.ops.exchange import PlainExchange
+from client.ops.functional import Slice, is_plain
 from client.ops.statistics import ChannelMoments, ChannelStatistics, Running, dense, same_layout
 from client.transports import device_rows
 from client.transports.device_rows import DeviceAggregate, LocalRows

@@ -52,10 +52,6 @@ def slice_of(x, threads=1):
     return ctypes.byref(library.SliceStruct(n, c, *(rest or [1]), DTYPES[x.dtype], not rest, threads))
 
 
-def parameter(tensor):
-    return at(tensor), 0 if tensor is None else DTYPES[tensor.dtype]
-
-
 def vectors(number, c):
     return torch.full((number * c + 1,), torch.nan, dtype=torch.float64)
 
@@ -161,8 +157,8 @@ def test_halves_are_read_and_rounded_as_torch_does(core, dtype):
     nothing = torch.tensor([0.0, 1, 1], dtype=torch.float64)
     for factor in (1.0, 1 + 2.0**-9, 1 + 2.0**-12, 2.0**-13, 3 * 2.0**-120):
         weight, y = torch.tensor([factor]), torch.empty_like(every)
-        arguments = at(nothing), *parameter(weight), None, 0
-        assert core.sbn_normalize(slice_of(every), at(every), at(y), *arguments) == library.DONE
+        arguments = *map(at, (every, y, nothing, weight)), None
+        assert core.sbn_normalize(plan_of(every, weight), *arguments) == library.DONE
         torch.testing.assert_close(y, (every.float() * factor).to(dtype), rtol=0, atol=0, equal_nan=True)
         nans = y[every.isnan()].view(torch.int16).unique().tolist()
         assert nans == ([0x7FC0] if dtype == torch.bfloat16 else [0xFE00 - 2**16, 0x7E00])
@@ -224,8 +220,8 @@ def a_layer(core, x, threads):
     row = row_of(core.sbn_moments, x, x, threads=threads)
     y, kept = forward(core, x, row, threads=threads)
     own, dx = row_of(core.sbn_backward_sums, x, y, x, kept, threads=threads), torch.empty_like(x)
-    arguments = at(y), at(x), at(dx), at(kept), at(own), None, 0
-    assert core.sbn_input_grad(slice_of(x, threads), *arguments) == library.DONE
+    arguments = *map(at, (y, x, dx, kept, own)), None
+    assert core.sbn_input_grad(plan_of(x, threads=threads), *arguments) == library.DONE
     return row, y, own, dx
 
 

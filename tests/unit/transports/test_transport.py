@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from client.ops.plain import NativeExchange
+from client.ops.native import NativeExchange
 from client.ops.statistics import Running
 from client.session.protocol.member import OVER_SERVER, SHARED_MEMORY
 from client.transports import memfd, negotiation, server, shared_memory
