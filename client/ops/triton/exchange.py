@@ -88,21 +88,15 @@ class TritonExchange(PlainExchange):
         x = dense(x)
         with launch.on_device_of(x):
             if self.key is None:
-                self._forward_round(launch.Forward, x, weight, bias)
+                self.shape = tuple(x.shape)
+                self.first = launch.Forward(x, device_rows.nr_ranks(self.transport), gathers=self._gathers)
+                self.key = self._forward_round(x, weight, bias)
             return self.first.normalise(x)
 
-    def _forward_round(
-        self, forward_type: type["Forward"], x: Tensor, weight: Tensor | None, bias: Tensor | None
-    ) -> None:
+    def _forward_round(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> RoundKey:
         async_checks.poll(x.device)
-        self.shape = tuple(x.shape)
-        self.first = first = forward_type(x, device_rows.nr_ranks(self.transport), gathers=self._gathers)
-
-        def write(digest: int) -> tuple[Tensor, Tensor]:
-            first.write_row(x, digest)
-            return first.row, first.rows
-
-        key = device_rows.run_row(self.transport, write, phase=self.phase)
+        first = self.first
+        key = device_rows.run_row(self.transport, partial(first.write_row, x), phase=self.phase)
         wait = non_finite.raises(self.transport, key)
         # A round that may raise updates nothing here; a cumulative average is updated by the layer.
         running = None if wait or (self.running and isnan(self.running.momentum)) else self.running
@@ -114,16 +108,15 @@ class TritonExchange(PlainExchange):
             _, (sums, squares) = _total(first.rows, first.ranks)
             self.moments = ChannelMoments(first.work[0], sums, squares)
         first.release_rows()
-        self.key = key
+        return key
 
     def lazy_attribute(self, name: str) -> Any:
         """Local moments or statistics, from the forward buffer."""
-        first = self.first
         if name == "local":
-            sums, squares = first.row[2:].view(2, -1)
-            return [ChannelMoments(first.count, sums, squares, self.shape)]
+            sums, squares = self.first.row[2:].view(2, -1)
+            return [ChannelMoments(self.first.count, sums, squares, self.shape)]
         if name == "statistics":
-            return ChannelStatistics(first.work[0].clamp(min=1), *first.vectors(0, 1, 2))
+            return ChannelStatistics(self.first.work[0].clamp(min=1), *self.first.vectors(0, 1, 2))
         return None
 
     @property
@@ -150,32 +143,22 @@ class TritonExchange(PlainExchange):
         x = dense(x)
         if grad.dtype != x.dtype or grad.stride() != x.stride():
             grad, x = same_layout(grad, x)
-        with launch.on_device_of(x):
-            return self._gradients(launch.Backward, grad, x, weight, needs)
-
-    def _gradients(
-        self, backward_type: type["Backward"], grad: Tensor, x: Tensor, weight: Tensor | None, needs: Sequence[bool]
-    ) -> tuple[Tensor | None, ...]:
-        async_checks.poll(x.device)
         needs_input, needs_weight, needs_bias = needs
-        backward = backward_type(self.first, x, gathers=self._gathers)
-
-        def write(digest: int) -> tuple[Tensor, Tensor]:
-            backward.write_row(grad, x, digest)
-            return backward.row, backward.rows
-
-        key = None
-        if needs_input:
-            key = device_rows.run_row(self.transport, write, self.next_key(BACKWARD))
-        else:  # parameters keep their local sums, as under DDP
-            write(0)
-        of_weight = torch.empty_like(weight) if needs_weight and weight is not None else None
-        of_bias = torch.empty(x.shape[1], dtype=torch.float32, device=x.device) if needs_bias else None
-        backward.finish(_contiguous(weight), of_weight, of_bias, has_round=needs_input)
-        if key is None:
-            return None, of_weight, of_bias
-        self._submit(backward, key)
-        return backward.input_gradient(grad, x), of_weight, of_bias
+        with launch.on_device_of(x):
+            async_checks.poll(x.device)
+            backward = launch.Backward(self.first, x, gathers=self._gathers)
+            write, key = partial(backward.write_row, grad, x), None
+            if needs_input:
+                key = device_rows.run_row(self.transport, write, self.next_key(BACKWARD))
+            else:  # parameters keep their local sums, as under DDP
+                write(0)
+            of_weight = torch.empty_like(weight) if needs_weight and weight is not None else None
+            of_bias = torch.empty(x.shape[1], dtype=torch.float32, device=x.device) if needs_bias else None
+            backward.finish(_contiguous(weight), of_weight, of_bias, has_round=needs_input)
+            if key is None:
+                return None, of_weight, of_bias
+            self._submit(backward, key)
+            return backward.input_gradient(grad, x), of_weight, of_bias
 
 
 def _errors(

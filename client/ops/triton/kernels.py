@@ -6,7 +6,7 @@ An input is read as a contiguous (N, C, S): a contiguous (N, C, H, W) has S = H 
 Vectors of length C are float64. A pass has one buffer that is saved and one for its round; `launch` allocates both:
 
     forward   count, mean, invstd, slope, center, scale, shift, row
-    backward  by_gradient, by_centred, constant, row
+    backward  by_centred, constant, by_gradient, row
     round     rows of all ranks, flags
 
 A row is sent to the other ranks: the round's digest, as the bits of a float64, the count, and two vectors: Σx and Σx²
@@ -71,7 +71,17 @@ def _store(pointers, values, mask):
 
 
 @triton.jit
-def _write_row(row, digest, count, channels, there, C, first, second):
+def _write_row(row, forward, digest, count, channels, there, C, center, first, second):
+    """Write the row of a round, given the sums about a center; in a backward round it is that of `forward`."""
+    if forward is None:
+        at_least_one = tl.where(count > 0, count, 1.0)
+        mean = center + first / at_least_one
+        centred = second - first * first / at_least_one
+        centred = tl.where(centred < 0, 0.0, centred)  # `tl.maximum` would lose NaN
+        first, second = count * mean, centred + count * mean * mean
+    else:
+        rest = _vector(forward + 1, channels, there) - center
+        second = second - rest * first
     if tl.program_id(0) == 0:
         tl.store(row, digest.to(tl.int64).to(tl.float64, bitcast=True))
         tl.store(row + 1, count)
@@ -79,30 +89,14 @@ def _write_row(row, digest, count, channels, there, C, first, second):
     tl.store(row + 2 + C + channels, second, mask=there)
 
 
-@triton.jit
-def _write_moments(work, digest, count, channels, there, C, center, first, second):
-    """Write the row of a forward round, given a center and the sums of differences from it and of their squares."""
-    at_least_one = tl.where(count > 0, count, 1.0)
-    mean = center + first / at_least_one
-    centred = second - first * first / at_least_one
-    centred = tl.where(centred < 0, 0.0, centred)  # `tl.maximum` would lose NaN
-    _write_row(work + 1 + 6 * C, digest, count, channels, there, C, count * mean, centred + count * mean * mean)
-
-
-@triton.jit
-def _write_sums(forward, work, digest, count, channels, there, C, first, second):
-    """Write the row of a backward round, given the second sum about the center."""
-    rest = _vector(forward + 1, channels, there) - _vector(forward + 1 + 3 * C, channels, there)
-    _write_row(work + 3 * C, digest, count, channels, there, C, first, second - rest * first)
-
-
 @triton.jit(do_not_specialize=["digest", *COUNTS])
-def moments(x, partial, work, N, C, S, steps, digest: tl.int64, count: tl.float64, WRITES_ROW: tl.constexpr,
-            BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
-    """Sum x - K and (x - K)² over one split of one block of channels.
+def sums(dy, x, forward, partial, row, N, C, S, steps, digest: tl.int64, count: tl.float64, WRITES_ROW: tl.constexpr,
+         BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
+    """Sum x - K and (x - K)², or with a gradient dy and dy·(x - K), over one split of one block of channels.
 
-    K is the mean of a channel's first tile, which each program of the channel reads. If the tile has m of all n values,
-    K is within √(n / m) standard deviations of the mean for all inputs; so float32 is enough at any mean.
+    K is the center of `forward`. In a forward pass, where `dy` and `forward` are None, it is the mean of a channel's
+    first tile, which each program of the channel reads. If the tile has m of all n values, K is within √(n / m)
+    standard deviations of the mean for all inputs; so float32 is enough at any mean.
 
     `partial`, shape (1 + 2 * splits, C), receives K, then both sums of each split. `WRITES_ROW`: there is one split, so
     this kernel writes the row itself, and `partial` is unused. A CUDA graph replays the `digest` of its capture, on all
@@ -110,11 +104,14 @@ def moments(x, partial, work, N, C, S, steps, digest: tl.int64, count: tl.float6
     """
     split = tl.program_id(1)
     channels, there = _channels(tl.program_id(0), C, BLOCK_C)
-    at, inside = _tile(0, N, C, S, BLOCK_N, BLOCK_C, BLOCK_S, 0)
-    sample = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    center = _per_channel(sample) / tl.maximum(_per_channel(inside.to(tl.float32)), 1.0)
-    # Around an infinite center the mean would be NaN; around 0 it is infinite.
-    center = tl.where(tl.abs(center) < float("inf"), center, 0.0)
+    if dy is None:
+        at, inside = _tile(0, N, C, S, BLOCK_N, BLOCK_C, BLOCK_S, 0)
+        sample = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        center = _per_channel(sample) / tl.maximum(_per_channel(inside.to(tl.float32)), 1.0)
+        # Around an infinite center the mean would be NaN; around 0 it is infinite.
+        center = tl.where(tl.abs(center) < float("inf"), center, 0.0)
+    else:
+        center = _vector(forward + 1 + 3 * C, channels, there).to(tl.float32)
     first = tl.zeros((BLOCK_N, BLOCK_C, BLOCK_S), tl.float32)
     second = tl.zeros((BLOCK_N, BLOCK_C, BLOCK_S), tl.float32)
     tiles = tl.cdiv(N, BLOCK_N) * tl.cdiv(S, BLOCK_S)
@@ -122,44 +119,41 @@ def moments(x, partial, work, N, C, S, steps, digest: tl.int64, count: tl.float6
         offsets, mask = _tile(t, N, C, S, BLOCK_N, BLOCK_C, BLOCK_S, 0)
         values = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
         values = tl.where(mask, values - center[None, :, None], 0.0)
-        first += values
-        second += values * values
+        if dy is None:
+            first += values
+            second += values * values
+        else:
+            gradient = tl.load(dy + offsets, mask=mask, other=0.0).to(tl.float32)
+            first += gradient
+            second += gradient * values
+    about = center.to(tl.float64)
     sum_of_first, sum_of_second = _per_channel(first.to(tl.float64)), _per_channel(second.to(tl.float64))
-    number = tl.full((), count, tl.float64)
     if WRITES_ROW:
-        _write_moments(
-            work, digest, number, channels, there, C, center.to(tl.float64), sum_of_first, sum_of_second
-        )  # fmt: skip
+        number = tl.full((), count, tl.float64)
+        _write_row(row, forward, digest, number, channels, there, C, about, sum_of_first, sum_of_second)
     else:
-        row = partial + C + split * 2 * C + channels
-        tl.store(row, sum_of_first, mask=there)
-        tl.store(row + C, sum_of_second, mask=there)
+        own = partial + C + split * 2 * C + channels
+        tl.store(own, sum_of_first, mask=there)
+        tl.store(own + C, sum_of_second, mask=there)
         if split == 0:
-            tl.store(partial + channels, center.to(tl.float64), mask=there)
+            tl.store(partial + channels, about, mask=there)
 
 
-@triton.jit
-def _add_splits(partial, channels, there, C, splits, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
-    """Both sums of all splits, shape (BLOCK,), added in a fixed order."""
+@triton.jit(do_not_specialize=["digest", *COUNTS])
+def write_row(partial, forward, row, C, splits, digest: tl.int64, count: tl.float64,
+              AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Write the row of a round from the sums of several splits, added in a fixed order."""
+    channels, there = _channels(tl.program_id(0), C, BLOCK)
     first = tl.zeros((AT_ONCE, BLOCK), tl.float64)
     second = tl.zeros((AT_ONCE, BLOCK), tl.float64)
     for start in range(0, splits, AT_ONCE):
         split = (start + tl.arange(0, AT_ONCE))[:, None]
-        row = partial + C + split * 2 * C + channels[None, :]
+        own = partial + C + split * 2 * C + channels[None, :]
         mask = (split < splits) & there[None, :]
-        first += tl.load(row, mask=mask, other=0.0)
-        second += tl.load(row + C, mask=mask, other=0.0)
-    return tl.sum(first, 0), tl.sum(second, 0)
-
-
-@triton.jit(do_not_specialize=["digest", *COUNTS])
-def write_moments(partial, work, C, splits, digest: tl.int64, count: tl.float64,
-                  AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Write the row of a forward round from the sums of several splits of `moments`."""
-    channels, there = _channels(tl.program_id(0), C, BLOCK)
-    first, second = _add_splits(partial, channels, there, C, splits, AT_ONCE, BLOCK)
-    center = _vector(partial, channels, there)
-    _write_moments(work, digest, tl.full((), count, tl.float64), channels, there, C, center, first, second)
+        first += tl.load(own, mask=mask, other=0.0)
+        second += tl.load(own + C, mask=mask, other=0.0)
+    center, number = _vector(partial, channels, there), tl.full((), count, tl.float64)
+    _write_row(row, forward, digest, number, channels, there, C, center, tl.sum(first, 0), tl.sum(second, 0))
 
 
 @triton.jit
@@ -255,54 +249,6 @@ def finish(work, rows, weight, bias, running_mean, running_var, tracked, C, rank
             tl.store(tracked, tl.load(tracked) + (count == count).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=COUNTS)
-def normalise(x, y, work, N, C, S, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Write y, of the type and layout of x: one tile and block of channels."""
-    channels, there = _channels(tl.program_id(1), C, BLOCK_C)
-    center = _vector(work + 1 + 3 * C, channels, there).to(tl.float32)
-    scale = _vector(work + 1 + 4 * C, channels, there).to(tl.float32)
-    shift = _vector(work + 1 + 5 * C, channels, there).to(tl.float32)
-    offsets, mask = _tile(tl.program_id(0), N, C, S, BLOCK_N, BLOCK_C, BLOCK_S, 1)
-    values = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - center[None, :, None]
-    _store(y + offsets, values * scale[None, :, None] + shift[None, :, None], mask)
-
-
-@triton.jit(do_not_specialize=["digest", *COUNTS])
-def backward_sums(dy, x, forward, partial, work, N, C, S, steps, digest: tl.int64, count: tl.float64,
-                  WRITES_ROW: tl.constexpr,
-                  BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
-    """Sum dy and dy·(x - center) over one split of one block of channels; arguments as for `moments`."""
-    split = tl.program_id(1)
-    channels, there = _channels(tl.program_id(0), C, BLOCK_C)
-    center = _vector(forward + 1 + 3 * C, channels, there).to(tl.float32)
-    first = tl.zeros((BLOCK_N, BLOCK_C, BLOCK_S), tl.float32)
-    second = tl.zeros((BLOCK_N, BLOCK_C, BLOCK_S), tl.float32)
-    tiles = tl.cdiv(N, BLOCK_N) * tl.cdiv(S, BLOCK_S)
-    for t in range(split * steps, tl.minimum((split + 1) * steps, tiles)):
-        offsets, mask = _tile(t, N, C, S, BLOCK_N, BLOCK_C, BLOCK_S, 0)
-        gradient = tl.load(dy + offsets, mask=mask, other=0.0).to(tl.float32)
-        values = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
-        first += gradient
-        second += tl.where(mask, gradient * (values - center[None, :, None]), 0.0)
-    sum_of_first, sum_of_second = _per_channel(first.to(tl.float64)), _per_channel(second.to(tl.float64))
-    if WRITES_ROW:
-        number = tl.full((), count, tl.float64)
-        _write_sums(forward, work, digest, number, channels, there, C, sum_of_first, sum_of_second)
-    else:
-        row = partial + C + split * 2 * C + channels
-        tl.store(row, sum_of_first, mask=there)
-        tl.store(row + C, sum_of_second, mask=there)
-
-
-@triton.jit(do_not_specialize=["digest", *COUNTS])
-def write_sums(partial, forward, work, C, splits, digest: tl.int64, count: tl.float64,
-               AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Write the row of a backward round from the sums of several splits of `backward_sums`."""
-    channels, there = _channels(tl.program_id(0), C, BLOCK)
-    first, second = _add_splits(partial, channels, there, C, splits, AT_ONCE, BLOCK)
-    _write_sums(forward, work, digest, tl.full((), count, tl.float64), channels, there, C, first, second)
-
-
 @triton.jit(do_not_specialize=["digest", *COUNTS], do_not_specialize_on_alignment=["weight"])
 def finish_backward(forward, work, rows, weight, weight_gradient, bias_gradient, C, ranks, digest: tl.int64,
                     HAS_ROUND: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
@@ -327,9 +273,9 @@ def finish_backward(forward, work, rows, weight, weight_gradient, bias_gradient,
         by_centred = -by_gradient * (invstd * invstd * slope * second)
         rest = mean - _vector(forward + 1 + 3 * C, channels, there)
         constant = -by_gradient * first - by_centred * rest
-        tl.store(work + channels, by_gradient.to(tl.float32).to(tl.float64), mask=there)
-        tl.store(work + C + channels, by_centred.to(tl.float32).to(tl.float64), mask=there)
-        tl.store(work + 2 * C + channels, constant.to(tl.float32).to(tl.float64), mask=there)
+        tl.store(work + channels, by_centred.to(tl.float32).to(tl.float64), mask=there)
+        tl.store(work + C + channels, constant.to(tl.float32).to(tl.float64), mask=there)
+        tl.store(work + 2 * C + channels, by_gradient.to(tl.float32).to(tl.float64), mask=there)
     if bias_gradient is not None:
         _store(bias_gradient + channels, _vector(row + 2, channels, there), there)
     if weight_gradient is not None:
@@ -337,16 +283,22 @@ def finish_backward(forward, work, rows, weight, weight_gradient, bias_gradient,
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def input_gradient(dy, x, dx, forward, work, N, C, S,
-                   BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
-    """Write dx, of the type and layout of x: one tile and block of channels."""
+def affine(dy, x, y, forward, work, N, C, S, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Write one tile and block of channels of the output, or with a gradient of the input's gradient.
+
+    It has the type and layout of x. `work` is the buffer of the pass: in a forward pass that is `forward`.
+    """
     channels, there = _channels(tl.program_id(1), C, BLOCK_C)
+    vectors = work
+    if dy is None:
+        vectors += 1 + 4 * C
     center = _vector(forward + 1 + 3 * C, channels, there).to(tl.float32)
-    by_gradient = _vector(work, channels, there).to(tl.float32)
-    by_centred = _vector(work + C, channels, there).to(tl.float32)
-    constant = _vector(work + 2 * C, channels, there).to(tl.float32)
+    scale = _vector(vectors, channels, there).to(tl.float32)
+    shift = _vector(vectors + C, channels, there).to(tl.float32)
     offsets, mask = _tile(tl.program_id(0), N, C, S, BLOCK_N, BLOCK_C, BLOCK_S, 1)
-    gradient = tl.load(dy + offsets, mask=mask, other=0.0).to(tl.float32)
     values = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - center[None, :, None]
-    values = values * by_centred[None, :, None] + constant[None, :, None]
-    _store(dx + offsets, gradient * by_gradient[None, :, None] + values, mask)
+    values = values * scale[None, :, None] + shift[None, :, None]
+    if dy is not None:
+        by_gradient = _vector(vectors + 2 * C, channels, there).to(tl.float32)
+        values += tl.load(dy + offsets, mask=mask, other=0.0).to(tl.float32) * by_gradient[None, :, None]
+    _store(y + offsets, values, mask)

@@ -6,7 +6,6 @@ are 1 or divisible by 16, and addresses divisible by 16. Numbers follow from the
 own variants.
 """
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -107,89 +106,84 @@ def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device)
 
 
-class PassBuffers:
-    """Buffers of one pass.
+class Pass:
+    """One pass, with its buffers.
 
     `head` are the words before the row, `ranks` the rows of a round, and `more_flags` words behind the flags of the
     rows. `gathers`: whether other ranks send rows.
     """
 
-    __slots__ = ("_gathers", "_tiling", "digest", "flags", "ranks", "row", "rows", "work")
+    __slots__ = ("_gathers", "_tiling", "blocks", "count", "digest", "flags", "ranks", "row", "rows", "work")
 
-    def __init__(self, x: Tensor, tiling: Tiling, head: int, ranks: int, *, gathers: bool, more_flags: int = 0) -> None:
-        size, flags = 2 * tiling.c + 2, ranks * tiling.blocks + more_flags
-        self._tiling, self._gathers, self.ranks, self.digest = tiling, gathers, ranks, 0
+    def __init__(self, x: Tensor, head: int, ranks: int, more_flags: int, *, gathers: bool) -> None:
+        self._tiling = tiling = tiling_of(x)
+        size, self.blocks = 2 * tiling.c + 2, tiling.blocks  # each block of channels writes its own flags
+        flags = ranks * tiling.blocks + more_flags
+        self._gathers, self.ranks, self.digest = gathers, ranks, 0
+        self.count = tiling.shape[0] * tiling.shape[2]  # this rank's values per channel
         own = head + size
         self.work = torch.empty(own if gathers else own + flags, dtype=_WORD, device=x.device)
         self.row, behind = self.work[head:own], self.work[head:]  # the row: shape (2 * C + 2,)
         shared = torch.empty(ranks * size + flags, dtype=_WORD, device=x.device) if gathers else behind
         self.rows, self.flags = shared.split_with_sizes([ranks * size, flags])
 
-    @property
-    def count(self) -> int:
-        """This rank's values per channel."""
-        n, _, s = self._tiling.shape
-        return n * s
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of channels; each writes its own flags."""
-        return self._tiling.blocks
-
     def release_rows(self) -> None:
         """Release rows and flags, which grow with the number of ranks; the rest is saved for the backward pass."""
         del self.rows, self.flags
 
-    def vectors(self, *numbers: int) -> tuple[Tensor, ...]:
-        """Vectors of the forward buffer, each of shape (C,), by index: mean, invstd, slope, ..."""
-        c = self._tiling.c
-        return tuple([self.work[1 + number * c : 1 + (number + 1) * c] for number in numbers])
+    def _write_row(self, dy: Tensor | None, x: Tensor, forward: Tensor | None, digest: int) -> tuple[Tensor, Tensor]:
+        """Compute the row, by a second kernel where the first one's programs add several splits.
 
-    def _launch_sums(self, names: tuple[str, str], inputs: Sequence[Tensor], *forward: Tensor, digest: int) -> None:
-        """Compute the row, by a second kernel where the first one's programs add several splits."""
+        Returns the row, and the output for the rows of all ranks.
+        """
         tiling, self.digest = self._tiling, digest
-        device, dtype = inputs[0].device, inputs[0].dtype
         count, is_whole = float(self.count), tiling.splits == 1
         # With one split the buffer for the sums of splits is unused.
         size = (1 + 2 * tiling.splits) * tiling.c
-        partial = self.work if is_whole else torch.empty(size, dtype=_WORD, device=device)
-        first, second = names
-        variant = first, device, dtype, *(each.data_ptr() % ALIGNMENT for each in inputs)
+        partial = self.work if is_whole else torch.empty(size, dtype=_WORD, device=x.device)
         _launch(
-            tiling, variant, getattr(kernels, first), (tiling.channel_blocks, tiling.splits, 1), tiling.warps,
-            *inputs, *forward, partial, self.work, *tiling.shape, tiling.steps, digest, count, is_whole, *tiling.tile,
+            tiling, ("sums", *_kind(dy, x)), kernels.sums, (tiling.channel_blocks, tiling.splits, 1), tiling.warps,
+            dy, x, forward, partial, self.row, *tiling.shape, tiling.steps, digest, count, is_whole, *tiling.tile,
         )  # fmt: skip
         if not is_whole:
             _launch(
-                tiling, (second, device), getattr(kernels, second), (tiling.blocks, 1, 1), 4,
-                partial, *forward, self.work, tiling.c, tiling.splits, digest, count, SPLITS_AT_ONCE, BLOCK,
+                tiling, ("write_row", x.device, dy is None), kernels.write_row, (tiling.blocks, 1, 1), 4,
+                partial, forward, self.row, tiling.c, tiling.splits, digest, count, SPLITS_AT_ONCE, BLOCK,
             )  # fmt: skip
+        return self.row, self.rows
+
+    def _affine(self, dy: Tensor | None, x: Tensor, forward: Tensor) -> Tensor:
+        """Tensor of the type and layout of `x`, computed tile by tile."""
+        tiling, output = tiling_of(x), torch.empty_like(x)  # a recomputed forward pass may have another layout
+        if tiling.tiles:
+            grid = tiling.tiles, tiling.channel_blocks, 1
+            arguments = dy, x, output, forward, self.work, *tiling.shape, *tiling.tile
+            _launch(tiling, ("affine", *_kind(dy, x)), kernels.affine, grid, tiling.warps, *arguments)
+        return output
 
 
-def _map(name: str, inputs: Sequence[Tensor], *buffers: Tensor) -> Tensor:
-    """Tensor of the type and layout of the inputs, computed tile by tile."""
-    x = inputs[-1]
-    tiling, output = tiling_of(x), torch.empty_like(x)
-    if tiling.tiles:
-        variant = name, x.device, x.dtype, *(each.data_ptr() % ALIGNMENT for each in inputs)
-        grid = tiling.tiles, tiling.channel_blocks, 1
-        arguments = *inputs, output, *buffers, *tiling.shape, *tiling.tile
-        _launch(tiling, variant, getattr(kernels, name), grid, tiling.warps, *arguments)
-    return output
+def _kind(dy: Tensor | None, x: Tensor) -> tuple[Any, ...]:
+    """Part of a variant's key for a kernel that reads a slice."""
+    return x.device, x.dtype, x.data_ptr() % ALIGNMENT, None if dy is None else dy.data_ptr() % ALIGNMENT
 
 
-class Forward(PassBuffers):
+class Forward(Pass):
     """Forward pass of a dense input."""
 
     __slots__ = ()
 
     def __init__(self, x: Tensor, ranks: int, *, gathers: bool) -> None:
         tiling = tiling_of(x)
-        super().__init__(x, tiling, 1 + 6 * tiling.c, ranks, gathers=gathers, more_flags=tiling.blocks)
+        super().__init__(x, 1 + 6 * tiling.c, ranks, tiling.blocks, gathers=gathers)
 
-    def write_row(self, x: Tensor, digest: int) -> None:
-        """Compute the row."""
-        self._launch_sums(("moments", "write_moments"), (x,), digest=digest)
+    def vectors(self, *numbers: int) -> tuple[Tensor, ...]:
+        """Vectors of the buffer, each of shape (C,), by index: mean, invstd, slope, ..."""
+        c = self._tiling.c
+        return tuple([self.work[1 + number * c : 1 + (number + 1) * c] for number in numbers])
+
+    def write_row(self, x: Tensor, digest: int) -> tuple[Tensor, Tensor]:
+        """Compute the row; return it, and the output for all rows."""
+        return self._write_row(None, x, None, digest)
 
     def finish(self, weight: Tensor | None, bias: Tensor | None, running: Running, eps: float, *, clamp: bool) -> None:
         """Compute the statistics from all rows, and update the running statistics."""
@@ -204,22 +198,21 @@ class Forward(PassBuffers):
 
     def normalise(self, x: Tensor) -> Tensor:
         """Output for `x`, whose type and layout may differ from the first run's when recomputed."""
-        return _map("normalise", (x,), self.work)
+        return self._affine(None, x, self.work)
 
 
-class Backward(PassBuffers):
+class Backward(Pass):
     """Backward pass. Gradient and input have one layout, which may differ from the forward's."""
 
     __slots__ = ("_forward",)
 
     def __init__(self, forward: Forward, x: Tensor, *, gathers: bool) -> None:
-        tiling = tiling_of(x)
-        super().__init__(x, tiling, 3 * tiling.c, forward.ranks, gathers=gathers)
+        super().__init__(x, 3 * x.shape[1], forward.ranks, 0, gathers=gathers)
         self._forward = forward.work
 
-    def write_row(self, grad: Tensor, x: Tensor, digest: int) -> None:
-        """Compute the row."""
-        self._launch_sums(("backward_sums", "write_sums"), (grad, x), self._forward, digest=digest)
+    def write_row(self, grad: Tensor, x: Tensor, digest: int) -> tuple[Tensor, Tensor]:
+        """Compute the row; return it, and the output for all rows."""
+        return self._write_row(grad, x, self._forward, digest)
 
     def finish(
         self, weight: Tensor | None, of_weight: Tensor | None, of_bias: Tensor | None, *, has_round: bool
@@ -236,7 +229,7 @@ class Backward(PassBuffers):
 
     def input_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         """Gradient of the input, of the type and layout of `x`."""
-        return _map("input_gradient", (grad, x), self._forward, self.work)
+        return self._affine(grad, x, self._forward)
 
 
 def try_out(device: torch.device, dtype: torch.dtype) -> None:
