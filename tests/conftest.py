@@ -151,8 +151,6 @@ def pytest_collection_finish() -> None:
 
 @dataclass
 class Server:
-    """A running `python -m server`."""
-
     endpoint: str
     process: subprocess.Popen[str]
 
@@ -240,7 +238,6 @@ def member_processes() -> Iterator[MemberProcesses]:
 
 @pytest.fixture
 def pool(member_processes: MemberProcesses) -> ProcessPoolExecutor:
-    """The worker processes for this test."""
     return member_processes.for_one_test()
 
 

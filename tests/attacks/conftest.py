@@ -26,7 +26,6 @@ def start(tmp_path) -> Iterator[Callable[..., Attacked]]:
 
 @pytest.fixture
 def server(start) -> Attacked:
-    """A server with the default options."""
     return start()
 
 
@@ -39,5 +38,4 @@ def workers() -> Iterator[Workers]:
 
 @pytest.fixture
 def honest_job_beside(workers) -> Callable[..., AbstractContextManager[Beside]]:
-    """`honest.honest_job_beside` with the session's processes."""
     return lambda server, **given: honest.honest_job_beside(workers, server, **given)

@@ -1,8 +1,4 @@
-"""Frames of a fuzzed connection: its handshake, sound frames, mutated ones, and fences.
-
-A fence is a frame with the same answer from any server. Waiting for it bounds the frames that the server has not
-processed yet.
-"""
+"""Frames of a fuzzed connection: handshake, sound and mutated frames, and fences, which any server answers alike."""
 
 import random
 import struct

@@ -1,8 +1,4 @@
-"""The contract of every attack: an honest job of two members keeps its results, its pace and its server.
-
-The members are separate processes. Each checks every aggregate to the bit, and records start and end of its rounds, so
-that rounds beside an attack are compared with the quiet ones of the same test.
-"""
+"""The contract of every attack: an honest job of two processes keeps its results, its pace and its server."""
 
 import math
 import multiprocessing
@@ -57,8 +53,6 @@ ANY_SLOWDOWN = Slowdown(math.inf, math.inf)
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What one member has seen."""
-
     rounds: list[tuple[float, float]]  # start and end of each round, by the clock of all processes
     wrong: int  # number of wrong aggregates
     problem: str  # the error that ended it, or ""
@@ -110,8 +104,6 @@ def play(endpoint: str, secret: Path | None, job: str, member: int, folder: Path
 
 @dataclass
 class Beside:
-    """An honest job under way."""
-
     job: str
     folder: Path
     members: list["Future[Played]"]
@@ -140,7 +132,6 @@ class Beside:
 
 
 def lengths(played: list[Played], first: float, last: float) -> list[float]:
-    """How long the rounds took that were under way in a time."""
     rounds = [each for one in played for each in one.rounds[DIFFERENT:]]
     return [ended - began for began, ended in rounds if began < last and ended > first]
 
@@ -229,7 +220,6 @@ def honest_job_beside(
 
 
 def slow_downs(played: list[Played], phases: list[tuple[float, float, float]], most: Slowdown) -> list[str]:
-    """Descriptions of slowdowns beyond the limits."""
     rounds, pauses = slowed(played, phases)
     faults = []
     if rounds > most.median:

@@ -45,7 +45,6 @@ class Peers:
         self._context.destroy(linger=0)
 
     def open(self, routing_id: bytes = b"", kind: int = zmq.DEALER, **options: int) -> "Peer":
-        """Connects one more."""
         plain = self._context.socket(kind)
         plain.setsockopt(zmq.LINGER, 0)
         if routing_id:
@@ -62,8 +61,6 @@ class Peers:
 
 
 class Peer:
-    """One DEALER socket."""
-
     def __init__(self, plain: "zmq.Socket[bytes]") -> None:
         self.socket = plain
 
@@ -100,7 +97,6 @@ def greeting(mechanism: bytes = b"NULL", minor: int = 1) -> bytes:
 
 
 def framed(body: bytes, flags: int = 0) -> bytes:
-    """A frame of ZMTP."""
     if len(body) > 255 or flags & LONG:
         return bytes([flags | LONG]) + struct.pack(">Q", len(body)) + body
     return bytes([flags, len(body)]) + body

@@ -1,7 +1,4 @@
-"""A server to attack: `python -m server` in a process, with or without keys, and its memory.
-
-It is the server of the working directory's checkout, so `scripts/attack` can attack another one.
-"""
+"""A server to attack: `python -m server` of the working directory's checkout, with or without keys, and its memory."""
 
 import dataclasses
 import os
@@ -34,8 +31,6 @@ BESIDE_ACCOUNT_BYTES = 64 * 2**20
 
 @dataclass
 class Attacked:
-    """A running server."""
-
     endpoint: str
     process: "subprocess.Popen[str]"
     log: Path  # its log file
@@ -68,12 +63,10 @@ class Attacked:
         return 1024 * int(_status(self.process.pid, "VmHWM"))
 
     def processor_seconds(self) -> float:
-        """How long it has run on a processor."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2].split()
         return (int(fields[11]) + int(fields[12])) / 100.0
 
     def report(self, tenant: str = "alice", seconds: float = 10.0) -> dict[str, Any]:
-        """Its status, as a tenant sees it."""
         return ask(self.endpoint, seconds, self.keys_of(tenant))
 
     def said(self) -> str:

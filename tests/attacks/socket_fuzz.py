@@ -66,8 +66,6 @@ class Tally:
 
 @dataclass
 class Fuzz:
-    """Connections to a server."""
-
     server: Attacked
     seed: int
     tally: Tally = field(default_factory=Tally)
@@ -191,7 +189,6 @@ def honest_bits(workers: Workers, server: Attacked, tally: Tally) -> Iterator[No
 
 
 def fuzz_socket(frames: int, seed: int, workers: Workers) -> Tally:
-    """Play this many frames to a new server."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for tenant in ("alice", "bob"):

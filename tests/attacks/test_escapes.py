@@ -1,7 +1,4 @@
-"""No text of a stranger reaches another member or the log with control characters in it.
-
-At 6b62bd3: a stranger's `place` reaches an honest member's traceback with raw ESC and CRLF.
-"""
+"""No control character in a stranger's text reaches another member or the log."""
 
 import pytest
 
@@ -28,13 +25,11 @@ def said_of(message: object) -> str:
 
 
 def raw(text: str) -> list[str]:
-    """The control characters that are in a text as they are."""
     return [control for control in CONTROLS if control in text]
 
 
 @pytest.mark.parametrize("where", ["place", *map(long, ("cause", "job", "group"))])
 def test_a_strangers_own_words_reach_others_escaped(server, where):
-    """At 6b62bd3: the other member receives all of a place. A cause, a job and a group were safe then already."""
     job = job_of("alice")
     given = {"job": job, "group": "world", "place": "here"}
     if where in given:

@@ -1,8 +1,4 @@
-"""Who was a member once has no more rights than a stranger.
-
-At 6b62bd3: one Register and Leave mark a connection for ever: its bad frames are all taken, it is never cut, and the
-limit for idle connections does not count.
-"""
+"""A former member has no more rights than a stranger: its bad frames and its idle connection end it."""
 
 import time
 
@@ -21,7 +17,6 @@ def become_a_former_member(peer: Peer) -> None:
 
 
 def test_a_former_member_that_floods_is_disconnected(server, honest_job_beside):
-    """At 6b62bd3: 331,204 bad frames are taken."""
     with honest_job_beside(server, slowdown=SLOWDOWN_OF_A_FULL_CORE) as beside, Peers(server) as peers:
         peer = peers.open(RECONNECT_IVL=-1)
         become_a_former_member(peer)

@@ -1,7 +1,4 @@
-"""Nobody takes all the room for jobs.
-
-At 6b62bd3: four keys of one tenant lock out every new job.
-"""
+"""One tenant cannot take all room for jobs."""
 
 import inspect
 
@@ -20,7 +17,6 @@ def registrations(tenant: str, first: int, number: int, member: int = 0) -> list
 
 
 def test_the_keys_of_one_tenant_do_not_lock_out_another(tmp_path):
-    """At 6b62bd3: five keys of 256 groups each fill all of the room."""
     keys = ["bob", "bob2", "bob3", "bob4", "bob5"]
     generate(tmp_path / "keys", ["alice"], ["alice-*"])
     tenant = {"tenant": "bob"} if "tenant" in inspect.signature(generate).parameters else {}

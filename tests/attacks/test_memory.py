@@ -1,8 +1,4 @@
-"""The memory of a server stays within its account, for all kinds of data.
-
-At 6b62bd3: neither futures nor unread answers are counted, and the limit is each job's, so two jobs use twice the
-limit.
-"""
+"""The memory of a server stays within its account, for all kinds of data."""
 
 import time
 from dataclasses import replace
@@ -33,19 +29,16 @@ def server(start):
 
 @pytest.fixture
 def small_server(start):
-    """A server with a small account."""
     return start(*accounting(ACCOUNT // 2), "--silence-seconds", "3600", account=ACCOUNT // 2)
 
 
 def test_futures_are_counted(small_server, honest_job_beside):
-    """At 6b62bd3 it grows without an end."""
     with honest_job_beside(small_server) as beside, Peers(small_server) as peers, beside.attacked():
         crowd(peers, "bob", groups=8, size=400, rounds=256)
         assert small_server.report()["over_limits"] > 0
 
 
 def test_unread_answers_are_counted(server, honest_job_beside):
-    """At 6b62bd3: 15 kB of requests let rounds of others take 10 to 500 times as long."""
     with honest_job_beside(server) as beside, Peers(server) as peers:
         job = job_of("bob")
         for group in range(8):
@@ -67,7 +60,6 @@ def test_unread_answers_are_counted(server, honest_job_beside):
 
 
 def test_all_jobs_together_stay_within_the_account(server, honest_job_beside):
-    """At 6b62bd3: each job may keep as much, and it grows by 115 MiB."""
     rows = Rows((1,), np.ones((1, 2, 32_768)))  # half a megabyte
     with honest_job_beside(server) as beside, Peers(server) as peers, beside.attacked():
         for number in range(8):

@@ -1,8 +1,4 @@
-"""Nothing that nests without an end ends whoever reads it.
-
-At 6b62bd3: each nested extension in `client/packing.py`, as it was called, is one more call in C, so about 1 KB from
-one member, 200 deep, ends all others with SIGSEGV, through `DDPHandler.mp_sync`.
-"""
+"""Deeply nested data ends no process that reads it; msgpack extensions 200 deep once caused SIGSEGV."""
 
 import struct
 import subprocess
@@ -57,7 +53,6 @@ def in_a_row(state: object, depth: int) -> bytes:
 
 
 def parts(packed: bytes) -> tuple[bytes, bytes]:
-    """The structure of a packed state, and the data after it."""
     end = 4 + struct.unpack_from("<I", packed)[0]
     return packed[4:end], packed[end:]
 
@@ -84,7 +79,6 @@ def gather_with_victim(server: Attacked, job: str, structure: bytes) -> tuple[in
 
 @pytest.mark.parametrize("structure", first_is_quick(STRUCTURES))
 def test_gathered_data_of_a_member_ends_no_other_member(server, structure):
-    """At 6b62bd3: SIGSEGV of the victim."""
     code, said = gather_with_victim(server, job_of("alice"), structure)
     assert code == 0
     assert said.startswith("ProtocolError")

@@ -1,8 +1,4 @@
-"""Another user of the same host neither finds nor joins a server with default settings.
-
-At 6b62bd3: a server with no argument listens on tcp://127.0.0.1:5555, where any local user takes rank 0, sets epoch
-2^48 - 1 and blocks the job's name; the server that rank 0 starts for its job accepts any local user too.
-"""
+"""Another user of the same host neither finds nor joins a server with default settings."""
 
 import os
 import shutil
@@ -98,12 +94,10 @@ def run(program: str, *arguments: str, home: Path) -> str:
 
 
 def test_a_server_without_options_does_not_answer_another_user(default_server, home):
-    """At 6b62bd3: it is registered as rank 0 of the job "default", in the last epoch there can be."""
     assert "Registered" not in run(INTRUDER, default_server, home=home)
 
 
 def test_a_script_with_nothing_configured_joins_its_own_users_server_only(default_server, home):
-    """At 6b62bd3: it does not know where the server is. Without one the other user's is alone, or refused."""
     assert default_server
     mine, alone, refused = run(SCRIPT, home=home).splitlines()
     assert mine.startswith("joined <Connection to ipc://")

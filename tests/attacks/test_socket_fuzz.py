@@ -9,7 +9,6 @@ FRAMES = 10_000
 
 @pytest.mark.alone  # a busy server drops what has waited for a second, so the fuzz would take long
 def test_the_server_survives_any_bytes_at_its_socket(workers):
-    """At 6b62bd3: SIGABRT."""
     tally = fuzz_socket(FRAMES, 0, workers)
     assert tally.looked_at - 2 * tally.rounds >= FRAMES // 2
     assert tally.answered

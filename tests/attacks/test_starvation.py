@@ -28,7 +28,6 @@ RANKS = {"many ranks": Members.of(range(limits.MAX_MEMBERS)), "many runs": Membe
 
 @pytest.mark.parametrize("ranks", first_is_quick(RANKS))
 def test_reports_of_collectives_by_late_members_do_not_slow_rounds(start, honest_job_beside, ranks):
-    """At 5916747: the tick takes a second, four times a second; of many runs the server keeps hundreds of MiB."""
     server = start(*PATIENT)
     with honest_job_beside(server) as beside:
         quiet = time.monotonic()

@@ -1,8 +1,4 @@
-"""No secret key is readable on the network.
-
-At 6b62bd3: rank 0 of a job on several nodes sends the members' secret key through torch's TCPStore, which has no
-authentication.
-"""
+"""No secret key is readable on the network, such as in torch's TCPStore, which has no authentication."""
 
 import socket
 import subprocess
@@ -43,7 +39,6 @@ def is_open(address: str, port: int) -> bool:
 
 
 def test_the_store_has_no_secret_key():
-    """At 6b62bd3: it has the key's file as text."""
     address, port = own_address(), free_port()
     nodes = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address}
     launched = {**nodes, "MASTER_PORT": str(port), "GROUP_WORLD_SIZE": "2", "GROUP_RANK": "0", "STATSD_BN_JOB": "run"}

@@ -27,8 +27,6 @@ HEADER = (
 
 @dataclass
 class Line:
-    """The results of a scenario."""
-
     name: str
     runs: int = 0
     results: list[Result] = field(default_factory=list)

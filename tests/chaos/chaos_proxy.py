@@ -1,7 +1,4 @@
-"""A TCP proxy between a member and its server that disturbs the stream.
-
-One thread owns all sockets; other threads send it functions. `UP` is the direction from the member, `DOWN` to it.
-"""
+"""A TCP proxy that disturbs the stream between a member (`UP`) and its server (`DOWN`); one thread owns all sockets."""
 
 import queue
 import random

@@ -60,7 +60,6 @@ class Server:
             self._end()
 
     def restart(self) -> None:
-        """Kills it and starts another one on the same endpoint."""
         self._process.kill()
         self._end()
         self._process = self._start()
@@ -139,7 +138,6 @@ class Members:
 
     @property
     def all(self) -> range:
-        """Their numbers."""
         return range(len(self._members))
 
     def others(self, *members: int) -> list[int]:
@@ -148,7 +146,6 @@ class Members:
 
     @property
     def steps(self) -> list[int]:
-        """How many steps each has done."""
         return [member.progress.value for member in self._members]
 
     def allow(self, steps: int) -> None:
@@ -158,7 +155,6 @@ class Members:
                 member.pipe.send(steps)
 
     def wait_until(self, condition: Callable[[list[int]], bool], text: str) -> None:
-        """Waits for a condition on the steps that they have done."""
         expiry = time.monotonic() + WAIT_SECONDS
         while not condition(self.steps):
             ended = [self._receive(member) for member in self.all if self._members[member].pipe.poll()]
@@ -168,7 +164,6 @@ class Members:
             time.sleep(LOOK_SECONDS)
 
     def send_signal(self, member: int, number: signal.Signals) -> None:
-        """Sends a signal to one of them."""
         os.kill(self._members[member].process.pid, number)
 
     def told(self, member: int) -> Report:
@@ -178,7 +173,6 @@ class Members:
         return said
 
     def let_go(self, *members: int) -> None:
-        """Lets these leave, and requires that they end by themselves."""
         for member in members:
             self._members[member].pipe.send(0)
         for member in members:

@@ -1,7 +1,4 @@
-"""Ranks killed by the hundred, under load and in rounds; `scripts/chaos kills` runs it.
-
-No `kill -9` of a rank may end the server, or change a bit of another job.
-"""
+"""Kill ranks by the hundred: neither the server nor a bit of another job may suffer; `scripts/chaos kills` runs it."""
 
 import argparse
 import os

@@ -66,7 +66,6 @@ class Members:
 
     @property
     def pids(self) -> list[int]:
-        """Their process ids."""
         return [process.pid for process in self._processes]
 
     @property
@@ -84,7 +83,6 @@ class Members:
         return reports
 
     def kill(self) -> None:
-        """Kills all of them outright, and waits for that."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -94,7 +92,6 @@ class Members:
             pipe.close()
 
     def wait_until(self, condition: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Waits as long as they get further."""
         before, since = [-1], time.monotonic()
         while not condition():
             meanwhile()
@@ -117,8 +114,6 @@ class Soaked:
 
 
 class _ServerKills:
-    """Kills and restarts a server at random moments."""
-
     def __init__(self, server: Server, seconds: float, chance: random.Random) -> None:
         self.server, self.seconds, self.chance, self.number = server, seconds, chance, 0
         self._due = time.monotonic() + chance.uniform(0, seconds)

@@ -1,8 +1,4 @@
-"""Chaos with real processes: members and the server are killed, stopped, stuck and cut off while real layers train.
-
-A scenario raises a `Finding` where a promise is not kept. How long each may take is measured by `scripts/chaos`; here
-it is only far from a hang.
-"""
+"""Chaos with real processes: members and the server are killed, stopped, stuck and cut off while real layers train."""
 
 import functools
 import random

@@ -16,8 +16,6 @@ SHAPE = (4, 3, 5, 6)
 
 
 class Copies(TorchDispatchMode):
-    """Counts tensors as large as one replica's slice."""
-
     def __init__(self, size):
         super().__init__()
         self.size, self.number = size, 0

@@ -1,8 +1,4 @@
-"""Rows that stay on devices, over a process group; the CPU represents the device.
-
-The tests over all transports compare their results, see `support.transports`. Tested here: no value is read on the
-host, and errors are reported late.
-"""
+"""Rows that stay on devices, over a process group: the host reads none, and errors come late. The CPU is the device."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,4 @@
-"""Rows of one process's replicas, passed from device to device; the CPU represents the devices.
-
-Tests that also run on a GPU are in `tests/gpu`.
-"""
+"""Rows of one process's replicas, passed from device to device; the CPU represents the devices."""
 
 from contextlib import nullcontext
 
@@ -19,7 +16,6 @@ from support.transports import reference_kernels, rows_on_devices
 
 @pytest.fixture
 def made():
-    """The exchanges on devices that are made."""
     with exchanges_noted() as found:
         yield found
 

@@ -1,7 +1,4 @@
-"""Replicas on devices with separate streams; fake streams record the calls.
-
-The CPU represents a GPU: its current stream is that of autograd's thread, and each replica has another.
-"""
+"""Replicas on devices with separate streams; the CPU represents a GPU, and fake streams record the calls."""
 
 from contextlib import contextmanager
 

@@ -26,7 +26,6 @@ GROUND = "statsd_bn"
 
 
 def page(text: str) -> str:
-    """The page as the code has it."""
     made = {"drawing": drawing(), "files": files()}
     return PART.sub(lambda found: f"{found[1]}\n{made[found[2]]}\n\n{found[3]}", text)
 
@@ -41,7 +40,6 @@ def drawing() -> str:
 
 
 def _side(side: str, floors: dict[str, int]) -> Iterator[str]:
-    """The lines of one side, from its top down to the ground."""
     # What imports nothing of ours stands above the ground all the same.
     of_side = {name: max(floor, 1) for name, floor in floors.items() if name.startswith(f"{side}.")}
     yield f"{side}/"
@@ -70,7 +68,6 @@ def files() -> str:
 
 
 def _sources() -> Iterator[Path]:
-    """The files in Python and C."""
     yield from import_graph.modules().values()
     yield from (ROOT / "client" / "native" / "core").glob("*.[ch]")
 

@@ -16,8 +16,6 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=inde
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block."""
-
     page: str  # path from the root of the repository
     line: int  # its first line on the page, from 1
     language: str  # after the fence

@@ -61,7 +61,6 @@ class Engine:
         self._stack.__exit__(*error)
 
     def run(self, words: Sequence[str], environ: Mapping[str, str], folder: Path) -> None:
-        """Runs `docker ...` in a folder."""
         environ = {**os.environ, **self._settings, **environ}
         command = [*self._compose, *words[2:]] if words[1] == "compose" else list(words)
         if words[1] == "build":

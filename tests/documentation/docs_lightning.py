@@ -8,8 +8,6 @@ from documentation import docs_stand_ins as given
 
 
 class Module(LightningModule):
-    """Trains the stand-in model."""
-
     def __init__(self) -> None:
         super().__init__()
         self.network = given.model

@@ -1,7 +1,4 @@
-"""Runs Python blocks of the documentation: a process with torch loaded forks for each block.
-
-So each block has its own processes, without the seconds of `import torch`.
-"""
+"""Runs Python blocks of the documentation: a process with torch loaded forks for each block, which saves its import."""
 
 import importlib.util
 import multiprocessing
@@ -27,8 +24,6 @@ SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Run:
-    """A block that is run in a process for each environment."""
-
     page: str  # for tracebacks
     line: int  # for tracebacks
     text: str
@@ -58,7 +53,6 @@ class Runner:
         self._process.join()
 
     def run(self, told: Run) -> Outcome:
-        """Runs a block to its end."""
         self._pipe.send(told)
         return self._pipe.recv()
 

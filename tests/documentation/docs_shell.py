@@ -42,7 +42,6 @@ ASSIGNMENT = re.compile(r"[A-Z_]+=")
 
 
 def check_script(words: Words) -> None:
-    """The script is there."""
     assert os.access(ROOT / words[0], os.X_OK), f"expected a script at {words[0]}, found none"
 
 

@@ -52,8 +52,6 @@ lost = ReplicaLost("rank 1 was lost", member=1, step=4, cause="the connection wa
 
 
 class WithLoss(nn.Module):
-    """The model as Hugging Face's `Trainer` wants it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.network = model

@@ -1,7 +1,4 @@
-"""Which module imports which, read from the sources of client/, server/ and statsd_bn/.
-
-An import inside a function or under TYPE_CHECKING counts like any other: a reader follows it like any other.
-"""
+"""Imports among the modules of client/, server/ and statsd_bn/, inside functions and under TYPE_CHECKING too."""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -18,7 +15,6 @@ Graph = Mapping[str, set[str]]
 
 @cache
 def modules(root: Path = ROOT) -> dict[str, Path]:
-    """The files of all packages, by the names of their modules."""
     files = (path for top in ROOTS for path in sorted((root / top).rglob("*.py")))
     return {_name(path.relative_to(root)): path for path in files}
 
@@ -72,7 +68,6 @@ def packages(graph: Graph) -> dict[str, set[str]]:
 
 
 def package_of(module: str) -> str:
-    """The package that a module is in, as `packages` counts them."""
     return "statsd_bn" if module.startswith("statsd_bn") else ".".join(module.split(".")[:2])
 
 

@@ -111,7 +111,6 @@ def python() -> Iterator[Callable[[Run], None]]:
 
 @pytest.fixture
 def shell(python, environs, server, tmp_path) -> Callable[[Block], Shell]:
-    """Runs a shell block."""
     return lambda block: Shell(block, tmp_path, server.endpoint, environs, python)
 
 

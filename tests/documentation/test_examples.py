@@ -85,7 +85,6 @@ def test_the_table_in_getting_started_is_the_one_that_the_demo_prints(monkeypatc
 
 
 def read_back(accuracy, weights, statistics, trip, seconds):
-    """The numbers of a row of the table."""
     return {
         "accuracy": float(accuracy.removesuffix("%")) / 100,
         "weights": 0.0 if weights == "-" else float(weights),

@@ -23,7 +23,6 @@ NOBODY = "ipc:///tmp/a folder for sockets of statsd_bn that nobody has ever made
 
 
 def first_line(error: BaseException) -> str:
-    """As Python prints it below a traceback."""
     return traceback.format_exception_only(error)[0].splitlines()[0]
 
 

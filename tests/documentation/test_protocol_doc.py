@@ -51,7 +51,6 @@ SAMPLES: dict[type[messages.Message], messages.Message] = {
 
 
 def section(title: str, page: str = DOCUMENT) -> str:
-    """The text under a heading, up to the next heading."""
     found = re.search(rf"^##+ {re.escape(title)}\n(.*?)(?=^##|\Z)", page, re.DOTALL | re.MULTILINE)
     assert found, f"no section {title!r}"
     return found[1]
@@ -78,7 +77,6 @@ def title_of(message: type[messages.Message]) -> str:
 
 
 def documented(title: str) -> list[Field]:
-    """The fields in wire order."""
     return [Field(number, *row[:3]) for number, row in enumerate(table(title), 1)]
 
 
@@ -318,7 +316,6 @@ def legal_and_illegal_of_fixed(field: Field) -> Iterator[tuple[bool, Any]]:
 
 
 def legal_and_illegal(field: Field) -> Iterator[tuple[bool, Any]]:
-    """Values just inside and just outside of the documented limits."""
     if field.type in LARGEST or field.type == "u64s":
         yield from legal_and_illegal_of_fixed(field)
     elif field.type == "token":
@@ -474,7 +471,6 @@ WAYS: dict[str, Callable[[], list[messages.Message]]] = {
 
 @functools.cache
 def failure(way: str) -> messages.Failure:
-    """The failure at the end of a way."""
     return next(answer for answer in WAYS[way]() if isinstance(answer, messages.Failure))
 
 

@@ -44,19 +44,15 @@ SECONDS = 200.0
 
 
 def files_of(block: Block) -> list[str]:
-    """Which scripts of the page a block names."""
     return [name for name in SCRIPTS if name in block.text]
 
 
 def shown(command: str) -> Block:
-    """The one shell block that has this command."""
     (found,) = [block for block in SHELL if command in block.text]
     return found
 
 
 class Bash:
-    """A newcomer's shell in an empty folder, and all that it starts."""
-
     def __init__(self, block: Block) -> None:
         # The path of a socket has at most 107 letters, which pytest's own folders may have alone.
         self.folder = Path(tempfile.mkdtemp(prefix="readme-"))
@@ -99,7 +95,6 @@ class Bash:
         return found
 
     def done(self) -> str:
-        """All output of a block that ends successfully."""
         code = self.process.wait(SECONDS)
         self._reader.join(SECONDS)
         output = "".join(self.lines)
@@ -117,7 +112,6 @@ class Bash:
 
 @pytest.fixture
 def bash() -> Iterator[Callable[[Block], Bash]]:
-    """Gives a block to a shell."""
     with ExitStack() as ending:
 
         def start(block: Block) -> Bash:

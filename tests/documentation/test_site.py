@@ -48,7 +48,6 @@ def build(repository: Path, site: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """The site."""
     folder = tmp_path_factory.mktemp("site")
     done = build(ROOT, folder)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -56,8 +55,6 @@ def site(tmp_path_factory) -> Path:
 
 
 class Fetched(HTMLParser):
-    """Collects the resources that a browser fetches for a page."""
-
     def __init__(self, page: Path) -> None:
         super().__init__()
         self.targets: list[str] = []

@@ -33,8 +33,6 @@ launcher = "pytorch"
 
 @MODELS.register_module()
 class Network(BaseModel):
-    """Builds its batch norms as MMEngine's libraries do."""
-
     def __init__(self, norm_cfg, data_preprocessor=None):
         super().__init__(data_preprocessor)
         self.network = training.network(lambda channels: build_norm_layer(norm_cfg, channels)[1])

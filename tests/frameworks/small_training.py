@@ -59,7 +59,6 @@ def train_on_the_whole_batch() -> State:
 
 
 def save(model: nn.Module, folder: Path | str) -> None:
-    """Saves a rank's state, whatever wraps its network."""
     inner = next(part for part in model.modules() if isinstance(part, nn.Sequential))
     state = {name: value.detach().clone() for name, value in inner.state_dict().items()}
     torch.save(state, Path(folder) / f"{distributed.get_rank()}.pt")

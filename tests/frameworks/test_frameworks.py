@@ -1,8 +1,4 @@
-"""Each recipe of docs/frameworks.md with the real library: two processes train like one on the whole batch.
-
-`scripts/test frameworks` installs each library into its own folder, and runs this. Without a library its test is
-skipped.
-"""
+"""Each recipe of docs/frameworks.md with the real library: two processes train like one on the whole batch."""
 
 import importlib.util
 import os
@@ -21,8 +17,6 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={t
 
 @dataclass(frozen=True)
 class Framework:
-    """How its program is run."""
-
     needs: tuple[str, ...]  # imported packages
     launcher: tuple[str, ...] = TORCHRUN  # empty where the program starts its processes itself
     tolerance: float = 1e-12  # relative and absolute, of weights and running statistics

@@ -49,7 +49,6 @@ def virtual_replicas(wrapper, module, device_ids):
 
 
 def failed():
-    """The names of the tests that fail, by why."""
     suite = unittest.TestSuite()
     for name in FILES:
         suite.addTests(unittest.defaultTestLoader.loadTestsFromModule(with_our_name(name)))

@@ -1,7 +1,4 @@
-"""torchvision's `references/classification/train.py` with the recipe: two processes train as one on the whole batch.
-
-The script is on PYTHONPATH where `scripts/test frameworks torchvision=FOLDER` runs this.
-"""
+"""torchvision's `references/classification/train.py` with the recipe equals one process on the whole batch."""
 
 import importlib.util
 import os
@@ -28,7 +25,6 @@ TOLERANCE = 1e-9  # of float64, after all steps
 
 
 def train(folder, ranks, **environ):
-    """What each rank found."""
     folder.mkdir()
     ours = {key: value for key, value in os.environ.items() if not key.startswith("STATSD_BN_")}
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
@@ -45,7 +41,6 @@ def furthest(found, expected):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """One process, the script as it is, the whole batch."""
     (found,) = train(tmp_path_factory.mktemp("whole") / "run", 1, PLAIN="yes")
     return found
 

@@ -31,7 +31,6 @@ class Grown(AssertionError):
 
 
 def seeds() -> Iterator[bytes]:
-    """Plays of sound frames: each alone, and all of them."""
     for number in range(len(SOUND)):
         yield bytes([SOUND_TURN, number])
     yield b"".join(bytes([SOUND_TURN | number % 8, number]) for number in range(len(SOUND)))

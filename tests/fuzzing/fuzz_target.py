@@ -36,8 +36,6 @@ SECONDS = (0.25, 1.0, 3.6, 40.0)
 
 
 class Play:
-    """A server, and what has been played to it."""
-
     def __init__(self) -> None:
         self.dispatcher = Dispatcher(SERVER, 0.0)
         self.frames = 0
@@ -168,7 +166,6 @@ def _gather(session: Session) -> Iterator[bytes]:
 
 
 def _figures(session: Session, key: RoundKey) -> bytes:
-    """A member's report of a round outside of the server."""
     frame = session.skew_frame([Sample(key, np.full(WORLD, 2.0), np.arange(WORLD * 6.0).reshape(WORLD, 2, 3))])
     if frame is None:
         raise AssertionError("expected figures of a sample with data, got none")

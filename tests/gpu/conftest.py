@@ -1,7 +1,4 @@
-"""Where these tests run: on the CPU, and again on a GPU where there is one.
-
-This folder needs pytest and nothing else that the other tests need, so that it runs on a machine with a GPU as it is.
-"""
+"""Devices of these tests: the CPU, and a GPU where there is one. The folder needs nothing but pytest."""
 
 import pytest
 import torch
@@ -13,7 +10,6 @@ CUDA = pytest.param(
 
 @pytest.fixture(params=["cpu", CUDA])
 def device(request: pytest.FixtureRequest) -> str:
-    """The type of device."""
     return str(request.param)
 
 

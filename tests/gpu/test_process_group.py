@@ -18,7 +18,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a 
 
 @pytest.fixture(autouse=True)
 def _group_of_one(device, monkeypatch):
-    """A process group of one rank, which all rounds go through."""
     backend = "gloo" if device == "cpu" else "nccl"
     distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(batchnorm, "communicator_for", lambda _: named_process_group.named(distributed.group.WORLD))

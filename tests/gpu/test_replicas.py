@@ -1,7 +1,4 @@
-"""Replicas of one process on a GPU: what they compute, and that the host never waits for the device.
-
-Where the CPU stands in, the rows stay on it as on a GPU, and its operators are those that CUDA has.
-"""
+"""Replicas of one process on a GPU: their results, and that the host never waits for the device."""
 
 from functools import partial
 

@@ -40,7 +40,6 @@ pytestmark = (
 
 @pytest.fixture(autouse=True)
 def _group_of_one(monkeypatch):
-    """A process group of one rank, which all rounds go through."""
     backend = "gloo" if DEVICE == "cpu" else "nccl"
     distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(batchnorm, "communicator_for", lambda _: named_process_group.named(distributed.group.WORLD))
@@ -205,7 +204,6 @@ def test_errors_of_a_round_are_flagged(launch, spoil, flags, fails):
 
 
 def called(layer, x):
-    """Call a layer, and read the device's checks."""
     output = layer(x)
     if DEVICE == "cuda":
         torch.cuda.synchronize()

@@ -19,7 +19,6 @@ CPU = torch.device("cpu")
 
 
 def of_torch(x, grad, weight, bias, momentum=reference.MOMENTUM):
-    """Results of torch's own batch norm."""
     x, weight, bias = (each.detach().clone().requires_grad_() for each in (x, weight, bias))
     mean, variance = torch.zeros(x.shape[1], dtype=weight.dtype), torch.ones(x.shape[1], dtype=weight.dtype)
     output = functional.batch_norm(x, mean, variance, weight, bias, training=True, momentum=momentum)

@@ -29,7 +29,6 @@ def recipe(server, tmp_path_factory):
 
 @pytest.fixture
 def whole_batch(monkeypatch):
-    """The same training, in one process and with torch's layers."""
     monkeypatch.syspath_prepend(EXAMPLES)
     import digits  # noqa: PLC0415 - the examples are no package, and on the path only here
 

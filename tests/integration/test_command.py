@@ -26,7 +26,6 @@ def command(*arguments: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A working directory with a server.py and a client.py."""
     folder = tmp_path_factory.mktemp("work")
     for name in ("server", "client"):
         (folder / f"{name}.py").write_text("print('mine')\n")

@@ -53,7 +53,6 @@ def secret(folder: Path, name: str) -> Path:
 
 @pytest.fixture
 def keys(tmp_path) -> Path:
-    """A server's folder with the keys of alice and bob."""
     generate(tmp_path / "keys", ["alice", "bob"])
     return tmp_path / "keys"
 

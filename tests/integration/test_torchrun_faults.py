@@ -1,7 +1,4 @@
-"""torchrun, DistributedDataParallel with its defaults, gloo: when one rank fails, the others end and say why.
-
-Each model is tried with DistributedDataParallel's broadcast of buffers, with which each forward begins, and without.
-"""
+"""torchrun and DistributedDataParallel, with and without its broadcast: if a rank fails, the others say why."""
 
 import re
 import sys

@@ -95,7 +95,6 @@ def opened(chromium, tmp_path):
 
 
 def words(state):
-    """The first words of a state's verdict."""
     return re.split(r"[:;{]| for ", VERDICTS[state]["text"])[0]
 
 

@@ -1,7 +1,4 @@
-"""The page in a real browser while four ranks train under torchrun, with a fault planted in one of them.
-
-`scripts/pictures` keeps a picture of each state.
-"""
+"""The page in a real browser while four ranks train under torchrun, with a fault planted in one of them."""
 
 import os
 import re

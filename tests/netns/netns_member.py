@@ -1,8 +1,4 @@
-"""A member on its own host: trains a small network with synchronised batch norm, and reports the outcome.
-
-Prints a line for each step, and last a JSON object: `digest` of all weights and buffers, or `error`, `text` and
-`fields`; and `at`, the time on the machine's clock.
-"""
+"""A member on its own host trains, prints a line per step, and last its digest or error, and the time, as JSON."""
 
 import json
 import sys

@@ -52,7 +52,6 @@ class Host:
         self.device = -1
 
     def open(self) -> None:
-        """Makes the namespace."""
         self.hosts.parent.mkdir(parents=True)
         self.hosts.write_text("127.0.0.1 localhost\n")
         _ip("netns", "add", self.name)
@@ -70,7 +69,6 @@ class Host:
             self.hosts.parent.rmdir()
 
     def run(self, *arguments: str) -> "subprocess.Popen[str]":
-        """Starts a Python process on this host."""
         command = ["ip", "netns", "exec", self.name, sys.executable, *arguments]
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]), "OMP_NUM_THREADS": "1"}
         environ["STATSD_BN_INSECURE"] = "1"

@@ -17,7 +17,6 @@ ONE, OTHER = ADDRESSES
 
 @pytest.fixture
 def ends():
-    """What each host's kernel would hold, by address, and the wire."""
     pairs = {address: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for address in ADDRESSES}
     for inner, outer in pairs.values():
         inner.settimeout(0)

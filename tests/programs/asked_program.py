@@ -1,7 +1,4 @@
-"""A script under torchrun that trains each way of wrapping a model twice: with a rank that is late, and without.
-
-The late rank is asked where it is, in the forward and in the backward pass. That must change nothing.
-"""
+"""A script under torchrun that trains each kind of wrapper with a late rank, whose stack is requested, and without."""
 
 import sys
 import time

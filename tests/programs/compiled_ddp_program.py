@@ -32,8 +32,6 @@ class Functional(nn.BatchNorm1d):
 
 
 class Towers(nn.Module):
-    """Two independent branches, and a residual block."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = (

@@ -1,8 +1,4 @@
-"""What ranks of the contract's tests train under DistributedDataParallel, and the same on the whole batch.
-
-Every number is compared in float64: outputs, the gradients of inputs and of weights in each step, and the state at the
-end.
-"""
+"""Training of the contract's ranks under DistributedDataParallel, and on the whole batch, in float64."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,7 +14,6 @@ from programs.ddp_programs import Batch, Mode, Seen, batch, keep, network, train
 
 
 def on_the_whole_batch(mode: Mode) -> Seen:
-    """`nn.BatchNorm` in one process."""
     model, seen = train_on_the_whole_batch(mode)
     return seen | state(model)
 
@@ -32,7 +27,6 @@ def under_ddp(rank: Any, mode: Mode, job: Job | None) -> Seen:
 
 
 def under_smart_ddp(rank: Any, mode: Mode, job: Job | None, spelling: str) -> Seen:
-    """The same in one call."""
     with perhaps(job):
         parallel = keep(getattr(client, spelling)(network(mode), **dict(mode.options)))
         return train_share(parallel, parallel.module, mode, rank.rank) | state(parallel.module)

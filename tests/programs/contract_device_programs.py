@@ -23,8 +23,6 @@ Seen = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One layer's call."""
-
     shares: tuple[int, ...] = SHARES  # samples of each rank
     dtype: torch.dtype = torch.float32  # of input and parameters
     masked: bool = False  # some positions are masked
@@ -63,7 +61,6 @@ def one_call(rank: Any, case: Case, job: Job | None) -> Seen:
 
 
 def on_the_whole_batch(case: Case) -> Seen:
-    """The unmasked positions of all shards, one row each."""
     x, factors, mask = tensors(case)
     if case.masked:
         x, factors = (whole.movedim(1, -1)[mask].unsqueeze(2) for whole in (x, factors))

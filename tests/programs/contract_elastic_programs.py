@@ -71,7 +71,6 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def loss_of(model: nn.Module, samples: Tensor) -> Tensor:
-    """The sum over samples, which are numbers."""
     x = samples.double()
     targets = torch.cos(0.3 * x)
     return (model(torch.stack([x.sin(), x.cos(), x / SAMPLES], dim=1)).squeeze(1) - targets).square().sum()

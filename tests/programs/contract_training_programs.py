@@ -25,7 +25,6 @@ class Job:
     name: str
 
     def connect(self) -> client.Connection:
-        """With rank and size of torch's process group."""
         return client.connect(self.endpoint, job=self.name, round_timeout=SECONDS)
 
 
@@ -35,7 +34,6 @@ def perhaps(job: Job | None) -> AbstractContextManager[client.Connection | None]
 
 
 def loop(samples: int = 12) -> Any:
-    """A training loop with two loaders of three."""
     return SimpleNamespace(
         train_loader=DataLoader(range(samples), batch_size=2, shuffle=True),
         validation_loader=DataLoader(range(6), batch_size=3),

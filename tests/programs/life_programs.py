@@ -1,7 +1,4 @@
-"""What member processes do in `test_life.py`: training while layers are copied, saved, moved, shared and forked.
-
-Without a connection the same programs train torch's own layers on the whole batch.
-"""
+"""Training in `test_life.py` while layers are copied, saved, moved, shared and forked, with or without a connection."""
 
 import copy
 import io

@@ -1,7 +1,4 @@
-"""A process of `test_lightning.py` under a real Lightning `Trainer`: python lightning_program.py DIR.
-
-It writes its results to DIR/RANK.pt.
-"""
+"""A process of `test_lightning.py` under a Lightning `Trainer`: `lightning_program.py DIR` writes DIR/RANK.pt."""
 
 import logging
 import os

@@ -57,5 +57,4 @@ def state(model: nn.Module) -> State:
 
 
 def names(model: nn.Module) -> list[str]:
-    """The normalising layers, by class."""
     return [type(layer).__name__ for layer in model if "Norm" in type(layer).__name__]

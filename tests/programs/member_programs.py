@@ -485,7 +485,6 @@ def backward_through_compiled_again(
 
 
 def _recorded_phases(connection: client.Connection) -> list[str]:
-    """The phases of all rounds from now on."""
     phases = []
     begin = connection.round
 

@@ -1,7 +1,4 @@
-"""The page of a pretended server: `HOST:PORT FILE`, where FILE has arguments of `support.view_states.snapshot` as JSON.
-
-They may change while it runs. `period` is the time between two snapshots, in seconds.
-"""
+"""The page of a pretended server (`HOST:PORT FILE`); FILE has arguments of `view_states.snapshot`, and may change."""
 
 import json
 import sys

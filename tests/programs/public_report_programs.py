@@ -21,8 +21,6 @@ Seen = dict[str, Tensor]
 
 
 class Part:
-    """The whole batch, by torch's layers."""
-
     rank = 0
     ranks = 1
 
@@ -37,8 +35,6 @@ class Part:
 
 
 class Replicas(Part):
-    """The whole batch, on two virtual replicas."""
-
     def wrap(self, model: nn.Module) -> nn.Module:
         return client.DataParallelWithCallback(client.convert_model(model), device_ids=["cpu"] * 2)
 

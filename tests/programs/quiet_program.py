@@ -1,8 +1,4 @@
-"""A script under torchrun on three ranks that trains, and has long times without a round in between.
-
-The arguments name them, see `Quiet`. In each of them ranks wait long in collectives of torch, some in different ones,
-and nothing is wrong. Each rank says at the end of each whether it was asked where it is.
-"""
+"""Three ranks under torchrun that train, with long times in collectives of torch, each a `Quiet`, and nothing wrong."""
 
 import sys
 import time
@@ -31,8 +27,6 @@ def batch() -> torch.Tensor:
 
 
 class Quiet:
-    """Pauses between two epochs."""
-
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.model = nn.parallel.DistributedDataParallel(network())

@@ -1,7 +1,4 @@
-"""What processes do in `test_subclasses.py` and `test_timm.py`: train with subclasses of torch's batch norm.
-
-As a script, `torchrun subclass_programs.py FILE`, it trains under DistributedDataParallel with nothing configured.
-"""
+"""Training with subclasses of torch's batch norm, for tests, and as a script under DistributedDataParallel: FILE."""
 
 import sys
 from contextlib import nullcontext
@@ -24,8 +21,6 @@ from zoo.specimen import prepare
 
 @dataclass(frozen=True)
 class Sparse:
-    """A batch as libraries of sparse tensors have it."""
-
     F: Tensor
 
 
@@ -41,8 +36,6 @@ class TakesNoRows(nn.BatchNorm1d):
 
 @dataclass(frozen=True)
 class Training:
-    """A network, its data and its optimiser."""
-
     network: str = "three kinds"  # a key of `KINDS`, or a network of timm
     sizes: tuple[int, ...] = (3, 1)  # samples per member
     backend: str = ""  # of torch.compile; eager if empty
@@ -62,7 +55,6 @@ class Training:
         return model
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """The whole batch of a step, and the factors of its loss."""
         generator = torch.Generator().manual_seed(step)
         shape = (2, 3, 2) if self.network in KINDS else (3, 32, 32)
         outputs = shape if self.network in KINDS else (3,)

@@ -40,8 +40,6 @@ class TorchsOwn(distributed_test.DistributedTest._DistTestBase, TestCase):
 
 
 class TorchWithoutGpus:
-    """The module `torch` of the tests."""
-
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
@@ -54,8 +52,6 @@ class TorchWithoutGpus:
 
 
 class ResNet(nn.Module):
-    """The part of torchvision's ResNet that the tests use."""
-
     def __init__(self) -> None:
         super().__init__()
         block = nn.Module()

@@ -104,8 +104,6 @@ def _compiled(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 class Annotated(Tensor):
-    """Passes a note on from its input to its output."""
-
     note = ""
 
     @classmethod

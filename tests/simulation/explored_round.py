@@ -1,7 +1,4 @@
-"""Compiles programs around client/native/core/round.c: one explores all orders of its steps, one has ranks as threads.
-
-`scripts/simulate memory` explores the larger groups; see core/explore.c.
-"""
+"""Programs around client/native/core/round.c: one explores all orders of its steps, one has ranks as threads."""
 
 import shutil
 import subprocess

@@ -1,7 +1,4 @@
-"""Bugs to plant into the real code, one at a time: a simulator that does not find them would find no others either.
-
-Each is a context manager that changes one thing, as a slip of the pen would.
-"""
+"""Bugs to plant into the real code, one at a time, each as a context manager: the simulator must find them."""
 
 import functools
 import inspect

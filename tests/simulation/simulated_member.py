@@ -48,8 +48,6 @@ class ProgramError(RuntimeError):
 
 @dataclass
 class Outcome:
-    """How one wait of one member ended."""
-
     process: "Process"
     what: str
     group: str
@@ -69,8 +67,6 @@ class Span:
 
 
 class Process(SimulatedProcess):
-    """One life of one member."""
-
     def __init__(self, world: "World", number: int, life: int, epoch: int) -> None:
         super().__init__(world.clock, world.network)
         self.world, self.number, self.life, self.epoch = world, number, life, epoch
@@ -98,7 +94,6 @@ class Process(SimulatedProcess):
         return f"member {self.number}.{self.life}"
 
     def record_frame(self) -> None:
-        """The server has heard of it."""
         self._longest_silence = self.longest_silence
         self._silent_since = self.world.clock.now
 
@@ -292,8 +287,6 @@ class Process(SimulatedProcess):
         return RoundTrip(session, ENDPOINT, key, rows, session.contribution(key, rows), self.world.rng.random)
 
     def _round_in_memory(self, session: Session, key: RoundKey, rows: Rows, memory: GroupMemory) -> Part:
-        """Does what `SharedMemoryPipe` does with a round in memory."""
-
         def begin_trip() -> RoundTrip:
             return self._trip(session, key, rows)
 
@@ -324,7 +317,6 @@ class Process(SimulatedProcess):
         return aggregate.values[0]
 
     def _session(self, group: Group) -> Part:
-        """Does what `Sessions.of` does."""
         if session := self.sessions.get(group.name):
             return session
         session = self.sessions[group.name] = self._new_session(group)
@@ -344,7 +336,6 @@ class Process(SimulatedProcess):
         return SimulatedSession(token, who.in_group(group.name, group.size), self._last_round_done)
 
     def _change_stand(self, session: Session, participation: Participation) -> Part:
-        """Does what `Sessions.change_stand` does."""
         session.participation = participation
         session.has_uneven_inputs = True
         return (yield Registration(session, ENDPOINT, session.member.round_timeout))

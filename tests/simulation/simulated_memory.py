@@ -39,8 +39,6 @@ def check_waits(world: "World") -> None:
 
 
 class SimulatedMemory:
-    """The shared memory of a group, and the processes that it wakes."""
-
     def __init__(self, world: "World", members: int) -> None:
         self._world = world
         self._bytes = mmap(-1, size_of(members))
@@ -48,7 +46,6 @@ class SimulatedMemory:
         self._sleepers: list[Process] = []
 
     def of_member(self, process: "Process", me: int) -> GroupMemory:
-        """The memory, as one member sees it."""
         self._sleepers.append(process)
         return _SimulatedGroupMemory(self._bytes, self._members, me, self._wake)
 

@@ -46,8 +46,6 @@ class Call:
 
 @dataclass(frozen=True)
 class Plan:
-    """One world."""
-
     seed: int
     replicas: tuple[tuple[int, ...], ...]
     calls: tuple[Call, ...]

@@ -43,18 +43,15 @@ class SimulatedProcess:
         raise NotImplementedError
 
     def sample(self) -> ThreadSample:
-        """The state of its main thread."""
         raise NotImplementedError
 
     def receive_notice(self, text: str) -> None:
         """Receive a wait's information about other members."""
 
     def start(self) -> None:
-        """Begins the program."""
         self._resume(lambda: next(self._program))
 
     def delivered(self, channel: SimulatedChannel) -> None:
-        """A frame has come."""
         if self._clock.now < self.frozen_until:
             return
         if channel is self._channel:
@@ -71,7 +68,6 @@ class SimulatedProcess:
                 self._set_alarm()
 
     def connected_anew(self, channel: SimulatedChannel) -> None:
-        """A socket has another connection than before."""
         if channel is self._beacon:
             self._scheduler.on_reconnected()
             self.beat()
@@ -92,11 +88,9 @@ class SimulatedProcess:
         self._program.close()
 
     def open_beacon(self) -> None:
-        """Opens the socket of the heartbeats."""
         self._beacon = SimulatedChannel(self._network, self, BEACON_RECONNECT_SECONDS)
 
     def beat(self) -> None:
-        """Sends the heartbeats that are due, as `Heartbeat` does."""
         now = self._clock.now
         if self._beacon is None or not self.alive or self._has_left or now < self.frozen_until:
             return
@@ -112,7 +106,6 @@ class SimulatedProcess:
         self._set_alarm()
 
     def leave(self, cause: str) -> None:
-        """Says goodbye for every session, as `Sessions.leave` does."""
         self._has_left = True
         self.send([session.leave(cause) for session in self.sessions.values()])
 
@@ -139,7 +132,6 @@ class SimulatedProcess:
                     self._beacon.send(encode(self.sample().report(session.member_token, question.number)))
 
     def _resume(self, resume: Callable[[], Any]) -> None:
-        """Runs the program up to its next wait."""
         while True:
             try:
                 wanted = resume()

@@ -1,8 +1,4 @@
-"""Rules for every world and any fault, apart from the sums.
-
-Each rule is a function that reports a violation or nothing. The world records *facts*: the true events of each member.
-A member's error must agree with them.
-"""
+"""Rules for every world and fault, apart from the sums: a member's errors must agree with the true *facts*."""
 
 import re
 from collections.abc import Callable

@@ -70,8 +70,6 @@ class Fact:
 
 @dataclass
 class Counters:
-    """What happened in many worlds."""
-
     worlds: int = 0
     rounds: int = 0
     faults: Counter[str] = field(default_factory=Counter)
@@ -85,8 +83,6 @@ class Counters:
 
 
 class World:
-    """Everything of one seed."""
-
     def __init__(self, seed: int) -> None:
         self.plan: Plan = draw(seed)
         self.seed = seed
@@ -125,7 +121,6 @@ class World:
         self._numbers = self._draw_numbers()
 
     def run(self) -> Counters:
-        """Runs the world to its end."""
         with quiet():
             self.server.start()
             for number in range(self.plan.size):
@@ -159,7 +154,6 @@ class World:
             vars(part).clear()
 
     def trace_lines(self) -> list[str]:
-        """The trace, for people."""
         return [f"{self.plan}", *(_describe(entry) for entry in self.trace)]
 
     def note(self, process: Process, how: str, cause: str = "", seconds: float = 0.0) -> None:
@@ -321,7 +315,6 @@ def _message(frame: bytes) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the logs of worlds full of faults."""
     logger = logging.getLogger("statsd_bn")
     level = logger.level
     # Each change of level clears the caches of all loggers, so many worlds share one.
@@ -335,7 +328,6 @@ def quiet() -> Iterator[None]:
 
 
 def run(seed: int) -> Counters:
-    """Runs one world."""
     world = World(seed)
     counters = world.run()
     world.fall_apart()

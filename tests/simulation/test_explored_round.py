@@ -79,7 +79,6 @@ def test_a_planted_slip_is_found(tmp_path, slip):
 
 
 def sanitized(folder: Path, *changed: tuple[str, str]) -> subprocess.CompletedProcess[str]:
-    """Rounds of ranks as threads, under ThreadSanitizer."""
     try:
         path = program(folder, "ranks", "-fsanitize=thread", changed=changed)
     except subprocess.CalledProcessError:

@@ -95,7 +95,6 @@ def wait_for(driver: webdriver.Chrome, fact: str, selector: str = "body", second
 
 
 def errors(driver: webdriver.Chrome) -> list[dict[str, Any]]:
-    """Errors of the console since the last call."""
     return [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
 
 

@@ -10,7 +10,6 @@ TOLERANCE = 1e-10
 
 
 def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Names and values agree."""
     torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 

@@ -1,7 +1,4 @@
-"""CPU stand-ins for the CUDA-only operators of torch's SyncBatchNorm.
-
-They compute the documented results and check the documented requirements on their arguments.
-"""
+"""CPU stand-ins for the CUDA-only operators of torch's SyncBatchNorm, as their documentation describes them."""
 
 import math
 from collections.abc import Iterator
@@ -17,7 +14,6 @@ from support.transports import rows_on_devices
 
 
 def check(x, *vectors):
-    """Check an operator's requirements on its arguments."""
     assert x.is_contiguous() or x.is_contiguous(memory_format=CHANNELS_LAST[x.dim()])
     for vector in vectors:
         assert vector.dtype == compute_type(x)

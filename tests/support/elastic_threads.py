@@ -1,7 +1,4 @@
-"""Elastic members as threads over the in-memory channel pool: they die in the middle of any round, and others join.
-
-The gradient of a sample is 1 in the sample's own weight, so each final weight counts how often its sample was learnt.
-"""
+"""Elastic members as threads that die and join in any round; each weight counts how often its sample was learnt."""
 
 import threading
 from collections.abc import Callable, Iterator

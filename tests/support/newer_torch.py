@@ -49,7 +49,6 @@ def skip_without_its_library(code: str) -> None:
 
 
 def skip_if_one_is_missing(code: str) -> None:
-    """Skips a test of code that imports one of these."""
     for feature, version in SINCE.items():
         if re.search(rf"import.*\b{feature}\b|from {feature} import", code) and is_missing(feature):
             pytest.skip(f"{feature} needs torch {version}")

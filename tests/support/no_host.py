@@ -1,7 +1,4 @@
-"""Detection of host synchronisation: rows on devices must neither be read by the host nor copied between devices.
-
-On CUDA each of these waits for the device. On the CPU nothing waits, so the operations that would are counted.
-"""
+"""Detection of host synchronisation: on the CPU, the operations that would wait for CUDA are counted."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -23,8 +23,6 @@ Got = tuple[int, int, bytes]
 
 @dataclass(frozen=True)
 class MemberRows:
-    """What one life of a member brought to one round."""
-
     member: int
     life: int
     rows: Rows
@@ -85,7 +83,6 @@ class Ledger:
         self._brought.setdefault(key, {}).setdefault(one.member, []).append(one)
 
     def rows_of_other_lives(self, key: RoundKey, member: int, life: int) -> list[MemberRows]:
-        """Contributions of the other lives of a member to a round."""
         return [one for one in self._brought.get(key, {}).get(member, []) if one.life != life]
 
     def complaint(self, aggregate: Aggregate, members: Iterable[int], receiver: MemberRows) -> str:

@@ -119,7 +119,6 @@ class PureWorld:
             self.join(number, **given)
 
     def join(self, number: int, **given: object) -> PureMember:
-        """A new process registers as a member."""
         member = PureMember(self, number, len(self.members), **given)
         self.members.append(member)
         member.register()
@@ -149,7 +148,6 @@ class PureWorld:
             self._deliver(self.dispatcher.tick(self.now))
 
     def kill(self, *members: PureMember) -> None:
-        """Their processes die, and the master finds out."""
         self.silent.update(members)
         for member in members:
             self.dispatcher.unreachable(self.now, member.session.member_token)

@@ -1,7 +1,4 @@
-"""Test helpers of Synchronized-BatchNorm-PyTorch, for its own tests.
-
-They are `TorchTestCase` of `sync_batchnorm.unittest`, and `BatchNorm2dReimpl` of `sync_batchnorm.batchnorm_reimpl`.
-"""
+"""`TorchTestCase` and `BatchNorm2dReimpl` of Synchronized-BatchNorm-PyTorch, for its own tests."""
 
 import unittest
 

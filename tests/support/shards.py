@@ -220,7 +220,6 @@ def as_autocast_member(
 
 
 def joined(results: list[bytes]) -> list[Outcome]:
-    """The members' results for each case, joined."""
     members = [loaded(result) for result in results]
     return [_together([Outcome(**outcome) for outcome in outcomes]) for outcomes in zip(*members, strict=True)]
 

@@ -1,7 +1,4 @@
-"""A fork server with torch, its compiler and ours loaded: test processes start in milliseconds.
-
-They inherit only the environment of the time when the first one started, and the same random seeds.
-"""
+"""A fork server with torch and its compiler loaded: test processes start in milliseconds, in its environment."""
 
 import multiprocessing
 import os

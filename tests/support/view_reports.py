@@ -39,19 +39,16 @@ def report(*groups: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def waiting(seconds: float, *missing: int, layer: str = "bn1", **more: Any) -> dict[str, Any]:
-    """An open round."""
     text = f"layer {layer!r}"
     of = {"round": text, "layer": layer, "phase": "forward", "step": 7}
     return {**of, "seconds": seconds, "missing": list(missing), **more}
 
 
 def ended(job: str = "digits", lost: str = "", seconds: float = 1.0, **more: Any) -> dict[str, Any]:
-    """An ended job."""
     return {"job": job, "epoch": 0, "world_size": 2, "rounds_done": 100, "lost": lost, "seconds": seconds, **more}
 
 
 def skew(rank: int, layer: str = "bn1", **more: Any) -> dict[str, Any]:
-    """A finding of a rank whose data differ."""
     numbers = {"since": 64, "layers": 23, "variance": 8.5, "shift": 0.1, "part": 0.27, "usual": 0.0012}
     text = f"rank {rank} (host-{rank}, pid {800 + rank}): since step 64 ..."
     return {"kind": "skew", "rank": rank, "step": 70, "text": text, "layer": layer, **numbers, **more}

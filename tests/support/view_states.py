@@ -125,7 +125,6 @@ def snapshot(
 
 
 def layer_names(count: int) -> list[str]:
-    """Names of batch norms as a ResNet has them."""
     names = ["bn1"]
     for stage in range(1, 5):
         for block in range(math.ceil(count / 12)):
@@ -138,7 +137,6 @@ def _even(names: list[str], count: int) -> set[str]:
 
 
 def group(state: str, ranks: int, names: list[str], now: float, job: str) -> dict[str, Any]:
-    """A group of the job in a state."""
     told = VERDICTS[state]
     fill = {"ranks": ranks, "layer": names[2 if state == "nan" else ODD_LAYER], "waited": 12 + int(now) % 60}
     found = {
@@ -257,7 +255,6 @@ def member(rank: int, state: str) -> dict[str, Any]:
 
 
 def cards(state: str, ranks: int, names: list[str]) -> list[dict[str, str]]:
-    """Five cards."""
     layers, odd = len(names), names[ODD_LAYER]
     told = {
         "Ranks": (f"{ranks} of {ranks}", "all take part", "good"),
@@ -288,7 +285,6 @@ def cards(state: str, ranks: int, names: list[str]) -> list[dict[str, str]]:
 
 
 def trend(state: str, now: float) -> dict[str, list[float]]:
-    """Ten minutes of speed and round trip."""
     chance = random.Random(7)
     seconds = [now - SECONDS + 2 * at for at in range(301)]
     slow = [state == "slow" and time > now - 180 for time in seconds]
@@ -301,7 +297,6 @@ def trend(state: str, now: float) -> dict[str, list[float]]:
 
 
 def events(state: str, ranks: int, names: list[str], now: float, job: str) -> list[dict[str, Any]]:
-    """The timeline, the oldest first."""
     world = {"job": job, "group": "world"}
     told = [
         {"time": now - 8000, "kind": "joined", **world, "rank": None, "text": f"{ranks} ranks joined"},
@@ -331,7 +326,6 @@ def events(state: str, ranks: int, names: list[str], now: float, job: str) -> li
 
 
 def heat(snapshot: dict[str, Any], job: str, group: str) -> dict[str, Any] | None:
-    """The heat map of a snapshot's group."""
     for found in snapshot["groups"]:
         if (found["job"], found["group"]) == (job, group) and found["has_figures"]:
             parts, ratios, means, variances = _figures(found, int(snapshot["time"]))
@@ -351,7 +345,6 @@ def heat(snapshot: dict[str, Any], job: str, group: str) -> dict[str, Any] | Non
 
 
 def history(snapshot: dict[str, Any], job: str, group: str, layer: str) -> dict[str, Any] | None:
-    """Ten minutes of a layer, a sample every four seconds."""
     for found in snapshot["groups"]:
         if (found["job"], found["group"]) == (job, group) and layer in found["layers"]:
             at, until = found["layers"].index(layer), (found["over"] or snapshot)["time"]

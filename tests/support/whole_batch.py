@@ -1,7 +1,4 @@
-"""The comparison of the transparency tests: a layer on shards, and `torch.nn.BatchNorm` on the whole batch.
-
-The programs of member processes live here, since a process can only receive importable functions.
-"""
+"""A layer on shards compared with `torch.nn.BatchNorm` on the whole batch, with the programs of member processes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

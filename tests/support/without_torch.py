@@ -1,8 +1,4 @@
-"""Importing this lets a program import modules of `client` that need no torch, without the package, which loads it.
-
-The program then starts in a tenth of the time. It has to name each module that it needs: `client.connect` is not there.
-Where the package has been imported before, nothing changes.
-"""
+"""Lets a program import modules of `client` without the package, and so without torch; it must name each module."""
 
 import sys
 from importlib.util import find_spec, module_from_spec

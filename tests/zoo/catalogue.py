@@ -1,8 +1,4 @@
-"""Which networks are in the zoo: of each family that has batch norm the smallest.
-
-A family is what one module of a library builds under names that begin alike: `resnet18` and `resnet50` are one,
-`seresnet50` is another.
-"""
+"""The networks in the zoo: the smallest with batch norm of each family, such as `resnet18` of all `resnet*`."""
 
 import re
 import warnings
@@ -27,8 +23,6 @@ FAMILY = re.compile(r"(?:(?:tf|quantized|legacy|hf|ese)_)?[a-z]+?(?:v\d+(?=_|$)|
 
 @dataclass(frozen=True)
 class Architecture:
-    """A name that a library builds a network by."""
-
     library: str  # "torchvision" or "timm"
     module: str  # its module, without the library's prefix
     name: str
@@ -51,8 +45,6 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Survey:
-    """Static facts about an architecture."""
-
     architecture: Architecture
     parameters: int = 0  # number of parameters
     layers: tuple[tuple[str, int], ...] = ()  # batch norms by class
@@ -82,7 +74,6 @@ def survey(architecture: Architecture) -> Survey:
 
 
 def layers_of(model: nn.Module) -> tuple[tuple[str, int], ...]:
-    """The batch norms of a model by class, the most frequent first."""
     found = Counter(type(part).__name__ for part in model.modules() if is_batch_norm(part))
     return tuple(found.most_common())
 

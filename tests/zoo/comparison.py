@@ -28,8 +28,6 @@ FAINT = 1e-6
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result for one network."""
-
     layers: tuple[tuple[str, int], ...]  # batch norms by class
     differences: dict[str, float]  # largest relative difference of each kind of result
     unsynchronised: float  # difference of the outputs without synchronisation
@@ -37,14 +35,11 @@ class Comparison:
 
     @property
     def largest(self) -> float:
-        """The largest difference of all kinds."""
         return max(self.differences.values())
 
 
 @dataclass
 class Output:
-    """Logs and warnings of a conversion."""
-
     lines: list[logging.LogRecord] = field(default_factory=list)
     warned: list[str] = field(default_factory=list)
 
@@ -79,7 +74,6 @@ class _Anatomy:
         self._tensors = [*model.named_parameters(), *model.named_buffers()]
 
     def complaints_of(self, reverted: nn.Module) -> Iterator[str]:
-        """The differences from the original."""
         parts = list(reverted.named_modules())
         if [path for path, *_ in self._parts] != [path for path, _ in parts]:
             yield "the reverted model has other modules"
@@ -149,7 +143,6 @@ def _relative(found: Tensor, expected: Tensor, least: float) -> float:
 
 @contextmanager
 def _captured() -> Iterator[Output]:
-    """Collect logs of our layers and warnings of `convert_model`."""
     output = Output()
     logger = logging.getLogger("statsd_bn.client")
     handler = logging.Handler()

@@ -23,8 +23,6 @@ SECONDS = 400
 
 @dataclass(frozen=True)
 class Exhibit:
-    """What became of a family."""
-
     library: str  # "torchvision" or "timm"
     family: str
     name: str  # its smallest network

@@ -1,8 +1,4 @@
-"""Specimen: one network of the zoo, made ready to be compared, and a batch for it.
-
-Ready means: in float64, without chance, and with numbers that let every layer count. Libraries begin many branches with
-a weight of zero, behind which nothing that a batch norm does could be seen.
-"""
+"""Specimen: one network of the zoo in float64, without chance, with weights that let every layer count, and a batch."""
 
 import copy
 from collections.abc import Iterator
@@ -98,7 +94,6 @@ def without_chance(model: nn.Module) -> None:
 
 
 def tensors_of(outputs: object) -> list[Tensor]:
-    """The floating-point tensors in a network's result, in order."""
     leaves = torch.utils._pytree.tree_leaves(outputs)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 

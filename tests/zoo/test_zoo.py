@@ -27,8 +27,6 @@ def specimen(*layers: nn.Module) -> Specimen:
 
 
 def made_of(*layers: nn.Module) -> Architecture:
-    """An architecture that builds this, in place of one of timm's."""
-
     class Own(Architecture):
         def build(self, **_):
             return nn.Sequential(nn.Conv2d(3, 3, 1), *copy.deepcopy(layers))

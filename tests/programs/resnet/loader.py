@@ -29,7 +29,6 @@ class Loader:
             yield torch.stack([self.decode(int(label)) for label in labels]), labels
 
     def decode(self, label: int) -> torch.Tensor:
-        """An image of a class."""
         while self.fault.read_text() == "hung" and self.rank == HUNG_RANK:
             time.sleep(0.1)
         angle = torch.tensor(torch.pi * label / CLASSES)

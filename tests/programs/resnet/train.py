@@ -1,7 +1,4 @@
-"""A small ResNet under torchrun, with a fault in one rank: `ENDPOINT FILE`.
-
-FILE has the name of the fault, and may change while it runs; without a fault, the training goes on until it is killed.
-"""
+"""A small ResNet under torchrun (`ENDPOINT FILE`) with the fault that FILE names; it trains until it is killed."""
 
 import sys
 import time
@@ -26,8 +23,6 @@ PAUSE_SECONDS = 0.03
 
 
 class Block(nn.Module):
-    """Two convolutions with batch norm and a shortcut."""
-
     def __init__(self, width: int, out: int, stride: int) -> None:
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(width, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out)

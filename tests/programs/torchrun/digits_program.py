@@ -31,7 +31,6 @@ WHO = sys.argv.pop(1)
 
 
 def interrupted(*arguments: Any) -> Iterator[tuple[int, float]]:
-    """The training, with the kill in between."""
     for step, loss in train(*arguments):
         if step == KILLED_AFTER:
             kill()

@@ -30,7 +30,6 @@ def network() -> nn.Module:
 
 
 def images(generator: torch.Generator, rank: int, brighter: float) -> torch.Tensor:
-    """Images of a level of their own each."""
     levels = torch.rand(16, 1, 1, 1, generator=generator)
     found = levels + 0.3 * torch.rand(16, 1, 8, 8, generator=generator)
     return found * brighter if rank == 2 else found

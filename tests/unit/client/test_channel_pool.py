@@ -59,7 +59,6 @@ def test_idle_channels_can_be_closed_while_one_is_lent():
 
 @pytest.fixture
 def echo(tmp_path):
-    """An ipc endpoint that answers each frame with itself."""
     endpoint = f"ipc://{tmp_path}/echo"
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)

@@ -40,7 +40,6 @@ def handler(connection: client.Connection) -> DDPHandler:
 
 
 def synced(values: list[Any], **options: Any) -> list[Any]:
-    """What each member gets where each gives one of the values."""
     return run_members(len(values), lambda connection: handler(connection).mp_sync(values[connection.rank], **options))
 
 

@@ -26,7 +26,6 @@ def ours(error: BaseException) -> list[str]:
 
 
 def failing_round(monkeypatch, *, after: int = 0) -> nn.Module:
-    """A layer with failing rounds, after a number of good ones."""
     real, rounds = connection.Connection._begin_round, []
 
     def round_(self, *arguments, **options):

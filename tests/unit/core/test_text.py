@@ -28,7 +28,6 @@ HOSTILE = "\x1b[2J\x1b]0;owned\x07\r\n\t\x9b\u202e\u2028\ud800"
 
 
 def hidden(text: str) -> str:
-    """The control characters of a text."""
     return "".join(letter for letter in text if not letter.isprintable() and letter not in "\n\t")
 
 

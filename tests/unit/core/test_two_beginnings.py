@@ -143,7 +143,6 @@ def test_results_of_a_step_that_lost_a_member_prove_nothing():
 
 
 def listen(world, session):
-    """Process received frames like the heartbeat thread."""
     for frame in world.inboxes.pop(session.member_token, []):
         world.send(session, *session.on_unsolicited(frame))
 

@@ -98,8 +98,6 @@ def test_a_closed_store_ends_the_wait(entry_of):
 
 
 class _Gone:
-    """A store of an ended process, with torch's message."""
-
     def check(self, *_):
         raise distributed.DistNetworkError("connection closed\nframe #0: somewhere")
 

@@ -51,7 +51,6 @@ def test_no_file_or_descriptor_remains():
 
 @pytest.fixture
 def late(offer, monkeypatch):
-    """Delay of the other process, like that of a descheduled one."""
     may, user_of = threading.Event(), memfd._user_of
 
     def late_user_of(peer):

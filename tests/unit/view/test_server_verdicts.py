@@ -10,8 +10,6 @@ from support.strategies import contribution, key, session_of
 
 
 class Watched(Job):
-    """A job with a view that asks once a second."""
-
     def __init__(self, members: int, **given) -> None:
         super().__init__(members, **given)
         self.builder = SnapshotBuilder("x")
