@@ -23,10 +23,7 @@ MODELS_THEN = pickle.loads(content_of("models.pickle"))  # noqa: S301 - this fol
 STATES_THEN = torch.load(io.BytesIO(content_of("states.pt")))
 EXPECTED = torch.load(io.BytesIO(content_of("expected.pt")))
 
-LOADERS = {
-    "pickle": pickle.loads,
-    "torch": lambda saved: torch.load(io.BytesIO(saved), weights_only=False),
-}
+LOADERS = {"pickle": pickle.loads, "torch": lambda saved: torch.load(io.BytesIO(saved), weights_only=False)}
 
 
 def loaded(name, by="pickle"):

@@ -200,10 +200,7 @@ CALLBACKS = ("CallbackContext", "execute_replication_callbacks", "patch_replicat
 
 @pytest.mark.parametrize(
     ("module", "names"),
-    [
-        (client.batchnorm, (*BATCHNORM, *PATCHES)),
-        (client.replicate, ("DataParallelWithCallback", *CALLBACKS)),
-    ],
+    [(client.batchnorm, (*BATCHNORM, *PATCHES)), (client.replicate, ("DataParallelWithCallback", *CALLBACKS))],
     ids=["batchnorm", "replicate"],
 )
 def test_a_module_of_the_seed_has_its_names_which_are_the_clients(module, names):

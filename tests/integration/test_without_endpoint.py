@@ -222,10 +222,7 @@ def test_a_server_in_an_invisible_folder_is_an_error_with_a_remedy(environ):
 def test_on_several_nodes_all_have_the_keys_and_the_epoch_of_member_0(environ, tmp_path, way):
     """torchrun counts restarts on each node separately (pytorch#135712)."""
     assert main(["secret", str(tmp_path / "job.secret")]) == 0
-    ways = {
-        "file": {"STATSD_BN_SECRET_FILE": str(tmp_path / "job.secret")},
-        "variable": {"STATSD_BN_SECRET": SECRET},
-    }
+    ways = {"file": {"STATSD_BN_SECRET_FILE": str(tmp_path / "job.secret")}, "variable": {"STATSD_BN_SECRET": SECRET}}
     environ |= {**NODES, **ways[way]}
     endpoint, keys, _ = join({**environ, "TORCHELASTIC_RESTART_COUNT": "3"}, 0)
     other, same_keys, who = join({**environ, "TORCHELASTIC_RESTART_COUNT": "1"}, 1)

@@ -106,10 +106,7 @@ def test_a_loader_without_batches_gives_single_samples_of_one_member():
 @pytest.mark.parametrize(
     ("loader", "why"),
     [
-        (
-            DataLoader(Endless()),
-            "expected a dataset with indices, .* the IterableDataset Endless, which no sampler",
-        ),
+        (DataLoader(Endless()), "expected a dataset with indices, .* the IterableDataset Endless, which no sampler"),
         (
             DataLoader(OfUnknownLength(), sampler=[0]),
             "expected a dataset with a length, .* got OfUnknownLength without __len__",

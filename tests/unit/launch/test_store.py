@@ -152,10 +152,7 @@ def test_a_torch_without_stores_asks_for_an_endpoint(entry_of, monkeypatch):
 
 @pytest.mark.parametrize(
     "text",
-    [
-        *("", "[]", "{", '{"endpoint": 1}', '{"epoch": true}', '{"epoch": "1"}', '{"key": "sesame"}'),
-        "[" * 100_000,
-    ],
+    [*("", "[]", "{", '{"endpoint": 1}', '{"epoch": true}', '{"epoch": "1"}', '{"key": "sesame"}'), "[" * 100_000],
     ids=lambda text: text[:20],
 )
 def test_anything_else_is_refused_and_not_quoted(text):

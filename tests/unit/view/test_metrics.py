@@ -182,12 +182,7 @@ def test_the_test_of_the_rules_covers_all_of_them():
 
 
 def test_an_ended_job_is_still_reported_as_broken():
-    ends = [
-        ended("sick", "rank 0 failed"),
-        ended("sick"),
-        ended("well"),
-        ended("again", "rank 1 failed"),
-    ]
+    ends = [ended("sick", "rank 0 failed"), ended("sick"), ended("well"), ended("again", "rank 1 failed")]
     of = samples(report(group(member(0), job="again"), ended=ends))
     broken = {job: value(of, "statsd_bn_broken", job=job, group="world") for job in ("sick", "well", "again")}
     assert broken == {"sick": 1, "well": 0, "again": 0}
