@@ -116,7 +116,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Also cancel after a failed test, where pytest skips the code above."""
     _watch(item)
 
 

@@ -104,18 +104,19 @@ def behind() -> Iterator[Callable[[], None]]:
 
 
 def part_ways(rank: Any) -> tuple[bool, bool, str]:
-    """Rank 1 calls another layer than the others, in the third step.
-
-    Returns whether the output is NaN, whether the running statistics were unchanged, and the error.
-    """
+    """Rank 1 calls another layer than the others, in the third step; returns as `_call_and_look`."""
     layers = [_layer("stem.bn"), _layer("head.bn")]
     x = torch.randn(4, CHANNELS, 4, requires_grad=True)
     for layer in layers:
         layer(x)
-    layer = layers[rank.rank == 1]
+    return _call_and_look(layers[rank.rank == 1], x)
+
+
+def _call_and_look(layer: Any, x: torch.Tensor, *mask: torch.Tensor) -> tuple[bool, bool, str]:
+    """Whether the output is NaN, whether the running statistics were unchanged, and the error."""
     before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     with behind() as catch_up:
-        output = layer(x)
+        output = layer(x, *mask)
         stayed = all(torch.equal(buffer, before[name]) for name, buffer in layer.named_buffers())
         catch_up()
         return bool(output.isnan().all()), stayed, error_of(layer, x)
@@ -128,17 +129,10 @@ def begin_in_different_layers(rank: Any) -> str:
 
 
 def have_too_few(rank: Any) -> tuple[bool, bool, str]:
-    """One value per channel over all ranks, as the masks say; returns as `part_ways`."""
-    layer = _layer("bn")
-    x = torch.randn(2, CHANNELS, 2)
+    """One value per channel over all ranks, as the masks say; returns as `_call_and_look`."""
     mask = torch.zeros(2, 2, dtype=torch.bool)
     mask[0, 0] = rank.rank == 0
-    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
-    with behind() as catch_up:
-        output = layer(x, mask)
-        stayed = all(torch.equal(buffer, before[name]) for name, buffer in layer.named_buffers())
-        catch_up()
-        return bool(output.isnan().all()), stayed, error_of(layer, x)
+    return _call_and_look(_layer("bn"), torch.randn(2, CHANNELS, 2), mask)
 
 
 def bring_nan(rank: Any, phase: str) -> tuple[int, list[tuple[str, str]]]:

@@ -66,7 +66,6 @@ SECOND = torch.device("cuda", 1)
 
 @pytest.mark.parametrize(("captured", "is_taken"), [(0, True), (1, False)])
 def test_only_a_capture_on_the_device_of_the_flags_counts(monkeypatch, capturing, captured, is_taken):
-    """During capture nothing is copied for later reports, on any current device."""
     capturing.add(captured)
     filled = []
     monkeypatch.setattr(Slot, "__init__", lambda *_: None)

@@ -75,7 +75,6 @@ def test_later_rounds_of_host_tensors_use_that_device_too(transport):
 
 
 def test_the_rounds_of_recalibration_use_that_device_too(transport):
-    """They go over the host, and the ranks need not agree on it."""
     layer = client.SynchronizedBatchNorm1d(3)
     layer.layer_name = "bn"
     call = SynchronizedCall(layer, transport, MomentAccumulator(), None, None)
@@ -90,7 +89,6 @@ def test_an_input_that_the_group_cannot_take_changes_nothing(transport):
 
 
 def test_before_any_input_it_is_the_device_that_the_group_is_bound_to(transport, monkeypatch):
-    """As `init_process_group(device_id=...)` has bound it."""
     monkeypatch.setattr(type(distributed.group.WORLD), "bound_device_id", SECOND)
     assert device_of(gather, transport) == SECOND
 

@@ -92,7 +92,6 @@ def test_too_few_values_are_an_error(counted):
 
 
 def test_another_input_during_a_backward_pass_is_no_recomputation():
-    """The host distinguishes two inputs of one shape by their sums, and a device a moment later."""
     layer = client.SynchronizedBatchNorm1d(4)
     mask = torch.ones(6, dtype=torch.bool)
     x = torch.randn(6, 4, requires_grad=True)

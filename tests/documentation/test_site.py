@@ -72,7 +72,6 @@ def test_every_public_name_is_on_a_page_of_the_api():
 
 
 def test_every_integration_is_on_a_page_of_the_api():
-    """Read, not imported: their frameworks need not be installed."""
     pages = (ROOT / "scripts" / "docs_site.py").read_text()
     modules = [path for path in (ROOT / "client" / "integrations").glob("*.py") if path.stem not in HELPERS]
     public = [

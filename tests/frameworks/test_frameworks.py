@@ -53,7 +53,6 @@ def test_two_processes_train_as_one_on_the_whole_batch(name, tmp_path):
 
 
 def test_the_training_changes_every_compared_value():
-    """Else equal would be easy."""
     before = training.network().state_dict()
     for name, value in training.train_on_the_whole_batch().items():
         assert name in {"0.bias", "3.bias"} or (value - before[name]).abs().max() > 1e-2, name

@@ -28,7 +28,6 @@ def test_the_valid_frames_cover_every_message_of_a_member():
 
 
 def test_random_plays_get_far(monkeypatch):
-    """Rounds end and fail, members gather, frames are refused: it is no use to fuzz what refuses everything."""
     done = failed = bad = gathers = 0
     reduce = open_rounds.reduce_round
 

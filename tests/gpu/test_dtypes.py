@@ -34,7 +34,6 @@ def test_autocast_replicas_equal_the_whole_batch(device, dtype):
 
 @pytest.mark.parametrize("kind", IMAGES)
 def test_channels_last_is_kept_in_output_and_gradient(kind, device):
-    """With and without a mask, although the gradient that arrives is contiguous."""
     for masks in ((), ("some", "some")):
         case = Shards(kind, (3, 2), "float32", layouts=("channels_last",) * 2, masks=masks, device=device)
         found = as_virtual_replicas(case)

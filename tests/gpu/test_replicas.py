@@ -27,7 +27,6 @@ def test_the_host_waits_for_no_device_and_the_numbers_are_those_of_the_host(devi
     ("run", "options"), [*((run, {}) for run in RUNS), *((RUNS[-1], one) for one in OPTIONS.values())]
 )
 def test_the_host_waits_for_no_device_in_second_derivatives_either(device, run, options):
-    """In float64, since the parameters' gradients of this loss are small differences of large numbers."""
     options = options | {"dtype": torch.float64}
     assert_equal(on(device, run, options, penalty=True), training(run, options, penalty=True), 1e-8)
 
@@ -55,7 +54,6 @@ def test_virtual_replicas_on_one_device_equal_the_whole_batch(device):
 
 
 def test_replicas_on_two_devices_equal_those_on_one(device):
-    """The rows go from device to device, also while other streams than the default are in use."""
     if device == "cuda" and torch.cuda.device_count() == 1:
         pytest.skip("one CUDA device")
     first, second = ("cuda:0", "cuda:1") if device == "cuda" else ("cpu", "cpu")

@@ -269,7 +269,6 @@ def event(name, begin, end, device=DeviceType.CPU, is_user_annotation=False):
 
 
 def test_launches_copies_and_waits_are_those_of_the_runs():
-    """As torch's profiler names them on CUDA; its own waits are outside of the range."""
     host = [
         event("cudaDeviceSynchronize", 0, 5),
         event(measuring.RANGE, 10, 100),

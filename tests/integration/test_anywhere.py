@@ -49,7 +49,6 @@ OPTIONS = ("ddp", "static_graph", "find_unused_parameters", "gradient_as_bucket_
 
 @pytest.mark.long
 def test_under_torchrun_ddps_broadcast_of_buffers_changes_no_bit(start):
-    """`broadcast_buffers` stays as the user set it; the buffers are equal on all ranks anyway."""
     others = "no_broadcast,smart,no_sync,nested,rank_0_evaluates"
     lines = start(*TORCHRUN, f"{','.join(OPTIONS)},{others}", **PATIENT)
     (first,), (second,) = found_by(lines, "no_broadcast")

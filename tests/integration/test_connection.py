@@ -292,7 +292,6 @@ def test_processes_that_are_started_anew_replace_those_before_and_late_ones_are_
 
 
 def test_an_uncaught_exception_at_the_end_of_a_script_is_the_cause_the_others_see(members, server, job):
-    """Without `with`: the interpreter's end says goodbye."""
     (told,) = members(1, member_programs.wait_for_a_crashing_script, server.endpoint, f"{job}-crash", job=f"{job}-a")
     assert isinstance(told, errors.ReplicaLost)
     assert "failed with RuntimeError: the script crashed" in str(told)

@@ -309,7 +309,6 @@ def test_keys_that_cannot_be_listed_stay_as_they_were(service, keys, caplog):
 
 @pytest.mark.parametrize(("of", "function"), [(os, "open"), (Path, "iterdir")])
 def test_a_revocation_waits_for_a_descriptor_and_ends_no_other_key(service, keys, caplog, monkeypatch, of, function):
-    """Connections may have taken all that the process has."""
     caplog.set_level("INFO", "statsd_bn.server")
     alice, bob = (load_client(secret(keys, name)) for name in ("alice", "bob"))
     endpoint, original, left = service.endpoints[0], getattr(of, function), [3]
@@ -331,7 +330,6 @@ def test_a_revocation_waits_for_a_descriptor_and_ends_no_other_key(service, keys
 
 
 def test_no_connection_is_taken_over_by_its_routing_id(service, keys):
-    """Each has a routing id from the server and its own answers, or an error for setting one."""
     with zmq.Context() as context, ExitStack() as stack:
         dealers = []
         for name in ("alice", "bob"):
@@ -411,7 +409,6 @@ def test_other_machines_may_reach_a_server_with_keys_without_a_warning(keys, tmp
 
 
 def test_a_hangup_while_the_folder_of_public_keys_is_away_revokes_none(keys, tmp_path):
-    """As while it is replaced by another one."""
     alice = load_client(secret(keys, "alice"))
     with Command(tmp_path, "--curve", str(keys)) as command, join(command.endpoint, alice) as connection:
         (keys / "clients").rename(keys / "away")

@@ -147,7 +147,6 @@ def test_a_rank_that_holds_pythons_global_lock_for_too_long_is_lost(company):
 
 @IN_ONE_TRANSPORT
 def test_a_rank_that_closes_a_channel_after_an_error_is_not_lost(company):
-    """The round fails with its own error and no member is lost, though all channels are closed."""
     company.tell(death_programs.exchange, 0, 1)
     company.ask(death_programs.exchange_and_fail, 2)
     failed = [company.answer(member) for member in (0, 1)]

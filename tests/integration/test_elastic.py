@@ -214,7 +214,6 @@ def test_a_member_that_died_with_the_master_is_waited_for_briefly(world):
 
 
 def test_a_round_whose_answer_only_one_member_got_has_the_same_answer_again(world):
-    """It covers a member that has died since: added up anew it would give other bits."""
     for member in world.members:
         member.forward(float(member.number))
     ahead, behind = world.members[0], world.members[1:3]
@@ -308,7 +307,6 @@ def test_a_member_whose_results_are_lost_repeatedly_is_lost_too(world):
 
 
 def test_a_member_lost_before_the_restart_stays_lost():
-    """It resumes when the new server starts, which does not know of its loss; the others' results prove it."""
     world = PureWorld(2, 1)
     step(world.members)
     ahead, frozen = world.members
@@ -327,7 +325,6 @@ def test_a_member_lost_before_the_restart_stays_lost():
 
 
 def test_a_member_that_waits_for_a_quorum_is_not_blamed():
-    """A newcomer waits for a member that waits for a third: the error blames neither."""
     world = PureWorld(3, 3)
     step(world.members)
     world.kill(*world.members[1:])
@@ -342,7 +339,6 @@ def test_a_member_that_waits_for_a_quorum_is_not_blamed():
 
 
 def test_a_member_failed_during_recovery_is_not_waited_for():
-    """A group that never opened has not ended: a member that gives up there does not end the run."""
     world = PureWorld(2, 1)
     first, second = world.members
     world.restart()
@@ -367,7 +363,6 @@ def test_the_only_member_of_an_elastic_job_may_get_company(server, job):
 
 @pytest.mark.parametrize("kind", [Exchange, *([NativeExchange] if native.core else [])])
 def test_lost_between_forward_and_backward_the_gradient_is_that_of_the_survivors_loss(kind):
-    """The statistics cover the lost member's slice; its loss is gone, so its dy is 0."""
     generator = torch.Generator().manual_seed(3)
     xs = [torch.randn(size, 3, 4, generator=generator, dtype=torch.float64) for size in (2, 5, 3)]
     factors = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in xs]
@@ -399,7 +394,6 @@ def test_lost_between_forward_and_backward_the_gradient_is_that_of_the_survivors
 
 
 def test_a_newcomer_across_two_masters_starts_after_the_others():
-    """It knows the master before this one, and was in no group of it."""
     world = PureWorld(2, 1)
     forward(world.members, 1.0)
     world.restart()
@@ -412,7 +406,6 @@ def test_a_newcomer_across_two_masters_starts_after_the_others():
 
 
 def test_a_member_replaced_before_the_opening_joins_as_a_newcomer():
-    """It knows the previous master, so no group continued without it."""
     world = PureWorld(0, 1)
     world.world_size = 2
     late = world.join(0)
@@ -426,7 +419,6 @@ def test_a_member_replaced_before_the_opening_joins_as_a_newcomer():
 
 
 def test_a_newcomer_starts_after_a_result_reported_by_a_member_that_left():
-    """Else it would be given that result, which has the rows of an earlier process of its number."""
     world = PureWorld(2, 1)
     forward(world.members, 1.0)
     world.kill(world.members[1])

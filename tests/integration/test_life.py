@@ -43,7 +43,6 @@ def test_only_one_member_need_have_renewed_its_model(members):
 
 
 def test_an_average_of_the_model_in_eval_never_sends(members):
-    """`deepcopy` and `AveragedModel`, evaluated on member 0 alone during training."""
     expected, expected_words, _ = life_programs.train_with_averages(None)
     found = members(2, life_programs.train_with_averages)
     for state, _, rounds in found:
@@ -57,7 +56,6 @@ def test_an_average_of_the_model_in_eval_never_sends(members):
 
 @pytest.mark.parametrize("transport", HOST_TRANSPORTS)
 def test_forked_workers_load_and_evaluate_and_leave_the_transport_of_their_parent_alone(over, transport):
-    """Layers in training mode raise in a worker at once."""
     expected, expected_output = life_programs.train_with_a_plain_loader()
     found = over(transport, 2, life_programs.train_with_forked_workers)
     for state, _, told, process in found:
@@ -105,7 +103,6 @@ def test_a_model_under_data_parallel_can_be_copied_and_saved_after_it_has_traine
 
 @pytest.mark.parametrize("renew", RENEWALS[:3], ids=lambda renew: renew.__name__)
 def test_a_patched_data_parallel_can_be_copied_and_saved(renew):
-    """What patching has put into it follows the copy: nothing of the original stays in use."""
     original = nn.DataParallel(nn.Sequential(client.SynchronizedBatchNorm1d(3)))
     client.patch_replication_callback(original)
     twin = renew(original)

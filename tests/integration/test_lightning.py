@@ -52,7 +52,6 @@ def test_weights_and_running_statistics_are_those_of_the_whole_batch(found):
 
 
 def test_a_late_rank_gets_a_stack_request(found):
-    """In the second fit; its weights are checked as well."""
     told = " ".join(found[1]["told"])
     assert re.search(r"rank 0 is in .*lightning_program.py:\d+ on_train_batch_start", told), told
 
@@ -108,7 +107,6 @@ def plugin():
     ids=str,
 )
 def test_revert_gives_back_the_layer_that_apply_took(plugin, options):
-    """Lightning's own plugin fails without weights (Lightning#21766), and gives a class that checks no dimensions."""
     model = nn.Sequential(nn.BatchNorm2d(3, **options)).eval()
     before = dict(model.state_dict())
     during = plugin.apply(model)
@@ -147,7 +145,6 @@ def test_a_single_process_does_not_connect(plugin, monkeypatch):
 
 
 def test_only_an_exception_that_ends_the_training_reaches_the_others(plugin, server, job, monkeypatch):
-    """Not one that is being handled while it runs, as where an earlier training has failed."""
     monkeypatch.setenv("STATSD_BN_ENDPOINT", server.endpoint)
     monkeypatch.setenv("STATSD_BN_JOB", job)
     world_sizes = Mock(side_effect=itertools.cycle([2, 1]))  # 2 to connect, then 1 to wait for nobody

@@ -133,7 +133,6 @@ RUNS = {
 
 @pytest.mark.parametrize(("run", "rounds"), RUNS.values(), ids=RUNS)
 def test_training_equals_the_whole_batch_whatever_one_member_does_in_eval(members, run, rounds):
-    """Several synchronised layers; eval passes of member 0 send nothing and shift no round keys."""
     expected = mode_programs.on_the_whole_batch(run)
     for state, found_rounds in members(2, mode_programs.on_shards, run):
         assert found_rounds == rounds

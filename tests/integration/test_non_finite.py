@@ -86,7 +86,6 @@ def test_masked_values_are_no_finding(steps_over, transport):
 @pytest.mark.parametrize("policy", ["warn", "raise"])
 @pytest.mark.parametrize("how", ["with a scaler", "plain"])
 def test_gradients_that_overflow_are_mentioned_once_and_end_no_run(steps_over, transport, policy, how):
-    """With a scaler each training begins with such steps; it leaves them out."""
     value, bearers = (1.0, []) if how == "with a scaler" else (math.inf, [1])
     for told, raised, moved, _ in steps_over(transport, value, "backward", bearers, policy, how, on_nonfinite=policy):
         ((level, text),) = told
@@ -97,7 +96,6 @@ def test_gradients_that_overflow_are_mentioned_once_and_end_no_run(steps_over, t
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_non_finite_gradients_are_reported_before_their_consequences(steps_over, transport):
-    """Of the latest backward pass: the layer and the rank where they came from, once."""
     found = steps_over(transport, math.nan, "backward", [1], "warn", "and then forward")
     for rank, (told, *_) in enumerate(found):
         levels = ["INFO", "WARNING", "ERROR"]
@@ -140,7 +138,6 @@ def test_the_metrics_have_it(policy, told):
 
 @pytest.mark.parametrize(("policy", "raises"), [("warn", False), ("raise", True)])
 def test_only_a_forward_round_is_refused_before_anything_is_made_of_it(monkeypatch, policy, raises):
-    """On devices nothing else waits for the host."""
     monkeypatch.setenv("STATSD_BN_ON_NONFINITE", policy)
     transport = LocalPipe("bn")
     assert [non_finite.raises(transport, transport.key(0, 0, phase)) for phase in ("forward", "backward")] == [

@@ -47,7 +47,6 @@ def member(endpoint, keys=None):
 
 
 def has_ended(master):
-    """Whether its owner knows that it has, and no zombie is left."""
     return master._has_stopped.is_set() and not (PROC / str(master._process.pid)).exists()
 
 
@@ -204,7 +203,6 @@ def test_a_server_is_restarted_without_new_threads(start, monkeypatch):
 
 
 def test_a_restarted_server_does_not_wait_for_members_that_left(start, monkeypatch):
-    """Their goodbyes went to the one that was killed, or to none."""
     command = [sys.executable, "-c", QUICKLY_TIRED]
     monkeypatch.setattr(server_process, "_command", lambda *arguments: [*command, *arguments])
     monkeypatch.setenv("STATSD_BN_SILENCE_SECONDS", "2")

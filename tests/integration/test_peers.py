@@ -62,7 +62,6 @@ def answer(peer: RawPeer) -> object:
 
 
 def test_a_peer_gets_the_reason_before_its_connection_is_closed(serve, monkeypatch):
-    """The frame leaves by another thread, which needs a moment."""
     monkeypatch.setattr(network_service, "POLL_SECONDS", 0.0)
     most = 16
     monkeypatch.setattr(connections, "MAX_REFUSALS", most)
@@ -121,7 +120,6 @@ def test_more_connections_to_a_unix_socket_than_the_soft_limit_of_files_do_not_e
 
 
 def test_connections_by_tcp_leave_files_for_those_to_a_unix_socket(tmp_path):
-    """As above: the oldest of too many connections ends at once, so a new one finds a descriptor."""
     bind = ["--bind", "tcp://127.0.0.1:*", "--bind", f"ipc://{tmp_path}/s"]
     serve = [sys.executable, "-m", "server", "--insecure", *bind]
     with ExitStack() as stack:

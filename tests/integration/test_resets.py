@@ -98,7 +98,6 @@ def test_a_peer_that_answers_is_kept_whatever_else_is_dropped(suspected):
 
 
 def test_a_peer_that_answered_at_once_is_no_suspect_any_more(suspected):
-    """Nothing else has come since, and the system counts time in coarse steps."""
     suspected.answers = TcpState(has_unacknowledged=False, idle=0.059, round_trip=0.0)
     assert suspected.resets.confirm_resets(10.05) == []
     assert suspected.suspects(10.05) == [PEER]

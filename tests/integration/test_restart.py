@@ -163,7 +163,6 @@ def come_back(world, session, key):
 
 
 def test_a_round_answered_to_one_member_only_has_the_same_bytes_after_a_restart():
-    """The old master answered member 0 and died before it answered the others."""
     world = World()
     ahead, *others = world.members
     for number, session in enumerate(world.members):
@@ -370,7 +369,6 @@ def test_a_repeated_contribution_gets_the_missing_ranks():
 
 
 def test_a_lost_member_of_the_same_server_gets_an_error():
-    """To register again and go on would be a guess."""
     master = MemoryMaster()
     connection = master.connect(0, 1)
     for session in list(master.dispatcher._registry.sessions):

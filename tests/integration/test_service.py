@@ -383,7 +383,6 @@ def test_stopping_twice_is_fine(service):
 
 
 def test_stopping_what_is_closed_already_is_fine():
-    """A service may end just before another thread stops it."""
     with Service(Config((ANY_PORT,), insecure=True)) as ended:
         pass
     ended.stop()

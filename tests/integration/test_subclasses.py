@@ -13,28 +13,26 @@ from support.transports import HOST_TRANSPORTS
 from support.whole_batch import assert_equal
 
 BACKENDS = pytest.mark.parametrize("backend", ["", "aot_eager"])
-
-
-@BACKENDS
-def test_members_train_as_on_the_whole_batch(members, backend):
-    training = Training(backend=backend)
-    expected = subclass_programs.train_on_the_whole_batch(training)
-    for found in members(2, subclass_programs.train, training):
-        assert_equal(found, expected, 1e-9)
-
-
 THREES = [
     pytest.param(three, marks=pytest.mark.long if place else [])
     for place, three in enumerate(subclass_programs.IN_THREES)
 ]
 
 
+def check_members(members, training, tolerance=1e-9, program=subclass_programs.train, *arguments):
+    expected = subclass_programs.train_on_the_whole_batch(training)
+    for found in members(2, program, *arguments, training):
+        assert_equal(found, expected, tolerance)
+
+
+@BACKENDS
+def test_members_train_as_on_the_whole_batch(members, backend):
+    check_members(members, Training(backend=backend))
+
+
 @pytest.mark.parametrize("network", THREES)
 def test_compiled_members_with_other_kinds_train_as_on_the_whole_batch(members, network):
-    training = Training(network, backend="aot_eager")
-    expected = subclass_programs.train_on_the_whole_batch(training)
-    for found in members(2, subclass_programs.train, training):
-        assert_equal(found, expected, 1e-9)
+    check_members(members, Training(network, backend="aot_eager"))
 
 
 @pytest.mark.parametrize(
@@ -42,9 +40,7 @@ def test_compiled_members_with_other_kinds_train_as_on_the_whole_batch(members, 
 )
 def test_after_20_steps_under_ddp_the_weights_are_those_of_the_whole_batch(members, tmp_path, kinds, backend):
     training = Training(kinds, backend=backend, steps=20, lr=1e-4)
-    expected = subclass_programs.train_on_the_whole_batch(training)
-    for found in members(2, subclass_programs.train_under_ddp, str(tmp_path / "store"), training):
-        assert_equal(found, expected, 1e-8)
+    check_members(members, training, 1e-8, subclass_programs.train_under_ddp, str(tmp_path / "store"))
 
 
 @pytest.mark.long
@@ -74,11 +70,7 @@ EMPTY_RANKS += [pytest.param((4, 0), "three kinds", "inductor", marks=pytest.mar
 
 @pytest.mark.parametrize(("sizes", "network", "backend"), EMPTY_RANKS)
 def test_a_member_with_an_empty_batch_takes_part(members, sizes, network, backend):
-    """Also where a layer's own forward lets such a batch pass."""
-    training = Training(network, sizes, backend)
-    expected = subclass_programs.train_on_the_whole_batch(training)
-    for found in members(2, subclass_programs.train, training):
-        assert_equal(found, expected, 1e-9)
+    check_members(members, Training(network, sizes, backend))
 
 
 @pytest.mark.parametrize("transport", HOST_TRANSPORTS)

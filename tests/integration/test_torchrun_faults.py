@@ -135,7 +135,6 @@ def test_a_rank_that_reduces_no_gradients_is_a_mismatch_with_the_backward_pass_o
     later=[(BROADCAST, 0, "fewer"), (NOTHING, 1, "fewer"), (BROADCAST, 1, "fewer, then a barrier")],
 )
 def test_one_batch_fewer_on_one_rank_is_said_to_the_other(tmp_path, wrapper, victim, what):
-    """The barrier stands behind the connection, as in the documentation: a rank that waits there has left."""
     with Faulty(tmp_path, what, victim, wrapper) as run:
         said = run.survivor_ends(1 - victim)
         assert f"rank {victim} (" in said
@@ -145,7 +144,6 @@ def test_one_batch_fewer_on_one_rank_is_said_to_the_other(tmp_path, wrapper, vic
 @pytest.mark.long
 @pytest.mark.parametrize(("at_the_end", "victim"), [("barrier", 0), ("reduction", 1)])
 def test_one_batch_fewer_is_said_where_all_ranks_are_in_collectives_of_torch(tmp_path, at_the_end, victim):
-    """The rank waits in the connection, in a collective of the script, and the other one in the forward's broadcast."""
     with Faulty(tmp_path, f"fewer, then a {at_the_end} inside", victim, BROADCAST) as run:
         # After 18 s on a quiet machine: 8 s until it is known, and 10 s until a rank that torch holds ends itself.
         said = run.survivor_ends(1 - victim)
@@ -219,7 +217,6 @@ def test_a_late_ranks_stack_is_logged_if_enabled_and_training_continues(tmp_path
 
 @pytest.mark.long
 def test_a_rank_whose_interpreter_is_held_is_said_not_to_answer(tmp_path, server_that_waits):
-    """Its heartbeats stop too: a server with its default of 3.5 s would take it for lost."""
     with Faulty(tmp_path, "holds the lock", 0, NOTHING, FAULT_ENDPOINT=server_that_waits) as run:
         assert run.end() == 0, run.stderr(1)
         assert re.search(r"rank 0 has not answered a stack request for \d+ s", run.stderr(1))

@@ -83,7 +83,6 @@ def test_running_statistics_are_bit_identical_after_40_steps_in_all_transports(o
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_the_same_shards_give_the_same_bits_however_they_are_placed(members, ranks, dtype):
-    """Four processes, two processes of two replicas, and four replicas without a server add the same rows."""
     case = Case("2d", (3, 1, 2, 5), dtype)
     one = whole_batch.as_virtual_replicas(case)
     split = whole_batch.as_member_with_virtual_replicas, case, [(3, 1), (2, 5)]
@@ -119,7 +118,6 @@ def test_eval_is_exactly_torch_without_the_others(members):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_model_with_several_layers_trains_as_on_the_whole_batch(over, transport):
-    """Weights after 10 steps of SGD: gradients have gone through several synchronised layers."""
     results = over(transport, 3, member_programs.train_small_model, 10)
     expected = member_programs.train_small_model_on_whole_batch(3, 10)
     for result in results:

@@ -85,7 +85,6 @@ def test_a_pass_without_any_batch_is_one_too(world):
 
 
 def test_a_repeated_return_does_not_begin_another_pass(world):
-    """Its answer was lost, and the others train already."""
     zero = world.members[0]
     zero.session.participation = Participation.REJOINING
     frame = zero.session.register()
@@ -126,7 +125,6 @@ def test_a_rank_waiting_for_a_pass_learns_of_a_departure(world):
 
 
 def test_a_rank_waiting_for_a_pass_gets_one_error(world):
-    """Further members leave later; a second message could reach a socket that waits for something else."""
     zero, one, two = world.members
     participation(one, Participation.PAUSED)
     participation(two, Participation.PAUSED)
@@ -170,7 +168,6 @@ def test_the_master_dies_while_one_is_paused_and_another_rejoins(world):
 
 
 def test_a_paused_member_late_at_a_restarted_master_stays_paused(world):
-    """The others do not wait for it, neither now nor after a further restart."""
     zero, one, two = world.members
     for member in (zero, one, two):
         member.forward(1.0)
@@ -202,7 +199,6 @@ def test_elastic_members_rejoin_when_all_remaining_do():
 
 
 def test_members_of_different_data_equal_the_whole_batch_of_those_that_are_left(members):
-    """Every step of every pass, against torch's layer on the participating slices; running statistics too."""
     results = members(3, uneven_programs.train_passes, BATCHES)
     expected = uneven_programs.whole_batches(BATCHES)
     for member, (outputs, gradients, state) in enumerate(results):

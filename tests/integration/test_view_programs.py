@@ -105,7 +105,6 @@ def test_a_server_with_keys_shows_its_jobs_to_key_holders(tmp_path):
 
 
 def test_reported_figures_are_in_the_heat_map(server, job):
-    """Of more layers than one answer has room for."""
     members, layers = 256, [f"layer{number}" for number in range(limits.MAX_SKEW_LAYERS)]
     named = ["\n".join(f"{part}.{layer}" for layer in layers) for part in "abcd"]
     values = np.full((len(layers), members, 4), [8.0, 0.5, 1.0, 0.001])

@@ -187,33 +187,31 @@ def test_another_user_cannot_find_or_join_the_server_that_member_0_has_started(l
     assert (first.end(), second.end()) == (0, 0)
 
 
+def announced(environ, endpoint: str) -> dict[str, str]:
+    """Announce a server in the store, as any user that can connect to the store can."""
+    address = StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+    StoreEntry(address, 0, 2, "job default/latest life", 20.0).write(Announcement(endpoint))
+    return environ
+
+
 @pytest.mark.parametrize("mode", [0o777, 0o1777])
 def test_a_server_in_a_folder_that_others_can_write_to_is_not_joined(environ, tmp_path, mode):
-    """Any user that can connect to the store can announce a server there."""
     tmp_path.chmod(mode)
-    address = StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
-    StoreEntry(address, 0, 2, "job default/latest life", 20.0).write(Announcement(f"ipc://{tmp_path}/server"))
     told = rf"expected a socket in a folder that other users cannot write to, got {tmp_path}"
     with pytest.raises(ConfigurationError, check=says(told)):
-        join(environ, 1, open_connection)
+        join(announced(environ, f"ipc://{tmp_path}/server"), 1, open_connection)
 
 
-def test_a_server_on_another_node_is_refused_by_ranks_of_one_node(environ):
-    address = StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
-    StoreEntry(address, 0, 2, "job default/latest life", 20.0).write(Announcement("tcp://192.0.2.1:1"))
-    with pytest.raises(
-        ConfigurationError, check=says(r"MASTER_ADDR: expected the same on all processes; .*//192.0.2.1:1")
-    ):
-        join(environ, 1)
-
-
-def test_a_server_in_an_invisible_folder_is_an_error_with_a_remedy(environ):
-    address = StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
-    StoreEntry(address, 0, 2, "job default/latest life", 20.0).write(
-        Announcement("ipc:///nowhere/statsd_bn-job-a/server")
-    )
-    with pytest.raises(ConfigurationError, check=says("are they in different containers")):
-        join(environ, 1)
+@pytest.mark.parametrize(
+    ("endpoint", "problem"),
+    [
+        ("tcp://192.0.2.1:1", r"MASTER_ADDR: expected the same on all processes; .*//192.0.2.1:1"),
+        ("ipc:///nowhere/statsd_bn-job-a/server", "are they in different containers"),
+    ],
+)
+def test_a_server_on_another_node_or_in_an_invisible_folder_is_an_error_with_a_remedy(environ, endpoint, problem):
+    with pytest.raises(ConfigurationError, check=says(problem)):
+        join(announced(environ, endpoint), 1)
 
 
 @by_name
@@ -244,7 +242,6 @@ def test_on_several_nodes_without_a_secret_every_process_gets_the_remedies_at_on
 
 
 def test_two_jobs_with_one_store_have_a_master_each(environ):
-    """As where the processes of one torchrun are shared out between two trainings."""
     endpoints = {job: join(environ, 0, job=job)[0] for job in ("left", "right")}
     assert endpoints["left"] != endpoints["right"]
     for job, endpoint in endpoints.items():
@@ -322,7 +319,6 @@ def test_a_member_0_that_times_out_leaves_its_master_to_the_others(environ):
 @with_curve
 @pytest.mark.parametrize("refusal", [ServerUnreachable, AuthenticationRefused])
 def test_the_master_of_an_earlier_life_is_not_used(environ, refusal, caplog):
-    """On several nodes a process that is started anew may come before member 0, and hear of the master before."""
     environ |= SEVERAL_NODES
     member_0 = StoreEntry(
         StoreAddress(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])), 0, 2, "job default/latest life", 20.0

@@ -151,7 +151,6 @@ def test_a_changed_byte_gives_arrays_or_an_error(arrays, data):
 
 
 def test_a_tensors_storage_can_be_resized_afterwards():
-    """As FSDP does with parameters."""
     tensor = torch.ones(3, 2)
     pack([tensor])
     assert tensor.untyped_storage().resizable()

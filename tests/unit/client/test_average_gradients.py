@@ -73,7 +73,6 @@ def test_more_elements_than_a_round_takes_go_in_several():
 
 
 def test_samples_outside_the_loss_participate_in_the_layers_backward_pass():
-    """As those without a label, of which one member may have only such."""
     whole = model()
     whole(INPUTS)[:5].square().sum().div(5).backward()
 

@@ -21,14 +21,12 @@ def assert_all_equal_the_whole_batch(members, cases):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_may_be_empty_in_any_order_and_number(members, kind):
-    """Every pattern of three in one job: no shard empty, one, two, and all."""
     patterns = list(itertools.product((0, 1), repeat=3))
     cases = [Shards(kind, tuple(n * full for n, full in zip((3, 2, 4), pattern, strict=True))) for pattern in patterns]
     assert_all_equal_the_whole_batch(members, cases)
 
 
 def test_a_shard_may_have_samples_without_positions():
-    """(N, C, 0) is as empty as (0, C, L)."""
     layer, x = torch.nn.BatchNorm1d(2), torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(0))
     slices = [Slice(part, layer.weight, layer.bias) for part in (x, x[..., :0])]
     slices[1].input.requires_grad_()

@@ -98,7 +98,6 @@ def test_nan_passes_through_as_in_torch(members):
 
 @pytest.mark.parametrize("momentum", [0.3, None])
 def test_tracking_switched_off_for_a_while_moves_nothing_as_in_torch(momentum):
-    """Adversarial training does so around the passes that are not to count."""
     expected = nn.BatchNorm1d(3, momentum=momentum)
     found = client.convert_model(copy.deepcopy(expected))
     wrapped = client.DataParallelWithCallback(found, ["cpu"] * 2)

@@ -121,7 +121,6 @@ def test_a_closed_transport_opens_no_channel(tmp_path):
 
 
 def test_a_transport_that_is_being_closed_opens_no_channel(tmp_path, monkeypatch):
-    """It waits for the channels that are lent."""
     monkeypatch.setattr("client.session.channel_pool.CLOSE_SECONDS", 0.1)
     channel_pool = ZmqChannelPool(f"ipc://{tmp_path}/nobody")
 
@@ -135,7 +134,6 @@ def test_a_transport_that_is_being_closed_opens_no_channel(tmp_path, monkeypatch
 
 
 def test_sending_to_a_master_that_is_long_away_does_not_block(tmp_path):
-    """ZeroMQ holds a thousand frames for it; a member with a long deadline asks again more often than that."""
     channel_pool = ZmqChannelPool(f"ipc://{tmp_path}/nobody")
 
     def ask_again_and_again():
@@ -207,7 +205,6 @@ def test_a_wait_ends_early_when_the_master_has_come_back(tmp_path):
 
 
 def test_closing_does_not_wait_for_a_zeromq_that_is_stuck(server, monkeypatch):
-    """Its thread may be resolving an unknown name."""
     channel_pool = ZmqChannelPool(server.endpoint)
     release = threading.Event()
     term = channel_pool._context.term

@@ -41,7 +41,6 @@ def test_a_compiled_member_trains_with_an_eager_one(members):
 
 
 def test_rounds_keep_the_order_of_the_program(members):
-    """Branches that depend on nothing of each other, on members with other shapes."""
     for order in members(2, member_programs.order_of_compiled_branches, TRACE):
         assert order == ["a", "b", "c", "c", "b", "a"]
 
@@ -163,7 +162,6 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_the_operators_keep_the_rules_of_torchs_operators(layout):
-    """Schema, compiler properties and autograd registration, by torch's own checker."""
     x = layout(torch.randn(4, 3, 6, 5, dtype=torch.float64)).detach().requires_grad_()
     weight, bias = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
     mask = torch.rand(x.shape[0], *x.shape[2:]) > 0.3
@@ -182,7 +180,6 @@ def test_the_operators_keep_the_rules_of_torchs_operators(layout):
 
 
 def test_the_first_call_of_a_layer_of_this_hosts_members_compiles_into_one_graph(monkeypatch):
-    """The name of the group holds the host's, for which torch.compile cannot ask."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.delenv("GROUP_RANK", raising=False)
     layer = client.convert_model(nn.BatchNorm1d(3), group="local")

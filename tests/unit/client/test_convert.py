@@ -131,7 +131,6 @@ def test_a_hook_before_load_state_dict_is_given_the_module_of_the_model():
 @pytest.mark.parametrize("wrap", [lambda layer: layer, nn.DataParallel], ids=["bare", "wrapped"])
 @pytest.mark.parametrize("plain", [nn.BatchNorm1d, nn.LazyBatchNorm1d])
 def test_a_batch_norm_by_itself_is_named_by_its_class(wrap, plain):
-    """The same class for a lazy one, which may be lazy on one member only."""
     layer = wrap(plain(*[3] if plain is nn.BatchNorm1d else []))
     assert names(client.convert_model(layer)) == ["SynchronizedBatchNorm1d"]
 
@@ -176,7 +175,6 @@ def test_a_subclass_of_a_lazy_layer_is_reported():
 @pytest.mark.parametrize("bind", [lambda layer: setattr(layer, "forward", layer.forward), nn.Module.compile])
 @pytest.mark.parametrize("plain", [nn.BatchNorm1d, nn.LazyBatchNorm1d])
 def test_an_own_forward_is_reported_since_it_would_bypass_ours(plain, bind):
-    """As other libraries' hooks set it: it is bound to the old layer and would run that one's."""
     old = plain(*[3] if plain is nn.BatchNorm1d else [])
     bind(old)
     with pytest.warns(UserWarning, match=r"'0' \((Lazy)?BatchNorm1d: compiled, or its forward was replaced; "):
@@ -210,7 +208,6 @@ def test_data_parallel_is_wrapped_again_wherever_it_is():
 
 
 def test_names_do_not_depend_on_wrappers():
-    """A member under DataParallel and a member without must speak of the same layer."""
     wrapped = DataParallelWithCallback(model(), ["cpu"] * 2)
     converted = client.convert_model(wrapped)
     assert converted is wrapped

@@ -50,8 +50,6 @@ def assert_all_get(results: list[Any], expected: torch.Tensor) -> None:
 
 
 def test_all_members_are_present_again_between_two_passes():
-    """After `client.join` each has seen other members leave last, and is away itself."""
-
     def measure(connection: client.Connection) -> Any:
         mine = connection.rank
         loop = SimpleNamespace(train_loader=DataLoader(range(6)), validation_loader=None, test_loader=None)

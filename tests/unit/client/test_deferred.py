@@ -57,7 +57,6 @@ def unmoved(layer):
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("kind", SHAPES)
 def test_a_mini_batch_of_unequal_micro_batches_moves_as_the_whole(kind, dtype):
-    """2-D input too, which torchgpipe refuses."""
     plain, layer = layers(3, kind, dtype)
     for x in (samples(9, kind, dtype), samples(9, kind, dtype) * 2):
         check_moves_as_whole(plain, layer, x.split((2, 4, 3)), TOLERANCES[dtype])
@@ -65,7 +64,6 @@ def test_a_mini_batch_of_unequal_micro_batches_moves_as_the_whole(kind, dtype):
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_the_running_variance_is_unbiased(size):
-    """Torchgpipe's is biased, by a factor of 2 where the mini-batch has two values."""
     _, layer = layers(2, "1d of (N, C, L)", momentum=1.0)
     x = samples(size)
     for part in x.split((size // 2, size - size // 2)):
@@ -175,7 +173,6 @@ def test_while_tracking_is_off_micro_batches_are_not_counted():
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_in_eval_nothing_is_counted_even_with_batch_statistics(compiled):
-    """Which eval takes where the buffers are gone, and where there is a mask by our own kernels."""
     torch.compiler.reset()
     _, layer = layers(2)
     layer.running_mean = layer.running_var = None
@@ -271,7 +268,6 @@ def test_members_compiled_whole_equal_eager_ones(members, momentum):
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_alone_and_compiled_it_moves_as_the_whole(momentum):
-    """The commit and a copy's own count too; a checkpoint around it is computed again."""
     torch.compiler.reset()
     torch.manual_seed(0)
     plain = nn.BatchNorm1d(3, momentum=momentum).double()

@@ -21,7 +21,6 @@ from support.whole_batch import KINDS
 
 @pytest.mark.parametrize("dtype", RESOLUTION)
 def test_a_layer_of_any_type_equals_torchs(members, dtype):
-    """Unequal shards, one of them empty; parameters and buffers of the same type as the input."""
     cases = [Shards(kind, (3, 0, 2), dtype) for kind in KINDS]
     for case, found in zip(cases, everywhere(members, cases), strict=True):
         shards.assert_equal_to_torch_and_to_the_exact_result(found, case)
@@ -50,7 +49,6 @@ def test_half_input_with_float32_parameters_is_as_in_torch(members, dtype):
     [("float32", "bfloat16", "float64"), ("float16", "float64", "float16"), ("bfloat16", "float32", "float16")],
 )
 def test_replicas_may_differ_in_type_within_a_round(members, dtypes):
-    """Torch has no such whole batch; the exact one is of the same numbers in float64. Each keeps its own type."""
     case = Shards("2d", (3, 2, 4), "float32", input_dtypes=dtypes)
     (found,) = everywhere(members, [case])
     exact = on_the_whole_batch(case, torch.float64)
@@ -125,7 +123,6 @@ def test_one_replica_may_be_channels_last_and_another_not(members, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_inputs_may_be_views_of_any_sort(members, kind):
-    """Leaves that are transposed, sliced with a step, narrowed or expanded; their gradients are torch's."""
     ways = [way for way in shards.LAYOUTS if way != "channels_last" or kind in IMAGES]
     ways = [way for way in ways if "position" not in way or kind != "1d of (N, C)"]  # its last dimension is the channel
     cases = [Shards(kind, (3, 2, 2), layouts=(way, "contiguous", way)) for way in ways]

@@ -131,8 +131,6 @@ def test_a_value_that_cannot_travel_is_named_before_others_need_it():
 
 
 def test_a_tensor_stays_on_its_members_device(together):
-    """`meta` represents a device other than the CPU, whose tensors have no values: a member with values sends."""
-
     def begin(connection: Connection) -> Any:
         device = "meta" if connection.rank else "cpu"
         state = ElasticState(

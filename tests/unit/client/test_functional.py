@@ -128,7 +128,6 @@ def test_an_output_that_is_not_used_counts_as_zero_gradient():
 
 
 def test_outputs_may_be_changed_in_place():
-    """nn.ReLU(inplace=True) after the layer, in every replica."""
     inputs, weights, biases = tensors(affine=False)
     for x in inputs:
         x.requires_grad_()

@@ -132,15 +132,16 @@ def test_an_invalid_first_round_is_refused(integers, what):
         gather(lambda _: _brought(integers), b"", 0, 1)
 
 
-def test_a_further_round_of_another_width_is_refused():
-    rounds = iter([[16, 1, 7], [7, 7]])
-    with pytest.raises(ProtocolError, match="expected 1 values of all members, got 2"):
-        gather(lambda _: _brought(next(rounds)), bytes(16), 0, 1)
-
-
-def test_a_member_that_was_not_there_from_the_first_round_is_refused():
-    rounds = iter([_brought([16, 1, 7]), _brought([7, 7], 0, 1)])
-    with pytest.raises(ProtocolError, match=r"expected no others than rank 0, got rank 1 as well"):
+@pytest.mark.parametrize(
+    ("further", "problem"),
+    [
+        (([7, 7],), "expected 1 values of all members, got 2"),
+        (([7, 7], 0, 1), "expected no others than rank 0, got rank 1 as well"),
+    ],
+)
+def test_a_further_round_of_another_width_or_with_another_member_is_refused(further, problem):
+    rounds = iter([_brought([16, 1, 7]), _brought(*further)])
+    with pytest.raises(ProtocolError, match=problem):
         gather(lambda _: next(rounds), bytes(16), 0, 1)
 
 

@@ -84,7 +84,6 @@ def test_an_impossible_group_is_refused_with_its_value(name, size, message):
 
 
 def test_the_members_of_a_host_are_those_of_its_torchrun_agent():
-    """Also where containers share a host name, or two agents share a host."""
     first, second = ({"LOCAL_WORLD_SIZE": "4", "GROUP_RANK": rank} for rank in "01")
     assert groups.from_environment(first, "host") == groups.from_environment(first, "another name of it")
     assert groups.from_environment(first, "host") != groups.from_environment(second, "host")
@@ -287,7 +286,6 @@ def test_threads_of_one_member_may_wait_for_different_groups_in_opposite_orders(
 
 
 def test_a_member_outside_of_a_group_does_not_wait_for_it():
-    """It goes its way while the group is in the middle of a round."""
     master = MemoryMaster()
     is_through = threading.Event()
 
@@ -401,7 +399,6 @@ def test_after_a_group_did_not_fill_the_others_are_usable_and_it_may_be_tried_ag
 
 
 def test_threads_that_use_a_group_first_at_the_same_time_register_once():
-    """A second registration would be refused: this member is there already."""
     master = MemoryMaster()
     with connected(master, 2) as (zero, one), ThreadPoolExecutor(4) as threads:
         first = threads.submit(SlavePipe(zero, "a", PAIR).run_slave, row(1.0))
@@ -445,7 +442,6 @@ def test_a_member_that_fails_breaks_every_group_it_is_in_and_no_other():
 
 
 def test_a_member_that_waits_for_a_group_learns_of_a_failed_member(monkeypatch):
-    """Or it would learn only at the deadline that the other one cannot come."""
     monkeypatch.setattr(registration, "ANSWER_SECONDS", 0.05)
     master = MemoryMaster()
     with connected(master, 2) as (zero, one), ThreadPoolExecutor(1) as thread:

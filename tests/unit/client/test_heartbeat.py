@@ -344,7 +344,6 @@ def test_a_script_that_never_closes_still_ends(server, job, how):
 
 
 def test_a_session_reports_a_change_of_transport_at_once():
-    """A member in rounds sends no heartbeats otherwise."""
     scheduler, session = HeartbeatScheduler(), a_session()
 
     def said() -> list[str]:
@@ -403,7 +402,6 @@ def test_a_second_absence_of_the_server_is_reported_too():
 
 @pytest.mark.usefixtures("quick")
 def test_a_rank_with_unanswered_messages_is_warned_too(start, beacon, monkeypatch, caplog):
-    """It asks the server in each long wait, so no heartbeat is due."""
     monkeypatch.setattr(heartbeats_module, "AWAY_SECONDS", 3 * INTERVAL)
     beacon.connected = False
     session = a_session()

@@ -102,7 +102,6 @@ def test_it_may_have_no_bias(kind):
 
 @pytest.mark.parametrize("when", ["before its first forward", "after its first forward", "after torch's first forward"])
 def test_it_loads_the_state_of_an_ordinary_one(when):
-    """Torch's then never sets `num_features`."""
     plain, layer = nn.BatchNorm1d(3), nn.LazyBatchNorm1d()
     x = torch.randn(5, 3)
     plain(x)

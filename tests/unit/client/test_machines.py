@@ -83,7 +83,6 @@ def test_a_long_wait_is_reported_at_doubling_intervals(trip, caplog):
 
 
 def test_a_member_of_a_server_without_successor_waits_for_none(trip):
-    """It learns of that when its warning is due: a failed server may be restarted until then."""
     _, due, _ = trip.begin(BEGAN)
     trip.is_gone = lambda: True
     while due < BEGAN + WARN_SECONDS:

@@ -42,7 +42,6 @@ def test_masked_shards_may_be_channels_last_or_views(members, layouts):
 
 @pytest.mark.parametrize(("kind", "mask"), FITTING)
 def test_masked_positions_are_normalised_and_their_gradients_follow_the_chain_rule(members, kind, mask):
-    """A loss over all positions: autograd of the formula with unmasked mean and variance."""
     cases = [
         Shards(kind, (3, 4, 2), masks=masks, loss_at_masked=True) for masks in [(mask,) * 3, (mask, "none", "all")]
     ]
@@ -63,7 +62,6 @@ def test_all_positions_of_some_replicas_may_be_masked(members, masks):
 
 
 def test_all_positions_everywhere_masked_is_refused_on_every_member(members):
-    """Like a single unmasked one; no running statistics move, and the job continues."""
     cases = [
         Shards("2d", (2, 1, 3), masks=("none",) * 3),
         Shards("1d of (N, C)", (1, 2, 2), masks=("some", "none", "none")),
@@ -83,7 +81,6 @@ def test_all_positions_everywhere_masked_is_refused_on_every_member(members):
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_padding_values_do_not_spread(members, bad, dtype):
-    """The same bits wherever positions count, and in all gradients and buffers, as with numbers in the padding."""
     ways = [("2d", ("sizes", "some", "none")), ("1d of (N, C, L)", ("lengths", "absent", "some"))]
     for kind, masks in ways:
         case, clean = (Shards(kind, (3, 4, 2), dtype, masks=masks, padding=padding) for padding in (bad, 7.0))
@@ -94,8 +91,6 @@ def test_padding_values_do_not_spread(members, bad, dtype):
 
 
 def test_padding_values_do_not_spread_into_second_gradients():
-    """A penalty on the input's gradient, of a loss that indexes the positions that count."""
-
     def run(padding):
         case = Shards("2d", (3,), masks=("sizes",), padding=padding)
         (shard,), layer = case.shards(), case.layer(synchronised=True)

@@ -177,7 +177,6 @@ def _child(layer):
 
 @pytest.mark.parametrize("change", [_hook, _child])
 def test_what_it_calls_with_the_layers_tensors_is_synchronised(change, handed):
-    """A single replica, since its tensors belong to this one layer."""
     converted = client.convert_model(LikeTimms())
     change(converted)
     converted(batch())
@@ -243,7 +242,6 @@ def test_a_call_by_all_ways_leaves_nothing_behind(handed):
 
 @pytest.mark.parametrize("kind", [LikeTimms, Below, BothWays])
 def test_ctrl_c_leaves_torchs_modes_as_they_are(kind):
-    """At each of our calls in turn, as if the signal came there."""
     converted = client.convert_model(kind())
     x, nr_interrupted = batch(), 0
     with BaseTorchFunctionMode() as mode:

@@ -32,8 +32,6 @@ def test_plain_values_come_back(state):
 
 
 def test_a_schedule_with_milestones_continues():
-    """`MultiStepLR` keeps them in a counter."""
-
     def rates(travelled):
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
         schedule = MultiStepLR(optimizer, [1, 1, 3])

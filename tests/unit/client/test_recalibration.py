@@ -205,7 +205,6 @@ def test_a_failed_exchange_leaves_the_layer_unchanged(monkeypatch):
 
 
 def test_all_layers_are_written_or_none():
-    """A tensor with overlapping elements cannot be written."""
     model = nn.Sequential(layer(), layer())
     model[1].running_var = torch.ones(1, dtype=torch.float64).expand(3)
     before = statistics(model)
@@ -383,7 +382,6 @@ def test_a_copy_made_meanwhile_is_not_measured():
 
 
 def test_a_checkpoint_never_finds_these_calls_nor_they_its():
-    """Inside backward, and with the very batch that a training step saw just before."""
     bn, x, totals = layer(), samples(4), []
     bn.layer_name = "checkpointed"
     leaf = x.clone().requires_grad_()
@@ -402,7 +400,6 @@ def test_an_average_of_a_model_is_a_model_in_its_mode_as_well():
 
 
 def test_distributed_data_parallel_sends_nothing_for_a_batch(monkeypatch):
-    """A member with fewer batches would not be there to receive it. After a Join torch asks who has data left."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         bn = layer()

@@ -74,7 +74,6 @@ class Checkpointed(nn.Module):
 
 
 def test_a_checkpoint_around_a_first_layer_whose_input_needs_no_gradient():
-    """Nothing requests that gradient, so the layer must save for its weight in the replica's thread."""
     inner = nn.Sequential(nn.BatchNorm2d(1), model()).double()
     plain = copy.deepcopy(inner)
     wrapped = client.DataParallelWithCallback(client.convert_model(Checkpointed(inner, reentrant=False)), ["cpu"] * 3)
@@ -88,7 +87,6 @@ def test_a_checkpoint_around_a_first_layer_whose_input_needs_no_gradient():
 @pytest.mark.parametrize("can_tell", [True, False], ids=["", "torch before 2.8"])
 @pytest.mark.parametrize("number", range(3))
 def test_a_checkpoint_around_one_replica_and_not_its_siblings(number, can_tell, monkeypatch):
-    """Whichever of them comes last makes the layer for all, and must save nothing in the name of that checkpoint."""
     if not can_tell:
         monkeypatch.setattr(checkpointing, "_top", None)
     wrapped = client.DataParallelWithCallback(client.convert_model(OneCheckpointed(model(), number)), ["cpu"] * 3)
@@ -142,7 +140,6 @@ def test_a_layer_that_is_called_twice_before_a_checkpoint_is_computed_again(memb
     [(False, ""), (False, "aot_eager"), pytest.param(True, "aot_eager", marks=pytest.mark.long)],
 )
 def test_a_layer_that_is_called_twice_on_an_empty_batch_in_a_checkpoint(members, reentrant, backend):
-    """The calls are equal on one member, and differ on another."""
     for found, expected in members(2, member_programs.call_twice_on_an_empty_batch_in_a_checkpoint, reentrant, backend):
         assert_near(found, expected)
 
@@ -171,7 +168,6 @@ def test_calls_that_only_the_other_member_can_tell_apart(members, region, kinds,
 
 
 def test_a_layer_before_the_trained_part_is_not_exchanged_again_on_members(members):
-    """It has no graph that keeps its call, but its checkpoint runs it again for the sake of what follows."""
     assert members(2, member_programs.checkpoint_that_begins_before_what_learns, 3) == [(3, 3)] * 2
 
 
@@ -192,7 +188,6 @@ def test_a_checkpointed_graph_that_is_kept_may_be_walked_twice(members):
 
 
 def test_a_new_forward_inside_backward_is_a_round_of_its_own(members):
-    """A hook that runs the layer on other data computes nothing again: it is a call like any other."""
     for rounds, batches in members(2, member_programs.forward_in_a_backward_hook):
         assert rounds == 3, "two forward rounds and a backward one"
         assert batches == 2
@@ -214,7 +209,6 @@ def find(exchanges, replica, moments):
 
 
 def test_a_call_over_another_transport_is_not_found():
-    """Such as an earlier connection, with other shards."""
     exchanges = ExchangeCache()
     call = exchange_of([1.0, 2.0])
     exchanges.add(call, has_graph=True)
@@ -224,7 +218,6 @@ def test_a_call_over_another_transport_is_not_found():
 
 @pytest.mark.parametrize("has_graph", [True, False], ids=["with a graph", "without"])
 def test_of_equal_calls_each_is_found_once_latest_first(has_graph):
-    """In full-batch training the first layer sees the same values in every step; its siblings' may differ."""
     exchanges = ExchangeCache()
     calls = [exchange_of([1.0, 2.0]) for _ in range(8)]
     for call in calls:
@@ -264,7 +257,6 @@ def test_a_call_is_forgotten_with_its_graph():
 
 
 def test_a_layer_is_forgotten_with_its_graphs_when_another_is_called():
-    """One made by hand in each step would leave its name behind."""
     exchanges = ExchangeCache()
     kept = exchange_of([1.0, 2.0])
     exchanges.add(kept, has_graph=True)

@@ -46,7 +46,6 @@ def wrapping_all(network):
 
 @pytest.mark.parametrize(("compiled", "named"), [(of_layer, "'1'"), (wrapping_all, "the model"), (of_forward, "'1'")])
 def test_a_compiled_part_with_synchronised_layers_is_refused_in_training(compiled, named):
-    """A copy would run the original, which does not synchronise here."""
     network = compiled(nn.Sequential(nn.Linear(2, 4), client.SynchronizedBatchNorm1d(4)))
     with pytest.raises(ConfigurationError, match=f"{named} is compiled"):
         DataParallelWithCallback(network, ["cpu"] * 2)(torch.ones(4, 2))
@@ -153,7 +152,6 @@ def test_each_replica_has_gradients_or_not_by_its_own_mode_whoever_comes_last(la
 
 
 def test_the_weights_of_a_recurrent_layer_are_on_the_device_of_its_replica():
-    """It uses a list of them next to its parameters."""
     devices = [torch.device("cpu"), torch.device("meta")]
     for device, replica in zip(devices, any_device.replicate(nn.LSTM(3, 4), devices), strict=True):
         assert {weight.device for weight in replica._flat_weights} == {device}

@@ -37,7 +37,6 @@ def in_process(eps_mode="plus", masks=(None,) * 3, eps=1e-5):
 @pytest.mark.parametrize("masks", [(None,) * 3, [mask.bool() for mask in MASKS]], ids=["whole", "masked"])
 @pytest.mark.parametrize(("eps_mode", "eps"), [("plus", 1e-5), ("clamp", 1e-5), ("clamp", 1.0)])
 def test_first_and_second_gradients_are_right_across_replicas(eps_mode, eps, masks):
-    """With eps 1, "clamp" holds one channel's invstd and not the other's."""
     run = in_process(eps_mode, masks, eps)
     assert gradcheck(run, leaves())
     assert gradgradcheck(run, leaves())
@@ -99,7 +98,6 @@ def test_torch_func_takes_first_and_second_gradients():
 
 
 def test_an_infinite_gradient_passes_through_as_in_torch_and_nothing_warns():
-    """As from a gradient scaler with too large a scale, which looks for infinities and skips the step."""
     *inputs, weight, bias = leaves()
     outputs = in_process()(*inputs, weight, bias)
     grads = [torch.full_like(output, sign * torch.inf) for output, sign in zip(outputs, (1, 1, -1), strict=True)]

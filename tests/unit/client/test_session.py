@@ -36,7 +36,6 @@ def test_in_a_group_it_keeps_its_number_in_the_job():
 
 
 def test_it_registers_again_with_its_past(session):
-    """So that a master that has forgotten everything can learn it from its members."""
     session.registered(encode(Registered(digest(TOKEN), b"server-0", 2, 0, 0, NO_MEMBERS)))
     walk(session, session.forward_key("a"))
     session.forward_key("a")
@@ -160,18 +159,11 @@ def test_a_session_that_learnt_of_its_double_in_a_round_accepts_no_later_answer(
     assert session.on_unsolicited(encode(Failure("unknown_session", "who?", {"digest": digest(TOKEN).hex()}))) == []
 
 
-@pytest.mark.parametrize("others", [{"job": "other"}, {"group": "pair"}, {"member": 2}])
-def test_the_double_of_another_session_does_not_concern_it(session, others):
-    session.on_unsolicited(opened())
-    session.on_unsolicited(refusal(**others))
-    key = session.forward_key("a")
-    frame = encode(Aggregate(key, 2, 6, Members.of(range(3)), np.ones((2, 2))))
-    assert session.answer(key, frame).count == 6
-
-
-def test_a_session_of_no_open_group_may_get_its_number_later(session):
-    session.on_unsolicited(refusal())
-    session.on_unsolicited(opened())
+@pytest.mark.parametrize("others", [{"job": "other"}, {"group": "pair"}, {"member": 2}, {}])
+def test_a_double_of_another_session_or_before_the_opening_does_not_concern_it(session, others):
+    frames = [opened(), refusal(**others)]
+    for frame in frames if others else reversed(frames):
+        session.on_unsolicited(frame)
     key = session.forward_key("a")
     frame = encode(Aggregate(key, 2, 6, Members.of(range(3)), np.ones((2, 2))))
     assert session.answer(key, frame).count == 6

@@ -323,7 +323,6 @@ def test_a_layer_that_computes_its_own_statistics_is_named_after_its_first_step(
 @pytest.mark.filterwarnings("ignore:var:UserWarning")  # of an empty batch
 @pytest.mark.parametrize("kind", [Foreign, SkipsEmpty])
 def test_an_empty_batch_begins_no_round_of_a_layer_that_called_no_batch_norm(kind, monkeypatch):
-    """The replicas with rows would not reach that round either."""
     layer, rounds = client.convert_model(kind(CHANNELS)), []
     monkeypatch.setattr(client.SynchronizedBatchNorm, "_normalise", lambda *given: rounds.append(given) or given[2])
     layer(torch.ones(2, CHANNELS, 3, 2))
@@ -358,8 +357,6 @@ def test_a_registered_conversion_is_used_for_a_class_and_its_subclasses(monkeypa
 
 
 def test_a_class_that_synchronises_itself_is_converted_with_its_tensors(monkeypatch):
-    """As the documentation has it for detectron2's."""
-
     def without_its_own_collectives(layer):
         layer.__class__ = nn.BatchNorm2d
         return client.convert_model(layer)
@@ -490,7 +487,6 @@ def test_a_synchronised_layer_says_how_to_script_and_trace_it(kind):
 
 
 def test_a_call_in_eval_does_not_hide_a_later_empty_batch(monkeypatch):
-    """The others wait for the empty batch, which reaches no batch_norm."""
     layer = client.convert_model(subclasses.SkipsEmpty(3))
     layer.eval()(torch.randn(4, 3, 2, 2))
     passed_by = []

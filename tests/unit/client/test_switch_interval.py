@@ -112,7 +112,6 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 @pytest.mark.processes
 def test_a_child_that_is_forked_during_a_round_has_the_usual_interval():
-    """In another process, without other rounds."""
     process = STARTER.Process(target=exec, args=(FORK, {}))
     process.start()
     process.join(100.0)

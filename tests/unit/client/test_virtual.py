@@ -68,7 +68,6 @@ class Both(tuple):
 
 
 def test_containers_of_user_classes_are_split_and_joined_as_well():
-    """As torch does; a replica with the whole batch would repeat the others' work."""
     batch = Batch(x=torch.arange(4), more=Images([torch.arange(4), Both((torch.arange(4), None))]), empty=Batch())
     args, _ = any_device.scatter((batch,), {}, [CPU] * 2, 0)
     (first,), (second,) = args
@@ -92,7 +91,6 @@ def test_replicas_have_no_own_parameters_and_gradients_add_up_in_the_module():
 
 
 def test_gradients_add_up_in_replica_order_whatever_the_order_of_use():
-    """In float32 other orders give other last bits."""
     module = nn.Linear(1, 1, bias=False)
     factors = [1e8, 1.0, -1e8, 1.0]
     gradients = set()
@@ -163,7 +161,6 @@ def test_replicas_follow_the_callers_number_of_torch_threads(set_threads):
 
 
 def test_no_replica_runs_in_the_callers_thread():
-    """A checkpoint's hooks around the wrapper would see only that one."""
     caller = threading.get_ident()
 
     class Where(nn.Module):
@@ -200,7 +197,6 @@ def test_outputs_that_cannot_be_joined_are_named():
 
 
 def test_gathering_keeps_types_under_autocast():
-    """Torch's autocast widens what `torch.cat` joins, and on the CPU refuses half precision of the other kind."""
     halves = [torch.ones(2, dtype=torch.float16), torch.zeros(1, dtype=torch.float16)]
     with torch.autocast("cpu", torch.bfloat16):
         assert any_device.gather(halves, CPU, 0).dtype == torch.float16

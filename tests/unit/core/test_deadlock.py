@@ -48,7 +48,6 @@ class Job:
             )
 
     def come_back(self, member: int) -> dict[bytes, Message]:
-        """It waits at the entrance of a pass for all others to have left theirs."""
         given = {"place": f"host {member}, process {member}0", "session": self.session(member, "world")}
         return self.send(
             register(member, 2, job=self.job, participation=Participation.REJOINING.value, **given), peer(member)
@@ -139,7 +138,6 @@ def test_one_member_in_another_layer_ends_all_with_an_error(odd):
 
 
 def test_while_one_member_runs_nobody_is_stuck_until_the_deadline():
-    """It may be saving a checkpoint, and the others' mismatch with it."""
     job = Job(3, deadline=60.0)
     job.contribute(0, A)
     job.contribute(1, B)
@@ -162,7 +160,6 @@ def test_threads_of_two_members_in_opposite_orders_are_not_stuck():
 
 
 def test_a_member_with_a_new_answer_runs_although_another_thread_waits():
-    """Or the time since the last contribution would count, and the members run for longer than that."""
     job = Job(2)
     job.contribute(0, A, "a")
     job.contribute(1, B, "b")
@@ -183,7 +180,6 @@ def with_two_threads(**changed: Any) -> Job:
 
 
 def test_a_member_that_has_further_threads_is_given_more_time():
-    """Two models that overlap, in a step that takes long, on two members in opposite orders."""
     job = with_two_threads()
     a, b = (where._replace(step=1) for where in (A, B))
     job.contribute(0, a, "a")
@@ -214,7 +210,6 @@ def test_contributions_that_are_sent_again_in_a_bunch_are_no_threads():
 
 
 def test_a_member_with_a_new_error_runs():
-    """One thread failed by a deadline, one by its shape; each may end the others' wait."""
     for way in ("timeout", "mismatch"):
         job = Job(2)
         job.open("pair", 0, 1, deadline=0.5)
@@ -251,7 +246,6 @@ def test_each_new_contribution_begins_the_quiet_time_anew():
 
 
 def test_a_repeated_contribution_changes_nothing():
-    """Members that ask again every now and then would put the mismatch off for ever."""
     job = Job(2)
     job.contribute(0, A)
     job.contribute(1, B)
@@ -330,7 +324,6 @@ def test_members_may_wait_for_a_group_to_open_and_for_one_another():
 
 
 def test_a_member_that_missed_why_its_group_ended_learns_it_by_asking_again():
-    """Its connection broke at that time, so it registers again."""
     job = Job(2)
     job.open("pair", 0, size=2)
     job.contribute(1, A)
@@ -471,7 +464,6 @@ programs = st.lists(
 @settings(deadline=None, max_examples=100)
 @given(st.data(), st.integers(1, 4))
 def test_a_mismatch_is_raised_exactly_if_no_member_can_continue(data, n):
-    """Random programs of layers, run until nothing moves: by the dispatcher and by hand."""
     groups = {name: sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1))) for name in ("left", "rest")}
     groups["world"] = list(range(n))
     job = Job(n)

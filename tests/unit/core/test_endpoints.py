@@ -176,7 +176,6 @@ def test_a_named_socket_in_a_folder_that_others_can_write_to_is_refused_by_both_
 
 
 def test_a_folder_in_a_shared_one_belongs_to_this_user(environ):
-    """As /tmp is: its sticky bit keeps others from replacing the folder."""
     top = Path(environ["XDG_RUNTIME_DIR"])
     top.chmod(0o1777)
     endpoints.check_folder(shared(top / "own", 0o755))

@@ -174,7 +174,6 @@ def test_a_collective_does_not_wait_for_a_rank_that_has_begun_it(launched):
 
 @pytest.mark.parametrize(("held", "waiting"), [(range(14, 134), [12] * 120), ([200] * 120, range(12, 132))])
 def test_ranks_of_which_one_still_begins_collectives_are_in_no_deadlock(held, waiting):
-    """The rank in the collective or the waiting one: another thread may start the missing operation."""
     job = Job(2)
     job.contribute(1)
     for of_held, of_waiting in zip(held, waiting, strict=True):

@@ -61,7 +61,6 @@ def test_other_members_are_not_asked(way):
 
 
 def test_rounds_in_memory_end_the_questions_too():
-    """The server hears of them by heartbeats."""
     job = quiet()
     for rounds in range(1, 20):
         job.handle(Heartbeat(session_of(0), 3, rounds), b"beacon 0")
@@ -80,7 +79,6 @@ def test_answers_of_a_quiet_job_are_forgotten_when_a_round_begins():
 
 
 def test_answers_delayed_by_the_server_are_dropped():
-    """The server was delayed itself, so their age is unknown."""
     job = quiet()
     job.processes = {0: held(BARRIER, 12), 1: held(BUFFERS, 12)}
     job.pass_time(NO_ROUND_SECONDS + 2 * TICK_SECONDS)
@@ -198,7 +196,6 @@ def test_ranks_in_collectives_of_different_groups_are_not_reported():
 
 
 def test_ranks_that_advance_through_collectives_are_not_reported():
-    """Each time that they are asked they are in different ones, since they do not answer at the same moment."""
     job = quiet()
     for number in range(200):
         kinds = (BARRIER, BUFFERS) if number % 2 else (BUFFERS, BARRIER)
@@ -229,7 +226,6 @@ def test_a_process_group_that_a_rank_has_left_is_not_reported():
 
 
 def test_a_rank_that_waits_for_one_leaving_a_barrier_is_not_reported():
-    """It was seen in the barrier before any rank waited in a round."""
     job = quiet()
     job.processes = {0: Process("train.py:80 validate", of_0=12), 1: held(BARRIER, 12)}
     job.pass_time(100.0)

@@ -196,7 +196,6 @@ def test_a_member_that_returns_before_the_group_is_open_is_accepted_again(clock)
 
 
 def test_the_log_warns_of_the_lost_member_of_a_broken_job_only(clock, caplog):
-    """The line would stand below the last one of a process that says why it ends, if that one has the server."""
     clock.open(4)
     with caplog.at_level("INFO", "statsd_bn.server"):
         clock.pass_time(SILENCE, alive=(0, 1, 2))

@@ -156,7 +156,6 @@ def test_counts_that_cannot_be_exact_fail_the_round_for_everyone():
 
 @pytest.mark.parametrize("pair", [(np.inf, -np.inf), (np.nan, 1.0), (1.7e308, 1.7e308)], ids=str)
 def test_sums_that_are_not_finite_pass_without_a_warning(pair):
-    """The server runs for many jobs; what one of them diverges to is its own business."""
     group = Group(2)
     group.contribute(0, pair[0])
     found = the_aggregate(group.contribute(1, pair[1]), 0, 1)
@@ -283,7 +282,6 @@ def test_a_key_of_another_group_is_refused(wrong):
 
 
 def test_a_contributor_before_the_group_is_open_is_asked_to_register():
-    """An earlier server told it that the group is open."""
     group = Group(3, opened=False)
     group.join(1)
     failures = told(group.contribute(1))

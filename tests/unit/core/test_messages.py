@@ -303,6 +303,5 @@ sys.exit(len(mixed))
 
 @pytest.mark.parametrize("pure", ["", "1"])
 def test_threads_do_not_write_into_one_anothers_frames(pure):
-    """Otherwise a thread could send another one's session."""
     environment = {**os.environ, "MSGPACK_PUREPYTHON": pure}
     assert subprocess.run([sys.executable, "-c", SCRIPT], env=environment, timeout=60, check=False).returncode == 0

@@ -149,7 +149,6 @@ def test_gradients_that_stay_not_finite_are_reported():
 
 @pytest.mark.parametrize(("steps", "expected"), [(1, [GRADIENTS]), (5, [])])
 def test_gradients_are_reported_where_the_group_breaks_at_once(steps, expected):
-    """As where all members raise an error for them."""
     play = Group()
     play.round(key("b", phase=BACKWARD), 1.0, NAN)
     for step in range(1, 1 + steps):

@@ -62,7 +62,6 @@ def test_a_group_recovers_once_a_member_of_an_open_one_registers():
 
 
 def test_a_member_that_reports_its_past_late_is_no_newcomer():
-    """It registered before it had heard that the group was open."""
     group = Membership(register(2, 3, min_members=1))
     group.admit(0.0, register(2, 3, min_members=1), b"")
     contributor = group.admit(0.0, coming_back(2, min_members=1, results=1), b"")
@@ -148,7 +147,6 @@ def test_a_member_whose_place_is_taken_begins_no_recovery():
 @pytest.mark.parametrize("new", [{}, {"server": SERVER}])
 @pytest.mark.parametrize("first", ["far", "new"])
 def test_members_with_results_refuse_a_process_without_a_past(far, new, first):
-    """Also in the first step, and whether or not it has waited for an earlier master."""
     group = Membership(register(0, 2))
     old = register(0, 2, server=SERVER, known=Members.of(range(2)), **far)
     both = [old, register(1, 2, **new)]

@@ -79,7 +79,6 @@ def test_a_shortened_report_of_a_waiting_group_reads_as_text(monkeypatch):
 
 @pytest.mark.parametrize("room", [1500, 3000, 6000, 20_000, 100_000])
 def test_a_report_never_takes_more_than_a_message_holds(room, monkeypatch):
-    """Names of letters that take four bytes each, numbers as long as they can be."""
     play = Play()
     for number in range(20):
         job = f"{number:03d} " + "𝄞" * 60

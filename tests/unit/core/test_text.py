@@ -111,7 +111,6 @@ def test_the_place_is_printable_for_any_host_name(monkeypatch):
 
 
 def test_a_line_of_the_log_is_short():
-    """100 refused messages of 4 KB once wrote 590 KB."""
     record = logging.LogRecord("x", logging.WARNING, "", 0, "refused: %s", ("\x1b" * 4096,), None)
     line = PlainFormatter("%(levelname)s %(message)s").format(record)
     assert line.isprintable()
@@ -151,7 +150,6 @@ def test_a_hostile_server_cannot_control_a_members_terminal(frame):
 
 
 def test_a_stranger_with_a_hostile_place_starts_no_group_and_the_log_stays_printable(caplog):
-    """The place once appeared in the traceback of an honest member, refused because of the stranger."""
     dispatcher = Dispatcher(b"server-0", 0.0)
     header = msgpack.unpackb(encode(register(place="here"))[8:])
     stranger = framed(*["\x1b[2J\r\n" if field == "here" else field for field in header])

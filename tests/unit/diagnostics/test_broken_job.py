@@ -118,7 +118,6 @@ def test_a_process_that_stalls_in_nccl_is_ended_later(play, monkeypatch):
 
 
 def test_a_process_that_stalls_in_nccl_within_a_call_of_ours_is_ended_later(play):
-    """Which would have raised by now if it waited for the server."""
     play.sampler.call_ours()
     play.sampler.behind = ("client/transports/process_group.py:1", 7)
     play.job.report(LOST)

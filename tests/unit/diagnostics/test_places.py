@@ -94,7 +94,6 @@ def test_a_transport_over_the_server_knows_all_members():
 
 
 def test_a_member_that_contributes_nan_and_leaves_is_still_known():
-    """As where all raise an error for it: the others may ask a moment later."""
     master = MemoryMaster()
 
     def program(connection):

@@ -56,7 +56,6 @@ def test_a_duplicate_member_is_refused_and_named(play):
 
 
 def test_a_session_cannot_be_two_members_of_a_group(play):
-    """Or its leaving would leave the other one behind, and the group could never end."""
     play.join(0)
     assert codes(play.join(1, session=session_of(0), at=b"odd")) == {b"odd": "protocol"}
     assert play.report["groups"][0]["missing"] == 1
@@ -105,7 +104,6 @@ def test_members_with_any_ranks_form_a_group_and_one_more_is_refused(play):
 
 
 def test_a_group_does_not_wait_for_a_member_of_the_job_that_has_failed(play):
-    """Whether the failed member would have joined is unknown."""
     sessions = [b"in-pair0", b"in-pair1", b"in-late0"]
     play.open(3)
     play.join(0, 2, group="pair", session=sessions[0])
@@ -117,7 +115,6 @@ def test_a_group_does_not_wait_for_a_member_of_the_job_that_has_failed(play):
 
 
 def test_members_that_wait_for_a_group_learn_once_of_a_failed_member_of_the_job(play):
-    """All others leave as well, and each answer too many may reach a socket that waits for something else by then."""
     play.open(3)
     play.join(0, 2, group="pair", session=b"in-pair0", at=b"pair 0")
     assert codes(play.leave(2, "boom")) == {b"pair 0": "replica_lost"}
@@ -260,13 +257,11 @@ def test_a_bounded_number_of_ended_sessions_is_remembered(play, monkeypatch):
 
 
 def test_results_of_an_unknown_session_are_not_answered(play):
-    """Many come at once, and every answer would bring all of them again, and so on without end."""
     result = Result(STRANGER, Aggregate(KEY, 1, 1, Members.of([0]), np.zeros((1, 1))))
     assert play.send(result, b"who") == {}
 
 
 def test_a_step_beyond_the_message_field_is_not_reported(play):
-    """A stranger may claim to be in the last step there is."""
     play.join(0, 1, min_members=1, step=limits.MAX_COUNTER)
     assert play.join(1, 1, min_members=1)[peer(1)].first_step == limits.MAX_COUNTER
 
@@ -281,7 +276,6 @@ def test_the_last_leaving_member_removes_the_group(play):
 
 
 def test_a_registration_that_comes_late_is_not_answered():
-    """The member waits for a round by then, and would take a refusal for the answer."""
     world = PureWorld(2)
     one, other = world.members
     late = one.session.register()

@@ -58,7 +58,6 @@ def test_figures_of_others_than_the_members_are_refused(world, members):
 
 
 def test_digests_of_an_unknown_session_are_dropped_silently(world):
-    """A server that has been started again would be sent the resync frames for each answer."""
     tell(world, session=b"stranger")
     assert world.members[0].answers == []
     assert world.dispatcher.counters.strangers == 1

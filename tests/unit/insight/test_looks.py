@@ -74,19 +74,13 @@ def test_two_members_with_the_same_data_are_named(caplog):
     assert "rank 3 (place 3): same data as rank 1 (place 1) in all layers since step 0" in caplog.text
 
 
-def test_rows_of_one_vector_are_not_compared():
+@pytest.mark.parametrize(("vectors", "min_members"), [(1, 0), (2, 1)], ids=["rows of one vector", "elastic"])
+def test_rows_of_one_vector_and_elastic_groups_are_not_compared(vectors, min_members):
     job = Job()
-    job.open()
-    job.train(40, 5.0, vectors=1)
+    job.open(min_members=min_members)
+    job.train(40, 5.0, vectors=vectors)
     assert job.kept == 0
     assert job.findings() == []
-
-
-def test_an_elastic_group_is_not_compared():
-    job = Job()
-    job.open(min_members=1)
-    job.train(40, 5.0)
-    assert job.kept == 0
 
 
 def test_groups_are_compared_in_turns():

@@ -205,7 +205,6 @@ def test_a_round_at_the_server_adds_to_the_maximal_delay():
 
 
 def test_round_trips_stop_at_the_maximal_count():
-    """Members of an elastic group can report any number, and repeat it under another number."""
     job = Job(1)
     job.master.health.round_trips.counts[3] = 2**64 - 3
     trips(job, 0, of=3, times=1, microseconds=5)

@@ -161,7 +161,6 @@ def test_with_others_the_compiler_is_loaded_before_heartbeats_begin():
 
 @pytest.mark.parametrize(("given", "is_alone"), [({"rank": 0, "world_size": 1}, True), ({}, False)])
 def test_a_connection_declared_alone_ignores_a_process_group(given, is_alone):
-    """Otherwise the process group may be initialised after the connection."""
     with client.connect(**given):
         distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
         try:

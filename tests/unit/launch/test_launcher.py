@@ -44,22 +44,19 @@ SLURM = {
 }
 
 
-def test_torchrun():
-    found = resolve(TORCHRUN).member
-    assert (found.rank, found.world_size, found.job, found.epoch) == (5, 8, "run-7", 2)
-    assert launchers.store_address(TORCHRUN).value == StoreAddress("node1", 29500)
-
-
-def test_kubeflow():
-    found = resolve(KUBEFLOW).member
-    assert (found.rank, found.world_size, found.job, found.epoch) == (1, 3, "default", 0)
-    assert launchers.store_address(KUBEFLOW).value == StoreAddress("digits-master-0", 23456)
-
-
-def test_srun():
-    found = resolve(SLURM).member
-    assert (found.rank, found.world_size, found.job, found.epoch) == (5, 8, "slurm-4711.3", 1)
-    assert launchers.store_address(SLURM).value == StoreAddress("node01", 15_000 + 4711 + 303)
+@pytest.mark.parametrize(
+    ("environ", "identity", "store"),
+    [
+        (TORCHRUN, (5, 8, "run-7", 2), StoreAddress("node1", 29500)),
+        (KUBEFLOW, (1, 3, "default", 0), StoreAddress("digits-master-0", 23456)),
+        (SLURM, (5, 8, "slurm-4711.3", 1), StoreAddress("node01", 15_000 + 4711 + 303)),
+    ],
+    ids=["torchrun", "kubeflow", "srun"],
+)
+def test_a_launcher_gives_identity_and_store(environ, identity, store):
+    found = resolve(environ).member
+    assert (found.rank, found.world_size, found.job, found.epoch) == identity
+    assert launchers.store_address(environ).value == store
 
 
 def test_variables_without_a_number_in_their_name_win_over_slurms():
@@ -70,7 +67,6 @@ def test_variables_without_a_number_in_their_name_win_over_slurms():
 
 
 def test_a_batch_script_is_no_task():
-    """sbatch sets SLURM_PROCID and SLURM_NTASKS in the script itself, which is one process."""
     script = {name: SLURM[name] for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_RESTART_COUNT")}
     found = resolve({**script, "SLURM_PROCID": "0"}).member
     assert (found.rank, found.world_size, found.job, found.epoch) == (0, 1, "default", 0)

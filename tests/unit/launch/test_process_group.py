@@ -22,7 +22,6 @@ def who(environ, **arguments):
 
 
 def test_without_other_settings_the_process_group_gives_the_identity():
-    """As in the children of mp.spawn, which may set only MASTER_ADDR and MASTER_PORT, or nothing."""
     for environ in ({}, STORE):
         assert who(environ) == ((1, "process group"), (4, "process group"))
         found = resolve(environ, GROUP)
@@ -45,7 +44,6 @@ def test_arguments_win_over_the_process_group():
 
 
 def test_a_launcher_of_one_process_does_not_hide_started_processes():
-    """As in a container whose platform counts nodes in WORLD_SIZE, and for mp.spawn under `srun --ntasks 1`."""
     srun = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
     for environ in ({"RANK": "0", "WORLD_SIZE": "1", **STORE}, srun):
         assert who(environ) == ((1, "process group"), (4, "process group"))
@@ -127,7 +125,6 @@ def test_on_one_host_the_server_of_rank_0_is_private_and_has_no_keys(meet):
 
 
 def test_on_several_hosts_every_rank_gets_an_error_without_a_secret(meet):
-    """Nothing but the hosts' own words says so: the script has set MASTER_ADDR, or meets in a file."""
     for told in meet("a", "b"):
         assert isinstance(told, ConfigurationError)
         assert "several nodes" in str(told)

@@ -74,7 +74,6 @@ def test_a_path_where_a_server_listens_is_not_taken_over(path, serve):
 
 
 def test_one_of_several_starting_servers_gets_the_path(path, monkeypatch):
-    """Each finds the socket of a killed server; between `bind` and `listen` a new one's socket looks the same."""
     bound_first, never = threading.Event(), threading.Event()
 
     def slow_bind(bound, path):
@@ -140,7 +139,6 @@ def test_the_socket_is_private_whatever_the_umask(path, serve):
 
 
 def test_a_server_leaves_the_file_of_another_that_has_taken_its_path(path, serve):
-    """The path was removed, and another server listens there."""
     first = serve()
     path.unlink()
     serve()
@@ -155,7 +153,6 @@ def test_a_path_that_is_too_long_is_an_error(tmp_path):
 
 
 def test_a_frozen_server_keeps_its_path(path):
-    """It takes connections as long as it lives, though it does not answer."""
     ready, told = os.pipe()
     child = os.fork()
     if child == 0:

@@ -70,7 +70,6 @@ class Play:
 
 
 def test_without_options_the_protocols_limits_hold():
-    """A default that is not the protocol's must be generous."""
     assert from_arguments([], {}).quota == Quota()
     quota = Quota()
     assert (quota.max_members, quota.max_groups) == (limits.MAX_MEMBERS, limits.MAX_GROUPS)

@@ -102,7 +102,6 @@ def test_a_status_is_answered_over_a_connection_that_was_ended_before(serve, dia
 
 
 def test_clients_that_do_not_read_do_not_grow_the_servers_memory(serve, dial, caplog, monkeypatch):
-    """Without a bound what waits would take 12 MB."""
     caplog.set_level(logging.CRITICAL, "statsd_bn.server")  # pytest stores log records
     monkeypatch.setattr(connections, "IDLE_SECONDS", 86_400.0)
     # No connection is closed for refusals or age: a slow machine may take minutes.

@@ -146,7 +146,6 @@ def test_a_member_that_stopped_differing_is_found_too():
 
 
 def test_members_that_all_differ_have_no_odd_one():
-    """Every fourth has three times the variance of the one before."""
     values = np.tile([10.0, 0.0, 1.0, 0.01], (1, 4, 1))
     values[0, :, VARIANCE] = 3.0 ** np.arange(4)
     of_group = SkewDetector(4)

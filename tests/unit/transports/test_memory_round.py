@@ -103,7 +103,6 @@ def test_a_round_that_goes_to_the_server_is_counted_there():
 
 @pytest.mark.parametrize("other", [0.5, 2.5, 1e6])
 def test_times_of_another_clock_are_not_counted(other):
-    """From a container with another clock; a member was seen in the previous round."""
     host = Host()
     host.round(rank0=1.0, rank1=1.01, rank2=1.0)
     rows = Rows((1,), np.zeros((1, 2, 1)))
@@ -114,7 +113,6 @@ def test_times_of_another_clock_are_not_counted(other):
 
 
 def test_missing_members_are_named_although_the_server_does_not_answer(caplog):
-    """No other process can report it: the server may be down, and a rank too."""
     host = Host()
     rows, key = Rows((1,), np.ones((1, 2, 1))), host.sessions[0].forward_key("bn")
 

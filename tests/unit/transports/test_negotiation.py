@@ -51,7 +51,6 @@ def test_members_that_can_take_memory_by_themselves(caplog):
 
 
 def test_one_member_that_wants_the_server_is_enough(caplog):
-    """A member that asked for memory gets a warning."""
     caplog.set_level(logging.INFO, logger="statsd_bn.client")
     assert with_transports(AUTO, OVER_SERVER, SHARED_MEMORY) == [(OVER_SERVER, REFUSED)] * 3
     text = f"{GROUP} over the server, and not in shared memory: {REFUSED}"
@@ -106,7 +105,6 @@ def test_an_untested_machine_must_opt_in_to_memory(monkeypatch):
 
 
 def test_the_first_round_is_the_layers_own():
-    """A late member is named for that layer. The members agree afterwards, in one round if one of them refuses."""
     for transport, gathers in ((AUTO, 2), (OVER_SERVER, 1)):
         master = MemoryMaster()
         frames = frames_of(master)
@@ -151,7 +149,6 @@ def test_the_current_transport_is_reported():
 
 
 def test_a_rank_that_has_ended_in_order_changes_nothing():
-    """The output at a script's end must not depend on the order of arrival."""
     ended = threading.Event()
     master = MemoryMaster()
 

@@ -79,19 +79,14 @@ def test_a_request_that_comes_letter_by_letter_is_dropped(server):
     [
         (b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET / HTTP/1.1\r\nX-Rest:", b"401"),
         (b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\nx", b"405"),
+        (b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Rest: " + b"x" * (REQUEST_BYTES + 1), b"4"),
     ],
-    ids=["second request", "body"],
+    ids=["second request", "body", "too long"],
 )
-def test_no_further_request_is_awaited_after_the_first(server, sent, status):
+def test_a_further_or_too_long_request_is_answered_before_its_end(server, sent, status):
     with page(server.endpoint) as (_, port, _), socket.create_connection(("127.0.0.1", port), ANSWER_SECONDS) as opened:
         opened.sendall(sent)
         assert whole(opened).startswith(b"HTTP/1.1 " + status)
-
-
-def test_a_request_that_is_too_long_is_refused_before_its_end(server):
-    with page(server.endpoint) as (_, port, _), socket.create_connection(("127.0.0.1", port), ANSWER_SECONDS) as opened:
-        opened.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Rest: " + b"x" * (REQUEST_BYTES + 1))
-        assert whole(opened).startswith(b"HTTP/1.1 4")
 
 
 def test_garbage_is_not_logged(server):
