@@ -149,10 +149,11 @@ class DeviceErrors:
             wait = non_finite.raises(self.transport, self.aggregate.key)
             async_checks.submit(torch.cat(flags) if len(flags) > 1 else flags[0], self._report, wait=wait)
 
-    def report_rows(self, flags: Flags) -> None:
-        """Report the errors in Triton's flags: a number per row, then one for the whole batch where known."""
+    def report_rows(self, flags: Flags, blocks: int) -> None:
+        """Report the errors in Triton's flags: a number per row and block of channels, then one per block for all."""
         nr_ranks = len(self.aggregate.ranks)
-        rows, whole = flags[:nr_ranks], flags[nr_ranks:]
+        of_rows = np.bitwise_or.reduce(flags.astype(np.int64).reshape(-1, blocks), axis=1)
+        rows, whole = of_rows[:nr_ranks], of_rows[nr_ranks:]
         others = rows[: 0 if self.aggregate.mismatched is None else nr_ranks] & OTHER_ROUND
         not_finite = rows & (NOT_FINITE if non_finite.is_awaited(self.transport) else 0)
         self._report(np.concatenate((others, whole & TOO_FEW, not_finite)) != 0)
@@ -193,18 +194,6 @@ class DeviceErrors:
         if isinstance(self.transport, ProcessGroupPipe):
             process_group.report_non_finite(self.transport, aggregate)
         non_finite.check(self.transport, self.contribution.on_host(), aggregate)
-
-
-def submit_row_flags(flags: Tensor, blocks: int, errors: Callable[[], DeviceErrors], *, wait: bool) -> None:
-    """Schedule the check of the flags that Triton's kernels write; `errors` is called if one is set.
-
-    `flags`: shape (rows * blocks,), or of one row more for the whole batch; each block of channels has its own flags.
-    """
-
-    def report(by_block: Flags) -> None:
-        errors().report_rows(np.bitwise_or.reduce(by_block.astype(np.int64).reshape(-1, blocks), axis=1))
-
-    async_checks.submit(flags, report, wait=wait)
 
 
 def check_recomputation(layer: str, first: Tensor, again: Tensor, tolerance: float) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from client.ops import non_finite
-from client.ops.device_errors import DeviceErrors, TooFewValues, async_checks, submit_row_flags
+from client.ops.device_errors import DeviceErrors, Flags, TooFewValues, async_checks
 from client.ops.exchange import PlainExchange
 from client.ops.functional import Slice, is_plain
 from client.ops.statistics import ChannelMoments, ChannelStatistics, Running, dense, same_layout
@@ -128,8 +128,8 @@ class TritonExchange(PlainExchange):
     ) -> None:
         # Not `self`: unchecked flags would keep the call alive, and checkpoints would assume that its graph is too.
         others = of.flags if self._gathers else None
-        errors = partial(_errors, self.transport, key, of.row, of.rows, others, too_few)
-        submit_row_flags(of.flags, of.blocks, errors, wait=wait)
+        report = partial(_report, self.transport, key, of.row, of.rows, of.blocks, others, too_few)
+        async_checks.submit(of.flags, report, wait=wait)
 
     def gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor | None, needs: Sequence[bool]
@@ -161,13 +161,20 @@ class TritonExchange(PlainExchange):
             return backward.input_gradient(grad, x), of_weight, of_bias
 
 
-def _errors(
-    transport: Transport, key: RoundKey, row: Tensor, rows: Tensor, others: Tensor | None, too_few: TooFewValues | None
-) -> DeviceErrors:
+def _report(
+    transport: Transport,
+    key: RoundKey,
+    row: Tensor,
+    rows: Tensor,
+    blocks: int,
+    others: Tensor | None,
+    too_few: TooFewValues | None,
+    flags: Flags,
+) -> None:
     ranks = device_rows.ranks_of(transport)
     aggregate = DeviceAggregate(key, *_total(rows, len(ranks)), rows.view(len(ranks), -1)[:, 1:], ranks, others)
     contribution = LocalRows(row[1:2].unbind(), row[2:].view(1, 2, -1))
-    return DeviceErrors(transport, contribution, aggregate, too_few)
+    DeviceErrors(transport, contribution, aggregate, too_few).report_rows(flags, blocks)
 
 
 def _total(rows: Tensor, ranks: int) -> tuple[Tensor, Tensor]:

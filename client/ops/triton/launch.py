@@ -6,6 +6,7 @@ are 1 or divisible by 16, and addresses divisible by 16. Numbers follow from the
 own variants.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -95,10 +96,6 @@ def _launch(
     compiled[grid](*arguments)
 
 
-def _type_of(tensor: Tensor | None) -> torch.dtype | None:
-    return None if tensor is None else tensor.dtype
-
-
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
     """Make the input's device the current one, where kernels are launched."""
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
@@ -152,6 +149,17 @@ class Pass:
             )  # fmt: skip
         return self.row, self.rows
 
+    def _finish(
+        self, name: str, work: tuple[Tensor, ...], vectors: Sequence[Tensor | None], *numbers: float, option: bool
+    ) -> None:
+        """Compute what follows from all rows, by one program for each block of channels."""
+        tiling, types = self._tiling, (None if each is None else each.dtype for each in vectors)
+        variant = name, self.work.device, *types, self.ranks, self._gathers, option
+        _launch(
+            tiling, variant, getattr(kernels, name), (tiling.blocks, 1, 1), 4,
+            *work, self.rows, *vectors, tiling.c, self.ranks, self.digest, *numbers, option, BLOCK,
+        )  # fmt: skip
+
     def _affine(self, dy: Tensor | None, x: Tensor, forward: Tensor) -> Tensor:
         """Tensor of the type and layout of `x`, computed tile by tile."""
         tiling, output = tiling_of(x), torch.empty_like(x)  # a recomputed forward pass may have another layout
@@ -187,14 +195,8 @@ class Forward(Pass):
 
     def finish(self, weight: Tensor | None, bias: Tensor | None, running: Running, eps: float, *, clamp: bool) -> None:
         """Compute the statistics from all rows, and update the running statistics."""
-        tiling, (mean, var, tracked, momentum) = self._tiling, running
-        types = _type_of(weight), _type_of(bias), _type_of(mean), _type_of(var), tracked is None
-        variant = "finish", self.work.device, *types, self.ranks, self._gathers, clamp
-        _launch(
-            tiling, variant, kernels.finish, (tiling.blocks, 1, 1), 4,
-            self.work, self.rows, weight, bias, mean, var, tracked, tiling.c, self.ranks, self.digest,
-            eps, momentum, clamp, BLOCK,
-        )  # fmt: skip
+        *buffers, momentum = running
+        self._finish("finish", (self.work,), (weight, bias, *buffers), eps, momentum, option=clamp)
 
     def normalise(self, x: Tensor) -> Tensor:
         """Output for `x`, whose type and layout may differ from the first run's when recomputed."""
@@ -218,14 +220,8 @@ class Backward(Pass):
         self, weight: Tensor | None, of_weight: Tensor | None, of_bias: Tensor | None, *, has_round: bool
     ) -> None:
         """Write the gradients of weight and bias that are not None and, after a round, the factors of the input's."""
-        tiling = self._tiling
-        types = _type_of(weight), _type_of(of_weight), _type_of(of_bias)
-        variant = "finish_backward", self.work.device, *types, self.ranks, self._gathers, has_round
-        _launch(
-            tiling, variant, kernels.finish_backward, (tiling.blocks, 1, 1), 4,
-            self._forward, self.work, self.rows, weight, of_weight, of_bias, tiling.c, self.ranks, self.digest,
-            has_round, BLOCK,
-        )  # fmt: skip
+        vectors = weight, of_weight, of_bias
+        self._finish("finish_backward", (self._forward, self.work), vectors, option=has_round)
 
     def input_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         """Gradient of the input, of the type and layout of `x`."""
