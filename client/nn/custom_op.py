@@ -5,18 +5,20 @@ plain values, which the compiler keeps whole and in program order. It computes e
 have the same bits, compiled or not.
 """
 
+import sys
 from math import prod
 from typing import Any, List  # noqa: UP035 - torch 2.6 accepts no other list type in an operator's signature
 
 import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch._ops import OpOverload
 from torch.autograd.function import once_differentiable
 
 from client.diagnostics import collectives
 from client.nn import running_stats
 from client.nn.running_stats import DeferredUpdate, deferred_updates
-from client.ops import engine, program_order
+from client.ops import engine
 from client.ops.checkpointing import exchange_cache, is_inside_backward
 from client.ops.exchange import BackwardPasses, Exchange, backward_round, phase_of, phase_of_forward
 from client.ops.functional import Exchanging, apply_function
@@ -181,12 +183,52 @@ def exchange_backward(
     return gradient_vectors(of_forward, engine.means_of(total, of_forward), dtype)
 
 
+def keep_program_order() -> None:
+    """Make inductor run the rounds, which are ordered effects, in the order of the graph.
+
+    Inductor orders independent operators by their memory use, which depends on the batch size: members with different
+    shapes would wait for each other in different layers. Ordered effects are dependencies between operators, but torch
+    2.13 stores a dependency under a buffer's name and looks it up under an operation's (`with_effects` in
+    `torch/_inductor/lowering.py`). torch's `EffectfulKernel` declares its dependencies itself, so inductor keeps its
+    place. Call it while a graph is traced: by then inductor has been imported if it is used. Its import takes seconds.
+    """
+    lowering = sys.modules.get("torch._inductor.lowering")
+    lowerings = getattr(lowering, "lowerings", None)  # missing while another thread imports it
+    if lowerings is None:
+        return
+    for operator in ROUNDS:
+        if operator not in lowerings:
+            _register_lowering(operator)
+
+
+def _register_lowering(operator: OpOverload) -> None:
+    from torch._higher_order_ops.effects import _get_effect  # noqa: PLC0415 - with inductor's
+    from torch._inductor import ir  # noqa: PLC0415 - takes seconds to import
+    from torch._inductor.lowering import register_lowering  # noqa: PLC0415 - as above
+    from torch._inductor.virtualized import V  # noqa: PLC0415 - as above
+    from torch.utils import _pytree as pytree  # noqa: PLC0415 - with inductor's
+
+    def boxed(value: Any) -> Any:
+        return ir.TensorBox.create(value) if isinstance(value, ir.IRNode) else value
+
+    @register_lowering(operator, type_promotion_kind=None)
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        effect: Any = _get_effect(operator)
+        previous = V.graph.effectful_ops.get(effect)
+        made = pytree.tree_map(boxed, ir.EffectfulKernel.create(operator, *args, **kwargs))
+        # The caller records this kernel itself. Restore the former entry, or the kernel would depend on itself.
+        V.graph.effectful_ops.pop(effect, None)
+        if previous is not None:
+            V.graph.effectful_ops[effect] = previous
+        return made
+
+
 ROUNDS = exchange._opoverload, exchange_backward._opoverload  # noqa: SLF001 - the operators behind custom_op
 
 
 @exchange.register_fake
 def _(sums: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    program_order.keep(ROUNDS)
+    keep_program_order()
     channels = sums.shape[1]
     round_id = torch.empty(3, dtype=torch.int64, device="cpu")
     return sums.new_empty(3, channels, dtype=others[-1]), sums.new_empty(8, channels), round_id
@@ -194,7 +236,7 @@ def _(sums: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @exchange_backward.register_fake
 def _(sums: Tensor, *others: Any) -> Tensor:
-    program_order.keep(ROUNDS)
+    keep_program_order()
     return sums.new_empty(3, sums.shape[1], dtype=others[-1])
 
 
