@@ -119,7 +119,7 @@ class BrokenJob:
             self._log(error, sample)
         if not is_clean and (collective or seconds >= STALL_SECONDS):
             self._abort_collectives()
-        must_end = not is_clean or (collective is not None and collectives.is_of_training(collective))
+        must_end = not is_clean or (collective is not None and collective.is_of_training)
         if self._abort_after is not None and must_end and seconds >= self._abort_after:
             where = sample.stack or "a collective of torch"
             behind = "" if collective else ", behind a collective of NCCL,"
@@ -146,9 +146,10 @@ class BrokenJob:
                 sys.stderr.flush()
 
     def _add_note(self, error: Exception, cause: StatsdBNError) -> None:
-        is_in_log = self._is_logged and logger.isEnabledFor(logging.ERROR)
         text = f"{type(cause).__name__}: {escape_lines(str(cause))}"
-        note = f"statsd_bn: {'the job is broken; see the log for the cause' if is_in_log else text}"
+        if self._is_logged and logger.isEnabledFor(logging.ERROR):
+            text = "the job is broken; see the log for the cause"
+        note = f"statsd_bn: {text}"
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
 
@@ -168,15 +169,11 @@ class BrokenJob:
 
 
 def _is_of_collective(error: Exception) -> bool:
-    trace = error.__traceback__
-    while trace and trace.tb_next:
-        trace = trace.tb_next
-    if trace is None:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames:
         return False
-    if collectives.is_collective(trace.tb_frame):
-        return True
-    is_torchs = stack.module_of(trace.tb_frame).startswith("torch.")
-    return is_torchs and _COLLECTIVE_ERROR.search(str(error)) is not None
+    is_torchs = stack.module_of(frames[-1]).startswith("torch.") and _COLLECTIVE_ERROR.search(str(error)) is not None
+    return is_torchs or collectives.collective_frame(frames[-1]) is not None
 
 
 @contextmanager

@@ -59,6 +59,9 @@ _KINDS = {
 _PICKLING = frozenset({"_object_to_tensor", "_tensor_to_object"})
 
 _GROUP_NAMES = ("group", "process_group", "pg")  # the variables in which these functions keep their process group
+# The newest started and completed operation of a group in torch's flight recorder.
+NEWEST = ("last_enqueued_collective", "last_completed_collective")
+
 _MAX_DEPTH = 12  # the largest number of frames inside of a collective
 _MAX_RANKS = 16_384  # reports leave out process groups with ranks from this on
 
@@ -93,6 +96,16 @@ class Collective:
     group: TorchGroup | None
     call: tuple[object, ...]
 
+    @property
+    def is_of_training(self) -> bool:
+        """Whether it is part of each training step of a wrapped model."""
+        return stack.module_of(self.frame) in {_DDP, _ENGINE}
+
+    @property
+    def kind(self) -> str:
+        """Its kind; empty if ranks may leave it at very different times."""
+        return _KINDS.get(self.frame.f_code.co_name, "")
+
 
 def record_ddp_wrapper() -> None:
     """Records the DistributedDataParallel in its forward pass: its backward pass will reduce over its group."""
@@ -109,26 +122,23 @@ def current(innermost: FrameType | None) -> Collective | None:
     """
     if innermost is None:
         return None
-    frame = _collective_frame(innermost) or (innermost if may_compute(innermost) and _process_groups() else None)
+    frame = collective_frame(innermost) or (innermost if may_compute(innermost) and _process_groups() else None)
     if frame is None:
         return None
     group = _group_of(frame)
     return Collective(frame, group, (id(frame), frame.f_lasti, *((each.name, each.launched) for each in groups())))
 
 
-def is_collective(innermost: FrameType) -> bool:
-    """Whether a frame is in a function that waits for all ranks of a group."""
-    return _collective_frame(innermost) is not None
-
-
-def is_of_training(collective: Collective) -> bool:
-    """Whether this collective is part of each training step of a wrapped model."""
-    return stack.module_of(collective.frame) in {_DDP, _ENGINE}
-
-
-def kind_of(collective: Collective) -> str:
-    """Returns the kind of a collective; empty if ranks may leave it at very different times."""
-    return _KINDS.get(collective.frame.f_code.co_name, "")
+def collective_frame(innermost: FrameType) -> FrameType | None:
+    """Returns the outermost frame of a function that waits for all ranks of a group; None if a thread is in none."""
+    outermost = None
+    for frame in islice(stack.frames(innermost), _MAX_DEPTH):
+        module = stack.module_of(frame)
+        if not module.startswith("torch.") or frame.f_code.co_name in _PICKLING:
+            break
+        if frame.f_code.co_name in _COLLECTIVES.get(module, ()):
+            outermost = frame
+    return outermost
 
 
 def may_compute(innermost: FrameType) -> bool:
@@ -177,14 +187,9 @@ def unfinished_operations() -> tuple[tuple[str, int, int], ...]:
     with suppress(Exception):  # it is not loaded, has no NCCL or is of an unknown version
         dump = sys.modules[_C]._dump_nccl_trace_json  # noqa: SLF001 - torch has no public name for it
         status = json.loads(dump(includeCollectives=False, onlyActive=False))["pg_status"]
-        found = tuple((name, *started_and_completed(entry)) for name, entry in status.items())
+        found = tuple((name, *(int(entry[newest]) for newest in NEWEST)) for name, entry in status.items())
         return found if any(started > completed for _, started, completed in found) else ()
     return ()
-
-
-def started_and_completed(entry: dict[str, Any]) -> tuple[int, int]:
-    """Returns the numbers of a group's newest operations from its entry in torch's flight recorder."""
-    return int(entry["last_enqueued_collective"]), int(entry["last_completed_collective"])
 
 
 def abort() -> None:
@@ -194,17 +199,6 @@ def abort() -> None:
         backends = [backend for backend, _ in module._world.pg_map.values()]  # noqa: SLF001 - no public name
         if any("nccl" in backend for backend in backends):
             module._abort_process_group()  # noqa: SLF001 - since torch 2.6
-
-
-def _collective_frame(innermost: FrameType) -> FrameType | None:
-    outermost = None
-    for frame in islice(stack.frames(innermost), _MAX_DEPTH):
-        module = stack.module_of(frame)
-        if not module.startswith("torch.") or frame.f_code.co_name in _PICKLING:
-            break
-        if frame.f_code.co_name in _COLLECTIVES.get(module, ()):
-            outermost = frame
-    return outermost
 
 
 def _process_groups() -> list[Any]:

@@ -60,15 +60,13 @@ class ThreadSampler:
         collective = collectives.current(innermost)
         if collective and innermost and collectives.may_compute(innermost) and not self._is_thread_idle():
             collective = None
-        group = collective.group if collective else None
+        frame, group = (collective.frame, collective.group) if collective else (None, None)
         if torch_group:
             group = collectives.find_group(torch_group)
         if collectives.rank_in_torch() != self._rank:
             group = None
-        text = ""
-        if self._reports_stacks:
-            text = stack.format_stack(innermost, collective.frame if collective else None)
-        kind = collectives.kind_of(collective) if collective and group and group.counts_all else ""
+        text = stack.format_stack(innermost, frame) if self._reports_stacks else ""
+        kind = collective.kind if collective and group and group.counts_all else ""
         return ThreadSample(text, collective, group, kind, stack.is_in_call(innermost))
 
     def nccl_progress(self) -> tuple[object, ...] | None:

@@ -60,7 +60,7 @@ def test_a_thread_in_a_collective_is_found_and_its_group(monkeypatch):
     (collective,) = found
     assert collective.group.ranks == (0,)
     assert collective.frame.f_code.co_name == "barrier"
-    assert not collectives.is_of_training(collective)
+    assert not collective.is_of_training
 
 
 @pytest.fixture
@@ -111,9 +111,9 @@ def test_the_kind_of_a_collective_is_reported_if_all_ranks_leave_it_together(sam
 def test_the_broadcast_of_buffers_is_reported_as_such():
     file, module = "/x/site-packages/torch/nn/parallel/distributed.py", "torch.nn.parallel.distributed"
     found = []
-    names = {"here": lambda: found.append(collectives._collective_frame(sys._getframe(1)))}
+    names = {"here": lambda: found.append(collectives.collective_frame(sys._getframe(1)))}
     run_as("def _sync_buffers(): here()\n_sync_buffers()", file, module, **names)
-    assert collectives.kind_of(collectives.Collective(found[0], None, ())) == BUFFERS
+    assert collectives.Collective(found[0], None, ()).kind == BUFFERS
 
 
 @pytest.mark.parametrize("name", ["_match_all_reduce_for_bwd_pass", "_match_unused_params_allreduce"])
@@ -121,7 +121,7 @@ def test_a_rank_in_torchs_join_whose_data_has_ended_is_in_a_collective(name):
     file, module = "/x/site-packages/torch/nn/parallel/distributed.py", "torch.nn.parallel.distributed"
     found = []
     run_as(f"def {name}(): here()\n{name}()", file, module, here=lambda: found.append(sys._getframe(1)))
-    assert collectives.is_collective(found[0])
+    assert collectives.collective_frame(found[0]) is not None
     assert hasattr(DistributedDataParallel, name), "torch calls it so"
 
 
@@ -343,7 +343,7 @@ def test_torchs_operation_log_has_the_expected_form():
         """Whether it has; gloo's thread notes it after it has let the caller go on."""
         status = json.loads(words(includeCollectives=False))["pg_status"]
         # Groups of earlier tests are reported too, some with unfinished operations.
-        begun, ended = collectives.started_and_completed(status[max(status, key=int)])
+        begun, ended = (int(status[max(status, key=int)][newest]) for newest in collectives.NEWEST)
         return begun >= 1 and begun == ended
 
     wait_until(has_ended)
