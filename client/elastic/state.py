@@ -8,9 +8,8 @@ decide from the same bytes of one aggregate.
 
 import copy
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from torch import nn
@@ -50,8 +49,7 @@ class MembersChanged(Exception):
         super().__init__(f"{_in_words(self)}; return to run_elastic()")
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """A member's report at a commit: the commits of its state, and the samples of the batches recorded since the last.
 
     A new member has no `members` of a previous commit; a latecomer has connected to a running job.
@@ -66,8 +64,7 @@ class Report:
 
     def pack(self) -> bytes:
         """Serializes the report."""
-        plain = self.generation, self.epoch, self.members, self.is_latecomer, self.batches
-        return serialization.pack([*plain, np.array(self.indices, np.int64)])
+        return serialization.pack([*self[:-1], np.array(self.indices, np.int64)])
 
     @classmethod
     def unpack(cls, data: bytes) -> "Report":
@@ -84,28 +81,23 @@ class Report:
 
     @property
     def is_new(self) -> bool:
-        """Whether this is the member's first commit. A new process may have the rank of a lost one."""
+        """Whether this is the member's first commit."""
         return not self.members
 
 
 class _Reports(dict[int, Report]):
     """The reports of all members at a commit, by rank; equal on all members, so they reach the same conclusions."""
 
-    @property
-    def new(self) -> set[int]:
-        """Members at their first commit."""
-        return {member for member, report in self.items() if report.is_new}
-
-    @property
-    def lost(self) -> set[int]:
-        """Members of the previous commit that are absent now."""
+    def __init__(self, packed: Mapping[int, bytes]) -> None:
+        super().__init__({member: Report.unpack(data) for member, data in packed.items()})
+        self.new = {member for member, report in self.items() if report.is_new}
+        # Members of the previous commit that are absent now. A new process may have the rank of a lost one.
         seen = {member for report in self.values() for member in report.members}
-        return seen.difference(self) | seen & self.new
-
-    @property
-    def leader(self) -> int:
-        """The member that sends its state: existing before new, then the most advanced, then the lowest rank."""
-        return max(self, key=lambda rank: (not self[rank].is_new, self[rank].generation, self[rank].batches, -rank))
+        self.lost = seen.difference(self) | seen & self.new
+        # The member that sends its state: existing before new, then the most advanced, then the lowest rank.
+        self.leader = max(
+            self, key=lambda rank: (not self[rank].is_new, self[rank].generation, self[rank].batches, -rank)
+        )
 
     def check_not_too_late(self, job: str, member: int) -> None:
         """Raises ReplicaLost if all members are new to a running job, so that no member has its state."""
@@ -177,8 +169,9 @@ class ElasticState:
             TypeError, ValueError: a value can no longer be serialized.
             StatsdBNError: the exchange with the other members failed, with the reason.
         """
-        if self._is_epoch_committed():
-            self._saved = self._copy()
+        # Not `bool(sampler)`: its length is the size of a share, which may be 0.
+        if (sampler := self.sampler) is not None and sampler.is_exhausted and not sampler.recorded:
+            self._saved = self._copy()  # this epoch has been committed
             return
         lost, joined = self._agree_with_others()
         if lost or joined:
@@ -213,8 +206,8 @@ class ElasticState:
             return set(), set()
         while True:
             connection.rejoin(None)
-            packed = connection.all_gather(COMMIT, self._report(is_latecomer=connection.is_latecomer).pack())
-            reports = _Reports({member: Report.unpack(data) for member, data in packed.items()})
+            packed = connection.all_gather(COMMIT, self._report(connection).pack())
+            reports = _Reports(packed)
             reports.check_not_too_late(connection.member.job, connection.rank)
             if self._synchronize(connection, reports):
                 return reports.lost, reports.new
@@ -224,7 +217,11 @@ class ElasticState:
         """Gives all members the state of one; returns False if that member was lost before it sent its state."""
         if not reports.lost:
             reports.check_agreement()
-            self._record(reports)
+            try:
+                if self.sampler is not None:
+                    self.sampler.record_indices([index for report in reports.values() for index in report.indices])
+            except IndexError as error:
+                raise ProtocolError(f"{COMMIT}: expected samples of the dataset, got {error}") from error
         elif self._members:
             self.restore()
         leader = reports.leader
@@ -239,11 +236,19 @@ class ElasticState:
         return True
 
     def _load_from(self, connection: Connection, leader: int, *, with_sampler: bool) -> bool:
+        """Loads the leader's state, which must have the same parts; returns False if it was lost before."""
         own = serialization.pack(self._copy()) if leader == connection.rank else b""
         packed = connection.all_gather(STATE, own)
         if leader not in packed:
             return False
-        state = self._unpack(leader, packed[leader])
+        try:
+            state = serialization.unpack(packed[leader])
+        except ProtocolError as error:
+            raise ProtocolError(f"{STATE}: the state of rank {leader}: {error.message}") from error
+        if type(state) is not dict or state.keys() != set(self._names):
+            raise ProtocolError(
+                f"{STATE}: expected a state of {', '.join(self._names)} from rank {leader}, got {short_repr(state)}"
+            )
         if not with_sampler:
             # A loader is already reading this member's share, and the processed samples are known to all.
             del state["sampler"]
@@ -255,35 +260,10 @@ class ElasticState:
             raise ProtocolError(f"{STATE}: the state of rank {leader} does not fit: {cause}") from None
         return True
 
-    def _unpack(self, member: int, data: bytes) -> dict[str, Any]:
-        """Deserializes a member's state, which must have the same parts as this member's."""
-        try:
-            state = serialization.unpack(data)
-        except ProtocolError as error:
-            raise ProtocolError(f"{STATE}: the state of rank {member}: {error.message}") from error
-        if type(state) is not dict or state.keys() != set(self._names):
-            raise ProtocolError(
-                f"{STATE}: expected a state of {', '.join(self._names)} from rank {member}, got {short_repr(state)}"
-            )
-        return state
-
-    def _report(self, *, is_latecomer: bool) -> Report:
-        sampler = self.sampler
-        epoch, batches = (0, []) if sampler is None else (sampler.epoch, sampler.recorded)
+    def _report(self, connection: Connection) -> Report:
+        epoch, batches = (self.sampler.epoch, self.sampler.recorded) if self.sampler is not None else (0, [])
         indices = [index for batch in batches for index in batch]
-        return Report(self._generation, epoch, self._members, is_latecomer, len(batches), indices)
-
-    def _record(self, reports: _Reports) -> None:
-        try:
-            if self.sampler is not None:
-                self.sampler.record_indices([index for report in reports.values() for index in report.indices])
-        except IndexError as error:
-            raise ProtocolError(f"{COMMIT}: expected samples of the dataset, got {error}") from error
-
-    def _is_epoch_committed(self) -> bool:
-        sampler = self.sampler
-        # Not `bool(sampler)`: its length is the size of a share, which may be 0.
-        return sampler is not None and sampler.is_exhausted and not sampler.recorded
+        return Report(self._generation, epoch, self._members, connection.is_latecomer, len(batches), indices)
 
     def _save(self, generation: int) -> None:
         self._generation = generation
