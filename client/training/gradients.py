@@ -19,7 +19,6 @@ from client.session.connection import Connection
 from client.session.current import current_connection
 from client.tracebacks import api_boundary
 from client.transports.choose import communicator_for, transport_over
-from client.transports.transport import Transport
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.members import Members, format_ranks
@@ -65,7 +64,8 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) 
     if communicator is None:
         _divide(trained, count)
         return count
-    parts = exchange_parts(transport_over(communicator, ROUND_NAME, None), count, _flat(trained)[np.newaxis])
+    transport = transport_over(communicator, ROUND_NAME, None)
+    parts = [transport.run_slave(rows) for rows in split_rows(count, _flat(trained)[np.newaxis])]
     if isinstance(communicator, Connection):
         _warn_of_absent(communicator, parts[0])
     # A member may be lost between two parts, so each part is averaged over its own members.
@@ -133,10 +133,10 @@ def _numbers(gradient: Tensor) -> Tensor:
     return real.double().flatten()
 
 
-def exchange_parts(transport: Transport, count: int, vectors: FloatArray) -> list[Aggregate]:
-    """Exchanges vectors, shape (V, N), in as few rounds as possible."""
+def split_rows(count: int, vectors: FloatArray) -> list[Rows]:
+    """Splits vectors, shape (V, N), into the rows of as few rounds as possible."""
     parts = np.split(vectors, range(limits.MAX_CHANNELS, vectors.shape[1], limits.MAX_CHANNELS), axis=1)
-    return [transport.run_slave(Rows((count,), part[np.newaxis])) for part in parts]
+    return [Rows((count,), part[np.newaxis]) for part in parts]
 
 
 @torch.no_grad()

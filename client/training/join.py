@@ -85,11 +85,11 @@ def _check_transports(model: nn.Module, connection: Connection | None) -> None:
     for layer in _layers(model):
         group, is_default = communicator_for(layer.group), layer.group is None
         if (is_requested and is_default) or (isinstance(group, NamedProcessGroup) and not (is_agreed and is_default)):
+            name = group if isinstance(group, NamedProcessGroup) else "default process group"
             raise ConfigurationError(
                 error_text(
                     "client.join() needs a connection: a process group waits for all its ranks\n"
-                    f"layer {layer.layer_name!r} synchronises over torch's "
-                    f"{group if isinstance(group, NamedProcessGroup) else 'default process group'}",
+                    f"layer {layer.layer_name!r} synchronises over torch's {name}",
                     advice=f"Call client.connect() before it, with another transport than {OVER_PROCESS_GROUP!r}, or "
                     "use equal numbers of batches on all ranks.",
                 )

@@ -19,12 +19,12 @@ from client.nn.input_checks import is_distributed
 from client.nn.unsynchronized import warn_if_unconnected
 from client.ops import non_finite
 from client.tracebacks import api_boundary
+from client.training.gradients import split_rows
 from client.transports import device_rows
 from client.transports.choose import GroupSpec, communicator_for, resolve_group, transport_over
 from client.transports.named_process_group import NamedProcessGroup
 from client.transports.process_group import ProcessGroupPipe, group_of, use_device
 from client.transports.transport import Transport
-from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, RoundMismatch
 from statsd_bn.reduction import FloatArray, Moments, Rows
 from statsd_bn.text import wrap
@@ -126,7 +126,11 @@ def moments(
     dims = _normalized_dims(name, x, dim)
     shape = [x.shape[each] for each in range(x.dim()) if each not in dims]
     population = _over_all_ranks(name, _rows(name, x, dims, mask), shape, resolve_group(group, process_group))
-    return _as_tensors(population, correction, shape, x)
+    with np.errstate(all="ignore"):
+        var = population.centred / np.float64(max(0.0, population.size - correction))
+    dtype = x.dtype if x.element_size() >= torch.float32.itemsize else torch.float32
+    tensors = (torch.from_numpy(each).view(shape).to(dtype).to(x.device) for each in (population.mean, var))
+    return BatchMoments(torch.tensor(population.size).to(x.device), *tensors)
 
 
 class RunningMoments(nn.Module):
@@ -281,18 +285,13 @@ def _rows(name: str, x: Tensor, dims: Sequence[int], mask: Tensor | None) -> Ten
     values = x.detach().movedim(tuple(dims), tuple(range(len(dims))))
     rows = values.reshape(prod(reduced), prod(kept))
     if mask is not None:
-        rows = rows[_expand_mask(name, mask, reduced, x.device)]
+        lengths = zip(reversed(mask.shape), reversed(reduced), strict=False)
+        expands = mask.dim() <= len(reduced) and all(length in (1, expected) for length, expected in lengths)
+        if mask.device != x.device or not expands:
+            expected = f"expected a mask on {x.device} that expands to the reduced dimensions {tuple(reduced)}"
+            raise ValueError(wrap(f"{name}: {expected}, got {tuple(mask.shape)} on {mask.device}"))
+        rows = rows[mask.expand(reduced).reshape(-1)]
     return rows if rows.device.type in device_rows.DEVICE_TYPES else rows.cpu()
-
-
-def _expand_mask(name: str, mask: Tensor, reduced: list[int], device: torch.device) -> Tensor:
-    """Returns the mask with an entry for each row."""
-    lengths = zip(reversed(mask.shape), reversed(reduced), strict=False)
-    expands = mask.dim() <= len(reduced) and all(length in (1, expected) for length, expected in lengths)
-    if mask.device != device or not expands:
-        expected = f"expected a mask on {device} that expands to the reduced dimensions {tuple(reduced)}"
-        raise ValueError(wrap(f"{name}: {expected}, got {tuple(mask.shape)} on {mask.device}"))
-    return mask.expand(reduced).reshape(-1)
 
 
 @torch.no_grad()
@@ -323,14 +322,14 @@ def _over_all_ranks(name: str, rows: Tensor, shape: Sequence[int], group: GroupS
         use_device(group_of(transport), rows.device)
     checksum = np.full((1, rows.shape[1]), float(zlib.crc32(str(tuple(shape)).encode())))
     vectors = np.concatenate((_sums(rows), checksum))
-    parts = np.split(vectors, np.arange(limits.MAX_CHANNELS, vectors.shape[1], limits.MAX_CHANNELS), axis=1)
     # An elastic job may lose a rank between two parts, so each part covers its own ranks.
-    results = [_exchange(transport, Rows((len(rows),), part[None]), shape) for part in parts]
-    counts, means, centred = zip(*results, strict=True)
-    return _Population(counts[0], np.concatenate(means), np.concatenate(centred))
+    parts = [_exchange(transport, part, shape) for part in split_rows(len(rows), vectors)]
+    with np.errstate(all="ignore"):  # of no values, or of infinity
+        means, centred = [part.mean for part in parts], [part.centred for part in parts]
+    return _Population(parts[0].count, np.concatenate(means), np.concatenate(centred))
 
 
-def _exchange(transport: Transport, rows: Rows, shape: Sequence[int]) -> _Population:
+def _exchange(transport: Transport, rows: Rows, shape: Sequence[int]) -> Moments:
     aggregate = transport.run_slave(rows)
     if (aggregate.values[2] != aggregate.replicas * rows.values[0, 2]).any():
         raise RoundMismatch(
@@ -339,14 +338,4 @@ def _exchange(transport: Transport, rows: Rows, shape: Sequence[int]) -> _Popula
             **aggregate.key.fields,
         )
     non_finite.check(transport, rows, aggregate)
-    total = Moments.from_vectors(aggregate.count, aggregate.values)
-    with np.errstate(all="ignore"):  # of no values, or of infinity
-        return _Population(total.count, total.mean, total.centred)
-
-
-def _as_tensors(population: _Population, correction: float, shape: Sequence[int], x: Tensor) -> BatchMoments:
-    dtype = x.dtype if x.element_size() >= torch.float32.itemsize else torch.float32
-    with np.errstate(all="ignore"):
-        var = population.centred / np.float64(max(0.0, population.size - correction))
-    tensors = (torch.from_numpy(each).view(tuple(shape)).to(dtype).to(x.device) for each in (population.mean, var))
-    return BatchMoments(torch.tensor(population.size).to(x.device), *tensors)
+    return Moments.from_vectors(aggregate.count, aggregate.values)

@@ -23,18 +23,18 @@ from client.nn.batchnorm import SynchronizedBatchNorm
 from client.nn.running_stats import MomentAccumulator
 from client.session.connection import Connection
 from client.tracebacks import api_boundary
-from client.training.gradients import exchange_parts
+from client.training.gradients import split_rows
 from client.transports.choose import GroupSpec, communicator_for, transport_for
 from client.transports.named_process_group import NamedProcessGroup
 from statsd_bn.errors import RoundMismatch
-from statsd_bn.reduction import FloatArray, Moments
+from statsd_bn.reduction import FloatArray, Moments, is_finite
 from statsd_bn.text import wrap
 
 # The name of the rounds. No layer has such a name: the name of a module contains no brackets.
 ROUND_NAME = "recalibrate()"
 
 Accumulators = dict[SynchronizedBatchNorm, MomentAccumulator]
-Population = tuple[SynchronizedBatchNorm, Moments]
+Population = dict[SynchronizedBatchNorm, Moments]
 
 
 @api_boundary
@@ -76,47 +76,41 @@ def recalibrate(
     Warns:
         UserWarning: a layer was not called on any member, and keeps its statistics.
     """
-    _check_num_batches(num_batches)
+    if isinstance(num_batches, bool) or not isinstance(num_batches, int | None):
+        raise TypeError(f"num_batches: expected an int or None, got {num_batches!r}")
+    if num_batches is not None and num_batches < 1:
+        raise ValueError(f"num_batches: expected at least 1, got {num_batches}")
     accumulators: Accumulators = {layer: MomentAccumulator() for layer in _running_layers(model)}
     layers = [layer for layer in accumulators if layer.running_mean is not None and layer.running_var is not None]
     _check_layers(layers)
     batches = _run(model, islice(loader, num_batches), accumulators, progress)
-    totals = [
-        _over_all_members([layer for layer in layers if layer.group == group], accumulators, batches, group)
-        for group in dict.fromkeys(layer.group for layer in layers)  # in the model's order, equal on all members
-    ]
-    population = [measured for moments, _ in totals for measured in moments]
-    total = max(total for _, total in totals)
-    measured = [(layer, moments) for layer, moments in population if moments.count]
+    population: Population = {}
+    total = 0
+    for group in dict.fromkeys(layer.group for layer in layers):  # in the model's order, equal on all members
+        own = {layer: accumulators[layer].moments for layer in layers if layer.group == group}
+        of_group, count = _over_all_members(own, batches, group)
+        population |= of_group
+        total = max(total, count)
+    measured = {layer: moments for layer, moments in population.items() if moments.count}
     _check_population(measured, total)
-    _warn_of_unused([layer for layer, moments in population if not moments.count])
-    _write([update for layer, moments in measured for update in _updates(layer, moments)])
-    for layer, _ in measured:
+    if unused := [layer.layer_name for layer in population if layer not in measured]:
+        warnings.warn(
+            f"layers {_shown(unused)} were called on no member and keep their statistics",
+            stacklevel=3,  # above the frame of `api_boundary`
+        )
+    _write([update for layer, moments in measured.items() for update in _updates(layer, moments)])
+    for layer in measured:
         layer.forget_pending()
     return total
-
-
-def _check_num_batches(num_batches: int | None) -> None:
-    if num_batches is None:
-        return
-    if not isinstance(num_batches, int) or isinstance(num_batches, bool):
-        raise TypeError(f"num_batches: expected an int or None, got {num_batches!r}")
-    if num_batches < 1:
-        raise ValueError(f"num_batches: expected at least 1, got {num_batches}")
 
 
 def _running_layers(model: nn.Module) -> list[SynchronizedBatchNorm]:
     """Returns the layers that normalise with batch statistics, also those without running statistics."""
     layers = [module for module in model.modules() if isinstance(module, SynchronizedBatchNorm)]
-    training = _unwrapped(model).training
-    return [layer for layer in layers if layer.training or not training]
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """Returns the model in wrappers, which are in training mode even around a model in eval mode."""
+    # These wrappers are in training mode even around a model in eval mode.
     while isinstance(model, nn.DataParallel | DistributedDataParallel | AveragedModel):
         model = model.module
-    return model
+    return [layer for layer in layers if layer.training or not model.training]
 
 
 def _check_layers(layers: list[SynchronizedBatchNorm]) -> None:
@@ -133,12 +127,7 @@ def _run(
 ) -> int:
     done = 0
     for done, batch in enumerate(batches, 1):
-        with (
-            torch.no_grad(),
-            _accumulating(accumulators),
-            _without_collectives(model),
-            torch.compiler.set_stance("force_eager"),
-        ):
+        with torch.no_grad(), _measuring(model, accumulators), torch.compiler.set_stance("force_eager"):
             try:
                 model(batch[0] if isinstance(batch, tuple | list) else batch)
             except ValueError as error:
@@ -150,61 +139,41 @@ def _run(
 
 
 @contextmanager
-def _accumulating(accumulators: Accumulators) -> Iterator[None]:
-    """Has the layers count during one forward pass only: a loader or `progress` may use the model as well."""
-    try:
-        for layer, accumulator in accumulators.items():
-            vars(layer)["_accumulator"] = accumulator
-        yield
-    finally:
-        for layer in accumulators:
-            vars(layer).pop("_accumulator", None)
+def _measuring(model: nn.Module, accumulators: Accumulators) -> Iterator[None]:
+    """Has the layers count during one forward pass only: a loader or `progress` may use the model as well.
 
-
-@contextmanager
-def _without_collectives(model: nn.Module) -> Iterator[None]:
-    """Disables collectives in the forward pass of DistributedDataParallel, for which members may lack batches."""
+    Disables collectives in the forward pass of DistributedDataParallel, for which members may lack batches.
+    """
     wrappers: list[Any] = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     before = [(wrapper.require_forward_param_sync, wrapper._join_config) for wrapper in wrappers]  # noqa: SLF001 - below
     try:
+        for layer, accumulator in accumulators.items():
+            vars(layer)["_accumulator"] = accumulator
         for wrapper in wrappers:
             wrapper.require_forward_param_sync = False
             wrapper._join_config = wrapper._join_config._replace(enable=False)  # noqa: SLF001 - no public name
         yield
     finally:
+        for layer in accumulators:
+            vars(layer).pop("_accumulator", None)
         for wrapper, (sync, join) in zip(wrappers, before, strict=True):
             wrapper.require_forward_param_sync, wrapper._join_config = sync, join  # noqa: SLF001 - as above
 
 
-def _checksum(layer: SynchronizedBatchNorm) -> float:
-    return float(zlib.crc32(layer.layer_name.encode()))
-
-
-def _vectors(layer: SynchronizedBatchNorm, moments: Moments) -> FloatArray:
-    """Returns a layer's vectors of Σx, Σx², the count, and a checksum of its name, which detects different layers."""
-    constants = np.array([[moments.count], [_checksum(layer)]], np.float64)
-    return np.concatenate((moments.vectors, np.repeat(constants, len(moments.sums), axis=1)))
-
-
-def _width(layer: SynchronizedBatchNorm) -> int:
-    return layer.num_features if layer.running_mean is None else layer.running_mean.numel()
-
-
 def _over_all_members(
-    layers: list[SynchronizedBatchNorm], accumulators: Accumulators, batches: int, group: GroupSpec
-) -> tuple[list[Population], int]:
+    own: dict[SynchronizedBatchNorm, Moments | None], batches: int, group: GroupSpec
+) -> tuple[Population, int]:
     """Sends this member's moments and number of batches, and returns all members', in the layers' group."""
-    own = [accumulators[layer].moments or Moments.empty(_width(layer)) for layer in layers]
-    vectors = np.concatenate(list(map(_vectors, layers, own)), axis=1)
     communicator = communicator_for(group)
     if isinstance(communicator, Connection) and not isinstance(group, NamedProcessGroup):
         communicator.rejoin_if_paused(group)
     transport = transport_for(ROUND_NAME, group)
-    aggregates = exchange_parts(transport, batches, vectors)
-    ends = np.cumsum([_width(layer) for layer in layers])[:-1]
+    vectors = [_vectors(layer, moments) for layer, moments in own.items()]
+    aggregates = [transport.run_slave(rows) for rows in split_rows(batches, np.concatenate(vectors, axis=1))]
+    ends = np.cumsum([each.shape[1] for each in vectors])[:-1]
     totals = np.split(np.concatenate([aggregate.values for aggregate in aggregates], axis=1), ends, axis=1)
     last = aggregates[-1]
-    for layer, total in zip(layers, totals, strict=True):
+    for layer, total in zip(own, totals, strict=True):
         if not (total[3] == last.replicas * _checksum(layer)).all():
             raise RoundMismatch(
                 f"{last.key}: expected the same layers on all members, got layer {layer.layer_name!r} with "
@@ -212,28 +181,35 @@ def _over_all_members(
                 "all members",
                 **last.key.fields,
             )
-    moments = [Moments.from_vectors(int(total[2, 0]), total) for total in totals]
-    return list(zip(layers, moments, strict=True)), last.count
+    moments = (Moments.from_vectors(int(total[2, 0]), total) for total in totals)
+    return dict(zip(own, moments, strict=True)), last.count
 
 
-def _check_population(measured: list[Population], batches: int) -> None:
+def _vectors(layer: SynchronizedBatchNorm, moments: Moments | None) -> FloatArray:
+    """Returns a layer's vectors of Σx, Σx², the count, and a checksum of its name, which detects different layers."""
+    moments = moments or Moments.empty(_buffers(layer)[0].numel())
+    constants = np.array([[moments.count], [_checksum(layer)]], np.float64)
+    return np.concatenate((moments.vectors, np.repeat(constants, len(moments.sums), axis=1)))
+
+
+def _checksum(layer: SynchronizedBatchNorm) -> float:
+    return float(zlib.crc32(layer.layer_name.encode()))
+
+
+def _buffers(layer: SynchronizedBatchNorm) -> tuple[Tensor, Tensor]:
+    assert layer.running_mean is not None  # noqa: S101 - only layers with running statistics are measured
+    assert layer.running_var is not None  # noqa: S101 - as above
+    return layer.running_mean, layer.running_var
+
+
+def _check_population(measured: Population, batches: int) -> None:
     """Raises ValueError without any values or with non-finite ones, which is the same on all members."""
     if not measured:
         text = f"loader: expected values for at least one layer, got none in the {batches} batches of all members"
         raise ValueError(wrap(text))
-    non_finite = [layer.layer_name for layer, moments in measured if not np.isfinite(moments.vectors).all()]
-    if non_finite:
-        got = f"got NaN or infinity in layers {_shown(non_finite)}"
+    if bad := [layer.layer_name for layer, moments in measured.items() if not is_finite(moments.vectors)]:
+        got = f"got NaN or infinity in layers {_shown(bad)}"
         raise ValueError(wrap(f"loader: expected finite values, {got}; all layers keep their statistics"))
-
-
-def _warn_of_unused(layers: list[SynchronizedBatchNorm]) -> None:
-    if layers:
-        warnings.warn(
-            f"layers {_shown([layer.layer_name for layer in layers])} were called on no member and keep their "
-            "statistics",
-            stacklevel=4,  # above the frame of `api_boundary`
-        )
 
 
 def _shown(names: list[str], most: int = 5) -> str:
@@ -243,9 +219,7 @@ def _shown(names: list[str], most: int = 5) -> str:
 
 def _updates(layer: SynchronizedBatchNorm, moments: Moments) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields the layer's buffers, each of shape (C,), with their new values."""
-    both = (layer.running_mean, moments.mean), (layer.running_var, moments.variance(unbiased=True))
-    for buffer, values in both:
-        assert buffer is not None  # noqa: S101 - only layers with running statistics are measured
+    for buffer, values in zip(_buffers(layer), (moments.mean, moments.variance(unbiased=True)), strict=True):
         yield buffer, torch.from_numpy(values).to(buffer.dtype).to(buffer.device)
 
 

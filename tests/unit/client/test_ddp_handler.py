@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import client
 from client import DDPHandler
 from client.serialization import pack
-from client.training.all_gather_tensors import ROUND_NAME, all_gather_tensors, as_tensor, concatenate, from_tensor
+from client.training.ddp_handler import ROUND_NAME, all_gather_tensors, as_tensor, concatenate, from_tensor
 from statsd_bn import limits
 from statsd_bn.errors import ConnectionClosed, ProtocolError, RoundFailed, RoundMismatch
 from statsd_bn.reduction import Rows
