@@ -132,13 +132,13 @@ def connect(
     for name, candidate in find_misspelt(os.environ, VARIABLES):
         logger.warning("unknown environment variable %s is ignored; did you mean %s?", name, candidate)
     settings = resolve(os.environ, launchers.find_process_group(), **arguments)
-    if settings.launched:
+    if launched := settings.launched:
         logger.warning(
             "%s, but %s has %d processes: connect() waits up to %g s for the other ranks, which must be started "
             "elsewhere; omit world_size if there are no others",
             settings.resolved["world_size"],
-            settings.launched.source,
-            settings.launched.value,
+            launched.source,
+            launched.value,
             settings.member.seconds_to_join,
         )
     logger.info("connecting with %s", settings)
@@ -179,7 +179,8 @@ def _open(settings: Settings) -> Connection:
         return Rendezvous(settings, os.environ).join()
     endpoint = settings.endpoint or _wait_for_user_server()
     try:
-        return open_connection(endpoint, settings.load_keys(), settings.member, insecure=settings.insecure)
+        insecure = settings.resolved["insecure"].value
+        return open_connection(endpoint, settings.load_keys(), settings.member, insecure=insecure)
     except ServerUnreachable as error:
         if settings.endpoint and settings.source("endpoint") != ARGUMENT:
             error.add_note(f"The endpoint came from {settings.source('endpoint')}.")

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Generic, NamedTuple, TypeVar
 
 from torch import distributed
@@ -34,8 +34,8 @@ _HOST = re.compile(r"[\w.-]+")  # a host name, or an IPv4 address
 FIRST_PORT = PORTS = 15_000
 STEP_STRIDE = 101  # steps of one job may share a host; a prime spreads their ports
 
-# The first name of a list: "a,b", "node[01-04,07]", "rack[1-2]node[3,5]-ib".
-_FIRST_NAME = re.compile(r"(?:[^\[\],\s]|\[[^\[\]\s]+\])+")
+# A list, with its first name: "a,b", "node[01-04,07]", "rack[1-2]node[3,5]-ib".
+_HOSTS = re.compile(r"((?:[^\[\],\s]|\[[^\[\]\s]+\])+)(?:,.*)?")
 _NUMBERS = re.compile(r"\[([0-9]+)(?:[-,][0-9,-]*)?\]")
 
 
@@ -72,7 +72,7 @@ class ProcessGroup(NamedTuple):
 
 def rank(environ: Mapping[str, str]) -> Setting[int] | None:
     """Returns this process's rank; None without a launcher."""
-    return _integer(environ, "RANK", "rank") or _of_task(environ, "SLURM_PROCID", "rank")
+    return _integer(environ, "RANK", "SLURM_PROCID", "rank")
 
 
 def world_size(environ: Mapping[str, str]) -> Setting[int] | None:
@@ -80,7 +80,7 @@ def world_size(environ: Mapping[str, str]) -> Setting[int] | None:
 
     Some platforms set WORLD_SIZE to the number of nodes; its job would be too small, so this is an error.
     """
-    size = _integer(environ, "WORLD_SIZE", "world_size") or _of_task(environ, "SLURM_STEP_NUM_TASKS", "world_size")
+    size = _integer(environ, "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "world_size")
     if size and size.source == "WORLD_SIZE" and (evidence := _counts_nodes(environ, size.value)):
         raise ConfigurationError(
             f"WORLD_SIZE: expected the number of processes, got {size.value}, which counts nodes: {evidence}. Start "
@@ -92,44 +92,44 @@ def world_size(environ: Mapping[str, str]) -> Setting[int] | None:
 
 def job(environ: Mapping[str, str]) -> Setting[str] | None:
     """Returns the run's name; None if the launcher has none. Each step of SLURM's is a run."""
-    run_id, number = environ.get("TORCHELASTIC_RUN_ID"), environ.get("SLURM_JOB_ID")
-    if run_id is not None and run_id not in NO_RUN_ID:
+    if (run_id := environ.get("TORCHELASTIC_RUN_ID", "")) not in NO_RUN_ID:
         return Setting("job", run_id, "TORCHELASTIC_RUN_ID")
-    if not (number and _is_task(environ)):
-        return None
-    return Setting("job", f"slurm-{number}.{environ.get('SLURM_STEP_ID', '0')}", "SLURM_JOB_ID")
+    number = _task(environ).get("SLURM_JOB_ID")
+    name = f"slurm-{number}.{environ.get('SLURM_STEP_ID', '0')}" if number else None
+    return optional("job", name, "SLURM_JOB_ID")
 
 
 def epoch(environ: Mapping[str, str]) -> Setting[int] | None:
     """Returns how often the launcher has restarted the processes; None if it does not count restarts."""
-    return _integer(environ, "TORCHELASTIC_RESTART_COUNT", "epoch") or _of_task(environ, "SLURM_RESTART_COUNT", "epoch")
+    return _integer(environ, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "epoch")
 
 
 def store_address(environ: Mapping[str, str]) -> Setting[StoreAddress] | None:
     """Returns the address of torch's store of this job; None without a launcher."""
-    address = optional("store", environ.get("MASTER_ADDR") or None, "MASTER_ADDR") or _first_step_host(environ)
+    host, source = environ.get("MASTER_ADDR"), "MASTER_ADDR"
+    if not host and (hosts := _task(environ).get("SLURM_STEP_NODELIST")):
+        host, source = first_host(hosts), "SLURM_STEP_NODELIST"
     port = optional_integer(environ, "MASTER_PORT")
     port = step_port(environ) if port is None else port
-    if not address or port is None:
+    if not host or port is None:
         return None
     if not 1 <= port <= MAX_PORT:
         raise ConfigurationError(f"MASTER_PORT: expected a port from 1 to {MAX_PORT}, got {port}")
-    if not (_HOST.fullmatch(address.value) or _is_ipv6(address.value)):
-        text = f"MASTER_ADDR: expected a host's name or address and nothing else, got {address.value!r:.80}"
-        raise ConfigurationError(text)
-    return Setting("store", StoreAddress(address.value, port), address.source)
+    if not (_HOST.fullmatch(host) or _address(host)):
+        raise ConfigurationError(f"MASTER_ADDR: expected a host's name or address and nothing else, got {host!r:.80}")
+    return Setting("store", StoreAddress(host, port), source)
 
 
 def is_one_node(environ: Mapping[str, str], store: StoreAddress, processes: int) -> bool:
     """Returns whether all processes are on this host according to their launcher."""
-    if _is_loopback(store.host):
-        return True  # a process on another host could not reach the store
+    address, task = _address(store.host), _task(environ)
+    # A process on another host could not reach the store. Other names than "localhost" may resolve to anything.
+    if store.host == "localhost" or (address and address.is_loopback):
+        return True
     if (local := optional_integer(environ, "LOCAL_WORLD_SIZE")) is not None:
         return local == processes
-    if processes == 1:
-        return True
-    nodes = _task_integer(environ, "SLURM_STEP_NUM_NODES")
-    return (_task_integer(environ, "SLURM_NNODES") if nodes is None else nodes) == 1
+    nodes = optional_integer(task, "SLURM_STEP_NUM_NODES") or optional_integer(task, "SLURM_NNODES")
+    return processes == 1 or nodes == 1
 
 
 def find_process_group() -> ProcessGroup | None:
@@ -158,17 +158,16 @@ def merge_process_group(
 
 def step_port(environ: Mapping[str, str]) -> int | None:
     """Returns the store's port for a step of srun; two jobs on one host rarely get the same."""
-    if (number := _task_integer(environ, "SLURM_JOB_ID")) is None:
+    if (number := optional_integer(_task(environ), "SLURM_JOB_ID")) is None:
         return None
     return FIRST_PORT + (number + STEP_STRIDE * integer(environ, "SLURM_STEP_ID", 0)) % PORTS
 
 
 def first_host(hosts: str) -> str:
     """Returns the first name of a list in SLURM's format: "node[01-04,07]" means node01 to node04 and node07."""
-    match = _FIRST_NAME.match(hosts)
-    name = _NUMBERS.sub(r"\1", match[0]) if match else ""
-    rest = hosts[match.end() :] if match else ""
-    if not name or "[" in name or rest[:1] not in {"", ","}:
+    match = _HOSTS.fullmatch(hosts)
+    name = _NUMBERS.sub(r"\1", match[1]) if match else ""
+    if not name or "[" in name:
         raise ConfigurationError(
             f"SLURM_STEP_NODELIST: expected hosts such as node[01-04,07] or a,b, got {hosts!r:.80}; "
             "set MASTER_ADDR to the host of task 0"
@@ -176,39 +175,21 @@ def first_host(hosts: str) -> str:
     return name
 
 
-def _is_task(environ: Mapping[str, str]) -> bool:
-    """Whether srun has started this process; a batch script has SLURM_PROCID and SLURM_NTASKS too."""
-    return bool(environ.get("SLURM_STEP_NUM_TASKS") and environ.get("SLURM_PROCID"))
+def _task(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Returns the variables of a task that srun has started, else none; a batch script has SLURM_PROCID too."""
+    return environ if environ.get("SLURM_STEP_NUM_TASKS") and environ.get("SLURM_PROCID") else {}
 
 
-def _integer(environ: Mapping[str, str], variable: str, name: str) -> Setting[int] | None:
-    return optional(name, optional_integer(environ, variable), variable)
+def _integer(environ: Mapping[str, str], variable: str, of_task: str, name: str) -> Setting[int] | None:
+    """Returns the number in a variable, or else in a task's variable."""
+    setting = optional(name, optional_integer(environ, variable), variable)
+    return setting or optional(name, optional_integer(_task(environ), of_task), of_task)
 
 
-def _of_task(environ: Mapping[str, str], variable: str, name: str) -> Setting[int] | None:
-    return _integer(environ, variable, name) if _is_task(environ) else None
-
-
-def _task_integer(environ: Mapping[str, str], variable: str) -> int | None:
-    return optional_integer(environ, variable) if _is_task(environ) else None
-
-
-def _first_step_host(environ: Mapping[str, str]) -> Setting[str] | None:
-    hosts = environ.get("SLURM_STEP_NODELIST")
-    return Setting("store", first_host(hosts), "SLURM_STEP_NODELIST") if hosts and _is_task(environ) else None
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether a host is this one by its name or its literal address; other names may resolve to anything."""
+def _address(host: str) -> IPv4Address | IPv6Address | None:
     with suppress(ValueError):
-        return ip_address(host).is_loopback
-    return host == "localhost"
-
-
-def _is_ipv6(address: str) -> bool:
-    with suppress(ValueError):
-        return ip_address(address).version == 6  # noqa: PLR2004 - the version of IP
-    return False
+        return ip_address(host)
+    return None
 
 
 def _counts_nodes(environ: Mapping[str, str], world_size: int) -> str:
@@ -220,7 +201,10 @@ def _counts_nodes(environ: Mapping[str, str], world_size: int) -> str:
     is_pod = not environ.get("LOCAL_RANK") and nodes == str(world_size)
     if is_pod and per_node.isdecimal() and per_node != "1":
         return f"PET_NNODES={nodes}, PET_NPROC_PER_NODE={per_node}"
-    tasks, in_slurm = _task_integer(environ, "SLURM_STEP_NUM_TASKS"), optional_integer(environ, "SLURM_NNODES")
+    tasks, in_slurm = (
+        optional_integer(_task(environ), "SLURM_STEP_NUM_TASKS"),
+        optional_integer(environ, "SLURM_NNODES"),
+    )
     # A single task may deliberately train alone.
     is_alone = world_size == 1 and integer(environ, "RANK", -1) == 0
     if tasks is None or in_slurm != world_size or tasks <= world_size or is_alone:

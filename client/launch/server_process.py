@@ -88,7 +88,7 @@ class ServerProcess:
         self._make_folder()
         keys = ["--curve", "-"] if self._keys else []
         # In a new session: Ctrl-C at the terminal must interrupt only the members, which then leave.
-        self._process = subprocess.Popen(  # noqa: S603 - this project's own program
+        self._process = process = subprocess.Popen(  # noqa: S603 - this project's own program
             _command("--bind", bind, "--parent", str(self._owner), *keys, *options),
             env=_environment(),
             stdin=subprocess.PIPE if self._keys else subprocess.DEVNULL,
@@ -98,22 +98,24 @@ class ServerProcess:
         )
         if self._stopping.is_set():
             # `stop` was called during a restart, and terminated only the previous process.
-            self._process.terminate()
+            process.terminate()
         try:
-            if self._keys and self._process.stdin:
+            if self._keys and process.stdin:
                 # After a broken pipe, `_read_endpoint` reports the exit code.
-                with suppress(BrokenPipeError), self._process.stdin as pipe:
+                with suppress(BrokenPipeError), process.stdin as pipe:
                     pipe.write(self._keys.text())
-            return _read_endpoint(self._process)
+            return _read_endpoint(process)
         except BaseException:
-            _terminate(self._process)
+            process.terminate()
+            if not _has_exited(process):
+                process.kill()
+                process.wait()
             raise
 
     def _watch(self) -> None:
         """Restarts the server after each failure, until a normal exit; at shutdown no new thread could do this."""
-        restarts = Restarts()
         try:
-            problem, has_listened = self._exit_problem(), True
+            restarts, problem, has_listened = Restarts(), self._exit_problem(), True
             while problem and not self._stopping.is_set():
                 pause = restarts.pause(time.monotonic(), has_listened=has_listened)
                 if pause is None:
@@ -127,10 +129,9 @@ class ServerProcess:
                     break
                 try:
                     self._start(self.endpoint, "--again")
+                    problem, has_listened = self._exit_problem(), True
                 except (OSError, ServerUnreachable, ConfigurationError) as error:
                     problem, has_listened = log_line(error), False
-                else:
-                    problem, has_listened = self._exit_problem(), True
         finally:
             self._remove_folder()
             with suppress(ValueError):
@@ -197,8 +198,12 @@ def _environment() -> dict[str, str]:
 
 def _read_endpoint(process: subprocess.Popen[str]) -> str:
     """Reads the endpoint that a starting server prints; raises ServerUnreachable for other output or none in time."""
-    started = time.monotonic()
-    _, is_listening, endpoint = _first_line(process).rstrip("\n").partition("listening on ")
+    assert process.stdout is not None  # noqa: S101 - a pipe
+    started, line = time.monotonic(), ""
+    with process.stdout as output:
+        if wait([output.fileno()], START_SECONDS) and not (line := output.readline()):
+            _has_exited(process)  # it is exiting
+    _, is_listening, endpoint = line.rstrip("\n").partition("listening on ")
     if is_listening:
         return endpoint
     seconds, code = time.monotonic() - started, process.poll()
@@ -211,27 +216,11 @@ def _read_endpoint(process: subprocess.Popen[str]) -> str:
     )
 
 
-def _first_line(process: subprocess.Popen[str]) -> str:
-    """Reads the server's first line; "" if it ends first, or prints nothing in time."""
-    assert process.stdout is not None  # noqa: S101 - a pipe
-    with process.stdout as output:
-        if not wait([output.fileno()], START_SECONDS):
-            return ""
-        line = output.readline()
-    if not line:
-        # It is exiting; wait for its exit code.
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_SECONDS)
-    return line
-
-
-def _terminate(process: subprocess.Popen[str]) -> None:
-    process.terminate()
-    try:
+def _has_exited(process: subprocess.Popen[str]) -> bool:
+    """Returns whether a process that is about to exit does so in time."""
+    with suppress(subprocess.TimeoutExpired):
         process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    return process.returncode is not None
 
 
 def _format_exit(code: int) -> str:

@@ -6,8 +6,7 @@ of one process cannot see the processes that this one has started, so a process 
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +30,17 @@ from statsd_bn.errors import ConfigurationError, ProtocolError
 from statsd_bn.keys import ClientKeys, load_client
 from statsd_bn.messages import WORLD
 
+_DURATIONS = ("round_timeout", "join_timeout", "abort_after")
+
 # The types of the arguments, as text and in Python. A bool is an int in Python, but invalid for each of them.
 _TYPES: dict[str, tuple[str, Any]] = {
     **dict.fromkeys(("endpoint", "job", "policy", "transport", "on_nonfinite"), ("a str", str)),
     **dict.fromkeys(("rank", "world_size", "min_members"), ("an int", int)),
-    **dict.fromkeys(("round_timeout", "join_timeout", "abort_after"), ("a number of seconds", int | float)),
+    **dict.fromkeys(_DURATIONS, ("a number of seconds", int | float)),
     "curve": ("a path", str | os.PathLike),
 }
 # The other arguments default to None.
 _DEFAULTS = {"round_timeout": DEFAULT_ROUND_TIMEOUT, "policy": STRICT, "abort_after": DEFAULT_ABORT_AFTER}
-
-# The settings that are attributes of `Member`, under the same names.
-_MEMBER_SETTINGS = (
-    *("job", "epoch", "rank", "world_size", "min_members", "round_timeout", "join_timeout", "abort_after"),
-    *("transport", "on_nonfinite"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +53,6 @@ class Settings:
 
     member: Member
     endpoint: str | None
-    curve: str | os.PathLike[str] | None
-    insecure: bool
     store: StoreAddress | None
     is_one_node: bool
     uses_process_group: bool
@@ -80,7 +73,8 @@ class Settings:
 
     def load_keys(self) -> ClientKeys | None:
         """Reads this client's keys; returns None if no file is configured."""
-        return load_client(Path(self.curve)) if self.curve else None
+        curve = self.resolved["curve"].value
+        return load_client(Path(curve)) if curve else None
 
 
 def resolve(environ: Mapping[str, str], group: ProcessGroup | None = None, **arguments: Any) -> Settings:
@@ -88,71 +82,46 @@ def resolve(environ: Mapping[str, str], group: ProcessGroup | None = None, **arg
     given = {**dict.fromkeys(_TYPES), **_DEFAULTS, **arguments}
     _check_types(given)
     endpoint = _text(environ, "STATSD_BN_ENDPOINT", given)
-    size = optional("world_size", given["world_size"], ARGUMENT) or launchers.world_size(environ)
-    rank = optional("rank", given["rank"], ARGUMENT) or launchers.rank(environ)
-    if group:
-        size, rank = launchers.merge_process_group(size, rank, group)
-    size, rank = _checked_size_and_rank(size, rank)
-    policy = Setting("policy", given["policy"], DEFAULT if given["policy"] == STRICT else ARGUMENT)
-    min_members = _min_members(policy.value, given["min_members"], size)
+    try:
+        launched = launchers.world_size(environ)
+    except ConfigurationError:
+        if given["world_size"] is None:
+            raise
+        launched = None  # the argument replaces an invalid variable
+    size, rank = _size_and_rank(environ, given, launched, group)
+    min_members = _min_members(given, size)
+    # The launcher has started several processes, or its only one has started those of the process group.
+    in_group = Setting("world_size", group.size, PROCESS_GROUP) if group else None
+    several = next((found for found in (launched, in_group) if found and found.value > 1), None)
     is_elastic = min_members.value > 0
-    launched = _launched(environ, group)
-    # New members may raise an elastic job above its initial size.
-    if launched and size.value < launched.value and rank.source != ARGUMENT and not is_elastic:
-        raise ConfigurationError(
-            f"world_size: expected at least {launched.value}, as {launched.source} says, got {size.value} "
-            f"({size.source}); omit it, or pass rank too for a job of some of these processes"
-        )
-    bound, name = (limits.MAX_MEMBERS, "MAX_MEMBERS") if is_elastic else (size.value, "world_size")
-    if not 0 <= rank.value < bound:
-        raise ConfigurationError(
-            f"rank: expected a number in [0, {name}), here [0, {bound}), got {short_repr(rank.value)} ({rank.source}); "
-            f"{size}"
-        )
-    transport = _choice(TRANSPORT_CHOICES, _text(environ, "STATSD_BN_TRANSPORT", given, TRANSPORT_CHOICES[0]))
+    _check_rank(rank, size, several, is_elastic=is_elastic)
+    transport = _choice(environ, "STATSD_BN_TRANSPORT", given, TRANSPORT_CHOICES)
     if is_elastic and transport.value == OVER_PROCESS_GROUP:
         raise ConfigurationError(
             f"{transport}: expected 'auto' or 'server' for an elastic job; a process group ends with a lost rank"
         )
-    round_timeout, join_timeout = (_seconds(name, given[name]) for name in ("round_timeout", "join_timeout"))
+    round_timeout, join_timeout, abort_after = (_seconds(given, name) for name in _DURATIONS)
     if join_timeout.value is None:
         source = DEFAULT if round_timeout.source == DEFAULT else "round_timeout"
         join_timeout = Setting("join_timeout", round_timeout.value, source)
-    store, uses_process_group = (None, False) if endpoint.value else _store(environ, size, rank, group)
+    store, uses_process_group = (None, False) if endpoint.value else _store(environ, size, rank, launched, group)
     settings: tuple[Setting[Any] | None, ...] = (
-        endpoint,
-        _job(environ, given["job"]),
-        rank,
-        size,
-        round_timeout,
-        join_timeout,
-        policy,
-        min_members,
-        _epoch(environ),
-        _text(environ, "STATSD_BN_CURVE", given),
-        _flag(environ, "STATSD_BN_INSECURE", default=False),
-        store,
-        _seconds("abort_after", given["abort_after"], or_none=" or None"),
-        _flag(environ, "STATSD_BN_STACKS", default=True),
-        transport,
-        _choice(ON_NONFINITE, _text(environ, "STATSD_BN_ON_NONFINITE", given, ON_NONFINITE[0])),
+        *(endpoint, _job(environ, given["job"]), rank, size, round_timeout, join_timeout),
+        Setting("policy", given["policy"], DEFAULT if given["policy"] == STRICT else ARGUMENT),
+        *(min_members, _epoch(environ), _text(environ, "STATSD_BN_CURVE", given)),
+        *(_flag(environ, "STATSD_BN_INSECURE", default=False), store, abort_after),
+        *(_flag(environ, "STATSD_BN_STACKS", default=True), transport),
+        _choice(environ, "STATSD_BN_ON_NONFINITE", given, ON_NONFINITE),
     )
     resolved = {setting.name: setting for setting in settings if setting}
-    member = Member(
-        group=WORLD,
-        host_and_pid=host_and_pid(),
-        reports_stacks=resolved["stacks"].value,
-        **{name: resolved[name].value for name in _MEMBER_SETTINGS},
-    )
+    of_member = {each.name: resolved[each.name].value for each in fields(Member) if each.name in resolved}
     return Settings(
-        member=member,
+        member=Member(group=WORLD, host_and_pid=host_and_pid(), reports_stacks=resolved["stacks"].value, **of_member),
         endpoint=endpoint.value,
-        curve=resolved["curve"].value,
-        insecure=resolved["insecure"].value,
         store=store.value if store else None,
         is_one_node=store is not None and launchers.is_one_node(environ, store.value, size.value),
         uses_process_group=uses_process_group,
-        launched=launched if launched and launched.value < size.value else None,
+        launched=several if several and several.value < size.value else None,
         resolved=resolved,
     )
 
@@ -173,11 +142,38 @@ def _text(environ: Mapping[str, str], variable: str, given: Mapping[str, Any], d
     return setting or Setting(name, default, DEFAULT)
 
 
+def _choice(
+    environ: Mapping[str, str], variable: str, given: Mapping[str, Any], choices: Sequence[str]
+) -> Setting[str]:
+    """Resolves a text that is one of the choices, by default the first."""
+    setting: Setting[str] = _text(environ, variable, given, choices[0])
+    if setting.value not in choices:
+        got = f"got {setting.value!r:.80} ({setting.source})"
+        raise ConfigurationError(f"{setting.name}: expected one of {', '.join(choices)}, {got}")
+    return setting
+
+
+def _flag(environ: Mapping[str, str], variable: str, *, default: bool) -> Setting[bool]:
+    name = variable.removeprefix(PREFIX).lower()
+    if not environ.get(variable, "").strip():
+        return Setting(name, default, DEFAULT)
+    return Setting(name, boolean(environ, variable), variable)
+
+
+def _seconds(given: Mapping[str, Any], name: str) -> Setting[Any]:
+    seconds = given[name]
+    if seconds is not None and not 0 < seconds <= limits.MAX_DEADLINE:
+        or_none = " or None" if name == "abort_after" else ""
+        got = f"got {short_repr(seconds)} ({ARGUMENT})"
+        raise ConfigurationError(f"{name}: expected seconds in (0, {limits.MAX_DEADLINE:g}]{or_none}, {got}")
+    source = DEFAULT if seconds == _DEFAULTS.get(name) else ARGUMENT
+    return Setting(name, None if seconds is None else float(seconds), source)
+
+
 def _job(environ: Mapping[str, str], argument: str | None) -> Setting[str]:
     variable = optional("job", environ.get("STATSD_BN_JOB") or None, "STATSD_BN_JOB")
-    job = (
-        optional("job", argument, ARGUMENT) or variable or launchers.job(environ) or Setting("job", "default", DEFAULT)
-    )
+    job = optional("job", argument, ARGUMENT) or variable or launchers.job(environ)
+    job = job or Setting("job", "default", DEFAULT)
     try:
         check_name("job", job.value, limits.MAX_NAME_BYTES)
     except ProtocolError as error:
@@ -192,7 +188,13 @@ def _epoch(environ: Mapping[str, str]) -> Setting[int]:
     return epoch
 
 
-def _checked_size_and_rank(size: Setting[int] | None, rank: Setting[int] | None) -> tuple[Setting[int], Setting[int]]:
+def _size_and_rank(
+    environ: Mapping[str, str], given: Mapping[str, Any], launched: Setting[int] | None, group: ProcessGroup | None
+) -> tuple[Setting[int], Setting[int]]:
+    size = optional("world_size", given["world_size"], ARGUMENT) or launched
+    rank = optional("rank", given["rank"], ARGUMENT) or launchers.rank(environ)
+    if group:
+        size, rank = launchers.merge_process_group(size, rank, group)
     if size and rank is None and size.source != ARGUMENT and size.value > 1:
         # Each of these processes would connect as rank 0.
         raise ConfigurationError(
@@ -206,62 +208,49 @@ def _checked_size_and_rank(size: Setting[int] | None, rank: Setting[int] | None)
     return size, rank
 
 
-def _launched(environ: Mapping[str, str], group: ProcessGroup | None) -> Setting[int] | None:
-    """Returns the number of processes of a launcher of several, or of torch's process group; None if unknown."""
-    with suppress(ConfigurationError):  # an argument may replace an invalid variable
-        if (launched := launchers.world_size(environ)) and launched.value > 1:
-            return launched
-    return Setting("world_size", group.size, PROCESS_GROUP) if group and group.size > 1 else None
-
-
-def _min_members(policy: str, argument: int | None, size: Setting[int]) -> Setting[int]:
+def _min_members(given: Mapping[str, Any], size: Setting[int]) -> Setting[int]:
+    policy, argument = given["policy"], given["min_members"]
     if policy not in {STRICT, ELASTIC}:
         raise ConfigurationError(f"policy: expected {STRICT!r} or {ELASTIC!r}, got {policy!r:.80}")
-    if policy == STRICT:
-        if argument is not None:
-            raise ConfigurationError(
-                f"min_members: expected no value under the policy {STRICT!r}, got {short_repr(argument)} ({ARGUMENT}); "
-                f"pass policy={ELASTIC!r}, or omit min_members"
-            )
-        return Setting("min_members", 0, DEFAULT)
     if argument is None:
-        return Setting("min_members", 1, DEFAULT)
+        return Setting("min_members", 1 if policy == ELASTIC else 0, DEFAULT)
+    if policy == STRICT:
+        raise ConfigurationError(
+            f"min_members: expected no value under the policy {STRICT!r}, got {short_repr(argument)} ({ARGUMENT}); "
+            f"pass policy={ELASTIC!r}, or omit min_members"
+        )
     if not 1 <= argument <= size.value:
         raise ConfigurationError(f"min_members: expected 1 to {size}, got {short_repr(argument)} ({ARGUMENT})")
     return Setting("min_members", argument, ARGUMENT)
 
 
-def _seconds(name: str, argument: float | None, or_none: str = "") -> Setting[Any]:
-    if argument is not None and not 0 < argument <= limits.MAX_DEADLINE:
-        got = f"got {short_repr(argument)} ({ARGUMENT})"
-        raise ConfigurationError(f"{name}: expected seconds in (0, {limits.MAX_DEADLINE:g}]{or_none}, {got}")
-    source = DEFAULT if argument == _DEFAULTS.get(name) else ARGUMENT
-    return Setting(name, None if argument is None else float(argument), source)
-
-
-def _flag(environ: Mapping[str, str], variable: str, *, default: bool) -> Setting[bool]:
-    name = variable.removeprefix(PREFIX).lower()
-    if not environ.get(variable, "").strip():
-        return Setting(name, default, DEFAULT)
-    return Setting(name, boolean(environ, variable), variable)
-
-
-def _choice(choices: Sequence[str], setting: Setting[str]) -> Setting[str]:
-    if setting.value not in choices:
-        got = f"got {setting.value!r:.80} ({setting.source})"
-        raise ConfigurationError(f"{setting.name}: expected one of {', '.join(choices)}, {got}")
-    return setting
+def _check_rank(rank: Setting[int], size: Setting[int], several: Setting[int] | None, *, is_elastic: bool) -> None:
+    # New members may raise an elastic job above its initial size.
+    if several and size.value < several.value and rank.source != ARGUMENT and not is_elastic:
+        raise ConfigurationError(
+            f"world_size: expected at least {several.value}, as {several.source} says, got {size.value} "
+            f"({size.source}); omit it, or pass rank too for a job of some of these processes"
+        )
+    bound, name = (limits.MAX_MEMBERS, "MAX_MEMBERS") if is_elastic else (size.value, "world_size")
+    if not 0 <= rank.value < bound:
+        raise ConfigurationError(
+            f"rank: expected a number in [0, {name}), here [0, {bound}), got {short_repr(rank.value)} ({rank.source}); "
+            f"{size}"
+        )
 
 
 def _store(
-    environ: Mapping[str, str], size: Setting[int], rank: Setting[int], group: ProcessGroup | None
+    environ: Mapping[str, str],
+    size: Setting[int],
+    rank: Setting[int],
+    launched: Setting[int] | None,
+    group: ProcessGroup | None,
 ) -> tuple[Setting[StoreAddress] | None, bool]:
     """Returns the launcher's store, and whether the store of torch's process group replaces it."""
-    store = launchers.store_address(environ)
-    if size.value == 1 and launchers.world_size(environ) is None:
-        store = None  # leftover variables in a shell do not mean that there is a launcher
+    # Leftover variables in a shell do not mean that there is a launcher.
+    store = launchers.store_address(environ) if launched or size.value > 1 else None
     if group is None or group.size == 1 or (rank.value, size.value) != group:
         return store, False
-    launched = launchers.rank(environ) if store else None
-    has_launched = launched is not None and launched.value == rank.value and rank.source != PROCESS_GROUP
+    of_launcher = launchers.rank(environ) if store and rank.source != PROCESS_GROUP else None
+    has_launched = of_launcher is not None and of_launcher.value == rank.value
     return (store, False) if has_launched else (None, True)

@@ -88,12 +88,10 @@ class StoreEntry:
         advice = "check that every rank calls client.connect() equally often"
         self._set(f"{key}/{self._rank}", self._host())
         if self._rank == 0:
-            hosts = {
-                self._poll(self._get, f"{key}/{rank}", f"rank {rank} to call client.connect()", advice)
-                for rank in range(self._world_size)
-            }
+            events = ((rank, f"rank {rank} to call client.connect()") for rank in range(self._world_size))
+            hosts = {self._poll(f"{key}/{rank}", event, advice, bytes) for rank, event in events}
             self._set(key, "one" if len(hosts) == 1 else "several")
-        return self._poll(self._get, key, "rank 0 to collect the hosts of all ranks", advice) == b"one"
+        return self._poll(key, "rank 0 to collect the hosts of all ranks", advice, bytes) == b"one"
 
     def write(self, announcement: Announcement) -> None:
         """Writes the announcement; it stays there until the store closes."""
@@ -102,56 +100,45 @@ class StoreEntry:
     def read(self, known: Announcement | None = None, seconds: float = math.inf) -> Announcement:
         """Waits for an announcement of rank 0 other than `known`, up to the entry's timeout or `seconds`."""
 
-        def read(key: str, expiry: float) -> Announcement | None:
-            text = self._get(key, expiry)
-            announcement = None if text is None else Announcement.parse(text)
+        def parse(text: bytes) -> Announcement | None:
+            announcement = Announcement.parse(text)
             return None if announcement == known else announcement
 
         advice = "check that it calls client.connect() equally often, for the same job, without an endpoint"
-        return self._poll(read, self._key, "rank 0 to announce a server", advice, seconds)
+        return self._poll(self._key, "rank 0 to announce a server", advice, parse, seconds)
 
     def _host(self) -> str:
         return f"{socket.gethostname()} {machine_id()}"
 
     def _poll(
-        self, read: Callable[[str, float], T | None], key: str, event: str, advice: str, seconds: float = math.inf
+        self, key: str, event: str, advice: str, parse: Callable[[bytes], T | None], seconds: float = math.inf
     ) -> T:
-        """Reads a key until there is a result; warns and raises ServerUnreachable with the event it waits for."""
+        """Reads a key until `parse` has a result; warns and raises ServerUnreachable with the event it waits for."""
+        address = self._address
+        where = f"the store at {address.host}:{address.port}" if address else "the store of the process group"
         started = time.monotonic()
         expiry = min(self._expiry, started + seconds)
         next_warning, pause = WARN_SECONDS, FIRST_PAUSE_SECONDS
-        while (result := read(key, expiry)) is None:
+        while (text := self._get(key, expiry)) is None or (result := parse(text)) is None:
             waited = time.monotonic() - started
             if started + waited >= expiry:
-                text = f"timed out after {waited:.1f} s waiting for {event} in {self._where}: {advice}"
-                raise ServerUnreachable(text, endpoint="", seconds=waited)
+                timeout = f"timed out after {waited:.1f} s waiting for {event} in {where}: {advice}"
+                raise ServerUnreachable(timeout, endpoint="", seconds=waited)
             if waited >= next_warning:
                 next_warning = waited * 2
-                logger.warning("waited %.0f s for %s in %s", waited, event, self._where)
+                logger.warning("waited %.0f s for %s in %s", waited, event, where)
             time.sleep(pause)
             pause = min(2 * pause, PAUSE_SECONDS)
         return result
 
     def _get(self, key: str, expiry: float) -> bytes | None:
-        def get() -> bytes | None:
-            # Not `wait`: when it times out torch prints several lines to stderr.
-            return self._store.get(key) if self._store.check([key]) else None
-
-        try:
-            return call_with_timeout(max(0.0, expiry - time.monotonic()) + ANSWER_SECONDS, get)
-        except (RuntimeError, TimeoutError) as error:
-            raise _unreachable(self._address, error) from error
+        # Not `wait`: when it times out torch prints several lines to stderr.
+        return _call(
+            self._address, expiry - time.monotonic(), lambda: self._store.get(key) if self._store.check([key]) else None
+        )
 
     def _set(self, key: str, text: str) -> None:
-        try:
-            self._store.set(key, text)
-        except RuntimeError as error:
-            raise _unreachable(self._address, error) from error
-
-    @property
-    def _where(self) -> str:
-        address = self._address
-        return f"the store at {address.host}:{address.port}" if address else "the store of the process group"
+        _call(self._address, self._expiry - time.monotonic(), lambda: self._store.set(key, text))
 
 
 def process_group_store() -> "Store":
@@ -170,27 +157,13 @@ def _open(address: StoreAddress, rank: int, world_size: int, timeout: float) -> 
     identity = (os.getpid(), address)
     if identity not in _stores:
         host = f"[{address.host}]" if ":" in address.host else address.host
-        url, limit = f"tcp://{host}:{address.port}", timedelta(seconds=timeout)
-        try:
-            meeting = rendezvous(url, rank, world_size, timeout=limit)
-            _stores[identity], _, _ = call_with_timeout(timeout + ANSWER_SECONDS, lambda: next(meeting))
-        except (RuntimeError, TimeoutError) as error:
-            raise _unreachable(address, error) from error
+        meeting = rendezvous(f"tcp://{host}:{address.port}", rank, world_size, timeout=timedelta(seconds=timeout))
+        _stores[identity], _, _ = _call(address, timeout, lambda: next(meeting))
     return PrefixStore(PREFIX, _stores[identity])
 
 
-def _unreachable(address: StoreAddress | None, error: RuntimeError | TimeoutError) -> ServerUnreachable:
-    # torch appends the frames of its C++ code.
-    reason = str(error).partition("\n")[0] or "it does not answer; its process may be frozen, or its host cut off"
-    store, endpoint = "the store of torch's process group", ""
-    if address:
-        store = f"torch's rendezvous store at MASTER_ADDR {address.host}, MASTER_PORT {address.port}"
-        endpoint = f"tcp://{address.host}:{address.port}"
-    return ServerUnreachable(f"{store}, where rank 0 announces its server: {reason}", endpoint=endpoint)
-
-
-def call_with_timeout(seconds: float, call: Callable[[], T]) -> T:
-    """Makes a call in a new thread, since torch's store waits for ever for a frozen process; raises TimeoutError."""
+def _call(address: StoreAddress | None, seconds: float, call: Callable[[], T]) -> T:
+    """Makes a call of torch's store in a new thread, since it waits for ever for a frozen process."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -200,4 +173,14 @@ def call_with_timeout(seconds: float, call: Callable[[], T]) -> T:
             result.set_exception(error)
 
     threading.Thread(target=run, name="statsd_bn call", daemon=True).start()
-    return result.result(seconds)
+    try:
+        return result.result(max(0.0, seconds) + ANSWER_SECONDS)
+    except (RuntimeError, TimeoutError) as error:
+        # torch appends the frames of its C++ code.
+        reason = str(error).partition("\n")[0] or "it does not answer; its process may be frozen, or its host cut off"
+        store, endpoint = "the store of torch's process group", ""
+        if address:
+            store = f"torch's rendezvous store at MASTER_ADDR {address.host}, MASTER_PORT {address.port}"
+            endpoint = f"tcp://{address.host}:{address.port}"
+        text = f"{store}, where rank 0 announces its server: {reason}"
+        raise ServerUnreachable(text, endpoint=endpoint) from error

@@ -5,7 +5,6 @@ Flags come from the server's parsers, ranges from its quota, arguments from the 
 """
 
 import argparse
-import ast
 import inspect
 import re
 from collections.abc import Iterable, Iterator
@@ -17,6 +16,7 @@ from server import __main__ as command_line
 from server.config import Parser, parser
 from server.security.quota import Quota
 from statsd_bn.errors import AuthenticationRefused, BindError, ConfigurationError, ServerUnreachable
+from support.contract_interface import variables_of
 from support.paths import ROOT
 
 PAGE = ROOT / "docs" / "configuration.md"
@@ -107,23 +107,6 @@ def page() -> str:
         _list(_variables()),
     )
     return "\n\n".join(parts) + "\n"
-
-
-def variables_of(package: str) -> set[str]:
-    """Returns the environment variables that a package looks up by a name in its code."""
-    trees = (ast.parse(path.read_text()) for path in (ROOT / package).rglob("*.py"))
-    return {
-        name for tree in trees for call in ast.walk(tree) if isinstance(call, ast.Call) for name in _looked_up(call)
-    }
-
-
-def _looked_up(call: ast.Call) -> list[str]:
-    """What is in `environ.get("NAME")`, or in a function's call with an environment and a name."""
-    of = [call.func.value] if isinstance(call.func, ast.Attribute) and call.func.attr == "get" else []
-    match [*of, *call.args]:
-        case [environ, ast.Constant(str(name)), *_] if ast.unparse(environ) in {"environ", "os.environ"}:
-            return [name]
-    return []
 
 
 def _flags(of: argparse.ArgumentParser, but: Iterable[str] = ()) -> str:

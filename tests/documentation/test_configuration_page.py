@@ -7,6 +7,7 @@ import pytest
 from client.launch import connect
 from documentation import configuration_page
 from server import __main__ as command_line
+from support.contract_interface import variables_of
 from support.paths import ROOT
 
 
@@ -16,7 +17,7 @@ def test_the_page_is_what_the_code_would_write():
 
 
 def test_every_described_variable_is_read():
-    assert set(configuration_page.CLIENT_VARIABLES) == configuration_page.variables_of("client")
+    assert set(configuration_page.CLIENT_VARIABLES) == variables_of("client")
 
 
 def test_connect_knows_every_variable_of_ours_that_the_client_reads():
@@ -24,7 +25,7 @@ def test_connect_knows_every_variable_of_ours_that_the_client_reads():
 
 
 def test_every_variable_that_the_server_reads_is_on_the_page():
-    read = configuration_page.variables_of("server")
+    read = variables_of("server")
     assert read >= {"STATSD_BN_BIND", "STATSD_BN_CURVE", "STATSD_BN_LOG_LEVEL", "STATSD_BN_INSECURE"}
     page = configuration_page.PAGE.read_text()
     assert [name for name in read if name not in page] == []

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from client.launch import job_secret, server_process
+from client.launch import server_process
+from client.launch.own_server import member_keys, server_keys
 from client.launch.server_process import ServerProcess
 from client.launch.settings import resolve
 from client.session.channel_pool import ZmqChannelPool
@@ -120,7 +121,7 @@ def test_with_keys_it_refuses_others_and_no_key_is_in_a_file_or_an_argument(star
     written = []
     monkeypatch.setattr(Path, "write_text", lambda path, *_, **__: written.append(path))
     monkeypatch.setenv("STATSD_BN_SECRET", SECRET)
-    keys = job_secret.server_keys(SECRET, "job")
+    keys = server_keys(SECRET, "job")
     master = start("tcp://0.0.0.0:*", keys=keys)
     assert (list(tmp_path.iterdir()), written) == ([], [])
     for told in ("cmdline", "environ"):
@@ -131,8 +132,8 @@ def test_with_keys_it_refuses_others_and_no_key_is_in_a_file_or_an_argument(star
     with pytest.raises(AuthenticationRefused):
         ask(endpoint)
     with pytest.raises(AuthenticationRefused):
-        ask(endpoint, keys=job_secret.member_keys(SECRET, "another job"))
-    with member(endpoint, job_secret.member_keys(SECRET, "job")) as connection:
+        ask(endpoint, keys=member_keys(SECRET, "another job"))
+    with member(endpoint, member_keys(SECRET, "job")) as connection:
         assert connection.members == [0]
 
 
@@ -160,8 +161,8 @@ def kill(master):
 @pytest.mark.parametrize("with_keys", [False, pytest.param(True, marks=with_curve)])
 def test_a_killed_server_is_restarted_at_its_endpoint(start, caplog, tmp_path, monkeypatch, with_keys):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    master = start("tcp://127.0.0.1:*", keys=job_secret.server_keys(SECRET, "job")) if with_keys else start()
-    keys = job_secret.member_keys(SECRET, "job") if with_keys else None
+    master = start("tcp://127.0.0.1:*", keys=server_keys(SECRET, "job")) if with_keys else start()
+    keys = member_keys(SECRET, "job") if with_keys else None
     with member(master.endpoint, keys) as connection:
         before = connection.all_gather("first", b"1")
         kill(master)
@@ -292,7 +293,7 @@ def test_a_silent_server_is_an_error_and_stopped(start, monkeypatch):
 def test_a_server_that_does_not_start_leaves_no_folder(start, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(server_process, "_command", lambda *_: [sys.executable, "-c", "raise SystemExit(7)"])
-    for keys in (None, job_secret.server_keys(SECRET, "job")):
+    for keys in (None, server_keys(SECRET, "job")):
         with pytest.raises(ServerUnreachable, check=says(r"cannot start a server: .*exited with code 7")):
             start(keys=keys)
     assert list(tmp_path.iterdir()) == []

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
-from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
@@ -357,13 +356,14 @@ def test_a_master_listens_on_the_address_that_others_reach(monkeypatch):
     here = {"192.0.2.1", "2001:db8::1", "127.0.1.1"}
     known = {"here": "192.0.2.1", "elsewhere": "192.0.2.2", "this-host": "127.0.1.1"}
 
-    def look_up(name, *_):
-        if name not in known:
+    def look_up(name, _, family, *rest):
+        if name[0].isalpha() and name not in known:
             raise socket.gaierror
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (known[name], 0))]
+        return getaddrinfo(known.get(name, name), None, family, *rest)
 
+    getaddrinfo = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    monkeypatch.setattr(own_server, "_is_local", lambda address: str(address) in here)
+    monkeypatch.setattr(own_server, "_is_local", lambda _, address: address in here)
     assert bind_endpoint("here") == bind_endpoint("192.0.2.1") == "tcp://192.0.2.1:*"
     for name in ("elsewhere", "192.0.2.2", "this-host", "nobody-knows"):
         assert bind_endpoint(name) == "tcp://0.0.0.0:*"
@@ -372,8 +372,8 @@ def test_a_master_listens_on_the_address_that_others_reach(monkeypatch):
 
 
 def test_an_address_of_this_host_is_known_as_one():
-    assert own_server._is_local(ip_address("127.0.0.1"))
-    assert not own_server._is_local(ip_address("192.0.2.1")), "an address for documentation (RFC 5737)"
+    assert own_server._is_local(socket.AF_INET, "127.0.0.1")
+    assert not own_server._is_local(socket.AF_INET, "192.0.2.1"), "an address for documentation (RFC 5737)"
 
 
 def test_the_endpoint_has_the_launchers_name_and_the_servers_port():

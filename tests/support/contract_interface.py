@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 from types import ModuleType
 from typing import Any
@@ -248,7 +248,7 @@ def _variables() -> Iterator[str]:
     for package in OURS:
         found = {name for text in _texts(package) for name in VARIABLE.findall(text)}
         if package == "client":
-            found |= set(_looked_up(package))
+            found |= variables_of(package)
         for name in sorted(found):
             yield f"{package} has the variable {name}"
 
@@ -263,18 +263,24 @@ def _texts(package: str) -> Iterator[str]:
                 yield node.value
 
 
-def _looked_up(package: str) -> Iterable[str]:
-    """Each NAME in `environ.get("NAME")`, `environ["NAME"]`, or a call with an environment and a name."""
-    for path in (ROOT / package).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            match node:
-                case ast.Call(func=ast.Attribute(value=environ, attr="get"), args=[ast.Constant(str(name)), *_]):
-                    pass
-                case ast.Call(args=[environ, ast.Constant(str(name)), *_]):
-                    pass
-                case ast.Subscript(value=environ, slice=ast.Constant(str(name))):
-                    pass
-                case _:
-                    continue
-            if ast.unparse(environ) in {"environ", "os.environ"}:
-                yield name
+def variables_of(package: str) -> set[str]:
+    """The environment variables that a package looks up by a name in its code."""
+    trees = (ast.parse(path.read_text()) for path in (ROOT / package).rglob("*.py"))
+    return {name for tree in trees for node in ast.walk(tree) for name in _looked_up(node)}
+
+
+def _looked_up(node: ast.AST) -> list[str]:
+    """Each NAME in `environ.get("NAME")`, `environ["NAME"]`, or a call with an environment and names."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=environ, attr="get"), args=names):
+            pass
+        case ast.Call(args=[environ, *names]):
+            pass
+        case ast.Subscript(value=environ, slice=name):
+            names = [name]
+        case _:
+            return []
+    if ast.unparse(environ) not in {"environ", "os.environ", "task", "_task(environ)"}:
+        return []
+    found = [name.value for name in names if isinstance(name, ast.Constant)]
+    return [name for name in found if isinstance(name, str) and name.isupper()]

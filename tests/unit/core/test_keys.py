@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from client.launch import job_secret
+from client.launch.own_server import member_keys, read_secret, server_keys
 from client.launch.settings import resolve
 from server.__main__ import main
 from server.security.access import Access
@@ -146,16 +146,16 @@ def test_a_secret_is_not_written_where_everybody_can_write(tmp_path, capsys, bel
 )
 def test_an_invalid_secret_is_refused_and_not_quoted(environ, problem):
     with pytest.raises(ConfigurationError, check=says(problem)) as caught:
-        job_secret.read(environ)
+        read_secret(environ)
     assert "changeme" not in str(caught.value)
 
 
 def test_keys_follow_from_the_secret_and_the_job_and_fit_together():
-    server, member = job_secret.server_keys(KEY, "a"), job_secret.member_keys(KEY, "a")
+    server, member = server_keys(KEY, "a"), member_keys(KEY, "a")
     assert (member.server, member.pair.public) == (server.pair.public, server.client_key)
     for pair in (server.pair, member.pair):
         assert zmq.curve_public(pair.secret.encode()).decode() == pair.public
-    others = [job_secret.member_keys(secret, job) for secret, job in ((KEY, "b"), (OTHER, "a"))]
+    others = [member_keys(secret, job) for secret, job in ((KEY, "b"), (OTHER, "a"))]
     publics = {
         server.pair.public,
         member.pair.public,
