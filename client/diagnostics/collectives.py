@@ -212,7 +212,10 @@ def _process_groups() -> list[Any]:
 def _group_of(frame: FrameType) -> TorchGroup | None:
     if stack.module_of(frame) == _ENGINE:
         # The frame does not name the group: it is the wrappers' group, or the only one.
-        candidates = _groups_of_wrappers() or groups()
+        found: list[TorchGroup | None] = []
+        with suppress(Exception):  # the main thread may add a wrapper at the same time
+            found = [_torch_group(wrapper.process_group) for wrapper in list(_wrappers)]
+        candidates = list({group.name: group for group in found if group}.values()) or groups()
         return candidates[0] if len(candidates) == 1 else None
     names = frame.f_locals
     group = next((names[name] for name in _GROUP_NAMES if names.get(name) is not None), None)
@@ -225,25 +228,13 @@ def _group_of(frame: FrameType) -> TorchGroup | None:
     return _torch_group(group)
 
 
-def _groups_of_wrappers() -> list[TorchGroup]:
-    with suppress(Exception):  # the main thread may add a wrapper at the same time
-        found = (_torch_group(wrapper.process_group) for wrapper in list(_wrappers))
-        return list({group.name: group for group in found if group}.values())
-    return []
-
-
 def _torch_group(group: Any) -> TorchGroup | None:
     with suppress(Exception):
         world = sys.modules[_C10D]._world  # noqa: SLF001 - torch has no public name for it
         ranks = tuple(sorted(world.pg_group_ranks[group]))
         if ranks[-1] < _MAX_RANKS:
-            launched = int(group._get_sequence_number_for_group())  # noqa: SLF001 - as above
-            return TorchGroup(str(world.pg_names[group]), ranks, launched, _has_one_backend(world, group))
+            launched, backends = int(group._get_sequence_number_for_group()), []  # noqa: SLF001 - as above
+            with suppress(Exception):  # of another version; devices may use several, as in "cpu:gloo,cuda:nccl"
+                backends = [each.partition(":")[2] for each in str(world.pg_backend_config[group]).split(",")]
+            return TorchGroup(str(world.pg_names[group]), ranks, launched, len(set(backends)) == 1)
     return None
-
-
-def _has_one_backend(world: Any, group: Any) -> bool:
-    """Whether all devices of a process group use the same backend, unlike in "cpu:gloo,cuda:nccl"."""
-    with suppress(Exception):  # torch reports it since 2.1
-        return len({each.partition(":")[2] for each in str(world.pg_backend_config[group]).split(",")}) == 1
-    return False

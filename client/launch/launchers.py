@@ -13,15 +13,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch import distributed
 
 from statsd_bn.environment import integer, optional_integer
 from statsd_bn.errors import ConfigurationError
-
-T_co = TypeVar("T_co", covariant=True)
-Value = TypeVar("Value")
 
 # Sources of a setting besides variables.
 ARGUMENT, DEFAULT, PROCESS_GROUP = "argument", "default", "process group"
@@ -40,18 +37,18 @@ _NUMBERS = re.compile(r"\[([0-9]+)(?:[-,][0-9,-]*)?\]")
 
 
 @dataclass(frozen=True, slots=True)
-class Setting(Generic[T_co]):
+class Setting:
     """An argument of `client.connect` and its source, for errors and the log: "world_size 4 (WORLD_SIZE)"."""
 
     name: str
-    value: T_co
+    value: Any
     source: str
 
     def __str__(self) -> str:
         return f"{self.name} {self.value!r:.80} ({self.source})"
 
 
-def optional(name: str, value: Value | None, source: str) -> Setting[Value] | None:
+def optional(name: str, value: Any, source: str) -> Setting | None:
     """Returns a setting; None if the source has no value, so that `or` tries the next source."""
     return None if value is None else Setting(name, value, source)
 
@@ -70,12 +67,12 @@ class ProcessGroup(NamedTuple):
     size: int
 
 
-def rank(environ: Mapping[str, str]) -> Setting[int] | None:
+def rank(environ: Mapping[str, str]) -> Setting | None:
     """Returns this process's rank; None without a launcher."""
     return _integer(environ, "RANK", "SLURM_PROCID", "rank")
 
 
-def world_size(environ: Mapping[str, str]) -> Setting[int] | None:
+def world_size(environ: Mapping[str, str]) -> Setting | None:
     """Returns the number of processes; None without a launcher.
 
     Some platforms set WORLD_SIZE to the number of nodes; its job would be too small, so this is an error.
@@ -90,7 +87,7 @@ def world_size(environ: Mapping[str, str]) -> Setting[int] | None:
     return size
 
 
-def job(environ: Mapping[str, str]) -> Setting[str] | None:
+def job(environ: Mapping[str, str]) -> Setting | None:
     """Returns the run's name; None if the launcher has none. Each step of SLURM's is a run."""
     if (run_id := environ.get("TORCHELASTIC_RUN_ID", "")) not in NO_RUN_ID:
         return Setting("job", run_id, "TORCHELASTIC_RUN_ID")
@@ -99,12 +96,12 @@ def job(environ: Mapping[str, str]) -> Setting[str] | None:
     return optional("job", name, "SLURM_JOB_ID")
 
 
-def epoch(environ: Mapping[str, str]) -> Setting[int] | None:
+def epoch(environ: Mapping[str, str]) -> Setting | None:
     """Returns how often the launcher has restarted the processes; None if it does not count restarts."""
     return _integer(environ, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "epoch")
 
 
-def store_address(environ: Mapping[str, str]) -> Setting[StoreAddress] | None:
+def store_address(environ: Mapping[str, str]) -> Setting | None:
     """Returns the address of torch's store of this job; None without a launcher."""
     host, source = environ.get("MASTER_ADDR"), "MASTER_ADDR"
     if not host and (hosts := _task(environ).get("SLURM_STEP_NODELIST")):
@@ -139,23 +136,6 @@ def find_process_group() -> ProcessGroup | None:
     return ProcessGroup(distributed.get_rank(), distributed.get_world_size())
 
 
-def merge_process_group(
-    size: Setting[int] | None, rank: Setting[int] | None, group: ProcessGroup
-) -> tuple[Setting[int], Setting[int]]:
-    """Returns size and rank, which default to the process group's; raises if a launcher of several contradicts it."""
-    in_group = Setting("world_size", group.size, PROCESS_GROUP), Setting("rank", group.rank, PROCESS_GROUP)
-    if size and size.source != ARGUMENT and size.value == 1 < group.size:
-        # The launcher has started one process, which has started the others.
-        return in_group[0], rank if rank and rank.source == ARGUMENT else in_group[1]
-    for launched, grouped in zip((size, rank), in_group, strict=True):
-        if launched and launched.source != ARGUMENT and launched.value != grouped.value:
-            raise ConfigurationError(
-                f"{launched.name}: expected the same from the launcher and from torch's process group, got "
-                f"{launched.value} ({launched.source}) and {grouped.value}; pass rank and world_size"
-            )
-    return size or in_group[0], rank or in_group[1]
-
-
 def step_port(environ: Mapping[str, str]) -> int | None:
     """Returns the store's port for a step of srun; two jobs on one host rarely get the same."""
     if (number := optional_integer(_task(environ), "SLURM_JOB_ID")) is None:
@@ -180,7 +160,7 @@ def _task(environ: Mapping[str, str]) -> Mapping[str, str]:
     return environ if environ.get("SLURM_STEP_NUM_TASKS") and environ.get("SLURM_PROCID") else {}
 
 
-def _integer(environ: Mapping[str, str], variable: str, of_task: str, name: str) -> Setting[int] | None:
+def _integer(environ: Mapping[str, str], variable: str, of_task: str, name: str) -> Setting | None:
     """Returns the number in a variable, or else in a task's variable."""
     setting = optional(name, optional_integer(environ, variable), variable)
     return setting or optional(name, optional_integer(_task(environ), of_task), of_task)

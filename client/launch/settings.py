@@ -30,14 +30,14 @@ from statsd_bn.errors import ConfigurationError, ProtocolError
 from statsd_bn.keys import ClientKeys, load_client
 from statsd_bn.messages import WORLD
 
-_DURATIONS = ("round_timeout", "join_timeout", "abort_after")
-
 # The types of the arguments, as text and in Python. A bool is an int in Python, but invalid for each of them.
 _TYPES: dict[str, tuple[str, Any]] = {
-    **dict.fromkeys(("endpoint", "job", "policy", "transport", "on_nonfinite"), ("a str", str)),
-    **dict.fromkeys(("rank", "world_size", "min_members"), ("an int", int)),
-    **dict.fromkeys(_DURATIONS, ("a number of seconds", int | float)),
-    "curve": ("a path", str | os.PathLike),
+    **dict.fromkeys(("endpoint", "job", "transport", "on_nonfinite"), ("a str", str | None)),
+    "policy": ("a str", str),
+    **dict.fromkeys(("rank", "world_size", "min_members"), ("an int", int | None)),
+    "round_timeout": ("a number of seconds", int | float),
+    **dict.fromkeys(("join_timeout", "abort_after"), ("a number of seconds", int | float | None)),
+    "curve": ("a path", str | os.PathLike | None),
 }
 # The other arguments default to None.
 _DEFAULTS = {"round_timeout": DEFAULT_ROUND_TIMEOUT, "policy": STRICT, "abort_after": DEFAULT_ABORT_AFTER}
@@ -48,7 +48,7 @@ class Settings:
     """The resolved configuration of `client.connect`.
 
     Without `endpoint` rank 0 starts a server, and announces it in the launcher's store or, if `uses_process_group`, in
-    the process group's. `launched` is the launcher's or the process group's size, if `world_size` is larger.
+    the process group's.
     """
 
     member: Member
@@ -56,8 +56,7 @@ class Settings:
     store: StoreAddress | None
     is_one_node: bool
     uses_process_group: bool
-    launched: Setting[int] | None
-    resolved: Mapping[str, Setting[Any]]
+    resolved: Mapping[str, Setting]
 
     @property
     def is_alone(self) -> bool:
@@ -80,7 +79,11 @@ class Settings:
 def resolve(environ: Mapping[str, str], group: ProcessGroup | None = None, **arguments: Any) -> Settings:
     """Resolves the arguments of `client.connect`; a ConfigurationError contains the invalid value and its source."""
     given = {**dict.fromkeys(_TYPES), **_DEFAULTS, **arguments}
-    _check_types(given)
+    for name, (expected, types) in _TYPES.items():
+        if isinstance(given[name], bool) or not isinstance(given[name], types):
+            raise ConfigurationError(f"{name}: expected {expected}, got {short_repr(given[name])}")
+    if given["policy"] not in {STRICT, ELASTIC}:
+        raise ConfigurationError(f"policy: expected {STRICT!r} or {ELASTIC!r}, got {given['policy']!r:.80}")
     endpoint = _text(environ, "STATSD_BN_ENDPOINT", given)
     try:
         launched = launchers.world_size(environ)
@@ -90,22 +93,19 @@ def resolve(environ: Mapping[str, str], group: ProcessGroup | None = None, **arg
         launched = None  # the argument replaces an invalid variable
     size, rank = _size_and_rank(environ, given, launched, group)
     min_members = _min_members(given, size)
-    # The launcher has started several processes, or its only one has started those of the process group.
-    in_group = Setting("world_size", group.size, PROCESS_GROUP) if group else None
-    several = next((found for found in (launched, in_group) if found and found.value > 1), None)
-    is_elastic = min_members.value > 0
-    _check_rank(rank, size, several, is_elastic=is_elastic)
     transport = _choice(environ, "STATSD_BN_TRANSPORT", given, TRANSPORT_CHOICES)
-    if is_elastic and transport.value == OVER_PROCESS_GROUP:
+    if given["policy"] == ELASTIC and transport.value == OVER_PROCESS_GROUP:
         raise ConfigurationError(
             f"{transport}: expected 'auto' or 'server' for an elastic job; a process group ends with a lost rank"
         )
-    round_timeout, join_timeout, abort_after = (_seconds(given, name) for name in _DURATIONS)
+    round_timeout, join_timeout, abort_after = (
+        _seconds(given, name) for name in ("round_timeout", "join_timeout", "abort_after")
+    )
     if join_timeout.value is None:
         source = DEFAULT if round_timeout.source == DEFAULT else "round_timeout"
         join_timeout = Setting("join_timeout", round_timeout.value, source)
     store, uses_process_group = (None, False) if endpoint.value else _store(environ, size, rank, launched, group)
-    settings: tuple[Setting[Any] | None, ...] = (
+    settings: tuple[Setting | None, ...] = (
         *(endpoint, _job(environ, given["job"]), rank, size, round_timeout, join_timeout),
         Setting("policy", given["policy"], DEFAULT if given["policy"] == STRICT else ARGUMENT),
         *(min_members, _epoch(environ), _text(environ, "STATSD_BN_CURVE", given)),
@@ -121,46 +121,34 @@ def resolve(environ: Mapping[str, str], group: ProcessGroup | None = None, **arg
         store=store.value if store else None,
         is_one_node=store is not None and launchers.is_one_node(environ, store.value, size.value),
         uses_process_group=uses_process_group,
-        launched=several if several and several.value < size.value else None,
         resolved=resolved,
     )
 
 
-def _check_types(arguments: Mapping[str, Any]) -> None:
-    for name, (expected, types) in _TYPES.items():
-        value = arguments[name]
-        if value is None and name not in {"round_timeout", "policy"}:
-            continue
-        if isinstance(value, bool) or not isinstance(value, types):
-            raise ConfigurationError(f"{name}: expected {expected}, got {short_repr(value)}")
-
-
-def _text(environ: Mapping[str, str], variable: str, given: Mapping[str, Any], default: str | None = None) -> Any:
+def _text(environ: Mapping[str, str], variable: str, given: Mapping[str, Any], default: str | None = None) -> Setting:
     """Resolves an argument that has a STATSD_BN_ variable of the same name; empty values count as missing."""
     name = variable.removeprefix(PREFIX).lower()
     setting = optional(name, given[name] or None, ARGUMENT) or optional(name, environ.get(variable) or None, variable)
     return setting or Setting(name, default, DEFAULT)
 
 
-def _choice(
-    environ: Mapping[str, str], variable: str, given: Mapping[str, Any], choices: Sequence[str]
-) -> Setting[str]:
+def _choice(environ: Mapping[str, str], variable: str, given: Mapping[str, Any], choices: Sequence[str]) -> Setting:
     """Resolves a text that is one of the choices, by default the first."""
-    setting: Setting[str] = _text(environ, variable, given, choices[0])
+    setting = _text(environ, variable, given, choices[0])
     if setting.value not in choices:
         got = f"got {setting.value!r:.80} ({setting.source})"
         raise ConfigurationError(f"{setting.name}: expected one of {', '.join(choices)}, {got}")
     return setting
 
 
-def _flag(environ: Mapping[str, str], variable: str, *, default: bool) -> Setting[bool]:
+def _flag(environ: Mapping[str, str], variable: str, *, default: bool) -> Setting:
     name = variable.removeprefix(PREFIX).lower()
     if not environ.get(variable, "").strip():
         return Setting(name, default, DEFAULT)
     return Setting(name, boolean(environ, variable), variable)
 
 
-def _seconds(given: Mapping[str, Any], name: str) -> Setting[Any]:
+def _seconds(given: Mapping[str, Any], name: str) -> Setting:
     seconds = given[name]
     if seconds is not None and not 0 < seconds <= limits.MAX_DEADLINE:
         or_none = " or None" if name == "abort_after" else ""
@@ -170,7 +158,7 @@ def _seconds(given: Mapping[str, Any], name: str) -> Setting[Any]:
     return Setting(name, None if seconds is None else float(seconds), source)
 
 
-def _job(environ: Mapping[str, str], argument: str | None) -> Setting[str]:
+def _job(environ: Mapping[str, str], argument: str | None) -> Setting:
     variable = optional("job", environ.get("STATSD_BN_JOB") or None, "STATSD_BN_JOB")
     job = optional("job", argument, ARGUMENT) or variable or launchers.job(environ)
     job = job or Setting("job", "default", DEFAULT)
@@ -181,7 +169,7 @@ def _job(environ: Mapping[str, str], argument: str | None) -> Setting[str]:
     return job
 
 
-def _epoch(environ: Mapping[str, str]) -> Setting[int]:
+def _epoch(environ: Mapping[str, str]) -> Setting:
     epoch = launchers.epoch(environ) or Setting("epoch", 0, DEFAULT)
     if not 0 <= epoch.value <= limits.MAX_COUNTER:
         raise ConfigurationError(f"{epoch.source}: expected 0 to {limits.MAX_COUNTER}, got {epoch.value}")
@@ -189,12 +177,22 @@ def _epoch(environ: Mapping[str, str]) -> Setting[int]:
 
 
 def _size_and_rank(
-    environ: Mapping[str, str], given: Mapping[str, Any], launched: Setting[int] | None, group: ProcessGroup | None
-) -> tuple[Setting[int], Setting[int]]:
+    environ: Mapping[str, str], given: Mapping[str, Any], launched: Setting | None, group: ProcessGroup | None
+) -> tuple[Setting, Setting]:
     size = optional("world_size", given["world_size"], ARGUMENT) or launched
     rank = optional("rank", given["rank"], ARGUMENT) or launchers.rank(environ)
     if group:
-        size, rank = launchers.merge_process_group(size, rank, group)
+        if size and size.source != ARGUMENT and size.value == 1 < group.size:
+            # The launcher has started one process, which has started the others.
+            size, rank = None, rank if rank and rank.source == ARGUMENT else None
+        for setting, value in ((size, group.size), (rank, group.rank)):
+            if setting and setting.source != ARGUMENT and setting.value != value:
+                raise ConfigurationError(
+                    f"{setting.name}: expected the same from the launcher and from torch's process group, got "
+                    f"{setting.value} ({setting.source}) and {value}; pass rank and world_size"
+                )
+        size = size or Setting("world_size", group.size, PROCESS_GROUP)
+        rank = rank or Setting("rank", group.rank, PROCESS_GROUP)
     if size and rank is None and size.source != ARGUMENT and size.value > 1:
         # Each of these processes would connect as rank 0.
         raise ConfigurationError(
@@ -205,26 +203,9 @@ def _size_and_rank(
     if not 1 <= size.value <= limits.MAX_MEMBERS:
         got = f"got {short_repr(size.value)} ({size.source})"
         raise ConfigurationError(f"world_size: expected 1 to {limits.MAX_MEMBERS}, {got}")
-    return size, rank
-
-
-def _min_members(given: Mapping[str, Any], size: Setting[int]) -> Setting[int]:
-    policy, argument = given["policy"], given["min_members"]
-    if policy not in {STRICT, ELASTIC}:
-        raise ConfigurationError(f"policy: expected {STRICT!r} or {ELASTIC!r}, got {policy!r:.80}")
-    if argument is None:
-        return Setting("min_members", 1 if policy == ELASTIC else 0, DEFAULT)
-    if policy == STRICT:
-        raise ConfigurationError(
-            f"min_members: expected no value under the policy {STRICT!r}, got {short_repr(argument)} ({ARGUMENT}); "
-            f"pass policy={ELASTIC!r}, or omit min_members"
-        )
-    if not 1 <= argument <= size.value:
-        raise ConfigurationError(f"min_members: expected 1 to {size}, got {short_repr(argument)} ({ARGUMENT})")
-    return Setting("min_members", argument, ARGUMENT)
-
-
-def _check_rank(rank: Setting[int], size: Setting[int], several: Setting[int] | None, *, is_elastic: bool) -> None:
+    # The launcher has started several processes, or its only one has started those of the process group.
+    several = launched if launched and launched.value > 1 else group and Setting("", group.size, PROCESS_GROUP)
+    is_elastic = given["policy"] == ELASTIC
     # New members may raise an elastic job above its initial size.
     if several and size.value < several.value and rank.source != ARGUMENT and not is_elastic:
         raise ConfigurationError(
@@ -237,15 +218,30 @@ def _check_rank(rank: Setting[int], size: Setting[int], several: Setting[int] | 
             f"rank: expected a number in [0, {name}), here [0, {bound}), got {short_repr(rank.value)} ({rank.source}); "
             f"{size}"
         )
+    return size, rank
+
+
+def _min_members(given: Mapping[str, Any], size: Setting) -> Setting:
+    policy, argument = given["policy"], given["min_members"]
+    if argument is None:
+        return Setting("min_members", 1 if policy == ELASTIC else 0, DEFAULT)
+    if policy == STRICT:
+        raise ConfigurationError(
+            f"min_members: expected no value under the policy {STRICT!r}, got {short_repr(argument)} ({ARGUMENT}); "
+            f"pass policy={ELASTIC!r}, or omit min_members"
+        )
+    if not 1 <= argument <= size.value:
+        raise ConfigurationError(f"min_members: expected 1 to {size}, got {short_repr(argument)} ({ARGUMENT})")
+    return Setting("min_members", argument, ARGUMENT)
 
 
 def _store(
     environ: Mapping[str, str],
-    size: Setting[int],
-    rank: Setting[int],
-    launched: Setting[int] | None,
+    size: Setting,
+    rank: Setting,
+    launched: Setting | None,
     group: ProcessGroup | None,
-) -> tuple[Setting[StoreAddress] | None, bool]:
+) -> tuple[Setting | None, bool]:
     """Returns the launcher's store, and whether the store of torch's process group replaces it."""
     # Leftover variables in a shell do not mean that there is a launcher.
     store = launchers.store_address(environ) if launched or size.value > 1 else None

@@ -42,8 +42,7 @@ Tensors = dict[str | int, Tensor]
 # The arguments of a loader, except its sampler, in this version of torch; a loader has attributes of the same names.
 COPIED = sorted({*inspect.signature(DataLoader).parameters} - {"dataset", "shuffle", "sampler", "batch_sampler"})
 
-# The name of the rounds. No layer has such a name: the name of a module contains no brackets.
-ROUND_NAME = "mp_sync()"
+ROUND_NAME = "mp_sync()"  # of the rounds; the name of a layer contains no brackets
 
 # The number of keys in an error's text; a member may send any number of them.
 MAX_LISTED_KEYS = 8

@@ -25,8 +25,7 @@ from statsd_bn.members import Members, format_ranks
 from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import FloatArray, Rows
 
-# The name of the rounds. No layer has such a name: the name of a module contains no brackets.
-ROUND_NAME = "average_gradients()"
+ROUND_NAME = "average_gradients()"  # of the rounds; the name of a layer contains no brackets
 
 logger = logging.getLogger("statsd_bn.client")
 

@@ -20,8 +20,7 @@ from client.transports.named_process_group import NamedProcessGroup
 from statsd_bn.errors import ConfigurationError, StatsdBNError
 from statsd_bn.text import error_text
 
-# The name of the round before the first pass. No layer has such a name: the name of a module contains no brackets.
-ROUND_NAME = "client.join()"
+ROUND_NAME = "client.join()"  # of the rounds; the name of a layer contains no brackets
 
 
 @contextmanager
@@ -97,7 +96,10 @@ def _check_transports(model: nn.Module, connection: Connection | None) -> None:
 
 
 def _begin(model: nn.Module, connection: Connection) -> list[Group]:
-    groups = _groups_of(model, connection)
+    named = (layer.group for layer in _layers(model) if not isinstance(layer.group, NamedProcessGroup))
+    by_name = {group.name: group for group in map(connection.group, named)}
+    # In the same order on all members: different orders would deadlock.
+    groups = [group for _, group in sorted(by_name.items()) if not connection.is_alone(group)]
     for group in groups:
         if not (connection.member.is_elastic or connection.session(group).has_uneven_inputs):
             # Before the first pass: otherwise a rank that is still in a round would complete it without this rank.
@@ -111,13 +113,6 @@ def _end(model: nn.Module, connection: Connection, groups: list[Group]) -> None:
     commit_running_statistics(model)
     for group in groups:
         connection.pause(group)
-
-
-def _groups_of(model: nn.Module, connection: Connection) -> list[Group]:
-    """Returns the model's groups, in the same order on all members: different orders would deadlock."""
-    named = (layer.group for layer in _layers(model) if not isinstance(layer.group, NamedProcessGroup))
-    groups = {group.name: group for group in map(connection.group, named)}
-    return [group for _, group in sorted(groups.items()) if not connection.is_alone(group)]
 
 
 def commit_running_statistics(model: nn.Module) -> None:

@@ -29,8 +29,7 @@ from statsd_bn.errors import ConfigurationError, RoundMismatch
 from statsd_bn.reduction import FloatArray, Moments, Rows
 from statsd_bn.text import wrap
 
-# The name of the rounds. No layer has such a name: the name of a module contains no brackets.
-ROUND_NAME = "moments()"
+ROUND_NAME = "moments()"  # of the rounds; the name of a layer contains no brackets
 
 # The number of values that are converted to float64 at a time: 8 MB.
 _CHUNK = 2**20
@@ -123,7 +122,11 @@ def moments(
     """
     _check(name, x, mask)
     x = x if x.dim() else x.unsqueeze(0)
-    dims = _normalized_dims(name, x, dim)
+    listed = range(x.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
+    dims = sorted(each + x.dim() if each < 0 else each for each in listed)
+    if not dims or len(set(dims)) != len(dims) or not set(dims) <= set(range(x.dim())):
+        text = f"{name}: expected dim to name different dimensions of shape {tuple(x.shape)}, got {dim!r:.80}"
+        raise ValueError(wrap(text))
     shape = [x.shape[each] for each in range(x.dim()) if each not in dims]
     population = _over_all_ranks(name, _rows(name, x, dims, mask), shape, resolve_group(group, process_group))
     with np.errstate(all="ignore"):
@@ -265,16 +268,6 @@ def _check(name: str, x: Any, mask: Tensor | None) -> None:
     if any_device.is_inside_replica():
         where = "called inside a replica of DataParallelWithCallback"
         raise ConfigurationError(wrap(f"{name}: {where}; call it on the whole batch, before or after the model"))
-
-
-def _normalized_dims(name: str, x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
-    """Returns the dimensions to reduce, in ascending order, not negative."""
-    listed = range(x.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
-    dims = sorted(each + x.dim() if each < 0 else each for each in listed)
-    if not dims or len(set(dims)) != len(dims) or not set(dims) <= set(range(x.dim())):
-        text = f"{name}: expected dim to name different dimensions of shape {tuple(x.shape)}, got {dim!r:.80}"
-        raise ValueError(wrap(text))
-    return dims
 
 
 def _rows(name: str, x: Tensor, dims: Sequence[int], mask: Tensor | None) -> Tensor:

@@ -30,8 +30,7 @@ from statsd_bn.errors import RoundMismatch
 from statsd_bn.reduction import FloatArray, Moments, is_finite
 from statsd_bn.text import wrap
 
-# The name of the rounds. No layer has such a name: the name of a module contains no brackets.
-ROUND_NAME = "recalibrate()"
+ROUND_NAME = "recalibrate()"  # of the rounds; the name of a layer contains no brackets
 
 Accumulators = dict[SynchronizedBatchNorm, MomentAccumulator]
 Population = dict[SynchronizedBatchNorm, Moments]
@@ -98,7 +97,7 @@ def recalibrate(
             f"layers {_shown(unused)} were called on no member and keep their statistics",
             stacklevel=3,  # above the frame of `api_boundary`
         )
-    _write([update for layer, moments in measured.items() for update in _updates(layer, moments)])
+    _write(measured)
     for layer in measured:
         layer.forget_pending()
     return total
@@ -217,20 +216,15 @@ def _shown(names: list[str], most: int = 5) -> str:
     return ", ".join(map(repr, names[:most])) + rest
 
 
-def _updates(layer: SynchronizedBatchNorm, moments: Moments) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the layer's buffers, each of shape (C,), with their new values."""
-    for buffer, values in zip(_buffers(layer), (moments.mean, moments.variance(unbiased=True)), strict=True):
-        yield buffer, torch.from_numpy(values).to(buffer.dtype).to(buffer.device)
-
-
-def _write(updates: list[tuple[Tensor, Tensor]]) -> None:
-    """Writes all buffers, or after an exception none."""
+def _write(measured: Population) -> None:
+    """Writes the statistics into all buffers, or after an exception into none."""
     old: list[tuple[Tensor, Tensor]] = []
     try:
-        for buffer, values in updates:
-            old.append((buffer, buffer.clone()))
-            buffer.copy_(values)
+        for layer, moments in measured.items():
+            for buffer, values in zip(_buffers(layer), (moments.mean, moments.variance(unbiased=True)), strict=True):
+                old.append((buffer, buffer.clone()))
+                buffer.copy_(torch.from_numpy(values).to(buffer.dtype))
     except BaseException:
-        for buffer, values in old:
-            buffer.copy_(values)
+        for buffer, before in old:
+            buffer.copy_(before)
         raise

@@ -97,15 +97,11 @@ def arguments_for(device: torch.device, environ: Mapping[str, str], *, static_gr
 
 def _may_differ(model: nn.Module) -> bool:
     """Whether the model has buffers that may diverge between the ranks."""
-    layers = [
-        layer for layer in model.modules() if isinstance(layer, SynchronizedBatchNorm) and _is_over_all_ranks(layer)
-    ]
-    equal = {id(getattr(layer, name)) for layer in layers for name in EQUAL_BUFFERS}
+    size = distributed.get_world_size()
+    layers = [layer for layer in model.modules() if isinstance(layer, SynchronizedBatchNorm)]
+    over_all = [layer for layer in layers if layer.group is None or getattr(layer.group, "size", 0) == size]
+    equal = {id(getattr(layer, name)) for layer in over_all for name in EQUAL_BUFFERS}
     return any(id(buffer) not in equal for buffer in model.buffers())
-
-
-def _is_over_all_ranks(layer: SynchronizedBatchNorm) -> bool:
-    return layer.group is None or getattr(layer.group, "size", 0) == distributed.get_world_size()
 
 
 def _device_of(model: nn.Module) -> torch.device:
