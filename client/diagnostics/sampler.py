@@ -85,8 +85,7 @@ class ThreadSampler:
         is_idle = self._is_process_idle()
         if previous is None and self._thread_time is not None:
             self._pause(SAMPLE_SECONDS)
-            previous, self._thread_time = self._thread_time, collectives.main_thread_time()
-            is_idle = self._is_process_idle()
+            return self._is_thread_idle()
         return is_idle and previous is not None and previous == self._thread_time
 
     def _is_process_idle(self) -> bool:

@@ -65,9 +65,9 @@ def format_stack(innermost: FrameType | None, collective: FrameType | None = Non
     inside = user if user and is_in_call(innermost) else collective or innermost
     if inside is None:
         return ""
-    if user is None or user is inside:
-        return _truncated(_format_frame(inside))
-    return _truncated(f"{_format_frame(inside)}, called from {_format_frame(user)}")
+    shown = [inside] if user is None or user is inside else [inside, user]
+    text = escape(", called from ".join(map(_format_frame, shown)))
+    return text.encode(errors="replace")[: limits.MAX_STACK_BYTES].decode(errors="ignore")
 
 
 def short_path(file: str) -> str:
@@ -98,7 +98,3 @@ def _format_frame(frame: FrameType) -> str:
     file = short_path(frame.f_code.co_filename)[-_MAX_FILE_LETTERS:]
     # A frame between two lines has no line number.
     return f"{file}:{frame.f_lineno or 0} {frame.f_code.co_name[:_MAX_NAME_LETTERS]}"
-
-
-def _truncated(text: str) -> str:
-    return escape(text).encode(errors="replace")[: limits.MAX_STACK_BYTES].decode(errors="ignore")
