@@ -1,17 +1,23 @@
-"""Connections: tracks each connection from its monitor event to its end, and closes bad ones.
+"""Connections: sends frames, detects disconnected peers, and closes bad connections.
 
-ZeroMQ has no call to close a single connection, and reports neither its peer nor its idle time. But it reports the file
-descriptor, at accept and with each message. The server closes a connection through its descriptor; to ZeroMQ the peer
-then seems to have closed it. A client that is disconnected by mistake reconnects.
+ZeroMQ has no call to close a single connection, and does not report its peer. But it reports the file descriptor, at
+accept and with each message. The server closes a connection through its descriptor; to ZeroMQ the peer then seems to
+have closed it. A client that is disconnected by mistake reconnects.
+
+A frame is dropped if its peer has disconnected or does not read, because the other peers must not wait. ZeroMQ limits
+the number of messages queued for a peer, not their size. The peer's connection shows whether it reads: while the kernel
+accepts more data, ZeroMQ's queue is empty, and all earlier frames have left this process.
 """
 
+import errno
 import logging
 import math
 import os
 import resource
+import select
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -19,18 +25,15 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from server.core.dispatcher import Dispatcher, Received
-from server.group.rounds import failure_frame
+from server.group.rounds import Reply, failure_frame
 from server.network.listener import Listener
 from server.network.reset_filter import ResetDetector, close_connection, drop_resets
-from server.network.sender import Sender
 from server.security.access import Principal
 from statsd_bn import limits
 from statsd_bn.errors import LimitExceeded, StatsdBNError
 from statsd_bn.text import log_line
 
 logger = logging.getLogger("statsd_bn.server")
-
-IDLE_SECONDS = 60.0  # how long a connection without a member may be silent
 
 # Messages refused on one connection between two ticks, before it is closed: after a restart a member in every group
 # there may be needs as many.
@@ -45,74 +48,95 @@ PROBE_SECONDS = 0.05
 CLOSE_DELAY_SECONDS = 0.05
 IGNORED_SECONDS = 10.0
 
+# Queued bytes of one peer. A reply has at most 4 MB, mostly some kB; the first one is always sent.
+MAX_PEER_BYTES = 2**20
+
+# Queued bytes of all peers, before peers that do not read are disconnected.
+MAX_TOTAL_BYTES = 2**25
+
+# A peer without queued data gets a reply of up to this size, regardless of the others' queues.
+SMALL_ANSWER_BYTES = 2**16
+
+# Plain integers: combining pyzmq's flags takes as long as sending.
+_LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+
+
+def writable(descriptors: Collection[int]) -> set[int]:
+    """Connections for which the kernel accepts more data; includes closed ones."""
+    poller = select.poll()
+    for descriptor in descriptors:
+        poller.register(descriptor, select.POLLOUT)
+    return {descriptor for descriptor, _ in poller.poll(0)}
+
 
 @dataclass(slots=True)
 class Connection:
-    """One connection; peer and session are its member's while a member uses it."""
+    """One connection."""
 
-    socket: int  # inode of the socket, because descriptors are reused
-    last_heard: float  # time of the accept, of the last valid message, or of its member's end
-    peer: bytes = b""
-    session: bytes = b""
-    key: str = ""  # public key of the client, known after its first message
+    descriptor: int
+    inode: int  # of the socket, because descriptors are reused
+    peer: bytes = b""  # routing id, known after the first message
+    key: str = ""  # public key of the client, known after the first valid message
+    session: bytes = b""  # its member's, while one uses it
+    queued: int = 0  # bytes sent since its queue was last empty
+    is_stalled: bool = False  # whether its queue was not empty at the last call of `stalled`
+    is_closed: bool = False  # by the server; ZeroMQ has not noticed yet
 
 
 class ConnectionTable:
-    """Connections by file descriptor."""
+    """All connections."""
 
-    def __init__(self, limit: float = math.inf) -> None:
+    def __init__(self, limit: float, takes_more: Callable[[Collection[int]], set[int]] = writable) -> None:
+        self.by_peer: dict[bytes, Connection] = {}  # those whose peer has sent a message, by routing id
         self.members: dict[bytes, Principal] = {}  # keys and rights of members, by routing id
+        self._connections: dict[int, Connection] = {}  # by descriptor
         self._limit = limit
-        self._connections: dict[int, Connection] = {}
+        self._writable = takes_more
+        self._queued = 0
+        self._next_update = MAX_TOTAL_BYTES
 
-    def add(self, now: float, descriptor: int) -> None:
+    def add(self, descriptor: int) -> None:
         """Add an accepted connection; beyond the limit, close the oldest one without a member."""
-        self.remove(descriptor)
         with suppress(OSError):
-            self._connections[descriptor] = Connection(os.fstat(descriptor).st_ino, now)
+            self._connections[descriptor] = Connection(descriptor, os.fstat(descriptor).st_ino)
         if len(self._connections) > self._limit:
-            others = (number for number, one in self._connections.items() if not one.peer)
+            others = (number for number, one in self._connections.items() if not (one.session or one.is_closed))
             self.close(next(others, descriptor))
 
-    def remove(self, descriptor: int) -> Connection | None:
-        """Remove a closed connection; returns it if it was known."""
-        connection = self._connections.pop(descriptor, None)
-        if connection:
-            self.members.pop(connection.peer, None)
-        return connection
+    def remove(self, descriptor: int) -> None:
+        """Remove a connection that has ended."""
+        if connection := self._connections.pop(descriptor, None):
+            self._release(connection)
+            self._queued -= connection.queued
 
-    def record(
-        self, now: float, descriptor: int, principal: Principal, peer: bytes = b"", session: bytes = b""
-    ) -> None:
-        """Record a valid message, with routing id and session if its sender is a member."""
-        connection = self._connections.get(descriptor)
-        if connection is None:
+    def set_peer(self, peer: bytes, descriptor: int) -> None:
+        """Record the routing id of a connection's peer."""
+        if connection := self._connections.get(descriptor):
+            # A frame may be read after its connection was closed and the descriptor reused.
+            self._release(connection)
+            connection.peer = peer
+            self.by_peer[peer] = connection
+
+    def record(self, peer: bytes, principal: Principal, session: bytes) -> None:
+        """Record a valid message of a peer that is no member; a session makes it one."""
+        connection = self.by_peer.get(peer)
+        if connection is None or connection.is_closed:
             return
-        # A frame may be read after its connection was closed and the descriptor reused.
-        connection.last_heard, connection.key = now, principal.key
+        connection.key = principal.key
         if session:
-            self.members.pop(connection.peer, None)
-            connection.peer, connection.session = peer, session
+            connection.session = session
             self.members[peer] = principal
 
-    def expire_members(self, now: float, is_registered: Callable[[bytes], bool]) -> None:
-        """Mark connections without a registered member; the idle timeout applies to them from now on.
-
-        If another member uses the same connection, its next message marks it as a member's again.
-        """
+    def expire_members(self, is_registered: Callable[[bytes], bool]) -> None:
+        """Mark connections without a registered member; the next message of another one marks it again."""
         for connection in self._connections.values():
-            if connection.peer and not is_registered(connection.session):
+            if connection.session and not is_registered(connection.session):
                 self.members.pop(connection.peer, None)
-                connection.last_heard, connection.peer, connection.session = now, b"", b""
-
-    def idle(self, now: float) -> list[int]:
-        """Connections without a member that exceed the idle timeout."""
-        connections = self._connections.items()
-        return [number for number, one in connections if not one.peer and one.last_heard < now - IDLE_SECONDS]
+                connection.session = b""
 
     def member_peers(self) -> dict[int, bytes]:
         """Connections of members, each with its routing id."""
-        return {number: one.peer for number, one in self._connections.items() if one.peer}
+        return {number: one.peer for number, one in self._connections.items() if one.session}
 
     def with_other_keys(self, keys: set[str]) -> list[int]:
         """Connections with keys that are not in `keys`."""
@@ -120,12 +144,63 @@ class ConnectionTable:
 
     def close(self, descriptor: int) -> None:
         """Shut down a connection; ZeroMQ notices and closes it."""
-        connection = self.remove(descriptor)
-        if connection is None:
+        connection = self._connections.get(descriptor)
+        if connection is None or connection.is_closed:
             return
+        self.members.pop(connection.peer, None)
+        connection.session, connection.is_closed = b"", True
         with suppress(OSError):
-            if os.fstat(descriptor).st_ino == connection.socket:
+            if os.fstat(descriptor).st_ino == connection.inode:
                 close_connection(descriptor)
+
+    def may_send(self, peer: bytes, size: int) -> bool:
+        """Whether to send so many bytes to a peer; if so, they are counted."""
+        connection = self.by_peer.get(peer)
+        if connection is None:
+            return True
+        fits = self._queued + size <= MAX_TOTAL_BYTES and connection.queued + size <= MAX_PEER_BYTES  # the common case
+        if not (fits or self._makes_room(connection, size)):
+            return False
+        connection.queued += size
+        self._queued += size
+        return True
+
+    def stalled(self) -> list[int]:
+        """Connections to close: too many bytes are queued, and these peers have read nothing since the last call."""
+        if self._queued <= MAX_TOTAL_BYTES // 2:
+            return []
+        self._update(self._connections.values())
+        too_much, stalled = self._queued - MAX_TOTAL_BYTES // 2, []
+        for connection in sorted(self._connections.values(), key=lambda one: -one.queued):
+            if too_much > 0 and connection.queued and connection.is_stalled:
+                too_much -= connection.queued
+                stalled.append(connection.descriptor)
+            connection.is_stalled = connection.queued > 0
+        return stalled
+
+    def _makes_room(self, connection: Connection, size: int) -> bool:
+        if self._queued + size > self._next_update:
+            self._update(self._connections.values())
+            self._next_update = max(MAX_TOTAL_BYTES, self._queued + MAX_TOTAL_BYTES // 8)
+        if self._queued + size <= MAX_TOTAL_BYTES and connection.queued + size <= MAX_PEER_BYTES:
+            return True
+        if connection.queued:
+            self._update([connection])
+        if connection.queued:
+            return False
+        return self._queued + size <= 2 * MAX_TOTAL_BYTES or size <= SMALL_ANSWER_BYTES
+
+    def _update(self, connections: Iterable[Connection]) -> None:
+        waited_for = {one.descriptor: one for one in connections if one.queued}
+        for descriptor in self._writable(waited_for.keys()):
+            connection = waited_for[descriptor]
+            self._queued -= connection.queued
+            connection.queued, connection.is_stalled = 0, False
+
+    def _release(self, connection: Connection) -> None:
+        self.by_peer.pop(connection.peer, None)
+        self.members.pop(connection.peer, None)
+        connection.session = b""
 
 
 class ProbeScheduler:
@@ -153,11 +228,10 @@ class ProbeScheduler:
 class ConnectionManager:
     """The connections of a listener."""
 
-    def __init__(self, listener: Listener, dispatcher: Dispatcher, sender: Sender) -> None:
-        self._listener = listener
+    def __init__(self, listener: Listener, dispatcher: Dispatcher) -> None:
+        self._socket = listener.socket
+        self._monitor = listener.monitor
         self._dispatcher = dispatcher
-        self._sender = sender
-        self._flow_control = sender.flow_control
         # Half of the open files: libzmq aborts a process without a free descriptor for a Unix socket.
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._table = ConnectionTable(math.inf if files == resource.RLIM_INFINITY else files // 2)
@@ -169,27 +243,62 @@ class ConnectionManager:
         self._ignored: dict[bytes, float] = {}  # peers of closing connections, and until when to ignore them
         self.members = self._table.members
 
+    def send(self, replies: Iterable[Reply]) -> None:
+        """Send replies; count the dropped ones."""
+        for peer, frame in replies:
+            if problem := self._deliver(peer, frame):
+                self._dispatcher.counters.dropped_answers += 1
+                # A disconnected peer has left, or is reported as lost.
+                level = logging.INFO if problem == zmq.EHOSTUNREACH else logging.WARNING
+                logger.log(level, "an answer to peer %s was dropped: %s", peer.hex(), zmq.strerror(problem))
+                self.probe(self._other_addresses(peer, problem))
+
+    def probe(self, probes: Iterable[Reply]) -> None:
+        """Send probes; if a peer has disconnected, also probe the other addresses of its members.
+
+        A loop instead of recursion, because a chain of addresses may include all connections.
+        """
+        untried = deque(probes)
+        while untried:
+            peer, frame = untried.popleft()
+            if problem := self._deliver(peer, frame):
+                untried.extend(self._other_addresses(peer, problem))
+
+    def _deliver(self, peer: bytes, frame: bytes) -> int:
+        """Send one frame; returns 0, or the errno of the failure."""
+        if not self._table.may_send(peer, len(frame)):
+            return errno.EAGAIN
+        try:
+            self._socket.send(peer, _MORE)
+            self._socket.send(frame, _LAST)
+        except zmq.ZMQError as error:
+            return error.errno or errno.EIO
+        return 0
+
+    def _other_addresses(self, peer: bytes, problem: int) -> list[Reply]:
+        return self._dispatcher.unreachable(time.monotonic(), peer) if problem == zmq.EHOSTUNREACH else []
+
     def accepts(self, peer: bytes, part: zmq.Frame) -> bool:
         """Whether to process a frame from a peer that is not a member; adds a new peer."""
         if peer in self._ignored:
             return False
-        if peer not in self._flow_control.peers:
+        if peer not in self._table.by_peer:
             # Read the monitor first: an earlier connection with this descriptor may have been closed.
             self.read_monitor()
-            self._flow_control.add(peer, _descriptor(part))
+            with suppress(zmq.ZMQError, ValueError):  # unknown to ZeroMQ
+                self._table.set_peer(peer, int(part.get(zmq.SRCFD)))
         return True
 
     def record(self, peer: bytes, received: Received, principal: Principal) -> None:
         """Record the outcome of a frame; closes the connection of a peer with too many refusals."""
-        if received.is_refused:  # does not reset the idle timeout
+        if received.is_refused:
             self._refusals[peer] += 1
             if self._refusals[peer] > MAX_REFUSALS:
                 self._dispatcher.counters.flooding_connections += 1
                 text = f"more than {MAX_REFUSALS} refused messages; closing the connection"
                 self.close(peer, LimitExceeded(text, limit=MAX_REFUSALS, what="refused messages"))
         elif peer not in self.members:
-            descriptor = self._flow_control.descriptor(peer)
-            self._table.record(time.monotonic(), descriptor, principal, peer, received.session)
+            self._table.record(peer, principal, received.session)
 
     def close(self, peer: bytes, error: StatsdBNError) -> None:
         """Send an error to a peer and close its connection a moment later; ignore its further messages."""
@@ -197,8 +306,9 @@ class ConnectionManager:
         self._ignored[peer] = time.monotonic() + IGNORED_SECONDS
         self.members.pop(peer, None)
         # A frame may be read after its connection was closed and the descriptor reused.
-        if self._sender.deliver(peer, failure_frame(error)) != zmq.EHOSTUNREACH:
-            self._closing[self._flow_control.descriptor(peer)] = time.monotonic() + CLOSE_DELAY_SECONDS
+        is_connected = self._deliver(peer, failure_frame(error)) != zmq.EHOSTUNREACH
+        if is_connected and (connection := self._table.by_peer.get(peer)):
+            self._closing[connection.descriptor] = time.monotonic() + CLOSE_DELAY_SECONDS
 
     def close_others(self, keys: set[str]) -> None:
         """Close the connections of all other keys at the next call of `close_due`."""
@@ -206,20 +316,21 @@ class ConnectionManager:
 
     def read_monitor(self) -> None:
         """Process the events of the monitor."""
-        monitor = self._listener.monitor
-        if not int(monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        if not int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return
         with suppress(zmq.Again):
             while True:
-                event = recv_monitor_message(monitor, zmq.NOBLOCK)
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
                 self._handle_event(int(event["event"]), int(event["value"]))
 
     def close_due(self) -> None:
-        """Close the connections that are due."""
+        """Close the connections that are due, and those that their peers have reset."""
         now = time.monotonic()
-        due = [descriptor for descriptor, when in self._closing.items() if when <= now]
-        for descriptor in due:
+        for descriptor in [descriptor for descriptor, when in self._closing.items() if when <= now]:
             del self._closing[descriptor]
+            self._table.close(descriptor)
+        for descriptor in self._resets.confirm_resets(now):
+            logger.debug("the connection with descriptor %d was reset", descriptor)
             self._table.close(descriptor)
 
     def has_disconnected(self) -> bool:
@@ -236,26 +347,16 @@ class ConnectionManager:
         if disconnected:
             self._probe_scheduler.record_disconnect(now)
         if self._probe_scheduler.start_if_due(now):
-            self._sender.probe(self._dispatcher.probes(self._probe_scheduler.disconnected))
-
-    def close_reset(self) -> None:
-        """Close the connections that their peers have reset."""
-        for descriptor in self._resets.confirm_resets(time.monotonic()):
-            logger.debug("the connection with descriptor %d was reset", descriptor)
-            self._table.close(descriptor)
+            self.probe(self._dispatcher.probes(self._probe_scheduler.disconnected))
 
     def tick(self, now: float) -> None:
-        """Close idle and stalled connections, detect resets, clear refusal counts; call it every TICK_SECONDS."""
-        self._table.expire_members(now, self._dispatcher.is_registered)
-        for descriptor in self._table.idle(now):
-            self._dispatcher.counters.idle_connections += 1
-            self._table.close(descriptor)
+        """Close stalled connections, detect resets, clear refusal counts; call it every TICK_SECONDS."""
+        self._table.expire_members(self._dispatcher.is_registered)
         members = self._table.member_peers()
-        self._sender.probe((members[one], self._dispatcher.probe) for one in self._resets.find_suspects(now, members))
-        self._closing.update(dict.fromkeys(self._flow_control.stalled(), 0.0))
+        self.probe((members[one], self._dispatcher.probe) for one in self._resets.find_suspects(now, members))
+        self._closing.update(dict.fromkeys(self._table.stalled(), 0.0))
         self._refusals.clear()
-        for peer in [peer for peer, until in self._ignored.items() if until <= now]:
-            del self._ignored[peer]
+        self._ignored = {peer: until for peer, until in self._ignored.items() if until > now}
 
     def _handle_event(self, event: int, value: int) -> None:
         if event == zmq.EVENT_LISTENING:
@@ -264,7 +365,7 @@ class ConnectionManager:
             # It may have been accepted before the listening socket got the filter.
             drop_resets(value)
             self._forget(value)  # another connection had this descriptor
-            self._table.add(time.monotonic(), value)
+            self._table.add(value)
         elif event == zmq.EVENT_DISCONNECTED:
             self._forget(value)
             self._has_disconnected = True
@@ -273,13 +374,5 @@ class ConnectionManager:
 
     def _forget(self, descriptor: int) -> None:
         self._closing.pop(descriptor, None)
-        self._flow_control.remove(descriptor)
         self._resets.remove(descriptor)
         self._table.remove(descriptor)
-
-
-def _descriptor(frame: zmq.Frame) -> int:
-    try:
-        return int(frame.get(zmq.SRCFD))
-    except (zmq.ZMQError, ValueError):
-        return -1  # unknown to ZeroMQ

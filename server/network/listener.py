@@ -4,25 +4,30 @@ A ZeroMQ peer may choose its own routing id; otherwise ZeroMQ assigns the next n
 already chosen that number, libzmq aborts the process. So the authenticator assigns an unpredictable id to each
 connection. ZeroMQ keeps the last id that it receives, which is the authenticator's except in rare races. For these the
 counter starts at a random number. pyzmq's authenticator cannot do this, because its answers have no metadata.
+
+ZeroMQ removes any file at an ipc path before it binds. So the socket is bound here, with mode 0600, and its descriptor
+passed to ZeroMQ: the system refuses a path in use. Only an abandoned socket is removed.
 """
 
 import ctypes
+import errno
+import fcntl
 import logging
 import os
+import socket
+import stat
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import zmq
 from zmq.utils import z85
 
-from server.network.ipc_path import BACKLOG, listen, remove_socket
 from server.security.keygen import check_curve
-from statsd_bn import keys, limits
-from statsd_bn.endpoints import check_endpoint, ipc_path
-from statsd_bn.errors import BindError
+from statsd_bn import endpoints, keys, limits
+from statsd_bn.errors import BindError, ConfigurationError
 
 logger = logging.getLogger("statsd_bn.server")
 
@@ -40,6 +45,20 @@ HANDSHAKE_MILLISECONDS = 10_000  # it takes milliseconds, or a second on a bad n
 
 # Detects a vanished host: after 60 s of silence the system sends a keepalive every 10 s.
 KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 6}
+
+PRIVATE_UMASK = 0o177  # for mode 0600
+
+# A server that starts in the same folder needs a millisecond.
+LOCK_SECONDS = 5.0
+LOCK_PAUSE_SECONDS = 0.01
+
+# Errors of file systems without locks. Servers that start there in the same millisecond may replace each other's
+# socket.
+NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
+
+# Connections that wait to be accepted, for TCP as well: after a restart all members connect at once, and the system
+# retries a refused one only after a moment.
+BACKLOG = 4096
 
 # Events of the monitor.
 EVENTS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
@@ -65,7 +84,7 @@ class Listener:
         # ZeroMQ's counter starts from `rand()`, which ZeroMQ does not seed.
         ctypes.CDLL(None).srand(ctypes.c_uint(int.from_bytes(os.urandom(4))))
         self._context = zmq.Context()
-        self._removals: list[Callable[[], None]] = []  # of socket files, which ZeroMQ does not remove
+        self._removals = ExitStack()  # of socket files, which ZeroMQ does not remove
         self.socket = self._context.socket(zmq.ROUTER)
         # Before `bind`, so that each connection is authenticated.
         self._authenticator = Authenticator(self._context, is_allowed)
@@ -78,18 +97,18 @@ class Listener:
 
     def bind(self, endpoint: str) -> str:
         """Listen; returns the endpoint, with the port that the system chose."""
-        check_endpoint(endpoint)
+        endpoints.check_endpoint(endpoint)
         self.socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         try:
-            with listen(endpoint) as descriptor:
+            with _listen(endpoint) as descriptor:
                 self.socket.setsockopt(zmq.USE_FD, descriptor)
                 self.socket.bind(endpoint)
         except zmq.ZMQError as error:
             text = f"cannot listen on {endpoint}: {zmq.strerror(error.errno or 0)}"
             raise BindError(text, endpoint=endpoint) from error
         bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        if path := ipc_path(bound):
-            self._removals.append(partial(remove_socket, path.absolute(), path.lstat()))
+        if path := endpoints.ipc_path(bound):
+            self._removals.callback(_remove_socket, path.absolute(), path.lstat())
         return bound
 
     def open(self) -> None:
@@ -98,8 +117,7 @@ class Listener:
 
     def close(self) -> None:
         """Close all sockets; pending replies get LINGER_MILLISECONDS."""
-        while self._removals:
-            self._removals.pop()()
+        self._removals.close()
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close(linger=LINGER_MILLISECONDS)
@@ -185,3 +203,111 @@ class Authenticator:
 
 def _property(name: bytes, value: bytes) -> bytes:
     return bytes([len(name)]) + name + len(value).to_bytes(4) + value
+
+
+# Unix sockets.
+
+
+def _remove_socket(path: Path, bound: os.stat_result) -> None:
+    """Remove the file of a bound socket if it is unchanged, and its folder if that was created for one job.
+
+    Call it while the socket is open, so that no other server can own the path.
+    """
+    with suppress(OSError):
+        if os.path.samestat(path.lstat(), bound):
+            path.unlink()
+            endpoints.remove_job_folder(path.parent)
+
+
+@contextmanager
+def _listen(endpoint: str) -> Iterator[int]:
+    """Listen at an ipc path; yields the descriptor of the socket, or -1 for an endpoint that ZeroMQ listens at itself.
+
+    A caller that leaves the block without an exception owns the descriptor.
+    """
+    path = endpoints.ipc_path(endpoint)
+    if path is None:
+        yield -1
+        return
+    is_own = False
+    with suppress(ConfigurationError):  # a path given by the user needs no private folder
+        is_own = path.parent == endpoints.private_folder(os.environ)
+    if is_own:
+        endpoints.make_private_folder(path.parent)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound:
+        try:
+            endpoints.check_folder(path.parent)
+            if path.parent.stat().st_mode & stat.S_IWGRP:
+                text = "the group of %s can write to it and could replace the server's socket; chmod g-w %s"
+                logger.warning(text, path.parent, path.parent)
+            with _folder_lock(path.parent, endpoint):
+                _remove_abandoned(path, endpoint)
+                _bind(bound, path)
+        except OSError as error:
+            raise BindError(f"cannot listen on {endpoint}: {error.strerror or error}", endpoint=endpoint) from error
+        bound.settimeout(0)
+        try:
+            yield bound.fileno()
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        bound.detach()
+
+
+def _bind(bound: socket.socket, path: Path) -> None:
+    before = os.umask(PRIVATE_UMASK)
+    try:
+        bound.bind(os.fsencode(path))
+    finally:
+        os.umask(before)
+    bound.listen(BACKLOG)
+
+
+@contextmanager
+def _folder_lock(folder: Path, endpoint: str) -> Iterator[None]:
+    """Lock a folder against other servers: between `bind` and `listen` a socket looks abandoned."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        expiry = time.monotonic() + LOCK_SECONDS
+        while not _lock(descriptor):
+            if time.monotonic() >= expiry:
+                text = f"cannot listen on {endpoint}: another process has locked {folder} for {LOCK_SECONDS:g} s"
+                raise BindError(text, endpoint=endpoint)
+            time.sleep(LOCK_PAUSE_SECONDS)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    return True
+
+
+def _remove_abandoned(path: Path, endpoint: str) -> None:
+    """Remove an abandoned socket; raise BindError for anything else."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise BindError(
+            f"cannot listen on {endpoint}: the path exists and is no socket; remove it, or give another path",
+            endpoint=endpoint,
+        )
+    if _is_in_use(path):
+        raise BindError(f"cannot listen on {endpoint}: a running server listens there", endpoint=endpoint)
+    path.unlink()
+
+
+def _is_in_use(path: Path) -> bool:
+    """Whether a process listens; only a refused connection proves that none does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(0)
+        return client.connect_ex(os.fsencode(path)) not in {errno.ECONNREFUSED, errno.ENOENT}

@@ -88,12 +88,9 @@ def dropped_segments(descriptor: int) -> int:
     if sys.platform != "linux":
         return 0
     try:
-        # Faster than `_borrow`, which queries the socket's family and type.
-        found = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, descriptor)
-        try:
+        # With a family and a type the socket is not queried for them.
+        with _borrow(descriptor, socket.AF_INET, socket.SOCK_STREAM) as found:
             drops: int = _MEMINFO.unpack(found.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size))[-1]
-        finally:
-            found.detach()
     except (OSError, struct.error):  # already closed, or an old kernel
         return 0
     return drops
@@ -123,9 +120,9 @@ def tcp_state(descriptor: int) -> TcpState | None:
 
 
 @contextmanager
-def _borrow(descriptor: int) -> Iterator[socket.socket]:
+def _borrow(descriptor: int, *kind: int) -> Iterator[socket.socket]:
     """A socket object for a descriptor that ZeroMQ owns; needs no new descriptor, because the limit may be reached."""
-    found = socket.socket(fileno=descriptor)
+    found = socket.socket(*kind, fileno=descriptor)
     try:
         yield found
     finally:
@@ -147,12 +144,6 @@ def _attach(found: socket.socket, program: tuple[tuple[int, int, int, int], ...]
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class _Suspect:
-    since: float  # time of the probe
-    dropped: int  # segments until then
-
-
 class ResetDetector:
     """Detects reset connections by file descriptor."""
 
@@ -161,8 +152,8 @@ class ResetDetector:
     ) -> None:
         self._dropped = dropped
         self._tcp_state = state
-        self._known: dict[int, int] = {}
-        self._suspects: dict[int, _Suspect] = {}
+        self._known: dict[int, int] = {}  # dropped segments that raise no suspicion
+        self._suspects: dict[int, tuple[float, int]] = {}  # time of the probe, and dropped segments until then
 
     def remove(self, descriptor: int) -> None:
         """Remove a closed connection."""
@@ -175,25 +166,23 @@ class ResetDetector:
         for descriptor in descriptors:
             count = self._dropped(descriptor)
             if count > self._known.get(descriptor, 0) and descriptor not in self._suspects:
-                self._suspects[descriptor] = _Suspect(now, count)
+                self._suspects[descriptor] = now, count
                 found.append(descriptor)
         return found
 
     def confirm_resets(self, now: float) -> list[int]:
         """Suspects that answered the probe with resets only."""
         found = []
-        for descriptor, suspect in list(self._suspects.items()):
-            state, waited = self._tcp_state(descriptor), now - suspect.since
+        for descriptor, (since, dropped) in list(self._suspects.items()):
+            state, waited = self._tcp_state(descriptor), now - since
             if state is None or state.idle < waited + _CLOCK_STEP_SECONDS:
                 # Only further drops raise a new suspicion.
-                self._known[descriptor] = suspect.dropped
+                self._known[descriptor] = dropped
                 del self._suspects[descriptor]
             # A peer that has stopped reading gets no further data, so no answer is due.
-            elif (
-                state.has_unacknowledged
-                and waited >= ANSWER_SECONDS + state.round_trip
-                and self._dropped(descriptor) > suspect.dropped
-            ):
+            elif not state.has_unacknowledged or waited < ANSWER_SECONDS + state.round_trip:
+                continue
+            elif self._dropped(descriptor) > dropped:
                 self.remove(descriptor)
                 found.append(descriptor)
         return found

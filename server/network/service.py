@@ -1,8 +1,8 @@
 """run_master: runs the server process.
 
 One synchronous loop: asyncio would double the round-trip time, and the server has no other work to overlap. A frame
-passes `Service._receive`, `Dispatcher.receive` and `Sender.send`. ZeroMQ reads the connections in rotation, so a busy
-one delays the others by one frame at a time.
+passes `Service._receive`, `Dispatcher.receive` and `ConnectionManager.send`. ZeroMQ reads the connections in rotation,
+so a busy one delays the others by one frame at a time.
 """
 
 import logging
@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import TracebackType
 from typing import Self
 
 import zmq
@@ -23,7 +22,6 @@ from server.config import Config
 from server.core.dispatcher import Dispatcher
 from server.network.connections import ConnectionManager
 from server.network.listener import POLL_SECONDS, Listener
-from server.network.sender import Sender
 from server.security import access, keygen
 from server.security.access import ANONYMOUS, Access, Principal
 from statsd_bn import limits
@@ -101,8 +99,7 @@ class Service:
             self.close()
             raise
         self._dispatcher = Dispatcher(os.urandom(limits.TOKEN_BYTES), time.monotonic(), config.quota)
-        self._sender = Sender(self._socket, self._dispatcher)
-        self._connections = ConnectionManager(self._listener, self._dispatcher, self._sender)
+        self._connections = ConnectionManager(self._listener, self._dispatcher)
         self._members = self._connections.members
         # Attach the reset filter before the first connection is accepted.
         self._connections.read_monitor()
@@ -111,9 +108,7 @@ class Service:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -154,8 +149,8 @@ class Service:
                 next_look = time.monotonic() + POLL_SECONDS
         self._drain()
         if self._parent:
-            self._sender.send(self._dispatcher.shutdown_notices())
-            self._sender.send(self._dispatcher.stop())
+            self._connections.send(self._dispatcher.shutdown_notices())
+            self._connections.send(self._dispatcher.stop())
 
     def _receive(self, peer: bytes) -> None:
         """Receive the rest of a frame from a peer, and send the replies."""
@@ -169,7 +164,7 @@ class Service:
         frame = b"" if part.more else part.bytes
         received = self._dispatcher.receive(time.monotonic(), peer, frame, principal)
         if received.replies:  # mostly only for the last contribution of a round
-            self._sender.send(received.replies)
+            self._connections.send(received.replies)
         if received.is_refused or peer not in self._members:
             self._connections.record(peer, received, principal)
 
@@ -192,10 +187,9 @@ class Service:
         disconnected = self._connections.has_disconnected()
         self._drain()
         self._connections.probe_members(disconnected=disconnected)
-        self._connections.close_reset()
         now = time.monotonic()
         if now >= self._next_tick:
-            self._sender.send(self._dispatcher.tick(now))
+            self._connections.send(self._dispatcher.tick(now))
             self._connections.tick(time.monotonic())
             self._next_tick = time.monotonic() + TICK_SECONDS
         if (parent := self._parent) and parent.should_exit(
@@ -229,8 +223,8 @@ class Service:
             logger.error("key refused: %s", log_line(problem))
         access = self._access = Access(clients, self._operator)
         self._members.clear()  # the rights of each member are looked up again at its next frame
-        logger.info("now accepting %d keys: %s", len(access.names), ", ".join(sorted(access.names)))
-        self._sender.send(self._dispatcher.revoke(time.monotonic(), access))
+        logger.info("now accepting %d keys", len(clients))
+        self._connections.send(self._dispatcher.revoke(time.monotonic(), access))
         self._connections.close_others(access.keys)
 
 

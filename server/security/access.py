@@ -42,7 +42,6 @@ class Access:
 
     def __init__(self, clients: Iterable[PublicKey], operator: str = "") -> None:
         self._principals = {one.key: Principal(one.name, one.key, one.jobs, one.tenant) for one in clients}
-        self.names = {client.name for client in self._principals.values()}
         if operator:
             self._principals[operator] = Principal(OPERATOR, operator, ("*",), read_only=True)
 

@@ -77,7 +77,6 @@ class Counters:
     over_limits: int = 0  # messages answered with a `limit` Failure
     strangers: int = 0  # messages of unregistered sessions
     refused_connections: int = 0  # failed handshakes: unknown keys or malformed data
-    idle_connections: int = 0  # connections closed after the idle timeout
     flooding_connections: int = 0  # connections closed after too many refusals
     dropped_answers: int = 0  # replies to peers that did not read or had disconnected
 

@@ -18,7 +18,6 @@ COUNTS = {
     "over_limits": "messages over a limit",
     "strangers": "messages of unknown sessions",
     "refused_connections": "connections refused",
-    "idle_connections": "idle connections closed",
     "flooding_connections": "flooding connections closed",
     "dropped_answers": "answers dropped",
 }

@@ -286,7 +286,7 @@ def test_a_revocation_beside_a_file_that_is_not_sound_takes_effect(service, keys
         (keys / "clients" / "copy.key").write_bytes((keys / "clients" / "alice.key").read_bytes())
         os.mkfifo(keys / "clients" / "pipe.key")
         service.reload()
-        wait_until(lambda: "now accepting 1 keys: alice" in caplog.text)
+        wait_until(lambda: "now accepting 1 keys" in caplog.text)
         for revoked in (bob, carol):
             assert isinstance(outcome(lambda who=revoked: ask(endpoint, keys=who)), AuthenticationRefused)
         assert len(names(service, alice)) == 1
@@ -323,7 +323,7 @@ def test_a_revocation_waits_for_a_descriptor_and_ends_no_other_key(service, keys
         (keys / "clients" / "bob.key").unlink()
         monkeypatch.setattr(of, function, without_descriptors)
         service.reload()
-        wait_until(lambda: "now accepting 1 keys: alice" in caplog.text)
+        wait_until(lambda: "now accepting 1 keys" in caplog.text)
         assert caplog.text.count("reload failed, the keys stay unchanged: curve: cannot ") == 3
         assert isinstance(outcome(lambda: ask(endpoint, keys=bob)), AuthenticationRefused)
         assert len(names(service, alice)) == 1
@@ -386,7 +386,7 @@ def test_a_hangup_lets_a_new_key_in_and_nothing_secret_is_logged(keys, tmp_path)
         with pytest.raises(AuthenticationRefused):
             ask(command.endpoint, keys=carol)
         command.process.send_signal(signal.SIGHUP)
-        wait_until(lambda: "now accepting 3 keys: alice, bob, carol" in command.errors)
+        wait_until(lambda: "now accepting 3 keys" in command.errors)
         with join(command.endpoint, carol):
             pass
         (keys / "clients" / "carol.key").unlink()

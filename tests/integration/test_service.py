@@ -457,8 +457,8 @@ def test_a_chain_of_addresses_that_is_as_long_as_there_are_sessions_is_followed_
             beat = messages.Heartbeat(number.to_bytes(limits.TOKEN_BYTES))
             dispatcher.receive(0.0, str(number + 1).encode(), encode(beat), ANONYMOUS)
         with monkeypatch.context() as patch:
-            patch.setattr(service._sender, "_socket", Unreachable())
-            service._sender.probe(dispatcher.probes(0.0))
+            patch.setattr(service._connections, "_socket", Unreachable())
+            service._connections.probe(dispatcher.probes(0.0))
         assert dispatcher.probes(0.0) == []
 
 

@@ -83,7 +83,6 @@ def test_a_status_report_shows_the_work_of_the_server(play):
         "over_limits": 0,
         "strangers": 0,
         "refused_connections": 0,
-        "idle_connections": 0,
         "flooding_connections": 0,
         "dropped_answers": 0,
         "ended": [],

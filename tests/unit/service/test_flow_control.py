@@ -11,9 +11,18 @@ import pytest
 import zmq
 
 from server.core.dispatcher import Dispatcher
-from server.network import sender
-from server.network.connections import PROBE_SECONDS, ProbeScheduler
-from server.network.sender import MAX_PEER_BYTES, MAX_TOTAL_BYTES, SMALL_ANSWER_BYTES, FlowControl, Sender, writable
+from server.network import connections
+from server.network.connections import (
+    MAX_PEER_BYTES,
+    MAX_TOTAL_BYTES,
+    PROBE_SECONDS,
+    SMALL_ANSWER_BYTES,
+    Connection,
+    ConnectionManager,
+    ConnectionTable,
+    ProbeScheduler,
+    writable,
+)
 
 
 class Kernel:
@@ -22,7 +31,7 @@ class Kernel:
     def __init__(self, *stuck: int) -> None:
         self.stuck = set(stuck)
         self.looks = 0
-        self.flow_control = FlowControl(self.takes_more)
+        self.table = ConnectionTable(math.inf, self.takes_more)
 
     def takes_more(self, descriptors: Collection[int]) -> set[int]:
         self.looks += 1
@@ -30,10 +39,11 @@ class Kernel:
 
     def meet(self, *descriptors: int) -> None:
         for descriptor in descriptors:
-            self.flow_control.add(b"%d" % descriptor, descriptor)
+            self.table._connections[descriptor] = Connection(descriptor, inode=0)  # accepted
+            self.table.set_peer(b"%d" % descriptor, descriptor)
 
     def sent(self, descriptor: int, size: int, times: int) -> int:
-        return size * sum(self.flow_control.may_send(b"%d" % descriptor, size) for _ in range(times))
+        return size * sum(self.table.may_send(b"%d" % descriptor, size) for _ in range(times))
 
 
 def test_a_reading_client_receives_everything():
@@ -80,13 +90,13 @@ def test_only_clients_that_do_not_read_are_disconnected_under_pressure():
     for number in range(100):
         kernel.sent(number, MAX_PEER_BYTES, 1)
     kernel.sent(5000, MAX_PEER_BYTES, 1)
-    assert kernel.flow_control.stalled() == [], "each has a moment to read"
+    assert kernel.table.stalled() == [], "each has a moment to read"
     kernel.stuck.discard(7)
-    cut = kernel.flow_control.stalled()
+    cut = kernel.table.stalled()
     assert not {7, 5000} & set(cut)
     for number in cut:
-        kernel.flow_control.remove(number)
-    assert kernel.flow_control.stalled() == []
+        kernel.table.remove(number)
+    assert kernel.table.stalled() == []
     assert kernel.sent(5000, MAX_PEER_BYTES, 10) == 10 * MAX_PEER_BYTES
 
 
@@ -94,16 +104,26 @@ def test_few_waiting_bytes_disconnect_no_client():
     kernel = Kernel(1)
     kernel.meet(1)
     kernel.sent(1, MAX_PEER_BYTES, 1)
-    assert kernel.flow_control.stalled() == kernel.flow_control.stalled() == []
+    assert kernel.table.stalled() == kernel.table.stalled() == []
 
 
 def test_a_connection_with_a_reused_number_starts_fresh():
     kernel = Kernel(1)
     kernel.meet(1)
     kernel.sent(1, MAX_PEER_BYTES, 1)
-    kernel.flow_control.add(b"other", 1)
-    assert b"1" not in kernel.flow_control.peers
-    assert kernel.flow_control.may_send(b"other", MAX_PEER_BYTES)
+    kernel.table.remove(1)
+    kernel.meet(1)
+    assert kernel.sent(1, MAX_PEER_BYTES, 1) == MAX_PEER_BYTES
+
+
+def test_a_frame_that_is_read_after_its_descriptor_was_reused_resets_no_queue():
+    kernel = Kernel(1)
+    kernel.meet(1)
+    kernel.sent(1, MAX_PEER_BYTES, 1)
+    kernel.table.set_peer(b"earlier", 1)
+    assert b"1" not in kernel.table.by_peer
+    kernel.table.set_peer(b"1", 1)
+    assert kernel.sent(1, MAX_PEER_BYTES, 1) == 0
 
 
 def test_the_kernel_shows_whether_a_client_reads():
@@ -158,8 +178,8 @@ class Refusing:
 def test_only_an_unread_answer_is_warned_of(monkeypatch, problem, level):
     lines = []
     log = SimpleNamespace(log=lambda number, text, *given: lines.append((logging.getLevelName(number), text % given)))
-    monkeypatch.setattr(sender, "logger", log)
+    monkeypatch.setattr(connections, "logger", log)
     dispatcher = Dispatcher(b"server-0", 0.0)
-    Sender(Refusing(problem), dispatcher).send([(b"peer", b"frame")])
+    ConnectionManager(SimpleNamespace(socket=Refusing(problem), monitor=None), dispatcher).send([(b"peer", b"frame")])
     assert [(said, "was dropped" in text) for said, text in lines] == [(level, True)]
     assert dispatcher.counters.dropped_answers == 1

@@ -13,7 +13,7 @@ import pytest
 
 from server import Config, Service
 from server.cli.status import ask
-from server.network import ipc_path
+from server.network import listener
 from statsd_bn.errors import BindError
 from support.memory_members import wait_until
 from support.sentences import says
@@ -82,7 +82,7 @@ def test_one_of_several_starting_servers_gets_the_path(path, monkeypatch):
         never.wait(0.1)
         bound.listen()
 
-    monkeypatch.setattr(ipc_path, "_bind", slow_bind)
+    monkeypatch.setattr(listener, "_bind", slow_bind)
     with socket.socket(socket.AF_UNIX) as former:
         former.bind(str(path))
     services, errors = [], []
@@ -106,7 +106,7 @@ def test_one_of_several_starting_servers_gets_the_path(path, monkeypatch):
 
 
 def test_a_folder_locked_by_another_process_is_an_error(path, tmp_path, monkeypatch):
-    monkeypatch.setattr(ipc_path, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(listener, "LOCK_SECONDS", 0.05)
     descriptor = os.open(tmp_path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -172,4 +172,4 @@ def test_a_frozen_server_keeps_its_path(path):
         os.waitpid(child, 0)
         os.close(ready)
         os.close(told)
-    wait_until(lambda: not ipc_path._is_in_use(path))
+    wait_until(lambda: not listener._is_in_use(path))
