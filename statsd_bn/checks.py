@@ -4,10 +4,7 @@ An error has the expected value, and the received one shortened, since any proce
 """
 
 import reprlib
-from collections.abc import Callable
-from dataclasses import fields
-from functools import cache, partial
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -64,14 +61,14 @@ def _size(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-def check_depth(name: str, value: object, depth: int = 0) -> None:
-    """Raises ProtocolError if lists and dicts are nested more than MAX_DEPTH deep."""
-    if not isinstance(value, list | dict):
-        return
-    if depth == limits.MAX_DEPTH:
-        raise ProtocolError(f"{name}: expected values nested at most {limits.MAX_DEPTH} deep, got deeper ones")
-    for part in value.values() if isinstance(value, dict) else value:
-        check_depth(name, part, depth + 1)
+def check_depth(name: str, value: Any, depth: int = 0) -> Any:
+    """Returns a value; raises ProtocolError if its lists and dicts are nested more than MAX_DEPTH deep."""
+    if isinstance(value, list | dict):
+        if depth == limits.MAX_DEPTH:
+            raise ProtocolError(f"{name}: expected values nested at most {limits.MAX_DEPTH} deep, got deeper ones")
+        for part in value.values() if isinstance(value, dict) else value:
+            check_depth(name, part, depth + 1)
+    return value
 
 
 def check_token(name: str, value: object) -> None:
@@ -89,46 +86,3 @@ def check_values(values: object, dimensions: int) -> None:
     if not (1 <= vectors <= limits.MAX_VECTORS and 1 <= channels <= limits.MAX_CHANNELS):
         check_integer("vectors", vectors, 1, limits.MAX_VECTORS)
         check_integer("channels", channels, 1, limits.MAX_CHANNELS)
-
-
-class Checked:
-    """Base of messages, numbered dataclasses that check their fields when they are built.
-
-    The checks are in the fields' annotations.
-    """
-
-    __slots__ = ()
-    type: ClassVar[int]
-
-    def __init_subclass__(cls, number: int = 0) -> None:
-        if number:  # `dataclass` makes a class with slots anew
-            cls.type = number
-
-    def __post_init__(self) -> None:
-        kind: Any = type(self)
-        for name, check in _checks(kind):
-            check(name, getattr(self, name))
-        self._check()
-
-    def _check(self) -> None:
-        """Checks what no annotation of a single field can."""
-
-
-@cache
-def _checks(kind: Any) -> list[tuple[str, Callable[[str, object], None]]]:
-    return [(field.name, check) for field in fields(kind) for check in getattr(field.type, "__metadata__", ())]
-
-
-Token = Annotated[bytes, check_token]
-Name = Annotated[str, partial(check_name, longest=limits.MAX_NAME_BYTES)]
-Counter = Annotated[int, partial(check_integer, low=0, high=limits.MAX_COUNTER)]
-
-
-def integer_in(low: int, high: int) -> Callable[[str, object], None]:
-    """Returns a check for an int in [low, high]."""
-    return partial(check_integer, low=low, high=high)
-
-
-def text_within(longest: int, shortest: int = 0) -> Callable[[str, object], None]:
-    """Returns a check for a text of `shortest` to `longest` bytes."""
-    return partial(check_text, longest=longest, shortest=shortest)

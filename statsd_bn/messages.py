@@ -4,25 +4,15 @@ A message that exists is valid, whether the caller built it or `wire.decode` did
 field; the order of fields here is their order on the wire.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from functools import cache, partial
 from hashlib import blake2b
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, Self, get_args
 
 from statsd_bn import limits
-from statsd_bn.checks import (
-    Checked,
-    Counter,
-    Name,
-    Token,
-    check_integer,
-    check_name,
-    check_token,
-    check_values,
-    integer_in,
-    short_repr,
-    text_within,
-)
+from statsd_bn.checks import check_integer, check_name, check_text, check_token, check_values, short_repr
 from statsd_bn.errors import ProtocolError
 from statsd_bn.members import NO_MEMBERS, Members, format_ranks
 from statsd_bn.reduction import FloatArray, Rows
@@ -39,7 +29,48 @@ BARRIER, ALL_REDUCE, ALL_GATHER, BUFFERS = "barrier", "all_reduce", "all_gather"
 # The server id of a member that has met no server.
 NO_SERVER = bytes(limits.TOKEN_BYTES)
 
-_new = object.__new__
+
+class Checked:
+    """Base of messages, numbered dataclasses that check their fields when they are built.
+
+    The checks are in the fields' annotations.
+    """
+
+    __slots__ = ()
+    type: ClassVar[int]
+
+    def __init_subclass__(cls, number: int = 0) -> None:
+        if number:  # `dataclass` makes a class with slots anew
+            cls.type = number
+
+    def __post_init__(self) -> None:
+        kind: Any = type(self)
+        for name, check in _checks(kind):
+            check(name, getattr(self, name))
+        self._check()
+
+    def _check(self) -> None:
+        """Checks what no annotation of a single field can."""
+
+
+@cache
+def _checks(kind: Any) -> list[tuple[str, Callable[[str, object], None]]]:
+    return [(field.name, check) for field in fields(kind) for check in getattr(field.type, "__metadata__", ())]
+
+
+def integer_in(low: int, high: int) -> Callable[[str, object], None]:
+    """Returns a check for an int in [low, high]."""
+    return partial(check_integer, low=low, high=high)
+
+
+def text_within(longest: int, shortest: int = 0) -> Callable[[str, object], None]:
+    """Returns a check for a text of `shortest` to `longest` bytes."""
+    return partial(check_text, longest=longest, shortest=shortest)
+
+
+Token = Annotated[bytes, check_token]
+Name = Annotated[str, partial(check_name, longest=limits.MAX_NAME_BYTES)]
+Counter = Annotated[int, integer_in(0, limits.MAX_COUNTER)]
 
 
 def digest(token: bytes) -> bytes:
@@ -190,13 +221,12 @@ class Contribution:
         check_token("session", self.session)
         check_integer("attempt", self.attempt, 0, limits.MAX_COUNTER)
 
-
-def unchecked_contribution(session: bytes, key: RoundKey, attempt: int, rows: Rows) -> Contribution:
-    """Returns a contribution without checking it: the caller has checked the fields."""
-    contribution = _new(Contribution)
-    contribution.session, contribution.key = session, key
-    contribution.attempt, contribution.rows = attempt, rows
-    return contribution
+    @classmethod
+    def unchecked(cls, session: bytes, key: RoundKey, attempt: int, rows: Rows) -> Self:
+        """Returns a contribution whose fields the caller has checked."""
+        made = object.__new__(cls)
+        made.session, made.key, made.attempt, made.rows = session, key, attempt, rows
+        return made
 
 
 @dataclass(slots=True, eq=False)  # not frozen, as a Contribution
@@ -225,15 +255,15 @@ class Aggregate:
         check_integer("count", self.count, 0, limits.MAX_COUNT)
         check_values(self.values, 2)
 
-
-def unchecked_aggregate(
-    key: RoundKey, replicas: int, count: int, members: Members, values: FloatArray, non_finite: Members
-) -> Aggregate:
-    """Returns an aggregate without checking it: it was computed from checked rows, or decoded and checked."""
-    aggregate = _new(Aggregate)
-    aggregate.key, aggregate.replicas, aggregate.count = key, replicas, count
-    aggregate.members, aggregate.values, aggregate.non_finite = members, values, non_finite
-    return aggregate
+    @classmethod
+    def unchecked(
+        cls, key: RoundKey, replicas: int, count: int, members: Members, values: FloatArray, non_finite: Members
+    ) -> Self:
+        """Returns an aggregate that was computed from checked rows, or decoded and checked."""
+        made = object.__new__(cls)
+        made.key, made.replicas, made.count = key, replicas, count
+        made.members, made.values, made.non_finite = members, values, non_finite
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,8 +334,7 @@ class _LayerFigures(Checked):
 
     layers: str
     values: FloatArray
-    _min_layers: ClassVar[int]
-    _max_layers: ClassVar[int]
+    _bounds: ClassVar[tuple[int, int]]  # least and most layers
 
     @property
     def names(self) -> list[str]:
@@ -314,7 +343,7 @@ class _LayerFigures(Checked):
 
     def _check(self) -> None:
         names = self.names
-        check_integer("number of layers", len(names), self._min_layers, self._max_layers)
+        check_integer("number of layers", len(names), *self._bounds)
         for name in names:
             check_name("layer", name, limits.MAX_NAME_BYTES)
         check_figures(self.values, len(names))
@@ -324,8 +353,7 @@ class _LayerFigures(Checked):
 class SkewStats(_LayerFigures, number=15):
     """A member reports the figures of a step's forward rounds that the server did not see. No answer."""
 
-    _min_layers: ClassVar[int] = 1
-    _max_layers: ClassVar[int] = limits.MAX_SKEW_LAYERS
+    _bounds: ClassVar = (1, limits.MAX_SKEW_LAYERS)
 
     session: Token
     step: Counter
@@ -346,8 +374,7 @@ class FiguresRequest(Checked, number=16):
 class Figures(_LayerFigures, number=17):
     """The figures of the members' data in a group: averages over the latest samples of each layer."""
 
-    _min_layers: ClassVar[int] = 0
-    _max_layers: ClassVar[int] = limits.MAX_FIGURES_LAYERS
+    _bounds: ClassVar = (0, limits.MAX_FIGURES_LAYERS)
 
     job: Name
     group: Name
@@ -396,31 +423,13 @@ class NonFiniteRound(Checked, number=19):
             raise ProtocolError("members: expected at least one member with non-finite values, got none")
 
 
-# The most frequent first: isinstance checks them in this order.
-Request = (
-    Contribution
-    | Register
-    | Leave
-    | StatusRequest
-    | Heartbeat
-    | Result
-    | StackReport
-    | RoundDone
-    | SkewStats
-    | RoundTrips
-    | LatenessReport
-    | NonFiniteRound
-    | FiguresRequest
-)
+_Report = StackReport | RoundDone | SkewStats | RoundTrips | LatenessReport | NonFiniteRound
+Request = Contribution | Register | Leave | StatusRequest | Heartbeat | Result | FiguresRequest | _Report
 """Messages to the server."""
 
 Message = Request | Registered | Aggregate | Failure | Status | Pending | StackRequest | Figures
+"""All messages."""
 
 BY_TYPE: dict[int, type[Message]] = {
     message.type: message for message in sorted(get_args(Message), key=lambda kind: kind.type)
 }
-
-
-def values_of(message: Any) -> list[Any]:
-    """Returns a message's field values in wire order."""
-    return [getattr(message, field.name) for field in fields(message)]

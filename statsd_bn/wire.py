@@ -22,20 +22,8 @@ from statsd_bn import limits
 from statsd_bn.checks import check_depth, check_integer, check_text, short_repr
 from statsd_bn.errors import ProtocolError, VersionMismatch
 from statsd_bn.members import NO_MEMBERS, Members
-from statsd_bn.messages import (
-    BY_TYPE,
-    Aggregate,
-    Contribution,
-    Figures,
-    Message,
-    Request,
-    Result,
-    SkewStats,
-    unchecked_aggregate,
-    unchecked_contribution,
-    values_of,
-)
-from statsd_bn.reduction import FloatArray, Rows, unchecked_rows
+from statsd_bn.messages import BY_TYPE, Aggregate, Contribution, Figures, Message, Request, Result, SkewStats
+from statsd_bn.reduction import FloatArray, Rows
 from statsd_bn.round_key import RoundKey, parse_key
 from statsd_bn.skew import FIGURES
 
@@ -79,6 +67,9 @@ _MAX_MAP_ENTRIES = 256  # in a report or an error
 
 _REQUESTS = frozenset(get_args(Request))
 
+# Messages whose last field, an array, follows the header.
+_WITH_FIGURES = (SkewStats, Figures)
+
 
 def encode(message: Message) -> bytes:
     """Returns the frame of `message`; raises ProtocolError if it would be too large."""
@@ -87,11 +78,16 @@ def encode(message: Message) -> bytes:
     if isinstance(message, Aggregate):
         return _encode_aggregate(message)
     kind = type(message)
-    values, fields = _SPLIT_VALUES[kind](message) if kind in _SPLIT_VALUES else (None, values_of(message))
+    fields: list[Any] = [getattr(message, field.name) for field in dataclasses.fields(message)]
     for place, _, write, _ in _CONVERTED[kind]:
         fields[place] = write(fields[place])
+    body = None
+    if kind is Result:
+        body = _encode_aggregate(fields.pop())
+    elif kind in _WITH_FIGURES:
+        body, fields[-1] = fields[-1], fields[-1].shape[1]
     max_header = limits.MAX_REQUEST_HEADER_BYTES if kind in _REQUESTS else limits.MAX_HEADER_BYTES
-    return _make_frame(msgpack.packb([message.type, *fields]), values, max_header)
+    return _make_frame(msgpack.packb([message.type, *fields]), body, max_header)
 
 
 def decode(frame: bytes) -> Message:
@@ -149,23 +145,14 @@ def _encode_contribution(message: Contribution) -> bytes:
 
 def _encode_aggregate(message: Aggregate) -> bytes:
     job, group, epoch, step, layer, call, phase = message.key
-    members, non_finite, values = message.members.runs, message.non_finite.runs, message.values
-    vectors, channels = values.shape
+    members, non_finite, count = message.members.runs, message.non_finite.runs, message.count
+    replicas, (vectors, channels) = message.replicas, message.values.shape
     fixed = _AGGREGATE_HEADER.pack(
-        Aggregate.type,
-        vectors,
-        len(members),
-        len(non_finite),
-        channels,
-        message.replicas,
-        message.count,
-        epoch,
-        step,
-        call,
+        Aggregate.type, vectors, len(members), len(non_finite), channels, replicas, count, epoch, step, call
     )
     texts = f"{job}\0{group}\0{layer}\0{phase}".encode()
     header = b"".join((fixed, _pack_runs(members + non_finite), texts))
-    return _make_frame(header, values, limits.MAX_HEADER_BYTES)
+    return _make_frame(header, message.values, limits.MAX_HEADER_BYTES)
 
 
 def _decode_contribution(frame: bytes, max_header: int) -> Contribution:
@@ -194,8 +181,8 @@ def _decode_contribution(frame: bytes, max_header: int) -> Contribution:
         and attempt <= limits.MAX_COUNTER
         and max(counts) <= limits.MAX_COUNT
     ):
-        rows = unchecked_rows(counts, np.ndarray(shape, _FLOAT, frame, start))
-        return unchecked_contribution(session, key, attempt, rows)
+        rows = Rows.unchecked(counts, np.ndarray(shape, _FLOAT, frame, start))
+        return Contribution.unchecked(session, key, attempt, rows)
     # Raises the error of the check that failed.
     return Contribution(session, key, attempt, Rows(counts, _values_in(frame, end, shape)))
 
@@ -228,7 +215,7 @@ def _decode_aggregate(frame: bytes, max_header: int) -> Aggregate:
         and channels <= limits.MAX_CHANNELS
         and count <= limits.MAX_COUNT
     ):
-        return unchecked_aggregate(key, replicas, count, members, values, non_finite)
+        return Aggregate.unchecked(key, replicas, count, members, values, non_finite)
     return Aggregate(key, replicas, count, members, values, non_finite)  # raises the error of the check that failed
 
 
@@ -242,8 +229,10 @@ def _truncated(frame: bytes, max_header: int, least: int) -> ProtocolError:
 
 
 def _build(kind: type[Message], fields: list[Any], frame: bytes, end: int) -> Message:
-    if build_with_values := _BUILD_WITH_VALUES.get(kind):
-        return build_with_values(kind, fields, frame, end)
+    if kind is Result:
+        return _build_result(fields, frame, end)
+    if kind in _WITH_FIGURES:
+        return _build_figures(kind, fields, frame, end)
     if end != len(frame):
         raise ProtocolError(f"frame: expected to end after its header at byte {end}, got {len(frame)}")
     if len(fields) != len(dataclasses.fields(kind)):
@@ -253,7 +242,7 @@ def _build(kind: type[Message], fields: list[Any], frame: bytes, end: int) -> Me
     return kind(*fields)
 
 
-def _build_result(_kind: type[Message], fields: list[Any], frame: bytes, end: int) -> Message:
+def _build_result(fields: list[Any], frame: bytes, end: int) -> Message:
     (session,) = fields
     start = _padded(end)
     if any(frame[end:start]):
@@ -264,7 +253,7 @@ def _build_result(_kind: type[Message], fields: list[Any], frame: bytes, end: in
     return Result(session, _decode_aggregate(aggregate, limits.MAX_HEADER_BYTES))
 
 
-def _build_figures(kind: Any, fields: list[Any], frame: bytes, end: int) -> Message:
+def _build_figures(kind: type[Message], fields: list[Any], frame: bytes, end: int) -> Message:
     *others, layers, members = fields
     least, longest = (1, limits.MAX_SKEW_BYTES) if kind is SkewStats else (0, limits.MAX_FIGURES_BYTES)
     check_text("layers", layers, longest, shortest=least)
@@ -275,8 +264,7 @@ def _build_figures(kind: Any, fields: list[Any], frame: bytes, end: int) -> Mess
         values = np.zeros((0, members, FIGURES))
     else:
         raise ProtocolError(f"values: expected none without layers, got {len(frame) - end} bytes")
-    message: Message = kind(*others, layers, values)
-    return message
+    return kind(*others, layers, values)
 
 
 # Frames and their parts.
@@ -405,27 +393,6 @@ def _unpack_members(_name: str, value: Any) -> Members:
     return Members(tuple(_RUN.iter_unpack(packed)))
 
 
-def _check_depth(name: str, value: Any) -> Any:
-    check_depth(name, value)
-    return value
-
-
-def _split_figures(message: Any) -> tuple[FloatArray, list[Any]]:
-    return message.values, [*values_of(message)[:-1], message.values.shape[1]]
-
-
-# Of messages with values: the values and the header's fields, and the message from its fields and its frame.
-_SPLIT_VALUES: dict[type[Message], Callable[[Any], tuple[FloatArray | bytes, list[Any]]]] = {
-    Result: lambda message: (encode(message.aggregate), [message.session]),
-    SkewStats: _split_figures,
-    Figures: _split_figures,
-}
-_BUILD_WITH_VALUES: dict[type[Message], Callable[[type[Message], list[Any], bytes, int], Message]] = {
-    Result: _build_result,
-    SkewStats: _build_figures,
-    Figures: _build_figures,
-}
-
 # How to write and read a field, by its type; msgpack converts all others.
 _Write = Callable[[Any], Any]
 _Read = Callable[[str, Any], Any]
@@ -437,7 +404,7 @@ _CONVERTERS: dict[Any, tuple[_Write, _Read]] = {
     ),
     Members: (lambda members: _pack_runs(members.runs), _unpack_members),
     tuple[int, ...]: (list, lambda name, value: tuple(_array(name, value))),
-    dict[str, Any]: (dict, _check_depth),
+    dict[str, Any]: (dict, check_depth),
 }
 _CONVERTED: dict[type[Message], list[tuple[int, str, _Write, _Read]]] = {
     kind: [

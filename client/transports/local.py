@@ -9,7 +9,7 @@ from client.native.library import DONE, EXCHANGE, NativeRow
 from client.session.current import current_connection
 from client.transports.transport import NativeResult
 from statsd_bn.members import NO_MEMBERS, Members
-from statsd_bn.messages import Aggregate, unchecked_aggregate
+from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import Rows, is_finite, non_finite_members, sum_in_order
 from statsd_bn.round_key import FORWARD, RoundKey
 
@@ -27,7 +27,7 @@ class LocalPipe:
         rank = self.rank
         non_finite = NO_MEMBERS if is_finite(total) else non_finite_members([(rank, values)])
         key = key or _key(self.layer, 0, 0, phase)
-        return unchecked_aggregate(key, len(counts), sum(counts), _only(rank), total, non_finite)
+        return Aggregate.unchecked(key, len(counts), sum(counts), _only(rank), total, non_finite)
 
     def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate | NativeResult:
         """Use the row itself as the sum."""

@@ -24,7 +24,7 @@ from client.transports.negotiation import negotiate
 from client.transports.server import ESCALATE_SECONDS, LISTEN_SECONDS, SlavePipe
 from client.transports.transport import NativeResult, key_digest
 from statsd_bn.members import NO_MEMBERS
-from statsd_bn.messages import Aggregate, unchecked_aggregate
+from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import Rows
 from statsd_bn.round_key import FORWARD, RoundKey
 
@@ -213,7 +213,7 @@ def _aggregate(
     """Aggregate of a completed turn, which it counts; arguments as for `_count`."""
     _count(session, key, memory, seconds, now, was_sent=was_sent)
     result = memory.result
-    return unchecked_aggregate(key, result.rows, result.count, session.members, memory.total, NO_MEMBERS)
+    return Aggregate.unchecked(key, result.rows, result.count, session.members, memory.total, NO_MEMBERS)
 
 
 def _count(

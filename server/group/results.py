@@ -18,7 +18,7 @@ from server.security.quota import CONTRIBUTION_BYTES, RUN_BYTES, MemoryShare
 from statsd_bn import limits
 from statsd_bn.errors import ContributionConflict
 from statsd_bn.members import MAX_NAMED_RANKS, NO_MEMBERS, Members, format_ranks
-from statsd_bn.messages import Aggregate, unchecked_aggregate
+from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import find_non_finite, is_finite, join_in_order, non_finite_members, sum_in_order
 from statsd_bn.round_key import FORWARD, GATHER, RoundKey, format_first_non_finite
 
@@ -188,7 +188,7 @@ def reduce_round(round_: Round) -> Aggregate:
     total, whose = sum_in_order(rows) if len(rows) > 1 else rows[0], NO_MEMBERS
     if not is_finite(total):
         whose = non_finite_members((member, future.get().values) for member, future in round_.futures.items())
-    return unchecked_aggregate(round_.key, len(rows), round_.count, members, total, whose)
+    return Aggregate.unchecked(round_.key, len(rows), round_.count, members, total, whose)
 
 
 # A longer series of steps with non-finite gradients has another cause: a GradScaler starts at 2^16 and halves its scale
