@@ -67,9 +67,6 @@ _MAX_MAP_ENTRIES = 256  # in a report or an error
 
 _REQUESTS = frozenset(get_args(Request))
 
-# Messages whose last field, an array, follows the header.
-_WITH_FIGURES = (SkewStats, Figures)
-
 
 def encode(message: Message) -> bytes:
     """Returns the frame of `message`; raises ProtocolError if it would be too large."""
@@ -84,7 +81,7 @@ def encode(message: Message) -> bytes:
     body = None
     if kind is Result:
         body = _encode_aggregate(fields.pop())
-    elif kind in _WITH_FIGURES:
+    elif kind is SkewStats or kind is Figures:
         body, fields[-1] = fields[-1], fields[-1].shape[1]
     max_header = limits.MAX_REQUEST_HEADER_BYTES if kind in _REQUESTS else limits.MAX_HEADER_BYTES
     return _make_frame(msgpack.packb([message.type, *fields]), body, max_header)
@@ -231,7 +228,7 @@ def _truncated(frame: bytes, max_header: int, least: int) -> ProtocolError:
 def _build(kind: type[Message], fields: list[Any], frame: bytes, end: int) -> Message:
     if kind is Result:
         return _build_result(fields, frame, end)
-    if kind in _WITH_FIGURES:
+    if kind is SkewStats or kind is Figures:
         return _build_figures(kind, fields, frame, end)
     if end != len(frame):
         raise ProtocolError(f"frame: expected to end after its header at byte {end}, got {len(frame)}")
@@ -253,7 +250,7 @@ def _build_result(fields: list[Any], frame: bytes, end: int) -> Message:
     return Result(session, _decode_aggregate(aggregate, limits.MAX_HEADER_BYTES))
 
 
-def _build_figures(kind: type[Message], fields: list[Any], frame: bytes, end: int) -> Message:
+def _build_figures(kind: Any, fields: list[Any], frame: bytes, end: int) -> Message:
     *others, layers, members = fields
     least, longest = (1, limits.MAX_SKEW_BYTES) if kind is SkewStats else (0, limits.MAX_FIGURES_BYTES)
     check_text("layers", layers, longest, shortest=least)
@@ -264,7 +261,8 @@ def _build_figures(kind: type[Message], fields: list[Any], frame: bytes, end: in
         values = np.zeros((0, members, FIGURES))
     else:
         raise ProtocolError(f"values: expected none without layers, got {len(frame) - end} bytes")
-    return kind(*others, layers, values)
+    message: Message = kind(*others, layers, values)
+    return message
 
 
 # Frames and their parts.

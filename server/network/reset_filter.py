@@ -88,7 +88,7 @@ def dropped_segments(descriptor: int) -> int:
     if sys.platform != "linux":
         return 0
     try:
-        # With a family and a type the socket is not queried for them.
+        # Given the family and the type, Python does not query them.
         with _borrow(descriptor, socket.AF_INET, socket.SOCK_STREAM) as found:
             drops: int = _MEMINFO.unpack(found.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size))[-1]
     except (OSError, struct.error):  # already closed, or an old kernel
@@ -120,9 +120,9 @@ def tcp_state(descriptor: int) -> TcpState | None:
 
 
 @contextmanager
-def _borrow(descriptor: int, *kind: int) -> Iterator[socket.socket]:
+def _borrow(descriptor: int, family: int = -1, kind: int = -1) -> Iterator[socket.socket]:
     """A socket object for a descriptor that ZeroMQ owns; needs no new descriptor, because the limit may be reached."""
-    found = socket.socket(*kind, fileno=descriptor)
+    found = socket.socket(family, kind, 0, descriptor)
     try:
         yield found
     finally:
