@@ -14,7 +14,7 @@ from server.view.verdict import count_here
 from statsd_bn.messages import WORLD
 from statsd_bn.timing import BOUNDS
 
-GROUP = ("job", "group")
+Group = dict[str, Any]
 
 # Ranks of a group with their own series: Prometheus keeps every series in memory.
 MAX_RANKS = 64
@@ -22,16 +22,36 @@ MAX_RANKS = 64
 # Layers of a group with their own series.
 MAX_LAYERS = 20
 
-
-# Histograms of a group, with their help texts.
-HISTOGRAMS = (
-    ("round_seconds", "How long rounds at the server were open, from the first contribution to the last."),
-    (
-        "late_seconds",
-        "How much later than all others the last rank came to rounds, in shared memory too.",
+# Counters and gauges of groups: the labels besides job and group, and the help text.
+COUNTERS = {"rounds": ("", "The server's `rounds_done`."), "rounds_failed": ("", "The server's `rounds_failed`.")}
+GAUGES = {
+    "members": ("", "The group's members."),
+    "world_size": ("", "The group's world size."),
+    "non_finite": ("", "The group's non finite."),
+    "findings": ("", "The group's findings."),
+    "waiting_seconds": ("", "The group's waiting seconds."),
+    "severity": ("state", "The verdict: 0 healthy, 1 worth a look, 2 needs attention, 3 broken."),
+    "first_non_finite_step": ("layer rank", "The step of the first NaN or infinity."),
+    "finding_variance_ratio": (
+        "layer rank",
+        "The variance of a rank that differs, divided by the median of the others'.",
     ),
-    ("round_trip_seconds", "How long rounds took, as all ranks saw them, from a contribution to its aggregate."),
-)
+    "rank_step": ("rank", "The last step of a rank."),
+    "rank_score": ("rank", "How fast a rank is, 0 to 1."),
+    "rank_waiting": ("rank", "The part of the last minute that a rank waited."),
+    "rank_awaited": ("rank", "The part of the last minute that the others waited for a rank."),
+    "rank_round_trip_median_seconds": ("rank", "The median of how long a rank's rounds took."),
+    "rank_round_trip_seconds": ("rank", "The 99th percentile of how long a rank's rounds took."),
+    "skew_eta2": ("layer", "The share of a layer's variance between the ranks, 0 to 1."),
+}
+HISTOGRAMS = {
+    "round_seconds": "How long rounds at the server were open, from the first contribution to the last.",
+    "late_seconds": "How much later than all others the last rank came to rounds, in shared memory too.",
+    "round_trip_seconds": "How long rounds took, as all ranks saw them, from a contribution to its aggregate.",
+}
+
+# A member's fields whose gauges have other names.
+FIELDS = {"rank_awaited": "share", "rank_round_trip_median_seconds": "median", "rank_round_trip_seconds": "p99"}
 
 
 class Metrics:
@@ -53,136 +73,72 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """The metrics of the latest snapshot."""
         snapshot = self._snapshot()
-        up = GaugeMetricFamily("statsd_bn_up", "Whether the server answers the view.")
-        up.add_metric((), float(not snapshot["error"]))
-        yield up
+        up = GaugeMetricFamily("statsd_bn_up", "Whether the server answers the view.", float(not snapshot["error"]))
         events = CounterMetricFamily("statsd_bn_events", "Events since the view started.", labels=("kind",))
         for kind, count in snapshot["counts"].items():
             events.add_metric((kind,), count)
-        yield events
+        yield from (up, events)
         # The last numbers of an unreachable server would look like a stalled job.
         groups = [] if snapshot["error"] else [group for group in snapshot["groups"] if "over" not in group]
+        families: dict[str, Any] = {}
+        for kind, metrics in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
+            for name, (further, text) in metrics.items():
+                families[name] = kind(f"statsd_bn_{name}", text, labels=("job", "group", *further.split()))
+        for group in groups:
+            for name, labels, number in _samples(group):
+                families[name].add_metric((group["job"], group["group"], *labels), float(number))
+        yield from families.values()
+        yield from (_histogram(groups, *named) for named in HISTOGRAMS.items())
         # A group that the report leaves out may still be running.
-        ended = [] if snapshot["error"] or snapshot.get("left_out") else snapshot["ended"]
-        yield from _group_metrics(groups)
-        yield _broken(groups, ended)
-        yield from _rank_metrics(groups)
-        yield from (_histogram(groups, *named) for named in HISTOGRAMS)
-        yield _skew(groups)
+        yield _broken(groups, [] if snapshot["error"] or snapshot.get("left_out") else snapshot["ended"])
 
 
-def _group_metrics(groups: list[dict[str, Any]]) -> Iterator[Metric]:
-    counters = {"rounds": "rounds_done", "rounds_failed": "rounds_failed"}
-    for name, field in counters.items():
-        counter = CounterMetricFamily(f"statsd_bn_{name}", f"The server's `{field}`.", labels=GROUP)
-        for group in groups:
-            counter.add_metric(_labels(group), group[field])
-        yield counter
-    gauges: dict[str, Callable[[dict[str, Any]], float]] = {
-        "members": lambda group: int(count_here(group).partition(" ")[0]),
-        "world_size": lambda group: group["world_size"],
-        "non_finite": lambda group: len(group.get("non_finite", ())),
-        "findings": _findings,
-        "waiting_seconds": lambda group: max((round_["seconds"] for round_ in group["waiting"]), default=0.0),
-    }
-    for name, value in gauges.items():
-        gauge = GaugeMetricFamily(f"statsd_bn_{name}", f"The group's {name.replace('_', ' ')}.", labels=GROUP)
-        for group in groups:
-            gauge.add_metric(_labels(group), float(value(group)))
-        yield gauge
-    text = "The verdict: 0 healthy, 1 worth a look, 2 needs attention, 3 broken."
-    severity = GaugeMetricFamily("statsd_bn_severity", text, labels=(*GROUP, "state"))
-    text = "The step of the first NaN or infinity."
-    first_step = GaugeMetricFamily("statsd_bn_first_non_finite_step", text, labels=(*GROUP, "layer", "rank"))
-    text = "The variance of a rank that differs, divided by the median of the others'."
-    ratio = GaugeMetricFamily("statsd_bn_finding_variance_ratio", text, labels=(*GROUP, "layer", "rank"))
-    for group in groups:
-        severity.add_metric((*_labels(group), group["verdict"]["state"]), group["verdict"]["severity"])
-        if first := group["first_non_finite"]:
-            ranks = ",".join(map(str, first["ranks"]))
-            first_step.add_metric((*_labels(group), first["layer"], ranks), first["step"])
-        latest = {(one["layer"], str(one["rank"])): one for one in _differing(group) if "variance" in one}
-        for (layer, rank), finding in latest.items():
-            ratio.add_metric((*_labels(group), layer, rank), finding["variance"])
-    yield from (severity, first_step, ratio)
+def _samples(group: Group) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """Name, further labels and number of each metric of a group."""
+    # Those that the latest samples still show.
+    differing = [one for one in group["findings"] if one["kind"] == "skew" and not one.get("cleared")]
+    yield "rounds", (), group["rounds_done"]
+    yield "rounds_failed", (), group["rounds_failed"]
+    yield "members", (), int(count_here(group).partition(" ")[0])
+    yield "world_size", (), group["world_size"]
+    yield "non_finite", (), len(group.get("non_finite", ()))
+    yield "findings", (), len(differing) + (group.get("held", 0.0) >= MAX_DELAY_SHARE)
+    yield "waiting_seconds", (), max((round_["seconds"] for round_ in group["waiting"]), default=0.0)
+    yield "severity", (group["verdict"]["state"],), group["verdict"]["severity"]
+    if first := group["first_non_finite"]:
+        yield "first_non_finite_step", (first["layer"], ",".join(map(str, first["ranks"]))), first["step"]
+    latest = {(one["layer"], str(one["rank"])): one["variance"] for one in differing if "variance" in one}
+    yield from (("finding_variance_ratio", labels, ratio) for labels, ratio in latest.items())
+    for member in group["members"][:MAX_RANKS]:
+        for name in (name for name in GAUGES if name.startswith("rank_")):
+            if (number := member.get(FIELDS.get(name, name.removeprefix("rank_")))) is not None:
+                yield name, (str(member["member"]),), number
+    layers = group.get("figures", {}).get("layers", ())
+    for layer in nlargest(MAX_LAYERS, layers, key=lambda layer: layer["eta2"]):
+        yield "skew_eta2", (layer["name"],), layer["eta2"]
 
 
-def _differing(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """The skew findings that the latest samples still show."""
-    return [one for one in group.get("findings", ()) if one["kind"] == "skew" and not one.get("cleared")]
-
-
-def _findings(group: dict[str, Any]) -> int:
-    return len(_differing(group)) + int(group.get("held", 0.0) >= MAX_DELAY_SHARE)
-
-
-def _broken(groups: list[dict[str, Any]], ended: list[dict[str, Any]]) -> Metric:
-    """Whether each group is broken, including ended jobs: ranks leave a broken job within a second."""
-    text = "Whether the group is broken; for some minutes after its end too, while no job of that name runs."
-    gauge = GaugeMetricFamily("statsd_bn_broken", text, labels=GROUP)
-    broken = {_labels(group): bool(group["lost"]) for group in groups}
-    running = {group["job"] for group in groups}
-    # Latest first.
-    for job in ended:
-        if job["job"] not in running:
-            broken.setdefault((job["job"], WORLD), bool(job["lost"]))
-    for labels, is_broken in broken.items():
-        gauge.add_metric(labels, float(is_broken))
-    return gauge
-
-
-def _rank_metrics(groups: list[dict[str, Any]]) -> Iterator[Metric]:
-    labels = (*GROUP, "rank")
-    step = GaugeMetricFamily("statsd_bn_rank_step", "The last step of a rank.", labels=labels)
-    score = GaugeMetricFamily("statsd_bn_rank_score", "How fast a rank is, 0 to 1.", labels=labels)
-    waiting = GaugeMetricFamily(
-        "statsd_bn_rank_waiting", "The part of the last minute that a rank waited.", labels=labels
-    )
-    awaited = GaugeMetricFamily(
-        "statsd_bn_rank_awaited", "The part of the last minute that the others waited for a rank.", labels=labels
-    )
-    median = GaugeMetricFamily(
-        "statsd_bn_rank_round_trip_median_seconds", "The median of how long a rank's rounds took.", labels=labels
-    )
-    trip = GaugeMetricFamily(
-        "statsd_bn_rank_round_trip_seconds", "The 99th percentile of how long a rank's rounds took.", labels=labels
-    )
-    for group in groups:
-        for member in group["members"][:MAX_RANKS]:
-            of = (*_labels(group), str(member["member"]))
-            step.add_metric(of, member["step"])
-            if member.get("score") is not None:
-                score.add_metric(of, member["score"])
-            if member.get("waiting") is not None:
-                waiting.add_metric(of, member["waiting"])
-            if member.get("round_trip"):
-                median.add_metric(of, member["median"])
-                trip.add_metric(of, member["p99"])
-            if member["share"] is not None:
-                awaited.add_metric(of, member["share"])
-    yield from (step, score, waiting, awaited, median, trip)
-
-
-def _histogram(groups: list[dict[str, Any]], field: str, text: str) -> Metric:
-    family = HistogramMetricFamily(f"statsd_bn_{field}", text, labels=GROUP)
+def _histogram(groups: list[Group], field: str, text: str) -> Metric:
+    family = HistogramMetricFamily(f"statsd_bn_{field}", text, labels=("job", "group"))
     for group in groups:
         if histogram := group.get(field):
             # The report omits empty buckets at the end; a series needs all of them.
             up_to = accumulate(chain(histogram["counts"], repeat(0)))
             buckets = [(repr(bound), total) for bound, total in zip(BOUNDS, up_to, strict=False)]
-            family.add_metric(_labels(group), [*buckets, ("+Inf", sum(histogram["counts"]))], histogram["sum"])
+            buckets.append(("+Inf", sum(histogram["counts"])))
+            family.add_metric((group["job"], group["group"]), buckets, histogram["sum"])
     return family
 
 
-def _skew(groups: list[dict[str, Any]]) -> Metric:
-    text = "The share of a layer's variance between the ranks, 0 to 1."
-    gauge = GaugeMetricFamily("statsd_bn_skew_eta2", text, labels=(*GROUP, "layer"))
-    for group in groups:
-        layers = group.get("figures", {}).get("layers", ())
-        for layer in nlargest(MAX_LAYERS, layers, key=lambda layer: layer["eta2"]):
-            gauge.add_metric((*_labels(group), layer["name"]), layer["eta2"])
+def _broken(groups: list[Group], ended: list[dict[str, Any]]) -> Metric:
+    """Whether each group is broken, including ended jobs: ranks leave a broken job within a second."""
+    text = "Whether the group is broken; for some minutes after its end too, while no job of that name runs."
+    gauge = GaugeMetricFamily("statsd_bn_broken", text, labels=("job", "group"))
+    broken = {(group["job"], group["group"]): bool(group["lost"]) for group in groups}
+    running = {group["job"] for group in groups}
+    for job in ended:  # latest first
+        if job["job"] not in running:
+            broken.setdefault((job["job"], WORLD), bool(job["lost"]))
+    for labels, is_broken in broken.items():
+        gauge.add_metric(labels, float(is_broken))
     return gauge
-
-
-def _labels(group: dict[str, Any]) -> tuple[str, str]:
-    return group["job"], group["group"]
