@@ -114,15 +114,17 @@ def _view(arguments: list[str]) -> int:
     )
     found = parser.parse_args(arguments)
     try:
-        from server.view.feed import fetch_report  # noqa: PLC0415 - of the extra `view`
+        from server.view.feed import Feed, fetch_report  # noqa: PLC0415 - of the extra `view`
         from server.view.web import serve, token_for  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise ConfigurationError(MISSING_EXTRA.format(error.name)) from error
     token = token_for(os.environ.get("STATSD_BN_VIEW_TOKEN", "").strip())
     endpoint = _endpoint(found)
     keys = _keys(endpoint, found.curve)
+    feed = Feed(endpoint, partial(fetch_report, endpoint, keys))
+    feed.refresh()
     host, port = found.http
-    serve(endpoint, partial(fetch_report, endpoint, keys), host, port, token)
+    serve(feed, host, port, token)
     return 0
 
 

@@ -4,7 +4,8 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 import zmq
@@ -22,9 +23,6 @@ from statsd_bn.wire import decode
 
 # Numbers of members in a group's entry.
 SIZES = ("world_size", "missing", "members_left_out")
-
-# Exceptions while reading a malformed report.
-MALFORMED = (KeyError, TypeError, ValueError, AttributeError, ProtocolError)
 
 # Timeout of `check`: a server answers its own host within milliseconds, a loaded one later. Give a health probe more
 # time, or it ends before `check` prints the reason.
@@ -67,18 +65,23 @@ def report_of(endpoint: str, frame: bytes) -> dict[str, Any]:
         text = answer.message if isinstance(answer, Failure) else type(answer).__name__
         raise ServerUnreachable(f"{endpoint} gave no status: {text}", endpoint=endpoint)
     report: dict[str, Any] = escape_nested(answer.report)
-    try:
-        _check_sizes(report)
-    except MALFORMED as error:
-        raise malformed_report(error) from error
+    with refuses_malformed():
+        # A reader of the report would list all missing members.
+        for entry in (*report["groups"], *report.get("ended", ())):
+            for name in (name for name in SIZES if name in entry):
+                check_integer(name, entry[name], 0, limits.MAX_MEMBERS)
     return report
 
 
-def _check_sizes(report: dict[str, Any]) -> None:
-    """Refuse impossible numbers of members: a reader of the report would list all missing ones."""
-    for entry in (*report["groups"], *report.get("ended", ())):
-        for name in (name for name in SIZES if name in entry):
-            check_integer(name, entry[name], 0, limits.MAX_MEMBERS)
+@contextmanager
+def refuses_malformed() -> Iterator[None]:
+    """Raises ServerUnreachable for a malformed report, as a context or decorator of what reads it."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, ProtocolError) as error:
+        what = error.message if isinstance(error, ProtocolError) else type(error).__name__
+        text = f"expected a status report of this version, got a malformed one: {what}"
+        raise ServerUnreachable(text) from error
 
 
 def own_endpoint(environ: Mapping[str, str]) -> str:
@@ -127,12 +130,6 @@ def _find_server(environ: Mapping[str, str]) -> str:
         time.sleep(FIND_PAUSE_SECONDS)
 
 
-def malformed_report(error: BaseException) -> ServerUnreachable:
-    """Error of a malformed report."""
-    what = error.message if isinstance(error, ProtocolError) else type(error).__name__
-    return ServerUnreachable(f"expected a status report of this version, got a malformed one: {what}")
-
-
 REFRESH_SECONDS = 1.0
 
 # Terminal control: cursor to the top left; clear the rest of the line; clear all below. Overwriting avoids flicker.
@@ -166,24 +163,16 @@ def watch(
     is_terminal = out.isatty()
     try:
         shown = text()
-        if is_terminal:
-            out.write(_CLEAR)
+        out.write(_CLEAR if is_terminal else "")
         while True:
-            out.write(_overwrite(shown) if is_terminal else f"{shown}\n")
+            end = f"{_END_OF_LINE}\n" if is_terminal else "\n"
+            lines = "".join(f"{line}{end}" for line in shown.split("\n"))
+            out.write(f"{_HOME}{lines}{_BELOW}" if is_terminal else lines)
             out.flush()
             pause(REFRESH_SECONDS)
-            shown = _text_or_error(text, failed)
+            try:
+                shown = text()
+            except ServerUnreachable as error:
+                shown = failed(error)
     except KeyboardInterrupt:
         out.write("\n" if is_terminal else "")
-
-
-def _overwrite(text: str) -> str:
-    lines = "".join(f"{line}{_END_OF_LINE}\n" for line in text.split("\n"))
-    return f"{_HOME}{lines}{_BELOW}"
-
-
-def _text_or_error(text: Callable[[], str], failed: Callable[[ServerUnreachable], str]) -> str:
-    try:
-        return text()
-    except ServerUnreachable as error:
-        return failed(error)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from server.cli.query import Query, query_connection
-from server.cli.status import MALFORMED, malformed_report, report_of
+from server.cli.status import refuses_malformed, report_of
 from server.view.snapshot import Snapshot, SnapshotBuilder
 from server.view.text import describe
 from statsd_bn import limits
@@ -26,16 +26,20 @@ PERIOD_SECONDS = 1.0
 
 
 class Feed:
-    """The latest snapshot of a server."""
+    """The latest snapshot of a server.
+
+    Args:
+        endpoint: endpoint of the server, for display.
+        report: requests a report.
+    """
 
     def __init__(self, endpoint: str, report: Callable[[], dict[str, Any]]) -> None:
         self._builder = SnapshotBuilder(endpoint)
         self._report = report
-        self._stopped = threading.Event()
-        self._changed_since = threading.Condition()
-        self._building = threading.Lock()
+        self._changed = threading.Condition()  # held while a snapshot is built
         self._number = 0
         self.snapshot: Snapshot = {}
+        self.stopped = False
 
     def refresh(self) -> Snapshot:
         """Request one report; returns the snapshot.
@@ -45,28 +49,20 @@ class Feed:
             AuthenticationRefused: it has never accepted our keys.
         """
         try:
-            snapshot = self._fetch()
+            report = self._report()
+            with self._changed, refuses_malformed():
+                return self._publish(self._builder.update(time.time(), report))
         except Exception as error:
             if not self.snapshot:
                 raise
-            with self._building:
-                snapshot = self._builder.fail(time.time(), _in_words(error))
-        self._publish(snapshot)
+            text = log_line(error if isinstance(error, StatsdBNError) else f"{type(error).__name__}: {error}")
+            with self._changed:
+                return self._publish(self._builder.fail(time.time(), text))
+
+    def _publish(self, snapshot: Snapshot) -> Snapshot:
+        self.snapshot, self._number = snapshot, self._number + 1
+        self._changed.notify_all()
         return snapshot
-
-    def _fetch(self) -> Snapshot:
-        report = self._report()
-        try:
-            with self._building:
-                return self._builder.update(time.time(), report)
-        except MALFORMED as error:
-            raise malformed_report(error) from error
-
-    def _publish(self, snapshot: Snapshot) -> None:
-        with self._changed_since:
-            self.snapshot = snapshot
-            self._number += 1
-            self._changed_since.notify_all()
 
     def history(self, job: str, group: str, layer: str) -> dict[str, Any] | None:
         """Mean and variance of a layer by rank over the last ten minutes; None if unknown.
@@ -75,34 +71,28 @@ class Feed:
             `seconds` since 1970 of each sample, `ranks` as in `heat`, and `means` and `variances`: little-endian
             float32 in base64, of shape (samples, members).
         """
-        with self._building:
+        with self._changed:
             return self._builder.history(job, group, layer)
 
     def next(self, after: int, seconds: float) -> tuple[int, Snapshot]:
         """Number and snapshot: waits up to `seconds` for a number above `after`."""
-        with self._changed_since:
-            self._changed_since.wait_for(lambda: self._number > after or self._stopped.is_set(), seconds)
+        with self._changed:
+            self._changed.wait_for(lambda: self._number > after or self.stopped, seconds)
             return self._number, self.snapshot
 
     def run(self) -> None:
         """Request a report every second until `stop`."""
-        while not self._stopped.wait(PERIOD_SECONDS):
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self.stopped, PERIOD_SECONDS):
+                    return
             self.refresh()
-
-    @property
-    def stopped(self) -> bool:
-        """Whether `stop` was called."""
-        return self._stopped.is_set()
 
     def stop(self) -> None:
         """End `run` and all calls of `next`."""
-        self._stopped.set()
-        with self._changed_since:
-            self._changed_since.notify_all()
-
-
-def _in_words(error: Exception) -> str:
-    return log_line(error if isinstance(error, StatsdBNError) else f"{type(error).__name__}: {error}")
+        with self._changed:
+            self.stopped = True
+            self._changed.notify_all()
 
 
 # Time limit for the figures of all groups, so that the status stays current.

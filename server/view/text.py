@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from textwrap import wrap
 from typing import Any
 
-from server.cli.status import MALFORMED, malformed_report
+from server.cli.status import refuses_malformed
 from server.view.snapshot import Snapshot, SnapshotBuilder
 from server.view.verdict import count_here, describe_finding, place_of, verdicts
 from statsd_bn.members import Members, format_ranks
@@ -30,25 +30,20 @@ COLUMNS = {"rank": 6, "step": 9, "steps/s": 9, "median": 8, "p99": 8, "awaited":
 INDENT = sum(COLUMNS.values()) + 2
 
 
+@refuses_malformed()
 def describe(report: dict[str, Any]) -> str:
     """A single report as text.
 
     Raises:
         ServerUnreachable: the report is malformed.
     """
-    try:
-        return describe_snapshot(SnapshotBuilder("").update(0.0, report))
-    except MALFORMED as error:
-        raise malformed_report(error) from error
+    return describe_snapshot(SnapshotBuilder("").update(0.0, report))
 
 
+@refuses_malformed()
 def with_verdicts(report: dict[str, Any], now: float) -> dict[str, Any]:
     """The report with the `verdict` of each group; `now` is in seconds since 1970."""
-    try:
-        found = [verdicts(group, now) for group in report["groups"]]
-    except MALFORMED as error:
-        raise malformed_report(error) from error
-    groups = zip(report["groups"], found, strict=True)
+    groups = ((group, verdicts(group, now)) for group in report["groups"])
     return {**report, "groups": [{**group, "verdict": first.entry(others)} for group, (first, *others) in groups]}
 
 

@@ -12,10 +12,10 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, quote, unquote
+from urllib.parse import quote, unquote
 
 import uvicorn
 from starlette.applications import Starlette
@@ -80,29 +80,40 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request (ASGI)."""
-        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        cookie = _cookie(headers.get(b"host", ""))
-        if scope["method"] not in {"GET", "HEAD"}:
-            await _answer(send, 405, "only GET and HEAD are allowed", ((b"allow", b"GET, HEAD"),))
-        elif self._is_token(parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]):
-            sets = f"{cookie}={quote(self._token, safe='')}; Path=/; HttpOnly; SameSite=Lax"
-            await _answer(send, 303, "", ((b"location", b"/"), (b"set-cookie", sets.encode())))
-        elif not self._has_token(headers, cookie):
-            await _answer(send, 401, "open the link that view has printed", ((b"www-authenticate", b"Bearer"),))
-        else:
-            try:
-                await self._app(scope, receive, _with_headers(send))
-            except Exception as error:  # noqa: BLE001 - the reader has got status 500; a traceback would be logged
-                logger.error("view: %s failed: %s", log_line(scope["path"]), log_line(repr(error)))  # noqa: TRY400
 
-    def _has_token(self, headers: dict[bytes, str], cookie: str) -> bool:
-        kind, _, bearer = headers.get(b"authorization", "").partition(" ")
-        pairs = (part.strip().partition("=") for part in headers.get(b"cookie", "").split(";"))
-        cookies = [unquote(value) for name, _, value in pairs if name == cookie]
-        return any(self._is_token(given) for given in (*cookies, bearer if kind.lower() == "bearer" else ""))
+        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *HEADERS]
+            await send(message)
+
+        answer = self._refusal(Request(scope)) or self._app
+        try:
+            await answer(scope, receive, send_with_headers)
+        except Exception as error:  # noqa: BLE001 - the reader has got status 500; a traceback would be logged
+            logger.error("view: %s failed: %s", log_line(scope["path"]), log_line(repr(error)))  # noqa: TRY400
+
+    def _refusal(self, request: Request) -> Response | None:
+        """The answer to a request that does not reach the page; None for one with the token."""
+        # With the port, because browsers send a host's cookies to all its ports.
+        port = request.headers.get("host", "").rpartition(":")[2]
+        cookie = f"{COOKIE}_{port}" if port.isdecimal() and port.isascii() else COOKIE
+        if request.method not in {"GET", "HEAD"}:
+            return _plain("only GET and HEAD are allowed", 405, allow="GET, HEAD")
+        if self._is_token(request.query_params.get("token", "")):
+            sets = f"{cookie}={quote(self._token, safe='')}; Path=/; HttpOnly; SameSite=Lax"
+            return Response(status_code=303, headers={"location": "/", "set-cookie": sets})
+        kind, _, bearer = request.headers.get("authorization", "").partition(" ")
+        given = unquote(request.cookies.get(cookie, "")), bearer if kind.lower() == "bearer" else ""
+        if not any(map(self._is_token, given)):
+            return _plain("open the link that view has printed", 401, **{"www-authenticate": "Bearer"})
+        return None
 
     def _is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self._token.encode())
+
+
+def _plain(text: str, status: int, **headers: str) -> Response:
+    return Response(text, status, headers, media_type="text/plain")
 
 
 class BoundedProtocol(H11Protocol):
@@ -135,28 +146,6 @@ class BoundedProtocol(H11Protocol):
             self.transport.abort()
 
 
-def _cookie(host: str) -> str:
-    """Name of the cookie, with the port, because browsers send a host's cookies to all its ports."""
-    port = host.rpartition(":")[2]
-    return f"{COOKIE}_{port}" if port.isdecimal() and port.isascii() else COOKIE
-
-
-def _with_headers(send: Send) -> Send:
-    async def sends(message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", ()), *HEADERS]
-        await send(message)
-
-    return sends
-
-
-async def _answer(send: Send, status: int, text: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-    body = text.encode()
-    fields = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode()), *headers]
-    await _with_headers(send)({"type": "http.response.start", "status": status, "headers": fields})
-    await send({"type": "http.response.body", "body": body})
-
-
 PAGE = Path(__file__).parent / "page"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 FILES = {f"/{'' if path.suffix == '.html' else path.name}": path for path in PAGE.iterdir() if path.suffix in TYPES}
@@ -185,7 +174,7 @@ def app(feed: Feed, token: str) -> App:
 
     async def events(_: Request) -> Response:
         if not streams.acquire(blocking=False):
-            return Response(f"too many readers: {MAX_STREAMS} are connected", 503, media_type="text/plain")
+            return _plain(f"too many readers: {MAX_STREAMS} are connected", 503)
         return EventStream(feed, streams)
 
     async def scrape(_: Request) -> Response:
@@ -207,11 +196,9 @@ def _figures(names: tuple[str, ...], find: Callable[..., dict[str, Any] | None])
 
     async def figures(request: Request) -> Response:
         if not request.query_params.keys() >= set(names):
-            text = f"expected {', '.join(names[:-1])} and {names[-1]} in the query"
-            return Response(text, 400, media_type="text/plain")
-        values = [request.query_params[name] for name in names]
+            return _plain(f"expected {', '.join(names[:-1])} and {names[-1]} in the query", 400)
         # In a thread, because it takes long for many ranks.
-        return await run_in_threadpool(answer, values)
+        return await run_in_threadpool(answer, [request.query_params[name] for name in names])
 
     return figures
 
@@ -263,27 +250,18 @@ def token_for(given: str) -> str:
     return given or secrets.token_urlsafe(32)
 
 
-def serve(endpoint: str, report: Callable[[], dict[str, Any]], host: str, port: int, token: str) -> None:
-    """Serve the page of a server until Ctrl-C.
+def serve(feed: Feed, host: str, port: int, token: str) -> None:
+    """Serve the page of a feed until Ctrl-C.
 
     Args:
-        endpoint: endpoint of the server, for display.
-        report: requests a report; called every second, in a thread.
+        feed: the snapshots; it asks the server every second, in a thread.
         host: host of the page.
         port: port of the page; 0 picks a free one.
         token: token that requests need.
 
     Raises:
         BindError: the address is in use or does not exist.
-        ServerUnreachable: the first request failed.
     """
-    feed = Feed(endpoint, report)
-    feed.refresh()
-    serve_feed(feed, host, port, token)
-
-
-def serve_feed(feed: Feed, host: str, port: int, token: str) -> None:
-    """Serve the page of a feed until Ctrl-C; see `serve`."""
     listener = _listening(host, port)
     link = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/?token={quote(token, safe='')}"
     sys.stderr.write(f"statsd_bn view: {link}\n")

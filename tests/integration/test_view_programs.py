@@ -192,5 +192,5 @@ def test_by_default_the_page_is_at_a_port_of_loopback(server, monkeypatch):
     told = []
     monkeypatch.setattr("server.view.web.serve", lambda *arguments: told.append(arguments))
     assert main(["view", server.endpoint]) == 0
-    ((endpoint, _, *address, _),) = told
-    assert (endpoint, address) == (server.endpoint, ["127.0.0.1", 8321])
+    ((feed, *address, _),) = told
+    assert (feed.snapshot["endpoint"], address) == (server.endpoint, ["127.0.0.1", 8321])

@@ -58,7 +58,7 @@ def main(address: str, file: str) -> None:
     web.heat = view_states.heat  # the figures do not travel through a report here
     web.without_figures = lambda snapshot: snapshot
     host, port = host_and_port(address)
-    web.serve_feed(States(Path(file)), host, port, TOKEN)
+    web.serve(States(Path(file)), host, port, TOKEN)
 
 
 if __name__ == "__main__":
