@@ -81,6 +81,9 @@ class LayerHistory:
         # Time, and means and variances, shape (2, layers, members).
         self._samples: deque[tuple[float, FloatArray]] = deque()
 
+    def __len__(self) -> int:
+        return len(self._samples)
+
     def add(self, now: float, layers: Sequence[Mapping[str, Any]], max_bytes: int) -> None:
         """Add a group's figures, see `server.view.feed`; at most `max_bytes` are kept."""
         if self._samples and now - self._samples[-1][0] < self.interval - 0.5:

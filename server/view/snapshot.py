@@ -156,6 +156,75 @@ Snapshot = dict[str, Any]
 Key = tuple[str, str]
 
 
+class _Watched:
+    """A group, and what is kept of its earlier reports; a later epoch begins anew."""
+
+    def __init__(self, group: Report | None = None) -> None:
+        self.group: Report = group or {}  # as reported, with rates; an ended one has `over`
+        self.seen: float | None = None  # time of the latest report with it
+        self.is_returning = False  # a restarted server does not know it yet
+        self.has_restarted = False  # it was running when the server was restarted
+        self.trend = Trend()
+        self.layers = LayerHistory()
+        self.members: dict[int, Report] = {}  # before any was lost or left
+        # What its verdict is about, since when, and the time of the verdict's step.
+        self._told: tuple[object, float | None, float | None] | None = None
+
+    def report(self, now: float, group: Report) -> None:
+        """Record the group's entry of a report, and add rates to it."""
+        seconds = now - self.seen if self.seen is not None else 0.0
+        steps = {member["member"]: member["step"] for member in self.group.get("members", ())}
+        self.group = {
+            **group,
+            "rounds_per_second": _rate(group["rounds_done"], self.group.get("rounds_done"), seconds),
+            "members": [
+                {**member, "steps_per_second": _rate(member["step"], steps.get(member["member"]), seconds)}
+                for member in group["members"]
+            ],
+        }
+        if not group["lost"]:
+            self.members = {member["member"]: member for member in self.group["members"]}
+        self.seen, self.is_returning = now, False
+
+    def shown(self, now: float, restarted: float | None, *, is_first: bool) -> Report:
+        """The group with verdict, cards, trend, and the flags of its members."""
+        group = {**self.group, "findings": _present_findings(self.group)}
+        if self.is_returning:
+            group |= {"missing": group["world_size"], "waiting": [], "lost": ""}
+        elif group["lost"] or "over" in group:
+            gone = {rank: {**one, "steps_per_second": None, "is_gone": True} for rank, one in self.members.items()}
+            there = {member["member"]: member for member in group["members"]}
+            group["members"] = [member for _, member in sorted((gone | there).items())]
+        verdict, *others = found = verdicts(group, now, restarted if self.has_restarted else None)
+        since, step_time = self._first_seen(now, verdict, is_first=is_first)
+        by, non_finite = group.get("lost_by"), group.get("first_non_finite")
+        is_one = non_finite and len(non_finite["ranks"]) == 1 and "ranks_left_out" not in non_finite
+        return {
+            **group,
+            "verdict": {**verdict.entry(others), "since": since, "step_time": step_time},
+            "cards": cards(group, found),
+            "trend": self.trend.entry,
+            "lost_by": {**by, "time": group["over"]["time"] if "over" in group else since} if by else None,
+            "first_non_finite": {**non_finite, "rank": non_finite["ranks"][0] if is_one else None}
+            if non_finite
+            else None,
+            "members": [_with_flag(group, member, found) for member in group["members"]],
+        }
+
+    def _first_seen(self, now: float, verdict: Verdict, *, is_first: bool) -> tuple[float | None, float | None]:
+        """When a verdict was first true, None if before the first report; and the time of its step if known."""
+        about = verdict.state, verdict.rank, verdict.step
+        seen, since, step_time = self._told or (None, None, None)
+        # Times that come from a duration vary with each report.
+        if seen != about or (verdict.since and abs(verdict.since - (since or 0.0)) > 1):
+            since, step_time = None if is_first else now, None
+            since = since if verdict.since is None else verdict.since
+        if step_time is None and verdict.step is not None:
+            step_time = self.trend.time_of(verdict.step)
+        self._told = about, since, step_time
+        return since, step_time
+
+
 class SnapshotBuilder:
     """Makes snapshots from the reports of one server.
 
@@ -174,42 +243,27 @@ class SnapshotBuilder:
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
-        self._previous: tuple[float, Report] | None = None
+        self._before: Report | None = None
         self._error = ""
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._counts: Counter[str] = Counter()
         self._snapshot: Snapshot = {"server": "", "seconds": 0.0, "groups": [], "ended": []}
-        # Groups as reported, the ended ones with `over`, and those that a restarted server does not know yet.
-        self._over: dict[Key, Report] = {}
-        self._returning: dict[Key, Report] = {}
-        # The latest restart of the server, and the groups that were running then.
-        self._restarted: float | None = None
-        self._survivors: set[Key] = set()
-        self._trends: dict[tuple[str, str, int], Trend] = {}
-        self._layers: dict[Key, LayerHistory] = {}
-        # The members of each group before any was lost or left.
-        self._members: dict[tuple[str, str, int], list[Report]] = {}
-        # What a verdict is about, since when, and the time of its step.
-        self._since: dict[Key, tuple[object, float | None, float | None]] = {}
+        # The running groups in the order of the report, those that a restarted server does not know yet, and the ended
+        # ones, the latest first.
+        self._watched: dict[Key, _Watched] = {}
+        self._restarted: float | None = None  # time of the latest restart of the server
 
     def update(self, now: float, report: Report) -> Snapshot:
         """Snapshot after a report; `now` is in seconds since 1970."""
-        before = self._previous[1] if self._previous else None
-        found = events(before, report)
-        seconds = now - self._previous[0] if self._previous else 0.0
-        known = {_group_key(group): group for group in (before or {}).get("groups", ())}
-        rated = [_with_rates(group, known.get(_group_key(group)), seconds) for group in report["groups"]]
-        self._keep(now, report, before)
-        self._record(now, rated)
-        groups = [self._with_verdict(now, group) for group in (*rated, *self._returning.values(), *self._over.values())]
-        shown = {_group_name(group) for group in groups}
-        self._since = {key: since for key, since in self._since.items() if key in shown}
+        is_first, found = self._before is None, events(self._before, report)
+        self._watch(now, report)
+        groups = [one.shown(now, self._restarted, is_first=is_first) for one in self._watched.values()]
         # A malformed report raises before this and adds no event.
         if self._error:
             found.insert(0, _event("answers", {}, None, "The server answers again"))
         for event in found:
             self._add(now, event)
-        self._previous, self._error = (now, report), ""
+        self._before, self._error = report, ""
         self._snapshot = {
             **{name: value for name, value in report.items() if isinstance(value, int | float | str)},
             "answered": now,
@@ -234,91 +288,47 @@ class SnapshotBuilder:
 
     def history(self, job: str, group: str, layer: str) -> dict[str, Any] | None:
         """Mean and variance of a layer by rank over the last ten minutes, see `LayerHistory.of_layer`."""
-        of, entries = self._layers.get((job, group)), self._snapshot["groups"]
-        entry = next((entry for entry in entries if _group_name(entry) == (job, group)), None)
-        found = of.of_layer(layer) if of else None
-        return {**found, "ranks": ranks_of(entry, found["members"])} if found and entry else None
+        watched = self._watched.get((job, group))
+        found = watched.layers.of_layer(layer) if watched else None
+        return {**found, "ranks": ranks_of(watched.group, found["members"])} if watched and found else None
 
-    def _keep(self, now: float, report: Report, before: Report | None) -> None:
-        """Keep the groups that the report no longer has."""
-        running = {_group_name(group) for group in report["groups"]}
-        gone = {_group_name(group): group for group in (before or {}).get("groups", ())}
+    def _watch(self, now: float, report: Report) -> None:
+        """Record a report in the groups that it has, and keep those that it no longer has."""
+        before, earlier = self._before, self._watched
         if before is not None and before["server"] != report["server"]:
-            self._restarted, self._survivors = now, {*gone, *self._returning}
-            self._returning = {**gone, **self._returning}
-        elif not report.get("left_out"):
-            self._over |= {key: ended_group(group, report, now) for key, group in gone.items() if key not in running}
-        for end in reversed(report.get("ended", ())):
-            if (end["job"], WORLD) not in {*self._over, *self._returning}:
-                self._over[end["job"], WORLD] = unseen_group(end, report, now)
+            self._restarted = now
+            for watched in earlier.values():
+                watched.is_returning = watched.has_restarted = "over" not in watched.group
         is_late = self._restarted is not None and now - self._restarted >= RESTART_SECONDS
-        for key in [key for key in self._returning if key in running or is_late]:
-            group = self._returning.pop(key)
-            if key not in running:
-                self._over[key] = ended_group(group, report, now)
-        fresh = [
-            (key, group)
-            for key, group in self._over.items()
-            if key not in running and now - group["over"]["time"] < OVER_SECONDS
-        ]
-        fresh.sort(key=lambda entry: -entry[1]["over"]["time"])
-        self._over = dict(fresh[:MAX_OVER])
+        running: dict[Key, _Watched] = {}
+        for group in report["groups"]:
+            known = earlier.get(_group_name(group))
+            is_same = known and "over" not in known.group and known.group["epoch"] == group["epoch"]
+            running[_group_name(group)] = watched = known if known and is_same else _Watched()
+            watched.report(now, group)
+        gone = {key: watched for key, watched in earlier.items() if key not in running}
+        for watched in gone.values():
+            # A group that the report leaves out may still be running.
+            has_ended = is_late if watched.is_returning else not report.get("left_out")
+            if has_ended and "over" not in watched.group:
+                watched.group, watched.is_returning = ended_group(watched.group, report, now), False
+        for end in report.get("ended", ()):
+            if (key := (end["job"], WORLD)) not in {*running, *gone}:
+                gone[key] = _Watched(unseen_group(end, report, now))
+        times = {key: watched.group["over"]["time"] for key, watched in gone.items() if "over" in watched.group}
+        latest = sorted((key for key in times if now - times[key] < OVER_SECONDS), key=lambda key: -times[key])
+        returning = [key for key, watched in gone.items() if watched.is_returning]
+        self._watched = {**running, **{key: gone[key] for key in (*returning, *latest[:MAX_OVER])}}
+        self._record(now, list(running.values()))
 
-    def _record(self, now: float, groups: list[Report]) -> None:
+    def _record(self, now: float, running: list[_Watched]) -> None:
         """Add the report's groups to their histories."""
-        shown = {_group_key(group) for group in (*groups[:MAX_TRENDS], *self._returning.values(), *self._over.values())}
-        self._trends = {key: trend for key, trend in self._trends.items() if key in shown}
-        known = {_group_key(group): group["members"] for group in groups if not group["lost"]}
-        kept = {_group_key(group) for group in (*groups, *self._over.values())}
-        self._members = {key: of for key, of in (self._members | known).items() if key in kept}
-        with_figures = [group for group in groups if group.get("figures")]
-        drawn = {_group_name(group) for group in with_figures} | {*self._over, *self._returning}
-        self._layers = {key: of for key, of in self._layers.items() if key in drawn}
-        for group in groups[:MAX_TRENDS]:
-            self._trends.setdefault(_group_key(group), Trend()).add(now, group)
-        for group in with_figures:
-            layers = self._layers.setdefault(_group_name(group), LayerHistory())
-            layers.add(now, group["figures"]["layers"], MAX_BYTES // len(drawn))
-
-    def _with_verdict(self, now: float, group: Report) -> Report:
-        """A group with verdict, cards, trend, and the flags of its members."""
-        key, group = _group_name(group), {**group, "findings": _present_findings(group)}
-        if key in self._returning:
-            group = {**group, "missing": group["world_size"], "waiting": [], "lost": ""}
-        elif group["lost"] or "over" in group:
-            there = {member["member"]: member for member in group["members"]}
-            before = {
-                one["member"]: {**one, "steps_per_second": None, "is_gone": True}
-                for one in self._members.get(_group_key(group), ())
-            }
-            group = {**group, "members": [member for _, member in sorted((before | there).items())]}
-        found = verdicts(group, now, self._restarted if key in self._survivors else None)
-        first = found[0]
-        trend = self._trends.get(_group_key(group)) or Trend()
-        since, step_time = self._first_seen(now, key, first, trend)
-        by, non_finite = group.get("lost_by"), group.get("first_non_finite")
-        rank = non_finite["ranks"][0] if non_finite and len(non_finite["ranks"]) == 1 else None
-        return {
-            **group,
-            "verdict": {**first.entry(found[1:]), "since": since, "step_time": step_time},
-            "cards": cards(group, found),
-            "trend": trend.entry,
-            "lost_by": {**by, "time": group["over"]["time"] if "over" in group else since} if by else None,
-            "first_non_finite": {**non_finite, "rank": rank} if non_finite else None,
-            "members": [_with_flag(group, member, found) for member in group["members"]],
-        }
-
-    def _first_seen(self, now: float, key: Key, verdict: Verdict, trend: Trend) -> tuple[float | None, float | None]:
-        """When a verdict was first true, None if before the first report; and the time of its step if known."""
-        about = verdict.state, verdict.rank, verdict.step
-        seen = self._since.get(key)
-        since = verdict.since if verdict.since is not None or self._previous is None else now
-        # Times that come from a duration vary with each report.
-        if not seen or seen[0] != about or (verdict.since and abs(verdict.since - (seen[1] or 0.0)) > 1):
-            seen = about, since, None
-        step_time = trend.time_of(verdict.step) if seen[2] is None and verdict.step is not None else seen[2]
-        self._since[key] = seen = (*seen[:2], step_time)
-        return seen[1:]
+        for watched in running[:MAX_TRENDS]:
+            watched.trend.add(now, watched.group)
+        drawn = sum("figures" in one.group or len(one.layers) > 0 for one in self._watched.values())
+        for watched in running:
+            if "figures" in watched.group:
+                watched.layers.add(now, watched.group["figures"]["layers"], MAX_BYTES // drawn)
 
     def _add(self, now: float, event: Mapping[str, Any]) -> None:
         self._counts[event["kind"]] += 1
@@ -327,22 +337,6 @@ class SnapshotBuilder:
     def _with_head(self, now: float) -> Snapshot:
         head = {"time": now, "endpoint": self._endpoint, "error": self._error, "counts": dict(self._counts)}
         return {"answered": now, **self._snapshot, **head, "events": list(self._events)}
-
-
-def _group_key(group: Report) -> tuple[str, str, int]:
-    return group["job"], group["group"], group["epoch"]
-
-
-def _with_rates(group: Report, before: Report | None, seconds: float) -> Report:
-    steps = {member["member"]: member["step"] for member in (before or {}).get("members", ())}
-    return {
-        **group,
-        "rounds_per_second": _rate(group["rounds_done"], before["rounds_done"] if before else None, seconds),
-        "members": [
-            {**member, "steps_per_second": _rate(member["step"], steps.get(member["member"]), seconds)}
-            for member in group["members"]
-        ],
-    }
 
 
 def _rate(count: int, before: int | None, seconds: float) -> float | None:

@@ -265,8 +265,7 @@ def test_nothing_is_kept_of_jobs_that_ended_long_ago():
         of = group(member(0), job=f"job {number}", figures=figures(layer("bn1", 0.1)))
         shown = shown_at(watcher, 10.0 * number, of)
     assert len(shown["groups"]) == 1 + MAX_OVER
-    kept = [watcher._since, watcher._trends, watcher._layers, watcher._members, watcher._over]
-    assert max(map(len, kept)) <= 1 + MAX_OVER
+    assert len(watcher._watched) <= 1 + MAX_OVER
 
 
 def test_members_have_flags_shares_and_round_trips():
