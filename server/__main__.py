@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from server.cli import bug_report
-from server.cli.logs import PlainFormatter, RateLimitFilter
 from server.cli.query import is_greeted
 from server.cli.status import CHECK_SECONDS, as_json, ask, own_endpoint, watch
 from server.config import Parser, from_arguments, host_and_port, suggestion
@@ -23,11 +22,17 @@ from statsd_bn.endpoints import check_key, check_server_socket, needs_keys
 from statsd_bn.environment import boolean
 from statsd_bn.errors import AuthenticationRefused, BindError, ConfigurationError, ServerUnreachable
 from statsd_bn.keys import ClientKeys
-from statsd_bn.text import log_line, wrap
+from statsd_bn.text import escape, log_line, wrap
 
 DEFAULT_HTTP = "127.0.0.1:8321"  # of the page of `view`
 MISSING_EXTRA = "view needs the extra `view`: pip install '.[view]' in a clone (there is no {})"
-MAX_LINE = 120  # characters of the first line of a command's error
+
+# Maximum characters of the first line of a command's error, and of a line of the log: the longest error of the project
+# has 600, but a peer can cause one of 4,096 bytes.
+ERROR_LINE, MAX_LINE = 120, 1000
+
+# The log has at most so many messages of a kind in a period.
+MAX_PER_PERIOD, PERIOD_SECONDS = 30, 60.0
 
 EXIT_CODES: dict[type[Exception], int] = {
     ConfigurationError: 2,
@@ -48,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except tuple(EXIT_CODES) as error:
-        print(wrap(f"statsd_bn: {log_line(error)}", MAX_LINE), file=sys.stderr)  # noqa: T201 - the command's error
+        print(wrap(f"statsd_bn: {log_line(error)}", ERROR_LINE), file=sys.stderr)  # noqa: T201 - the command's error
         return EXIT_CODES[type(error)]
     return code
 
@@ -58,6 +63,37 @@ def _command(name: str) -> Callable[[list[str]], int]:
         known = tuple(COMMANDS)
         raise ConfigurationError(f"unknown command {name!r}{suggestion(name, known) or f'; expected one of {known}'}")
     return COMMANDS[name]
+
+
+class PlainFormatter(logging.Formatter):
+    """Writes each message on one short line, so that text from peers cannot forge lines or control a terminal."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        """The escaped message, without a traceback."""
+        line = escape(super().formatMessage(record))
+        more = len(line) - MAX_LINE
+        return line if more <= 0 else f"{line[:MAX_LINE]}... ({more} more characters)"
+
+
+class RateLimitFilter(logging.Filter):
+    """Logs at most 30 messages of a kind per minute; the next one has the number of suppressed messages."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        # By kind: the start of its period, and the number of messages since.
+        self._kinds: dict[str, tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether to log a record; messages with the same format string are of one kind."""
+        now, kind = self._clock(), str(record.msg)
+        since, number = self._kinds.get(kind, (now, 0))
+        if now - since >= PERIOD_SECONDS:
+            if number > MAX_PER_PERIOD:
+                record.msg = f"{record.msg} ({number - MAX_PER_PERIOD} similar messages were suppressed)"
+            since, number = now, 0
+        self._kinds[kind] = since, number + 1
+        return number < MAX_PER_PERIOD
 
 
 def _serve(arguments: list[str]) -> int:
@@ -99,19 +135,13 @@ def _status(arguments: list[str]) -> int:
 
 
 def _view(arguments: list[str]) -> int:
-    parser = _asking_parser(
-        "view",
-        "Serves a page with the status of a running server, and /metrics for Prometheus, until Ctrl-C. It "
-        "only reads. The page asks for a token; the link that is printed has it.",
+    about = (
+        "Serves a page with the status of a running server, and /metrics for Prometheus, until Ctrl-C. It only reads. "
     )
-    parser.add_argument(
-        "--http",
-        type=host_and_port,
-        metavar="HOST:PORT",
-        default=DEFAULT_HTTP,
-        help=f"where the page listens; 0 picks a free port (default {DEFAULT_HTTP}); it asks for the token in "
-        "STATSD_BN_VIEW_TOKEN (default: a new one)",
-    )
+    parser = _asking_parser("view", f"{about}The page asks for a token; the link that is printed has it.")
+    where = f"where the page listens; 0 picks a free port (default {DEFAULT_HTTP}); it asks for the token in "
+    where += "STATSD_BN_VIEW_TOKEN (default: a new one)"
+    parser.add_argument("--http", type=host_and_port, metavar="HOST:PORT", default=DEFAULT_HTTP, help=where)
     found = parser.parse_args(arguments)
     try:
         from server.view.feed import Feed, fetch_report  # noqa: PLC0415 - of the extra `view`
@@ -129,18 +159,13 @@ def _view(arguments: list[str]) -> int:
 
 
 def _asking_parser(command: str, description: str, default: str = "as for status") -> Parser:
-    """Returns the parser of a command that asks a running server."""
+    """Parser of a command that asks a running server."""
     parser = Parser(command, description=description)
-    parser.add_argument(
-        "endpoint", metavar="ENDPOINT", nargs="?", help=f"where the server listens (default: {default})"
-    )
-    parser.add_argument(
-        "--curve",
-        metavar="FILE",
-        default=os.environ.get("STATSD_BN_CURVE") or None,
-        help="for a server with --curve: a client's secret key, or the server's own folder, which sees all jobs "
-        "(STATSD_BN_CURVE)",
-    )
+    where = f"where the server listens (default: {default})"
+    parser.add_argument("endpoint", metavar="ENDPOINT", nargs="?", help=where)
+    which = "for a server with --curve: a client's secret key, or the server's own folder, which sees all jobs "
+    curve = os.environ.get("STATSD_BN_CURVE") or None
+    parser.add_argument("--curve", metavar="FILE", default=curve, help=f"{which}(STATSD_BN_CURVE)")
     return parser
 
 
@@ -157,24 +182,14 @@ def _keys(endpoint: str, curve: str | None) -> ClientKeys | None:
 
 
 def _keygen(arguments: list[str]) -> int:
-    parser = Parser(
-        "keygen",
-        description="Makes keys for --curve: the server's if DIR has none yet, and clients'. Overwrites nothing.",
-    )
+    about = "Makes keys for --curve: the server's if DIR has none yet, and clients'. Overwrites nothing."
+    parser = Parser("keygen", description=about)
     parser.add_argument("folder", metavar="DIR", help="folder of the keys")
     parser.add_argument("--client", action="append", metavar="NAME", help='a client; repeatable; default "client"')
-    parser.add_argument(
-        "--jobs",
-        action="append",
-        metavar="PATTERN",
-        help="names of jobs that these clients may join and see, such as 'team-a-*'; repeatable; default: all",
-    )
-    parser.add_argument(
-        "--tenant",
-        default="",
-        metavar="NAME",
-        help="tenant of these clients, which share its limits; default: one tenant per client",
-    )
+    jobs = "names of jobs that these clients may join and see, such as 'team-a-*'; repeatable; default: all"
+    parser.add_argument("--jobs", action="append", metavar="PATTERN", help=jobs)
+    tenant = "tenant of these clients, which share its limits; default: one tenant per client"
+    parser.add_argument("--tenant", default="", metavar="NAME", help=tenant)
     found = parser.parse_args(arguments)
     for path in generate(found.folder, found.client or (), found.jobs or (), found.tenant):
         print(f"wrote {path}")  # noqa: T201 - the command's result
@@ -182,10 +197,8 @@ def _keygen(arguments: list[str]) -> int:
 
 
 def _secret(arguments: list[str]) -> int:
-    parser = Parser(
-        "secret",
-        description="Makes the secret of a job on several nodes, for STATSD_BN_SECRET_FILE. Overwrites nothing.",
-    )
+    about = "Makes the secret of a job on several nodes, for STATSD_BN_SECRET_FILE. Overwrites nothing."
+    parser = Parser("secret", description=about)
     parser.add_argument("file", metavar="FILE", help="file to write")
     found = parser.parse_args(arguments)
     write_secret(found.file)
@@ -214,28 +227,19 @@ def _check(arguments: list[str]) -> int:
 
 
 def _report(arguments: list[str]) -> int:
-    parser = _asking_parser(
-        "report",
-        "Prints versions, devices, settings, and a server's state for a bug report, without names, hosts, "
-        "addresses and keys.",
+    about = (
+        "Prints versions, devices, settings, and a server's state for a bug report, without names, hosts, addresses "
     )
+    parser = _asking_parser("report", f"{about}and keys.")
     parser.add_argument("--log", type=Path, metavar="FILE", help="log file: add its last lines, redacted")
     found = parser.parse_args(arguments)
-    print(  # noqa: T201 - the command's result
-        bug_report.describe(partial(_endpoint, found), lambda endpoint: _keys(endpoint, found.curve), found.log)
-    )
+    endpoint, keys = partial(_endpoint, found), lambda endpoint: _keys(endpoint, found.curve)
+    print(bug_report.describe(endpoint, keys, found.log))  # noqa: T201 - the command's result
     return 0
 
 
-COMMANDS = {
-    "serve": _serve,
-    "status": _status,
-    "check": _check,
-    "view": _view,
-    "report": _report,
-    "keygen": _keygen,
-    "secret": _secret,
-}
+_COMMANDS = (_serve, _status, _check, _view, _report, _keygen, _secret)
+COMMANDS = {command.__name__.removeprefix("_"): command for command in _COMMANDS}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The commands `status` and `check`, and the format of the server's log.
+"""The commands `status`, `check` and `report`.
 
 The server's flags are in `server.config`, and `keygen` is in `server.security`.
 """

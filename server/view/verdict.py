@@ -93,30 +93,28 @@ def count_here(group: Group) -> str:
 def _breaks(group: Group) -> Iterator[Verdict]:
     if not group["lost"] or is_finishing(group):
         return
-    by, advice = group.get("lost_by"), "Look at the ranks' logs, and start the job again."
-    if not by:
+    if not (by := group.get("lost_by")):
         card = "Ranks", count_here(group), "the job is broken"
+        advice = "Look at the ranks' logs, and start the job again."
         yield Verdict("broken", BROKEN, f"Broken: {group['lost']}", advice=advice, card=card)
         return
-    rank, step = by["rank"], by["step"]
-    who = f"rank {rank} ({by['place']})"
-    kind, _, message = by["cause"].partition(": ")
-    why = f": {message}" if message else ""
-    flag = "lost"
+    rank, cause = by["rank"], by["cause"]
     if by["how"] == "fails":
-        text, flag = f"Broken: {who} raised {kind} at step {step}{why}", "failed"
+        kind, _, message = cause.partition(": ")
+        flag, did, why = "failed", f"raised {kind}", f": {message}" if message else ""
         advice = f"Look at the traceback of rank {rank}, and start the job again."
     elif by["how"] == "leaves":
-        text, flag = f"Broken: {who} left at step {step}, before the others finished", "left"
+        flag, did, why = "left", "left", ", before the others finished"
         advice = "Give all ranks equally many batches, or use client.join."
-    elif by["cause"].startswith(NO_SIGN_OF_LIFE):
-        text = f"Broken: {who} fell silent at step {step}: {by['cause']}"
+    elif cause.startswith(NO_SIGN_OF_LIFE):
+        flag, did, why = "lost", "fell silent", f": {cause}"
         advice = f"Does rank {rank} still run? It may be stopped, starved or cut off. Then start the job again."
     else:
-        text = f"Broken: {who} was lost at step {step}: {by['cause']}"
+        flag, did, why = "lost", "was lost", f": {cause}"
         advice = f"Look at the log of rank {rank} and its host: killed, or out of memory? Then start the job again."
+    text = f"Broken: rank {rank} ({by['place']}) {did} at step {by['step']}{why}"
     card = "Ranks", f"Rank {rank} {flag}", f"of {_ranks(group['world_size'])}"
-    yield Verdict("broken", BROKEN, text, None, None, rank, advice, {rank: flag}, card)
+    yield Verdict("broken", BROKEN, text, rank=rank, advice=advice, flags={rank: flag}, card=card)
 
 
 def is_finishing(group: Group) -> bool:
@@ -128,41 +126,37 @@ def is_finishing(group: Group) -> bool:
 def _non_finite(group: Group) -> Iterator[Verdict]:
     if not (first := group.get("first_non_finite")):
         return
-    ranks, what = first["ranks"], first["what"].replace("inf", "infinity") or "NaN or infinity"
-    who = format_ranks(Members.of(ranks)).capitalize()
-    who += f" and {more} more" if (more := first.get("ranks_left_out")) else ""
-    channels = f", in {first['channels']} of {first['of']} channels" if first["of"] else ""
+    ranks, step, more = first["ranks"], first["step"], first.get("ranks_left_out")
+    what = first["what"].replace("inf", "infinity") or "NaN or infinity"
+    who = format_ranks(Members.of(ranks)) + (f" and {more} more" if more else "")
     by = group.get("lost_by")
-    since = f", {by['step'] - first['step']} steps earlier" if by and by["step"] > first["step"] else ""
-    text = (
-        f"{who} brought the first {what}: {first['phase']} of {first['layer']}, step {first['step']}{since}{channels}"
-    )
-    advice = (
-        f"Stop, and go back to a checkpoint before step {first['step']}. Look at the inputs of {who.lower()} there."
-    )
+    before = f", {by['step'] - step} steps earlier" if by and by["step"] > step else ""
+    channels = f", in {first['channels']} of {first['of']} channels" if first["of"] else ""
+    brought = f"{who.capitalize()} brought the first {what}"
+    text = f"{brought}: {first['phase']} of {first['layer']}, step {step}{before}{channels}"
+    advice = f"Stop, and go back to a checkpoint before step {step}. Look at the inputs of {who} there."
     rank = ranks[0] if len(ranks) == 1 and not more else None
     flags = dict.fromkeys(ranks, "NaN" if "NaN" in what else "inf")
-    card = "Numbers", f"{who}: {what}", f"step {first['step']}, {first['layer']}"
-    yield Verdict("data", BROKEN, text, None, first["step"], rank, advice, flags, card)
+    card = "Numbers", f"{who.capitalize()}: {what}", f"step {step}, {first['layer']}"
+    yield Verdict("data", BROKEN, text, None, step, rank, advice, flags, card)
 
 
 def _forming(group: Group, now: float, restarted: float | None) -> Iterator[Verdict]:
     if not group["missing"]:
         return
-    card = "Ranks", count_here(group), "have connected"
     present = Members.of(member["member"] for member in group["members"])
     whom = format_missing_members(group["group"], group["world_size"], present, group["missing"])
     if group["missing"] == group["world_size"]:
         whom = "all ranks"
     elif group.get("members_left_out"):
         whom = f"{group['missing']} ranks"
+    severity, since, advice = NOTICE, None, "Check that the other processes have started."
+    text = f"Waiting for {whom} to join: {count_here(group)} ranks are here"
     if restarted is not None and now - restarted < RESTART_SECONDS:
+        severity, since, advice = ATTENTION, restarted, "The ranks return by themselves within seconds."
         text = f"The server restarted {duration(now - restarted)} ago: waiting for {whom} to return"
-        advice = "The ranks return by themselves within seconds."
-        yield Verdict("forming", ATTENTION, text, restarted, advice=advice, card=card)
-    else:
-        text = f"Waiting for {whom} to join: {count_here(group)} ranks are here"
-        yield Verdict("forming", NOTICE, text, advice="Check that the other processes have started.", card=card)
+    card = "Ranks", count_here(group), "have connected"
+    yield Verdict("forming", severity, text, since, advice=advice, card=card)
 
 
 def awaited(group: Group) -> Mapping[str, Any] | None:
@@ -185,31 +179,33 @@ def place_of(round_: Mapping[str, Any]) -> str:
 def _waiting(group: Group, now: float) -> Iterator[Verdict]:
     if not (round_ := awaited(group)):
         return
-    time, where = duration(round_["seconds"]), place_of(round_)
-    since = now - round_["seconds"]
-    if not (missing := round_["missing"]):
-        if (absent := group["min_members"] - len(group["members"])) > 0:
-            text = f"Waiting for {_ranks(absent)} to join for {time} in {where}: min_members is {group['min_members']}"
-            card = "Ranks", count_here(group), f"at least {group['min_members']} must take part"
-            yield Verdict("waiting", ATTENTION, text, since, advice="Start the missing processes.", card=card)
-        return
-    if len(missing) > 1 or round_.get("missing_left_out"):
+    time, where, missing = duration(round_["seconds"]), place_of(round_), round_["missing"]
+    rank, advice, place = None, "Look at what these ranks do now.", ""
+    card = "Waiting", "Several ranks", f"awaited for {time}"
+    if not missing:
+        if (absent := group["min_members"] - len(group["members"])) <= 0:
+            return
+        whom, advice, place = (
+            f"{_ranks(absent)} to join",
+            "Start the missing processes.",
+            f": min_members is {group['min_members']}",
+        )
+        card = "Ranks", count_here(group), f"at least {group['min_members']} must take part"
+    elif len(missing) > 1 or round_.get("missing_left_out"):
         more = round_.get("missing_left_out", 0)
         whom = f"{len(missing) + more} ranks" if more else format_ranks(Members.of(missing))
-        text = f"Waiting for {whom} for {time} in {where}; the others are at step {round_['step']}"
-        advice = "Look at what these ranks do now."
-        card = "Waiting", "Several ranks", f"awaited for {time}"
-        flags = dict.fromkeys(missing, "awaited")
-        yield Verdict("waiting", ATTENTION, text, since, advice=advice, flags=flags, card=card)
-        return
-    (rank,) = missing
-    does = next((member.get("where", "") for member in group["members"] if member["member"] == rank), "")
-    text = f"Waiting for {_name(group, rank)} for {time} in {where}" + (f"; it {does}" if does else "")
-    advice = f"Look at that line in the script of rank {rank}." if does else f"Look at what rank {rank} does now."
-    if does.startswith("has not answered"):
-        advice = f"Look at the process of rank {rank}: it is stopped, starved, or one of its threads holds the GIL."
-    card = "Waiting", f"Rank {rank}", f"awaited for {time}"
-    yield Verdict("waiting", ATTENTION, text, since, None, rank, advice, {rank: "awaited"}, card)
+        place = f"; the others are at step {round_['step']}"
+    else:
+        (rank,) = missing
+        whom = _name(group, rank)
+        does = next((member.get("where", "") for member in group["members"] if member["member"] == rank), "")
+        place = f"; it {does}" if does else ""
+        advice = f"Look at that line in the script of rank {rank}." if does else f"Look at what rank {rank} does now."
+        if does.startswith("has not answered"):
+            advice = f"Look at the process of rank {rank}: it is stopped, starved, or one of its threads holds the GIL."
+        card = "Waiting", f"Rank {rank}", f"awaited for {time}"
+    text, flags = f"Waiting for {whom} for {time} in {where}{place}", dict.fromkeys(missing, "awaited")
+    yield Verdict("waiting", ATTENTION, text, now - round_["seconds"], None, rank, advice, flags, card)
 
 
 def _slow(group: Group) -> Iterator[Verdict]:
@@ -240,15 +236,12 @@ def _differing(group: Group) -> Iterator[Verdict]:
     for finding in group.get("findings", ()):
         if finding["kind"] != "skew" or finding.get("cleared"):
             continue
-        rank, is_copy = finding["rank"], "other" in finding
-        advice = (
-            "Check that they do not read one shard or use one seed."
-            if is_copy
-            else f"Check how rank {rank} loads and scales its inputs."
-        )
-        text, flags = describe_finding(finding), {rank: "same" if is_copy else "differs"}
-        card = "Data", f"Rank {rank} {'has a copy' if is_copy else 'differs'}", text.partition(": ")[2]
-        yield Verdict("data", ATTENTION, text, None, finding.get("since"), rank, advice, flags, card)
+        rank, text = finding["rank"], describe_finding(finding)
+        flag, does, advice = "differs", "differs", f"Check how rank {rank} loads and scales its inputs."
+        if "other" in finding:
+            flag, does, advice = "same", "has a copy", "Check that they do not read one shard or use one seed."
+        card = "Data", f"Rank {rank} {does}", text.partition(": ")[2]
+        yield Verdict("data", ATTENTION, text, None, finding.get("since"), rank, advice, {rank: flag}, card)
 
 
 def _fine(group: Group, now: float, restarted: float | None) -> Verdict:
@@ -296,39 +289,24 @@ def doing(group: Group, member: Mapping[str, Any]) -> str:
 
 def cards(group: Group, found: list[Verdict]) -> list[dict[str, str]]:
     """Five facts at a glance, each with `name`, `value`, `note` and `state` ("good", "watch", "bad" or "unknown")."""
-    told = {verdict.card[0]: verdict for verdict in reversed(found) if verdict.card}
-    shown = []
-    for usual in _usual_cards(group):
-        verdict = told.get(usual[0])
-        card = (*verdict.card, ("good", "good", "watch", "bad")[verdict.severity]) if verdict else usual
-        shown.append(dict(zip(("name", "value", "note", "state"), card, strict=True)))
-    return shown
+    states = "good", "good", "watch", "bad"
+    shown = {card[0]: card for card in _usual_cards(group)}
+    shown |= {one.card[0]: (*one.card, states[one.severity]) for one in reversed(found) if one.card}
+    return [dict(zip(("name", "value", "note", "state"), card, strict=True)) for card in shown.values()]
 
 
-def _usual_waiting(group: Group) -> tuple[str, str, str, str]:
-    slowest, held = group.get("slowest"), group.get("held", 0.0)
-    if slowest is None:
-        known = (
-            ("Not known", "the job was too short") if "over" in group else ("Not known yet", "needs more than a minute")
-        )
-        return "Waiting", *known, "unknown"
-    if held >= MAX_DELAY_SHARE:
-        return "Waiting", f"Rank {slowest}", f"the others waited {percent(held)} of the last minute", "watch"
-    return "Waiting", "No slow rank", f"rank {slowest} is last by {percent(held)} of a minute", "good"
-
-
-def _usual_cards(group: Group) -> Iterator[tuple[str, str, str, str]]:
-    """The cards that no verdict replaces: name, value, note and state."""
-    rounds, layers = group["rounds_done"], group.get("compared_layers", 0)
-    rate, trip = group.get("rounds_per_second"), group.get("round_trip_seconds")
-    if "over" in group:
-        yield "Ranks", str(group["world_size"]), "have ended", "unknown"
+def _usual_cards(group: Group) -> Iterator[tuple[str, ...]]:
+    """The cards without a verdict: name, value, note and state."""
+    rounds, layers, is_over = group["rounds_done"], group.get("compared_layers", 0), "over" in group
+    here, size, rate = count_here(group), group["world_size"], group.get("rounds_per_second")
+    slowest, held = group.get("slowest"), percent(group.get("held", 0.0))
+    if is_over:
+        yield "Ranks", str(size), "have ended", "unknown"
         yield "Speed", "Ended", f"{rounds} rounds", "unknown"
     else:
-        is_whole = count_here(group) == f"{group['world_size']} of {group['world_size']}"
-        yield "Ranks", count_here(group), "all take part" if is_whole else "take part", "good"
+        yield "Ranks", here, "all take part" if here == f"{size} of {size}" else "take part", "good"
         note = f"{rounds} rounds so far"
-        if trip:
+        if trip := group.get("round_trip_seconds"):
             median, most = (duration(quantile(trip["counts"], part)) for part in (0.5, 0.99))
             note = f"{median} round trip, {most} p99"
         if round_ := awaited(group):
@@ -337,11 +315,17 @@ def _usual_cards(group: Group) -> Iterator[tuple[str, str, str, str]]:
             yield "Speed", "Not known yet", note, "unknown"
         else:
             yield "Speed", f"{two_digits(rate)} rounds/s", note, "good"
-    yield _usual_waiting(group)
+    if slowest is None:
+        why = ("Not known", "the job was too short") if is_over else ("Not known yet", "needs more than a minute")
+        yield "Waiting", *why, "unknown"
+    elif group.get("held", 0.0) >= MAX_DELAY_SHARE:
+        yield "Waiting", f"Rank {slowest}", f"the others waited {held} of the last minute", "watch"
+    else:
+        yield "Waiting", "No slow rank", f"rank {slowest} is last by {held} of a minute", "good"
     if group.get("first_non_finite"):
         yield "Data", "Not comparable", "since the first NaN or infinity", "unknown"
     elif layers:
-        yield "Data", "All alike", f"{group['world_size']} ranks in {layers} layers", "good"
+        yield "Data", "All alike", f"{size} ranks in {layers} layers", "good"
     else:
         yield "Data", "Not compared", "the job is elastic" if group["min_members"] else "no sample yet", "unknown"
     yield "Numbers", "All finite", f"no NaN in {rounds} rounds", "good"

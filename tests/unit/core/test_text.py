@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from client.launch.settings import resolve
 from client.session.protocol.member import Member
 from client.session.protocol.session import Session
-from server.__main__ import main
-from server.cli.logs import MAX_LINE, PlainFormatter
+from server.__main__ import MAX_LINE, PlainFormatter, main
 from server.core.dispatcher import Dispatcher
 from server.group.rounds import failure_frame
 from statsd_bn import limits

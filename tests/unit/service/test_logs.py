@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from server.cli.logs import MAX_PER_PERIOD, PERIOD_SECONDS, RateLimitFilter
+from server.__main__ import MAX_PER_PERIOD, PERIOD_SECONDS, RateLimitFilter
 
 
 @pytest.fixture
