@@ -118,9 +118,8 @@ class Config:
         if not self.bind:
             raise ConfigurationError("bind: expected at least one endpoint, got none")
         if self.parent is not None and not 1 <= self.parent <= MAX_PARENT:
-            raise ConfigurationError(
-                f"parent: expected the id of a process, 1 to {MAX_PARENT}, got {short_repr(self.parent)}"
-            )
+            text = f"parent: expected the id of a process, 1 to {MAX_PARENT}, got {short_repr(self.parent)}"
+            raise ConfigurationError(text)
         if self.again and self.parent is None:
             raise ConfigurationError("again: expected a parent with it, got none")
         for endpoint in self.bind:
@@ -143,59 +142,41 @@ def parser(environ: Mapping[str, str]) -> Parser:
     result = Parser(
         description="The statsd_bn aggregation server: sums batch-norm statistics over the replicas of a job.",
         usage="%(prog)s [COMMAND] [OPTIONS]",
-        epilog="Commands: `status` prints the status of a running server, `view` serves it as a page, "
-        "`check` says whether it answers, `report` prints what a bug report needs, "
-        "`keygen DIR` makes keys for --curve, `secret FILE` the secret of a job on "
-        "several nodes; `serve` runs the server, as `python -m server` alone does. Each command has a --help. "
+        epilog="Commands: `status` prints the status of a running server, `view` serves it as a page, `check` says whether "
+        "it answers, `report` prints what a bug report needs, `keygen DIR` makes keys for --curve, `secret FILE` the secret "
+        "of a job on several nodes; `serve` runs the server, as `python -m server` alone does. Each command has a --help. "
         "`statsd-bn COMMAND` and `python -m server COMMAND` are the same; `statsd-bn` alone prints this help.",
     )
-    result.add_argument(
-        "--bind",
-        action="append",
-        metavar="ENDPOINT",
-        help="ZeroMQ endpoint to listen on, repeatable; * picks a free port and prints it "
-        "(STATSD_BN_BIND, separated by commas; default: ipc in a folder that only this user can enter)",
+    bind = "ZeroMQ endpoint to listen on, repeatable; * picks a free port and prints it (STATSD_BN_BIND, separated by "
+    bind += "commas; default: ipc in a folder that only this user can enter)"
+    result.add_argument("--bind", action="append", metavar="ENDPOINT", help=bind)
+    version = "print the versions of the program and of its protocol"
+    result.add_argument("--version", action="version", version=VERSION, help=version)
+    level = "level of the log (STATSD_BN_LOG_LEVEL; default info)"
+    result.add_argument("--log-level", type=str.lower, choices=LOG_LEVELS, help=level)
+    insecure = "listen on TCP without keys: anybody who can connect may join, end, read and falsify any job "
+    insecure += "(STATSD_BN_INSECURE=1, which clients need too)"
+    result.add_argument("--insecure", action="store_true", help=insecure)
+    curve = (
+        "accept only clients with a public key in DIR, and encrypt; SIGHUP reloads the keys; - reads the server's keys "
     )
-    result.add_argument(
-        "--version", action="version", version=VERSION, help="print the versions of the program and of its protocol"
-    )
-    result.add_argument(
-        "--log-level", type=str.lower, choices=LOG_LEVELS, help="level of the log (STATSD_BN_LOG_LEVEL; default info)"
-    )
-    result.add_argument(
-        "--insecure",
-        action="store_true",
-        help="listen on TCP without keys: anybody who can connect may join, end, read and falsify any job "
-        "(STATSD_BN_INSECURE=1, which clients need too)",
-    )
-    result.add_argument(
-        "--curve",
-        metavar="DIR",
-        default=environ.get("STATSD_BN_CURVE") or None,
-        help="accept only clients with a public key in DIR, and encrypt; SIGHUP reloads the keys; "
-        "- reads the server's keys and one client's from standard input (STATSD_BN_CURVE)",
-    )
-    result.add_argument(
-        "--parent",
-        type=number_type(int, f"the id of a process, 1 to {MAX_PARENT}"),
-        metavar="PID",
-        help="process that starts the server: end when it has ended, and when all members have left",
-    )
-    result.add_argument(
-        "--again",
-        action="store_true",
-        help="with --parent, for the successor of a killed server: also end if no member reconnects",
-    )
+    curve += "and one client's from standard input (STATSD_BN_CURVE)"
+    result.add_argument("--curve", metavar="DIR", default=environ.get("STATSD_BN_CURVE") or None, help=curve)
+    process_id = number_type(int, f"the id of a process, 1 to {MAX_PARENT}")
+    parent = "process that starts the server: end when it has ended, and when all members have left"
+    result.add_argument("--parent", type=process_id, metavar="PID", help=parent)
+    again = "with --parent, for the successor of a killed server: also end if no member reconnects"
+    result.add_argument("--again", action="store_true", help=again)
     limits = result.add_argument_group("limits", "Requests beyond a limit get an error, and the status counts them.")
     for option in fields(Quota):
-        twin = f"STATSD_BN_{option.name.upper()}"
-        limits.add_argument(
-            f"--{option.name.replace('_', '-')}",
-            type=_number_type(option),
-            metavar="N",
-            help=f"{option.metadata['reason']} ({twin}; default {option.default})",
-        )
+        flag, reason = f"--{option.name.replace('_', '-')}", option.metadata["reason"]
+        text = f"{reason} ({_variable(option)}; default {option.default})"
+        limits.add_argument(flag, type=_number_type(option), metavar="N", help=text)
     return result
+
+
+def _variable(option: "Field[Any]") -> str:
+    return f"STATSD_BN_{option.name.upper()}"
 
 
 def _number_type(option: "Field[Any]") -> Callable[[str], float]:
@@ -203,23 +184,21 @@ def _number_type(option: "Field[Any]") -> Callable[[str], float]:
     return number_type(kind, option_range(option))
 
 
-def _from_variable(environ: Mapping[str, str], option: "Field[Any]") -> Any:
-    """A limit from its variable, or its default."""
-    name = f"STATSD_BN_{option.name.upper()}"
-    given = environ.get(name)
+def _limit(found: Any, environ: Mapping[str, str], option: "Field[Any]") -> Any:
+    """A limit from its flag, from its variable, or its default."""
+    value, given = getattr(found, option.name), environ.get(_variable(option))
+    if value is not None or not given:
+        return option.default if value is None else value
     try:
-        return _number_type(option)(given) if given else option.default
+        return _number_type(option)(given)
     except ArgumentTypeError as error:
-        raise ConfigurationError(f"{name}: {error}") from None
+        raise ConfigurationError(f"{_variable(option)}: {error}") from None
 
 
 def from_arguments(arguments: Sequence[str], environ: Mapping[str, str]) -> Config:
     """Configuration from a command line and an environment."""
     found = parser(environ).parse_args(arguments)
-    given = {option: getattr(found, option.name) for option in fields(Quota)}
-    quota = Quota(
-        **{one.name: _from_variable(environ, one) if value is None else value for one, value in given.items()}
-    )
+    quota = Quota(**{option.name: _limit(found, environ, option) for option in fields(Quota)})
     bind = tuple(found.bind or bind_endpoints(environ))
     level = found.log_level or log_level(environ, "STATSD_BN_LOG_LEVEL", "info")
     insecure = found.insecure or boolean(environ, "STATSD_BN_INSECURE")
