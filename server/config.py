@@ -142,10 +142,11 @@ def parser(environ: Mapping[str, str]) -> Parser:
     result = Parser(
         description="The statsd_bn aggregation server: sums batch-norm statistics over the replicas of a job.",
         usage="%(prog)s [COMMAND] [OPTIONS]",
-        epilog="Commands: `status` prints the status of a running server, `view` serves it as a page, `check` says whether "
-        "it answers, `report` prints what a bug report needs, `keygen DIR` makes keys for --curve, `secret FILE` the secret "
-        "of a job on several nodes; `serve` runs the server, as `python -m server` alone does. Each command has a --help. "
-        "`statsd-bn COMMAND` and `python -m server COMMAND` are the same; `statsd-bn` alone prints this help.",
+        epilog="Commands: `status` prints the status of a running server, `view` serves it as a page, `check` says "
+        "whether it answers, `report` prints what a bug report needs, `keygen DIR` makes keys for --curve, "
+        "`secret FILE` the secret of a job on several nodes; `serve` runs the server, as `python -m server` alone "
+        "does. Each command has a --help. `statsd-bn COMMAND` and `python -m server COMMAND` are the same; "
+        "`statsd-bn` alone prints this help.",
     )
     bind = "ZeroMQ endpoint to listen on, repeatable; * picks a free port and prints it (STATSD_BN_BIND, separated by "
     bind += "commas; default: ipc in a folder that only this user can enter)"

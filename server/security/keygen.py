@@ -37,13 +37,25 @@ def generate(folder: str | Path, clients: Sequence[str] = (), jobs: Sequence[str
     check_curve()
     folder = Path(folder)
     names = [keys.check_name(name) for name in dict.fromkeys(clients or (keys.DEFAULT_CLIENT,))]
-    note = _toml(tenant=keys.check_name(tenant)) if tenant else ""
+    if bad := [pattern for pattern in jobs if not (pattern.isprintable() and pattern)]:
+        raise ConfigurationError(f"jobs: expected patterns of printable letters, got {bad[0]!r:.80}")
+    rights = f"{keys.JOBS} = {json.dumps(list(jobs or ('*',)), ensure_ascii=False)}\n"  # as in TOML
+    rights += _toml(tenant=keys.check_name(tenant)) if tenant else ""
+    places = folder, folder / keys.PUBLIC_FOLDER, folder / keys.SECRET_FOLDER
     try:
-        for place in _folders(folder):
+        for place in places:
             _check_folder(place, "keys", may_be_shared=False)
-        return _write(folder, _contents(folder, names, _patterns(jobs) + note))
+        contents = _contents(folder, names, rights)
+        if taken := [str(path) for path in contents if path.exists()]:
+            text = f"keygen: expected no such files, and found {', '.join(taken)}; nothing was written"
+            raise ConfigurationError(text)
+        for place in places:
+            place.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+        for path, text in contents.items():
+            _write_private(path, text)
     except OSError as error:
         raise ConfigurationError(f"keygen: cannot write {error.filename}: {error.strerror}") from error
+    return list(contents)
 
 
 def write_secret(file: str | Path) -> None:
@@ -86,10 +98,6 @@ def _check_folder(folder: Path, what: str, *, may_be_shared: bool) -> None:
         may_be_shared = True  # members of a group that shares a folder above trust each other
 
 
-def _folders(folder: Path) -> tuple[Path, ...]:
-    return (folder, folder / keys.PUBLIC_FOLDER, folder / keys.SECRET_FOLDER)
-
-
 def check_curve() -> None:
     """Raises ConfigurationError if this libzmq was built without CURVE."""
     if not zmq.has("curve"):
@@ -121,22 +129,6 @@ def _pair() -> KeyPair:
 def _toml(**values: str) -> str:
     # Z85 contains neither quotes nor backslashes.
     return "".join(f'{name.replace("_", "-")} = "{value}"\n' for name, value in values.items())
-
-
-def _patterns(jobs: Sequence[str]) -> str:
-    if bad := [pattern for pattern in jobs if not (pattern.isprintable() and pattern)]:
-        raise ConfigurationError(f"jobs: expected patterns of printable letters, got {bad[0]!r:.80}")
-    return f"{keys.JOBS} = {json.dumps(list(jobs or ('*',)), ensure_ascii=False)}\n"  # as in TOML
-
-
-def _write(folder: Path, contents: dict[Path, str]) -> list[Path]:
-    if taken := [str(path) for path in contents if path.exists()]:
-        raise ConfigurationError(f"keygen: expected no such files, and found {', '.join(taken)}; nothing was written")
-    for place in _folders(folder):
-        place.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
-    for path, text in contents.items():
-        _write_private(path, text)
-    return list(contents)
 
 
 def _write_private(path: Path, text: str) -> None:

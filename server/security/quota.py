@@ -107,28 +107,19 @@ class QuotaUsage:
     def check_memory(self, tenant: str, size: int) -> None:
         """Raise LimitExceeded if a tenant or the server would exceed its memory limit."""
         held, quota = self.allocated_by_tenant.get(tenant, 0), self.quota
-        if held + size > quota.max_tenant_bytes:
-            raise self.exceeded(
-                f"{tenant} holds {held} bytes, and {size} more exceed the limit of "
-                f"{quota.max_tenant_bytes}; raise --max-tenant-bytes if this is intended",
-                quota.max_tenant_bytes,
-                "bytes kept for a tenant",
-            )
-        if self.allocated + size > quota.max_server_bytes:
-            raise self.exceeded(
-                f"the server holds {self.allocated} bytes, and {size} more for {tenant} exceed the limit of "
-                f"{quota.max_server_bytes}; raise --max-server-bytes if there is memory for it",
-                quota.max_server_bytes,
-                "bytes kept in all",
-            )
+        if held + size > (most := quota.max_tenant_bytes):
+            text = f"{tenant} holds {held} bytes, and {size} more exceed the limit of {most}; raise --max-tenant-bytes"
+            raise self.exceeded(f"{text} if this is intended", most, "bytes kept for a tenant")
+        if self.allocated + size > (most := quota.max_server_bytes):
+            text = f"the server holds {self.allocated} bytes, and {size} more for {tenant} exceed the limit of {most}"
+            text += "; raise --max-server-bytes if there is memory for it"
+            raise self.exceeded(text, most, "bytes kept in all")
 
     def check_groups(self, groups: int) -> None:
         """Raise LimitExceeded if the server may have no group beyond these."""
-        most = self.quota.max_groups
-        if groups >= most:
-            raise self.exceeded(
-                f"the server has reached its limit of {most} groups; raise --max-groups", most, "groups"
-            )
+        if groups >= (most := self.quota.max_groups):
+            text = f"the server has reached its limit of {most} groups; raise --max-groups"
+            raise self.exceeded(text, most, "groups")
 
     def check_tenant_groups(self, tenant: str, its_groups: int, groups: int) -> None:
         """Raise LimitExceeded if a tenant has too many groups, or as many as are free for the others."""
