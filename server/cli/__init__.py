@@ -1,4 +1,1 @@
-"""The commands `status`, `check` and `report`.
-
-The server's flags are in `server.config`, and `keygen` is in `server.security`.
-"""
+"""The commands `status`, `check` and `report`, and requests to a running server."""

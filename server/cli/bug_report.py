@@ -58,14 +58,7 @@ def describe(
     log: Path | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> str:
-    """What a bug report needs, as lines of text.
-
-    Args:
-        endpoint: returns the server's; an error of it is part of the report.
-        keys: returns the keys for an endpoint.
-        log: a file whose last lines are added, redacted.
-        environ: variables.
-    """
+    """What a bug report needs; `endpoint` and `keys` may raise, and the error is part of the report."""
     lines = [*_versions(), *_settings(environ), *_server(endpoint, keys)]
     if log is not None:
         lines += _log(log)

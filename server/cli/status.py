@@ -37,24 +37,13 @@ ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "[::]": "[::1]"}  # n
 
 
 def ask(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | None = None) -> dict[str, Any]:
-    """Report of the server at `endpoint`.
-
-    Raises:
-        AuthenticationRefused: server and client do not accept each other's keys.
-        ConfigurationError: the endpoint is invalid, or its socket may belong to another user.
-        ServerUnreachable: no answer within `seconds`, or no permission to connect.
-    """
+    """Report of the server at `endpoint`; raises ServerUnreachable, AuthenticationRefused or ConfigurationError."""
     with query_connection(endpoint, seconds, keys) as question:
         return report_of(endpoint, question(StatusRequest()))
 
 
 def report_of(endpoint: str, frame: bytes) -> dict[str, Any]:
-    """Report in a frame from the server at `endpoint`.
-
-    Raises:
-        AuthenticationRefused: the server does not accept this client's key.
-        ServerUnreachable: the frame has no valid report.
-    """
+    """Report in a frame from the server at `endpoint`."""
     try:
         answer = decode(frame)
     except ProtocolError as error:
@@ -85,12 +74,7 @@ def refuses_malformed() -> Iterator[None]:
 
 
 def own_endpoint(environ: Mapping[str, str]) -> str:
-    """Endpoint of the server on this host according to `environ`; the first of several.
-
-    Raises:
-        ConfigurationError: `environ` has no endpoint, or one with port *.
-        ServerUnreachable: `environ` has no endpoint, and this user has no server.
-    """
+    """Endpoint of the server on this host according to `environ`, the first of several; raises if there is none."""
     if not environ.get("STATSD_BN_BIND", "").strip(" ,"):
         return _find_server(environ)
     endpoint = next(iter(bind_endpoints(environ)), "")
@@ -148,17 +132,7 @@ def watch(
     pause: Callable[[float], None] = time.sleep,
     failed: Callable[[ServerUnreachable], str] = log_line,
 ) -> None:
-    """Prints a text every second, until Ctrl-C.
-
-    Args:
-        text: returns the current text.
-        out: destination; default: standard output.
-        pause: sleeps for a number of seconds.
-        failed: returns the text to print while the server does not answer.
-
-    Raises:
-        ServerUnreachable: the first request failed.
-    """
+    """Prints a text every second, until Ctrl-C; `failed` returns the text while the server does not answer."""
     out = out or sys.stdout
     is_terminal = out.isatty()
     try:

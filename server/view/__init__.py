@@ -1,4 +1,1 @@
-"""The view: a program that asks a server once a second and serves its jobs as a page and to Prometheus.
-
-It is a separate process, and only reads. The content of the report belongs in `server.core.report`.
-"""
+"""The view: a process that asks a server once a second, and serves its jobs as a page and to Prometheus."""

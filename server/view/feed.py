@@ -1,7 +1,4 @@
-"""Feed: requests the server's report every second, in a separate thread, and publishes snapshots.
-
-A report has the status of the server and the skew figures of each group.
-"""
+"""Feed: requests the server's report with the skew figures every second, in a thread, and publishes snapshots."""
 
 import threading
 import time
@@ -26,12 +23,7 @@ PERIOD_SECONDS = 1.0
 
 
 class Feed:
-    """The latest snapshot of a server.
-
-    Args:
-        endpoint: endpoint of the server, for display.
-        report: requests a report.
-    """
+    """The latest snapshot of the server at `endpoint`; `report` requests a report."""
 
     def __init__(self, endpoint: str, report: Callable[[], dict[str, Any]]) -> None:
         self._builder = SnapshotBuilder(endpoint)
@@ -42,12 +34,7 @@ class Feed:
         self.stopped = False
 
     def refresh(self) -> Snapshot:
-        """Request one report; returns the snapshot.
-
-        Raises:
-            ServerUnreachable: the server has never answered.
-            AuthenticationRefused: it has never accepted our keys.
-        """
+        """Request one report; returns the snapshot, and raises the error if there was none before."""
         try:
             report = self._report()
             with self._changed, refuses_malformed():
@@ -65,12 +52,7 @@ class Feed:
         return snapshot
 
     def history(self, job: str, group: str, layer: str) -> dict[str, Any] | None:
-        """Mean and variance of a layer by rank over the last ten minutes; None if unknown.
-
-        Returns:
-            `seconds` since 1970 of each sample, `ranks` as in `heat`, and `means` and `variances`: little-endian
-            float32 in base64, of shape (samples, members).
-        """
+        """Mean and variance of a layer by rank, see `SnapshotBuilder.history`."""
         with self._changed:
             return self._builder.history(job, group, layer)
 
@@ -100,12 +82,7 @@ FIGURES_SECONDS = 1.0
 
 
 def fetch_report(endpoint: str, keys: ClientKeys | None) -> dict[str, Any]:
-    """Report of a server, with the figures of its groups.
-
-    Raises:
-        AuthenticationRefused: server and client do not accept each other's keys.
-        ServerUnreachable: no answer, or a malformed one.
-    """
+    """Report of a server, with the figures of its groups."""
     with query_connection(endpoint, keys=keys) as question:
         report = report_of(endpoint, question(StatusRequest()))
         describe(report)  # raises for a malformed report
@@ -118,9 +95,6 @@ def add_figures(ask: Query, groups: list[dict[str, Any]]) -> None:
 
     `figures` has `layers`, a list in the order of a step. A layer has its `name`; `eta2`, the share of its variance
     between the members; and `parts`, `means` and `variances`, float32 arrays with the figures of each member.
-
-    Raises:
-        ServerUnreachable: no answer, or a malformed one.
     """
     ends = time.monotonic() + FIGURES_SECONDS
     # The server has figures of strict groups only.

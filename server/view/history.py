@@ -69,11 +69,7 @@ class Trend:
 
 
 class LayerHistory:
-    """Mean and variance of each layer and rank of one group.
-
-    Attributes:
-        interval: seconds between two samples.
-    """
+    """Mean and variance of each layer and rank of one group, a sample every `interval` seconds."""
 
     def __init__(self) -> None:
         self.interval = INTERVAL_SECONDS
@@ -99,7 +95,7 @@ class LayerHistory:
             self._samples.popleft()
 
     def of_layer(self, name: str) -> dict[str, Any] | None:
-        """`seconds`, `means` and `variances` of the samples, see `server.view.feed.Feed.history`; None if unknown."""
+        """`seconds`, `means` and `variances` of the samples, see `SnapshotBuilder.history`; None if unknown."""
         if name not in self._layers:
             return None
         at, samples = self._layers.index(name), list(self._samples)

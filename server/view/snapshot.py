@@ -32,10 +32,7 @@ Report = dict[str, Any]
 
 
 def events(before: Report | None, now: Report) -> list[dict[str, Any]]:
-    """Events between two reports, each with `kind`, `job`, `group`, `rank` (None if not one) and `text`.
-
-    The first report yields only losses, failed rounds, non-finite rows and findings.
-    """
+    """Events between two reports; the first one yields only losses, failed rounds, non-finite rows and findings."""
     found: list[dict[str, Any]] = []
     restarted = before is not None and before["server"] != now["server"]
     if restarted:
@@ -226,19 +223,14 @@ class _Watched:
 
 
 class SnapshotBuilder:
-    """Makes snapshots from the reports of one server.
-
-        builder = SnapshotBuilder("tcp://127.0.0.1:4555")
-        snapshot = builder.update(time.time(), ask(endpoint))
-        snapshot = builder.fail(time.time(), "no answer")
+    """Makes snapshots from the reports of one server, of which some may be missing.
 
     A snapshot has `time` and `answered` (seconds since 1970, of the snapshot and of the last answer), `endpoint`,
     `error` ("" while the server answers), `server`, `seconds` (since its start), `groups`, `ended`, `events`, `counts`
-    of events by kind, and without a group `verdict`. Groups have the fields of the report and
-    `rounds_per_second`, `verdict`, `cards`, `trend`, and optionally `figures`, see `server.view.feed`; an ended one is
-    kept for ten minutes, with `over`: `time` and `reason`. Members have the fields of the report and
-    `steps_per_second`, `median`, `p99`, `share`, `doing`, `flag` and `severity`. A rate is None before the second
-    report of the group or member.
+    of events by kind, and without a group `verdict`. Groups have the fields of the report and `rounds_per_second`,
+    `verdict`, `cards`, `trend`, and optionally `figures`, see `server.view.feed`; an ended one has `over`: `time` and
+    `reason`. Members have the fields of the report and `steps_per_second`, `median`, `p99`, `share`, `doing`, `flag`
+    and `severity`. A rate is None before the second report of the group or member.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -287,7 +279,11 @@ class SnapshotBuilder:
         return {**self._with_head(now), "groups": shown, **({} if shown else {"verdict": verdict.entry()})}
 
     def history(self, job: str, group: str, layer: str) -> dict[str, Any] | None:
-        """Mean and variance of a layer by rank over the last ten minutes, see `LayerHistory.of_layer`."""
+        """Mean and variance of a layer by rank over the last ten minutes; None if unknown.
+
+        `seconds` since 1970 of each sample, `ranks` as in `heat`, and `means` and `variances`: little-endian float32 in
+        base64, of shape (samples, members).
+        """
         watched = self._watched.get((job, group))
         found = watched.layers.of_layer(layer) if watched else None
         return {**found, "ranks": ranks_of(watched.group, found["members"])} if watched and found else None
@@ -395,10 +391,8 @@ def _with_flag(group: Report, member: Report, found: list[Verdict]) -> Report:
 def heat(snapshot: Snapshot, job: str, group: str) -> dict[str, Any] | None:
     """Figures of each layer and rank; None if unknown.
 
-    Returns:
-        `layers` (names in the order of a step), `eta2` of each, `members` (their number), `ranks` (of each member, None
-        if unknown), and `parts`, `ratios` (of the variance to the median of the others), `means` and `variances`:
-        little-endian float32 in base64, of shape (layers, members).
+    `parts`, `ratios` (of the variance to the median of the others), `means` and `variances` are little-endian float32
+    in base64, of shape (layers, members).
     """
     for entry in snapshot["groups"]:
         layers = entry.get("figures", {}).get("layers", [])

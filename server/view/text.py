@@ -32,11 +32,7 @@ INDENT = sum(COLUMNS.values()) + 2
 
 @refuses_malformed()
 def describe(report: dict[str, Any]) -> str:
-    """A single report as text.
-
-    Raises:
-        ServerUnreachable: the report is malformed.
-    """
+    """A single report as text; raises ServerUnreachable if it is malformed."""
     return describe_snapshot(SnapshotBuilder("").update(0.0, report))
 
 

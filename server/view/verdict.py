@@ -1,7 +1,6 @@
 """Verdict: what a group is like, in one sentence, with the cards and the flags of its ranks. Pure.
 
-The page and `status` print these words and decide nothing themselves, so they cannot contradict each other. The input
-is a group of a snapshot, see `server.view.snapshot`.
+The page and `status` print these words and decide nothing themselves, so they cannot contradict each other.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,13 +51,7 @@ class Verdict:
 
 
 def verdicts(group: Group, now: float, restarted: float | None = None) -> list[Verdict]:
-    """All verdicts of a group, the most urgent one first.
-
-    Args:
-        group: an entry of a snapshot or report; an ended one has `over`.
-        now: seconds since 1970.
-        restarted: time of the latest restart of the server; None if unknown.
-    """
+    """All verdicts of a group of a snapshot or report, the most urgent first; `restarted`: of the server, the time."""
     found = [*_breaks(group), *_non_finite(group)]
     if "over" not in group and not group["lost"]:
         found += [*_forming(group, now, restarted), *_waiting(group, now), *_slow(group)]

@@ -37,7 +37,6 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 COOKIE = "statsd_bn_view"
 
@@ -64,14 +63,10 @@ MAX_WAITING = 64
 
 
 class Guard:
-    """Passes requests with the token to the page, and refuses others.
+    """Passes requests with the token to the page: as `Authorization: Bearer`, as the cookie, or once as `/?token=`.
 
-    The token also protects against DNS rebinding: a browser sends the cookie only to the host name that set it.
-
-    Args:
-        app: the application behind the guard.
-        token: required as `Authorization: Bearer`, as the cookie, or once as `/?token=`, which sets the cookie and
-            redirects to `/`, so that the token does not stay in the address.
+    The latter sets the cookie and redirects to `/`, so that the token does not stay in the address. The token also
+    protects against DNS rebinding: a browser sends the cookie only to the host name that set it.
     """
 
     def __init__(self, app: App, token: str) -> None:
@@ -86,9 +81,8 @@ class Guard:
                 message["headers"] = [*message.get("headers", ()), *HEADERS]
             await send(message)
 
-        answer = self._refusal(Request(scope)) or self._app
         try:
-            await answer(scope, receive, send_with_headers)
+            await (self._refusal(Request(scope)) or self._app)(scope, receive, send_with_headers)
         except Exception as error:  # noqa: BLE001 - the reader has got status 500; a traceback would be logged
             logger.error("view: %s failed: %s", log_line(scope["path"]), log_line(repr(error)))  # noqa: TRY400
 
@@ -177,39 +171,27 @@ def app(feed: Feed, token: str) -> App:
             return _plain(f"too many readers: {MAX_STREAMS} are connected", 503)
         return EventStream(feed, streams)
 
-    async def scrape(_: Request) -> Response:
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    routes = [Route(path, _file(file)) for path, file in FILES.items()]
-    routes += [Route("/events", events), Route("/metrics", scrape)]
+    text = "text/plain; version=0.0.4; charset=utf-8"
+    routes = [Route(path, Response(file.read_bytes(), media_type=TYPES[file.suffix])) for path, file in FILES.items()]
+    routes += [Route("/events", events), Route("/metrics", lambda _: Response(metrics.text(), media_type=text))]
     routes.append(Route("/heat", _figures(("job", "group"), lambda *names: heat(feed.snapshot, *names))))
     routes.append(Route("/history", _figures(("job", "group", "layer"), feed.history)))
     return Guard(Starlette(routes=routes), token)
 
 
-def _figures(names: tuple[str, ...], find: Callable[..., dict[str, Any] | None]) -> Endpoint:
-    """Endpoint of figures as JSON: 400 without all names in the query, 204 if nothing is known."""
+def _figures(names: tuple[str, ...], find: Callable[..., dict[str, Any] | None]) -> Callable[[Request], Response]:
+    """Endpoint of figures as JSON: 400 without all names in the query, 204 if nothing is known.
 
-    def answer(values: list[str]) -> Response:
-        found = find(*values)
-        return JSONResponse(found) if found else Response(status_code=204)
+    Starlette calls it in a thread, because it takes long for many ranks.
+    """
 
-    async def figures(request: Request) -> Response:
+    def figures(request: Request) -> Response:
         if not request.query_params.keys() >= set(names):
             return _plain(f"expected {', '.join(names[:-1])} and {names[-1]} in the query", 400)
-        # In a thread, because it takes long for many ranks.
-        return await run_in_threadpool(answer, [request.query_params[name] for name in names])
+        found = find(*(request.query_params[name] for name in names))
+        return JSONResponse(found) if found else Response(status_code=204)
 
     return figures
-
-
-def _file(path: Path) -> Endpoint:
-    body = path.read_bytes()
-
-    async def answer(_: Request) -> Response:
-        return Response(body, media_type=TYPES[path.suffix])
-
-    return answer
 
 
 class EventStream(StreamingResponse):
@@ -237,11 +219,7 @@ async def _events(feed: Feed) -> AsyncIterator[str]:
 
 
 def token_for(given: str) -> str:
-    """The given token, or a new one.
-
-    Raises:
-        ConfigurationError: the token is too short or not valid in a header.
-    """
+    """The given token, or a new one; raises ConfigurationError if it is too short or not valid in a header."""
     expected = f"STATSD_BN_VIEW_TOKEN: expected at least {MIN_TOKEN} printable letters of ASCII without blanks"
     if not (given.isascii() and given.isprintable() and " " not in given):
         raise ConfigurationError(f"{expected}, got others")
@@ -251,17 +229,7 @@ def token_for(given: str) -> str:
 
 
 def serve(feed: Feed, host: str, port: int, token: str) -> None:
-    """Serve the page of a feed until Ctrl-C.
-
-    Args:
-        feed: the snapshots; it asks the server every second, in a thread.
-        host: host of the page.
-        port: port of the page; 0 picks a free one.
-        token: token that requests need.
-
-    Raises:
-        BindError: the address is in use or does not exist.
-    """
+    """Serve the page of a feed until Ctrl-C; port 0 picks a free one. Raises BindError."""
     listener = _listening(host, port)
     link = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/?token={quote(token, safe='')}"
     sys.stderr.write(f"statsd_bn view: {link}\n")
