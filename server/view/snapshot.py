@@ -34,24 +34,19 @@ Report = dict[str, Any]
 def events(before: Report | None, now: Report) -> list[dict[str, Any]]:
     """Events between two reports; the first one yields only losses, failed rounds, non-finite rows and findings."""
     found: list[dict[str, Any]] = []
-    restarted = before is not None and before["server"] != now["server"]
-    if restarted:
-        found.append(_event("restart", {}, None, "The server restarted"))
     known = {_group_name(group): group for group in (before or {}).get("groups", ())}
     for group in now["groups"]:
-        old = known.pop(_group_name(group), None)
-        found += [
-            _event(kind, group, rank, text) for kind, rank, text in _group_events(old, group, first=before is None)
-        ]
-    # A restarted server knows no group before its members have reconnected.
-    if not restarted and not now.get("left_out"):
-        for group in known.values():
-            end = ended_group(group, now, 0.0)
-            was_told = end["lost"] == group["lost"] and not is_finishing(group)
-            if not end["lost"]:
-                found.append(_event("ended", group, None, "Finished in good order"))
-            elif not was_told:
-                found.append(_lost_event(end))
+        old = known.pop(_group_name(group), {})
+        found += [_event(group, *told) for told in _group_events(old, group, first=before is None)]
+    if before is not None and before["server"] != now["server"]:
+        # It knows no group before its members have reconnected.
+        return [_event({}, "restart", None, "The server restarted"), *found]
+    for group in () if now.get("left_out") else known.values():
+        end = ended_group(group, now, 0.0)
+        if not end["lost"]:
+            found.append(_event(group, "ended", None, "Finished in good order"))
+        elif end["lost"] != group["lost"] or is_finishing(group):
+            found.append(_event(end, "lost", *_told(end, "broken")))
     return found
 
 
@@ -59,13 +54,13 @@ def _group_name(group: Report) -> tuple[str, str]:
     return group["job"], group["group"]
 
 
-def _event(kind: str, group: Report, rank: int | None, text: str) -> dict[str, Any]:
+def _event(group: Report, kind: str, rank: int | None, text: str) -> dict[str, Any]:
     return {"kind": kind, "job": group.get("job", ""), "group": group.get("group", ""), "rank": rank, "text": text}
 
 
-def _lost_event(group: Report) -> dict[str, Any]:
-    verdict = next(one for one in verdicts(group, 0.0) if one.state == "broken")
-    return _event("lost", group, verdict.rank, verdict.text)
+def _told(group: Report, state: str) -> tuple[int | None, str]:
+    """Rank and text of a group's verdict."""
+    return next((verdict.rank, verdict.text) for verdict in verdicts(group, 0.0) if verdict.state == state)
 
 
 def ended_group(group: Report, report: Report, now: float) -> Report:
@@ -87,21 +82,18 @@ def unseen_group(end: Report, report: Report, now: float) -> Report:
     return ended_group({**sizes, "group": WORLD, **empty}, report, now)
 
 
-def _group_events(old: Report | None, group: Report, *, first: bool) -> Iterator[tuple[str, int | None, str]]:
-    old = old or {}
+def _group_events(old: Report, group: Report, *, first: bool) -> Iterator[tuple[str, int | None, str]]:
     if not first:
         yield from _membership_events(old, group)
     is_news = group["lost"] != old.get("lost") or is_finishing(old)
     if group["lost"] and is_news and not is_finishing(group):
-        event = _lost_event(group)
-        yield event["kind"], event["rank"], event["text"]
+        yield "lost", *_told(group, "broken")
     # The count restarts with each epoch.
     failed = group["rounds_failed"] - (old.get("rounds_failed", 0) if old.get("epoch") == group["epoch"] else 0)
     if failed > 0:
         yield "mismatch", None, f"{failed} round{'s' * (failed != 1)} failed"
     if group.get("first_non_finite") and not old.get("first_non_finite"):
-        verdict = next(one for one in verdicts(group, 0.0) if one.state == "data")
-        yield "non-finite", verdict.rank, verdict.text
+        yield "non-finite", *_told(group, "data")
     known = {_finding_key(finding) for finding in old.get("findings", ())}
     new = (finding for finding in group.get("findings", ()) if _finding_key(finding) not in known)
     yield from ((finding["kind"], finding["rank"], describe_finding(finding)) for finding in new)
@@ -123,17 +115,16 @@ def _member_events(old: Report, group: Report) -> Iterator[tuple[str, str, int, 
     after = {member["member"]: member for member in group["members"]}
     # Members that the report leaves out have not left.
     whole = not old.get("members_left_out") and not group.get("members_left_out")
-    for rank, member in after.items():
-        if rank not in before:
+    for rank in {**after, **before}:
+        old_one, new_one = before.get(rank), after.get(rank)
+        if old_one is None or new_one is None:
             if whole:
-                yield "joined", "joined", rank, member["place"]
-        elif before[rank]["place"] != member["place"]:
-            yield "joined", "started again", rank, f"{member['place']}, before {before[rank]['place']}"
-        elif before[rank]["participation"] != member["participation"] == "paused":
-            yield "left", "paused", rank, member["place"]
-    if whole:
-        gone = [before[rank] for rank in before if rank not in after]
-        yield from (("left", "left", member["member"], member["place"]) for member in gone)
+                kind, there = ("joined", after[rank]) if new_one else ("left", before[rank])
+                yield kind, kind, rank, there["place"]
+        elif old_one["place"] != new_one["place"]:
+            yield "joined", "started again", rank, f"{new_one['place']}, before {old_one['place']}"
+        elif old_one["participation"] != new_one["participation"] == "paused":
+            yield "left", "paused", rank, new_one["place"]
 
 
 def _finding_key(finding: Report) -> tuple[Any, ...]:
@@ -252,7 +243,7 @@ class SnapshotBuilder:
         groups = [one.shown(now, self._restarted, is_first=is_first) for one in self._watched.values()]
         # A malformed report raises before this and adds no event.
         if self._error:
-            found.insert(0, _event("answers", {}, None, "The server answers again"))
+            found.insert(0, _event({}, "answers", None, "The server answers again"))
         for event in found:
             self._add(now, event)
         self._before, self._error = report, ""
@@ -271,7 +262,7 @@ class SnapshotBuilder:
         """Snapshot after a failed request: the previous one, with the text of the error."""
         verdict = silent(error, self._snapshot.get("answered", now))
         if not self._error:
-            self._add(now, _event("silent", {}, None, verdict.text))
+            self._add(now, _event({}, "silent", None, verdict.text))
         self._error = error
         shown = [
             group if "over" in group else {**group, "verdict": verdict.entry()} for group in self._snapshot["groups"]
