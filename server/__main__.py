@@ -45,8 +45,13 @@ EXIT_CODES: dict[type[Exception], int] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code: 0, 2 usage, 3 cannot bind, 4 no server, 5 refused by the server."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    name, *rest = given if given and not given[0].startswith("-") else ("serve", *given)
     try:
-        code = _serve(given) if not given or given[0].startswith("-") else _command(given[0])(given[1:])
+        if name not in COMMANDS:
+            known = tuple(COMMANDS)
+            nearest = suggestion(name, known) or f"; expected one of {known}"
+            raise ConfigurationError(f"unknown command {name!r}{nearest}")
+        code = COMMANDS[name](rest)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of the pipe, such as `head`, has exited; the interpreter would write the rest at exit.
@@ -56,13 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(wrap(f"statsd_bn: {log_line(error)}", ERROR_LINE), file=sys.stderr)  # noqa: T201 - the command's error
         return EXIT_CODES[type(error)]
     return code
-
-
-def _command(name: str) -> Callable[[list[str]], int]:
-    if name not in COMMANDS:
-        known = tuple(COMMANDS)
-        raise ConfigurationError(f"unknown command {name!r}{suggestion(name, known) or f'; expected one of {known}'}")
-    return COMMANDS[name]
 
 
 class PlainFormatter(logging.Formatter):

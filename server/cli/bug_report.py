@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from server.cli.status import ask
 from statsd_bn.errors import StatsdBNError
@@ -59,22 +58,15 @@ def describe(
     environ: Mapping[str, str] = os.environ,
 ) -> str:
     """What a bug report needs; `endpoint` and `keys` may raise, and the error is part of the report."""
-    lines = [*_versions(), *_settings(environ), *_server(endpoint, keys)]
-    if log is not None:
-        lines += _log(log)
-    return "\n".join(lines)
+    return "\n".join((*_versions(), *_settings(environ), *_server(endpoint, keys), *(_log(log) if log else ())))
 
 
 def _versions() -> Iterator[str]:
-    yield (
-        ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name)))
-        + f", protocol {PROTOCOL_VERSION}"
-    )
+    packages = ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name)))
+    yield f"{packages}, protocol {PROTOCOL_VERSION}"
     memory = "shared memory" if Path("/dev/shm").is_dir() else "no /dev/shm"  # noqa: S108 - only looked at
-    yield (
-        f"{platform.python_implementation()} {platform.python_version()}, {platform.system()} {platform.release()}, "
-        f"{platform.machine()}, {os.cpu_count()} processors, {memory}"
-    )
+    system = f"{platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} processors, {memory}"
+    yield f"{platform.python_implementation()} {platform.python_version()}, {system}"
     yield f"torch: {_devices()}"
     yield describe_native_core()
     yield from describe_modules(with_paths=False)
@@ -114,30 +106,23 @@ def _server(endpoint: Callable[[], str], keys: Callable[[str], ClientKeys | None
     except StatsdBNError as error:
         yield f"server: none was asked: {type(error).__name__}: {redact(error.message)}"
         return
-    kind = found.partition(":")[0]
-    yield (
-        f"server: {kind}, up {report['seconds']:.0f} s, {report['received']} messages, "
-        f"{report['bad_frames']} bad frames, {len(report.get('ended', ()))} ended jobs"
+    counts = (
+        f"{report['received']} messages, {report['bad_frames']} bad frames, {len(report.get('ended', ()))} ended jobs"
     )
+    yield f"server: {found.partition(':')[0]}, up {report['seconds']:.0f} s, {counts}"
     for number, group in enumerate(report["groups"]):
-        yield from _group(number, group)
-
-
-def _group(number: int, group: dict[str, Any]) -> Iterator[str]:
-    transports = Counter(member.get("transport") or "unknown" for member in group["members"])
-    yield (
-        f"  group {number}: {len(group['members'])} of {group['world_size']} ranks, "
-        f"{group['rounds_done']} rounds done, {group['rounds_failed']} failed, {len(group['waiting'])} open"
-    )
-    why = f"; no faster one: {redact(group['why_not_faster'])}" if group.get("why_not_faster") else ""
-    counted = ", ".join(f"{name} ({ranks} ranks)" for name, ranks in transports.items())
-    yield f"    transport: {counted or 'unknown'}{why}"
-    if group["lost"]:
-        yield f"    broken: {redact(group['lost'])}"
-    found = Counter(finding["kind"] for finding in group.get("findings", ()))
-    found["non-finite"] += len(group.get("non_finite", ()))
-    if texts := [f"{count} {kind}" for kind, count in found.items() if count]:
-        yield f"    findings: {', '.join(texts)}"
+        rounds = f"{group['rounds_done']} rounds done, {group['rounds_failed']} failed, {len(group['waiting'])} open"
+        yield f"  group {number}: {len(group['members'])} of {group['world_size']} ranks, {rounds}"
+        transports = Counter(member.get("transport") or "unknown" for member in group["members"])
+        counted = ", ".join(f"{name} ({ranks} ranks)" for name, ranks in transports.items())
+        why = f"; no faster one: {redact(group['why_not_faster'])}" if group.get("why_not_faster") else ""
+        yield f"    transport: {counted or 'unknown'}{why}"
+        if group["lost"]:
+            yield f"    broken: {redact(group['lost'])}"
+        kinds = Counter(finding["kind"] for finding in group.get("findings", ()))
+        kinds["non-finite"] += len(group.get("non_finite", ()))
+        if texts := [f"{count} {kind}" for kind, count in kinds.items() if count]:
+            yield f"    findings: {', '.join(texts)}"
 
 
 def _log(path: Path) -> Iterator[str]:

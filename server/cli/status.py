@@ -76,7 +76,14 @@ def refuses_malformed() -> Iterator[None]:
 def own_endpoint(environ: Mapping[str, str]) -> str:
     """Endpoint of the server on this host according to `environ`, the first of several; raises if there is none."""
     if not environ.get("STATSD_BN_BIND", "").strip(" ,"):
-        return _find_server(environ)
+        expiry = time.monotonic() + FIND_SECONDS
+        while True:
+            try:
+                return find_server(environ)
+            except ServerUnreachable:
+                if time.monotonic() >= expiry:
+                    raise
+            time.sleep(FIND_PAUSE_SECONDS)
     endpoint = next(iter(bind_endpoints(environ)), "")
     scheme, _, address = endpoint.partition("://")
     if scheme == "ipc":
@@ -101,17 +108,6 @@ def _address_of(host: str) -> str:
             raise ConfigurationError(text) from error
         address = found.getsockopt_string(zmq.LAST_ENDPOINT)
     return address.removeprefix("tcp://").rpartition(":")[0]
-
-
-def _find_server(environ: Mapping[str, str]) -> str:
-    expiry = time.monotonic() + FIND_SECONDS
-    while True:
-        try:
-            return find_server(environ)
-        except ServerUnreachable:
-            if time.monotonic() >= expiry:
-                raise
-        time.sleep(FIND_PAUSE_SECONDS)
 
 
 REFRESH_SECONDS = 1.0

@@ -26,34 +26,32 @@ EXPECTED_BYTES = 96  # of an expected member after a server restart: a number in
 RUN_BYTES = 128  # of ranks in a result: two small tuples
 
 
-def _option(default: float, most: float, reason: str, least: float = 1) -> Any:
-    return field(default=default, metadata={"least": least, "most": most, "reason": reason})
+def _option(default: float, reason: str, most: float | None = None, least: float = 1) -> Any:
+    return field(default=default, metadata={"least": least, "most": most or default, "reason": reason})
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
     """The limits of one server; each field is a flag of `python -m server` and a variable STATSD_BN_*."""
 
-    max_members: int = _option(
-        limits.MAX_MEMBERS, limits.MAX_MEMBERS, "members of a group; each is answered in every round"
-    )
-    max_groups: int = _option(limits.MAX_GROUPS, limits.MAX_GROUPS, "groups of all jobs; each keeps some 0.2 MB")
+    max_members: int = _option(limits.MAX_MEMBERS, "members of a group; each is answered in every round")
+    max_groups: int = _option(limits.MAX_GROUPS, "groups of all jobs; each keeps some 0.2 MB")
     max_tenant_groups: int = _option(
-        256, limits.MAX_GROUPS, "groups of one tenant, and at most as many as are free for others"
+        256, "groups of one tenant, and at most as many as are free for others", limits.MAX_GROUPS
     )
     max_server_bytes: int = _option(
-        2**29, 2**44, "total bytes kept; the process needs some 120 MB more, so give a container twice this"
+        2**29, "total bytes kept; the process needs some 120 MB more, so give a container twice this", 2**44
     )
     max_tenant_bytes: int = _option(
         3 * 2**27,
-        2**44,
         "bytes kept for a tenant, or without keys for a job: 1,024 members with 2,048 channels need 320 MB. With keys, "
         "set it below --max-server-bytes, or one tenant can use all memory",
+        2**44,
     )
     silence_seconds: float = _option(
         limits.SILENCE_SECONDS,
-        limits.MAX_DEADLINE,
         "seconds of silence after which a member is lost; 20 on a network that loses every fifth packet",
+        limits.MAX_DEADLINE,
         least=2 * limits.HEARTBEAT_SECONDS,
     )
 

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -105,32 +105,22 @@ def add_figures(ask: Query, groups: list[dict[str, Any]]) -> None:
             layers = _layers(ask, group["job"], group["group"])
         except ProtocolError as error:
             raise ServerUnreachable(f"malformed figures, is the server of another version? {error.message}") from error
-        if layers:
+        # A group may restart with other members between two answers.
+        if len({len(layer["parts"]) for layer in layers}) == 1:
             group["figures"] = {"layers": layers}
 
 
 def _layers(ask: Query, job: str, group: str) -> list[dict[str, Any]]:
-    """All layers of a group; empty if the server does not send all of them."""
+    """All layers of a group; none if the server does not send all of them."""
     found: list[dict[str, Any]] = []
     while len(found) < limits.MAX_FIGURES_LAYERS:
         answer = decode(ask(FiguresRequest(job, group, len(found))))
         if not isinstance(answer, Figures):
             return []
-        found += _entries(answer)
+        for name, figures in zip(answer.names, answer.values, strict=True):
+            means, variances, parts = figures[:, [MEAN, VARIANCE, PART]].T.astype(np.float32)
+            entry = {"name": name, "eta2": float(figures[:, PART].sum())}
+            found.append({**entry, "parts": parts, "means": means, "variances": variances})
         if not answer.names or len(found) >= answer.total:
             break
-    # A group may restart with other members between two answers.
-    return found if len({len(layer["parts"]) for layer in found}) == 1 else []
-
-
-def _entries(answer: Figures) -> Iterator[dict[str, Any]]:
-    for name, figures in zip(answer.names, answer.values, strict=True):
-        columns = figures[:, [MEAN, VARIANCE, PART]].T.astype(np.float32)
-        means, variances, parts = columns
-        yield {
-            "name": name,
-            "eta2": float(figures[:, PART].sum()),
-            "parts": parts,
-            "means": means,
-            "variances": variances,
-        }
+    return found
