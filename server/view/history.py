@@ -60,12 +60,9 @@ class Trend:
     @property
     def entry(self) -> dict[str, list[float]]:
         """The points as a snapshot has them."""
-        columns: list[Any] = list(zip(*self._points, strict=True)) or [()] * 5
         names = ("rounds_per_second", "median", "p99")
-        numbers = {
-            name: [float(f"{value:.3g}") for value in column] for name, column in zip(names, columns[1:4], strict=True)
-        }
-        return {"seconds": [round(time, 1) for time in columns[0]], **numbers}
+        numbers = {name: [float(f"{one[at]:.3g}") for one in self._points] for at, name in enumerate(names, start=1)}
+        return {"seconds": [round(one[0], 1) for one in self._points], **numbers}
 
 
 class LayerHistory:
@@ -100,8 +97,6 @@ class LayerHistory:
             return None
         at, samples = self._layers.index(name), list(self._samples)
         values = np.array([sample[:, at] for _, sample in samples])
-        packed = {
-            kind: base64.b64encode(values[:, index].tobytes()).decode()
-            for index, kind in enumerate(("means", "variances"))
-        }
-        return {"members": values.shape[2], "seconds": [round(time, 1) for time, _ in samples], **packed}
+        means, variances = (base64.b64encode(values[:, index].tobytes()).decode() for index in range(2))
+        seconds = [round(time, 1) for time, _ in samples]
+        return {"members": values.shape[2], "seconds": seconds, "means": means, "variances": variances}

@@ -1,6 +1,6 @@
 """Text: a snapshot for a terminal of 80 columns, in the words of the page."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from textwrap import wrap
 from typing import Any
 
@@ -103,25 +103,19 @@ def _facts(group: dict[str, Any], snapshot: Snapshot) -> Iterator[str]:
     for member in group["members"]:
         if transport := member.get("transport"):
             users.setdefault(transport, []).append(member["member"])
-    transports = [
-        transport if len(users) == 1 else f"{transport} of {format_ranks(Members.of(ranks))}"
-        for transport, ranks in users.items()
-    ]
-    if transports:
+    if users:
+        of = [f"{transport} of {format_ranks(Members.of(ranks))}" for transport, ranks in users.items()]
         why = group.get("why_not_faster")
-        yield f"transport {', '.join(transports)}" + (f": {why}" if why else "")
+        yield f"transport {', '.join(of if len(users) > 1 else users)}" + (f": {why}" if why else "")
 
 
 def _rank(member: dict[str, Any]) -> list[str]:
-    speed, share = member["steps_per_second"], member["share"]
-    trips = [duration(trip) if trip is not None else "-" for trip in (member["median"], member["p99"])]
-    cells = [
-        str(member["member"]),
-        str(member["step"]),
-        "-" if speed is None else two_digits(speed),
-        *trips,
-        "-" if share is None else percent(share),
-    ]
+    def known(name: str, say: Callable[[float], str]) -> str:
+        return "-" if member[name] is None else say(member[name])
+
+    times = known("median", duration), known("p99", duration)
+    counts = str(member["member"]), str(member["step"]), known("steps_per_second", two_digits)
+    cells = *counts, *times, known("share", percent)
     columns = "".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True))
     replicas = f", {member['replicas']} replicas" if member["replicas"] > 1 else ""
     flag = f", {member['flag']}" if member["flag"] else ""

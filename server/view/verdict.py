@@ -26,6 +26,9 @@ WAIT_SECONDS, LONG_SECONDS = 1.0, 10.0
 # A return after a restart of the server is told for this long.
 RESTART_SECONDS = 60.0
 
+# What a rank did whose end broke the group.
+ENDS = {"fails": "failed", "is lost": "was lost", "leaves": "left"}
+
 # How the server's text begins for a rank whose heartbeats stopped.
 NO_SIGN_OF_LIFE = "no sign of life"
 
@@ -178,11 +181,8 @@ def _waiting(group: Group, now: float) -> Iterator[Verdict]:
     if not missing:
         if (absent := group["min_members"] - len(group["members"])) <= 0:
             return
-        whom, advice, place = (
-            f"{_ranks(absent)} to join",
-            "Start the missing processes.",
-            f": min_members is {group['min_members']}",
-        )
+        whom, place = f"{_ranks(absent)} to join", f": min_members is {group['min_members']}"
+        advice = "Start the missing processes."
         card = "Ranks", count_here(group), f"at least {group['min_members']} must take part"
     elif len(missing) > 1 or round_.get("missing_left_out"):
         more = round_.get("missing_left_out", 0)
@@ -242,13 +242,11 @@ def _fine(group: Group, now: float, restarted: float | None) -> Verdict:
         text = f"Finished in good order: {_ranks(group['world_size'])}, {group['rounds_done']} rounds"
         return Verdict("ended", NOTICE, text, over["time"])
     if is_finishing(group):
-        text = f"Finishing: {count_here(group)} ranks are still here"
-        return Verdict("ended", NOTICE, text)
+        return Verdict("ended", NOTICE, f"Finishing: {count_here(group)} ranks are still here")
     here = len(group["members"]) + group.get("members_left_out", 0)
     if restarted is not None and now - restarted < RESTART_SECONDS:
-        ago = f"the server restarted {duration(now - restarted)} ago"
-        text = f"Healthy again: {ago}, {count_here(group)} ranks are back"
-        return Verdict("healthy", FINE, text, restarted)
+        ago = f"the server restarted {duration(now - restarted)} ago, {count_here(group)} ranks are back"
+        return Verdict("healthy", FINE, f"Healthy again: {ago}", restarted)
     is_whole = here == group["world_size"] > 1
     facts = [f"{'all ' * is_whole}{_ranks(here)} take{'s' * (here == 1)} part"]
     if group.get("slowest") is not None:
@@ -263,11 +261,7 @@ def doing(group: Group, member: Mapping[str, Any]) -> str:
     rank, where = member["member"], member.get("where", "")
     if member.get("is_gone") or "over" in group:
         by = group.get("lost_by") or {"rank": None}
-        return (
-            {"fails": "failed", "is lost": "was lost", "leaves": "left"}[by["how"]]
-            if rank == by["rank"]
-            else "has left"
-        )
+        return ENDS[by["how"]] if rank == by["rank"] else "has left"
     if member["participation"] != "takes_part":
         return "is away" if member["participation"] == "paused" else "rejoins"
     if round_ := awaited(group):
