@@ -11,7 +11,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from server.group.health import MAX_DELAY_SHARE
 from server.view.snapshot import Snapshot
 from server.view.verdict import count_here
-from statsd_bn.messages import WORLD
 from statsd_bn.timing import BOUNDS
 
 Group = dict[str, Any]
@@ -90,7 +89,8 @@ class Metrics:
         yield from families.values()
         yield from (_histogram(groups, *named) for named in HISTOGRAMS.items())
         # A group that the report leaves out may still be running.
-        yield _broken(groups, [] if snapshot["error"] or snapshot.get("left_out") else snapshot["ended"])
+        is_known = not (snapshot["error"] or snapshot.get("left_out"))
+        yield _broken(groups, [one for one in snapshot["groups"] if is_known and "over" in one])
 
 
 def _samples(group: Group) -> Iterator[tuple[str, tuple[str, ...], float]]:
@@ -130,15 +130,11 @@ def _histogram(groups: list[Group], field: str, text: str) -> Metric:
     return family
 
 
-def _broken(groups: list[Group], ended: list[dict[str, Any]]) -> Metric:
+def _broken(groups: list[Group], ended: list[Group]) -> Metric:
     """Whether each group is broken, including ended jobs: ranks leave a broken job within a second."""
     text = "Whether the group is broken; for some minutes after its end too, while no job of that name runs."
     gauge = GaugeMetricFamily("statsd_bn_broken", text, labels=("job", "group"))
-    broken = {(group["job"], group["group"]): bool(group["lost"]) for group in groups}
     running = {group["job"] for group in groups}
-    for job in ended:  # latest first
-        if job["job"] not in running:
-            broken.setdefault((job["job"], WORLD), bool(job["lost"]))
-    for labels, is_broken in broken.items():
-        gauge.add_metric(labels, float(is_broken))
+    for group in (*groups, *(one for one in ended if one["job"] not in running)):
+        gauge.add_metric((group["job"], group["group"]), float(bool(group["lost"])))
     return gauge

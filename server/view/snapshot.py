@@ -217,7 +217,7 @@ class SnapshotBuilder:
     """Makes snapshots from the reports of one server, of which some may be missing.
 
     A snapshot has `time` and `answered` (seconds since 1970, of the snapshot and of the last answer), `endpoint`,
-    `error` ("" while the server answers), `server`, `seconds` (since its start), `groups`, `ended`, `events`, `counts`
+    `error` ("" while the server answers), `server`, `seconds` (since its start), `groups`, `events`, `counts`
     of events by kind, and without a group `verdict`. Groups have the fields of the report and `rounds_per_second`,
     `verdict`, `cards`, `trend`, and optionally `figures`, see `server.view.feed`; an ended one has `over`: `time` and
     `reason`. Members have the fields of the report and `steps_per_second`, `median`, `p99`, `share`, `doing`, `flag`
@@ -230,7 +230,7 @@ class SnapshotBuilder:
         self._error = ""
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._counts: Counter[str] = Counter()
-        self._snapshot: Snapshot = {"server": "", "seconds": 0.0, "groups": [], "ended": []}
+        self._snapshot: Snapshot = {"server": "", "seconds": 0.0, "groups": []}
         # The running groups in the order of the report, those that a restarted server does not know yet, and the ended
         # ones, the latest first.
         self._watched: dict[Key, _Watched] = {}
@@ -251,7 +251,6 @@ class SnapshotBuilder:
             **{name: value for name, value in report.items() if isinstance(value, int | float | str)},
             "answered": now,
             "groups": groups,
-            "ended": report.get("ended", []),
         }
         if not groups:
             text = "No job yet: it appears here once its ranks connect"
