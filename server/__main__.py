@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any
 
 from server.cli import bug_report
-from server.cli.query import is_greeted
-from server.cli.status import CHECK_SECONDS, as_json, ask, own_endpoint, watch
+from server.cli.status import CHECK_SECONDS, as_json, ask, is_greeted, own_endpoint, watch
 from server.config import Parser, from_arguments, host_and_port, suggestion
 from server.network.service import run_master
 from server.security.keygen import generate, load_query_keys, write_secret

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from server.cli.query import Query, query_connection
-from server.cli.status import refuses_malformed, report_of
+from server.cli.status import Query, query_connection, refuses_malformed, report_of
 from server.view.snapshot import Snapshot, SnapshotBuilder
 from server.view.text import describe
 from statsd_bn import limits

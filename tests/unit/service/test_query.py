@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from server.cli.query import query_connection
+from server.cli.status import query_connection
 from statsd_bn.errors import ServerUnreachable
 from statsd_bn.messages import FiguresRequest, StatusRequest
 from statsd_bn.wire import decode
