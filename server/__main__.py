@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any
 
 from server.cli import bug_report
-from server.cli.status import CHECK_SECONDS, as_json, ask, is_greeted, own_endpoint, watch
+from server.cli.status import CHECK_SECONDS, as_json, ask, is_greeted, own_endpoint, refuses_malformed, watch
 from server.config import Parser, from_arguments, host_and_port, suggestion
 from server.network.service import run_master
 from server.security.keygen import generate, load_query_keys, write_secret
 from server.view.snapshot import SnapshotBuilder
-from server.view.text import describe, describe_snapshot, with_verdicts
+from server.view.text import describe_snapshot, with_verdicts
 from statsd_bn.endpoints import check_key, check_server_socket, needs_keys
 from statsd_bn.environment import boolean
 from statsd_bn.errors import AuthenticationRefused, BindError, ConfigurationError, ServerUnreachable
@@ -49,16 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             known = tuple(COMMANDS)
             nearest = suggestion(name, known) or f"; expected one of {known}"
             raise ConfigurationError(f"unknown command {name!r}{nearest}")
-        code = COMMANDS[name](rest)
+        COMMANDS[name](rest)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of the pipe, such as `head`, has exited; the interpreter would write the rest at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except tuple(EXIT_CODES) as error:
         print(wrap(f"statsd_bn: {log_line(error)}", ERROR_LINE), file=sys.stderr)  # noqa: T201 - the command's error
         return EXIT_CODES[type(error)]
-    return code
+    return 0
 
 
 class PlainFormatter(logging.Formatter):
@@ -92,17 +91,16 @@ class RateLimitFilter(logging.Filter):
         return number < MAX_PER_PERIOD
 
 
-def _serve(arguments: list[str]) -> int:
+def _serve(arguments: list[str]) -> None:
     config = from_arguments(arguments, os.environ)
     log = logging.StreamHandler()
     log.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=config.logging_level, handlers=[log])
     logging.getLogger("statsd_bn.server").addFilter(RateLimitFilter())
     run_master(config)
-    return 0
 
 
-def _status(arguments: list[str]) -> int:
+def _status(arguments: list[str]) -> None:
     default = "as STATSD_BN_ENDPOINT or STATSD_BN_BIND says, else this user's own server"
     parser = _asking_parser("status", "Prints the status of a running server.", default)
     parser.add_argument("--json", action="store_true", help="print the report as JSON, on one line")
@@ -116,8 +114,8 @@ def _status(arguments: list[str]) -> int:
         report = ask(endpoint, keys=keys)
         if found.json:
             return as_json(with_verdicts(report, time.time()))
-        once = describe(report)  # raises for a malformed report
-        return describe_snapshot(builder.update(time.time(), report)) if found.watch else once
+        with refuses_malformed():
+            return describe_snapshot(builder.update(time.time(), report))
 
     def failed(error: ServerUnreachable) -> str:
         text = log_line(error)
@@ -127,10 +125,9 @@ def _status(arguments: list[str]) -> int:
         watch(text, failed=failed)
     else:
         print(text())  # noqa: T201 - the command's result
-    return 0
 
 
-def _view(arguments: list[str]) -> int:
+def _view(arguments: list[str]) -> None:
     about = (
         "Serves a page with the status of a running server, and /metrics for Prometheus, until Ctrl-C. It only reads. "
     )
@@ -151,7 +148,6 @@ def _view(arguments: list[str]) -> int:
     feed.refresh()
     host, port = found.http
     serve(feed, host, port, token)
-    return 0
 
 
 def _asking_parser(command: str, description: str, default: str = "as for status") -> Parser:
@@ -177,7 +173,7 @@ def _keys(endpoint: str, curve: str | None) -> ClientKeys | None:
     return keys
 
 
-def _keygen(arguments: list[str]) -> int:
+def _keygen(arguments: list[str]) -> None:
     about = "Makes keys for --curve: the server's if DIR has none yet, and clients'. Overwrites nothing."
     parser = Parser("keygen", description=about)
     parser.add_argument("folder", metavar="DIR", help="folder of the keys")
@@ -189,20 +185,18 @@ def _keygen(arguments: list[str]) -> int:
     found = parser.parse_args(arguments)
     for path in generate(found.folder, found.client or (), found.jobs or (), found.tenant):
         print(f"wrote {path}")  # noqa: T201 - the command's result
-    return 0
 
 
-def _secret(arguments: list[str]) -> int:
+def _secret(arguments: list[str]) -> None:
     about = "Makes the secret of a job on several nodes, for STATSD_BN_SECRET_FILE. Overwrites nothing."
     parser = Parser("secret", description=about)
     parser.add_argument("file", metavar="FILE", help="file to write")
     found = parser.parse_args(arguments)
     write_secret(found.file)
     print(f"wrote {found.file}")  # noqa: T201 - the command's result
-    return 0
 
 
-def _check(arguments: list[str]) -> int:
+def _check(arguments: list[str]) -> None:
     parser = _asking_parser(
         "check",
         "Exits with 0 if a server answers, with 4 if not, and with 2 if ENDPOINT is invalid; for health checks and "
@@ -219,10 +213,9 @@ def _check(arguments: list[str]) -> int:
     if may_ask or not is_greeted(endpoint):
         with suppress(AuthenticationRefused):  # an answer too
             ask(endpoint, CHECK_SECONDS, keys)
-    return 0
 
 
-def _report(arguments: list[str]) -> int:
+def _report(arguments: list[str]) -> None:
     about = (
         "Prints versions, devices, settings, and a server's state for a bug report, without names, hosts, addresses "
     )
@@ -230,7 +223,6 @@ def _report(arguments: list[str]) -> int:
     found = parser.parse_args(arguments)
     keys = partial(_keys, curve=found.curve)
     print(bug_report.describe(partial(_endpoint, found), keys))  # noqa: T201 - the command's result
-    return 0
 
 
 _COMMANDS = (_serve, _status, _check, _view, _report, _keygen, _secret)
