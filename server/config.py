@@ -1,7 +1,4 @@
-"""Configuration: flags and STATSD_BN_* variables, resolved once into a frozen object.
-
-`Parser` writes errors on one line, with suggestions for misspelt options; all commands use it.
-"""
+"""Configuration: flags and STATSD_BN_* variables, resolved once into a frozen object. All commands use `Parser`."""
 
 import argparse
 import difflib

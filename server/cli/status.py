@@ -67,11 +67,9 @@ def query_connection(endpoint: str, seconds: float = ANSWER_SECONDS, keys: Clien
 def is_greeted(endpoint: str) -> bool:
     """Whether a ZeroMQ server listens at a TCP endpoint; it counts one refused connection."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    with (
-        suppress(OSError, ValueError),  # such as port *
-        socket.create_connection((host.strip("[]"), int(port)), GREETING_SECONDS) as plain,
-    ):
-        return plain.recv(1) == b"\xff"
+    # ValueError for port *.
+    with suppress(OSError, ValueError), socket.create_connection((host.strip("[]"), int(port)), GREETING_SECONDS) as to:
+        return to.recv(1) == b"\xff"
     return False
 
 

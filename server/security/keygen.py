@@ -1,7 +1,6 @@
 """`python -m server keygen DIR`: generates keys in private files, and loads them for a server.
 
-`keygen` only adds files. A folder with a server's keys gets further clients. A server reads its keys from such a
-folder, or for one job from standard input.
+`keygen` only adds files. A server reads its keys from such a folder, or for one job from standard input.
 """
 
 import json
@@ -85,16 +84,13 @@ def _check_folder(folder: Path, what: str, *, may_be_shared: bool) -> None:
     for each in (real, *real.parents):
         found = each.stat()
         if found.st_uid not in {0, os.getuid()}:
-            raise ConfigurationError(
-                f"{what}: expected {each} to belong to this user (uid {os.getuid()}), got uid {found.st_uid}, who "
-                "could replace the files there; give another folder"
-            )
+            text = f"{what}: expected {each} to belong to this user (uid {os.getuid()}), got uid {found.st_uid}"
+            raise ConfigurationError(f"{text}, who could replace the files there; give another folder")
         forbidden = stat.S_IWOTH if may_be_shared else stat.S_IWOTH | stat.S_IWGRP
         if found.st_mode & forbidden and not (may_be_shared and found.st_mode & stat.S_ISVTX):
-            raise ConfigurationError(
-                f"{what}: expected only this user to be able to write to {each}, got mode "
-                f"{stat.S_IMODE(found.st_mode):04o}; chmod go-w {each}, or give another folder"
-            )
+            mode = f"{stat.S_IMODE(found.st_mode):04o}; chmod go-w {each}, or give another folder"
+            text = f"{what}: expected only this user to be able to write to {each}, got mode {mode}"
+            raise ConfigurationError(text)
         may_be_shared = True  # members of a group that shares a folder above trust each other
 
 

@@ -1,10 +1,7 @@
-"""Quota: limits on sizes, memory and times; each is an option with a reason.
+"""Quota: limits on sizes, memory and times; each is an option, and lowers a limit of the protocol (docs/protocol.md).
 
-The limits of the protocol (docs/protocol.md) are the maximum values, because both sides rely on them. An option lowers
-one for this server. The server answers excess with a `limit` Failure and counts it.
-
-Memory is accounted per tenant. Without keys any client can claim any name, so each job has its own account. Errors show
-the account's name: "job 'digits'", "tenant 'team-a'".
+The server answers excess with a `limit` Failure and counts it. Memory is accounted per tenant, and without keys per
+job, because any client can claim any name then.
 """
 
 from dataclasses import Field, dataclass, field, fields

@@ -1,7 +1,4 @@
-"""History: the last ten minutes of a group, in bounded memory. Pure.
-
-`Trend` has a group's speed and round trips, `LayerHistory` the mean and variance of each layer and rank.
-"""
+"""History: the last ten minutes of a group, speed and layers, in bounded memory. Pure."""
 
 import base64
 from bisect import bisect_left

@@ -15,11 +15,8 @@ from statsd_bn.timing import BOUNDS
 
 Group = dict[str, Any]
 
-# Ranks of a group with their own series: Prometheus keeps every series in memory.
-MAX_RANKS = 64
-
-# Layers of a group with their own series.
-MAX_LAYERS = 20
+# Ranks and layers of a group with their own series: Prometheus keeps every series in memory.
+MAX_RANKS, MAX_LAYERS = 64, 20
 
 # Counters and gauges of groups: the labels besides job and group, and the help text.
 COUNTERS = {"rounds": ("", "The server's `rounds_done`."), "rounds_failed": ("", "The server's `rounds_failed`.")}

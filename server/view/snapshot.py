@@ -29,6 +29,8 @@ from statsd_bn.messages import WORLD
 from statsd_bn.skew import MAX_RATIO
 
 Report = dict[str, Any]
+Snapshot = dict[str, Any]
+Key = tuple[str, str]
 
 
 def events(before: Report | None, now: Report) -> list[dict[str, Any]]:
@@ -140,9 +142,6 @@ OVER_SECONDS, MAX_OVER = 600.0, 16
 # Groups with a trend: each takes 10 kB of a snapshot.
 MAX_TRENDS = 32
 
-Snapshot = dict[str, Any]
-Key = tuple[str, str]
-
 
 class _Watched:
     """A group, and what is kept of its earlier reports; a later epoch begins anew."""
@@ -185,17 +184,14 @@ class _Watched:
             group["members"] = [member for _, member in sorted((gone | there).items())]
         verdict, *others = found = verdicts(group, now, restarted if self.has_restarted else None)
         since, step_time = self._first_seen(now, verdict, is_first=is_first)
-        by, non_finite = group.get("lost_by"), group.get("first_non_finite")
-        is_one = non_finite and len(non_finite["ranks"]) == 1 and "ranks_left_out" not in non_finite
+        by = group.get("lost_by")
         return {
             **group,
             "verdict": {**verdict.entry(others), "since": since, "step_time": step_time},
             "cards": cards(group, found),
             "trend": self.trend.entry,
             "lost_by": {**by, "time": group["over"]["time"] if "over" in group else since} if by else None,
-            "first_non_finite": {**non_finite, "rank": non_finite["ranks"][0] if is_one else None}
-            if non_finite
-            else None,
+            "first_non_finite": group.get("first_non_finite"),
             "members": [_with_flag(group, member, found) for member in group["members"]],
         }
 
@@ -332,15 +328,12 @@ def _rate(count: int, before: int | None, seconds: float) -> float | None:
 def _present_findings(group: Report) -> list[Report]:
     """The group's findings, those of data with the present numbers of their layer where its figures are known."""
     layers = {layer["name"]: layer for layer in group.get("figures", {}).get("layers", ())}
-    return [
-        _with_present_numbers(group, finding, layers[finding["layer"]])
-        if "variance" in finding and not finding.get("cleared") and finding["layer"] in layers
-        else finding
-        for finding in group.get("findings", ())
-    ]
+    return [_with_present_numbers(group, one, layers.get(one.get("layer"))) for one in group.get("findings", ())]
 
 
-def _with_present_numbers(group: Report, finding: Report, layer: Report) -> Report:
+def _with_present_numbers(group: Report, finding: Report, layer: Report | None) -> Report:
+    if not layer or "variance" not in finding or finding.get("cleared"):
+        return finding
     ranks = ranks_of(group, len(layer["parts"]))
     if finding["rank"] not in ranks or len(ranks) == 1:
         return finding

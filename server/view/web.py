@@ -12,7 +12,7 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -23,6 +23,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from server.view.feed import Feed
@@ -32,11 +33,6 @@ from statsd_bn.errors import BindError, ConfigurationError
 from statsd_bn.text import log_line
 
 logger = logging.getLogger("statsd_bn.server")
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 COOKIE = "statsd_bn_view"
 
@@ -69,14 +65,14 @@ class Guard:
     protects against DNS rebinding: a browser sends the cookie only to the host name that set it.
     """
 
-    def __init__(self, app: App, token: str) -> None:
+    def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request (ASGI)."""
 
-        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), *HEADERS]
             await send(message)
@@ -161,7 +157,7 @@ BACKLOG = 32
 MIN_TOKEN = 16
 
 
-def app(feed: Feed, token: str) -> App:
+def app(feed: Feed, token: str) -> ASGIApp:
     """The ASGI application of a feed."""
     metrics = Metrics(lambda: feed.snapshot)
     streams = threading.BoundedSemaphore(MAX_STREAMS)
