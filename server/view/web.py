@@ -146,15 +146,13 @@ MAX_STREAMS = 16
 # Maximum silence of a stream, to keep proxies connected and to detect closed readers.
 SILENCE_SECONDS = 5.0
 
-# Seconds for streams to end after Ctrl-C.
-END_SECONDS = 1
+END_SECONDS = 1  # for streams to end after Ctrl-C
 
 # Connections queued by the kernel and accepted together. A queue longer than the limit on open files makes asyncio log
 # a traceback for each.
 BACKLOG = 32
 
-# Characters of a token: 64 bits in hexadecimal.
-MIN_TOKEN = 16
+MIN_TOKEN = 16  # characters: 64 bits in hexadecimal
 
 
 def app(feed: Feed, token: str) -> ASGIApp:
