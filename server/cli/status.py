@@ -172,7 +172,7 @@ def refuses_malformed() -> Iterator[None]:
 
 
 def own_endpoint(environ: Mapping[str, str]) -> str:
-    """Endpoint of the server on this host according to `environ`, the first of several; raises if there is none."""
+    """Endpoint of the server on this host according to `environ`, the first of several; raises without one."""
     if not environ.get("STATSD_BN_BIND", "").strip(" ,"):
         expiry = time.monotonic() + FIND_SECONDS
         while True:
