@@ -32,12 +32,7 @@ ERROR_LINE, MAX_LINE = 120, 1000
 # The log has at most so many messages of a kind in a period.
 MAX_PER_PERIOD, PERIOD_SECONDS = 30, 60.0
 
-EXIT_CODES: dict[type[Exception], int] = {
-    ConfigurationError: 2,
-    BindError: 3,
-    ServerUnreachable: 4,
-    AuthenticationRefused: 5,
-}
+EXIT_CODES = {ConfigurationError: 2, BindError: 3, ServerUnreachable: 4, AuthenticationRefused: 5}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

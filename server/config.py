@@ -19,9 +19,7 @@ from statsd_bn.environment import LOG_LEVELS, boolean, log_level
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.text import escape
 
-CONSOLE_SCRIPT = "statsd-bn"
-
-USAGE_ERROR = 2
+CONSOLE_SCRIPT, USAGE_ERROR = "statsd-bn", 2
 
 
 class Parser(argparse.ArgumentParser):

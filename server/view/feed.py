@@ -18,7 +18,8 @@ from statsd_bn.skew import MEAN, PART, VARIANCE
 from statsd_bn.text import log_line
 from statsd_bn.wire import decode
 
-PERIOD_SECONDS = 1.0
+# Pause between two reports, and time limit for the figures of all groups, so that the status stays current.
+PERIOD_SECONDS = FIGURES_SECONDS = 1.0
 
 
 class Feed:
@@ -74,10 +75,6 @@ class Feed:
         with self._changed:
             self.stopped = True
             self._changed.notify_all()
-
-
-# Time limit for the figures of all groups, so that the status stays current.
-FIGURES_SECONDS = 1.0
 
 
 def fetch_report(endpoint: str, keys: ClientKeys | None) -> dict[str, Any]:

@@ -6,8 +6,7 @@ from typing import Any
 
 from server.cli.status import refuses_malformed
 from server.view.snapshot import Snapshot, SnapshotBuilder
-from server.view.verdict import count_here, describe_finding, place_of, verdicts
-from statsd_bn.members import Members, format_ranks
+from server.view.verdict import count_here, describe_finding, name_ranks, place_of, verdicts
 from statsd_bn.messages import WORLD
 from statsd_bn.text import duration, escape, percent, two_digits
 
@@ -80,8 +79,9 @@ def _group(group: dict[str, Any], snapshot: Snapshot) -> Iterator[str]:
         yield f"  and {left_out} more ranks"
     for round_ in group["waiting"]:
         if round_["seconds"] >= WAIT_SECONDS:
-            text = f"waiting {round_['seconds']:.1f} s for {_missing(round_)}: {round_['phase']} of {place_of(round_)}"
-            yield from _wrapped(f"{text}, step {round_['step']}", "    ", "  ")
+            whom = name_ranks(round_["missing"], round_.get("missing_left_out", 0))
+            where = f"{round_['phase']} of {place_of(round_)}, step {round_['step']}"
+            yield from _wrapped(f"waiting {round_['seconds']:.1f} s for {whom}: {where}", "    ", "  ")
     if left_out := group.get("waiting_left_out"):
         yield f"  and {left_out} more rounds"
 
@@ -104,7 +104,7 @@ def _facts(group: dict[str, Any], snapshot: Snapshot) -> Iterator[str]:
         if transport := member.get("transport"):
             users.setdefault(transport, []).append(member["member"])
     if users:
-        of = [f"{transport} of {format_ranks(Members.of(ranks))}" for transport, ranks in users.items()]
+        of = [f"{transport} of {name_ranks(ranks)}" for transport, ranks in users.items()]
         why = group.get("why_not_faster")
         yield f"transport {', '.join(of if len(users) > 1 else users)}" + (f": {why}" if why else "")
 
@@ -121,8 +121,3 @@ def _rank(member: dict[str, Any]) -> list[str]:
     flag = f", {member['flag']}" if member["flag"] else ""
     text = f"{member['place']}{replicas}{flag}: {member['doing']}"
     return _wrapped(text, " " * INDENT, f"{columns}  ")
-
-
-def _missing(round_: dict[str, Any]) -> str:
-    left_out = round_.get("missing_left_out")
-    return format_ranks(Members.of(round_["missing"])) + (f" and {left_out} more" if left_out else "")

@@ -3,7 +3,7 @@
 The page and `status` print these words and decide nothing themselves, so they cannot contradict each other.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +76,11 @@ def _name(group: Group, rank: int) -> str:
     return f"rank {rank} ({place})" if place else f"rank {rank}"
 
 
+def name_ranks(ranks: Iterable[int], more: int = 0) -> str:
+    """Ranks by number, and how many others, such as "ranks 0-7 and 4 more"."""
+    return format_ranks(Members.of(ranks)) + (f" and {more} more" if more else "")
+
+
 def _ranks(number: int) -> str:
     return f"{number} rank{'s' * (number != 1)}"
 
@@ -122,9 +127,9 @@ def is_finishing(group: Group) -> bool:
 def _non_finite(group: Group) -> Iterator[Verdict]:
     if not (first := group.get("first_non_finite")):
         return
-    ranks, step, more = first["ranks"], first["step"], first.get("ranks_left_out")
+    ranks, step, more = first["ranks"], first["step"], first.get("ranks_left_out", 0)
     what = first["what"].replace("inf", "infinity") or "NaN or infinity"
-    who = format_ranks(Members.of(ranks)) + (f" and {more} more" if more else "")
+    who = name_ranks(ranks, more)
     by = group.get("lost_by")
     before = f", {by['step'] - step} steps earlier" if by and by["step"] > step else ""
     channels = f", in {first['channels']} of {first['of']} channels" if first["of"] else ""
@@ -186,7 +191,7 @@ def _waiting(group: Group, now: float) -> Iterator[Verdict]:
         card = "Ranks", count_here(group), f"at least {group['min_members']} must take part"
     elif len(missing) > 1 or round_.get("missing_left_out"):
         more = round_.get("missing_left_out", 0)
-        whom = f"{len(missing) + more} ranks" if more else format_ranks(Members.of(missing))
+        whom = f"{len(missing) + more} ranks" if more else name_ranks(missing)
         place = f"; the others are at step {round_['step']}"
     else:
         (rank,) = missing
