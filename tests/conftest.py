@@ -83,10 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
-    """Puts the files that take long first in each worker's share, so that no worker ends with one while others idle.
-
-    xdist gives each worker as many tests, in their order; one that is through takes over the last ones of another.
-    """
+    """Puts slow files first in each xdist worker's share, whose last tests other workers may take over."""
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
@@ -103,10 +100,7 @@ def _dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Ends this process where the timeout of a test does not end the test: in a call of C, or in a fixture behind it.
-
-    `pytest-timeout` raises in the main thread, once. xdist reports the end of a worker as the failure of its test.
-    """
+    """Ends this process if the timeout's exception does not end the test: in a call of C, or in a later fixture."""
     _watch(item)
     try:
         return (yield)
@@ -291,10 +285,7 @@ def ranks(pool: ProcessPoolExecutor, tmp_path: Path) -> Callable[..., list[Any]]
 def over(
     members: Callable[..., list[Any]], ranks: Callable[..., list[Any]], server: Server, job: str
 ) -> Callable[..., list[Any]]:
-    """Runs `program(process, *arguments)` in n processes over one of `support.transports.TRANSPORTS`.
-
-    What else is given is given to `connect`, where there is a connection.
-    """
+    """Runs `program(process, *arguments)` in n processes over a transport of `TRANSPORTS`; options go to `connect`."""
 
     runs = itertools.count()
 

@@ -56,10 +56,7 @@ def changed(frame: bytes, chance: random.Random) -> bytes:
 
 
 def random_frames(chance: random.Random, number: int) -> list[bytes]:
-    """Frames as a connection may say them, one after the other; in most lists few are changed.
-
-    A connection with many that make no sense is soon ended, and the rest of them is not looked at.
-    """
+    """Frames of a connection; most lists change few, since a connection with many unsound ones is soon ended."""
     changes = chance.choice(CHANGES)
     sound = templates()
     frames = []

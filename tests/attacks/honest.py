@@ -137,10 +137,7 @@ def lengths(played: list[Played], first: float, last: float) -> list[float]:
 
 
 def slowed(played: list[Played], phases: list[tuple[float, float, float]]) -> tuple[float, float]:
-    """Slowdown of the median round, and of all rounds together, relative to the quiet phase before.
-
-    The second reveals a server that stalls now and then. Each is the median of all attacks.
-    """
+    """Slowdown of the median round and of all rounds, relative to the quiet phase before: medians of all attacks."""
     rounds, pauses = [], []
     for quiet, began, ended in phases:
         before, beside = lengths(played, quiet, began), lengths(played, began, ended)
@@ -192,10 +189,7 @@ def _new_pool() -> ProcessPoolExecutor:
 def honest_job_beside(
     workers: Workers, server: Attacked, *, slowdown: Slowdown = SLOWDOWN, min_members: int = 0
 ) -> Iterator[Beside]:
-    """Run the honest job beside attacks, and check the contract afterwards.
-
-    On a busy machine the pace is not judged: the test is skipped if the rest of the contract holds.
-    """
+    """Run the honest job during attacks, and check the contract afterwards; on a busy machine without the pace."""
     with Others() as others, TemporaryDirectory() as name:
         beside = workers.begin(server, Path(name), min_members)
         try:

@@ -65,11 +65,7 @@ class Proxy:
         self._order(lambda: self._cut_all(end))
 
     def stall(self, seconds: float, *directions: str) -> None:
-        """Keep all connections, and forward nothing of them in these directions (default: both) for some time.
-
-        Later connections are not affected: a member with a lost connection has less time to be heard again than a
-        silent one.
-        """
+        """Keep all connections, and forward nothing in these directions (default: both) for some time."""
         self._order(lambda: self._stall_all(time.monotonic() + seconds, directions or DIRECTIONS))
 
     def halve(self, direction: str, end: str = RST) -> None:

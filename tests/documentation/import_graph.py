@@ -53,11 +53,7 @@ def cycle(graph: Graph) -> list[str]:
 
 
 def packages(graph: Graph) -> dict[str, set[str]]:
-    """Which package imports which.
-
-    A package is a folder of client/ or server/, a file of server/ that stands beside its folders, or all of statsd_bn.
-    `client` and `server` themselves only hand on public names, so they are left out.
-    """
+    """Imports among packages (folders, and single files of server/), without the public `client` and `server`."""
     edges: dict[str, set[str]] = {}
     for module, imported in graph.items():
         if "." in module:

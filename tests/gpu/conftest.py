@@ -15,11 +15,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def inexact_sums_of_many(request: pytest.FixtureRequest, device: str) -> None:
-    """Expects that torch's kernel may lose digits where very few positions have very many samples.
-
-    A channel has one block there, of which 16 threads work on each position: each adds 65,536 of 2^20 samples one by
-    one in float32. On paper that is off by 2e-3.
-    """
+    """Expects that torch's kernel, whose threads each add 65,536 of 2^20 samples in float32, is off by 2e-3."""
     if device == "cuda":
         request.applymarker(pytest.mark.xfail(reason="torch's kernel adds 65,536 float32 numbers one by one"))
 

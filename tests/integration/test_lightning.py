@@ -170,10 +170,7 @@ def fail() -> None:
 
 
 def test_importing_the_client_imports_no_framework_and_no_compiler(tmp_path):
-    """Empty modules replace the frameworks, to catch imports of packages that are not installed.
-
-    The compiler takes longer to load than torch without it.
-    """
+    """Empty modules replace the frameworks, to catch imports of packages that are not installed."""
     names = {"lightning", "pytorch_lightning", "accelerate", "mmengine", "mmcv", "monai"}
     for name in names:
         (tmp_path / f"{name}.py").touch()

@@ -67,10 +67,7 @@ def _no_kernel(*_, **__):
 
 
 def rounds_of(network: Network, *, is_compiled: bool) -> list[list[Round]]:
-    """The rounds of each rank's first step, in the order in which it runs them; no rank waits for another.
-
-    Ranks with batches of one size run the same code, so it is compiled once for all of them.
-    """
+    """The rounds of each rank's first step in their order; ranks with batches of one size share the code."""
     by_size: dict[int, list[Round]] = {}
     for x in network.inputs(0):
         if len(x) in by_size:

@@ -61,10 +61,7 @@ TROUBLES: dict[str, Callable[[], None]] = {trouble.__name__: trouble for trouble
 
 
 def take_part(part: Part, pipe: Pipe, progress: Any) -> None:
-    """Connect, send `READY`, train the steps that the pipe allows, send a `Report`, and wait for release.
-
-    `progress` is a shared number, the finished steps.
-    """
+    """Connect, send `READY`, train the allowed steps (counted in `progress`), send a `Report`, and wait for release."""
 
     def run() -> Any:
         os.environ["STATSD_BN_INSECURE"] = "1"  # the proxies' doors are plain TCP

@@ -49,10 +49,7 @@ class Mode:
 
 
 class Network(nn.Module):
-    """Smooth everywhere: where a ReLU bends, a rounding error could become a jump.
-
-    No layer has a bias that the batch norm behind it cancels: its gradient would be rounding errors.
-    """
+    """Smooth, and without a bias that a batch norm cancels, whose gradient would be rounding errors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -127,11 +127,7 @@ def _blank(model: nn.Sequential) -> nn.Module:
 
 
 def train_with_averages(connection: client.Connection | None) -> tuple[Buffers, list[Tensor], int]:
-    """Two moving averages of the model, evaluated in and between the steps on member 0 alone.
-
-    Returns the state of all three, the averages' outputs for the same images, and the rounds of the steps and of the
-    averages.
-    """
+    """Two moving averages, evaluated on member 0 alone: all states, the averages' outputs, and the rounds."""
     model = network_of(connection)
     by_hand = copy.deepcopy(model).eval()
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True).eval()

@@ -274,10 +274,7 @@ REGIONS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
 def call_on_what_one_member_cannot_tell_apart(
     connection: client.Connection, region: str, reentrant: tuple[bool, ...], order: tuple[int, ...]
 ) -> list[Buffers]:
-    """The same with and without checkpoints; member 0 brings the same values to all calls; the order is backward's.
-
-    There are as many checkpoints around each other as `reentrant` says of which kind each is, the outermost first.
-    """
+    """The same with nested checkpoints (`reentrant`) and without; member 0 brings equal values to all calls."""
     results = []
     for kinds in (reentrant, ()):
         layer = _layer(3).double()

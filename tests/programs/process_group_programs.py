@@ -200,10 +200,7 @@ LOOK_SECONDS = 0.02
 
 
 def differ(rank: Any, seconds: float, endpoint: str = "", job: str = "") -> tuple[list[str], list[Any]]:
-    """The last rank's data are 25 times as large as the others', and in the last step rank 1 has infinity.
-
-    Returns this rank's warnings, and with an endpoint the server's findings.
-    """
+    """The last rank's data are 25 times as large, and rank 1 ends with infinity: warnings, server's findings."""
     torch.manual_seed(rank.rank)  # torch begins with one seed everywhere, and ranks that draw the same are a finding
     size = distributed.get_world_size()
     with ExitStack() as stack:

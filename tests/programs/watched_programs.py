@@ -30,10 +30,7 @@ def _samples(rank: int) -> torch.Tensor:
 
 
 def train_and_ask(connection: client.Connection) -> tuple[str, int, int, dict[str, Any]]:
-    """Transport, rounds and step of this rank, and on rank 0 the server's report of the job.
-
-    Rank 1 sends infinity in the last step.
-    """
+    """Transport, rounds, step, and on rank 0 the server's report; rank 1 sends infinity in the last step."""
     model, x = _model(), _samples(connection.rank)
     for _ in range(STEPS):
         model(x).square().sum().backward()

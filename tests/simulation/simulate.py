@@ -25,10 +25,7 @@ Chunk = tuple[int, int, str]
 
 
 def run_chunk(chunk: Chunk) -> tuple[Counters, list[tuple[int, str]]]:
-    """Run consecutive seeds; returns the counters and the findings by seed.
-
-    With a planted bug, only up to the first finding.
-    """
+    """Run consecutive seeds, with a planted bug up to its first finding; returns counters and findings by seed."""
     first, end, bug = chunk
     counters, found = Counters(), []
     # A world is a heap of things that know each other, all of which live until its end.

@@ -139,10 +139,7 @@ def _is_unheard_of(world: "World", key: RoundKey) -> bool:
 
 
 def _is_unknown_and_late(process: "Process") -> bool:
-    """Whether it joined before a restart of the server, and was late to say so, while no other had heard of it.
-
-    An elastic group waits for such members, but not long.
-    """
+    """Whether it joined before a restart of the server and said so too late for an elastic group."""
     world = process.world
     if not (process.is_newcomer and world.server.outages) or world.plan.weather.is_fair:
         return False

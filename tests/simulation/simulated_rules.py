@@ -208,10 +208,7 @@ def _asked_again_since(world: "World", member: int, since: float) -> bool:
 
 
 def _one_lost_all_its_time(world: "World") -> bool:
-    """Whether one that came too late to a round was in an earlier one all the while, and lost so many frames of that.
-
-    Each frame that is lost costs it seconds, as the protocol has it.
-    """
+    """Whether it was late because of lost frames in an earlier round, each of which costs seconds."""
     waits = [one for process in world.processes for one in process.outcomes]
     late = [one for one in waits if isinstance(one.error, errors.RoundTimeout)]
     return any(

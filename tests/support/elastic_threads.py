@@ -21,7 +21,7 @@ from client.training import gradients
 from client.training.gradients import average_gradients
 from client.transports import choose
 from statsd_bn.errors import ReplicaLost
-from support.memory_members import MemoryMaster, wait_until
+from support.memory_members import MemoryMaster, run_members, wait_until
 
 WAIT_SECONDS = 60.0
 
@@ -153,3 +153,14 @@ def own_connections() -> Iterator[None]:
         mock.patch.object(choose, "current_connection", here),
     ):
         yield
+
+
+def run_as_current(n: int, program: Callable[[Connection], Any]) -> list[Any]:
+    """As `run_members`, where each member's connection is the current one of its thread."""
+
+    def member(connection: Connection) -> Any:
+        use(connection)
+        return program(connection)
+
+    with own_connections():
+        return run_members(n, member)

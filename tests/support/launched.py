@@ -34,10 +34,7 @@ PATIENT = {"STATSD_BN_SILENCE_SECONDS": "60"}
 
 
 class Launched:
-    """A command and all that descends from it; a context manager that leaves nothing behind.
-
-    All processes have a mark in their environment, by which they are found wherever they are.
-    """
+    """A command and its descendants, found by a mark in their environment; leaving it leaves none behind."""
 
     def __init__(self, command: Sequence[str | Path], environ: dict[str, str], errors: Path) -> None:
         self._mark = uuid.uuid4().hex

@@ -87,10 +87,7 @@ MASKS: dict[str, Callable[[Tensor], Tensor | None]] = {
 
 @dataclass(frozen=True)
 class Shard:
-    """What one replica gets: a leaf, the input made of it, factors of the loss, and a mask.
-
-    `seen` takes the input's gradient as it arrives; `retain_grad` would copy it into another layout.
-    """
+    """What one replica gets: leaf, input, factors of the loss, mask; `seen` takes the input's gradient as is."""
 
     leaf: Tensor
     x: Tensor

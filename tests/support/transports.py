@@ -20,10 +20,7 @@ TRANSPORTS = (*HOST_TRANSPORTS, ON_DEVICE)
 
 @contextmanager
 def rows_on_devices() -> Iterator[None]:
-    """Treat the CPU as a device whose rows stay there, and gloo as a backend that gathers them there.
-
-    Without the native core: no device has it, and operator recorders such as CUDA graphs cannot see it.
-    """
+    """Treat the CPU as a device whose rows stay there, gathered by gloo, and without the native core."""
     without_core = tuple(backend for backend in engine.BACKENDS if not isinstance(backend, native.Native))
     with (
         mock.patch.multiple(device_rows, DEVICE_TYPES=frozenset({"cpu"}), HOST_BACKENDS=frozenset()),

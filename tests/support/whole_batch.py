@@ -30,10 +30,7 @@ Result = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Case:
-    """One layer, one whole batch, and how it is split.
-
-    `options` are the layer's keyword arguments as pairs, `frozen` its parameters that do not learn.
-    """
+    """One layer and a split batch; `options` are its keyword arguments as pairs, `frozen` its fixed parameters."""
 
     kind: str
     sizes: tuple[int, ...]

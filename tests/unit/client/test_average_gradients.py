@@ -13,8 +13,8 @@ from client.session.connection import Connection
 from client.training.gradients import average_gradients
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, RoundMismatch
-from support.elastic_threads import own_connections, use
-from support.memory_members import MemoryMaster, in_threads, outcome, run_members
+from support.elastic_threads import own_connections, run_as_current, use
+from support.memory_members import MemoryMaster, in_threads, outcome
 from support.sentences import says
 
 INPUTS = torch.randn(7, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -37,7 +37,6 @@ def gradients(network: nn.Module) -> list[torch.Tensor]:
 
 
 def averaged(connection: Connection) -> tuple[int, list[torch.Tensor]]:
-    use(connection)
     network, mine = client.convert_model(model()), INPUTS[SHARES[connection.rank]]
     network(mine).square().sum().backward()
     return average_gradients(network, len(mine)), gradients(network)
@@ -46,8 +45,7 @@ def averaged(connection: Connection) -> tuple[int, list[torch.Tensor]]:
 def test_unequal_shares_give_the_gradient_of_the_whole_batch():
     whole = model()
     whole(INPUTS).square().mean().backward()
-    with own_connections():
-        results = run_members(3, averaged)
+    results = run_as_current(3, averaged)
     assert abs(gradients(whole)[0]).max() > 1e-2
     for total, found in results:
         assert total == 7
@@ -60,16 +58,14 @@ def test_more_elements_than_a_round_takes_go_in_several():
     size = 2 * limits.MAX_CHANNELS + 3
 
     def average(connection: Connection) -> Any:
-        use(connection)
         weight = nn.Parameter(torch.zeros(size))
         weight.grad = torch.arange(size, dtype=torch.float32) * (connection.rank + 1)
         average_gradients([weight])
         return weight.grad, connection.rounds
 
-    with own_connections():
-        for gradient, rounds in run_members(2, average):
-            assert torch.equal(gradient, torch.arange(size, dtype=torch.float32) * 1.5)
-            assert rounds == 3
+    for gradient, rounds in run_as_current(2, average):
+        assert torch.equal(gradient, torch.arange(size, dtype=torch.float32) * 1.5)
+        assert rounds == 3
 
 
 def test_samples_outside_the_loss_participate_in_the_layers_backward_pass():
@@ -77,14 +73,12 @@ def test_samples_outside_the_loss_participate_in_the_layers_backward_pass():
     whole(INPUTS)[:5].square().sum().div(5).backward()
 
     def average(connection: Connection) -> Any:
-        use(connection)
         network, is_in_loss = client.convert_model(model()), connection.rank == 0
         outputs = network(INPUTS[slice(5) if is_in_loss else slice(5, 7)]).square().sum()
         (outputs * is_in_loss).backward()
         return average_gradients(network, 5 * is_in_loss), gradients(network)
 
-    with own_connections():
-        results = run_members(2, average)
+    results = run_as_current(2, average)
     for total, found in results:
         assert total == 5
         for one, expected in zip(found, gradients(whole), strict=True):
@@ -92,41 +86,35 @@ def test_samples_outside_the_loss_participate_in_the_layers_backward_pass():
 
 
 def test_without_any_sample_gradients_stay():
-    def average(connection: Connection) -> Any:
-        use(connection)
+    def average(_: Connection) -> Any:
         weight = nn.Parameter(torch.zeros(2))
         return average_gradients([weight], 0), weight.grad
 
-    with own_connections():
-        assert run_members(2, average) == [(0, None)] * 2
+    assert run_as_current(2, average) == [(0, None)] * 2
 
 
 def test_an_unused_parameter_is_not_moved():
     """Weight decay would move it if its gradient were 0; in one process it is None."""
 
     def average(connection: Connection) -> Any:
-        use(connection)
         used_by_one, unused = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
         if connection.rank:
             used_by_one.grad = torch.ones(2)
         average_gradients([unused, used_by_one])
         return unused.grad, used_by_one.grad.tolist()
 
-    with own_connections():
-        assert run_members(2, average) == [(None, [0.5, 0.5])] * 2
+    assert run_as_current(2, average) == [(None, [0.5, 0.5])] * 2
 
 
 def test_complex_gradients_keep_both_parts():
     def average(connection: Connection) -> Any:
-        use(connection)
         real, weight = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, 2, dtype=torch.complex64))
         real.grad = torch.ones(1)
         weight.grad = torch.tensor([[1 + 2j, 3 - 4j]]).conj() * connection.rank
         average_gradients([weight, real])
         return weight.grad.tolist(), real.grad.tolist()
 
-    with own_connections():
-        assert run_members(2, average) == [([[0.5 - 1j, 1.5 + 2j]], [1.0])] * 2
+    assert run_as_current(2, average) == [([[0.5 - 1j, 1.5 + 2j]], [1.0])] * 2
 
 
 def test_sparse_gradients_are_refused():
@@ -141,15 +129,13 @@ def test_sparse_gradients_are_refused():
 
 
 def test_half_precision_is_added_in_double():
-    def average(connection: Connection) -> Any:
-        use(connection)
+    def average(_: Connection) -> Any:
         weight = nn.Parameter(torch.zeros(1, dtype=torch.float16))
         weight.grad = torch.full((1,), 60000.0, dtype=torch.float16)
         average_gradients([weight])
         return weight.grad.item()
 
-    with own_connections():
-        assert run_members(2, average) == [60000.0] * 2
+    assert run_as_current(2, average) == [60000.0] * 2
 
 
 @pytest.mark.parametrize(("count", "average"), [(5, 2.0), (1, 10.0), (0, 10.0)])
@@ -163,11 +149,9 @@ def test_a_process_that_trains_alone_divides_its_own_gradients(count, average):
 
 def test_models_of_different_sizes_are_reported():
     def average(connection: Connection) -> Any:
-        use(connection)
         return outcome(lambda: average_gradients(nn.Linear(2, 2 + connection.rank)))
 
-    with own_connections():
-        assert [type(error) for error in run_members(2, average)] == [RoundMismatch] * 2
+    assert [type(error) for error in run_as_current(2, average)] == [RoundMismatch] * 2
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,7 @@ jobs = st.builds(Job, st.integers(1, 24), st.integers(1, 4), st.integers(1, 4), 
 
 @st.composite
 def fates(draw: Any) -> tuple[int, dict[int, int], dict[int, tuple[int, int]]]:
-    """The initial size, the rounds of deaths, and the joins by round of another member; a first member survives.
-
-    A dead member may have a successor of the same number.
-    """
+    """The initial size, the rounds of deaths, and the joins by round of another member; a first member survives."""
     world_size = draw(st.integers(1, 4))
     nr_newcomers = draw(st.integers(0, 2))
     survivor = draw(st.integers(0, world_size - 1))

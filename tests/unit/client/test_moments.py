@@ -12,8 +12,8 @@ import client
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, NonFinite, RoundMismatch
 from support.device_without_float64 import device_without_float64
-from support.elastic_threads import own_connections, use
-from support.memory_members import outcome, run_members
+from support.elastic_threads import run_as_current
+from support.memory_members import outcome
 from support.sentences import says
 
 X = torch.randn(6, 3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -53,27 +53,23 @@ def test_batches_of_other_shapes_are_refused():
 @pytest.mark.parametrize("shapes", [((4, 3), (4, 2)), ((4, 3, 2), (5, 2, 3))])
 def test_different_shapes_on_ranks_are_an_error_on_all(shapes):
     def measure(connection):
-        use(connection)
         return outcome(lambda: client.moments(torch.ones(shapes[connection.rank])))
 
-    with own_connections():
-        for error in run_members(2, measure):
-            assert isinstance(error, RoundMismatch)
-            assert "moments()" in str(error)
+    for error in run_as_current(2, measure):
+        assert isinstance(error, RoundMismatch)
+        assert "moments()" in str(error)
 
 
 def test_more_means_than_a_round_takes_go_in_several():
     x = torch.arange(2.0 * limits.MAX_CHANNELS + 3, dtype=torch.float64) * torch.tensor([[1.0], [3.0]])
 
     def measure(connection):
-        use(connection)
         return client.moments(x[connection.rank :: 2]), connection.rounds
 
-    with own_connections():
-        for found, rounds in run_members(2, measure):
-            assert (found.count, rounds) == (2, 3)
-            assert torch.equal(found.mean, x.mean(0))
-            assert torch.equal(found.var, x.var(0))
+    for found, rounds in run_as_current(2, measure):
+        assert (found.count, rounds) == (2, 3)
+        assert torch.equal(found.mean, x.mean(0))
+        assert torch.equal(found.var, x.var(0))
 
 
 def test_too_few_values_are_no_error():
