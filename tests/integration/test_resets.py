@@ -72,9 +72,10 @@ def suspected() -> System:
     return system
 
 
-def test_a_connection_that_has_dropped_nothing_is_not_suspected():
-    system = System(0, ANSWERS_NOT)
-    assert system.suspects(10.0) == []
+@pytest.mark.parametrize(("dropped", "suspected"), [(0, []), (1, [PEER])])
+def test_a_connection_without_drops_is_not_suspected_and_one_without_further_drops_kept(dropped, suspected):
+    system = System(dropped, ANSWERS_NOT)
+    assert system.suspects(10.0) == suspected
     assert system.resets.confirm_resets(20.0) == []
 
 
@@ -114,12 +115,6 @@ def test_what_is_dropped_later_is_a_suspicion_of_its_own(suspected):
 
 def test_a_peer_is_not_suspected_twice_at_a_time(suspected):
     assert suspected.suspects(10.1) == []
-
-
-def test_a_peer_without_further_drops_is_kept():
-    system = System(1, ANSWERS_NOT)
-    assert system.suspects(10.0) == [PEER]
-    assert system.resets.confirm_resets(20.0) == []
 
 
 def test_a_peer_that_need_not_answer_is_kept(suspected):

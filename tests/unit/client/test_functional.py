@@ -36,6 +36,11 @@ def tensors(sizes=SIZES, *, affine=True, dtype=torch.float64):
     return inputs, [weight] * len(sizes), [bias] * len(sizes)
 
 
+def leaves(**options):
+    inputs, weights, biases = tensors(**options)
+    return [x.requires_grad_() for x in inputs], weights, biases
+
+
 def slices(inputs, weights, biases):
     return [Slice(*parts) for parts in zip(inputs, weights, biases, strict=True)]
 
@@ -57,9 +62,7 @@ def test_an_unsupported_torch_func_transform_raises_torchs_error(transform, word
 
 def test_all_replicas_share_one_node_one_round_forward_and_one_backward():
     pipe = CountingPipe()
-    inputs, weights, biases = tensors()
-    for x in inputs:
-        x.requires_grad_()
+    inputs, weights, biases = leaves()
     outputs = batch_norm(slices(inputs, weights, biases), exchange(pipe))
     assert len({output.grad_fn for output in outputs}) == 1
     sum((output * output).sum() for output in outputs).backward()
@@ -116,9 +119,7 @@ def test_a_graph_that_is_kept_allows_another_backward_pass_even_after_another_fo
 
 
 def test_an_output_that_is_not_used_counts_as_zero_gradient():
-    inputs, weights, biases = tensors()
-    for x in inputs:
-        x.requires_grad_()
+    inputs, weights, biases = leaves()
     outputs = batch_norm(slices(inputs, weights, biases), exchange())
     (outputs[0] ** 2).sum().backward()
     whole = torch.cat([x.detach() for x in inputs]).requires_grad_()
@@ -128,9 +129,7 @@ def test_an_output_that_is_not_used_counts_as_zero_gradient():
 
 
 def test_outputs_may_be_changed_in_place():
-    inputs, weights, biases = tensors(affine=False)
-    for x in inputs:
-        x.requires_grad_()
+    inputs, weights, biases = leaves(affine=False)
     outputs = batch_norm(slices(inputs, weights, biases), exchange())
     sum((torch.relu_(output) * 2).sum() for output in outputs).backward()
     whole = torch.cat([x.detach() for x in inputs]).requires_grad_()

@@ -164,10 +164,10 @@ def test_a_rank_in_a_round_and_one_in_its_collective_are_reported_within_5_secon
     assert job.told[0][0].key is None
 
 
-@pytest.mark.parametrize("launched", [14, 15])
-def test_a_collective_does_not_wait_for_a_rank_that_has_begun_it(launched):
+@pytest.mark.parametrize("other", [{1: Process(of_0=14)}, {1: Process(of_0=15)}, {}], ids=["14", "15", "unknown"])
+def test_a_collective_does_not_wait_for_a_rank_that_has_begun_it_or_is_unknown(other):
     job = Job(2)
-    job.processes = {0: Process(LINE, held_in="0", of_0=14), 1: Process(of_0=launched)}
+    job.processes = {0: Process(LINE, held_in="0", of_0=14), **other}
     job.contribute(1)
     assert job.pass_time(60.0) == {}
 
@@ -208,13 +208,6 @@ def test_of_many_ranks_in_rounds_and_collectives_all_get_the_error():
     job.contribute(4, key("bn2", step=3))
     assert mismatched(job.pass_time(4.75)) == {2, 3, 4}
     assert [len(job.told[member]) for member in range(5)] == [1, 1, 0, 0, 0]
-
-
-def test_a_rank_with_unknown_numbers_proves_no_deadlock():
-    job = Job(2)
-    job.processes = {0: Process(LINE, held_in="0", of_0=14)}
-    job.contribute(1)
-    assert job.pass_time(60.0) == {}
 
 
 # The news of a broken job.

@@ -125,22 +125,22 @@ def test_a_member_that_leaves_while_others_return_breaks_a_strict_group():
     assert "rank 0 (place 0) failed with boom" in str(group.lost), "whoever comes too late is not the culprit"
 
 
-def test_a_refused_member_begins_no_recovery():
+@pytest.mark.parametrize(
+    ("comes", "error"),
+    [
+        (register(1, 2, server=SERVER, step=1, known=Members.of(range(2))), RegistrationRefused),
+        (register(0, 2, session=b"another-", server=SERVER, known=Members.of(range(2))), DuplicateMember),
+    ],
+    ids=["refused", "its place is taken"],
+)
+def test_a_refused_member_begins_no_recovery(comes, error):
     """Otherwise the group would open with the one that is there, without a known missing member."""
     group = Membership(register(0, 2))
     group.admit(0.0, register(0, 2), b"")
-    with pytest.raises(RegistrationRefused):
-        group.admit(0.0, register(1, 2, server=SERVER, step=1, known=Members.of(range(2))), b"")
+    with pytest.raises(error):
+        group.admit(0.0, comes, b"")
     assert group.recovery is None
     assert not group.advance(1.0)
-
-
-def test_a_member_whose_place_is_taken_begins_no_recovery():
-    group = Membership(register(0, 2))
-    group.admit(0.0, register(0, 2), b"")
-    with pytest.raises(DuplicateMember):
-        group.admit(0.0, register(0, 2, session=b"another-", server=SERVER, known=Members.of(range(2))), b"")
-    assert group.recovery is None
 
 
 @pytest.mark.parametrize("far", [{"step": 1}, {"results": 1}])

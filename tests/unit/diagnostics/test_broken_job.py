@@ -43,13 +43,18 @@ class FakeSampler:
 def play():
     sampler, ended = FakeSampler(), []
     job = BrokenJob(sampler, "rank 0 (a, pid 1)", 10.0, ended.append)
-    return SimpleNamespace(sampler=sampler, ended=ended, job=job)
+
+    def check_each_second(times=100, first=0.0, before=lambda _: None):
+        for number in range(times):
+            before(number)
+            job.check(first + number)
+
+    return SimpleNamespace(sampler=sampler, ended=ended, job=job, check_each_second=check_each_second)
 
 
 def test_nothing_happens_while_the_job_is_intact(play):
     play.sampler.hold("one")
-    for now in range(100):
-        play.job.check(now)
+    play.check_each_second()
     assert play.ended == []
 
 
@@ -85,20 +90,23 @@ def test_an_error_that_this_rank_has_raised_is_not_logged_as_well(play, caplog, 
     assert caplog.records == []
 
 
-def test_a_process_that_advances_through_collectives_is_never_ended(play):
-    play.job.report(LOST)
-    for now in range(100):
-        play.sampler.hold(f"call {now // 9}")
-        play.job.check(float(now))
-    assert play.ended == []
+def move_in_collectives(sampler, number):
+    sampler.hold(f"call {number // 9}")
 
 
-def test_a_process_that_computes_or_is_in_a_call_of_ours_is_never_ended(play):
+def move_behind_nccl(sampler, number):
+    sampler.behind = (f"train.py:{number // 9}", 7) if number % 20 else None
+
+
+def stay_in_a_call_of_ours(sampler, number):
+    if number == 0:
+        sampler.call_ours()
+
+
+@pytest.mark.parametrize("moves", [move_in_collectives, move_behind_nccl, stay_in_a_call_of_ours, lambda *_: None])
+def test_a_process_that_advances_computes_or_is_in_a_call_of_ours_is_never_ended(play, moves):
     play.job.report(LOST)
-    for where in (lambda: None, play.sampler.call_ours):
-        where()
-        for now in range(100):
-            play.job.check(float(now))
+    play.check_each_second(before=lambda number: moves(play.sampler, number))
     assert play.ended == []
 
 
@@ -126,19 +134,10 @@ def test_a_process_that_stalls_in_nccl_within_a_call_of_ours_is_ended_later(play
     assert len(play.ended) == 1
 
 
-def test_a_process_whose_main_thread_moves_during_nccl_is_never_ended(play):
-    play.job.report(LOST)
-    for now in range(100):
-        play.sampler.behind = (f"train.py:{now // 9}", 7) if now % 20 else None
-        play.job.check(float(now))
-    assert play.ended == []
-
-
 def test_a_process_stalled_by_ranks_that_left_in_order_is_warned_and_not_ended(play, caplog):
     play.sampler.behind = ("train.py:1", 7)
     play.job.report(LEFT)
-    for now in range(100):
-        play.job.check(float(now))
+    play.check_each_second()
     assert "left before the others finished" in caplog.text
     assert play.ended == []
 
@@ -165,8 +164,7 @@ def test_a_process_that_waits_elsewhere_for_ranks_that_left_in_order_is_warned_a
     play.job.report(LEFT)
     play.job.check(0.0)
     assert caplog.records == []
-    for now in range(100):
-        play.job.check(EXIT_SECONDS + now)
+    play.check_each_second(first=EXIT_SECONDS)
     assert "left before the others finished" in caplog.text
     assert play.ended == []
 
