@@ -1,8 +1,4 @@
-"""Fuzz a real server through its socket, with connections that have a key, by ZeroMQ's own sockets.
-
-A hundred connections at a time, each with its own mark in all frames. No answer may have the mark of another one; the
-server must neither end nor raise; and the results of an honest job are checked to the bit.
-"""
+"""Fuzz a real server through marked connections: no answer may have another's mark; an honest job stays exact."""
 
 import os
 import random

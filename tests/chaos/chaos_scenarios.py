@@ -1,8 +1,4 @@
-"""The faults of the chaos tests, one function each: it causes the fault, and checks the promised outcome.
-
-A scenario takes a random generator, an empty folder and a number of faults, returns a `Result`, and raises a `Finding`
-for a broken promise. `test_chaos.py` runs each once or twice, `scripts/chaos` for any time.
-"""
+"""The faults of the chaos tests: each function causes one, and raises a `Finding` for a broken promise."""
 
 import functools
 import random

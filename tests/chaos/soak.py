@@ -1,8 +1,6 @@
 """Rounds in shared memory by the million, while the server and ranks are killed; `scripts/chaos soak` runs it.
 
-Each rank checks each aggregate to the bit against the sum that it computes itself, and of some rounds also against the
-server's. After the kill of a rank the others must raise ReplicaLost for it, and a new job runs the remaining rounds. At
-the end all ranks are killed at once in the middle of their rounds, and nothing of the memory may be left anywhere.
+Each aggregate is checked to the bit. At the end all ranks are killed at once, and none of the memory may be left.
 """
 
 import argparse

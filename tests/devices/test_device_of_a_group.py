@@ -1,8 +1,4 @@
-"""Host messages in a group whose backend takes only tensors of a GPU, like NCCL.
-
-The group's device is "cuda" without a number, which torch takes for the current device. Without `torch.cuda.set_device`
-that is the first GPU for every rank.
-"""
+"""Host messages in a group whose backend takes only GPU tensors, like NCCL, on torch's current device."""
 
 from types import SimpleNamespace
 

@@ -1,9 +1,7 @@
 """Runs a shell block of the documentation, command by command.
 
-Ports are replaced by free ones. `torchrun` with a script in no folder, such as train.py, runs the Python block before
-it in as many processes. They are forked from one that has loaded torch, since torchrun's own would load it for seconds
-each; with several nodes it is the real one, with an agent for each node, all of them on this machine. `docker` runs
-where an engine is asked for. `kubectl` makes secrets for no cluster; `test_kubernetes.py` checks what it would apply.
+Ports are replaced by free ones. `torchrun` runs the Python block before it in processes forked from one with torch, and
+with several nodes it is the real one. `docker` needs an engine; `kubectl` is checked by `test_kubernetes.py`.
 """
 
 import argparse

@@ -1,8 +1,7 @@
 """Every code block of docs/ runs, and every link there and in README.md leads somewhere.
 
-README.md's blocks run alone and as printed, see `test_readme.py`. A Python block of docs/ runs as it stands, in as many
-processes as it speaks of, with what `docs_stand_ins.py` lists; what it is to connect to is the tests' own server. A
-shell block runs command by command, see `docs_shell.py`.
+A Python block runs as it stands, in as many processes as it names, with the names of `docs_stand_ins.py` and the tests'
+own server; a shell block runs by `docs_shell.py`. `test_readme.py` runs README.md's blocks.
 """
 
 import re

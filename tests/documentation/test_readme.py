@@ -1,8 +1,6 @@
 """README.md, as a newcomer follows it: each script and command alone, exactly as printed, in an empty folder.
 
-A Python block is a whole script; the line before it names its file in backticks. A command is given to bash with the
-scripts that it names, and what it starts is real: torchrun, `python -m server`, DistributedDataParallel's defaults.
-The package is on the path, as `pip install` puts it. So nothing is prepared, and no name is given.
+The line before a script names its file. What a command starts is real, and only the package is on the path.
 """
 
 import os

@@ -1,8 +1,4 @@
-"""The tests of Synchronized-BatchNorm-PyTorch, with `client` for its name in their import lines.
-
-Its folder is on PYTHONPATH where `scripts/test frameworks seed=FOLDER` runs this. What asks there for two GPUs gets two
-replicas on the CPU.
-"""
+"""The tests of Synchronized-BatchNorm-PyTorch with `client` for its name; two GPUs are two replicas on the CPU."""
 
 import importlib.util
 import re

@@ -1,7 +1,6 @@
 """Ultralytics' own trainer with the recipe's callbacks, in two processes on the CPU.
 
-Its loss divides by what the labels of a rank's share weigh, so it is none of the whole batch. One process on the whole
-batch, with the sum of the shares' losses, has to come to the same weights and running statistics.
+Its loss divides by the labels' weight in a rank's share, so one process trains with the sum of the shares' losses.
 """
 
 import importlib.util

@@ -1,8 +1,4 @@
-"""torchvision's `references/classification/train.py` with the recipe: torchrun torchvision_program.py DIR BATCH.
-
-The script stays as it is but for the recipe's lines. With PLAIN set it has none of these, and no --sync-bn.
-What a CPU needs, and what makes trainings comparable, replaces functions of torch and torchvision before it starts.
-"""
+"""torchvision's training script, made comparable, with the recipe or PLAIN: torchvision_program.py DIR BATCH."""
 
 import importlib.util
 import os

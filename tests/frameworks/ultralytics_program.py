@@ -1,8 +1,4 @@
-"""Ultralytics' `YOLO.train` with the callbacks of the recipe: torchrun ultralytics_program.py DIR.
-
-Its trainer takes several processes for GPUs, and its validation needs torchvision's operators. So `OnTheCPU` puts gloo
-in the place of NCCL, and does not validate. With UNSYNCHRONISED set, the callbacks are left out.
-"""
+"""Ultralytics' `YOLO.train` with the recipe's callbacks on gloo, without validation: ultralytics_program.py DIR."""
 
 import os
 from copy import deepcopy

@@ -1,8 +1,6 @@
 """Plays fuzzed frames to the decoder and the pure server; `scripts/fuzz` runs it.
 
-First a real server gets them through its socket, see `attacks.socket_fuzz`. Then one without a socket gets random
-frames without an end, and its memory must stay flat. Then coverage leads the way (atheris, where it is installed): each
-play has a server of its own, and what has found new code is kept and changed.
+First to a real server's socket, then at random to one without, with flat memory, then led by coverage (atheris).
 """
 
 import argparse

@@ -1,8 +1,4 @@
-"""What fuzzed bytes are played to: a server without its socket, in which two small jobs are under way.
-
-Any bytes are a play: they say, one after the other, which frame comes from which peer, how much time passes, and who
-cannot be reached any more. Frames are sound ones with some bytes changed, so that most of them get far, or raw bytes.
-"""
+"""Plays bytes to a server without its socket: frames of peers, mostly sound ones with some bytes changed, and time."""
 
 from collections.abc import Iterator
 

@@ -1,8 +1,4 @@
-"""What goes wrong on the network between hosts, one function for each; it raises a `Finding` where a promise fails.
-
-The rules promise a result, to the bit, as long as no member is silent for 3.5 s; and an error for everybody, with the
-name of the one that cannot be reached, where one is.
-"""
+"""Faults of the network between hosts: the exact result below 3.5 s of silence, else an error with a name."""
 
 import functools
 import time

@@ -1,8 +1,4 @@
-"""A network between network namespaces: each has a TUN device, and this process forwards the packets.
-
-So partitions need nothing from the kernel but TUN. The kernels' TCP on both ends is real, and recovers as on a real
-network. It repairs late, lost, doubled and reordered packets; the simulator tries such messages.
-"""
+"""A network between namespaces with TUN devices: this process forwards packets between real TCP stacks."""
 
 import fcntl
 import os

@@ -1,9 +1,6 @@
-"""Torch's own distributed tests of `nn.SyncBatchNorm` on our layers, as a rank under torchrun.
+"""Torch's own distributed tests of `nn.SyncBatchNorm` on our layers, under torchrun, with the CPU for the GPU.
 
-    torchrun --nproc-per-node 2 torchs_own_tests.py
-
-Torch runs them on GPUs only. Here requests for a GPU get the CPU; the tests are otherwise unchanged. Rank 0 prints the
-transport and name of each passed test; a failure raises.
+Rank 0 prints the transport and name of each passed test; a failure raises.
 """
 
 import inspect

@@ -1,9 +1,6 @@
-"""The fault simulator: one seed is one world of members and a master, and whatever happens to them.
+"""The fault simulator: one seed is one world of members and a master, and its faults.
 
-Members run the real client's machines, the master is the real dispatcher, all as plain functions of a virtual time.
-`simulated_process.py` calls the machines, `simulated_network.py` has time and network, `simulated_plan.py` says what
-happens, `oracle.py` what must come out of a round, and `simulated_rules.py` what must be true of all else.
-`scripts/simulate` runs many seeds.
+Members run the real client's machines and the master is the real dispatcher, as plain functions of a virtual time.
 """
 
 import contextlib

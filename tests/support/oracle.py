@@ -1,8 +1,4 @@
-"""The expected aggregate of a round, computed independently of the product: plain Python floats, one after the other.
-
-A Python float is a binary64 number and `+` rounds to nearest, ties to even, as docs/protocol.md demands of each
-addition. `math.fsum`, which is exact, bounds the effect of the order.
-"""
+"""The expected aggregate of a round, by plain Python floats, added in order and bounded by `math.fsum`."""
 
 import itertools
 import math

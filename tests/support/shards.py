@@ -1,8 +1,4 @@
-"""Shards of every sort (empty, masked, of other types and layouts), and what three ways of running them give.
-
-The ways are member processes through a server, virtual replicas in one process, and torch's own layer on the whole
-batch. Results stay tensors, since numpy has neither bfloat16 nor channels_last; they leave a process as bytes.
-"""
+"""Shards of every sort, run by member processes, by virtual replicas, and by torch's own layer on the whole batch."""
 
 import io
 import itertools

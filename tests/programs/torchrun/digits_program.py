@@ -1,10 +1,4 @@
-"""examples/train_digits.py under torchrun, with a process killed in the middle of the training.
-
-    torchrun digits_program.py WHO [OPTION ...]
-
-WHO is "server", that of rank 0, or "worker": rank 1 in its first life. A kill from outside could come after the
-training.
-"""
+"""examples/train_digits.py under torchrun; WHO is killed: "server" or "worker", rank 1 in its first life."""
 
 import os
 import runpy

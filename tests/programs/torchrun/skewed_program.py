@@ -1,8 +1,4 @@
-"""A script under torchrun on three ranks over the default transport, in which one rank's images are brighter.
-
-It trains until the server has found something, or for long enough, and says what. That is not the first server, which
-is killed before it is asked.
-"""
+"""Three ranks under torchrun, one with brighter images, train until the second server has a finding."""
 
 import itertools
 import sys
