@@ -218,7 +218,6 @@ _jobs = itertools.count()
 
 @pytest.fixture
 def job() -> str:
-    """A job name that no other test uses."""
     return f"job-{next(_jobs)}"
 
 

@@ -13,7 +13,6 @@ from attacks.servers import Attacked
 
 @pytest.fixture
 def start(tmp_path) -> Iterator[Callable[..., Attacked]]:
-    """Starts servers with further options; all end with the test."""
     with ExitStack() as stack:
 
         def run(*options: str, **given: object) -> Attacked:

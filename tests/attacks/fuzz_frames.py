@@ -72,7 +72,6 @@ def random_frames(chance: random.Random, number: int) -> list[bytes]:
 
 
 def identities(chance: random.Random, lives: int) -> tuple[bytes, ...]:
-    """The routing ids that a handshake names: none, one or two."""
     kinds = (
         (),
         (),

@@ -163,7 +163,6 @@ class Workers:
         self._pool = _new_pool()
 
     def begin(self, server: Attacked, folder: Path, min_members: int = 0, tenant: str = "alice") -> Beside:
-        """Starts a job, and returns when its rounds are under way."""
         job, secret = job_of(tenant), server.secret_of(tenant)
         members = [
             self._pool.submit(play, server.endpoint, secret, job, number, folder, min_members) for number in (0, 1)

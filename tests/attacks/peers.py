@@ -28,8 +28,6 @@ def job_of(tenant: str) -> str:
 
 
 class Peers:
-    """Many DEALER sockets; a context manager that closes them all."""
-
     def __init__(self, server: Attacked, tenant: str = "bob") -> None:
         self._server = server
         self._keys = server.keys_of(tenant)
@@ -83,7 +81,6 @@ class Peer:
         return self.socket.recv() if self.socket.poll(int(seconds * 1000)) else None
 
     def ask(self, message: Message | bytes, seconds: float = ANSWER_SECONDS) -> Message | None:
-        """Sends a message and returns the next one that comes."""
         self.send(message)
         return self.receive(seconds)
 
@@ -92,7 +89,6 @@ class Peer:
 
 
 def greeting(mechanism: bytes = b"NULL", minor: int = 1) -> bytes:
-    """The first 64 bytes of a connection."""
     return SIGNATURE + bytes([3, minor]) + mechanism.ljust(20, b"\0") + bytes(32)
 
 
@@ -117,8 +113,6 @@ def handshake(*identities: bytes, kind: bytes = b"DEALER") -> bytes:
 
 
 class Wire:
-    """A plain socket to a server on TCP; a context manager."""
-
     def __init__(self, server: Attacked) -> None:
         self.socket = socket.create_connection(("127.0.0.1", server.port), timeout=ANSWER_SECONDS)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

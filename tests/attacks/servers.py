@@ -44,7 +44,6 @@ class Attacked:
 
     @property
     def ending(self) -> str:
-        """How it has ended, or "" while it runs."""
         code = self.process.poll()
         if code is None:
             return ""
@@ -98,7 +97,6 @@ def attacked(
 
 
 def keys_for_tenants(folder: Path) -> Path:
-    """Make the server's and the tenants' keys, unless they exist."""
     if folder.exists():
         return folder
     for tenant in TENANTS:
@@ -113,7 +111,6 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def end(process: "subprocess.Popen[str]") -> None:
-    """End a process at once; its shutdown is not under test."""
     process.kill()
     process.wait()
 

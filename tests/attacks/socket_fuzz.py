@@ -71,7 +71,6 @@ class Fuzz:
         self._marks: set[bytes] = set()
 
     def looks(self, frames: int) -> Iterator[None]:
-        """Continue until the server has processed this many frames."""
         last = time.monotonic() + 60 + SECONDS_FOR_EACH_MILLION * frames / 1e6
         while self._look() < frames:
             if time.monotonic() > last:
@@ -93,7 +92,6 @@ class Fuzz:
         return self.server.report(seconds=10.0)
 
     def mark(self) -> bytes:
-        """A mark that no other connection has had."""
         while True:
             found = self._chance.choice(b"ghijklmnopqrstuvw").to_bytes() + b"%05x" % self._chance.randrange(2**20)
             if found not in self._marks:
@@ -101,7 +99,6 @@ class Fuzz:
                 return found
 
     def check(self, mark: bytes, data: bytes) -> None:
-        """Raises Fuzzed if an answer has the mark of another connection."""
         found = {each for each in MARK.findall(data) if each != mark and each in self._marks}
         if found:
             place = data.index(min(found))
@@ -201,7 +198,6 @@ def fuzz_socket(frames: int, seed: int, workers: Workers) -> Tally:
 
 
 def main(frames: int, seed: int) -> None:
-    """Play until a server has processed this many frames; print the counts."""
     workers = Workers()
     try:
         tally = fuzz_socket(frames, seed, workers)

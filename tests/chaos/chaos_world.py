@@ -141,7 +141,6 @@ class Members:
         return range(len(self._members))
 
     def others(self, *members: int) -> list[int]:
-        """All numbers but these."""
         return [member for member in self.all if member not in members]
 
     @property
@@ -149,7 +148,6 @@ class Members:
         return [member.progress.value for member in self._members]
 
     def allow(self, steps: int) -> None:
-        """Lets them train so many steps more."""
         for member in self._members:
             with suppress(BrokenPipeError):
                 member.pipe.send(steps)
@@ -167,7 +165,6 @@ class Members:
         os.kill(self._members[member].process.pid, number)
 
     def told(self, member: int) -> Report:
-        """How its run ended; waits for that."""
         said = self._receive(member)
         require(isinstance(said, Report), f"member {member} said {said}")
         return said

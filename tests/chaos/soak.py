@@ -68,7 +68,6 @@ class Members:
 
     @property
     def have_told(self) -> bool:
-        """Whether all have ended their rounds, or one has failed."""
         return all(pipe.poll() for pipe in self._pipes)
 
     def reports(self, killed: int | None = None) -> list[Report]:

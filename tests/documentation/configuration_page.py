@@ -91,7 +91,6 @@ VARIABLES = """## Variables that the client reads
 
 
 def page() -> str:
-    """Returns the page as the code has it."""
     parts = (
         HEAD,
         FLAGS,
@@ -152,8 +151,6 @@ class _Made(Exception):
 
 
 def _parser_of(command: object) -> argparse.ArgumentParser:
-    """The parser of a command: `parse_args` is replaced to intercept it."""
-
     def stop(self: argparse.ArgumentParser, *_: object) -> None:
         raise _Made(self)
 

@@ -27,7 +27,6 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """Returns a page's blocks in their order."""
     text = page.read_text()
     found = [_block(page, text, match) for match in FENCE.finditer(text)]
     # A fence that the expression does not understand would hide its block from the tests.

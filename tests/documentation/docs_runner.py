@@ -68,7 +68,6 @@ def _serve(pipe: Connection) -> None:
 
 
 def run(told: Run) -> Outcome:
-    """Run a block in all its processes, and kill them after a timeout."""
     log = Path(told.folder) / "output"
     processes = [FORK.Process(target=_play, args=(told, environ, log)) for environ in told.environs]
     for process in processes:

@@ -51,7 +51,6 @@ def check_files(words: Words, folder: Path) -> None:
 
 
 def torchrun(words: Words) -> argparse.Namespace:
-    """Returns torchrun's arguments."""
     try:
         return get_args_parser().parse_args(list(words[1:]))
     except SystemExit:
@@ -230,7 +229,6 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _expanded(value: str) -> str:
-    """A value that may be what another command prints."""
     if not value.startswith("$("):
         return value
     command = ["bash", "-c", f'printf %s "{value}"']

@@ -65,7 +65,6 @@ def train(_: nn.Module) -> None:
 
 
 def names(text: str) -> dict[str, Any]:
-    """Returns the names for a block."""
     given = {name: value for name, value in globals().items() if not name.startswith("_")}
     if "transformers" in text:
         given |= {"model": WithLoss(), "dataset": [{"images": images[0], "labels": labels[0]}] * 6}

@@ -26,7 +26,6 @@ def _name(path: Path) -> str:
 
 @cache
 def imports(root: Path = ROOT) -> Graph:
-    """The modules that each module imports, of ours only."""
     known = modules(root)
     return {name: set(_imported(path, known)) - {name} for name, path in known.items()}
 

@@ -95,7 +95,6 @@ def test_extras_are_installed_from_a_clone(file):
 
 @pytest.fixture(scope="module")
 def python() -> Iterator[Callable[[Run], None]]:
-    """Runs Python blocks; raises AssertionError for one that fails."""
     with Runner() as runner:
 
         def run(told: Run) -> None:

@@ -97,8 +97,6 @@ def read_back(accuracy, weights, statistics, trip, seconds):
 
 @pytest.fixture
 def trained(server, job, tmp_path):
-    """Run an example as two ranks; returns output and saved state."""
-
     def run(script, *arguments):
         common = {"WORLD_SIZE": "2", "STATSD_BN_ENDPOINT": server.endpoint, "STATSD_BN_JOB": job}
         outputs, saved = ([tmp_path / f"{rank}.{kind}" for rank in range(2)] for kind in ("txt", "pt"))

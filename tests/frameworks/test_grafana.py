@@ -21,7 +21,6 @@ def as_grafana_reads_it(board: dict[str, Any]) -> Any:
 
 
 def unknown(mine: Any, read: Any, path: str = "") -> list[str]:
-    """Paths of missing or changed values."""
     if isinstance(mine, dict) and isinstance(read, dict):
         return [found for key, value in mine.items() for found in unknown(value, read.get(key), f"{path}/{key}")]
     if isinstance(mine, list) and isinstance(read, list) and len(mine) == len(read):

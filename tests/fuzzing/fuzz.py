@@ -35,7 +35,6 @@ def seeds() -> Iterator[bytes]:
 
 
 def random_play(chance: random.Random) -> bytes:
-    """Returns a play that is mostly sound frames, some of them changed."""
     turns = []
     for _ in range(chance.randrange(1, 40)):
         what = chance.choice((0, 2, 4, 5, 6, *[8] * 8, 9, 9, 10, 11))
@@ -45,7 +44,6 @@ def random_play(chance: random.Random) -> bytes:
 
 
 def flood(frames: int, seed: int) -> int:
-    """Plays random frames to one server; returns how many."""
     chance = random.Random(seed)
     play = Play()
     settled = 0

@@ -48,7 +48,6 @@ class Play:
         self._register()
 
     def run(self, data: bytes) -> None:
-        """Play the bytes; raise whatever a server must not raise."""
         source = iter(data)
         for _ in range(MOST_TURNS):
             turn = next(source, None)

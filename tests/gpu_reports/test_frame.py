@@ -60,8 +60,6 @@ def plan(tmp_path, monkeypatch):
 
 @pytest.fixture
 def report(tmp_path, capsys):
-    """Runs steps and returns the exit status, the results by step and the report's text."""
-
     def run(*plans, known=(), **options):
         folder = tmp_path / "report"
         status = program.report(Runner(stand_in=True, **options), plans, Results.load(folder), (*plans, *known))

@@ -33,7 +33,6 @@ PLANTS = [
 
 
 def report(folder, *arguments):
-    """Returns the exit status, the results by step and the text of a report."""
     # Longer than a report takes on a busy machine, and shorter than pytest's timeout.
     command = [ROOT / "scripts" / "gpu-report", "--stand-in", "--seconds=840", "--output", folder, *arguments]
     done = subprocess.run(command, env=on_path(), capture_output=True, text=True, check=False)

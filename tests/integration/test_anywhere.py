@@ -18,8 +18,6 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]  # torchrun twice
 
 @pytest.fixture
 def start(tmp_path):
-    """Runs a command with nothing configured; returns its lines."""
-
     def run(*command, **environ):
         kept = {name: value for name, value in os.environ.items() if not name.startswith("STATSD_BN_")}
         path = os.pathsep.join([str(ROOT), str(TESTS)])

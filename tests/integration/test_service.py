@@ -95,7 +95,6 @@ def dial() -> Iterator[Callable[[str], Dealer]]:
 
 
 def join_all(dealers: list[Dealer], **given: Any) -> None:
-    """Registers a member per socket and waits until their group is open."""
     for member, dealer in enumerate(dealers):
         dealer.send(register(member, len(dealers), **given))
     for dealer in dealers:

@@ -46,7 +46,6 @@ pytestmark = [pytest.mark.alone, pytest.mark.processes]
 
 @contextmanager
 def page_server(folder, port, state):
-    """The page over a pretended server; yields what changes its state."""
     file = folder / "state.json"
 
     def change(state, **more):
@@ -77,7 +76,6 @@ def axe(tmp_path_factory):
 
 @pytest.fixture
 def opened(chromium, tmp_path):
-    """Opens the page in a state; returns what changes the state."""
     with ExitStack() as stack:
 
         def open_(state="healthy", **more):

@@ -36,7 +36,6 @@ WAIT_SECONDS = 30.0
 # Until four processes have imported torch, maybe on a busy machine.
 @contextlib.contextmanager
 def planted_job(endpoint, job):
-    """Two ranks that have exchanged a NaN of rank 1's; then rank 0 waits for rank 1."""
     stem, head = key("stem.bn", job=job), key("head.bn", job=job)
     said = [
         *(register(rank, 2, job=job) for rank in range(2)),
@@ -65,7 +64,6 @@ def wait_for(look, *facts, seconds=WAIT_SECONDS):
 
 @contextlib.contextmanager
 def viewing(*arguments):
-    """Serves the page; returns what fetches an address of it, as text."""
     with view_page(*arguments) as (_, port, token):
 
         def fetch(path, **query):

@@ -10,7 +10,6 @@ from netns.netns_world import reason_to_skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the scenarios and prints the table; returns 1 if there was a finding, else 0."""
     parser = argparse.ArgumentParser(
         prog="scripts/test netns",
         description="A server and members in network namespaces of their own, on a wire that is cut. "

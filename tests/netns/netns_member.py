@@ -29,7 +29,6 @@ def train(steps: int, member: int) -> str:
 
 
 def main() -> None:
-    """Runs one member by the command line: endpoint, member, world size, steps, deadline."""
     endpoint, member, world_size, steps, deadline = sys.argv[1:]
 
     def run() -> str:

@@ -60,7 +60,6 @@ class Host:
             _ip("-n", self.name, *words.format(self.ip).split())
 
     def close(self) -> None:
-        """Removes it; harmless when it was never made."""
         if self.device >= 0:
             os.close(self.device)
         subprocess.run(["ip", "netns", "del", self.name], check=False, capture_output=True)
@@ -102,11 +101,9 @@ class Network:
             host.close()
 
     def part(self, *ways: tuple[Host, Host]) -> None:
-        """Lets nothing through on these ways, each from one host to another; all others are open."""
         self.wire.cut((one.address, other.address) for one, other in ways)
 
     def isolate(self, host: Host) -> None:
-        """Lets nothing through from or to a host."""
         others = [other for other in self.hosts if other is not host]
         self.part(*((host, other) for other in others), *((other, host) for other in others))
 
@@ -179,7 +176,6 @@ class Members:
             time.sleep(0.01)
 
     def results(self) -> list[dict[str, Any]]:
-        """How each ended: its digest, or its error's kind, text and fields, and the seconds it took for that."""
         for process in self._processes:
             try:
                 process.wait(WAIT_SECONDS)

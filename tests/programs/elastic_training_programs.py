@@ -32,7 +32,6 @@ class Process:
             pass
 
     def result(self) -> tuple[bytes, list[float], int]:
-        """Returns the bits of its model and optimizer, how often it learnt each sample, and how many batches it had."""
         while isinstance(message := self._message(), int):
             pass
         return message

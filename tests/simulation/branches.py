@@ -67,7 +67,6 @@ def _with_server(arguments: argparse.Namespace, play: Callable[[Callable[[int, i
 
 
 def main() -> int:
-    """Returns how many networks failed, at most 100."""
     parser = argparse.ArgumentParser(prog="scripts/simulate branches", description=__doc__)
     parser.add_argument("--networks", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of the first network")

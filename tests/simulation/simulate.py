@@ -52,7 +52,6 @@ def _begin_process() -> None:
 
 
 def run_seeds(first: int, end: int, bug: str = "", jobs: int = 1) -> Iterator[tuple[Counters, list[tuple[int, str]]]]:
-    """Run seeds in several processes; yields the results in the order of the seeds."""
     chunks = [(start, min(start + CHUNK, end), bug) for start in range(first, end, CHUNK)]
     if jobs == 1:
         # Frozen, the objects of this process cost the garbage collections of the worlds nothing.
@@ -67,12 +66,10 @@ def run_seeds(first: int, end: int, bug: str = "", jobs: int = 1) -> Iterator[tu
 
 
 def first_finding(results: Iterable[tuple[Counters, list[tuple[int, str]]]]) -> tuple[int, str] | None:
-    """Returns the first seed that found something, and what."""
     return next((found[0] for _, found in results if found), None)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 1 if something was found."""
     options = _parse(arguments)
     if options.list:
         for name, plant in BUGS.items():

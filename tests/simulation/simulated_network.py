@@ -403,7 +403,6 @@ def decode_once(frame: bytes) -> Message:
 
 
 def is_sound(frame: bytes) -> bool:
-    """Whether a frame came undamaged."""
     try:
         decode_once(frame)
     except StatsdBNError:

@@ -82,7 +82,6 @@ class SimulatedProcess:
         self._clock.at(self.frozen_until, self._thaw)
 
     def end(self, *, silently: bool) -> None:
-        """Ends it at once; it sends nothing more."""
         self.alive = False
         self._network.vanish(self, silently=silently)
         self._program.close()
@@ -110,7 +109,6 @@ class SimulatedProcess:
         self.send([session.leave(cause) for session in self.sessions.values()])
 
     def send(self, frames: list[bytes]) -> None:
-        """Sends frames that need no answer."""
         if frames:
             channel = self._borrow_channel()
             for frame in frames:

@@ -99,7 +99,6 @@ def errors(driver: webdriver.Chrome) -> list[dict[str, Any]]:
 
 
 def show(driver: webdriver.Chrome, width: int = 1280, height: int = 900, scale: float = 1, **media: str) -> None:
-    """Set the size of the window, and media features such as `prefers_color_scheme`."""
     features = [{"name": name.replace("_", "-"), "value": value} for name, value in media.items()]
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 500}

@@ -7,6 +7,5 @@ from client.launch import server_process
 
 
 def kill_own_server() -> None:
-    """Kill the server of this process, if any; its job continues with the next one."""
     for started in server_process._started:
         os.kill(started._process.pid, signal.SIGKILL)

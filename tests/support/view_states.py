@@ -218,7 +218,6 @@ def group(state: str, ranks: int, names: list[str], now: float, job: str) -> dic
 
 
 def member(rank: int, state: str) -> dict[str, Any]:
-    """A member; the odd and the late rank have their flags."""
     chance = random.Random(rank)
     flag, severity, share, doing = "", 0, 0.0, "computes"
     waits = 0.08 + 0.03 * chance.random()

@@ -35,7 +35,6 @@ class Architecture:
         return start if start == self.module else f"{self.module}: {start}"
 
     def build(self, **options: Any) -> nn.Module:
-        """Makes it without weights of others."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if self.library == "timm":
@@ -52,7 +51,6 @@ class Survey:
 
 
 def architectures(only: str = "") -> Iterator[Architecture]:
-    """All of both libraries, or those with a name or family that matches a pattern such as `resnet*`."""
     for found in (*_torchvisions(), *_timms()):
         if found.name.startswith(NO_ARCHITECTURE) and found.name != only:
             continue

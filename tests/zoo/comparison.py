@@ -45,7 +45,6 @@ class Output:
 
 
 def compare(specimen: Specimen) -> Comparison:
-    """Converts a copy of the network, trains one step of both, and reverts the conversion."""
     whole, twin = specimen.model, copy.deepcopy(specimen.model)
     alone = _alone(copy.deepcopy(whole), specimen.inputs)
     before = _Anatomy(twin)

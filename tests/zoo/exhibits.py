@@ -43,7 +43,6 @@ class Exhibit:
 
 
 def exhibit(survey: Survey) -> list[Exhibit]:
-    """Compares a network, or each of its parts; whatever it raises becomes a problem."""
     who = survey.architecture
     known = {"library": who.library, "family": who.family, "name": who.name}
     if survey.problem:

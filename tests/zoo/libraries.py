@@ -35,7 +35,6 @@ def library(name: str) -> ModuleType:
 
 
 def is_there(name: str) -> bool:
-    """Whether a library can be imported."""
     try:
         library(name)
     except ImportError:
@@ -44,7 +43,6 @@ def is_there(name: str) -> bool:
 
 
 def has_operators() -> bool:
-    """Whether torchvision's own operators are there."""
     return bool(library("torchvision").extension._has_ops())
 
 

@@ -20,7 +20,6 @@ Result = TypeVar("Result")
 
 
 def main() -> None:
-    """Ends with 1 if a network differs that could be compared."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="a network or family by its name, or a pattern such as 'resnet*'")
     parser.add_argument("--all", action="store_true", help="all networks, not only the smallest of each family")

@@ -31,8 +31,6 @@ Answers = list[tuple[bytes, messages.Message]]
 
 
 class Clock:
-    """A dispatcher, and time that passes as it does for a server: in ticks."""
-
     def __init__(self) -> None:
         self.now = 100.0
         self.dispatcher = Dispatcher(b"server-0", self.now)

@@ -7,7 +7,6 @@ from statsd_bn import Moments
 
 
 def moments(x: np.ndarray) -> Moments:
-    """The moments of a batch of shape (N, C), measured as a replica does."""
     if not len(x):
         return Moments.empty(x.shape[1])
     mean = x.mean(axis=0, dtype=np.float64)
@@ -22,7 +21,6 @@ def assert_close(one: Moments, other: Moments) -> None:
 
 @st.composite
 def batches(draw: st.DrawFn, sizes: st.SearchStrategy[list[int]]) -> list[np.ndarray]:
-    """Unequal parts of one batch of shape (N, 3)."""
     seed = draw(st.integers(0, 2**32 - 1))
     scale = draw(st.sampled_from([1e-3, 1.0, 1e3]))
     shift = draw(st.sampled_from([0.0, -5.0, 100.0]))

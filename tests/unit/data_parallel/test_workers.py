@@ -8,7 +8,6 @@ from client.data_parallel.any_device import run_tasks
 
 
 def idents_of(number):
-    """Returns the threads that `number` tasks ran in, all at the same time."""
     found = []
     together = threading.Barrier(number, timeout=20)
 

@@ -75,7 +75,6 @@ SOUND = [
 
 @st.composite
 def mutated(draw: st.DrawFn) -> bytes:
-    """A frame that the dispatcher knows, with some bytes changed, cut or doubled."""
     frame = bytearray(draw(st.sampled_from(SOUND)))
     for place, value in draw(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 255)), max_size=4)):
         frame[place % len(frame)] = value

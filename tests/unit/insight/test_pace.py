@@ -19,8 +19,6 @@ STEP = 0.4
 
 
 class Job:
-    """A group of ranks with their own compute times before each round."""
-
     def __init__(self, ranks: int) -> None:
         self.now, self.step = 0.0, 0
         self.master = SyncMaster(b"server-0", register(0, ranks))

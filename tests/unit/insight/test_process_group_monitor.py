@@ -15,7 +15,6 @@ RANKS = (4, 5, 7)
 
 
 def round_of(here, now, scale):
-    """Rows of three ranks, of which the last has data of another scale."""
     data = np.random.default_rng(int(now)).normal(0, 1, (3, 32, 8))
     data[2] *= scale
     values = np.stack([data.sum(axis=1), (data**2).sum(axis=1)], axis=1)

@@ -6,7 +6,6 @@ from client.launch.server_process import IMMEDIATE_RESTARTS, MAX_FAILED_STARTS, 
 
 
 def ends(every, times):
-    """The pauses of a server that lives so long after each start."""
     restarts, now, pauses = Restarts(), 0.0, []
     for _ in range(times):
         now += every

@@ -34,7 +34,6 @@ def store(monkeypatch):
 
 @pytest.fixture
 def entry_of(store, monkeypatch):
-    """Opens the next entry of a process; each process counts its own."""
     address = StoreAddress("127.0.0.1", store.port)
     counts = {}
 
@@ -116,8 +115,6 @@ def test_a_store_whose_process_is_frozen_ends_the_wait_in_time(entry_of, monkeyp
 
 
 class _Frozen:
-    """A store of a stopped process: torch sends a request, and waits."""
-
     def __init__(self):
         self.thaw = threading.Event()
 

@@ -18,8 +18,6 @@ UNANSWERED_SECONDS = 2.0
 
 
 class Fake:
-    """Servers at one endpoint, one after the other, with scripted answers."""
-
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
         self.questions: list[str] = []

@@ -42,7 +42,6 @@ REPORT = {"server": "abcd", "seconds": 61.7, "received": 40, "bad_frames": 2, "g
 
 @pytest.fixture(autouse=True)
 def insecure(monkeypatch):
-    """The fake servers here have no keys."""
     monkeypatch.setenv("STATSD_BN_INSECURE", "1")
 
 
@@ -273,7 +272,6 @@ def test_a_check_of_a_server_with_an_unknown_port_is_a_usage_error(bound, monkey
 
 @pytest.fixture
 def somebody() -> Iterator[Callable[[bytes], str]]:
-    """Listens on an endpoint and gives one answer, the same whatever it is asked."""
     threads = []
     with zmq.Context() as context:
 

@@ -15,7 +15,6 @@ class Terminal(io.StringIO):
 
 
 def paused(times: int):
-    """A pause that is interrupted after so many times, as by Ctrl-C."""
     left = iter(range(times - 1))
 
     def pause(seconds: float) -> None:

@@ -13,7 +13,6 @@ LAYERS = ["stem", "block", "head"]
 
 
 def figures(rng, members, samples=4, channels=4, odd=None, scale=1.0, shift=0.0):
-    """Figures of samples that each have a level of their own, as neighbouring pixels do."""
     level = rng.normal(0, 1, (members, samples, 1, channels))
     data = level + rng.normal(0, 1, (members, samples, 16, channels))
     if odd is not None:
@@ -23,7 +22,6 @@ def figures(rng, members, samples=4, channels=4, odd=None, scale=1.0, shift=0.0)
 
 
 def looks(of_group, members, number=40, layers=LAYERS, seed=0, first=0, **odd):
-    """A number of samples, one a second and each ten steps; returns the finding and its sample."""
     rng, found = np.random.default_rng(seed), []
     for look in range(first, first + number):
         values = np.stack([figures(rng, members, **odd) for _ in layers])

@@ -7,7 +7,6 @@ from statsd_bn.skew import COUNT, FIGURES, MEAN, PART, VARIANCE, compute_figures
 
 
 def rows_of(data):
-    """The counts and rows of members with data of shape (values, channels) each."""
     counts = np.array([len(one) for one in data], np.float64)
     return counts, np.array([[one.sum(axis=0), (one**2).sum(axis=0)] for one in data])
 

@@ -41,7 +41,6 @@ def rows(first: float, replicas: int = 1, channels: int = 4, vectors: int = 2, c
 
 
 def meet(memories: list[GroupMemory], brought: list[Rows], digests: list[int] | None = None) -> list[int]:
-    """All come, one after the other; returns how each finds the round."""
     for mine, own, digest in zip(memories, brought, digests or [7] * len(brought), strict=True):
         mine.arrive(digest, own)
     return [mine.wait(0.0) for mine in memories]

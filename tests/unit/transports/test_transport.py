@@ -219,7 +219,6 @@ def test_a_memory_name_other_than_text_is_refused(monkeypatch, caplog):
 
 
 def _outcomes(n, program, master=None):
-    """What each member's program returns or raises; an exception ends its connection, as in a script."""
     master = master or MemoryMaster()
 
     def member(number):

@@ -16,8 +16,6 @@ VALUES = np.array([[10.0, 0.5, 1.0, 0.1], [10.0, -0.5, 9.0, 0.25]])
 
 
 class Server:
-    """Answers like a server with these layers in each job that it knows, so many in an answer."""
-
     def __init__(self, layers, job="digits", each=2):
         self.layers, self.job, self.each = layers, job, each
         self.asked = []

@@ -21,7 +21,6 @@ ANSWER_SECONDS = 5.0
 
 
 def page(endpoint):
-    """The page, which may have few files open."""
     return view_page(endpoint, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES)))
 
 
