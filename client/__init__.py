@@ -33,8 +33,7 @@ from client.nn.conversion import (
 )
 from client.nn.subclasses import rebuilt_layer as rebuilt_layer  # not public, but pickles name it
 from client.nn.subclasses import synchronized_class
-from client.session.connection import Connection
-from client.session.current import current_connection, disconnect, local_group
+from client.session.connection import Connection, current_connection, disconnect, local_group
 from client.session.groups import Group
 from client.training.ddp_handler import DDPHandler
 from client.training.gradients import average_gradients

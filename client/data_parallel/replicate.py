@@ -14,7 +14,7 @@ from torch.fx import Proxy
 
 from client.data_parallel import any_device, sync_master
 from client.data_parallel.barrier import Barrier
-from client.session.current import current_connection
+from client.session.connection import current_connection
 from client.session.protocol.member import DEFAULT_ROUND_TIMEOUT
 from client.tracebacks import api_boundary
 from statsd_bn.errors import ConfigurationError

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from client.session.current import current_connection
+from client.session.connection import current_connection
 from statsd_bn.text import wrap
 
 

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 
 from client import serialization
 from client.elastic.sampler import ElasticSampler
-from client.session.connection import Connection
-from client.session.current import current_connection
+from client.session.connection import Connection, current_connection
 from client.session.protocol.registration import cause_of
 from client.tracebacks import api_boundary
 from statsd_bn import limits

@@ -9,8 +9,7 @@ from typing import Any
 from torch import distributed
 
 from client.launch.connect import connect
-from client.session.connection import Connection
-from client.session.current import current_connection
+from client.session.connection import Connection, current_connection
 
 
 def connect_unless_connected(**options: Any) -> Connection | None:

@@ -16,7 +16,7 @@ from torch import nn
 from client.integrations import connect_unless_connected
 from client.nn.batchnorm import SynchronizedBatchNorm
 from client.nn.conversion import convert, revert
-from client.session.current import current_connection
+from client.session.connection import current_connection
 from client.session.protocol.registration import cause_of
 
 if TYPE_CHECKING:

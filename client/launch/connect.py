@@ -23,8 +23,7 @@ from client.launch.launchers import ARGUMENT, DEFAULT
 from client.launch.own_server import Rendezvous, open_connection
 from client.launch.settings import Settings, resolve
 from client.session.channel_pool import in_process_channel_pool
-from client.session.connection import Connection
-from client.session.current import current_connection, set_current_connection
+from client.session.connection import Connection, current_connection, set_current_connection
 from client.session.protocol.member import BY_ELASTIC, DEFAULT_ABORT_AFTER, DEFAULT_ROUND_TIMEOUT, SHARED_MEMORY, STRICT
 from client.session.protocol.registration import cause_of
 from client.tracebacks import api_boundary

@@ -20,7 +20,7 @@ from client.nn.running_stats import DeferredUpdate, MomentAccumulator, check_chu
 from client.session.groups import Group
 from client.tracebacks import hide_internal_frames
 from client.transports.choose import Communicator, GroupSpec, communicator_for, resolve_group, transport_over
-from client.transports.named_process_group import NamedProcessGroup
+from client.transports.process_group import NamedProcessGroup
 from client.transports.transport import Transport
 from statsd_bn.errors import ConfigurationError, StatsdBNError
 

@@ -23,7 +23,7 @@ from client.nn.subclasses import bypasses_ours, convert_subclass, has_own_forwar
 from client.session.groups import Group
 from client.tracebacks import api_boundary
 from client.transports.choose import GroupSpec, resolve_group
-from client.transports.named_process_group import NamedProcessGroup, named
+from client.transports.process_group import NamedProcessGroup, named
 from statsd_bn import limits
 from statsd_bn.checks import check_name
 from statsd_bn.errors import ConfigurationError, ProtocolError

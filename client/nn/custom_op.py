@@ -30,10 +30,8 @@ from client.tracebacks import api_boundary
 from client.transports import device_rows
 from client.transports.choose import GroupSpec, transport_for
 from client.transports.device_rows import Count, LocalRows
-from client.transports.local import LocalPipe
-from client.transports.named_process_group import NamedProcessGroup
-from client.transports.process_group import ProcessGroupPipe
-from client.transports.transport import Transport
+from client.transports.process_group import NamedProcessGroup, ProcessGroupPipe
+from client.transports.transport import LocalPipe, Transport
 from statsd_bn.round_key import BACKWARD, FORWARD
 
 # Rows of the statistics: four for `ChannelStatistics`, three for the running statistics, and whether these are updated.

@@ -14,7 +14,7 @@ from client.nn.override import BatchNormCall, without_override
 from client.nn.running_stats import DeferredUpdate
 from client.ops import engine
 from client.ops.checkpointing import is_inside_backward
-from client.session.current import latest_connection
+from client.session.connection import latest_connection
 
 logger = logging.getLogger("statsd_bn.client")
 

@@ -30,7 +30,6 @@ from client.ops import non_finite
 from client.ops.device_errors import too_few_values
 from client.ops.exchange import PlainExchange
 from client.ops.statistics import ChannelMoments, ChannelStatistics, Running, compute_type, dense, is_dense, same_layout
-from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import BACKWARD, RoundKey
 
 CODES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.float64: F64}
@@ -271,7 +270,9 @@ class NativeExchange(PlainExchange):
     def _round(self, row: NativeRow, key: RoundKey | None) -> RoundKey:
         """Run the round of a pass and finish the pass; `key` as for `Transport.run_slave`; return the round's key."""
         result = self.transport.run_row(row, key, self.phase)
-        if isinstance(result, Aggregate) and not row.is_finished:
+        if isinstance(result, RoundKey):  # the core has finished the pass
+            return result
+        if not row.is_finished:
             if result.non_finite.runs:
                 non_finite.check(self.transport, row.contribution, result)
             # The count stays forward's: a member lost since then sends no gradient, but is part of the statistics.

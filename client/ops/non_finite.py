@@ -9,13 +9,11 @@ import logging
 import os
 from collections.abc import Mapping
 
-from client.session.connection import NON_FINITE, Connection
-from client.session.current import current_connection
+from client.session.connection import NON_FINITE, Connection, current_connection
 from client.session.groups import host_and_pid
 from client.session.protocol.member import IGNORE, ON_NONFINITE, RAISE, WARN
-from client.transports.local import LocalPipe
 from client.transports.server import SlavePipe
-from client.transports.transport import Transport
+from client.transports.transport import LocalPipe, Transport
 from statsd_bn.errors import ConfigurationError, NonFinite
 from statsd_bn.members import format_rank, format_ranks
 from statsd_bn.messages import Aggregate

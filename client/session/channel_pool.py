@@ -16,7 +16,7 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from client.session.heartbeat import HeartbeatSocket, new_socket, secure
+from client.session.heartbeat import Context, HeartbeatSocket, new_socket, secure
 from client.session.protocol.session import ResultT, StateMachine
 from statsd_bn import limits
 from statsd_bn.connect_errors import EVENTS, HandshakeMonitor, explain_no_answer, format_no_answer
@@ -24,30 +24,24 @@ from statsd_bn.endpoints import JOB_PREFIX, check_endpoint, ipc_path
 from statsd_bn.errors import ConfigurationError, ConnectionClosed
 from statsd_bn.keys import ClientKeys
 from statsd_bn.members import Members
-from statsd_bn.messages import Aggregate, Contribution, Message, Participation, Register, Registered, digest
+from statsd_bn.messages import Aggregate, Contribution, Participation, Register, Registered, digest
 from statsd_bn.reduction import join_in_order, sum_in_order
 from statsd_bn.round_key import GATHER
 from statsd_bn.wire import decode, encode
 
-# Timeout of the first, cheap wait, which suffices for most rounds.
-SHORT_SECONDS = 0.002
+SHORT_MILLISECONDS = 2  # of the first, cheap wait, which suffices for most rounds
+WATCH_SECONDS = 0.1  # interval at which a longer wait checks for a reconnect, after which sent frames may be lost
 
-# Interval at which a longer wait checks for a reconnect, after which sent frames may be lost.
-WATCH_SECONDS = 0.1
+# Timeouts for the last frames to leave when the connection closes, and for closing altogether.
+LINGER_MILLISECONDS = 1000
+CLOSE_SECONDS = 3.0
 
-# A plain integer, which is quicker than pyzmq's flag.
-_NOBLOCK = int(zmq.NOBLOCK)
-
-_WATCH_MILLISECONDS = int(WATCH_SECONDS * 1000)
+_NOBLOCK = int(zmq.NOBLOCK)  # a plain integer, which is quicker than pyzmq's flag
 
 # Endpoint of a connection that needs no server; the ID of its server, which lives as long as the process; its members.
 IN_PROCESS = "in process"
 _SERVER = bytes(limits.TOKEN_BYTES - 1) + b"\1"
 _ONLY = Members.of([0])
-
-# Timeouts for the last frames to leave when the connection closes, and for closing altogether.
-LINGER_MILLISECONDS = 1000
-CLOSE_SECONDS = 3.0
 
 
 class Channel(Protocol):
@@ -56,14 +50,12 @@ class Channel(Protocol):
     def send(self, frame: bytes) -> None:
         """Send a frame without waiting; it may be lost."""
 
-    def receive_soon(self) -> bytes | None:
-        """Return the next frame if one arrives within `SHORT_SECONDS`, else None."""
-
     def receive(self, seconds: float) -> bytes | None:
         """Return the next frame, or None at the timeout, to a tenth of a second, or after a reconnect."""
 
     def receive_nowait(self) -> bytes | None:
         """Return the next frame if one is there, else None."""
+        return self.receive(0.0)
 
     def close(self) -> None:
         """Close the channel; frames sent before still leave."""
@@ -73,19 +65,13 @@ def run_state_machine(machine: StateMachine[ResultT], channel: Channel) -> Resul
     """Run a state machine on a channel and return its result."""
     monotonic = time.monotonic
     frames, due, result = machine.begin(monotonic())
-    for frame in frames:
-        channel.send(frame)
-    answer = channel.receive_soon() if result is None else None
-    if answer is not None:
-        frames, due, result = machine.step(monotonic(), answer)
+    while True:
         for frame in frames:
             channel.send(frame)
-    while result is None:
+        if result is not None:
+            return result
         answer = channel.receive(due - monotonic())
         frames, due, result = machine.step(monotonic(), answer)
-        for frame in frames:
-            channel.send(frame)
-    return result
 
 
 class ChannelLease:
@@ -110,19 +96,17 @@ class ChannelLease:
 class ChannelPool:
     """A pool of channels to one server; a channel is closed after an error, since it may deliver a late answer."""
 
-    def __init__(self, endpoint: str, key: str = "") -> None:
+    def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
-        self.key = key  # this client's public key; empty for a server without keys
-        # The ends of a deque are thread-safe without a lock.
-        self._idle: deque[Channel] = deque()
+        self._idle: deque[Channel] = deque()  # its ends are thread-safe without a lock
 
     def channel(self) -> ChannelLease:
         """Lend a channel to the calling thread, for a `with` block."""
         try:
-            channel: Channel | None = self._idle.pop()
+            return ChannelLease(self._idle.pop(), self._idle)
         except IndexError:
-            channel = None
-        return ChannelLease(channel or self._open(), self._idle)
+            pass
+        return ChannelLease(self._open(), self._idle)
 
     def heartbeat_socket(self) -> HeartbeatSocket | None:
         """Open a socket for heartbeats, to be closed before the pool; None for a server in this process."""
@@ -155,7 +139,7 @@ class ZmqChannelPool(ChannelPool):
     """Channels over ZeroMQ DEALER sockets."""
 
     def __init__(self, endpoint: str, keys: ClientKeys | None = None) -> None:
-        super().__init__(endpoint, keys.pair.public if keys else "")
+        super().__init__(endpoint)
         self._keys = keys
         self._handshakes = HandshakeMonitor(endpoint, has_key=keys is not None)
         self._context = zmq.Context()
@@ -205,17 +189,11 @@ def _run_briefly(name: str, call: Callable[[], object]) -> None:
     thread.join(CLOSE_SECONDS)
 
 
-class _ZmqChannel:
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: str,
-        keys: ClientKeys | None,
-        handshakes: HandshakeMonitor,
-    ) -> None:
+class _ZmqChannel(Channel):
+    def __init__(self, context: Context, endpoint: str, keys: ClientKeys | None, handshakes: HandshakeMonitor) -> None:
         self._socket = new_socket(context, endpoint, LINGER_MILLISECONDS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.RCVTIMEO, int(SHORT_SECONDS * 1000))
+        self._socket.setsockopt(zmq.RCVTIMEO, SHORT_MILLISECONDS)
         self._monitor = self._socket.get_monitor_socket(EVENTS)
         self._handshakes = handshakes.new_socket()
         try:
@@ -241,15 +219,14 @@ class _ZmqChannel:
         except zmq.ContextTerminated as error:
             raise _closed() from error
 
-    def receive_soon(self) -> bytes | None:
-        # `recv` with a timeout takes fewer system calls than `poll` before it.
-        return self._receive(0)
-
     def receive(self, seconds: float) -> bytes | None:
         expiry = time.monotonic() + seconds
+        # `recv` with its short timeout takes fewer system calls than `poll` before it.
+        if (frame := self._receive(0)) is not None:
+            return frame
         while True:
             try:
-                if self._socket.poll(_WATCH_MILLISECONDS) and (frame := self.receive_nowait()) is not None:
+                if self._socket.poll(int(WATCH_SECONDS * 1000)) and (frame := self.receive_nowait()) is not None:
                     return frame
                 if time.monotonic() >= expiry or self._has_reconnected():
                     return None
@@ -317,7 +294,7 @@ class MemoryChannelPool(ChannelPool):
             self.deliver(self._receive(peer, frame))
 
 
-class _MemoryChannel:
+class _MemoryChannel(Channel):
     def __init__(self, call: Callable[[bytes], None], inbox: queue.Queue[bytes]) -> None:
         self._call = call
         self._inbox = inbox
@@ -325,17 +302,11 @@ class _MemoryChannel:
     def send(self, frame: bytes) -> None:
         self._call(frame)
 
-    def receive_soon(self) -> bytes | None:
-        return self.receive(SHORT_SECONDS)
-
     def receive(self, seconds: float) -> bytes | None:
         try:
             return self._inbox.get(timeout=max(0.0, seconds))
         except queue.Empty:
             return None
-
-    def receive_nowait(self) -> bytes | None:
-        return self.receive(0.0)
 
     def close(self) -> None:
         pass
@@ -343,20 +314,17 @@ class _MemoryChannel:
 
 def in_process_channel_pool() -> MemoryChannelPool:
     """Channels to a stand-in for the server of a strict job with one member, such as a notebook."""
-
-    def receive(peer: bytes, frame: bytes) -> list[tuple[bytes, bytes]]:
-        return [(peer, encode(answer)) for answer in _answers(decode(frame))]
-
-    return MemoryChannelPool(receive, IN_PROCESS)
+    return MemoryChannelPool(_answers, IN_PROCESS)
 
 
-def _answers(message: Message) -> Iterator[Message]:
+def _answers(peer: bytes, frame: bytes) -> Iterator[tuple[bytes, bytes]]:
+    message = decode(frame)
     if isinstance(message, Register):
         # A member that rejoins begins at a new step.
         is_rejoining = message.participation == Participation.REJOINING
         first_step = message.step + 1 if is_rejoining else message.first_step
-        yield Registered(digest(message.session), _SERVER, message.epoch, first_step, 0, _ONLY)
+        yield peer, encode(Registered(digest(message.session), _SERVER, message.epoch, first_step, 0, _ONLY))
     elif isinstance(message, Contribution):
         rows = message.rows
         combine = join_in_order if message.key.phase == GATHER else sum_in_order
-        yield Aggregate(message.key, len(rows.counts), sum(rows.counts), _ONLY, combine(rows.values))
+        yield peer, encode(Aggregate(message.key, len(rows.counts), sum(rows.counts), _ONLY, combine(rows.values)))

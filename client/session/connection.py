@@ -1,4 +1,4 @@
-"""Connection: this process as a member of its job, with its sessions, rounds and gathers.
+"""Connection: this process as a member of its job, with its sessions, rounds and gathers; and the current connection.
 
 Any thread may use it. A forked child must not, since it would share the sockets; it gets an error.
 """
@@ -36,11 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("statsd_bn.client")
 
-# Key of `non_finite_reports` for forward rounds.
-NON_FINITE = "finding"
-
-# Durations kept for `median_round_trip` and `metrics`.
-MAX_ROUND_TRIPS = 4096
+NON_FINITE = "finding"  # key of `non_finite_reports` for forward rounds
+MAX_ROUND_TRIPS = 4096  # durations kept for `median_round_trip` and `metrics`
 
 
 class Connection:
@@ -240,18 +237,6 @@ class Connection:
             hide_internal_frames(error)
             raise
 
-    def exchange(
-        self,
-        layer: str,
-        rows: Rows,
-        key: RoundKey | None = None,
-        group: Group | str | None = None,
-        phase: str = FORWARD,
-    ) -> Aggregate:
-        """Run one round over the server and return its aggregate; arguments and errors as in `round`."""
-        with self.round(layer, key, group, phase) as round_:
-            return self.over_server(round_.session, round_.key, rows)
-
     def over_server(self, session: Session, key: RoundKey, rows: Rows) -> Aggregate:
         """Exchange the rows of a round over the server."""
         return self.run(self.round_trip(session, key, rows))
@@ -263,13 +248,18 @@ class Connection:
 
     def round_trip(self, session: Session, key: RoundKey, rows: Rows) -> RoundTrip:
         """Return a round trip to the server, not yet begun."""
-        trip = RoundTrip(session, self.channel_pool.endpoint, key, rows, session.contribution(key, rows))
+        trip = RoundTrip(session, self.channel_pool.endpoint, key, rows)
         trip.is_gone = lambda: self.channel_pool.is_gone
         return trip
 
-    def gather_in_group(self, group: Group, name: str, data: bytes) -> list[bytes]:
-        """Gather the bytes of all members of a group, in the order of their ranks."""
-        return list(self._gather(group, name, data, is_counted=False).values())
+    def gather_in_group(self, group: Group, name: str, data: bytes, *, is_counted: bool = False) -> dict[int, bytes]:
+        """Gather the bytes of all members of a group, by rank, in order."""
+
+        def concatenate(part: FloatArray) -> Aggregate:
+            with self._begin_round(name, None, group, GATHER, is_counted=is_counted) as round_:
+                return self.over_server(round_.session, round_.key, Rows((0,), part[np.newaxis, np.newaxis]))
+
+        return all_gather.gather(concatenate, data, self.member.rank, len(self.session(group).members))
 
     @api_boundary
     def all_gather(self, name: str, data: bytes) -> dict[int, bytes]:
@@ -290,14 +280,7 @@ class Connection:
             StatsdBNError: a round failed, with the reason; most kinds are RoundFailed.
         """
         self.rejoin_if_paused(None)
-        return self._gather(self._world, name, data)
-
-    def _gather(self, group: Group, name: str, data: bytes, *, is_counted: bool = True) -> dict[int, bytes]:
-        def concatenate(part: FloatArray) -> Aggregate:
-            with self._begin_round(name, None, group, GATHER, is_counted=is_counted) as round_:
-                return self.over_server(round_.session, round_.key, Rows((0,), part[np.newaxis, np.newaxis]))
-
-        return all_gather.gather(concatenate, data, self.member.rank, len(self.session(group).members))
+        return self.gather_in_group(self._world, name, data, is_counted=True)
 
     @property
     def is_broken(self) -> bool:
@@ -383,7 +366,7 @@ class Connection:
     @api_boundary
     def _gather_machine_ids(self, machine: bytes) -> dict[int, bytes]:
         self.rejoin_if_paused(None)
-        return self._gather(self._world, groups.HOSTS, machine, is_counted=False)
+        return self.gather_in_group(self._world, groups.HOSTS, machine)
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -394,3 +377,46 @@ class Connection:
                 f"({self._name}); use the model in eval mode there, or call client.connect(rank=0, world_size=1) to "
                 "train alone there"
             )
+
+
+# A process has at most one. Without one its layers synchronise over the replicas of the process.
+_current: Connection | None = None
+
+
+def set_current_connection(connection: Connection) -> None:
+    """Make a connection the current one."""
+    global _current  # noqa: PLW0603 - a process has one current connection, as it has one rank
+    _current = connection
+
+
+def disconnect() -> None:
+    """Close the current connection; harmless without one."""
+    if _current is not None:
+        _current.close()
+
+
+def current_connection() -> Connection | None:
+    """Return the connection that this process's layers use; None without one."""
+    return None if _current is None or _current.closed else _current
+
+
+def latest_connection() -> Connection | None:
+    """Return this process's latest connection, open or closed by now."""
+    return _current
+
+
+@api_boundary
+def local_group() -> Group:
+    """Return the group of the ranks of this host, as `group=` takes it; its `size` is their number.
+
+    torchrun says how many ranks a host has. Without it, as under `mp.spawn`, the first call is a round of the whole
+    job, in which the ranks compare their machines: all ranks call it at the same place then.
+
+    Raises:
+        ConfigurationError: this process is not connected; or the job is elastic, and no launcher says it.
+        StatsdBNError: the round failed.
+    """
+    connection = current_connection()
+    if connection is None:
+        raise ConfigurationError("local_group: expected a connected process, call client.connect() first")
+    return connection.group(groups.LOCAL)

@@ -10,23 +10,24 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import TypeAlias
 
 import zmq
 
 from client.diagnostics.broken_job import BrokenJob
 from client.session.protocol.heartbeats import HeartbeatScheduler
 from client.session.protocol.session import Session
-from statsd_bn.errors import ConfigurationError
+from statsd_bn.errors import ConfigurationError, StatsdBNError
 from statsd_bn.keys import ClientKeys
+from statsd_bn.messages import StackRequest
 from statsd_bn.wire import encode
 
 logger = logging.getLogger("statsd_bn.client")
 
-# Pause before ZeroMQ reconnects: the server waits 300 ms before it takes the member for dead.
-RECONNECT_MILLISECONDS = 50
+RECONNECT_MILLISECONDS = 50  # ZeroMQ's pause; the server waits 300 ms before it takes the member for dead
+CONNECT_MILLISECONDS = 1000  # timeout of an attempt; TCP itself repeats a lost first packet after 1, 3 and 7 s
 
-# Timeout of an attempt to connect. TCP itself repeats a lost first packet after 1, 3 and 7 s.
-CONNECT_MILLISECONDS = 1000
+Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 
 
 class HeartbeatSocket:
@@ -35,7 +36,7 @@ class HeartbeatSocket:
     It lives as long as the connection, so the server always knows where it reaches a live process.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ClientKeys | None = None) -> None:
+    def __init__(self, context: Context, endpoint: str, keys: ClientKeys | None = None) -> None:
         self._reader, self._writer = socket.socketpair()
         self._reader.settimeout(0)
         self._writer.settimeout(0)
@@ -96,7 +97,7 @@ class HeartbeatSocket:
         return frames
 
 
-def new_socket(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, linger: int) -> zmq.Socket[bytes]:
+def new_socket(context: Context, endpoint: str, linger: int) -> zmq.Socket[bytes]:
     """Return a socket to be connected to an endpoint; `linger` in milliseconds."""
     found = context.socket(zmq.DEALER)
     found.setsockopt(zmq.LINGER, linger)
@@ -125,7 +126,7 @@ class HeartbeatThread:
         sessions: Callable[[], Iterable[Session]],
         on_reconnected: Callable[[], None],
         on_unused: Callable[[], None],
-        job: BrokenJob | None = None,
+        job: BrokenJob,
     ) -> None:
         self._job = job
         self._socket = heartbeat_socket
@@ -157,26 +158,21 @@ class HeartbeatThread:
                     self._scheduler.on_reconnected()
                 self._receive()
                 self._send_heartbeats()
-                self._guarded(self._warn_of_outage)
-                self._guarded(self._check_unused)
-                self._guarded(self._send_reports, self._scheduler.skew_frames)
-                self._guarded(self._send_reports, self._scheduler.timing_frames)
+                for call in (self._warn_of_outage, self._check_unused, self._send_skew, self._send_timing):
+                    self._guarded(call)
                 if has_connected:
                     # After the heartbeat: a server that sees other connections close must know this one.
                     if self._has_connected:
                         self._on_reconnected()
                     self._has_connected = True
-                if self._job:
-                    self._guarded(self._job.check, time.monotonic())
+                self._guarded(self._job.check, time.monotonic())
         finally:
             self._socket.close()
 
     def _receive(self) -> None:
         for frame in self._socket.received():
-            for reply in self._scheduler.on_unsolicited(frame, self._sessions()):
-                self._socket.send(reply)
-            if self._job:
-                self._guarded(self._handle_request, self._job, frame)
+            self._send(self._scheduler.on_unsolicited(frame, self._sessions()))
+            self._guarded(self._handle_request, frame)
 
     @staticmethod
     def _guarded(call: Callable[..., object], *arguments: object) -> None:
@@ -186,21 +182,26 @@ class HeartbeatThread:
         except Exception:
             logger.debug("sampling this process failed", exc_info=True)
 
-    def _handle_request(self, job: BrokenJob, frame: bytes) -> None:
-        if found := self._scheduler.stack_request(frame, self._sessions()):
-            session, request = found
-            report = job.sampler.sample(request.torch_group).report(session.member_token, request.number)
-            self._socket.send(encode(report))
-        elif failure := self._scheduler.job_failure(frame, self._sessions()):
-            job.report(failure)
+    def _handle_request(self, frame: bytes) -> None:
+        match self._scheduler.request(frame, self._sessions()):
+            case session, StackRequest(number=number, torch_group=group):
+                self._socket.send(encode(self._job.sampler.sample(group).report(session.member_token, number)))
+            case _, StatsdBNError() as error:
+                self._job.report(error)
 
     def _send_heartbeats(self) -> None:
         for session in self._scheduler.sessions_due(time.monotonic(), self._sessions()):
             if self._socket.send(session.heartbeat()):
                 self._scheduler.mark_sent(session)
 
-    def _send_reports(self, frames: Callable[[float, Iterable[Session]], list[bytes]]) -> None:
-        for frame in frames(time.monotonic(), self._sessions()):
+    def _send_skew(self) -> None:
+        self._send(self._scheduler.skew_frames(time.monotonic(), self._sessions()))
+
+    def _send_timing(self) -> None:
+        self._send(self._scheduler.timing_frames(time.monotonic(), self._sessions()))
+
+    def _send(self, frames: Iterable[bytes]) -> None:
+        for frame in frames:
             self._socket.send(frame)
 
     def _warn_of_outage(self) -> None:

@@ -21,13 +21,13 @@ from statsd_bn.errors import ConfigurationError, ConnectionClosed, ServerUnreach
 from statsd_bn.messages import Participation
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Entry:
     """A group's session; `opened` is done when the group has opened or failed to."""
 
-    group: Group
     session: Session
     opened: Future[None] = field(default_factory=Future)
+    is_open: bool = False  # until the connection closes: all rounds but the first need no lock
 
 
 class Sessions:
@@ -40,42 +40,41 @@ class Sessions:
         self._entries: dict[str, _Entry] = {}
         self._closed = False
         self._last_round_done = LastRoundDone()
-        # Entries that are open: all rounds but the first find theirs here, without a lock.
-        self._open_entries: dict[str, _Entry] = {}
         sampler = ThreadSampler(reports_stacks=member.reports_stacks, rank=member.rank)
         self.broken_job = BrokenJob(sampler, f"rank {member.rank} ({member.host_and_pid})", member.abort_after)
         self._heartbeat: HeartbeatThread | None = None
         if heartbeat_socket := channel_pool.heartbeat_socket():
-            self._heartbeat = HeartbeatThread(
-                heartbeat_socket, self.all, channel_pool.close_idle, on_unused, self.broken_job
-            )
+            on_reconnected = channel_pool.close_idle
+            self._heartbeat = HeartbeatThread(heartbeat_socket, self.all, on_reconnected, on_unused, self.broken_job)
 
     def get(self, group: Group) -> Session:
         """Return the session of a group; the first use of the group registers, and waits until it is open.
 
         If several threads ask at the same time, one registers and all share its result.
         """
-        entry = self._open_entries.get(group.name)
-        return entry.session if entry and entry.group.size == group.size else self._open(group)
+        entry = self._entries.get(group.name)
+        if entry is not None and entry.is_open and entry.session.member.world_size == group.size:
+            return entry.session
+        return self._open(group)
 
     def _open(self, group: Group) -> Session:
         with self._lock:
             if self._closed:
                 raise ConnectionClosed("expected an open connection; it was closed by another thread")
-            entry = self._entries.get(group.name)
-            is_first = entry is None
-            if entry is None:
+            if is_first := group.name not in self._entries:
                 member = self._member.in_group(group.name, group.size)
                 session = Session(os.urandom(limits.TOKEN_BYTES), member, self._last_round_done)
-                entry = self._entries[group.name] = _Entry(group, session)
-        if entry.group.size != group.size:
+                self._entries[group.name] = _Entry(session)
+            entry = self._entries[group.name]
+        member = entry.session.member
+        if member.world_size != group.size:
             raise ConfigurationError(
-                f"group {group.name!r}: expected size {entry.group.size}, as in this process's earlier use, "
+                f"group {group.name!r}: expected size {member.world_size}, as in this process's earlier use, "
                 f"got {group.size}"
             )
         if is_first:
             try:
-                self._register(entry.session, entry.session.member.seconds_to_join)
+                self._register(entry.session, member.seconds_to_join)
             except BaseException as error:  # noqa: BLE001 - every thread that waits for the group raises it
                 self._remove(entry, error)
             else:
@@ -85,8 +84,7 @@ class Sessions:
         # The registration has a timeout, so this wait ends.
         entry.opened.result()
         with self._lock:
-            if not self._closed:
-                self._open_entries[group.name] = entry
+            entry.is_open = not self._closed
         return entry.session
 
     def change_participation(self, group: Group, participation: Participation) -> None:
@@ -117,7 +115,8 @@ class Sessions:
             self._heartbeat.stop()
         with self._lock:
             self._closed = True
-            self._open_entries.clear()
+            for entry in self._entries.values():
+                entry.is_open = False
             self._send_leave(list(self._entries.values()), cause)
 
     def _register(self, session: Session, timeout: float) -> None:
@@ -132,7 +131,7 @@ class Sessions:
         with self._lock:
             # Under the lock, so that no Leave is sent on a channel pool that another thread has closed.
             if not self._closed:
-                del self._entries[entry.group.name]
+                del self._entries[entry.session.member.group]
                 self._send_leave([entry], cause_of(error))
         entry.opened.set_exception(error)
 

@@ -21,13 +21,12 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from torch.utils.data.distributed import DistributedSampler
 
 from client.serialization import NUMPY_DTYPES, pack, unpack
-from client.session.connection import Connection
-from client.session.current import current_connection
+from client.session.connection import Connection, current_connection
 from client.session.protocol.registration import cause_of
 from client.tracebacks import api_boundary
 from client.transports import process_group
 from client.transports.choose import Communicator, communicator_for
-from client.transports.named_process_group import NamedProcessGroup
+from client.transports.process_group import NamedProcessGroup
 from statsd_bn.checks import short_repr
 from statsd_bn.errors import ConfigurationError, ProtocolError, RoundFailed, RoundMismatch
 from statsd_bn.members import Members, format_ranks

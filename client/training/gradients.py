@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from client.session.connection import Connection
-from client.session.current import current_connection
+from client.session.connection import Connection, current_connection
 from client.tracebacks import api_boundary
 from client.transports.choose import communicator_for, transport_over
 from statsd_bn import limits

@@ -10,13 +10,12 @@ from contextlib import contextmanager
 from torch import nn
 
 from client.nn.batchnorm import SynchronizedBatchNorm
-from client.session.connection import Connection
-from client.session.current import current_connection
+from client.session.connection import Connection, current_connection
 from client.session.groups import Group
 from client.session.protocol.member import OVER_PROCESS_GROUP
 from client.tracebacks import hide_internal_frames
 from client.transports.choose import communicator_for
-from client.transports.named_process_group import NamedProcessGroup
+from client.transports.process_group import NamedProcessGroup
 from statsd_bn.errors import ConfigurationError, StatsdBNError
 from statsd_bn.text import error_text
 

@@ -22,8 +22,7 @@ from client.tracebacks import api_boundary
 from client.training.gradients import split_rows
 from client.transports import device_rows
 from client.transports.choose import GroupSpec, communicator_for, resolve_group, transport_over
-from client.transports.named_process_group import NamedProcessGroup
-from client.transports.process_group import ProcessGroupPipe, group_of, use_device
+from client.transports.process_group import NamedProcessGroup, ProcessGroupPipe, group_of, use_device
 from client.transports.transport import Transport
 from statsd_bn.errors import ConfigurationError, RoundMismatch
 from statsd_bn.reduction import FloatArray, Moments, Rows

@@ -25,7 +25,7 @@ from client.session.connection import Connection
 from client.tracebacks import api_boundary
 from client.training.gradients import split_rows
 from client.transports.choose import GroupSpec, communicator_for, transport_for
-from client.transports.named_process_group import NamedProcessGroup
+from client.transports.process_group import NamedProcessGroup
 from statsd_bn.errors import RoundMismatch
 from statsd_bn.reduction import FloatArray, Moments, is_finite
 from statsd_bn.text import wrap

@@ -3,16 +3,12 @@
 from typing import Any
 
 from client.session import groups
-from client.session.connection import Connection
-from client.session.current import current_connection
+from client.session.connection import Connection, current_connection
 from client.session.groups import Group
-from client.transports import named_process_group
-from client.transports.local import LocalPipe
-from client.transports.named_process_group import NamedProcessGroup
-from client.transports.process_group import ProcessGroupPipe
+from client.transports.process_group import NamedProcessGroup, ProcessGroupPipe, default_group, named
 from client.transports.server import SlavePipe
 from client.transports.shared_memory import SharedMemoryPipe
-from client.transports.transport import Transport
+from client.transports.transport import LocalPipe, Transport
 
 GroupSpec = Group | NamedProcessGroup | str | None
 """Group that a layer synchronises over: a torch process group, or a group of the connection; None: the whole job."""
@@ -26,7 +22,7 @@ def resolve_group(group: GroupSpec, process_group: Any) -> GroupSpec:
     if process_group is not None:
         if group is not None:
             raise ValueError(f"expected group or process_group, got both: {group!r:.80} and {process_group!r:.80}")
-        return named_process_group.named(process_group)
+        return named(process_group)
     if not isinstance(group, NamedProcessGroup):
         groups.check_group(group)
     return group
@@ -42,7 +38,7 @@ def communicator_for(group: GroupSpec) -> Communicator | None:
         return group if group.size != 1 else None
     connection = current_connection()
     if group is None and (connection is None or (connection.is_in_process and not connection.is_explicitly_alone)):
-        return named_process_group.default()
+        return default_group()
     if connection is None:
         return None
     if group is None and connection.world_transport.process_group is not None:

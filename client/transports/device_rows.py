@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
-from client.transports.local import LocalPipe
 from client.transports.process_group import (
     FIRST_ROW,
     ProcessGroupPipe,
@@ -25,17 +24,14 @@ from client.transports.process_group import (
     use_device,
 )
 from client.transports.server import SlavePipe
-from client.transports.transport import Transport, key_digest
+from client.transports.transport import LocalPipe, Transport, key_digest
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.reduction import FloatArray, Rows
 from statsd_bn.round_key import FORWARD, RoundKey
 
-# Devices that compute in float64, and copy to each other without the host.
-DEVICE_TYPES = frozenset({"cuda"})
-
-# Backends of torch's process groups that gather a device's tensors in host memory.
-HOST_BACKENDS = frozenset({"gloo", "mpi"})
+DEVICE_TYPES = frozenset({"cuda"})  # devices that compute in float64, and copy to each other without the host
+HOST_BACKENDS = frozenset({"gloo", "mpi"})  # of process groups that gather a device's tensors in host memory
 
 # Renamed in torch 2.13.
 _all_gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
@@ -117,10 +113,11 @@ def device_capacity(
     Ranks of a process group agree on it in the first call of each layer. `on_host` says, on all ranks alike, that the
     rows of this call travel over the host in any case.
     """
+    able = len(inputs) if are_on_devices(inputs) else 0
     if isinstance(transport, LocalPipe):
-        return len(inputs) if are_on_devices(inputs) and not on_host else 0
+        return 0 if on_host else able
     if isinstance(transport, SlavePipe) and transport.group is None:
-        transport.connection.world_transport.is_on_devices = are_on_devices(inputs)  # for the negotiation
+        transport.connection.world_transport.is_on_devices = able > 0  # for the negotiation
     if not isinstance(transport, ProcessGroupPipe):
         return 0
     group = group_of(transport)
@@ -133,7 +130,6 @@ def device_capacity(
         if transport.layer not in rounds.on_device:
             if not gathers_on_devices(group):
                 return 0
-            able = len(inputs) if are_on_devices(inputs) else 0
             key = transport.key(rounds.steps.step, 0, f"{_AGREEMENT}{phase}")
             first_row = np.array([able], np.int64)
             with rounds.watched(key):
@@ -141,7 +137,7 @@ def device_capacity(
             are_able = able_of.min() > 0 and able_of.max() <= limits.MAX_REPLICAS
             rounds.on_device[transport.layer] = int(able_of.max()) if are_able else 0
         capacity = rounds.on_device[transport.layer]
-    if capacity and (len(inputs) > capacity or not are_on_devices(inputs)):
+    if capacity and not 0 < able <= capacity:
         raise ConfigurationError(
             f"layer {transport.layer!r}: expected up to {capacity} inputs on devices of this process, as in its first "
             f"call, got {len(inputs)} on {', '.join(sorted({str(x.device) for x in inputs}))}"
@@ -179,7 +175,7 @@ def run(
     group = group_of(transport)
     rounds = rounds_of(group)
     with rounds.lock:
-        key = rounds.begin_on_devices(transport, key, phase)
+        key = transport.begin(rounds, key, phase)
         rows, mismatched = _gather(group, rows, capacity, key)
     return DeviceAggregate(key, *sum_rows(rows, shape), rows, distributed.get_process_group_ranks(group), mismatched)
 
@@ -202,7 +198,7 @@ def run_row(
     group = group_of(transport)
     rounds = rounds_of(group)
     with rounds.lock:
-        key = rounds.begin_on_devices(transport, key, phase)
+        key = transport.begin(rounds, key, phase)
         row, gathered = write(_signed_digest(key))
         _all_gather(gathered, row, group=group)
     return key

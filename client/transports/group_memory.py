@@ -16,7 +16,7 @@ import sys
 import threading
 from functools import cache
 from mmap import mmap
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,8 +27,7 @@ from statsd_bn.reduction import FloatArray, Rows
 # Why a member takes no further turn: it left in good order, or abandoned the memory.
 LEFT, ABANDONED = 1, 2
 
-# Each member has a bit of a word.
-MAX_MEMBERS = 64
+MAX_MEMBERS = 64  # each has a bit of a word
 
 # How long to spin before sleeping, where each member can have a processor. A sleeper takes half as long to wake up.
 # Members that spin for less wake each other in every round, since a woken member arrives late.
@@ -36,11 +35,8 @@ SPIN_NANOSECONDS = 100_000
 
 _INTEGER, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 
-# Packs the counts of this many rows.
-_PACK = [struct.Struct(f"{replicas}Q").pack for replicas in range(limits.MAX_REPLICAS + 1)]
-
-# Passes an array as its address, and keeps the array alive.
-_Buffer: Any = ctypes.c_char * 0
+_PACK = [struct.Struct(f"{replicas}Q").pack for replicas in range(limits.MAX_REPLICAS + 1)]  # counts of so many rows
+_Buffer: Any = ctypes.c_char * 0  # passes an array as its address, and keeps the array alive
 
 
 class TurnResult(ctypes.Structure):
@@ -78,14 +74,6 @@ _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "sbn_closed": ((), ctypes.c_int),
     "sbn_rows": ((_ADDRESS, _ADDRESS, _ADDRESS), None),
 }
-
-
-class GatheredRows(NamedTuple):
-    """Rows of all members in a turn, in member order."""
-
-    counts: list[int]  # of each row
-    replicas: list[int]  # number of rows of each member
-    values: FloatArray  # shape (rows, vectors, channels)
 
 
 @cache
@@ -169,11 +157,6 @@ class GroupMemory:
         return total
 
     @property
-    def have_all_arrived(self) -> bool:
-        """Whether all members have arrived at this turn."""
-        return not self._core.sbn_late(self._pointer)
-
-    @property
     def late(self) -> list[int]:
         """Indices of the members that have not arrived at this turn."""
         late = self._core.sbn_late(self._pointer)
@@ -183,13 +166,16 @@ class GroupMemory:
         """Announce to the others that this member sends its rows to the server."""
         self._core.sbn_escalate(self._pointer)
 
-    def gathered_rows(self) -> GatheredRows:
-        """Copy the members' rows of a completed turn; valid until this member arrives at the next one."""
+    def gathered_rows(self) -> tuple[list[int], list[int], FloatArray]:
+        """Copy the rows of a completed turn, before this member arrives at the next one, in member order.
+
+        Returns the count of each row, the number of rows of each member, and the values, (rows, vectors, channels).
+        """
         result = self.result
         counts, replicas = np.empty(result.rows, np.uint64), np.empty(result.members, np.uint64)
         values = np.empty((result.rows, result.vectors, result.channels))
         self._core.sbn_rows(self._pointer, *map(_Buffer.from_buffer, (replicas, counts, values)))
-        return GatheredRows(counts.tolist(), replicas.tolist(), values)
+        return counts.tolist(), replicas.tolist(), values
 
     def abandon(self) -> None:
         """Take no further turn, and announce it to the others."""

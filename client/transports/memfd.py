@@ -21,9 +21,7 @@ from client.transports import group_memory
 # Timeout for receiving the memory. A process that has ended closes the connection at once, and the server detects a
 # frozen one earlier. Only a busy machine takes this long, and a group must not lose shared memory because of it.
 SECONDS = 60.0
-
-# Interval at which a waiting process checks whether the job is broken.
-CHECK_SECONDS = 0.5
+CHECK_SECONDS = 0.5  # interval at which a waiting process checks whether the job is broken
 
 # Truncated memory would kill its readers.
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SEAL", 0)

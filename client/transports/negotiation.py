@@ -8,6 +8,7 @@ there. In the second one each member says whether it has received the memory; ho
 
 import logging
 import platform
+from collections.abc import Iterable
 from contextlib import closing, nullcontext
 from mmap import mmap
 
@@ -17,9 +18,10 @@ from client.session.connection import Connection
 from client.session.groups import Group
 from client.session.protocol.member import AUTO, OVER_PROCESS_GROUP, OVER_SERVER, SHARED_MEMORY, Member
 from client.session.protocol.session import Session
-from client.transports import device_rows, group_memory, memfd, named_process_group
+from client.transports import device_rows, group_memory, memfd
 from client.transports.group_memory import GroupMemory
 from client.transports.memfd import MemoryOffer, receive_memory
+from client.transports.process_group import default_group
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.messages import WORLD
 from statsd_bn.round_key import MEMORY_GATHER
@@ -28,18 +30,12 @@ from statsd_bn.text import error_text
 
 logger = logging.getLogger("statsd_bn.client")
 
-# Each member adds the rows of all.
-MAX_MEMBERS = group_memory.MAX_MEMBERS
+MAX_MEMBERS = group_memory.MAX_MEMBERS  # each member adds the rows of all
+TESTED_MACHINES = ("x86_64",)  # where rounds in memory have run by the million; on others the user has to ask for them
 
-# Processors on which rounds in memory have run by the million; on others the user has to ask for shared memory.
-TESTED_MACHINES = ("x86_64",)
-
-# First reply about memory: this before the name of the member's offer, or else the reason for a refusal.
-_READY = b"ready "
-
-# Separates the reply about the process group from the one about memory. The former is the reason for a refusal, empty
-# for consent, and begins with the mark if the member accepts no other transport.
-_SEPARATOR, _INSISTS = b"\0", b"!"
+# A reply is the reason against the process group, empty for consent, and behind a mark if the member accepts no other
+# transport; a separator; and the reason against shared memory, or else "ready " and the name of the member's offer.
+_INSISTS, _SEPARATOR, _READY = b"!", b"\0", b"ready "
 
 
 def negotiate(connection: Connection, group: Group) -> GroupMemory | None:
@@ -72,18 +68,18 @@ def _shared_memory(connection: Connection, group: Group, members: list[int]) -> 
     offer, reason = _offer(connection.member, len(members) if is_offering else 0)
     with closing(offer) if offer else nullcontext():
         reply = _SEPARATOR.join((_process_group_reply(session), reason.encode() or _ready(offer)))
-        replies = [each.partition(_SEPARATOR) for each in connection.gather_in_group(group, MEMORY_GATHER, reply)]
-        if _accept_process_group(session, members, [about_group for about_group, *_ in replies]):
+        replies = connection.gather_in_group(group, MEMORY_GATHER, reply).values()
+        about_group, _, about_memory = zip(*(each.partition(_SEPARATOR) for each in replies), strict=True)
+        if _accept_process_group(session, members, about_group):
             return None, ""
         if are_too_many:
             return None, f"{len(members)} ranks are in the group, more than {MAX_MEMBERS}"
-        about_memory = [about_memory for *_, about_memory in replies]
         if reason := _refusals(members, [b"" if each.startswith(_READY) else each for each in about_memory]):
             return None, reason
         name = about_memory[0].removeprefix(_READY).decode(errors="replace")
         memory, reason = (offer.memory, "") if offer else _receive(connection, name, len(members))
         received = connection.gather_in_group(group, MEMORY_GATHER, reason.encode())
-    reason = _refusals(members, received)
+    reason = _refusals(members, received.values())
     return (None, reason) if reason else (memory, "")
 
 
@@ -103,11 +99,11 @@ def _process_group_reply(session: Session) -> bytes:
     return _INSISTS * insists + reason.encode()
 
 
-def _accept_process_group(session: Session, members: list[int], replies: list[bytes]) -> bool:
+def _accept_process_group(session: Session, members: list[int], replies: Iterable[bytes]) -> bool:
     """Use torch's default process group if all members consent; return whether they do."""
     reason = _refusals(members, [reply.removeprefix(_INSISTS) for reply in replies])
     if not reason:
-        session.transport.process_group = named_process_group.default()
+        session.transport.process_group = default_group()
     elif any(reply.startswith(_INSISTS) for reply in replies):
         raise ConfigurationError(
             error_text(
@@ -152,11 +148,8 @@ def _refusal(member: Member) -> str:
     return ""
 
 
-def _refusals(members: list[int], reasons: list[bytes]) -> str:
+def _refusals(members: list[int], reasons: Iterable[bytes]) -> str:
     """The first refusal, with its rank, and the number of further ones; empty if all members consent."""
     refusals = [(member, text.decode(errors="replace")) for member, text in zip(members, reasons, strict=True) if text]
-    if not refusals:
-        return ""
-    member, reason = refusals[0]
     others = f" (and {len(refusals) - 1} more)" if len(refusals) > 1 else ""
-    return f"rank {member}: {reason}{others}"
+    return next((f"rank {member}: {reason}{others}" for member, reason in refusals), "")

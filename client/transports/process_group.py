@@ -7,10 +7,9 @@ connection, all other errors and the timeout are torch's.
 
 import logging
 import os
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,16 +19,12 @@ import numpy.typing as npt
 import torch
 from torch import distributed
 
-from client.diagnostics.broken_job import CAUSE_SECONDS
 from client.native.library import NativeRow
-from client.session.connection import Connection
-from client.session.current import current_connection, latest_connection
+from client.session.connection import Connection, current_connection, latest_connection
 from client.session.groups import host_and_pid
 from client.session.protocol.all_gather import MAX_BYTES
-from client.session.protocol.session import StepCounter
 from client.tracebacks import hide_internal_frames
-from client.transports.named_process_group import NamedProcessGroup
-from client.transports.process_group_monitor import LocalReporter, ServerReporter, WatchedRound, reporter_for
+from client.transports.process_group_monitor import Rounds
 from client.transports.server import SlavePipe
 from client.transports.transport import Transport, key_digest
 from statsd_bn import limits
@@ -52,18 +47,75 @@ MIN_WORDS = 4104
 DIGEST, ROWS, VECTORS, CHANNELS, FIRST_ROW = range(5)
 
 WORD_BYTES = 8
+TEXT_BYTES = 1024  # size of a rank's text in a gather of texts
 
-# Rows of a watched round that is not a layer's.
-_NO_ROWS = Rows((0,), np.zeros((1, 1, 1)))
-
-# Size of a rank's text in a gather of texts.
-TEXT_BYTES = 1024
+_IS_AVAILABLE = distributed.is_available()  # in this build of torch
 
 # End of the log line in a process without a connection.
 WITHOUT_SERVER = (
     ": a rank that hangs or is lost is not reported, and the others wait until torch's timeout; "
     "client.connect() before training reports it"
 )
+
+
+@dataclass(frozen=True)
+class NamedProcessGroup:
+    """A process group of torch; name empty and size 0 for a group that this process is not in."""
+
+    name: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"process group {self.name!r} of {self.size} ranks"
+
+    def find(self) -> Any:
+        """The group itself, or torch's placeholder for a group that this process is not in."""
+        if not self.size:
+            return distributed.GroupMember.NON_GROUP_MEMBER
+        found: Any = None
+        if _IS_AVAILABLE:
+            from torch._C import _distributed_c10d  # noqa: PLC0415 - missing where torch was built without it
+
+            with suppress(RuntimeError, ValueError):
+                name: Any = self.name  # torch declares a separate type for group names
+                found = _distributed_c10d._resolve_process_group(name)  # noqa: SLF001 - has no public name
+        if found is None:
+            raise ConfigurationError(
+                f"process_group: process group {self.name!r} does not exist in this process, or was destroyed"
+            )
+        # Torch may have given the name of a destroyed group to another one. WORLD has all ranks, whatever their number.
+        if found is not distributed.group.WORLD and found.size() != self.size:
+            raise ConfigurationError(
+                f"process_group: process group {self.name!r} has {found.size()} ranks now, {self.size} when the layer "
+                "was converted; revert the model and convert it with the new group"
+            )
+        return found
+
+
+def default_group() -> NamedProcessGroup | None:
+    """Torch's default process group; None without one, or if this process is its only rank.
+
+    In a traced call torch.compile guards WORLD, but not `is_initialized`. The compiler of torch 2.6 takes WORLD for a
+    group even if it is None.
+    """
+    if not _IS_AVAILABLE:
+        return None
+    world = distributed.group.WORLD
+    if world is None or not distributed.is_initialized() or world.size() == 1:
+        return None
+    return NamedProcessGroup(world.group_name, world.size())
+
+
+def named(process_group: Any) -> NamedProcessGroup:
+    """Convert a process group of torch, of any size."""
+    if _IS_AVAILABLE:
+        if process_group is distributed.GroupMember.NON_GROUP_MEMBER:
+            return NamedProcessGroup("", 0)
+        if isinstance(process_group, distributed.ProcessGroup):
+            return NamedProcessGroup(process_group.group_name, process_group.size())
+    raise ConfigurationError(
+        f"process_group: expected a torch process group, as new_group() returns it, got {process_group!r:.80}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,22 +131,31 @@ class ProcessGroupPipe:
             with connection.round(self.layer, key, None, phase) as round_:
                 group, started = group_of(self), time.monotonic()
                 rounds = rounds_of(group)
-                with rounds.lock, rounds.watched(round_.key, contribution) as watched:
+                with rounds.lock, rounds.watched(round_.key, contribution):
                     aggregate = _sum(group, contribution, round_.key)
+                    is_counted = rounds.is_counted
                 transport = round_.session.transport
-                transport.bypassed_rounds += not (watched and watched.is_counted)
+                transport.bypassed_rounds += not is_counted
                 transport.bypassed_seconds += time.monotonic() - started
                 return aggregate
         try:
             group = group_of(self)
             rounds = rounds_of(group)
             with rounds.lock:
-                key = key or self.key(*rounds.steps.next(self.layer), phase)
-                rounds.steps.record_phase(key.phase)
-                return _sum(group, contribution, key)
+                return _sum(group, contribution, self.begin(rounds, key, phase))
         except StatsdBNError as error:
             hide_internal_frames(error)
             raise
+
+    def begin(self, rounds: Rounds, key: RoundKey | None, phase: str) -> RoundKey:
+        """Begin a round that is none of `Connection.round`, and return its key; with the lock held."""
+        if connection := rounds.connection:
+            connection.raise_if_broken()
+            connection.rounds += 1
+            connection.world_transport.bypassed_rounds += 1
+        key = key or self.key(*rounds.steps.next(self.layer), phase)
+        rounds.steps.record_phase(key.phase)
+        return key
 
     def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:
         """Compute the row and gather it."""
@@ -169,73 +230,6 @@ def all_gather(process_group: NamedProcessGroup, name: str, message: bytes) -> d
     return {rank: messages[rank].tobytes()[:length] for rank, length in enumerate(lengths)}
 
 
-class Rounds:
-    """The rounds of this process in one process group."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()  # held during a round: collectives have no names, so two rounds must not mix
-        self.connection: Connection | None = None  # to the server that watches the rounds
-        self.steps = StepCounter()
-        self.places: dict[int, str] = {}  # host and process ID by rank; empty before the first round over the host
-        self.reporter: ServerReporter | LocalReporter | None = None  # on the first rank
-        self._round: WatchedRound | None = None
-        self._previous: RoundKey | None = None
-        # Rows per rank on its device, by layer, as the ranks have agreed, see `device_rows`; 0: over the host.
-        self.on_device: dict[str, int] = {}
-        # Of the newest input; host messages travel on it if the group has no host backend.
-        self.device: torch.device | None = None
-
-    def attach(self, group: Any, connection: Connection | None = None) -> None:
-        """Report the rounds from now on, to a connection's server or in this process's log."""
-        self.connection = connection
-        ranks = distributed.get_process_group_ranks(group)
-        self.reporter = reporter_for(group.group_name, ranks, group.rank(), self.places)
-        if connection:
-            self.steps, self._previous = connection.session(None).steps, None
-            connection.close_callbacks.append(self._drain_device)
-
-    @contextmanager
-    def watched(self, key: RoundKey, rows: Rows = _NO_ROWS) -> Iterator[WatchedRound | None]:
-        """Escalate a round on the host to the server if it is slow; with the lock held."""
-        if self.connection:
-            self.connection.raise_if_broken()
-            self._round = WatchedRound(self.connection, key, rows, self._previous)
-        try:
-            yield self._round
-            self._previous = key
-        finally:
-            self._round = None
-
-    def begin_on_devices(self, pipe: ProcessGroupPipe, key: RoundKey | None, phase: str) -> RoundKey:
-        """Begin a round on devices and return its key; with the lock held."""
-        if self.connection:
-            self.connection.raise_if_broken()
-            self.connection.rounds += 1
-            self.connection.world_transport.bypassed_rounds += 1
-        key = key or pipe.key(*self.steps.next(pipe.layer), phase)
-        self.steps.record_phase(key.phase)
-        return key
-
-    def wait(self, work: Any, device: torch.device) -> None:
-        """Wait for a collective; a slow one on a device is the business of `BrokenJob`."""
-        if self._round and device.type == "cpu":
-            self._round.wait(work)
-        else:
-            work.wait()
-
-    def _drain_device(self) -> None:
-        """Wait until the device has finished the rounds in its queue, `CAUSE_SECONDS` at most.
-
-        Otherwise the server would report that this rank left, although its rows of those rounds are on their way.
-        """
-        if self.device is None or self.connection is None:
-            return
-        module, until = torch.get_device_module(self.device), time.monotonic() + CAUSE_SECONDS
-        event = module.current_stream(self.device).record_event()
-        while not (event.query() or self.connection.is_broken) and time.monotonic() < until:
-            time.sleep(0.001)
-
-
 _rounds: "WeakKeyDictionary[Any, Rounds]" = WeakKeyDictionary()
 
 
@@ -246,7 +240,7 @@ class _InheritedGroup:
     process = os.getpid()
 
     def record(self) -> None:
-        world = distributed.group.WORLD if distributed.is_available() else None
+        world = distributed.group.WORLD if _IS_AVAILABLE else None
         if world is None or world is not self.world:
             self.world, self.process = world, os.getppid()
 

@@ -1,7 +1,7 @@
-"""Reports of a process group's rounds, which no server sees: skew, values that are not finite, slow rounds.
+"""Rounds of a process group, which no server sees, and their reports: skew, values that are not finite, slow rounds.
 
 The first rank reports to the server of a job of the same ranks; without one, a thread compares the ranks by the
-server's rules and logs warnings. A `WatchedRound` escalates like a round in shared memory: if it is slow, its rows go
+server's rules and logs warnings. A watched round escalates like a round in shared memory: if it is slow, its rows go
 to the server as well, which reports late and lost ranks and mismatches. The sum is the process group's.
 """
 
@@ -9,18 +9,20 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from time import monotonic
 from typing import Any
 
 import numpy as np
+import torch
+from torch import distributed
 
 from client.diagnostics import collectives
 from client.diagnostics.broken_job import CAUSE_SECONDS
-from client.session.connection import Connection
-from client.session.current import current_connection
+from client.session.connection import Connection, current_connection
+from client.session.protocol.session import StepCounter
 from client.transports.server import ESCALATE_SECONDS, LISTEN_SECONDS
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.members import format_rank
@@ -33,8 +35,8 @@ from statsd_bn.wire import encode
 
 logger = logging.getLogger("statsd_bn.client")
 
-# A rank that left in good order has sent its rows, which may arrive after the news of its end.
-LAST_SECONDS = 0.5
+LAST_SECONDS = 0.5  # a rank that left in good order has sent its rows, which may arrive after the news of its end
+NO_ROWS = Rows((0,), np.zeros((1, 1, 1)))  # of a watched round that is not a layer's
 
 
 class ServerReporter:
@@ -99,41 +101,73 @@ def _compare_forever(ref: "weakref.ref[LocalReporter]") -> None:
     """Compare once a second, until the last other reference to the reporter has gone."""
     while (reporter := ref()) is not None:
         try:
-            reporter.compare(time.monotonic())
+            reporter.compare(monotonic())
         except Exception:  # a bad sample must not end the thread
             logger.debug("sampling the ranks' statistics failed", exc_info=True)
         del reporter
         time.sleep(SECONDS / 2)
 
 
-@dataclass(slots=True, eq=False)
-class WatchedRound:
-    """A round of a process group in a job with a server; `previous` is the key of the round before it."""
+class Rounds:
+    """The rounds of this process in one process group."""
 
-    connection: Connection
-    key: RoundKey
-    rows: Rows
-    previous: RoundKey | None
-    is_counted: bool = False  # whether the server completed the round too, and counts it
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # held during a round: collectives have no names, so two rounds must not mix
+        self.connection: Connection | None = None  # to the server that watches the rounds
+        self.steps = StepCounter()
+        self.places: dict[int, str] = {}  # host and process ID by rank; empty before the first round over the host
+        self.reporter: ServerReporter | LocalReporter | None = None  # on the first rank
+        self.is_counted = False  # whether the server completed the latest watched round too, and counts it
+        self._watched: tuple[Connection, RoundKey, Rows] | None = None  # the round that escalates if it is slow
+        self._previous: RoundKey | None = None
+        # Rows per rank on its device, by layer, as the ranks have agreed, see `device_rows`; 0: over the host.
+        self.on_device: dict[str, int] = {}
+        # Of the newest input; host messages travel on it if the group has no host backend.
+        self.device: torch.device | None = None
 
-    def wait(self, work: Any) -> None:
-        """Wait for a collective of the round, on the host."""
+    def attach(self, group: Any, connection: Connection | None) -> None:
+        """Report the rounds from now on, to a connection's server or in this process's log."""
+        self.connection = connection
+        ranks = distributed.get_process_group_ranks(group)
+        self.reporter = reporter_for(group.group_name, ranks, group.rank(), self.places)
+        if connection:
+            self.steps, self._previous = connection.session(None).steps, None
+            connection.close_callbacks.append(self._drain_device)
+
+    @contextmanager
+    def watched(self, key: RoundKey, rows: Rows = NO_ROWS) -> Iterator[None]:
+        """Escalate a round on the host to the server if it is slow; with the lock held."""
+        self.is_counted = False
+        if self.connection:
+            self.connection.raise_if_broken()
+            self._watched = self.connection, key, rows
+        try:
+            yield
+            self._previous = key
+        finally:
+            self._watched = None
+
+    def wait(self, work: Any, device: torch.device) -> None:
+        """Wait for a collective; a slow one on a device is the business of `BrokenJob`."""
+        if self._watched is None or device.type != "cpu":
+            work.wait()
+            return
         try:
             if not _is_done(work, ESCALATE_SECONDS):
-                self._escalate(work)
+                self._escalate(work, *self._watched)
         except RuntimeError as error:  # for example a rank was killed, which the server detects a moment later
-            self.connection.raise_if_broken(error, CAUSE_SECONDS)
+            self._watched[0].raise_if_broken(error, CAUSE_SECONDS)
             raise
         except StatsdBNError:
             if not _is_done(work, LAST_SECONDS):
                 collectives.abandoned.set()
                 raise
 
-    def _escalate(self, work: Any) -> None:
-        connection, session = self.connection, self.connection.session(None)
-        if self.previous:  # a rank that finished it and is descheduled may not have reported that
-            session.round_done(self.previous)
-        trip = connection.round_trip(session, self.key, self.rows)
+    def _escalate(self, work: Any, connection: Connection, key: RoundKey, rows: Rows) -> None:
+        session = connection.session(None)
+        if self._previous:  # a rank that finished it and is descheduled may not have reported that
+            session.round_done(self._previous)
+        trip = connection.round_trip(session, key, rows)
         with connection.channel_pool.channel() as channel:
             frames, due, aggregate = trip.begin(monotonic())
             while True:
@@ -146,7 +180,19 @@ class WatchedRound:
                 if aggregate is None and (answer is not None or monotonic() >= due):
                     frames, due, aggregate = trip.step(monotonic(), answer)
             self.is_counted = aggregate is not None
-            channel.send(session.round_done(self.key))
+            channel.send(session.round_done(key))
+
+    def _drain_device(self) -> None:
+        """Wait until the device has finished the rounds in its queue, `CAUSE_SECONDS` at most.
+
+        Otherwise the server would report that this rank left, although its rows of those rounds are on their way.
+        """
+        if self.device is None or self.connection is None:
+            return
+        module, until = torch.get_device_module(self.device), monotonic() + CAUSE_SECONDS
+        event = module.current_stream(self.device).record_event()
+        while not (event.query() or self.connection.is_broken) and monotonic() < until:
+            time.sleep(0.001)
 
 
 def _is_done(work: Any, seconds: float) -> bool:

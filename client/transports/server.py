@@ -10,7 +10,6 @@ from client.native.library import NativeRow
 from client.session.channel_pool import Channel
 from client.session.connection import Connection
 from client.session.groups import Group
-from client.transports.transport import NativeResult
 from statsd_bn.errors import ProtocolError, ServerUnreachable, StatsdBNError
 from statsd_bn.members import parse_places
 from statsd_bn.messages import WORLD, Aggregate, Failure, Status, StatusRequest
@@ -21,18 +20,13 @@ from statsd_bn.wire import decode, encode
 
 logger = logging.getLogger("statsd_bn.client")
 
-# Timeout of a query for the members' places.
-PLACES_SECONDS = 1.0
-
-# All ranks may query at the same time, and the status of a large job is long: only this many ranks query.
-MAX_QUERYING_RANKS = 64
+PLACES_SECONDS = 1.0  # timeout of a query for the members' places
+MAX_QUERYING_RANKS = 64  # that query, since all may at the same time, and the status of a large job is long
 
 # Time after which a round that bypasses the server escalates: its rows go to the server too, which diagnoses the wait.
 # Members' steps rarely differ by more.
 ESCALATE_SECONDS = 0.05
-
-# Interval at which an escalated round polls the server and its own transport.
-LISTEN_SECONDS = 0.005
+LISTEN_SECONDS = 0.005  # interval at which an escalated round polls the server and its own transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +59,10 @@ class SlavePipe:
         Raises:
             StatsdBNError: the round failed, with the reason; most kinds are RoundFailed.
         """
-        return self.connection.exchange(self.layer, contribution, key, self.group, phase)
+        with self.connection.round(self.layer, key, self.group, phase) as round_:
+            return self.connection.over_server(round_.session, round_.key, contribution)
 
-    def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate | NativeResult:
+    def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate | RoundKey:
         """Compute the row and send it."""
         return self.run_slave(row.measured(), key, phase)
 

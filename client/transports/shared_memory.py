@@ -22,7 +22,7 @@ from client.session.round import Round
 from client.transports.group_memory import GroupMemory
 from client.transports.negotiation import negotiate
 from client.transports.server import ESCALATE_SECONDS, LISTEN_SECONDS, SlavePipe
-from client.transports.transport import NativeResult, key_digest
+from client.transports.transport import key_digest
 from statsd_bn.members import NO_MEMBERS
 from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import Rows
@@ -44,10 +44,10 @@ class SharedMemoryPipe(SlavePipe):
             aggregate: Aggregate = self._exchange(round_, contribution)
             return aggregate
 
-    def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate | NativeResult:
+    def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate | RoundKey:
         """Like `run_slave`; in shared memory the native core computes, exchanges and uses the row in one call."""
         with self.connection.round(self.layer, key, self.group, phase) as round_:
-            result: Aggregate | NativeResult = self._exchange(round_, row)
+            result: Aggregate | RoundKey = self._exchange(round_, row)
             return result
 
     def _exchange(self, round_: Round, rows: Rows | NativeRow) -> Any:
@@ -99,14 +99,14 @@ def _negotiate(connection: Connection, session: Session, group: Group) -> None:
         raise
 
 
-def _finish(round_: Round, memory: GroupMemory, rows: Rows | NativeRow, arrived: float) -> Aggregate | NativeResult:
+def _finish(round_: Round, memory: GroupMemory, rows: Rows | NativeRow, arrived: float) -> Aggregate | RoundKey:
     """Finish a round that completed in memory; for a `NativeRow` the core has used the sum already."""
     now = monotonic()
     if not isinstance(rows, NativeRow):
         return _aggregate(round_.session, round_.key, memory, now - arrived, now)
     round_.native_seconds = seconds = (memory.result.done - memory.result.came) / 1e9
     _count(round_.session, round_.key, memory, seconds, now)
-    return NativeResult(round_.key, seconds)
+    return round_.key
 
 
 def _run(round_: "MemoryRound", memory: GroupMemory, connection: Connection) -> Aggregate | RoundTrip:
@@ -164,7 +164,7 @@ class MemoryRound:
         if self._trip is None:
             return self._escalate(now)
         frames, self._due, aggregate = self._trip.step(now, frame)
-        if aggregate and not self._memory.have_all_arrived:
+        if aggregate and self._memory.late:
             # The others completed this round in an earlier turn: they are out of step with this member.
             self._memory.abandon()
         return frames, self._next_poll(now), aggregate
@@ -178,13 +178,13 @@ class MemoryRound:
         frames, self._due, aggregate = self._trip.begin(now)
         return frames, self._next_poll(now), aggregate
 
+    def _next_poll(self, now: float) -> float:
+        return min(self._due, now + self._listen_seconds)
+
     def _late_ranks(self) -> list[int]:
         """Ranks that have not arrived in memory; a member that leaves never arrives."""
         late = self._memory.late
         return [rank for index, rank in enumerate(self._session.members) if index in late]
-
-    def _next_poll(self, now: float) -> float:
-        return min(self._due, now + self._listen_seconds)
 
     def _poll(self, now: float) -> Actions[Aggregate | RoundTrip] | None:
         """Result of the round if it has ended in memory."""

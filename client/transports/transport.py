@@ -1,13 +1,17 @@
-"""Transport: the contract of all transports."""
+"""Transport: the contract of all transports; LocalPipe: the transport of a process without other members."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from client.native.library import NativeRow
+from client.diagnostics.collectives import rank_in_torch
+from client.native.library import DONE, EXCHANGE, NativeRow
+from client.session.connection import current_connection
+from statsd_bn.members import NO_MEMBERS, Members
 from statsd_bn.messages import Aggregate
-from statsd_bn.reduction import Rows
+from statsd_bn.reduction import Rows, is_finite, non_finite_members, sum_in_order
 from statsd_bn.round_key import FORWARD, RoundKey
 
 _DIGEST_BYTES = 8
@@ -16,13 +20,6 @@ _DIGEST_MASK = (1 << 8 * _DIGEST_BYTES) - 1
 # Odd random factors. Digests of two rounds of one layer differ while steps and calls are below 2^30; digests of two
 # layers collide only by chance.
 _STEP_FACTOR, _CALL_FACTOR = 0x9FD35B1C64E8A72B, 0xC25A0F9716B3D4E9
-
-
-class NativeResult(NamedTuple):
-    """Result of a round in which the native core computed the row, exchanged it and finished the pass."""
-
-    key: RoundKey
-    seconds: float = 0.0
 
 
 class Transport(Protocol):
@@ -38,16 +35,13 @@ class Transport(Protocol):
     """
 
     def run_slave(self, contribution: Rows, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:
-        """Exchange a contribution for the aggregate of its round.
+        """Exchange a contribution, one row per replica of this process, for the aggregate of its round.
 
-        Args:
-            contribution: one row per replica of this process.
-            key: of the round; None for the layer's next forward round.
-            phase: of that forward round, one of `FORWARD_PHASES`, the same on all members.
+        Without a key it is the layer's next forward round, of this phase, one of `FORWARD_PHASES`, on all members.
         """
 
-    def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> "Aggregate | NativeResult":
-        """Like `run_slave`, for a row that is not computed yet; the native core finishes the pass where it can."""
+    def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate | RoundKey:
+        """Like `run_slave`, for a row to be computed; only the round's key if the native core finished the pass."""
 
     @property
     def rank(self) -> int:
@@ -58,6 +52,52 @@ class Transport(Protocol):
 
     def key(self, step: int, call: int, phase: str) -> RoundKey:
         """Key of a round of an earlier call."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPipe:
+    """The transport between the replicas of one process."""
+
+    layer: str
+
+    def run_slave(self, contribution: Rows, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:
+        """Add the rows in replica order."""
+        counts, values = contribution.counts, contribution.values
+        total = sum_in_order(values)
+        rank = self.rank
+        non_finite = NO_MEMBERS if is_finite(total) else non_finite_members([(rank, values)])
+        key = key or _local_key(self.layer, 0, 0, phase)
+        return Aggregate.unchecked(key, len(counts), sum(counts), _only(rank), total, non_finite)
+
+    def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate | RoundKey:
+        """Use the row itself as the sum."""
+        if row.run(EXCHANGE) == DONE:
+            return key or _local_key(self.layer, 0, 0, phase)
+        return self.run_slave(row.contribution, key, phase)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in its job, or else in torch's default process group, or else 0."""
+        connection = current_connection()
+        return connection.rank if connection else rank_in_torch() or 0
+
+    def places(self) -> Mapping[int, str]:
+        """Return no places: there are no other members."""
+        return {}
+
+    def key(self, step: int, call: int, phase: str) -> RoundKey:
+        """Key of a round of an earlier call."""
+        return _local_key(self.layer, step, call, phase)
+
+
+@lru_cache(maxsize=64)
+def _only(rank: int) -> Members:
+    return Members.of([rank])
+
+
+@lru_cache(maxsize=1024)
+def _local_key(layer: str, step: int, call: int, phase: str) -> RoundKey:
+    return RoundKey("in-process", "world", 0, step, layer, call, phase)
 
 
 def key_digest(key: RoundKey) -> int:

@@ -71,6 +71,7 @@ def play(endpoint: str, secret: Path | None, job: str, member: int, folder: Path
     from client.session.channel_pool import ZmqChannelPool  # noqa: PLC0415
     from client.session.connection import Connection  # noqa: PLC0415
     from client.session.protocol.session import Member  # noqa: PLC0415
+    from client.transports.server import SlavePipe  # noqa: PLC0415
     from statsd_bn import Rows  # noqa: PLC0415
     from statsd_bn.keys import load_client  # noqa: PLC0415
 
@@ -86,7 +87,7 @@ def play(endpoint: str, secret: Path | None, job: str, member: int, folder: Path
                 mine = brought[turn, member][None].copy()
                 mine[0, 0, -1] = float(stop.exists())
                 began = time.monotonic()
-                aggregate = connection.exchange("bn", Rows((7,), mine))
+                aggregate = SlavePipe(connection, "bn").run_slave(Rows((7,), mine))
                 rounds.append((began, time.monotonic()))
                 wants_end = float(aggregate.values[0, -1])
                 right = expected[turn].copy()

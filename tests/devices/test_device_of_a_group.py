@@ -12,7 +12,7 @@ import client
 from client.nn.call import SynchronizedCall
 from client.nn.running_stats import MomentAccumulator
 from client.ops.functional import Slice
-from client.transports import device_rows, named_process_group, process_group
+from client.transports import device_rows, process_group
 from client.transports.process_group import ProcessGroupPipe
 from statsd_bn.reduction import Rows
 
@@ -43,7 +43,7 @@ def transport(monkeypatch):
     monkeypatch.setattr(type(world), "_device_types", [torch.device("cuda")])
     monkeypatch.setattr(type(world), "_get_backend", lambda *_: Backend())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    yield ProcessGroupPipe(named_process_group.named(world), "bn")
+    yield ProcessGroupPipe(process_group.named(world), "bn")
     distributed.destroy_process_group()
 
 

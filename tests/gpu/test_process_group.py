@@ -7,7 +7,7 @@ import torch
 from torch import distributed
 
 from client.nn import batchnorm
-from client.transports import named_process_group
+from client.transports import process_group
 from client.transports.process_group import ProcessGroupPipe
 from support.cuda_stand_ins import as_on_cuda
 from support.no_host import nobody_waits_for
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a 
 def _group_of_one(device, monkeypatch):
     backend = "gloo" if device == "cpu" else "nccl"
     distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(batchnorm, "communicator_for", lambda _: named_process_group.named(distributed.group.WORLD))
+    monkeypatch.setattr(batchnorm, "communicator_for", lambda _: process_group.named(distributed.group.WORLD))
     yield
     distributed.destroy_process_group()
 

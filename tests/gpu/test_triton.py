@@ -22,7 +22,7 @@ from client.ops.device_errors import NOT_FINITE, OTHER_ROUND, TOO_FEW, async_che
 from client.ops.statistics import ChannelMoments, ChannelStatistics, Running
 from client.ops.triton import exchange as triton_exchange
 from client.ops.triton.exchange import TritonExchange
-from client.transports import device_rows, named_process_group
+from client.transports import device_rows, process_group
 from statsd_bn.errors import NonFinite, RoundMismatch
 from support.cuda_stand_ins import as_on_cuda
 
@@ -42,7 +42,7 @@ pytestmark = (
 def _group_of_one(monkeypatch):
     backend = "gloo" if DEVICE == "cpu" else "nccl"
     distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(batchnorm, "communicator_for", lambda _: named_process_group.named(distributed.group.WORLD))
+    monkeypatch.setattr(batchnorm, "communicator_for", lambda _: process_group.named(distributed.group.WORLD))
     torch.manual_seed(0)
     with as_on_cuda(DEVICE):
         yield

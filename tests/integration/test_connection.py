@@ -213,25 +213,26 @@ def test_a_master_that_falls_silent_is_given_up_after_the_deadline(monkeypatch):
     connection = master.connect(0, 1, round_timeout=0.1)
     monkeypatch.setattr(master.dispatcher, "receive", lambda *_: Received([]))
     with pytest.raises(errors.RoundTimeout, match=r"no aggregate from the server at memory:// within 0.2 s"):
-        connection.exchange("bn", ROW)
+        client.SlavePipe(connection, "bn").run_slave(ROW)
     connection.close()
 
 
 def test_a_forked_child_must_not_use_its_parents_connection(server, job):
     """DataLoader workers inherit sockets; a child that used them would corrupt the parent's."""
     with client.connect(server.endpoint, job=job, round_timeout=30.0) as connection:
-        told = _told_by_forked_child(lambda: connection.exchange("bn", ROW), connection.close)
+        told = _told_by_forked_child(lambda: client.SlavePipe(connection, "bn").run_slave(ROW), connection.close)
         assert "cannot use its connection" in told
-        assert connection.exchange("bn", ROW).count == 1
+        assert client.SlavePipe(connection, "bn").run_slave(ROW).count == 1
 
 
 def test_a_forked_child_connects_by_itself_while_its_parent_is_connected(server, job):
     def connect():
-        return client.connect(server.endpoint, job=f"{job} child", round_timeout=30.0).exchange("bn", ROW).count
+        connection = client.connect(server.endpoint, job=f"{job} child", round_timeout=30.0)
+        return client.SlavePipe(connection, "bn").run_slave(ROW).count
 
     with client.connect(server.endpoint, job=job, round_timeout=30.0) as connection:
         assert _told_by_forked_child(connect, client.disconnect) == "1"
-        assert connection.exchange("bn", ROW).count == 1
+        assert client.SlavePipe(connection, "bn").run_slave(ROW).count == 1
 
 
 def _told_by_forked_child(program, end):
@@ -263,7 +264,7 @@ def test_it_counts_rounds_and_times_them():
         assert connection.median_round_trip == 0.0
         assert connection.metrics()["statsd_bn/round_trip_p99_ms"] == 0.0
         for _ in range(5):
-            connection.exchange("bn", ROW)
+            client.SlavePipe(connection, "bn").run_slave(ROW)
         return connection.rounds, connection.median_round_trip, connection.metrics()
 
     for rounds, median, metrics in run_members(2, exchange):
@@ -284,11 +285,11 @@ def test_processes_that_are_started_anew_replace_those_before_and_late_ones_are_
 
     with connect("0") as before, connect("1") as after:
         with pytest.raises(errors.RegistrationRefused, match=r"rank 0 \([^)]*\) began a new run of the group"):
-            before.exchange("bn", ROW)
+            client.SlavePipe(before, "bn").run_slave(ROW)
         with pytest.raises(errors.StaleEpoch, match="expected epoch 1 or later, got 0 from rank 0") as caught:
             connect("0")
         assert caught.value.fields["got"] == 0
-        assert after.exchange("bn", ROW).count == 1
+        assert client.SlavePipe(after, "bn").run_slave(ROW).count == 1
 
 
 def test_an_uncaught_exception_at_the_end_of_a_script_is_the_cause_the_others_see(members, server, job):

@@ -79,7 +79,7 @@ def test_members_with_keys_of_their_own_meet(serve, keys, tmp_path, scheme):
 
     def member(number: int, name: str) -> float:
         with join(service.endpoints[0], load_client(secret(keys, name)), number, 2) as connection:
-            return connection.exchange("bn", rows(number + 1.0)).values.item()
+            return client.SlavePipe(connection, "bn").run_slave(rows(number + 1.0)).values.item()
 
     with ThreadPoolExecutor(2) as executor:
         assert [*executor.map(member, (0, 1), ("alice", "bob"))] == [3.0, 3.0]
@@ -161,7 +161,7 @@ def test_a_revoked_key_ends_its_members_at_once_and_the_others_hear_why(service,
     with ThreadPoolExecutor(2) as executor:
         joined = [executor.submit(join, endpoint, key, number, 2) for number, key in enumerate((alice, bob))]
         kept, cut = (future.result(WAIT_SECONDS) for future in joined)
-        waiting = executor.submit(outcome, lambda: kept.exchange("bn", rows(1.0)))
+        waiting = executor.submit(outcome, lambda: client.SlavePipe(kept, "bn").run_slave(rows(1.0)))
         wait_until(lambda: bool(ask(endpoint, keys=alice)["groups"][0]["waiting"]))
         (keys / "clients" / "bob.key").unlink()
         service.reload()
@@ -169,7 +169,7 @@ def test_a_revoked_key_ends_its_members_at_once_and_the_others_hear_why(service,
     assert isinstance(error, ReplicaLost)
     assert (error.fields["member"], error.fields["cause"]) == (1, "its key was revoked")
     # Its open connections get only that error, and it gets no new one.
-    assert isinstance(outcome(lambda: cut.exchange("bn", rows(1.0))), AuthenticationRefused)
+    assert isinstance(outcome(lambda: client.SlavePipe(cut, "bn").run_slave(rows(1.0))), AuthenticationRefused)
     assert isinstance(outcome(lambda: join(endpoint, bob)), AuthenticationRefused)
     for connection in (kept, cut):
         connection.close()
@@ -185,7 +185,8 @@ def test_a_key_that_is_exchanged_under_its_name_is_revoked(service, keys, tmp_pa
         service.reload()
         alice = load_client(secret(keys, "alice"))
         wait_until(lambda: not ask(service.endpoints[0], keys=alice)["groups"])
-        assert isinstance(outcome(lambda: connection.exchange("bn", rows(1.0))), AuthenticationRefused)
+        refused = outcome(lambda: client.SlavePipe(connection, "bn").run_slave(rows(1.0)))
+        assert isinstance(refused, AuthenticationRefused)
 
 
 def test_without_any_key_left_all_clients_are_refused(service, keys):
@@ -419,7 +420,7 @@ def test_a_hangup_while_the_folder_of_public_keys_is_away_revokes_none(keys, tmp
             f"reload failed, the keys stay unchanged: curve: cannot list {keys}/clients: No such file or directory"
             in line
         )
-        assert connection.exchange("bn", rows(1.0)).values.item() == 1.0
+        assert client.SlavePipe(connection, "bn").run_slave(rows(1.0)).values.item() == 1.0
         assert ask(command.endpoint, keys=load_client(secret(keys, "bob")))["groups"]
 
 

@@ -10,8 +10,8 @@ import torch
 
 import client
 from client.ops import non_finite
-from client.transports.local import LocalPipe
 from client.transports.server import SlavePipe
+from client.transports.transport import LocalPipe
 from programs import non_finite_programs
 from programs.non_finite_programs import three_steps
 from statsd_bn import Rows

@@ -11,7 +11,7 @@ from torch import nn
 
 import client
 from client.transports import process_group
-from client.transports.named_process_group import NamedProcessGroup
+from client.transports.process_group import NamedProcessGroup
 from programs import ddp_programs, process_group_programs
 from programs.member_programs import state
 from statsd_bn.text import unwrap

@@ -13,6 +13,7 @@ import pytest
 
 from client.session.protocol.member import OVER_SERVER, SHARED_MEMORY, Member
 from client.session.protocol.session import Session
+from client.transports.server import SlavePipe
 from programs import chaos_programs
 from server.cli.status import ask
 from server.core.dispatcher import Dispatcher
@@ -374,7 +375,7 @@ def test_a_lost_member_of_the_same_server_gets_an_error():
     for session in list(master.dispatcher._registry.sessions):
         master.dispatcher._registry.lose(0.0, session, "no sign of life")
     with pytest.raises(ReplicaLost, match=r"rank 0 \(thread 0\) was lost: no sign of life"):
-        connection.exchange("bn", rows_of(0))
+        SlavePipe(connection, "bn").run_slave(rows_of(0))
     connection.close()
 
 
@@ -394,7 +395,7 @@ def test_members_in_rounds_return_by_themselves():
     master.channel_pool.deliver = deliver_to_one
 
     def program(connection):
-        rounds = [connection.exchange(layer, rows_of(connection.rank)) for layer in ("bn", "bn2")]
+        rounds = [SlavePipe(connection, layer).run_slave(rows_of(connection.rank)) for layer in ("bn", "bn2")]
         return [aggregate.values.tobytes() for aggregate in rounds]
 
     expected = run_in_memory(2, program, undisturbed)

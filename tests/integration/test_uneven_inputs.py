@@ -294,7 +294,7 @@ def test_an_exception_inside_reaches_the_others_and_pauses_no_member():
             connection.rejoin(None)
             if number == 1:
                 raise MemoryError("full")
-            return connection.exchange("bn", uneven_programs.ROW)
+            return client.SlavePipe(connection, "bn").run_slave(uneven_programs.ROW)
 
     lost, failed = in_threads([partial(outcome, partial(member, number)) for number in range(2)])
     assert isinstance(failed, MemoryError)
@@ -308,7 +308,7 @@ def test_join_does_not_pause_after_an_exception(monkeypatch):
     monkeypatch.setattr("client.training.join.current_connection", lambda: connection)
     with pytest.raises(MemoryError), client.join(client.convert_model(nn.BatchNorm1d(3))):
         raise MemoryError
-    assert isinstance(connection.exchange("bn", uneven_programs.ROW), Aggregate)
+    assert isinstance(client.SlavePipe(connection, "bn").run_slave(uneven_programs.ROW), Aggregate)
     connection.close()
 
 

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import client
 from client.nn import batchnorm, custom_op
-from client.transports.local import LocalPipe
+from client.transports.transport import LocalPipe
 from support import branch_networks
 from support.branch_networks import Network, Results
 

@@ -24,7 +24,7 @@ def meet_twice() -> None:
     """Connect and leave, twice; then start a process group, which uses the same store."""
     for _ in range(2):
         with client.connect(round_timeout=DEADLINE) as connection:
-            say("covers", connection.exchange("bn", ROW).count, repr(connection))
+            say("covers", client.SlavePipe(connection, "bn").run_slave(ROW).count, repr(connection))
     distributed.init_process_group("gloo")
     distributed.barrier()
     distributed.destroy_process_group()
@@ -34,13 +34,13 @@ def meet_twice() -> None:
 def go_on_after_member_0() -> None:
     """Member 0 has less data than the others, and its script ends."""
     connection = client.connect(round_timeout=DEADLINE)
-    connection.exchange("bn", ROW)
+    client.SlavePipe(connection, "bn").run_slave(ROW)
     if connection.rank == 0:
         connection.pause(None)
         say("at the end")
     else:
         sys.stdin.readline()
-        say("covers", connection.exchange("bn", ROW).count)
+        say("covers", client.SlavePipe(connection, "bn").run_slave(ROW).count)
 
 
 def go_on_after_member_0_in_forked_children() -> None:
@@ -60,9 +60,9 @@ def go_on_after_member_0_in_forked_children() -> None:
 def be_busy_when_member_0_ends() -> None:
     """Every member waits for a line between two rounds, so that member 0 and its server can end in between."""
     connection = client.connect(round_timeout=DEADLINE)
-    say("covers", connection.exchange("bn", ROW).count)
+    say("covers", client.SlavePipe(connection, "bn").run_slave(ROW).count)
     sys.stdin.readline()
-    connection.exchange("bn", ROW)
+    client.SlavePipe(connection, "bn").run_slave(ROW)
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ def wait_for_a_crashing_script(_: client.Connection, endpoint: str, job: str) ->
         client.connect(endpoint, job=job, rank=0, world_size=2, round_timeout=30.0) as connection,
     ):
         try:
-            connection.exchange("bn", Rows((1,), np.ones((1, 2, 3))))
+            client.SlavePipe(connection, "bn").run_slave(Rows((1,), np.ones((1, 2, 3))))
         except StatsdBNError as error:
             return error
         finally:

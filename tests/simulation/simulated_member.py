@@ -284,7 +284,7 @@ class Process(SimulatedProcess):
         return aggregate
 
     def _trip(self, session: Session, key: RoundKey, rows: Rows) -> RoundTrip:
-        return RoundTrip(session, ENDPOINT, key, rows, session.contribution(key, rows), self.world.rng.random)
+        return RoundTrip(session, ENDPOINT, key, rows, self.world.rng.random)
 
     def _round_in_memory(self, session: Session, key: RoundKey, rows: Rows, memory: GroupMemory) -> Part:
         def begin_trip() -> RoundTrip:

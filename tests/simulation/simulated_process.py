@@ -10,6 +10,7 @@ from client.session.protocol.heartbeats import HeartbeatScheduler
 from client.session.protocol.session import StateMachine
 from simulation.simulated_network import BEACON_RECONNECT_SECONDS, Clock, Network, SimulatedChannel
 from statsd_bn.errors import StatsdBNError
+from statsd_bn.messages import StackRequest
 from statsd_bn.wire import encode
 
 if TYPE_CHECKING:
@@ -124,10 +125,10 @@ class SimulatedProcess:
             if not self._has_left:
                 for reply in self._scheduler.on_unsolicited(frame, self.sessions.values()):
                     self._beacon.send(reply)
-                if asked := self._scheduler.stack_request(frame, self.sessions.values()):
-                    session, question = asked
-                    self._network.count("asked where")
-                    self._beacon.send(encode(self.sample().report(session.member_token, question.number)))
+                match self._scheduler.request(frame, self.sessions.values()):
+                    case session, StackRequest(number=number):
+                        self._network.count("asked where")
+                        self._beacon.send(encode(self.sample().report(session.member_token, number)))
 
     def _resume(self, resume: Callable[[], Any]) -> None:
         while True:

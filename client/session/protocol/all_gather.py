@@ -16,9 +16,7 @@ from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import FloatArray
 
 VALUE_BYTES = 8
-
-# Limit of what one member may announce, a tebibyte: two million rounds. Only received bytes are allocated.
-MAX_BYTES = 2**40
+MAX_BYTES = 2**40  # limit of what one member may announce: two million rounds; only received bytes are allocated
 
 # A member's part of the first round: two values, its number of bytes and the number of values that follow here; and at
 # most this many values. Small data needs no second round.

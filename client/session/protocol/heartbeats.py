@@ -13,11 +13,8 @@ from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import StackRequest
 
-# Outage of the server after which ranks that bypass it log a warning.
-AWAY_SECONDS = 10.0
-
-# How long after a job has opened a layer should have begun a round. Data loading and compilation precede it.
-UNUSED_SECONDS = 60.0
+AWAY_SECONDS = 10.0  # outage of the server after which ranks that bypass it log a warning
+UNUSED_SECONDS = 60.0  # time from the opening of a job to its first round: data are loaded and layers compiled before
 
 
 class HeartbeatScheduler:
@@ -29,10 +26,8 @@ class HeartbeatScheduler:
         self._announcing: dict[bytes, str] = {}
         self._resent: set[bytes] = set()
         self._last_heartbeat: dict[bytes, float] = {}
-        # Begin of the current outage, and whether it was logged.
+        # Begin of the current outage, and when the job opened; infinity once they were reported.
         self._away_since: float | None = None
-        self._is_outage_logged = False
-        # When the job opened; infinity once `is_unused` has answered.
         self._open_since: float | None = None
 
     def on_reconnected(self) -> None:
@@ -72,17 +67,15 @@ class HeartbeatScheduler:
     def outage_warning(self, now: float, sessions: Iterable[Session], *, is_connected: bool) -> str:
         """Warning for ranks that bypass the server in an outage; once per outage, otherwise empty."""
         if is_connected:
-            self._away_since, self._is_outage_logged = None, False
+            self._away_since = None
             return ""
         if self._away_since is None:
             self._away_since = now
         seconds = now - self._away_since
-        if seconds < AWAY_SECONDS or self._is_outage_logged:
-            return ""
         bypassing = [session for session in _registered(sessions) if session.transport.bypasses_server]
-        if not bypassing:
+        if seconds < AWAY_SECONDS or not bypassing:
             return ""
-        self._is_outage_logged = True
+        self._away_since = inf
         by = "over torch's process group" if bypassing[0].transport.name == OVER_PROCESS_GROUP else "in shared memory"
         return (
             f"job {bypassing[0].member.job!r}: no connection to the server for {seconds:.0f} s. The ranks continue "
@@ -133,17 +126,10 @@ class HeartbeatScheduler:
         return replies
 
     @staticmethod
-    def stack_request(frame: bytes, sessions: Iterable[Session]) -> tuple[Session, StackRequest] | None:
-        """The stack request in a frame, and its session; None for another frame."""
-        for session in _registered(sessions):
-            if request := session.stack_request(frame):
-                return session, request
-        return None
-
-    @staticmethod
-    def job_failure(frame: bytes, sessions: Iterable[Session]) -> StatsdBNError | None:
-        """The reason why the strict job is broken; None for another frame."""
-        return next((error for session in _registered(sessions) if (error := session.job_failure(frame))), None)
+    def request(frame: bytes, sessions: Iterable[Session]) -> tuple[Session, StackRequest | StatsdBNError] | None:
+        """The request in a frame, see `Session.request`, and its session; None for another frame."""
+        requests = ((session, session.request(frame)) for session in _registered(sessions))
+        return next(((session, request) for session, request in requests if request is not None), None)
 
 
 def _registered(sessions: Iterable[Session]) -> list[Session]:

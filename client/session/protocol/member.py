@@ -9,19 +9,13 @@ if TYPE_CHECKING:
     from statsd_bn.skew_samples import SkewSampler
 
 DEFAULT_ROUND_TIMEOUT = 600.0
-
-# How long a torch collective may block the main thread after the job has broken.
-DEFAULT_ABORT_AFTER = 10.0
+DEFAULT_ABORT_AFTER = 10.0  # how long a torch collective may block the main thread after the job has broken
 
 # Policies for a lost member: the others fail with an error that names it, or continue without it.
-STRICT = "strict"
-ELASTIC = "elastic"
+STRICT, ELASTIC = "strict", "elastic"
 
 # Transports between processes: over the server, in shared memory of one host, or over torch's default process group.
-OVER_SERVER = "server"
-SHARED_MEMORY = "shared_memory"
-OVER_PROCESS_GROUP = "process_group"
-
+OVER_SERVER, SHARED_MEMORY, OVER_PROCESS_GROUP = "server", "shared_memory", "process_group"
 TRANSPORTS = (OVER_SERVER, SHARED_MEMORY)
 
 # Reactions to the first aggregate that is not finite.

@@ -14,12 +14,8 @@ logger = logging.getLogger("statsd_bn.client")
 # Timeout of an answer, and the pause between two questions while members are missing. A server answers a registration
 # in milliseconds; a loaded network may take seconds.
 ANSWER_SECONDS = 5.0
-
-# Pause before a request is repeated, in case it or its answer was lost.
-RETRY_SECONDS = 1.0
-
-# Warn after a wait of this length, then at doubling intervals.
-WARN_SECONDS = 10.0
+RETRY_SECONDS = 1.0  # pause before a request is repeated, in case it or its answer was lost
+WARN_SECONDS = 10.0  # first warning; further ones at doubling intervals
 
 # How long, and how often, to retry while an earlier process holds this rank: the server detects within a second that a
 # killed process has ended.

@@ -22,8 +22,7 @@ logger = logging.getLogger("statsd_bn.client")
 GRACE_SECONDS = 5.0
 
 # Delay of the first retry, and the longest delay. An undisturbed round ends long before.
-RETRY_SECONDS = 1.0
-MAX_RETRY_SECONDS = 3.0
+RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 3.0
 
 # Warn after a wait of this length, then at doubling intervals. The first warning is earlier if it contains the stack of
 # the late member: then it helps, and does not just complain about a slow step.
@@ -35,29 +34,20 @@ class RoundTrip:
     """A `StateMachine` for one round over the server; its result is the aggregate."""
 
     def __init__(
-        self,
-        session: Session,
-        endpoint: str,
-        key: RoundKey,
-        rows: Rows,
-        frame: bytes,
-        chance: Callable[[], float] = random.random,
+        self, session: Session, endpoint: str, key: RoundKey, rows: Rows, chance: Callable[[], float] = random.random
     ) -> None:
         self._session = session
         self._endpoint = endpoint
         self._key = key
         self._rows = rows
-        self._frame = frame
         self._chance = chance
         self._attempt = 0
         self._expiry = 0.0
         self._next_warning = WARN_SECONDS
         self._latest_news = ""
-        # Ranks that have not arrived in shared memory, if the round is in memory too.
-        self.late: Callable[[], Sequence[int]] = tuple
-        # Whether no server can start at the endpoint any more.
-        self.is_gone: Callable[[], bool] = bool
         self._round_done = b""
+        self.late: Callable[[], Sequence[int]] = tuple  # ranks not arrived in shared memory, if the round is there too
+        self.is_gone: Callable[[], bool] = bool  # whether no server can start at the endpoint any more
 
     def begin(self, now: float) -> Actions[Aggregate]:
         """Send the contribution; a second call sends it again, on another channel."""
@@ -65,7 +55,7 @@ class RoundTrip:
             return self._wait(now, self._retry(now))
         self._last_received = self._session.last_sent = now
         self._expiry = now + self._session.member.round_timeout + GRACE_SECONDS
-        return self._wait(now, self._with_round_done(self._frame))
+        return self._wait(now, self._contribution())
 
     def step(self, now: float, frame: bytes | None) -> Actions[Aggregate]:
         """Handle a frame; without one, send the contribution again."""
@@ -113,8 +103,9 @@ class RoundTrip:
         logger.info("the server at %s has been restarted; this rank registers again", self._endpoint)
         return [*self._session.resync_frames(), *self._retry(now)]
 
-    def _with_round_done(self, contribution: bytes) -> Sequence[bytes]:
+    def _contribution(self) -> Sequence[bytes]:
         """The contribution, behind the latest RoundDone of this process if the server may not have received that."""
+        contribution = self._session.contribution(self._key, self._rows, self._attempt)
         self._round_done = self._session.last_round_done.frame
         return (self._round_done, contribution) if self._round_done else (contribution,)
 
@@ -131,7 +122,7 @@ class RoundTrip:
             self._warn(silent, self._silence_warning(now, silent), self._next_warning)
         self._attempt += 1
         self._session.last_sent = now
-        return self._with_round_done(self._session.contribution(self._key, self._rows, self._attempt))
+        return self._contribution()
 
     def _silence_warning(self, now: float, seconds: float) -> str:
         left = max(0.0, self._expiry - now)

@@ -2,35 +2,15 @@
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Protocol, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 
 from client.session.protocol.member import BY_ELASTIC, Member, TransportState
-from statsd_bn import limits
+from statsd_bn import limits, messages
 from statsd_bn.errors import DuplicateMember, ReplicaLost, RoundFailed, StatsdBNError, UnknownSession, from_wire
 from statsd_bn.members import NO_MEMBERS, format_ranks
-from statsd_bn.messages import (
-    NO_SERVER,
-    Aggregate,
-    Contribution,
-    Failure,
-    Heartbeat,
-    LatenessReport,
-    Leave,
-    Message,
-    Participation,
-    Pending,
-    Register,
-    Registered,
-    Result,
-    RoundDone,
-    RoundTrips,
-    SkewStats,
-    StackRequest,
-    digest,
-)
+from statsd_bn.messages import Aggregate, Contribution, Failure, Message, Participation, Pending, Registered
 from statsd_bn.reduction import Rows
 from statsd_bn.round_key import FORWARD, FORWARD_PHASES, GATHER, RoundKey
 from statsd_bn.skew_samples import Sample, figures_of_step
@@ -41,7 +21,6 @@ from statsd_bn.wire import decode, encode
 # Messages about a round.
 _ANSWERS = (Aggregate, Pending)
 
-# Phases that may begin a step.
 STEP_STARTING_PHASES = (*FORWARD_PHASES, GATHER)
 
 ResultT = TypeVar("ResultT")
@@ -117,7 +96,7 @@ class Session:
     def __init__(self, member_token: bytes, member: Member, last_round_done: LastRoundDone | None = None) -> None:
         self.member_token = member_token
         self.last_round_done = last_round_done or LastRoundDone()
-        self._digest = digest(member_token)
+        self._digest = messages.digest(member_token)
         self.member = member
         self.participation = Participation.TAKES_PART
         self.first_step = 0
@@ -131,9 +110,8 @@ class Session:
         if member.is_elastic:
             self.transport.fall_back(BY_ELASTIC)
         self.last_sent = 0.0  # by `time.monotonic`; set by the sender of its frames
-        self._server = NO_SERVER
-        # Error of a server that knows another process of this rank.
-        self._conflict: DuplicateMember | None = None
+        self._server = messages.NO_SERVER
+        self._conflict: DuplicateMember | None = None  # error of a server that knows another process of this rank
         self.steps = StepCounter()
         self.has_uneven_inputs = False  # whether members may have been paused, and a round need not cover all of them
         self._results: deque[Aggregate] = deque(maxlen=limits.CACHED_ROUNDS)
@@ -141,7 +119,7 @@ class Session:
     @property
     def is_registered(self) -> bool:
         """Whether a server has registered it."""
-        return self._server != NO_SERVER
+        return self._server != messages.NO_SERVER
 
     @property
     def has_forward_rounds(self) -> bool:
@@ -151,25 +129,11 @@ class Session:
     def register(self) -> bytes:
         """Frame that registers the member, with the state of the group that it knows."""
         member = self.member
-        return encode(
-            Register(
-                self.member_token,
-                member.job,
-                member.group,
-                member.epoch,
-                member.rank,
-                member.world_size,
-                member.min_members,
-                member.round_timeout,
-                member.host_and_pid,
-                self.participation.value,
-                self._server,
-                self.steps.step,
-                self.first_step,
-                len(self._results),
-                self.members,
-            )
-        )
+        return encode(messages.Register(
+            self.member_token, member.job, member.group, member.epoch, member.rank, member.world_size,
+            member.min_members, member.round_timeout, member.host_and_pid, self.participation.value,
+            self._server, self.steps.step, self.first_step, len(self._results), self.members,
+        ))  # fmt: skip
 
     def resync_frames(self) -> list[bytes]:
         """Frames that register the member with a restarted server and send it the latest aggregates.
@@ -178,20 +142,19 @@ class Session:
         aggregates suffice: no member is further behind, since no round ends without its contribution.
         """
         # Results last: the server waits for as many as the registration announces, or more.
-        return [self.register(), *(encode(Result(self.member_token, result)) for result in tuple(self._results))]
+        frames = [self.register()]
+        return frames + [encode(messages.Result(self.member_token, result)) for result in tuple(self._results)]
 
     def leave(self, cause: str) -> bytes:
         """Frame that ends the registration."""
-        return encode(Leave(self.member_token, wire_text(cause)))
+        return encode(messages.Leave(self.member_token, wire_text(cause)))
 
     def heartbeat(self) -> bytes:
         """Frame that shows that this process is alive, with its rounds that bypassed the server."""
-        transport = self.transport
+        transport, step = self.transport, self.steps.step
         why = wire_text(transport.why_not_faster, limits.MAX_NAME_BYTES)
-        waited = int(1e3 * transport.bypassed_seconds)
-        return encode(
-            Heartbeat(self.member_token, self.steps.step, transport.bypassed_rounds, transport.name, why, waited)
-        )
+        waited, rounds = int(1e3 * transport.bypassed_seconds), transport.bypassed_rounds
+        return encode(messages.Heartbeat(self.member_token, step, rounds, transport.name, why, waited))
 
     def forward_key(self, layer: str, phase: str = FORWARD) -> RoundKey:
         """Key of the next forward round, or gather, of `layer`."""
@@ -208,7 +171,7 @@ class Session:
 
     def round_done(self, key: RoundKey) -> bytes:
         """Frame that says that this member has finished a round over another transport."""
-        self.last_round_done.frame = frame = encode(RoundDone(self.member_token, key))
+        self.last_round_done.frame = frame = encode(messages.RoundDone(self.member_token, key))
         return frame
 
     def skew_frame(self, samples: Sequence[Sample]) -> bytes | None:
@@ -216,12 +179,12 @@ class Session:
         if (stats := figures_of_step(samples)) is None:
             return None
         step, layers = stats
-        return encode(SkewStats(self.member_token, step, "\n".join(layers), np.stack(list(layers.values()))))
+        return encode(messages.SkewStats(self.member_token, step, "\n".join(layers), np.stack(list(layers.values()))))
 
     def timing_frames(self, now: float) -> list[bytes]:
         """Frames with the durations of its rounds and its lateness, as far as they are due."""
         frames = []
-        for times, kind in ((self.times, RoundTrips), (self.lateness, LatenessReport)):
+        for times, kind in ((self.times, messages.RoundTrips), (self.lateness, messages.LatenessReport)):
             times.collect()
             if times.is_due(now):
                 histogram = times.report(now)
@@ -285,23 +248,18 @@ class Session:
         if conflicting == (member.job, member.group, member.rank) and self.members:
             self._conflict = error
 
-    def stack_request(self, frame: bytes) -> StackRequest | None:
-        """The stack request in a frame; None for another frame, or a request to another session."""
-        message = self._decode_or_none(frame)
-        return message if isinstance(message, StackRequest) and message.digest == self._digest else None
-
-    def job_failure(self, frame: bytes) -> StatsdBNError | None:
-        """The reason why the strict job is broken; None for another frame."""
-        message = self._decode_or_none(frame)
+    def request(self, frame: bytes) -> messages.StackRequest | StatsdBNError | None:
+        """The stack request to this session in a frame, or why its strict job is broken; None for another frame."""
+        try:
+            message = self.decode(frame)
+        except StatsdBNError:
+            return None
+        if isinstance(message, messages.StackRequest) and message.digest == self._digest:
+            return message
         if not isinstance(message, Failure) or message.key is not None or self.member.is_elastic:
             return None
         error = from_wire(message.code, message.message, message.fields)
         return error if isinstance(error, RoundFailed) and error.fields.get("job") == self.member.job else None
-
-    def _decode_or_none(self, frame: bytes) -> Message | None:
-        with suppress(StatsdBNError):
-            return self.decode(frame)
-        return None
 
     def _is_registered(self, message: Message | None) -> TypeGuard[Registered]:
         """Whether a message answers this session's registration; if so, update the session by it."""

@@ -9,7 +9,7 @@ import torch
 from client.ops import engine
 from client.ops.exchange import Exchange
 from client.ops.functional import Slice, batch_norm
-from client.transports.local import LocalPipe
+from client.transports.transport import LocalPipe
 from support.shards import MANY, MANY_VALUES, Shards, assert_equal, everywhere, on_the_whole_batch, with_many_values
 from support.whole_batch import KINDS
 

@@ -8,7 +8,7 @@ from torch import nn
 import client
 from client.nn import custom_op
 from client.ops.exchange import MAX_COUNTED_CALLS, BackwardPasses
-from client.session import current
+from client.session import connection as current
 from programs import member_programs
 from statsd_bn.errors import ConfigurationError
 from support.memory_members import MemoryMaster

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 import client
 from client import DataParallelWithCallback
 from client.nn.conversion import ConversionReport
-from client.transports.named_process_group import NamedProcessGroup
+from client.transports.process_group import NamedProcessGroup
 from statsd_bn.errors import ConfigurationError
 from support.newer_torch import needs
 from support.sentences import says

@@ -55,12 +55,12 @@ def test_all_members_are_present_again_between_two_passes():
         loop = SimpleNamespace(train_loader=DataLoader(range(6)), validation_loader=None, test_loader=None)
         connection.rejoin(None)
         for _ in range(1 + mine):
-            connection.exchange("bn", Rows((1,), np.ones((1, 2, 1))))
+            client.SlavePipe(connection, "bn").run_slave(Rows((1,), np.ones((1, 2, 1))))
         connection.pause(None)
         DDPHandler(loop, connection=connection).add_distributed_samplers()
         sums = handler(connection).mp_sync(mine).tolist()
         connection.rejoin(None)
-        aggregate = connection.exchange("bn", Rows((1,), np.ones((1, 2, 1))))
+        aggregate = client.SlavePipe(connection, "bn").run_slave(Rows((1,), np.ones((1, 2, 1))))
         return list(loop.train_loader.sampler), sums, list(aggregate.members)
 
     assert run_members(2, measure) == [([0, 2, 4], [0, 1], [0, 1]), ([1, 3, 5], [0, 1], [0, 1])]

@@ -5,8 +5,8 @@ import torch
 
 from client.ops.exchange import Exchange
 from client.ops.functional import Slice, batch_norm
-from client.transports.local import LocalPipe
 from client.transports.server import SlavePipe
+from client.transports.transport import LocalPipe
 from support.memory_members import run_members
 
 SIZES = (3, 1, 2)

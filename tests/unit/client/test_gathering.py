@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from client.session.connection import Connection
 from client.session.protocol.all_gather import VALUE_BYTES, _Parcel, _widths, gather
+from client.transports.server import SlavePipe
 from statsd_bn import Rows, limits
 from statsd_bn.errors import ProtocolError, RoundFailed, RoundMismatch
 from statsd_bn.members import Members
@@ -51,10 +52,10 @@ def test_little_data_takes_one_round():
 
 def test_after_a_backward_round_a_gather_begins_a_step():
     def steps(connection: Connection) -> list[int]:
-        forward = connection.exchange("bn", ROW)
-        connection.exchange("bn", ROW, forward.key.of_phase(BACKWARD))
+        forward = SlavePipe(connection, "bn").run_slave(ROW)
+        SlavePipe(connection, "bn").run_slave(ROW, forward.key.of_phase(BACKWARD))
         connection.all_gather("all", b"")
-        return [forward.key.step, connection.exchange("bn", ROW).key.step]
+        return [forward.key.step, SlavePipe(connection, "bn").run_slave(ROW).key.step]
 
     assert run_members(2, steps) == [[0, 1], [0, 1]]
 
@@ -83,7 +84,7 @@ def test_a_member_lost_meanwhile_is_left_out():
 
     def leave_after_the_first_round() -> None:
         part = np.array([BEYOND_FIRST, 0], "<i8").view("<f8")
-        lost.exchange("all", Rows((0,), part[np.newaxis, np.newaxis]), phase=GATHER)
+        SlavePipe(lost, "all").run_slave(Rows((0,), part[np.newaxis, np.newaxis]), phase=GATHER)
         lost.close(cause="OutOfMemoryError: full")
 
     survivors = [lambda one=one: one.all_gather("all", sent[one.rank]) for one in connections]
@@ -105,11 +106,11 @@ def test_the_master_refuses_rows_unfit_for_a_gather(rows, what):
     sound = Rows((0,), np.zeros((1, 1, 3)))
 
     def first() -> Any:
-        return outcome(lambda: connections[0].exchange("all", sound, phase=GATHER))
+        return outcome(lambda: SlavePipe(connections[0], "all").run_slave(sound, phase=GATHER))
 
     def second() -> Any:
         wait_until(lambda: bool(master.report("world")["waiting"]))
-        return outcome(lambda: connections[1].exchange("all", rows, phase=GATHER))
+        return outcome(lambda: SlavePipe(connections[1], "all").run_slave(rows, phase=GATHER))
 
     for error in in_threads([first, second]):
         assert type(error) is RoundFailed

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import client
-from client.session import current, groups
+from client.session import connection as current
+from client.session import groups
 from client.session.connection import Connection
 from client.session.groups import Group
 from client.session.protocol import registration
-from client.transports.local import LocalPipe
 from client.transports.server import SlavePipe
+from client.transports.transport import LocalPipe
 from server.cli.status import ask
 from statsd_bn import Rows
 from statsd_bn.errors import ConfigurationError, ConnectionClosed, GroupIncomplete, ReplicaLost, WorldSizeMismatch

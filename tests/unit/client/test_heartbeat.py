@@ -108,11 +108,11 @@ def beacon():
 
 
 @pytest.fixture
-def start(beacon):
+def start(beacon, broken_job):
     started: list[HeartbeatThread] = []
 
     def run(sessions, reconnected=lambda: None, unused=lambda: None):
-        started.append(HeartbeatThread(beacon, sessions, reconnected, unused))
+        started.append(HeartbeatThread(beacon, sessions, reconnected, unused, broken_job))
         return started[-1]
 
     yield run

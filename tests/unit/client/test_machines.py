@@ -26,7 +26,7 @@ def session():
 @pytest.fixture
 def trip(session):
     key, rows = session.forward_key("bn"), Rows((1,), np.ones((1, 2, 1)))
-    return RoundTrip(session, "memory://", key, rows, session.contribution(key, rows), chance=lambda: 0.5)
+    return RoundTrip(session, "memory://", key, rows, chance=lambda: 0.5)
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_the_latest_place_precedes_each_contribution_until_an_answer(trip, sessi
     assert (first.attempt, second.attempt) == (0, 1)
     trip.step(due + 0.1, encode(Aggregate(first.key, 2, 2, Members.of(range(2)), np.ones((2, 1)))))
     key, rows = session.forward_key("bn"), Rows((1,), np.ones((1, 2, 1)))
-    later = RoundTrip(session, "memory://", key, rows, session.contribution(key, rows))
+    later = RoundTrip(session, "memory://", key, rows)
     assert [type(message) for message in sent(later.begin(BEGAN)[0])] == [Contribution]
 
 
@@ -127,7 +127,7 @@ def test_the_sessions_of_a_process_report_its_latest_place_for_each_other():
     )
     settled = pair.round_done(pair.forward_key("bn"))
     key, rows = world.forward_key("bn"), Rows((1,), np.ones((1, 2, 1)))
-    frames, *_ = RoundTrip(world, "memory://", key, rows, world.contribution(key, rows)).begin(BEGAN)
+    frames, *_ = RoundTrip(world, "memory://", key, rows).begin(BEGAN)
     assert frames[0] == settled
 
 

@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import client
 from client.ops.checkpointing import exchange_cache
 from client.training import recalibration
-from client.transports import named_process_group
-from client.transports.local import LocalPipe
+from client.transports import choose
+from client.transports.transport import LocalPipe
 from programs import recalibration_programs as programs
 from programs.recalibration_programs import statistics
 from statsd_bn import limits
@@ -406,7 +406,7 @@ def test_distributed_data_parallel_sends_nothing_for_a_batch(monkeypatch):
         wrapped = nn.parallel.DistributedDataParallel(bn)
         assert wrapped.will_sync_module_buffers()
         monkeypatch.setattr(wrapped, "_sync_buffers", raiser(AssertionError("a broadcast")))
-        monkeypatch.setattr(named_process_group, "default", lambda: None)
+        monkeypatch.setattr(choose, "default_group", lambda: None)
         wrapped._join_config = wrapped._join_config._replace(enable=True)
         monkeypatch.setattr(dist, "all_reduce", raiser(AssertionError("a question")))
         client.recalibrate(wrapped, [samples(4), samples(3, seed=1)])

@@ -14,7 +14,7 @@ from client.ops import checkpointing
 from client.ops.checkpointing import MAX_WITHOUT_GRAPH, ExchangeCache
 from client.ops.exchange import Exchange
 from client.ops.statistics import ChannelMoments
-from client.transports.local import LocalPipe
+from client.transports.transport import LocalPipe
 from programs import member_programs
 from programs.life_programs import network as model
 from statsd_bn.errors import ConfigurationError

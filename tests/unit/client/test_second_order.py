@@ -6,7 +6,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from client.ops.exchange import Exchange
 from client.ops.functional import Slice, batch_norm
-from client.transports.local import LocalPipe
+from client.transports.transport import LocalPipe
 
 SIZES = (3, 1, 2)
 CHANNELS = 2

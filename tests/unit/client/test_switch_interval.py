@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from client.session.round import INTERVAL_SECONDS, SwitchInterval
+from client.transports.server import SlavePipe
 from statsd_bn import Rows
 from statsd_bn.errors import RoundMismatch
 from support.memory_members import MemoryMaster, run_members
@@ -44,7 +45,7 @@ def test_a_round_has_the_short_interval_and_leaves_the_usual_one(usual, monkeypa
 
     monkeypatch.setattr(master.channel_pool, "_receive", watch)
     with master.connect(0, 1) as connection:
-        connection.exchange("bn", Rows((1,), np.ones((1, 2, 3))))
+        SlavePipe(connection, "bn").run_slave(Rows((1,), np.ones((1, 2, 3))))
         assert sys.getswitchinterval() == usual
     registration, contribution, goodbye = seen
     assert (registration, contribution, goodbye) == (usual, SHORT, usual)
@@ -55,7 +56,7 @@ def test_a_round_that_fails_leaves_the_usual_interval(usual):
     def program(connection):
         channels = 2 + connection.rank
         with pytest.raises(RoundMismatch):
-            connection.exchange("bn", Rows((1,), np.ones((1, 2, channels))))
+            SlavePipe(connection, "bn").run_slave(Rows((1,), np.ones((1, 2, channels))))
 
     run_members(2, program)
     assert sys.getswitchinterval() == usual

@@ -10,7 +10,7 @@ from torch import nn
 
 import client
 from client import tracebacks
-from client.session import connection, current
+from client.session import connection
 from client.session.channel_pool import ZmqChannelPool
 from client.tracebacks import api_boundary, hide_internal_frames
 from statsd_bn.errors import ConfigurationError, RoundMismatch
@@ -43,7 +43,7 @@ def failing_round(monkeypatch, *, after: int = 0) -> nn.Module:
 def connected(monkeypatch):
     with MemoryMaster().connect(0, 1) as opened:
         monkeypatch.setattr(connection.Connection, "is_alone", lambda *_: False)
-        monkeypatch.setattr(current, "_current", opened)
+        monkeypatch.setattr(connection, "_current", opened)
         yield opened
 
 
@@ -186,7 +186,7 @@ NO_BORDER = {
     # They raise TypeError.
     *("register_conversion", "synchronized_class"),
     # They call `hide_internal_frames` themselves: in each round, and in a context manager.
-    *("Connection.exchange", "Connection.round", "SlavePipe.run_row", "SlavePipe.run_slave", "join"),
+    *("Connection.round", "SlavePipe.run_row", "SlavePipe.run_slave", "join"),
     # A context manager around the user's own code.
     "patch_sync_batchnorm",
     # The transports call them, inside of what has a tracebacks.

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from client.transports.local import LocalPipe
 from client.transports.server import SlavePipe
+from client.transports.transport import LocalPipe
 from statsd_bn import Rows
 from support.memory_members import in_threads, run_members
 

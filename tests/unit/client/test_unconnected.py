@@ -5,8 +5,8 @@ import torch
 
 import client
 from client.nn import unsynchronized
-from client.session import current
-from client.transports.named_process_group import NamedProcessGroup
+from client.session import connection as current
+from client.transports.process_group import NamedProcessGroup
 from statsd_bn import endpoints
 from support.memory_members import run_members
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import client
 from client.launch import connect
-from client.session.current import latest_connection
+from client.session.connection import latest_connection
 from client.transports.choose import communicator_for
 from statsd_bn import endpoints
 from statsd_bn.errors import ConfigurationError, ServerUnreachable

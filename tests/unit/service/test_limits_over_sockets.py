@@ -15,6 +15,7 @@ import zmq
 from client.session.channel_pool import ZmqChannelPool
 from client.session.connection import Connection
 from client.session.protocol.member import Member
+from client.transports.server import SlavePipe
 from server import Service
 from server.cli.status import ask
 from server.network import connections, listener
@@ -152,6 +153,6 @@ def test_a_client_learns_of_a_limit_by_an_error(serve):
     who = Member("job", "world", 0, 0, 1, 20.0, "here")
     with Connection(ZmqChannelPool(service.endpoints[0]), who) as member:
         with pytest.raises(LimitExceeded, match="exceed the limit of 20000") as caught:
-            member.exchange("bn", rows(1.0, channels=4096))
+            SlavePipe(member, "bn").run_slave(rows(1.0, channels=4096))
         assert caught.value.fields["limit"] == 20_000
     assert told(service, "over_limits") == 1

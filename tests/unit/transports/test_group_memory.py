@@ -54,7 +54,7 @@ def test_waiting_members_wake_when_the_last_contributes():
     waited = in_threads([lambda: first.wait(LONG), lambda: second.arrive(1, rows(0.25), seconds=LONG)])
     assert waited == [DONE, DONE]
     assert first.total.tobytes() == second.total.tobytes() == (rows(0.5).values + rows(0.25).values)[0].tobytes()
-    assert (first.late, first.have_all_arrived) == ([], True)
+    assert first.late == []
 
 
 def test_a_signal_ends_a_wait_so_that_python_handles_it():
@@ -111,8 +111,8 @@ def test_rows_of_one_turn_do_not_reach_another(order):
         found = meet(memories, [Rows(counts, values) for values in brought])
         assert found == [DIFFERS if shape[2] == TOO_WIDE else DONE] * 3
         for mine in memories if found[0] == DONE else ():
-            assert mine.gathered_rows().counts == [*counts] * 3
-            assert mine.gathered_rows().values.tobytes() == np.concatenate(brought).tobytes()
+            assert mine.gathered_rows()[0] == [*counts] * 3
+            assert mine.gathered_rows()[2].tobytes() == np.concatenate(brought).tobytes()
 
 
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (3, 3, 3), (1, 2, 5)])
@@ -128,9 +128,9 @@ def test_each_member_adds_the_rows_of_all_in_member_order(replicas):
     for one in memories:
         assert one.total.tobytes() == sum_in_order(np.concatenate(parts)).tobytes()
         assert (one.result.rows, one.result.count) == (sum(replicas), sum(counts))
-        found = one.gathered_rows()
-        assert (found.counts, found.replicas) == (counts, list(replicas))
-        assert found.values.tobytes() == np.concatenate(parts).tobytes()
+        *found, values = one.gathered_rows()
+        assert found == [counts, list(replicas)]
+        assert values.tobytes() == np.concatenate(parts).tobytes()
 
 
 def test_a_member_may_be_at_the_next_turn_while_another_reads_the_last():
@@ -138,14 +138,14 @@ def test_a_member_may_be_at_the_next_turn_while_another_reads_the_last():
     assert meet(memories, [rows(1.0)] * 3) == [DONE] * 3
     assert memories[0].arrive(8, rows(2.0)) == WAITS
     assert memories[1].wait(0.0) == DONE
-    assert memories[1].gathered_rows().values[:, 0, 0].tolist() == [1.0, 1.0, 1.0]
+    assert memories[1].gathered_rows()[2][:, 0, 0].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_members_do_not_write_into_each_others_rows():
     memories = memories_of(3)
     for turn in (0.0, 10.0):
         meet(memories, [rows(turn + number, channels=WIDEST) for number in range(3)])
-        assert memories[0].gathered_rows().values[:, 0, 0].tolist() == [turn, turn + 1, turn + 2]
+        assert memories[0].gathered_rows()[2][:, 0, 0].tolist() == [turn, turn + 1, turn + 2]
     assert not is_closed(memories[0])
 
 

@@ -118,7 +118,7 @@ def test_missing_members_are_named_although_the_server_does_not_answer(caplog):
 
     def begun(me):
         def trip():
-            return RoundTrip(host.sessions[me], "ipc:///there", key, rows, b"", lambda: 0.0)
+            return RoundTrip(host.sessions[me], "ipc:///there", key, rows, lambda: 0.0)
 
         host.memories[me].arrive(key_digest(key), rows)
         machine = MemoryRound(host.sessions[me], key, host.memories[me], 0.0, trip)
