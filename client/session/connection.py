@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 from collections import deque
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -58,11 +58,15 @@ class Connection:
         self._sessions = Sessions(channel_pool, member, on_unused)
         self._broken_job = self._sessions.broken_job
         self._world = groups.world_group(member.world_size)
-        self._host_group = groups.HostGroup(member, self._gather_machine_ids)
+        # Resolved here if possible: torch.compile traces a layer to its group, but not to the host's name.
+        self._host_group: Group | None = None
+        with suppress(ConfigurationError):
+            self._host_group = groups.host_group(member)
+        self._host_group_lock = threading.Lock()
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._closed = False
-        self.close_callbacks: list[Callable[[], None]] = []  # the last one is called first
+        self.close_callbacks: list[Callable[[], None]] = []  # called in order, before the groups are left
         self.is_explicitly_alone = False  # by `connect(world_size=1)`
         # Step and text of each logged report, see `client.ops.non_finite`.
         self.non_finite_reports: dict[str, tuple[int, str]] = {}
@@ -193,7 +197,7 @@ class Connection:
         """
         if group is None:
             return self._world
-        found = group if isinstance(group, Group) else self._host_group.resolve(group)
+        found = group if isinstance(group, Group) else self._resolve_host_group(group)
         if found.size > self.member.world_size:
             raise ConfigurationError(
                 f"group {found.name!r}: expected at most the {self.member.world_size} members of the job, "
@@ -203,7 +207,7 @@ class Connection:
 
     def is_alone(self, group: Group | str | None) -> bool:
         """Whether this process is and stays the only member of a group; False while that is unknown."""
-        if self._host_group.known is None and isinstance(group, str):
+        if self._host_group is None and isinstance(group, str):
             groups.check_group(group)  # its first round resolves it, and torch.compile traces a layer to here
             group = None
         return self.group(group).size == 1 and not self.member.is_elastic
@@ -362,6 +366,18 @@ class Connection:
         """Transports of the groups of all members of the job."""
         size = self.member.world_size
         return [session.transport for session in self._sessions.all() if session.member.world_size == size]
+
+    def _resolve_host_group(self, name: str) -> Group:
+        """Return the group "local"; if the environment does not say it, the members gather their machine IDs now."""
+        groups.check_group(name)
+        if self._host_group is None:  # a cached_property takes a lock, and torch.compile traces a layer to here
+            with self._host_group_lock:
+                # Set before another thread acquires the lock, which would gather again.
+                self._host_group = self._host_group or groups.host_group(self.member)
+                if self._host_group is None:
+                    machines = self._gather_machine_ids(groups.machine_id().encode())
+                    self._host_group = groups.from_hosts(machines, self.member.rank)
+        return self._host_group
 
     @api_boundary
     def _gather_machine_ids(self, machine: bytes) -> dict[int, bytes]:

@@ -2,9 +2,8 @@
 
 import os
 import socket
-import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +16,10 @@ from statsd_bn.errors import ConfigurationError, ProtocolError
 from statsd_bn.messages import WORLD
 from statsd_bn.text import escape
 
-# Specification of the group of this host's members.
-LOCAL = "local"
-
-# Name of the gather in which members compare their machines, where no launcher counts the members of a host.
-HOSTS = "statsd_bn hosts"
-
-# Differs between hosts, clones included; containers on a host share it.
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-# Environment of a launcher of one process.
-_ONE_PROCESS = {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1"}
+LOCAL = "local"  # specification of the group of this host's members
+HOSTS = "statsd_bn hosts"  # gather in which members compare their machines if no launcher counts the members of a host
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # differs between hosts and their clones; containers share it
+_ONE_PROCESS = {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1"}  # environment of a launcher of one process
 
 
 @dataclass(frozen=True)
@@ -128,34 +120,10 @@ def check_group(group: Group | str | None) -> None:
     raise ConfigurationError(f"group: expected None, {LOCAL!r} or a client.Group, got {group!r:.80}{hint}")
 
 
-class HostGroup:
-    """The group "local" of one member, resolved at most once."""
-
-    def __init__(self, member: Member, gather: Callable[[bytes], dict[int, bytes]]) -> None:
-        self._member = member
-        self._gather = gather
-        self._lock = threading.Lock()
-        # Resolved here if possible: torch.compile traces a layer to its group, but not to the host's name.
-        self.known: Group | None = None
-        with suppress(ConfigurationError):
-            self.known = self._from_environment()
-
-    def resolve(self, name: str) -> Group:
-        """Return the group; if the environment does not say it, the members gather their machine IDs now."""
-        check_group(name)
-        if self.known is None:  # a cached_property takes a lock, and torch.compile traces a layer to here
-            with self._lock:
-                # Set before another thread acquires the lock, which would gather again.
-                self.known = self.known or self._from_environment()
-                if self.known is None:
-                    self.known = from_hosts(self._gather(machine_id().encode()), self._member.rank)
-        return self.known
-
-    def _from_environment(self) -> Group | None:
-        """The group by the environment; None if it does not say it, and the members can gather."""
-        member = self._member
-        if member.is_elastic:
-            return from_environment(os.environ)
-        # A job of one member needs no launcher to count the members.
-        environ = os.environ if member.world_size > 1 else {**os.environ, **_ONE_PROCESS}
-        return from_environment(environ) if has_local_size(environ, member.world_size) else None
+def host_group(member: Member) -> Group | None:
+    """The group "local" of a member by the environment; None if it does not say it, and the members can gather."""
+    if member.is_elastic:
+        return from_environment(os.environ)
+    # A job of one member needs no launcher to count the members.
+    environ = os.environ if member.world_size > 1 else {**os.environ, **_ONE_PROCESS}
+    return from_environment(environ) if has_local_size(environ, member.world_size) else None

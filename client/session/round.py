@@ -7,15 +7,13 @@ GIL if another thread computes in Python, such as a data loader or a progress ba
 import os
 import sys
 import threading
+from collections.abc import Callable
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self, TypeAlias
 
 from client.session.protocol.session import Session
 from statsd_bn.round_key import RoundKey
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 INTERVAL_SECONDS = 0.0001
 
@@ -63,14 +61,7 @@ class Round:
 
     __slots__ = ("_on_end", "_started", "is_counted", "key", "native_seconds", "session")
 
-    def __init__(
-        self,
-        session: Session,
-        key: RoundKey,
-        on_end: "Callable[[Round, float, BaseException | None], None]",
-        *,
-        is_counted: bool,
-    ) -> None:
+    def __init__(self, session: Session, key: RoundKey, on_end: "EndRound", *, is_counted: bool) -> None:
         self.session = session
         self.key = key
         self._on_end = on_end
@@ -86,3 +77,6 @@ class Round:
         switch_interval.restore()
         seconds = self.native_seconds
         self._on_end(self, perf_counter() - self._started if seconds is None else seconds, error)
+
+
+EndRound: TypeAlias = Callable[[Round, float, BaseException | None], None]

@@ -15,14 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
-from client.transports.process_group import (
-    FIRST_ROW,
-    ProcessGroupPipe,
-    gather_messages,
-    group_of,
-    rounds_of,
-    use_device,
-)
+from client.transports.process_group import ProcessGroupPipe, gather_numbers, group_of, rounds_of, use_device
 from client.transports.server import SlavePipe
 from client.transports.transport import LocalPipe, Transport, key_digest
 from statsd_bn import limits
@@ -36,8 +29,7 @@ HOST_BACKENDS = frozenset({"gloo", "mpi"})  # of process groups that gather a de
 # Renamed in torch 2.13.
 _all_gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
-# Prefix of the phase of the round in which the ranks agree, before the phase of the forward round.
-_AGREEMENT = "first "
+_AGREEMENT = "first "  # before the phase of the forward round: the phase of the round in which the ranks agree
 
 Count = int | Tensor
 """Values per channel, an exact integer: an int if the host knows it, else of shape (), float64."""
@@ -131,9 +123,8 @@ def device_capacity(
             if not gathers_on_devices(group):
                 return 0
             key = transport.key(rounds.steps.step, 0, f"{_AGREEMENT}{phase}")
-            first_row = np.array([able], np.int64)
             with rounds.watched(key):
-                able_of = gather_messages(group, key, (2, inputs[0].shape[1]), 1, first_row)[:, FIRST_ROW]
+                able_of = gather_numbers(group, key, (2, inputs[0].shape[1]), able)
             are_able = able_of.min() > 0 and able_of.max() <= limits.MAX_REPLICAS
             rounds.on_device[transport.layer] = int(able_of.max()) if are_able else 0
         capacity = rounds.on_device[transport.layer]

@@ -63,10 +63,7 @@ class TurnResult(ctypes.Structure):
 
 # Argument types behind the group, and result types.
 _FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
-    "sbn_round": (
-        (ctypes.c_uint64, _ADDRESS, _ADDRESS, _INTEGER, _INTEGER, _INTEGER, _ADDRESS, _INTEGER, _INTEGER),
-        ctypes.c_int,
-    ),
+    "sbn_round": ((ctypes.c_uint64, _ADDRESS, _ADDRESS, *(_INTEGER,) * 3, _ADDRESS, _INTEGER, _INTEGER), ctypes.c_int),
     "sbn_wait": ((_ADDRESS, _INTEGER), ctypes.c_int),
     "sbn_late": ((), ctypes.c_uint64),
     "sbn_escalate": ((), None),
@@ -131,18 +128,11 @@ class GroupMemory:
         replicas, vectors, channels = values.shape
         self._sum = np.empty((vectors, channels))
         self._total = _Buffer.from_buffer(self._sum)
+        counts, bits = _PACK[replicas](*rows.counts), values.tobytes()  # quicker than its address, as a rule
         state: int = self._round(
-            self._pointer,
-            digest,
-            _PACK[replicas](*rows.counts),
-            values.tobytes(),  # quicker than its address, as a rule
-            replicas,
-            vectors,
-            channels,
-            self._total,
-            int(1e9 * now),
-            int(1e9 * seconds),
-        )
+            self._pointer, digest, counts, bits, replicas, vectors, channels,
+            self._total, int(1e9 * now), int(1e9 * seconds),
+        )  # fmt: skip
         return state
 
     def wait(self, seconds: float) -> int:

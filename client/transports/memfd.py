@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from mmap import mmap
 from pathlib import Path
 
@@ -29,8 +29,7 @@ _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0) |
 # Number of user IDs of a system, and the usual overflow ID, to which unmapped users of a user namespace are mapped.
 _USERS, _OVERFLOW_USER = 2**32 - 1, 65_534
 
-_CREDENTIALS = struct.Struct("3i")
-_NAME_BYTES = 16
+_CREDENTIALS, _NAME_BYTES = struct.Struct("3i"), 16
 
 
 def unavailable_reason() -> str:
@@ -51,29 +50,26 @@ class MemoryOffer:
     """
 
     def __init__(self, size: int) -> None:
-        self._descriptor = os.memfd_create("statsd_bn", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._listener = socket.socket(socket.AF_UNIX)
-        try:
+        with ExitStack() as stack:
+            self._descriptor = os.memfd_create("statsd_bn", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            stack.callback(os.close, self._descriptor)
             os.ftruncate(self._descriptor, size)
             fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
             self.memory = mmap(self._descriptor, size)
             self.name = f"statsd_bn-{secrets.token_hex(_NAME_BYTES)}"
+            self._listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             self._listener.bind(_address(self.name))
             self._listener.listen(128)
             self._thread = threading.Thread(target=self._serve, name="statsd_bn memory", daemon=True)
             self._thread.start()
-        except BaseException:
-            self._listener.close()
-            os.close(self._descriptor)
-            raise
+            self._resources = stack.pop_all()
 
     def close(self) -> None:
         """End the offer; processes that received the memory keep it."""
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._listener.close()
-        os.close(self._descriptor)
+        with self._resources:
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._thread.join()
 
     def _serve(self) -> None:
         while True:

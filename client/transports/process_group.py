@@ -223,7 +223,7 @@ def all_gather(process_group: NamedProcessGroup, name: str, message: bytes) -> d
         key = _key(rounds.connection, step, name, call, GATHER)
         # torch's `all_gather_object` would unpickle data of other ranks.
         with rounds.watched(key):
-            lengths = gather_messages(group, key, (1, 1), 1, np.array([len(message)], np.int64))[:, FIRST_ROW]
+            lengths = gather_numbers(group, key, (1, 1), len(message))
             _check(group, key, "bytes", lengths, 0, MAX_BYTES)
             padded = -(-max(lengths) // WORD_BYTES) * WORD_BYTES
             messages = _gather(group, np.frombuffer(message.ljust(padded, b"\0"), np.int64))
@@ -286,7 +286,7 @@ def _sum(group: Any, contribution: Rows, key: RoundKey) -> Aggregate:
     # Words of a row: the count, then the bits of the values.
     bits = contribution.values.view(np.int64).reshape(len(contribution.counts), -1)
     own = np.column_stack((np.array(contribution.counts, np.int64), bits))
-    messages = gather_messages(group, key, shape, len(own), own[0])
+    messages = _gather_messages(group, key, shape, len(own), own[0])
     replicas = messages[:, ROWS]
     rows = _all_rows(group, messages[:, FIRST_ROW : FIRST_ROW + own.shape[1]], own[1:], replicas)
     counts = [int(row[0]) for row in rows]
@@ -308,7 +308,12 @@ def _sum(group: Any, contribution: Rows, key: RoundKey) -> Aggregate:
     return aggregate
 
 
-def gather_messages(group: Any, key: RoundKey, shape: tuple[int, ...], nr_rows: int, first: Words) -> Words:
+def gather_numbers(group: Any, key: RoundKey, shape: tuple[int, ...], number: int) -> Words:
+    """Gather a number of each rank, with the rounds and shapes compared as in `_gather_messages`."""
+    return _gather_messages(group, key, shape, 1, np.array([number], np.int64))[:, FIRST_ROW]
+
+
+def _gather_messages(group: Any, key: RoundKey, shape: tuple[int, ...], nr_rows: int, first: Words) -> Words:
     """Gather the messages of all ranks; raise RoundMismatch, on all ranks, unless their rounds and shapes are equal."""
     rounds = rounds_of(group)
     if not rounds.places:  # takes no longer than the wait for the first round

@@ -8,7 +8,7 @@ can diagnose a wait: which rank is late and where, which has left, which is in a
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -127,29 +127,25 @@ def _run(round_: "MemoryRound", memory: GroupMemory, connection: Connection) -> 
             frames, due, found = round_.step(monotonic(), channel.receive_nowait())
 
 
+@dataclass(slots=True, eq=False)
 class MemoryRound:
     """A `StateMachine` for a round in memory that takes long; its result is the same kind for all members.
 
     The result is the aggregate, or the round over the server, begun or not, if only the server can finish it.
-    The memory is in the turn of this round, at which this member arrived at the time `arrived`.
+    The memory is in the turn of this round, at which this member has arrived.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        key: RoundKey,
-        memory: GroupMemory,
-        arrived: float,
-        make_trip: Callable[[], RoundTrip],
-        listen_seconds: float = LISTEN_SECONDS,
-    ) -> None:
-        self._session = session
-        self._key = key
-        self._memory = memory
-        self._make_trip = make_trip
-        self._listen_seconds = listen_seconds
-        self._trip: RoundTrip | None = None
-        self._arrived, self._due = arrived, arrived + ESCALATE_SECONDS
+    _session: Session
+    _key: RoundKey
+    _memory: GroupMemory
+    _arrived: float
+    _make_trip: Callable[[], RoundTrip]
+    _listen_seconds: float = LISTEN_SECONDS
+    _trip: RoundTrip | None = field(init=False, default=None)
+    _due: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._due = self._arrived + ESCALATE_SECONDS
 
     def begin(self, now: float) -> Actions[Aggregate | RoundTrip]:
         """Poll the memory."""

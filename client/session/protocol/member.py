@@ -86,20 +86,16 @@ class TransportState:
     @property
     def bypasses_server(self) -> bool:
         """Whether the next round uses memory or a process group."""
-        return self.process_group is not None or self._is_in_memory
-
-    @property
-    def _is_in_memory(self) -> bool:
-        return self.memory is not None and not self._fallback_reason and not self.memory.is_abandoned
+        return self.name in {SHARED_MEMORY, OVER_PROCESS_GROUP}
 
     @property
     def name(self) -> str:
         """One of `TRANSPORTS`, or `OVER_PROCESS_GROUP`; empty before the negotiation."""
         if self.process_group is not None:
             return OVER_PROCESS_GROUP
-        if self._is_in_memory:
-            return SHARED_MEMORY
-        return OVER_SERVER if self.memory or self._fallback_reason else ""
+        if self.why_not_faster:
+            return OVER_SERVER
+        return "" if self.memory is None else SHARED_MEMORY
 
     @property
     def why_not_faster(self) -> str:

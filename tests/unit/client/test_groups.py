@@ -225,7 +225,7 @@ def test_threads_of_one_member_determine_it_in_one_round(monkeypatch):
 
     def program(connection):
         begun = threading.Barrier(2)
-        monkeypatch.setattr(connection._host_group, "_lock", SlowlyLeft())
+        monkeypatch.setattr(connection, "_host_group_lock", SlowlyLeft())
 
         def ask() -> Group:
             begun.wait(20)
