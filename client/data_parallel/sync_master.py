@@ -152,7 +152,7 @@ class FutureResult:
     """Slot for one result, which one thread puts and another gets."""
 
     def __init__(self) -> None:
-        # A SimpleQueue may wait for ever if a signal arrives, see `client.session.channel_pool`.
+        # Not a SimpleQueue: in Python 3.11 its timeout never comes if a signal arrives whose handler outlasts it.
         self._results: Queue[Any] = Queue()
 
     def put(self, result: Any) -> None:

@@ -22,7 +22,7 @@ from client.launch import launchers, server_process
 from client.launch.launchers import ARGUMENT, DEFAULT
 from client.launch.own_server import Rendezvous, open_connection
 from client.launch.settings import Settings, resolve
-from client.session.channel_pool import in_process_channel_pool
+from client.session.channel_pool import InProcessChannelPool
 from client.session.connection import Connection, current_connection, set_current_connection
 from client.session.protocol.member import BY_ELASTIC, DEFAULT_ABORT_AFTER, DEFAULT_ROUND_TIMEOUT, SHARED_MEMORY, STRICT
 from client.session.protocol.registration import cause_of
@@ -194,7 +194,7 @@ def _open_alone(settings: Settings) -> Connection:
         )
     else:
         logger.info("no launcher or process group names other ranks: training alone, without a server")
-    connection = Connection(in_process_channel_pool(), settings.member)
+    connection = Connection(InProcessChannelPool(), settings.member)
     connection.is_explicitly_alone = settings.source("world_size") == ARGUMENT
     return connection
 

@@ -1,15 +1,13 @@
 """Channel pools, which lend channels to the server; one thread at a time uses a channel, as ZeroMQ requires.
 
-`ZmqChannelPool` uses sockets; `MemoryChannelPool` calls a function in this process.
+`ZmqChannelPool` uses sockets; a process alone in its job has an `InProcessChannelPool`.
 """
 
-import itertools
-import queue
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -263,68 +261,39 @@ def _closed() -> ConnectionClosed:
     return ConnectionClosed("the connection was closed by another thread while this one waited")
 
 
-class MemoryChannelPool(ChannelPool):
-    """Channels that call `receive(peer, frame)`, under a lock; it returns the (peer, frame) pairs to send."""
+class InProcessChannelPool(ChannelPool):
+    """Channels to a stand-in for the server of a strict job with one member, such as a notebook."""
 
-    def __init__(
-        self, receive: Callable[[bytes, bytes], Iterable[tuple[bytes, bytes]]], endpoint: str = "memory://"
-    ) -> None:
-        super().__init__(endpoint)
-        self._receive = receive
-        self._master = threading.Lock()
-        # Not a SimpleQueue: in Python 3.11 its wait with a timeout lasts for ever if a signal arrives and the handler
-        # outlasts the timeout.
-        self._inboxes: dict[bytes, queue.Queue[bytes]] = {}
-        # Threads open channels at the same time, and each needs its own number.
-        self._numbers = itertools.count()
-
-    def deliver(self, replies: Iterable[tuple[bytes, bytes]]) -> None:
-        """Put frames into their peers' inboxes."""
-        for peer, frame in replies:
-            if peer in self._inboxes:
-                self._inboxes[peer].put(frame)
+    def __init__(self) -> None:
+        super().__init__(IN_PROCESS)
 
     def _open(self) -> Channel:
-        peer = next(self._numbers).to_bytes(4, "big")
-        self._inboxes[peer] = queue.Queue()
-        return _MemoryChannel(lambda frame: self._call(peer, frame), self._inboxes[peer])
-
-    def _call(self, peer: bytes, frame: bytes) -> None:
-        with self._master:
-            self.deliver(self._receive(peer, frame))
+        return _InProcessChannel()
 
 
-class _MemoryChannel(Channel):
-    def __init__(self, call: Callable[[bytes], None], inbox: queue.Queue[bytes]) -> None:
-        self._call = call
-        self._inbox = inbox
+class _InProcessChannel(Channel):
+    def __init__(self) -> None:
+        self._answers: deque[bytes] = deque()
 
     def send(self, frame: bytes) -> None:
-        self._call(frame)
+        message = decode(frame)
+        if isinstance(message, Register):
+            # A member that rejoins begins at a new step.
+            is_rejoining = message.participation == Participation.REJOINING
+            first_step = message.step + 1 if is_rejoining else message.first_step
+            answer = Registered(digest(message.session), _SERVER, message.epoch, first_step, 0, _ONLY)
+            self._answers.append(encode(answer))
+        elif isinstance(message, Contribution):
+            rows = message.rows
+            combine = join_in_order if message.key.phase == GATHER else sum_in_order
+            aggregate = Aggregate(message.key, len(rows.counts), sum(rows.counts), _ONLY, combine(rows.values))
+            self._answers.append(encode(aggregate))
 
     def receive(self, seconds: float) -> bytes | None:
-        try:
-            return self._inbox.get(timeout=max(0.0, seconds))
-        except queue.Empty:
-            return None
+        if self._answers:
+            return self._answers.popleft()
+        time.sleep(max(0.0, seconds))  # each answer is there as soon as its request is sent
+        return None
 
     def close(self) -> None:
         pass
-
-
-def in_process_channel_pool() -> MemoryChannelPool:
-    """Channels to a stand-in for the server of a strict job with one member, such as a notebook."""
-    return MemoryChannelPool(_answers, IN_PROCESS)
-
-
-def _answers(peer: bytes, frame: bytes) -> Iterator[tuple[bytes, bytes]]:
-    message = decode(frame)
-    if isinstance(message, Register):
-        # A member that rejoins begins at a new step.
-        is_rejoining = message.participation == Participation.REJOINING
-        first_step = message.step + 1 if is_rejoining else message.first_step
-        yield peer, encode(Registered(digest(message.session), _SERVER, message.epoch, first_step, 0, _ONLY))
-    elif isinstance(message, Contribution):
-        rows = message.rows
-        combine = join_in_order if message.key.phase == GATHER else sum_in_order
-        yield peer, encode(Aggregate(message.key, len(rows.counts), sum(rows.counts), _ONLY, combine(rows.values)))

@@ -1,19 +1,70 @@
 """Several members in one process, over the in-memory channel pool and the real, pure dispatcher."""
 
+import itertools
+import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from client.session.channel_pool import MemoryChannelPool
+from client.session.channel_pool import Channel, ChannelPool
 from client.session.connection import Connection
 from client.session.protocol.member import OVER_SERVER, Member
 from server.core.dispatcher import Dispatcher
 
 SERVER = b"server-0"
+
+
+class MemoryChannelPool(ChannelPool):
+    """Channels that call `receive(peer, frame)`, under a lock; it returns the (peer, frame) pairs to send."""
+
+    def __init__(
+        self, receive: Callable[[bytes, bytes], Iterable[tuple[bytes, bytes]]], endpoint: str = "memory://"
+    ) -> None:
+        super().__init__(endpoint)
+        self._receive = receive
+        self._master = threading.Lock()
+        # Not a SimpleQueue: in Python 3.11 its wait with a timeout lasts for ever if a signal arrives and the handler
+        # outlasts the timeout.
+        self._inboxes: dict[bytes, queue.Queue[bytes]] = {}
+        # Threads open channels at the same time, and each needs its own number.
+        self._numbers = itertools.count()
+
+    def deliver(self, replies: Iterable[tuple[bytes, bytes]]) -> None:
+        """Put frames into their peers' inboxes."""
+        for peer, frame in replies:
+            if peer in self._inboxes:
+                self._inboxes[peer].put(frame)
+
+    def _open(self) -> Channel:
+        peer = next(self._numbers).to_bytes(4, "big")
+        self._inboxes[peer] = queue.Queue()
+        return _MemoryChannel(lambda frame: self._call(peer, frame), self._inboxes[peer])
+
+    def _call(self, peer: bytes, frame: bytes) -> None:
+        with self._master:
+            self.deliver(self._receive(peer, frame))
+
+
+class _MemoryChannel(Channel):
+    def __init__(self, call: Callable[[bytes], None], inbox: queue.Queue[bytes]) -> None:
+        self._call = call
+        self._inbox = inbox
+
+    def send(self, frame: bytes) -> None:
+        self._call(frame)
+
+    def receive(self, seconds: float) -> bytes | None:
+        try:
+            return self._inbox.get(timeout=max(0.0, seconds))
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        pass
 
 
 class MemoryMaster:

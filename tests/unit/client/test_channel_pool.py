@@ -10,9 +10,9 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from client.session.channel_pool import ChannelPool, MemoryChannelPool, ZmqChannelPool
+from client.session.channel_pool import ChannelPool, ZmqChannelPool
 from statsd_bn.errors import ConnectionClosed
-from support.memory_members import INTERRUPTED_SECONDS, interrupted, outcome, wait_until
+from support.memory_members import INTERRUPTED_SECONDS, MemoryChannelPool, interrupted, outcome, wait_until
 
 
 class Recording(ChannelPool):
