@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import Self
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -42,14 +42,30 @@ _SERVER = bytes(limits.TOKEN_BYTES - 1) + b"\1"
 _ONLY = Members.of([0])
 
 
-class Channel(Protocol):
-    """A way to the server for one thread at a time."""
+class Channel:
+    """A way to the server for one thread at a time, in a `with` block.
+
+    It returns to its pool behind the block, but is closed after an error, since it may deliver a late answer.
+    """
+
+    idle: deque["Channel"]  # of its pool
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.idle.append(self)
+        else:
+            self.close()
 
     def send(self, frame: bytes) -> None:
         """Send a frame without waiting; it may be lost."""
+        raise NotImplementedError
 
     def receive(self, seconds: float) -> bytes | None:
         """Return the next frame, or None at the timeout, to a tenth of a second, or after a reconnect."""
+        raise NotImplementedError
 
     def receive_nowait(self) -> bytes | None:
         """Return the next frame if one is there, else None."""
@@ -72,39 +88,22 @@ def run_state_machine(machine: StateMachine[ResultT], channel: Channel) -> Resul
         frames, due, result = machine.step(monotonic(), answer)
 
 
-class ChannelLease:
-    """Context in which a channel is lent; a class, since a generator takes twice as long."""
-
-    __slots__ = ("_channel", "_idle")
-
-    def __init__(self, channel: Channel, idle: deque[Channel]) -> None:
-        self._channel = channel
-        self._idle = idle
-
-    def __enter__(self) -> Channel:
-        return self._channel
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._idle.append(self._channel)
-        else:
-            self._channel.close()
-
-
 class ChannelPool:
-    """A pool of channels to one server; a channel is closed after an error, since it may deliver a late answer."""
+    """A pool of channels to one server."""
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
         self._idle: deque[Channel] = deque()  # its ends are thread-safe without a lock
 
-    def channel(self) -> ChannelLease:
+    def channel(self) -> Channel:
         """Lend a channel to the calling thread, for a `with` block."""
         try:
-            return ChannelLease(self._idle.pop(), self._idle)
+            return self._idle.pop()
         except IndexError:
             pass
-        return ChannelLease(self._open(), self._idle)
+        channel = self._open()
+        channel.idle = self._idle
+        return channel
 
     def heartbeat_socket(self) -> HeartbeatSocket | None:
         """Open a socket for heartbeats, to be closed before the pool; None for a server in this process."""
@@ -294,6 +293,3 @@ class _InProcessChannel(Channel):
             return self._answers.popleft()
         time.sleep(max(0.0, seconds))  # each answer is there as soon as its request is sent
         return None
-
-    def close(self) -> None:
-        pass

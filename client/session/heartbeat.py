@@ -123,7 +123,7 @@ class HeartbeatThread:
     def __init__(
         self,
         heartbeat_socket: HeartbeatSocket,
-        sessions: Callable[[], Iterable[Session]],
+        sessions: Callable[[], list[Session]],
         on_reconnected: Callable[[], None],
         on_unused: Callable[[], None],
         job: BrokenJob,
@@ -151,15 +151,23 @@ class HeartbeatThread:
         self._thread.join()
 
     def _run(self) -> None:
+        scheduler = self._scheduler
         try:
             while not self._stopping:
-                has_connected = self._socket.wait(self._scheduler.seconds_until_due(time.monotonic(), self._sessions()))
+                has_connected = self._socket.wait(scheduler.seconds_until_due(time.monotonic(), self._sessions()))
+                now, sessions = time.monotonic(), self._sessions()
                 if has_connected:
-                    self._scheduler.on_reconnected()
-                self._receive()
-                self._send_heartbeats()
-                for call in (self._warn_of_outage, self._check_unused, self._send_skew, self._send_timing):
-                    self._guarded(call)
+                    scheduler.on_reconnected()
+                for frame in self._socket.received():
+                    self._send(scheduler.on_unsolicited, frame, sessions)
+                    self._guarded(self._handle_request, frame, sessions)
+                for session in scheduler.sessions_due(now, sessions):
+                    if self._socket.send(session.heartbeat()):
+                        scheduler.mark_sent(session)
+                self._guarded(self._warn_of_outage, now, sessions)
+                self._guarded(self._check_unused, now, sessions)
+                self._guarded(self._send, scheduler.skew_frames, now, sessions)
+                self._guarded(self._send, scheduler.timing_frames, now, sessions)
                 if has_connected:
                     # After the heartbeat: a server that sees other connections close must know this one.
                     if self._has_connected:
@@ -169,11 +177,6 @@ class HeartbeatThread:
         finally:
             self._socket.close()
 
-    def _receive(self) -> None:
-        for frame in self._socket.received():
-            self._send(self._scheduler.on_unsolicited(frame, self._sessions()))
-            self._guarded(self._handle_request, frame)
-
     @staticmethod
     def _guarded(call: Callable[..., object], *arguments: object) -> None:
         """Call a function whose errors must not end the heartbeats."""
@@ -182,33 +185,21 @@ class HeartbeatThread:
         except Exception:
             logger.debug("sampling this process failed", exc_info=True)
 
-    def _handle_request(self, frame: bytes) -> None:
-        match self._scheduler.request(frame, self._sessions()):
+    def _send(self, frames: Callable[..., Iterable[bytes]], *arguments: object) -> None:
+        for frame in frames(*arguments):
+            self._socket.send(frame)
+
+    def _handle_request(self, frame: bytes, sessions: list[Session]) -> None:
+        match self._scheduler.request(frame, sessions):
             case session, StackRequest(number=number, torch_group=group):
                 self._socket.send(encode(self._job.sampler.sample(group).report(session.member_token, number)))
             case _, StatsdBNError() as error:
                 self._job.report(error)
 
-    def _send_heartbeats(self) -> None:
-        for session in self._scheduler.sessions_due(time.monotonic(), self._sessions()):
-            if self._socket.send(session.heartbeat()):
-                self._scheduler.mark_sent(session)
-
-    def _send_skew(self) -> None:
-        self._send(self._scheduler.skew_frames(time.monotonic(), self._sessions()))
-
-    def _send_timing(self) -> None:
-        self._send(self._scheduler.timing_frames(time.monotonic(), self._sessions()))
-
-    def _send(self, frames: Iterable[bytes]) -> None:
-        for frame in frames:
-            self._socket.send(frame)
-
-    def _warn_of_outage(self) -> None:
-        is_connected = self._socket.is_connected
-        if text := self._scheduler.outage_warning(time.monotonic(), self._sessions(), is_connected=is_connected):
+    def _warn_of_outage(self, now: float, sessions: list[Session]) -> None:
+        if text := self._scheduler.outage_warning(now, sessions, is_connected=self._socket.is_connected):
             logger.warning("%s", text)
 
-    def _check_unused(self) -> None:
-        if self._scheduler.is_unused(time.monotonic(), self._sessions()):
+    def _check_unused(self, now: float, sessions: list[Session]) -> None:
+        if self._scheduler.is_unused(now, sessions):
             self._on_unused()

@@ -190,17 +190,14 @@ class MemoryRound:
             return None
         if state != DONE:
             # Only the server can find the reason: a member that left, or values that are not finite.
-            return (), now, self._fallback()
+            if self._trip:
+                self._trip.late = tuple  # the memory may be in another round by then
+            return (), now, self._trip or self._make_trip()
         was_sent = self._trip is not None
         aggregate = _aggregate(self._session, self._key, memory, now - self._arrived, now, was_sent=was_sent)
         # After an escalation every member reports the end of the round at once: the escalating member may be
         # descheduled or its frame lost, and the server would see a false deadlock with the next round.
         return (self._session.round_done(self._key),) if memory.result.is_escalated else (), now, aggregate
-
-    def _fallback(self) -> RoundTrip:
-        if self._trip:
-            self._trip.late = tuple  # the memory may be in another round by then
-        return self._trip or self._make_trip()
 
 
 def _aggregate(

@@ -21,10 +21,8 @@ SERVER = b"server-0"
 class MemoryChannelPool(ChannelPool):
     """Channels that call `receive(peer, frame)`, under a lock; it returns the (peer, frame) pairs to send."""
 
-    def __init__(
-        self, receive: Callable[[bytes, bytes], Iterable[tuple[bytes, bytes]]], endpoint: str = "memory://"
-    ) -> None:
-        super().__init__(endpoint)
+    def __init__(self, receive: Callable[[bytes, bytes], Iterable[tuple[bytes, bytes]]]) -> None:
+        super().__init__("memory://")
         self._receive = receive
         self._master = threading.Lock()
         # Not a SimpleQueue: in Python 3.11 its wait with a timeout lasts for ever if a signal arrives and the handler
@@ -62,9 +60,6 @@ class _MemoryChannel(Channel):
             return self._inbox.get(timeout=max(0.0, seconds))
         except queue.Empty:
             return None
-
-    def close(self) -> None:
-        pass
 
 
 class MemoryMaster:

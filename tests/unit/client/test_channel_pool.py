@@ -10,7 +10,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from client.session.channel_pool import ChannelPool, ZmqChannelPool
+from client.session.channel_pool import Channel, ChannelPool, ZmqChannelPool
 from statsd_bn.errors import ConnectionClosed
 from support.memory_members import INTERRUPTED_SECONDS, MemoryChannelPool, interrupted, outcome, wait_until
 
@@ -23,7 +23,7 @@ class Recording(ChannelPool):
         self.opened = []
 
     def _open(self):
-        channel = type("Channel", (), {"closed": False, "close": lambda self: setattr(self, "closed", True)})()
+        channel = type("Recorded", (Channel,), {"closed": False, "close": lambda self: setattr(self, "closed", True)})()
         self.opened.append(channel)
         return channel
 
