@@ -120,15 +120,13 @@ def stuck(waits: Iterable[tuple[Iterable[int], Iterable[int]]], running: Iterabl
 
 def _may_be_stuck(masters: Iterable[SyncMaster]) -> bool:
     """Whether enough members wait for a deadlock to be possible: the only check while training succeeds."""
-    sizes = [(round_.nr_waiting, len(round_.futures)) for master in masters for round_ in master.open_rounds]
+    sizes = [(len(one.futures) - one.nr_missing, len(one.futures)) for master in masters for one in master.open_rounds]
     sizes += [(master.nr_slaves, master.membership.world_size) for master in masters if _is_filling(master)]
     sizes += [(len(back), master.nr_slaves) for master in masters if (back := master.membership.rejoining)]
     return bool(sizes) and sum(waiting for waiting, _ in sizes) >= min(size for _, size in sizes)
 
 
 def _in_collectives(masters: Iterable[SyncMaster], blocked: Sequence[BlockedInCollective]) -> Iterator[Wait]:
-    if not blocked:
-        return
     of = {one.session: master for master in masters for one in master.membership.contributors.values()}
     for one in blocked:
         if master := of.get(one.contributor.session):
@@ -169,15 +167,13 @@ class Table:
     def __init__(self, waits: Sequence[Wait], now: float) -> None:
         self._now = now
         self._nr_places = len(waits)
-        self._listed = sorted(waits, key=lambda wait: (-len(wait.since), min(wait.since)))[:MAX_PLACES]
         self._in_groups = len({wait.master.membership.group for wait in waits}) > 1
         self._in_calls = any(wait.key and wait.key.call for wait in waits)
-        if any(wait.is_for_pass for wait in waits):
-            self._advice = ADVICE_FOR_PASSES
-        else:
-            self._advice = advice_for([self._name(wait) for wait in waits])
-        self._places = [self._place(wait) for wait in self._listed]
-        self._fields = [self._field(wait) for wait in self._listed]
+        is_for_pass = any(wait.is_for_pass for wait in waits)
+        self._advice = ADVICE_FOR_PASSES if is_for_pass else advice_for([self._name(wait) for wait in waits])
+        listed = sorted(waits, key=lambda wait: (-len(wait.since), min(wait.since)))[:MAX_PLACES]
+        self._places = [self._place(wait) for wait in listed]
+        self._fields = [self._field(wait) for wait in listed]
 
     def error(self, wait: Wait) -> RoundMismatch:
         """Error for the members at one place."""
@@ -224,11 +220,8 @@ class Table:
         }
 
 
-# A job with at most this many missing contributions is searched at each tick: 60 µs.
-FEW_WAITS = 256
-
-# A search takes 0.25 µs per missing contribution. The limits below bound it to 5 % of the time for each job, and to 30
-# ms per tick for all jobs.
+# A search takes 0.25 µs per missing contribution. The limits below bound it to 5 % of the time for each job, so that a
+# job with few is searched at each tick, and to 30 ms per tick for all jobs.
 PAUSE_SECONDS_EACH = 5e-6
 MAX_WAITS = 2**17
 
@@ -259,10 +252,9 @@ class DeadlockDetector:
             contributors = asked.get(job, ())
             size = sum(master.nr_slaves * (1 + len(master.open_rounds)) for master in jobs[job])
             size += count_reported_ranks(contributors) // RANKS_PER_WAIT
-            if size > FEW_WAITS:
-                if now < self._due.get(job, 0.0) or size > left:
-                    continue
-                left -= size
-                self._due[job] = now + size * PAUSE_SECONDS_EACH
+            if now < self._due.get(job, 0.0) or size > left:
+                continue
+            left -= size
+            self._due[job] = now + size * PAUSE_SECONDS_EACH
             if waits := find_deadlocks(jobs[job], now, blocked_members(contributors, self._silence)):
                 yield waits

@@ -130,7 +130,7 @@ class HangProbe:
                 yield world
 
     def _request(self, now: float, contributor: Contributor, torch_group: str) -> Reply | None:
-        address = self._registry.liveness.heartbeat_address(contributor.session)
+        address = self._registry.sessions.heartbeat_address(contributor.session)
         if not address:
             return None
         if contributor.stack_sample is None:

@@ -1,25 +1,37 @@
-"""Liveness: the last sign of life and the addresses of each session.
+"""Liveness: the registered sessions, with their last signs of life and their addresses.
 
 A member can end silently in two ways. A killed process loses its connections, and the service detects that by sending a
 probe. A frozen process, or a vanished host, keeps its connections and sends nothing. Pure: time is an argument.
 """
 
-from collections import OrderedDict
+import math
 from dataclasses import dataclass
-from itertools import takewhile
 
-from server.group.membership import RECONNECT_SECONDS
+from server.group.contributor import Contributor
+from server.group.master import SyncMaster
+from server.group.recovery import RECONNECT_SECONDS
 from statsd_bn import limits
 
 
-@dataclass(slots=True)
-class SessionLiveness:
-    """Signs of life of one session; an address is b"" before the first message from there, and once disconnected."""
+@dataclass(slots=True, eq=False)
+class Session:
+    """A registered session; an address is b"" before the first message from there, and once disconnected."""
 
+    master: SyncMaster  # its group
+    contributor: Contributor  # its member there
+    key: str  # its public key
     last_heard: float  # time of its last message
     peer: bytes  # source of its last message from the main socket
     heartbeat_peer: bytes = b""  # source of its last heartbeat, or of a report from that socket
     unreachable_since: float | None = None  # when it lost its last address
+
+    def record_message(self, now: float, peer: bytes) -> None:
+        """Record a message from the main socket."""
+        self.last_heard, self.peer, self.unreachable_since = now, peer, None
+
+    def record_heartbeat(self, now: float, peer: bytes) -> None:
+        """Record a message from the heartbeat socket, which must not replace the address of the main one."""
+        self.last_heard, self.heartbeat_peer, self.unreachable_since = now, peer, None
 
     @property
     def address(self) -> bytes:
@@ -35,6 +47,12 @@ class SessionLiveness:
         if not self.address and self.unreachable_since is None:
             self.unreachable_since = now
 
+    @property
+    def silent_since(self) -> tuple[float, float]:
+        """Key that sorts lost sessions by their end."""
+        # By the disconnect, since a process that is stopped because another one was killed may have been silent before.
+        return (-math.inf if self.unreachable_since is None else self.unreachable_since, self.last_heard)
+
     def loss_cause(self, now: float, most: float) -> str:
         """Reason to consider the session lost; "" while it is alive. `most` is the allowed silence in seconds."""
         if self.unreachable_since is not None and now - self.unreachable_since >= RECONNECT_SECONDS:
@@ -43,78 +61,37 @@ class SessionLiveness:
         return f"no sign of life for {silence:.1f} s" if silence >= most else ""
 
 
-class Liveness:
-    """The liveness of all sessions."""
+class Sessions(dict[bytes, Session]):
+    """All registered sessions, by token."""
 
     def __init__(self, now: float, silence: float) -> None:
         self._silence = silence
-        # Ordered by last message, so that the search for silent sessions stops at the first recent one.
-        self._sessions: OrderedDict[bytes, SessionLiveness] = OrderedDict()
-        self._unreachable: dict[bytes, SessionLiveness] = {}
         self._last_check = now
-
-    def add(self, now: float, session: bytes, peer: bytes) -> None:
-        """Record a registration, which may be a repeated one."""
-        self._sessions.setdefault(session, SessionLiveness(now, peer))
-        self.record_message(now, session, peer)
-
-    def record_message(self, now: float, session: bytes, peer: bytes) -> None:
-        """Record a message of a session; an unknown session is ignored."""
-        if state := self._sessions.get(session):
-            state.last_heard, state.peer = now, peer
-            self._sessions.move_to_end(session)
-            if state.unreachable_since is not None:
-                self._revive(session, state)
-
-    def record_heartbeat(self, now: float, session: bytes, peer: bytes) -> None:
-        """Record a message from a session's heartbeat socket; an unknown session is ignored."""
-        if state := self._sessions.get(session):
-            state.last_heard, state.heartbeat_peer = now, peer
-            self._sessions.move_to_end(session)
-            if state.unreachable_since is not None:
-                self._revive(session, state)
-
-    def _revive(self, session: bytes, state: SessionLiveness) -> None:
-        state.unreachable_since = None
-        del self._unreachable[session]
-
-    def remove(self, session: bytes) -> None:
-        """Remove a session that has ended; an unknown session is ignored."""
-        self._sessions.pop(session, None)
-        self._unreachable.pop(session, None)
 
     def probe_addresses(self, since: float) -> set[bytes]:
         """Addresses of the sessions without a message after `since`, one for each."""
-        return {state.address for state in self._sessions.values() if state.address and state.last_heard <= since}
+        return {session.address for session in self.values() if session.address and session.last_heard <= since}
 
-    def heartbeat_address(self, session: bytes) -> bytes:
-        """Source of a session's heartbeats; b"" before the first one, and once it is disconnected."""
-        state = self._sessions.get(session)
-        return state.heartbeat_peer if state else b""
+    def heartbeat_address(self, token: bytes) -> bytes:
+        """Source of a session's heartbeats; b"" before the first one, and once it is disconnected or has ended."""
+        session = self.get(token)
+        return session.heartbeat_peer if session else b""
 
     def unreachable(self, now: float, peer: bytes) -> set[bytes]:
         """Record that a peer is disconnected; returns the other addresses of its sessions."""
-        concerned = {
-            session: state for session, state in self._sessions.items() if peer in {state.peer, state.heartbeat_peer}
-        }
-        for session, state in concerned.items():
-            state.mark_unreachable(now, peer)
-            if state.unreachable_since is not None:
-                self._unreachable[session] = state
-        return {state.address for state in concerned.values() if state.address}
+        concerned = [session for session in self.values() if peer in {session.peer, session.heartbeat_peer}]
+        for session in concerned:
+            session.mark_unreachable(now, peer)
+        return {session.address for session in concerned if session.address}
 
     def lost(self, now: float) -> list[tuple[bytes, str]]:
-        """Lost sessions, each with the cause; call it at each tick."""
-        was_delayed = now - self._last_check > limits.HEARTBEAT_SECONDS
-        self._last_check = now
-        if was_delayed:
+        """Lost sessions, each with the cause, the first one to fall silent first; call it at each tick."""
+        if now - self._last_check > limits.HEARTBEAT_SECONDS:
             # The server itself was frozen or starved. Messages of that time may still be in flight, so the silence is
             # measured from now.
-            for state in self._sessions.values():
-                state.last_heard = now
-                state.unreachable_since = None if state.unreachable_since is None else now
-        silent = takewhile(lambda entry: now - entry[1].last_heard >= self._silence, self._sessions.items())
-        causes = {
-            session: state.loss_cause(now, self._silence) for session, state in (*silent, *self._unreachable.items())
-        }
-        return [(session, cause) for session, cause in causes.items() if cause]
+            for session in self.values():
+                session.last_heard = now
+                session.unreachable_since = None if session.unreachable_since is None else now
+        self._last_check = now
+        causes = {token: cause for token, one in self.items() if (cause := one.loss_cause(now, self._silence))}
+        return sorted(causes.items(), key=lambda entry: self[entry[0]].silent_since)

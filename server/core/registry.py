@@ -1,24 +1,28 @@
 """Registry: all groups of all jobs, and their registered sessions.
 
-A session is registered in one group. A group is removed with its last session. `Tombstones` keeps the errors for ended
-sessions and groups, so that a late message does not start them again. `EndedJobs` keeps the latest jobs for the status
-report. Both are bounded and evict the oldest entries.
+A session is registered in one group. A group is removed with its last session. The registry remembers the errors of
+ended sessions and the epochs of ended groups, so that a late message does not start them again, and the latest ended
+jobs for the status report. Each of these is bounded and evicts the oldest entries.
 """
 
 import logging
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
-from server.core.liveness import Liveness
+from server.core.liveness import Session, Sessions
 from server.group.contributor import Contributor
+from server.group.lifecycle import GroupState
 from server.group.master import SyncMaster
+from server.group.membership import too_late_error
 from server.group.rounds import Reply, failure_frame
 from server.security.access import ANONYMOUS, Principal
+from server.security.quota import QuotaUsage
 from statsd_bn import limits
-from statsd_bn.errors import RegistrationRefused, RoundMismatch, StatsdBNError
-from statsd_bn.messages import WORLD, digest
+from statsd_bn.errors import ProtocolError, RegistrationRefused, ReplicaLost, RoundMismatch, StaleEpoch, StatsdBNError
+from statsd_bn.messages import NO_SERVER, WORLD, Register, digest
 from statsd_bn.text import log_line
+
+logger = logging.getLogger("statsd_bn.server")
 
 # The members of a large job may end at the same time.
 REMEMBERED_SESSIONS = 32_768
@@ -26,222 +30,279 @@ REMEMBERED_SESSIONS = 32_768
 # An entry is a name and an epoch.
 REMEMBERED_GROUPS = 4096
 
-GroupName = tuple[str, str]
-"""Job and name of a group."""
-
-
-class Tombstones:
-    """Sessions and groups that have ended."""
-
-    def __init__(self) -> None:
-        # An ended session gets its error from now on, but it may register again in a later epoch.
-        self.sessions: dict[bytes, tuple[StatsdBNError, int]] = {}
-        self.groups: dict[GroupName, int] = {}  # the epochs of groups that all members have left
-
-    def add_session(self, session: bytes, epoch: int, error: StatsdBNError) -> None:
-        """Add an ended session, with the error that it gets from now on."""
-        self.sessions[session] = error, epoch
-        if len(self.sessions) > REMEMBERED_SESSIONS:
-            del self.sessions[next(iter(self.sessions))]
-
-    def error_for(self, session: bytes, epoch: int = 0) -> StatsdBNError | None:
-        """Error of an ended session; None if it has not ended, or ended before this epoch."""
-        error, last = self.sessions.get(session, (None, epoch))
-        return error if epoch <= last else None
-
-    def add_group(self, name: GroupName, epoch: int) -> None:
-        """Add a group that all members have left."""
-        self.groups[name] = epoch
-        if len(self.groups) > REMEMBERED_GROUPS:
-            del self.groups[next(iter(self.groups))]
-
-
 # Jobs kept for the report, and for how long.
 REMEMBERED_JOBS = 32
 REMEMBERED_SECONDS = 600.0
 
-
-class EndedJobs:
-    """The latest ended jobs: all members have left or are lost."""
-
-    def __init__(self) -> None:
-        # The time of the end, and the entry of the report.
-        self._jobs: deque[tuple[float, dict[str, Any]]] = deque(maxlen=REMEMBERED_JOBS)
-
-    def add(self, now: float, master: SyncMaster) -> None:
-        """Add an ended group if it is the world group of its job."""
-        membership = master.membership
-        if membership.group != WORLD:
-            return
-        entry = {
-            "job": membership.job,
-            "epoch": master.epoch,
-            "world_size": membership.world_size,
-            "rounds_done": master.rounds_done,
-            "lost": (lost := _describe_break(master)),
-            **({"lost_by": membership.lost_by} if lost and membership.lost_by else {}),
-        }
-        self._jobs.append((now, entry))
-
-    def report(self, now: float, principal: Principal) -> list[dict[str, Any]]:
-        """Report entries of the jobs that a key may see, latest first."""
-        return [
-            {**entry, "seconds": now - ended}
-            for ended, entry in reversed(self._jobs)
-            if now - ended < REMEMBERED_SECONDS and principal.may_access(entry["job"])
-        ]
-
-
-def _describe_break(master: SyncMaster) -> str:
-    """Reason of a broken job; "" after an orderly end, in which members leave one by one."""
-    lost = master.membership.lost
-    rounds = master.open_rounds
-    if lost is None or (lost.fields.get("cause") == "" and not (rounds.failed or rounds.was_refused)):
-        return ""
-    return log_line(lost)[: limits.MAX_NAME_BYTES]
-
-
-logger = logging.getLogger("statsd_bn.server")
-
 # A launcher stops the other processes of a broken job within this time; an exit without a launcher takes longer.
 LAUNCHER_STOP_SECONDS = 5.0
 
-
-@dataclass(slots=True)
-class SessionRecord:
-    """A registered session: its group, its member there, and its public key."""
-
-    master: SyncMaster
-    contributor: Contributor
-    key: str = ANONYMOUS.key
+GroupName = tuple[str, str]
+"""Job and name of a group."""
 
 
 class Registry:
     """Groups and registered sessions."""
 
-    def __init__(self, started: float, silence_seconds: float) -> None:
+    def __init__(self, server: bytes, started: float, usage: QuotaUsage) -> None:
         self.masters: dict[GroupName, SyncMaster] = {}
-        self.sessions: dict[bytes, SessionRecord] = {}
-        self.tombstones = Tombstones()
-        self.ended_jobs = EndedJobs()
-        self.liveness = Liveness(started, silence_seconds)
+        self.sessions = Sessions(started, usage.quota.silence_seconds)
         self.has_had_members = False
+        self._server = server
+        self._usage = usage
+        # An ended session gets its error from now on, but it may register again in a later epoch.
+        self._ended_sessions: dict[bytes, tuple[StatsdBNError, int]] = {}
+        self._ended_groups: dict[GroupName, int] = {}  # the epochs of groups that all members have left
+        # The time of the end, and the entry of the report.
+        self._ended_jobs: deque[tuple[float, dict[str, Any]]] = deque(maxlen=REMEMBERED_JOBS)
 
-    def add(self, session: bytes, record: SessionRecord) -> None:
-        """Register a session."""
-        self.sessions[session] = record
-        self.has_had_members = True
-        self.tombstones.sessions.pop(session, None)
+    def error_for(self, session: bytes, epoch: int = 0) -> StatsdBNError | None:
+        """Error of an ended session; None if it has not ended, or ended before this epoch."""
+        error, last = self._ended_sessions.get(session, (None, epoch))
+        return error if epoch <= last else None
 
-    def leave(self, now: float, session: bytes, cause: str) -> list[Reply]:
+    def ended_jobs(self, now: float, principal: Principal) -> list[dict[str, Any]]:
+        """Report entries of the ended jobs that a key may see, latest first."""
+        return [
+            {**entry, "seconds": now - ended}
+            for ended, entry in reversed(self._ended_jobs)
+            if now - ended < REMEMBERED_SECONDS and principal.may_access(entry["job"])
+        ]
+
+    # Beginnings.
+
+    def register(self, now: float, register: Register, peer: bytes, principal: Principal) -> list[Reply]:
+        """Register a session, or raise the reason of its refusal; returns the replies to its group."""
+        self._usage.check_members(register)
+        if error := self.error_for(register.session, register.epoch):
+            raise error
+        if self._is_stale(register):
+            return []
+        self._check_ended(register)
+        self._check_world(register)
+        master = self.masters.get((register.job, register.group))
+        if master is None or _is_replaced(master, register, is_new=register.session not in self.sessions):
+            return self._start_group(now, register, peer, principal)
+        was_open = master.membership.is_open
+        try:
+            replies = master.register_slave(now, register, peer)[1]
+        except ReplicaLost as loss:
+            self._remember_session(register.session, register.epoch, loss)
+            raise
+        self._add(now, master, register, peer, principal.key, was_open=was_open)
+        return replies
+
+    def _is_stale(self, register: Register) -> bool:
+        """Whether a later message of the session arrived first; the member retries if it needs the answer.
+
+        A session cannot register as two members or in two groups: a Leave would end only one.
+        """
+        session = self.sessions.get(register.session)
+        if session is None:
+            return False
+        membership, now = session.master.membership, (register.job, register.group, register.member)
+        before = (membership.job, membership.group, session.contributor.member)
+        if now != before:
+            name = digest(register.session).hex()
+            raise ProtocolError(f"the session with digest {name}: registered as {before}, cannot also be {now}")
+        return register.epoch == session.master.epoch and register.step < session.contributor.step
+
+    def _check_ended(self, register: Register) -> None:
+        """Refuse a member that reconnects after a server restart to a run that has ended since."""
+        has_ended = self._ended_groups.get((register.job, register.group), -1) >= register.epoch
+        if has_ended and self._is_from_before(register):
+            loss = too_late_error(register)
+            self._remember_session(register.session, register.epoch, loss)
+            raise loss
+
+    def _is_from_before(self, register: Register) -> bool:
+        """Whether a member registers again after the server restarted."""
+        return register.server not in {NO_SERVER, self._server}
+
+    def _check_world(self, register: Register) -> None:
+        """Refuse to wait for a group that cannot open because a member of the world has failed."""
+        world, group = self.masters.get((register.job, WORLD)), self.masters.get((register.job, register.group))
+        if world is None or world is group or world.epoch != register.epoch or (group and group.membership.is_open):
+            return
+        if lost := _failed_member(world):
+            raise lost
+
+    def _start_group(self, now: float, register: Register, peer: bytes, principal: Principal) -> list[Reply]:
+        """Start a group. If its first member is refused, the group that it would replace stays."""
+        name = (register.job, register.group)
+        tenant = principal.tenant_of(register.job)
+        if name not in self.masters:
+            if principal is not ANONYMOUS:
+                its_groups = sum(master.tenant == tenant for master in self.masters.values())
+                self._usage.check_tenant_groups(tenant, its_groups, len(self.masters))
+            self._usage.check_groups(len(self.masters))
+        master = SyncMaster(self._server, register, self._usage, tenant)
+        try:
+            answers = master.register_slave(now, register, peer)[1]
+        except StatsdBNError:
+            master.memory.release_all()
+            raise
+        # A new world is a new run and replaces all groups of the job.
+        is_new_run = name in self.masters and register.group == WORLD
+        reason = f"rank {register.member} ({register.place}) began a new run of the group"
+        replaced = [one for one in self.masters if one == name or (is_new_run and one[0] == register.job)]
+        replies = [reply for one in replaced for reply in self._close(one, reason)]
+        self.masters[name] = master
+        logger.info("job %r, group %r, epoch %d begins", *name, register.epoch)
+        self._add(now, master, register, peer, principal.key, was_open=False)
+        return replies + answers
+
+    def _close(self, name: GroupName, reason: str) -> list[Reply]:
+        """End a group that a new group replaces."""
+        error = RegistrationRefused(f"job {name[0]!r}, group {name[1]!r}: {reason}")
+        master = self.masters.pop(name)
+        for contributor in master.membership.contributors.values():
+            self.sessions.pop(contributor.session, None)
+            self._remember_session(contributor.session, master.epoch, error)
+        replies = master.open_rounds.break_all(lambda _: error)
+        master.memory.release_all()
+        return replies
+
+    def _add(
+        self, now: float, master: SyncMaster, register: Register, peer: bytes, key: str, *, was_open: bool
+    ) -> None:
+        contributor = master.membership.contributors[register.member]
+        if register.session not in self.sessions:
+            contributor.since = now
+            self.sessions[register.session] = Session(master, contributor, key, now, peer)
+            self.has_had_members = True
+            self._ended_sessions.pop(register.session, None)
+        name = master.membership.name
+        if self._is_from_before(register):
+            logger.info("%s: %s registered again after the server restarted", name, contributor)
+        if master.membership.is_open and not was_open:
+            logger.info("%s is open with %d members", name, master.nr_slaves)
+
+    # Endings.
+
+    def leave(self, now: float, token: bytes, cause: str) -> list[Reply]:
         """End the session of a member that leaves; `cause` is its exception, "" if there was none."""
-        record = self._unregister(session)
-        if record is None:
+        session = self.sessions.pop(token, None)
+        if session is None:
             return []
-        logger.info(
-            "%s: %s %s", record.master.membership.name, record.contributor, _describe_leave(record.master, cause)
-        )
-        return self._remove_member(now, record, cause)
+        master, contributor = session.master, session.contributor
+        logger.info("%s: %s %s", master.membership.name, contributor, _describe_leave(master, cause))
+        return self._remove_member(now, master, contributor, cause)
 
-    def lose(self, now: float, session: bytes, cause: str) -> list[Reply]:
+    def lose(self, now: float, token: bytes, cause: str) -> list[Reply]:
         """End the session of a lost member; `cause` is the reason."""
-        record = self._unregister(session)
-        if record is None:
+        session = self.sessions.pop(token, None)
+        if session is None:
             return []
-        membership, notified_at = record.master.membership, record.master.broken_notified_at
+        master, membership, notified_at = session.master, session.master.membership, session.master.broken_notified_at
         # The loss that breaks a job is a WARNING: a launcher may stop the other processes before they can report it.
         # The server may even notice the stopped ones before the rank that failed, so every loss within
         # LAUNCHER_STOP_SECONDS is a WARNING. Later ones follow from the broken job, and the ranks have reported it.
         follows = notified_at is not None and now - notified_at >= LAUNCHER_STOP_SECONDS
         breaks_job = membership.has_opened and not (membership.is_elastic or follows)
         level = logging.WARNING if breaks_job else logging.INFO
-        logger.log(level, "%s: %s is lost: %s", membership.name, record.contributor, cause)
-        loss, replies = record.master.lose_contributor(now, record.contributor, cause)
+        logger.log(level, "%s: %s is lost: %s", membership.name, session.contributor, cause)
+        loss, replies = master.remove_contributor(now, session.contributor, cause, is_lost=True)
         if loss:
-            self.tombstones.add_session(session, record.master.epoch, loss)
-        return self._end_if_empty(now, record.master, replies)
+            self._remember_session(token, master.epoch, loss)
+        return replies + self._end_if_empty(now, master)
 
     def dissolve(self, now: float, master: SyncMaster, error: RoundMismatch) -> list[Reply]:
         """End a group that cannot open: fail all members that wait for it, and end their sessions."""
         contributors = list(master.membership.contributors.values())
         replies = [(contributor.peer, failure_frame(error)) for contributor in contributors]
-        # A member that missed the reply gets this one when it retries; short, since tombstones keep it for long.
+        # A member that missed the reply gets this one when it retries; short, since it is remembered for long.
         again = RoundMismatch(f"{master.membership.name}: deadlock: its ranks waited in different places")
         for contributor in contributors:
-            self._unregister(contributor.session)
-            replies += self._remove_member(now, SessionRecord(master, contributor), "")
-            self.tombstones.add_session(contributor.session, master.epoch, again)
+            self.sessions.pop(contributor.session, None)
+            replies += self._remove_member(now, master, contributor, "")
+            self._remember_session(contributor.session, master.epoch, again)
         return replies
 
-    def close(self, name: GroupName, reason: str) -> list[Reply]:
-        """End a group that a new group replaces."""
-        error = RegistrationRefused(f"job {name[0]!r}, group {name[1]!r}: {reason}")
-        master = self.masters.pop(name)
-        for contributor in master.membership.contributors.values():
-            record = self.sessions.get(contributor.session)
-            if record and record.master is master:
-                self._unregister(contributor.session)
-                self.tombstones.add_session(contributor.session, master.epoch, error)
-        replies = master.break_all(lambda _: error)
-        master.release()
-        return replies
+    def notify(self, now: float, master: SyncMaster) -> list[Reply]:
+        """Failures after the break of a strict group, once, for members without a round that could carry them.
 
-    def notify_waiting(self, world: SyncMaster) -> list[Reply]:
-        """Fail members that wait for a group of the job to open after the world lost a member; once for each world."""
-        lost = failed_member(world)
-        if lost is None or world.loss_notified:
-            return []
-        world.loss_notified = True
-        groups = [one for (job, _), one in self.masters.items() if job == world.membership.job and one is not world]
-        waiting = [one for one in groups if one.epoch == world.epoch and not one.membership.has_opened]
-        return [
-            (one.peer, failure_frame(lost)) for master in waiting for one in master.membership.contributors.values()
-        ]
-
-    def notify_broken(self, now: float, master: SyncMaster) -> list[Reply]:
-        """Notify the members of a broken strict group at their heartbeat addresses; once for each group.
-
-        A member that waits in a torch collective would not contribute to another round.
+        A member of the group may wait in a torch collective, so all are notified at their heartbeat addresses. If it is
+        the world, members of its job may wait for other groups to open.
         """
-        membership = master.membership
-        if membership.lost is None or membership.is_elastic or master.broken_notified_at is not None:
+        membership, lost = master.membership, master.membership.lost
+        if lost is None or membership.is_elastic or master.broken_notified_at is not None:
             return []
         master.broken_notified_at = now
-        addresses = (self.liveness.heartbeat_address(one.session) for one in membership.contributors.values())
-        frame = failure_frame(membership.lost)
-        return [(address, frame) for address in dict.fromkeys(addresses) if address]
+        peers: list[bytes] = []
+        if _failed_member(master):
+            groups = [one for (job, _), one in self.masters.items() if job == membership.job and one is not master]
+            waiting = [one for one in groups if one.epoch == master.epoch and not one.membership.has_opened]
+            peers = [one.peer for group in waiting for one in group.membership.contributors.values()]
+        tokens = (contributor.session for contributor in membership.contributors.values())
+        beating = dict.fromkeys(map(self.sessions.heartbeat_address, tokens))
+        frame = failure_frame(lost)
+        return [(peer, frame) for peer in (*peers, *filter(None, beating))]
 
-    def _unregister(self, session: bytes) -> SessionRecord | None:
-        self.liveness.remove(session)
-        return self.sessions.pop(session, None)
+    def _remember_session(self, token: bytes, epoch: int, error: StatsdBNError) -> None:
+        self._ended_sessions[token] = error, epoch
+        if len(self._ended_sessions) > REMEMBERED_SESSIONS:
+            del self._ended_sessions[next(iter(self._ended_sessions))]
 
-    def _remove_member(self, now: float, record: SessionRecord, cause: str) -> list[Reply]:
-        """Remove a leaving member from its group and add its session to the tombstones."""
-        session = record.contributor.session
-        _, replies = record.master.remove_contributor(now, record.contributor, cause)
-        name = digest(session).hex()
+    def _remove_member(self, now: float, master: SyncMaster, contributor: Contributor, cause: str) -> list[Reply]:
+        """Remove a leaving member from its group and remember its session."""
+        replies = master.remove_contributor(now, contributor, cause)[1]
+        name = digest(contributor.session).hex()
         left = RegistrationRefused(f"the session with digest {name} has left; register with a new one")
-        self.tombstones.add_session(session, record.master.epoch, left)
-        return self._end_if_empty(now, record.master, replies)
+        self._remember_session(contributor.session, master.epoch, left)
+        return replies + self._end_if_empty(now, master)
 
-    def _end_if_empty(self, now: float, master: SyncMaster, replies: list[Reply]) -> list[Reply]:
+    def _end_if_empty(self, now: float, master: SyncMaster) -> list[Reply]:
         """Remove a group without members, then notify the members of groups that can no longer open."""
         membership = master.membership
         name = (membership.job, membership.group)
         if not master.nr_slaves and self.masters.get(name) is master:
             del self.masters[name]
-            master.release()
+            master.memory.release_all()
             if membership.has_opened:
-                self.tombstones.add_group(name, master.epoch)
-                self.ended_jobs.add(now, master)
-        return replies + self.notify_waiting(master) + self.notify_broken(now, master)
+                self._ended_groups[name] = master.epoch
+                if len(self._ended_groups) > REMEMBERED_GROUPS:
+                    del self._ended_groups[next(iter(self._ended_groups))]
+                if membership.group == WORLD:
+                    self._ended_jobs.append((now, _ended_job(master)))
+        return self.notify(now, master)
 
 
-def failed_member(world: SyncMaster) -> StatsdBNError | None:
+def _is_replaced(master: SyncMaster, register: Register, *, is_new: bool) -> bool:
+    """Whether a registration restarts the group: in a later epoch, or a new session of a broken group."""
+    if register.epoch < master.epoch:
+        raise StaleEpoch(
+            f"{master.membership.name}: expected epoch {master.epoch} or later, got {register.epoch} from rank "
+            f"{register.member} ({register.place}); a newer run has started",
+            job=register.job,
+            group=register.group,
+            expected=master.epoch,
+            got=register.epoch,
+        )
+    return register.epoch > master.epoch or (is_new and master.membership.state is GroupState.BROKEN)
+
+
+def _failed_member(world: SyncMaster) -> StatsdBNError | None:
     """Error of the member that broke the world group by its failure; None without one, or for another group."""
     membership = world.membership
     has_failed = membership.group == WORLD and membership.lost and membership.lost.fields.get("cause")
     return membership.lost if has_failed else None
+
+
+def _ended_job(master: SyncMaster) -> dict[str, Any]:
+    """Entry of the report for an ended job."""
+    membership, rounds = master.membership, master.open_rounds
+    lost, by = membership.lost, membership.lost_by
+    # After an orderly end, in which members leave one by one, no error is reported.
+    is_orderly = lost is None or (lost.fields.get("cause") == "" and not (rounds.failed or rounds.was_refused))
+    return {
+        "job": membership.job,
+        "epoch": master.epoch,
+        "world_size": membership.world_size,
+        "rounds_done": master.rounds_done,
+        "lost": "" if is_orderly else log_line(lost or "")[: limits.MAX_NAME_BYTES],
+        **({"lost_by": by} if by and not is_orderly else {}),
+    }
 
 
 def _describe_leave(master: SyncMaster, cause: str) -> str:

@@ -8,26 +8,22 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+import msgpack
 import numpy as np
 
-from server.core.registry import EndedJobs
+from server.core.registry import Registry
 from server.group.master import SyncMaster
 from server.group.rounds import Round
 from server.security.access import Principal
 from server.security.quota import QuotaUsage
 from statsd_bn import limits
-from statsd_bn.messages import Figures, FiguresRequest, Status
+from statsd_bn.messages import Figures, FiguresRequest, Status, StatusRequest
 from statsd_bn.skew import FIGURES
 from statsd_bn.text import log_line
 from statsd_bn.wire import encode
 
-# Maximum msgpack sizes without texts: the server's counters, an ended job, a group, a member, a round, and a number in
-# a list.
-SERVER_ENTRY_BYTES, JOB_ENTRY_BYTES, GROUP_ENTRY_BYTES = 1024, 208, 552
-MEMBER_ENTRY_BYTES, ROUND_ENTRY_BYTES, NUMBER_BYTES = 240, 128, 3
-
-# Maximum sizes of the timings of a group that has had rounds, and of a finding.
-TIMINGS_BYTES, FINDING_BYTES = 1536, 192
+# Bytes kept free for the server's counters, and in each group for the numbers of entries left out.
+SERVER_ENTRY_BYTES, LEFT_OUT_BYTES = 1024, 64
 
 # Rounds reported for each group, oldest first, and missing members for each round.
 MAX_ROUNDS, MAX_MISSING = 16, 64
@@ -46,12 +42,11 @@ BURST_BYTES, BYTES_PER_SECOND = 2**23, 2**22
 
 def group_entries(masters: Collection[SyncMaster], now: float, ended: list[dict[str, Any]]) -> dict[str, Any]:
     """Report entries: groups, the number of groups left out, and ended jobs."""
-    free = limits.MAX_HEADER_BYTES - SERVER_ENTRY_BYTES
-    free -= sum(JOB_ENTRY_BYTES + sum(map(_size, (job["job"], *_lost_texts(job)))) for job in ended)
+    free = limits.MAX_HEADER_BYTES - SERVER_ENTRY_BYTES - _size(ended)
     heads: list[tuple[SyncMaster, dict[str, Any]]] = []
     for master in masters:
         head = _head(master)
-        free -= GROUP_ENTRY_BYTES + _extra_bytes(head) + sum(_size(text) for text in _texts(head))
+        free -= LEFT_OUT_BYTES + _size(head)
         if free < 0:
             break
         heads.append((master, head))
@@ -65,9 +60,9 @@ def group_entries(masters: Collection[SyncMaster], now: float, ended: list[dict[
 
 
 def _head(master: SyncMaster) -> dict[str, Any]:
-    membership = master.membership
-    why = master.why_not_faster
-    non_finite, seen = master.open_rounds.non_finite, (membership.reported_step, bool(membership.lost))
+    """Entry of a group without its members and rounds."""
+    membership, health, rounds = master.membership, master.health, master.open_rounds
+    pace, findings, compared = health.pace, health.findings, health.comparison.nr_layers
     return {
         "job": membership.job,
         "group": membership.group,
@@ -79,48 +74,19 @@ def _head(master: SyncMaster) -> dict[str, Any]:
         "lost": log_line(membership.lost or "")[: limits.MAX_NAME_BYTES],
         **({"lost_by": membership.lost_by} if membership.lost_by else {}),
         "rounds_done": master.rounds_done,
-        "rounds_failed": master.open_rounds.failed,
-        **({"refused": True} if master.open_rounds.was_refused else {}),
-        "non_finite": non_finite.report(*seen),
-        **({"first_non_finite": first} if (first := non_finite.first(*seen)) else {}),
-        "kept_bytes": master.allocated,
+        "rounds_failed": rounds.failed,
+        **({"refused": True} if rounds.was_refused else {}),
+        **health.non_finite.report(membership.reported_step, is_broken=bool(membership.lost)),
+        "kept_bytes": master.memory.allocated,
         "waiting": [],
-        **({"why_not_faster": why} if why else {}),
-        **_timings(master),
-    }
-
-
-def _timings(master: SyncMaster) -> dict[str, Any]:
-    """Timings of a group's rounds, and its findings."""
-    rounds, health = master.open_rounds, master.health
-    trips, window = health.round_trips, health.pace.window
-    findings, compared = health.findings.report(health.comparison), health.comparison.nr_layers
-    return {
-        **({"round_seconds": rounds.durations.report} if rounds.durations.total else {}),
-        **({"late_seconds": rounds.lateness.report} if rounds.lateness.total else {}),
-        **({"round_trip_seconds": trips.report} if trips.total else {}),
-        **({"slowest": window.slowest, "held": window.delay} if window.slowest is not None else {}),
+        **({"why_not_faster": master.why_not_faster} if master.why_not_faster else {}),
+        **({"round_seconds": health.durations.report} if health.durations.total else {}),
+        **({"late_seconds": health.lateness.report} if health.lateness.total else {}),
+        **({"round_trip_seconds": health.round_trips.report} if health.round_trips.total else {}),
+        **({"slowest": pace.slowest, "held": pace.delay} if pace.slowest is not None else {}),
         **({"findings": findings} if findings else {}),
         **({"compared_layers": compared} if compared else {}),
     }
-
-
-def _texts(head: dict[str, Any]) -> tuple[str, ...]:
-    findings = (finding[text] for finding in head.get("findings", ()) for text in ("text", "layer"))
-    first = head.get("first_non_finite", {"layer": "", "phase": ""})
-    names = head["job"], head["group"], head.get("why_not_faster", ""), first["layer"], first["phase"]
-    return *names, *_lost_texts(head), *head["non_finite"], *findings
-
-
-def _lost_texts(entry: dict[str, Any]) -> tuple[str, ...]:
-    by = entry.get("lost_by", {"place": "", "cause": ""})
-    return entry["lost"], by["place"], by["cause"]
-
-
-def _extra_bytes(head: dict[str, Any]) -> int:
-    """Size of the optional entries in bytes."""
-    has_pace = "round_seconds" in head or "round_trip_seconds" in head
-    return TIMINGS_BYTES * has_pace + FINDING_BYTES * len(head.get("findings", ()))
 
 
 def _nr_entries(master: SyncMaster) -> int:
@@ -132,9 +98,7 @@ def _fill(head: dict[str, Any], master: SyncMaster, now: float, free: int) -> in
     used = 0
     for round_ in islice(master.open_rounds, MAX_ROUNDS):
         entry = _round(round_, now)
-        texts = entry["round"], entry["layer"], entry["phase"]
-        size = ROUND_ENTRY_BYTES + sum(map(_size, texts)) + NUMBER_BYTES * len(entry["missing"])
-        if used + size > free // 2:
+        if used + (size := _size(entry)) > free // 2:
             break
         used += size
         head["waiting"].append(entry)
@@ -144,9 +108,7 @@ def _fill(head: dict[str, Any], master: SyncMaster, now: float, free: int) -> in
     for member, contributor in sorted(contributors.items()):
         step = master.membership.step_of(contributor)
         entry = {**contributor.report(now, step), **master.health.pace.report(member)}
-        texts = entry["place"], entry.get("transport", ""), entry.get("where", "")
-        size = MEMBER_ENTRY_BYTES + sum(map(_size, texts))
-        if used + size > free:
+        if used + (size := _size(entry)) > free:
             break
         used += size
         head["members"].append(entry)
@@ -156,84 +118,82 @@ def _fill(head: dict[str, Any], master: SyncMaster, now: float, free: int) -> in
 
 
 def _round(round_: Round, now: float) -> dict[str, Any]:
-    nr_missing = len(round_.futures) - round_.nr_waiting
-    missing = (member for member, future in round_.futures.items() if not future.done)
-    entry = {
+    missing = round_.missing
+    return {
         "round": str(round_.key),
         "layer": round_.key.layer,
         "phase": round_.key.phase,
         "step": round_.key.step,
         "seconds": now - round_.opened,
-        "missing": list(islice(missing, MAX_MISSING)),
+        "missing": missing[:MAX_MISSING],
+        **({"missing_left_out": len(missing) - MAX_MISSING} if len(missing) > MAX_MISSING else {}),
     }
-    return entry if nr_missing <= MAX_MISSING else {**entry, "missing_left_out": nr_missing - MAX_MISSING}
 
 
-def _size(text: str) -> int:
-    return len(text.encode(errors="replace"))
-
-
-class RateLimiter:
-    """Token bucket: limits the bytes of one kind of answer for each tenant."""
-
-    def __init__(self) -> None:
-        # By tenant: bytes above its rate, and the time of that count.
-        self._sent: dict[str, tuple[float, float]] = {}
-
-    def is_exhausted(self, now: float, tenant: str) -> bool:
-        """Whether a tenant has to wait."""
-        return self._debt(now, tenant) > BURST_BYTES
-
-    def consume(self, now: float, tenant: str, frame: bytes) -> bytes:
-        """Count a frame for a tenant; returns the frame."""
-        self._sent[tenant] = (self._debt(now, tenant) + len(frame), now)
-        return frame
-
-    def _debt(self, now: float, tenant: str) -> float:
-        sent, since = self._sent.get(tenant, (0.0, now))
-        return max(0.0, sent - BYTES_PER_SECOND * (now - since))
+def _size(entry: Any) -> int:
+    return len(msgpack.packb(entry))
 
 
 class StatusReports:
-    """Encoded reports and figures; long reports are cached for a moment."""
+    """Reports and figures for each key, encoded and at a limited rate; long reports are cached for a moment."""
 
-    def __init__(self, counts: Callable[[float], dict[str, Any]], usage: QuotaUsage) -> None:
+    def __init__(self, registry: Registry, counts: Callable[[float], dict[str, Any]], usage: QuotaUsage) -> None:
+        self._registry = registry
         self._counts = counts
         self._usage = usage
         self._cache: dict[str, tuple[float, bytes]] = {}
-        self._of_reports, self._of_figures = RateLimiter(), RateLimiter()
+        # By tenant and kind: bytes above its rate, and the time of that count.
+        self._sent: dict[tuple[str, type], tuple[float, float]] = {}
 
-    def frame(self, now: float, principal: Principal, masters: Collection[SyncMaster], ended: EndedJobs) -> bytes:
-        """Report for a key, without groups if its tenant exceeds the rate limit."""
-        tenant = principal.tenant_of("")
-        if self._of_reports.is_exhausted(now, tenant):
-            return encode(Status({**self._counts(now), "groups": [], "ended": [], "left_out": len(masters)}))
-        return self._of_reports.consume(now, tenant, self._report(now, principal, masters, ended))
+    def report(self, now: float, principal: Principal) -> dict[str, Any]:
+        """Status report of the jobs that a key may see."""
+        ended = self._registry.ended_jobs(now, principal)
+        return {**self._counts(now), **group_entries(self._masters(principal), now, ended)}
 
-    def figures(self, now: float, principal: Principal, asked: FiguresRequest, master: SyncMaster | None) -> bytes:
-        """Skew figures of a group, in an answer of bounded size.
+    def answer(self, now: float, asked: StatusRequest | FiguresRequest, principal: Principal) -> bytes:
+        """Encoded answer to a request. A status has no groups if the tenant exceeds the rate limit.
 
         Raises:
-            LimitExceeded: the tenant exceeds the rate limit.
+            LimitExceeded: the tenant exceeds the rate limit of figures.
         """
         tenant = principal.tenant_of("")
-        if self._of_figures.is_exhausted(now, tenant):
-            text = f"figures: more than {BYTES_PER_SECOND} bytes per second requested; ask less often"
-            raise self._usage.exceeded(text, BYTES_PER_SECOND, "bytes of figures a second")
+        sent, since = self._sent.get((tenant, type(asked)), (0.0, now))
+        sent = max(0.0, sent - BYTES_PER_SECOND * (now - since))
+        is_exhausted = sent > BURST_BYTES
+        if isinstance(asked, FiguresRequest):
+            if is_exhausted:
+                text = f"figures: more than {BYTES_PER_SECOND} bytes per second requested; ask less often"
+                raise self._usage.exceeded(text, BYTES_PER_SECOND, "bytes of figures a second")
+            frame = self._figures(principal, asked)
+        elif is_exhausted:
+            left_out = len(self._masters(principal))
+            return encode(Status({**self._counts(now), "groups": [], "ended": [], "left_out": left_out}))
+        else:
+            frame = self._status(now, principal)
+        self._sent[tenant, type(asked)] = sent + len(frame), now
+        return frame
+
+    def _figures(self, principal: Principal, asked: FiguresRequest) -> bytes:
+        """Skew figures of a group, in an answer of bounded size."""
         answer = Figures(asked.job, asked.group, asked.first, 0, "", np.zeros((0, 0, FIGURES)))
+        master = self._registry.masters.get((asked.job, asked.group)) if principal.may_access(asked.job) else None
         if master:
             total, names, values = master.health.comparison.averages(asked.first, limits.MAX_FIGURES_BYTES)
             answer = replace(answer, total=total, layers="\n".join(names), values=values)
-        return self._of_figures.consume(now, tenant, encode(answer))
+        return encode(answer)
 
-    def _report(self, now: float, principal: Principal, masters: Collection[SyncMaster], ended: EndedJobs) -> bytes:
+    def _status(self, now: float, principal: Principal) -> bytes:
         until, frame = self._cache.get(principal.key, (now, b""))
         if now < until:
             return frame
-        frame = encode(Status({**self._counts(now), **group_entries(masters, now, ended.report(now, principal))}))
+        frame = encode(Status(self.report(now, principal)))
+        masters = self._masters(principal)
         cost = sum(master.nr_slaves * (1 + min(len(master.open_rounds), MAX_ROUNDS)) for master in masters)
         self._cache.pop(principal.key, None)
         self._cache[principal.key] = now + min(CACHE_SECONDS, cost * CACHE_SECONDS_EACH), frame
         if len(self._cache) > MAX_CACHED_REPORTS:
             del self._cache[next(iter(self._cache))]
         return frame
+
+    def _masters(self, principal: Principal) -> list[SyncMaster]:
+        return [master for (job, _), master in self._registry.masters.items() if principal.may_access(job)]

@@ -5,7 +5,7 @@ one place. Reports are not trusted: the text is for display, and the numbers aff
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from server.group.lifecycle import MemberState
 from statsd_bn.members import NO_MEMBERS
@@ -33,8 +33,7 @@ MAX_PROCESS_GROUPS = 8
 MOST_RUNS = 128
 
 
-@dataclass(slots=True)
-class LaunchCount:
+class LaunchCount(NamedTuple):
     """Operations that a member has launched on a process group, and the times of the first and latest report."""
 
     number: int
@@ -74,7 +73,11 @@ class StackSample:
             self.launched.clear()  # the counts are outdated, since the member has moved
         self.latest, self.seen = answer, now
         if answer.torch_group:
-            self._count(now, group_of(answer), answer.launched)
+            before = self.launched.pop(group_of(answer), LaunchCount(answer.launched, now, now))
+            if len(self.launched) >= MAX_PROCESS_GROUPS:
+                self.launched.clear()
+            since = before.since if before.number == answer.launched else now
+            self.launched[group_of(answer)] = LaunchCount(answer.launched, since, now)
 
     @property
     def is_blocked(self) -> bool:
@@ -85,11 +88,9 @@ class StackSample:
     def has_launched(self, group: int, at_least: int) -> bool | None:
         """Whether the member has launched at least so many operations on a process group; None if unknown."""
         known = self.launched.get(group)
-        if known is None:
-            return None
-        if known.number >= at_least:
+        if known and known.number >= at_least:
             return True
-        return False if known.seen - known.since >= STEADY_SECONDS else None
+        return False if known and known.seen - known.since >= STEADY_SECONDS else None
 
     def steady_period(self, group: int) -> tuple[float, float]:
         """Start and end of the time in which the member's place and its count for a process group were constant."""
@@ -104,15 +105,6 @@ class StackSample:
             return ""
         place = escape(self.latest.stack) or ("a collective of torch" if self.latest.in_collective else "")
         return f"is in {place}, for {now - self.since:.0f} s" if place else ""
-
-    def _count(self, now: float, group: int, number: int) -> None:
-        known = self.launched.get(group)
-        if known and known.number == number:
-            known.seen = now
-            return
-        if len(self.launched) >= MAX_PROCESS_GROUPS:
-            self.launched.clear()
-        self.launched[group] = LaunchCount(number, now, now)
 
 
 def group_of(answer: StackReport) -> int:

@@ -1,4 +1,4 @@
-"""Health of a group: round durations, stragglers, and differences between the members' data.
+"""Health of a group: round durations, stragglers, differences between the members' data, and non-finite values.
 
 In each round a member waits from its contribution to the answer, and between two rounds it computes. The slowest member
 waits least, so the delay that it causes is the least wait among the others minus its own wait. If all ranks are late
@@ -7,24 +7,30 @@ shared memory, where members report their own waits.
 """
 
 import logging
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from server.group.contributor import Contributor
 from server.group.membership import Membership
-from server.group.open_rounds import OpenRounds
+from server.group.rounds import Round
 from server.security.quota import MemoryShare
 from statsd_bn.errors import LimitExceeded, ProtocolError
-from statsd_bn.messages import LatenessReport, RoundTrips, SkewStats
-from statsd_bn.reduction import FloatArray
+from statsd_bn.members import MAX_NAMED_RANKS, Members, format_ranks
+from statsd_bn.messages import Aggregate, LatenessReport, RoundTrips, SkewStats
+from statsd_bn.reduction import FloatArray, find_non_finite, is_finite
+from statsd_bn.round_key import FORWARD, RoundKey, format_first_non_finite
 from statsd_bn.skew import Duplicate, Outlier, SkewDetector
+from statsd_bn.skew_samples import SCHEDULED_BYTES, VECTORS, SkewSampler, figures_of_step
 from statsd_bn.text import duration, percent
 from statsd_bn.timing import Histogram
+
+logger = logging.getLogger("statsd_bn.server")
 
 # Length of a window, and the share of it by which one member may delay the others.
 WINDOW_SECONDS, MAX_DELAY_SHARE = 60.0, 0.1
@@ -35,50 +41,66 @@ STARTUP_SECONDS = 30.0
 # A straggler is reported once, and again only after a window below this share.
 RESET_SHARE = MAX_DELAY_SHARE / 2
 
+# Rounds that make percentiles meaningful.
+MIN_ROUNDS = 100
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Measurements of one window, by member; all are shares from 0 to 1."""
+# Findings kept, and the maximum length of their texts.
+MAX_FINDINGS, MAX_FINDING_LENGTH = 8, 512
 
-    waiting: Mapping[int, float] = field(default_factory=dict)  # share of the time that a member waited
-    # Speed relative to the fastest member or to the member's own best window, whichever is lower.
-    score: Mapping[int, float] = field(default_factory=dict)
-    slowest: int | None = None  # the member that waited least; None with fewer than two members
-    delay: float = 0.0  # share of the time that the others waited for the slowest
+# Memory for the sampled rows of one step; larger steps keep fewer channels and layers.
+MAX_SAMPLE_BYTES = 2**18
+
+# A longer series of steps with non-finite gradients has another cause: a GradScaler starts at 2^16 and halves its scale
+# after each.
+MAX_OVERFLOWS = 20
+
+# The text of `NonFiniteChannels`, which members send; numbers of at most seven digits.
+_CHANNELS = re.compile(r"(\d{1,7}) of (\d{1,7}) channels \(([a-zA-Z ]{1,16})\)")
+
+# Characters of a text about non-finite values: a report contains all of them.
+MAX_NON_FINITE_LENGTH = 1024
 
 
-@dataclass(slots=True)
+Skew = Outlier | Duplicate | None
+
+
 class Pace:
-    """Speed of a group's members, window by window."""
+    """Speed of a group's members, window by window; all measurements are shares from 0 to 1, by member."""
 
-    window: Window = field(default_factory=Window)  # the latest complete one
-    due: float | None = None  # end of the current window; None before the first round
-    is_reported: bool = False  # the slowest member was reported, and has not recovered since
-    _rounds: int = 0
-    _waited: dict[int, float] = field(default_factory=dict)
-    _best: dict[int, float] = field(default_factory=dict)
+    def __init__(self) -> None:
+        # Of the latest complete window: the share of the time that a member waited, and its speed relative to the
+        # fastest member or to its own best window, whichever is lower.
+        self._waiting: dict[int, float] = {}
+        self._score: dict[int, float] = {}
+        self.slowest: int | None = None  # the member that waited least; None with fewer than two members
+        self.delay = 0.0  # share of the time that the others waited for the slowest
+        self._due: float | None = None  # end of the current window; None before the first round
+        self._is_reported = False  # the slowest member was reported, and has not recovered since
+        self._rounds = 0
+        self._waited: dict[int, float] = {}
+        self._best: dict[int, float] = {}
 
     def is_due(self, now: float, rounds: int) -> bool:
         """Whether the current window ends now; the first one starts after the first round."""
-        if self.due is None and rounds:
-            self.due = now + STARTUP_SECONDS
-        return self.due is not None and now >= self.due
+        if self._due is None and rounds:
+            self._due = now + STARTUP_SECONDS
+        return self._due is not None and now >= self._due
 
     def end_window(self, now: float, rounds: int, waited: Mapping[int, float]) -> bool:
         """End a window and start the next one; returns whether to report the slowest member."""
-        seconds = WINDOW_SECONDS + (now - self.due if self.due is not None else 0.0)
+        seconds = WINDOW_SECONDS + (now - self._due if self._due is not None else 0.0)
         had = rounds - self._rounds
+        before = self._waited
         shares = {
-            member: min(1.0, max(0.0, total - self._waited[member]) / seconds)
+            member: min(1.0, max(0.0, total - before[member]) / seconds)
             for member, total in waited.items()
-            if member in self._waited
+            if member in before
         }
-        self._rounds, self._waited, self.due = rounds, dict(waited), now + WINDOW_SECONDS
-        self.window = self._measure(shares, seconds, had) if had and shares else Window()
-        if self.window.delay < RESET_SHARE:
-            self.is_reported = False
-        is_news = self.window.delay > MAX_DELAY_SHARE and not self.is_reported
-        self.is_reported = self.is_reported or is_news
+        self._rounds, self._waited, self._due = rounds, dict(waited), now + WINDOW_SECONDS
+        self._measure(shares if had else {}, seconds, had)
+        self._is_reported = self._is_reported and self.delay >= RESET_SHARE
+        is_news = self.delay > MAX_DELAY_SHARE and not self._is_reported
+        self._is_reported |= is_news
         return is_news
 
     def remove(self, member: int) -> None:
@@ -88,86 +110,53 @@ class Pace:
 
     def report(self, member: int) -> dict[str, float]:
         """Report entries of a member; empty before its first complete window."""
-        if member not in self.window.waiting:
+        if member not in self._waiting:
             return {}
-        return {"waiting": self.window.waiting[member], "score": self.window.score[member]}
+        return {"waiting": self._waiting[member], "score": self._score[member]}
 
-    def _measure(self, shares: Mapping[int, float], seconds: float, rounds: int) -> Window:
+    def _measure(self, shares: dict[int, float], seconds: float, rounds: int) -> None:
         # Seconds of computation per round; never 0, because it is a divisor.
         computing = {member: max(1e-9, (1 - share) * seconds / rounds) for member, share in shares.items()}
-        best = min(computing.values())
-        score = {}
-        for member, own in computing.items():
-            self._best[member] = min(own, self._best.get(member, own))
-            score[member] = min(best, self._best[member]) / own
-        slowest, *others = sorted(shares, key=lambda member: shares[member])
-        if not others:
-            return Window(shares, score)
-        return Window(shares, score, slowest, shares[others[0]] - shares[slowest])
-
-
-logger = logging.getLogger("statsd_bn.server")
-
-# Findings kept, and the maximum length of their texts.
-MAX_FINDINGS, MAX_TEXT_LENGTH = 8, 512
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One finding about a member."""
-
-    kind: str  # "straggler" or "skew"
-    rank: int
-    step: int  # of the group
-    text: str  # one line
-    layer: str = ""  # empty for a straggler
-    numbers: Mapping[str, float] = field(default_factory=dict)  # further entries of the report
-    skew: Outlier | Duplicate | None = None  # of the comparison
-
-
-class Findings:
-    """The latest findings of one group."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._findings: deque[Finding] = deque(maxlen=MAX_FINDINGS)
-
-    def add(self, finding: Finding) -> None:
-        """Store a finding and log it as a warning."""
-        self._findings.append(finding)
-        logger.warning("%s: %s: %s", self._name, finding.kind, finding.text)
-
-    def report(self, comparison: SkewDetector) -> list[dict[str, Any]]:
-        """Report entries, oldest first."""
-        return [
-            {
-                "kind": finding.kind,
-                "rank": finding.rank,
-                "step": finding.step,
-                "text": finding.text,
-                "layer": finding.layer,
-                **finding.numbers,
-                **({"cleared": True} if finding.skew and not comparison.is_current(finding.skew) else {}),
-            }
-            for finding in self._findings
-        ]
-
-
-# Rounds that make percentiles meaningful.
-MIN_ROUNDS = 100
+        self._best |= {member: min(own, self._best.get(member, own)) for member, own in computing.items()}
+        fastest = min(computing.values(), default=0.0)
+        self._score = {member: min(fastest, self._best[member]) / own for member, own in computing.items()}
+        self._waiting, self.slowest, self.delay = shares, None, 0.0
+        if len(shares) > 1:
+            self.slowest, second = sorted(shares, key=lambda member: shares[member])[:2]
+            self.delay = shares[second] - shares[self.slowest]
 
 
 class GroupHealth:
     """Health of one epoch of a group."""
 
-    def __init__(self, membership: Membership, open_rounds: OpenRounds, memory: MemoryShare) -> None:
+    def __init__(self, membership: Membership, memory: MemoryShare) -> None:
         self._membership = membership
-        self._open_rounds = open_rounds
         self._memory = memory
+        self._samples = SkewSampler(MAX_SAMPLE_BYTES)
+        # Report entries, each with the difference that it reports, if any.
+        self._findings: deque[tuple[dict[str, Any], Skew]] = deque(maxlen=MAX_FINDINGS)
         self.pace = Pace()
         self.comparison = SkewDetector(membership.world_size)
-        self.findings = Findings(f"job {membership.job!r}, group {membership.group!r}")
+        self.non_finite = FirstNonFinite()
+        self.durations = Histogram()  # of the rounds that ended with their last contribution
+        self.lateness = Histogram()  # gaps between the last two contributions, with those reported of shared memory
         self.round_trips = Histogram()  # of all members, as reported
+
+    @property
+    def findings(self) -> list[dict[str, Any]]:
+        """Report entries of the latest findings, oldest first."""
+        is_current = self.comparison.is_current
+        return [
+            {**entry, "cleared": True} if skew and not is_current(skew) else entry for entry, skew in self._findings
+        ]
+
+    def record_round(self, now: float, round_: Round, last: Contributor) -> None:
+        """Record a round that ends with its last contribution."""
+        self.durations.add(now - round_.opened)
+        last.lateness.add(round_.gap)
+        self.lateness.add(round_.gap)
+        if self._samples.is_due(now, round_.key):
+            self._sample(now, round_)
 
     def add_latency(self, contributor: Contributor, report: RoundTrips | LatenessReport) -> None:
         """Add a member's round trips, or its lateness in shared memory.
@@ -177,7 +166,7 @@ class GroupHealth:
         if isinstance(report, RoundTrips):
             before, everywhere = contributor.round_trips, [self.round_trips]
         else:
-            before, everywhere = contributor.reported_lateness, [contributor.lateness, self._open_rounds.lateness]
+            before, everywhere = contributor.reported_lateness, [contributor.lateness, self.lateness]
         seconds = report.microseconds / 1e6
         if seconds < before.sum or any(new < old for new, old in zip(report.counts, before.counts, strict=True)):
             return
@@ -191,14 +180,17 @@ class GroupHealth:
             return
         contributors = self._membership.contributors
         # In each round the first member waits for the whole duration, and each other one for less by its delay.
-        longest = self._open_rounds.durations.sum
+        longest = self.durations.sum
         waited = {one.member: longest - one.delay + one.waited for one in contributors.values()}
-        if pace.end_window(now, rounds, waited):
-            slowest = contributors[pace.window.slowest or 0]
-            step = self._membership.step_of(slowest)
-            late = _late(slowest)
-            text = _describe_straggler(slowest, pace.window.delay, late)[:MAX_TEXT_LENGTH]
-            self.findings.add(Finding("straggler", slowest.member, step, text, numbers=late))
+        if not pace.end_window(now, rounds, waited):
+            return
+        slow = contributors[pace.slowest or 0]
+        text = f"{slow}: the others waited {percent(pace.delay)} of the last minute for it"
+        late: dict[str, float] = {}
+        if slow.lateness.total >= MIN_ROUNDS:
+            late = {"median": slow.lateness.quantile(0.5), "p99": slow.lateness.quantile(0.99)}
+            text += f"; when last it was {duration(late['median'])} late (median), {duration(late['p99'])} (p99)"
+        self._add("straggler", slow.member, self._membership.step_of(slow), text, late)
 
     def add_skew(self, now: float, report: SkewStats) -> None:
         """Add skew figures of rounds in shared memory."""
@@ -212,11 +204,33 @@ class GroupHealth:
 
     def compare_samples(self, now: float) -> bool:
         """Compare the members' data in a sampled step; returns whether there was one."""
-        if (sample := self._open_rounds.consume_samples(now)) is None:
+        before = self._samples.size
+        samples = self._samples.drain(now)
+        self._memory.adjust(self._samples.size - before)
+        if (sample := figures_of_step(samples)) is None:
             return False
         step, figures = sample
         self._compare(now, step, list(figures), np.stack(list(figures.values())))
         return True
+
+    def _sample(self, now: float, round_: Round) -> None:
+        """Sample finite rows of a layer for the skew figures if all members of a strict group have contributed."""
+        membership, samples = self._membership, self._samples
+        # Skew needs two members.
+        if membership.is_elastic or round_.nr_missing or len(round_.futures) < max(2, membership.world_size):
+            return
+        rows = [future.get() for future in round_.futures.values()]
+        if rows[0].values.shape[1] != VECTORS:
+            return
+        before = samples.size
+        with suppress(LimitExceeded):  # without memory the round is not sampled
+            self._memory.check(MAX_SAMPLE_BYTES + SCHEDULED_BYTES)
+            stride = samples.stride(sum(one.values.nbytes for one in rows))
+            values = np.concatenate([one.values[..., ::stride] for one in rows])
+            if is_finite(values):
+                counts = [count for one in rows for count in one.counts]
+                samples.observe(now, round_.key, counts, [len(one.counts) for one in rows], values)
+            self._memory.adjust(samples.size - before)
 
     def _compare(self, now: float, step: int, layers: Sequence[str], values: FloatArray) -> None:
         members = [one for _, one in sorted(self._membership.contributors.items())]
@@ -225,21 +239,72 @@ class GroupHealth:
         with suppress(LimitExceeded):  # without memory the step is skipped
             self._memory.check(self.comparison.growth(layers))
             for found in self.comparison.add(now, step, layers, values):
-                text = found.describe([str(member) for member in members])[:MAX_TEXT_LENGTH]
-                rank = members[found.member].member
-                self.findings.add(Finding("skew", rank, step, text, found.layer, found.numbers, found))
+                text = found.describe([str(member) for member in members])
+                self._add("skew", members[found.member].member, step, text, found.numbers, found)
+
+    def _add(self, kind: str, rank: int, step: int, text: str, numbers: dict[str, float], skew: Skew = None) -> None:
+        """Store a finding about a member, with further numbers for the report, and log it as a warning."""
+        text, layer = text[:MAX_FINDING_LENGTH], skew.layer if skew else ""
+        self._findings.append(
+            ({"kind": kind, "rank": rank, "step": step, "text": text, "layer": layer, **numbers}, skew)
+        )
+        logger.warning("%s: %s: %s", self._membership.name, kind, text)
 
 
-def _late(slow: Contributor) -> dict[str, float]:
-    """How late a straggler was in the rounds where it was last; empty after few of them."""
-    if slow.lateness.total < MIN_ROUNDS:
-        return {}
-    return {"median": slow.lateness.quantile(0.5), "p99": slow.lateness.quantile(0.99)}
+class FirstNonFinite:
+    """The origin of a group's first NaN or infinity in one epoch, forward and backward, for log and status.
 
+    A GradScaler scales gradients until they overflow, and skips such a step. So non-finite gradients are reported only
+    if the forward pass, the end of the group or a long series of steps shows that they are no such overflow.
+    """
 
-def _describe_straggler(slow: Contributor, part: float, late: Mapping[str, float]) -> str:
-    """Text of a straggler finding; `part` is the share of the last minute that the others waited for it."""
-    text = f"{slow}: the others waited {percent(part)} of the last minute for it"
-    if not late:
-        return text
-    return f"{text}; when last it was {duration(late['median'])} late (median), {duration(late['p99'])} (p99)"
+    def __init__(self) -> None:
+        self._found: dict[bool, tuple[str, dict[str, Any]]] = {}  # text and facts, for forward and backward
+        # The latest step with non-finite gradients, and the length of the series.
+        self._step, self._in_a_row = -1, 0
+
+    def report(self, step: int, *, is_broken: bool) -> dict[str, Any]:
+        """Report entries: the texts in order, and the first one's facts; none for overflows without an effect."""
+        has_ended_it = is_broken and step <= self._step + 1
+        is_finding = True in self._found or has_ended_it or self._in_a_row > MAX_OVERFLOWS
+        found = list(self._found.values()) if is_finding else []
+        return {"non_finite": [text for text, _ in found], **({"first_non_finite": found[0][1]} if found else {})}
+
+    def record(self, aggregate: Aggregate, contributors: Mapping[int, Contributor]) -> None:
+        """Record a non-finite aggregate; only the first in each direction is kept."""
+        self.record_round(aggregate.key, aggregate.non_finite, str(find_non_finite(aggregate.values)), contributors)
+
+    def record_round(self, key: RoundKey, bearers: Members, what: str, contributors: Mapping[int, Contributor]) -> None:
+        """Record a non-finite round that a member reported."""
+        is_forward = key.is_forward
+        if not is_forward:
+            self._count(key.step)
+        if is_forward in self._found:
+            return
+        there = (contributors[member] for member in islice(bearers, MAX_NAMED_RANKS) if member in contributors)
+        who = format_ranks(bearers, {contributor.member: contributor.place for contributor in there})
+        text = format_first_non_finite(key, who, what)[:MAX_NON_FINITE_LENGTH]
+        number, channels, kinds = counted.groups() if (counted := _CHANNELS.match(what)) else (0, 0, "")
+        facts = {
+            "layer": key.layer,
+            "phase": FORWARD if is_forward else key.phase,
+            "step": key.step,
+            "ranks": list(islice(bearers, MAX_NAMED_RANKS)),
+            **({"ranks_left_out": more} if (more := len(bearers) - MAX_NAMED_RANKS) > 0 else {}),
+            "channels": int(number),
+            "of": int(channels),
+            "what": kinds,
+        }
+        self._found[is_forward] = text, facts
+        if is_forward:
+            # Non-finite gradients before this were no overflow.
+            for found, _ in self._found.values():
+                logger.warning("job %r, group %r: %s", key.job, key.group, found)
+        else:
+            logger.info("job %r, group %r: %s", key.job, key.group, text)
+
+    def _count(self, step: int) -> None:
+        """Count consecutive steps; a step has many rounds."""
+        if step != self._step:
+            self._in_a_row = self._in_a_row + 1 if step == self._step + 1 else 1
+            self._step = step

@@ -3,61 +3,22 @@
 `server.group.lifecycle` has the table of events and results. This module detects the events and keeps the members.
 """
 
-from collections.abc import Collection
 from typing import Any
 
 from server.group import lifecycle
 from server.group.contributor import Contributor
 from server.group.lifecycle import Event, GroupState, MemberState, Notice, Policy, Transition
+from server.group.recovery import Recovery
 from statsd_bn import limits
 from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost, StatsdBNError, WorldSizeMismatch
 from statsd_bn.members import NO_MEMBERS, Members, format_ranks
 from statsd_bn.messages import WORLD, Participation, Register
 from statsd_bn.text import error_text, log_line
 
-# How long an unreachable member may take to reconnect: ZeroMQ reconnects after 0.1 s, and the client then sends at
-# once. A longer time would delay the report of a killed process, which should take less than a second.
-RECONNECT_SECONDS = 0.3
-
-
-class Recovery:
-    """The members that a group waits for after a server restart.
-
-    The server stores nothing on disk. A member that reconnects names the members that it last knew of, and the group
-    waits for all of them, as long as it would wait for any sign of life.
-    """
-
-    def __init__(self, now: float, silence: float) -> None:
-        self._since = now
-        self._silence = silence
-        self.expected: set[int] = set()  # the members that the reconnected ones know of
-        self.results: set[tuple[int, Members]] = set()  # step and covered members of each result from before
-
-    def is_left_out(self, member: int, since: int) -> bool:
-        """Whether any result of step `since` or later lacks a member."""
-        return any(since <= step and member not in covered for step, covered in self.results)
-
-    def missing(self, present: Collection[int]) -> list[int]:
-        """Expected members that are not present."""
-        return sorted(self.expected.difference(present))
-
-    def is_timed_out(self, now: float) -> bool:
-        """Whether the time to reconnect is over."""
-        return now - self._since >= self._silence
-
-    def expire(self, now: float, present: Collection[int]) -> list[int]:
-        """Stop waiting for missing members after the timeout; returns them."""
-        if not self.is_timed_out(now):
-            return []
-        late = self.missing(present)
-        self.expected.difference_update(late)
-        return late
-
-    def is_complete(self, now: float, present: Collection[int], *, is_elastic: bool) -> bool:
-        """Whether no expected member is missing."""
-        # The members of an elastic group may not know the latest newcomer, which reconnects at the same time.
-        settled = not is_elastic or now - self._since >= RECONNECT_SECONDS
-        return settled and not self.missing(present)
+# Causes of the loss of a member that returned to a restarted server: the group had dropped it before, or the results
+# that it announced did not arrive.
+OVERTAKEN = "the others had continued without it before the server restarted"
+INCOMPLETE = "its results did not arrive after the server restarted"
 
 
 class Membership:
@@ -200,42 +161,29 @@ class Membership:
             return False
         return self._begin_pass() if self.is_open else self._open(now)
 
-    def incomplete(self, now: float) -> list[Contributor]:
-        """Members with results pending after the timeout; empty before it."""
-        if self.recovery is None or not self.recovery.is_timed_out(now):
+    def left_behind(self, now: float) -> list[tuple[bytes, str]]:
+        """Members of a recovering group that are lost, as sessions with the causes."""
+        if not (recovery := self.recovery):
             return []
-        return [contributor for contributor in self.contributors.values() if contributor.results_pending]
+        there = self.contributors.values() if recovery.is_timed_out(now) else ()
+        incomplete = [(one.session, INCOMPLETE) for one in there if one.results_pending]
+        return incomplete + [(one.session, OVERTAKEN) for one in self._overtaken(recovery)]
 
-    @property
-    def overtaken(self) -> list[Contributor]:
+    def _overtaken(self, recovery: Recovery) -> list[Contributor]:
         """Members that return to an elastic group after it has had a round without them."""
-        if self.recovery is None or not self.is_elastic:
-            return []
-        return [one for one in self._former_participants if self.recovery.is_left_out(one.member, one.first_step)]
+        there = self._former_participants if self.is_elastic else []
+        return [one for one in there if recovery.is_left_out(one.member, one.first_step)]
 
-    def expire(self, now: float) -> bool:
-        """Stop waiting for members that did not reconnect in time; returns whether there are any."""
-        late = self.recovery.expire(now, self._returned) if self.recovery else []
-        if late:
+    def expire(self, now: float) -> None:
+        """Stop waiting for members that did not reconnect in time."""
+        if late := self.recovery.expire(now, self._returned) if self.recovery else []:
             cause = "did not reconnect after the server was restarted"
             loss = _loss(self, late[0], self.reported_step, f"{format_ranks(Members.of(late))} {cause}", cause)
             self._break_if_notified(self._apply(Event.TIMES_OUT), loss)
-        return bool(late)
 
     def break_for(self, error: StatsdBNError) -> None:
         """Break the group: its members received different results."""
         self._break_if_notified(self._apply(Event.RESULTS_DIFFER), error)
-
-    def remove(self, contributor: Contributor, cause: str) -> ReplicaLost | None:
-        """Remove a member that leaves; returns the error for its late messages."""
-        if cause:
-            return self._remove(contributor, Event.FAILS, f"failed with {cause}", cause)
-        orderly = "left before the others finished; for data of different lengths see client.join"
-        return self._remove(contributor, Event.LEAVES, orderly, cause)
-
-    def lose(self, contributor: Contributor, cause: str) -> ReplicaLost | None:
-        """Remove a lost member; returns the error for its late messages."""
-        return self._remove(contributor, Event.IS_LOST, f"was lost: {cause}", cause)
 
     def _apply(self, event: Event, member: MemberState | None = None) -> Transition:
         """Apply an event according to the table."""
@@ -287,7 +235,8 @@ class Membership:
 
     def _open(self, now: float) -> bool:
         if self.recovery:
-            is_over = self.recovery.is_complete(now, self._returned, is_elastic=self.is_elastic) and not self.overtaken
+            is_over = self.recovery.is_complete(now, self._returned, is_elastic=self.is_elastic)
+            is_over = is_over and not self._overtaken(self.recovery)
             if is_over:
                 self._admit_recovered(self.recovery)
         else:
@@ -333,7 +282,15 @@ class Membership:
             contributor.first_step, contributor.state = self._next_step, transition.member or contributor.state
         return transition.notice is Notice.PROCEED
 
-    def _remove(self, contributor: Contributor, event: Event, reason: str, cause: str) -> ReplicaLost | None:
+    def remove(self, contributor: Contributor, cause: str, *, is_lost: bool = False) -> ReplicaLost | None:
+        """Remove a member that leaves or is lost; returns the error for its late messages."""
+        if is_lost:
+            event, reason = Event.IS_LOST, f"was lost: {cause}"
+        elif cause:
+            event, reason = Event.FAILS, f"failed with {cause}"
+        else:
+            event = Event.LEAVES
+            reason = "left before the others finished; for data of different lengths see client.join"
         step = self.step_of(contributor)
         del self.contributors[contributor.member]
         self.present = self.present.minus(contributor.member)

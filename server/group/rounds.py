@@ -19,9 +19,9 @@ from statsd_bn.errors import (
     StatsdBNError,
     UnknownSession,
 )
-from statsd_bn.members import Members, format_ranks
-from statsd_bn.messages import Failure, digest
-from statsd_bn.reduction import FloatArray, Rows
+from statsd_bn.members import NO_MEMBERS, Members, format_ranks
+from statsd_bn.messages import Aggregate, Failure, digest
+from statsd_bn.reduction import FloatArray, Rows, is_finite, join_in_order, non_finite_members, sum_in_order
 from statsd_bn.round_key import GATHER, RoundKey
 from statsd_bn.text import MAX_ROWS, Row, TableSection, error_text, wire_text
 from statsd_bn.wire import encode
@@ -101,8 +101,8 @@ class Round:
     """One exchange, with a future per member in replica order."""
 
     __slots__ = (
-        *("_pending", "allocated", "answer", "count", "futures", "gap"),
-        *("key", "last_contribution", "opened", "seconds", "shape", "state"),
+        *("allocated", "answer", "count", "futures", "gap", "key", "last_contribution"),
+        *("nr_missing", "opened", "seconds", "shape", "state"),
     )
 
     def __init__(self, key: RoundKey, members: Iterable[int], opened: float, seconds: float) -> None:
@@ -114,24 +114,22 @@ class Round:
         self.seconds = seconds
         self.shape: tuple[int, ...] = ()
         self.count = 0
-        self._pending = len(self.futures)
+        self.nr_missing = len(self.futures)
         self.answer = b""
         self.allocated = 0  # bytes, see `server.security.quota`
 
     def put(self, member: int, rows: Rows, peer: bytes) -> None:
         """Store a member's rows; raises RoundMismatch, RoundFailed or ContributionConflict."""
         future = self.futures[member]
-        if future.rows is not None:
-            if not future.put(rows, peer):
-                raise conflict_error(self.key, member)
-            return
-        self._check_shape(member, rows)
-        self.count += sum(rows.counts)
-        if self.count > limits.MAX_COUNT:
-            what = f"counts: expected a sum of at most 2^53, got {self.count} with rank {member}'s"
-            raise round_failed(self.key, what)
-        future.put(rows, peer)
-        self._pending -= 1
+        if is_first := future.rows is None:
+            self._check_shape(member, rows)
+            self.count += sum(rows.counts)
+            if self.count > limits.MAX_COUNT:
+                what = f"counts: expected a sum of at most 2^53, got {self.count} with rank {member}'s"
+                raise round_failed(self.key, what)
+        if not future.put(rows, peer):
+            raise conflict_error(self.key, member)
+        self.nr_missing -= is_first
 
     def withdraw(self, member: int) -> None:
         """Stop waiting for a member; rows that are present stay."""
@@ -141,7 +139,7 @@ class Round:
         future.peer = b""
         if not future.done:
             del self.futures[member]
-            self._pending -= 1
+            self.nr_missing -= 1
 
     def end(self, answer: bytes, state: RoundState = RoundState.REDUCED) -> None:
         """End with a frame as the answer, an encoded aggregate or failure."""
@@ -154,11 +152,6 @@ class Round:
         return [row for future in self.futures.values() for row in future.get().values]
 
     @property
-    def is_complete(self) -> bool:
-        """Whether all contributions are present."""
-        return not self._pending
-
-    @property
     def missing(self) -> list[int]:
         """The members that have not contributed."""
         return [member for member, future in self.futures.items() if not future.done]
@@ -167,11 +160,6 @@ class Round:
     def waiting(self) -> list[int]:
         """The members that have contributed."""
         return [member for member, future in self.futures.items() if future.done]
-
-    @property
-    def nr_waiting(self) -> int:
-        """Number of members that have contributed."""
-        return len(self.futures) - self._pending
 
     @property
     def peers(self) -> list[bytes]:
@@ -257,3 +245,19 @@ def timeout_error(
         waiting=waiting,
         seconds=round_.seconds,
     )
+
+
+def reduce_round(round_: Round) -> Aggregate:
+    """Reduces one complete round: adds all rows in replica order, or joins them in that order for a gather.
+
+    Raises:
+        LookupError: a contribution is missing.
+    """
+    rows = round_.rows()
+    members = Members.of(round_.futures)
+    if round_.key.phase == GATHER:
+        return Aggregate(round_.key, len(rows), round_.count, members, join_in_order(rows))
+    total, whose = sum_in_order(rows) if len(rows) > 1 else rows[0], NO_MEMBERS
+    if not is_finite(total):
+        whose = non_finite_members((member, future.get().values) for member, future in round_.futures.items())
+    return Aggregate.unchecked(round_.key, len(rows), round_.count, members, total, whose)

@@ -17,7 +17,7 @@ from client.transports.server import SlavePipe
 from programs import chaos_programs
 from server.cli.status import ask
 from server.core.dispatcher import Dispatcher
-from server.group.membership import RECONNECT_SECONDS
+from server.group.recovery import RECONNECT_SECONDS
 from statsd_bn import limits
 from statsd_bn.errors import ReplicaLost
 from statsd_bn.members import Members
@@ -341,11 +341,11 @@ def test_resent_results_are_dropped_when_no_member_can_need_them():
     for session in world.members:
         world.read(session)
     (master,) = world.dispatcher._registry.masters.values()
-    assert len(master._recovered.results) == 1
+    assert len(master.open_rounds.recovered.results) == 1
     for number in range(limits.CACHED_ROUNDS):
-        assert len(master._recovered.results) == int(number < limits.CACHED_ROUNDS - 1)
+        assert len(master.open_rounds.recovered.results) == int(number < limits.CACHED_ROUNDS - 1)
         world.exchange(f"next {number}")
-    assert master._archive.has_ended(key._replace(layer="bn"))
+    assert master.open_rounds.has_ended(key._replace(layer="bn"))
 
 
 def test_results_of_another_group_are_refused():

@@ -18,13 +18,13 @@ from client.transports.group_memory import GroupMemory, TurnResult
 from client.transports.shared_memory import MemoryRound
 from server.core import collectives, deadlock, hang_probe
 from server.core.dispatcher import Dispatcher, Received
-from server.core.liveness import Liveness
+from server.core.liveness import Sessions
 from server.group import open_rounds
 from server.group.lifecycle import GroupState, MemberState
 from server.group.master import SyncMaster
-from server.group.membership import Membership, Recovery
+from server.group.membership import Membership
 from server.group.open_rounds import OpenRounds
-from server.group.results import RecoveredResults
+from server.group.recovery import RecoveredResults, Recovery
 from server.group.rounds import Round
 from statsd_bn import limits
 from statsd_bn.members import Members
@@ -66,8 +66,8 @@ def no_duplicate_check() -> Iterator[None]:
     def put(right: Any, self: Round, member: int, rows: Rows, peer: bytes) -> None:
         was_done = self.futures[member].done
         right(self, member, rows, peer)
-        if was_done and self._pending > 1:
-            self._pending -= 1
+        if was_done and self.nr_missing > 1:
+            self.nr_missing -= 1
 
     def reduce_round(_right: Any, round_: Round) -> Aggregate:
         there = [member for member, future in round_.futures.items() if future.done]
@@ -106,8 +106,8 @@ def kept_too_few() -> Any:
 
     def close(right: Any, self: OpenRounds, round_: Round, *args: Any) -> Any:
         replies = right(self, round_, *args)
-        self._archive._reduced.clear()
-        self._archive._failed.clear()
+        self._reduced.clear()
+        self._failed.clear()
         return replies
 
     return instead(OpenRounds, "_close", close)
@@ -117,17 +117,21 @@ def kept_too_few() -> Any:
 def death_not_announced() -> Any:
     """A lost member is removed without notice to the others."""
 
-    def lose(right: Any, *args: Any) -> Any:
-        loss, _ = right(*args)
-        return loss, []
+    def remove(right: Any, *args: Any, is_lost: bool = False) -> Any:
+        loss, replies = right(*args, is_lost=is_lost)
+        return loss, [] if is_lost else replies
 
-    return instead(SyncMaster, "lose_contributor", lose)
+    return instead(SyncMaster, "remove_contributor", remove)
 
 
 @bug(5)
 def cause_not_carried() -> Any:
     """The cause of a member's death is dropped."""
-    return instead(Membership, "remove", lambda right, self, contributor, _cause: right(self, contributor, ""))
+
+    def remove(right: Any, self: Membership, contributor: Any, cause: str, *, is_lost: bool) -> Any:
+        return right(self, contributor, cause if is_lost else "", is_lost=is_lost)
+
+    return instead(Membership, "remove", remove)
 
 
 @bug(2)
@@ -144,7 +148,7 @@ def retry_with_other_rows() -> Any:
 def second_write_wins() -> Any:
     """A late contribution to an ended round is added to the cached answer."""
 
-    def answer_again(right: Any, self: SyncMaster, round_: Round, contributor: Any, rows: Rows, peer: bytes) -> Any:
+    def answer_again(right: Any, self: OpenRounds, round_: Round, contributor: Any, rows: Rows, peer: bytes) -> Any:
         message = decode(round_.answer)
         if isinstance(message, Aggregate) and message.values.shape == rows.values.shape[1:]:
             with np.errstate(all="ignore"):
@@ -152,7 +156,7 @@ def second_write_wins() -> Any:
             round_.answer = encode(late)
         return right(self, round_, contributor, rows, peer)
 
-    return instead(SyncMaster, "_answer_again", answer_again)
+    return instead(OpenRounds, "_answer_again", answer_again)
 
 
 @bug(61)
@@ -217,7 +221,7 @@ def one_is_not_answered() -> Any:
 
     @contextmanager
     def both() -> Iterator[None]:
-        with instead(OpenRounds, "_close", close), instead(SyncMaster, "_answer_again", again):
+        with instead(OpenRounds, "_close", close), instead(OpenRounds, "_answer_again", again):
             yield
 
     return both()
@@ -227,10 +231,7 @@ def one_is_not_answered() -> Any:
 def session_not_checked() -> Any:
     """A message of an unknown session gets no error."""
 
-    def contribute(right: Any, self: Dispatcher, now: float, contribution: Any, record: Any, peer: bytes) -> Any:
-        return right(self, now, contribution, record, peer) if record else Received([])
-
-    return instead(Dispatcher, "_contribute", contribute)
+    return instead(Dispatcher, "_refuse_unregistered", lambda _right, _self, _message, _peer: Received([]))
 
 
 @bug(25)
@@ -368,7 +369,7 @@ def silence_too_short() -> Any:
 @bug(1)
 def dead_kept() -> Any:
     """The heartbeat of a member that left is kept."""
-    return mock.patch.object(Liveness, "remove", return_value=None)
+    return mock.patch.object(Sessions, "pop", lambda self, token, _default: self.get(token))
 
 
 @bug(0)
@@ -485,7 +486,7 @@ def settled_rounds_begin_anew() -> Any:
 
     def settle(right: Any, self: OpenRounds, now: float, key: Any) -> None:
         right(self, now, key)
-        self._archive._ended.pop(hash(key), None)
+        self._ended.pop(hash(key), None)
 
     return instead(OpenRounds, "discard", settle)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from client.transports.server import ESCALATE_SECONDS
-from server.group.membership import RECONNECT_SECONDS
+from server.group.recovery import RECONNECT_SECONDS
 from simulation import simulated_rules as rules
 from simulation.simulated_memory import LISTEN_SECONDS
 from simulation.simulated_network import decode_once

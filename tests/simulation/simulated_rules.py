@@ -8,7 +8,7 @@ from client.session.protocol.registration import ANSWER_SECONDS, DUPLICATE_SECON
 from client.session.protocol.round_trip import GRACE_SECONDS, MAX_RETRY_SECONDS, RETRY_SECONDS
 from server.core.deadlock import THREADED_QUIET_SECONDS
 from server.core.liveness import RECONNECT_SECONDS
-from server.group.results import REMEMBERED_ROUNDS
+from server.group.open_rounds import REMEMBERED_ROUNDS
 from server.network.connections import PROBE_SECONDS
 from server.network.service import TICK_SECONDS
 from simulation.simulated_network import is_sound
@@ -71,22 +71,20 @@ def check_outcome(world: "World", outcome: "Outcome") -> None:
 def check_memory(world: "World") -> None:
     """Nothing that the server keeps grows without bound."""
     registry = world.server.dispatcher._registry
-    sessions, pulses = len(registry.sessions), len(registry.liveness._sessions)
     most = len(world.processes) * (1 + len(world.plan.groups))
-    if sessions > most or pulses > most or pulses > sessions:
-        world.report(
-            "memory is bounded", f"{sessions} sessions and {pulses} pulses for {len(world.processes)} processes"
-        )
+    if len(registry.sessions) > most:
+        world.report("memory is bounded", f"{len(registry.sessions)} sessions of {len(world.processes)} processes")
     for master in registry.masters.values():
         # After a restart each member may resend a full ring of rounds, all of them different.
         claimed = limits.CACHED_ROUNDS * len(world.processes) if world.server.outages else 0
+        rounds = master.open_rounds
         if (
-            len(master._archive) > 2 * limits.CACHED_ROUNDS
-            or len(master._recovered.results) > claimed
-            or len(master._archive._ended) > REMEMBERED_ROUNDS
-            or len(master.open_rounds) > limits.MAX_OPEN_ROUNDS
+            rounds.nr_cached > 2 * limits.CACHED_ROUNDS
+            or len(rounds.recovered.results) > claimed
+            or len(rounds._ended) > REMEMBERED_ROUNDS
+            or len(rounds) > limits.MAX_OPEN_ROUNDS
         ):
-            world.report("memory is bounded", f"{len(master._archive)} rounds kept, {len(master.open_rounds)} open")
+            world.report("memory is bounded", f"{rounds.nr_cached} rounds kept, {len(rounds)} open")
 
 
 def check_end(world: "World") -> None:
@@ -102,10 +100,8 @@ def check_end(world: "World") -> None:
 
 def is_empty(world: "World") -> bool:
     """Whether the server keeps nothing any more."""
-    dispatcher = world.server.dispatcher
-    return not (
-        dispatcher._registry.masters or dispatcher._registry.sessions or dispatcher._registry.liveness._sessions
-    )
+    registry = world.server.dispatcher._registry
+    return not (registry.masters or registry.sessions)
 
 
 def check_nothing_is_left(world: "World") -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from server.core.dispatcher import Dispatcher
 from server.core.registry import LAUNCHER_STOP_SECONDS
-from server.group.membership import RECONNECT_SECONDS
+from server.group.recovery import RECONNECT_SECONDS
 from server.network import service
 from server.security.quota import Quota
 from statsd_bn import limits, messages

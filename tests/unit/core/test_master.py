@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.core.report import group_entries
-from server.group import results
+from server.group import open_rounds
 from server.group.master import SyncMaster
 from server.group.rounds import Reply, failure_frame
 from statsd_bn import limits
@@ -228,7 +228,7 @@ def test_only_the_latest_failures_are_kept():
     for step in range(3 * limits.CACHED_ROUNDS):
         group.contribute(0, 1.0, key(step=step))
         group.master.open_rounds.fail(key(step=step), StatsdBNError(f"step {step}"))
-    assert len(group.master._archive) == limits.CACHED_ROUNDS
+    assert group.master.open_rounds.nr_cached == limits.CACHED_ROUNDS
     kept = 2 * limits.CACHED_ROUNDS
     assert told(group.contribute(1, key=key(step=kept)))[peer(1)].message == f"step {kept}"
     assert "ended long ago" in told(group.contribute(1, key=key(step=2)))[peer(1)].message
@@ -240,7 +240,7 @@ def test_only_the_latest_results_are_kept():
     for step in range(3 * limits.CACHED_ROUNDS):
         group.contribute(0, float(step), key(step=step))
         answers[step] = dict(group.contribute(1, 1.0, key(step=step)))[peer(0)]
-    assert len(group.master._archive) == limits.CACHED_ROUNDS
+    assert group.master.open_rounds.nr_cached == limits.CACHED_ROUNDS
     assert not group.master.open_rounds
     for step in list(answers)[-limits.CACHED_ROUNDS :]:
         assert group.contribute(0, float(step), key(step=step)) == [(peer(0), answers[step])]
@@ -358,7 +358,7 @@ def test_a_late_copy_of_a_contribution_does_not_restart_an_ended_round():
 
 
 def test_a_bounded_number_of_ended_rounds_is_remembered(monkeypatch):
-    monkeypatch.setattr(results, "REMEMBERED_ROUNDS", 2)
+    monkeypatch.setattr(open_rounds, "REMEMBERED_ROUNDS", 2)
     group = Group(1)
     for step in range(limits.CACHED_ROUNDS + 4):
         group.contribute(0, key=key(step=step))

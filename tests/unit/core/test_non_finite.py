@@ -8,7 +8,7 @@ import pytest
 
 from server.core.dispatcher import Dispatcher
 from server.core.report import group_entries
-from server.group.results import MAX_OVERFLOWS
+from server.group.health import MAX_OVERFLOWS
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate, Failure, Leave, NonFiniteRound
 from statsd_bn.reduction import Rows, find_non_finite, is_finite, non_finite_members, sum_in_order

@@ -5,7 +5,7 @@ import pytest
 from client.session.protocol.member import Member
 from client.session.protocol.session import Session
 from integration.test_restart import World, rows_of
-from server.group.membership import RECONNECT_SECONDS
+from server.group.recovery import RECONNECT_SECONDS
 from statsd_bn import limits
 from statsd_bn.errors import DuplicateMember, UnknownSession
 from statsd_bn.members import Members

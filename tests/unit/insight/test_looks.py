@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from server.core.dispatcher import Dispatcher
-from server.group import open_rounds
+from server.group import health
 from server.network.service import TICK_SECONDS
 from statsd_bn.messages import Contribution
 from statsd_bn.reduction import Rows
@@ -55,7 +55,7 @@ class Job:
     @property
     def kept(self) -> int:
         (master,) = self.dispatcher._registry.masters.values()
-        return master.open_rounds._samples.size
+        return master.health._samples.size
 
 
 @pytest.mark.parametrize(("factor", "found"), [(1.0, []), (5.0, [("skew", 2, "stem")])])
@@ -100,9 +100,9 @@ def test_kept_samples_are_bounded_and_counted():
     wide = np.ones((1, 2, 60_000))
     for member in range(MEMBERS):
         job.send(Contribution(session_of(member), key("wide"), 0, Rows((64,), wide)), member)
-    kept, counted = job.kept, master.allocated
-    assert 0 < kept - SCHEDULED_BYTES <= open_rounds.MAX_SAMPLE_BYTES
+    kept, counted = job.kept, master.memory.allocated
+    assert 0 < kept - SCHEDULED_BYTES <= health.MAX_SAMPLE_BYTES
     job.pass_time(1.0)
     assert job.kept == SCHEDULED_BYTES
     # The layer's history needs little memory next to it.
-    assert kept // 2 < counted - master.allocated <= kept
+    assert kept // 2 < counted - master.memory.allocated <= kept

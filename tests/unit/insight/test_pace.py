@@ -195,7 +195,7 @@ def test_last_arrivals_in_memory_and_at_the_server_are_added():
 
 def test_a_round_at_the_server_adds_to_the_maximal_delay():
     job = Job(2)
-    late = job.master.open_rounds.lateness
+    late = job.master.health.lateness
     late.counts = array("Q", [2**64 - 1] * limits.BUCKETS)
     job.run(10.0, lambda rank: STEP * (1.0 + rank / 4))
     assert job.report()["members"][1]["last"] == job.report()["rounds_done"] > 0
