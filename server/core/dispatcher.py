@@ -176,7 +176,8 @@ class Dispatcher:
             for wait in waits:
                 wait.master.logged_cause = error_summary(table.error(wait))
             replies += [reply for wait in waits for reply in self._end_wait(now, wait, table.error(wait))]
-            self._hang_probe.record_mismatch(now, waits[0].master.membership.job)
+            if world := self._registry.masters.get((waits[0].master.membership.job, WORLD)):
+                world.deadlock_at = now
         return replies
 
     def _end_wait(self, now: float, wait: deadlock.Wait, error: RoundMismatch) -> list[Reply]:

@@ -3,7 +3,7 @@
 The server sends the request to the source of a member's heartbeats, because a separate thread answers there, whatever
 the training script is doing. The report is stored in the member's `StackSample` for warnings, errors and the status
 report. If a late member is blocked in a torch collective, the server also asks the waiting members how many operations
-they have launched on that process group; `server.core.collectives` draws the conclusion.
+they have launched on that process group; `server.core.deadlock` draws the conclusion.
 
 Members of idle jobs get requests although nobody waits: such a job had rounds before and has none for a while, as
 during a validation or a checkpoint, but also if its members deadlock in torch collectives.
@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from server.core.collectives import APART_SILENCES
+from server.core.deadlock import APART_SILENCES
 from server.core.registry import Registry
 from server.group.contributor import ASK_SECONDS, Contributor, StackSample
 from server.group.lifecycle import GroupState
@@ -55,7 +55,6 @@ class HangProbe:
         self._apart = APART_SILENCES * silence
         self._sampled: dict[bytes, Contributor] = {}
         self._idle_sessions: set[bytes] = set()
-        self._mismatches: dict[str, float] = {}  # times of the latest reported deadlocks, by job
         self._number = 0
         self._last_tick = math.inf
 
@@ -74,10 +73,6 @@ class HangProbe:
             self._sampled.pop(session).stack_sample = None
         replies = (self._request(now, contributor, torch_group) for contributor, torch_group in requests.values())
         return [reply for reply in replies if reply]
-
-    def record_mismatch(self, now: float, job: str) -> None:
-        """Record that a job's deadlock was reported; while idle it gets no requests until its next round."""
-        self._mismatches[job] = now
 
     def record_report(self, now: float, answer: StackReport) -> None:
         """Store a stack report; a report without a request is ignored."""
@@ -117,7 +112,6 @@ class HangProbe:
     def _idle_worlds(self, now: float) -> Iterator[SyncMaster]:
         """The world group of each idle job."""
         groups, idle_since = self._registry.masters, now - NO_ROUND_SECONDS
-        self._mismatches = {job: at for job, at in self._mismatches.items() if (job, WORLD) in groups}
         worlds = [one for (_, group), one in groups.items() if group == WORLD and _may_be_idle(one, idle_since)]
         jobs: dict[str, list[SyncMaster]] = defaultdict(list)
         for (job, _), master in groups.items() if worlds else ():
@@ -125,8 +119,8 @@ class HangProbe:
         for world in worlds:
             masters = jobs[world.membership.job]
             latest = max(master.last_active for master in masters)
-            is_reported = self._mismatches.get(world.membership.job, -math.inf) >= latest
-            if latest <= idle_since and not is_reported and not any(map(_waits, masters)):
+            # After a report of a deadlock it gets no requests until its next round.
+            if world.deadlock_at < latest <= idle_since and not any(map(_waits, masters)):
                 yield world
 
     def _request(self, now: float, contributor: Contributor, torch_group: str) -> Reply | None:

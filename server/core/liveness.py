@@ -38,15 +38,6 @@ class Session:
         """Address to probe: a living member keeps its heartbeat socket open, but may close the others."""
         return self.heartbeat_peer or self.peer
 
-    def mark_unreachable(self, now: float, peer: bytes) -> None:
-        """Record that `peer` is disconnected."""
-        if self.peer == peer:
-            self.peer = b""
-        if self.heartbeat_peer == peer:
-            self.heartbeat_peer = b""
-        if not self.address and self.unreachable_since is None:
-            self.unreachable_since = now
-
     @property
     def silent_since(self) -> tuple[float, float]:
         """Key that sorts lost sessions by their end."""
@@ -81,7 +72,10 @@ class Sessions(dict[bytes, Session]):
         """Record that a peer is disconnected; returns the other addresses of its sessions."""
         concerned = [session for session in self.values() if peer in {session.peer, session.heartbeat_peer}]
         for session in concerned:
-            session.mark_unreachable(now, peer)
+            session.peer = b"" if session.peer == peer else session.peer
+            session.heartbeat_peer = b"" if session.heartbeat_peer == peer else session.heartbeat_peer
+            if not session.address and session.unreachable_since is None:
+                session.unreachable_since = now
         return {session.address for session in concerned if session.address}
 
     def lost(self, now: float) -> list[tuple[bytes, str]]:

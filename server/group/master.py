@@ -11,8 +11,9 @@ from server.group.health import GroupHealth
 from server.group.lifecycle import GroupState, MemberState, Notice
 from server.group.membership import Membership
 from server.group.open_rounds import OpenRounds
+from server.group.recovery import RecoveredResult
 from server.group.rounds import Reply, failure_frame, reduce_round
-from server.security.quota import EXPECTED_BYTES, GROUP_BYTES, MEMBER_BYTES, RUN_BYTES, MemoryShare, QuotaUsage
+from server.security.quota import EXPECTED_BYTES, GROUP_BYTES, MEMBER_BYTES, MemoryShare, QuotaUsage
 from statsd_bn.errors import MasterStopped, ReplicaLost, StatsdBNError
 from statsd_bn.messages import Aggregate, Contribution, Heartbeat, NonFiniteRound, Register, Registered, digest
 from statsd_bn.round_key import RoundKey
@@ -39,6 +40,7 @@ class SyncMaster:
     def __init__(self, server: bytes, register: Register, usage: QuotaUsage | None = None, tenant: str = "") -> None:
         self.epoch = register.epoch
         self.logged_cause = ""  # of the latest logged leave
+        self.deadlock_at = -math.inf  # when the latest deadlock of its job was reported; only of a world group
         self.broken_notified_at: float | None = None  # when members without a round were notified
         self.why_not_faster = ""
         self._rounds_without_server = 0
@@ -49,7 +51,7 @@ class SyncMaster:
         self.tenant = tenant or f"job {register.job!r}"
         self.memory = MemoryShare(usage, self.tenant)
         self.memory.allocate(GROUP_BYTES)
-        self._accounted = self._recovered_bytes = 0
+        self._accounted = 0
         self.health = GroupHealth(self.membership, self.memory)
         self.open_rounds = OpenRounds(self.epoch, self.membership, usage, self.memory, self.health)
 
@@ -125,13 +127,10 @@ class SyncMaster:
         membership = self.membership
         if not (membership.recovery and (contributor.results_pending or key in contributor.recovered)):
             return []  # the group has recovered, or the member announced fewer results
-        size = 0 if key in contributor.recovered else RUN_BYTES * len(aggregate.members.runs)
-        self.memory.check(size)
-        self._recovered_bytes += size
+        if key not in membership.recovered.results:
+            self.memory.check(RecoveredResult(aggregate, contributor).size)
+        membership.record_result(contributor, aggregate)
         self._update_memory()
-        contributor.recovered.add(key)
-        membership.record_result(key.step, aggregate.members)
-        self.open_rounds.recovered.add(contributor, aggregate)
         # Only the last announced result of a member can complete the recovery, and 1,000 members send thousands.
         return [] if contributor.results_pending else self._advance(now)
 
@@ -183,9 +182,9 @@ class SyncMaster:
 
     def _update_memory(self) -> None:
         """Update the memory accounted for members, and during a recovery for their reports."""
-        size = MEMBER_BYTES * self.nr_slaves + self.health.comparison.size
-        if (recovery := self.membership.recovery) is not None:
-            size += EXPECTED_BYTES * len(recovery.expected) + self._recovered_bytes
+        size = MEMBER_BYTES * self.nr_slaves + self.health.comparison.size + self.membership.recovered.size
+        if recovery := self.membership.recovery:
+            size += EXPECTED_BYTES * len(recovery.expected)
         self.memory.adjust(size - self._accounted)
         self._accounted = size
 
@@ -195,7 +194,7 @@ class SyncMaster:
             return []
         self.open_rounds.last_answered = now
         replies = [(one.peer, self._registered(one)) for one in self.membership.contributors.values()]
-        recovered = self.open_rounds.recovered
+        recovered = self.membership.recovered
         if contradiction := recovered.contradiction():
             self.membership.break_for(contradiction)
             return replies + self._send_notices()
@@ -208,21 +207,20 @@ class SyncMaster:
     def _send_notices(self) -> list[Reply]:
         """Replies for the pending notices of the membership."""
         notices, self.membership.notices = self.membership.notices, []
-        return [reply for notice in notices for reply in self._notify(notice)]
+        return [reply for notice, error in notices for reply in self._notify(notice, error)]
 
-    def _notify(self, notice: Notice) -> list[Reply]:
-        membership, contributors = self.membership, self.membership.contributors.values()
-        if notice is Notice.DEPARTED:
-            departed = failure_frame(membership.departure_error)
-            return [(one.peer, departed) for one in contributors if one.state is MemberState.REJOINING]
-        lost, has_opened, with_a_round = membership.break_error, membership.has_opened, self.open_rounds.parked.members
+    def _notify(self, notice: Notice, error: StatsdBNError) -> list[Reply]:
+        is_broken, has_opened = notice is Notice.BROKEN, self.membership.has_opened
+        with_a_round = self.open_rounds.parked.members
         # These wait for the group to open or to rejoin, and have no round that could carry the error.
         waiting = [
-            one
-            for one in contributors
-            if one.state is MemberState.REJOINING or not (has_opened or one.member in with_a_round)
+            one.peer
+            for one in self.membership.contributors.values()
+            if one.state is MemberState.REJOINING or (is_broken and not (has_opened or one.member in with_a_round))
         ]
-        return self.open_rounds.break_all(lambda _: lost) + [(one.peer, failure_frame(lost)) for one in waiting]
+        replies = self.open_rounds.break_all(lambda _: error) if is_broken else []
+        frame = failure_frame(error)
+        return replies + [(peer, frame) for peer in waiting]
 
     def _registered(self, contributor: Contributor) -> bytes:
         missing, present = self.membership.missing_for(contributor)

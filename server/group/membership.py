@@ -8,11 +8,11 @@ from typing import Any
 from server.group import lifecycle
 from server.group.contributor import Contributor
 from server.group.lifecycle import Event, GroupState, MemberState, Notice, Policy, Transition
-from server.group.recovery import Recovery
+from server.group.recovery import RecoveredResults, Recovery
 from statsd_bn import limits
 from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost, StatsdBNError, WorldSizeMismatch
 from statsd_bn.members import NO_MEMBERS, Members, format_ranks
-from statsd_bn.messages import WORLD, Participation, Register
+from statsd_bn.messages import WORLD, Aggregate, Participation, Register
 from statsd_bn.text import error_text, log_line
 
 # Causes of the loss of a member that returned to a restarted server: the group had dropped it before, or the results
@@ -31,16 +31,17 @@ class Membership:
         self.is_elastic = register.min_members > 0
         self.policy = Policy.ELASTIC if self.is_elastic else Policy.STRICT
         self.state = self._state_before = GroupState.FILLING
-        self.lost: StatsdBNError | None = None  # of a broken group
+        self.lost: StatsdBNError | None = None  # the error that broke the group
         self.lost_by: dict[str, Any] | None = None  # the member whose end broke it, for the report
         # Of the paused member that left a strict group, which can then never rejoin completely.
         self.departed: ReplicaLost | None = None
-        self.notices: list[Notice] = []  # pending
+        self.notices: list[tuple[Notice, StatsdBNError]] = []  # pending
         self.contributors: dict[int, Contributor] = {}
         self.present = NO_MEMBERS  # cached, because each newcomer to a large group receives them
         self.latest_step = 0  # highest of any contribution
         self.reported_step = 0  # highest of any contribution or report, since the server does not see shared memory
         self.recovery: Recovery | None = None  # of a recovering group
+        self.recovered = RecoveredResults()
         self._silence = silence
 
     @property
@@ -52,20 +53,6 @@ class Membership:
     def has_opened(self) -> bool:
         """Whether the group is open, or was before it broke."""
         return GroupState.OPEN in {self.state, self._state_before}
-
-    @property
-    def break_error(self) -> StatsdBNError:
-        """The error that broke the group."""
-        if self.lost is None:
-            raise LookupError("the group is not broken")
-        return self.lost
-
-    @property
-    def departure_error(self) -> ReplicaLost:
-        """The error of the member that left while it was paused."""
-        if self.departed is None:
-            raise LookupError("no member has left the group")
-        return self.departed
 
     @property
     def has_quorum(self) -> bool:
@@ -130,11 +117,10 @@ class Membership:
         """Record a step that a member reports."""
         self.reported_step = max(self.reported_step, step)
 
-    def record_result(self, step: int, covered: Members) -> None:
-        """Record the members covered by a result from before a server restart."""
-        self.record_step(step)
-        if self.recovery:
-            self.recovery.results.add((step, covered))
+    def record_result(self, contributor: Contributor, aggregate: Aggregate) -> None:
+        """Record a result from before a server restart."""
+        self.record_step(aggregate.key.step)
+        self.recovered.add(contributor, aggregate)
 
     def admit(self, now: float, register: Register, peer: bytes) -> Contributor:
         """Register a member, or raise the reason of its refusal; a repeated one returns the same contributor."""
@@ -163,16 +149,17 @@ class Membership:
 
     def left_behind(self, now: float) -> list[tuple[bytes, str]]:
         """Members of a recovering group that are lost, as sessions with the causes."""
-        if not (recovery := self.recovery):
+        if self.recovery is None:
             return []
-        there = self.contributors.values() if recovery.is_timed_out(now) else ()
+        there = self.contributors.values() if self.recovery.is_timed_out(now) else ()
         incomplete = [(one.session, INCOMPLETE) for one in there if one.results_pending]
-        return incomplete + [(one.session, OVERTAKEN) for one in self._overtaken(recovery)]
+        return incomplete + [(one.session, OVERTAKEN) for one in self._overtaken]
 
-    def _overtaken(self, recovery: Recovery) -> list[Contributor]:
+    @property
+    def _overtaken(self) -> list[Contributor]:
         """Members that return to an elastic group after it has had a round without them."""
         there = self._former_participants if self.is_elastic else []
-        return [one for one in there if recovery.is_left_out(one.member, one.first_step)]
+        return [one for one in there if self.recovered.is_left_out(one.member, one.first_step)]
 
     def expire(self, now: float) -> None:
         """Stop waiting for members that did not reconnect in time."""
@@ -197,7 +184,7 @@ class Membership:
     def _break_if_notified(self, transition: Transition, error: StatsdBNError) -> None:
         if transition.notice is Notice.BROKEN:
             self.lost = error
-            self.notices.append(transition.notice)
+            self.notices.append((transition.notice, error))
 
     def _add(self, register: Register, peer: bytes) -> Contributor:
         self.record_step(register.step)
@@ -226,8 +213,8 @@ class Membership:
         if event is None or register.step < contributor.first_step:
             return
         transition = self._apply(event, contributor.state)
-        if transition.notice is Notice.REFUSED_DEPARTED:
-            raise self.departure_error
+        if self.departed and transition.notice is Notice.REFUSED_DEPARTED:
+            raise self.departed
         self.record_step(register.step)
         if transition.member is MemberState.REJOINING and contributor.state is not MemberState.REJOINING:
             contributor.since = now
@@ -236,25 +223,26 @@ class Membership:
     def _open(self, now: float) -> bool:
         if self.recovery:
             is_over = self.recovery.is_complete(now, self._returned, is_elastic=self.is_elastic)
-            is_over = is_over and not self._overtaken(self.recovery)
-            if is_over:
-                self._admit_recovered(self.recovery)
+            if is_over := is_over and not self._overtaken:
+                self._admit_recovered()
         else:
             is_over = len(self.contributors) == self.world_size
         return is_over and self._apply(Event.IS_COMPLETE).notice is Notice.PROCEED
 
-    def _admit_recovered(self, recovery: Recovery) -> None:
+    def _admit_recovered(self) -> None:
         """Set the first steps of new members, and of members that missed the start of a pass.
 
         If an elastic group has already had a round of that pass without such a member, the member waits for the next
         pass: the aggregate lacks its rows.
         """
         begun = self._latest_pass
+        # Before the first round has ended a seemingly new member may be an original one.
+        has_begun = self.latest_step > 0 or bool(self.recovered.results)
         for contributor in self.contributors.values():
-            if self.is_elastic and not contributor.was_in_group and self._has_begun:
+            if self.is_elastic and not contributor.was_in_group and has_begun:
                 contributor.first_step = self._next_step
             elif contributor.state is MemberState.REJOINING and contributor.first_step < begun:
-                if self.is_elastic and recovery.is_left_out(contributor.member, begun):
+                if self.is_elastic and self.recovered.is_left_out(contributor.member, begun):
                     continue
                 contributor.first_step, contributor.state = begun, MemberState.TAKES_PART
 
@@ -266,11 +254,6 @@ class Membership:
         # Newcomers start after the members that were present at the start of the pass, hence the minimum. Members that
         # are new since the restart have no first step yet.
         return min((one.first_step for one in self._former_participants), default=0)
-
-    @property
-    def _has_begun(self) -> bool:
-        """Whether a round has ended. Before that a seemingly new member may be an original one."""
-        return self.latest_step > 0 or bool(self.recovery and self.recovery.results)
 
     def _begin_pass(self) -> bool:
         contributors = self.contributors.values()
@@ -314,7 +297,7 @@ class Membership:
         # Members that were rejoining at the first departure were notified then, and none can rejoin since.
         if transition.notice is Notice.DEPARTED and self.departed is None:
             self.departed = loss
-            self.notices.append(transition.notice)
+            self.notices.append((transition.notice, loss))
         return loss
 
     @property
@@ -338,8 +321,8 @@ def check_admission(group: Membership, register: Register) -> Contributor | None
     contributor = group.contributors.get(register.member)
     state = contributor.state if contributor else MemberState.NEW
     transition = lifecycle.transition(group.policy, group.state, lifecycle.arrival(register), state)
-    if transition.notice is Notice.REFUSED_BROKEN:
-        raise group.break_error
+    if group.lost and transition.notice is Notice.REFUSED_BROKEN:
+        raise group.lost
     if (got := register.world_size) != group.world_size:
         what = f"expected world_size {group.world_size}, as {format_ranks(group.present)} asked for, got {got}"
         raise _mismatch(group, register, what, got)
@@ -356,8 +339,8 @@ def check_admission(group: Membership, register: Register) -> Contributor | None
 
 
 def _check_newcomer(group: Membership, register: Register, transition: Transition) -> None:
-    if lifecycle.change(register, one_left=group.departed is not None) is Event.CANNOT_REJOIN:
-        raise group.departure_error
+    if group.departed and lifecycle.change(register, one_left=True) is Event.CANNOT_REJOIN:
+        raise group.departed
     if transition.notice is Notice.REFUSED_LATE:
         raise too_late_error(register)
     if not group.is_elastic:

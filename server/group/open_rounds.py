@@ -12,7 +12,7 @@ from server.group.contributor import Contributor
 from server.group.health import GroupHealth
 from server.group.lifecycle import GroupState
 from server.group.membership import Membership
-from server.group.recovery import ParkedContributions, RecoveredResults
+from server.group.recovery import ParkedContributions
 from server.group.rounds import (
     Reply,
     Round,
@@ -62,7 +62,7 @@ class OpenRounds:
         self.was_refused = False  # a broken group has refused a contribution
         self.last_answered = -math.inf  # time of the last answer to a round, or of the opening of the group
         self.parked = ParkedContributions(memory)
-        self.recovered = RecoveredResults(memory)
+        self.recovered = membership.recovered
         # Prefix of all keys of this epoch.
         self._run = (membership.job, membership.group, epoch)
         self._membership = membership
@@ -190,9 +190,9 @@ class OpenRounds:
 
     def _start(self, now: float, contributor: Contributor, key: RoundKey, size: int) -> Round:
         membership = self._membership
-        if membership.state is GroupState.BROKEN:
+        if membership.lost:
             self.was_refused = True
-            raise membership.break_error
+            raise membership.lost
         self.check_key(contributor, key)
         if membership.state is not GroupState.OPEN:
             # The member has not noticed a server restart: this error makes it register again.

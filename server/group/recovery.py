@@ -15,7 +15,6 @@ from server.group.rounds import Round, conflict_error, is_same_rows
 from server.security.quota import CONTRIBUTION_BYTES, RUN_BYTES, MemoryShare, size_of
 from statsd_bn import limits
 from statsd_bn.errors import ContributionConflict
-from statsd_bn.members import Members  # noqa: TC001
 from statsd_bn.messages import Aggregate, Contribution
 from statsd_bn.round_key import GATHER, RoundKey
 from statsd_bn.wire import encode
@@ -28,21 +27,12 @@ RECONNECT_SECONDS = 0.3
 
 
 class Recovery:
-    """The members that a group waits for after a server restart.
-
-    The server stores nothing on disk. A member that reconnects names the members that it last knew of, and the group
-    waits for all of them, as long as it would wait for any sign of life.
-    """
+    """The members that a group waits for after a server restart, as long as for any sign of life."""
 
     def __init__(self, now: float, silence: float) -> None:
         self._since = now
         self._silence = silence
         self.expected: set[int] = set()  # the members that the reconnected ones know of
-        self.results: set[tuple[int, Members]] = set()  # step and covered members of each result from before
-
-    def is_left_out(self, member: int, since: int) -> bool:
-        """Whether any result of step `since` or later lacks a member."""
-        return any(since <= step and member not in covered for step, covered in self.results)
 
     def missing(self, present: Collection[int]) -> list[int]:
         """Expected members that are not present."""
@@ -77,7 +67,9 @@ class RecoveredResult:
     @property
     def size(self) -> int:
         """Size in bytes."""
-        return self.aggregate.values.nbytes + CONTRIBUTION_BYTES + RUN_BYTES * len(self.aggregate.non_finite.runs)
+        aggregate = self.aggregate
+        runs = len(aggregate.members.runs) + len(aggregate.non_finite.runs)
+        return aggregate.values.nbytes + CONTRIBUTION_BYTES + RUN_BYTES * runs
 
 
 class RecoveredResults:
@@ -87,21 +79,26 @@ class RecoveredResults:
     a job trust each other, so there is no vote on a result, but two contradictory results break the group.
     """
 
-    def __init__(self, memory: MemoryShare) -> None:
+    def __init__(self) -> None:
         self.enabled = False  # results may end rounds, after all members have reconnected
-        self._memory = memory
         self.results: dict[RoundKey, RecoveredResult] = {}
+        self.size = 0  # in bytes
         self._different: RecoveredResult | None = None
         self._rounds_left = limits.CACHED_ROUNDS
 
     def add(self, contributor: Contributor, aggregate: Aggregate) -> None:
-        """Add an aggregate that a member resends; raises LimitExceeded."""
-        result, known = RecoveredResult(aggregate, contributor), self.results.get(aggregate.key)
-        if known is None:
-            self._memory.allocate(result.size)
-            self.results[aggregate.key] = result
+        """Add an aggregate that a member resends."""
+        result = RecoveredResult(aggregate, contributor)
+        known = self.results.setdefault(aggregate.key, result)
+        if known is result:
+            self.size += result.size
         elif encode(known.aggregate) != encode(aggregate):
             self._different = self._different or result
+        contributor.recovered.add(known.aggregate.key)
+
+    def is_left_out(self, member: int, since: int) -> bool:
+        """Whether any result of step `since` or later lacks a member."""
+        return any(since <= key.step and member not in one.aggregate.members for key, one in self.results.items())
 
     def can_finish(self, key: RoundKey) -> bool:
         """Whether a result ends a round now."""
@@ -120,9 +117,8 @@ class RecoveredResults:
         """Drop the result of a round that was summed, and warn if it differs from the sum."""
         result = self._drop(total.key)
         if result and encode(result.aggregate) != encode(total):
-            logger.warning(
-                "%s: %s resent an aggregate that differs from the sum of all rows; ignored", total.key, result.source
-            )
+            text = "%s: %s resent an aggregate that differs from the sum of all rows; ignored"
+            logger.warning(text, total.key, result.source)
 
     def contradiction(self) -> ContributionConflict | None:
         """Error of two results that cannot belong to one group: it was started twice, with members of both present."""
@@ -158,7 +154,7 @@ class RecoveredResults:
     def _drop(self, key: RoundKey) -> RecoveredResult | None:
         result = self.results.pop(key, None)
         if result:
-            self._memory.adjust(-result.size)
+            self.size -= result.size
         return result
 
 

@@ -15,7 +15,7 @@ import pytest
 from client.launch import connect
 from client.session import channel_pool, heartbeat
 from client.session.protocol import registration, round_trip
-from server.core import collectives, deadlock, hang_probe, registry
+from server.core import deadlock, hang_probe, registry
 from server.core.dispatcher import Dispatcher
 from server.group import contributor, open_rounds, recovery
 from server.group.rounds import Round, RoundState
@@ -548,7 +548,7 @@ def test_deadlines_and_queues_have_the_codes_values():
 
 def test_the_times_of_questions_are_the_codes():
     found = {name: float(value) for name, value in table("Where a member is")}
-    of_code = vars(contributor) | vars(hang_probe) | vars(collectives)
+    of_code = vars(contributor) | vars(hang_probe) | vars(deadlock)
     assert found == {name: of_code[name] for name in found}
 
 

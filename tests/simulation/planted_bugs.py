@@ -16,7 +16,7 @@ from client.session.protocol.round_trip import GRACE_SECONDS, RoundTrip
 from client.session.protocol.session import Session
 from client.transports.group_memory import GroupMemory, TurnResult
 from client.transports.shared_memory import MemoryRound
-from server.core import collectives, deadlock, hang_probe
+from server.core import deadlock, hang_probe
 from server.core.dispatcher import Dispatcher, Received
 from server.core.liveness import Sessions
 from server.group import open_rounds
@@ -169,11 +169,11 @@ def deadlock_unseen() -> Any:
 def late_is_held() -> Any:
     """A member that is asked where it is counts as one that waits in a collective for all others."""
 
-    def blocked_members(contributors: Any, _silence: float) -> list[collectives.BlockedInCollective]:
+    def blocked_members(contributors: Any, _silence: float) -> list[deadlock.BlockedInCollective]:
         members = list(contributors)
         everybody = frozenset(contributor.member for contributor in members)
         return [
-            collectives.BlockedInCollective(contributor, 0.0, everybody - {contributor.member})
+            deadlock.BlockedInCollective(contributor, 0.0, everybody - {contributor.member})
             for contributor in members
         ]
 

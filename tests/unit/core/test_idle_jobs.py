@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.core.collectives import APART_SILENCES
+from server.core.deadlock import APART_SILENCES
 from server.core.hang_probe import MOST_QUIET_MEMBERS, NO_ROUND_SECONDS, QUIET_ASKED_AT_MOST
 from server.network.service import TICK_SECONDS
 from statsd_bn.limits import SILENCE_SECONDS

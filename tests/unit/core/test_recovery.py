@@ -1,5 +1,6 @@
 """Who is still to come back to a group after a restart of the server."""
 
+import numpy as np
 import pytest
 
 from server.group.membership import Membership
@@ -7,7 +8,8 @@ from server.group.recovery import RECONNECT_SECONDS, Recovery
 from statsd_bn import limits
 from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost
 from statsd_bn.members import NO_MEMBERS, Members
-from statsd_bn.messages import Participation
+from statsd_bn.messages import Aggregate, Participation
+from statsd_bn.round_key import RoundKey
 from support.strategies import key, register
 
 SILENCE = limits.SILENCE_SECONDS
@@ -53,6 +55,10 @@ def coming_back(member: int, **given):
     return register(member, 3, server=SERVER, **{"known": Members.of(range(3)), **given})
 
 
+def result(key: RoundKey) -> Aggregate:
+    return Aggregate(key, 3, 3, Members.of(range(3)), np.ones((1, 1)))
+
+
 def test_a_group_recovers_once_a_member_of_an_open_one_registers():
     group = Membership(register(0, 3))
     for newcomer in (register(0, 3), coming_back(1, known=NO_MEMBERS)):
@@ -67,8 +73,7 @@ def test_a_member_that_reports_its_past_late_is_no_newcomer():
     group.admit(0.0, register(2, 3, min_members=1), b"")
     contributor = group.admit(0.0, coming_back(2, min_members=1, results=1), b"")
     assert (contributor.was_in_group, contributor.results_pending) == (True, True)
-    contributor.recovered.add(key(step=3))
-    group.record_result(3, Members.of(range(3)))
+    group.record_result(contributor, result(key(step=3)))
     for member in (0, 1):
         group.admit(0.0, coming_back(member, min_members=1, step=4), b"")
     assert group.advance(RECONNECT_SECONDS)
@@ -81,8 +86,7 @@ def test_a_member_owes_the_results_that_it_has_announced():
     assert contributor.results_pending
     for layer in ("bn", "bn", "bn2"):
         assert contributor.results_pending
-        contributor.recovered.add(key(layer, step=4))
-        group.record_result(4, Members.of(range(3)))
+        group.record_result(contributor, result(key(layer, step=4)))
     assert not contributor.results_pending
     assert group.latest_step == 4
 
@@ -93,8 +97,7 @@ def test_a_present_member_that_owes_results_is_missing():
         group.admit(0.0, coming_back(member, results=int(member == 1)), b"")
     assert not group.advance(0.0)
     assert (group.missing, group.absent) == (1, [1])
-    group.contributors[1].recovered.add(key())
-    group.record_result(0, Members.of(range(3)))
+    group.record_result(group.contributors[1], result(key()))
     assert group.advance(0.0)
     assert (group.is_open, group.missing, group.recovery) == (True, 0, None)
 
