@@ -66,36 +66,45 @@ ADVICE_FOR_PASSES = (
 
 
 @dataclass(frozen=True, slots=True)
-class BlockedInCollective:
-    """A member that is blocked in a torch collective, and the ranks that may not have launched it."""
+class Wait:
+    """Members of one group that wait at the same place."""
 
-    contributor: Contributor
-    since: float  # time of the first report from there
-    missing: frozenset[int]
+    master: SyncMaster
+    key: RoundKey | None  # None if they wait for the group to open, or for all members to return from a pass
+    since: Mapping[int, float]  # start of the wait by member
+    missing: Collection[int]  # the members that they wait for
+    blocked: Contributor | None = None  # the waiting member if the place is a torch collective instead of a round
+
+    @property
+    def is_for_pass(self) -> bool:
+        """Whether members wait for the others to return from a pass over their data."""
+        return self.key is None and self.blocked is None and self.master.membership.is_open
 
 
-def count_reported_ranks(contributors: Iterable[Contributor]) -> int:
+def _count_reported_ranks(masters: Iterable[SyncMaster]) -> int:
     """Total number of ranks in the reports of blocked members, which determines the cost of `blocked_members`."""
-    samples = (contributor.stack_sample for contributor in contributors)
-    return sum(len(sample.latest.members) for sample in samples if sample and sample.is_blocked and sample.latest)
+    members = (one for master in masters for one in master.membership.contributors.values())
+    samples = (one.stack_sample for one in members if one.stack_sample)
+    return sum(len(sample.latest.members) for sample in samples if sample.is_blocked and sample.latest)
 
 
-def blocked_members(contributors: Iterable[Contributor], silence: float) -> list[BlockedInCollective]:
-    """Members that are blocked in a collective which some rank has not launched."""
-    samples = {one.member: (one, one.stack_sample) for one in contributors if one.stack_sample}
+def blocked_members(masters: Iterable[SyncMaster], silence: float) -> list[Wait]:
+    """Members that are blocked in a torch collective, each with the ranks that may not have launched it."""
+    members = ((master, one) for master in masters for one in master.membership.contributors.values())
+    samples = {one.member: (master, one, one.stack_sample) for master, one in members if one.stack_sample}
     found = []
-    for contributor, sample in samples.values():
+    for master, contributor, sample in samples.values():
         if not (sample.is_blocked and sample.latest):
             continue
         others = [member for member in sample.latest.members if member != contributor.member]
         has_arrived = {
-            member: _has_arrived(samples[member][1], sample, sample.latest, APART_SILENCES * silence)
+            member: _has_arrived(samples[member][2], sample, sample.latest, APART_SILENCES * silence)
             for member in others
             if member in samples
         }
         if False in has_arrived.values():
             missing = frozenset(member for member in others if not has_arrived.get(member))
-            found.append(BlockedInCollective(contributor, sample.since, missing))
+            found.append(Wait(master, None, {contributor.member: sample.since}, missing, contributor))
     return found
 
 
@@ -122,29 +131,11 @@ def _is_elsewhere(other_place: StackReport, place: StackReport) -> bool:
     return place.collective in SYNCHRONIZING or (has_begun_no_more and other_place.collective in SYNCHRONIZING)
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Members of one group that wait at the same place."""
-
-    master: SyncMaster
-    key: RoundKey | None  # None if they wait for the group to open, or for all members to return from a pass
-    since: Mapping[int, float]  # start of the wait by member
-    missing: Collection[int]  # the members that they wait for
-    blocked: Contributor | None = None  # the waiting member if the place is a torch collective instead of a round
-
-    @property
-    def is_for_pass(self) -> bool:
-        """Whether members wait for the others to return from a pass over their data."""
-        return self.key is None and self.blocked is None and self.master.membership.is_open
-
-
-def find_deadlocks(
-    masters: Sequence[SyncMaster], now: float, blocked: Sequence[BlockedInCollective] = ()
-) -> list[Wait]:
+def find_deadlocks(masters: Sequence[SyncMaster], now: float, blocked: Sequence[Wait] = ()) -> list[Wait]:
     """Find the places where members of a job are stuck."""
     if not blocked and not _may_be_stuck(masters):
         return []
-    waits = [*_waits(masters), *_in_collectives(masters, blocked)]
+    waits = [*_waits(masters), *blocked]
     running = _changed_since(masters, waits, now - QUIET_SECONDS)
     running |= _changed_since(masters, waits, now - THREADED_QUIET_SECONDS) & _with_more_threads(waits)
     # Another thread of a member that has just returned from a pass may be in the middle of a step.
@@ -157,7 +148,7 @@ def find_deadlocks(
 def _changed_since(masters: Iterable[SyncMaster], waits: Iterable[Wait], quiet: float) -> set[int]:
     """Members that got an answer or began to wait after the time `quiet`."""
     # A member that got an answer is running, even if another of its threads waits elsewhere.
-    answered = (master for master in masters if master.open_rounds.last_answered > quiet)
+    answered = (master for master in masters if master.last_answered > quiet)
     changed = {member for master in answered for member in master.membership.contributors}
     return changed | {member for wait in waits for member, since in wait.since.items() if since > quiet}
 
@@ -191,22 +182,19 @@ def stuck(waits: Iterable[tuple[Iterable[int], Iterable[int]]], running: Iterabl
 
 def _may_be_stuck(masters: Iterable[SyncMaster]) -> bool:
     """Whether enough members wait for a deadlock to be possible: the only check while training succeeds."""
-    sizes = [(len(one.futures) - one.nr_missing, len(one.futures)) for master in masters for one in master.open_rounds]
+    sizes = [
+        (len(one.futures) - one.nr_missing, len(one.futures))
+        for master in masters
+        for one in master.open_rounds.values()
+    ]
     sizes += [(master.nr_slaves, master.membership.world_size) for master in masters if _is_filling(master)]
     sizes += [(len(back), master.nr_slaves) for master in masters if (back := master.membership.rejoining)]
     return bool(sizes) and sum(waiting for waiting, _ in sizes) >= min(size for _, size in sizes)
 
 
-def _in_collectives(masters: Iterable[SyncMaster], blocked: Sequence[BlockedInCollective]) -> Iterator[Wait]:
-    of = {one.session: master for master in masters for one in master.membership.contributors.values()}
-    for one in blocked:
-        if master := of.get(one.contributor.session):
-            yield Wait(master, None, {one.contributor.member: one.since}, one.missing, one.contributor)
-
-
 def _waits(masters: Sequence[SyncMaster]) -> Iterator[Wait]:
     for master in masters:
-        for round_ in master.open_rounds:
+        for round_ in master.open_rounds.values():
             since = {member: future.since for member, future in round_.futures.items() if future.peer}
             # A round without missing members waits for a newcomer, because its group lost its quorum.
             yield Wait(master, round_.key, since, round_.missing or (UNKNOWN_MEMBER,))
@@ -250,13 +238,8 @@ class Table:
         """Error for the members at one place."""
         membership = wait.master.membership
         name = f"job {membership.job!r}" if self._in_groups else membership.name
-        text = error_text(
-            SUMMARY,
-            table=self._places,
-            more_sections=self._nr_places - len(self._places),
-            where=f"{name}, epoch {wait.master.epoch}",
-            advice=self._advice,
-        )
+        where, more = f"{name}, epoch {wait.master.epoch}", self._nr_places - len(self._places)
+        text = error_text(SUMMARY, table=self._places, more_sections=more, where=where, advice=self._advice)
         fields = wait.key.fields if wait.key else {"job": membership.job, "group": membership.group}
         return RoundMismatch(text, **fields, table=self._fields, places=self._nr_places)
 
@@ -310,22 +293,19 @@ class DeadlockDetector:
         self._silence = silence
         self._due: dict[str, float] = {}
 
-    def find(
-        self, now: float, groups: Mapping[GroupName, SyncMaster], asked: Mapping[str, Sequence[Contributor]]
-    ) -> Iterator[list[Wait]]:
-        """Yield the places of each deadlocked job at a tick; `asked` are the members with a stack sample, by job."""
+    def find(self, now: float, groups: Mapping[GroupName, SyncMaster]) -> Iterator[list[Wait]]:
+        """Yield the places of each deadlocked job at a tick."""
         jobs: dict[str, list[SyncMaster]] = defaultdict(list)
         for (job, _), master in groups.items():
             jobs[job].append(master)
         self._due = {job: due for job, due in self._due.items() if job in jobs}
         left = MAX_WAITS
         for job in sorted(jobs, key=lambda job: self._due.get(job, 0.0)):
-            contributors = asked.get(job, ())
             size = sum(master.nr_slaves * (1 + len(master.open_rounds)) for master in jobs[job])
-            size += count_reported_ranks(contributors) // RANKS_PER_WAIT
+            size += _count_reported_ranks(jobs[job]) // RANKS_PER_WAIT
             if now < self._due.get(job, 0.0) or size > left:
                 continue
             left -= size
             self._due[job] = now + size * PAUSE_SECONDS_EACH
-            if waits := find_deadlocks(jobs[job], now, blocked_members(contributors, self._silence)):
+            if waits := find_deadlocks(jobs[job], now, blocked_members(jobs[job], self._silence)):
                 yield waits

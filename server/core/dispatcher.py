@@ -170,7 +170,7 @@ class Dispatcher:
     def _end_deadlocks(self, now: float) -> list[Reply]:
         """Report deadlocks to their members; a deadlock is always within one job."""
         replies: list[Reply] = []
-        for waits in self._deadlocks.find(now, dict(self._registry.masters), self._hang_probe.sampled()):
+        for waits in self._deadlocks.find(now, dict(self._registry.masters)):
             table = deadlock.Table(waits, now)
             logger.info("%s", log_line(table.error(waits[0])))  # INFO: each of the ranks raises it
             for wait in waits:
@@ -186,7 +186,7 @@ class Dispatcher:
             address = self._registry.sessions.heartbeat_address(wait.blocked.session)
             return [(address, failure_frame(error))] if address else []
         if wait.key:
-            return wait.master.open_rounds.fail(wait.key, error)
+            return wait.master.fail(wait.key, error)
         if wait.master.membership.is_open:
             return wait.master.pause_rejoining(error)
         return self._registry.dissolve(now, wait.master, error)

@@ -80,19 +80,11 @@ class HangProbe:
         if contributor and contributor.stack_sample:
             contributor.stack_sample.record_report(now, answer)
 
-    def sampled(self) -> dict[str, list[Contributor]]:
-        """Members with a stack sample, by job."""
-        jobs: dict[str, list[Contributor]] = {}
-        for session, contributor in self._sampled.items():
-            if record := self._registry.sessions.get(session):
-                jobs.setdefault(record.master.membership.job, []).append(contributor)
-        return jobs
-
     def _targets(self, now: float) -> Iterator[Target]:
         masters, asked_since = self._registry.masters, now - ASK_SECONDS
         for (job, _), master in masters.items():
             contributors = master.membership.contributors
-            old = [one for one in islice(master.open_rounds, MAX_ROUNDS_SCANNED) if one.opened <= asked_since]
+            old = [one for one in islice(master.open_rounds.values(), MAX_ROUNDS_SCANNED) if one.opened <= asked_since]
             # These wait in a round, so their place is known.
             waiting = {member for round_ in old for member in round_.waiting}
             for round_ in old:
@@ -120,7 +112,8 @@ class HangProbe:
             masters = jobs[world.membership.job]
             latest = max(master.last_active for master in masters)
             # After a report of a deadlock it gets no requests until its next round.
-            if world.deadlock_at < latest <= idle_since and not any(map(_waits, masters)):
+            is_waiting = any(master.open_rounds or not master.membership.is_open for master in masters)
+            if world.deadlock_at < latest <= idle_since and not is_waiting:
                 yield world
 
     def _request(self, now: float, contributor: Contributor, torch_group: str) -> Reply | None:
@@ -145,10 +138,6 @@ class HangProbe:
 def _may_be_idle(world: SyncMaster, idle_since: float) -> bool:
     is_candidate = not world.membership.is_elastic and world.nr_slaves <= MOST_QUIET_MEMBERS
     return is_candidate and world.last_active <= idle_since and world.rounds_done > 0
-
-
-def _waits(master: SyncMaster) -> bool:
-    return len(master.open_rounds) > 0 or master.membership.state is not GroupState.OPEN
 
 
 def _requests(late: Iterable[Contributor | None], waiting: Iterable[Contributor | None]) -> Iterator[Target]:

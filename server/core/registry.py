@@ -159,7 +159,7 @@ class Registry:
         for contributor in master.membership.contributors.values():
             self.sessions.pop(contributor.session, None)
             self._remember_session(contributor.session, master.epoch, error)
-        replies = master.open_rounds.break_all(lambda _: error)
+        replies = master.break_all(lambda _: error)
         master.memory.release_all()
         return replies
 
@@ -271,14 +271,12 @@ class Registry:
 def _is_replaced(master: SyncMaster, register: Register, *, is_new: bool) -> bool:
     """Whether a registration restarts the group: in a later epoch, or a new session of a broken group."""
     if register.epoch < master.epoch:
-        raise StaleEpoch(
+        text = (
             f"{master.membership.name}: expected epoch {master.epoch} or later, got {register.epoch} from rank "
-            f"{register.member} ({register.place}); a newer run has started",
-            job=register.job,
-            group=register.group,
-            expected=master.epoch,
-            got=register.epoch,
+            f"{register.member} ({register.place}); a newer run has started"
         )
+        job, group = register.job, register.group
+        raise StaleEpoch(text, job=job, group=group, expected=master.epoch, got=register.epoch)
     return register.epoch > master.epoch or (is_new and master.membership.state is GroupState.BROKEN)
 
 
@@ -291,10 +289,10 @@ def _failed_member(world: SyncMaster) -> StatsdBNError | None:
 
 def _ended_job(master: SyncMaster) -> dict[str, Any]:
     """Entry of the report for an ended job."""
-    membership, rounds = master.membership, master.open_rounds
+    membership = master.membership
     lost, by = membership.lost, membership.lost_by
     # After an orderly end, in which members leave one by one, no error is reported.
-    is_orderly = lost is None or (lost.fields.get("cause") == "" and not (rounds.failed or rounds.was_refused))
+    is_orderly = lost is None or (lost.fields.get("cause") == "" and not (master.failed or master.was_refused))
     return {
         "job": membership.job,
         "epoch": master.epoch,

@@ -51,7 +51,7 @@ def group_entries(masters: Collection[SyncMaster], now: float, ended: list[dict[
             break
         heads.append((master, head))
     # Small groups first: large groups share the space that these leave.
-    for number, (master, head) in enumerate(sorted(heads, key=lambda entry: _nr_entries(entry[0]))):
+    for number, (master, head) in enumerate(sorted(heads, key=lambda entry: entry[0].nr_slaves)):
         free -= _fill(head, master, now, free // (len(heads) - number))
     report: dict[str, Any] = {"groups": [head for _, head in heads], "ended": ended}
     if left_out := len(masters) - len(heads):
@@ -61,7 +61,7 @@ def group_entries(masters: Collection[SyncMaster], now: float, ended: list[dict[
 
 def _head(master: SyncMaster) -> dict[str, Any]:
     """Entry of a group without its members and rounds."""
-    membership, health, rounds = master.membership, master.health, master.open_rounds
+    membership, health = master.membership, master.health
     pace, findings, compared = health.pace, health.findings, health.comparison.nr_layers
     return {
         "job": membership.job,
@@ -74,8 +74,8 @@ def _head(master: SyncMaster) -> dict[str, Any]:
         "lost": log_line(membership.lost or "")[: limits.MAX_NAME_BYTES],
         **({"lost_by": membership.lost_by} if membership.lost_by else {}),
         "rounds_done": master.rounds_done,
-        "rounds_failed": rounds.failed,
-        **({"refused": True} if rounds.was_refused else {}),
+        "rounds_failed": master.failed,
+        **({"refused": True} if master.was_refused else {}),
         **health.non_finite.report(membership.reported_step, is_broken=bool(membership.lost)),
         "kept_bytes": master.memory.allocated,
         "waiting": [],
@@ -89,14 +89,10 @@ def _head(master: SyncMaster) -> dict[str, Any]:
     }
 
 
-def _nr_entries(master: SyncMaster) -> int:
-    return master.nr_slaves + min(len(master.open_rounds), MAX_ROUNDS)
-
-
 def _fill(head: dict[str, Any], master: SyncMaster, now: float, free: int) -> int:
     """Add as many rounds and members as fit to a group's entry; returns their size in bytes."""
     used = 0
-    for round_ in islice(master.open_rounds, MAX_ROUNDS):
+    for round_ in islice(master.open_rounds.values(), MAX_ROUNDS):
         entry = _round(round_, now)
         if used + (size := _size(entry)) > free // 2:
             break

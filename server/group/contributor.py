@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from server.group.lifecycle import MemberState
 from statsd_bn.members import NO_MEMBERS
-from statsd_bn.messages import Register, StackReport
+from statsd_bn.messages import StackReport
 from statsd_bn.round_key import RoundKey
 from statsd_bn.text import escape
 from statsd_bn.timing import Histogram
@@ -149,11 +149,6 @@ class Contributor:
     def __str__(self) -> str:
         return f"rank {self.member} ({self.place})"
 
-    def restore(self, register: Register) -> None:
-        """Record its state from before a server restart, which its first registration did not have."""
-        self.was_in_group = True
-        self.announced_results, self.step, self.first_step = register.results, register.step, register.first_step
-
     @property
     def has_started(self) -> bool:
         """Whether it has had a round, here or before a server restart."""
@@ -187,12 +182,13 @@ class Contributor:
             "participation": self.state.name.lower(),
             "step": step,
             "replicas": self.replicas,
-            **({"last": last, "late": _percentiles(self.lateness)} if last else {}),
-            **({"round_trip": _percentiles(self.round_trips)} if self.round_trips.total else {}),
+            **({"last": last, "late": percentiles(self.lateness)} if last else {}),
+            **({"round_trip": percentiles(self.round_trips)} if self.round_trips.total else {}),
             **({"transport": self.transport} if self.transport else {}),
             **({"where": where} if where else {}),
         }
 
 
-def _percentiles(times: Histogram) -> dict[str, float]:
+def percentiles(times: Histogram) -> dict[str, float]:
+    """Report entry of durations."""
     return {"median": times.quantile(0.5), "p99": times.quantile(0.99)}

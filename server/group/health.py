@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from server.group.contributor import Contributor
+from server.group.contributor import Contributor, percentiles
 from server.group.membership import Membership
 from server.group.rounds import Round
 from server.security.quota import MemoryShare
 from statsd_bn.errors import LimitExceeded, ProtocolError
 from statsd_bn.members import MAX_NAMED_RANKS, Members, format_ranks
-from statsd_bn.messages import Aggregate, LatenessReport, RoundTrips, SkewStats
-from statsd_bn.reduction import FloatArray, find_non_finite, is_finite
+from statsd_bn.messages import LatenessReport, RoundTrips, SkewStats
+from statsd_bn.reduction import FloatArray, is_finite
 from statsd_bn.round_key import FORWARD, RoundKey, format_first_non_finite
 from statsd_bn.skew import Duplicate, Outlier, SkewDetector
 from statsd_bn.skew_samples import SCHEDULED_BYTES, VECTORS, SkewSampler, figures_of_step
@@ -188,7 +188,7 @@ class GroupHealth:
         text = f"{slow}: the others waited {percent(pace.delay)} of the last minute for it"
         late: dict[str, float] = {}
         if slow.lateness.total >= MIN_ROUNDS:
-            late = {"median": slow.lateness.quantile(0.5), "p99": slow.lateness.quantile(0.99)}
+            late = percentiles(slow.lateness)
             text += f"; when last it was {duration(late['median'])} late (median), {duration(late['p99'])} (p99)"
         self._add("straggler", slow.member, self._membership.step_of(slow), text, late)
 
@@ -270,12 +270,8 @@ class FirstNonFinite:
         found = list(self._found.values()) if is_finding else []
         return {"non_finite": [text for text, _ in found], **({"first_non_finite": found[0][1]} if found else {})}
 
-    def record(self, aggregate: Aggregate, contributors: Mapping[int, Contributor]) -> None:
-        """Record a non-finite aggregate; only the first in each direction is kept."""
-        self.record_round(aggregate.key, aggregate.non_finite, str(find_non_finite(aggregate.values)), contributors)
-
-    def record_round(self, key: RoundKey, bearers: Members, what: str, contributors: Mapping[int, Contributor]) -> None:
-        """Record a non-finite round that a member reported."""
+    def record(self, key: RoundKey, bearers: Members, what: str, contributors: Mapping[int, Contributor]) -> None:
+        """Record a non-finite round; only the first in each direction is kept."""
         is_forward = key.is_forward
         if not is_forward:
             self._count(key.step)

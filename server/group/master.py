@@ -5,24 +5,60 @@ faults in seconds.
 """
 
 import math
+from collections.abc import Callable, Iterable
+from itertools import islice
 
 from server.group.contributor import Contributor
 from server.group.health import GroupHealth
 from server.group.lifecycle import GroupState, MemberState, Notice
 from server.group.membership import Membership
-from server.group.open_rounds import OpenRounds
-from server.group.recovery import RecoveredResult
-from server.group.rounds import Reply, failure_frame, reduce_round
-from server.security.quota import EXPECTED_BYTES, GROUP_BYTES, MEMBER_BYTES, MemoryShare, QuotaUsage
-from statsd_bn.errors import MasterStopped, ReplicaLost, StatsdBNError
-from statsd_bn.messages import Aggregate, Contribution, Heartbeat, NonFiniteRound, Register, Registered, digest
+from server.group.recovery import ParkedContributions, RecoveredResult
+from server.group.rounds import (
+    Reply,
+    Round,
+    RoundState,
+    conflict_error,
+    failure_frame,
+    reduce_round,
+    round_failed,
+    timeout_error,
+    unknown_session,
+)
+from server.security import quota
+from server.security.quota import MemoryShare, QuotaUsage
+from statsd_bn import limits
+from statsd_bn.errors import (
+    ContributionConflict,
+    LimitExceeded,
+    MasterStopped,
+    ProtocolError,
+    ReplicaLost,
+    RoundFailed,
+    RoundTimeout,
+    StatsdBNError,
+)
+from statsd_bn.members import Members, format_ranks
+from statsd_bn.messages import Aggregate, Contribution, Heartbeat, NonFiniteRound, Pending, Register, Registered, digest
+from statsd_bn.reduction import Rows, find_non_finite
 from statsd_bn.round_key import RoundKey
-from statsd_bn.text import error_text
+from statsd_bn.text import error_text, wire_text
 from statsd_bn.wire import encode
+
+# A late copy of a contribution is at most as old as the data in flight on a broken connection, far less than this.
+REMEMBERED_ROUNDS = 1024
+
+# Late members named in a message.
+MAX_NAMED = 8
+
+# Read for each contribution; attribute access on an enum is slow in Python 3.11.
+_RECOVERING = GroupState.RECOVERING
 
 
 class SyncMaster:
-    """One epoch of one group: its members, open rounds and latest results.
+    """One epoch of one group: its members, its open rounds, and the latest ended ones.
+
+    Members in step can be one round apart, so a repeated contribution may belong to a round that has ended: it is
+    answered from the cache.
 
     Args:
         server: random id of this server process.
@@ -34,7 +70,7 @@ class SyncMaster:
         LimitExceeded: no memory is left for another group.
     """
 
-    # The seed's name for reducing a round; `OpenRounds` calls the function itself.
+    # The seed's name for reducing a round.
     run_master = staticmethod(reduce_round)
 
     def __init__(self, server: bytes, register: Register, usage: QuotaUsage | None = None, tenant: str = "") -> None:
@@ -46,24 +82,36 @@ class SyncMaster:
         self._rounds_without_server = 0
         self._last_progress = -math.inf
         self._server = server
-        usage = usage or QuotaUsage()
+        self._usage = usage = usage or QuotaUsage()
         self.membership = Membership(register, usage.quota.silence_seconds)
         self.tenant = tenant or f"job {register.job!r}"
         self.memory = MemoryShare(usage, self.tenant)
-        self.memory.allocate(GROUP_BYTES)
+        self.memory.allocate(quota.GROUP_BYTES)
         self._accounted = 0
         self.health = GroupHealth(self.membership, self.memory)
-        self.open_rounds = OpenRounds(self.epoch, self.membership, usage, self.memory, self.health)
+        self.open_rounds: dict[RoundKey, Round] = {}
+        self._run = (register.job, register.group, register.epoch)  # prefix of the keys of all rounds
+        self.done = self.failed = 0  # rounds that ended with an aggregate or an error
+        self.was_refused = False  # a broken group has refused a contribution
+        self.last_answered = -math.inf  # time of the last answer to a round, or of the opening of the group
+        self.parked = ParkedContributions(self.memory)
+        # A lower bound: the round with this deadline may have ended already.
+        self._next_deadline = math.inf
+        # A failed round did not wait for all members, and a member may reach it many rounds later and must still get
+        # the error, so successful rounds do not evict failed ones.
+        self._cached_results: dict[RoundKey, Round] = {}
+        self._cached_failures: dict[RoundKey, Round] = {}
+        self._ended: dict[int, None] = {}  # hashes of the keys of older rounds
 
     @property
     def rounds_done(self) -> int:
         """Number of successful rounds, including those in shared memory."""
-        return self.open_rounds.done + self._rounds_without_server
+        return self.done + self._rounds_without_server
 
     @property
     def last_active(self) -> float:
         """Time of the last ended round, or of the last reported progress in shared memory."""
-        return max(self.open_rounds.last_answered, self._last_progress)
+        return max(self.last_answered, self._last_progress)
 
     @property
     def nr_slaves(self) -> int:
@@ -78,22 +126,77 @@ class SyncMaster:
             ReplicaLost: the group is broken, or the member was considered lost.
             LimitExceeded: no memory is left for another member.
         """
-        # A registered member may repeat its registration even without free memory.
-        if more := self._size_for(register):
+        more = 0 if register.member in self.membership.contributors else quota.MEMBER_BYTES
+        if register.was_in_group and not self.membership.has_opened:
+            more += quota.EXPECTED_BYTES * len(register.known)
+        if more:  # a registered member may repeat its registration even without free memory
             self.memory.check(more)
         contributor = self.membership.admit(now, register, peer)
         self._update_memory()
         takes_part = contributor.state is MemberState.TAKES_PART
-        replies = [] if takes_part else self.open_rounds.withdraw(contributor)
+        replies = [] if takes_part else self._withdraw(contributor)
         replies += self._advance(now) or [(peer, self._registered(contributor))]
-        return contributor, replies + self.open_rounds.complete()
+        return contributor, replies + self._complete()
 
     def contribute(self, now: float, contributor: Contributor, contribution: Contribution, peer: bytes) -> list[Reply]:
-        """Add a member's rows to a round; the last ones end it. An ended round is answered again."""
+        """Add a member's rows to a round: the first rows start it, and the last ones end it.
+
+        The rows of an ended round are answered from the cache, and those of a recovering group are parked.
+        """
         try:
-            return self.open_rounds.contribute(now, contributor, contribution, peer)
+            round_ = self.open_rounds.get(contribution.key)
+            if round_ is None:
+                if ended := self._cached_results.get(contribution.key) or self._cached_failures.get(contribution.key):
+                    return self._answer_again(ended, contributor, contribution.rows, peer)
+                if self.membership.state is _RECOVERING:
+                    return self._park(contributor, contribution, peer)
+            return self._add_rows(now, round_, contributor, contribution, peer)
         except StatsdBNError as error:
             return [(peer, failure_frame(error, contribution.key))]
+
+    def _add_rows(
+        self, now: float, round_: Round | None, contributor: Contributor, contribution: Contribution, peer: bytes
+    ) -> list[Reply]:
+        key, rows, member = contribution.key, contribution.rows, contributor.member
+        size = rows.values.nbytes + quota.CONTRIBUTION_BYTES
+        if round_ is None:
+            round_ = self._start(now, contributor, key, size)
+        elif member not in round_.futures:
+            raise _not_participating(contributor, key, round_.futures)
+        elif round_.futures[member].rows is None:
+            self._allocate(round_, size)
+        contributor.step, contributor.replicas = key.step, len(rows.counts)
+        future = round_.futures[member]
+        if future.rows is None:
+            future.since = now
+            round_.gap, round_.last_contribution = now - round_.last_contribution, now
+            contributor.delay += now - round_.opened
+            # Repeated contributions of one thread may arrive together.
+            if len(self.open_rounds) > contributor.threads and not contribution.attempt:
+                self._count_threads(contributor)
+        return self._put(now, round_, contributor, contribution, peer)
+
+    def _put(
+        self, now: float, round_: Round, contributor: Contributor, contribution: Contribution, peer: bytes
+    ) -> list[Reply]:
+        try:
+            round_.put(contributor.member, contribution.rows, peer)
+        except ContributionConflict as conflict:
+            earlier = round_.futures[contributor.member].peer
+            frame = failure_frame(conflict, round_.key)
+            return [(address, frame) for address in dict.fromkeys((earlier, peer)) if address]
+        except RoundFailed as error:
+            self.last_answered = now
+            return self._break(round_, error, also=[peer])
+        if self._is_ready(round_):
+            self.last_answered = now
+            self.health.record_round(now, round_, contributor)
+            return self._finish(round_)
+        return [(peer, self._pending(now, round_))] if contribution.attempt else []
+
+    def _is_ready(self, round_: Round) -> bool:
+        is_complete = not round_.nr_missing and self.membership.has_quorum
+        return is_complete or self.membership.recovered.can_finish(round_.key)
 
     def record_heartbeat(self, now: float, contributor: Contributor, heartbeat: Heartbeat) -> None:
         """Record the state that a member reports in a heartbeat."""
@@ -108,20 +211,25 @@ class SyncMaster:
 
     def record_non_finite(self, contributor: Contributor, report: NonFiniteRound) -> None:
         """Record the origin of a NaN or infinity in a round in shared memory."""
-        self.open_rounds.check_key(contributor, report.key)
-        self.health.non_finite.record_round(report.key, report.members, report.what, self.membership.contributors)
+        self._check_key(contributor, report.key)
+        self.health.non_finite.record(report.key, report.members, report.what, self.membership.contributors)
 
     def finish_round(self, now: float, contributor: Contributor, key: RoundKey) -> None:
         """Drop a round that the members finished in shared memory; elastic groups have no such rounds."""
-        self.open_rounds.check_key(contributor, key)
-        if not self.membership.is_elastic:
-            self.open_rounds.discard(now, key)
+        self._check_key(contributor, key)
+        if self.membership.is_elastic:
+            return
+        self._add_ended(key)  # a late contribution must not start it again
+        if round_ := self.open_rounds.pop(key, None):
+            self.last_answered = now
+            self.memory.adjust(-round_.allocated)
+        self.parked.drop_round(key)
 
     def record_result(self, now: float, contributor: Contributor, aggregate: Aggregate, peer: bytes) -> list[Reply]:
         """Record an aggregate that the member received before a server restart, see `server.group.recovery`."""
         key = aggregate.key
         try:
-            self.open_rounds.check_key(contributor, key)
+            self._check_key(contributor, key)
         except StatsdBNError as error:
             return [(peer, failure_frame(error, key))]
         membership = self.membership
@@ -142,12 +250,12 @@ class SyncMaster:
         `cause` is the exception with which it leaves, "" if there was none, or the reason to consider it lost.
         """
         loss = self.membership.remove(contributor, cause, is_lost=is_lost)
-        self.open_rounds.parked.drop_member(contributor.member)
+        self.parked.drop_member(contributor.member)
         self.health.pace.remove(contributor.member)
         self._update_memory()
         replies = self._send_notices()
         if self.membership.state is not GroupState.BROKEN:
-            replies += self.open_rounds.withdraw(contributor) + self._advance(now)
+            replies += self._withdraw(contributor) + self._advance(now)
         return loss, replies
 
     def expire(self, now: float) -> list[Reply]:
@@ -155,12 +263,30 @@ class SyncMaster:
         self.membership.expire(now)
         self._update_memory()
         self.health.update_pace(now, self.rounds_done)
-        return self._send_notices() + self._advance(now) + self.open_rounds.expire(now)
+        replies = self._send_notices() + self._advance(now)
+        if now >= self._next_deadline:
+            rounds = self.open_rounds.values()
+            over = [round_ for round_ in rounds if now >= round_.opened + round_.seconds]
+            self.last_answered = now if over else self.last_answered
+            replies += [reply for round_ in over for reply in self._break(round_, self._timeout(now, round_))]
+            self._next_deadline = min((round_.opened + round_.seconds for round_ in rounds), default=math.inf)
+        return replies
+
+    def fail(self, key: RoundKey, error: StatsdBNError) -> list[Reply]:
+        """Fail one round."""
+        return self._break(self.open_rounds[key], error)
+
+    def break_all(self, reason: Callable[[RoundKey], StatsdBNError]) -> list[Reply]:
+        """Fail all open rounds and parked contributions, each with its own error."""
+        parked = [(peer, contribution.key) for _, contribution, peer in self.parked.consume()]
+        rounds = list(self.open_rounds.values())
+        replies = [reply for round_ in rounds for reply in self._break(round_, reason(round_.key))]
+        return replies + [(peer, failure_frame(reason(key), key)) for peer, key in parked]
 
     def stop(self) -> list[Reply]:
         """End all open rounds, and the wait for the group to open: the server stops and has no successor."""
         why = "the server stopped because the process that started it ended"
-        replies = self.open_rounds.break_all(lambda key: MasterStopped(error_text(why, where=str(key))))
+        replies = self.break_all(lambda key: MasterStopped(error_text(why, where=str(key))))
         if self.membership.state not in {GroupState.FILLING, GroupState.RECOVERING}:
             return replies
         text = error_text("the server stopped before the group was complete", where=self.membership.name)
@@ -169,22 +295,25 @@ class SyncMaster:
 
     def pause_rejoining(self, error: StatsdBNError) -> list[Reply]:
         """Fail the wait of rejoining members for the others; they are paused again."""
-        returning = self.membership.rejoining
-        for contributor in returning:
-            self.membership.pause(contributor)
-        return [(contributor.peer, failure_frame(error)) for contributor in returning]
+        return [(contributor.peer, failure_frame(error)) for contributor in self.membership.pause_rejoining()]
+
+    def _check_key(self, contributor: Contributor, key: RoundKey) -> None:
+        """Raise ProtocolError for the round of another group or epoch."""
+        if key[:3] != self._run:
+            name = f"{self.membership.name}, epoch {self.epoch}"
+            raise ProtocolError(f"round key: expected {name}, as {contributor} registered, got {key}")
 
     def _size_for(self, register: Register) -> int:
         """Maximum number of bytes that a registration adds."""
-        member = 0 if register.member in self.membership.contributors else MEMBER_BYTES
+        member = 0 if register.member in self.membership.contributors else quota.MEMBER_BYTES
         is_recovery = register.was_in_group and not self.membership.has_opened
-        return member + (EXPECTED_BYTES * len(register.known) if is_recovery else 0)
+        return member + (quota.EXPECTED_BYTES * len(register.known) if is_recovery else 0)
 
     def _update_memory(self) -> None:
         """Update the memory accounted for members, and during a recovery for their reports."""
-        size = MEMBER_BYTES * self.nr_slaves + self.health.comparison.size + self.membership.recovered.size
+        size = quota.MEMBER_BYTES * self.nr_slaves + self.health.comparison.size + self.membership.recovered.size
         if recovery := self.membership.recovery:
-            size += EXPECTED_BYTES * len(recovery.expected)
+            size += quota.EXPECTED_BYTES * len(recovery.expected)
         self.memory.adjust(size - self._accounted)
         self._accounted = size
 
@@ -192,17 +321,28 @@ class SyncMaster:
         """Open the group or start a pass if no member is missing; returns the replies."""
         if not self.membership.advance(now):
             return []
-        self.open_rounds.last_answered = now
+        self.last_answered = now
         replies = [(one.peer, self._registered(one)) for one in self.membership.contributors.values()]
         recovered = self.membership.recovered
         if contradiction := recovered.contradiction():
             self.membership.break_for(contradiction)
             return replies + self._send_notices()
         # Parked rows come before recovered results: a complete round needs no trust in a member.
-        for contributor, contribution, peer in self.open_rounds.parked.consume():
+        for contributor, contribution, peer in self.parked.consume():
             replies += self.contribute(now, contributor, contribution, peer)
         recovered.enabled = True
-        return replies + (self.open_rounds.complete() if recovered.results else [])
+        return replies + (self._complete() if recovered.results else [])
+
+    def _withdraw(self, contributor: Contributor) -> list[Reply]:
+        """Stop waiting for a member, and end the rounds in which only its rows were missing."""
+        for round_ in self.open_rounds.values():
+            round_.withdraw(contributor.member)
+        return self._complete()
+
+    def _complete(self) -> list[Reply]:
+        """End the rounds without a missing member."""
+        ready = [round_ for round_ in self.open_rounds.values() if self._is_ready(round_)]
+        return [reply for round_ in ready for reply in self._finish(round_)]
 
     def _send_notices(self) -> list[Reply]:
         """Replies for the pending notices of the membership."""
@@ -211,14 +351,14 @@ class SyncMaster:
 
     def _notify(self, notice: Notice, error: StatsdBNError) -> list[Reply]:
         is_broken, has_opened = notice is Notice.BROKEN, self.membership.has_opened
-        with_a_round = self.open_rounds.parked.members
+        with_a_round = self.parked.members
         # These wait for the group to open or to rejoin, and have no round that could carry the error.
         waiting = [
             one.peer
             for one in self.membership.contributors.values()
             if one.state is MemberState.REJOINING or (is_broken and not (has_opened or one.member in with_a_round))
         ]
-        replies = self.open_rounds.break_all(lambda _: error) if is_broken else []
+        replies = self.break_all(lambda _: error) if is_broken else []
         frame = failure_frame(error)
         return replies + [(peer, frame) for peer in waiting]
 
@@ -227,3 +367,130 @@ class SyncMaster:
         return encode(
             Registered(digest(contributor.session), self._server, self.epoch, contributor.first_step, missing, present)
         )
+
+    def _start(self, now: float, contributor: Contributor, key: RoundKey, size: int) -> Round:
+        membership = self.membership
+        if membership.lost:
+            self.was_refused = True
+            raise membership.lost
+        self._check_key(contributor, key)
+        if membership.state is not GroupState.OPEN:
+            # The member has not noticed a server restart: this error makes it register again.
+            raise unknown_session(contributor.session)
+        if hash(key) in self._ended:
+            raise round_failed(key, "it ended long ago, and its result is no longer cached")
+        if len(self.open_rounds) >= limits.MAX_OPEN_ROUNDS:
+            raise self._too_many(key)
+        members = membership.participants(key.step)
+        if contributor.member not in members:
+            raise _not_participating(contributor, key, members)
+        round_ = Round(key, members, now, contributor.deadline)
+        self._allocate(round_, quota.ROUND_BYTES + quota.FUTURE_BYTES * len(members) + size)
+        membership.record_step(key.step)
+        self._next_deadline = min(self._next_deadline, now + contributor.deadline)
+        self.open_rounds[key] = round_
+        return round_
+
+    def _allocate(self, round_: Round, size: int) -> None:
+        self.memory.allocate(size)
+        round_.allocated += size
+
+    def _too_many(self, key: RoundKey) -> LimitExceeded:
+        most = limits.MAX_OPEN_ROUNDS
+        text = f"group {key.group!r} of job {key.job!r} has {most} open rounds already"
+        return self._usage.exceeded(text, most, "open rounds")
+
+    def _park(self, contributor: Contributor, contribution: Contribution, peer: bytes) -> list[Reply]:
+        """Park a contribution until the members have returned after a server restart."""
+        key = contribution.key
+        if contributor.results_pending:
+            raise unknown_session(contributor.session)
+        if self.parked.is_full(contributor.member, key):
+            raise self._too_many(key)
+        self.parked.add(contributor, contribution, peer)
+        absent = self.membership.absent
+        whom = format_ranks(Members.of(absent)) if absent else "all ranks"
+        text = f"waiting for {whom} to reconnect to the restarted server"
+        return [(peer, _pending_frame(key, 0, text))] if contribution.attempt else []
+
+    def _answer_again(self, round_: Round, contributor: Contributor, rows: Rows, peer: bytes) -> list[Reply]:
+        future = round_.futures.get(contributor.member)
+        if future and future.done and not future.put(rows, peer):
+            raise conflict_error(round_.key, contributor.member)
+        return [(peer, round_.answer)]
+
+    def _count_threads(self, contributor: Contributor) -> None:
+        futures = (round_.futures.get(contributor.member) for round_ in self.open_rounds.values())
+        under_way = sum(future is not None and future.done for future in futures)
+        contributor.threads = max(contributor.threads, 1 + under_way)
+
+    def _finish(self, round_: Round) -> list[Reply]:
+        aggregate = self.membership.recovered.consume(round_)
+        self.done += 1
+        if aggregate is None:
+            aggregate = reduce_round(round_)
+            self.membership.recovered.verify(aggregate)
+        if aggregate.non_finite.runs:
+            what = str(find_non_finite(aggregate.values))
+            self.health.non_finite.record(round_.key, aggregate.non_finite, what, self.membership.contributors)
+        round_.end(encode(aggregate))
+        return self._close(round_)
+
+    def _break(self, round_: Round, error: StatsdBNError, also: Iterable[bytes] = ()) -> list[Reply]:
+        self.failed += 1
+        round_.end(failure_frame(error, round_.key), RoundState.FAILED)
+        return self._close(round_, also)
+
+    def _close(self, round_: Round, also: Iterable[bytes] = ()) -> list[Reply]:
+        """Move an ended round to the cache, and evict the oldest one with the same outcome if there are too many."""
+        self.open_rounds.pop(round_.key, None)
+        cached = self._cached_failures if round_.state is RoundState.FAILED else self._cached_results
+        cached[round_.key] = round_
+        change = len(round_.answer)
+        round_.allocated += change
+        if len(cached) > limits.CACHED_ROUNDS:
+            oldest = cached.pop(next(iter(cached)))
+            change -= oldest.allocated
+            self._add_ended(oldest.key)
+        self.memory.adjust(change)
+        for key in self.membership.recovered.round_ended():
+            self._add_ended(key)
+        return [(peer, round_.answer) for peer in dict.fromkeys((*round_.peers, *also))]
+
+    def _add_ended(self, key: RoundKey) -> None:
+        self._ended[hash(key)] = None
+        if len(self._ended) > REMEMBERED_ROUNDS:
+            del self._ended[next(iter(self._ended))]
+
+    def _timeout(self, now: float, round_: Round) -> RoundTimeout:
+        # Without a quorum the missing members wait for newcomers as well.
+        missing = round_.missing if self.membership.has_quorum else []
+        whom = format_ranks(Members.of(missing)) if len(missing) > 1 else self._describe_awaited(round_)
+        return timeout_error(now, round_, self.membership.contributors, missing, whom)
+
+    def _pending(self, now: float, round_: Round) -> bytes:
+        """Reply to a repeated contribution: the missing members of its round, and where they are, if known."""
+        seconds = int(now - round_.opened)
+        text = f"has waited {seconds} s for {self._describe_awaited(round_)}"
+        late = round_.missing if self.membership.has_quorum else []
+        # Few members get requests, so most have no report.
+        seen = ((member, self.membership.contributors[member].location(now)) for member in late)
+        places = islice((f"rank {member} {place}" for member, place in seen if place), MAX_NAMED)
+        return _pending_frame(round_.key, seconds, text, "; ".join(places))
+
+    def _describe_awaited(self, round_: Round) -> str:
+        """Text of the missing members, with their places."""
+        membership = self.membership
+        if not membership.has_quorum:
+            return f"enough ranks ({len(membership.contributors)} of min_members {membership.min_members} are there)"
+        late = ", ".join(str(membership.contributors[member]) for member in round_.missing[:MAX_NAMED])
+        return f"{late} and {len(round_.missing) - MAX_NAMED} more" if len(round_.missing) > MAX_NAMED else late
+
+
+def _not_participating(contributor: Contributor, key: RoundKey, members: Iterable[int]) -> RoundFailed:
+    return round_failed(key, f"{contributor} is not one of the participants, ranks {Members.of(members)}")
+
+
+def _pending_frame(key: RoundKey, seconds: int, text: str, where: str = "") -> bytes:
+    """Pending message: the reason and the length of a member's wait."""
+    return encode(Pending(key, seconds, wire_text(f"{key}: {text}"), wire_text(where)))

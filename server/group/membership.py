@@ -30,7 +30,8 @@ class Membership:
         self.world_size, self.min_members = register.world_size, register.min_members
         self.is_elastic = register.min_members > 0
         self.policy = Policy.ELASTIC if self.is_elastic else Policy.STRICT
-        self.state = self._state_before = GroupState.FILLING
+        self.state = GroupState.FILLING
+        self.has_opened = False  # it is open, or was before it broke
         self.lost: StatsdBNError | None = None  # the error that broke the group
         self.lost_by: dict[str, Any] | None = None  # the member whose end broke it, for the report
         # Of the paused member that left a strict group, which can then never rejoin completely.
@@ -48,11 +49,6 @@ class Membership:
     def is_open(self) -> bool:
         """Whether the group has rounds."""
         return self.state is GroupState.OPEN
-
-    @property
-    def has_opened(self) -> bool:
-        """Whether the group is open, or was before it broke."""
-        return GroupState.OPEN in {self.state, self._state_before}
 
     @property
     def has_quorum(self) -> bool:
@@ -99,9 +95,12 @@ class Membership:
         """Members of an open group that have returned from a pass and wait for the others."""
         return list(filter(_is_rejoining, self.contributors.values())) if self.is_open else []
 
-    def pause(self, contributor: Contributor) -> None:
-        """Pause a rejoining member again: the others will not return."""
-        contributor.state = self._apply(Event.PAUSES, contributor.state).member or contributor.state
+    def pause_rejoining(self) -> list[Contributor]:
+        """Pause the rejoining members again, because the others will not return; returns them."""
+        paused = self.rejoining
+        for contributor in paused:
+            contributor.state = self._apply(Event.PAUSES, contributor.state).member or contributor.state
+        return paused
 
     def participants(self, step: int) -> list[int]:
         """Members of a round of a step, if the round starts now."""
@@ -133,7 +132,8 @@ class Membership:
             contributor = self._add(register, peer)
         elif self.recovery and register.was_in_group and not contributor.was_in_group:
             # Its first registration reached the restarted server before it knew of the restart.
-            contributor.restore(register)
+            contributor.was_in_group, contributor.announced_results = True, register.results
+            contributor.step, contributor.first_step = register.step, register.first_step
             self.record_reported_step(register.step)
         contributor.peer = peer
         self._change_state(now, contributor, register)
@@ -175,8 +175,8 @@ class Membership:
     def _apply(self, event: Event, member: MemberState | None = None) -> Transition:
         """Apply an event according to the table."""
         transition = lifecycle.transition(self.policy, self.state, event, member)
-        if transition.group is not self.state:
-            self.state, self._state_before = transition.group, self.state
+        self.state = transition.group
+        self.has_opened = self.has_opened or self.is_open
         if self.state is not GroupState.RECOVERING:
             self.recovery = None
         return transition

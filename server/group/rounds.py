@@ -174,20 +174,11 @@ class Round:
         self.shape = self.shape or shape
         if shape == self.shape:
             return
-        (vectors, channels), (got_vectors, got_channels) = self.shape, shape
+        place, what = (1, "channels") if self.shape[1] != shape[1] else (0, "vectors")
         others = format_ranks(Members.of(self.waiting))
-        what = (
-            f"expected {channels} channels, as {others} sent, got {got_channels}"
-            if channels != got_channels
-            else f"expected {vectors} vectors, as {others} sent, got {got_vectors}"
-        )
-        raise RoundMismatch(
-            error_text(f"{what} from rank {member}", where=str(self.key)),
-            **self.key.fields,
-            expected=list(self.shape),
-            got=list(shape),
-            member=member,
-        )
+        text = f"expected {self.shape[place]} {what}, as {others} sent, got {shape[place]} from rank {member}"
+        fields = {**self.key.fields, "expected": list(self.shape), "got": list(shape), "member": member}
+        raise RoundMismatch(error_text(text, where=str(self.key)), **fields)
 
     def _check_part(self, member: int, rows: Rows) -> None:
         replicas, vectors, channels = rows.values.shape
@@ -233,18 +224,10 @@ def timeout_error(
         name = str(contributors.get(member, f"rank {member}"))  # it may have left since its contribution
         there.append(Row((name, f"waits {now - round_.futures[member].since:.1f} s", f"in {where}")))
     table = [TableSection(late, len(missing), "missing"), TableSection(there, len(waiting), f"in {where}")]
-    return RoundTimeout(
-        error_text(
-            f"{whom} did not arrive within {round_.seconds:g} s",
-            table=[section for section in table if section.rows],
-            where=str(key),
-            advice=LATE_ADVICE,
-        ),
-        **key.fields,
-        missing=missing,
-        waiting=waiting,
-        seconds=round_.seconds,
-    )
+    table = [section for section in table if section.rows]
+    text = f"{whom} did not arrive within {round_.seconds:g} s"
+    text = error_text(text, table=table, where=str(key), advice=LATE_ADVICE)
+    return RoundTimeout(text, **key.fields, missing=missing, waiting=waiting, seconds=round_.seconds)
 
 
 def reduce_round(round_: Round) -> Aggregate:

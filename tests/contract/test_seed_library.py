@@ -75,7 +75,7 @@ class Watched:
         self.nr_slaves.append(master.nr_slaves)
 
     def _contributed(self, master):
-        self.rounds += [one for one in master.open_rounds if one not in self.rounds]
+        self.rounds += [one for one in master.open_rounds.values() if one not in self.rounds]
 
 
 @pytest.fixture

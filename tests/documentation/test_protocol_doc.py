@@ -17,7 +17,7 @@ from client.session import channel_pool, heartbeat
 from client.session.protocol import registration, round_trip
 from server.core import deadlock, hang_probe, registry
 from server.core.dispatcher import Dispatcher
-from server.group import contributor, open_rounds, recovery
+from server.group import contributor, master, recovery
 from server.group.rounds import Round, RoundState
 from server.network import connections, listener, service
 from server.security.access import Principal
@@ -536,7 +536,7 @@ def test_a_round_has_the_documented_states():
 
 def test_deadlines_and_queues_have_the_codes_values():
     whose = {
-        "server": [service, open_rounds, recovery, deadlock, registry, connections, listener],
+        "server": [service, master, recovery, deadlock, registry, connections, listener],
         "client": [heartbeat, connect, registration, round_trip, channel_pool],
         "both": [listener, channel_pool],
     }

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fuzzing import fuzz
 from fuzzing.fuzz_target import SOUND, Play
 from server.core.dispatcher import Dispatcher
-from server.group import open_rounds
+from server.group import master
 from statsd_bn.messages import BY_TYPE, Request
 from statsd_bn.round_key import GATHER
 from statsd_bn.wire import decode
@@ -29,14 +29,14 @@ def test_the_valid_frames_cover_every_message_of_a_member():
 
 def test_random_plays_get_far(monkeypatch):
     done = failed = bad = gathers = 0
-    reduce = open_rounds.reduce_round
+    reduce = master.reduce_round
 
     def count(round_):
         nonlocal gathers
         gathers += round_.key.phase == GATHER
         return reduce(round_)
 
-    monkeypatch.setattr(open_rounds, "reduce_round", count)
+    monkeypatch.setattr(master, "reduce_round", count)
     chance = random.Random(0)
     for _ in range(600):
         play = Play()
@@ -49,10 +49,10 @@ def test_random_plays_get_far(monkeypatch):
 
 
 def test_a_server_that_raises_is_found(monkeypatch):
-    def heartbeat(*_):
+    def record(*_):
         raise KeyError("out of the loop")
 
-    monkeypatch.setattr(Dispatcher, "_heartbeat", heartbeat)
+    monkeypatch.setattr(Dispatcher, "_record", record)
     with pytest.raises(KeyError):
         _play_all(fuzz.seeds())
 

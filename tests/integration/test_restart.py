@@ -341,11 +341,11 @@ def test_resent_results_are_dropped_when_no_member_can_need_them():
     for session in world.members:
         world.read(session)
     (master,) = world.dispatcher._registry.masters.values()
-    assert len(master.open_rounds.recovered.results) == 1
+    assert len(master.membership.recovered.results) == 1
     for number in range(limits.CACHED_ROUNDS):
-        assert len(master.open_rounds.recovered.results) == int(number < limits.CACHED_ROUNDS - 1)
+        assert len(master.membership.recovered.results) == int(number < limits.CACHED_ROUNDS - 1)
         world.exchange(f"next {number}")
-    assert master.open_rounds.has_ended(key._replace(layer="bn"))
+    assert hash(key._replace(layer="bn")) in master._ended
 
 
 def test_results_of_another_group_are_refused():

@@ -19,11 +19,10 @@ from client.transports.shared_memory import MemoryRound
 from server.core import deadlock, hang_probe
 from server.core.dispatcher import Dispatcher, Received
 from server.core.liveness import Sessions
-from server.group import open_rounds
+from server.group import master
 from server.group.lifecycle import GroupState, MemberState
 from server.group.master import SyncMaster
 from server.group.membership import Membership
-from server.group.open_rounds import OpenRounds
 from server.group.recovery import RecoveredResults, Recovery
 from server.group.rounds import Round
 from statsd_bn import limits
@@ -73,7 +72,7 @@ def no_duplicate_check() -> Iterator[None]:
         there = [member for member, future in round_.futures.items() if future.done]
         return _reduced(round_, [round_.futures[member].get() for member in there])
 
-    with instead(Round, "put", put), instead(open_rounds, "reduce_round", reduce_round):
+    with instead(Round, "put", put), instead(master, "reduce_round", reduce_round):
         yield
 
 
@@ -85,7 +84,7 @@ def arrival_order_sum() -> Any:
         futures = sorted(round_.futures.values(), key=lambda future: future.since)
         return _reduced(round_, [future.get() for future in futures])
 
-    return instead(open_rounds, "reduce_round", reduce_round)
+    return instead(master, "reduce_round", reduce_round)
 
 
 @bug(19)
@@ -104,13 +103,13 @@ def ring_too_short() -> Any:
 def kept_too_few() -> Any:
     """The master keeps no answer but the latest one's, one round too short for who is a round behind."""
 
-    def close(right: Any, self: OpenRounds, round_: Round, *args: Any) -> Any:
+    def close(right: Any, self: SyncMaster, round_: Round, *args: Any) -> Any:
         replies = right(self, round_, *args)
-        self._reduced.clear()
-        self._failed.clear()
+        self._cached_results.clear()
+        self._cached_failures.clear()
         return replies
 
-    return instead(OpenRounds, "_close", close)
+    return instead(SyncMaster, "_close", close)
 
 
 @bug(11)
@@ -148,7 +147,7 @@ def retry_with_other_rows() -> Any:
 def second_write_wins() -> Any:
     """A late contribution to an ended round is added to the cached answer."""
 
-    def answer_again(right: Any, self: OpenRounds, round_: Round, contributor: Any, rows: Rows, peer: bytes) -> Any:
+    def answer_again(right: Any, self: SyncMaster, round_: Round, contributor: Any, rows: Rows, peer: bytes) -> Any:
         message = decode(round_.answer)
         if isinstance(message, Aggregate) and message.values.shape == rows.values.shape[1:]:
             with np.errstate(all="ignore"):
@@ -156,7 +155,7 @@ def second_write_wins() -> Any:
             round_.answer = encode(late)
         return right(self, round_, contributor, rows, peer)
 
-    return instead(OpenRounds, "_answer_again", answer_again)
+    return instead(SyncMaster, "_answer_again", answer_again)
 
 
 @bug(61)
@@ -169,12 +168,12 @@ def deadlock_unseen() -> Any:
 def late_is_held() -> Any:
     """A member that is asked where it is counts as one that waits in a collective for all others."""
 
-    def blocked_members(contributors: Any, _silence: float) -> list[deadlock.BlockedInCollective]:
-        members = list(contributors)
-        everybody = frozenset(contributor.member for contributor in members)
+    def blocked_members(masters: Any, _silence: float) -> list[deadlock.Wait]:
+        members = [(one, member) for one in masters for member in one.membership.contributors.values()]
+        asked = [(one, member) for one, member in members if member.stack_sample]
+        everybody = frozenset(member.member for _, member in asked)
         return [
-            deadlock.BlockedInCollective(contributor, 0.0, everybody - {contributor.member})
-            for contributor in members
+            deadlock.Wait(one, None, {member.member: 0.0}, everybody - {member.member}, member) for one, member in asked
         ]
 
     return mock.patch.object(deadlock, "blocked_members", blocked_members)
@@ -213,7 +212,7 @@ def timeout_blames_waiting() -> Any:
 def one_is_not_answered() -> Any:
     """The aggregate is sent to all but the last, who is also forgotten when it asks again."""
 
-    def close(right: Any, self: OpenRounds, round_: Round, *args: Any) -> Any:
+    def close(right: Any, self: SyncMaster, round_: Round, *args: Any) -> Any:
         return right(self, round_, *args)[:-1]
 
     def again(_right: Any, *_args: Any) -> Any:
@@ -221,7 +220,7 @@ def one_is_not_answered() -> Any:
 
     @contextmanager
     def both() -> Iterator[None]:
-        with instead(OpenRounds, "_close", close), instead(OpenRounds, "_answer_again", again):
+        with instead(SyncMaster, "_close", close), instead(SyncMaster, "_answer_again", again):
             yield
 
     return both()
@@ -238,13 +237,13 @@ def session_not_checked() -> Any:
 def lost_still_covered() -> Any:
     """An aggregate claims the whole group as its members."""
 
-    def close(right: Any, self: OpenRounds, round_: Round, *args: Any) -> Any:
+    def close(right: Any, self: SyncMaster, round_: Round, *args: Any) -> Any:
         if isinstance(aggregate := decode(round_.answer), Aggregate):
-            whole = Members.of(range(self._membership.world_size))
+            whole = Members.of(range(self.membership.world_size))
             round_.answer = encode(replace(aggregate, members=whole))
         return right(self, round_, *args)
 
-    return instead(OpenRounds, "_close", close)
+    return instead(SyncMaster, "_close", close)
 
 
 @bug(33)
@@ -394,7 +393,7 @@ def gathered_backwards() -> Any:
             return right(round_)
         return _reduced(round_, [future.get() for future in reversed(round_.futures.values())])
 
-    return instead(open_rounds, "reduce_round", reduce_round)
+    return instead(master, "reduce_round", reduce_round)
 
 
 @bug(11)
@@ -484,11 +483,11 @@ def settled_by_the_teller_alone() -> Any:
 def settled_rounds_begin_anew() -> Any:
     """A late copy of a contribution begins a round anew that was over in memory."""
 
-    def settle(right: Any, self: OpenRounds, now: float, key: Any) -> None:
-        right(self, now, key)
+    def settle(right: Any, self: SyncMaster, now: float, contributor: Any, key: Any) -> None:
+        right(self, now, contributor, key)
         self._ended.pop(hash(key), None)
 
-    return instead(OpenRounds, "discard", settle)
+    return instead(SyncMaster, "finish_round", settle)
 
 
 @bug(0)

@@ -84,7 +84,7 @@ def _joined_a_new_group(process: "Process") -> bool:
     of different sockets have no order.
     """
     record = process.world.server.dispatcher._registry.sessions.get(process.sessions["world"].member_token)
-    if record is None or record.master.open_rounds.done:
+    if record is None or record.master.done:
         return False
     return not any(one.was_in_group for one in record.master.membership.contributors.values())
 

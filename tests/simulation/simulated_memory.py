@@ -32,7 +32,7 @@ def check_waits(world: "World") -> None:
         return
     then = world.clock.now - MISTAKEN_SECONDS
     for master in world.server.dispatcher._registry.masters.values():
-        for round_ in master.open_rounds:
+        for round_ in master.open_rounds.values():
             for process in world.processes:
                 if process.number in round_.waiting and process.is_through(round_.key, then):
                     world.report("the server knows who waits", f"{process} does not wait in {round_.key}")

@@ -8,7 +8,7 @@ from client.session.protocol.registration import ANSWER_SECONDS, DUPLICATE_SECON
 from client.session.protocol.round_trip import GRACE_SECONDS, MAX_RETRY_SECONDS, RETRY_SECONDS
 from server.core.deadlock import THREADED_QUIET_SECONDS
 from server.core.liveness import RECONNECT_SECONDS
-from server.group.open_rounds import REMEMBERED_ROUNDS
+from server.group.master import REMEMBERED_ROUNDS
 from server.network.connections import PROBE_SECONDS
 from server.network.service import TICK_SECONDS
 from simulation.simulated_network import is_sound
@@ -77,14 +77,14 @@ def check_memory(world: "World") -> None:
     for master in registry.masters.values():
         # After a restart each member may resend a full ring of rounds, all of them different.
         claimed = limits.CACHED_ROUNDS * len(world.processes) if world.server.outages else 0
-        rounds = master.open_rounds
+        nr_cached, nr_open = len(master._cached_results) + len(master._cached_failures), len(master.open_rounds)
         if (
-            rounds.nr_cached > 2 * limits.CACHED_ROUNDS
-            or len(rounds.recovered.results) > claimed
-            or len(rounds._ended) > REMEMBERED_ROUNDS
-            or len(rounds) > limits.MAX_OPEN_ROUNDS
+            nr_cached > 2 * limits.CACHED_ROUNDS
+            or len(master.membership.recovered.results) > claimed
+            or len(master._ended) > REMEMBERED_ROUNDS
+            or nr_open > limits.MAX_OPEN_ROUNDS
         ):
-            world.report("memory is bounded", f"{rounds.nr_cached} rounds kept, {len(rounds)} open")
+            world.report("memory is bounded", f"{nr_cached} rounds kept, {nr_open} open")
 
 
 def check_end(world: "World") -> None:

@@ -34,7 +34,7 @@ def looks(monkeypatch):
 def look(jobs: list[SyncMaster], times: int) -> None:
     watch = DeadlockDetector()
     for number in range(times):
-        list(watch.find(number * TICK, {(master.membership.job, "world"): master for master in jobs}, {}))
+        list(watch.find(number * TICK, {(master.membership.job, "world"): master for master in jobs}))
 
 
 def test_small_jobs_are_looked_at_each_time(looks):
@@ -69,9 +69,9 @@ def test_ranks_of_reported_collectives_count_as_well(looks):
         contributor.stack_sample.record_report(0.0, where)
         contributor.stack_sample.unanswered_since = 0.0
         contributor.stack_sample.record_report(STEADY_SECONDS, where)
-    watch, asked = DeadlockDetector(), {"job": list(master.membership.contributors.values())}
+    watch = DeadlockDetector()
     for number in range(100):
-        list(watch.find(number * TICK, {("job", "world"): master}, asked))
+        list(watch.find(number * TICK, {("job", "world"): master}))
     size = 16 + 16 * limits.MAX_MEMBERS // deadlock.RANKS_PER_WAIT
     assert 0 < looks.count("job") <= 100 * TICK / (size * deadlock.PAUSE_SECONDS_EACH) + 1
 
@@ -95,6 +95,6 @@ def test_a_deadlock_of_an_ordinary_job_is_reported_within_a_second():
     now, found = 0.0, []
     while not found:
         now += TICK
-        found = list(watch.find(now, {("job", "world"): master}, {}))
+        found = list(watch.find(now, {("job", "world"): master}))
     assert now <= 1.0
     assert sum(len(wait.since) for wait in found[0]) == 64

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.core.report import group_entries
-from server.group import open_rounds
+from server.group import master
 from server.group.master import SyncMaster
 from server.group.rounds import Reply, failure_frame
 from statsd_bn import limits
@@ -83,7 +83,7 @@ def test_no_member_is_answered_before_the_last_contribution():
     assert group.contribute(0) == []
     assert group.contribute(2) == []
     assert the_aggregate(group.contribute(1), 0, 1, 2).count == 3
-    assert group.master.open_rounds.done == 1
+    assert group.master.done == 1
 
 
 # Rounding depends on the order of these four: they sum to 0.0, 1.0 or 2.0.
@@ -147,7 +147,7 @@ def test_counts_that_cannot_be_exact_fail_the_round_for_everyone():
     assert {failure.code for failure in failures.values()} == {"round_failed"}
     assert {failure.key for failure in failures.values()} == {KEY}
     assert "counts: expected a sum of at most 2^53, got 9007199254740993 with rank 1's" in failures[peer(0)].message
-    assert (group.master.open_rounds.done, group.master.open_rounds.failed) == (0, 1)
+    assert (group.master.done, group.master.failed) == (0, 1)
     again = told(group.contribute(0, rows(1.0, count=2**53)))
     assert again[peer(0)] == failures[peer(0)]
     group.contribute(0, key=key(step=1))
@@ -176,7 +176,7 @@ def test_a_duplicate_of_a_finished_round_gets_the_kept_bytes():
     for _ in range(2):
         assert group.contribute(0, 3.0) == [(peer(0), answers[peer(0)])]
         assert group.contribute(1, 4.0, at=b"new peer") == [(b"new peer", answers[peer(1)])]
-    assert group.master.open_rounds.done == 1
+    assert group.master.done == 1
 
 
 def test_different_bytes_while_waiting_are_reported_to_both_senders_and_the_first_count():
@@ -227,8 +227,8 @@ def test_only_the_latest_failures_are_kept():
     group = Group(2)
     for step in range(3 * limits.CACHED_ROUNDS):
         group.contribute(0, 1.0, key(step=step))
-        group.master.open_rounds.fail(key(step=step), StatsdBNError(f"step {step}"))
-    assert group.master.open_rounds.nr_cached == limits.CACHED_ROUNDS
+        group.master.fail(key(step=step), StatsdBNError(f"step {step}"))
+    assert len(group.master._cached_results | group.master._cached_failures) == limits.CACHED_ROUNDS
     kept = 2 * limits.CACHED_ROUNDS
     assert told(group.contribute(1, key=key(step=kept)))[peer(1)].message == f"step {kept}"
     assert "ended long ago" in told(group.contribute(1, key=key(step=2)))[peer(1)].message
@@ -240,7 +240,7 @@ def test_only_the_latest_results_are_kept():
     for step in range(3 * limits.CACHED_ROUNDS):
         group.contribute(0, float(step), key(step=step))
         answers[step] = dict(group.contribute(1, 1.0, key(step=step)))[peer(0)]
-    assert group.master.open_rounds.nr_cached == limits.CACHED_ROUNDS
+    assert len(group.master._cached_results | group.master._cached_failures) == limits.CACHED_ROUNDS
     assert not group.master.open_rounds
     for step in list(answers)[-limits.CACHED_ROUNDS :]:
         assert group.contribute(0, float(step), key(step=step)) == [(peer(0), answers[step])]
@@ -257,7 +257,7 @@ def test_mismatching_contributions_break_the_round_for_everyone():
     # Late contributions and repeated ones get it as well.
     assert told(group.contribute(2, rows(1.0, channels=64)))[peer(2)].code == "mismatch"
     assert told(group.contribute(1, rows(1.0, channels=32)))[peer(1)].code == "mismatch"
-    assert (group.master.open_rounds.done, group.master.open_rounds.failed) == (0, 1)
+    assert (group.master.done, group.master.failed) == (0, 1)
 
 
 def test_rounds_of_different_keys_do_not_mix():
@@ -358,7 +358,7 @@ def test_a_late_copy_of_a_contribution_does_not_restart_an_ended_round():
 
 
 def test_a_bounded_number_of_ended_rounds_is_remembered(monkeypatch):
-    monkeypatch.setattr(open_rounds, "REMEMBERED_ROUNDS", 2)
+    monkeypatch.setattr(master, "REMEMBERED_ROUNDS", 2)
     group = Group(1)
     for step in range(limits.CACHED_ROUNDS + 4):
         group.contribute(0, key=key(step=step))
