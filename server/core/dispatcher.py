@@ -127,16 +127,12 @@ class Dispatcher:
 
     def _refuse_unregistered(self, message: messages.Request, peer: bytes) -> Received:
         self.counters.strangers += 1
-        match message:
-            case messages.Contribution():
-                frame = failure_frame(self._error_for(message.session), message.key)
-            case messages.Heartbeat() | messages.StackReport():
-                frame = failure_frame(self._error_for(message.session))
-            case _:
-                # Such frames arrive in bulk, and an answer to each would request all of them again. The next
-                # contribution gets the answer.
-                return Received([], is_refused=True)
-        return Received([(peer, frame)], is_refused=True)
+        if not isinstance(message, messages.Contribution | messages.Heartbeat | messages.StackReport):
+            # Such frames arrive in bulk, and an answer to each would request all of them again. The next contribution
+            # gets the answer.
+            return Received([], is_refused=True)
+        key = message.key if isinstance(message, messages.Contribution) else None
+        return Received([(peer, failure_frame(self._error_for(message.session), key))], is_refused=True)
 
     def _error_for(self, session: bytes) -> StatsdBNError:
         """Error for an unregistered session: the reason of its end, or `unknown session`."""

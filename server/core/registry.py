@@ -69,8 +69,6 @@ class Registry:
             if now - ended < REMEMBERED_SECONDS and principal.may_access(entry["job"])
         ]
 
-    # Beginnings.
-
     def register(self, now: float, register: Register, peer: bytes, principal: Principal) -> list[Reply]:
         """Register a session, or raise the reason of its refusal; returns the replies to its group."""
         self._usage.check_members(register)
@@ -177,8 +175,6 @@ class Registry:
             logger.info("%s: %s registered again after the server restarted", name, contributor)
         if master.membership.is_open and not was_open:
             logger.info("%s is open with %d members", name, master.nr_slaves)
-
-    # Endings.
 
     def leave(self, now: float, token: bytes, cause: str) -> list[Reply]:
         """End the session of a member that leaves; `cause` is its exception, "" if there was none."""
