@@ -367,8 +367,13 @@ def silence_too_short() -> Any:
 
 @bug(1)
 def dead_kept() -> Any:
-    """The heartbeat of a member that left is kept."""
-    return mock.patch.object(Sessions, "pop", lambda self, token, _default: self.get(token))
+    """The session of a member that left is kept."""
+
+    def pop(self: Sessions, token: bytes, _default: Any) -> Any:
+        session = self.get(token)
+        return session if session and session.contributor.state not in {MemberState.LEFT, MemberState.LOST} else None
+
+    return mock.patch.object(Sessions, "pop", pop)
 
 
 @bug(0)
