@@ -13,7 +13,7 @@ NO_MARK = b"000000"
 # First numbers of an unseeded ROUTER.
 UNSEEDED = 0x6B8B4567
 
-# Maximum number of frames of a connection beside its fences.
+# Maximum number of frames of a connection, without its fences.
 BURST = 750
 
 # Which part of a burst is no sound frame.

@@ -121,7 +121,7 @@ class Beside:
         self.phases.append((quiet, began, time.monotonic()))
 
     def attacks(self, times: int = ATTACKS) -> Iterator[int]:
-        """Quiet phases and attacks in turns: the body of a loop over this is an attack."""
+        """Alternates quiet phases and attacks: the body of a loop over this is an attack."""
         for number in range(times):
             with self.attacked():
                 yield number
@@ -218,10 +218,10 @@ def slow_downs(played: list[Played], phases: list[tuple[float, float, float]], m
     faults = []
     if rounds > most.median:
         faults.append(
-            f"a median round takes {rounds:.2f} times as long beside the attack, expected at most {most.median:g}"
+            f"a median round takes {rounds:.2f} times as long during the attack, expected at most {most.median:g}"
         )
     if pauses > most.together:  # seconds in which the machine is busy with something else count here
-        faults.append(f"{pauses:.2f} times fewer rounds are done beside the attack, expected at most {most.together:g}")
+        faults.append(f"{pauses:.2f} times fewer rounds are done during the attack, expected at most {most.together:g}")
     return faults
 
 

@@ -1,4 +1,4 @@
-"""A former member has no more rights than a stranger: its bad frames and its idle connection end it."""
+"""A former member has the rights of a stranger: bad frames and idleness end its connection."""
 
 import time
 

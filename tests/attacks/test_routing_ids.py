@@ -16,7 +16,7 @@ from statsd_bn.messages import StatusRequest
 # First result of an unseeded `rand()`: a ROUTER's first id.
 UNSEEDED = 0x6B8B4567
 
-# Claimed ids, beyond those of the honest job.
+# Claimed ids, more than the honest job has.
 CLAIMED = 64
 
 

@@ -315,7 +315,7 @@ def _go_through(members: Members, chance: random.Random, times: int, trouble: Ca
             seconds.append(time.monotonic() - over)
     members.allow(STEPS)
     digests = _digests(members)
-    require(digests == undisturbed(), "the weights are not those of an undisturbed run")
+    require(digests == undisturbed(), "the weights differ from an undisturbed run")
     return Result(seconds, identical=True)
 
 

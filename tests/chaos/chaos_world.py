@@ -85,7 +85,7 @@ class Server:
         self._process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(WAIT_SECONDS)
-        require(self._process.poll() == 0, f"the server was told to stop and ended with {self._process.poll()}")
+        require(self._process.poll() == 0, f"the server ended after SIGTERM with {self._process.poll()}")
         require(not self._log.read_text(), f"the server complained: {self._log.read_text()}")
 
     def _end(self) -> None:

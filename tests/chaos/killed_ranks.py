@@ -53,7 +53,7 @@ def kill_ranks(kills: int, *, with_keys: bool, chance: random.Random) -> Counter
                     require(not server.ending, f"the server ended after {killed}: {server.ending}\n{server.said()}")
                 played = beside.end()
                 wrong = [one.problem or f"{one.wrong} wrong aggregates" for one in played if one.problem or one.wrong]
-                require(not wrong, f"the job beside was disturbed: {'; '.join(wrong)}")
+                require(not wrong, f"the honest job was disturbed: {'; '.join(wrong)}")
                 require("Traceback" not in server.said(), server.said())
                 _wait_until_all_are_lost(server)
     finally:

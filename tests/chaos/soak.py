@@ -95,13 +95,13 @@ class Members:
             done = [each.value for each in self.progress]
             if done != before:
                 before, since = done, time.monotonic()
-            require(time.monotonic() - since < STUCK_SECONDS, f"nobody gets further than rounds {done}")
+            require(time.monotonic() - since < STUCK_SECONDS, f"no rank gets further than rounds {done}")
             time.sleep(0.02)
 
 
 @dataclass
 class Soaked:
-    """Counts of a soak: rounds of each rank, those of the last job without the server, those also over it; kills."""
+    """Counts of a soak: rounds of each rank, of the last job without the server, also over it; kills."""
 
     rounds: int = 0
     in_memory: int = 0

@@ -1,4 +1,4 @@
-"""What a Python block of the documentation may use without making it: what its reader has already.
+"""Names that a Python block of the documentation may use without making them, since its reader has them.
 
 | name | what it is |
 |---|---|

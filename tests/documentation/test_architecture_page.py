@@ -1,4 +1,4 @@
-"""docs/architecture.md is what the code says, and names nothing that is not there."""
+"""docs/architecture.md agrees with the code, and names only existing files and functions."""
 
 import ast
 import re

@@ -146,7 +146,7 @@ def endpoint_of(server, request) -> Callable[[Block], str]:
 
 @pytest.fixture
 def closed_server(tmp_path) -> Iterator[str]:
-    """The endpoint of a server with keys; alice's lies in the working directory."""
+    """The endpoint of a server with keys; alice's key is in the working directory."""
     keys = tmp_path / "keys"
     keygen = [sys.executable, "-m", "server", "keygen", str(keys), "--client", "alice"]
     subprocess.run(keygen, check=True, timeout=30, stdout=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""The demo runs, measures what it shows, and would detect missing synchronisation."""
+"""The demo runs, measures its figures, and would detect missing synchronisation."""
 
 import dataclasses
 import io

@@ -1,6 +1,6 @@
 """README.md, as a newcomer follows it: each script and command alone, exactly as printed, in an empty folder.
 
-The line before a script names its file. What a command starts is real, and only the package is on the path.
+The line before a script names its file. Commands start real processes, and only the package is on the path.
 """
 
 import os

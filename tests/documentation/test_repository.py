@@ -13,7 +13,7 @@ from statsd_bn import __version__
 
 ROOT = Path(__file__).parents[2]
 
-# What a workflow may run beside our scripts.
+# Commands of a workflow other than our scripts.
 TOOLS = {"rm dist/*.cdx.json"}
 
 sys.path.append(str(ROOT / "scripts"))

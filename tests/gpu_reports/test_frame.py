@@ -45,7 +45,7 @@ def source(line: str) -> str:
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch):
-    """Make a step from a module's text, in a file of its own: Python may confuse two texts of one length and second."""
+    """Make a step from a module's text, in a separate file: Python may confuse two texts of one length and second."""
     numbers = itertools.count()
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *PATHS]))
     monkeypatch.syspath_prepend(tmp_path)

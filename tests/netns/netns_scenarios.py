@@ -127,7 +127,7 @@ def _lose(trouble: Callable[[Network, Host], None], *, heals: bool) -> Result:
 
 def _identical(network: Network, found: list[dict[str, Any]], steps: int, seconds: float) -> Result:
     carried, dropped = network.wire.carried, network.wire.dropped
-    require(_digests(found) == undisturbed(steps), "the weights are not those of an undisturbed run")
+    require(_digests(found) == undisturbed(steps), "the weights differ from an undisturbed run")
     return Result(seconds, carried, dropped, identical=True)
 
 

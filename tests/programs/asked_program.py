@@ -1,4 +1,4 @@
-"""A script under torchrun that trains each kind of wrapper with a late rank, whose stack is requested, and without."""
+"""A script under torchrun that trains each kind of wrapper without and with a late rank that gets stack requests."""
 
 import sys
 import time

@@ -448,7 +448,7 @@ def compiled_masks(connection: client.Connection, backend: str) -> list[Buffers]
 
 
 def compiled_masks_in_eval(connection: client.Connection, backend: str) -> tuple[list[Buffers], int]:
-    """Without running statistics, eval uses the unmasked positions of its own batch."""
+    """Without running statistics, eval uses the unmasked positions of the batch."""
     torch.compiler.reset()
     layer = client.SynchronizedBatchNorm1d(3, track_running_stats=False).double().eval()
     results = []

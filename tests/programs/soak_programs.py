@@ -19,7 +19,7 @@ from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import FloatArray, Rows, sum_in_order
 from statsd_bn.round_key import BACKWARD
 
-# Channels of rows: most like those of a small layer, some of a wide one, and a few too large for shared memory.
+# Channels of rows: most as of a small layer, some of a wide one, and a few too large for shared memory.
 SIZES = (1, 3, 16, 64, 256, 2048, 20_000)
 WEIGHTS = (8, 8, 8, 8, 8, 2, 0.01)
 

@@ -66,7 +66,7 @@ def is_a_doubles(process: "Process", aggregate: Aggregate, members: Iterable[int
 
 
 def check_newcomer(world: "World", process: "Process", span: "Span") -> None:
-    """A new member takes part in all rounds from its first step on, and in none before."""
+    """A new member is in all rounds from its first step on, and in none before."""
     if (not process.joined_late or _joined_a_new_group(process)) and _is_a_new_beginning(world):
         world.covered.clear()
         world.pass_began.clear()

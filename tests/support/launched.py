@@ -114,7 +114,7 @@ def end_all(mark: str, process: subprocess.Popen[str], reader: threading.Thread)
 
 
 def kill_all(mark: str) -> None:
-    """Kill all processes with this mark, and those that they start in the meantime; wait until none is left."""
+    """Kill all processes with this mark and their new children, and wait until none is left."""
     expiry = time.monotonic() + WAIT_SECONDS
     while numbers := _with(**{MARK: mark}):
         for number in numbers:

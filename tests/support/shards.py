@@ -57,7 +57,7 @@ def _some(x: Tensor) -> Tensor:
 
 
 def _lengths(x: Tensor) -> Tensor:
-    """Mask of a padded batch: sequences of length 1, 2, 3, ... in turn."""
+    """Mask of a padded batch: sequences of length 1, 2, 3, ..."""
     longest = x.shape[-1]
     lengths = torch.arange(len(x)) % longest + 1
     return torch.arange(longest) < lengths.unsqueeze(1)
@@ -176,7 +176,7 @@ def with_many_values(connection: client.Connection) -> tuple[float, float, list[
 
 
 def autocast_model(kind: type[nn.Module] | None = None) -> nn.Sequential:
-    """A convolution and a layer of the kind; by default torch's, whose output is changed in place."""
+    """A convolution and a layer of the kind; by default torch's; its output is changed in place."""
     torch.manual_seed(0)
     rest = [kind(CHANNELS)] if kind else [nn.BatchNorm2d(CHANNELS), nn.ReLU(inplace=True)]
     return nn.Sequential(nn.Conv2d(3, CHANNELS, 3, bias=False), *rest).float()
@@ -322,7 +322,7 @@ def _outcome(layer: nn.Module, shards: list[Shard], outputs: list[Tensor]) -> Ou
 
 
 def _together(outcomes: list[Outcome]) -> Outcome:
-    """Parameter gradients, added in the order of members, like those of replicas."""
+    """Parameter gradients, added in the order of members, as replicas add theirs."""
     for outcome in outcomes:
         assert_same_bits(outcome.buffers, outcomes[0].buffers)
     return Outcome(

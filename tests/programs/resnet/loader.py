@@ -1,4 +1,4 @@
-"""The data of `train.py`: images of stripes, whose direction is their class, and faults of one rank's data."""
+"""The data of `train.py`: images of stripes with a direction per class, and faults of one rank's data."""
 
 import time
 from collections.abc import Iterator

@@ -14,7 +14,7 @@ import client
 
 CLASSES, WIDTH = 10, 8
 
-# The ranks with faults. Ranks and steps are those that the tests and the pictures name.
+# The ranks with faults. The tests and the pictures name the same ranks and steps.
 SLOW_RANK, SLOW_SECONDS = 1, 0.15
 SICK_RANK, SICK_LAYER, SICK_STEP = 2, "layer1.0.bn2", 20
 

@@ -454,7 +454,7 @@ def test_a_rank_whose_model_was_not_converted_is_warned_once(server, job, monkey
 
 
 def test_a_session_unknown_to_a_new_master_sends_a_heartbeat_at_once():
-    """The new master did not accept the first heartbeat, and would look for it at its former address."""
+    """The new master did not accept the first heartbeat, and would probe its former address."""
     scheduler, session = HeartbeatScheduler(), a_session()
     unknown = encode(Failure("unknown_session", "who?", {"digest": digest(session.member_token).hex()}))
 

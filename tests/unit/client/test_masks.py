@@ -20,7 +20,7 @@ BAD = [float("nan"), float("inf"), -float("inf")]
 
 @pytest.mark.parametrize(("kind", "mask"), FITTING)
 def test_masked_shards_equal_batch_norm_over_the_packed_positions(members, kind, mask):
-    """Each shard with a mask, none, or empty; instead of bfloat16, whose gradients are off, torch takes float64."""
+    """Each shard with a mask, none, or empty; torch takes float64 instead of bfloat16, as its own gradients are off."""
     ways = [((3, 4, 2), (mask,) * 3), ((3, 4, 2), (mask, "absent", "all")), ((3, 0, 2), (mask,) * 3)]
     cases = [Shards(kind, sizes, dtype, masks=masks) for sizes, masks in ways for dtype in TOLERANCE]
     for case, found in zip(cases, everywhere(members, cases), strict=True):

@@ -99,7 +99,7 @@ def test_an_exception_in_one_replica_is_the_one_raised_and_frees_its_siblings():
     with pytest.raises(MemoryError, match="too large") as caught:
         wrapped(torch.arange(4.0).view(4, 1))
     assert caught.value.__notes__ == ["in replica 2 on cpu"]
-    assert threading.active_count() <= others + 4, "none is left behind beside those that are kept"
+    assert threading.active_count() <= others + 4, "no thread is left behind except the kept ones"
     assert wrapped(torch.arange(4.0, 8.0).view(4, 1)).shape == (4, 1)
 
 

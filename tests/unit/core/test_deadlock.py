@@ -351,7 +351,7 @@ def test_members_may_wait_for_all_to_come_back_and_for_one_another():
     assert mismatches(told) == {b"0", b"1"}
     assert "rank 0 (host 0, process 00)  waits 10.0 s  for all ranks to leave client.join\n" in told[b"1"].message
     assert told[b"0"].message.endswith(deadlock.ADVICE_FOR_PASSES)
-    assert job.wait(5.0) == {}, "told once"
+    assert job.wait(5.0) == {}, "reported once"
 
 
 def test_a_member_whose_peers_will_not_come_back_may_ask_again():

@@ -267,7 +267,7 @@ def test_a_missing_server_of_this_user_is_reported(environ, capsys, monkeypatch)
         told = unwrap(capsys.readouterr().err)
         assert f"no server of this user (uid {os.getuid()}) listens at ipc://{environ['XDG_RUNTIME_DIR']}" in told
         assert "torchrun" not in told
-    assert not list(Path(environ["XDG_RUNTIME_DIR"]).iterdir()), "whoever looks makes nothing"
+    assert not list(Path(environ["XDG_RUNTIME_DIR"]).iterdir()), "a search creates nothing"
 
 
 def test_a_socket_that_a_killed_server_left_behind_is_not_taken_for_a_server(environ):

@@ -138,7 +138,7 @@ def test_a_rank_after_a_pass_and_one_in_its_collective_are_reported_within_5_sec
         assert "rank 1 (place 1)  waits 1.5 s  in a collective of torch\n" in text
     asked = job.asked
     job.pass_time(20.0)
-    assert job.asked == asked, "nobody waits any more"
+    assert job.asked == asked, "no rank waits any more"
 
 
 def test_an_awaited_rank_after_a_pass_is_asked_after_a_second():

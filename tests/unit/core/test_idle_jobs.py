@@ -10,7 +10,7 @@ from statsd_bn.messages import ALL_GATHER, ALL_REDUCE, BARRIER, BUFFERS, Heartbe
 from support.asked_job import LINE, Job, Process
 from support.strategies import key, session_of
 
-# Maximum delay of a deadlock report, since requests come with the server's ticks.
+# Maximum delay of a deadlock report: the server sends requests at its ticks.
 TOLD_SECONDS = NO_ROUND_SECONDS + APART_SILENCES * SILENCE_SECONDS + 4 * TICK_SECONDS
 
 

@@ -127,7 +127,7 @@ def test_a_member_that_leaves_while_others_return_breaks_a_strict_group():
     assert group.remove(contributor, "boom") is group.lost
     assert "rank 0 (place 0) failed with boom" in str(group.lost)
     group.expire(SILENCE)
-    assert "rank 0 (place 0) failed with boom" in str(group.lost), "whoever comes too late is not the culprit"
+    assert "rank 0 (place 0) failed with boom" in str(group.lost), "a late member is not the culprit"
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_a_large_group_does_not_hide_the_others():
     large, *small = told["groups"]
     assert [len(group["members"]) for group in small] == [2] * 20
     assert len(large["members"]) + large["members_left_out"] == 6000
-    assert len(large["members"]) > 1000, "what there is room for is told"
+    assert len(large["members"]) > 1000, "all that fits is reported"
     assert "6000 of 6000 ranks" in describe(told)
     assert f"and {large['members_left_out']} more ranks" in describe(told)
 

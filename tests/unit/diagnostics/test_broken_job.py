@@ -119,7 +119,7 @@ def test_a_process_that_stalls_in_nccl_is_ended_later(play, monkeypatch):
     for now in range(10):
         play.job.check(float(now))
     assert play.ended == []
-    assert aborts[0] == STALL_SECONDS, "until then the collective may still come to an end"
+    assert aborts[0] == STALL_SECONDS, "until then the collective may still end"
     play.job.check(10.0)
     (text,) = play.ended
     assert text.startswith("aborting rank 0 (a, pid 1): blocked in train.py:1 f, behind a collective of NCCL, for 10 s")

@@ -324,7 +324,7 @@ def test_a_process_without_pending_operations_does_not_stall(sampler, nccl):
 
 @pytest.mark.usefixtures("waiter")
 def test_without_torchs_operation_log_no_process_stalls(sampler, monkeypatch):
-    """Torch was told to record none, or is built without NCCL."""
+    """Torch records none by its settings, or is built without NCCL."""
     monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", lambda **_: b'{"version": "2.10"}')
     assert sampler.nccl_progress() is None
     monkeypatch.delattr(_distributed_c10d, "_dump_nccl_trace_json")

@@ -93,7 +93,7 @@ def test_without_a_size_or_a_server_a_process_is_alone(environ, arguments, is_al
 
 @pytest.fixture
 def meet(monkeypatch):
-    """Two ranks of a process group as threads, each on the given host, look for their server."""
+    """Two ranks of a process group as threads, each on the given host, find their server."""
     monkeypatch.setattr(store, "_entries", _Zeros())
 
     def run(*hosts, environ=None, **arguments):

@@ -1,4 +1,4 @@
-"""`statsd-bn report` says what a bug report needs, and names nothing of the user's."""
+"""`statsd-bn report` contains the facts for a bug report, and none of the user's names."""
 
 import socket
 from pathlib import Path

@@ -55,7 +55,7 @@ def test_the_oldest_connection_without_a_member_is_closed_beyond_the_limit():
     ended = select.select([ours for ours, _ in pairs], [], [], 0.0)[0]
     assert ended == [pairs[1][0], pairs[2][0]]
     assert table.members.keys() == {b"0"}
-    # It is a member's no more, whatever is read from it.
+    # It is no longer a member's, whatever is read from it.
     table.record(b"1", ANONYMOUS, b"session")
     assert table.members.keys() == {b"0"}
     for ours, theirs in pairs:

@@ -139,7 +139,7 @@ def test_the_kernel_shows_whether_a_client_reads():
                 with_room = False
         assert writable([ours.fileno()]) == set()
         number = ours.fileno()
-    assert writable([number]) == {number}, "nothing waits where nobody is"
+    assert writable([number]) == {number}, "nothing waits without a peer"
 
 
 def test_without_an_ended_connection_there_is_no_pass():

@@ -58,9 +58,7 @@ class Play:
         before = self.dispatcher.counters.over_limits
         (answer, *_) = self.send(*messages) or [None]
         refused = isinstance(answer, Failure) and answer.code == "limit"
-        assert (self.dispatcher.counters.over_limits > before) == refused, (
-            "what is refused is counted, and nothing else"
-        )
+        assert (self.dispatcher.counters.over_limits > before) == refused, "only refusals are counted"
         if refused:
             assert str(answer.fields["limit"]) in answer.message
         return refused

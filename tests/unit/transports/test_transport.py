@@ -232,7 +232,7 @@ def _outcomes(n, program, master=None):
 
 
 def test_threads_of_one_member_find_the_memory_once(monkeypatch):
-    """As next to a member whose single thread runs the layers one after the other."""
+    """As next to a member that runs the layers one after the other in a single thread."""
     searches, agree = [], negotiation.negotiate
 
     def counted(connection, group):

@@ -1,4 +1,4 @@
-"""The verdict says in one sentence what a group is like: who, where, how much, since when, and what to do."""
+"""The verdict describes a group in one sentence: who, where, how much, since when, and the remedy."""
 
 import pytest
 
