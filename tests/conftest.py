@@ -156,7 +156,6 @@ def _inductors_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """One real server process for all tests; each test has its own jobs."""
     with running_server("--silence-seconds", str(SILENCE_SECONDS)) as found:
         yield found
 

@@ -28,7 +28,6 @@ BETWEEN_FENCES = 32
 
 
 def templates() -> list[bytes]:
-    """Sound frames with room for a mark in the job's name and the session."""
     found = []
     for frame in SOUND:
         if frame == encode(StatusRequest()):

@@ -39,8 +39,6 @@ ATTACKS = 3
 
 
 class Slowdown(NamedTuple):
-    """Limits on the slowdown by an attack: of the median round, and of all rounds together."""
-
     median: float
     together: float
 

@@ -108,7 +108,6 @@ def ready(metadata: Iterable[tuple[bytes, bytes]] | Mapping[bytes, bytes]) -> by
 
 
 def handshake(*identities: bytes, kind: bytes = b"DEALER") -> bytes:
-    """All that a connection without keys begins with, with so many routing ids."""
     return greeting() + ready([(b"Socket-Type", kind), *((b"Identity", one) for one in identities)])
 
 

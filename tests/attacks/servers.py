@@ -105,7 +105,6 @@ def keys_for_tenants(folder: Path) -> Path:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Environment of this project's programs, without variables that change their behaviour."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("STATSD_BN_")}
     return {**kept, "PYTHONPATH": str(ROOT), **more}
 

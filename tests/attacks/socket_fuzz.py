@@ -116,7 +116,6 @@ def play(fuzz: Fuzz, frames: int) -> None:
 
 
 def _parts(fuzz: Fuzz, peers: Peers, pool: list[list[bytes]], chance: random.Random) -> Iterator[None]:
-    """Endless frames of a hundred connections, up to their next fence."""
     while True:
         yield from _lives(fuzz, peers, pool, chance)
 

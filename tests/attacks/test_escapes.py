@@ -16,7 +16,6 @@ CONTROLS = ("\x1b", "\r", "\x9b")
 
 
 def forged(message: messages.Message) -> bytes:
-    """The frame of a message with escapes in the place of the placeholder."""
     return encode(message).replace(PLACEHOLDER.encode(), ESCAPES.encode())
 
 

@@ -43,7 +43,6 @@ class Line:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs rounds of all scenarios and prints the table; returns 1 if there was a finding, else 0."""
     options = _parser().parse_args(arguments)
     scenarios = [each for each in chaos_scenarios.SCENARIOS if options.only in {None, each.__name__}]
     seed = random.randrange(10**6) if options.seed is None else options.seed

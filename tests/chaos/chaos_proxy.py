@@ -61,7 +61,6 @@ class Proxy:
             each.close()
 
     def cut(self, end: str = RST) -> None:
-        """End all connections with the data in flight; new ones are accepted."""
         self._order(lambda: self._cut_all(end))
 
     def stall(self, seconds: float, *directions: str) -> None:

@@ -101,8 +101,6 @@ class _Process:
 
 
 class Members:
-    """Processes that train together, and the one that gets into trouble; a context manager that kills them all."""
-
     def __init__(
         self,
         endpoints: Sequence[str],

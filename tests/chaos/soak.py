@@ -42,8 +42,6 @@ MEMORY = "/memfd:statsd_bn"
 
 
 class Members:
-    """Processes that have rounds together; a context manager that lets none of them survive."""
-
     def __init__(self, endpoint: str, job: str, size: int, rounds: int) -> None:
         self.progress = [STARTER.RawValue("q", 0) for _ in range(size)]
         self._pipes: list[Any] = []
@@ -71,7 +69,6 @@ class Members:
         return all(pipe.poll() for pipe in self._pipes)
 
     def reports(self, killed: int | None = None) -> list[Report]:
-        """Returns what each rank reports of its rounds, without the one that was killed."""
         pipes = [pipe for rank, pipe in enumerate(self._pipes) if rank != killed]
         reports = [pipe.recv() for pipe in pipes]
         for pipe in pipes:
@@ -193,7 +190,6 @@ def memories_of(pid: int) -> set[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs all sizes one after the other and prints a line for each; returns 1 if there was a finding, else 0."""
     parser = argparse.ArgumentParser(prog="scripts/chaos soak", description=__doc__)
     parser.add_argument("--members", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=1_000_000, help="of each number of members")

@@ -55,7 +55,6 @@ def _label(name: str) -> str:
 
 
 def files() -> str:
-    """The packages with their first sentence, and a line for each of their files."""
     lines = []
     for folder, paths in groupby(
         sorted(_sources(), key=lambda path: (path.parent, path.name)), lambda path: path.parent

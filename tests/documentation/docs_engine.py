@@ -44,8 +44,6 @@ def want_of_engine(words: Sequence[str] = ()) -> str | None:
 
 
 class Engine:
-    """Runs commands; a context manager, which takes away what `up` has started."""
-
     def __init__(self, logs: Path) -> None:
         self._scripts = script("engine")
         project = f"statsd-bn-docs-{os.getpid()}"

@@ -93,7 +93,6 @@ def _wait_for(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
 
 
 def _play(told: Run, environ: Mapping[str, str], log: Path) -> None:
-    """Runs the block in this process, which ends without being torn down (pytorch#190489)."""
     os.environ.update(environ)
     os.chdir(told.folder)
     with log.open("a") as file:

@@ -44,7 +44,6 @@ def check_script(words: Words) -> None:
 
 
 def check_files(words: Words, folder: Path) -> None:
-    """Each file that is named is there, from a folder of the project."""
     for word in words:
         if word.endswith((".yml", "Dockerfile")):
             assert (ROOT / folder / word).is_file(), f"expected a file {word}"
@@ -61,15 +60,7 @@ WHAT_TO_DO = "Nobody knows how to run {command!r} in a test. Teach `Shell` in te
 
 
 class Shell:
-    """Runs the commands of one block; leaving it ends the servers that it has started.
-
-    Args:
-        block: the block.
-        folder: the working directory, which keeps what the block makes.
-        endpoint: of a running server, for a block that speaks to one without starting it.
-        environs: gives the environments of so many processes.
-        python: runs a Python block.
-    """
+    """Runs the commands of one block in a folder; leaving it ends the servers that it has started."""
 
     def __init__(
         self, block: Block, folder: Path, endpoint: str, environs: Callable[[int], Any], python: Callable[[Run], None]

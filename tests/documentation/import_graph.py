@@ -43,7 +43,6 @@ def _imported(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
 
 
 def cycle(graph: Graph) -> list[str]:
-    """Modules that import one another in a ring, the first one at both ends; empty if there is no ring."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -67,7 +66,6 @@ def package_of(module: str) -> str:
 
 
 def floors(edges: Graph) -> dict[str, int]:
-    """How high each package stands: one floor above the highest that it imports."""
     found: dict[str, int] = {}
     for package in TopologicalSorter(edges).static_order():
         found[package] = max((found[name] + 1 for name in edges[package]), default=0)

@@ -41,7 +41,6 @@ def test_every_name_on_the_page_is_defined_where_its_link_leads(name, target):
 
 
 def _defines(file: Path, names: list[str]) -> bool:
-    """Whether a file defines a function, class or name, or a class with such a method or attribute."""
     found = ast.parse(file.read_text()).body
     for name in names:
         node = next((node for node in found if name in _names(node)), None)

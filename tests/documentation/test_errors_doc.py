@@ -16,7 +16,6 @@ every_error = pytest.mark.parametrize("name", NAMES)
 
 
 def documented(name: str) -> set[str]:
-    """The fields that the page names; the first ones where there are several sorts."""
     (line,) = re.findall(r"^- Fields: (.*)$", SECTIONS[name], re.MULTILINE)
     return set() if line == "none" else set(line.split(", "))
 

@@ -81,7 +81,6 @@ def documented(title: str) -> list[Field]:
 
 
 def number(text: str) -> int:
-    """The value of a name in capitals, of an integer, or of a difference or product of two."""
     for sign, apply in ((" - ", int.__sub__), (" · ", int.__mul__)):
         if sign in text:
             left, right = text.split(sign)
@@ -176,7 +175,6 @@ def changed(message: type[messages.Message], field: Field, value: Any) -> bytes:
 
 
 def changed_key(field: Field, value: Any) -> bytes:
-    """A sound frame but for one field of its round key."""
     header = header_of(encode(SAMPLES[messages.Pending]))
     fields = msgpack.unpackb(header[1])
     fields[field.number - 1] = value

@@ -86,7 +86,6 @@ class Bash:
                 self._more.notify_all()
 
     def until(self, pattern: str) -> re.Match[str]:
-        """The first match in the output; fails if none comes."""
         with self._more:
             found = self._more.wait_for(lambda: re.search(pattern, "".join(self.lines)), SECONDS)
         assert found, f"expected {pattern!r} in the output of the block:\n{''.join(self.lines)}"

@@ -24,7 +24,6 @@ LINK = re.compile(r'\]\((?!https?:)([^)#\s]+)(?:#[^)\s]*)?(?: "(\w+)")?\)')
 
 
 def table(heading: str) -> list[dict[str, str]]:
-    """The rows of the first table under a heading, by the names of its columns."""
     text = PAGE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     lines = [line for line in text.splitlines() if line.startswith("|")]
     names, _, *rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]

@@ -120,7 +120,6 @@ def _sessions() -> list[Session]:
 
 
 def _sound_frames() -> Iterator[bytes]:
-    """Sound frames of the members, in this life of the server and after an earlier one."""
     rows = Rows((2,), np.arange(6.0).reshape(1, 2, 3))
     yield encode(messages.StatusRequest())
     yield from (encode(messages.FiguresRequest(job, GROUP)) for job in JOBS)
@@ -152,7 +151,6 @@ def _sound_frames() -> Iterator[bytes]:
 
 
 def _gather(session: Session) -> Iterator[bytes]:
-    """A member's rows in a gather, which may differ in length, and the result."""
     key = session.forward_key("bytes", GATHER)
     channels = 2 + session.member.rank
     yield session.contribution(key, Rows((0,), np.arange(float(channels)).reshape(1, 1, channels)))

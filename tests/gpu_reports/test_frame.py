@@ -116,7 +116,6 @@ def test_at_its_limit_a_step_leaves_its_records_and_nothing_else(plan, report, t
 
 
 def wait_until(holds) -> bool:
-    """Whether it holds in time, on a busy machine too."""
     end = time.monotonic() + WAIT_SECONDS
     while not (found := holds()) and time.monotonic() < end:
         time.sleep(0.01)

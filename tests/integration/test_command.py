@@ -34,7 +34,6 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def endpoint(folder) -> Iterator[str]:
-    """A server that was started there by `statsd-bn serve`, with that folder on PYTHONPATH too."""
     serve = command("serve", "--bind", f"ipc://{folder}/s")
     with serving(serve, folder, PYTHONPATH=f"{folder}{os.pathsep}{ROOT}") as server:
         yield server.endpoint

@@ -84,7 +84,6 @@ def test_kills_at_random_moments_change_no_bit(pool, servers, endpoint, seed, tr
 
 
 def missing_in(endpoint, *names):
-    """How many members a group waits for, in a list; an empty one if there is no such group."""
     return [group["missing"] for group in ask(endpoint)["groups"] if (group["job"], group["group"]) == names]
 
 

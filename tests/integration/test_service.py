@@ -53,8 +53,6 @@ def start(tmp_path) -> Iterator[Callable[..., Command]]:
 
 
 class Dealer:
-    """A member's socket, without the client."""
-
     def __init__(self, context: zmq.Context, endpoint: str) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
@@ -341,7 +339,6 @@ def service() -> Iterator[Service]:
 
 @contextmanager
 def running(endpoint: str = ANY_PORT) -> Iterator[Service]:
-    """A server in a thread, which has ended at the end; it is not closed within."""
     with Service(Config((endpoint,), insecure=True)) as service:
         thread = threading.Thread(target=service.run, daemon=True)
         thread.start()

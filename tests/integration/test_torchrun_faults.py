@@ -186,11 +186,7 @@ def test_what_has_become_of_one_rank_is_said_by_the_other_which_ends(tmp_path, w
 
 @cases("wrapper, victim", now=[(BROADCAST, 0)], later=[(BROADCAST, 1), (NOTHING, 0), (SHARDS, 1)])
 def test_a_killed_rank_is_named_by_the_other(tmp_path, wrapper, victim):
-    """In a round the launcher ends the survivor after about 0.1 s, and rank 0's server reports the loss.
-
-    Outside of a round the survivor raises, unless the launcher's SIGTERM comes first. So there the launcher's
-    monitor interval is long.
-    """
+    """Within a round the launcher ends the survivor; elsewhere, with a long monitor interval, it raises."""
     is_in_a_round = wrapper == NOTHING
     options = () if is_in_a_round else ("--monitor-interval", "1000")
     with Faulty(tmp_path, "killed", victim, wrapper, *options) as run:

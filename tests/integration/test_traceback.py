@@ -21,8 +21,6 @@ WHAT = "statsd_bn.errors.RoundMismatch: deadlock: the ranks wait in different pl
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory) -> dict[str, str]:
-    """The error output of each rank; the server's is rank 0's."""
-
     def run_into_it(folder: Path) -> None:
         # By hand: a launcher such as torchrun ends the slower rank, maybe before it has raised.
         environ = {"STATSD_BN_LOG_LEVEL": "info", "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

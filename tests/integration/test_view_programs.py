@@ -51,7 +51,6 @@ def planted_job(endpoint, job):
 
 
 def wait_for(look, *facts, seconds=WAIT_SECONDS):
-    """Call `look` until its result contains all facts."""
     expiry = time.monotonic() + seconds
     while True:
         found = look()

@@ -96,7 +96,6 @@ class Training:
         return int(re.search(r"pid (\d+)", group["members"][rank]["place"])[1])
 
     def knows(self, holds, seconds=START_SECONDS):
-        """Wait until the server's report fulfils a condition."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             with suppress(ServerUnreachable):

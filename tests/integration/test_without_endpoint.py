@@ -73,7 +73,6 @@ def launch(tmp_path):
 
 @pytest.fixture
 def environ(monkeypatch):
-    """Environment of a process on one node, with a store of the launcher."""
     kept = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(store, "_stores", {})
     # Threads that play processes would count their entries together.

@@ -31,11 +31,7 @@ def page(root: Path) -> str:
 
 
 def texts(source: str) -> Iterator[Text]:
-    """Every string of two words or more with its level, without docstrings, annotations and the help of flags.
-
-    The level is the class of an error, `warning`, `log.` and its level, `output`, or `text` where other code makes one
-    of those of it.
-    """
+    """Every string of two words or more with its level: an error's class, `warning`, `log.*`, `output`, `text`."""
     yield from _texts(ast.parse(source), "text")
 
 

@@ -1,8 +1,4 @@
-"""What ranks of the contract's tests compute on a device without float64, and the same on the whole batch.
-
-The same functions run both: a rank with its share and a converted model on the device, and one process with the whole
-batch and torch's layers on the host, in float64.
-"""
+"""Computations of the contract's ranks on a device without float64, and the same on the whole batch on the host."""
 
 from dataclasses import dataclass
 from typing import Any

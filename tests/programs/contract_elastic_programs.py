@@ -1,7 +1,6 @@
 """The members of the contract's elastic job, and the same training in one process.
 
-Three members start. One leaves between two commits, which undoes the work since the commit. Then a newcomer joins. Each
-member records the ranks of each step, so that one process can train on the same samples with `nn.BatchNorm`.
+Of three members one leaves between two commits, which undoes the work since the commit; then a newcomer joins.
 """
 
 import time

@@ -1,8 +1,6 @@
-"""Micro-batches on the ranks of the contract's tests, and the same in one process with `nn.BatchNorm`.
+"""Micro-batches on the ranks of the contract's tests, in a pipeline of two stages, and the same with `nn.BatchNorm`.
 
-A pipeline of two stages runs micro-batches forward and backward in the order of a schedule. Each micro-batch is
-normalised separately, so outputs and gradients equal those of `nn.BatchNorm` on that micro-batch of all ranks. The
-running statistics equal those of `nn.BatchNorm` on all micro-batches of the mini-batch concatenated.
+Outputs and gradients equal each micro-batch's of all ranks, running statistics the whole mini-batch's.
 """
 
 import copy

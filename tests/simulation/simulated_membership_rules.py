@@ -78,11 +78,7 @@ def check_newcomer(world: "World", process: "Process", span: "Span") -> None:
 
 
 def _joined_a_new_group(process: "Process") -> bool:
-    """Whether the group has had no round, and no member from before a restart of the server.
-
-    When a group starts anew, a later member may be the first to learn of it: the others are notified before, but frames
-    of different sockets have no order.
-    """
+    """Whether the group has had no round, and no member from before a restart of the server."""
     record = process.world.server.dispatcher._registry.sessions.get(process.sessions["world"].member_token)
     if record is None or record.master.done:
         return False
@@ -128,11 +124,7 @@ def _is_excused(process: "Process") -> bool:
 
 
 def _is_unheard_of(world: "World", key: RoundKey) -> bool:
-    """Whether the server restarted after a round of an elastic group, and no member of that step has returned.
-
-    Members that continued without another may have left before the restart. When that other one returns, it continues
-    from its own step, and newcomers join at steps unknown to the server.
-    """
+    """Whether the server restarted after a round of an elastic group, and no member of that step has returned."""
     is_restarted = any(world.covers_since[key] < gone for gone, _ in world.server.outages)
     told = (outcome.key for process in world.returned for outcome in process.outcomes)
     return bool(world.plan.min_members) and is_restarted and not any(one and one.step >= key.step for one in told)

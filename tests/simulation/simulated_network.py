@@ -1,11 +1,8 @@
 """A virtual clock and network for the real, pure halves of the protocol.
 
-Nothing sleeps, nothing runs concurrently, and all random numbers come from one seed, so a world repeats to the byte.
-
-A *socket* keeps its frames in order as ZeroMQ does; different sockets have no order. The faults exceed ZeroMQ's: on a
-connected socket, frames may vanish, arrive twice, arrive late or overtake one another. Corruption is limited: the wire
-has no checksum (TCP has one), so a flipped bit in a value is undetectable. Only detectable parts are damaged: magic,
-version, length, and the size of the frame.
+Nothing sleeps or runs concurrently, and all random numbers come from one seed, so a world repeats to the byte. A
+*socket* keeps its frames in order; its faults exceed ZeroMQ's: frames may vanish, arrive twice, late or out of order,
+or with detectable damage.
 """
 
 import functools

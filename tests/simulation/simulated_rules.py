@@ -467,10 +467,7 @@ def _unknown_session_is_true(world: "World", outcome: "Outcome", _error: Any) ->
 
 
 def _refusal_is_true(world: "World", _outcome: "Outcome", _error: Any) -> bool:
-    """Another run has begun, or after a restart members of two runs meet.
-
-    A member that was frozen until a restarted server had given it up begins another run when it registers again.
-    """
+    """Another run has begun, or after a restart members of two runs meet, one of them perhaps frozen until then."""
     return (
         world.plan.relaunch
         or bool(world.plan.replaced_after)

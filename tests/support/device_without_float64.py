@@ -1,18 +1,11 @@
 """A stand-in for a device without float64, such as MPS: CPU tensors that refuse the operators that MPS refuses.
 
-A tensor of the device wraps a CPU tensor. Its device is "mps:0", and both `is_cpu` and `is_cuda` are false. A dispatch
-mode runs every operator, forward and backward, on the wrapped tensors. It raises
+A dispatch mode runs every operator, forward and backward, on the wrapped CPU tensors. It raises TypeError, like torch
+on MPS, for a float64 tensor on the device, also one on the way to the host (`x.to("cpu", torch.float64)`), and
+RuntimeError for an operator with tensors of both the device and the host, except host scalars and copies.
 
-- TypeError, like torch on MPS, for a float64 tensor on the device: computed there, copied there, or created from a
-device tensor on the way to the host (`x.to("cpu", torch.float64)`; `x.cpu().double()` is right);
-
-- RuntimeError for an operator with tensors of both the device and the host, except host scalars and copies.
-
-Wrapper subclasses and dispatch modes are torch's own means to emulate a device, and none of our code is replaced, so a
-layer that makes a float64 tensor on the device fails. In C++ the wrappers are "meta" tensors, because torch has no
-streams or guards for a device it was not built for. Only autograd sees that, and runs their nodes in the thread that
-calls `backward`. Not emulated: threads other than the one that entered the block, rounding of device kernels, and
-speed.
+Wrapper subclasses and dispatch modes are torch's own means to emulate a device. In C++ the wrappers are "meta" tensors.
+Not emulated: other threads, rounding of device kernels, and speed.
 """
 
 from collections.abc import Iterator

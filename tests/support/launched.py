@@ -100,11 +100,7 @@ class Launched:
 
 
 def end_all(mark: str, process: subprocess.Popen[str], reader: threading.Thread) -> None:
-    """Kill a process and all that have its mark, then join the thread that reads their pipe.
-
-    The reader is a daemon thread, so a pipe that stays open fails the test and does not block the interpreter. Raises
-    TimeoutError if a process survives or another one holds the pipe: closing it would wait for the reader.
-    """
+    """Kill a process and all with its mark, and join its reader; TimeoutError if one survives."""
     process.kill()
     kill_all(mark)
     process.wait(WAIT_SECONDS)

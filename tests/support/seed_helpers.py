@@ -10,12 +10,7 @@ ABSOLUTE = 1e-5
 
 
 class BatchNorm2dReimpl(nn.Module):
-    """Batch norm over (N, C, H, W) by its definition, always with the statistics of its batch, also in eval.
-
-    It computes in float64, and rounds mean and variance to the input's type where torch's layer does. That library's
-    tests hold it against torch's layer in sums that are 0 but for rounding, such as the weight's gradient of the
-    output's sum; their own helper, in float32, fails there.
-    """
+    """Batch norm over (N, C, H, W) by its definition with batch statistics, in float64, rounded as torch does."""
 
     running_mean: Tensor  # shape (C,)
     running_var: Tensor  # shape (C,), of unbiased variances

@@ -16,11 +16,7 @@ NEEDLESS = re.compile("operator torchvision::.* does not exist")
 
 
 def library(name: str) -> ModuleType:
-    """Import "torchvision" or "timm".
-
-    torchvision's own operators (boxes, regions) are compiled for one build of torch. With another, such as the CPU's,
-    the import fails at their definitions. No network of the zoo needs them, so they are skipped.
-    """
+    """Import "torchvision" or "timm", without torchvision's compiled operators, which need its own build of torch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

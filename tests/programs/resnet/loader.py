@@ -12,12 +12,7 @@ TRIPLED_RANK, HUNG_RANK = 1, 3
 
 
 class Loader:
-    """Endless batches of a rank.
-
-    Args:
-        rank: of this process.
-        fault: a file with the name of the fault: "tripled" multiplies a rank's images, "hung" lets a rank wait for one.
-    """
+    """Endless batches of a rank; FAULT may say "tripled" (a rank's images) or "hung" (a rank that waits)."""
 
     def __init__(self, rank: int, fault: Path) -> None:
         self.rank, self.fault = rank, fault

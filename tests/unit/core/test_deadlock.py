@@ -365,32 +365,21 @@ def test_a_member_whose_peers_will_not_come_back_may_ask_again():
     assert [answer.missing for answer in job.come_back(1).values()] == [0, 0]
 
 
-def test_a_returned_member_waits_for_a_running_one():
-    job = Job(2)
-    job.come_back(0)
-    assert job.wait(30.0) == {}
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_an_incomplete_group_waits_for_further_members(size):
-    """Of three members two wait; the third runs and may come. A group of more than the job may never fill, but a
-    member that joins the job anew might help, and the group has a deadline."""
+@pytest.mark.parametrize(
+    ("size", "prepare"),
+    [
+        (2, lambda job: job.come_back(0)),
+        (0, lambda job: job.open("world", 0, size=2)),
+        (0, lambda job: (job.open("left", 0, size=2), job.open("rest", 1, size=2))),
+        (3, lambda job: (job.open("pair", 0, size=2), job.contribute(1, A))),
+        # It may never fill, but a member that joins the job anew might help, and the group has a deadline.
+        (2, lambda job: (job.open("pair", 0, size=3), job.contribute(1, A))),
+    ],
+    ids=["back from a pass", "a world", "groups without a world", "one of three runs", "more than the job"],
+)
+def test_members_wait_for_running_and_further_ones_without_a_report(size, prepare):
     job = Job(size)
-    job.open("pair", 0, size=2 if size == 3 else 3)
-    job.contribute(1, A)
-    assert job.wait(30.0) == {}
-
-
-def test_the_world_may_wait_for_its_members_without_end():
-    job = Job(0)
-    job.open("world", 0, size=2)
-    assert job.wait(30.0) == {}
-
-
-def test_without_a_world_size_further_members_are_possible():
-    job = Job(0)
-    job.open("left", 0, size=2)
-    job.open("rest", 1, size=2)
+    prepare(job)
     assert job.wait(30.0) == {}
 
 
