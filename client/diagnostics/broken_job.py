@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
-from client.diagnostics import collectives, stack
+from client.diagnostics import collectives
 from client.diagnostics.sampler import ThreadSample, ThreadSampler
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.text import error_summary, escape, escape_lines, log_line
@@ -172,7 +172,9 @@ def _is_of_collective(error: Exception) -> bool:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not frames:
         return False
-    is_torchs = stack.module_of(frames[-1]).startswith("torch.") and _COLLECTIVE_ERROR.search(str(error)) is not None
+    is_torchs = (
+        collectives.module_of(frames[-1]).startswith("torch.") and _COLLECTIVE_ERROR.search(str(error)) is not None
+    )
     return is_torchs or collectives.collective_frame(frames[-1]) is not None
 
 

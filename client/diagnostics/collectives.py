@@ -7,6 +7,7 @@ for the other. This module never imports torch: in a process that has not import
 import json
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -15,7 +16,6 @@ from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
-from client.diagnostics import stack
 from statsd_bn.messages import ALL_GATHER, ALL_REDUCE, BARRIER, BUFFERS
 
 _C10D = "torch.distributed.distributed_c10d"
@@ -63,6 +63,7 @@ _GROUP_NAMES = ("group", "process_group", "pg")  # the variables in which these 
 NEWEST = ("last_enqueued_collective", "last_completed_collective")
 
 _MAX_DEPTH = 12  # the largest number of frames inside of a collective
+_MAX_FRAMES = 200  # the number of frames that are searched for the user's code
 _MAX_RANKS = 16_384  # reports leave out process groups with ranks from this on
 
 # DistributedDataParallel modules with layers of this package: they reduce gradients over their own process group.
@@ -99,12 +100,28 @@ class Collective:
     @property
     def is_of_training(self) -> bool:
         """Whether it is part of each training step of a wrapped model."""
-        return stack.module_of(self.frame) in {_DDP, _ENGINE}
+        return module_of(self.frame) in {_DDP, _ENGINE}
 
     @property
     def kind(self) -> str:
         """Its kind; empty if ranks may leave it at very different times."""
         return _KINDS.get(self.frame.f_code.co_name, "")
+
+
+def frames(innermost: FrameType | None) -> Iterator[FrameType]:
+    """Yields a frame and its callers, innermost first."""
+    frame = innermost
+    for _ in range(_MAX_FRAMES):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
+
+
+def module_of(frame: FrameType) -> str:
+    """Returns the name of the module that defines a frame's function."""
+    name = frame.f_globals.get("__name__")
+    return name if isinstance(name, str) else ""
 
 
 def record_ddp_wrapper() -> None:
@@ -132,8 +149,8 @@ def current(innermost: FrameType | None) -> Collective | None:
 def collective_frame(innermost: FrameType) -> FrameType | None:
     """Returns the outermost frame of a function that waits for all ranks of a group; None if a thread is in none."""
     outermost = None
-    for frame in islice(stack.frames(innermost), _MAX_DEPTH):
-        module = stack.module_of(frame)
+    for frame in islice(frames(innermost), _MAX_DEPTH):
+        module = module_of(frame)
         if not module.startswith("torch.") or frame.f_code.co_name in _PICKLING:
             break
         if frame.f_code.co_name in _COLLECTIVES.get(module, ()):
@@ -143,7 +160,7 @@ def collective_frame(innermost: FrameType) -> FrameType | None:
 
 def may_compute(innermost: FrameType) -> bool:
     """Whether a thread here computes, or waits for others while the process uses next to no processor time."""
-    return innermost.f_code.co_name in _MAY_COMPUTE.get(stack.module_of(innermost), ())
+    return innermost.f_code.co_name in _MAY_COMPUTE.get(module_of(innermost), ())
 
 
 def groups() -> list[TorchGroup]:
@@ -210,7 +227,7 @@ def _process_groups() -> list[Any]:
 
 
 def _group_of(frame: FrameType) -> TorchGroup | None:
-    if stack.module_of(frame) == _ENGINE:
+    if module_of(frame) == _ENGINE:
         # The frame does not name the group: it is the wrappers' group, or the only one.
         found: list[TorchGroup | None] = []
         with suppress(Exception):  # the main thread may add a wrapper at the same time

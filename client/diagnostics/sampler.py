@@ -1,19 +1,37 @@
-"""Samples of the main thread: its stack, and the collective of torch in which it is blocked."""
+"""Samples of the main thread: its position as one short line, and the collective of torch in which it is blocked.
 
+    torch/nn/parallel/distributed.py:2425 _sync_buffers, called from train.py:57 main
+
+The line names the innermost frame outside of this package, and the innermost one of the user's own code, each by file,
+line and function: never a value or source code.
+"""
+
+import sys
+import sysconfig
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 
-from client.diagnostics import collectives, stack
-from client.diagnostics.collectives import Collective, TorchGroup
+from client.diagnostics import collectives
+from client.diagnostics.collectives import Collective, TorchGroup, frames, module_of
+from statsd_bn import limits
 from statsd_bn.members import Members
 from statsd_bn.messages import StackReport
+from statsd_bn.text import escape
 
 # How long the first sample observes the thread: one that computes uses processor time in it.
 SAMPLE_SECONDS = 0.03
 
 # The largest share of a core that an idle process uses: the sampling thread and ZeroMQ's threads wake up regularly.
 IDLE_SHARE = 0.2
+
+_OUR_MODULES = ("client.", "statsd_bn.")  # the server knows which of our calls a thread is in
+_LIBRARY_FOLDERS = ("/site-packages/", "/dist-packages/")
+_STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}/"
+
+_MAX_FILE_LETTERS, _MAX_NAME_LETTERS = 200, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +74,7 @@ class ThreadSampler:
 
     def sample(self, torch_group: str = "") -> ThreadSample:
         """Samples the main thread; `torch_group` names the process group to report, default the collective's."""
-        innermost = stack.main_frame()
+        innermost = main_frame()
         collective = collectives.current(innermost)
         if collective and innermost and collectives.may_compute(innermost) and not self._is_thread_idle():
             collective = None
@@ -65,9 +83,9 @@ class ThreadSampler:
             group = collectives.find_group(torch_group)
         if collectives.rank_in_torch() != self._rank:
             group = None
-        text = stack.format_stack(innermost, frame) if self._reports_stacks else ""
+        text = format_stack(innermost, frame) if self._reports_stacks else ""
         kind = collective.kind if collective and group and group.counts_all else ""
-        return ThreadSample(text, collective, group, kind, stack.is_in_call(innermost))
+        return ThreadSample(text, collective, group, kind, is_in_call(innermost))
 
     def nccl_progress(self) -> tuple[object, ...] | None:
         """Returns the main thread's stack and the progress of unfinished NCCL operations; None if all have completed.
@@ -78,7 +96,7 @@ class ThreadSampler:
         operations = collectives.unfinished_operations()
         if not operations:
             return None
-        return operations, *((id(frame), frame.f_lasti) for frame in stack.frames(stack.main_frame()))
+        return operations, *((id(frame), frame.f_lasti) for frame in frames(main_frame()))
 
     def _is_thread_idle(self) -> bool:
         previous, self._thread_time = self._thread_time, collectives.main_thread_time()
@@ -93,3 +111,63 @@ class ThreadSampler:
         (busy, at), self._process_time = self._process_time, (time.process_time(), time.monotonic())
         now_busy, now = self._process_time
         return now_busy - busy <= IDLE_SHARE * (now - at)
+
+
+def main_frame() -> FrameType | None:
+    """Returns the innermost frame of the main thread; None if it has none."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - the only way to another thread
+
+
+def is_in_call(innermost: FrameType | None) -> bool:
+    """Whether a thread is in a call of this package, or of another library on this package's behalf."""
+    for frame in frames(innermost):
+        if _is_ours(frame):
+            return True
+        if module_of(frame).startswith("torch.") or _is_users(frame):
+            return False
+    return False
+
+
+def format_stack(innermost: FrameType | None, collective: FrameType | None = None) -> str:
+    """Returns a thread's position in at most `limits.MAX_STACK_BYTES`; empty if it is unknown.
+
+    The line names the frame of a collective in place of the innermost one, if it is given.
+    """
+    user = next((frame for frame in frames(innermost) if _is_users(frame)), None)
+    # In a call of this package only the user's line is useful: torch's frames between merely call a layer.
+    inside = user if user and is_in_call(innermost) else collective or innermost
+    if inside is None:
+        return ""
+    shown = [inside] if user is None or user is inside else [inside, user]
+    text = escape(", called from ".join(map(_format_frame, shown)))
+    return text.encode(errors="replace")[: limits.MAX_STACK_BYTES].decode(errors="ignore")
+
+
+def short_path(file: str) -> str:
+    """Returns a library file's path from the package's folder on, and only the name of any other file."""
+    return _path_in_library(file) or file.replace("\\", "/").rpartition("/")[2]
+
+
+def _path_in_library(file: str) -> str:
+    path = file.replace("\\", "/")
+    for folder in _LIBRARY_FOLDERS:
+        if folder in path:
+            return path.rpartition(folder)[2]
+    return path.removeprefix(_STANDARD_LIBRARY) if path.startswith(_STANDARD_LIBRARY) else ""
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return module_of(frame).startswith(_OUR_MODULES)
+
+
+def _is_users(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    # "<...>": generated code, as by torch.compile.
+    is_library = file.startswith("<") or _path_in_library(file) or module_of(frame).startswith("torch.")
+    return not (is_library or _is_ours(frame))
+
+
+def _format_frame(frame: FrameType) -> str:
+    file = short_path(frame.f_code.co_filename)[-_MAX_FILE_LETTERS:]
+    # A frame between two lines has no line number.
+    return f"{file}:{frame.f_lineno or 0} {frame.f_code.co_name[:_MAX_NAME_LETTERS]}"

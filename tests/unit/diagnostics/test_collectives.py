@@ -18,7 +18,7 @@ from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 from torch.nn.parallel.distributed import DistributedDataParallel, _DDPJoinHook
 
-from client.diagnostics import collectives, stack
+from client.diagnostics import collectives
 from client.diagnostics.sampler import ThreadSample, ThreadSampler
 from statsd_bn.messages import ALL_GATHER, ALL_REDUCE, BARRIER, BUFFERS
 from statsd_bn.wire import decode, encode
@@ -69,7 +69,7 @@ def sample_in(monkeypatch):
         found = []
 
         def wait() -> None:
-            monkeypatch.setattr(stack, "main_frame", lambda: frame)
+            monkeypatch.setattr("client.diagnostics.sampler.main_frame", lambda: frame)
             found.append(ThreadSampler(reports_stacks=True, rank=0).sample())
 
         def begin(*_, **__):
@@ -211,7 +211,7 @@ def test_a_thread_in_autograds_engine_is_held_only_if_it_computes_nothing(monkey
     monkeypatch.setattr(collectives, "main_thread_time", lambda: next(left))
     frame = frame_in("here()", "/x/site-packages/torch/autograd/graph.py", "torch.autograd.graph")
     monkeypatch.setattr(collectives, "may_compute", lambda _: True)
-    monkeypatch.setattr(stack, "main_frame", lambda: frame)
+    monkeypatch.setattr("client.diagnostics.sampler.main_frame", lambda: frame)
     sampler = ThreadSampler(reports_stacks=True, rank=0, pause=lambda _: None)
     assert [sampler.sample().collective is not None for _ in held] == held
 
@@ -271,7 +271,7 @@ def waiter(monkeypatch, nccl):  # noqa: ARG001 - for its effect
         run = partial(run_as, program, "/home/me/train.py", "__main__", first=first, second=second)
         thread = threading.Thread(target=run)
         thread.start()
-        monkeypatch.setattr(stack, "main_frame", lambda: sys._current_frames().get(thread.ident))
+        monkeypatch.setattr("client.diagnostics.sampler.main_frame", lambda: sys._current_frames().get(thread.ident))
         wait_until(lambda: line_of(thread) == 2)
         yield SimpleNamespace(move=lambda: (first.release(), wait_until(lambda: line_of(thread) == 3)))
     thread.join(60)

@@ -3,16 +3,16 @@
 import sys
 import threading
 
-from client.diagnostics import stack
+from client.diagnostics import sampler
 from client.diagnostics.sampler import ThreadSampler
 from statsd_bn import limits
 from support.foreign_code import run_as
 
 
 def test_a_file_is_named_from_its_package_on_and_a_script_by_its_name():
-    assert stack.short_path("/home/me/env/lib/python3.11/site-packages/torch/nn/a.py") == "torch/nn/a.py"
-    assert stack.short_path(threading.__file__) == "threading.py"
-    assert stack.short_path("/home/me/secret project/train.py") == "train.py"
+    assert sampler.short_path("/home/me/env/lib/python3.11/site-packages/torch/nn/a.py") == "torch/nn/a.py"
+    assert sampler.short_path(threading.__file__) == "threading.py"
+    assert sampler.short_path("/home/me/secret project/train.py") == "train.py"
 
 
 def test_a_thread_in_a_library_is_shown_with_the_calling_line_of_the_script():
@@ -21,7 +21,7 @@ def test_a_thread_in_a_library_is_shown_with_the_calling_line_of_the_script():
         "def forward(x):\n    here()",
         "/x/site-packages/torch/nn/a.py",
         "torch.nn.a",
-        here=lambda: told.append(stack.format_stack(sys._getframe(1))),
+        here=lambda: told.append(sampler.format_stack(sys._getframe(1))),
     )
     script = "\n\ndef main(): forward(1)\nmain()"
     run_as(script, "/home/me/train.py", "__main__", forward=library["forward"])
@@ -31,7 +31,7 @@ def test_a_thread_in_a_library_is_shown_with_the_calling_line_of_the_script():
 def test_only_names_files_and_lines_are_reported():
     def load(password):
         assert password
-        return stack.format_stack(sys._getframe())
+        return sampler.format_stack(sys._getframe())
 
     told = load("hunter2")
     assert "hunter2" not in told
@@ -41,7 +41,7 @@ def test_only_names_files_and_lines_are_reported():
 
 def test_a_stack_is_bounded_and_printable():
     name, found, odd = "漢" * 5000, [], "漢\n\x1b" * 2000
-    here = {"here": lambda: found.append(stack.format_stack(sys._getframe(1)))}
+    here = {"here": lambda: found.append(sampler.format_stack(sys._getframe(1)))}
     library = run_as(f"def {name}(): here()", f"/x/site-packages/{odd}.py", "m", **here)
     run_as(f"def {name}2(): f()\n{name}2()", f"/x/{odd}.py", "__main__", f=library[name])
     (told,) = found
@@ -51,7 +51,7 @@ def test_a_stack_is_bounded_and_printable():
 
 def test_the_main_threads_frame_is_found_from_another_thread():
     found = []
-    thread = threading.Thread(target=lambda: found.append(stack.format_stack(stack.main_frame())))
+    thread = threading.Thread(target=lambda: found.append(sampler.format_stack(sampler.main_frame())))
     thread.start()
     thread.join()
     assert "test_stack.py" in found[0]
@@ -62,8 +62,8 @@ def test_a_thread_in_a_call_of_ours_is_known_though_it_waits_in_a_library():
     file, module = "/x/site-packages/zmq/sugar/poll.py", "zmq.sugar.poll"
     library = run_as("def poll(): here()", file, module, here=lambda: found.append(sys._getframe(1)))
     run_as("poll()", "/x/client/session/channel_pool.py", "client.session.channel_pool", poll=library["poll"])
-    assert stack.is_in_call(found[0])
-    assert not stack.is_in_call(sys._getframe())
+    assert sampler.is_in_call(found[0])
+    assert not sampler.is_in_call(sys._getframe())
 
 
 def test_without_permission_no_stack_is_reported():
