@@ -37,6 +37,8 @@ from statsd_bn.wire import decode_request, encode
 
 logger = logging.getLogger("statsd_bn.server")
 
+_QUERIES = (messages.StatusRequest, messages.FiguresRequest)  # without a session
+
 
 @dataclass(slots=True)  # not frozen, because that takes three times as long, for each frame
 class Received:
@@ -71,7 +73,7 @@ class Dispatcher:
         self.received += 1
         try:
             message = decode_request(frame)
-            if isinstance(message, messages.StatusRequest | messages.FiguresRequest):
+            if isinstance(message, _QUERIES):
                 return Received([(peer, self._reports.answer(now, message, principal))])
             session = self._registry.sessions.get(message.session)
             if principal is not ANONYMOUS:

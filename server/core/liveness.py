@@ -38,12 +38,6 @@ class Session:
         """Address to probe: a living member keeps its heartbeat socket open, but may close the others."""
         return self.heartbeat_peer or self.peer
 
-    @property
-    def silent_since(self) -> tuple[float, float]:
-        """Key that sorts lost sessions by their end."""
-        # By the disconnect, since a process that is stopped because another one was killed may have been silent before.
-        return (-math.inf if self.unreachable_since is None else self.unreachable_since, self.last_heard)
-
     def loss_cause(self, now: float, most: float) -> str:
         """Reason to consider the session lost; "" while it is alive. `most` is the allowed silence in seconds."""
         if self.unreachable_since is not None and now - self.unreachable_since >= RECONNECT_SECONDS:
@@ -87,5 +81,7 @@ class Sessions(dict[bytes, Session]):
                 session.last_heard = now
                 session.unreachable_since = None if session.unreachable_since is None else now
         self._last_check = now
-        causes = {token: cause for token, one in self.items() if (cause := one.loss_cause(now, self._silence))}
-        return sorted(causes.items(), key=lambda entry: self[entry[0]].silent_since)
+        lost = [(token, one) for token, one in self.items() if one.loss_cause(now, self._silence)]
+        # By the disconnect, since a process that is stopped because another one was killed may have been silent before.
+        lost.sort(key=lambda entry: (entry[1].unreachable_since or -math.inf, entry[1].last_heard))
+        return [(token, one.loss_cause(now, self._silence)) for token, one in lost]
