@@ -148,7 +148,7 @@ class ProcessGroupPipe:
             raise
 
     def begin(self, rounds: Rounds, key: RoundKey | None, phase: str) -> RoundKey:
-        """Begin a round that is none of `Connection.round`, and return its key; with the lock held."""
+        """Begin a round that `Connection.round` does not run, and return its key; with the lock held."""
         if connection := rounds.connection:
             connection.raise_if_broken()
             connection.rounds += 1
