@@ -1,4 +1,4 @@
-"""Exchange: one call of one layer, with its rounds forward and backward, over the host or on the inputs' devices."""
+"""Exchange: the rounds of one call of a layer, forward and backward, over the host or on the inputs' devices."""
 
 import itertools
 import threading

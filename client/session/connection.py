@@ -1,4 +1,4 @@
-"""Connection: this process as a member of its job, with its sessions, rounds and gathers; and the current connection.
+"""Connection: the sessions, rounds and gathers of this process in its job; and the current connection.
 
 Any thread may use it. A forked child must not, since it would share the sockets; it gets an error.
 """

@@ -1,4 +1,4 @@
-"""Rounds of a process group, which no server sees, and their reports: skew, values that are not finite, slow rounds.
+"""Reports of rounds over a process group, which no server sees: skew, values that are not finite, slow rounds.
 
 The first rank reports to the server of a job of the same ranks; without one, a thread compares the ranks by the
 server's rules and logs warnings. A watched round escalates like a round in shared memory: if it is slow, its rows go

@@ -1,4 +1,4 @@
-"""Liveness: the registered sessions, with their last signs of life and their addresses.
+"""Liveness: the last sign of life and the addresses of each registered session.
 
 A member can end silently in two ways. A killed process loses its connections, and the service detects that by sending a
 probe. A frozen process, or a vanished host, keeps its connections and sends nothing. Pure: time is an argument.
