@@ -19,17 +19,9 @@ COMPILERS = ("cc", "gcc", "clang")
 NO_COMPILER = f"no C compiler: looked for CC, {', '.join(COMPILERS)}"
 
 # No contraction to fused multiply-adds: sums and statistics must have numpy's bits on every processor.
-FLAGS = (
-    "-std=gnu11",
-    "-O3",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-ffp-contract=off",
-    "-fvisibility=hidden",
-    "-fPIC",
-    "-shared",
-    "-pthread",
-    "-Wno-psabi",
+FLAGS = shlex.split(
+    "-std=gnu11 -O3 -fno-math-errno -fno-trapping-math -ffp-contract=off -fvisibility=hidden -fPIC -shared -pthread "
+    "-Wno-psabi"
 )
 
 # Seconds until a compiler counts as hung; an emulated one takes a minute.
@@ -73,13 +65,7 @@ def _run(command: list[str], variables: Mapping[str, str]) -> str:
     """The reason why a command failed, or an empty text."""
     try:
         done = subprocess.run(  # noqa: S603 - the compiler that the user has named or installed
-            command,
-            env=dict(variables),
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT,
-            check=False,
+            command, env=dict(variables), capture_output=True, text=True, errors="replace", timeout=TIMEOUT, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{command[0]}: {error}"

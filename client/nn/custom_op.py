@@ -36,7 +36,8 @@ from statsd_bn.round_key import BACKWARD, FORWARD
 
 # Rows of the statistics: four for `ChannelStatistics`, three for the running statistics, and whether these are updated.
 # A scalar fills its row.
-COUNT, MEAN, INVSTD, SLOPE, NEWEST_COUNT, NEWEST_MEAN, NEWEST_VARIANCE, IS_DUE = range(8)
+COUNT, STATISTICS = 0, slice(1, 4)
+NEWEST_COUNT, NEWEST_MEAN, NEWEST_VARIANCE, IS_DUE = range(4, 8)
 
 Shape = List[int]  # noqa: UP006 - as above
 
@@ -110,7 +111,7 @@ def exchange(
     may_use_devices = device_rows.may_use_devices(transport, sums)
     capacity = device_rows.device_capacity(transport, [sums], phase) if may_use_devices else 0
     fresh = Exchange(transport, layer, eps, eps_mode, phase, capacity)
-    done = _run_forward(ChannelMoments(_count(masked_count, shape), sums[0], sums[1], tuple(shape)), fresh)
+    done = _run_forward(ChannelMoments(_count(masked_count, shape), sums, tuple(shape)), fresh)
     assert done.key is not None  # noqa: S101 - the forward round has set it
     due = None
     if done is fresh:
@@ -144,7 +145,7 @@ def _pack(statistics: ChannelStatistics, due: ChannelMoments | None) -> Tensor:
         due = due.on(mean.device)
         has_succeeded = torch.ones_like(mean) if isinstance(due.count, int) else (~due.count.isnan()).double()
         newest = [_row(mean, due.count), *running_stats.batch_statistics(due), _row(mean, has_succeeded)]
-    return torch.stack((_row(mean, statistics.count), mean, statistics.invstd, statistics.slope, *newest))
+    return torch.stack((_row(mean, statistics.count), *statistics.vectors, *newest))
 
 
 def _row(like: Tensor, number: Count) -> Tensor:
@@ -152,7 +153,7 @@ def _row(like: Tensor, number: Count) -> Tensor:
 
 
 def _unpack(statistics: Tensor) -> ChannelStatistics:
-    return ChannelStatistics(statistics[COUNT, 0], statistics[MEAN], statistics[INVSTD], statistics[SLOPE])
+    return ChannelStatistics(statistics[COUNT, 0], statistics[STATISTICS])
 
 
 @torch.library.custom_op("statsd_bn::exchange_backward", mutates_args=())

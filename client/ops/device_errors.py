@@ -219,9 +219,5 @@ def _place(ranks: Sequence[int], where: str) -> TableSection:
 
 def too_few_values(layer: str, count: int, shape: tuple[int, ...]) -> ValueError:
     """The error for a whole batch with so few values per channel."""
-    return ValueError(
-        wrap(
-            f"layer {layer!r}: expected more than 1 value per channel over all replicas when training, got {count} "
-            f"(this replica's input has shape {shape})"
-        )
-    )
+    problem = f"expected more than 1 value per channel over all replicas when training, got {count}"
+    return ValueError(wrap(f"layer {layer!r}: {problem} (this replica's input has shape {shape})"))

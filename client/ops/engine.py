@@ -32,8 +32,7 @@ def moments(x: Tensor, mask: Tensor | None = None) -> ChannelMoments:
     """
     if x.numel():
         return backend_for(x, mask).moments(x)
-    sums, squares = zeros(2, x)
-    return ChannelMoments(0, sums, squares, tuple(x.shape))
+    return ChannelMoments(0, zeros(2, x), tuple(x.shape))
 
 
 def normalise(x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:

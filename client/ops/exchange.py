@@ -90,7 +90,7 @@ class Exchange:
         else:
             aggregate, values = _host_round(self.transport, rows, None, self.phase)
             self.key, count = aggregate.key, aggregate.count
-        self.moments = ChannelMoments(count, values[0], values[1])
+        self.moments = ChannelMoments(count, values)
         self.statistics = ChannelStatistics.of(self.moments, self.eps, self.eps_mode)
 
     def _too_few(self, count: Tensor) -> TooFewValues | None:

@@ -13,19 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from client.native import library
-from client.native.library import (
-    BF16,
-    DONE,
-    EXCHANGE,
-    F16,
-    F32,
-    F64,
-    FINISH,
-    NativeRow,
-    Pass,
-    PlanStruct,
-    SliceStruct,
-)
+from client.native.library import BF16, DONE, EXCHANGE, F16, F32, F64, FINISH, NativeRow, Pass, PlanStruct, SliceStruct
 from client.ops import non_finite
 from client.ops.device_errors import too_few_values
 from client.ops.exchange import PlainExchange
@@ -72,22 +60,21 @@ class Native:
         channels = x.shape[1]
         row = torch.empty(2 * channels + 1, dtype=torch.float64, device="cpu")
         _call("sbn_moments", x, x, row)
-        sums, squares = row[:-1].view(2, channels)
-        return ChannelMoments(x.numel() // channels, sums, squares, tuple(x.shape))
+        return ChannelMoments(x.numel() // channels, row[:-1].view(2, channels), tuple(x.shape))
 
     def normalise(self, x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Compute in float64 and round once."""
         x = ready(x)
         output = output_for(x)
         parameters = _ready_parameter(weight), _ready_parameter(bias)
-        _call("sbn_normalize", x, x, output, _saved(statistics, statistics.slope, x), parameters=parameters)
+        _call("sbn_normalize", x, x, output, _saved(statistics, x), parameters=parameters)
         return output
 
     def backward_sums(self, grad: Tensor, x: Tensor, statistics: ChannelStatistics) -> Tensor:
         """Add in float64."""
         grad, x = _alike(grad, x)
         row = torch.empty(2 * x.shape[1] + 1, dtype=torch.float64, device="cpu")
-        _call("sbn_backward_sums", x, grad, x, _saved(statistics, statistics.slope, x), row)
+        _call("sbn_backward_sums", x, grad, x, _saved(statistics, x), row)
         return row[:-1].view(2, -1)
 
     def input_gradient(
@@ -96,9 +83,9 @@ class Native:
         """Compute in float64 and round once."""
         grad, x = _alike(grad, x)
         gradient = output_for(x)
-        saved = _saved(statistics, torch.ones_like(statistics.slope), x)  # the means have the slope in them
-        total = torch.cat((means.flatten(), means.new_ones(1)))
-        _call("sbn_input_grad", x, grad, x, gradient, saved, total, parameters=(_ready_parameter(weight),))
+        # The means have the slope in them already; the core's second factor changes nothing, as it is 0 or 1.
+        tensors = grad, x, gradient, _saved(statistics, x), torch.cat((means.flatten(), means.new_ones(1)))
+        _call("sbn_input_grad", x, *tensors, parameters=(_ready_parameter(weight),))
         return gradient
 
 
@@ -135,13 +122,12 @@ def _alike(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return (grad if supports(grad) else output_for(x).copy_(grad)), x
 
 
-def _saved(statistics: ChannelStatistics, slope: Tensor, x: Tensor) -> Tensor:
+def _saved(statistics: ChannelStatistics, x: Tensor) -> Tensor:
     """Mean, invstd and slope as the core stores them, shape (3, C)."""
-    if statistics.mean.shape != x.shape[1:2]:
-        raise RuntimeError(
-            f"expected an input of {len(statistics.mean)} channels, as in the forward pass, got {x.shape[1]}"
-        )
-    return torch.stack((statistics.mean, statistics.invstd, slope))
+    channels = statistics.vectors.shape[1]
+    if channels != x.shape[1]:
+        raise RuntimeError(f"expected an input of {channels} channels, as in the forward pass, got {x.shape[1]}")
+    return statistics.vectors.contiguous()
 
 
 def _call(name: str, x: Tensor, *tensors: Tensor, parameters: tuple[Tensor | None, ...] = ()) -> None:
@@ -322,8 +308,7 @@ class NativeExchange(PlainExchange):
             return None
         channels, values = self.plan.channels, torch.from_numpy(np.frombuffer(self.buffer))
         if name == "local":
-            sums, squares = values[: 2 * channels].view(2, -1)
-            return [ChannelMoments(self.plan.count, sums, squares, tuple(self.shape))]
+            return [ChannelMoments(self.plan.count, values[: 2 * channels].view(2, -1), tuple(self.shape))]
         if name == "moments":
-            return ChannelMoments(self._count, *values[2 * channels + 1 : 4 * channels + 1].view(2, -1))
-        return ChannelStatistics(self._count, *values[4 * channels + 2 :].view(3, -1))
+            return ChannelMoments(self._count, values[2 * channels + 1 : 4 * channels + 1].view(2, -1))
+        return ChannelStatistics(self._count, values[4 * channels + 2 :].view(3, -1))

@@ -89,8 +89,8 @@ class Traced(Reference):
         if vector_device(x) != x.device:
             return super().moments(x)
         values = where(self.mask, x.double())
-        sums, squares = self._totals(x, values, values.square())
-        return ChannelMoments(count(x, self.mask), sums, squares, tuple(x.shape))
+        vectors = torch.stack([*self._totals(x, values, values.square())])
+        return ChannelMoments(count(x, self.mask), vectors, tuple(x.shape))
 
     def _totals(self, x: Tensor, *values: Tensor) -> Sequence[Tensor]:
         if vector_device(x) != x.device:
@@ -158,8 +158,9 @@ def centred(x: Tensor, statistics: ChannelStatistics) -> tuple[Tensor, Tensor]:
 
 def rounded(statistics: ChannelStatistics, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Mean rounded to a type, and the rounding error in float64."""
-    center = statistics.mean.to(dtype)
-    return center, statistics.mean - center.double()
+    mean = statistics.mean
+    center = mean.to(dtype)
+    return center, mean - center.double()
 
 
 def _minus(x: Tensor, center: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ that has failed on devices has a count of NaN, so its results are NaN and update
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -24,76 +24,81 @@ _DEVICES_WITH_FLOAT64 = frozenset({"cpu", "cuda"})
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class ChannelMoments:
-    """Count, sums and sums of squares per channel, see `statsd_bn.Moments`."""
+class ChannelVectors:
+    """Several values per channel, and the count of values that they describe."""
 
     count: Count
-    sums: Tensor
-    squares: Tensor
+    vectors: Tensor  # shape (number, C), float64
+
+    def on(self, device: torch.device) -> Self:
+        """The same on a device, copied asynchronously; torch makes the streams of two devices wait for each other."""
+        if self.vectors.device == device:
+            return self
+        count = self.count if isinstance(self.count, int) else self.count.to(device, non_blocking=True)
+        return replace(self, count=count, vectors=self.vectors.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ChannelMoments(ChannelVectors):
+    """Count, and sums above sums of squares per channel, as they travel; see `statsd_bn.Moments`."""
+
     shape: tuple[int, ...] = ()  # of the input, (N, C, *); () for several inputs
 
     @classmethod
     def from_centred(cls, count: Count, mean: Tensor, centred: Tensor, shape: tuple[int, ...]) -> "ChannelMoments":
         """Moments of `count` values with this mean and Σ(x - mean)²."""
-        return cls(count, count * mean, centred + count * mean * mean, shape)
-
-    @property
-    def vectors(self) -> Tensor:
-        """Row that travels: shape (2, C), sums above squares."""
-        return torch.stack((self.sums, self.squares))
+        return cls(count, torch.stack((count * mean, centred + count * mean * mean)), shape)
 
     def merge(self, other: "ChannelMoments") -> "ChannelMoments":
         """Moments of both batches together."""
-        return ChannelMoments(self.count + other.count, self.sums + other.sums, self.squares + other.squares)
+        return ChannelMoments(self.count + other.count, self.vectors + other.vectors)
 
     def mean(self) -> Tensor:
         """Σx / n; NaN without values."""
-        return self.sums / _divisor(self.count, self.sums.device)
+        return self.vectors[0] / _divisor(self.count, self.vectors.device)
 
     def variance(self, *, unbiased: bool = False) -> Tensor:
         """Variance, never below 0."""
-        count = _divisor(self.count, self.sums.device)
-        centred = (self.squares - self.sums * self.sums / count).clamp(min=0)
+        count = _divisor(self.count, self.vectors.device)
+        sums, squares = self.vectors
+        centred: Tensor = (squares - sums * sums / count).clamp(min=0)
         return centred / (count - int(unbiased))
 
     def on_host(self) -> Moments:
         """Moments as arrays; waits for the device."""
-        return Moments(int(self.count), to_host(self.sums), to_host(self.squares))
-
-    def on(self, device: torch.device) -> "ChannelMoments":
-        """Moments on a device."""
-        if self.sums.device == device:
-            return self
-        count, sums, squares = _moved(device, self.count, self.sums, self.squares)
-        return ChannelMoments(count, sums, squares, self.shape)
+        return Moments(int(self.count), *to_host(self.vectors))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class ChannelStatistics:
-    """Statistics of the whole batch per channel."""
-
-    count: Count  # at least 1
-    mean: Tensor
-    invstd: Tensor  # the factor of the centred input
-    slope: Tensor  # 1 where `invstd` depends on the variance, 0 where eps_mode "clamp" makes it constant
+class ChannelStatistics(ChannelVectors):
+    """Mean, invstd and slope of the whole batch per channel; the count is at least 1."""
 
     @classmethod
     def of(cls, moments: ChannelMoments, eps: float, eps_mode: str) -> "ChannelStatistics":
         """Statistics of a batch, zeros for an empty one; in eps_mode "clamp" `invstd` is max(var, eps)^-1/2."""
-        some = ChannelMoments(at_least_one(moments.count), moments.sums, moments.squares)
+        some = ChannelMoments(at_least_one(moments.count), moments.vectors)
         variance = some.variance()
         if eps_mode == "clamp":
             slope, bounded = (variance >= eps).double(), variance.clamp(min=eps)
         else:
             slope, bounded = torch.ones_like(variance), variance + eps
         invstd = _zero_where_empty(moments.count, _inverse_root(bounded))
-        return cls(some.count, some.mean(), invstd, slope)
+        return cls(some.count, torch.stack((some.mean(), invstd, slope)))
 
-    def on(self, device: torch.device) -> "ChannelStatistics":
-        """Statistics on a device."""
-        if self.mean.device == device:
-            return self
-        return ChannelStatistics(*_moved(device, self.count, self.mean, self.invstd, self.slope))
+    @property
+    def mean(self) -> Tensor:
+        """Mean."""
+        return self.vectors[0]
+
+    @property
+    def invstd(self) -> Tensor:
+        """Factor of the centred input."""
+        return self.vectors[1]
+
+    @property
+    def slope(self) -> Tensor:
+        """1 where `invstd` depends on the variance, 0 where eps_mode "clamp" makes it constant."""
+        return self.vectors[2]
 
 
 def at_least_one(count: Count) -> Count:
@@ -117,12 +122,6 @@ def _zero_where_empty(count: Count, values: Tensor) -> Tensor:
 def _inverse_root(values: Tensor) -> Tensor:
     """1 / √values, both steps rounded to nearest: on a CPU (MKL) only `rsqrt` does that, on CUDA only `sqrt`."""
     return values.rsqrt() if values.is_cpu else values.sqrt().reciprocal()
-
-
-def _moved(device: torch.device, count: Count, *vectors: Tensor) -> tuple[Any, ...]:
-    """Copy asynchronously; between two devices of a kind torch makes the streams wait for each other."""
-    there = count if isinstance(count, int) else count.to(device, non_blocking=True)
-    return there, *[vector.to(device, non_blocking=True) for vector in vectors]
 
 
 class Running(NamedTuple):

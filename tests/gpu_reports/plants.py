@@ -11,8 +11,9 @@ from torch import Tensor, distributed
 
 from client.nn import call, custom_op
 from client.ops import engine
-from client.ops.statistics import ChannelMoments, ChannelStatistics
+from client.ops.statistics import ChannelStatistics
 from client.transports import device_rows
+from client.transports.device_rows import LocalRows
 
 
 @contextmanager
@@ -72,8 +73,8 @@ def moved_twice() -> Iterator[None]:
 @contextmanager
 def narrow_sums() -> Iterator[None]:
     """Sums that travel in float32, which loses the variance where the mean is large."""
-    narrow = property(lambda moments: torch.stack((moments.sums, moments.squares)).float().double())
-    with mock.patch.object(ChannelMoments, "vectors", narrow):
+    of = LocalRows.of
+    with mock.patch.object(LocalRows, "of", lambda counts, rows: of(counts, [row.float().double() for row in rows])):
         yield
 
 
@@ -92,7 +93,9 @@ def counted_on_host() -> Iterator[None]:
 
     def counted(*given: object) -> ChannelStatistics:
         found = of(*given)
-        return ChannelStatistics(found.count, found.mean + next(numbers), found.invstd, found.slope)
+        vectors = found.vectors.clone()
+        vectors[0] += next(numbers)
+        return ChannelStatistics(found.count, vectors)
 
     with mock.patch.object(ChannelStatistics, "of", counted):
         yield

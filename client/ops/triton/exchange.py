@@ -105,18 +105,16 @@ class TritonExchange(PlainExchange):
         self.has_updated_running = running is not None
         self._submit(first, key, TooFewValues(first.flags, self.layer, self.shape), wait=wait)
         if not self.has_updated_running:
-            _, (sums, squares) = _total(first.rows, first.ranks)
-            self.moments = ChannelMoments(first.work[0], sums, squares)
+            self.moments = ChannelMoments(first.work[0], _total(first.rows, first.ranks)[1])
         first.release_rows()
         return key
 
     def lazy_attribute(self, name: str) -> Any:
         """Local moments or statistics, from the forward buffer."""
         if name == "local":
-            sums, squares = self.first.row[2:].view(2, -1)
-            return [ChannelMoments(self.first.count, sums, squares, self.shape)]
+            return [ChannelMoments(self.first.count, self.first.row[2:].view(2, -1), self.shape)]
         if name == "statistics":
-            return ChannelStatistics(self.first.work[0].clamp(min=1), *self.first.vectors(0, 1, 2))
+            return ChannelStatistics(self.first.work[0].clamp(min=1), self.first.vectors)
         return None
 
     @property

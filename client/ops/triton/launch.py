@@ -184,10 +184,10 @@ class Forward(Pass):
         tiling = tiling_of(x)
         super().__init__(x, 1 + 6 * tiling.c, ranks, tiling.blocks, gathers=gathers)
 
-    def vectors(self, *numbers: int) -> tuple[Tensor, ...]:
-        """Vectors of the buffer, each of shape (C,), by index: mean, invstd, slope, ..."""
-        c = self._tiling.c
-        return tuple([self.work[1 + number * c : 1 + (number + 1) * c] for number in numbers])
+    @property
+    def vectors(self) -> Tensor:
+        """Mean, invstd and slope, shape (3, C)."""
+        return self.work[1 : 1 + 3 * self._tiling.c].view(3, -1)
 
     def write_row(self, x: Tensor, digest: int) -> tuple[Tensor, Tensor]:
         """Compute the row; return it, and the output for all rows."""

@@ -201,7 +201,7 @@ def exchange_of(values, layer="bn"):
 
 def moments_of(values):
     tensor = torch.tensor(values, dtype=torch.float64)
-    return ChannelMoments(len(tensor), tensor.sum()[None], (tensor**2).sum()[None], (len(tensor), 1))
+    return ChannelMoments(len(tensor), torch.stack((tensor.sum(), (tensor**2).sum()))[:, None], (len(tensor), 1))
 
 
 def find(exchanges, replica, moments):

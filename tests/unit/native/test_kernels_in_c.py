@@ -186,7 +186,7 @@ def test_statistics_have_the_bits_of_torchs_operators(count, momentum, running, 
     squares[-9:] = sums[-9:] ** 2 / max(count, 1)
     if count == 0:
         sums, squares = np.zeros((2, *sums.shape))
-    c, batch = len(sums), ChannelMoments(count, torch.from_numpy(sums), torch.from_numpy(squares))
+    c, batch = len(sums), ChannelMoments(count, torch.from_numpy(np.stack((sums, squares))))
     buffers = [random(c, seed=seed).to(running) for seed in (4, 5)] if running else [None, None]
     tracked = torch.tensor(3)
     layer = SimpleNamespace(track_running_stats=True, momentum=momentum, num_batches_tracked=tracked.clone())

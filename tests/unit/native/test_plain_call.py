@@ -186,7 +186,7 @@ def test_cuda_divides_by_counts_as_tensors():
     divisors = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "__truediv__", lambda one, other: divisors.append(other) or one)
-        moments = ChannelMoments(6, sums, sums)
+        moments = ChannelMoments(6, torch.stack((sums, sums)))
         moments.mean()
         moments.variance(unbiased=True)
     assert len(divisors) == 3
