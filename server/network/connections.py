@@ -51,7 +51,8 @@ IGNORED_SECONDS = 10.0
 # Queued bytes of one peer. A reply has at most 4 MB, mostly some kB; the first one is always sent.
 MAX_PEER_BYTES = 2**20
 
-# Queued bytes of all peers, before peers that do not read are disconnected.
+# Queued bytes of all peers. Beyond it peers with queued data get nothing more, beyond half of it those that do not read
+# are disconnected, and beyond twice as much only small replies are sent.
 MAX_TOTAL_BYTES = 2**25
 
 # A peer without queued data gets a reply of up to this size, regardless of the others' queues.

@@ -37,7 +37,10 @@ class Quota:
         256, "groups of one tenant, and at most as many as are free for others", limits.MAX_GROUPS
     )
     max_server_bytes: int = _option(
-        2**29, "total bytes kept; the process needs some 120 MB more, so give a container twice this", 2**44
+        2**29,
+        "total bytes kept; the process needs up to 120 MB more, 64 of them for unread answers: give a container twice "
+        "this, at least 256 MB",
+        2**44,
     )
     max_tenant_bytes: int = _option(
         3 * 2**27,
