@@ -43,10 +43,6 @@ class HandshakeMonitor:
         self._has_key = has_key
         self.has_succeeded = False
 
-    def new_socket(self) -> "SocketMonitor":
-        """Returns the monitor of one socket."""
-        return SocketMonitor(self)
-
     def refusal(self, event: int, value: int, closed: int, seconds: float) -> AuthenticationRefused | None:
         """Returns the error of the last of `closed` failures in a row, or None if a later attempt may succeed."""
         mechanisms_differ = event == FAILED_BY_PROTOCOL and value == _MECHANISMS_DIFFER

@@ -18,9 +18,6 @@ from statsd_bn.errors import AuthenticationRefused, ConfigurationError, ServerUn
 MAX_PORT = 65_535
 MAX_DIGITS = 5
 
-PRIVATE_MODE = 0o700
-OTHERS_MASK = 0o077
-
 SOCKET = "server"  # its name in this user's folder, and in the folder of one job
 MAX_PATH_BYTES = 103 if sys.platform == "darwin" else 107  # of a Unix socket, without the terminating zero
 
@@ -123,7 +120,7 @@ def check_folder(folder: Path) -> None:
                 f"endpoint: expected a socket in a folder that other users cannot write to, got {folder}, and "
                 f"{each} has mode {stat.S_IMODE(status.st_mode):04o}; give a folder of your own"
             )
-        if status.st_uid == os.getuid() and not status.st_mode & OTHERS_MASK:
+        if status.st_uid == os.getuid() and not status.st_mode & 0o077:
             return  # no other user can enter it
 
 
@@ -180,7 +177,7 @@ def make_private_folder(folder: Path) -> None:
     """Makes a folder that only this user can enter; checks an existing one."""
     try:
         with suppress(FileExistsError):
-            folder.mkdir(mode=PRIVATE_MODE)
+            folder.mkdir(mode=0o700)
         check_folder(folder)
     except OSError as error:
         raise ConfigurationError(f"cannot make the private folder {folder}: {error.strerror}") from error
@@ -207,8 +204,12 @@ def _candidates(environ: Mapping[str, str]) -> list[Path]:
 
     XDG_RUNTIME_DIR is ignored if it names another user's folder, as after `su`.
     """
-    runtime = (Path(environ.get("XDG_RUNTIME_DIR", "")), RUNTIME_FOLDERS / str(os.getuid()))
-    folders = [parent / "statsd_bn" for parent in dict.fromkeys(runtime) if parent.is_absolute() and _is_ours(parent)]
+    folders = []
+    for parent in dict.fromkeys((Path(environ.get("XDG_RUNTIME_DIR", "")), RUNTIME_FOLDERS / str(os.getuid()))):
+        with suppress(OSError):
+            status = parent.lstat()
+            if parent.is_absolute() and stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+                folders.append(parent / "statsd_bn")
     with suppress(OSError):  # no temporary folder can be written, as in a read-only container
         folders.append(Path(tempfile.gettempdir()) / f"statsd_bn-{os.getuid()}")
     if not folders:
@@ -217,11 +218,3 @@ def _candidates(environ: Mapping[str, str]) -> list[Path]:
             "or TMPDIR to a folder of yours, or name an endpoint"
         )
     return folders
-
-
-def _is_ours(folder: Path) -> bool:
-    try:
-        status = folder.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
+from typing import TypeVar
 
 from statsd_bn.errors import ConfigurationError
 
@@ -14,21 +15,19 @@ TRUE = ("1", "true", "yes", "on")
 FALSE = ("0", "false", "no", "off")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
+DefaultT = TypeVar("DefaultT", int, None)
 
-def integer(environ: Mapping[str, str], name: str, default: int) -> int:
+
+def integer(environ: Mapping[str, str], name: str, default: DefaultT) -> int | DefaultT:
     """Returns a variable's integer, or the default if it is unset or empty."""
-    value = optional_integer(environ, name)
-    return default if value is None else value
-
-
-def optional_integer(environ: Mapping[str, str], name: str) -> int | None:
-    """Returns a variable's integer, or None if it is unset or empty."""
     text = environ.get(name, "")
+    if not text:
+        return default
     try:
-        value = int(text) if text else None
+        value = int(text)
     except ValueError as error:
         raise ConfigurationError(f"{name}: expected an integer, got {text!r:.80}") from error
-    if value is not None and value.bit_length() > MAX_BITS:
+    if value.bit_length() > MAX_BITS:
         raise ConfigurationError(f"{name}: expected an integer of at most {MAX_BITS} bits, got {text!r:.80}")
     return value
 

@@ -24,6 +24,7 @@ SERVER_PUBLIC = Path("server.key")
 SERVER_SECRET = Path("server.key_secret")
 PUBLIC_FOLDER = Path("clients")
 SECRET_FOLDER = Path("secrets")
+PUBLIC_SUFFIX, SECRET_SUFFIX = ".key", ".key_secret"  # of the client's name
 DEFAULT_CLIENT = "client"
 
 PUBLIC, SECRET, SERVER, JOBS, TENANT = "public-key", "secret-key", "server-key", "jobs", "tenant"
@@ -61,9 +62,8 @@ class ServerKeys:
 
     def text(self) -> str:
         """Returns the keys as text for `parse_server`."""
-        # Neither Z85 nor a client's name has quotes or backslashes.
-        values = {PUBLIC: self.pair.public, SECRET: self.pair.secret, CLIENT: self.client, CLIENT_KEY: self.client_key}
-        return "".join(f'{name} = "{value}"\n' for name, value in values.items())
+        pair = self.pair
+        return to_toml(public_key=pair.public, secret_key=pair.secret, client=self.client, client_key=self.client_key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,11 @@ class PublicKey:
     key: str
     jobs: tuple[str, ...] = ("*",)  # `fnmatch` patterns of the jobs that the key is for
     tenant: str = ""
+
+
+def to_toml(**values: str) -> str:
+    """Returns a file of names and values, which contain neither quotes nor backslashes."""
+    return "".join(f'{name.replace("_", "-")} = "{value}"\n' for name, value in values.items())
 
 
 def check_name(name: str) -> str:
@@ -90,7 +95,7 @@ def load_client(path: str | Path) -> ClientKeys:
     """Returns a client's keys from its file, or those of the client named "client" from the folder of `keygen`."""
     path = Path(path)
     if path.is_dir():
-        path = path / SECRET_FOLDER / secret_name(DEFAULT_CLIENT)
+        path = path / SECRET_FOLDER / f"{DEFAULT_CLIENT}{SECRET_SUFFIX}"
     entries = _load(path, secret=True)
     return ClientKeys(_pair(path, entries), _key(path, entries, SERVER))
 
@@ -138,7 +143,7 @@ def load_valid_clients(folder: str | Path) -> tuple[list[PublicKey], list[Config
     except OSError as error:
         raise ConfigurationError(f"curve: cannot list {public_files}: {error.strerror}") from error
     for path in paths:
-        if not path.name.endswith(public_name("")):
+        if not path.name.endswith(PUBLIC_SUFFIX):
             continue
         try:
             client = load_public(path)
@@ -158,16 +163,6 @@ def is_out_of_descriptors(error: ConfigurationError) -> bool:
     """Returns whether a file could not be read because the process, or the host, has no free file descriptor."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE)
-
-
-def public_name(client: str) -> str:
-    """Returns the name of a client's public file."""
-    return f"{client}.key"
-
-
-def secret_name(client: str) -> str:
-    """Returns the name of a client's secret file."""
-    return f"{client}.key_secret"
 
 
 def read_secret(path: str | Path, name: str = "curve") -> str:

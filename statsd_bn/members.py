@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
+from operator import itemgetter
 from types import MappingProxyType
 
 from statsd_bn import limits
@@ -21,6 +22,7 @@ MAX_NAMED_RANKS = 8  # with their places, in a text
 
 NO_PLACES: Mapping[int, str] = MappingProxyType({})
 
+_first = itemgetter(0)
 _NAMED = re.compile(r"rank (\d+) \(([^()]+)\)")
 
 
@@ -91,10 +93,6 @@ def _unchecked(runs: tuple[tuple[int, int], ...]) -> Members:
     members = object.__new__(Members)
     object.__setattr__(members, "runs", runs)
     return members
-
-
-def _first(run: tuple[int, int]) -> int:
-    return run[0]
 
 
 # Consecutive rounds have the same members.

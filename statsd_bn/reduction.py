@@ -198,9 +198,5 @@ class Moments:
     @cached_property
     def centred(self) -> FloatArray:
         """Shape (C,): Σ(x - mean)², never below 0. NaN if the input has NaN."""
-        return _centred(self.count, self.sums, self.squares)
-
-
-@ignore_float_errors
-def _centred(count: int, sums: FloatArray, squares: FloatArray) -> FloatArray:
-    return np.maximum(squares - sums * sums / count, 0.0)
+        with np.errstate(all="ignore"):
+            return np.maximum(self.squares - self.sums * self.sums / self.count, 0.0)

@@ -9,9 +9,8 @@ then the job, group and round, then what to do; docs/errors.md shows examples.
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from statsd_bn import limits
 
@@ -42,21 +41,16 @@ def is_printable_text(text: str) -> bool:
     return text.isprintable() or text.translate(_WITHOUT_LAYOUT).isprintable()
 
 
-def escape(text: str) -> str:
-    """Returns a text with unprintable characters escaped, including line feeds and tabs."""
-    return text if text.isprintable() else _escaped(text, "")
+def escape(text: str, allowed: str = "") -> str:
+    """Returns a text with all unprintable characters escaped that are not `allowed`."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in allowed else c.encode("unicode_escape").decode() for c in text)
 
 
 def escape_lines(text: str) -> str:
     """Returns a text with unprintable characters escaped, except line feeds and tabs."""
-    return text if text.isprintable() else _escaped(text, _LAYOUT)
-
-
-def _escaped(text: str, allowed: str) -> str:
-    return "".join(
-        letter if letter.isprintable() or letter in allowed else letter.encode("unicode_escape").decode()
-        for letter in text
-    )
+    return escape(text, _LAYOUT)
 
 
 def escape_nested(value: Any, depth: int = 0) -> Any:
@@ -140,12 +134,8 @@ def wrap(text: str, width: int = FIRST_LINE) -> str:
         return text
     first, *others = unwrap(text).split("\n")
     # Only text without spaces is cut inside a word, so that paths can be copied.
-    cut = (
-        max(_cut(first, end, width) for end in _ENDS)
-        or _cut(first, " ", width)
-        or first.rfind(" ", 1, width) + 1
-        or width
-    )
+    end = max(_cut(first, end, width) for end in _ENDS) or _cut(first, " ", width)
+    cut = end or first.rfind(" ", 1, width) + 1 or width
     return "\n".join((first[:cut].rstrip(), f"{CONTINUED}{first[cut:].lstrip()}", *others))
 
 
@@ -162,16 +152,14 @@ def _cut(line: str, end: str, width: int) -> int:
 # Errors with a table.
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One rank in a table."""
 
     columns: tuple[str, ...]  # the rank's name, and its state; columns are aligned over all rows
     below: tuple[str, ...] = ()  # further lines about the rank
 
 
-@dataclass(frozen=True, slots=True)
-class TableSection:
+class TableSection(NamedTuple):
     """Ranks that wait at the same point."""
 
     rows: Sequence[Row]  # rows of the first ranks, at most `MAX_ROWS`

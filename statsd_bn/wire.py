@@ -87,23 +87,19 @@ def encode(message: Message) -> bytes:
     return _make_frame(msgpack.packb([message.type, *fields]), body, max_header)
 
 
-def decode(frame: bytes) -> Message:
-    """Returns the message in `frame`; its values are a view into the frame, not a copy.
-
-    Raises VersionMismatch or ProtocolError for a frame that breaks docs/protocol.md.
-    """
-    return _decode(frame, limits.MAX_HEADER_BYTES, limits.MAX_MEMBERS, _MAX_MAP_ENTRIES)
-
-
 def decode_request(frame: bytes) -> Request:
     """Returns the request in `frame`; like `decode`, for a server: a malformed frame costs it next to nothing."""
-    request: Any = _decode(frame, limits.MAX_REQUEST_HEADER_BYTES, limits.MAX_REPLICAS, 0)
+    request: Any = decode(frame, limits.MAX_REQUEST_HEADER_BYTES)
     if type(request) not in _REQUESTS:
         raise ProtocolError(f"expected a request, got {type(request).__name__}")
     return request  # type: ignore[no-any-return]
 
 
-def _decode(frame: bytes, max_header: int, max_items: int, max_entries: int) -> Message:
+def decode(frame: bytes, max_header: int = limits.MAX_HEADER_BYTES) -> Message:
+    """Returns the message in `frame`; its values are a view into the frame, not a copy.
+
+    Raises VersionMismatch or ProtocolError for a frame that breaks docs/protocol.md.
+    """
     start = frame[_TYPE]
     if start == _CONTRIBUTION_TYPE:
         return _decode_contribution(frame, max_header)
@@ -111,8 +107,12 @@ def _decode(frame: bytes, max_header: int, max_items: int, max_entries: int) -> 
         return _decode_aggregate(frame, max_header)
     end = _header_end(frame, max_header)
     packed = frame[_PRELUDE.size : end]
-    is_long_request = max_header == limits.MAX_REQUEST_HEADER_BYTES and len(packed) > _SHORT_HEADER_BYTES
-    header = _unpack_without_arrays(packed) if is_long_request else _unpack("header", packed, max_items, max_entries)
+    if max_header != limits.MAX_REQUEST_HEADER_BYTES:
+        header = _unpack("header", packed, limits.MAX_MEMBERS, _MAX_MAP_ENTRIES)
+    elif len(packed) > _SHORT_HEADER_BYTES:
+        header = _unpack_without_arrays(packed)
+    else:
+        header = _unpack("header", packed, limits.MAX_REPLICAS)
     if type(header) is not list or not header:
         raise ProtocolError(f"header: expected [type, ...], got {short_repr(header)}")
     number, *fields = header
@@ -241,7 +241,7 @@ def _build(kind: type[Message], fields: list[Any], frame: bytes, end: int) -> Me
 
 def _build_result(fields: list[Any], frame: bytes, end: int) -> Message:
     (session,) = fields
-    start = _padded(end)
+    start = (end + 7) & -8
     if any(frame[end:start]):
         raise ProtocolError("result: expected zero bytes up to the aggregate's frame")
     aggregate = frame[start:]
@@ -257,7 +257,7 @@ def _build_figures(kind: Any, fields: list[Any], frame: bytes, end: int) -> Mess
     check_integer("members", members, least, limits.MAX_MEMBERS)
     if layers:
         values = _values_in(frame, end, (layers.count("\n") + 1, members, FIGURES))
-    elif len(frame) == _padded(end) and not any(frame[end:]):
+    elif len(frame) == (end + 7) & -8 and not any(frame[end:]):
         values = np.zeros((0, members, FIGURES))
     else:
         raise ProtocolError(f"values: expected none without layers, got {len(frame) - end} bytes")
@@ -305,10 +305,6 @@ def _header_end(frame: bytes, max_header: int) -> int:
         raise ProtocolError(f"header: {length} bytes announced, at most {max_header} allowed, {available} received")
     end: int = _PRELUDE.size + length
     return end
-
-
-def _padded(size: int) -> int:
-    return size + -size % 8
 
 
 def _values_in(frame: bytes, end: int, shape: tuple[int, ...]) -> FloatArray:

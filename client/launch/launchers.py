@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import distributed
 
-from statsd_bn.environment import integer, optional_integer
+from statsd_bn.environment import integer
 from statsd_bn.errors import ConfigurationError
 
 # Sources of a setting besides variables.
@@ -106,7 +106,7 @@ def store_address(environ: Mapping[str, str]) -> Setting | None:
     host, source = environ.get("MASTER_ADDR"), "MASTER_ADDR"
     if not host and (hosts := _task(environ).get("SLURM_STEP_NODELIST")):
         host, source = first_host(hosts), "SLURM_STEP_NODELIST"
-    port = optional_integer(environ, "MASTER_PORT")
+    port = integer(environ, "MASTER_PORT", None)
     port = step_port(environ) if port is None else port
     if not host or port is None:
         return None
@@ -123,9 +123,9 @@ def is_one_node(environ: Mapping[str, str], store: StoreAddress, processes: int)
     # A process on another host could not reach the store. Other names than "localhost" may resolve to anything.
     if store.host == "localhost" or (address and address.is_loopback):
         return True
-    if (local := optional_integer(environ, "LOCAL_WORLD_SIZE")) is not None:
+    if (local := integer(environ, "LOCAL_WORLD_SIZE", None)) is not None:
         return local == processes
-    nodes = optional_integer(task, "SLURM_STEP_NUM_NODES") or optional_integer(task, "SLURM_NNODES")
+    nodes = integer(task, "SLURM_STEP_NUM_NODES", None) or integer(task, "SLURM_NNODES", None)
     return processes == 1 or nodes == 1
 
 
@@ -138,7 +138,7 @@ def find_process_group() -> ProcessGroup | None:
 
 def step_port(environ: Mapping[str, str]) -> int | None:
     """Returns the store's port for a step of srun; two jobs on one host rarely get the same."""
-    if (number := optional_integer(_task(environ), "SLURM_JOB_ID")) is None:
+    if (number := integer(_task(environ), "SLURM_JOB_ID", None)) is None:
         return None
     return FIRST_PORT + (number + STEP_STRIDE * integer(environ, "SLURM_STEP_ID", 0)) % PORTS
 
@@ -162,8 +162,8 @@ def _task(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 def _integer(environ: Mapping[str, str], variable: str, of_task: str, name: str) -> Setting | None:
     """Returns the number in a variable, or else in a task's variable."""
-    setting = optional(name, optional_integer(environ, variable), variable)
-    return setting or optional(name, optional_integer(_task(environ), of_task), of_task)
+    setting = optional(name, integer(environ, variable, None), variable)
+    return setting or optional(name, integer(_task(environ), of_task, None), of_task)
 
 
 def _address(host: str) -> IPv4Address | IPv6Address | None:
@@ -174,7 +174,7 @@ def _address(host: str) -> IPv4Address | IPv6Address | None:
 
 def _counts_nodes(environ: Mapping[str, str], world_size: int) -> str:
     """Returns the variables that prove that WORLD_SIZE counts nodes, or "" if none do."""
-    if (local := optional_integer(environ, "LOCAL_WORLD_SIZE")) is not None:
+    if (local := integer(environ, "LOCAL_WORLD_SIZE", None)) is not None:
         return f"this node alone has LOCAL_WORLD_SIZE={local}" if local > world_size else ""
     # A PyTorchJob with several processes per pod expects torchrun to start them, and torchrun sets LOCAL_RANK.
     nodes, per_node = environ.get("PET_NNODES", ""), environ.get("PET_NPROC_PER_NODE", "")
@@ -182,8 +182,8 @@ def _counts_nodes(environ: Mapping[str, str], world_size: int) -> str:
     if is_pod and per_node.isdecimal() and per_node != "1":
         return f"PET_NNODES={nodes}, PET_NPROC_PER_NODE={per_node}"
     tasks, in_slurm = (
-        optional_integer(_task(environ), "SLURM_STEP_NUM_TASKS"),
-        optional_integer(environ, "SLURM_NNODES"),
+        integer(_task(environ), "SLURM_STEP_NUM_TASKS", None),
+        integer(environ, "SLURM_NNODES", None),
     )
     # A single task may deliberately train alone.
     is_alone = world_size == 1 and integer(environ, "RANK", -1) == 0

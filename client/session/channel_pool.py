@@ -17,7 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 from client.session.heartbeat import Context, HeartbeatSocket, new_socket, secure
 from client.session.protocol.session import ResultT, StateMachine
 from statsd_bn import limits
-from statsd_bn.connect_errors import EVENTS, HandshakeMonitor, explain_no_answer, format_no_answer
+from statsd_bn.connect_errors import EVENTS, HandshakeMonitor, SocketMonitor, explain_no_answer, format_no_answer
 from statsd_bn.endpoints import JOB_PREFIX, check_endpoint, ipc_path
 from statsd_bn.errors import ConfigurationError, ConnectionClosed
 from statsd_bn.keys import ClientKeys
@@ -192,7 +192,7 @@ class _ZmqChannel(Channel):
         self._socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.RCVTIMEO, SHORT_MILLISECONDS)
         self._monitor = self._socket.get_monitor_socket(EVENTS)
-        self._handshakes = handshakes.new_socket()
+        self._handshakes = SocketMonitor(handshakes)
         try:
             check_endpoint(endpoint)
             secure(self._socket, keys)

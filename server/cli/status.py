@@ -44,7 +44,7 @@ def query_connection(endpoint: str, seconds: float = ANSWER_SECONDS, keys: Clien
     with zmq.Context() as context, ExitStack() as opened:
 
         def reconnect() -> Callable[[bytes, float], bytes | None]:
-            return opened.enter_context(_connect(context, endpoint, keys, handshakes.new_socket()))
+            return opened.enter_context(_connect(context, endpoint, keys, SocketMonitor(handshakes)))
 
         answer_to = reconnect()
 

@@ -17,7 +17,7 @@ from zmq.utils import z85
 
 from statsd_bn import keys
 from statsd_bn.errors import ConfigurationError
-from statsd_bn.keys import ClientKeys, KeyPair, PublicKey
+from statsd_bn.keys import ClientKeys, KeyPair, PublicKey, to_toml
 
 PRIVATE_FILE = 0o600
 PRIVATE_FOLDER = 0o700
@@ -39,7 +39,7 @@ def generate(folder: str | Path, clients: Sequence[str] = (), jobs: Sequence[str
     if bad := [pattern for pattern in jobs if not (pattern.isprintable() and pattern)]:
         raise ConfigurationError(f"jobs: expected patterns of printable letters, got {bad[0]!r:.80}")
     rights = f"{keys.JOBS} = {json.dumps(list(jobs or ('*',)), ensure_ascii=False)}\n"  # as in TOML
-    rights += _toml(tenant=keys.check_name(tenant)) if tenant else ""
+    rights += to_toml(tenant=keys.check_name(tenant)) if tenant else ""
     places = folder, folder / keys.PUBLIC_FOLDER, folder / keys.SECRET_FOLDER
     try:
         for place in places:
@@ -106,25 +106,22 @@ def _contents(folder: Path, names: Sequence[str], rights: str) -> dict[Path, str
         server = keys.load_server(folder)
     else:
         server = _pair()
-        contents[folder / keys.SERVER_SECRET] = SECRET_NOTE + _toml(public_key=server.public, secret_key=server.secret)
-        contents[folder / keys.SERVER_PUBLIC] = _toml(public_key=server.public)
+        contents[folder / keys.SERVER_SECRET] = SECRET_NOTE + to_toml(
+            public_key=server.public, secret_key=server.secret
+        )
+        contents[folder / keys.SERVER_PUBLIC] = to_toml(public_key=server.public)
     for name in names:
         pair = _pair()
-        secret = _toml(public_key=pair.public, secret_key=pair.secret, server_key=server.public)
-        contents[folder / keys.SECRET_FOLDER / keys.secret_name(name)] = SECRET_NOTE + secret
-        public = folder / keys.PUBLIC_FOLDER / keys.public_name(name)
-        contents[public] = PUBLIC_NOTE + _toml(public_key=pair.public) + rights
+        secret = to_toml(public_key=pair.public, secret_key=pair.secret, server_key=server.public)
+        contents[folder / keys.SECRET_FOLDER / f"{name}{keys.SECRET_SUFFIX}"] = SECRET_NOTE + secret
+        public = folder / keys.PUBLIC_FOLDER / f"{name}{keys.PUBLIC_SUFFIX}"
+        contents[public] = PUBLIC_NOTE + to_toml(public_key=pair.public) + rights
     return contents
 
 
 def _pair() -> KeyPair:
     public, secret = zmq.curve_keypair()
     return KeyPair(public.decode(), secret.decode())
-
-
-def _toml(**values: str) -> str:
-    # Z85 contains neither quotes nor backslashes.
-    return "".join(f'{name.replace("_", "-")} = "{value}"\n' for name, value in values.items())
 
 
 def _write_private(path: Path, text: str) -> None:
