@@ -34,10 +34,8 @@ def check_integer(name: str, value: object, low: int, high: int) -> None:
 
 
 def check_name(name: str, value: object, longest: int) -> None:
-    """Raises ProtocolError unless `value` is a printable str of 1 to `longest` bytes in UTF-8.
-
-    Names appear in errors, logs and reports, where a control character could control a terminal or forge a line.
-    """
+    """Raises ProtocolError unless `value` is a printable str of 1 to `longest` bytes in UTF-8."""
+    # Names appear in errors, logs and reports, where a control character could control a terminal or forge a line.
     # Nearly all names are ASCII: the fast path.
     if type(value) is str and value.isascii() and value.isprintable() and 1 <= len(value) <= longest:
         return
@@ -46,10 +44,8 @@ def check_name(name: str, value: object, longest: int) -> None:
 
 
 def check_text(name: str, value: object, longest: int, shortest: int = 1) -> None:
-    """Raises ProtocolError unless `value` is a str of `shortest` to `longest` bytes in UTF-8.
-
-    It may have several lines: it is printable except for line feeds and tabs.
-    """
+    """Raises ProtocolError unless `value` is a str of `shortest` to `longest` bytes in UTF-8."""
+    # It may have several lines: it is printable except for line feeds and tabs.
     if type(value) is not str or not is_printable_text(value) or not shortest <= _size(value) <= longest:
         raise ProtocolError(
             f"{name}: expected text of {shortest} to {longest} bytes, printable but for line feeds and tabs, got "

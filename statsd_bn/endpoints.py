@@ -3,6 +3,10 @@
 TCP needs CURVE keys, on loopback too. Without keys a server listens on a Unix socket that only its user can open, in a
 folder that no other user can write to. Server and client both check this. `--insecure` and STATSD_BN_INSECURE=1 allow
 TCP without keys, for a closed network.
+
+A client that does not reach a server explains why. A server that refuses a client's key, or has no keys, sends nothing:
+ZeroMQ reports the failed handshake only to the monitor of the client's socket, and may or may not retry. The numbers of
+these events are libzmq's.
 """
 
 import os
@@ -12,8 +16,10 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError, ServerUnreachable
+from statsd_bn.text import error_text
 
 MAX_PORT = 65_535
 MAX_DIGITS = 5
@@ -30,11 +36,9 @@ SHORT_FOLDER = "/tmp"  # noqa: S108 - a folder with a random name is made in it
 
 
 def check_endpoint(endpoint: str, name: str = "endpoint") -> None:
-    """Raises ConfigurationError unless an endpoint is `tcp://HOST:PORT` or `ipc://PATH`.
-
-    ZeroMQ takes a port modulo 65,536 and ignores letters behind it. It also accepts `ipc://*` and Linux's abstract
-    sockets (`ipc://@NAME`), but no folder protects those: every user of the host can connect.
-    """
+    """Raises ConfigurationError unless an endpoint is `tcp://HOST:PORT` or `ipc://PATH`."""
+    # ZeroMQ takes a port modulo 65,536 and ignores letters behind it. It also accepts `ipc://*` and Linux's abstract
+    # sockets (`ipc://@NAME`), but no folder protects those: every user of the host can connect.
     scheme, separator, address = endpoint.partition("://")
     if not separator or scheme not in {"tcp", "ipc"} or not address:
         raise ConfigurationError(f"{name}: expected tcp://HOST:PORT or ipc://PATH, got {endpoint!r}")
@@ -102,10 +106,8 @@ def check_server_socket(endpoint: str) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ConfigurationError if another user could create a socket in a folder, or replace the folder.
-
-    Owners of parent folders are not checked: in a user namespace root's folders seem to belong to user 65534.
-    """
+    """Raises ConfigurationError if another user could create a socket in a folder, or replace the folder."""
+    # Owners of parent folders are not checked: in a user namespace root's folders seem to belong to user 65534.
     _check_owner(folder, folder.lstat())  # a link's owner may change its target
     real = Path(os.path.realpath(folder, strict=True))
     for each in (real, *real.parents):
@@ -150,10 +152,8 @@ def default_endpoint(environ: Mapping[str, str]) -> str:
 
 
 def find_server(environ: Mapping[str, str]) -> str:
-    """Returns the endpoint of this user's server.
-
-    A server that was started without a runtime folder listens in the temporary folder, so both are searched.
-    """
+    """Returns the endpoint of this user's server."""
+    # A server that was started without a runtime folder listens in the temporary folder, so both are searched.
     first = default_endpoint(environ)
     folders = _candidates(environ)
     with suppress(FileNotFoundError):
@@ -200,10 +200,8 @@ def remove_job_folder(folder: Path) -> None:
 
 
 def _candidates(environ: Mapping[str, str]) -> list[Path]:
-    """Returns the possible paths of this user's folder, the best first.
-
-    XDG_RUNTIME_DIR is ignored if it names another user's folder, as after `su`.
-    """
+    """Returns the possible paths of this user's folder, the best first."""
+    # XDG_RUNTIME_DIR is ignored if it names another user's folder, as after `su`.
     folders = []
     for parent in dict.fromkeys((Path(environ.get("XDG_RUNTIME_DIR", "")), RUNTIME_FOLDERS / str(os.getuid()))):
         with suppress(OSError):
@@ -218,3 +216,121 @@ def _candidates(environ: Mapping[str, str]) -> list[Path]:
             "or TMPDIR to a folder of yours, or name an endpoint"
         )
     return folders
+
+
+# Clients that do not reach a server.
+
+# zmq.h: ZMQ_EVENT_HANDSHAKE_*. A handshake fails without a reason (the server closed the connection), because of the
+# protocol, or because the server refused it.
+_SUCCEEDED = 0x1000
+_FAILED = 0x0800
+_FAILED_BY_PROTOCOL = 0x2000
+_FAILED_BY_SERVER = 0x4000
+HANDSHAKES = _SUCCEEDED | _FAILED | _FAILED_BY_PROTOCOL | _FAILED_BY_SERVER
+
+# zmq.h: ZMQ_PROTOCOL_ERROR_*. Only one side has CURVE; the client has another server's key.
+_MECHANISMS_DIFFER = 0x11000002
+_WRONG_KEY = 0x11000001
+
+# A server that closes the connection in a handshake may be about to end, or a proxy may stand in for it. So many times
+# over so many seconds it means a key. ZeroMQ retries every 0.1 to 0.2 s.
+MAX_CLOSED = 3
+MAX_CLOSED_SECONDS = 2.0
+
+# ZeroMQ has tried for seconds by then; a working network takes milliseconds.
+PROBE_SECONDS = 1.0
+
+START_ADVICE = "Is `python -m server` running there? Start it, or correct the endpoint."
+NETWORK_ADVICE = "Check the address, the port and the firewall: not even a refusal came back."
+OTHER_PROGRAM_ADVICE = "Check that it is a statsd_bn server; an overloaded or stopped one does not answer."
+
+
+class HandshakeMonitor:
+    """Handshakes of a channel pool's sockets."""
+
+    def __init__(self, endpoint: str, *, has_key: bool) -> None:
+        self._endpoint = endpoint
+        self._has_key = has_key
+        self.has_succeeded = False
+
+    def refusal(self, event: int, value: int, closed: int, seconds: float) -> AuthenticationRefused | None:
+        """Returns the error of the last of `closed` failures in a row, or None if a later attempt may succeed."""
+        mechanisms_differ = event == _FAILED_BY_PROTOCOL and value == _MECHANISMS_DIFFER
+        if event == _FAILED_BY_SERVER:
+            what, reason = "the server does not know this client's key", "unknown key"
+        elif mechanisms_differ and self._has_key:
+            what, reason = "this client has a key, and the server was started without --curve", "no server key"
+        elif mechanisms_differ:
+            what = "the server expects a key, and this client has none; pass connect(curve=...) or set STATSD_BN_CURVE"
+            reason = "no key"
+        elif event == _FAILED_BY_PROTOCOL and value == _WRONG_KEY:
+            what, reason = "the server's key is not the one this client expects", "wrong server key"
+        # After a success, a server that closes the connection has another reason.
+        elif self.has_succeeded or closed < MAX_CLOSED or seconds < MAX_CLOSED_SECONDS:
+            return None
+        elif self._has_key:
+            # A server without --curve usually says so in its greeting, but may be gone before the client reads it.
+            likely = "its key is probably not the one this client expects, or it was started without --curve"
+            what, reason = f"the server closed {closed} handshakes; {likely}", "wrong server key"
+        else:
+            likely = "it expects a key, and this client has none, or it is no statsd_bn server"
+            what, reason = f"the server closed {closed} handshakes; {likely}", "no key"
+        return AuthenticationRefused(f"authentication refused at {self._endpoint}: {what}", reason=reason)
+
+
+class SocketMonitor:
+    """The handshakes of one socket."""
+
+    def __init__(self, of_pool: HandshakeMonitor) -> None:
+        self.successes = 0  # number of successful handshakes; each is a new connection
+        self._of_pool = of_pool
+        self._closed = 0
+        self._first = 0.0
+
+    def on_event(self, now: float, event: int, value: int) -> None:
+        """Process an event of the socket's monitor."""
+        if event == _SUCCEEDED:
+            self.successes += 1
+            self._closed = 0
+            self._of_pool.has_succeeded = True
+            return
+        if not self._closed:
+            self._first = now
+        self._closed += 1
+        if refusal := self._of_pool.refusal(event, value, self._closed, now - self._first):
+            raise refusal
+
+
+def explain_no_answer(endpoint: str, seconds: float, network: ModuleType) -> str:
+    """Returns the text of an error: why no server answered at an endpoint for so long. Tries a plain connection."""
+    # It takes up to `PROBE_SECONDS` more. `network` is the module `socket`, which this package does not load.
+    try:
+        _connect(endpoint, network)
+    except network.gaierror as error:
+        host = endpoint.partition("://")[2].rpartition(":")[0]
+        what = f"the name {host!r} is not known here ({error.strerror})"
+        return error_text(what, where=endpoint, advice="Correct the name of the server's host, or use its address.")
+    except (FileNotFoundError, ConnectionRefusedError) as error:
+        how = "connection refused" if isinstance(error, ConnectionRefusedError) else "there is no such file"
+        return error_text(f"no server listens at {endpoint} ({how})", advice=START_ADVICE)
+    except TimeoutError:
+        return error_text(f"no answer from {endpoint} within {seconds:g} s", advice=NETWORK_ADVICE)
+    except (OSError, ValueError) as error:
+        return error_text(f"cannot reach {endpoint} ({error})", advice=NETWORK_ADVICE)
+    what = f"no answer from {endpoint} within {seconds:g} s, but a program listens there"
+    return error_text(what, advice=OTHER_PROGRAM_ADVICE)
+
+
+def format_no_answer(endpoint: str, seconds: float) -> str:
+    """Returns the text of an error: no server answered, for an unknown reason."""
+    return error_text(f"no answer from {endpoint} within {seconds:g} s", advice=START_ADVICE)
+
+
+def _connect(endpoint: str, network: ModuleType) -> None:
+    if path := ipc_path(endpoint):
+        with network.socket(network.AF_UNIX, network.SOCK_STREAM) as probe:
+            probe.settimeout(PROBE_SECONDS)
+            probe.connect(str(path))
+    else:
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        network.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS).close()

@@ -49,10 +49,8 @@ def log_level(environ: Mapping[str, str], name: str, default: str) -> str:
 
 
 def find_misspelt(environ: Mapping[str, str], known: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yields pairs of a variable and a similar known name.
-
-    Other names with the prefix are no mistake: server and client may share an environment.
-    """
+    """Yields pairs of a variable and a similar known name."""
+    # Other names with the prefix are no mistake: server and client may share an environment.
     stems = {name.removeprefix(PREFIX): name for name in known}
     for name in sorted(environ):
         stem = name.removeprefix(PREFIX)

@@ -31,10 +31,7 @@ NO_SERVER = bytes(limits.TOKEN_BYTES)
 
 
 class Checked:
-    """Base of messages, numbered dataclasses that check their fields when they are built.
-
-    The checks are in the fields' annotations.
-    """
+    """Base of messages, numbered dataclasses whose fields' annotations have checks, made when they are built."""
 
     __slots__ = ()
     type: ClassVar[int]
@@ -74,10 +71,8 @@ Counter = Annotated[int, integer_in(0, limits.MAX_COUNTER)]
 
 
 def digest(token: bytes) -> bytes:
-    """Returns the digest that names a session in the server's messages, as long as a token.
-
-    A session is a secret: its holder can speak for the member, so it travels only from the member to the server.
-    """
+    """Returns the digest that names a session in the server's messages, as long as a token."""
+    # A session is a secret: its holder can speak for the member, so it travels only from the member to the server.
     return blake2b(token, digest_size=limits.TOKEN_BYTES, person=b"sbn session").digest()
 
 
@@ -85,22 +80,16 @@ def digest(token: bytes) -> bytes:
 
 
 class Participation(IntEnum):
-    """Whether a member takes part in the rounds of its group.
-
-    PAUSED: rounds go on without it, because its data has ended. REJOINING: it waits until all others rejoin too.
-    """
+    """Whether a member takes part in the rounds of its group."""
 
     TAKES_PART = 0
-    PAUSED = 1
-    REJOINING = 2
+    PAUSED = 1  # rounds go on without it, because its data has ended
+    REJOINING = 2  # it waits until all others rejoin too
 
 
 @dataclass(frozen=True, slots=True)
 class Register(Checked, number=1):
-    """A member registers in a group, with all it knows. A repetition asks for the group's state again.
-
-    `results` is the number of `Result`s that it can send to a restarted server.
-    """
+    """A member registers in a group, with all it knows. A repetition asks for the group's state again."""
 
     session: Token  # the secret token of the member, fresh for each of its lives in a group
     job: Name
@@ -115,7 +104,7 @@ class Register(Checked, number=1):
     server: Token = NO_SERVER  # id of the server that the member was last registered with
     step: Counter = 0  # the member's current step
     first_step: Counter = 0  # the first step that it takes part in, as the server assigned it
-    results: Annotated[int, integer_in(0, limits.CACHED_ROUNDS)] = 0
+    results: Annotated[int, integer_in(0, limits.CACHED_ROUNDS)] = 0  # that it can send to a restarted server
     known: Members = NO_MEMBERS  # the group's members as last heard
 
     @property
@@ -138,12 +127,9 @@ class Register(Checked, number=1):
 
 @dataclass(frozen=True, slots=True)
 class Registered(Checked, number=2):
-    """The server has registered the member, and reports whether the group is open.
+    """The server has registered the member, and reports whether the group is open."""
 
-    It names the session by its digest, because the answer may reach another process.
-    """
-
-    digest: Token
+    digest: Token  # of the session, because the answer may reach another process
     server: Token
     epoch: Counter
     first_step: Counter

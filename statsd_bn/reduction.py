@@ -127,10 +127,8 @@ class NonFiniteChannels(NamedTuple):
 
 
 def find_non_finite(values: FloatArray) -> NonFiniteChannels:
-    """Returns the non-finite channels of a sum of shape (vectors, channels).
-
-    The first non-finite vector of a channel decides its kind: infinity may become NaN in the others.
-    """
+    """Returns the non-finite channels of a sum of shape (vectors, channels)."""
+    # The first non-finite vector of a channel decides its kind: infinity may become NaN in the others.
     are_non_finite = ~np.isfinite(values)
     channels = np.flatnonzero(are_non_finite.any(axis=0))
     firsts = values[are_non_finite.argmax(axis=0)[channels], channels]

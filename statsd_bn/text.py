@@ -126,10 +126,8 @@ def strip_traceback(text: str) -> str:
 
 
 def wrap(text: str, width: int = FIRST_LINE) -> str:
-    """Returns an error's text with a first line of at most `width` characters, which continues on the next line.
-
-    Text that contains wrapped text is unwrapped first.
-    """
+    """Returns an error's text with a first line of at most `width` characters, which continues on the next line."""
+    # Text that contains wrapped text is unwrapped first.
     if len(text.partition("\n")[0]) <= width:
         return text
     first, *others = unwrap(text).split("\n")
@@ -170,10 +168,8 @@ class TableSection(NamedTuple):
 def error_text(
     what: str, *, table: Sequence[TableSection] = (), more_sections: int = 0, where: str = "", advice: str = ""
 ) -> str:
-    """Returns the text of an error, short enough for a message.
-
-    `table` has the most important sections first; it leaves out `more_sections`. `where` is the job, group and round.
-    """
+    """Returns the text of an error, short enough for a message."""
+    # `table` has the most important sections first; it leaves out `more_sections`. `where` is the job, group and round.
     head, tail = wrap(what).split("\n"), [line for line in (where and f"  in {where}", advice) if line]
     room = limits.MAX_TEXT_BYTES - _size([*head, *tail])
     return "\n".join([*head, *_fitting(table, more_sections, room), *tail])

@@ -16,9 +16,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from client.session.heartbeat import Context, HeartbeatSocket, new_socket, secure
 from client.session.protocol.session import ResultT, StateMachine
-from statsd_bn import limits
-from statsd_bn.connect_errors import EVENTS, HandshakeMonitor, SocketMonitor, explain_no_answer, format_no_answer
-from statsd_bn.endpoints import JOB_PREFIX, check_endpoint, ipc_path
+from statsd_bn import endpoints, limits
+from statsd_bn.endpoints import HANDSHAKES, HandshakeMonitor, SocketMonitor, explain_no_answer, format_no_answer
 from statsd_bn.errors import ConfigurationError, ConnectionClosed
 from statsd_bn.keys import ClientKeys
 from statsd_bn.members import Members
@@ -155,8 +154,8 @@ class ZmqChannelPool(ChannelPool):
     @property
     def is_gone(self) -> bool:
         """Whether the endpoint's folder was made for one job and is gone."""
-        path = ipc_path(self.endpoint)
-        return path is not None and path.parent.name.startswith(JOB_PREFIX) and not path.parent.exists()
+        path = endpoints.ipc_path(self.endpoint)
+        return path is not None and path.parent.name.startswith(endpoints.JOB_PREFIX) and not path.parent.exists()
 
     def diagnose_silence(self, seconds: float) -> str:
         """Try a plain connection, for a few seconds at most, and return its findings."""
@@ -191,10 +190,10 @@ class _ZmqChannel(Channel):
         self._socket = new_socket(context, endpoint, LINGER_MILLISECONDS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.RCVTIMEO, SHORT_MILLISECONDS)
-        self._monitor = self._socket.get_monitor_socket(EVENTS)
+        self._monitor = self._socket.get_monitor_socket(HANDSHAKES)
         self._handshakes = SocketMonitor(handshakes)
         try:
-            check_endpoint(endpoint)
+            endpoints.check_endpoint(endpoint)
             secure(self._socket, keys)
             self._socket.connect(endpoint)
         except (ConfigurationError, zmq.ContextTerminated):

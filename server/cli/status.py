@@ -17,10 +17,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 from server.config import bind_endpoints
 from server.security.keygen import check_curve
-from statsd_bn import limits
+from statsd_bn import endpoints, limits
 from statsd_bn.checks import check_integer
-from statsd_bn.connect_errors import EVENTS, HandshakeMonitor, SocketMonitor, explain_no_answer
-from statsd_bn.endpoints import check_server_socket, find_server
+from statsd_bn.endpoints import HANDSHAKES, HandshakeMonitor, SocketMonitor, explain_no_answer
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError, ProtocolError, ServerUnreachable, from_wire
 from statsd_bn.keys import ClientKeys
 from statsd_bn.messages import Failure, Message, Status, StatusRequest
@@ -39,7 +38,7 @@ Query = Callable[[Message], bytes]
 @contextmanager
 def query_connection(endpoint: str, seconds: float = ANSWER_SECONDS, keys: ClientKeys | None = None) -> Iterator[Query]:
     """Connect to the server at `endpoint`; yields a function that sends requests."""
-    check_server_socket(endpoint)
+    endpoints.check_server_socket(endpoint)
     handshakes = HandshakeMonitor(endpoint, has_key=keys is not None)
     with zmq.Context() as context, ExitStack() as opened:
 
@@ -88,7 +87,7 @@ def _connect(
             dealer.curve_serverkey = keys.server.encode()
             dealer.curve_publickey = keys.pair.public.encode()
             dealer.curve_secretkey = keys.pair.secret.encode()
-        with dealer.get_monitor_socket(EVENTS) as monitor:
+        with dealer.get_monitor_socket(HANDSHAKES) as monitor:
             try:
                 dealer.connect(endpoint)
             except zmq.ZMQError as error:
@@ -177,7 +176,7 @@ def own_endpoint(environ: Mapping[str, str]) -> str:
         expiry = time.monotonic() + FIND_SECONDS
         while True:
             try:
-                return find_server(environ)
+                return endpoints.find_server(environ)
             except ServerUnreachable:
                 if time.monotonic() >= expiry:
                     raise

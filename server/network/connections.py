@@ -255,10 +255,8 @@ class ConnectionManager:
                 self.probe(self._other_addresses(peer, problem))
 
     def probe(self, probes: Iterable[Reply]) -> None:
-        """Send probes; if a peer has disconnected, also probe the other addresses of its members.
-
-        A loop instead of recursion, because a chain of addresses may include all connections.
-        """
+        """Send probes; if a peer has disconnected, also probe the other addresses of its members."""
+        # A loop instead of recursion, because a chain of addresses may include all connections.
         untried = deque(probes)
         while untried:
             peer, frame = untried.popleft()
@@ -340,10 +338,8 @@ class ConnectionManager:
         return has_disconnected
 
     def probe_members(self, *, disconnected: bool) -> None:
-        """Probe the members that were silent since a disconnect, a moment after it.
-
-        Call it after all frames from before the disconnect have been received.
-        """
+        """Probe the members that were silent since a disconnect, a moment after it."""
+        # Call it after all frames from before the disconnect have been received.
         now = time.monotonic()
         if disconnected:
             self._probe_scheduler.record_disconnect(now)

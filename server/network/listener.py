@@ -73,11 +73,9 @@ HOLD_SECONDS = 0.001
 
 
 class Listener:
-    """The ROUTER socket of all clients, and the monitor of its connections.
+    """The ROUTER socket of all clients, and the monitor of its connections."""
 
-    Without CURVE `pair` is None. Another thread calls `is_allowed` with the public key of a client, "" without one.
-    """
-
+    # Without CURVE `pair` is None. Another thread calls `is_allowed` with the public key of a client, "" without one.
     def __init__(self, pair: keys.KeyPair | None, is_allowed: Callable[[str], bool]) -> None:
         if pair:
             check_curve()
@@ -146,12 +144,10 @@ class Listener:
 
 
 class Authenticator:
-    """The ZAP handler (RFC 27) of a context, in a thread that ends with it.
+    """The ZAP handler (RFC 27) of a context, in a thread that ends with it."""
 
-    ZeroMQ sends it a request at each handshake, which waits for the answer. So it answers in a thread, however busy the
-    server's loop is.
-    """
-
+    # ZeroMQ sends it a request at each handshake, which waits for the answer. So it answers in a thread, however busy
+    # the server's loop is.
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], is_allowed: Callable[[str], bool]) -> None:
         self._is_allowed = is_allowed
         self._is_open = threading.Event()
@@ -209,10 +205,8 @@ def _property(name: bytes, value: bytes) -> bytes:
 
 
 def _remove_socket(path: Path, bound: os.stat_result) -> None:
-    """Remove the file of a bound socket if it is unchanged, and its folder if that was created for one job.
-
-    Call it while the socket is open, so that no other server can own the path.
-    """
+    """Remove the file of a bound socket if it is unchanged, and its folder if that was created for one job."""
+    # Call it while the socket is open, so that no other server can own the path.
     with suppress(OSError):
         if os.path.samestat(path.lstat(), bound):
             path.unlink()
@@ -221,10 +215,8 @@ def _remove_socket(path: Path, bound: os.stat_result) -> None:
 
 @contextmanager
 def _listen(endpoint: str) -> Iterator[int]:
-    """Listen at an ipc path; yields the descriptor of the socket, or -1 for an endpoint that ZeroMQ listens at itself.
-
-    A caller that leaves the block without an exception owns the descriptor.
-    """
+    """Listen at an ipc path; yields the descriptor of the socket, or -1 for another endpoint, left to ZeroMQ."""
+    # A caller that leaves the block without an exception owns the descriptor.
     path = endpoints.ipc_path(endpoint)
     if path is None:
         yield -1

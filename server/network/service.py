@@ -130,11 +130,9 @@ class Service:
 
     @ignore_float_errors
     def run(self) -> None:
-        """Serve until `stop`, or until the parent ends; then process the received frames and return.
-
-        Waiting members then wait for the next server at these endpoints, as if this one had been killed. A server with
-        a parent has no successor and sends each member an error.
-        """
+        """Serve until `stop`, or until the parent ends; then process the received frames and return."""
+        # Waiting members then wait for the next server at these endpoints, as if this one had been killed. A server
+        # with a parent has no successor and sends each member an error.
         next_look = time.monotonic() + POLL_SECONDS
         while not self._stopping:
             # A blocking `recv` needs fewer system calls per frame than a poll before it.
@@ -206,10 +204,8 @@ class Service:
         return not key if self._access is None else self._access.principal(key) is not None
 
     def _reload(self) -> None:
-        """Reload the public keys, and remove members and connections with revoked keys.
-
-        An invalid file disables its key only. Without a free descriptor the next pass tries again.
-        """
+        """Reload the public keys, and remove members and connections with revoked keys."""
+        # An invalid file disables its key only. Without a free descriptor the next pass tries again.
         if self._curve is None:
             logger.info("SIGHUP: no keys to reload")
             return

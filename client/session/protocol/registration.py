@@ -4,7 +4,7 @@ import logging
 
 from client.session.protocol.member import Member
 from client.session.protocol.session import Actions, Session
-from statsd_bn.connect_errors import format_no_answer
+from statsd_bn.endpoints import format_no_answer
 from statsd_bn.errors import DuplicateMember, GroupIncomplete, ServerUnreachable, StatsdBNError
 from statsd_bn.messages import WORLD, Participation, Registered, format_missing_members
 from statsd_bn.text import error_summary, error_text, strip_traceback

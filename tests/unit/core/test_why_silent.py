@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from statsd_bn.connect_errors import explain_no_answer
+from statsd_bn.endpoints import explain_no_answer
 from statsd_bn.text import FIRST_LINE
 
 
