@@ -9,13 +9,13 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import cache, partial
 from hashlib import blake2b
-from typing import Annotated, Any, ClassVar, Self, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 from statsd_bn import limits
 from statsd_bn.checks import check_integer, check_name, check_text, check_token, check_values, short_repr
 from statsd_bn.errors import ProtocolError
 from statsd_bn.members import NO_MEMBERS, Members, format_ranks
-from statsd_bn.reduction import FloatArray, Rows
+from statsd_bn.reduction import FloatArray, Rows, new
 from statsd_bn.round_key import RoundKey
 from statsd_bn.skew import check_figures
 
@@ -207,10 +207,10 @@ class Contribution:
         check_token("session", self.session)
         check_integer("attempt", self.attempt, 0, limits.MAX_COUNTER)
 
-    @classmethod
-    def unchecked(cls, session: bytes, key: RoundKey, attempt: int, rows: Rows) -> Self:
+    @staticmethod
+    def unchecked(session: bytes, key: RoundKey, attempt: int, rows: Rows) -> "Contribution":
         """Returns a contribution whose fields the caller has checked."""
-        made = object.__new__(cls)
+        made = new(Contribution)
         made.session, made.key, made.attempt, made.rows = session, key, attempt, rows
         return made
 
@@ -241,12 +241,12 @@ class Aggregate:
         check_integer("count", self.count, 0, limits.MAX_COUNT)
         check_values(self.values, 2)
 
-    @classmethod
+    @staticmethod
     def unchecked(
-        cls, key: RoundKey, replicas: int, count: int, members: Members, values: FloatArray, non_finite: Members
-    ) -> Self:
+        key: RoundKey, replicas: int, count: int, members: Members, values: FloatArray, non_finite: Members
+    ) -> "Aggregate":
         """Returns an aggregate that was computed from checked rows, or decoded and checked."""
-        made = object.__new__(cls)
+        made = new(Aggregate)
         made.key, made.replicas, made.count = key, replicas, count
         made.members, made.values, made.non_finite = members, values, non_finite
         return made

@@ -178,7 +178,7 @@ def error_text(
 def _fitting(table: Sequence[TableSection], more_sections: int, room: int) -> list[str]:
     """Returns as many rows as fit into `room` bytes, at least one of each section in the table."""
     total = sum(section.size for section in table)
-    rows = [number for number in (MAX_ROWS, FEW_ROWS, 1) if number < MAX_ROWS or total <= MAX_ROWS]
+    rows = (MAX_ROWS, FEW_ROWS, 1)[total > MAX_ROWS :]
     fewer_sections = range(len(table) - 1, -1, -1)
     for sections, number in [*((len(table), number) for number in rows), *((few, 1) for few in fewer_sections)]:
         lines = _lines(table[:sections], more_sections + len(table) - sections, number)

@@ -65,6 +65,8 @@ _MAX_FIELDS = 16
 
 _MAX_MAP_ENTRIES = 256  # in a report or an error
 
+_rows, _contribution, _aggregate = Rows.unchecked, Contribution.unchecked, Aggregate.unchecked
+
 _REQUESTS = frozenset(get_args(Request))
 
 
@@ -142,14 +144,14 @@ def _encode_contribution(message: Contribution) -> bytes:
 
 def _encode_aggregate(message: Aggregate) -> bytes:
     job, group, epoch, step, layer, call, phase = message.key
-    members, non_finite, count = message.members.runs, message.non_finite.runs, message.count
-    replicas, (vectors, channels) = message.replicas, message.values.shape
+    members, whose, values = message.members.runs, message.non_finite.runs, message.values
+    vectors, channels = values.shape
     fixed = _AGGREGATE_HEADER.pack(
-        Aggregate.type, vectors, len(members), len(non_finite), channels, replicas, count, epoch, step, call
+        Aggregate.type, vectors, len(members), len(whose), channels, message.replicas, message.count, epoch, step, call
     )
     texts = f"{job}\0{group}\0{layer}\0{phase}".encode()
-    header = b"".join((fixed, _pack_runs(members + non_finite), texts))
-    return _make_frame(header, message.values, limits.MAX_HEADER_BYTES)
+    header = b"".join((fixed, _pack_runs(members + whose), texts))
+    return _make_frame(header, values, limits.MAX_HEADER_BYTES)
 
 
 def _decode_contribution(frame: bytes, max_header: int) -> Contribution:
@@ -178,8 +180,8 @@ def _decode_contribution(frame: bytes, max_header: int) -> Contribution:
         and attempt <= limits.MAX_COUNTER
         and max(counts) <= limits.MAX_COUNT
     ):
-        rows = Rows.unchecked(counts, np.ndarray(shape, _FLOAT, frame, start))
-        return Contribution.unchecked(session, key, attempt, rows)
+        rows = _rows(counts, np.ndarray(shape, _FLOAT, frame, start))
+        return _contribution(session, key, attempt, rows)
     # Raises the error of the check that failed.
     return Contribution(session, key, attempt, Rows(counts, _values_in(frame, end, shape)))
 
@@ -212,7 +214,7 @@ def _decode_aggregate(frame: bytes, max_header: int) -> Aggregate:
         and channels <= limits.MAX_CHANNELS
         and count <= limits.MAX_COUNT
     ):
-        return Aggregate.unchecked(key, replicas, count, members, values, non_finite)
+        return _aggregate(key, replicas, count, members, values, non_finite)
     return Aggregate(key, replicas, count, members, values, non_finite)  # raises the error of the check that failed
 
 
@@ -322,21 +324,24 @@ def _values_in(frame: bytes, end: int, shape: tuple[int, ...]) -> FloatArray:
 # msgpack.
 
 
+def _refuse_extension(code: int, _data: bytes) -> Any:
+    raise ProtocolError(f"expected plain msgpack, got extension type {code}")
+
+
+_PLAIN: dict[str, Any] = {"max_ext_len": 0, "ext_hook": _refuse_extension}
+
+
 def _unpack(name: str, packed: bytes, max_items: int, max_entries: int = 0) -> Any:
     """Returns the content of plain msgpack, with at most so many items in arrays and entries in maps."""
     try:
-        return msgpack.unpackb(
-            packed, max_array_len=max_items, max_map_len=max_entries, max_ext_len=0, ext_hook=_refuse_extension
-        )
+        return msgpack.unpackb(packed, max_array_len=max_items, max_map_len=max_entries, **_PLAIN)
     except (ValueError, msgpack.UnpackException) as error:
         raise ProtocolError(f"{name}: expected msgpack, got {error or type(error).__name__}") from error
 
 
 def _unpack_without_arrays(packed: bytes) -> list[Any]:
     """Returns a request's long header, which may contain text and bytes only: many small objects cost too much."""
-    unpacker = msgpack.Unpacker(
-        max_buffer_size=len(packed), max_array_len=0, max_map_len=0, max_ext_len=0, ext_hook=_refuse_extension
-    )
+    unpacker = msgpack.Unpacker(max_buffer_size=len(packed), max_array_len=0, max_map_len=0, **_PLAIN)
     unpacker.feed(packed)
     try:
         if (number := unpacker.read_array_header()) > _MAX_FIELDS:
@@ -347,10 +352,6 @@ def _unpack_without_arrays(packed: bytes) -> list[Any]:
     if unpacker.tell() != len(packed):
         raise ProtocolError(f"header: expected {unpacker.tell()} bytes, got {len(packed)}")
     return header
-
-
-def _refuse_extension(code: int, _data: bytes) -> Any:
-    raise ProtocolError(f"expected plain msgpack, got extension type {code}")
 
 
 # Fields.
