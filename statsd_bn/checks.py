@@ -73,11 +73,16 @@ def check_token(name: str, value: object) -> None:
         raise ProtocolError(f"{name}: expected {limits.TOKEN_BYTES} bytes, got {short_repr(value)}")
 
 
-def check_values(values: object, dimensions: int) -> None:
-    """Raises ProtocolError unless `values` is a float64 array of shape (..., vectors, channels)."""
+def check_array(name: str, values: Any, dimensions: int) -> None:
+    """Raises ProtocolError unless `values` is a float64 array of so many dimensions."""
     if not (isinstance(values, np.ndarray) and values.dtype == _FLOAT64 and values.ndim == dimensions):
         got = f"{values.dtype} {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
-        raise ProtocolError(f"values: expected float64 of {dimensions} dimensions, got {got}")
+        raise ProtocolError(f"{name}: expected float64 of {dimensions} dimensions, got {got}")
+
+
+def check_values(values: Any, dimensions: int) -> None:
+    """Raises ProtocolError unless `values` is a float64 array of shape (..., vectors, channels)."""
+    check_array("values", values, dimensions)
     vectors, channels = values.shape[-2:]
     if not (1 <= vectors <= limits.MAX_VECTORS and 1 <= channels <= limits.MAX_CHANNELS):
         check_integer("vectors", vectors, 1, limits.MAX_VECTORS)

@@ -15,15 +15,16 @@ seed.
 """
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
+from typing import Any
 
 import numpy as np
 
 from statsd_bn import limits
-from statsd_bn.checks import check_integer
+from statsd_bn.checks import check_array, check_integer
 from statsd_bn.errors import ProtocolError
 from statsd_bn.reduction import FloatArray
 from statsd_bn.text import percent, two_digits
@@ -75,11 +76,6 @@ NOTABLE_RATIO, NOTABLE_SHIFT = 2.0, 0.2
 # Reported ratios are finite, whatever the data.
 MAX_RATIO = 1e6
 
-_FLOAT64 = np.dtype(np.float64)
-
-# Layers, members, figures.
-DIMENSIONS = 3
-
 
 def compute_figures(counts: FloatArray, values: FloatArray) -> FloatArray:
     """Returns the figures of the members in one round, shape (members, 4); all 0 for a member without data.
@@ -107,11 +103,9 @@ def compute_figures(counts: FloatArray, values: FloatArray) -> FloatArray:
     return figures
 
 
-def check_figures(values: object, layers: int) -> None:
+def check_figures(values: Any, layers: int) -> None:
     """Raises ProtocolError unless `values` are figures of so many layers, shape (layers, members, 4)."""
-    if not (isinstance(values, np.ndarray) and values.dtype == _FLOAT64 and values.ndim == DIMENSIONS):
-        got = f"{values.dtype} {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
-        raise ProtocolError(f"figures: expected float64 of {DIMENSIONS} dimensions, got {got}")
+    check_array("figures", values, 3)
     if values.shape[::2] != (layers, FIGURES):
         raise ProtocolError(f"figures: expected shape ({layers}, members, {FIGURES}), got {values.shape}")
     check_integer("members", values.shape[1], min(1, layers), limits.MAX_MEMBERS)
@@ -130,25 +124,7 @@ class Outlier:
 
     member: int
     layer: str  # of the layers in which the member is an outlier, the earliest in a step
-    layers: int  # number of these layers
-    since: int  # first step of the current run of samples with this outlier, in any of these layers
-    eta2: float  # in that layer
-    part: float  # the member's part of η²
-    usual: float  # the median of the others' parts
-    variance: float  # the member's variance divided by the median of the others'
-    shift: float  # the distance of the member's mean from the median of the others', in their standard deviations
-
-    @property
-    def numbers(self) -> dict[str, float]:
-        """The arguments of `describe_outlier` besides the layer, all finite, for the report."""
-        return {
-            "since": self.since,
-            "layers": self.layers,
-            "variance": min(self.variance, MAX_RATIO),
-            "shift": max(-MAX_RATIO, min(self.shift, MAX_RATIO)),
-            "part": self.part,
-            "usual": self.usual,
-        }
+    numbers: dict[str, float]  # the other arguments of `describe_outlier`, all finite, for the report
 
     def describe(self, names: Sequence[str]) -> str:
         """Returns the finding in one line; `names` are the members' names."""
@@ -158,7 +134,9 @@ class Outlier:
 def describe_outlier(
     layer: str, *, since: float, layers: float, variance: float, shift: float, part: float, usual: float
 ) -> str:
-    """Returns the strongest sign of an outlier as a clause, see `Outlier`."""
+    """Returns the strongest sign of an outlier as a clause."""
+    # In the run of samples `since` a step, in so many `layers`: the ratio of the member's variance to the median of the
+    # others', the distance of its mean from theirs in standard deviations, its part of η², and the others' median part.
     if not 1 / NOTABLE_RATIO < variance < NOTABLE_RATIO:
         is_more = variance > 1
         ratio = f"{two_digits(variance)} times" if is_more else percent(variance)
@@ -199,12 +177,10 @@ class SkewDetector:
         self._max_layers = max(1, min(MAX_LAYERS, MAX_LAYER_MEMBERS // members))
         self._layer_bytes = LAYER_BYTES + MEMBER_BYTES * members
         self._layers: dict[str, _Layer] = {}
-        self._reported_outliers: set[int] = set()
         # Per pair of members with equal data: the first step, and the number of samples since.
         self._pairs: dict[tuple[int, int], tuple[int, int]] = {}
-        self._reported_pairs: set[tuple[int, int]] = set()
         # Samples since a reported outlier, or pair, was last seen.
-        self._absence: Counter[int | tuple[int, int]] = Counter()
+        self._absence: dict[int | tuple[int, int], int] = {}
         self._latest = -math.inf
 
     def add(self, now: float, step: int, layers: Sequence[str], values: FloatArray) -> list[Outlier | Duplicate]:
@@ -217,17 +193,22 @@ class SkewDetector:
         added = [(self._layers[name], one) for name, one in zip(layers, values, strict=True) if name in self._layers]
         for layer, figures in added:
             layer.add(step, figures)
-        outliers = self._new_outliers(layer for layer, _ in added)
-        duplicates = self._new_duplicates(step, layers[0], values)
-        self._absence.update(self._reported_pairs.difference(self._pairs))
-        for pair in self._pairs:
-            self._absence.pop(pair, None)
-        return [*outliers, *duplicates]
+        outliers = {member for layer, _ in added if (member := layer.outlier(WINDOW)) is not None}
+        before, self._pairs = self._pairs, {}
+        for pair in _equal_pairs(values):
+            since, samples = before.get(pair, (step, 0))
+            self._pairs[pair] = since, samples + 1
+        present: set[int | tuple[int, int]] = {*outliers, *self._pairs}
+        self._absence = {one: 0 if one in present else absence + 1 for one, absence in self._absence.items()}
+        equal = {pair: since for pair, (since, samples) in self._pairs.items() if samples == DUPLICATES_IN_A_ROW}
+        found: list[Outlier | Duplicate] = [self._outlier(one) for one in sorted(outliers - self._absence.keys())]
+        found += [Duplicate(*pair, layers[0], since) for pair, since in equal.items() if pair not in self._absence]
+        self._absence |= dict.fromkeys(map(_identity, found), 0)
+        return found
 
     def is_current(self, found: Outlier | Duplicate) -> bool:
         """Whether the latest samples still show a finding."""
-        which = found.member if isinstance(found, Outlier) else (found.member, found.other)
-        return self._absence[which] < MAX_ABSENCE
+        return self._absence[_identity(found)] < MAX_ABSENCE
 
     @property
     def nr_layers(self) -> int:
@@ -255,43 +236,27 @@ class SkewDetector:
         new = sum(name not in self._layers for name in layers)
         return min(new, self._max_layers - len(self._layers)) * self._layer_bytes
 
-    def _new_outliers(self, layers: Iterable["_Layer"]) -> Iterable[Outlier]:
-        outliers = {member for layer in layers if (member := layer.outlier(WINDOW)) is not None}
-        self._absence.update(self._reported_outliers - outliers)
-        for member in outliers:
-            self._absence.pop(member, None)
-        new = sorted(outliers - self._reported_outliers)
-        self._reported_outliers.update(new)
-        return [self._outlier(member) for member in new]
-
     def _outlier(self, member: int) -> Outlier:
         # A layer with fewer samples than WINDOW is judged by half as many.
         windows = (WINDOW, WINDOW // 2)
         showing = {name: layer for name, layer in self._layers.items() if member in map(layer.outlier, windows)}
         name, first = next(iter(showing.items()))
         own, others = first.average[member], np.median(np.delete(first.average, member, axis=0), axis=0)
-        return Outlier(
-            member,
-            name,
-            len(showing),
-            min(layer.since(member) for layer in showing.values()),
-            eta2=float(first.average[:, PART].sum()),
-            part=float(own[PART]),
-            usual=float(others[PART]),
-            variance=float(own[VARIANCE]) / max(float(others[VARIANCE]), TINY),
-            shift=float(own[MEAN] - others[MEAN]) / max(math.sqrt(float(others[VARIANCE])), TINY),
-        )
+        variance = float(own[VARIANCE]) / max(float(others[VARIANCE]), TINY)
+        shift = float(own[MEAN] - others[MEAN]) / max(math.sqrt(float(others[VARIANCE])), TINY)
+        numbers = {
+            "since": min(layer.since(member) for layer in showing.values()),
+            "layers": len(showing),
+            "variance": min(variance, MAX_RATIO),
+            "shift": max(-MAX_RATIO, min(shift, MAX_RATIO)),
+            "part": float(own[PART]),
+            "usual": float(others[PART]),
+        }
+        return Outlier(member, name, numbers)
 
-    def _new_duplicates(self, step: int, layer: str, values: FloatArray) -> Iterable[Duplicate]:
-        before = self._pairs
-        self._pairs = {}
-        for pair in _equal_pairs(values):
-            since, samples = before.get(pair, (step, 0))
-            self._pairs[pair] = since, samples + 1
-        confirmed = {pair: since for pair, (since, samples) in self._pairs.items() if samples == DUPLICATES_IN_A_ROW}
-        new = [Duplicate(*pair, layer, since) for pair, since in confirmed.items() if pair not in self._reported_pairs]
-        self._reported_pairs.update(confirmed)
-        return new
+
+def _identity(found: Outlier | Duplicate) -> int | tuple[int, int]:
+    return found.member if isinstance(found, Outlier) else (found.member, found.other)
 
 
 class _Layer:
@@ -340,19 +305,14 @@ def _deviations(figures: FloatArray) -> FloatArray:
 def find_outlier(deviations: FloatArray) -> int | None:
     """Returns the outlier among three or more members, by parts and logarithms of variance ratios."""
     parts, logs = deviations.T
-    at, distance, spread = _farthest(logs)
-    if distance > math.log(VARIANCE_FACTOR) + SPREADS * spread:
+    at = int(abs(logs - np.median(logs)).argmax())
+    others = np.delete(logs, at)
+    middle = np.median(others)
+    spread = float(np.median(abs(others - middle)))
+    if float(abs(logs[at] - middle)) > math.log(VARIANCE_FACTOR) + SPREADS * spread:
         return at
     at = int(parts.argmax())
     return at if parts[at] > max(MIN_PART, PART_FACTOR * float(np.median(np.delete(parts, at)))) else None
-
-
-def _farthest(values: FloatArray) -> tuple[int, float, float]:
-    """Returns the index of the value farthest from the median, its distance from the others' median, their spread."""
-    at = int(abs(values - np.median(values)).argmax())
-    others = np.delete(values, at)
-    middle = np.median(others)
-    return at, float(abs(values[at] - middle)), float(np.median(abs(others - middle)))
 
 
 def _equal_pairs(values: FloatArray) -> Iterable[tuple[int, int]]:
