@@ -252,7 +252,8 @@ class ConnectionManager:
                 # A disconnected peer has left, or is reported as lost.
                 level = logging.INFO if problem == zmq.EHOSTUNREACH else logging.WARNING
                 logger.log(level, "an answer to peer %s was dropped: %s", peer.hex(), zmq.strerror(problem))
-                self.probe(self._other_addresses(peer, problem))
+                if problem == zmq.EHOSTUNREACH:
+                    self.probe(self._dispatcher.unreachable(time.monotonic(), peer))
 
     def probe(self, probes: Iterable[Reply]) -> None:
         """Send probes; if a peer has disconnected, also probe the other addresses of its members."""
@@ -260,8 +261,8 @@ class ConnectionManager:
         untried = deque(probes)
         while untried:
             peer, frame = untried.popleft()
-            if problem := self._deliver(peer, frame):
-                untried.extend(self._other_addresses(peer, problem))
+            if self._deliver(peer, frame) == zmq.EHOSTUNREACH:
+                untried.extend(self._dispatcher.unreachable(time.monotonic(), peer))
 
     def _deliver(self, peer: bytes, frame: bytes) -> int:
         """Send one frame; returns 0, or the errno of the failure."""
@@ -273,9 +274,6 @@ class ConnectionManager:
         except zmq.ZMQError as error:
             return error.errno or errno.EIO
         return 0
-
-    def _other_addresses(self, peer: bytes, problem: int) -> list[Reply]:
-        return self._dispatcher.unreachable(time.monotonic(), peer) if problem == zmq.EHOSTUNREACH else []
 
     def accepts(self, peer: bytes, part: zmq.Frame) -> bool:
         """Whether to process a frame from a peer that is not a member; adds a new peer."""
