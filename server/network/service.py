@@ -230,9 +230,7 @@ def _signal_handlers(service: Service) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    actions = {signal.SIGTERM: service.stop, signal.SIGINT: service.stop}
-    if hasattr(signal, "SIGHUP"):  # Windows has none
-        actions[signal.SIGHUP] = service.reload
+    actions = {signal.SIGTERM: service.stop, signal.SIGINT: service.stop, signal.SIGHUP: service.reload}
     former = {number: signal.signal(number, lambda *_, do=action: do()) for number, action in actions.items()}
     try:
         yield
