@@ -78,10 +78,8 @@ MAX_RATIO = 1e6
 
 
 def compute_figures(counts: FloatArray, values: FloatArray) -> FloatArray:
-    """Returns the figures of the members in one round, shape (members, 4); all 0 for a member without data.
-
-    `counts` are values per channel, shape (members,), and `values` finite sums and squares, (members, 2, channels).
-    """
+    """Returns the figures of the members in one round, shape (members, 4); all 0 for a member without data."""
+    # `counts` are values per channel, shape (members,), and `values` finite sums and squares, (members, 2, channels).
     sums, squares = values[:, 0], values[:, 1]
     weights = counts[:, np.newaxis]
     total = counts.sum()
@@ -216,10 +214,8 @@ class SkewDetector:
         return sum(layer.weight > 0 for layer in self._layers.values())
 
     def averages(self, first: int, max_bytes: int) -> tuple[int, list[str], FloatArray]:
-        """The number of layers; from the `first` one on, as many as fit, their names and average figures in order.
-
-        The shape is (layers, members, 4). `max_bytes` includes the names, each with the end of its line.
-        """
+        """The number of layers; from the `first` one on, as many as fit, their names and average figures in order."""
+        # The shape is (layers, members, 4). `max_bytes` includes the names, each with the end of its line.
         known = [(name, layer.average) for name, layer in self._layers.items() if layer.weight]
         sizes = accumulate(len(name.encode()) + 1 + average.nbytes for name, average in known[first:])
         fitting = known[first : first + sum(size <= max_bytes for size in sizes)]
@@ -328,11 +324,9 @@ def _equal_pairs(values: FloatArray) -> Iterable[tuple[int, int]]:
 
 
 def merge_order(known: Mapping[str, object], names: Sequence[str], most: int) -> list[str]:
-    """Returns all layers in the order of a step.
-
-    That is the order of `names`; a known layer that is not sampled keeps its place before the next one that is. New
-    layers at the end of `names` come last.
-    """
+    """Returns all layers in the order of a step."""
+    # That is the order of `names`; a known layer that is not sampled keeps its place before the next one that is. New
+    # layers at the end of `names` come last.
     sampled = set(names)
     new = [name for name in names if name not in known][: most - len(known)]
     before: dict[str, list[str]] = {}

@@ -61,10 +61,9 @@ class _Batch:
 
 
 class SkewSampler:
-    """Samples of one group's rounds in one process.
+    """Samples of one group's rounds in one process."""
 
-    One thread at a time may `observe`, and another one `drain`, without a lock: one assignment hands the batch over.
-    """
+    # One thread at a time may `observe`, and another one `drain`, without a lock: one assignment hands the batch over.
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -86,11 +85,9 @@ class SkewSampler:
     def observe(
         self, now: float, key: RoundKey, counts: Sequence[int], replicas: Sequence[int], values: FloatArray
     ) -> None:
-        """Copies the finite rows of a round that `is_due`.
-
-        `counts` are values per channel of each row, `replicas` rows of each member. Only a layer's rounds have two
-        vectors.
-        """
+        """Copies the finite rows of a round that `is_due`."""
+        # `counts` are values per channel of each row, `replicas` rows of each member. Only a layer's rounds have two
+        # vectors.
         if values.shape[1] != VECTORS:
             return
         stride = self.stride(values.nbytes)

@@ -68,12 +68,11 @@ def quantile(counts: Sequence[int], part: float) -> float:
 
 
 class DurationReporter:
-    """Durations of one kind that a session measures and reports to the server, at no cost to its rounds.
+    """Durations of one kind that a session measures and reports to the server, at no cost to its rounds."""
 
-    The training thread, as any other, appends durations to a queue with `add`. The heartbeat thread moves them into the
-    histogram, and reports the whole histogram: once a second at most, and now and then without new durations. So
-    nothing is lost with a frame, and a restarted server receives everything.
-    """
+    # The training thread, as any other, appends durations to a queue with `add`. The heartbeat thread moves them into
+    # the histogram, and reports the whole histogram: once a second at most, and now and then without new durations. So
+    # nothing is lost with a frame, and a restarted server receives everything.
 
     def __init__(self, members: int) -> None:
         self._queue: deque[float] = deque(maxlen=MAX_NEW)
