@@ -237,8 +237,7 @@ _WRONG_KEY = 0x11000001
 MAX_CLOSED = 3
 MAX_CLOSED_SECONDS = 2.0
 
-# ZeroMQ has tried for seconds by then; a working network takes milliseconds.
-PROBE_SECONDS = 1.0
+PROBE_SECONDS = 1.0  # ZeroMQ has tried for seconds by then; a working network takes milliseconds
 
 START_ADVICE = "Is `python -m server` running there? Start it, or correct the endpoint."
 NETWORK_ADVICE = "Check the address, the port and the firewall: not even a refusal came back."

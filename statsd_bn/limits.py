@@ -16,8 +16,7 @@ MAX_STACK_BYTES = 1024  # the stack of a thread: a few frames, each a shortened 
 # Steps, calls, epochs and attempts. A round per millisecond exhausts 32 bits in 50 days, hence 48.
 MAX_COUNTER = 2**48 - 1
 
-# float64 represents integers exactly up to here; a larger count could not divide a sum exactly.
-MAX_COUNT = 2**53
+MAX_COUNT = 2**53  # float64 represents integers exactly up to here; a larger count could not divide a sum exactly
 
 # The widest batch norms in use have 2 to 8 thousand channels; ZeroMQ transfers 64 thousand in under a millisecond.
 MAX_CHANNELS = 65_536

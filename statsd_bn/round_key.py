@@ -16,11 +16,8 @@ FORWARD_PHASES = (FORWARD, FORWARD_WITHOUT_GRADIENT)
 BACKWARD = "backward"
 SECOND_BACKWARD = "second backward"
 
-# The rows of such a round are concatenated, not added: bytes, eight to a value.
-GATHER = "gather"
-
-# Layer name of the gathers in which a group's members agree on shared memory.
-MEMORY_GATHER = "statsd_bn memory"
+GATHER = "gather"  # the rows of such a round are concatenated, not added: bytes, eight to a value
+MEMORY_GATHER = "statsd_bn memory"  # layer name of the gathers in which a group's members agree on shared memory
 
 ADVICE = (
     "Run the same layers in the same order on every rank, equally often; "

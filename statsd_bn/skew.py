@@ -33,14 +33,9 @@ from statsd_bn.text import percent, two_digits
 COUNT, MEAN, VARIANCE, PART = range(4)
 FIGURES = 4
 
-# A channel with a smaller ratio of variance to mean square is constant but for rounding.
-MIN_VARIANCE_RATIO = 1e-12
-
-# A sample that follows the last kept one of its group sooner is dropped.
-MIN_SECONDS = 0.5
-
-# The rule uses the median of the latest samples of a layer, this many: one odd batch means nothing.
-WINDOW = 16
+MIN_VARIANCE_RATIO = 1e-12  # a channel with a smaller ratio of variance to mean square is constant but for rounding
+MIN_SECONDS = 0.5  # a sample that follows the last kept one of its group sooner is dropped
+WINDOW = 16  # the rule uses the median of the latest samples of a layer, this many: one odd batch means nothing
 
 # A member is an outlier if the logarithm of its variance is farther from the others' median than log(VARIANCE_FACTOR)
 # plus SPREADS times their median deviation ...
@@ -50,17 +45,10 @@ VARIANCE_FACTOR, SPREADS = 2.5, 4.0
 # equal size differs, its part is always 4 times the others', since μ moves with it; so the factor is below 4.
 PART_FACTOR, MIN_PART = 3.0, 0.02
 
-# No outlier can be named among fewer.
-MIN_MEMBERS = 3
-
-# Duplicates are equal in this many samples in a row; one equal batch means nothing.
-DUPLICATES_IN_A_ROW = 8
-
-# A finding is over after this many samples in a row without its outlier or duplicate.
-MAX_ABSENCE = 2 * WINDOW
-
-# Weight of a sample relative to the next one in averages, which so cover about ten samples.
-DECAY = 0.9
+MIN_MEMBERS = 3  # no outlier can be named among fewer
+DUPLICATES_IN_A_ROW = 8  # duplicates are equal in this many samples in a row; one equal batch means nothing
+MAX_ABSENCE = 2 * WINDOW  # a finding is over after this many samples in a row without its outlier or duplicate
+DECAY = 0.9  # weight of a sample relative to the next one in averages, which so cover about ten samples
 
 # Limits of a group: layers, and layers times members. A group needs 16 MB at most.
 MAX_LAYERS, MAX_LAYER_MEMBERS = 1024, 2**16
@@ -73,8 +61,7 @@ TINY = 1e-300
 # A sign this strong describes an outlier: the ratio of variances, else the distance of means in standard deviations.
 NOTABLE_RATIO, NOTABLE_SHIFT = 2.0, 0.2
 
-# Reported ratios are finite, whatever the data.
-MAX_RATIO = 1e6
+MAX_RATIO = 1e6  # reported ratios are finite, whatever the data
 
 
 def compute_figures(counts: FloatArray, values: FloatArray) -> FloatArray:

@@ -22,11 +22,8 @@ from statsd_bn.reduction import FloatArray, ignore_float_errors, is_finite
 from statsd_bn.round_key import RoundKey
 from statsd_bn.skew import compute_figures
 
-# Sums and squares.
-VECTORS = 2
-
-# Interval at which each layer is sampled, if all fit.
-SECONDS = 1.0
+VECTORS = 2  # sums and squares
+SECONDS = 1.0  # interval at which each layer is sampled, if all fit
 
 # Samples are drained so long after the first: a step that is not slow has reached all its layers by then.
 SETTLE_SECONDS = 0.25
@@ -37,8 +34,7 @@ MAX_LAYERS, MAX_BYTES, MAX_LAYER_BYTES = limits.MAX_SKEW_LAYERS, 2**22, 2**18
 # Layers in the schedule; models have hundreds. Then the memory of one, with a long name.
 MAX_SCHEDULED, SCHEDULED_BYTES = 4096, 512
 
-# Turns are longer than necessary, so that a step's last layers never wait for the first ones.
-SLACK = 1.5
+SLACK = 1.5  # turns are longer than necessary, so that a step's last layers never wait for the first ones
 
 
 @dataclass(frozen=True, slots=True, eq=False)

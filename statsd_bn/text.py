@@ -33,9 +33,6 @@ _SPACES = re.compile(" {2,}")
 _WITHOUT_LAYOUT = str.maketrans("", "", _LAYOUT)
 
 
-# Escaping.
-
-
 def is_printable_text(text: str) -> bool:
     """Returns whether a text is printable except for line feeds and tabs."""
     return text.isprintable() or text.translate(_WITHOUT_LAYOUT).isprintable()
@@ -71,9 +68,6 @@ def wire_text(text: str, most: int = limits.MAX_TEXT_BYTES) -> str:
     return escape_lines(text).encode()[:most].decode(errors="ignore")
 
 
-# Numbers, for people.
-
-
 def two_digits(value: float) -> str:
     """Returns a number with two significant digits, and more only before the point: "8.5", "0.031", "1200"."""
     return f"{value:.0f}" if abs(value) >= 9.95 else f"{value:.2g}"  # noqa: PLR2004
@@ -89,9 +83,6 @@ def duration(seconds: float) -> str:
     if seconds < 1:
         return f"{two_digits(1e3 * seconds)} ms"
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"  # noqa: PLR2004
-
-
-# Lines.
 
 
 def log_line(error: BaseException | str) -> str:
@@ -145,9 +136,6 @@ def unwrap(text: str) -> str:
 def _cut(line: str, end: str, width: int) -> int:
     at = line.rfind(end, _SHORTEST, width)
     return at + len(end) if at >= 0 else 0
-
-
-# Errors with a table.
 
 
 class Row(NamedTuple):

@@ -57,11 +57,8 @@ _MAX_KEY_BYTES = 3 * limits.MAX_NAME_BYTES + limits.MAX_PHASE_BYTES + 3 * 9 + 4 
 _RUN = struct.Struct("<HH")
 _MAX_MEMBERS_BYTES = _RUN.size * limits.MAX_MEMBERS // 2
 
-# Longer headers of requests have no arrays.
-_SHORT_HEADER_BYTES = 2048
-
-# Fields of a Register, with its type.
-_MAX_FIELDS = 16
+_SHORT_HEADER_BYTES = 2048  # longer headers of requests have no arrays
+_MAX_FIELDS = 16  # fields of a Register, with its type
 
 _MAX_MAP_ENTRIES = 256  # in a report or an error
 
@@ -125,9 +122,6 @@ def decode(frame: bytes, max_header: int = limits.MAX_HEADER_BYTES) -> Message:
         return _build(kind, fields, frame, end)
     except (TypeError, ValueError) as error:
         raise ProtocolError(f"fields of message type {number}: {error}") from error
-
-
-# Contribution and Aggregate.
 
 
 def _encode_contribution(message: Contribution) -> bytes:
@@ -224,9 +218,6 @@ def _truncated(frame: bytes, max_header: int, least: int) -> ProtocolError:
     return ProtocolError(f"header: expected more than {least - _PRELUDE.size} bytes, got {end - _PRELUDE.size}")
 
 
-# All other messages.
-
-
 def _build(kind: type[Message], fields: list[Any], frame: bytes, end: int) -> Message:
     if kind is Result:
         return _build_result(fields, frame, end)
@@ -265,9 +256,6 @@ def _build_figures(kind: Any, fields: list[Any], frame: bytes, end: int) -> Mess
         raise ProtocolError(f"values: expected none without layers, got {len(frame) - end} bytes")
     message: Message = kind(*others, layers, values)
     return message
-
-
-# Frames and their parts.
 
 
 def _make_frame(header: bytes, values: FloatArray | bytes | None, max_header: int) -> bytes:
@@ -321,9 +309,6 @@ def _values_in(frame: bytes, end: int, shape: tuple[int, ...]) -> FloatArray:
     raise ProtocolError(f"values: expected {size // 8} float64 for shape {shape} after zero padding, got {got} bytes")
 
 
-# msgpack.
-
-
 def _refuse_extension(code: int, _data: bytes) -> Any:
     raise ProtocolError(f"expected plain msgpack, got extension type {code}")
 
@@ -352,9 +337,6 @@ def _unpack_without_arrays(packed: bytes) -> list[Any]:
     if unpacker.tell() != len(packed):
         raise ProtocolError(f"header: expected {unpacker.tell()} bytes, got {len(packed)}")
     return header
-
-
-# Fields.
 
 
 def _array(name: str, value: Any) -> list[Any]:

@@ -30,17 +30,13 @@ from dataclasses import dataclass
 
 logger = logging.getLogger("statsd_bn.server")
 
-# Linux socket options that Python's socket module lacks.
-_SO_ATTACH_FILTER, _SO_MEMINFO = 26, 55
-
-# SO_MEMINFO has nine numbers; the last counts dropped segments.
-_MEMINFO = struct.Struct("9I")
+_SO_ATTACH_FILTER, _SO_MEMINFO = 26, 55  # Linux socket options that Python's socket module lacks
+_MEMINFO = struct.Struct("9I")  # SO_MEMINFO has nine numbers; the last counts dropped segments
 
 # The head of TCP_INFO: unacknowledged segments, ages of the last data and acknowledgement in ms, round trip in µs.
 _TCP_INFO = struct.Struct("=8x 4x4x4x4x I 4x4x4x4x 4x4x I I 4x4x I")
 
-# Offsets of a TCP header's length and flags, and the reset flag.
-_LENGTH, _FLAGS, _RESET = 12, 13, 0x04
+_LENGTH, _FLAGS, _RESET = 12, 13, 0x04  # offsets of a TCP header's length and flags, and the reset flag
 
 # Instructions of the classic Berkeley Packet Filter, which the kernel runs on each segment, as (code, jump if true,
 # jump if false, operand).
