@@ -21,9 +21,7 @@ from types import ModuleType
 from statsd_bn.errors import AuthenticationRefused, ConfigurationError, ServerUnreachable
 from statsd_bn.text import error_text
 
-MAX_PORT = 65_535
-MAX_DIGITS = 5
-
+MAX_PORT, MAX_DIGITS = 65_535, 5
 SOCKET = "server"  # its name in this user's folder, and in the folder of one job
 MAX_PATH_BYTES = 103 if sys.platform == "darwin" else 107  # of a Unix socket, without the terminating zero
 

@@ -15,7 +15,6 @@ MAX_STACK_BYTES = 1024  # the stack of a thread: a few frames, each a shortened 
 
 # Steps, calls, epochs and attempts. A round per millisecond exhausts 32 bits in 50 days, hence 48.
 MAX_COUNTER = 2**48 - 1
-
 MAX_COUNT = 2**53  # float64 represents integers exactly up to here; a larger count could not divide a sum exactly
 
 # The widest batch norms in use have 2 to 8 thousand channels; ZeroMQ transfers 64 thousand in under a millisecond.
@@ -36,30 +35,24 @@ MAX_DEADLINE = 86_400.0  # seconds of a round: one day
 MAX_HEADER_BYTES = 1_048_576
 MAX_REQUEST_HEADER_BYTES = 65_536
 
-# A whole frame: a member with 64 replicas, 16,384 channels and two vectors.
-MAX_FRAME_BYTES = MAX_HEADER_BYTES + 8 * MAX_REPLICAS * 2 * 16_384
+MAX_FRAME_BYTES = MAX_HEADER_BYTES + 8 * MAX_REPLICAS * 2 * 16_384  # of a member with two vectors, 16,384 channels
 
-# Nesting of an error's fields, a status report, or a state that members exchange. Real ones reach 8 levels; a few
-# hundred overflow the reader's stack.
+# Nesting of an error's fields, a report, or an exchanged state. Real ones reach 8; a few hundred overflow the stack.
 MAX_DEPTH = 32
 
 # Layers in one SkewStats, once a second; larger models need several. Their names, each with a line feed.
 MAX_SKEW_LAYERS = 64
 MAX_SKEW_BYTES = MAX_SKEW_LAYERS * (MAX_NAME_BYTES + 1)
 
-# Buckets of a histogram, each twice as wide as the previous one: from 20 us up to 84 s, and one for longer durations.
-BUCKETS = 24
+BUCKETS = 24  # of a histogram, each twice as wide as the previous one: 20 us to 84 s, and one for longer durations
 
 # Layers in one Figures: all that the server stores for a group. Their names and values: a server with keys encrypts
 # these in 3 ms, and one layer of MAX_MEMBERS fits.
 MAX_FIGURES_LAYERS = 1024
 MAX_FIGURES_BYTES = 2**20
 
-# Groups on one server. One of four members at 256 channels takes about 0.2 MB, all of them less than 200 MB.
-MAX_GROUPS = 1024
-
-# Open rounds of one group. A member with one thread has one; overlapping models have a few.
-MAX_OPEN_ROUNDS = 256
+MAX_GROUPS = 1024  # on one server; one of four members at 256 channels takes 0.2 MB, all of them less than 200 MB
+MAX_OPEN_ROUNDS = 256  # of one group; a member with one thread has one, overlapping models have a few
 
 # Cached results of one group's latest rounds, for repeated contributions. Members in step may be one round apart, and
 # each further thread of a member adds one.

@@ -20,12 +20,11 @@ from statsd_bn.round_key import RoundKey
 from statsd_bn.skew import check_figures
 
 WORLD = "world"  # the group of all members of a job, numbered from 0
+NO_SERVER = bytes(limits.TOKEN_BYTES)  # the server id of a member that has met no server
 
 # Torch collectives with a known end. The first three end on all ranks at about the same time; DistributedDataParallel
 # starts a forward pass with the last.
 BARRIER, ALL_REDUCE, ALL_GATHER, BUFFERS = "barrier", "all_reduce", "all_gather", "buffers"
-
-NO_SERVER = bytes(limits.TOKEN_BYTES)  # the server id of a member that has met no server
 
 
 class Checked:

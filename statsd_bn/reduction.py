@@ -26,7 +26,6 @@ from statsd_bn.errors import ProtocolError
 from statsd_bn.members import Members
 
 FloatArray = npt.NDArray[np.float64]
-
 new = object.__new__
 
 

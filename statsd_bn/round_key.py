@@ -29,7 +29,6 @@ ADVICE_FOR_GRADIENTS = (
 )
 
 _new_tuple = tuple.__new__
-
 _NAME, _PHASE, _COUNTER = limits.MAX_NAME_BYTES, limits.MAX_PHASE_BYTES, limits.MAX_COUNTER
 
 

@@ -45,18 +45,17 @@ PROBE_SECONDS = 0.05
 
 # Delay between the error for a peer and the end of its connection: ZeroMQ's thread sends the frame. The peer's messages
 # are ignored for a while: ZeroMQ still delivers those it has buffered.
-CLOSE_DELAY_SECONDS = 0.05
-IGNORED_SECONDS = 10.0
+CLOSE_DELAY_SECONDS, IGNORED_SECONDS = 0.05, 10.0
 
-# Queued bytes of one peer. A reply has at most 4 MB, mostly some kB; the first one is always sent.
-MAX_PEER_BYTES = 2**20
+MAX_PEER_BYTES = 2**20  # queued for one peer; a reply has at most 4 MB, mostly some kB; the first one is always sent
 
 # Queued bytes of all peers. Beyond it peers with queued data get nothing more, beyond half of it those that do not read
 # are disconnected, and beyond twice as much only small replies are sent.
 MAX_TOTAL_BYTES = 2**25
 
-# A peer without queued data gets a reply of up to this size, regardless of the others' queues.
-SMALL_ANSWER_BYTES = 2**16
+SMALL_ANSWER_BYTES = (
+    2**16
+)  # a peer without queued data gets a reply of up to this size, however full others' queues are
 
 # Plain integers: combining pyzmq's flags takes as long as sending.
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)

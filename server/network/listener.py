@@ -31,41 +31,31 @@ from statsd_bn.errors import BindError, ConfigurationError
 
 logger = logging.getLogger("statsd_bn.server")
 
-# Maximum wait for a frame, and so the delay before the server notices a stop request or a closed connection.
-POLL_SECONDS = 0.05
-
+POLL_SECONDS = 0.05  # maximum wait for a frame, and so for noticing a stop request or a closed connection
 LINGER_MILLISECONDS = 1000  # of pending replies when the server stops
+HANDSHAKE_MILLISECONDS = 10_000  # it takes milliseconds, or a second on a bad network
 
 # Unread messages per connection: a member has one or two in flight. Further ones from a client wait there, and none is
 # lost. A lower mark wakes ZeroMQ's thread for every second message, which costs 10 % of a round.
-SEND_HIGH_WATER_MARK = 64
-RECEIVE_HIGH_WATER_MARK = 16
-
-HANDSHAKE_MILLISECONDS = 10_000  # it takes milliseconds, or a second on a bad network
+SEND_HIGH_WATER_MARK, RECEIVE_HIGH_WATER_MARK = 64, 16
 
 # Detects a vanished host: after 60 s of silence the system sends a keepalive every 10 s.
 KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 6}
 
 PRIVATE_UMASK = 0o177  # for mode 0600
+LOCK_SECONDS, LOCK_PAUSE_SECONDS = 5.0, 0.01  # a server that starts in the same folder needs a millisecond
 
-# A server that starts in the same folder needs a millisecond.
-LOCK_SECONDS = 5.0
-LOCK_PAUSE_SECONDS = 0.01
-
-# Errors of file systems without locks. Servers that start there in the same millisecond may replace each other's
-# socket.
+# Of file systems without locks. Servers that start there in the same millisecond may replace each other's socket.
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 # Connections that wait to be accepted, for TCP as well: after a restart all members connect at once, and the system
 # retries a refused one only after a moment.
 BACKLOG = 4096
 
-# Events of the monitor.
 EVENTS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 EVENTS |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
-ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-ZAP_DOMAIN = b"statsd_bn"
+ZAP_ENDPOINT, ZAP_DOMAIN = "inproc://zeromq.zap.01", b"statsd_bn"
 
 # Delay of the authenticator's answers. ZeroMQ sends its request before it reads the peer's own metadata, and keeps the
 # last routing id. Without the delay the answer came first in one of four handshakes on a busy machine.

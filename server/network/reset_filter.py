@@ -55,11 +55,8 @@ _HEADERS_ONLY = (
     _ACCEPT,
 )
 
-# Maximum delay of an acknowledgement in addition to the round trip; systems delay it by up to 0.2 s.
-ANSWER_SECONDS = 0.25
-
-# The kernel's clock has steps of up to 10 ms, and an answer may arrive in the same step as the frame.
-_CLOCK_STEP_SECONDS = 0.02
+ANSWER_SECONDS = 0.25  # maximum delay of an acknowledgement beyond the round trip; systems delay it by up to 0.2 s
+_CLOCK_STEP_SECONDS = 0.02  # the kernel's clock has steps of 10 ms; an answer may arrive in the same step as the frame
 
 
 def drop_resets(descriptor: int) -> bool:

@@ -37,8 +37,7 @@ TICK_SECONDS = 0.25  # interval of deadline checks
 MAX_DRAINED = 1024  # frames received in one pass, so that a flood cannot delay deadlines and signals
 _NO_WAIT = int(zmq.NOBLOCK)  # combining pyzmq's flags takes as long as receiving
 
-# How long members may stay after the parent process has ended: they learn of the loss within milliseconds, raise, and
-# leave.
+# How long members may stay after the parent process has ended: they learn of it within milliseconds, raise, and leave.
 ORPHAN_SECONDS = 5.0
 
 # How long members may take to reconnect to the successor of a killed server. Living ones reconnect in a moment; one
