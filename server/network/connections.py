@@ -312,8 +312,6 @@ class ConnectionManager:
 
     def read_monitor(self) -> None:
         """Process the events of the monitor."""
-        if not int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            return
         with suppress(zmq.Again):
             while True:
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)

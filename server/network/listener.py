@@ -101,7 +101,7 @@ class Listener:
 
     def open(self) -> None:
         """Start to accept connections; call it after the last `bind`."""
-        self._authenticator.open()
+        self._authenticator.is_open.set()
 
     def close(self) -> None:
         """Close all sockets; pending replies get LINGER_MILLISECONDS."""
@@ -110,9 +110,9 @@ class Listener:
         self.monitor.close(linger=0)
         self.socket.close(linger=LINGER_MILLISECONDS)
         # The authenticator may still hold back an answer, and `term` waits for it.
-        self._authenticator.open()
+        self._authenticator.is_open.set()
         self._context.term()
-        self._authenticator.join()
+        self._authenticator.thread.join()
 
     def _configure(self) -> None:
         # Without MANDATORY a ROUTER silently drops replies to unknown peers; with HANDOVER a peer could take over
@@ -140,27 +140,18 @@ class Authenticator:
     # the server's loop is.
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], is_allowed: Callable[[str], bool]) -> None:
         self._is_allowed = is_allowed
-        self._is_open = threading.Event()
+        self.is_open = threading.Event()  # once set, it answers, including requests that wait already
         # A REP would receive the next request only after an answer, so the delays would add up.
         self._socket = context.socket(zmq.ROUTER)
         self._socket.bind(ZAP_ENDPOINT)
-        self._thread = threading.Thread(target=self._run, name="statsd_bn authenticator", daemon=True)
-        self._thread.start()
-
-    def open(self) -> None:
-        """Start to answer, including requests that wait already."""
-        self._is_open.set()
-
-    def join(self) -> None:
-        """Wait for the end of the thread, after its context was terminated."""
-        self._is_open.set()
-        self._thread.join()
+        self.thread = threading.Thread(target=self._run, name="statsd_bn authenticator", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         try:
             while True:
                 requests = [self._socket.recv_multipart()]
-                self._is_open.wait()
+                self.is_open.wait()
                 with suppress(zmq.Again):
                     while True:
                         requests.append(self._socket.recv_multipart(zmq.NOBLOCK))
