@@ -54,7 +54,8 @@ class Barrier:
         waiter.lock.acquire(timeout=self._timeout)
         if not waiter.has_result:
             with self._lock:  # `combine` runs under the lock, and may take longer than the timeout
-                self._check_result(waiter, replica)
+                if not waiter.has_result:
+                    raise self._failure or self._time_out(waiter, replica)
         return waiter.result
 
     def finish(self, replica: int) -> None:
@@ -109,15 +110,10 @@ class Barrier:
         lines = "; ".join(f"replica {replica} {state}" for replica, state in replicas.items())
         return RoundMismatch(f"the replicas of this process do not run the same layers: {lines}", replicas=replicas)
 
-    def _check_result(self, waiter: _Waiter, replica: int) -> None:
-        if waiter.has_result:
-            return
-        if self._failure is None:
-            self._failure = RoundTimeout(
-                f"replica {replica} waited {self._timeout:g} s at {waiter.point}; waiting there or elsewhere: "
-                f"{sorted(self._waiters)} of {self.nr_replicas} replicas",
-                waiting=sorted(self._waiters),
-                seconds=self._timeout,
-            )
-            self._release_all()
-        raise self._failure
+    def _time_out(self, waiter: _Waiter, replica: int) -> RoundTimeout:
+        waiting = sorted(self._waiters)
+        waits = f"replica {replica} waited {self._timeout:g} s at {waiter.point}"
+        text = f"{waits}; waiting there or elsewhere: {waiting} of {self.nr_replicas} replicas"
+        self._failure = error = RoundTimeout(text, waiting=waiting, seconds=self._timeout)
+        self._release_all()
+        return error

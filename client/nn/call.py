@@ -81,8 +81,10 @@ class SynchronizedCall:
             return self._normalise_at_barrier(slice_, *self.replica)
         if (recomputed := self._recompute(slice_, 0)) is not None:
             return recomputed
-        ((output, due),) = self._normalise_slices([slice_])
-        return self._with_update(output, due)
+        exchange = self._new_exchange([slice_])
+        (output,) = _outputs([slice_], exchange)
+        due = self._finish(exchange, has_graph=output.requires_grad)
+        return output if due is None else self._with_update(output, due.on(vector_device(output)))
 
     def _normalise_at_barrier(self, slice_: Slice, barrier: Barrier, replica: int) -> Tensor:
         """Normalise the slice of one replica, together with the others at the barrier."""
@@ -104,7 +106,9 @@ class SynchronizedCall:
             with torch.no_grad():
                 moments = engine.moments(slice_.input, slice_.mask)
             exchange = exchange_cache.find(self.layer.layer_name, self.transport, replica, moments)
-        return None if exchange is None else _outputs([slice_], exchange)[0]
+        if exchange is None:
+            return None
+        return (_outputs if is_plain(slice_) else batch_norm)([slice_], exchange)[0]
 
     def _normalise_replicas(self, slices: list[Slice]) -> list[tuple[Tensor, Any]]:
         """Normalise all slices in the last replica's thread, outside of its modes, hooks and streams."""
@@ -165,6 +169,6 @@ class SynchronizedCall:
 
 
 def _outputs(slices: list[Slice], exchange: Exchange) -> list[Tensor]:
-    if isinstance(exchange, PlainExchange) and is_plain(slices[0]):
+    if isinstance(exchange, PlainExchange):
         return [plain_batch_norm(exchange, *slices[0][:3])]
     return batch_norm(slices, exchange)

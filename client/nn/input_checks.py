@@ -5,7 +5,7 @@ Torch's classes for distributed tensors are looked up in `sys.modules`, because 
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from torch.fx import Proxy, Tracer
 from torch.overrides import has_torch_function
 
 from statsd_bn.text import wrap
+
+FunctionT = TypeVar("FunctionT", bound=Any)
 
 # Types of inputs, as in torch's batch norm.
 TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -98,6 +100,12 @@ def tracing_error(layer: Any, tracing: str) -> Exception:
     """Error for a tracer that cannot record an exchange; `tracing` is a text such as "traced by torch.jit.trace"."""
     remedy = "use client.revert_model(model), which restores torch's layers"
     return _error(TypeError, layer, f"a synchronised layer cannot be {tracing}; {remedy}")
+
+
+def constant_in_trace(function: FunctionT) -> FunctionT:
+    """Let torch.compile evaluate a function while it traces; `assume_constant_result` would import the compiler."""
+    function._dynamo_marked_constant = True  # noqa: SLF001 - has no public name
+    return function
 
 
 def fx_proxy(layer: Any, arguments: Sequence[Any], named: dict[str, Any]) -> Any:

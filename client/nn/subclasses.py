@@ -164,6 +164,7 @@ class SuperForward(SynchronizedBatchNorm):
         return without_override(super().forward, input, mask)
 
 
+@input_checks.constant_in_trace
 def _warn_once(cls: Any, layer: str, *, unrelated: bool = False) -> None:
     """Log once for each generated class that its `forward` does not call `batch_norm`, or `unrelated` calls of it."""
     problem = (
@@ -176,10 +177,6 @@ def _warn_once(cls: Any, layer: str, *, unrelated: bool = False) -> None:
         cls._logged_warnings.add(problem)
         logger.warning(problem, f"layer {layer!r}", cls.converted_from.__qualname__)
 
-
-# torch.compile evaluates the function while it traces. `torch.compiler.assume_constant_result` sets the same attribute,
-# but imports the compiler.
-_warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001 - has no public name
 
 _names = {*dir(SubclassWithForward), *dir(SuperForward)} - {*dir(nn.SyncBatchNorm), "process_group"}
 RESERVED_NAMES = sorted(name for name in _names if not name.startswith("__"))

@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, distributed, nn
 
 from client.nn import running_stats
+from client.nn.input_checks import constant_in_trace
 from client.nn.override import BatchNormCall, without_override
 from client.nn.running_stats import DeferredUpdate
 from client.ops import engine
@@ -64,6 +65,7 @@ def _forward_apart(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor
 _warned_of: list[str] = []
 
 
+@constant_in_trace
 def warn_if_unconnected(layer: str) -> None:
     """Log once that this process trains alone although its job has others.
 
@@ -95,8 +97,3 @@ def _evidence_of_others() -> str:
 def _world_size_of_launcher() -> int:
     processes = os.environ.get("WORLD_SIZE", "")
     return int(processes) if processes.isdecimal() else 1
-
-
-# torch.compile evaluates the function while it traces. `torch.compiler.assume_constant_result` sets the same attribute,
-# but imports the compiler.
-warn_if_unconnected._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001 - has no public name

@@ -1,6 +1,5 @@
 """Idioms of users' code around batch norms, which torch's layers allow and a conversion must not break."""
 
-import contextlib
 import copy
 import functools
 
@@ -111,7 +110,21 @@ class BelowOneThatCheckpoints(Checkpoints):
         return super().forward(x).relu()
 
 
-@pytest.mark.parametrize("kind", [CheckpointsTorchsForward, CheckpointsByADecorator, BelowOneThatCheckpoints])
+class Unseen(nn.BatchNorm2d):
+    """No name leads to its checkpoint."""
+
+    def __init__(self, channels, way):
+        super().__init__(channels)
+        self.way = way
+
+    def forward(self, x):
+        return self.way(lambda t: F.batch_norm(t, self.running_mean, self.running_var, training=self.training), x)
+
+
+UNSEEN = [functools.partial(Unseen, way=functools.partial(checkpoint, use_reentrant=given)) for given in (False, True)]
+
+
+@pytest.mark.parametrize("kind", [CheckpointsTorchsForward, CheckpointsByADecorator, BelowOneThatCheckpoints, *UNSEEN])
 def test_a_checkpoint_of_its_call_of_batch_norm_is_an_error_in_the_first_step(kind):
     model = client.convert_model(nn.Sequential(kind(CHANNELS)))
     with pytest.raises(ConfigurationError, match="layer '0': its forward checkpoints its call of batch_norm"):
@@ -359,25 +372,6 @@ def test_only_layers_whose_forward_takes_another_way_are_named(in_replicas, capl
     assert any("layer '1' not synchronised: the forward of " in told for told in caplog.messages)
 
 
-class Unseen(nn.BatchNorm2d):
-    """No name leads to its checkpoint."""
-
-    def __init__(self, channels, way):
-        super().__init__(channels)
-        self.way = way
-
-    def forward(self, x):
-        return self.way(lambda t: F.batch_norm(t, self.running_mean, self.running_var, training=self.training), x)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_checkpoint_that_no_name_leads_to_is_an_error_when_it_runs(use_reentrant):
-    way = functools.partial(checkpoint, use_reentrant=use_reentrant)
-    model = client.convert_model(nn.Sequential(Unseen(CHANNELS, way)))
-    with pytest.raises(ConfigurationError, match="layer '0': its forward checkpoints its call of batch_norm"):
-        model(batch().requires_grad_())
-
-
 class Recomputing(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function, x):
@@ -446,14 +440,6 @@ def test_a_layer_may_be_called_within_an_autograd_function():
     x = batch().requires_grad_()
     Recomputing.apply(layer, x).square().sum().backward()
     assert x.grad is not None
-
-
-@pytest.mark.parametrize("is_inside", [False, True])
-def test_a_checkpoint_is_looked_for_when_it_runs(is_inside):
-    way = functools.partial(checkpoint, use_reentrant=False) if is_inside else lambda function, x: function(x)
-    model = client.convert_model(nn.Sequential(Unseen(CHANNELS, way)))
-    with pytest.raises(ConfigurationError, match="checkpoints") if is_inside else contextlib.nullcontext():
-        model(batch().requires_grad_())
 
 
 class Frozen(Unseen):
