@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, fields, replace
+from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from torch import distributed
 
@@ -47,8 +47,7 @@ _stores: dict[tuple[int, StoreAddress], "Store"] = {}
 _entries = itertools.count()
 
 
-@dataclass(frozen=True, slots=True)
-class Announcement:
+class Announcement(NamedTuple):
     """Rank 0's server, with its count of restarts of the job, or the problem because of which it has none."""
 
     endpoint: str = ""
@@ -58,14 +57,12 @@ class Announcement:
     @classmethod
     def parse(cls, text: bytes) -> "Announcement":
         """Parses an announcement; raises ProtocolError for other text."""
-        try:
-            announcement = cls(**json.loads(text))
-        except (ValueError, TypeError, RecursionError):
-            raise ProtocolError("expected the announcement of rank 0 in torch's store, got something else") from None
-        if any(type(getattr(announcement, each.name)) is not type(each.default) for each in fields(cls)):
-            raise ProtocolError("expected the announcement of rank 0 in torch's store, got fields of other types")
-        # Both texts appear in errors, and any client of the store may have written them.
-        return replace(announcement, endpoint=escape(announcement.endpoint), problem=escape_lines(announcement.problem))
+        with suppress(ValueError, RecursionError):
+            match json.loads(text):
+                case [str(endpoint), int(epoch), str(problem)] if type(epoch) is int:
+                    # Both texts appear in errors, and any client of the store may have written them.
+                    return cls(escape(endpoint), epoch, escape_lines(problem))
+        raise ProtocolError("expected the announcement of rank 0 in torch's store, got something else")
 
 
 class StoreEntry:
@@ -95,7 +92,7 @@ class StoreEntry:
 
     def write(self, announcement: Announcement) -> None:
         """Writes the announcement; it stays there until the store closes."""
-        self._set(self._key, json.dumps(asdict(announcement)))
+        self._set(self._key, json.dumps(announcement))
 
     def read(self, known: Announcement | None = None, seconds: float = math.inf) -> Announcement:
         """Waits for an announcement of rank 0 other than `known`, up to the entry's timeout or `seconds`."""

@@ -103,7 +103,10 @@ class DDPHandler:
             self._samplers[name] = sampler
         handler: Any = getattr(self.train_loop_obj, "callbacks_handler", None)
         if hasattr(handler, "register_callbacks") and not self._is_registered:
-            handler.register_callbacks([_epoch_callback(handler, self.set_epoch)])
+            # aitoolbox's handler accepts only subclasses of the `AbstractCallback` in its module.
+            base: type = getattr(sys.modules.get(handler.register_callbacks.__module__), "AbstractCallback", object)
+            kind: type[EpochCallback] = type(EpochCallback.__name__, (EpochCallback, base), {})
+            handler.register_callbacks([kind(self.set_epoch)])
             self._is_registered = True
 
     def set_epoch(self, epoch: int) -> None:
@@ -243,14 +246,6 @@ class EpochCallback:
     def on_epoch_begin(self) -> None:
         """Sets the samplers' epoch."""
         self.set_epoch(self.train_loop_obj.epoch)
-
-
-def _epoch_callback(callbacks_handler: Any, set_epoch: Callable[[int], None]) -> EpochCallback:
-    """Returns a callback for a handler; aitoolbox's accepts only subclasses of the `AbstractCallback` in its module."""
-    module = sys.modules.get(callbacks_handler.register_callbacks.__module__)
-    base: type = getattr(module, "AbstractCallback", object)
-    kind: type[EpochCallback] = type(EpochCallback.__name__, (EpochCallback, base), {})
-    return kind(set_epoch)
 
 
 def all_gather_tensors(

@@ -149,7 +149,10 @@ def test_a_torch_without_stores_asks_for_an_endpoint(entry_of, monkeypatch):
 
 @pytest.mark.parametrize(
     "text",
-    [*("", "[]", "{", '{"endpoint": 1}', '{"epoch": true}', '{"epoch": "1"}', '{"key": "sesame"}'), "[" * 100_000],
+    [
+        *("", "[]", "{", '{"key": "sesame"}', '["a", 0, "", "sesame"]', "[" * 100_000),
+        *('[1, 0, ""]', '["a", true, ""]', '["a", "1", ""]', '["a", 0, null]'),
+    ],
     ids=lambda text: text[:20],
 )
 def test_anything_else_is_refused_and_not_quoted(text):
@@ -159,5 +162,5 @@ def test_anything_else_is_refused_and_not_quoted(text):
 
 
 def test_an_announcement_is_made_printable():
-    told = Announcement.parse(json.dumps({"endpoint": "tcp://\x1b[2J", "problem": "two\nlines\x1b[2J"}).encode())
+    told = Announcement.parse(json.dumps(["tcp://\x1b[2J", 0, "two\nlines\x1b[2J"]).encode())
     assert (told.endpoint, told.problem) == (r"tcp://\x1b[2J", "two\nlines" + r"\x1b[2J")
