@@ -168,11 +168,6 @@ class Contributor:
         """The stack in its latest report; empty without one."""
         return escape(self.stack_sample.latest.stack) if self.stack_sample and self.stack_sample.latest else ""
 
-    @property
-    def latest_step(self) -> int:
-        """The highest step of its contributions and reports."""
-        return max(self.step, self.reported_step)
-
     def report(self, now: float, step: int) -> dict[str, Any]:
         """Entry of the status report; `step` is the member's current step."""
         where, last = self.location(now), self.lateness.total

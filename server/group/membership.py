@@ -66,7 +66,7 @@ class Membership:
     def step_of(self, contributor: Contributor) -> int:
         """Current step of a member: participants of a strict group are all in the latest one."""
         is_in_lockstep = contributor.state is MemberState.TAKES_PART and not self.is_elastic
-        return self.reported_step if is_in_lockstep else contributor.latest_step
+        return self.reported_step if is_in_lockstep else max(contributor.step, contributor.reported_step)
 
     @property
     def absent(self) -> list[int]:
