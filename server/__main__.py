@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from server.cli import bug_report
@@ -215,9 +216,10 @@ def _report(arguments: list[str]) -> None:
         "Prints versions, devices, settings, and a server's state for a bug report, without names, hosts, addresses "
     )
     parser = _asking_parser("report", f"{about}and keys.")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="log file: add its last lines, redacted")
     found = parser.parse_args(arguments)
     keys = partial(_keys, curve=found.curve)
-    print(bug_report.describe(partial(_endpoint, found), keys))  # noqa: T201 - the command's result
+    print(bug_report.describe(partial(_endpoint, found), keys, found.log))  # noqa: T201 - the command's result
 
 
 _COMMANDS = (_serve, _status, _check, _view, _report, _keygen, _secret)

@@ -23,6 +23,12 @@ PREFIX = "STATSD_BN_"
 OURS = ("TRANSPORT", "NATIVE", "TRACEBACK", "LOG_LEVEL", "INSECURE")
 HARMLESS = {*(PREFIX + name for name in OURS), "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK"}
 
+LOG_LINES = 20
+# Longer lines of a log are cut.
+MAX_LINE = 300
+# The end of a log that is read.
+MAX_LOG_BYTES = 64 * 1024
+
 # Torch runs in a process of its own: its import takes seconds, and a broken CUDA can end the process.
 DEVICES = """
 import torch
@@ -46,10 +52,13 @@ REDACTED = (
 
 
 def describe(
-    endpoint: Callable[[], str], keys: Callable[[str], ClientKeys | None], environ: Mapping[str, str] = os.environ
+    endpoint: Callable[[], str],
+    keys: Callable[[str], ClientKeys | None],
+    log: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> str:
     """What a bug report needs; `endpoint` and `keys` may raise, and the error is part of the report."""
-    return "\n".join((*_versions(), *_settings(environ), *_server(endpoint, keys)))
+    return "\n".join((*_versions(), *_settings(environ), *_server(endpoint, keys), *(_log(log) if log else ())))
 
 
 def _versions() -> Iterator[str]:
@@ -114,6 +123,18 @@ def _server(endpoint: Callable[[], str], keys: Callable[[str], ClientKeys | None
         kinds["non-finite"] += len(group.get("non_finite", ()))
         if texts := [f"{count} {kind}" for kind, count in kinds.items() if count]:
             yield f"    findings: {', '.join(texts)}"
+
+
+def _log(path: Path) -> Iterator[str]:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_LOG_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
+    except OSError as error:
+        yield f"log: cannot be read: {error.strerror}"
+        return
+    yield f"log, its last {len(lines)} lines:"
+    yield from (f"  {redact(line)[:MAX_LINE]}" for line in lines)
 
 
 def redact(text: str) -> str:

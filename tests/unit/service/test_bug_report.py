@@ -65,6 +65,16 @@ def test_a_server_is_described_without_names(monkeypatch):
     assert "pid 812" not in text
 
 
+def test_the_last_lines_of_a_log_are_redacted(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("".join(f"line {number} of job 'digits'\n" for number in range(50)))
+    text = describe(none_answers, no_keys, log, environ={})
+    assert "log, its last 20 lines:\n  line 30 of job '...'\n" in text
+    assert text.endswith("line 49 of job '...'")
+    assert "line 29" not in text
+    assert "log: cannot be read: No such file" in describe(none_answers, no_keys, tmp_path / "none", environ={})
+
+
 @pytest.mark.parametrize(
     ("text", "redacted"),
     [
