@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 
@@ -90,6 +91,12 @@ class Training:
 
     def rows(self):
         return self.driver.find_elements("css selector", "#ranks tbody tr")
+
+    def layers(self):
+        """Names of the layers in the order of the map."""
+        (group,) = ask(self.endpoint)["groups"]
+        script = "const [url, done] = arguments; fetch(url).then((it) => it.json()).then((heat) => done(heat.layers));"
+        return self.driver.execute_async_script(script, f"/heat?{urlencode({n: group[n] for n in ('job', 'group')})}")
 
     def pid(self, rank):
         (group,) = ask(self.endpoint)["groups"]
@@ -181,7 +188,8 @@ def test_tripled_inputs(training, axe):
     time.sleep(PICTURE_SECONDS)
     training.plant("tripled")
     training.knows(has_finding("skew"), KNOWN_SECONDS)
-    training.shows(r"(?s)Rank 1.*data.*times.*bn1")
+    training.shows(r"(?s)Rank 1.*data.*times.* in bn1\b")
+    assert training.layers()[:3] == ["bn1", "layer1.0.bn1", "layer1.0.bn2"]
     assert "differs" in text(training.driver, "[data-rank='1'] th")
     wait_for(training.driver, "rank 1", "#reading")
     time.sleep(PICTURE_SECONDS)
