@@ -41,6 +41,7 @@ from client.training.join import commit_running_statistics, join
 from client.training.moments import BatchMoments, RunningMoments, moments
 from client.training.recalibration import recalibrate
 from client.training.smart_ddp import smart_DDP, smart_ddp
+from client.transports.process_group import NamedProcessGroup as NamedProcessGroup  # not public, but pickles name it
 from client.transports.server import SlavePipe
 
 __all__ = ["Connection", "Group", "connect", "current_connection", "disconnect", "local_group"]
@@ -59,6 +60,6 @@ __all__ += ["moments", "recalibrate", "smart_DDP", "smart_ddp"]
 __all__ += ["ElasticSampler", "ElasticState", "MembersChanged", "SlavePipe", "run_elastic"]
 
 # Pickles name the module of a class. Name this one, so that old pickles load after a class has moved to another file.
-for _name in __all__:
+for _name in (*__all__, "NamedProcessGroup"):
     if isinstance(_class := globals()[_name], type):
         _class.__module__ = __name__

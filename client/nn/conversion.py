@@ -222,8 +222,12 @@ def conversion_report(model: nn.Module) -> ConversionReport:
             else:
                 synchronised[path] = name
         elif is_unsynchronised(module):
-            is_sharded = module in sharded
-            reason = "sharded by FSDP; convert the model first" if is_sharded else reason_not_synchronised(module)
+            if module in sharded:
+                reason = "sharded by FSDP; convert the model first"
+            elif type(module) in REPLACEMENTS and not has_own_forward(module):
+                reason = ""  # no class needs to be derived from these
+            else:
+                reason = reason_not_synchronised(module)
             left[path] = (type(module).__qualname__, reason or "not converted")
     return ConversionReport(synchronised, left)
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import warnings
 import weakref
 
@@ -296,6 +297,14 @@ def test_a_layers_process_group_comes_back_whatever_it_was_converted_to(given):
 
 
 @pytest.mark.usefixtures("process_group")
+def test_a_pickle_names_no_file_of_the_process_group():
+    layer = client.convert_model(nn.BatchNorm1d(3), process_group=torch.distributed.new_group())
+    pickled = pickle.dumps(layer)
+    assert b"client.transports" not in pickled
+    assert pickle.loads(pickled).group == layer.group  # noqa: S301 - written here
+
+
+@pytest.mark.usefixtures("process_group")
 def test_a_given_process_group_is_that_of_torchs_layers_too():
     group = torch.distributed.group.WORLD
     converted = client.convert_model(nn.Sequential(nn.SyncBatchNorm(3)), process_group=group)
@@ -459,3 +468,9 @@ def test_a_batch_norm_that_stays_torchs_may_have_any_name():
     with pytest.warns(UserWarning, match="left 1 layer"):
         assert client.convert_model(model) is model
     assert type(layer) is nn.BatchNorm1d
+
+
+@pytest.mark.parametrize("plain", [nn.BatchNorm1d, nn.SyncBatchNorm, nn.LazyBatchNorm1d])
+def test_a_layer_that_can_be_converted_is_reported_as_not_converted(plain):
+    layer = plain(*[] if plain is nn.LazyBatchNorm1d else [3])
+    assert client.conversion_report(layer).left == {"": (plain.__name__, "not converted")}
