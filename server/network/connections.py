@@ -1,4 +1,4 @@
-"""Connections: sends frames, detects disconnected peers, and closes bad connections.
+"""Connections: sends frames, notices disconnects, and closes bad or surplus connections.
 
 ZeroMQ has no call to close a single connection, and does not report its peer. But it reports the file descriptor, at
 accept and with each message. The server closes a connection through its descriptor; to ZeroMQ the peer then seems to
