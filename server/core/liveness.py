@@ -38,20 +38,13 @@ class Session:
         """Address to probe: a living member keeps its heartbeat socket open, but may close the others."""
         return self.heartbeat_peer or self.peer
 
-    def loss_cause(self, now: float, most: float) -> str:
-        """Reason to consider the session lost; "" while it is alive. `most` is the allowed silence in seconds."""
-        if self.unreachable_since is not None and now - self.unreachable_since >= RECONNECT_SECONDS:
-            return "the connection was lost"
-        silence = now - self.last_heard
-        return f"no sign of life for {silence:.1f} s" if silence >= most else ""
-
 
 class Sessions(dict[bytes, Session]):
     """All registered sessions, by token."""
 
     def __init__(self, now: float, silence: float) -> None:
-        self._silence = silence
-        self._last_check = now
+        self._silence = silence  # allowed, in seconds
+        self._last_check = self._measured_from = now
 
     def probe_addresses(self, since: float) -> set[bytes]:
         """Addresses of the sessions without a message after `since`, one for each."""
@@ -77,11 +70,17 @@ class Sessions(dict[bytes, Session]):
         if now - self._last_check > limits.HEARTBEAT_SECONDS:
             # The server itself was frozen or starved. Messages of that time may still be in flight, so the silence is
             # measured from now.
-            for session in self.values():
-                session.last_heard = now
-                session.unreachable_since = None if session.unreachable_since is None else now
+            self._measured_from = now
         self._last_check = now
-        lost = [(token, one) for token, one in self.items() if one.loss_cause(now, self._silence)]
+        lost = [(token, session, cause) for token, session in self.items() if (cause := self._loss_cause(now, session))]
         # By the disconnect, since a process that is stopped because another one was killed may have been silent before.
         lost.sort(key=lambda entry: (entry[1].unreachable_since or -math.inf, entry[1].last_heard))
-        return [(token, one.loss_cause(now, self._silence)) for token, one in lost]
+        return [(token, cause) for token, _, cause in lost]
+
+    def _loss_cause(self, now: float, session: Session) -> str:
+        """Reason to consider a session lost; "" while it is alive."""
+        unreachable_since, measured_from = session.unreachable_since, self._measured_from
+        if unreachable_since is not None and now - max(unreachable_since, measured_from) >= RECONNECT_SECONDS:
+            return "the connection was lost"
+        silence = now - max(session.last_heard, measured_from)
+        return f"no sign of life for {silence:.1f} s" if silence >= self._silence else ""

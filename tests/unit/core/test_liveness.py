@@ -255,6 +255,22 @@ def test_a_delayed_server_declares_no_member_lost(clock):
     assert clock.present == [0, 1]
 
 
+@pytest.mark.parametrize("cut", [False, True], ids=["silent", "disconnected"])
+def test_a_delayed_server_blames_the_member_that_was_silent_first(clock, cut):
+    clock.open()
+    for member in (0, 2, 1):
+        clock.now += 0.01
+        clock.beat(member)
+    for member in (2, 1) if cut else ():
+        clock.now += 0.01
+        clock.cut(peer(member), beacon(member))
+    clock.now += 60.0
+    assert clock.dispatcher.tick(clock.now) == []
+    clock.contribute(0)
+    ((_, told),) = clock.pass_time(SILENCE, alive=(0,))
+    assert told.fields["member"] == 2
+
+
 def test_a_member_that_left_is_not_lost_later(clock):
     clock.open()
     clock.contribute(0)
