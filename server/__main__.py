@@ -16,7 +16,7 @@ from server.config import Parser, from_arguments, host_and_port, suggestion
 from server.network.service import run_master
 from server.security.keygen import generate, load_query_keys, write_secret
 from server.view.snapshot import SnapshotBuilder
-from server.view.text import describe_snapshot, with_verdicts
+from server.view.text import describe, describe_snapshot, with_verdicts
 from statsd_bn.endpoints import check_key, check_server_socket, needs_keys
 from statsd_bn.environment import boolean
 from statsd_bn.errors import AuthenticationRefused, BindError, ConfigurationError, ServerUnreachable
@@ -110,8 +110,9 @@ def _status(arguments: list[str]) -> None:
         report = ask(endpoint, keys=keys)
         if found.json:
             return as_json(with_verdicts(report, time.time()))
+        once = describe(report)  # raises for a malformed report, of which the builder must not keep anything
         with refuses_malformed():
-            return describe_snapshot(builder.update(time.time(), report))
+            return describe_snapshot(builder.update(time.time(), report)) if found.watch else once
 
     def failed(error: ServerUnreachable) -> str:
         text = log_line(error)

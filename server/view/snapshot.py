@@ -307,6 +307,8 @@ class SnapshotBuilder:
         """Add the report's groups to their histories."""
         for watched in running[:MAX_TRENDS]:
             watched.trend.add(now, watched.group)
+        for watched in running[MAX_TRENDS:]:
+            watched.trend = Trend()
         drawn = sum("figures" in one.group or len(one.layers) > 0 for one in self._watched.values())
         for watched in running:
             if "figures" in watched.group:
@@ -334,21 +336,22 @@ def _present_findings(group: Report) -> list[Report]:
 def _with_present_numbers(group: Report, finding: Report, layer: Report | None) -> Report:
     if not layer or "variance" not in finding or finding.get("cleared"):
         return finding
-    ranks = ranks_of(group, len(layer["parts"]))
-    if finding["rank"] not in ranks or len(ranks) == 1:
+    numbers = np.array([layer[name] for name in ("parts", "means", "variances")], float)
+    ranks = ranks_of(group, numbers.shape[1])
+    # The figures are float32: the variance of activations above 1e19 is infinite.
+    if finding["rank"] not in ranks or len(ranks) == 1 or not np.isfinite(numbers).all():
         return finding
     at = ranks.index(finding["rank"])
-    own = {name: float(layer[name][at]) for name in ("parts", "means", "variances")}
-    usual = {name: float(np.median(np.delete(layer[name], at))) for name in own}
-    variance = max(usual["variances"], float(np.finfo(np.float32).tiny))
-    shift = (own["means"] - usual["means"]) / math.sqrt(variance)
+    part, mean, variance = numbers[:, at].tolist()
+    usual, usual_mean, usual_variance = np.median(np.delete(numbers, at, 1), 1).tolist()
+    usual_variance = max(usual_variance, float(np.finfo(np.float32).tiny))
     return {
         **finding,
         "is_present": True,
-        "variance": min(own["variances"] / variance, MAX_RATIO),
-        "shift": max(-MAX_RATIO, min(shift, MAX_RATIO)),
-        "part": own["parts"],
-        "usual": usual["parts"],
+        "variance": min(variance / usual_variance, MAX_RATIO),
+        "shift": max(-MAX_RATIO, min((mean - usual_mean) / math.sqrt(usual_variance), MAX_RATIO)),
+        "part": part,
+        "usual": usual,
     }
 
 

@@ -2,11 +2,14 @@
 
 import io
 import json
+from functools import partial
 
 import pytest
 
+from server import __main__ as command
 from server.cli.status import as_json, watch
 from statsd_bn.errors import ServerUnreachable
+from support.view_reports import group, member, report
 
 
 class Terminal(io.StringIO):
@@ -63,3 +66,18 @@ def test_without_a_server_at_the_start_it_ends():
 def test_a_report_is_json_on_one_line():
     assert json.loads(as_json({"b": 1, "a": "é"})) == {"a": "é", "b": 1}
     assert as_json({"b": 1, "a": "é\n"}) == '{"a": "é\\n", "b": 1}'
+
+
+def test_nothing_of_a_malformed_report_is_shown_later(monkeypatch):
+    whole = group(member(0), member(1))
+    malformed = {name: value for name, value in whole.items() if name != "min_members"}
+    reports, out = iter([report(whole), report(malformed), report()]), io.StringIO()
+    monkeypatch.setattr(command, "ask", lambda *_, **__: next(reports))
+    monkeypatch.setattr(command, "watch", partial(watch, out=out, pause=paused(3)))
+    monkeypatch.setenv("STATSD_BN_INSECURE", "1")
+    assert command.main(["status", "--watch", "tcp://127.0.0.1:1"]) == 0
+    assert [text.splitlines()[0] for text in out.getvalue().split("digits: ")[1:]] == [
+        "Healthy: all 2 ranks take part, no NaN so far",
+        "The server does not answer: expected a status report of this version,",
+        "Finished in good order: 2 ranks, 100 rounds",
+    ]

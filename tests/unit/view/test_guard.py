@@ -1,10 +1,11 @@
 import asyncio
+import time
 
 import pytest
 
 pytest.importorskip("uvicorn", reason="needs the extra view")
 
-from server.view.web import COOKIE, Guard
+from server.view.web import COOKIE, REQUEST_BYTES, Guard
 
 TOKEN = "s3cret"  # noqa: S105 - it opens nothing
 
@@ -33,6 +34,19 @@ def test_a_token_comes_by_header_or_by_cookie():
     assert answer(guard, authorization=f"Bearer {TOKEN}")[0] == 200
     assert answer(guard, cookie=f"a=b; {COOKIE}_8321={TOKEN}")[0] == 200
     assert answer(guard, cookie=f"{COOKIE}_8321=; x={TOKEN}")[0] == 401
+
+
+@pytest.mark.parametrize("cookies", [("wrong", TOKEN), (TOKEN, "wrong")], ids=["last", "first"])
+def test_one_of_several_cookies_of_that_name_is_enough(cookies):
+    assert answer(Guard(page, TOKEN), cookie="; ".join(f"{COOKIE}_8321={value}" for value in cookies))[0] == 200
+
+
+@pytest.mark.parametrize("name", ["x", f"{COOKIE}_8321"])
+def test_a_long_cookie_without_the_token_costs_little(name):
+    guard, cookie = Guard(page, TOKEN), name + '="' + "\\" * (REQUEST_BYTES - 100) + '"'
+    began = time.thread_time()
+    assert answer(guard, cookie=cookie)[0] == 401
+    assert time.thread_time() - began < 0.1
 
 
 @pytest.mark.parametrize(("host", "cookie"), [("view.lan", COOKIE), ("[::1]:80", f"{COOKIE}_80"), ("[::1]", COOKIE)])

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from server.view.snapshot import MAX_EVENTS, MAX_OVER, SnapshotBuilder, events
+from server.view.snapshot import MAX_EVENTS, MAX_OVER, MAX_TRENDS, SnapshotBuilder, events
 from support.view_reports import ended, figures, group, layer, member, report, skew, straggler, waiting
 
 ROUND = waiting(2.0, 1)
@@ -248,6 +248,14 @@ def test_a_finding_has_the_present_numbers_of_its_layer():
     assert shown(skew(1, cleared=True), bn1)[0]["variance"] == 8.5
 
 
+@pytest.mark.parametrize("name", ["means", "variances"])
+def test_a_finding_keeps_its_numbers_where_the_figures_of_its_layer_overflow(name):
+    of = layer("bn1", 0.1, 0.2, 0.1) | {name: [1.0, float("inf"), float("inf")]}
+    told = group(*(member(rank) for rank in range(3)), findings=[skew(1)], figures=figures(of))
+    (found,) = SnapshotBuilder("x").update(0.0, report(told))["groups"]
+    assert found["findings"] == [skew(1)]
+
+
 def test_a_verdict_has_the_time_of_its_step_for_longer_than_the_history():
     watcher, of = SnapshotBuilder("x"), {"findings": [skew(1, since=70)]}
     for second in range(0, 100, 4):
@@ -257,6 +265,13 @@ def test_a_verdict_has_the_time_of_its_step_for_longer_than_the_history():
         verdict = found["verdict"]
         assert (verdict["step"], verdict["since"]) == (70, 100.0)
         assert verdict["step_time"] == pytest.approx(7.0)
+
+
+def test_trends_are_bounded_in_whichever_order_a_server_reports_its_groups():
+    watcher, groups = SnapshotBuilder("x"), [group(member(0), job=f"job {number}") for number in range(2 * MAX_TRENDS)]
+    for second in range(0, 24, 4):
+        shown = shown_at(watcher, float(second), *groups[:: 1 if second < 12 else -1])
+    assert [bool(found["trend"]["seconds"]) for found in shown["groups"]] == [True] * MAX_TRENDS + [False] * MAX_TRENDS
 
 
 def test_nothing_is_kept_of_jobs_that_ended_long_ago():
