@@ -131,6 +131,14 @@ def connect(
     for name, candidate in find_misspelt(os.environ, VARIABLES):
         logger.warning("unknown environment variable %s is ignored; did you mean %s?", name, candidate)
     settings = resolve(os.environ, launchers.find_process_group(), **arguments)
+    if launched := settings.launched:
+        size, source = settings.resolved["world_size"], launched.source
+        text = (
+            "%s, but %s has %d processes: connect() waits up to %g s for the other ranks, which must be started "
+            "elsewhere; omit world_size if there are no others"
+        )
+        # At once: rank 0 may wait for all ranks in torch's store, where nothing is logged before the timeout.
+        logger.warning(text, size, source, launched.value, settings.member.seconds_to_join)
     logger.info("connecting with %s", settings)
     if settings.member.world_size > 1:
         # Before other ranks expect heartbeats: torch's optimizers import this module, which holds the GIL for long. On

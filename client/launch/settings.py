@@ -48,7 +48,7 @@ class Settings:
     """The resolved configuration of `client.connect`.
 
     Without `endpoint` rank 0 starts a server, and announces it in the launcher's store or, if `uses_process_group`, in
-    the process group's.
+    the process group's. `launched` is the number of processes that were started, if `world_size` is larger.
     """
 
     member: Member
@@ -56,6 +56,7 @@ class Settings:
     store: StoreAddress | None
     is_one_node: bool
     uses_process_group: bool
+    launched: Setting | None
     resolved: Mapping[str, Setting]
 
     @property
@@ -91,7 +92,10 @@ def resolve(environ: Mapping[str, str], group: ProcessGroup | None = None, **arg
         if given["world_size"] is None:
             raise
         launched = None  # the argument replaces an invalid variable
-    size, rank = _size_and_rank(environ, given, launched, group)
+    # The launcher has started several processes, or its only one has started those of the process group.
+    of_group = group and Setting("world_size", group.size, PROCESS_GROUP)
+    several = next((each for each in (launched, of_group) if each and each.value > 1), None)
+    size, rank = _size_and_rank(environ, given, launched, several, group)
     min_members = _min_members(given, size)
     transport = _choice(environ, "STATSD_BN_TRANSPORT", given, TRANSPORT_CHOICES)
     if given["policy"] == ELASTIC and transport.value == OVER_PROCESS_GROUP:
@@ -121,6 +125,7 @@ def resolve(environ: Mapping[str, str], group: ProcessGroup | None = None, **arg
         store=store.value if store else None,
         is_one_node=store is not None and launchers.is_one_node(environ, store.value, size.value),
         uses_process_group=uses_process_group,
+        launched=several if several and several.value < size.value else None,
         resolved=resolved,
     )
 
@@ -177,7 +182,11 @@ def _epoch(environ: Mapping[str, str]) -> Setting:
 
 
 def _size_and_rank(
-    environ: Mapping[str, str], given: Mapping[str, Any], launched: Setting | None, group: ProcessGroup | None
+    environ: Mapping[str, str],
+    given: Mapping[str, Any],
+    launched: Setting | None,
+    several: Setting | None,
+    group: ProcessGroup | None,
 ) -> tuple[Setting, Setting]:
     size = optional("world_size", given["world_size"], ARGUMENT) or launched
     rank = optional("rank", given["rank"], ARGUMENT) or launchers.rank(environ)
@@ -203,8 +212,6 @@ def _size_and_rank(
     if not 1 <= size.value <= limits.MAX_MEMBERS:
         got = f"got {short_repr(size.value)} ({size.source})"
         raise ConfigurationError(f"world_size: expected 1 to {limits.MAX_MEMBERS}, {got}")
-    # The launcher has started several processes, or its only one has started those of the process group.
-    several = launched if launched and launched.value > 1 else group and Setting("", group.size, PROCESS_GROUP)
     is_elastic = given["policy"] == ELASTIC
     # New members may raise an elastic job above its initial size.
     if several and size.value < several.value and rank.source != ARGUMENT and not is_elastic:

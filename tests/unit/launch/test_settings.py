@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 import client
+from client.launch import launchers
+from client.launch.launchers import ProcessGroup
 from client.launch.settings import resolve
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError
@@ -180,6 +182,21 @@ def test_the_log_names_the_source_of_each_value(monkeypatch, caplog, tmp_path):
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("connecting with endpoint 'tcp://a:1' (argument), job 'run-7' (TORCHELASTIC_RUN_ID), ")
     assert "rank 1 (RANK), world_size 4 (WORLD_SIZE), round_timeout 600.0 (default), " in line
+
+
+@pytest.mark.parametrize("environ", [{"RANK": "0", "WORLD_SIZE": "2"}, {}], ids=["launcher", "process group"])
+def test_the_first_line_warns_that_more_ranks_are_awaited_than_launched(environ, monkeypatch, caplog, tmp_path):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launchers, "find_process_group", lambda: None if environ else ProcessGroup(0, 2))
+    with caplog.at_level("INFO", "statsd_bn.client"), pytest.raises(ConfigurationError):
+        client.connect("tcp://a:1", world_size=3, curve=tmp_path / "missing")
+    who = "WORLD_SIZE" if environ else "process group"
+    assert caplog.records[0].getMessage() == (
+        f"world_size 3 (argument), but {who} has 2 processes: connect() waits up to 600 s for the other ranks, "
+        "which must be started elsewhere; omit world_size if there are no others"
+    )
+    assert resolve({"RANK": "0", "WORLD_SIZE": "1"}, world_size=3).launched is None, "it started the others itself"
 
 
 def test_a_smaller_job_than_launched_needs_a_rank_or_is_elastic():
