@@ -29,9 +29,8 @@ from statsd_bn.wire import decode, encode
 SHORT_MILLISECONDS = 2  # of the first, cheap wait, which suffices for most rounds
 WATCH_SECONDS = 0.1  # interval at which a longer wait checks for a reconnect, after which sent frames may be lost
 
-# Timeouts for the last frames to leave when the connection closes, and for closing altogether.
-LINGER_MILLISECONDS = 1000
-CLOSE_SECONDS = 3.0
+LINGER_MILLISECONDS = 1000  # timeout for the last frames to leave when the connection closes
+CLOSE_SECONDS = 3.0  # timeout of closing altogether
 
 _NOBLOCK = int(zmq.NOBLOCK)  # a plain integer, which is quicker than pyzmq's flag
 
@@ -42,21 +41,20 @@ _ONLY = Members.of([0])
 
 
 class Channel:
-    """A way to the server for one thread at a time, in a `with` block.
-
-    It returns to its pool behind the block, but is closed after an error, since it may deliver a late answer.
-    """
+    """A way to the server for one thread at a time, in a `with` block; it returns to its pool behind the block."""
 
     idle: deque["Channel"]  # of its pool
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if kind is None:
             self.idle.append(self)
-        else:
-            self.close()
+            return
+        self.close()  # since it may deliver a late answer
+        if isinstance(error, zmq.ContextTerminated):
+            raise _closed() from error
 
     def send(self, frame: bytes) -> None:
         """Send a frame without waiting; it may be lost."""
@@ -208,12 +206,8 @@ class _ZmqChannel(Channel):
     def send(self, frame: bytes) -> None:
         # Waiting for space in a full queue could last as long as the server is away. A dropped frame is lost as on the
         # network, and its request is repeated.
-        try:
+        with suppress(zmq.Again):
             self._socket.send(frame, _NOBLOCK)
-        except zmq.Again:
-            pass
-        except zmq.ContextTerminated as error:
-            raise _closed() from error
 
     def receive(self, seconds: float) -> bytes | None:
         expiry = time.monotonic() + seconds
@@ -221,13 +215,10 @@ class _ZmqChannel(Channel):
         if (frame := self._receive(0)) is not None:
             return frame
         while True:
-            try:
-                if self._socket.poll(int(WATCH_SECONDS * 1000)) and (frame := self.receive_nowait()) is not None:
-                    return frame
-                if time.monotonic() >= expiry or self._has_reconnected():
-                    return None
-            except zmq.ContextTerminated as error:
-                raise _closed() from error
+            if self._socket.poll(int(WATCH_SECONDS * 1000)) and (frame := self.receive_nowait()) is not None:
+                return frame
+            if time.monotonic() >= expiry or self._has_reconnected():
+                return None
 
     def receive_nowait(self) -> bytes | None:
         return self._receive(_NOBLOCK)
@@ -243,8 +234,6 @@ class _ZmqChannel(Channel):
             return self._socket.recv(flags)
         except zmq.Again:
             return None
-        except zmq.ContextTerminated as error:
-            raise _closed() from error
 
     def _has_reconnected(self) -> bool:
         before = self._handshakes.successes

@@ -8,8 +8,8 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TypeAlias
 
 import zmq
@@ -31,10 +31,9 @@ Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 
 
 class HeartbeatSocket:
-    """A socket that sends frames at once or drops them; one thread uses it, but any thread may call `wake`.
+    """A socket that sends frames at once or drops them; one thread uses it, but any thread may call `wake`."""
 
-    It lives as long as the connection, so the server always knows where it reaches a live process.
-    """
+    # It lives as long as the connection, so the server always knows where it reaches a live process.
 
     def __init__(self, context: Context, endpoint: str, keys: ClientKeys | None = None) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -76,8 +75,7 @@ class HeartbeatSocket:
 
     def wake(self) -> None:
         """End a `wait`; from any thread."""
-        # A full buffer wakes as well as one byte more; on a closed socket no thread waits.
-        with suppress(OSError):
+        with suppress(OSError):  # a full buffer wakes as well as one byte more; on a closed socket no thread waits
             self._writer.send(b"\0")
 
     def close(self) -> None:
@@ -159,34 +157,35 @@ class HeartbeatThread:
                 if has_connected:
                     scheduler.on_reconnected()
                 for frame in self._socket.received():
-                    self._send(scheduler.on_unsolicited, frame, sessions)
-                    self._guarded(self._handle_request, frame, sessions)
+                    self._send(scheduler.on_unsolicited(frame, sessions))
+                    with _errors_logged():
+                        self._handle_request(frame, sessions)
                 for session in scheduler.sessions_due(now, sessions):
                     if self._socket.send(session.heartbeat()):
                         scheduler.mark_sent(session)
-                self._guarded(self._warn_of_outage, now, sessions)
-                self._guarded(self._check_unused, now, sessions)
-                self._guarded(self._send, scheduler.skew_frames, now, sessions)
-                self._guarded(self._send, scheduler.timing_frames, now, sessions)
+                with _errors_logged():
+                    is_connected = self._socket.is_connected
+                    if text := scheduler.outage_warning(now, sessions, is_connected=is_connected):
+                        logger.warning("%s", text)
+                with _errors_logged():
+                    if scheduler.is_unused(now, sessions):
+                        self._on_unused()
+                with _errors_logged():
+                    self._send(scheduler.skew_frames(now, sessions))
+                with _errors_logged():
+                    self._send(scheduler.timing_frames(now, sessions))
                 if has_connected:
                     # After the heartbeat: a server that sees other connections close must know this one.
                     if self._has_connected:
                         self._on_reconnected()
                     self._has_connected = True
-                self._guarded(self._job.check, time.monotonic())
+                with _errors_logged():
+                    self._job.check(time.monotonic())
         finally:
             self._socket.close()
 
-    @staticmethod
-    def _guarded(call: Callable[..., object], *arguments: object) -> None:
-        """Call a function whose errors must not end the heartbeats."""
-        try:
-            call(*arguments)
-        except Exception:
-            logger.debug("sampling this process failed", exc_info=True)
-
-    def _send(self, frames: Callable[..., Iterable[bytes]], *arguments: object) -> None:
-        for frame in frames(*arguments):
+    def _send(self, frames: Iterable[bytes]) -> None:
+        for frame in frames:
             self._socket.send(frame)
 
     def _handle_request(self, frame: bytes, sessions: list[Session]) -> None:
@@ -196,10 +195,11 @@ class HeartbeatThread:
             case _, StatsdBNError() as error:
                 self._job.report(error)
 
-    def _warn_of_outage(self, now: float, sessions: list[Session]) -> None:
-        if text := self._scheduler.outage_warning(now, sessions, is_connected=self._socket.is_connected):
-            logger.warning("%s", text)
 
-    def _check_unused(self, now: float, sessions: list[Session]) -> None:
-        if self._scheduler.is_unused(now, sessions):
-            self._on_unused()
+@contextmanager
+def _errors_logged() -> Iterator[None]:
+    """Log errors, which must not end the heartbeats."""
+    try:
+        yield
+    except Exception:
+        logger.debug("sampling this process failed", exc_info=True)
