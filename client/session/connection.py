@@ -9,7 +9,6 @@ import threading
 from collections import deque
 from contextlib import ExitStack, suppress
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -27,7 +26,7 @@ from client.session.round import Round
 from client.session.sessions import Sessions
 from client.tracebacks import api_boundary, hide_internal_frames
 from statsd_bn.errors import ConfigurationError, ConnectionClosed, StatsdBNError
-from statsd_bn.messages import Aggregate, Participation
+from statsd_bn.messages import WORLD, Aggregate, Participation
 from statsd_bn.reduction import FloatArray, Rows
 from statsd_bn.round_key import FORWARD, GATHER, RoundKey
 
@@ -53,11 +52,11 @@ class Connection:
         self.member = member
         self.rounds = 0
         self.channel_pool = channel_pool
-        on_unused = partial(self._warn_of_no_layer, f"in the first {UNUSED_SECONDS:.0f} s")
         self._has_warned = False
+        on_unused = partial(self._warn_of_no_layer, f"in the first {UNUSED_SECONDS:.0f} s")
         self._sessions = Sessions(channel_pool, member, on_unused)
-        self._broken_job = self._sessions.broken_job
-        self._world = groups.world_group(member.world_size)
+        self.broken_job = self._sessions.broken_job
+        self._world = groups.group_named(WORLD, member.world_size)
         # Resolved here if possible: torch.compile traces a layer to its group, but not to the host's name.
         self._host_group: Group | None = None
         with suppress(ConfigurationError):
@@ -82,9 +81,7 @@ class Connection:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None and not self._closed:
             self.explain(error)
         self.close(cause=cause_of(error))
@@ -191,10 +188,8 @@ class Connection:
         }
 
     def group(self, group: Group | str | None) -> Group:
-        """Resolve a group: the whole job for None, the members of this host for "local".
-
-        If no launcher says how many members a host has, the first call with "local" is a round of the whole job.
-        """
+        """Resolve a group: the whole job for None, the members of this host for "local"."""
+        # If no launcher says how many members a host has, the first call with "local" is a round of the whole job.
         if group is None:
             return self._world
         found = group if isinstance(group, Group) else self._resolve_host_group(group)
@@ -286,14 +281,9 @@ class Connection:
         self.rejoin_if_paused(None)
         return self.gather_in_group(self._world, name, data, is_counted=True)
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether this process knows that its strict job is broken."""
-        return self._broken_job.is_broken
-
     def raise_if_broken(self, cause: BaseException | None = None, seconds: float = 0.0) -> None:
         """Raise the reason if the strict job is known to be broken, or becomes so within `seconds`."""
-        if error := self._broken_job.wait_for_cause(seconds):
+        if error := self.broken_job.wait_for_cause(seconds):
             raise error from cause
 
     def session(self, group: Group | str | None) -> Session:
@@ -322,16 +312,14 @@ class Connection:
                 self.rounds += 1
                 round_.session.times.add(seconds)
         elif isinstance(error, StatsdBNError):
-            self._broken_job.record_raised(error)
+            self.broken_job.record_raised(error)
             hide_internal_frames(error)
 
     def explain(self, error: BaseException) -> None:
-        """Add a note to another library's exception: which rank left the strict job, and why, if known.
-
-        For an exception of a torch collective it waits a moment for the server's report.
-        """
+        """Add a note to another library's exception: which rank left the strict job, and why, if known."""
+        # For an exception of a torch collective it waits a moment for the server's report.
         if self.is_own and not self.member.is_elastic and self.member.world_size > 1:
-            self._broken_job.annotate(error)
+            self.broken_job.annotate(error)
 
     def close(self, cause: str = "") -> None:
         """Leave all groups and close the sockets; harmless when repeated.

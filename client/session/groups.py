@@ -43,10 +43,8 @@ class Group:
             check_integer("size", self.size, 1, limits.MAX_MEMBERS)
         except ProtocolError as error:
             raise ConfigurationError(f"group: {error.message}") from None
-        self._check_reserved()
-
-    def _check_reserved(self) -> None:
-        if self.name in {WORLD, LOCAL} or self.name.startswith(f"{LOCAL} "):
+        is_reserved = self.name in {WORLD, LOCAL} or self.name.startswith(f"{LOCAL} ")
+        if is_reserved and not isinstance(self, _ReservedGroup):
             raise ConfigurationError(
                 f"group: the name {self.name!r} is reserved; use group=None for the whole job, group={LOCAL!r} for "
                 "the ranks of one host"
@@ -56,9 +54,6 @@ class Group:
 class _ReservedGroup(Group):
     """A group with a reserved name, which no user's group can have."""
 
-    def _check_reserved(self) -> None:
-        pass
-
     def __repr__(self) -> str:
         return f"Group(name={self.name!r}, size={self.size})"
 
@@ -66,11 +61,6 @@ class _ReservedGroup(Group):
 def group_named(name: str, size: int) -> Group:
     """Rebuild a group, reserved or not, from its name and size."""
     return _ReservedGroup(name, size) if name == WORLD or name.startswith(f"{LOCAL} ") else Group(name, size)
-
-
-def world_group(size: int) -> Group:
-    """The group of all `size` members of a job."""
-    return _ReservedGroup(WORLD, size)
 
 
 def has_local_size(environ: Mapping[str, str], world_size: int) -> bool:

@@ -43,15 +43,12 @@ class Sessions:
         sampler = ThreadSampler(reports_stacks=member.reports_stacks, rank=member.rank)
         self.broken_job = BrokenJob(sampler, f"rank {member.rank} ({member.host_and_pid})", member.abort_after)
         self._heartbeat: HeartbeatThread | None = None
-        if heartbeat_socket := channel_pool.heartbeat_socket():
-            on_reconnected = channel_pool.close_idle
-            self._heartbeat = HeartbeatThread(heartbeat_socket, self.all, on_reconnected, on_unused, self.broken_job)
+        if opened := channel_pool.heartbeat_socket():
+            self._heartbeat = HeartbeatThread(opened, self.all, channel_pool.close_idle, on_unused, self.broken_job)
 
     def get(self, group: Group) -> Session:
-        """Return the session of a group; the first use of the group registers, and waits until it is open.
-
-        If several threads ask at the same time, one registers and all share its result.
-        """
+        """Return the session of a group; the first use of the group registers, and waits until it is open."""
+        # If several threads ask at the same time, one registers and all share its result.
         entry = self._entries.get(group.name)
         if entry is not None and entry.is_open and entry.session.member.world_size == group.size:
             return entry.session

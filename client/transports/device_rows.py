@@ -100,11 +100,9 @@ def may_use_devices(transport: Transport, x: Tensor) -> bool:
 def device_capacity(
     transport: Transport, inputs: Sequence[Tensor], phase: str = FORWARD, *, on_host: bool = False
 ) -> int:
-    """Rows that each rank contributes to a layer's rounds on its device; 0 if rows travel over the host.
-
-    Ranks of a process group agree on it in the first call of each layer. `on_host` says, on all ranks alike, that the
-    rows of this call travel over the host in any case.
-    """
+    """Rows that each rank contributes to a layer's rounds on its device; 0 if rows travel over the host."""
+    # Ranks of a process group agree on it in the first call of each layer. `on_host` says, on all ranks alike, that the
+    # rows of this call travel over the host in any case.
     able = len(inputs) if are_on_devices(inputs) else 0
     if isinstance(transport, LocalPipe):
         return 0 if on_host else able
@@ -177,11 +175,9 @@ def run_row(
     key: RoundKey | None = None,
     phase: str = FORWARD,
 ) -> RoundKey:
-    """Run a round with one row and return its key.
-
-    `write` is given the digest of the key and writes the row. It returns the row, shape (2 + vectors * C,), and the
-    output for the rows of all ranks, shape (ranks * (2 + vectors * C),), both float64.
-    """
+    """Run a round with one row and return its key."""
+    # `write` is given the digest of the key and writes the row. It returns the row, shape (2 + vectors * C,), and the
+    # output for the rows of all ranks, shape (ranks * (2 + vectors * C),), both float64.
     if not isinstance(transport, ProcessGroupPipe):
         key = key or transport.key(0, 0, phase)
         write(_signed_digest(key))

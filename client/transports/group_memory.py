@@ -117,10 +117,8 @@ class GroupMemory:
         self._total: Any = None
 
     def arrive(self, digest: int, rows: Rows | NativeRow, now: float = 0.0, seconds: float = 0.0) -> int:
-        """Arrive at the next turn and wait for the others; return the state of the round, CLOSED if not arrived.
-
-        `now` is by the clock that all processes of a host share. A signal ends the wait early, with WAITS.
-        """
+        """Arrive at the next turn and wait for the others; return the state of the round, CLOSED if not arrived."""
+        # `now` is by the clock that all processes of a host share. A signal ends the wait early, with WAITS.
         if isinstance(rows, NativeRow):
             self._sum, self._total = rows, rows.total_at
             return rows.run(EXCHANGE, self._pointer, digest, int(1e9 * seconds))
@@ -157,10 +155,8 @@ class GroupMemory:
         self._core.sbn_escalate(self._pointer)
 
     def gathered_rows(self) -> tuple[list[int], list[int], FloatArray]:
-        """Copy the rows of a completed turn, before this member arrives at the next one, in member order.
-
-        Returns the count of each row, the number of rows of each member, and the values, (rows, vectors, channels).
-        """
+        """Copy the rows of a completed turn, before this member arrives at the next one, in member order."""
+        # The count of each row, the number of rows of each member, and the values, shape (rows, vectors, channels).
         result = self.result
         counts, replicas = np.empty(result.rows, np.uint64), np.empty(result.members, np.uint64)
         values = np.empty((result.rows, result.vectors, result.channels))

@@ -44,12 +44,10 @@ def unavailable_reason() -> str:
 
 
 class MemoryOffer:
-    """Memory that other processes of this user on this host may receive by its `name`; a thread sends it until `close`.
-
-    An OSError says that the system provides no memory, or no socket.
-    """
+    """Memory that other processes of this user and host receive by its `name`; a thread sends it until `close`."""
 
     def __init__(self, size: int) -> None:
+        # An OSError says that the system provides no memory, or no socket.
         with ExitStack() as stack:
             self._descriptor = os.memfd_create("statsd_bn", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             stack.callback(os.close, self._descriptor)

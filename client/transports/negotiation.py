@@ -19,7 +19,7 @@ from client.session.groups import Group
 from client.session.protocol.member import AUTO, OVER_PROCESS_GROUP, OVER_SERVER, SHARED_MEMORY, Member
 from client.session.protocol.session import Session
 from client.transports import device_rows, group_memory, memfd
-from client.transports.group_memory import GroupMemory
+from client.transports.group_memory import MAX_MEMBERS, GroupMemory
 from client.transports.memfd import MemoryOffer, receive_memory
 from client.transports.process_group import default_group
 from statsd_bn.errors import ConfigurationError
@@ -30,7 +30,6 @@ from statsd_bn.text import error_text
 
 logger = logging.getLogger("statsd_bn.client")
 
-MAX_MEMBERS = group_memory.MAX_MEMBERS  # each member adds the rows of all
 TESTED_MACHINES = ("x86_64",)  # where rounds in memory have run by the million; on others the user has to ask for them
 
 # A reply is the reason against the process group, empty for consent, and behind a mark if the member accepts no other
@@ -76,8 +75,12 @@ def _shared_memory(connection: Connection, group: Group, members: list[int]) -> 
             return None, f"{len(members)} ranks are in the group, more than {MAX_MEMBERS}"
         if reason := _refusals(members, [b"" if each.startswith(_READY) else each for each in about_memory]):
             return None, reason
-        name = about_memory[0].removeprefix(_READY).decode(errors="replace")
-        memory, reason = (offer.memory, "") if offer else _receive(connection, name, len(members))
+        name, size = about_memory[0].removeprefix(_READY).decode(errors="replace"), group_memory.size_of(len(members))
+        memory: mmap | None = None
+        try:
+            memory = offer.memory if offer else receive_memory(name, size, lambda: connection.broken_job.is_broken)
+        except OSError as error:
+            reason = str(error) or type(error).__name__
         received = connection.gather_in_group(group, MEMORY_GATHER, reason.encode())
     reason = _refusals(members, received.values())
     return (None, reason) if reason else (memory, "")
@@ -128,14 +131,6 @@ def _offer(member: Member, members: int) -> tuple[MemoryOffer | None, str]:
 
 def _ready(offer: MemoryOffer | None) -> bytes:
     return _READY + (offer.name.encode() if offer else b"")
-
-
-def _receive(connection: Connection, name: str, members: int) -> tuple[mmap | None, str]:
-    """Receive the memory that another member offers; or None, and the reason."""
-    try:
-        return receive_memory(name, group_memory.size_of(members), lambda: connection.is_broken), ""
-    except OSError as error:
-        return None, str(error) or type(error).__name__
 
 
 def _refusal(member: Member) -> str:

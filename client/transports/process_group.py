@@ -93,11 +93,9 @@ class NamedProcessGroup:
 
 
 def default_group() -> NamedProcessGroup | None:
-    """Torch's default process group; None without one, or if this process is its only rank.
-
-    In a traced call torch.compile guards WORLD, but not `is_initialized`. The compiler of torch 2.6 takes WORLD for a
-    group even if it is None.
-    """
+    """Torch's default process group; None without one, or if this process is its only rank."""
+    # In a traced call torch.compile guards WORLD, but not `is_initialized`. The compiler of torch 2.6 takes WORLD for a
+    # group even if it is None.
     if not _IS_AVAILABLE:
         return None
     world = distributed.group.WORLD
@@ -392,11 +390,9 @@ def use_device(group: Any, device: torch.device) -> None:
 
 
 def _message_device(group: Any) -> torch.device:
-    """Device over which the group gathers host messages; the host if it can.
-
-    An NCCL-only group says "cuda" without an index, which would be the current device: the first one for all ranks
-    whose script does not call `torch.cuda.set_device`.
-    """
+    """Device over which the group gathers host messages; the host if it can."""
+    # An NCCL-only group says "cuda" without an index, which would be the current device: the first one for all ranks
+    # whose script does not call `torch.cuda.set_device`.
     devices = group._device_types  # noqa: SLF001 - has no public name
     host = torch.device("cpu")
     if host in devices:

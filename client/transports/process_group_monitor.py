@@ -66,8 +66,7 @@ class LocalReporter:
 
     def __init__(self, name: str, ranks: Sequence[int], places: Mapping[int, str]) -> None:
         self.samples = SkewSampler()
-        self._name = name
-        self._ranks, self._places = ranks, places
+        self._name, self._ranks, self._places = name, ranks, places
         self._comparison = SkewDetector(len(ranks))
 
     def report_non_finite(self, aggregate: Aggregate) -> None:
@@ -183,15 +182,13 @@ class Rounds:
             channel.send(session.round_done(key))
 
     def _drain_device(self) -> None:
-        """Wait until the device has finished the rounds in its queue, `CAUSE_SECONDS` at most.
-
-        Otherwise the server would report that this rank left, although its rows of those rounds are on their way.
-        """
+        """Wait until the device has finished the rounds in its queue, `CAUSE_SECONDS` at most."""
+        # Otherwise the server would report that this rank left, although its rows of those rounds are on their way.
         if self.device is None or self.connection is None:
             return
         module, until = torch.get_device_module(self.device), monotonic() + CAUSE_SECONDS
         event = module.current_stream(self.device).record_event()
-        while not (event.query() or self.connection.is_broken) and monotonic() < until:
+        while not (event.query() or self.connection.broken_job.is_broken) and monotonic() < until:
             time.sleep(0.001)
 
 

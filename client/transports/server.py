@@ -107,18 +107,15 @@ def query_places(channel: Channel, job: str) -> dict[int, str]:
 def places_in_report(report: dict[str, Any], job: str) -> dict[int, str]:
     """Places of a job's members in a status report: of present members, and of others that its findings name."""
     found: dict[int, str] = {}
-    for group in _dicts(report.get("groups")):
+    for group in _items(report.get("groups"), dict):
         if group.get("job") == job and group.get("group") == WORLD:
-            for text in _items(group.get("non_finite")):
-                found.update(parse_places(str(text)))
-            members = _dicts(group.get("members"))
+            for text in _items(group.get("non_finite"), str):
+                found.update(parse_places(text))
+            members = _items(group.get("members"), dict)
             found.update((each["member"], str(each["place"])) for each in members if {"member", "place"} <= each.keys())
     return {member: escape(place) for member, place in found.items()}
 
 
-def _items(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _dicts(value: object) -> list[dict[str, Any]]:
-    return [each for each in _items(value) if isinstance(each, dict)]
+def _items(value: object, kind: type) -> list[Any]:
+    """Items of this type in a list; none in another value."""
+    return [each for each in value if isinstance(each, kind)] if isinstance(value, list) else []

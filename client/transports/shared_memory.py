@@ -33,10 +33,9 @@ _negotiation_lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryPipe(SlavePipe):
-    """The transport of strict groups: over shared memory, or over the server where the members do not share any.
+    """The transport of strict groups: over shared memory, or over the server where the members do not share any."""
 
-    Negotiation needs all members, so elastic groups use `SlavePipe`.
-    """
+    # Negotiation needs all members, so elastic groups use `SlavePipe`.
 
     def run_slave(self, contribution: Rows, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:
         """Exchange a contribution for the aggregate of its round; see `SlavePipe.run_slave`."""
@@ -63,7 +62,7 @@ class SharedMemoryPipe(SlavePipe):
             return aggregate
         with memory.lock:
             try:
-                if connection.is_broken:
+                if connection.broken_job.is_broken:
                     # The server may have lost this member, and rounds in memory would not notice.
                     memory.abandon()
                 arrived = monotonic()
@@ -103,7 +102,8 @@ def _finish(round_: Round, memory: GroupMemory, rows: Rows | NativeRow, arrived:
     """Finish a round that completed in memory; for a `NativeRow` the core has used the sum already."""
     now = monotonic()
     if not isinstance(rows, NativeRow):
-        return _aggregate(round_.session, round_.key, memory, now - arrived, now)
+        _count(round_.session, round_.key, memory, now - arrived, now)
+        return _aggregate(round_.session, round_.key, memory)
     round_.native_seconds = seconds = (memory.result.done - memory.result.came) / 1e9
     _count(round_.session, round_.key, memory, seconds, now)
     return round_.key
@@ -129,11 +129,10 @@ def _run(round_: "MemoryRound", memory: GroupMemory, connection: Connection) -> 
 
 @dataclass(slots=True, eq=False)
 class MemoryRound:
-    """A `StateMachine` for a round in memory that takes long; its result is the same kind for all members.
+    """A `StateMachine` for a round in memory that takes long; its result is the same kind for all members."""
 
-    The result is the aggregate, or the round over the server, begun or not, if only the server can finish it.
-    The memory is in the turn of this round, at which this member has arrived.
-    """
+    # The result is the aggregate, or the round over the server, begun or not, if only the server can finish it.
+    # The memory is in the turn of this round, at which this member has arrived.
 
     _session: Session
     _key: RoundKey
@@ -194,17 +193,15 @@ class MemoryRound:
                 self._trip.late = tuple  # the memory may be in another round by then
             return (), now, self._trip or self._make_trip()
         was_sent = self._trip is not None
-        aggregate = _aggregate(self._session, self._key, memory, now - self._arrived, now, was_sent=was_sent)
+        _count(self._session, self._key, memory, now - self._arrived, now, was_sent=was_sent)
+        aggregate = _aggregate(self._session, self._key, memory)
         # After an escalation every member reports the end of the round at once: the escalating member may be
         # descheduled or its frame lost, and the server would see a false deadlock with the next round.
         return (self._session.round_done(self._key),) if memory.result.is_escalated else (), now, aggregate
 
 
-def _aggregate(
-    session: Session, key: RoundKey, memory: GroupMemory, seconds: float, now: float, *, was_sent: bool = False
-) -> Aggregate:
-    """Aggregate of a completed turn, which it counts; arguments as for `_count`."""
-    _count(session, key, memory, seconds, now, was_sent=was_sent)
+def _aggregate(session: Session, key: RoundKey, memory: GroupMemory) -> Aggregate:
+    """Aggregate of a completed turn."""
     result = memory.result
     return Aggregate.unchecked(key, result.rows, result.count, session.members, memory.total, NO_MEMBERS)
 

@@ -35,10 +35,8 @@ class Transport(Protocol):
     """
 
     def run_slave(self, contribution: Rows, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:
-        """Exchange a contribution, one row per replica of this process, for the aggregate of its round.
-
-        Without a key it is the layer's next forward round, of this phase, one of `FORWARD_PHASES`, on all members.
-        """
+        """Exchange a contribution, one row per replica of this process, for the aggregate of its round."""
+        # Without a key it is the layer's next forward round, of this phase, one of `FORWARD_PHASES`, on all members.
 
     def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate | RoundKey:
         """Like `run_slave`, for a row to be computed; only the round's key if the native core finished the pass."""

@@ -27,7 +27,7 @@ from simulation.simulated_plan import GATHERED, Call, Fault
 from simulation.simulated_process import SimulatedProcess
 from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
-from statsd_bn.messages import Aggregate, Participation
+from statsd_bn.messages import WORLD, Aggregate, Participation
 from statsd_bn.reduction import Rows
 from statsd_bn.round_key import FORWARD, GATHER, MEMORY_GATHER, RoundKey
 from statsd_bn.skew_samples import SkewSampler
@@ -86,7 +86,7 @@ class Process(SimulatedProcess):
         # By group.
         self._memories: dict[str, GroupMemory] = {}
         self._last_round_done = LastRoundDone()
-        self._world = groups.world_group(world.plan.size)
+        self._world = groups.group_named(WORLD, world.plan.size)
         # Only a first life has them.
         self._own_faults = [fault for fault in world.plan.faults if fault.member == number and not life]
 

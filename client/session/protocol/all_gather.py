@@ -43,10 +43,8 @@ class _Parcel:
 def gather(
     concatenate: Callable[[FloatArray], Aggregate], data: bytes, member: int, nr_members: int
 ) -> dict[int, bytes]:
-    """Gather the bytes of the members that are present to the end, about `nr_members`.
-
-    `concatenate` runs one round with values of shape (n,), and returns the concatenated values of all members.
-    """
+    """Gather the bytes of the members that are present to the end, about `nr_members`."""
+    # `concatenate` runs one round with values of shape (n,), and returns the concatenated values of all members.
     values = np.frombuffer(data + bytes(-len(data) % VALUE_BYTES), _VALUE)
     first = values[: min(FIRST_VALUES, limits.MAX_CHANNELS // (2 * nr_members) - HEAD_VALUES)]
     head = np.array([len(data), len(first)], _LENGTH).view(_VALUE)
@@ -57,8 +55,11 @@ def gather(
         # A member with nothing left sends one value, since the round waits for all members.
         aggregate = concatenate(part if len(part) else np.zeros(1))
         parcels = _present(aggregate, parcels)
-        parts = _split(aggregate, [widths[other] for other in aggregate.members])
-        for parcel, part in zip(parcels.values(), parts, strict=True):
+        gathered = aggregate.values[0]
+        *starts, end = np.cumsum([widths[other] for other in parcels])
+        if len(gathered) != end:
+            raise ProtocolError(f"{aggregate.key}: expected {end} values of all members, got {len(gathered)}")
+        for parcel, part in zip(parcels.values(), np.split(gathered, starts), strict=True):
             if parcel.left:
                 parcel.parts.append(part)
                 parcel.left -= len(part)
@@ -98,10 +99,3 @@ def _present(aggregate: Aggregate, parcels: dict[int, _Parcel]) -> dict[int, _Pa
         known, others = (format_ranks(Members.of(ranks)) for ranks in (parcels, strangers))
         raise ProtocolError(f"{aggregate.key}: expected no others than {known}, got {others} as well")
     return {member: parcels[member] for member in aggregate.members}
-
-
-def _split(aggregate: Aggregate, widths: list[int]) -> list[FloatArray]:
-    values = aggregate.values[0]
-    if len(values) != sum(widths):
-        raise ProtocolError(f"{aggregate.key}: expected {sum(widths)} values of all members, got {len(values)}")
-    return np.split(values, np.cumsum(widths)[:-1])

@@ -93,10 +93,8 @@ class HeartbeatScheduler:
         return not any(session.has_forward_rounds for session in opened)
 
     def skew_frames(self, now: float, sessions: Iterable[Session]) -> list[bytes]:
-        """Frames with skew statistics of rounds that bypassed the server; once a second at most.
-
-        Samples of sessions that the server does not know yet are dropped; later rounds bring others.
-        """
+        """Frames with skew statistics of rounds that bypassed the server; once a second at most."""
+        # Samples of sessions that the server does not know yet are dropped; later rounds bring others.
         frames = []
         for session in sessions:
             samples = session.transport.samples.drain(now) if session.transport.samples else ()
@@ -110,10 +108,8 @@ class HeartbeatScheduler:
         return [frame for session in known for frame in session.timing_frames(now)]
 
     def on_unsolicited(self, frame: bytes, sessions: Iterable[Session]) -> list[bytes]:
-        """Replies to a frame that arrived over this connection.
-
-        By these replies a member between two rounds returns to a restarted server, so that no other waits for it.
-        """
+        """Replies to a frame that arrived over this connection."""
+        # By them a member between two rounds returns to a restarted server, so that no other waits for it.
         replies = []
         for session in _registered(sessions):
             if mine := session.on_unsolicited(frame):

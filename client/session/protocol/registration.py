@@ -2,7 +2,6 @@
 
 import logging
 
-from client.session.protocol.member import Member
 from client.session.protocol.session import Actions, Session
 from statsd_bn.endpoints import format_no_answer
 from statsd_bn.errors import DuplicateMember, GroupIncomplete, ServerUnreachable, StatsdBNError
@@ -42,11 +41,10 @@ NOT_BACK = (
 
 
 class Registration:
-    """A `StateMachine` that registers a session and waits for the other members, `timeout` seconds at most.
+    """A `StateMachine` that registers a session; its result is the server's answer that the group is open."""
 
-    It asks again while there is no answer, now and then while members are missing, and, after a pause, while an earlier
-    process may still hold its rank. Its result is the answer that the group is open.
-    """
+    # It waits for the other members, `timeout` seconds at most. It asks again while there is no answer, now and then
+    # while members are missing, and, after a pause, while an earlier process may still hold its rank.
 
     def __init__(self, session: Session, endpoint: str, timeout: float) -> None:
         self._session = session
@@ -94,11 +92,8 @@ class Registration:
 
     def _request(self, now: float) -> Actions[Registered]:
         if now >= self._expiry:
-            raise ServerUnreachable(
-                format_no_answer(self._endpoint, self._answer_timeout),
-                endpoint=self._endpoint,
-                seconds=self._answer_timeout,
-            )
+            endpoint, seconds = self._endpoint, self._answer_timeout
+            raise ServerUnreachable(format_no_answer(endpoint, seconds), endpoint=endpoint, seconds=seconds)
         self._session.last_sent = now
         return self._wait(min(now + RETRY_SECONDS, self._expiry), self._session.register())
 
@@ -107,39 +102,24 @@ class Registration:
             return (), now, answer
         waited = now - self._started
         member = self._session.member
+        is_rejoining = self._session.participation is Participation.REJOINING
+        what, advice = ("come back from client.join", NOT_BACK) if is_rejoining else ("connect", NOT_CONNECTED)
+        missing = format_missing_members(member.group, member.world_size, answer.present, answer.missing)
+        where = f"job {member.job!r}, group {member.group!r}"
         if waited >= self._timeout:
-            raise _incomplete(self._session, answer, self._timeout)
+            size, present = member.world_size, list(answer.present)
+            fields = {"job": member.job, "group": member.group, "size": size, "present": present}
+            if member.group == WORLD:
+                fields["missing"] = sorted(set(range(size)).difference(present))
+            text = f"{missing} did not {what} within {self._timeout:g} s"
+            where += f" of {size}"
+            raise GroupIncomplete(error_text(text, where=where, advice=advice), **fields)
         if waited >= self._next_warning:
             self._next_warning = 2 * waited
-            name, missing = f"job {member.job!r}, group {member.group!r}", _missing(member, answer)
-            is_rejoining = self._session.participation is Participation.REJOINING
-            what = "come back from client.join" if is_rejoining else "connect"
-            logger.warning("%s: waited %.0f s for %s to %s", name, waited, missing, what)
+            logger.warning("%s: waited %.0f s for %s to %s", where, waited, missing, what)
         self._is_asking = self._is_pausing = False
         return self._wait(now + min(ANSWER_SECONDS, self._timeout - waited))
 
     def _wait(self, due: float, *frames: bytes) -> Actions[Registered]:
         self._due = due
         return frames, due, None
-
-
-def _incomplete(session: Session, answer: Registered, timeout: float) -> GroupIncomplete:
-    member = session.member
-    what, advice = "did not connect", NOT_CONNECTED
-    if session.participation is Participation.REJOINING:
-        what, advice = "did not come back from client.join", NOT_BACK
-    fields = {"job": member.job, "group": member.group, "size": member.world_size, "present": list(answer.present)}
-    if member.group == WORLD:
-        fields["missing"] = sorted(set(range(member.world_size)).difference(answer.present))
-    return GroupIncomplete(
-        error_text(
-            f"{_missing(member, answer)} {what} within {timeout:g} s",
-            where=f"job {member.job!r}, group {member.group!r} of {member.world_size}",
-            advice=advice,
-        ),
-        **fields,
-    )
-
-
-def _missing(member: Member, answer: Registered) -> str:
-    return format_missing_members(member.group, member.world_size, answer.present, answer.missing)

@@ -112,13 +112,9 @@ class RoundTrip:
     def _retry(self, now: float) -> Sequence[bytes]:
         if (silent := now - self._last_received) >= self._next_warning:
             if self.is_gone():
-                raise MasterStopped(
-                    error_text(
-                        f"the server at {self._endpoint} stopped, because the process that started it has ended",
-                        where=str(self._key),
-                        advice="Check the other ranks' logs: they may have reported this rank lost.",
-                    )
-                )
+                what = f"the server at {self._endpoint} stopped, because the process that started it has ended"
+                advice = "Check the other ranks' logs: they may have reported this rank lost."
+                raise MasterStopped(error_text(what, where=str(self._key), advice=advice))
             self._warn(silent, self._silence_warning(now, silent), self._next_warning)
         self._attempt += 1
         self._session.last_sent = now
@@ -140,12 +136,6 @@ class RoundTrip:
     def _timeout(self) -> RoundTimeout:
         seconds = self._session.member.round_timeout + GRACE_SECONDS
         # A restarted server measures the round's timeout anew, so it may not have ended the round yet.
-        return RoundTimeout(
-            error_text(
-                f"no aggregate from the server at {self._endpoint} within {seconds:g} s",
-                where=str(self._key),
-                advice=f"last report: {self._latest_news}" if self._latest_news else "",
-            ),
-            **self._key.fields,
-            seconds=seconds,
-        )
+        what = f"no aggregate from the server at {self._endpoint} within {seconds:g} s"
+        advice = f"last report: {self._latest_news}" if self._latest_news else ""
+        return RoundTimeout(error_text(what, where=str(self._key), advice=advice), **self._key.fields, seconds=seconds)

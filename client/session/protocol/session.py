@@ -18,9 +18,7 @@ from statsd_bn.text import error_text, wire_text
 from statsd_bn.timing import DurationReporter
 from statsd_bn.wire import decode, encode
 
-# Messages about a round.
-_ANSWERS = (Aggregate, Pending)
-
+_ANSWERS = (Aggregate, Pending)  # messages about a round
 STEP_STARTING_PHASES = (*FORWARD_PHASES, GATHER)
 
 ResultT = TypeVar("ResultT")
@@ -42,11 +40,10 @@ class StateMachine(Protocol[ResultT_co]):
 
 
 class LastRoundDone:
-    """The latest RoundDone of this process, in any group; one for all its sessions.
+    """The latest RoundDone of this process, in any group; one for all its sessions."""
 
-    It is sent again before the next contribution. If it were lost with a connection, the server would count this member
-    as waiting in the finished round while it waits in another, and report a false deadlock.
-    """
+    # It is sent again before the next contribution. If it were lost with a connection, the server would count this
+    # member as waiting in the finished round while it waits in another, and report a false deadlock.
 
     def __init__(self) -> None:
         self.frame = b""  # empty once the server has answered a later frame
@@ -58,11 +55,10 @@ class LastRoundDone:
 
 
 class StepCounter:
-    """Counts a member's steps, and each layer's calls within the step, alike on all members.
+    """Counts a member's steps, and each layer's calls within the step, alike on all members."""
 
-    A step begins with the first forward round after a backward round. A backward round keeps the key of its forward
-    round, even in a later step.
-    """
+    # A step begins with the first forward round after a backward round. A backward round keeps the key of its forward
+    # round, even in a later step.
 
     def __init__(self) -> None:
         self.step = 0
@@ -105,8 +101,7 @@ class Session:
         self.times = DurationReporter(member.world_size)
         # Delay behind all other members, each time that it was the last in a round that bypassed the server.
         self.lateness = DurationReporter(member.world_size)
-        # Keys are validated once per layer.
-        self._keys: dict[tuple[str, str], RoundKey] = {}
+        self._keys: dict[tuple[str, str], RoundKey] = {}  # validated once per layer
         if member.is_elastic:
             self.transport.fall_back(BY_ELASTIC)
         self.last_sent = 0.0  # by `time.monotonic`; set by the sender of its frames
@@ -136,11 +131,9 @@ class Session:
         ))  # fmt: skip
 
     def resync_frames(self) -> list[bytes]:
-        """Frames that register the member with a restarted server and send it the latest aggregates.
-
-        Another member may still wait for an answer that this one has and that was lost with the old server. These
-        aggregates suffice: no member is further behind, since no round ends without its contribution.
-        """
+        """Frames that register the member with a restarted server and send it the latest aggregates."""
+        # Another member may still wait for an answer that this one has and that was lost with the old server. These
+        # aggregates suffice: no member is further behind, since no round ends without its contribution.
         # Results last: the server waits for as many as the registration announces, or more.
         frames = [self.register()]
         return frames + [encode(messages.Result(self.member_token, result)) for result in tuple(self._results)]
@@ -233,16 +226,13 @@ class Session:
         except DuplicateMember as error:
             self._record_conflict(error)
         except StatsdBNError:
-            # Its next contribution gets the error.
-            pass
+            pass  # its next contribution gets the error
         return []
 
     def _record_conflict(self, error: DuplicateMember) -> None:
-        """Record for good that another process has this rank; the next contribution may reach another server.
-
-        Rounds may have ended with the other process's rows. A later server would take them for this member's, since an
-        aggregate lists ranks, not processes. A member that was in no open group waits for no round.
-        """
+        """Record for good that another process has this rank; the next contribution may reach another server."""
+        # Rounds may have ended with the other process's rows. A later server would take them for this member's, since
+        # an aggregate lists ranks, not processes. A member that was in no open group waits for no round.
         member, fields = self.member, error.fields
         conflicting = fields.get("job"), fields.get("group"), fields.get("member")
         if conflicting == (member.job, member.group, member.rank) and self.members:
@@ -281,14 +271,9 @@ class Session:
 
     def _declared_lost(self, key: RoundKey, consequence: str) -> ReplicaLost:
         member = self.member
-        return ReplicaLost(
-            error_text(f"rank {member.rank} was declared lost, and {consequence}", where=str(key)),
-            job=member.job,
-            group=member.group,
-            member=member.rank,
-            step=key.step,
-            cause="declared lost",
-        )
+        fields = {"job": member.job, "group": member.group, "member": member.rank, "step": key.step}
+        text = error_text(f"rank {member.rank} was declared lost, and {consequence}", where=str(key))
+        return ReplicaLost(text, **fields, cause="declared lost")
 
     def _read(self, frame: bytes, key: RoundKey | None) -> Message | None:
         message = self.decode(frame)

@@ -143,7 +143,7 @@ def test_a_machine_has_a_name_also_where_the_system_has_no_boot_id(monkeypatch, 
     assert first != groups.machine_id() == groups.machine_id() != ""
 
 
-@pytest.mark.parametrize("group", [Group("pair", 2), groups.world_group(3), groups.from_hosts({4: b""}, 4)])
+@pytest.mark.parametrize("group", [Group("pair", 2), groups.group_named("world", 3), groups.from_hosts({4: b""}, 4)])
 def test_a_group_is_made_again_from_its_name_and_size(group):
     assert groups.group_named(group.name, group.size) == group
     assert eval(repr(group), {"Group": groups.group_named}) == group  # noqa: S307 - as Python shows it

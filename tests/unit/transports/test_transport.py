@@ -333,7 +333,7 @@ def test_a_member_that_knows_of_the_broken_job_uses_the_server():
         return SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1)).count
 
     in_threads([lambda c=c: run(c) for c in connections])
-    connections[0]._broken_job.report(ReplicaLost("on purpose"))
+    connections[0].broken_job.report(ReplicaLost("on purpose"))
     frames = frames_of(master)
     in_threads([lambda c=c: run(c) for c in connections])
     assert len([frame for frame in frames if isinstance(decode(frame), Contribution)]) == 2
