@@ -172,10 +172,9 @@ def _is_of_collective(error: Exception) -> bool:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not frames:
         return False
-    is_torchs = (
-        collectives.module_of(frames[-1]).startswith("torch.") and _COLLECTIVE_ERROR.search(str(error)) is not None
-    )
-    return is_torchs or collectives.collective_frame(frames[-1]) is not None
+    is_torchs = collectives.module_of(frames[-1]).startswith("torch.")
+    is_named = is_torchs and _COLLECTIVE_ERROR.search(str(error)) is not None
+    return is_named or collectives.collective_frame(frames[-1]) is not None
 
 
 @contextmanager

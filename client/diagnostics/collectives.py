@@ -110,12 +110,11 @@ class Collective:
 
 def frames(innermost: FrameType | None) -> Iterator[FrameType]:
     """Yields a frame and its callers, innermost first."""
-    frame = innermost
     for _ in range(_MAX_FRAMES):
-        if frame is None:
+        if innermost is None:
             return
-        yield frame
-        frame = frame.f_back
+        yield innermost
+        innermost = innermost.f_back
 
 
 def module_of(frame: FrameType) -> str:
@@ -133,17 +132,15 @@ def record_ddp_wrapper() -> None:
 
 
 def current(innermost: FrameType | None) -> Collective | None:
-    """Returns the collective that a thread is in, given its innermost frame; None if it is in none.
-
-    DistributedDataParallel's backward pass has no function but waits in autograd's engine: see `may_compute`.
-    """
-    if innermost is None:
-        return None
-    frame = collective_frame(innermost) or (innermost if may_compute(innermost) and _process_groups() else None)
+    """Returns the collective that a thread is in, given its innermost frame; None if it is in none."""
+    frame = innermost and collective_frame(innermost)
+    # DistributedDataParallel's backward pass has no function of its own, and waits in autograd's engine.
+    if innermost and frame is None and may_compute(innermost) and _process_groups():
+        frame = innermost
     if frame is None:
         return None
-    group = _group_of(frame)
-    return Collective(frame, group, (id(frame), frame.f_lasti, *((each.name, each.launched) for each in groups())))
+    call = id(frame), frame.f_lasti, *((each.name, each.launched) for each in groups())
+    return Collective(frame, _group_of(frame), call)
 
 
 def collective_frame(innermost: FrameType) -> FrameType | None:
@@ -198,8 +195,7 @@ def main_thread_time() -> int | None:
 def unfinished_operations() -> tuple[tuple[str, int, int], ...]:
     """Returns for each NCCL group its number, newest started and newest completed operation; empty if none is running.
 
-    The host continues while such an operation runs, and waits in any call that reads a value from the device. torch's
-    flight recorder counts the operations, since torch 2.11 by default; without one the result is empty.
+    torch's flight recorder counts them, since torch 2.11 by default; without one the result is empty.
     """
     with suppress(Exception):  # it is not loaded, has no NCCL or is of an unknown version
         dump = sys.modules[_C]._dump_nccl_trace_json  # noqa: SLF001 - torch has no public name for it

@@ -129,10 +129,7 @@ def is_in_call(innermost: FrameType | None) -> bool:
 
 
 def format_stack(innermost: FrameType | None, collective: FrameType | None = None) -> str:
-    """Returns a thread's position in at most `limits.MAX_STACK_BYTES`; empty if it is unknown.
-
-    The line names the frame of a collective in place of the innermost one, if it is given.
-    """
+    """Returns a thread's position; empty if it is unknown. The frame of a collective replaces the innermost one."""
     user = next((frame for frame in frames(innermost) if _is_users(frame)), None)
     # In a call of this package only the user's line is useful: torch's frames between merely call a layer.
     inside = user if user and is_in_call(innermost) else collective or innermost

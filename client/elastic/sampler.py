@@ -129,11 +129,8 @@ class ElasticSampler(Sampler[int]):
             rank, world_size = connection.rank_and_size if connection else (0, 1)
         self.rank, self.world_size = rank, world_size
         self.recorded = []
-        order = self._order()
+        order = np.arange(self._size)
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self._size, generator=generator).numpy()
         self.indices = order[~self._processed[order]][rank::world_size].tolist()
-
-    def _order(self) -> "np.ndarray[Any, np.dtype[np.int64]]":
-        if not self.shuffle:
-            return np.arange(self._size)
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return torch.randperm(self._size, generator=generator).numpy()

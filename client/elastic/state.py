@@ -205,8 +205,7 @@ class ElasticState:
             return set(), set()
         while True:
             connection.rejoin(None)
-            packed = connection.all_gather(COMMIT, self._report(connection).pack())
-            reports = _Reports(packed)
+            reports = _Reports(connection.all_gather(COMMIT, self._report(connection).pack()))
             reports.check_not_too_late(connection.member.job, connection.rank)
             if self._synchronize(connection, reports):
                 return reports.lost, reports.new

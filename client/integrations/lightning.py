@@ -7,7 +7,7 @@ the model, and `revert` when `fit` ends, also after an exception. On a single de
 """
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
@@ -16,11 +16,8 @@ from torch import nn
 from client.integrations import connect_unless_connected
 from client.nn.batchnorm import SynchronizedBatchNorm
 from client.nn.conversion import convert, revert
-from client.session.connection import current_connection
+from client.session.connection import Connection, current_connection
 from client.session.protocol.registration import cause_of
-
-if TYPE_CHECKING:
-    from client.session.connection import Connection
 
 
 # With sync_batchnorm=True Lightning refuses a LayerSync unless it is a subclass of TorchSyncBatchNorm.

@@ -181,10 +181,7 @@ def _counts_nodes(environ: Mapping[str, str], world_size: int) -> str:
     is_pod = not environ.get("LOCAL_RANK") and nodes == str(world_size)
     if is_pod and per_node.isdecimal() and per_node != "1":
         return f"PET_NNODES={nodes}, PET_NPROC_PER_NODE={per_node}"
-    tasks, in_slurm = (
-        integer(_task(environ), "SLURM_STEP_NUM_TASKS", None),
-        integer(environ, "SLURM_NNODES", None),
-    )
+    tasks, in_slurm = (integer(_task(environ), "SLURM_STEP_NUM_TASKS", None), integer(environ, "SLURM_NNODES", None))
     # A single task may deliberately train alone.
     is_alone = world_size == 1 and integer(environ, "RANK", -1) == 0
     if tasks is None or in_slurm != world_size or tasks <= world_size or is_alone:

@@ -164,9 +164,8 @@ def _seconds(given: Mapping[str, Any], name: str) -> Setting:
 
 
 def _job(environ: Mapping[str, str], argument: str | None) -> Setting:
-    variable = optional("job", environ.get("STATSD_BN_JOB") or None, "STATSD_BN_JOB")
-    job = optional("job", argument, ARGUMENT) or variable or launchers.job(environ)
-    job = job or Setting("job", "default", DEFAULT)
+    job = optional("job", argument, ARGUMENT) or optional("job", environ.get("STATSD_BN_JOB") or None, "STATSD_BN_JOB")
+    job = job or launchers.job(environ) or Setting("job", "default", DEFAULT)
     try:
         check_name("job", job.value, limits.MAX_NAME_BYTES)
     except ProtocolError as error:
@@ -243,11 +242,7 @@ def _min_members(given: Mapping[str, Any], size: Setting) -> Setting:
 
 
 def _store(
-    environ: Mapping[str, str],
-    size: Setting,
-    rank: Setting,
-    launched: Setting | None,
-    group: ProcessGroup | None,
+    environ: Mapping[str, str], size: Setting, rank: Setting, launched: Setting | None, group: ProcessGroup | None
 ) -> tuple[Setting | None, bool]:
     """Returns the launcher's store, and whether the store of torch's process group replaces it."""
     # Leftover variables in a shell do not mean that there is a launcher.

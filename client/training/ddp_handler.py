@@ -317,10 +317,8 @@ def as_tensor(data: Any, double_precision: bool) -> Tensor:
 
 
 def concatenate(name: str, tensors: dict[int, Tensor]) -> Tensor:
-    """Returns the members' tensors, concatenated along dimension 0, in whose length alone they may differ.
-
-    An empty list, or any tensor of shape (0,), is compatible with every dtype and shape.
-    """
+    """Returns the members' tensors, concatenated along dimension 0, in whose length alone they may differ."""
+    # An empty list, or any tensor of shape (0,), is compatible with every dtype and shape.
     parts = {member: tensor for member, tensor in tensors.items() if tensor.shape != (0,)} or tensors
     layouts: dict[str, list[int]] = {}
     for member, tensor in parts.items():
@@ -373,9 +371,8 @@ def _from_list(data: list[Any] | tuple[Any, ...], is_double: bool) -> Tensor:
     kinds = _types_within(data)
     for kind in kinds:
         if not issubclass(kind, (Tensor, np.ndarray, *_NUMBERS)):
-            raise TypeError(
-                wrap(f"expected a list of numbers, arrays, tensors or such lists, got {kind.__name__} in it")
-            )
+            text = f"expected a list of numbers, arrays, tensors or such lists, got {kind.__name__} in it"
+            raise TypeError(wrap(text))
     # torch converts plain numbers fast, arrays slowly, and tensors with a warning.
     if not any(issubclass(kind, Tensor | np.ndarray) for kind in kinds):
         return _from_numbers(data, is_double)

@@ -91,9 +91,8 @@ def _checked(count: Any) -> int:
     with suppress(TypeError):
         if (number := operator.index(count)) >= 0:
             return number
-    raise ConfigurationError(
-        f"count: expected the number of samples in the loss, an int of at least 0, got {count!r:.80}"
-    )
+    expected = "expected the number of samples in the loss, an int of at least 0"
+    raise ConfigurationError(f"count: {expected}, got {count!r:.80}")
 
 
 @torch.no_grad()

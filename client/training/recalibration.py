@@ -139,10 +139,8 @@ def _run(
 
 @contextmanager
 def _measuring(model: nn.Module, accumulators: Accumulators) -> Iterator[None]:
-    """Has the layers count during one forward pass only: a loader or `progress` may use the model as well.
-
-    Disables collectives in the forward pass of DistributedDataParallel, for which members may lack batches.
-    """
+    """Has the layers count during one forward pass only: a loader or `progress` may use the model as well."""
+    # Without collectives in the forward pass of DistributedDataParallel, for which members may lack batches.
     wrappers: list[Any] = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     before = [(wrapper.require_forward_param_sync, wrapper._join_config) for wrapper in wrappers]  # noqa: SLF001 - below
     try:
