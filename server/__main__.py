@@ -125,10 +125,9 @@ def _status(arguments: list[str]) -> None:
 
 
 def _view(arguments: list[str]) -> None:
-    about = (
-        "Serves a page with the status of a running server, and /metrics for Prometheus, until Ctrl-C. It only reads. "
-    )
-    parser = _asking_parser("view", f"{about}The page asks for a token; the link that is printed has it.")
+    about = "Serves a page with the status of a running server, and /metrics for Prometheus, until Ctrl-C."
+    about += " It only reads. The page asks for a token; the link that is printed has it."
+    parser = _asking_parser("view", about)
     where = f"where the page listens; 0 picks a free port (default {DEFAULT_HTTP}); it asks for the token in "
     where += "STATSD_BN_VIEW_TOKEN (default: a new one)"
     parser.add_argument("--http", type=host_and_port, metavar="HOST:PORT", default=DEFAULT_HTTP, help=where)
@@ -213,10 +212,8 @@ def _check(arguments: list[str]) -> None:
 
 
 def _report(arguments: list[str]) -> None:
-    about = (
-        "Prints versions, devices, settings, and a server's state for a bug report, without names, hosts, addresses "
-    )
-    parser = _asking_parser("report", f"{about}and keys.")
+    about = "Prints versions, devices, settings, and a server's state for a bug report"
+    parser = _asking_parser("report", f"{about}, without names, hosts, addresses and keys.")
     parser.add_argument("--log", type=Path, metavar="FILE", help="log file: add its last lines, redacted")
     found = parser.parse_args(arguments)
     keys = partial(_keys, curve=found.curve)

@@ -27,7 +27,6 @@ from statsd_bn.text import escape_nested, log_line
 from statsd_bn.wire import decode, encode
 
 ANSWER_SECONDS = 5.0
-
 CONNECT_MILLISECONDS = 1000  # of one attempt; the next one uses another local port
 GREETING_SECONDS = 1.0  # ZeroMQ's thread sends it within milliseconds, however busy the server is
 
@@ -118,16 +117,14 @@ def _answer(
     return None
 
 
-# Numbers of members in a group's entry.
-SIZES = ("world_size", "missing", "members_left_out")
+SIZES = ("world_size", "missing", "members_left_out")  # numbers of members in a group's entry
 
 # Timeout of `check`: a server answers its own host within milliseconds, a loaded one later. Give a health probe more
 # time, or it ends before `check` prints the reason.
 CHECK_SECONDS = 3.0
 
 # A server that was just started in the background listens within one second.
-FIND_SECONDS = 2.0
-FIND_PAUSE_SECONDS = 0.05
+FIND_SECONDS, FIND_PAUSE_SECONDS = 2.0, 0.05
 
 # Wildcard addresses for listening, each with a loopback address to connect to.
 ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "[::]": "[::1]"}  # noqa: S104 - nothing is bound here
@@ -209,9 +206,9 @@ def _address_of(host: str) -> str:
 
 REFRESH_SECONDS = 1.0
 
-# Terminal control: cursor to the top left; clear the rest of the line; clear all below. Overwriting avoids flicker.
-_HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
-_CLEAR = "\x1b[2J"
+# Terminal control: clear all; cursor to the top left; clear the rest of the line; clear all below. Overwriting avoids
+# flicker.
+_CLEAR, _HOME, _END_OF_LINE, _BELOW = "\x1b[2J", "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 def as_json(report: dict[str, Any]) -> str:
@@ -232,9 +229,8 @@ def watch(
         shown = text()
         out.write(_CLEAR if is_terminal else "")
         while True:
-            end = f"{_END_OF_LINE}\n" if is_terminal else "\n"
-            lines = "".join(f"{line}{end}" for line in shown.split("\n"))
-            out.write(f"{_HOME}{lines}{_BELOW}" if is_terminal else lines)
+            lines = shown.replace("\n", f"{_END_OF_LINE}\n")
+            out.write(f"{_HOME}{lines}{_END_OF_LINE}\n{_BELOW}" if is_terminal else f"{shown}\n")
             out.flush()
             pause(REFRESH_SECONDS)
             try:

@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 from statsd_bn.timing import quantile
 
 SECONDS = 600.0
-
-# Interval of the points of a trend, and of the samples of layers at most.
-INTERVAL_SECONDS = 4.0
+INTERVAL_SECONDS = 4.0  # between the points of a trend, and at least between the samples of layers
 
 # Memory for the samples of all groups' layers; groups share it equally, and large ones are sampled less often.
 MAX_BYTES = 2**25

@@ -5,7 +5,7 @@ from heapq import nlargest
 from itertools import accumulate, chain, repeat
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from server.group.health import MAX_DELAY_SHARE
@@ -26,6 +26,7 @@ GAUGES = {
     "non_finite": ("", "The group's non finite."),
     "findings": ("", "The group's findings."),
     "waiting_seconds": ("", "The group's waiting seconds."),
+    "broken": ("", "Whether the group is broken; for some minutes after its end too, while no job of that name runs."),
     "severity": ("state", "The verdict: 0 healthy, 1 worth a look, 2 needs attention, 3 broken."),
     "first_non_finite_step": ("layer rank", "The step of the first NaN or infinity."),
     "finding_variance_ratio": (
@@ -55,16 +56,10 @@ class Metrics:
 
     def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
         self._snapshot = snapshot
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format."""
-        return bytes(generate_latest(self._registry))
-
-    def describe(self) -> list[Metric]:
-        """Empty, so that the registry does not collect before the first snapshot."""
-        return []
+        return bytes(generate_latest(self))
 
     def collect(self) -> Iterator[Metric]:
         """The metrics of the latest snapshot."""
@@ -75,7 +70,9 @@ class Metrics:
             events.add_metric((kind,), count)
         yield from (up, events)
         # The last numbers of an unreachable server would look like a stalled job.
-        groups = [] if snapshot["error"] else [group for group in snapshot["groups"] if "over" not in group]
+        known = [] if snapshot["error"] else snapshot["groups"]
+        groups = [group for group in known if "over" not in group]
+        running = {group["job"] for group in groups}
         families: dict[str, Any] = {}
         for kind, metrics in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
             for name, (further, text) in metrics.items():
@@ -83,11 +80,12 @@ class Metrics:
         for group in groups:
             for name, labels, number in _samples(group):
                 families[name].add_metric((group["job"], group["group"], *labels), float(number))
+        # Ranks leave a broken job within a second. A group that the report leaves out may still be running.
+        for group in () if snapshot.get("left_out") else known:
+            if group["job"] not in running:
+                families["broken"].add_metric((group["job"], group["group"]), float(bool(group["lost"])))
         yield from families.values()
         yield from (_histogram(groups, *named) for named in HISTOGRAMS.items())
-        # A group that the report leaves out may still be running.
-        is_known = not (snapshot["error"] or snapshot.get("left_out"))
-        yield _broken(groups, [one for one in snapshot["groups"] if is_known and "over" in one])
 
 
 def _samples(group: Group) -> Iterator[tuple[str, tuple[str, ...], float]]:
@@ -101,6 +99,7 @@ def _samples(group: Group) -> Iterator[tuple[str, tuple[str, ...], float]]:
     yield "non_finite", (), len(group.get("non_finite", ()))
     yield "findings", (), len(differing) + (group.get("held", 0.0) >= MAX_DELAY_SHARE)
     yield "waiting_seconds", (), max((round_["seconds"] for round_ in group["waiting"]), default=0.0)
+    yield "broken", (), bool(group["lost"])
     yield "severity", (group["verdict"]["state"],), group["verdict"]["severity"]
     if first := group["first_non_finite"]:
         yield "first_non_finite_step", (first["layer"], ",".join(map(str, first["ranks"]))), first["step"]
@@ -125,13 +124,3 @@ def _histogram(groups: list[Group], field: str, text: str) -> Metric:
             buckets.append(("+Inf", sum(histogram["counts"])))
             family.add_metric((group["job"], group["group"]), buckets, histogram["sum"])
     return family
-
-
-def _broken(groups: list[Group], ended: list[Group]) -> Metric:
-    """Whether each group is broken, including ended jobs: ranks leave a broken job within a second."""
-    text = "Whether the group is broken; for some minutes after its end too, while no job of that name runs."
-    gauge = GaugeMetricFamily("statsd_bn_broken", text, labels=("job", "group"))
-    running = {group["job"] for group in groups}
-    for group in (*groups, *(one for one in ended if one["job"] not in running)):
-        gauge.add_metric((group["job"], group["group"]), float(bool(group["lost"])))
-    return gauge

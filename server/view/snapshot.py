@@ -6,7 +6,7 @@ The heat map packs the figures of all layers and ranks as binary: 200,000 number
 import base64
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -133,14 +133,9 @@ def _finding_key(finding: Report) -> tuple[Any, ...]:
     return tuple(finding.get(name) for name in ("kind", "rank", "layer", "step"))
 
 
-# Events kept: one hour of one event every four seconds.
-MAX_EVENTS = 900
-
-# Ended groups are kept this long, at most this many.
-OVER_SECONDS, MAX_OVER = 600.0, 16
-
-# Groups with a trend: each takes 10 kB of a snapshot.
-MAX_TRENDS = 32
+MAX_EVENTS = 900  # one hour of one event every four seconds
+OVER_SECONDS, MAX_OVER = 600.0, 16  # ended groups are kept this long, at most this many
+MAX_TRENDS = 32  # groups with a trend: each takes 10 kB of a snapshot
 
 
 class _Watched:
@@ -165,8 +160,8 @@ class _Watched:
             **group,
             "rounds_per_second": _rate(group["rounds_done"], self.group.get("rounds_done"), seconds),
             "members": [
-                {**member, "steps_per_second": _rate(member["step"], steps.get(member["member"]), seconds)}
-                for member in group["members"]
+                {**one, "steps_per_second": _rate(one["step"], steps.get(one["member"]), seconds)}
+                for one in group["members"]
             ],
         }
         if not group["lost"]:
@@ -259,10 +254,9 @@ class SnapshotBuilder:
         if not self._error:
             self._add(now, _event({}, "silent", None, verdict.text))
         self._error = error
-        shown = [
-            group if "over" in group else {**group, "verdict": verdict.entry()} for group in self._snapshot["groups"]
-        ]
-        return {**self._with_head(now), "groups": shown, **({} if shown else {"verdict": verdict.entry()})}
+        entry, groups = {"verdict": verdict.entry()}, self._snapshot["groups"]
+        shown = [group if "over" in group else {**group, **entry} for group in groups]
+        return {**self._with_head(now), "groups": shown, **({} if shown else entry)}
 
     def history(self, job: str, group: str, layer: str) -> dict[str, Any] | None:
         """Mean and variance of a layer by rank over the last ten minutes; None if unknown.
@@ -301,16 +295,16 @@ class SnapshotBuilder:
         latest = sorted((key for key in times if now - times[key] < OVER_SECONDS), key=lambda key: -times[key])
         returning = [key for key, watched in gone.items() if watched.is_returning]
         self._watched = {**running, **{key: gone[key] for key in (*returning, *latest[:MAX_OVER])}}
-        self._record(now, list(running.values()))
+        self._record(now, running.values())
 
-    def _record(self, now: float, running: list[_Watched]) -> None:
+    def _record(self, now: float, running: Iterable[_Watched]) -> None:
         """Add the report's groups to their histories."""
-        for watched in running[:MAX_TRENDS]:
-            watched.trend.add(now, watched.group)
-        for watched in running[MAX_TRENDS:]:
-            watched.trend = Trend()
         drawn = sum("figures" in one.group or len(one.layers) > 0 for one in self._watched.values())
-        for watched in running:
+        for number, watched in enumerate(running):
+            if number < MAX_TRENDS:
+                watched.trend.add(now, watched.group)
+            else:
+                watched.trend = Trend()
             if "figures" in watched.group:
                 watched.layers.add(now, watched.group["figures"]["layers"], MAX_BYTES // drawn)
 
@@ -424,9 +418,7 @@ def ranks_of(group: dict[str, Any], members: int) -> list[int | None]:
 
 def without_figures(snapshot: Snapshot) -> Snapshot:
     """The snapshot with `has_figures` instead of figures, which readers request separately."""
-    groups = [
-        {name: value for name, value in group.items() if name != "figures"}
-        | {"has_figures": bool(group.get("figures"))}
-        for group in snapshot["groups"]
-    ]
+    groups = [{**group, "has_figures": bool(group.get("figures"))} for group in snapshot["groups"]]
+    for group in groups:
+        group.pop("figures", None)
     return {**snapshot, "groups": groups}

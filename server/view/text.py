@@ -21,8 +21,7 @@ COUNTS = {
     "dropped_answers": "answers dropped",
 }
 
-# Shorter waits are normal, because ranks arrive at different times, and are not printed.
-WAIT_SECONDS = 0.5
+WAIT_SECONDS = 0.5  # shorter waits are normal, because ranks arrive at different times, and are not printed
 
 # Columns of a rank, with their widths; the process and what it does now follow, and wrap.
 COLUMNS = {"rank": 6, "step": 9, "steps/s": 9, "median": 8, "p99": 8, "awaited": 9}

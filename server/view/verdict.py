@@ -23,14 +23,9 @@ FINE, NOTICE, ATTENTION, BROKEN = range(4)
 # A wait is unusual after a second, or after twice the time by which last ranks are late; at most after LONG_SECONDS.
 WAIT_SECONDS, LONG_SECONDS = 1.0, 10.0
 
-# A return after a restart of the server is told for this long.
-RESTART_SECONDS = 60.0
-
-# What a rank did whose end broke the group.
-ENDS = {"fails": "failed", "is lost": "was lost", "leaves": "left"}
-
-# How the server's text begins for a rank whose heartbeats stopped.
-NO_SIGN_OF_LIFE = "no sign of life"
+RESTART_SECONDS = 60.0  # a return after a restart of the server is told for this long
+ENDS = {"fails": "failed", "is lost": "was lost", "leaves": "left"}  # what a rank did whose end broke the group
+NO_SIGN_OF_LIFE = "no sign of life"  # how the server's text begins for a rank whose heartbeats stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +151,7 @@ def _forming(group: Group, now: float, restarted: float | None) -> Iterator[Verd
     if restarted is not None and now - restarted < RESTART_SECONDS:
         severity, since, advice = ATTENTION, restarted, "The ranks return by themselves within seconds."
         text = f"The server restarted {duration(now - restarted)} ago: waiting for {whom} to return"
-    card = "Ranks", count_here(group), "have connected"
-    yield Verdict("forming", severity, text, since, advice=advice, card=card)
+    yield Verdict("forming", severity, text, since, advice=advice, card=("Ranks", count_here(group), "have connected"))
 
 
 def awaited(group: Group) -> Mapping[str, Any] | None:

@@ -1,7 +1,4 @@
-"""Web: serves the page, its stream of snapshots, the heat map and `/metrics` on one port.
-
-`Guard` serves GET requests that have the token, and `BoundedProtocol` closes connections without a request.
-"""
+"""Web: serves the page, its stream of snapshots, the heat map and `/metrics` on one port."""
 
 import asyncio
 import hmac
@@ -48,14 +45,9 @@ HEADERS = (
     (b"cache-control", b"no-store"),
 )
 
-# Timeout of a request after the connection is accepted; a browser sends it at once.
-REQUEST_SECONDS = 5.0
-
-# Maximum bytes of the head of a request; its body is not read.
-REQUEST_BYTES = 16 * 1024
-
-# Maximum connections without a request, beyond which the oldest is closed. A browser opens six.
-MAX_WAITING = 64
+REQUEST_SECONDS = 5.0  # timeout of a request after the connection is accepted; a browser sends it at once
+REQUEST_BYTES = 16 * 1024  # maximum of the head of a request; its body is not read
+MAX_WAITING = 64  # connections without a request, beyond which the oldest is closed; a browser opens six
 
 
 class Guard:
@@ -142,12 +134,8 @@ PAGE = Path(__file__).parent / "page"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 FILES = {f"/{'' if path.suffix == '.html' else path.name}": path for path in PAGE.iterdir() if path.suffix in TYPES}
 
-# Concurrent streams; each occupies one of anyio's 40 threads while it waits.
-MAX_STREAMS = 16
-
-# Maximum silence of a stream, to keep proxies connected and to detect closed readers.
-SILENCE_SECONDS = 5.0
-
+MAX_STREAMS = 16  # at a time; each occupies one of anyio's 40 threads while it waits
+SILENCE_SECONDS = 5.0  # maximum silence of a stream, to keep proxies connected and to detect closed readers
 END_SECONDS = 1  # for streams to end after Ctrl-C
 
 # Connections queued by the kernel and accepted together. A queue longer than the limit on open files makes asyncio log
@@ -229,21 +217,12 @@ def serve(feed: Feed, host: str, port: int, token: str) -> None:
     listener = _listening(host, port)
     link = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/?token={quote(token, safe='')}"
     sys.stderr.write(f"statsd_bn view: {link}\n")
+    bounds = {"h11_max_incomplete_event_size": REQUEST_BYTES, "timeout_graceful_shutdown": END_SECONDS}
+    settings: dict[str, Any] = {**bounds, "backlog": BACKLOG, "headers": [("connection", "close")]}
     # Requests and their errors are not logged: the address of the first request has the token, and any client can cause
     # errors.
-    config = uvicorn.Config(
-        app(feed, token),
-        http=BoundedProtocol,
-        h11_max_incomplete_event_size=REQUEST_BYTES,
-        ws="none",
-        headers=[("connection", "close")],
-        backlog=BACKLOG,
-        log_level=logging.ERROR,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=END_SECONDS,
-        lifespan="off",
-    )
+    settings |= {"log_level": logging.ERROR, "access_log": False, "server_header": False}
+    config = uvicorn.Config(app(feed, token), http=BoundedProtocol, ws="none", lifespan="off", **settings)
     runner = threading.Thread(target=feed.run, name="view")
     runner.start()
     try:
