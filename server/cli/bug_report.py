@@ -23,11 +23,8 @@ PREFIX = "STATSD_BN_"
 OURS = ("TRANSPORT", "NATIVE", "TRACEBACK", "LOG_LEVEL", "INSECURE")
 HARMLESS = {*(PREFIX + name for name in OURS), "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK"}
 
-LOG_LINES = 20
-# Longer lines of a log are cut.
-MAX_LINE = 300
-# The end of a log that is read.
-MAX_LOG_BYTES = 64 * 1024
+LOG_LINES, MAX_LINE = 20, 300  # of a log; longer lines are cut
+MAX_LOG_BYTES = 64 * 1024  # the end of a log that is read
 
 # Torch runs in a process of its own: its import takes seconds, and a broken CUDA can end the process.
 DEVICES = """
@@ -40,13 +37,23 @@ DEVICES_SECONDS = 60.0
 
 # What names a user, host, job or file, and what stands for it. Messages have names in quotes, and hosts before a pid.
 REDACTED = (
+    # A key has 40 characters, and may look like a folder or a host in part.
+    (re.compile(r"(?<=\bkey )\S{32,}"), "KEY"),
     (re.compile(r"(?<![\w'])'[^']*(?:'|$)|\"[^\"]*(?:\"|$)"), "'...'"),
     (re.compile(r"\([^()]*, pid \d+\)|\([^()]*$"), "(HOST, pid)"),
     (re.compile(r"\b(?:tcp|ipc|http|https)://[^\s;,]+"), "ADDRESS"),
-    (re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|\[[0-9a-fA-F:]+\]"), "ADDRESS"),
+    # IPv6 in brackets, and without: it has `::` or seven colons, and perhaps IPv4 or an interface at its end.
+    (re.compile(r"\[[0-9a-fA-F:]+\]"), "ADDRESS"),
+    (
+        re.compile(
+            r"(?<![\w:])(?=[0-9a-fA-F:]*::|(?:[0-9a-fA-F]+:){7})"
+            r"[0-9a-fA-F:]+(?:\.\d+){0,3}(?:%[\w.-]*\w)?(?!\w|:[\w:])(?<!\w:)"
+        ),
+        "ADDRESS",
+    ),
+    (re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b"), "ADDRESS"),
     (re.compile(r"(?:(?<=[\s=(':])|^)[~/][^\s,;:]*/([^\s,;:/]+)"), r".../\1"),
     (re.compile(r"\b[\w-]+(?:\.[\w-]+)*\.(?:local|lan|internal|com|net|org|edu|io)\b"), "HOST"),
-    # A key has 40 letters.
     (re.compile(r"(?<!\S)\S{32,}"), "KEY"),
 )
 

@@ -2,10 +2,13 @@
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from zmq.utils import z85
 
 from server.cli.bug_report import describe, redact
+from server.network.listener import Authenticator
 from statsd_bn import __version__
 from statsd_bn.errors import ServerUnreachable
 from statsd_bn.name_conflicts import describe_modules
@@ -76,6 +79,21 @@ def test_the_last_lines_of_a_log_are_redacted(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "address",
+    ["10.0.0.7", "::1", "fe80::1%eth0", "2001:db8::8a2e:0:0", "::ffff:10.0.0.7", "2001:db8:0:1:2:3:4:5", "[::1]"],
+)
+@pytest.mark.parametrize(
+    "key", ["rq:rM>}U?@Lns47(1%kR.o@n%FcmmsL/@{H8]yf7", "a=/b/cde:f[0:1](g)=/hi/jk.com::1-m*n&o+p", "0123456789" * 4]
+)
+def test_a_refused_connection_is_reported_without_its_address_and_key(caplog, address, key):
+    caplog.set_level("INFO")
+    refusing = SimpleNamespace(_is_allowed=lambda _: False)
+    request = [b"", b"", b"1.0", b"1", b"", address.encode(), b"", b"CURVE", z85.decode(key)]
+    assert Authenticator._answer(refusing, request)[4] == b"400"
+    assert redact(caplog.messages[0]) == "refused a connection from ADDRESS: unknown key KEY"
+
+
+@pytest.mark.parametrize(
     ("text", "redacted"),
     [
         ("listens at tcp://gpu7.lab.example.org:4555, open", "listens at ADDRESS, open"),
@@ -84,6 +102,7 @@ def test_the_last_lines_of_a_log_are_redacted(tmp_path):
         ("in /home/ann/secret/train.py:41 decode", "in .../train.py:41 decode"),
         ("rank 2 (gpu7, pid 812) timed out", "rank 2 (HOST, pid) timed out"),
         ("host node3.lab.internal is lost", "host HOST is lost"),
+        ("12:34:56 c10::Error: at::cuda, std::deque", "12:34:56 c10::Error: at::cuda, std::deque"),
         ("key rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7JHTUZQ0+xY3vKpWnBd5Ec9GAhTL", None),
         ("rank 1's step: 3.5 s, it's late", "rank 1's step: 3.5 s, it's late"),
         ("in job 'secret-proj", "in job '...'"),
