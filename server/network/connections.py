@@ -53,9 +53,7 @@ MAX_PEER_BYTES = 2**20  # queued for one peer; a reply has at most 4 MB, mostly 
 # are disconnected, and beyond twice as much only small replies are sent.
 MAX_TOTAL_BYTES = 2**25
 
-SMALL_ANSWER_BYTES = (
-    2**16
-)  # a peer without queued data gets a reply of up to this size, however full others' queues are
+SMALL_ANSWER_BYTES = 2**16  # a peer without queued data gets a reply of up to this size, whatever others have queued
 
 # Plain integers: combining pyzmq's flags takes as long as sending.
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)

@@ -1,4 +1,4 @@
-"""A former member has the rights of a stranger: bad frames and idleness end its connection."""
+"""A former member has the rights of a stranger: bad frames end its connection."""
 
 import time
 
