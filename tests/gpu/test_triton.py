@@ -366,7 +366,7 @@ def test_without_triton_torchs_operators_compute(launch, monkeypatch, caplog, wr
     triton_exchange.works_on.cache_clear()
     assert triton_exchange.works_on(device, torch.float32)
     if wrong == "no type":
-        monkeypatch.setattr(launch.Backward, "input_gradient", mock.Mock(side_effect=RuntimeError("no such type")))
+        monkeypatch.setattr(launch.Backward, "finish", mock.Mock(side_effect=RuntimeError("no such type")))
     else:
         monkeypatch.setattr(importlib.import_module("triton"), "__version__", "3.2.0")
     for _ in range(2):

@@ -19,7 +19,6 @@ from client.ops.statistics import ChannelMoments, ChannelStatistics, Running, de
 from client.transports import device_rows
 from client.transports.device_rows import DeviceAggregate, LocalRows
 from client.transports.process_group import ProcessGroupPipe
-from client.transports.transport import Transport
 from statsd_bn.round_key import BACKWARD, RoundKey
 
 if TYPE_CHECKING:
@@ -91,12 +90,12 @@ class TritonExchange(PlainExchange):
                 self.shape = tuple(x.shape)
                 self.first = launch.Forward(x, device_rows.nr_ranks(self.transport), gathers=self._gathers)
                 self.key = self._forward_round(x, weight, bias)
-            return self.first.normalise(x)
+            return self.first.affine(None, x)
 
     def _forward_round(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> RoundKey:
         async_checks.poll(x.device)
         first = self.first
-        key = device_rows.run_row(self.transport, partial(first.write_row, x), phase=self.phase)
+        key = device_rows.run_row(self.transport, partial(first.write_row, None, x), phase=self.phase)
         wait = non_finite.raises(self.transport, key)
         # A round that may raise updates nothing here; a cumulative average is updated by the layer.
         running = None if wait or (self.running and isnan(self.running.momentum)) else self.running
@@ -124,9 +123,16 @@ class TritonExchange(PlainExchange):
     def _submit(
         self, of: "Forward | Backward", key: RoundKey, too_few: TooFewValues | None = None, *, wait: bool = False
     ) -> None:
-        # Not `self`: unchecked flags would keep the call alive, and checkpoints would assume that its graph is too.
+        # Without `self`: unchecked flags would keep the call alive, and checkpoints would assume that its graph is too.
+        transport, row, rows, blocks = self.transport, of.row, of.rows, of.blocks
         others = of.flags if self._gathers else None
-        report = partial(_report, self.transport, key, of.row, of.rows, of.blocks, others, too_few)
+
+        def report(flags: Flags) -> None:
+            ranks = device_rows.ranks_of(transport)
+            aggregate = DeviceAggregate(key, *_total(rows, len(ranks)), rows.view(len(ranks), -1)[:, 1:], ranks, others)
+            contribution = LocalRows(row[1:2].unbind(), row[2:].view(1, 2, -1))
+            DeviceErrors(transport, contribution, aggregate, too_few).report_rows(flags, blocks)
+
         async_checks.submit(of.flags, report, wait=wait)
 
     def gradients(
@@ -144,7 +150,7 @@ class TritonExchange(PlainExchange):
         needs_input, needs_weight, needs_bias = needs
         with launch.on_device_of(x):
             async_checks.poll(x.device)
-            backward = launch.Backward(self.first, x, gathers=self._gathers)
+            backward = launch.Backward(x, self.first.ranks, self.first.work, gathers=self._gathers)
             write, key = partial(backward.write_row, grad, x), None
             if needs_input:
                 key = device_rows.run_row(self.transport, write, self.next_key(BACKWARD))
@@ -156,23 +162,7 @@ class TritonExchange(PlainExchange):
             if key is None:
                 return None, of_weight, of_bias
             self._submit(backward, key)
-            return backward.input_gradient(grad, x), of_weight, of_bias
-
-
-def _report(
-    transport: Transport,
-    key: RoundKey,
-    row: Tensor,
-    rows: Tensor,
-    blocks: int,
-    others: Tensor | None,
-    too_few: TooFewValues | None,
-    flags: Flags,
-) -> None:
-    ranks = device_rows.ranks_of(transport)
-    aggregate = DeviceAggregate(key, *_total(rows, len(ranks)), rows.view(len(ranks), -1)[:, 1:], ranks, others)
-    contribution = LocalRows(row[1:2].unbind(), row[2:].view(1, 2, -1))
-    DeviceErrors(transport, contribution, aggregate, too_few).report_rows(flags, blocks)
+            return backward.affine(grad, x), of_weight, of_bias
 
 
 def _total(rows: Tensor, ranks: int) -> tuple[Tensor, Tensor]:

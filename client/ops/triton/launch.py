@@ -37,7 +37,6 @@ class Tiling:
     """Tiling of an input, which the kernels read as (n, c, s)."""
 
     shape: tuple[int, int, int]
-    c: int
     tile: tuple[int, int, int]  # the block size of each dimension
     warps: int
     channel_blocks: int
@@ -71,7 +70,7 @@ def _tiling(shape: tuple[int, ...], is_contiguous: bool) -> Tiling:
     steps = max(-(-tiles // min(wanted, MAX_PROGRAMS)), 1)
     splits = max(-(-tiles // steps), 1)
     tile = block_n, block_c, block_s
-    return Tiling((n, c, s), c, tile, warps, channel_blocks, tiles, steps, splits, -(-c // BLOCK))
+    return Tiling((n, c, s), tile, warps, channel_blocks, tiles, steps, splits, -(-c // BLOCK))
 
 
 def _power_of_2(number: int) -> int:
@@ -104,22 +103,24 @@ def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
 
 
 class Pass:
-    """One pass, with its buffers.
+    """One pass, with its buffers: `forward` is the buffer of its forward pass, None for a forward pass.
 
-    `head` are the words before the row, `ranks` the rows of a round, and `more_flags` words behind the flags of the
-    rows. `gathers`: whether other ranks send rows.
+    `ranks` rows take part in its round; `gathers`: whether other ranks send some of them.
     """
 
-    __slots__ = ("_gathers", "_tiling", "blocks", "count", "digest", "flags", "ranks", "row", "rows", "work")
+    __slots__ = ("_forward", "_gathers", "blocks", "count", "digest", "flags", "ranks", "row", "rows", "tiling", "work")
 
-    def __init__(self, x: Tensor, head: int, ranks: int, more_flags: int, *, gathers: bool) -> None:
-        self._tiling = tiling = tiling_of(x)
-        size, self.blocks = 2 * tiling.c + 2, tiling.blocks  # each block of channels writes its own flags
-        flags = ranks * tiling.blocks + more_flags
+    def __init__(self, x: Tensor, ranks: int, forward: Tensor | None = None, *, gathers: bool) -> None:
+        self.tiling = tiling = tiling_of(x)
+        n, c, s = tiling.shape
+        head, size = 1 + 6 * c if forward is None else 3 * c, 2 * c + 2
+        self.blocks = tiling.blocks  # each block of channels writes its own flags
+        flags = (ranks + (forward is None)) * tiling.blocks
         self._gathers, self.ranks, self.digest = gathers, ranks, 0
-        self.count = tiling.shape[0] * tiling.shape[2]  # this rank's values per channel
+        self.count = n * s  # this rank's values per channel
         own = head + size
         self.work = torch.empty(own if gathers else own + flags, dtype=_WORD, device=x.device)
+        self._forward = self.work if forward is None else forward
         self.row, behind = self.work[head:own], self.work[head:]  # the row: shape (2 * C + 2,)
         shared = torch.empty(ranks * size + flags, dtype=_WORD, device=x.device) if gathers else behind
         self.rows, self.flags = shared.split_with_sizes([ranks * size, flags])
@@ -128,15 +129,15 @@ class Pass:
         """Release rows and flags, which grow with the number of ranks; the rest is saved for the backward pass."""
         del self.rows, self.flags
 
-    def _write_row(self, dy: Tensor | None, x: Tensor, forward: Tensor | None, digest: int) -> tuple[Tensor, Tensor]:
+    def write_row(self, dy: Tensor | None, x: Tensor, digest: int) -> tuple[Tensor, Tensor]:
         """Compute the row, by a second kernel where the first one's programs add several splits.
 
         Returns the row, and the output for the rows of all ranks.
         """
-        tiling, self.digest = self._tiling, digest
-        count, is_whole = float(self.count), tiling.splits == 1
+        tiling, self.digest = self.tiling, digest
+        count, is_whole, forward = float(self.count), tiling.splits == 1, None if dy is None else self._forward
         # With one split the buffer for the sums of splits is unused.
-        size = (1 + 2 * tiling.splits) * tiling.c
+        size = (1 + 2 * tiling.splits) * x.shape[1]
         partial = self.work if is_whole else torch.empty(size, dtype=_WORD, device=x.device)
         _launch(
             tiling, ("sums", *_kind(dy, x)), kernels.sums, (tiling.channel_blocks, tiling.splits, 1), tiling.warps,
@@ -145,7 +146,7 @@ class Pass:
         if not is_whole:
             _launch(
                 tiling, ("write_row", x.device, dy is None), kernels.write_row, (tiling.blocks, 1, 1), 4,
-                partial, forward, self.row, tiling.c, tiling.splits, digest, count, SPLITS_AT_ONCE, BLOCK,
+                partial, forward, self.row, x.shape[1], tiling.splits, digest, count, SPLITS_AT_ONCE, BLOCK,
             )  # fmt: skip
         return self.row, self.rows
 
@@ -153,19 +154,19 @@ class Pass:
         self, name: str, work: tuple[Tensor, ...], vectors: Sequence[Tensor | None], *numbers: float, option: bool
     ) -> None:
         """Compute what follows from all rows, by one program for each block of channels."""
-        tiling, types = self._tiling, (None if each is None else each.dtype for each in vectors)
+        tiling, types = self.tiling, (None if each is None else each.dtype for each in vectors)
         variant = name, self.work.device, *types, self.ranks, self._gathers, option
         _launch(
             tiling, variant, getattr(kernels, name), (tiling.blocks, 1, 1), 4,
-            *work, self.rows, *vectors, tiling.c, self.ranks, self.digest, *numbers, option, BLOCK,
+            *work, self.rows, *vectors, tiling.shape[1], self.ranks, self.digest, *numbers, option, BLOCK,
         )  # fmt: skip
 
-    def _affine(self, dy: Tensor | None, x: Tensor, forward: Tensor) -> Tensor:
-        """Tensor of the type and layout of `x`, computed tile by tile."""
+    def affine(self, dy: Tensor | None, x: Tensor) -> Tensor:
+        """Output of a forward pass, or gradient of the input, of the type and layout of `x`."""
         tiling, output = tiling_of(x), torch.empty_like(x)  # a recomputed forward pass may have another layout
         if tiling.tiles:
             grid = tiling.tiles, tiling.channel_blocks, 1
-            arguments = dy, x, output, forward, self.work, *tiling.shape, *tiling.tile
+            arguments = dy, x, output, self._forward, self.work, *tiling.shape, *tiling.tile
             _launch(tiling, ("affine", *_kind(dy, x)), kernels.affine, grid, tiling.warps, *arguments)
         return output
 
@@ -176,45 +177,25 @@ def _kind(dy: Tensor | None, x: Tensor) -> tuple[Any, ...]:
 
 
 class Forward(Pass):
-    """Forward pass of a dense input."""
+    """Forward pass of a dense input; type and layout may differ when it is recomputed."""
 
     __slots__ = ()
-
-    def __init__(self, x: Tensor, ranks: int, *, gathers: bool) -> None:
-        tiling = tiling_of(x)
-        super().__init__(x, 1 + 6 * tiling.c, ranks, tiling.blocks, gathers=gathers)
 
     @property
     def vectors(self) -> Tensor:
         """Mean, invstd and slope, shape (3, C)."""
-        return self.work[1 : 1 + 3 * self._tiling.c].view(3, -1)
-
-    def write_row(self, x: Tensor, digest: int) -> tuple[Tensor, Tensor]:
-        """Compute the row; return it, and the output for all rows."""
-        return self._write_row(None, x, None, digest)
+        return self.work[1 : 1 + 3 * self.tiling.shape[1]].view(3, -1)
 
     def finish(self, weight: Tensor | None, bias: Tensor | None, running: Running, eps: float, *, clamp: bool) -> None:
         """Compute the statistics from all rows, and update the running statistics."""
         *buffers, momentum = running
         self._finish("finish", (self.work,), (weight, bias, *buffers), eps, momentum, option=clamp)
 
-    def normalise(self, x: Tensor) -> Tensor:
-        """Output for `x`, whose type and layout may differ from the first run's when recomputed."""
-        return self._affine(None, x, self.work)
-
 
 class Backward(Pass):
     """Backward pass. Gradient and input have one layout, which may differ from the forward's."""
 
-    __slots__ = ("_forward",)
-
-    def __init__(self, forward: Forward, x: Tensor, *, gathers: bool) -> None:
-        super().__init__(x, 3 * x.shape[1], forward.ranks, 0, gathers=gathers)
-        self._forward = forward.work
-
-    def write_row(self, grad: Tensor, x: Tensor, digest: int) -> tuple[Tensor, Tensor]:
-        """Compute the row; return it, and the output for all rows."""
-        return self._write_row(grad, x, self._forward, digest)
+    __slots__ = ()
 
     def finish(
         self, weight: Tensor | None, of_weight: Tensor | None, of_bias: Tensor | None, *, has_round: bool
@@ -222,10 +203,6 @@ class Backward(Pass):
         """Write the gradients of weight and bias that are not None and, after a round, the factors of the input's."""
         vectors = weight, of_weight, of_bias
         self._finish("finish_backward", (self._forward, self.work), vectors, option=has_round)
-
-    def input_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Gradient of the input, of the type and layout of `x`."""
-        return self._affine(grad, x, self._forward)
 
 
 def try_out(device: torch.device, dtype: torch.dtype) -> None:
@@ -235,10 +212,10 @@ def try_out(device: torch.device, dtype: torch.dtype) -> None:
     running = Running(mean, var, torch.zeros((), dtype=torch.int64, device=device), 0.1)
     with on_device_of(x):
         forward = Forward(x, 1, gathers=False)
-        forward.write_row(x, 0)
+        forward.write_row(None, x, 0)
         forward.finish(weight, weight, running, 1e-5, clamp=False)
-        forward.normalise(x)
-        backward = Backward(forward, x, gathers=False)
+        forward.affine(None, x)
+        backward = Backward(x, 1, forward.work, gathers=False)
         backward.write_row(x, x, 0)
         backward.finish(weight, gradient, gradient, has_round=True)
-        backward.input_gradient(x, x)
+        backward.affine(x, x)
