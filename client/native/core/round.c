@@ -43,11 +43,9 @@ static const uint64_t MOST_WORDS = (SLOT - sizeof(head)) / 8;
 int64_t sbn_group_bytes(int64_t members) { return LINE + members * STRIDE; }
 
 static futex *futex_of(const sbn_group *g) { return (futex *)g->memory; }
-static place *place_of(const sbn_group *g, int64_t member) {
-  return (place *)(g->memory + LINE + member * STRIDE);
-}
+static place *place_of(const sbn_group *g, int64_t member) { return (place *)(g->memory + LINE + member * STRIDE); }
 static char *slot_of(const sbn_group *g, int64_t member) {
-  return g->memory + LINE + member * STRIDE + LINE + (int64_t)(g->turn & 1) * SLOT;
+  return (char *)place_of(g, member) + LINE + (int64_t)(g->turn & 1) * SLOT;
 }
 static uint64_t value_of(_Atomic uint64_t *word) { return atomic_load_explicit(word, memory_order_seq_cst); }
 static void set(_Atomic uint64_t *word, uint64_t value) { atomic_store_explicit(word, value, memory_order_seq_cst); }
@@ -204,11 +202,8 @@ int sbn_round(sbn_group *g, uint64_t digest, const uint64_t *counts, const doubl
               int64_t vectors, int64_t channels, double *total, int64_t came_ns, int64_t wait_ns) {
   if (sbn_closed(g)) return SBN_CLOSED;
   g->turn++;
-  g->digest = digest;
-  g->vectors = vectors;
-  g->channels = channels;
-  g->came_before = g->came;
-  g->came = came_ns;
+  g->digest = digest, g->vectors = vectors, g->channels = channels;
+  g->came_before = g->came, g->came = came_ns;
   write_rows(g, counts, values, replicas);
   set(&place_of(g, g->me)->arrival, g->turn);
   if (have_all_arrived(g)) {
@@ -267,8 +262,6 @@ void sbn_rows(const sbn_group *g, uint64_t *replicas, uint64_t *counts, double *
     replicas[member] = rows;
     memcpy(counts, slot + sizeof its, 8 * rows);
     memcpy(values, slot + sizeof its + 8 * rows, 8 * rows * size);
-    counts += rows;
-    values += rows * size;
-    left -= rows;
+    counts += rows, values += rows * size, left -= rows;
   }
 }
