@@ -144,16 +144,14 @@ class NativeRow:
     @property
     def contribution(self) -> Rows:
         """The computed row, in the form of the other transports."""
-        return Rows((self._pass.values,), self._vectors(0)[np.newaxis])
+        own: FloatArray = np.frombuffer(self._buffer, count=2 * self._pass.channels)
+        return Rows((self._pass.values,), own.reshape(1, 2, -1))
 
     @property
     def total(self) -> FloatArray:
         """Sum of all rows, shape (2, C): a view of the buffer."""
-        return self._vectors(1)
-
-    def _vectors(self, row: int) -> FloatArray:
         size = 2 * self._pass.channels
-        return np.frombuffer(self._buffer, offset=8 * row * (size + 1), count=size).reshape(2, -1)
+        return np.frombuffer(self._buffer, offset=8 * (size + 1), count=size).reshape(2, -1)
 
     @property
     def total_at(self) -> int:

@@ -60,10 +60,7 @@ class ExchangeCache:
             self._with_graph[exchange.layer].add(exchange)
 
     def _add_without_graph(self, exchange: Exchange) -> None:
-        """Cache a call, and drop the least recently called layer if its model may be gone.
-
-        That is assumed after `MAX_WITHOUT_GRAPH` further calls for each cached layer.
-        """
+        """Cache a call, and drop the layer that was called least recently if its model may be gone."""
         layers = self._without_graph
         layers.setdefault(exchange.layer, deque(maxlen=MAX_WITHOUT_GRAPH)).append(exchange)
         layers.move_to_end(exchange.layer)
@@ -77,8 +74,7 @@ class ExchangeCache:
         """The call of `layer` to which a local replica contributed these moments, if any.
 
         Of several similar calls, for example of micro-batches, the nearest moments decide; then the distance to the
-        recomputing autograd node; then the latest call that was not recomputed yet. The calls of one node of a compiled
-        graph are returned in program order.
+        recomputing autograd node; then the latest call that was not recomputed yet.
         """
         with self._lock:
             calls = [*self._with_graph.get(layer, ()), *self._without_graph.get(layer, ())]
@@ -86,15 +82,11 @@ class ExchangeCache:
             call for call in calls if call.transport == transport or switched_from_server(transport, call.transport)
         ]
         node = _asking_node()
-        distances = {
-            call: 0.0 if distance <= ROUNDING else distance
-            for call, distance in _distances(calls, replica, moments)
-            if distance <= TOLERANCE
-        }
-        if not distances:
+        distances = dict(_distances(calls, replica, moments))
+        nearest = min(distances.values(), default=math.inf)
+        if nearest > TOLERANCE:
             return None
-        nearest = min(distances.values())
-        near = [call for call, distance in distances.items() if distance == nearest]
+        near = [call for call, distance in distances.items() if distance <= max(nearest, ROUNDING)]
         call = min(near, key=lambda it: (_distance_to(node, it), replica in it.recomputed, -it.number))
         call = _first_of_node(call, near)
         call.recomputed.add(replica)
@@ -106,10 +98,7 @@ exchange_cache = ExchangeCache()
 
 
 def _first_of_node(call: Exchange, near: list[Exchange]) -> Exchange:
-    """The next call, in program order, that the same node of a compiled graph has run.
-
-    For example, two calls of a layer with empty batches have equal moments here, but not on another member.
-    """
+    """The next call in program order, if a node of a compiled graph has run several, as with empty batches."""
     first = call.positions[0]
     if not first.is_inside_node or len(call.local) > 1:  # replicas have threads of their own, with other numbers
         return call
@@ -124,12 +113,8 @@ def _asking_node() -> int | None:
 
 
 def _distance_to(node: int | None, call: Exchange) -> float:
-    """Distance of the recomputing node from a call, by sequence numbers; infinity if it cannot recompute that call.
-
-    With nested checkpoints a call has several positions, because the outer checkpoint recomputes it first. The threads
-    of replicas number their nodes separately, so calls of several replicas are at distance 0.
-    """
-    if node is None or len(call.local) > 1:
+    """Distance of the recomputing node from a call, by sequence numbers; infinity if it cannot recompute that call."""
+    if node is None or len(call.local) > 1:  # the threads of replicas number their nodes separately
         return 0.0
     distances = (position.distance_to(node) for position in call.positions)
     return min((distance for distance in distances if distance is not None), default=math.inf)

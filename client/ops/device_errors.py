@@ -7,7 +7,7 @@ raises the error. On a CPU the error is raised at once.
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,11 +67,8 @@ class AsyncChecks:
         self._lock = threading.Lock()
 
     def submit(self, flags: Tensor, report: Callable[[Flags], None], *, wait: bool = False) -> None:
-        """Schedule `report`, which logs or raises the errors, for flags of which one is set.
-
-        With `wait` it waits for these flags and all earlier ones. While a CUDA graph is captured the flags are dropped.
-        """
-        if _is_captured(flags.device):
+        """Schedule `report`, which logs or raises errors, if a flag is set; `wait` for these and all earlier flags."""
+        if _is_captured(flags.device):  # a CUDA graph would replay the copy only
             return
         kind = len(flags), flags.device, flags.dtype
         with self._lock:
@@ -133,10 +130,10 @@ class DeviceErrors:
 
     def has_failed(self) -> Tensor | None:
         """Whether the round has failed, shape (), bool; None where it cannot fail."""
-        others, too_few = self.aggregate.mismatched, self.too_few
-        if others is None:
-            return None if too_few is None else too_few.flag
-        return others.any() if too_few is None else others.any() | too_few.flag
+        others, too_few = self.aggregate.mismatched, None if self.too_few is None else self.too_few.flag
+        if others is None or too_few is None:
+            return too_few if others is None else others.any()
+        return others.any() | too_few
 
     def submit(self) -> None:
         """Schedule the checks of the round."""
@@ -171,36 +168,25 @@ class DeviceErrors:
             self._report_non_finite(rest)
 
     def _mismatch(self, others: Flags) -> RoundMismatch:
-        ranks, key = self.aggregate.ranks, self.aggregate.key
-        here = [rank for rank, is_other in zip(ranks, others, strict=True) if not is_other]
-        there = [rank for rank, is_other in zip(ranks, others, strict=True) if is_other]
-        table = [_place(here, f"in {key.describe()}"), _place(there, "in another round")]
+        key, ranks = self.aggregate.key, np.array(self.aggregate.ranks)
+        table = [_place(ranks[~others], f"in {key.describe()}"), _place(ranks[others], "in another round")]
         what = "deadlock: the ranks wait in different rounds"
         where = "torch's process group, on devices; results computed since then are NaN"
         return RoundMismatch(error_text(what, table=table, where=where, advice=ADVICE), **key.fields)
 
     def _report_non_finite(self, rows: Flags) -> None:
         """Report NaN and infinity like a round over the host; waiting for the device does no harm any more."""
-        result = self.aggregate
-        bearers = np.repeat(result.ranks, len(rows) // len(result.ranks))[rows]
-        aggregate = Aggregate(
-            result.key,
-            len(rows),
-            int(result.count.nan_to_num(0.0)),
-            Members.of(result.ranks),
-            result.values.cpu().numpy(),
-            non_finite=Members.of(map(int, bearers)),
-        )
+        result, ranks = self.aggregate, self.aggregate.ranks
+        bearers = Members.of(map(int, np.repeat(ranks, len(rows) // len(ranks))[rows]))
+        count, values = int(result.count.nan_to_num(0.0)), result.values.cpu().numpy()
+        aggregate = Aggregate(result.key, len(rows), count, Members.of(ranks), values, non_finite=bearers)
         if isinstance(self.transport, ProcessGroupPipe):
             process_group.report_non_finite(self.transport, aggregate)
         non_finite.check(self.transport, self.contribution.on_host(), aggregate)
 
 
 def check_recomputation(layer: str, first: Tensor, again: Tensor, tolerance: float) -> None:
-    """Schedule a check that a recomputed call has the input of the call that it was matched with.
-
-    The moments of both runs, shape (2, C), may differ by `tolerance` relative to the largest value of each vector.
-    """
+    """Schedule a check that a recomputed call has the moments, (2, C), of the call that it was matched with."""
     first, again = first.nan_to_num(), again.to(first.device, non_blocking=True).nan_to_num()
     differs = (first - again).abs().amax(1) > tolerance * first.abs().amax(1)
 
@@ -213,7 +199,7 @@ def check_recomputation(layer: str, first: Tensor, again: Tensor, tolerance: flo
     async_checks.submit(differs, report)
 
 
-def _place(ranks: Sequence[int], where: str) -> TableSection:
+def _place(ranks: npt.NDArray[Any], where: str) -> TableSection:
     return TableSection([Row((f"rank {rank}", where)) for rank in ranks[:MAX_ROWS]], len(ranks), where)
 
 

@@ -26,20 +26,14 @@ def backend_for(x: Tensor, mask: Tensor | None = None) -> native.Native | Fused 
 
 
 def moments(x: Tensor, mask: Tensor | None = None) -> ChannelMoments:
-    """Moments of a slice of shape (N, C, *), which may be empty.
-
-    `mask`, shape (N, *), bool, says which positions count; None for all.
-    """
+    """Moments of a slice, shape (N, C, *), which may be empty; `mask`, shape (N, *), bool: which positions count."""
     if x.numel():
         return backend_for(x, mask).moments(x)
     return ChannelMoments(0, zeros(2, x), tuple(x.shape))
 
 
 def normalise(x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """(x - mean) * invstd * weight + bias, in the type of `x`; None means weight 1 or bias 0.
-
-    Raises ValueError unless weight and bias have the shape (C,).
-    """
+    """(x - mean) * invstd * weight + bias, in the type of `x`; None means weight 1 or bias 0."""
     check_parameter("weight", weight, x)
     check_parameter("bias", bias, x)
     return backend_for(x).normalise(x, statistics.on(vector_device(x)), weight, bias)

@@ -77,10 +77,7 @@ class Exchange:
     _passes: dict[str, int] = field(default_factory=dict)
 
     def forward(self, local: list[ChannelMoments]) -> None:
-        """Exchange the local replicas' moments for the moments of the whole batch.
-
-        Where rows stay on devices, a call raises the errors of earlier rounds.
-        """
+        """Exchange the local replicas' moments for those of the whole batch; on devices, raise earlier errors."""
         self.local, counts = local, [moments.count for moments in local]
         rows = LocalRows.of(counts, [moments.vectors for moments in local])
         count: Count
@@ -97,10 +94,9 @@ class Exchange:
         """The check of `check_count` for a count on a device; None where the shapes prove that it passes."""
         if sum(moments.count for moments in self.local if isinstance(moments.count, int)) > 1:
             return None
-        with_positions = [moments.shape for moments in self.local if 0 not in moments.shape]
-        if with_positions:
-            return TooFewValues(count <= 1, self.layer, with_positions[0])
-        return TooFewValues(count == 1, self.layer, self.local[0].shape)
+        nonempty = [moments.shape for moments in self.local if 0 not in moments.shape]
+        flag, shape = (count <= 1, nonempty[0]) if nonempty else (count == 1, self.local[0].shape)
+        return TooFewValues(flag, self.layer, shape)
 
     def backward(self, phase: str, local: list[Tensor]) -> Tensor:
         """Exchange the local replicas' sums, each of shape (vectors, C), for the sums over all replicas."""
@@ -120,11 +116,9 @@ class Exchange:
         return self.key.of_phase(phase_of(phase, number))
 
     def check_count(self, shape: Sequence[int]) -> None:
-        """Raise ValueError if the whole batch has one value per channel, or none although this input is not empty.
-
-        On devices `forward` schedules this check.
-        """
+        """Raise ValueError if the whole batch has one value per channel, or none although this input is not empty."""
         count = self.moments.count
+        # A count on a device is checked by `_too_few`.
         if isinstance(count, int) and (count == 1 or (count == 0 and 0 not in shape)):
             raise too_few_values(self.layer, count, tuple(shape))
 
@@ -133,8 +127,7 @@ class Exchange:
 class PlainExchange(Exchange):
     """A plain call: a backend computes one slice without a mask, in one step forward and one step backward.
 
-    `NativeExchange` computes on a CPU, `client.ops.triton` on CUDA. Replicas, masks and second derivatives use the
-    backends' single steps, for which a plain call creates tensors lazily, from its buffers.
+    Second derivatives use the backends' single steps, for which it creates tensors lazily, from its buffers.
     """
 
     running: Running | None = None  # to update in the forward pass; None where the layer updates them
@@ -154,8 +147,7 @@ class PlainExchange(Exchange):
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        value = self.lazy_attribute(name)
-        if value is None:
+        if (value := self.lazy_attribute(name)) is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         setattr(self, name, value)
         return value

@@ -41,26 +41,19 @@ class Slice(NamedTuple):
 
 def is_plain(slice_: Slice) -> bool:
     """Whether a slice has no mask, stream or saver, and parameters of C values: kernels do not check lengths."""
-    x, weight, bias, mask, saver, stream = slice_
-    channels = x.shape[1:2]
-    return (
-        mask is None
-        and saver is None
-        and stream is None
-        and (weight is None or weight.shape == channels)
-        and (bias is None or bias.shape == channels)
-        and not torch._C._are_functorch_transforms_active()  # noqa: SLF001 - has no public name
-    )
+    x, weight, bias, *others = slice_
+    if any(each is not None for each in others) or torch._C._are_functorch_transforms_active():  # noqa: SLF001 - has no public name
+        return False
+    return all(values is None or values.shape == x.shape[1:2] for values in (weight, bias))
 
 
 def save_in_thread(slice_: Slice) -> Slice:
-    """Save the input in the calling thread, where a checkpoint around this replica sees it.
+    """Save input and weight in the calling thread, where a checkpoint around this replica sees them.
 
-    A checkpoint's hooks see one thread only, and the last replica's thread runs the batch norm of all. The weight is
-    saved too: copies on the module's device share its memory, so autograd must detect a change before backward. A
-    thread under `no_grad` saves nothing, whatever its siblings do.
+    The last replica's thread runs the batch norm of all, but a checkpoint's hooks see one thread only. The weight's
+    copies on the module's device share its memory, so autograd must detect a change before backward.
     """
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():  # this thread saves nothing, whatever its siblings do
         weight, bias = (None if vector is None else vector.detach() for vector in (slice_.weight, slice_.bias))
         return Slice(slice_.input.detach(), weight, bias, slice_.mask, UNSAVED, slice_.stream)
     if not checkpointing.may_have_hooks() and not torch._C._are_functorch_transforms_active():  # noqa: SLF001 - private
@@ -193,19 +186,10 @@ def _saved(ctx: Any) -> Sequence[Tensor | None]:
 def _run_pass(exchange: Exchange, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Sequence[Any]:
     """Compute a part of the backward pass in the replicas' streams; a failed round shows the user's frames only."""
     try:
-        return _run_in_streams(exchange.streams, run, arguments)
+        return _run_in_streams(exchange.streams, run, arguments) if exchange.streams else run(*arguments)
     except StatsdBNError as error:
         hide_internal_frames(error, for_caller=True)
         raise
-
-
-def backward_by_operators(
-    exchange: Exchange, needs: Sequence[bool], grad: Tensor, x: Tensor, weight: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Gradients of one slice's input, weight and bias; they can be differentiated again."""
-    backward_pass = _BackwardPass(exchange, [(need,) for need in needs])
-    gradients: tuple[Tensor | None, ...] = apply_function(_Backward, backward_pass, grad, x, weight, None)
-    return gradients
 
 
 @dataclass(slots=True)
@@ -300,10 +284,13 @@ class _PlainBatchNorm(Exchanging):
         _, *needs = ctx.needs_input_grad
         try:
             gradients = None if torch.is_grad_enabled() else exchange.gradients(grad, x, weight, needs)
-            return None, *(gradients or backward_by_operators(exchange, needs, grad, x, weight))
+            if gradients is None:  # by operators, which can be differentiated again
+                backward_pass = _BackwardPass(exchange, [(need,) for need in needs])
+                gradients = apply_function(_Backward, backward_pass, grad, x, weight, None)
         except StatsdBNError as error:
             hide_internal_frames(error)
             raise
+        return None, *gradients
 
 
 # (exchange, input, weight, bias) -> output, for a plain call; see `apply_function`.
@@ -335,15 +322,12 @@ def in_streams(streams: Iterable[Any]) -> Iterator[None]:
 
 
 def _run_in_streams(streams: Sequence[Any], run: Callable[..., Any], arguments: tuple[Any, ...]) -> Sequence[Any]:
-    """Compute a part of a backward pass in the replicas' streams, if any, and return its results.
+    """Compute a part of a backward pass in the replicas' streams, and return its results.
 
     Autograd passes gradients in its thread's current streams, and expects the results there, so the streams wait for
     each other before and after. Tensors that pass from one stream to another are recorded with the allocator, which
     could otherwise reuse their memory before the other stream has read them.
     """
-    if not streams:
-        results: Sequence[Any] = run(*arguments)
-        return results
     # If replicas share a device, the stream entered last is current there, as in the forward pass.
     latest = {stream.device: stream for stream in streams}
     own = {device: torch.cuda.current_stream(device) for device in latest}
@@ -352,7 +336,7 @@ def _run_in_streams(streams: Sequence[Any], run: Callable[..., Any], arguments: 
         stream.wait_stream(own[device])
     _record_streams(arguments, others)
     with in_streams(others.values()):
-        results = run(*arguments)
+        results: Sequence[Any] = run(*arguments)
     for device, stream in others.items():
         own[device].wait_stream(stream)
     _record_streams(results, {device: own[device] for device in others})

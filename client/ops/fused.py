@@ -37,7 +37,7 @@ class Fused:
     def normalise(self, x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Add the rounding error of the mean to the bias."""
         x, wide = dense(x), compute_type(x)
-        center, rest = rounded(statistics, compute_type(x))
+        center, rest = rounded(statistics, wide)
         weight = _weight_of(x, weight)
         addend = (-rest * statistics.invstd).to(wide) * weight
         if bias is not None:
@@ -49,7 +49,13 @@ class Fused:
         grad, x = same_layout(grad, x)
         center, rest = rounded(statistics, compute_type(x))
         invstd = statistics.invstd.to(compute_type(x))
-        first, second = (each.double() for each in _reduced(grad, x, center, invstd))
+        # In half precision torch's kernels, except those for channels_last, round partial sums.
+        is_channels_last = x.stride(1) == 1 or x.numel() == x.shape[0] * x.shape[1]
+        if x.dtype in _HALVES and not is_channels_last:
+            grad, x = grad.float(), x.float()
+        ones = _weight_of(x, None)
+        first, second, *_ = torch.batch_norm_backward_reduce(grad, x, center, invstd, ones, *_FOR_THE_INPUT)
+        first, second = first.double(), second.double()
         return torch.stack((first, second - rest * first))
 
     def input_gradient(
@@ -57,32 +63,14 @@ class Fused:
     ) -> Tensor:
         """Add the rounding error of the mean to the mean of the gradient."""
         grad, x = same_layout(grad, x)
-        wide = compute_type(x)
-        center, rest = rounded(statistics, compute_type(x))
-        invstd = statistics.invstd
+        invstd, wide = statistics.invstd, compute_type(x)
+        center, rest = rounded(statistics, wide)
         first = means[0] - rest * (invstd * invstd * means[1])
         # `means` are divided already, because the operator's count has only 32 bits.
         one = torch.ones(1, dtype=torch.int32, device=x.device)
         return torch.batch_norm_backward_elemt(
             grad, x, center, invstd.to(wide), _weight_of(x, weight), first.to(wide), means[1].to(wide), one
         )
-
-
-def _reduced(grad: Tensor, x: Tensor, center: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Σdy and Σdy·(x - center), each of shape (C,), in the compute type.
-
-    In half precision torch's kernel for contiguous inputs, unlike that for channels_last, rounds partial sums to half
-    precision, so these inputs are copied to float32.
-    """
-    if x.dtype in _HALVES and not _is_channels_last(x):
-        grad, x = grad.float(), x.float()
-    first, second, *_ = torch.batch_norm_backward_reduce(grad, x, center, invstd, _weight_of(x, None), *_FOR_THE_INPUT)
-    return first, second
-
-
-def _is_channels_last(x: Tensor) -> bool:
-    """Whether torch uses its channels_last kernels for a dense `x`."""
-    return x.stride(1) == 1 or x.numel() == x.shape[0] * x.shape[1]
 
 
 def _weight_of(x: Tensor, weight: Tensor | None) -> Tensor:

@@ -36,13 +36,10 @@ _TORCHS = frozenset({Tensor, torch.nn.Parameter})
 def supports(*tensors: Tensor) -> bool:
     """Whether the core can compute with tensors: plain values of a supported type in this process's memory."""
     for tensor in tensors:
-        if not (
-            type(tensor) in _TORCHS  # the address of a subclass, such as a fake tensor, may not point to its values
-            and tensor.is_cpu
-            and tensor.dtype in CODES
-            and tensor.layout is _STRIDED
-            and not tensor.is_neg()
-        ):
+        # The address of a subclass, such as a fake tensor, may not point to its values.
+        if type(tensor) not in _TORCHS or not tensor.is_cpu or tensor.dtype not in CODES:
+            return False
+        if tensor.layout is not _STRIDED or tensor.is_neg():
             return False
     return True
 
@@ -224,10 +221,8 @@ class NativeExchange(PlainExchange):
     def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Compute the output, with the forward round in one call of the core."""
         is_first = self.key is None
-        if not is_first:
-            x = ready(x)
-        elif not x.is_contiguous():
-            x = dense(x)
+        if not x.is_contiguous() or not is_first:
+            x = dense(x) if is_first else ready(x)
         output, shape = output_for(x), x.shape
         mean, var, tracked, momentum = self.running or _NO_BUFFERS
         plan = plan_of(
@@ -306,9 +301,9 @@ class NativeExchange(PlainExchange):
         """Views of the buffer: moments, local and of the whole batch, and statistics."""
         if name not in {"local", "moments", "statistics"}:
             return None
-        channels, values = self.plan.channels, torch.from_numpy(np.frombuffer(self.buffer))
+        size, values = 2 * self.plan.channels, torch.from_numpy(np.frombuffer(self.buffer))
         if name == "local":
-            return [ChannelMoments(self.plan.count, values[: 2 * channels].view(2, -1), tuple(self.shape))]
+            return [ChannelMoments(self.plan.count, values[:size].view(2, -1), tuple(self.shape))]
         if name == "moments":
-            return ChannelMoments(self._count, values[2 * channels + 1 : 4 * channels + 1].view(2, -1))
-        return ChannelStatistics(self._count, values[4 * channels + 2 :].view(3, -1))
+            return ChannelMoments(self._count, values[size + 1 : 2 * size + 1].view(2, -1))
+        return ChannelStatistics(self._count, values[2 * size + 2 :].view(3, -1))

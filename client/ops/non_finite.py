@@ -37,31 +37,20 @@ ADVICE = (
 
 def is_awaited(transport: Transport) -> bool:
     """Whether a non-finite aggregate of this transport would be logged or raised."""
-    connection = _connection_of(transport)
-    policy = _policy(connection)
-    return policy == RAISE or (policy == WARN and NON_FINITE not in _reports(connection))
+    _, policy, reports = _policy_of(transport)
+    return policy == RAISE or (policy == WARN and NON_FINITE not in reports)
 
 
 def raises(transport: Transport, key: RoundKey) -> bool:
     """Whether a non-finite aggregate of this round raises, before its result is used."""
-    return key.is_forward and _policy(_connection_of(transport)) == RAISE
-
-
-def _connection_of(transport: Transport) -> Connection | None:
-    return transport.connection if isinstance(transport, SlavePipe) else current_connection()
-
-
-def _reports(connection: Connection | None) -> dict[str, tuple[int, str]]:
-    return _local_reports if connection is None else connection.non_finite_reports
+    return key.is_forward and _policy_of(transport)[1] == RAISE
 
 
 def check(transport: Transport, contribution: Rows, aggregate: Aggregate) -> None:
     """Log or raise an aggregate that is not finite, as the policy says; `contribution` has this process's rows."""
     if not aggregate.non_finite.runs:
         return
-    connection = _connection_of(transport)
-    policy = _policy(connection)
-    reports = _reports(connection)
+    connection, policy, reports = _policy_of(transport)
     if policy == IGNORE or (policy == WARN and NON_FINITE in reports):
         return
     own_place = {transport.rank: connection.member.host_and_pid if connection else host_and_pid()}
@@ -85,15 +74,16 @@ def check(transport: Transport, contribution: Rows, aggregate: Aggregate) -> Non
     logger.log(logging.ERROR if is_own else logging.WARNING, "%s", text)
 
 
-def _policy(connection: Connection | None) -> str:
+def _policy_of(transport: Transport) -> tuple[Connection | None, str, dict[str, tuple[int, str]]]:
+    """The connection, if any, what to do about a non-finite aggregate, and what was reported."""
+    connection = transport.connection if isinstance(transport, SlavePipe) else current_connection()
     if connection:
-        return connection.member.on_nonfinite
+        return connection, connection.member.on_nonfinite, connection.non_finite_reports
     policy = os.environ.get("STATSD_BN_ON_NONFINITE") or WARN
     if policy not in ON_NONFINITE:
-        raise ConfigurationError(
-            f"STATSD_BN_ON_NONFINITE: expected one of {', '.join(ON_NONFINITE)}, got {policy!r:.80}"
-        )
-    return policy
+        expected = ", ".join(ON_NONFINITE)
+        raise ConfigurationError(f"STATSD_BN_ON_NONFINITE: expected one of {expected}, got {policy!r:.80}")
+    return None, policy, _local_reports
 
 
 def _text(transport: Transport, contribution: Rows, aggregate: Aggregate, places: Mapping[int, str]) -> str:

@@ -45,20 +45,18 @@ class Reference:
     def normalise(self, x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Normalise masked positions like all others."""
         zero = torch.zeros_like(statistics.mean)
-        return affine(x, statistics, statistics.invstd, zero, weight, bias).to(x.dtype)
+        vectors = affine_vectors(statistics, statistics.invstd, zero, compute_type(x))
+        return apply_affine(x, vectors, weight, bias).to(x.dtype)
 
     def backward_sums(self, grad: Tensor, x: Tensor, statistics: ChannelStatistics) -> Tensor:
         """Compute the sums around the rounded mean, and correct its rounding error."""
         return self.sums_around(*rounded(statistics, compute_type(x)), grad, x)
 
     def sums_around(self, center: Tensor, rest: Tensor, grad: Tensor, x: Tensor) -> Tensor:
-        """Sums for a mean in the compute type and its rounding error.
-
-        Masked positions are left out only where their gradient is 0, see `engine.backward_sums`.
-        """
+        """Sums for a mean in the compute type and its rounding error."""
         grad = grad.to(compute_type(x))
         deviations = _minus(x, center)
-        if self.mask is not None:
+        if self.mask is not None:  # see `engine.backward_sums`
             deviations = deviations.masked_fill(~self.mask.unsqueeze(1) & (grad == 0), 0)
         first, second = self._totals(x, grad, deviations.mul_(grad))
         return torch.stack((first, second - rest * first))
@@ -106,19 +104,9 @@ def count(x: Tensor, mask: Tensor | None) -> Count:
     return to_float64(x, mask.sum())[0]
 
 
-def affine(
-    x: Tensor,
-    statistics: ChannelStatistics,
-    by_centred: Tensor,
-    constant: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """(by_centred * (x - mean) + constant) * weight + bias in the compute type, from vectors of shape (C,).
-
-    The layout is as in torch's batch norm: channels_last if `x` is, else contiguous.
-    """
-    return apply_affine(x, affine_vectors(statistics, by_centred, constant, compute_type(x)), weight, bias)
+def affine(x: Tensor, statistics: ChannelStatistics, by_centred: Tensor, constant: Tensor) -> Tensor:
+    """by_centred * (x - mean) + constant in the compute type, from vectors of shape (C,)."""
+    return apply_affine(x, affine_vectors(statistics, by_centred, constant, compute_type(x)))
 
 
 def affine_vectors(statistics: ChannelStatistics, by_centred: Tensor, constant: Tensor, dtype: torch.dtype) -> Tensor:
@@ -134,7 +122,7 @@ def gradient_vectors(statistics: ChannelStatistics, means: Tensor, dtype: torch.
 
 
 def apply_affine(x: Tensor, vectors: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    """((x - center) * factor + addend) * weight + bias for the three `vectors`, shape (3, C)."""
+    """((x - center) * factor + addend) * weight + bias for the three `vectors`, shape (3, C), in an output's layout."""
     center, factor, addend = vectors.to(x.device, non_blocking=True).unbind()
     if weight is not None:
         factor, addend = factor * weight, addend * weight

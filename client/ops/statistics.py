@@ -82,7 +82,12 @@ class ChannelStatistics(ChannelVectors):
             slope, bounded = (variance >= eps).double(), variance.clamp(min=eps)
         else:
             slope, bounded = torch.ones_like(variance), variance + eps
-        invstd = _zero_where_empty(moments.count, _inverse_root(bounded))
+        # Both steps are rounded to nearest: on a CPU (MKL) only `rsqrt` does that, on CUDA only `sqrt`.
+        invstd = bounded.rsqrt() if bounded.is_cpu else bounded.sqrt().reciprocal()
+        if isinstance(moments.count, Tensor):
+            invstd = torch.where(moments.count == 0, torch.zeros_like(invstd), invstd)
+        elif not moments.count:
+            invstd = torch.zeros_like(invstd)
         return cls(some.count, torch.stack((some.mean(), invstd, slope)))
 
     @property
@@ -111,17 +116,6 @@ def _divisor(count: Count, device: torch.device) -> Count:
     if isinstance(count, Tensor) or device.type == "cpu":
         return count
     return torch.full((), count, dtype=torch.float64, device=device)
-
-
-def _zero_where_empty(count: Count, values: Tensor) -> Tensor:
-    if isinstance(count, int):
-        return values if count else torch.zeros_like(values)
-    return torch.where(count == 0, torch.zeros_like(values), values)
-
-
-def _inverse_root(values: Tensor) -> Tensor:
-    """1 / √values, both steps rounded to nearest: on a CPU (MKL) only `rsqrt` does that, on CUDA only `sqrt`."""
-    return values.rsqrt() if values.is_cpu else values.sqrt().reciprocal()
 
 
 class Running(NamedTuple):
