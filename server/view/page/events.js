@@ -4,15 +4,7 @@ import { byId, clock, day, el, icon, render, span } from "./dom.js";
 
 const SHOWN = 8;
 const ICONS = {
-  joined: "ok",
-  answers: "ok",
-  ended: "end",
-  straggler: "warn",
-  skew: "warn",
-  silent: "warn",
-  lost: "bad",
-  mismatch: "bad",
-  "non-finite": "bad",
+  joined: "ok", answers: "ok", ended: "end", straggler: "warn", skew: "warn", silent: "warn", lost: "bad", mismatch: "bad", "non-finite": "bad",
 };
 
 let all = false;
@@ -27,13 +19,8 @@ export function drawEvents(snapshot, group) {
     const isOther = event.job && (event.job !== group?.job || event.group !== group?.group);
     const name = event.group === "world" || !event.group ? event.job : `${event.job}, ${event.group}`;
     const sign = ICONS[event.kind] ?? "note";
-    return el(
-      "li",
-      { class: isOther && "other" },
-      el("time", at, date + clock(event.time)),
-      icon(sign, sign),
-      el("p", {}, isOther ? `${name}: ${event.text}` : event.text),
-    );
+    const text = el("p", {}, isOther ? `${name}: ${event.text}` : event.text);
+    return el("li", { class: isOther && "other" }, el("time", at, date + clock(event.time)), icon(sign, sign), text);
   });
   render(byId("events").querySelector("ol"), items.length ? items : el("li", {}, el("p", {}, "None so far")));
   const more = byId("more-events");

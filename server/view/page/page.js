@@ -113,21 +113,15 @@ function drawBanner(verdict, group) {
     if (present) facts.push(`step ${whole(Math.max(...group.members.map((member) => member.step)))}`);
   }
   const button = el("button", { type: "button", "data-key": "dismiss" }, "Dismiss");
-  const also = (verdict.also ?? []).map((text) => el("p", {}, text));
+  const told = [
+    group && el("p", { class: "job" }, nameOf(group)),
+    el("h2", {}, el("b", {}, head), verdict.text.slice(head.length)),
+    verdict.advice && el("p", { class: "advice" }, verdict.advice),
+    (verdict.also ?? []).map((text) => el("p", {}, text)),
+  ];
   byId("banner").dataset.level = level(verdict);
-  render(
-    byId("banner"),
-    icon(sign(verdict)),
-    el(
-      "div",
-      {},
-      group && el("p", { class: "job" }, nameOf(group)),
-      el("h2", {}, el("b", {}, head), verdict.text.slice(head.length)),
-      verdict.advice && el("p", { class: "advice" }, verdict.advice),
-      also,
-    ),
-    el("div", { class: "facts" }, facts.map((fact) => el("p", {}, fact)), group?.over && button),
-  );
+  const about = el("div", { class: "facts" }, facts.map((fact) => el("p", {}, fact)), group?.over && button);
+  render(byId("banner"), icon(sign(verdict)), el("div", {}, ...told), about);
 }
 
 function drawCards(group) {
