@@ -49,12 +49,8 @@ __all__ += ["SynchronizedBatchNorm", "SynchronizedBatchNorm1d", "SynchronizedBat
 __all__ += ["LazySynchronizedBatchNorm1d", "LazySynchronizedBatchNorm2d", "LazySynchronizedBatchNorm3d"]
 __all__ += ["ConversionReport", "conversion_report", "convert_model", "patch_sync_batchnorm", "register_conversion"]
 __all__ += ["revert_model", "set_sbn_eps_mode", "synchronized_class"]
-__all__ += [
-    "CallbackContext",
-    "DataParallelWithCallback",
-    "execute_replication_callbacks",
-    "patch_replication_callback",
-]
+__all__ += ["CallbackContext", "DataParallelWithCallback", "execute_replication_callbacks"]
+__all__ += ["patch_replication_callback"]
 __all__ += ["BatchMoments", "DDPHandler", "RunningMoments", "average_gradients", "commit_running_statistics", "join"]
 __all__ += ["moments", "recalibrate", "smart_DDP", "smart_ddp"]
 __all__ += ["ElasticSampler", "ElasticState", "MembersChanged", "SlavePipe", "run_elastic"]

@@ -81,10 +81,8 @@ class SynchronizedCall:
             return self._normalise_at_barrier(slice_, *self.replica)
         if (recomputed := self._recompute(slice_, 0)) is not None:
             return recomputed
-        exchange = self._new_exchange([slice_])
-        (output,) = _outputs([slice_], exchange)
-        due = self._finish(exchange, has_graph=output.requires_grad)
-        return output if due is None else self._with_update(output, due.on(vector_device(output)))
+        ((output, due),) = self._normalise_slices([slice_])
+        return self._with_update(output, due)
 
     def _normalise_at_barrier(self, slice_: Slice, barrier: Barrier, replica: int) -> Tensor:
         """Normalise the slice of one replica, together with the others at the barrier."""

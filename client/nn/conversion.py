@@ -102,14 +102,23 @@ def convert(module: nn.Module, group: GroupSpec = None, chunks: int | None = Non
     sharded = {part: part for part in input_checks.sharded_modules(module)}
     for path, layer in named_modules(module):  # these checks raise before anything is changed
         if path and (isinstance(layer, SynchronizedBatchNorm) or (layer not in sharded and _is_convertible(layer))):
-            _check_name(path)
+            try:  # its name on the wire, before the first round
+                check_name("the name of a layer, its place in the model", path, limits.MAX_NAME_BYTES)
+            except ProtocolError as error:
+                raise ConfigurationError(error.message) from None
         if type(layer) is SyncBatchNorm:
             resolve_group(None, layer.process_group)
     converted = module
     try:
         converted = _replace(module, _CLASSES, _convert_registered, sharded)
     finally:  # if a registered conversion fails, the layers converted so far must work
-        _set_options(converted, group, chunks)
+        for path, layer in named_modules(converted):
+            if isinstance(layer, SynchronizedBatchNorm):
+                # Not by setattr: a class may refuse unknown attributes.
+                vars(layer)["layer_name"] = path or type(layer).__name__.removeprefix("Lazy")
+                vars(layer)["group"] = _group_for(layer, group)
+                if chunks is not None:
+                    layer.chunks = chunks
     report = conversion_report(converted)
     logger.info("%s", report)
     if report.left:
@@ -118,16 +127,6 @@ def convert(module: nn.Module, group: GroupSpec = None, chunks: int | None = Non
             stacklevel=stacklevel,
         )
     return converted
-
-
-def _set_options(module: nn.Module, group: GroupSpec, chunks: int | None) -> None:
-    for path, layer in named_modules(module):
-        if isinstance(layer, SynchronizedBatchNorm):
-            # Not by setattr: a class may refuse unknown attributes.
-            vars(layer)["layer_name"] = path or type(layer).__name__.removeprefix("Lazy")
-            vars(layer)["group"] = _group_for(layer, group)
-            if chunks is not None:
-                layer.chunks = chunks
 
 
 @api_boundary
@@ -331,14 +330,6 @@ def patch_sync_batchnorm() -> Iterator[None]:
         yield
 
 
-def _check_name(path: str) -> None:
-    """Check a layer's path, its name on the wire, before the first round."""
-    try:
-        check_name("the name of a layer, its place in the model", path, limits.MAX_NAME_BYTES)
-    except ProtocolError as error:
-        raise ConfigurationError(error.message) from None
-
-
 def _is_convertible(layer: nn.Module) -> bool:
     """Whether a batch norm of torch will be converted."""
     cls = type(layer)
@@ -351,11 +342,11 @@ def _group_for(layer: SynchronizedBatchNorm, group: GroupSpec) -> GroupSpec:
     # A converted subclass may use the name `process_group` for something else.
     torch_group = None if layer.converted_from else vars(layer).pop("process_group", None)
     process_group = None if torch_group is None else named(torch_group)
-    if layer.group is not None or group is not None:
-        if process_group:
-            layer._process_group_before = process_group
-        return group if layer.group is None else layer.group
-    return process_group
+    if layer.group is None and group is None:
+        return process_group
+    if process_group:
+        layer._process_group_before = process_group
+    return group if layer.group is None else layer.group
 
 
 def _replace(

@@ -111,11 +111,17 @@ def exchange(
     may_use_devices = device_rows.may_use_devices(transport, sums)
     capacity = device_rows.device_capacity(transport, [sums], phase) if may_use_devices else 0
     fresh = Exchange(transport, layer, eps, eps_mode, phase, capacity)
-    done = _run_forward(ChannelMoments(_count(masked_count, shape), sums, tuple(shape)), fresh)
-    assert done.key is not None  # noqa: S101 - the forward round has set it
+    local = ChannelMoments(_count(masked_count, shape), sums, tuple(shape))
+    # If a checkpoint recomputes the call, the exchange of its first run has the results.
+    done = (exchange_cache.find(layer, transport, 0, local) if is_inside_backward() else None) or fresh
     due = None
     if done is fresh:
-        due = done.moments if deferred == NOT_DEFERRED else deferred_updates[deferred].add(done.moments)
+        fresh.forward([local])
+        fresh.check_count(local.shape)
+        collectives.record_ddp_wrapper()
+        exchange_cache.add(fresh, has_graph=False)  # the graph has the round's id instead
+        due = fresh.moments if deferred == NOT_DEFERRED else deferred_updates[deferred].add(fresh.moments)
+    assert done.key is not None  # noqa: S101 - the forward round has set it
     statistics = done.statistics.on(sums.device)
     round_id = torch.tensor((done.key.step, done.key.call, done.number), device="cpu")
     vectors = affine_vectors(statistics, statistics.invstd, torch.zeros_like(statistics.mean), dtype)
@@ -124,17 +130,6 @@ def exchange(
 
 def _count(masked_count: Tensor | None, shape: Shape) -> Count:
     return prod(shape) // shape[1] if masked_count is None else masked_count
-
-
-def _run_forward(local: ChannelMoments, fresh: Exchange) -> Exchange:
-    """Run the forward round; if a checkpoint recomputes the call, return the exchange of the first run instead."""
-    if is_inside_backward() and (recomputed := exchange_cache.find(fresh.layer, fresh.transport, 0, local)):
-        return recomputed
-    fresh.forward([local])
-    fresh.check_count(local.shape)
-    collectives.record_ddp_wrapper()
-    exchange_cache.add(fresh, has_graph=False)  # the graph has the round's id instead
-    return fresh
 
 
 def _pack(statistics: ChannelStatistics, due: ChannelMoments | None) -> Tensor:
