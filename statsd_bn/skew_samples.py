@@ -1,4 +1,4 @@
-"""Samples of rounds: rows of a few forward rounds, copied now, so that another thread computes their figures of skew.
+"""Samples of rounds: copies of rows of a few forward rounds, so that another thread computes their skew.
 
     if sampler.is_due(now, key):                            # in each round
         sampler.observe(now, key, counts, replicas, values)

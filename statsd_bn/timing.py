@@ -1,4 +1,4 @@
-"""Histograms of durations, with buckets of doubling width. Pure: seconds go in."""
+"""Histograms of durations, with buckets of doubling width. Pure, without a clock."""
 
 from array import array
 from bisect import bisect_left
@@ -15,7 +15,7 @@ MAX_BUCKET = 2**64 - 1  # a bucket counts no further, whatever members report
 MAX_NEW = 2**16  # durations between two heartbeats: few jobs have 65,536 rounds in a second
 
 # A member reports every SECONDS, in groups of more than MAX_FREQUENT members less often. Without new durations it
-# repeats its report after so many intervals.
+# repeats its report after REPEAT_INTERVALS.
 SECONDS, MAX_FREQUENT, REPEAT_INTERVALS = 1.0, 64, 10
 
 
@@ -70,9 +70,9 @@ def quantile(counts: Sequence[int], part: float) -> float:
 class DurationReporter:
     """Durations of one kind that a session measures and reports to the server, at no cost to its rounds."""
 
-    # The training thread, as any other, appends durations to a queue with `add`. The heartbeat thread moves them into
-    # the histogram, and reports the whole histogram: once a second at most, and now and then without new durations. So
-    # nothing is lost with a frame, and a restarted server receives everything.
+    # Any thread appends durations to a queue with `add`. The heartbeat thread moves them into the histogram, and
+    # reports the whole histogram: once a second at most, and now and then without new durations. So a lost frame loses
+    # no durations, and a restarted server receives all of them.
 
     def __init__(self, members: int) -> None:
         self._queue: deque[float] = deque(maxlen=MAX_NEW)

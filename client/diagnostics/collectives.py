@@ -64,7 +64,7 @@ NEWEST = ("last_enqueued_collective", "last_completed_collective")
 
 _MAX_DEPTH = 12  # the largest number of frames inside of a collective
 _MAX_FRAMES = 200  # the number of frames that are searched for the user's code
-_MAX_RANKS = 16_384  # reports leave out process groups with ranks from this on
+_MAX_RANKS = 16_384  # reports leave out process groups with this or a higher rank
 
 # DistributedDataParallel modules with layers of this package: they reduce gradients over their own process group.
 _wrappers: WeakSet[Any] = WeakSet()
@@ -80,7 +80,7 @@ _THREADS = Path("/proc/self/task")
 class TorchGroup:
     """This process's progress in a process group, by torch's name for it, which is the same on all ranks.
 
-    `launched` counts its operations, but unless `counts_all` those of one of its backends only.
+    `launched` counts its operations: all of them if `counts_all`, else those of one of its backends.
     """
 
     name: str
@@ -91,7 +91,7 @@ class TorchGroup:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective that the main thread is in; the next call of the same line has another `call`."""
+    """A collective that the main thread is in; `call` differs between two calls from the same line."""
 
     frame: FrameType
     group: TorchGroup | None
@@ -124,7 +124,7 @@ def module_of(frame: FrameType) -> str:
 
 
 def record_ddp_wrapper() -> None:
-    """Records the DistributedDataParallel in its forward pass: its backward pass will reduce over its group."""
+    """Records the DistributedDataParallel that runs forward: its backward pass will reduce over its process group."""
     kind = getattr(sys.modules.get(_DDP), "DistributedDataParallel", None)
     wrapper = getattr(kind, "_active_ddp_module", None)
     if wrapper is not None:
@@ -156,7 +156,7 @@ def collective_frame(innermost: FrameType) -> FrameType | None:
 
 
 def may_compute(innermost: FrameType) -> bool:
-    """Whether a thread here computes, or waits for others while the process uses next to no processor time."""
+    """Whether a thread at this frame may compute as well as wait: only its processor time shows which."""
     return innermost.f_code.co_name in _MAY_COMPUTE.get(module_of(innermost), ())
 
 
@@ -173,7 +173,7 @@ def find_group(name: str) -> TorchGroup | None:
 def rank_in_torch() -> int | None:
     """Returns this process's rank in torch's default process group; None without such a group."""
     c10d = sys.modules.get(_C10D)
-    # Called in each round of a process without a connection, usually without such a group.
+    # A fast path: each round of a process without a connection asks, usually without such a group.
     if c10d is None or getattr(getattr(c10d, "GroupMember", None), "WORLD", c10d) is None:
         return None
     try:

@@ -137,12 +137,12 @@ def connect(
             "%s, but %s has %d processes: connect() waits up to %g s for the other ranks, which must be started "
             "elsewhere; omit world_size if there are no others"
         )
-        # At once: rank 0 may wait for all ranks in torch's store, where nothing is logged before the timeout.
+        # Warn now: rank 0 may wait for all ranks in torch's store, where nothing is logged before the timeout.
         logger.warning(text, size, source, launched.value, settings.member.seconds_to_join)
     logger.info("connecting with %s", settings)
     if settings.member.world_size > 1:
-        # Before other ranks expect heartbeats: torch's optimizers import this module, which holds the GIL for long. On
-        # a busy machine the server would take the silent rank for lost.
+        # Import it before the server expects heartbeats: torch's optimizers import it later, which holds the GIL for
+        # long. On a busy machine the server would consider the silent rank lost.
         with suppress(ImportError):  # the optimizer will report it
             import_module("torch._dynamo")
     connection = _open(settings)
@@ -248,7 +248,7 @@ def _annotate_exceptions() -> None:
 
 
 def _leave() -> None:
-    """Leaves the job at the end of the interpreter; its own server first waits for the members still training."""
+    """Leaves the job when the interpreter exits; without an error, waits for the members of its own server."""
     error = _final_exception()
     if connection := current_connection():
         connection.close(cause=cause_of(error))

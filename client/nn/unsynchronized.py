@@ -61,13 +61,13 @@ def _forward_apart(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor
     return output, mean, variance
 
 
-# The layer at which the others were first noticed.
+# The layer that the warning named, once it was logged.
 _warned_of: list[str] = []
 
 
 @constant_in_trace
 def warn_if_unconnected(layer: str) -> None:
-    """Log once that this process trains alone although its job has others.
+    """Log once that this process trains alone although its job has other processes.
 
     Each call checks it, because torch's process group may be initialised after the first one.
     """

@@ -64,7 +64,7 @@ def group_named(name: str, size: int) -> Group:
 
 
 def has_local_size(environ: Mapping[str, str], world_size: int) -> bool:
-    """Whether a launcher, which started all members of a job of this size, says how many of them the host has."""
+    """Whether a launcher, which started all members of a job of this size, says how many of them run on this host."""
     return bool(environ.get("LOCAL_WORLD_SIZE")) and integer(environ, "WORLD_SIZE", world_size) == world_size
 
 
@@ -78,7 +78,7 @@ def from_environment(environ: Mapping[str, str], host: str | None = None) -> Gro
     size = integer(environ, "LOCAL_WORLD_SIZE", 0)
     # LOCAL_WORLD_SIZE counts the processes of one torchrun agent, and GROUP_RANK numbers the agents. Host names do not
     # fit: containers may share one, and two agents of a job may share a host; both would give one name more members
-    # than its size. Only a launcher without agents leaves nothing but the host's name.
+    # than its size. Without agents only the host's name is left.
     node = environ.get("GROUP_RANK")
     return _ReservedGroup(f"{LOCAL} node {node}" if node else f"{LOCAL} host {host or socket.gethostname()}", size)
 
@@ -111,7 +111,7 @@ def check_group(group: Group | str | None) -> None:
 
 
 def host_group(member: Member) -> Group | None:
-    """The group "local" of a member by the environment; None if it does not say it, and the members can gather."""
+    """The group "local" of a member, from the environment; None if the members must gather to find it."""
     if member.is_elastic:
         return from_environment(os.environ)
     # A job of one member needs no launcher to count the members.

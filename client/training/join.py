@@ -1,7 +1,7 @@
 """join(): uneven inputs, when some members have fewer batches than others.
 
-After the block a member pauses, and the others continue as if its slice was empty. When it enters the next block it
-waits until all members have left theirs, so all members start each pass over the data together.
+After the block a member pauses, and the others continue as if its slice were empty. At the next block it waits until
+all members have entered it, so all members start each pass over the data together.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from client.transports.process_group import NamedProcessGroup
 from statsd_bn.errors import ConfigurationError, StatsdBNError
 from statsd_bn.text import error_text
 
-ROUND_NAME = "client.join()"  # of the rounds; the name of a layer contains no brackets
+ROUND_NAME = "client.join()"  # name of the rounds; no layer's name contains brackets
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def _begin(model: nn.Module, connection: Connection) -> list[Group]:
     groups = [group for _, group in sorted(by_name.items()) if not connection.is_alone(group)]
     for group in groups:
         if not (connection.member.is_elastic or connection.session(group).has_uneven_inputs):
-            # Before the first pass: otherwise a rank that is still in a round would complete it without this rank.
+            # Gather before the first pass: else a rank that is still in a round would complete it without this rank.
             connection.gather_in_group(group, ROUND_NAME, b"")
         connection.rejoin(group)
     return groups

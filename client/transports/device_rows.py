@@ -2,9 +2,9 @@
 
 Nothing here waits for a device: errors of a round are a tensor too, which `client.ops.device_errors` reports later.
 
-All ranks of a process group must gather in the same place, so before a layer's first round they agree over the host,
-which also detects ranks that call another layer or have another number of channels. Later rounds carry the digest of
-their key, by which each rank detects on its device that others are in another round.
+All ranks of a process group must gather on devices, or all on hosts. They agree on it over the host before a layer's
+first round, and thereby detect ranks that call another layer or have another number of channels. Later rounds carry the
+digest of their key, by which each rank detects on its device that others are in another round.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ HOST_BACKENDS = frozenset({"gloo", "mpi"})  # of process groups that gather a de
 # Renamed in torch 2.13.
 _all_gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
-_AGREEMENT = "first "  # before the phase of the forward round: the phase of the round in which the ranks agree
+_AGREEMENT = "first "  # prefix of the phase of the round in which the ranks agree
 
 Count = int | Tensor
 """Values per channel, an exact integer: an int if the host knows it, else of shape (), float64."""
@@ -197,7 +197,7 @@ def nr_ranks(transport: Transport) -> int:
 
 
 def ranks_of(transport: Transport) -> list[int]:
-    """These ranks, in order."""
+    """Ranks in the rounds of a transport on devices, in order."""
     if isinstance(transport, ProcessGroupPipe):
         return distributed.get_process_group_ranks(group_of(transport))
     return [transport.rank]

@@ -1,6 +1,6 @@
-"""Shared memory of the processes of one host: one allocates it and sends its descriptor over a Unix socket.
+"""Share anonymous memory with processes of the same host by its file descriptor.
 
-The memory is anonymous, so nothing remains when the processes end, however they end.
+The descriptor travels over a Unix socket. Nothing remains when the processes end, however they end.
 """
 
 import fcntl

@@ -5,8 +5,8 @@ it without waiting for a deadline. The search covers all groups of a job, becaus
 member that waits for it in another.
 
 A member is *blocked* while it waits in an open round, for a group to open, for all members to return from
-`client.join`, or in a torch collective that needs a rank which waits here. A member that is not blocked is free, and so
-is each member that waits for a free one. The remaining members are *stuck*: no running member can release them.
+`client.join`, or in a torch collective that another member has not reached. A member that is not blocked is free, and
+so is each member that waits for a free one. The remaining members are *stuck*: no running member can release them.
 
 torch counts the operations that a process has launched on a process group. All ranks launch the same operations in the
 same order, so a rank inside its n-th operation needs every rank that has launched fewer than n. A rank with an unknown
@@ -14,8 +14,8 @@ count is needed, too, so that the search never reports a deadlock that this rank
 
 Ranks that run different programs may reach the same count in different operations, and gloo also counts point-to-point
 messages. So a rank is also needed if it has long been in another place although this collective should have released
-it. Few kinds of collectives show that: the source of a broadcast may already be in the next barrier while the others
-receive a large tensor.
+it. Only collectives that release all ranks at once prove that: the source of a broadcast may already be in the next
+barrier while the others receive a large tensor.
 """
 
 from collections import Counter, defaultdict
@@ -34,8 +34,8 @@ from statsd_bn.round_key import RoundKey, advice_for
 from statsd_bn.text import MAX_ROWS, Row, TableSection, error_text
 
 # How long members must stay stuck without a change. The server sees a member's other threads only once they contribute:
-# overlapping models reach their rounds some milliseconds apart, in any order. With TICK_SECONDS of the service a report
-# takes less than a second.
+# overlapping models reach their rounds some milliseconds apart, in any order. Even with TICK_SECONDS of the service a
+# report takes less than a second.
 QUIET_SECONDS = 0.5
 
 # The limit for a member that had more concurrent rounds in a group than it has now: its other thread may be in the
@@ -122,7 +122,7 @@ def _is_elsewhere(other_place: StackReport, place: StackReport) -> bool:
     """Whether a member with the same count is at a place that contradicts the collective of the blocked one."""
     if not other_place.in_collective:
         return place.collective in SYNCHRONIZING
-    # A blocked member reports the count of one process group only, the same one here.
+    # Both counts are of the same process group: a blocked member reports only one.
     is_known = other_place.collective in SYNCHRONIZING or other_place.collective == BUFFERS
     if not is_known or other_place.collective == place.collective:
         return False
@@ -181,7 +181,7 @@ def stuck(waits: Iterable[tuple[Iterable[int], Iterable[int]]], running: Iterabl
 
 
 def _may_be_stuck(masters: Iterable[SyncMaster]) -> bool:
-    """Whether enough members wait for a deadlock to be possible: the only check while training succeeds."""
+    """Whether so many members wait that a deadlock is possible: the only check while training succeeds."""
     sizes = [
         (len(one.futures) - one.nr_missing, len(one.futures))
         for master in masters
@@ -274,8 +274,8 @@ class Table:
         }
 
 
-# A search takes 0.25 µs per missing contribution. The limits below bound it to 5 % of the time for each job, so that a
-# job with few is searched at each tick, and to 30 ms per tick for all jobs.
+# A search takes 0.25 µs per missing contribution. The limits below bound searches to 5 % of the time for each
+# job, so a small job is searched at each tick, and to 30 ms per tick for all jobs.
 PAUSE_SECONDS_EACH = 5e-6
 MAX_WAITS = 2**17
 

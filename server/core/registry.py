@@ -27,7 +27,7 @@ logger = logging.getLogger("statsd_bn.server")
 # The members of a large job may end at the same time.
 REMEMBERED_SESSIONS = 32_768
 
-# An entry is a name and an epoch.
+# Entries are small: a name and an epoch.
 REMEMBERED_GROUPS = 4096
 
 # Jobs kept for the report, and for how long.
@@ -50,7 +50,7 @@ class Registry:
         self.has_had_members = False
         self._server = server
         self._usage = usage
-        # An ended session gets its error from now on, but it may register again in a later epoch.
+        # The error and the last epoch of each ended session, which may register again in a later epoch.
         self._ended_sessions: dict[bytes, tuple[StatsdBNError, int]] = {}
         self._ended_groups: dict[GroupName, int] = {}  # the epochs of groups that all members have left
         # The time of the end, and the entry of the report.
@@ -216,10 +216,10 @@ class Registry:
         return replies
 
     def notify(self, now: float, master: SyncMaster) -> list[Reply]:
-        """Failures after the break of a strict group, once, for members without a round that could carry them.
+        """Failures of a broken strict group, sent once, to members that may wait outside of its rounds.
 
-        A member of the group may wait in a torch collective, so all are notified at their heartbeat addresses. If it is
-        the world, members of its job may wait for other groups to open.
+        A member of the group may wait in a torch collective, so all are notified at their heartbeat addresses. If the
+        group is the world, members of its job may wait for other groups to open.
         """
         membership, lost = master.membership, master.membership.lost
         if lost is None or membership.is_elastic or master.broken_notified_at is not None:

@@ -98,7 +98,7 @@ def is_same_rows(one: Rows, other: Rows) -> bool:
 
 
 class Round:
-    """One exchange, with a future per member in replica order."""
+    """One exchange, with a future per member in rank order."""
 
     __slots__ = (
         *("allocated", "answer", "count", "futures", "gap", "key", "last_contribution"),

@@ -1,4 +1,4 @@
-"""History: the last ten minutes of a group, speed and layers, in bounded memory. Pure."""
+"""History: a group's speed and layer statistics over ten minutes, in bounded memory. Pure."""
 
 import base64
 from bisect import bisect_left

@@ -1,4 +1,4 @@
-"""Verdict: what a group is like, in one sentence, with the cards and the flags of its ranks. Pure.
+"""Verdict: the state of a group in one sentence, with the cards and flags of its ranks. Pure.
 
 The page and `status` print these words and decide nothing themselves, so they cannot contradict each other.
 """

@@ -25,13 +25,13 @@ typedef float v8fu __attribute__((vector_size(32), aligned(4)));
 typedef uint32_t v8u __attribute__((vector_size(32)));
 #define AT8(p) (*(const v8fu *)(p))
 
-/* For each eight values from e on; the last eight overlap the ones before, which are computed twice. */
+/* Loops over eights of values, each from e on. The last eight may overlap the previous ones and recompute some. */
 #define EIGHTS(k, e, l) for (int64_t e; (l) >= 8 && (k) < (l) && (e = smaller(k, (l) - 8), 1); (k) += 8)
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Samples (of rows layout: rows) from n0 to n1; of planes the channels from c0 to c1. */
+/* Samples (in the rows layout: rows) n0 to n1 and, in planes, channels c0 to c1. */
 typedef struct {
   int64_t n0, n1, c0, c1;
 } part;
@@ -59,7 +59,7 @@ static const kernels *const LEVELS[] = {kernels_0}; /* aarch64 has NEON */
 static int best, level;
 
 #ifdef __x86_64__
-/* Without __builtin_cpu_supports, whose data zig's libraries lack. */
+/* Not __builtin_cpu_supports: zig's libraries lack its data. */
 static int has_level_1(void) {
   unsigned a, b, c, d, saved;
   const unsigned needed = bit_OSXSAVE | bit_AVX | bit_F16C;
@@ -83,7 +83,7 @@ int sbn_level(int wanted) {
 
 static const kernels *kernels_of(const sbn_slice *s) { return &LEVELS[level][s->dtype]; }
 
-/* The minimum elements of a part, the maximum number of parts, and the channels from which on sums are split by channels.
+/* The minimum elements of a part, the maximum number of parts, and the minimum channels for a split by channels.
  * The split depends on the shape alone, never on the number of threads. */
 enum { MIN_ELEMENTS = 1 << 15, MAX_PARTS = 256, FEW_CHANNELS = 8 };
 
@@ -314,7 +314,7 @@ static void param_grads(const sbn_plan *plan, const double *row, const double *s
   }
 }
 
-/* Exchanges the own row for the sum of all rows, which is written behind it. */
+/* Contributes the own row, and writes the sum of all rows behind it. */
 static int exchange(sbn_group *group, uint64_t digest, int64_t c, double *row, int64_t wait_ns) {
   double *total = row + 2 * c + 1;
   if (group) return sbn_round_of_row(group, digest, c, row, total, wait_ns);
