@@ -57,8 +57,8 @@ _MAX_KEY_BYTES = 3 * limits.MAX_NAME_BYTES + limits.MAX_PHASE_BYTES + 3 * 9 + 4 
 _RUN = struct.Struct("<HH")
 _MAX_MEMBERS_BYTES = _RUN.size * limits.MAX_MEMBERS // 2
 
-_SHORT_HEADER_BYTES = 2048  # longer headers of requests have no arrays
-_MAX_FIELDS = 16  # fields of a Register, with its type
+_SHORT_HEADER_BYTES = 2048  # a request with a longer header may have no arrays
+_MAX_FIELDS = 16  # those of a Register with its type; raise it with each new field
 
 _MAX_MAP_ENTRIES = 256  # in a report or an error
 
@@ -87,7 +87,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode_request(frame: bytes) -> Request:
-    """Returns the request in `frame`; like `decode`, for a server: a malformed frame costs it next to nothing."""
+    """Returns the request in `frame`; `decode` for a server, with tighter limits: malformed frames are cheap."""
     request: Any = decode(frame, limits.MAX_REQUEST_HEADER_BYTES)
     if type(request) not in _REQUESTS:
         raise ProtocolError(f"expected a request, got {type(request).__name__}")
@@ -325,7 +325,7 @@ def _unpack(name: str, packed: bytes, max_items: int, max_entries: int = 0) -> A
 
 
 def _unpack_without_arrays(packed: bytes) -> list[Any]:
-    """Returns a request's long header, which may contain text and bytes only: many small objects cost too much."""
+    """Returns a request's long header, which may contain no arrays or maps: many small objects cost too much."""
     unpacker = msgpack.Unpacker(max_buffer_size=len(packed), max_array_len=0, max_map_len=0, **_PLAIN)
     unpacker.feed(packed)
     try:

@@ -1,7 +1,7 @@
 """Joining a job without an endpoint: rank 0 starts a server and announces it in torch's store.
 
-On several nodes all processes derive the same keys from the job's secret, so no secret is sent. A launcher passes it in
-a file or in the environment. Standard input would not work: the first process of a host to read it would consume it.
+On several nodes all processes derive the same keys from the job's secret, so no secret is sent. The user passes the
+secret in a file or in the environment; standard input would not do, as the first process of a host would consume it.
 """
 
 import logging
@@ -35,7 +35,7 @@ logger = logging.getLogger("statsd_bn.client")
 # still names the previous server, which is gone.
 RESTART_SECONDS = 30.0
 
-# 128 bits in hexadecimal digits. A random secret has about 14 distinct letters; "changeme" four times has 7.
+# 32 hexadecimal digits are 128 bits. Random ones have about 14 distinct letters; "changeme" four times has 7.
 MIN_LETTERS, MIN_DISTINCT_LETTERS = 32, 8
 
 KEY_BYTES = 32
@@ -61,7 +61,7 @@ class Rendezvous:
         """Connects to rank 0's server; rank 0 starts it."""
         store = self.settings.store
         is_one_node = self.settings.is_one_node if store else self._entry.is_one_host()
-        # Before rank 0 announces a server: a missing secret is an error on all processes.
+        # Read before rank 0 announces a server, so that a missing secret is an error on all processes.
         secret = None if is_one_node else read_secret(self.environ)
         if self.settings.member.rank != 0:
             return self._join_announced(secret)
@@ -69,15 +69,15 @@ class Rendezvous:
 
     @cached_property
     def _entry(self) -> StoreEntry:
-        # The name of this life of the job, since the store may contain announcements of earlier lives. Only torchrun's
-        # store outlives the processes, and on one node all of them have the same count of restarts.
+        # The name of this life of the job, since the store may contain earlier announcements. Only torchrun's store
+        # outlives the processes, and on one node they agree on the count of restarts.
         is_counted = self.settings.is_one_node and self.settings.source("epoch") == "TORCHELASTIC_RESTART_COUNT"
         member = self.settings.member
         life = f"job {member.job}/{f'life {member.epoch}' if is_counted else 'latest life'}"
         return StoreEntry(self.settings.store, member.rank, member.world_size, life, member.seconds_to_join)
 
     def _start_server(self, secret: str | None, host: str | None) -> Connection:
-        """Starts a server and announces it; with a secret other nodes connect to it at `host`, default this host."""
+        """Starts a server and announces it; with a secret, other nodes connect at `host`, or at this host's name."""
         member = self.settings.member
         address = host or socket.gethostname()
         try:
@@ -129,7 +129,7 @@ class Rendezvous:
 
 
 def _check_endpoint(endpoint: str, *, is_one_node: bool) -> None:
-    """Raises ConfigurationError if rank 0 does not serve this process where its variables say that it is."""
+    """Raises ConfigurationError unless the endpoint fits the job's nodes: a Unix socket on one, TCP for several."""
     path = ipc_path(endpoint)
     if (path is not None) != is_one_node:
         # Some launchers give rank 0 the address "localhost".
@@ -154,7 +154,7 @@ def _check_endpoint(endpoint: str, *, is_one_node: bool) -> None:
 def bind_endpoint(address: str) -> str:
     """Returns the endpoint to bind so that other hosts reach the server at `address`: that address, if it is local.
 
-    Otherwise all interfaces: the name may resolve differently here, as to 127.0.1.1, or there is address translation.
+    Otherwise it is all interfaces: here the name may resolve to another address, as 127.0.1.1, or be translated.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET  # of a name only IPv4, as in ZeroMQ
     with suppress(OSError, UnicodeError):  # UnicodeError: not a host name, such as "a..b"

@@ -21,7 +21,7 @@ _TENSOR_TYPES = frozenset({Tensor, nn.Parameter})
 
 _numbers = itertools.count(1)
 
-# By their numbers: operators of torch.compile receive plain values only.
+# By number, because operators of torch.compile receive plain values only.
 deferred_updates: "WeakValueDictionary[int, DeferredUpdate]" = WeakValueDictionary()
 
 
@@ -99,7 +99,8 @@ def batch_statistics(batch: ChannelMoments) -> tuple[Tensor, Tensor]:
 def update(layer: Any, mean: Tensor, variance: Tensor, *, is_due: int | Tensor = 1, has_values: bool | Tensor) -> None:
     """Update a layer's running statistics with a batch's mean and unbiased variance, shape (C,), as torch does.
 
-    Reads no value of a tensor, because torch.compile may trace it. `is_due` is 0 where nothing may change.
+    Reads no value of a tensor, because torch.compile may trace it. With `is_due` 0 nothing
+    changes, without `has_values` only the count of batches does.
     """
     if not layer.track_running_stats:  # scripts switch it off temporarily
         return
@@ -119,7 +120,7 @@ def update(layer: Any, mean: Tensor, variance: Tensor, *, is_due: int | Tensor =
         wide = running if running.dtype == dtype else running.to(dtype)
         target = newest if newest.dtype == dtype and newest.is_cpu and wide.is_cpu else newest.to(wide)
         weight = momentum.to(wide) if isinstance(momentum, Tensor) else momentum
-        if isinstance(updates, Tensor):  # not a weight of 0, which turns infinity into NaN
+        if isinstance(updates, Tensor):  # a weight of 0 would turn infinity into NaN
             wide = torch.where(updates.bool().to(wide.device), wide.lerp(target, weight), wide)
         else:
             wide.lerp_(target, weight)
@@ -139,7 +140,7 @@ def _momentum(layer: Any) -> float | Tensor:
 
 
 def in_place_buffers(layer: Any, x: Tensor, types: Collection[torch.dtype]) -> Running | None:
-    """Buffers that a backend with these `types` can update in the forward pass of `x`, or None if it cannot."""
+    """Buffers that a backend with these `types` may update, empty if none are due; None if it cannot."""
     if not (layer.training and layer.track_running_stats):
         return Running()
     mean, var, tracked = _buffers_of(layer)

@@ -48,7 +48,7 @@ class SynchronizedSubclass:
             super().__init_subclass__(**named)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        """Pickle and copy by the original class. A subclass that a user derives from a generated one has a name."""
+        """Pickle and copy by the original class. A user's subclass of a generated class pickles by its own name."""
         if "converted_from" not in vars(type(self)):
             return super().__reduce_ex__(protocol)
         state = _without_transient(self.__getstate__())  # the original may have its own `__getstate__`
@@ -113,7 +113,7 @@ class SubclassWithForward(SynchronizedSubclass):
 
     def _compute_call(self: Any, call: BatchNormCall, tracked_before: Tensor | None) -> Any:
         """Compute one call of `batch_norm` in place of torch."""
-        # More channels than the layer's if the `forward` puts parts of the batch into channels.
+        # A `forward` that puts parts of the batch into channels has more of them than the layer.
         input_checks.check_input(self, call.input, input_checks.channels_of(call))
         deferred = self._active_deferred()
         # The accumulator and the deferred update have one pair of statistics for each layer.
@@ -141,7 +141,7 @@ class SubclassWithForward(SynchronizedSubclass):
             # The other ranks wait for this one. Adding the empty sum, 0, makes the round's backward pass part of the
             # output's graph.
             return output + SynchronizedBatchNorm.forward(self, empty[0]).sum()
-        # With values it is a mistake, and the other ranks did not start a round either.
+        # For a batch with values it is a mistake, on the other ranks too, so none of them waits.
         if not self._bypassed:
             self._bypassed.append(True)
         _warn_once(type(self), self.layer_name)

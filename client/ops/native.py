@@ -80,7 +80,7 @@ class Native:
         """Compute in float64 and round once."""
         grad, x = _alike(grad, x)
         gradient = output_for(x)
-        # The means have the slope in them already; the core's second factor changes nothing, as it is 0 or 1.
+        # The means have the slope in them; to multiply by 0 or 1 again changes nothing. The last value is the count.
         tensors = grad, x, gradient, _saved(statistics, x), torch.cat((means.flatten(), means.new_ones(1)))
         _call("sbn_input_grad", x, *tensors, parameters=(_ready_parameter(weight),))
         return gradient
@@ -155,7 +155,7 @@ def _ready_parameter(values: Tensor | None) -> Tensor | None:
 class Plan(PlanStruct):
     """Constant part of the calls with inputs of one shape and type, and the functions of the core for them."""
 
-    address: int  # of the plan, and of its slice, which comes first
+    address: int  # of the plan, and of its first member, the slice
     channels: int
     count: int  # values per channel
     core: Any  # releases the GIL for large slices
@@ -199,7 +199,7 @@ def plan_of(
 
 
 def supports_call(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether the core can compute a call with one slice and no mask; the row travels over the host."""
+    """Whether the core can compute a call with one slice, no mask, and rows on the host."""
     return (
         core is not None
         and supports(x)
@@ -256,7 +256,7 @@ class NativeExchange(PlainExchange):
         if not row.is_finished:
             if result.non_finite.runs:
                 non_finite.check(self.transport, row.contribution, result)
-            # The count stays forward's: a member lost since then sends no gradient, but is part of the statistics.
+            # The forward pass's count: a member lost since then sends no gradient, but is part of the statistics.
             row.finish(result.values, result.count if key is None else self._count)
         return result.key
 
@@ -282,7 +282,7 @@ class NativeExchange(PlainExchange):
         of_weight = torch.empty_like(weight) if needs_weight and weight is not None else None
         of_bias = None
         if needs_bias and weight is not None and of == bias:
-            of_bias = torch.empty_like(weight)  # faster than the other
+            of_bias = torch.empty_like(weight)  # faster than `new_empty`
         elif needs_bias:
             of_bias = x.new_empty(plan.channels, dtype=bias)
         buffer = plan.backward.new_buffer()

@@ -216,13 +216,13 @@ def _shown(names: list[str], most: int = 5) -> str:
 
 def _write(measured: Population) -> None:
     """Writes the statistics into all buffers, or after an exception into none."""
-    old: list[tuple[Tensor, Tensor]] = []
+    old: dict[int, tuple[Tensor, Tensor]] = {}  # by address, since layers may share a buffer
     try:
         for layer, moments in measured.items():
             for buffer, values in zip(_buffers(layer), (moments.mean, moments.variance(unbiased=True)), strict=True):
-                old.append((buffer, buffer.clone()))
+                old.setdefault(buffer.data_ptr(), (buffer, buffer.clone()))
                 buffer.copy_(torch.from_numpy(values).to(buffer.dtype))
     except BaseException:
-        for buffer, before in old:
+        for buffer, before in old.values():
             buffer.copy_(before)
         raise

@@ -2,7 +2,7 @@
 
 Collectives match only by order, so each message carries the digest of its round's key. Where the members of a job have
 negotiated the default process group, rounds have the job's keys and the server reports long waits. Without a
-connection, all other errors and the timeout are torch's.
+connection, errors except mismatches, and the timeout, are torch's.
 """
 
 import logging
@@ -40,7 +40,7 @@ logger = logging.getLogger("statsd_bn.client")
 Words = npt.NDArray[np.int64]
 
 # Gloo ends the process without a reason if ranks gather different sizes. So all messages of layers with up to 2,048
-# channels have one size; longer messages double it as often as needed. On one host this takes no longer.
+# channels have one size; longer messages double it as often as needed. On one host padding costs no time.
 MIN_WORDS = 4104
 
 # Words of a message: digest of the round, number and shape of the rows, then the first row.
@@ -172,7 +172,7 @@ class ProcessGroupPipe:
             return {}
 
     def key(self, step: int, call: int, phase: str) -> RoundKey:
-        """Key of a round of an earlier call."""
+        """Key of a round of a call."""
         return _key(connection_over(self.process_group.name), step, self.layer, call, phase)
 
 
@@ -191,7 +191,7 @@ def connection_over(name: str) -> Connection | None:
 
 
 def switched_from_server(transport: Transport, earlier: Transport) -> bool:
-    """Whether a layer uses the process group that its job negotiated after an earlier round over the server."""
+    """Whether a layer now uses the process group of its job, and its earlier round went over the server."""
     return isinstance(transport, ProcessGroupPipe) and isinstance(earlier, SlavePipe) and earlier.group is None
 
 
@@ -262,7 +262,7 @@ def rounds_of(group: Any) -> Rounds:
     if rounds is None or rounds.connection is not over:
         rounds = _rounds.setdefault(group, Rounds())
         rounds.attach(group, over)
-        # A process that closed a connection to others may synchronise by mistake: the others may still be connected.
+        # After closing its connection this process may synchronise by mistake, while the others still use theirs.
         connection, latest = current_connection(), latest_connection()
         is_disconnected = connection is None and latest is not None and not latest.is_in_process
         logger.log(
@@ -299,9 +299,10 @@ def _sum(group: Any, contribution: Rows, key: RoundKey) -> Aggregate:
     aggregate = Aggregate(key, len(rows), sum(counts), Members.of(ranks), total, non_finite=non_finite)
     if reporter := rounds_of(group).reporter:
         now = time.monotonic()
+        is_due = reporter.samples.is_due(now, key)
         if non_finite.runs:
             reporter.report_non_finite(aggregate)
-        elif reporter.samples.is_due(now, key):
+        elif is_due:
             reporter.samples.observe(now, key, counts, replicas.tolist(), np.stack(values))
     return aggregate
 
@@ -346,7 +347,7 @@ def _all_rows(group: Any, firsts: Words, others: Words, replicas: Words) -> list
 
 
 def _mismatch(group: Any, key: RoundKey, shape: tuple[int, ...]) -> RoundMismatch:
-    """Gather the rounds of all ranks, which all know by now that they differ, for an error that lists them."""
+    """Error that lists the rounds of all ranks; all have noticed that these differ, so all gather here."""
     vectors, channels = shape
     names = _gather_texts(group, f"{key.describe()}, {channels} channels, {vectors} vectors")
     ranks_in: dict[str, list[int]] = {}
@@ -391,8 +392,8 @@ def use_device(group: Any, device: torch.device) -> None:
 
 def _message_device(group: Any) -> torch.device:
     """Device over which the group gathers host messages; the host if it can."""
-    # An NCCL-only group says "cuda" without an index, which would be the current device: the first one for all ranks
-    # whose script does not call `torch.cuda.set_device`.
+    # An NCCL-only group says "cuda" without an index, which means the current device: device 0 on every rank whose
+    # script does not call `torch.cuda.set_device`.
     devices = group._device_types  # noqa: SLF001 - has no public name
     host = torch.device("cpu")
     if host in devices:

@@ -50,8 +50,8 @@ MAX_FINDINGS, MAX_FINDING_LENGTH = 8, 512
 # Memory for the sampled rows of one step; larger steps keep fewer channels and layers.
 MAX_SAMPLE_BYTES = 2**18
 
-# A longer series of steps with non-finite gradients has another cause: a GradScaler starts at 2^16 and halves its scale
-# after each.
+# A GradScaler starts at 2^16 and halves its scale after each overflow. A longer series of steps with non-finite
+# gradients has another cause.
 MAX_OVERFLOWS = 20
 
 # The text of `NonFiniteChannels`, which members send; numbers of at most seven digits.
@@ -81,7 +81,7 @@ class Pace:
         self._best: dict[int, float] = {}
 
     def is_due(self, now: float, rounds: int) -> bool:
-        """Whether the current window ends now; the first one starts after the first round."""
+        """Whether the current window ends now; the first one starts STARTUP_SECONDS after the first round."""
         if self._due is None and rounds:
             self._due = now + STARTUP_SECONDS
         return self._due is not None and now >= self._due
@@ -139,7 +139,7 @@ class GroupHealth:
         self.comparison = SkewDetector(membership.world_size)
         self.non_finite = FirstNonFinite()
         self.durations = Histogram()  # of the rounds that ended with their last contribution
-        self.lateness = Histogram()  # gaps between the last two contributions, with those reported of shared memory
+        self.lateness = Histogram()  # gaps between the last two contributions, in shared memory too
         self.round_trips = Histogram()  # of all members, as reported
 
     @property

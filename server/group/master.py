@@ -44,7 +44,7 @@ from statsd_bn.round_key import RoundKey
 from statsd_bn.text import error_text, wire_text
 from statsd_bn.wire import encode
 
-# A late copy of a contribution is at most as old as the data in flight on a broken connection, far less than this.
+# A late copy is older by no more rounds than a broken connection had in flight, far fewer than this.
 REMEMBERED_ROUNDS = 1024
 
 # Late members named in a message.
@@ -119,7 +119,7 @@ class SyncMaster:
         return len(self.membership.contributors)
 
     def register_slave(self, now: float, register: Register, peer: bytes) -> tuple[Contributor, list[Reply]]:
-        """Register a member. The reply names the missing members; once all are registered, each member gets one.
+        """Register a member. The reply names the missing members; once all are registered, every member gets a reply.
 
         Raises:
             RegistrationRefused: the reason of a refusal.
@@ -171,7 +171,7 @@ class SyncMaster:
             future.since = now
             round_.gap, round_.last_contribution = now - round_.last_contribution, now
             contributor.delay += now - round_.opened
-            # Repeated contributions of one thread may arrive together.
+            # Not for repeats: those of one thread may arrive together.
             if len(self.open_rounds) > contributor.threads and not contribution.attempt:
                 self._count_threads(contributor)
         return self._put(now, round_, contributor, contribution, peer)
@@ -303,12 +303,6 @@ class SyncMaster:
             name = f"{self.membership.name}, epoch {self.epoch}"
             raise ProtocolError(f"round key: expected {name}, as {contributor} registered, got {key}")
 
-    def _size_for(self, register: Register) -> int:
-        """Maximum number of bytes that a registration adds."""
-        member = 0 if register.member in self.membership.contributors else quota.MEMBER_BYTES
-        is_recovery = register.was_in_group and not self.membership.has_opened
-        return member + (quota.EXPECTED_BYTES * len(register.known) if is_recovery else 0)
-
     def _update_memory(self) -> None:
         """Update the memory accounted for members, and during a recovery for their reports."""
         size = quota.MEMBER_BYTES * self.nr_slaves + self.health.comparison.size + self.membership.recovered.size
@@ -327,7 +321,7 @@ class SyncMaster:
         if contradiction := recovered.contradiction():
             self.membership.break_for(contradiction)
             return replies + self._send_notices()
-        # Parked rows come before recovered results: a complete round needs no trust in a member.
+        # Parked rows come before recovered results: the server adds a complete round itself, without trust in a result.
         for contributor, contribution, peer in self.parked.consume():
             replies += self.contribute(now, contributor, contribution, peer)
         recovered.enabled = True
@@ -352,7 +346,7 @@ class SyncMaster:
     def _notify(self, notice: Notice, error: StatsdBNError) -> list[Reply]:
         is_broken, has_opened = notice is Notice.BROKEN, self.membership.has_opened
         with_a_round = self.parked.members
-        # These wait for the group to open or to rejoin, and have no round that could carry the error.
+        # These wait for the group to open, or for others to rejoin, without a round that could carry the error.
         waiting = [
             one.peer
             for one in self.membership.contributors.values()
@@ -463,7 +457,7 @@ class SyncMaster:
             del self._ended[next(iter(self._ended))]
 
     def _timeout(self, now: float, round_: Round) -> RoundTimeout:
-        # Without a quorum the missing members wait for newcomers as well.
+        # Without a quorum all wait for newcomers, and nobody is late.
         missing = round_.missing if self.membership.has_quorum else []
         whom = format_ranks(Members.of(missing)) if len(missing) > 1 else self._describe_awaited(round_)
         return timeout_error(now, round_, self.membership.contributors, missing, whom)

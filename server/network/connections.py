@@ -35,8 +35,8 @@ from statsd_bn.text import log_line
 
 logger = logging.getLogger("statsd_bn.server")
 
-# Messages refused on one connection between two ticks, before it is closed: after a restart a member in every group
-# there may be needs as many.
+# Messages refused on one connection between two ticks before it is closed. After a restart a member of MAX_GROUPS
+# groups gets one refusal in each.
 MAX_REFUSALS = limits.MAX_GROUPS
 
 # Delay of the probes after a disconnect: ZeroMQ reports it a moment before it forgets the peer, and one pass covers all
@@ -47,10 +47,10 @@ PROBE_SECONDS = 0.05
 # are ignored for a while: ZeroMQ still delivers those it has buffered.
 CLOSE_DELAY_SECONDS, IGNORED_SECONDS = 0.05, 10.0
 
-MAX_PEER_BYTES = 2**20  # queued for one peer; a reply has at most 4 MB, mostly some kB; the first one is always sent
+MAX_PEER_BYTES = 2**20  # queued for one peer; a reply has at most 4 MB; the first is sent while the total allows
 
-# Queued bytes of all peers. Beyond it peers with queued data get nothing more, beyond half of it those that do not read
-# are disconnected, and beyond twice as much only small replies are sent.
+# Queued bytes of all peers. Above half of it, peers that do not read are disconnected; above it, peers with queued data
+# get nothing; above twice it, only small replies are sent.
 MAX_TOTAL_BYTES = 2**25
 
 SMALL_ANSWER_BYTES = 2**16  # a peer without queued data gets a reply of up to this size, whatever others have queued
@@ -126,7 +126,7 @@ class ConnectionTable:
             self.members[peer] = principal
 
     def expire_members(self, is_registered: Callable[[bytes], bool]) -> None:
-        """Mark connections without a registered member; the next message of another one marks it again."""
+        """Unmark connections whose member is no longer registered; a member's next message marks its own again."""
         for connection in self._connections.values():
             if connection.session and not is_registered(connection.session):
                 self.members.pop(connection.peer, None)
@@ -230,7 +230,7 @@ class ConnectionManager:
         self._socket = listener.socket
         self._monitor = listener.monitor
         self._dispatcher = dispatcher
-        # Half of the open files: libzmq aborts a process without a free descriptor for a Unix socket.
+        # Half of the limit on open files: libzmq aborts a process without a free descriptor for a Unix socket.
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._table = ConnectionTable(math.inf if files == resource.RLIM_INFINITY else files // 2)
         self._refusals: Counter[bytes] = Counter()  # since the last tick, by routing id

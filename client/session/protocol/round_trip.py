@@ -1,6 +1,6 @@
 """RoundTrip: one round over the server, which may restart during it, and whose frames may be lost.
 
-Repeating a contribution is harmless: the server identifies it by its key, and the first bytes count.
+Repeating a contribution is harmless: the server knows it by its key, and keeps the rows that came first.
 """
 
 import logging
@@ -17,8 +17,8 @@ from statsd_bn.text import error_text, escape
 
 logger = logging.getLogger("statsd_bn.client")
 
-# The server itself ends a late round and names the missing ranks. The member gives up on the server only if nothing
-# arrives this long after the round's timeout.
+# The server itself ends a late round and names the missing ranks. The member gives up if no aggregate has arrived this
+# long after the round's timeout.
 GRACE_SECONDS = 5.0
 
 # Delay of the first retry, and the longest delay. An undisturbed round ends long before.
@@ -46,7 +46,7 @@ class RoundTrip:
         self._next_warning = WARN_SECONDS
         self._latest_news = ""
         self._round_done = b""
-        self.late: Callable[[], Sequence[int]] = tuple  # ranks not arrived in shared memory, if the round is there too
+        self.late: Callable[[], Sequence[int]] = tuple  # ranks late in shared memory, if the round runs there too
         self.is_gone: Callable[[], bool] = bool  # whether no server can start at the endpoint any more
 
     def begin(self, now: float) -> Actions[Aggregate]:
@@ -104,7 +104,7 @@ class RoundTrip:
         return [*self._session.resync_frames(), *self._retry(now)]
 
     def _contribution(self) -> Sequence[bytes]:
-        """The contribution, behind the latest RoundDone of this process if the server may not have received that."""
+        """The contribution, after this process's latest RoundDone unless the server has surely received that."""
         contribution = self._session.contribution(self._key, self._rows, self._attempt)
         self._round_done = self._session.last_round_done.frame
         return (self._round_done, contribution) if self._round_done else (contribution,)

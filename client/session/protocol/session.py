@@ -33,7 +33,7 @@ class StateMachine(Protocol[ResultT_co]):
     """A wait for the server, without clock and socket; it ends with a result, or `begin` or `step` raises an error."""
 
     def begin(self, now: float) -> Actions[ResultT_co]:
-        """Begin; called once, before any `step`."""
+        """Begin; called before any `step`."""
 
     def step(self, now: float, frame: bytes | None) -> Actions[ResultT_co]:
         """Handle a frame; or None at the timeout, and after a reconnect."""

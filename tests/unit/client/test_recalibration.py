@@ -213,6 +213,15 @@ def test_all_layers_are_written_or_none():
     assert unchanged(model, before)
 
 
+def test_a_buffer_of_two_layers_keeps_its_value_after_a_failure():
+    model = client.convert_model(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.BatchNorm1d(3)))
+    model[1].running_mean = model[0].running_mean
+    model[2].running_var = torch.ones(1).expand(3)  # cannot be written
+    with pytest.raises(RuntimeError, match="single memory location"):
+        client.recalibrate(model, [samples(4)])
+    assert model[0].running_mean.tolist() == [0.0] * 3
+
+
 @pytest.mark.parametrize(
     "wrap", [lambda x: (x, 1), lambda x: [x, "label"], lambda x: x], ids=["tuple", "list", "tensor"]
 )
