@@ -9,18 +9,7 @@ from typing import Any
 import numpy as np
 
 HOSTILE = "<img src=x onerror=alert(1)>"
-STATES = (
-    "healthy",
-    "forming",
-    "waiting",
-    "slow",
-    "data",
-    "nan",
-    "broken",
-    "ended",
-    "silent",
-    "restarted",
-)
+STATES = ("healthy", "forming", "waiting", "slow", "data", "nan", "broken", "ended", "silent", "restarted")
 NOW = 1_795_795_128.0
 SECONDS = 600.0
 STEP = 14_230

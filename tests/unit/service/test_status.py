@@ -33,9 +33,7 @@ GROUP = {
     "lost": "",
     "rounds_done": 17,
     "rounds_failed": 1,
-    "waiting": [
-        {"round": "a key", "layer": "bn1", "phase": "forward", "step": 5, "seconds": 12.34, "missing": [1]},
-    ],
+    "waiting": [{"round": "a key", "layer": "bn1", "phase": "forward", "step": 5, "seconds": 12.34, "missing": [1]}],
 }
 REPORT = {"server": "abcd", "seconds": 61.7, "received": 40, "bad_frames": 2, "groups": [GROUP]}
 

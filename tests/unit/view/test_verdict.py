@@ -149,13 +149,7 @@ CASES = {
         1,
         "Broken: rank 1 (host-1, pid 801) left at step 1899, before the others finished",
     ),
-    "broken by no rank": (
-        group(*FOUR, lost="the results differ"),
-        "broken",
-        3,
-        None,
-        "Broken: the results differ",
-    ),
+    "broken by no rank": (group(*FOUR, lost="the results differ"), "broken", 3, None, "Broken: the results differ"),
     "finishing": (
         group(FOUR[0], *FOUR[2:], world_size=4, **LEFT),
         "ended",
