@@ -215,7 +215,7 @@ def _decode_aggregate(frame: bytes, max_header: int) -> Aggregate:
 def _truncated(frame: bytes, max_header: int, least: int) -> ProtocolError:
     """Returns the error of a header that is cut, or shorter than its numbers demand (`least` bytes)."""
     end = _header_end(frame, max_header)
-    return ProtocolError(f"header: expected more than {least - _PRELUDE.size} bytes, got {end - _PRELUDE.size}")
+    return ProtocolError(f"header: expected at least {least - _PRELUDE.size} bytes, got {end - _PRELUDE.size}")
 
 
 def _build(kind: type[Message], fields: list[Any], frame: bytes, end: int) -> Message:

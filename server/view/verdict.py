@@ -104,7 +104,7 @@ def _breaks(group: Group) -> Iterator[Verdict]:
         advice = "Give all ranks equally many batches, or use client.join."
     elif cause.startswith(NO_SIGN_OF_LIFE):
         flag, did, why = "lost", "fell silent", f": {cause}"
-        advice = f"Does rank {rank} still run? It may be stopped, starved or cut off. Then start the job again."
+        advice = f"Rank {rank} may be stopped, starved or cut off. End it if it still runs, then start the job again."
     else:
         flag, did, why = "lost", "was lost", f": {cause}"
         advice = f"Look at the log of rank {rank} and its host: killed, or out of memory? Then start the job again."
@@ -245,7 +245,8 @@ def _fine(group: Group, now: float, restarted: float | None) -> Verdict:
     here = len(group["members"]) + group.get("members_left_out", 0)
     if restarted is not None and now - restarted < RESTART_SECONDS:
         ago = f"the server restarted {duration(now - restarted)} ago, {count_here(group)} ranks are back"
-        return Verdict("healthy", FINE, f"Healthy again: {ago}", restarted)
+        advice = "Nothing to do: the ranks have sent again what was lost."
+        return Verdict("healthy", FINE, f"Healthy again: {ago}", restarted, advice=advice)
     is_whole = here == group["world_size"] > 1
     facts = [f"{'all ' * is_whole}{_ranks(here)} take{'s' * (here == 1)} part"]
     if group.get("slowest") is not None:

@@ -183,7 +183,7 @@ def test_a_layer_with_nan_does_not_claim_that_its_ranks_agree(chromium, opened):
     ("state", "words"),
     [
         ("data", r"since step 64, about \d\d:\d\d:\d\d \(1[01] min\)"),
-        ("slow", r"began before step 900, about \d\d:\d\d:\d\d \(3 min\)"),
+        ("slow", r"since \d\d:\d\d:\d\d or earlier; noticed at step 900"),
         ("nan", r"since step 20; noticed \d\d:\d\d:\d\d \(2 min\)"),
         ("waiting", r"since \d\d:\d\d:\d\d \(1\d s\)"),
     ],

@@ -98,7 +98,8 @@ function begun({ state, step, step_time: then, since }) {
   if (!["slow", "data"].includes(state)) return since && `since ${time(since)}`;
   const noticed = since && `noticed ${time(since)}`;
   if (step === null) return noticed;
-  if (state === "slow") return `began before step ${whole(step)}${then ? `, about ${time(then)}` : ""}`;
+  // The server compares whole minutes.
+  if (state === "slow") return `${then ? `since ${clock(then - 60)} or earlier; ` : ""}noticed at step ${whole(step)}`;
   return `since step ${whole(step)}${then ? `, about ${time(then)}` : noticed ? `; ${noticed}` : ""}`;
 }
 
