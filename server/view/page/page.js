@@ -99,7 +99,8 @@ function begun({ state, step, step_time: then, since }) {
   const noticed = since && `noticed ${time(since)}`;
   if (step === null) return noticed;
   // The server compares whole minutes.
-  if (state === "slow") return `${then ? `since ${clock(then - 60)} or earlier; ` : ""}noticed at step ${whole(step)}`;
+  const seen = then || since;
+  if (state === "slow") return `${seen ? `since ${clock(seen - 60)} or earlier; ` : ""}noticed at step ${whole(step)}`;
   return `since step ${whole(step)}${then ? `, about ${time(then)}` : noticed ? `; ${noticed}` : ""}`;
 }
 
