@@ -4,9 +4,9 @@ TCP needs CURVE keys, on loopback too. Without keys a server listens on a Unix s
 folder that no other user can write to. Server and client both check this. `--insecure` and STATSD_BN_INSECURE=1 allow
 TCP without keys, for a closed network.
 
-A client that does not reach a server explains why. A server that refuses a client's key, or has no keys, sends nothing:
-ZeroMQ reports the failed handshake only to the monitor of the client's socket, and may or may not retry. The numbers of
-these events are libzmq's.
+A client that cannot reach a server explains why. A server that refuses a client's key, or has no keys, sends no
+message: ZeroMQ reports the failed handshake only to the monitor of the client's socket, and may or may not retry. The
+numbers of these events are libzmq's.
 """
 
 import os
@@ -25,17 +25,17 @@ MAX_PORT, MAX_DIGITS = 65_535, 5
 SOCKET = "server"  # its name in this user's folder, and in the folder of one job
 MAX_PATH_BYTES = 103 if sys.platform == "darwin" else 107  # of a Unix socket, without the terminating zero
 
-# The system's folder of runtime folders, which XDG_RUNTIME_DIR names in a login session.
+# The system's folder of users' runtime folders. In a login session XDG_RUNTIME_DIR names the user's.
 RUNTIME_FOLDERS = Path("/run/user")
 
-# The folder of one job's server, which is removed together with the socket; short if the default one is too long.
+# Folder of one job's server, removed together with the socket; in SHORT_FOLDER if its default path is too long.
 JOB_PREFIX = "statsd_bn-job-"
 SHORT_FOLDER = "/tmp"  # noqa: S108 - a folder with a random name is made in it
 
 
 def check_endpoint(endpoint: str, name: str = "endpoint") -> None:
     """Raises ConfigurationError unless an endpoint is `tcp://HOST:PORT` or `ipc://PATH`."""
-    # ZeroMQ takes a port modulo 65,536 and ignores letters behind it. It also accepts `ipc://*` and Linux's abstract
+    # ZeroMQ takes a port modulo 65,536 and ignores letters after it. It also accepts `ipc://*` and Linux's abstract
     # sockets (`ipc://@NAME`), but no folder protects those: every user of the host can connect.
     scheme, separator, address = endpoint.partition("://")
     if not separator or scheme not in {"tcp", "ipc"} or not address:
@@ -230,8 +230,8 @@ HANDSHAKES = _SUCCEEDED | _FAILED | _FAILED_BY_PROTOCOL | _FAILED_BY_SERVER
 _MECHANISMS_DIFFER = 0x11000002
 _WRONG_KEY = 0x11000001
 
-# A server that closes the connection in a handshake may be about to end, or a proxy may stand in for it. So many times
-# over so many seconds it means a key. ZeroMQ retries every 0.1 to 0.2 s.
+# One connection that closes in the handshake may mean that the server is stopping, or that a proxy answers. This many
+# in a row, over this many seconds, mean a wrong or missing key. ZeroMQ retries every 0.1 to 0.2 s.
 MAX_CLOSED = 3
 MAX_CLOSED_SECONDS = 2.0
 
@@ -262,7 +262,7 @@ class HandshakeMonitor:
             reason = "no key"
         elif event == _FAILED_BY_PROTOCOL and value == _WRONG_KEY:
             what, reason = "the server's key is not the one this client expects", "wrong server key"
-        # After a success, a server that closes the connection has another reason.
+        # After a successful handshake, the keys cannot be why the server closes a connection.
         elif self.has_succeeded or closed < MAX_CLOSED or seconds < MAX_CLOSED_SECONDS:
             return None
         elif self._has_key:
@@ -299,8 +299,8 @@ class SocketMonitor:
 
 
 def explain_no_answer(endpoint: str, seconds: float, network: ModuleType) -> str:
-    """Returns the text of an error: why no server answered at an endpoint for so long. Tries a plain connection."""
-    # It takes up to `PROBE_SECONDS` more. `network` is the module `socket`, which this package does not load.
+    """Tries a plain connection; returns an error text that explains why no server answered for `seconds`."""
+    # The attempt takes up to `PROBE_SECONDS`. `network` is the module `socket`, which this package does not load.
     try:
         _connect(endpoint, network)
     except network.gaierror as error:
@@ -319,7 +319,7 @@ def explain_no_answer(endpoint: str, seconds: float, network: ModuleType) -> str
 
 
 def format_no_answer(endpoint: str, seconds: float) -> str:
-    """Returns the text of an error: no server answered, for an unknown reason."""
+    """Returns the error text for a server that did not answer, for an unknown reason."""
     return error_text(f"no answer from {endpoint} within {seconds:g} s", advice=START_ADVICE)
 
 

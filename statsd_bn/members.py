@@ -30,7 +30,7 @@ _NAMED = re.compile(r"rank (\d+) \(([^()]+)\)")
 class Members:
     """Member numbers in ascending order."""
 
-    runs: tuple[tuple[int, int], ...] = ()  # first number and length, (0, 4) for 0, 1, 2, 3; with gaps between them
+    runs: tuple[tuple[int, int], ...] = ()  # first number and length, with gaps between runs: (0, 4) is 0, 1, 2, 3
 
     def __post_init__(self) -> None:
         end, limit = -1, limits.MAX_MEMBERS
@@ -74,7 +74,7 @@ class Members:
     def __contains__(self, number: object) -> bool:
         if not isinstance(number, int):
             return False
-        # The usual case, once a round.
+        # The usual case, needed in each round.
         if len(self.runs) == 1:
             ((first, count),) = self.runs
             return first <= number < first + count
@@ -103,7 +103,7 @@ def _of(numbers: tuple[int, ...]) -> Members:
 
 def _runs(numbers: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     ordered = sorted(set(numbers))
-    # Usually no member is missing, and each one that registers receives the whole set.
+    # Usually no number is missing. Speed counts: each registering member receives the whole set.
     if ordered and ordered[-1] - ordered[0] == len(ordered) - 1:
         return ((ordered[0], len(ordered)),)
     runs: list[tuple[int, int]] = []

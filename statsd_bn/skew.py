@@ -10,8 +10,8 @@ so η² is larger than for independent values, and only useful in comparisons.
 
 A member is an outlier in a layer if its variance is far from the others', or its part of η² far above theirs, in the
 median of the latest samples. The reference is the other members, not the past, since a member may differ from the first
-step on. Duplicates are equal to the last bit in sample after sample: they read the same shard, or draw with the same
-seed.
+step on. Duplicates are members with bitwise equal figures in sample after sample: they read the same shard, or draw
+with the same seed.
 """
 
 import math
@@ -34,8 +34,8 @@ COUNT, MEAN, VARIANCE, PART = range(4)
 FIGURES = 4
 
 MIN_VARIANCE_RATIO = 1e-12  # a channel with a smaller ratio of variance to mean square is constant but for rounding
-MIN_SECONDS = 0.5  # a sample that follows the last kept one of its group sooner is dropped
-WINDOW = 16  # the rule uses the median of the latest samples of a layer, this many: one odd batch means nothing
+MIN_SECONDS = 0.5  # between two samples of a group; a sample that comes sooner is dropped
+WINDOW = 16  # latest samples of a layer whose median the rule uses: one odd batch means nothing
 
 # A member is an outlier if the logarithm of its variance is farther from the others' median than log(VARIANCE_FACTOR)
 # plus SPREADS times their median deviation ...
@@ -48,17 +48,18 @@ PART_FACTOR, MIN_PART = 3.0, 0.02
 MIN_MEMBERS = 3  # no outlier can be named among fewer
 DUPLICATES_IN_A_ROW = 8  # duplicates are equal in this many samples in a row; one equal batch means nothing
 MAX_ABSENCE = 2 * WINDOW  # a finding is over after this many samples in a row without its outlier or duplicate
-DECAY = 0.9  # weight of a sample relative to the next one in averages, which so cover about ten samples
+DECAY = 0.9  # weight of a sample relative to the next one; averages cover about ten samples
 
 # Limits of a group: layers, and layers times members. A group needs 16 MB at most.
 MAX_LAYERS, MAX_LAYER_MEMBERS = 1024, 2**16
 
-# Memory of a layer: for each member, and for the rest, a long name included.
+# Bytes of a layer: for each member, and for the rest, which includes a long name.
 MEMBER_BYTES, LAYER_BYTES = 8 * FIGURES + 2 * 4 * WINDOW, 5632
 
 TINY = 1e-300
 
-# A sign this strong describes an outlier: the ratio of variances, else the distance of means in standard deviations.
+# An outlier is described by its ratio of variances if that is at least this, else by the distance of its mean, in
+# standard deviations, if that is at least this, else by its part of η².
 NOTABLE_RATIO, NOTABLE_SHIFT = 2.0, 0.2
 
 MAX_RATIO = 1e6  # reported ratios are finite, whatever the data
@@ -89,7 +90,7 @@ def compute_figures(counts: FloatArray, values: FloatArray) -> FloatArray:
 
 
 def check_figures(values: Any, layers: int) -> None:
-    """Raises ProtocolError unless `values` are figures of so many layers, shape (layers, members, 4)."""
+    """Raises ProtocolError unless `values` are figures of `layers` layers, shape (layers, members, 4)."""
     check_array("figures", values, 3)
     if values.shape[::2] != (layers, FIGURES):
         raise ProtocolError(f"figures: expected shape ({layers}, members, {FIGURES}), got {values.shape}")
@@ -108,7 +109,7 @@ class Outlier:
     """A member with other data than the rest."""
 
     member: int
-    layer: str  # of the layers in which the member is an outlier, the earliest in a step
+    layer: str  # the first layer of a step in which the member is an outlier
     numbers: dict[str, float]  # the other arguments of `describe_outlier`, all finite, for the report
 
     def describe(self, names: Sequence[str]) -> str:
@@ -120,8 +121,8 @@ def describe_outlier(
     layer: str, *, since: float, layers: float, variance: float, shift: float, part: float, usual: float
 ) -> str:
     """Returns the strongest sign of an outlier as a clause."""
-    # In the run of samples `since` a step, in so many `layers`: the ratio of the member's variance to the median of the
-    # others', the distance of its mean from theirs in standard deviations, its part of η², and the others' median part.
+    # `since`: first step of its run as an outlier; `layers`: in how many layers. `variance`: ratio to the others'
+    # median; `shift`: from their median mean, in standard deviations. `part`: of η²; `usual`: the others' median part.
     if not 1 / NOTABLE_RATIO < variance < NOTABLE_RATIO:
         is_more = variance > 1
         ratio = f"{two_digits(variance)} times" if is_more else percent(variance)
@@ -201,8 +202,8 @@ class SkewDetector:
         return sum(layer.weight > 0 for layer in self._layers.values())
 
     def averages(self, first: int, max_bytes: int) -> tuple[int, list[str], FloatArray]:
-        """The number of layers; from the `first` one on, as many as fit, their names and average figures in order."""
-        # The shape is (layers, members, 4). `max_bytes` includes the names, each with the end of its line.
+        """Returns the number of layers, and from the `first` on the names and average figures of those that fit."""
+        # Figures have shape (layers, members, 4). `max_bytes` includes the names, each with a newline.
         known = [(name, layer.average) for name, layer in self._layers.items() if layer.weight]
         sizes = accumulate(len(name.encode()) + 1 + average.nbytes for name, average in known[first:])
         fitting = known[first : first + sum(size <= max_bytes for size in sizes)]
@@ -220,7 +221,7 @@ class SkewDetector:
         return min(new, self._max_layers - len(self._layers)) * self._layer_bytes
 
     def _outlier(self, member: int) -> Outlier:
-        # A layer with fewer samples than WINDOW is judged by half as many.
+        # The shorter window serves layers with fewer samples than WINDOW.
         windows = (WINDOW, WINDOW // 2)
         showing = {name: layer for name, layer in self._layers.items() if member in map(layer.outlier, windows)}
         name, first = next(iter(showing.items()))
@@ -263,7 +264,7 @@ class _Layer:
             self._recent.append((step, _deviations(figures).astype(np.float32)))
 
     def outlier(self, window: int) -> int | None:
-        """Returns the outlier in the median of the latest samples, if any; `window` is their number."""
+        """Returns the outlier in the median of the latest `window` samples, if any."""
         if len(self._recent) < window:
             return None
         latest = [deviations for _, deviations in self._recent][-window:]
@@ -312,8 +313,8 @@ def _equal_pairs(values: FloatArray) -> Iterable[tuple[int, int]]:
 
 def merge_order(known: Mapping[str, object], names: Sequence[str], most: int) -> list[str]:
     """Returns all layers in the order of a step."""
-    # That is the order of `names`; a known layer that is not sampled keeps its place before the next one that is. New
-    # layers at the end of `names` come last.
+    # The order of `names`; a known layer without a sample stays before the sampled layer that followed it. New layers
+    # at the end of `names` come last.
     sampled = set(names)
     new = [name for name in names if name not in known][: most - len(known)]
     before: dict[str, list[str]] = {}

@@ -44,7 +44,7 @@ class Barrier:
     def wait(self, replica: int, point: str, value: Any, combine: Combine) -> Any:
         """Wait for all replicas, and return this one's result; the last to arrive combines the values in replica order.
 
-        Raises RoundMismatch, ReplicaLost or RoundTimeout.
+        Raises RoundMismatch, ReplicaLost, RoundTimeout, or the error of `combine`.
         """
         waiter = _Waiter(point, value, threading.Lock())
         waiter.lock.acquire()
@@ -98,7 +98,7 @@ class Barrier:
             waiter.has_result = True
 
     def _release_all(self) -> None:
-        """Release each waiter's own lock: with a shared one threads wake one after another."""
+        """Release each waiter's own lock; a shared lock would wake the threads one by one."""
         for waiter in self._waiters.values():
             waiter.lock.release()
         self._waiters.clear()

@@ -1,14 +1,14 @@
 """How this process reacts to the server's report that its strict job is broken.
 
-A main thread in a call of this package raises the error there, one that computes in its next round. One that is blocked
-in a collective of torch would wait for ever. So the heartbeat thread logs the cause, has torch abort the collective
-where torch can, and ends the process after `abort_after` seconds. If the collective raises first, as gloo's does when a
-connection breaks, the exception gets the cause as a note.
+The main thread raises the error in its current or next call of this package. But a main thread that is blocked in a
+torch collective would wait for ever. So the heartbeat thread logs the cause, asks torch to abort the collective, and
+ends the process after `abort_after` seconds. If the collective raises first, as gloo's does when a connection breaks,
+the exception gets the cause as a note.
 
-A collective of NCCL returns at once, and the main thread later waits in a call that reads a value from the device, such
-as `loss.item()`; no stack frame shows this wait. Such a thread counts as blocked while torch's flight recorder reports
-an unfinished operation and its stack does not change. A process that makes progress is never ended. After a clean exit
-of the others, one is ended only in a collective of DistributedDataParallel itself: it would train on without them.
+An NCCL collective returns at once, and the main thread blocks later, in a call that reads a value from the device, such
+as `loss.item()`; no stack frame shows this. The thread counts as blocked while its stack does not change and torch's
+flight recorder reports an unfinished operation. A process that makes progress is never ended. If the other ranks exited
+cleanly, a process is ended only in a collective of DistributedDataParallel: it expects a training step from them.
 """
 
 import logging
@@ -33,15 +33,15 @@ logger = logging.getLogger("statsd_bn.client")
 # default. Launchers kill a process 10 to 30 s after SIGTERM.
 CAUSE_SECONDS = 4.0
 
-# How long other ranks must be gone before a rank that is blocked in a collective logs their clean exit: at the end of a
-# run, ranks exit some moments apart.
+# How long a rank must be blocked in a collective before it logs a clean exit of others: at the end of a run, ranks exit
+# some moments apart.
 EXIT_SECONDS = 3.0
 
-# How long the main thread's stack must not change before its NCCL collectives are aborted. Until then the other ranks
+# How long the main thread's stack must stay the same before NCCL collectives are aborted. Until then the other ranks
 # may still start the last collective, and it may complete.
 STALL_SECONDS = 3.0
 
-# The text of errors of collectives. Autograd's engine raises these errors and the model's.
+# Identifies errors of collectives by their text: autograd's engine raises them like errors of the model.
 _COLLECTIVE_ERROR = re.compile(r"gloo|nccl|c10d|process ?group|connection (?:closed|reset)", re.IGNORECASE)
 
 
@@ -61,7 +61,7 @@ def end_process(text: str) -> NoReturn:
 
 
 class BrokenJob:
-    """The reported cause of a broken job, and the reaction to it, for a process with this name in log lines."""
+    """The reported cause of a broken job, and this process's reaction; `name` is the process in log lines."""
 
     def __init__(
         self, sampler: ThreadSampler, name: str, abort_after: float | None, end: Callable[[str], Any] = end_process
@@ -107,7 +107,7 @@ class BrokenJob:
         if not (is_clean or sample.is_in_call):
             self._log(error, sample)
         collective = None if sample.is_in_call else sample.collective
-        # A call of this package that waits for the server has raised by now; one that waits for a device is blocked.
+        # A call that waits for the server would have raised by now, so a running call waits for a device.
         call = collective.call if collective else self.sampler.nccl_progress()
         if call is None:
             self._blocked = None
@@ -154,7 +154,7 @@ class BrokenJob:
             error.add_note(note)
 
     def _log(self, error: StatsdBNError, sample: ThreadSample) -> None:
-        # After a mismatch, this rank has raised the error that ended the other rank.
+        # After a mismatch the ranks raise the same error, and the report may give it as the other rank's cause.
         if self._is_logged or (self._raised and self._raised in {error_summary(error), error.fields.get("cause")}):
             return
         self._is_logged = True
@@ -164,7 +164,7 @@ class BrokenJob:
     def _abort_collectives(self) -> None:
         if not self._has_aborted:
             self._has_aborted = True
-            # It may block, or never return.
+            # The call may never return.
             threading.Thread(target=collectives.abort, name="statsd_bn abort", daemon=True).start()
 
 
@@ -179,7 +179,7 @@ def _is_of_collective(error: Exception) -> bool:
 
 @contextmanager
 def _deferred_termination() -> Iterator[list[int]]:
-    """Defers SIGTERM, sent by launchers after another rank has ended, to the end of the block; yields the signals."""
+    """Defers SIGTERM, which launchers send when a rank has ended, to the end of the block; yields its signals."""
     signals: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:

@@ -48,7 +48,7 @@ _CLASSES: Classes = {**REPLACEMENTS, nn.DataParallel: DataParallelWithCallback}
 # The conversion of each other class; subclasses without an entry inherit it.
 CONVERSIONS: dict[type[nn.Module], Conversion] = {_BatchNorm: convert_subclass}
 
-# Layers whose registered conversion runs now: if it calls `convert_model`, that must not run it again.
+# Layers whose registered conversion is running: a nested `convert_model` must not run it again.
 _in_conversion: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 # The most classes in a summary; the report lists all layers.
@@ -68,8 +68,8 @@ def convert_model(
     A subclass keeps its own `forward`, and its calls of `batch_norm` in training are synchronised. A class that
     computes its statistics itself needs a conversion, see `client.register_conversion`. A batch norm is left unchanged
     if its `forward` synchronises already or was replaced, or if it was parametrized or sharded by FSDP before. A
-    `UserWarning` summarises these layers, and `client.conversion_report(model)` lists each; after a step in training
-    also those that did not call `batch_norm`.
+    `UserWarning` summarises these layers, and `client.conversion_report(model)` lists each. After a training step it
+    also lists layers that did not call `batch_norm`.
 
     Args:
         module: any module; containers are changed in place. Layers that are synchronised already are only renamed.
@@ -102,7 +102,7 @@ def convert(module: nn.Module, group: GroupSpec = None, chunks: int | None = Non
     sharded = {part: part for part in input_checks.sharded_modules(module)}
     for path, layer in named_modules(module):  # these checks raise before anything is changed
         if path and (isinstance(layer, SynchronizedBatchNorm) or (layer not in sharded and _is_convertible(layer))):
-            try:  # its name on the wire, before the first round
+            try:  # the path is the layer's name on the wire
                 check_name("the name of a layer, its place in the model", path, limits.MAX_NAME_BYTES)
             except ProtocolError as error:
                 raise ConfigurationError(error.message) from None
@@ -224,7 +224,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
             if module in sharded:
                 reason = "sharded by FSDP; convert the model first"
             elif type(module) in REPLACEMENTS and not has_own_forward(module):
-                reason = ""  # no class needs to be derived from these
+                reason = ""  # torch's own class: nothing prevents the conversion
             else:
                 reason = reason_not_synchronised(module)
             left[path] = (type(module).__qualname__, reason or "not converted")
@@ -259,7 +259,7 @@ def layers(number: int) -> str:
 
 
 def summarize(descriptions: dict[str, str]) -> str:
-    """Name the first layer of each description and the number of the others; the keys are paths."""
+    """Give each description with its first path and the number of its other layers; the keys are paths."""
     paths: dict[str, list[str]] = {}
     for path, description in descriptions.items():
         paths.setdefault(description, []).append(path)
@@ -272,7 +272,7 @@ def summarize(descriptions: dict[str, str]) -> str:
 
 
 def is_unsynchronised(module: nn.Module) -> bool:
-    """Whether a module is torch's batch norm or DataParallel, not converted."""
+    """Whether a module is an unconverted batch norm or DataParallel of torch."""
     if isinstance(module, nn.DataParallel):
         # patch_replication_callback sets `replicate` on the instance
         return not isinstance(module, DataParallelWithCallback) and "replicate" not in vars(module)
@@ -315,7 +315,7 @@ def conversion_of(cls: type[nn.Module]) -> Conversion | None:
 
 
 def _convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.Module:
-    """`convert_model` under torch's name, with its errors; it does not matter on which class."""
+    """`convert_model` under torch's name, on any class, with the same errors."""
     return convert(module, resolve_group(None, process_group), stacklevel=3)
 
 

@@ -1,4 +1,4 @@
-"""The backend for CPUs, by the native core, which `client.native` loads: single steps, and the plain call."""
+"""The backend for CPUs, by the native core that `client.native` loads: single steps and plain calls."""
 
 import ctypes
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from statsd_bn.round_key import BACKWARD, RoundKey
 
 CODES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.float64: F64}
 
-# Up to this number of values the core takes less time than releasing and acquiring the GIL.
+# For up to this number of values the core takes less time than the release of the GIL would.
 SMALL = 2**15
 
 core = library.library()
@@ -87,7 +87,7 @@ class Native:
 
 
 def ready(x: Tensor) -> Tensor:
-    """`x` dense; RuntimeError if it has no values in memory, as a fake tensor."""
+    """Return `x` dense; raise RuntimeError if it has no values in memory, such as a fake tensor."""
     x = dense(x)
     if not supports(x) or not x.data_ptr():
         _refuse(x)
@@ -176,7 +176,7 @@ def plan_of(
     eps: float = 0.0,
     eps_mode: str = "plus",
 ) -> Plan:
-    """Plan of calls with a dense input of this shape, (N, C, *), and type.
+    """Plan of calls with dense inputs of this type and shape, (N, C, *).
 
     `is_contiguous`: else channels_last. `threads`: the maximum. `weight`, `bias` (or its gradient), `running`: their
     types, or None. `momentum`: as in `Running`.
@@ -244,12 +244,12 @@ class NativeExchange(PlainExchange):
         if plan.count <= 1 and self._count == 1:
             raise too_few_values(self.layer, 1, tuple(x.shape))
         if tracked is not None:
-            increment_version(tracked)  # of this buffer only, as torch's layer
+            increment_version(tracked)  # of this buffer only, like torch's layer
         self.key, self.has_updated_running, self.running = key, self.running is not None, None
         return output
 
     def _round(self, row: NativeRow, key: RoundKey | None) -> RoundKey:
-        """Run the round of a pass and finish the pass; `key` as for `Transport.run_slave`; return the round's key."""
+        """Run a pass's round, finish the pass, and return the round's key; `key` as for `Transport.run_slave`."""
         result = self.transport.run_row(row, key, self.phase)
         if isinstance(result, RoundKey):  # the core has finished the pass
             return result

@@ -1,7 +1,7 @@
 """The reference backend: torch's elementwise operators, which every device has. It supports masks.
 
 A slice is centred before it is squared or scaled: `x - center` is nearly exact in float32 even where `mean / std` is
-10,000, while `a*x + b` would lose the significant digits. `rest = mean - center` is corrected in float64.
+10,000, while `a*x + b` would lose the significant digits. A float64 term corrects for `rest = mean - center`.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class Reference:
         center = total(values) / (least if isinstance(least, int) else least.to(compute_type(x)).to(x.device))
         deviations = where(self.mask, values - along_channels(center, x))
         center, first, second = to_float64(x, center, total(deviations), total(deviations.square()))
-        # An infinite center is the mean of infinite values; adding the difference would give NaN.
+        # Infinite values give an infinite center and a NaN as the sum of deviations, which must not be added.
         mean = torch.where(center.isinf(), center, center + first / least)
         return ChannelMoments.from_centred(number, mean, second - first * first / least, tuple(x.shape))
 
@@ -53,7 +53,7 @@ class Reference:
         return self.sums_around(*rounded(statistics, compute_type(x)), grad, x)
 
     def sums_around(self, center: Tensor, rest: Tensor, grad: Tensor, x: Tensor) -> Tensor:
-        """Sums for a mean in the compute type and its rounding error."""
+        """Sums around `center + rest`: the mean in the compute type, and its rounding error."""
         grad = grad.to(compute_type(x))
         deviations = _minus(x, center)
         if self.mask is not None:  # see `engine.backward_sums`
@@ -78,7 +78,7 @@ class Reference:
 
 
 class Traced(Reference):
-    """The reference for a compiler, which fuses conversions with sums: so float64 from the first value on is cheap."""
+    """The reference for compiled code: compilers fuse conversions with sums, so float64 throughout is cheap."""
 
     __slots__ = ()
 
@@ -163,7 +163,7 @@ def where(mask: Tensor | None, x: Tensor) -> Tensor:
 def total(x: Tensor) -> Tensor:
     """Sum per channel, positions first.
 
-    In one call torch adds the samples one by one: in float32, over millions, that has an error of percents.
+    A sum in one call adds the samples one by one: over millions in float32 its error reaches percents.
     """
     positions = list(range(2, x.dim()))
     return (x.sum(positions) if positions else x).sum(0)

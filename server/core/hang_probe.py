@@ -5,8 +5,8 @@ the training script is doing. The report is stored in the member's `StackSample`
 report. If a late member is blocked in a torch collective, the server also asks the waiting members how many operations
 they have launched on that process group; `server.core.deadlock` draws the conclusion.
 
-Members of idle jobs get requests although nobody waits: such a job had rounds before and has none for a while, as
-during a validation or a checkpoint, but also if its members deadlock in torch collectives.
+Members of idle jobs get requests too. A job is idle if it had rounds, but none for a while: it validates or writes a
+checkpoint, or its members are deadlocked in torch collectives.
 """
 
 import math
@@ -31,13 +31,13 @@ NO_ROUND_SECONDS = 2.0
 # Members of an idle job get requests at least this often, because their state changes.
 QUIET_ASKED_AT_MOST = 8.0
 
-# Larger idle jobs get no requests: all reports would be needed, and the requests would delay rounds.
+# Larger idle jobs get no requests: a deadlock needs all members' reports, and so many requests would delay rounds.
 MOST_QUIET_MEMBERS = 256
 
 # Members that get a request for one round, the lowest ranks: a few stacks are enough for a person.
 MAX_TARGETS_PER_ROUND = 16
 
-# Rounds examined in each group, oldest first. A member with one thread has one.
+# Rounds examined in each group, oldest first. A member with one thread has one open round.
 MAX_ROUNDS_SCANNED = 16
 
 # Requests in flight in all jobs, to bound the server's time.
@@ -93,7 +93,7 @@ class HangProbe:
             if returning := [one for one in master.membership.rejoining if one.since <= asked_since]:
                 not_back = contributors.keys() - {one.member for one in returning}
                 yield from _requests(map(contributors.get, sorted(not_back)), returning)
-            # Members that the world itself still waits for are unknown and cannot get a request.
+            # Members that have not joined the world yet are unknown and cannot get a request.
             world = masters.get((job, WORLD))
             if world is None or world is master or master.membership.state is not GroupState.FILLING:
                 continue
@@ -111,7 +111,7 @@ class HangProbe:
         for world in worlds:
             masters = jobs[world.membership.job]
             latest = max(master.last_active for master in masters)
-            # After a report of a deadlock it gets no requests until its next round.
+            # After a report of a deadlock the job gets no requests until its next round.
             is_waiting = any(master.open_rounds or not master.membership.is_open for master in masters)
             if world.deadlock_at < latest <= idle_since and not is_waiting:
                 yield world
@@ -128,7 +128,7 @@ class HangProbe:
         self._number = (self._number + 1) % limits.MAX_COUNTER
         contributor.stack_sample.record_request(now, self._number)
         if contributor.session in self._idle_sessions:
-            # Soon enough to see a change, and as soon as the member has been blocked for long.
+            # Ask when the member has been blocked for long enough, else soon enough to see a change.
             latest, known = contributor.stack_sample.latest, contributor.stack_sample.since + self._apart
             soon = known if latest and latest.in_collective and known > now else now + QUIET_ASKED_AT_MOST
             contributor.stack_sample.due = min(contributor.stack_sample.due, soon)
@@ -141,7 +141,7 @@ def _may_be_idle(world: SyncMaster, idle_since: float) -> bool:
 
 
 def _requests(late: Iterable[Contributor | None], waiting: Iterable[Contributor | None]) -> Iterator[Target]:
-    """Targets because some members are late; None stands for a member that has left.
+    """Targets for late members and those that wait for them; None stands for a member that has left.
 
     A waiting member reports its operation count on one process group of the late members per request, in rotation.
     """

@@ -8,14 +8,14 @@ The rules behind the table:
    order.
 4. An elastic group survives the loss of members, and accepts new ones while it is open.
 5. Any group breaks when its members present contradictory results.
-6. A former member of the open group turns a filling group into a recovering one. Once an elastic group is open again, a
-   former member is too late, because the others have continued. A strict group still accepts it if it was paused,
-   because the others did not wait for it.
-7. After a paused member has left a strict group, the group can never rejoin completely: rejoining members get an error.
+6. A filling group becomes recovering when a former member registers. An open elastic group refuses former members,
+   because the others have continued. An open strict group accepts only those that were paused, because the others did
+   not wait for them.
+7. After a paused member has left a strict group, rejoining members get an error: the group can never be complete again.
 8. A broken group stays broken and refuses all registrations.
 
-A case without a row cannot occur and raises KeyError. `server.group.membership` decides when an
-event occurs: whether members are missing, late, or one too many.
+A case without a row cannot occur and raises KeyError. `server.group.membership` decides when an event occurs: it checks
+whether members are missing, late, or too many.
 """
 
 from enum import StrEnum
@@ -175,7 +175,7 @@ def transition(policy: Policy, group: GroupState, event: Event, member: MemberSt
 
 
 def arrival(register: Register) -> Event:
-    """Returns the event of a registration itself."""
+    """Returns the event of a registration: a member arrives or returns."""
     if not register.was_in_group:
         return Event.ARRIVES
     return Event.RETURNS if register.participation == Participation.TAKES_PART else Event.RETURNS_PAUSED
@@ -184,7 +184,7 @@ def arrival(register: Register) -> Event:
 def change(register: Register, *, one_left: bool) -> Event | None:
     """Returns the change of participation that a registration asks for; None without a change.
 
-    `one_left`: a paused member has left the strict group, so that the others cannot rejoin completely.
+    `one_left`: a paused member has left the strict group, so the others cannot rejoin.
     """
     if register.participation == Participation.TAKES_PART:
         return None

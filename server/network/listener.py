@@ -32,20 +32,20 @@ from statsd_bn.errors import BindError, ConfigurationError
 logger = logging.getLogger("statsd_bn.server")
 
 POLL_SECONDS = 0.05  # maximum wait for a frame, and so for noticing a stop request or a closed connection
-LINGER_MILLISECONDS = 1000  # of pending replies when the server stops
-HANDSHAKE_MILLISECONDS = 10_000  # it takes milliseconds, or a second on a bad network
+LINGER_MILLISECONDS = 1000  # to send pending replies when the server stops
+HANDSHAKE_MILLISECONDS = 10_000  # a handshake takes milliseconds, a second on a bad network
 
-# Unread messages per connection: a member has one or two in flight. Further ones from a client wait there, and none is
-# lost. A lower mark wakes ZeroMQ's thread for every second message, which costs 10 % of a round.
+# Unread messages per connection: a member has one or two in flight. Further ones wait in the client; none is lost. A
+# lower mark wakes ZeroMQ's thread for every second message, which costs 10 % of a round.
 SEND_HIGH_WATER_MARK, RECEIVE_HIGH_WATER_MARK = 64, 16
 
 # Detects a vanished host: after 60 s of silence the system sends a keepalive every 10 s.
 KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 6}
 
 PRIVATE_UMASK = 0o177  # for mode 0600
-LOCK_SECONDS, LOCK_PAUSE_SECONDS = 5.0, 0.01  # a server that starts in the same folder needs a millisecond
+LOCK_SECONDS, LOCK_PAUSE_SECONDS = 5.0, 0.01  # a starting server holds the lock for a millisecond
 
-# Of file systems without locks. Servers that start there in the same millisecond may replace each other's socket.
+# Errors where a file system has no locks. Servers that start there at the same time may replace each other's socket.
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 # Connections that wait to be accepted, for TCP as well: after a restart all members connect at once, and the system
@@ -136,12 +136,12 @@ class Listener:
 class Authenticator:
     """The ZAP handler (RFC 27) of a context, in a thread that ends with it."""
 
-    # ZeroMQ sends it a request at each handshake, which waits for the answer. So it answers in a thread, however busy
-    # the server's loop is.
+    # Each handshake sends a request and waits for the answer. A thread of its own answers, however busy the server's
+    # loop is.
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], is_allowed: Callable[[str], bool]) -> None:
         self._is_allowed = is_allowed
-        self.is_open = threading.Event()  # once set, it answers, including requests that wait already
-        # A REP would receive the next request only after an answer, so the delays would add up.
+        self.is_open = threading.Event()  # until it is set, requests wait
+        # A REP socket would receive the next request only after an answer, so the delays would add up.
         self._socket = context.socket(zmq.ROUTER)
         self._socket.bind(ZAP_ENDPOINT)
         self.thread = threading.Thread(target=self._run, name="statsd_bn authenticator", daemon=True)
@@ -170,9 +170,9 @@ class Authenticator:
                 "refused a connection from %s: unknown key %s", address.decode("ascii", "replace"), key or "(none)"
             )
             return [*head, b"400", b"unknown key", b"", b""]
-        # It overrides the peer's metadata. pyzmq reads properties as text, hence the hexadecimal id.
+        # This id overrides the peer's. pyzmq reads properties as text, hence the hexadecimal digits.
         metadata = _property(b"Identity", os.urandom(12).hex().encode())
-        # ZeroMQ has set the real descriptor before, unless it does not know the peer's address.
+        # A default: ZeroMQ has set the real descriptor before, if it knows the peer's address.
         metadata += _property(b"__fd", b"-1")
         # The field after the text becomes the User-Id of each message of the connection.
         return [*head, b"200", b"OK", key.encode(), metadata]
@@ -196,7 +196,7 @@ def _remove_socket(path: Path, bound: os.stat_result) -> None:
 
 @contextmanager
 def _listen(endpoint: str) -> Iterator[int]:
-    """Listen at an ipc path; yields the descriptor of the socket, or -1 for another endpoint, left to ZeroMQ."""
+    """Listen at an ipc path; yields the socket's descriptor, or -1 for TCP, where ZeroMQ itself listens."""
     # A caller that leaves the block without an exception owns the descriptor.
     path = endpoints.ipc_path(endpoint)
     if path is None:
@@ -280,7 +280,7 @@ def _remove_abandoned(path: Path, endpoint: str) -> None:
 
 
 def _is_in_use(path: Path) -> bool:
-    """Whether a process listens; only a refused connection proves that none does."""
+    """Whether a process listens, assumed unless the connection is refused or the file is gone."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(0)
         return client.connect_ex(os.fsencode(path)) not in {errno.ECONNREFUSED, errno.ENOENT}

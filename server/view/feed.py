@@ -18,7 +18,7 @@ from statsd_bn.skew import MEAN, PART, VARIANCE
 from statsd_bn.text import log_line
 from statsd_bn.wire import decode
 
-# Pause between two reports, and time limit for the figures of all groups, so that the status stays current.
+# Pause between two reports, and time limit for all figures of one report, so that the status stays current.
 PERIOD_SECONDS = FIGURES_SECONDS = 1.0
 
 
@@ -34,7 +34,7 @@ class Feed:
         self.stopped = False
 
     def refresh(self) -> Snapshot:
-        """Request one report; returns the snapshot, and raises the error if there was none before."""
+        """Request one report and return the snapshot; raise an error only if there is no earlier snapshot."""
         try:
             report = self._report()
             with self._changed, refuses_malformed():
@@ -57,7 +57,7 @@ class Feed:
             return self._builder.history(job, group, layer)
 
     def next(self, after: int, seconds: float) -> tuple[int, Snapshot]:
-        """Number and snapshot: waits up to `seconds` for a number above `after`."""
+        """Wait up to `seconds` for a snapshot numbered above `after`; return the latest number and snapshot."""
         with self._changed:
             self._changed.wait_for(lambda: self._number > after or self.stopped, seconds)
             return self._number, self.snapshot

@@ -6,10 +6,10 @@
  * suffice: no member arrives at turn n + 2 before all have arrived at n + 1, and a member arrives at n + 1 only after
  * reading turn n.
  *
- * All words are atomic and sequentially consistent: of two members that arrive last at the same time, at least one sees
- * the other; likewise of a member that goes to sleep, or reports to the server, and one that arrives. Slots are plain
- * memory. Their writer publishes them by its arrival, and overwrites them only after all readers have arrived at the turn
- * in between. */
+ * All words are atomic and sequentially consistent: if two members arrive last at the same time, at least one sees the
+ * other's arrival. The same holds if one member arrives while another goes to sleep or reports to the server. Slots are
+ * plain memory: a member publishes its slot by its arrival and overwrites it after all have arrived at the next turn.
+ */
 #define _GNU_SOURCE
 #include "internal.h"
 #include <errno.h>
@@ -22,8 +22,8 @@
 #include <unistd.h>
 #endif
 
-/* Members never write to the same cache line. A slot holds rows of up to 16,000 channels and two vectors; untouched pages
- * use no memory. */
+/* Members never write to the same cache line. A slot holds one row of two vectors of 16,000 channels, or smaller rows;
+ * untouched pages use no memory. */
 enum { LINE = 64, SLOT = 1 << 18, POLLS = 16 };
 
 typedef struct {
@@ -62,7 +62,7 @@ static int64_t now_ns(void) {
   return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
 }
 
-/* Sleeps until a wake, but not at all if the word is no longer `value`; returns 0 after a signal. */
+/* Sleeps until a wake or the timeout, but not if the word is no longer `value`; returns 0 after a signal. */
 static int futex_sleep(futex *f, uint32_t value, int64_t at_most_ns) {
 #ifdef __linux__
   struct timespec at_most = {at_most_ns / 1000000000, at_most_ns % 1000000000};
@@ -87,7 +87,7 @@ int sbn_has_futex(void) {
   return futex_wake(&one);
 }
 
-/* A member sets `asleep` and then checks the round again: it is either seen here, or sees the new state itself. */
+/* A member sets `asleep` and then checks the round again, so either this loop wakes it or it sees the new state. */
 static void wake_all(const sbn_group *g) {
   atomic_fetch_add_explicit(&futex_of(g)->word, 1, memory_order_seq_cst);
   for (int64_t member = 0; member < g->members; member++)
@@ -106,7 +106,7 @@ static int have_all_arrived(const sbn_group *g) {
 static int state_of(const sbn_group *g) {
   if (have_all_arrived(g)) return SBN_DONE;
   if (!sbn_closed(g)) return SBN_WAITS;
-  return have_all_arrived(g) ? SBN_DONE : SBN_CLOSED; /* the last member to arrive may have closed at once */
+  return have_all_arrived(g) ? SBN_DONE : SBN_CLOSED; /* all may have arrived, and one closed, since the first check */
 }
 
 static int wait_for_all(const sbn_group *g, int64_t ns) {
@@ -190,7 +190,7 @@ static int add_up(sbn_group *g, double *total) {
   /* All members arrived after this one arrived at the previous turn; discard implausible times of other clocks. */
   const int64_t behind = g->came - latest;
   g->behind_ns = behind > 0 && g->came_before > 0 && behind <= g->came - g->came_before ? behind : 0;
-  /* A member that reported a later turn may have reported this one before, while this member slept. */
+  /* A member that escalated a later turn may have escalated this one too, while this member slept. */
   g->is_escalated = 0;
   for (int64_t member = 0; member < g->members; member++)
     if (value_of(&place_of(g, member)->escalated) >= g->turn) g->is_escalated = 1;

@@ -1,4 +1,4 @@
-"""All-gather of bytes, as float64 values that the server concatenates, in rounds of a limited size.
+"""All-gather of bytes, as float64 values. The server concatenates them in rounds of limited size.
 
 In the first round each member announces its number of bytes and sends the first of them. The rest follows in further
 rounds; all members compute the same sizes for them.
@@ -16,10 +16,10 @@ from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import FloatArray
 
 VALUE_BYTES = 8
-MAX_BYTES = 2**40  # limit of what one member may announce: two million rounds; only received bytes are allocated
+MAX_BYTES = 2**40  # that a member may announce, two million rounds; memory is allocated as bytes arrive
 
-# A member's part of the first round: two values, its number of bytes and the number of values that follow here; and at
-# most this many values. Small data needs no second round.
+# A member's values in the first round: its number of bytes, the number of data values that follow here, and these, at
+# most FIRST_VALUES. Small data needs no second round.
 HEAD_VALUES = 2
 FIRST_VALUES = 1024
 
@@ -43,7 +43,7 @@ class _Parcel:
 def gather(
     concatenate: Callable[[FloatArray], Aggregate], data: bytes, member: int, nr_members: int
 ) -> dict[int, bytes]:
-    """Gather the bytes of the members that are present to the end, about `nr_members`."""
+    """Gather the bytes of the members that stay to the end; `nr_members` is an estimate."""
     # `concatenate` runs one round with values of shape (n,), and returns the concatenated values of all members.
     values = np.frombuffer(data + bytes(-len(data) % VALUE_BYTES), _VALUE)
     first = values[: min(FIRST_VALUES, limits.MAX_CHANNELS // (2 * nr_members) - HEAD_VALUES)]
@@ -52,7 +52,7 @@ def gather(
     while any(parcel.left for parcel in parcels.values()):
         widths = _widths(parcels)
         part = values[len(values) - parcels[member].left :][: widths[member]]
-        # A member with nothing left sends one value, since the round waits for all members.
+        # A member without further data sends one value, since the round waits for all members.
         aggregate = concatenate(part if len(part) else np.zeros(1))
         parcels = _present(aggregate, parcels)
         gathered = aggregate.values[0]
@@ -87,7 +87,7 @@ def _first_parcels(aggregate: Aggregate) -> dict[int, _Parcel]:
 
 
 def _widths(parcels: dict[int, _Parcel]) -> dict[int, int]:
-    """Number of values of each member in the next round: members with values left share it evenly."""
+    """Number of values of each member in the next round: members with values left share the round evenly."""
     busy = sum(parcel.left > 0 for parcel in parcels.values())
     share = (limits.MAX_CHANNELS - (len(parcels) - busy)) // busy
     return {member: max(1, min(parcel.left, share)) for member, parcel in parcels.items()}

@@ -1,4 +1,4 @@
-"""RoundTrip: one round over the server, which may restart during it, and whose frames may be lost.
+"""RoundTrip: one round over the server; it survives lost frames and a restart of the server.
 
 Repeating a contribution is harmless: the server knows it by its key, and keeps the rows that came first.
 """
@@ -24,8 +24,8 @@ GRACE_SECONDS = 5.0
 # Delay of the first retry, and the longest delay. An undisturbed round ends long before.
 RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 3.0
 
-# Warn after a wait of this length, then at doubling intervals. The first warning is earlier if it contains the stack of
-# the late member: then it helps, and does not just complain about a slow step.
+# Warn after a wait of this length, then at doubling intervals. If the late member's stack is known, the first warning
+# comes earlier, because it shows where that member is.
 WARN_SECONDS = 10.0
 WARN_WITH_STACK_SECONDS = 2.0
 
@@ -83,7 +83,7 @@ class RoundTrip:
             self._report(answer)
         if not isinstance(answer, Aggregate):
             return None
-        # In a strict group only paused members come and go, which is no news.
+        # A strict group changes only when members pause and rejoin: no warning.
         if self._session.member.is_elastic and answer.members != before:
             logger.warning(
                 "%s: membership changed: ranks %s take part, before ranks %s", self._key, answer.members, before
