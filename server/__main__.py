@@ -133,14 +133,14 @@ def _view(arguments: list[str]) -> None:
     parser.add_argument("--http", type=host_and_port, metavar="HOST:PORT", default=DEFAULT_HTTP, help=where)
     found = parser.parse_args(arguments)
     try:
-        from server.view.feed import Feed, fetch_report  # noqa: PLC0415 - of the extra `view`
+        from server.view.feed import Feed, FigureReader, fetch_report  # noqa: PLC0415 - of the extra `view`
         from server.view.web import serve, token_for  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise ConfigurationError(MISSING_EXTRA.format(error.name)) from error
     token = token_for(os.environ.get("STATSD_BN_VIEW_TOKEN", "").strip())
     endpoint = _endpoint(found)
     keys = _keys(endpoint, found.curve)
-    feed = Feed(endpoint, partial(fetch_report, endpoint, keys))
+    feed = Feed(endpoint, partial(fetch_report, endpoint, keys, FigureReader()))
     feed.refresh()
     host, port = found.http
     serve(feed, host, port, token)

@@ -50,8 +50,8 @@ DUPLICATES_IN_A_ROW = 8  # duplicates are equal in this many samples in a row; o
 MAX_ABSENCE = 2 * WINDOW  # a finding is over after this many samples in a row without its outlier or duplicate
 DECAY = 0.9  # weight of a sample relative to the next one; averages cover about ten samples
 
-# Limits of a group: layers, and layers times members. A group needs 16 MB at most.
-MAX_LAYERS, MAX_LAYER_MEMBERS = 1024, 2**16
+# Limits of a group: layers, and layers times members. A group needs 48 MB at most.
+MAX_LAYERS, MAX_LAYER_MEMBERS = 1024, 2**18
 
 # Bytes of a layer: for each member, and for the rest, which includes a long name.
 MEMBER_BYTES, LAYER_BYTES = 8 * FIGURES + 2 * 4 * WINDOW, 5632

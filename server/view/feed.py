@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from statsd_bn.wire import decode
 
 # Pause between two reports, and time limit for all figures of one report, so that the status stays current.
 PERIOD_SECONDS = FIGURES_SECONDS = 1.0
+
+MAX_BYTES = 2**21  # of figures in a report: half of what the server sends all readers each second
 
 
 class Feed:
@@ -77,46 +80,70 @@ class Feed:
             self._changed.notify_all()
 
 
-def fetch_report(endpoint: str, keys: ClientKeys | None) -> dict[str, Any]:
+def fetch_report(endpoint: str, keys: ClientKeys | None, figures: "FigureReader") -> dict[str, Any]:
     """Report of a server, with the figures of its groups."""
     with query_connection(endpoint, keys=keys) as question:
         report = report_of(endpoint, question(StatusRequest()))
         describe(report)  # raises for a malformed report
-        add_figures(question, report["groups"])
+        figures.add_to(question, report["groups"])
     return report
 
 
-def add_figures(ask: Query, groups: list[dict[str, Any]]) -> None:
-    """Add `figures` to the entries of the groups that have any.
+@dataclass(slots=True)
+class _GroupFigures:
+    """The layers of a group, of the latest complete answer and of the answers since."""
 
-    `figures` has `layers`, a list in the order of a step. A layer has its `name`; `eta2`, the share of its variance
-    between the members; and `parts`, `means` and `variances`, float32 arrays with the figures of each member.
-    """
-    ends = time.monotonic() + FIGURES_SECONDS
-    # The server has figures of strict groups only.
-    for group in (one for one in groups if not one.get("min_members")):
-        if time.monotonic() > ends:
-            return
-        try:
-            layers = _layers(ask, group["job"], group["group"])
-        except ProtocolError as error:
-            raise ServerUnreachable(f"malformed figures, is the server of another version? {error.message}") from error
-        # A group may restart with other members between two answers.
-        if len({len(layer["parts"]) for layer in layers}) == 1:
-            group["figures"] = {"layers": layers}
+    latest: list[dict[str, Any]] = field(default_factory=list)
+    begun: list[dict[str, Any]] = field(default_factory=list)
+    completed: float = 0.0  # in seconds of the monotonic clock
 
-
-def _layers(ask: Query, job: str, group: str) -> list[dict[str, Any]]:
-    """All layers of a group; none if the server does not send all of them."""
-    found: list[dict[str, Any]] = []
-    while len(found) < limits.MAX_FIGURES_LAYERS:
-        answer = decode(ask(FiguresRequest(job, group, len(found))))
-        if not isinstance(answer, Figures):
-            return []
+    def add(self, answer: Figures) -> bool:
+        """Add the next layers; return whether all are there now."""
         for name, figures in zip(answer.names, answer.values, strict=True):
             means, variances, parts = figures[:, [MEAN, VARIANCE, PART]].T.astype(np.float32)
             entry = {"name": name, "eta2": float(figures[:, PART].sum())}
-            found.append({**entry, "parts": parts, "means": means, "variances": variances})
-        if not answer.names or len(found) >= answer.total:
-            break
-    return found
+            self.begun.append({**entry, "parts": parts, "means": means, "variances": variances})
+        if answer.names and len(self.begun) < min(answer.total, limits.MAX_FIGURES_LAYERS):
+            return False
+        # A group may restart with other members between two answers.
+        is_consistent = len({len(layer["parts"]) for layer in self.begun}) == 1
+        self.latest, self.begun = self.begun if is_consistent else [], []
+        self.completed = time.monotonic()
+        return True
+
+
+class FigureReader:
+    """Requests the figures of all groups: each second up to `MAX_BYTES`, so a large group takes several reports."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[str, str, int], _GroupFigures] = {}
+
+    def add_to(self, ask: Query, groups: list[dict[str, Any]]) -> None:
+        """Add `figures` to the entries of the groups that have any.
+
+        `figures` has `layers`, a list in the order of a step. A layer has its `name`; `eta2`, the share of its variance
+        between the members; and `parts`, `means` and `variances`, float32 arrays with the figures of each member.
+        """
+        # The server has figures of strict groups only.
+        strict = {(one["job"], one["group"], one["epoch"]): one for one in groups if not one.get("min_members")}
+        self._groups = {key: self._groups.get(key) or _GroupFigures() for key in strict}
+        try:
+            self._request(ask)
+        except ProtocolError as error:
+            raise ServerUnreachable(f"malformed figures, is the server of another version? {error.message}") from error
+        for key, figures in self._groups.items():
+            if figures.latest:
+                strict[key]["figures"] = {"layers": figures.latest}
+
+    def _request(self, ask: Query) -> None:
+        left, ends = MAX_BYTES, time.monotonic() + FIGURES_SECONDS
+        for (job, group, _), figures in sorted(self._groups.items(), key=lambda item: item[1].completed):
+            is_complete = False
+            while not is_complete:
+                if left <= 0 or time.monotonic() > ends:
+                    return
+                answer = decode(ask(FiguresRequest(job, group, len(figures.begun))))
+                if not isinstance(answer, Figures):  # refused, as the other groups would be
+                    return
+                is_complete = figures.add(answer)
+                left -= answer.values.nbytes

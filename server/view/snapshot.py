@@ -233,7 +233,7 @@ class SnapshotBuilder:
         self._watch(now, report)
         groups = [one.shown(now, self._restarted, is_first=is_first) for one in self._watched.values()]
         # A malformed report raises before this and adds no event.
-        if self._error:
+        if self._error and not any(event["kind"] == "restart" for event in found):
             found.insert(0, _event({}, "answers", None, "The server answers again"))
         for event in found:
             self._add(now, event)

@@ -61,8 +61,9 @@ def verdicts(group: Group, now: float, restarted: float | None = None) -> list[V
 
 def silent(error: str, answered: float) -> Verdict:
     """The verdict on all groups of a server that does not answer."""
-    text = f"The server does not answer: {error}"
-    advice = "Look at the server's log. The ranks wait for it, or go on in shared memory."
+    reason, _, _ = error.partition("; ")  # a remedy follows
+    text = f"The server does not answer: {reason}"
+    advice = "Look at the server's log, and start it again. The ranks wait for it, or go on in shared memory."
     return Verdict("silent", BROKEN, text, answered, advice=advice)
 
 
@@ -103,7 +104,8 @@ def _breaks(group: Group) -> Iterator[Verdict]:
         flag, did, why = "left", "left", ", before the others finished"
         advice = "Give all ranks equally many batches, or use client.join."
     elif cause.startswith(NO_SIGN_OF_LIFE):
-        flag, did, why = "lost", "fell silent", f": {cause}"
+        ago = cause.removeprefix(NO_SIGN_OF_LIFE).removeprefix(" for ")
+        flag, did, why = "lost", "fell silent", f": declared lost after {ago} without a sign of life" if ago else ""
         advice = f"Rank {rank} may be stopped, starved or cut off. End it if it still runs, then start the job again."
     else:
         flag, did, why = "lost", "was lost", f": {cause}"
@@ -159,9 +161,14 @@ def awaited(group: Group) -> Mapping[str, Any] | None:
     if "over" in group or not group["waiting"]:
         return None
     oldest: Mapping[str, Any] = max(group["waiting"], key=lambda round_: round_["seconds"])
+    unusual = max(WAIT_SECONDS, 2 * _usual_wait(group))
+    return oldest if oldest["seconds"] >= min(unusual, LONG_SECONDS) else None
+
+
+def _usual_wait(group: Group) -> float:
+    """How late the last rank is at most in 99 of 100 rounds, in seconds; 0 if unknown."""
     late = group.get("late_seconds")
-    usual = quantile(late["counts"], 0.99) if late else 0.0
-    return oldest if oldest["seconds"] >= min(max(WAIT_SECONDS, 2 * usual), LONG_SECONDS) else None
+    return quantile(late["counts"], 0.99) if late else 0.0
 
 
 def place_of(round_: Mapping[str, Any]) -> str:
@@ -196,6 +203,8 @@ def _waiting(group: Group, now: float) -> Iterator[Verdict]:
         if does.startswith("has not answered"):
             advice = f"Look at the process of rank {rank}: it is stopped, starved, or one of its threads holds the GIL."
         card = "Waiting", f"Rank {rank}", f"awaited for {time}"
+    if missing and (usual := _usual_wait(group)):
+        advice += f" Usually the last rank is at most about {duration(usual)} late."
     text, flags = f"Waiting for {whom} for {time} in {where}{place}", dict.fromkeys(missing, "awaited")
     yield Verdict("waiting", ATTENTION, text, now - round_["seconds"], None, rank, advice, flags, card)
 
@@ -291,17 +300,21 @@ def _usual_cards(group: Group) -> Iterator[tuple[str, ...]]:
         yield "Ranks", str(size), "have ended", "unknown"
         yield "Speed", "Ended", f"{rounds} rounds", "unknown"
     else:
-        yield "Ranks", here, "all take part" if here == f"{size} of {size}" else "take part", "good"
+        round_ = awaited(group)
+        late = len(round_["missing"]) + round_.get("missing_left_out", 0) if round_ else 0
+        take_part = "all take part" if here == f"{size} of {size}" else "take part"
+        yield "Ranks", here, f"{late} awaited" if late else take_part, "watch" if late else "good"
         note = f"{rounds} rounds so far"
         if trip := group.get("round_trip_seconds"):
             median, most = (duration(quantile(trip["counts"], part)) for part in (0.5, 0.99))
             note = f"{median} round trip, {most} p99"
-        if round_ := awaited(group):
+        if round_:
             yield "Speed", "Held up", f"a round is open for {duration(round_['seconds'])}", "watch"
         elif rate is None:
             yield "Speed", "Not known yet", note, "unknown"
         else:
-            yield "Speed", f"{two_digits(rate)} rounds/s", note, "good"
+            state = "watch" if group.get("held", 0.0) >= MAX_DELAY_SHARE else "good"
+            yield "Speed", f"{two_digits(rate)} rounds/s", note, state
     if slowest is None:
         why = ("Not known", "the job was too short") if is_over else ("Not known yet", "needs more than a minute")
         yield "Waiting", *why, "unknown"

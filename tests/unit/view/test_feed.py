@@ -28,6 +28,15 @@ def test_a_silent_server_is_shown_with_its_last_report():
     assert [event["kind"] for event in feed.snapshot["events"]][-2:] == ["silent", "answers"]
 
 
+def test_a_restart_is_one_event_and_the_remedy_is_no_part_of_an_event():
+    told = ServerUnreachable("no server listens at ipc://s; Is `python -m server` running there?")
+    feed = feed_of(report(), told, report(server="efgh"))
+    for _ in range(3):
+        feed.refresh()
+    texts = [event["text"] for event in feed.snapshot["events"]]
+    assert texts == ["The server does not answer: no server listens at ipc://s", "The server restarted"]
+
+
 def test_a_server_that_has_never_answered_is_an_error():
     with pytest.raises(ServerUnreachable, match="nobody there"):
         feed_of(ServerUnreachable("nobody there")).refresh()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from server.view import feed
-from server.view.feed import add_figures
+from server.view.feed import FigureReader
 from server.view.snapshot import SnapshotBuilder
 from statsd_bn import limits
 from statsd_bn.errors import LimitExceeded, ServerUnreachable
@@ -31,7 +31,7 @@ class Server:
 
 def test_a_group_has_its_layers_in_order_with_the_part_of_each_member():
     server, of = Server(["stem"]), group(member(0), member(1))
-    add_figures(server, [of])
+    FigureReader().add_to(server, [of])
     (layer,) = of["figures"]["layers"]
     assert (layer["name"], layer["eta2"]) == ("stem", 0.35)
     assert layer["parts"].tolist() == np.float32([0.1, 0.25]).tolist()
@@ -45,53 +45,80 @@ def test_a_group_whose_members_change_between_two_answers_is_left_out():
         return encode(Figures(asked.job, asked.group, asked.first, 2, f"layer{asked.first}", values))
 
     of = group()
-    add_figures(answer, [of])
+    FigureReader().add_to(answer, [of])
     assert "figures" not in of
 
 
 def test_all_pages_are_asked_for():
     layers = [f"layer{number}" for number in range(5)]
     server, of = Server(layers), group()
-    add_figures(server, [of])
+    FigureReader().add_to(server, [of])
     assert [layer["name"] for layer in of["figures"]["layers"]] == layers
     assert server.asked == [("digits", "world", first) for first in (0, 2, 4)]
 
 
 def test_a_group_without_figures_has_no_entry_and_an_elastic_one_is_not_asked_for():
     server, groups = Server(["stem"]), [group(job="new"), group(min_members=1)]
-    add_figures(server, groups)
+    FigureReader().add_to(server, groups)
     assert server.asked == [("new", "world", 0)]
     assert not any("figures" in of for of in groups)
 
 
 def test_a_temporary_refusal_omits_the_figures():
     of = group()
-    add_figures(lambda _: encode(Failure(LimitExceeded.code, "too much", {})), [of])
+    FigureReader().add_to(lambda _: encode(Failure(LimitExceeded.code, "too much", {})), [of])
     assert "figures" not in of
 
 
 def test_a_group_is_shown_whole_or_not_at_all():
     server, of = Server(["stem", "block", "head"]), group()
-    add_figures(lambda asked: server(asked) if not asked.first else encode(Failure(LimitExceeded.code, "no", {})), [of])
+    refusal = encode(Failure(LimitExceeded.code, "no", {}))
+    FigureReader().add_to(lambda asked: refusal if asked.first else server(asked), [of])
     assert server.asked
     assert "figures" not in of
 
 
-def test_a_server_with_very_many_groups_is_not_asked_for_all_of_them(monkeypatch):
+def test_a_refusal_keeps_the_figures_of_the_report_before():
+    reader, of, later = FigureReader(), group(), group()
+    reader.add_to(Server(["stem"]), [of])
+    reader.add_to(lambda _: encode(Failure(LimitExceeded.code, "too much", {})), [later])
+    assert later["figures"] == of["figures"]
+    reader.add_to(Server([]), [after := group()])
+    assert "figures" not in after
+
+
+def test_a_large_group_takes_several_reports(monkeypatch):
+    monkeypatch.setattr(feed, "MAX_BYTES", 2 * VALUES.nbytes)
+    server, reader, reports = Server(["stem", "block", "head"], each=1), FigureReader(), [group() for _ in range(3)]
+    for of in reports[:2]:
+        reader.add_to(server, [of])
+    assert [first for *_, first in server.asked] == [0, 1, 2]
+    assert ["figures" in of for of in reports] == [False, True, False]
+    assert [layer["name"] for layer in reports[1]["figures"]["layers"]] == ["stem", "block", "head"]
+    server.layers = ["stem", "block"]
+    reader.add_to(server, reports[2:])
+    assert [layer["name"] for layer in reports[2]["figures"]["layers"]] == ["stem", "block"]
+
+
+def test_very_many_groups_take_turns(monkeypatch):
     times = iter(np.arange(100.0))
-    monkeypatch.setattr(feed, "FIGURES_SECONDS", 2.0)
+    monkeypatch.setattr(feed, "FIGURES_SECONDS", 4.0)
     monkeypatch.setattr(feed.time, "monotonic", lambda: next(times))
-    groups = [group() for _ in range(4)]
-    add_figures(Server(["stem"]), groups)
+    server, reader = Server(["stem"]), FigureReader()
+    groups = [group(group=f"group {number}") for number in range(4)]
+    reader.add_to(server, groups)
     assert ["figures" in of for of in groups] == [True, True, False, False]
+    reader.add_to(server, groups)
+    assert [name for _, name, _ in server.asked] == [f"group {number}" for number in range(4)]
+    assert all("figures" in of for of in groups)
 
 
 def test_a_server_that_always_has_more_is_not_asked_for_ever():
     server, of = Server(["stem"] * 2 * limits.MAX_FIGURES_LAYERS, each=100), group()
-    add_figures(server, [of])
+    FigureReader().add_to(server, [of])
     assert len(server.asked) == limits.MAX_FIGURES_LAYERS // 100 + 1
 
 
 def test_an_invalid_answer_is_an_error():
     with pytest.raises(ServerUnreachable, match="malformed figures, is the server of another version"):
-        add_figures(lambda _: b"garbage", [group()])
+        FigureReader().add_to(lambda _: b"garbage", [group()])

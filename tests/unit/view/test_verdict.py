@@ -237,6 +237,23 @@ def test_only_an_unusual_wait_is_told(seconds, late, is_told):
     assert (verdicts(of, NOW)[0].state == "waiting") == is_told
 
 
+def test_a_wait_is_told_with_the_usual_one():
+    of = group(*FOUR, waiting=[waiting(3.0, 2)], late_seconds=LATE)
+    usual = "Usually the last rank is at most about 1 s late."
+    assert verdicts(of, NOW)[0].advice == f"Look at what rank 2 does now. {usual}"
+
+
+def test_the_cards_of_ranks_and_speed_show_who_holds_the_job_up():
+    def states(**more):
+        of = group(*FOUR, rounds_per_second=9.0, **more)
+        return [(card["note"], card["state"]) for card in cards(of, verdicts(of, NOW))[:2]]
+
+    usual = "100 rounds so far"
+    assert states() == [("all take part", "good"), (usual, "good")]
+    assert states(waiting=[waiting(3.0, 1, 2)])[0] == ("2 awaited", "watch")
+    assert states(slowest=1, held=0.31) == [("all take part", "good"), (usual, "watch")]
+
+
 def test_a_long_wait_is_always_told():
     late = {"counts": [*[0] * 20, 100], "sum": 1e4}
     of = group(*FOUR, waiting=[waiting(LONG_SECONDS, 2)], late_seconds=late)
