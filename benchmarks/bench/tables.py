@@ -84,6 +84,13 @@ def _faults(found: Mapping[str, Sequence[float]]) -> Iterable[Cells]:
         yield fault, f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}", str(len(seconds))
 
 
+def _views(found: Iterable[Row]) -> Iterable[Cells]:
+    for row in found:
+        processes = (row[name] for name in ("server", "view"))
+        costs = ((f"{one['share']:.1%}", f"{one['memory'] * 1024 / 1e6:.0f}") for one in processes)
+        yield str(row["ranks"]), str(row["compared_layers"]), *(cell for cost in costs for cell in cost)
+
+
 TABLES = {
     "round_trip": Table(
         "--rounds 600",
@@ -140,5 +147,6 @@ TABLES = {
             for row in found
         ),
     ),
+    "view": Table("", ("ranks", "layers", "server, of a processor", "MB", "view, of a processor", "MB"), _views),
     "faults": Table("", ("fault", "median, s", "worst, s", "of"), _faults),
 }
