@@ -263,18 +263,8 @@ def killed_member_and_master(chance: random.Random, folder: Path, times: int = 1
 
 
 SCENARIOS: list[Callable[..., Result]] = [
-    killed_member,
-    frozen_member,
-    briefly_frozen_member,
-    looping_member,
-    failing_member,
-    killed_master,
-    cut_connections,
-    halved_streams,
-    stalled_streams,
-    everything,
-    member_that_is_cut_off,
-    killed_member_and_master,
+    *(killed_member, frozen_member, briefly_frozen_member, looping_member, failing_member, killed_master),
+    *(cut_connections, halved_streams, stalled_streams, everything, member_that_is_cut_off, killed_member_and_master),
 ]
 
 

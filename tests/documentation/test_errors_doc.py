@@ -63,12 +63,8 @@ def test_the_page_quotes_the_causes_of_the_code():
         path.read_text() for folder in ("server", "client") for path in (DOCS.parent / folder).rglob("*.py")
     )
     for cause in (
-        "the connection was lost",
-        "no sign of life for",
-        "did not reconnect after the server was restarted",
-        "registered too late",
-        "declared lost",
-        "its key was revoked",
+        *("the connection was lost", "no sign of life for", "did not reconnect after the server was restarted"),
+        *("registered too late", "declared lost", "its key was revoked"),
     ):
         assert cause in SECTIONS["ReplicaLost"]
         assert f'"{cause}' in sources

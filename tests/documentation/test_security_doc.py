@@ -11,13 +11,8 @@ POLICY = ROOT / "SECURITY.md"
 
 # As the page calls them, in bold.
 EVERYBODY = (
-    "stranger on the host",
-    "stranger on the network",
-    "tenant",
-    "member",
-    "former member",
-    "former or hostile server",
-    "anybody, without keys",
+    *("stranger on the host", "stranger on the network", "tenant", "member", "former member"),
+    *("former or hostile server", "anybody, without keys"),
 )
 
 LINK = re.compile(r'\]\((?!https?:)([^)#\s]+)(?:#[^)\s]*)?(?: "(\w+)")?\)')

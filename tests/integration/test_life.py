@@ -18,12 +18,8 @@ from support.whole_batch import assert_equal
 TOLERANCE = 1e-9
 
 RENEWALS = [
-    life_programs.deepcopied,
-    life_programs.pickled,
-    life_programs.saved_whole,
-    life_programs.saved_as_state_through_torchs_layers,
-    life_programs.shared,
-    life_programs.moved,
+    *(life_programs.deepcopied, life_programs.pickled, life_programs.saved_whole),
+    *(life_programs.saved_as_state_through_torchs_layers, life_programs.shared, life_programs.moved),
     life_programs.reverted_and_converted_again,
 ]
 

@@ -253,12 +253,8 @@ def test_garbage_is_counted_and_the_server_goes_on_serving(start, dial):
     dealers[0].send(contribution(0, 1.0))
     stranger = dial(endpoint)
     garbage: list[list[bytes]] = [
-        [b""],
-        [b"hello"],
-        [MAGIC + bytes([PROTOCOL_VERSION]) + b"\xff\xff\xff\xff"],
-        [b"", encode(messages.StatusRequest())],
-        [b"one", b"two", b"three"],
-        [encode(messages.StatusRequest()), b""],
+        *([b""], [b"hello"], [MAGIC + bytes([PROTOCOL_VERSION]) + b"\xff\xff\xff\xff"]),
+        *([b"", encode(messages.StatusRequest())], [b"one", b"two", b"three"], [encode(messages.StatusRequest()), b""]),
         [b""] * 200,
     ]
     for parts in garbage:

@@ -34,7 +34,7 @@ from support.browser import (
 )
 from support.launched import free_port
 from support.paths import ROOT
-from support.view_states import HOSTILE, STATES, VERDICTS, layer_names
+from support.view_states import ADVICE, HOSTILE, STATES, TEXTS, layer_names
 
 # A redraw that takes longer than a few frames can be felt.
 REDRAW_MILLISECONDS = 60.0
@@ -93,7 +93,7 @@ def opened(chromium, tmp_path):
 
 
 def words(state):
-    return re.split(r"[:;{]| for ", VERDICTS[state]["text"])[0]
+    return re.split(r"[:;{]| for ", TEXTS[state])[0]
 
 
 def test_banner_list_title_and_spoken_text_agree_in_every_state(chromium, opened):
@@ -104,7 +104,7 @@ def test_banner_list_title_and_spoken_text_agree_in_every_state(chromium, opened
         for of in ("#jobs [aria-current]", "#spoken", "title"):
             found = chromium.execute_script("return document.querySelector(arguments[0]).textContent", of)
             assert words(state) in found.replace("\u00a0", " "), of
-        assert VERDICTS[state].get("advice", "") in text(chromium, "#banner")
+        assert ADVICE.get(state, "") in text(chromium, "#banner")
         assert errors(chromium) == [], state
 
 
@@ -113,7 +113,7 @@ def test_axe_finds_nothing_in_any_state_and_nothing_scrolls_sideways(chromium, o
     change = opened()
     for state in [*STATES, "empty"]:
         change(state, others=() if state == "empty" else ["unet", "z" * 200])
-        wait_for(chromium, words(state) if state in VERDICTS else "No job yet", "#banner h2", 5)
+        wait_for(chromium, words(state) if state in TEXTS else "No job yet", "#banner h2", 5)
         for width in WIDTHS:
             show(chromium, width, prefers_color_scheme=scheme)
             assert violations(chromium, axe) == [], (state, width)
@@ -132,16 +132,8 @@ def test_the_rows_of_the_ranks_have_all_their_numbers(chromium, opened):
     rows = chromium.find_elements(By.CSS_SELECTOR, "#ranks tbody tr")
     assert [row.get_attribute("data-rank") for row in rows] == [str(rank) for rank in range(8)]
     row = rows[1].text.replace("\u202f", " ").replace("\u00a0", " ")
-    for fact in (
-        "awaited",
-        "gpu-a, pid 12271",
-        "31%",
-        "14 230",
-        "1.8",
-        "2.6 / 10 ms",
-        "0.32 / 2.6 ms",
-        "in loader.py:41",
-    ):
+    facts = ("awaited", "gpu-a, pid 12271", "31%", "14 230", "1.8", "2.6 / 10 ms", "0.32 / 2.6 ms", "in loader.py:41")
+    for fact in facts:
         assert fact in row, row
 
 

@@ -56,13 +56,8 @@ def gradient_penalty(layer: Layer, x: Tensor, factors: Tensor) -> None:
 
 
 PROGRAMS = [
-    two_forwards_then_one_backward,
-    called_twice_in_one_forward,
-    backward_twice_through_a_kept_graph,
-    two_steps_accumulated,
-    input_that_needs_no_gradient,
-    without_gradients,
-    gradient_penalty,
+    *(two_forwards_then_one_backward, called_twice_in_one_forward, backward_twice_through_a_kept_graph),
+    *(two_steps_accumulated, input_that_needs_no_gradient, without_gradients, gradient_penalty),
 ]
 
 

@@ -24,15 +24,7 @@ def needs(feature: str) -> pytest.MarkDecorator:
 
 # Libraries that no extra of pyproject.toml has; `scripts/test frameworks` installs most of them.
 LIBRARIES = (
-    "deepspeed",
-    "detectron2",
-    "mmengine",
-    "monai",
-    "tensorboard",
-    "timm",
-    "transformers",
-    "ultralytics",
-    "wandb",
+    *("deepspeed", "detectron2", "mmengine", "monai", "tensorboard", "timm", "transformers", "ultralytics", "wandb"),
 )
 
 

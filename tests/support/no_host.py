@@ -9,28 +9,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 METHODS = {
-    "__array__",
-    "__bool__",
-    "__complex__",
-    "__float__",
-    "__index__",
-    "__int__",
-    "cpu",
-    "item",
-    "numpy",
-    "tolist",
+    *("__array__", "__bool__", "__complex__", "__float__", "__index__", "__int__", "cpu", "item", "numpy", "tolist"),
 }
 
 # Operators with data-dependent result sizes, or that make a tensor from host numbers.
 OPERATORS = {
-    "aten::_local_scalar_dense",
-    "aten::equal",
-    "aten::is_nonzero",
-    "aten::lift_fresh",
-    "aten::masked_select",
-    "aten::nonzero",
-    "aten::repeat_interleave.Tensor",
-    "aten::_unique2",
+    *("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::lift_fresh", "aten::masked_select"),
+    *("aten::nonzero", "aten::repeat_interleave.Tensor", "aten::_unique2"),
 }
 
 

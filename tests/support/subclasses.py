@@ -296,23 +296,8 @@ class Reduced(nn.BatchNorm2d):
 
 
 SYNCHRONISED = [
-    Activated,
-    ByName,
-    Functional,
-    Operator,
-    Helped,
-    Scaled,
-    Deeper,
-    Configured,
-    InPlace,
-    Fused,
-    OfLists,
-    SkipsEmpty,
-    Sized,
-    Remembering,
-    OfAnyDimension,
-    Centred,
-    Standardising,
+    *(Activated, ByName, Functional, Operator, Helped, Scaled, Deeper, Configured, InPlace, Fused, OfLists, SkipsEmpty),
+    *(Sized, Remembering, OfAnyDimension, Centred, Standardising),
 ]
 
 

@@ -17,21 +17,9 @@ def member(rank: int, step: int = 5, **more: Any) -> dict[str, Any]:
 
 
 def group(*members: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {
-        "job": "digits",
-        "group": "world",
-        "epoch": 0,
-        "world_size": len(members),
-        "min_members": 0,
-        "members": list(members),
-        "missing": 0,
-        "lost": "",
-        "rounds_done": 100,
-        "rounds_failed": 0,
-        "non_finite": [],
-        "waiting": [],
-        **more,
-    }
+    sound = {"job": "digits", "group": "world", "epoch": 0, "lost": "", "non_finite": [], "waiting": []}
+    counts = {"world_size": len(members), "min_members": 0, "missing": 0, "rounds_done": 100, "rounds_failed": 0}
+    return {**sound, **counts, "members": list(members), **more}
 
 
 def report(*groups: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -56,14 +44,8 @@ def skew(rank: int, layer: str = "bn1", **more: Any) -> dict[str, Any]:
 
 def straggler(rank: int, step: int = 7, **more: Any) -> dict[str, Any]:
     """A finding of a slow rank."""
-    return {
-        "kind": "straggler",
-        "rank": rank,
-        "step": step,
-        "text": f"rank {rank} held the others up",
-        "layer": "",
-        **more,
-    }
+    text = f"rank {rank} held the others up"
+    return {"kind": "straggler", "rank": rank, "step": step, "text": text, "layer": "", **more}
 
 
 def layer(name: str, *parts: float) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from support import view_reports
+
 HOSTILE = "<img src=x onerror=alert(1)>"
 STATES = ("healthy", "forming", "waiting", "slow", "data", "nan", "broken", "ended", "silent", "restarted")
 NOW = 1_795_795_128.0
@@ -21,66 +23,38 @@ SKEW = (
     "Rank 2's data look different: since step 64 its activations vary 8.5 times as much as the others' in {layer}, "
     "and less so in 22 later layers"
 )
-VERDICTS: dict[str, dict[str, Any]] = {
-    "healthy": {"severity": 0, "text": "Healthy: all {ranks} ranks take part, none is slow, their data look alike"},
-    "forming": {
-        "severity": 1,
-        "text": "Starting: 2 of {ranks} ranks are missing",
-        "advice": "If they do not come, look at the launcher's log.",
-    },
-    "waiting": {
-        "severity": 2,
-        "rank": LATE_RANK,
-        "text": "Waiting for rank 1 (gpu-a, pid 12271) for {waited} s in layer3.0.bn1; it is in loader.py:41 decode",
-        "advice": "Look at line 41 of loader.py: the others wait in the forward pass of step 14230.",
-        "ago": 12.0,
-    },
-    "slow": {
-        "severity": 2,
-        "rank": LATE_RANK,
-        "text": "Rank 1 slows the job down: the others waited 31% of the last minute for it",
-        "advice": "Compare the load and the clock of gpu-a with the other hosts'.",
-        "ago": 180.0,
-        "step": 900,
-        "step_ago": 185.0,
-        "also": [SKEW],
-    },
-    "data": {
-        "severity": 2,
-        "rank": ODD_RANK,
-        "text": SKEW,
-        "advice": "Check how rank 2 loads and scales its inputs.",
-        "ago": 611.0,
-        "step": 64,
-        "step_ago": 640.0,
-    },
-    "nan": {
-        "severity": 3,
-        "rank": ODD_RANK,
-        "step": 20,
-        "text": "Rank 2 brought the first NaN: {layer}, forward, step 20, 4 of 256 channels",
-        "advice": "Look at rank 2's inputs of step 20, and lower the learning rate if they are finite.",
-        "ago": 90.0,
-    },
-    "broken": {
-        "severity": 3,
-        "rank": LATE_RANK,
-        "text": "Broken: rank 1 (gpu-a, pid 12271) raised ValueError at step 14230",
-        "advice": "Read rank 1's traceback; the other ranks ended with ReplicaLost.",
-        "ago": 130.0,
-    },
-    "ended": {"severity": 1, "text": "Ended in good order: all {ranks} ranks left after step 14230", "ago": 130.0},
-    "silent": {
-        "severity": 3,
-        "text": "The server does not answer: no reply within 3 s",
-        "advice": "See whether its process runs, and start it again: no round is lost.",
-        "ago": 14.0,
-    },
-    "restarted": {
-        "severity": 0,
-        "text": "Healthy again: the server restarted at 15:58:30, and all {ranks} ranks are back",
-        "ago": 18.0,
-    },
+TEXTS = {
+    "healthy": "Healthy: all {ranks} ranks take part, none is slow, their data look alike",
+    "forming": "Starting: 2 of {ranks} ranks are missing",
+    "waiting": "Waiting for rank 1 (gpu-a, pid 12271) for {waited} s in layer3.0.bn1; it is in loader.py:41 decode",
+    "slow": "Rank 1 slows the job down: the others waited 31% of the last minute for it",
+    "data": SKEW,
+    "nan": "Rank 2 brought the first NaN: {layer}, forward, step 20, 4 of 256 channels",
+    "broken": "Broken: rank 1 (gpu-a, pid 12271) raised ValueError at step 14230",
+    "ended": "Ended in good order: all {ranks} ranks left after step 14230",
+    "silent": "The server does not answer: no reply within 3 s",
+    "restarted": "Healthy again: the server restarted at 15:58:30, and all {ranks} ranks are back",
+}
+ADVICE = {
+    "forming": "If they do not come, look at the launcher's log.",
+    "waiting": "Look at line 41 of loader.py: the others wait in the forward pass of step 14230.",
+    "slow": "Compare the load and the clock of gpu-a with the other hosts'.",
+    "data": "Check how rank 2 loads and scales its inputs.",
+    "nan": "Look at rank 2's inputs of step 20, and lower the learning rate if they are finite.",
+    "broken": "Read rank 1's traceback; the other ranks ended with ReplicaLost.",
+    "silent": "See whether its process runs, and start it again: no round is lost.",
+}
+FACTS: dict[str, dict[str, Any]] = {
+    "healthy": {"severity": 0},
+    "forming": {"severity": 1},
+    "waiting": {"severity": 2, "rank": LATE_RANK, "ago": 12.0},
+    "slow": {"severity": 2, "rank": LATE_RANK, "ago": 180.0, "step": 900, "step_ago": 185.0, "also": [SKEW]},
+    "data": {"severity": 2, "rank": ODD_RANK, "ago": 611.0, "step": 64, "step_ago": 640.0},
+    "nan": {"severity": 3, "rank": ODD_RANK, "ago": 90.0, "step": 20},
+    "broken": {"severity": 3, "rank": LATE_RANK, "ago": 130.0},
+    "ended": {"severity": 1, "ago": 130.0},
+    "silent": {"severity": 3, "ago": 14.0},
+    "restarted": {"severity": 0, "ago": 18.0},
 }
 STATE_NAMES = {"nan": "data", "restarted": "healthy"}
 
@@ -126,81 +100,44 @@ def _even(names: list[str], count: int) -> set[str]:
 
 
 def group(state: str, ranks: int, names: list[str], now: float, job: str) -> dict[str, Any]:
-    told = VERDICTS[state]
+    facts = FACTS[state]
     fill = {"ranks": ranks, "layer": names[2 if state == "nan" else ODD_LAYER], "waited": 12 + int(now) % 60}
     found = {
         "state": STATE_NAMES.get(state, state),
-        "severity": told["severity"],
-        "text": told["text"].format(**fill),
-        "since": now - told["ago"] if "ago" in told else None,
-        "step": told.get("step"),
-        "step_time": now - told["step_ago"] if "step_ago" in told else None,
-        "rank": told.get("rank"),
-        "advice": told.get("advice", ""),
-        "also": [text.format(**fill) for text in told.get("also", ())],
+        "severity": facts["severity"],
+        "text": TEXTS[state].format(**fill),
+        "since": now - facts["ago"] if "ago" in facts else None,
+        "step": facts.get("step"),
+        "step_time": now - facts["step_ago"] if "step_ago" in facts else None,
+        "rank": facts.get("rank"),
+        "advice": ADVICE.get(state, ""),
+        "also": [text.format(**fill) for text in facts.get("also", ())],
     }
-    skew = {
-        "kind": "skew",
-        "rank": ODD_RANK,
-        "step": 64,
-        "since": 64,
-        "layer": names[ODD_LAYER],
-        "variance": 8.5,
-        "shift": 0.1,
-        "part": 0.27,
-        "usual": 0.0012,
-        "layers": 23,
-        "text": "",
-        "is_present": True,
-    }
-    slow = {"kind": "straggler", "rank": LATE_RANK, "step": 900, "layer": "", "median": 0.041, "p99": 0.655, "text": ""}
+    skew = view_reports.skew(ODD_RANK, names[ODD_LAYER], step=64, text="", is_present=True)
+    slow = view_reports.straggler(LATE_RANK, 900, text="", median=0.041, p99=0.655)
+    late = {"seconds": 12.0, "missing": [LATE_RANK], "layer": "layer3.0.bn1", "phase": "forward", "step": STEP}
+    nan = {"layer": names[2], "phase": "forward", "step": 20, "ranks": [ODD_RANK], "channels": 4, "of": 256}
+    lost = {"rank": LATE_RANK, "place": "gpu-a, pid 12271", "how": "failed", "cause": "ValueError: loss is nan"}
     over = {"broken": "broken", "ended": "ended"}.get(state)
-    return {
+    missing = 2 if state == "forming" else 0
+    return view_reports.group(*(member(rank, state) for rank in range(ranks - missing))) | {
         "job": job,
-        "group": "world",
-        "epoch": 0,
         "world_size": ranks,
-        "min_members": 0,
-        "missing": 2 if state == "forming" else 0,
+        "missing": missing,
         "lost": "rank 1 (gpu-a, pid 12271) failed with ValueError: loss is nan" if state == "broken" else "",
         "rounds_done": 1_508_380,
-        "rounds_failed": 0,
         "rounds_per_second": 0.0 if over else 191.0,
         "findings": {"data": [skew], "slow": [slow, skew]}.get(state, []),
         "slowest": LATE_RANK,
         "held": 0.31 if state == "slow" else 0.02,
-        "waiting": [
-            {"seconds": 12.0, "missing": [LATE_RANK], "layer": "layer3.0.bn1", "phase": "forward", "step": STEP}
-        ]
-        if state == "waiting"
-        else [],
+        "waiting": [late] if state == "waiting" else [],
         "has_figures": state != "forming",
         "layers": names,
         "verdict": found,
         "cards": cards(state, ranks, names),
         "trend": trend(state, now),
-        "members": [member(rank, state) for rank in range(ranks - (2 if state == "forming" else 0))],
-        "first_non_finite": {
-            "layer": names[2],
-            "phase": "forward",
-            "step": 20,
-            "ranks": [ODD_RANK],
-            "channels": 4,
-            "of": 256,
-            "what": "NaN",
-        }
-        if state == "nan"
-        else None,
-        "lost_by": {
-            "rank": LATE_RANK,
-            "place": "gpu-a, pid 12271",
-            "how": "failed",
-            "cause": "ValueError: loss is nan",
-            "step": STEP,
-            "time": now - 130,
-        }
-        if state == "broken"
-        else None,
+        "first_non_finite": nan | {"what": "NaN"} if state == "nan" else None,
+        "lost_by": lost | {"step": STEP, "time": now - 130} if state == "broken" else None,
         # The same end in each snapshot.
         "over": {"time": now // 1000 * 1000 - 130, "reason": "broken"} if over else None,
     }
@@ -221,25 +158,13 @@ def member(rank: int, state: str) -> dict[str, Any]:
         waits += 0.31
         doing = f"waits 12 s for rank {LATE_RANK} in layer3.0.bn1" if state == "waiting" else doing
     if rank == ODD_RANK:
-        flag, severity = {"data": ("differs", 2), "slow": ("differs", 2), "nan": ("NaN", 3)}.get(
-            state, (flag, severity)
-        )
-    return {
-        "member": rank,
-        "place": f"gpu-{'ab'[rank // 4 % 2]}, pid {12264 + 7 * rank}",
-        "participation": "takes_part",
-        "state": "takes_part",
-        "step": STEP,
-        "steps_per_second": 1.79,
-        "waiting": waits,
-        "share": share,
-        "median": 0.0026,
-        "p99": 0.0104,
-        "late": {"median": 0.00032, "p99": 0.0026},
-        "doing": doing,
-        "flag": flag,
-        "severity": severity,
-    }
+        odd = {"data": ("differs", 2), "slow": ("differs", 2), "nan": ("NaN", 3)}
+        flag, severity = odd.get(state, (flag, severity))
+    place = f"gpu-{'ab'[rank // 4 % 2]}, pid {12264 + 7 * rank}"
+    told = {"place": place, "state": "takes_part", "doing": doing, "flag": flag, "severity": severity}
+    late = {"median": 0.00032, "p99": 0.0026}
+    times = {"waiting": waits, "share": share, "median": 0.0026, "p99": 0.0104, "late": late}
+    return view_reports.member(rank, STEP, **told, **times, steps_per_second=1.79)
 
 
 def cards(state: str, ranks: int, names: list[str]) -> list[dict[str, str]]:
@@ -251,22 +176,15 @@ def cards(state: str, ranks: int, names: list[str]) -> list[dict[str, str]]:
         "Data": ("All alike", f"{ranks} ranks in {layers} layers", "good"),
         "Numbers": ("All finite", "in 1\u202f508\u202f380 rounds", "good"),
     }
+    unknown, stopped = ("Not known yet", "", "watch"), ("0", "usually 190", "watch")
+    differs = ("Rank 2 differs", f"in 23 of {layers} layers, first in {odd}", "watch")
     changes = {
-        "forming": {
-            "Ranks": (f"{ranks - 2} of {ranks}", "2 are missing", "watch"),
-            "Data": ("Not known yet", "", "watch"),
-        },
-        "waiting": {"Waiting": ("12 s for rank 1", "in layer3.0.bn1", "watch"), "Speed": ("0", "usually 190", "watch")},
-        "slow": {
-            "Waiting": ("31% for rank 1", "of the last minute", "watch"),
-            "Data": ("Rank 2 differs", f"in 23 of {layers} layers, first in {odd}", "watch"),
-        },
-        "data": {"Data": ("Rank 2 differs", f"in 23 of {layers} layers, first in {odd}", "watch")},
+        "forming": {"Ranks": (f"{ranks - 2} of {ranks}", "2 are missing", "watch"), "Data": unknown},
+        "waiting": {"Waiting": ("12 s for rank 1", "in layer3.0.bn1", "watch"), "Speed": stopped},
+        "slow": {"Waiting": ("31% for rank 1", "of the last minute", "watch"), "Data": differs},
+        "data": {"Data": differs},
         "nan": {"Numbers": ("Rank 2: NaN", "layer1.0.bn2, step 20, 4 of 256 channels", "bad")},
-        "broken": {
-            "Ranks": ("Rank 1 failed", "ValueError: loss is nan", "bad"),
-            "Speed": ("0", "usually 190", "watch"),
-        },
+        "broken": {"Ranks": ("Rank 1 failed", "ValueError: loss is nan", "bad"), "Speed": stopped},
     }
     told |= changes.get(state, {})
     return [{"name": name, "value": value, "note": note, "state": of} for name, (value, note, of) in told.items()]
@@ -285,50 +203,28 @@ def trend(state: str, now: float) -> dict[str, list[float]]:
 
 
 def events(state: str, ranks: int, names: list[str], now: float, job: str) -> list[dict[str, Any]]:
-    world = {"job": job, "group": "world"}
+    world, other = ({"job": name, "group": "world"} for name in (job, "resnet50-lr0.4"))
+    no_job = {"job": "", "group": ""}
     told = [
         {"time": now - 8000, "kind": "joined", **world, "rank": None, "text": f"{ranks} ranks joined"},
-        {
-            "time": now - 7980,
-            "kind": "ended",
-            "job": "resnet50-lr0.4",
-            "group": "world",
-            "rank": None,
-            "text": "Ended in good order",
-        },
-        {
-            "time": now - 2400,
-            "kind": "restart",
-            "job": "",
-            "group": "",
-            "rank": None,
-            "text": "The server started again",
-        },
+        {"time": now - 7980, "kind": "ended", **other, "rank": None, "text": "Ended in good order"},
+        {"time": now - 2400, "kind": "restart", **no_job, "rank": None, "text": "The server started again"},
     ]
     if state not in {"healthy", "forming", "empty"}:
-        told_now = VERDICTS[state]
         kind = {"data": "skew", "slow": "straggler", "nan": "non-finite", "broken": "lost"}.get(state, state)
-        text = told_now["text"].format(ranks=ranks, layer=names[2 if state == "nan" else 0], waited=12)
-        told.append({"time": now - told_now.get("ago", 0), "kind": kind, **world, "rank": None, "text": text})
+        text = TEXTS[state].format(ranks=ranks, layer=names[2 if state == "nan" else 0], waited=12)
+        told.append({"time": now - FACTS[state].get("ago", 0), "kind": kind, **world, "rank": None, "text": text})
     return told
 
 
 def heat(snapshot: dict[str, Any], job: str, group: str) -> dict[str, Any] | None:
     for found in snapshot["groups"]:
         if (found["job"], found["group"]) == (job, group) and found["has_figures"]:
-            parts, ratios, means, variances = _figures(found, int(snapshot["time"]))
-            return {
-                "job": job,
-                "group": group,
-                "layers": found["layers"],
-                "eta2": parts.sum(1).tolist(),
-                "members": parts.shape[1],
-                "ranks": [member["member"] for member in found["members"]],
-                "parts": pack(parts),
-                "ratios": pack(ratios),
-                "means": pack(means),
-                "variances": pack(variances),
-            }
+            numbers = _figures(found, int(snapshot["time"]))
+            eta2, ranks = numbers[0].sum(1).tolist(), [member["member"] for member in found["members"]]
+            heads = {"job": job, "group": group, "layers": found["layers"], "eta2": eta2, "members": len(ranks)}
+            packed = zip(("parts", "ratios", "means", "variances"), map(pack, numbers), strict=True)
+            return {**heads, "ranks": ranks, **dict(packed)}
     return None
 
 

@@ -269,12 +269,9 @@ def test_a_report_of_something_else_is_refused(together, report, what):
 @pytest.mark.parametrize(
     "report",
     [
-        [0, 0, [[]], False, 0, np.zeros(0, "i8")],
-        [0, 0, [-1], False, 0, np.zeros(0, "i8")],
-        [0, 0, [], False, 0, np.zeros(0, "f8")],
-        [0, 0, [], False, 0, np.zeros((1, 1), "i8")],
-        [0, 0, [], False, 0, np.array([-1])],
-        [2**63, 0, [], False, 0, np.zeros(0, "i8")],
+        *([0, 0, [[]], False, 0, np.zeros(0, "i8")], [0, 0, [-1], False, 0, np.zeros(0, "i8")]),
+        *([0, 0, [], False, 0, np.zeros(0, "f8")], [0, 0, [], False, 0, np.zeros((1, 1), "i8")]),
+        *([0, 0, [], False, 0, np.array([-1])], [2**63, 0, [], False, 0, np.zeros(0, "i8")]),
         [0, 0, [], False, 2**63, np.zeros(0, "i8")],
     ],
 )

@@ -152,51 +152,36 @@ def test_only_the_revoked_member_of_a_job_is_lost(world):
     assert [member["member"] for member in groups["a-1"]["members"]] == [0, 1]
 
 
+def begin(dispatcher: Dispatcher, tenant: Principal, **given: Any) -> messages.Message:
+    """The answer to the first member of a new group."""
+    ((_, frame),) = dispatcher.receive(0.0, b"peer", encode(register(0, **given)), tenant).replies
+    return decode(frame)
+
+
 def test_a_tenant_leaves_room_for_others():
     dispatcher = Dispatcher(b"server-0", 0.0, quota=Quota(max_tenant_groups=2))
-
-    def begin(tenant: Principal, group: int) -> messages.Message:
-        message = register(
-            0, job="shared", group=f"{tenant.name} {group}", session=b"%s %02d" % (tenant.key[-5:].encode(), group)
-        )
-        (reply,) = dispatcher.receive(0.0, b"peer", encode(message), tenant).replies
-        return decode(reply[1])
-
-    assert [type(begin(ALICE, group)).__name__ for group in range(3)] == ["Registered", "Registered", "Failure"]
-    refused = begin(ALICE, 3)
-    assert isinstance(refused, messages.Failure)
-    assert (refused.code, refused.fields) == ("limit", {"limit": 2, "what": "groups of a tenant"})
-    assert isinstance(begin(BOB, 0), messages.Registered)
-    dispatcher.receive(0.0, b"peer", encode(messages.Leave(b"alice 00", "")), ALICE)
-    assert isinstance(begin(ALICE, 4), messages.Registered)
+    answers = [begin(dispatcher, ALICE, job="shared", group=f"{n}", session=b"alice %02d" % n) for n in range(4)]
+    assert [type(answer) for answer in answers] == [Registered, Registered, Failure, Failure]
+    assert (answers[3].code, answers[3].fields) == ("limit", {"limit": 2, "what": "groups of a tenant"})
+    assert isinstance(begin(dispatcher, BOB, job="shared", group="bob's", session=b"of bob 0"), Registered)
+    dispatcher.receive(0.0, b"peer", encode(Leave(b"alice 00", "")), ALICE)
+    assert isinstance(begin(dispatcher, ALICE, job="shared", group="4", session=b"alice 04"), Registered)
 
 
 def test_the_keys_of_a_tenant_together_take_at_most_half_of_the_groups():
     keys = [Principal(f"key {number}", f"secret {number}", ("*",), "team") for number in range(4)]
     dispatcher = Dispatcher(b"server-0", 0.0, quota=Quota(max_groups=16))
-
-    def begin(number: int, tenant: Principal) -> messages.Message:
-        message = register(0, job=f"{number:05d}", session=b"%08d" % number)
-        (reply,) = dispatcher.receive(0.0, b"peer", encode(message), tenant).replies
-        return decode(reply[1])
-
-    answers = [begin(number, keys[number % 4]) for number in range(32)]
-    assert [type(answer).__name__ for answer in answers] == ["Registered"] * 8 + ["Failure"] * 24
-    assert isinstance(begin(99, Principal("another", "its key", ("*",))), messages.Registered)
+    answers = [begin(dispatcher, keys[n % 4], job=f"{n:05d}", session=b"%08d" % n) for n in range(32)]
+    assert [type(answer) for answer in answers] == [Registered] * 8 + [Failure] * 24
+    assert isinstance(begin(dispatcher, Principal("another", "its key", ("*",)), job="another"), Registered)
 
 
-SERVER = b"server-0"
 TOKENS = [session_of(member) for member in range(3)]
 
 
-@pytest.fixture
-def dispatcher() -> Dispatcher:
-    return Dispatcher(SERVER, 0.0)
-
-
-def test_no_frame_and_no_line_of_the_log_holds_a_token(dispatcher, caplog):
+def test_no_frame_and_no_line_of_the_log_holds_a_token(caplog):
     caplog.set_level("DEBUG")
-    told = []
+    dispatcher, told = Dispatcher(b"server-0", 0.0), []
 
     def say(now, message, peer=b"peer"):
         told.extend(dispatcher.receive(now, peer, encode(message)).replies)
@@ -224,8 +209,9 @@ def test_no_frame_and_no_line_of_the_log_holds_a_token(dispatcher, caplog):
     assert [token for token in TOKENS if token in written or token.hex().encode() in written] == []
 
 
-def test_the_receiver_of_a_members_answers_cannot_act_as_that_member(dispatcher):
+def test_the_receiver_of_a_members_answers_cannot_act_as_that_member():
     """A stranger holds the connection from which the member registered."""
+    dispatcher = Dispatcher(b"server-0", 0.0)
     dispatcher.receive(0.0, b"stolen", encode(register(0)))
     answers = dict(dispatcher.receive(0.0, b"one", encode(register(1))).replies)
     overheard = decode(answers[b"stolen"])

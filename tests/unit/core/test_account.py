@@ -37,10 +37,8 @@ class Play:
         self.dispatcher = Dispatcher(b"server-0", 0.0, quota=Quota(**quota))
 
     def send(self, message: Message, **given: Any) -> dict[bytes, Any]:
-        replies = self.dispatcher.receive(
-            0.0, getattr(message, "session", b"anybody"), encode(message), **given
-        ).replies
-        return {peer: decode(frame) for peer, frame in replies}
+        told = self.dispatcher.receive(0.0, getattr(message, "session", b"anybody"), encode(message), **given)
+        return {peer: decode(frame) for peer, frame in told.replies}
 
     def open(self, members: int = 2, **given: Any) -> None:
         for member in range(members):

@@ -27,12 +27,9 @@ def test_without_flags_and_environment_it_listens_in_the_users_own_folder(tmp_pa
     assert list(tmp_path.iterdir()) == [], "nothing is made before it listens"
 
 
-def test_flags():
+def test_each_flag_has_an_environment_variable():
     found = from_arguments(["--bind", OPEN, "--log-level", "debug", "--insecure"], {})
     assert found == Config((OPEN,), "debug", insecure=True)
-
-
-def test_environment_twins():
     twins = {"STATSD_BN_BIND": OPEN, "STATSD_BN_LOG_LEVEL": "error", "STATSD_BN_INSECURE": "1"}
     assert from_arguments([], twins) == Config((OPEN,), "error", insecure=True)
 
@@ -42,7 +39,7 @@ def test_an_empty_variable_is_not_set():
     assert from_arguments([], dict.fromkeys(names, "")) == Config()
 
 
-def test_a_flag_wins_over_its_twin():
+def test_a_flag_overrides_its_environment_variable():
     twins = {"STATSD_BN_BIND": "ipc:///run/1,ipc:///run/2", "STATSD_BN_LOG_LEVEL": "error"}
     found = from_arguments(["--bind", "ipc:///run/3", "--log-level", "warning"], twins)
     assert found == Config(("ipc:///run/3",), "warning")
@@ -115,20 +112,13 @@ def test_a_mistyped_option_gets_a_suggestion(arguments, words, capsys):
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("value", ["1", "true", "YES", "On"])
-def test_insecure_has_many_spellings(value):
-    assert from_arguments(["--bind", OPEN], {"STATSD_BN_INSECURE": value}).insecure
-
-
-@pytest.mark.parametrize("value", ["0", "False", "no", "OFF", ""])
-def test_secure_has_many_spellings(value):
-    assert not from_arguments([], {"STATSD_BN_INSECURE": value}).insecure
-
-
-def test_another_value_of_insecure_is_an_error_that_names_the_expected_ones():
-    with pytest.raises(
-        ConfigurationError, check=says(r"STATSD_BN_INSECURE: expected one of 1, true, .*, got 'perhaps'")
-    ):
+def test_insecure_has_many_spellings_and_the_error_for_any_other_names_them():
+    for value in ("1", "true", "YES", "On"):
+        assert from_arguments(["--bind", OPEN], {"STATSD_BN_INSECURE": value}).insecure
+    for value in ("0", "False", "no", "OFF", ""):
+        assert not from_arguments([], {"STATSD_BN_INSECURE": value}).insecure
+    expected = says(r"STATSD_BN_INSECURE: expected one of 1, true, .*, got 'perhaps'")
+    with pytest.raises(ConfigurationError, check=expected):
         from_arguments([], {"STATSD_BN_INSECURE": "perhaps"})
 
 

@@ -15,9 +15,8 @@ def place(name: str, *ranks: int, size: int = 0, host: str = "host", below: tupl
 
 
 def test_a_text_gives_the_event_the_members_the_place_and_the_remedy():
-    assert error_text(
-        "nobody can go on", table=[place("in a", 0, 10), place("in b", 1)], where="job 'j'", advice="Look at rank 1."
-    ).splitlines() == [
+    table = [place("in a", 0, 10), place("in b", 1)]
+    assert error_text("nobody can go on", table=table, where="job 'j'", advice="Look at rank 1.").splitlines() == [
         "nobody can go on",
         "  rank 0 (host)   waits 1.0 s  in a",
         "  rank 10 (host)  waits 1.0 s  in a",
@@ -33,9 +32,8 @@ def test_details_of_a_rank_are_below_its_row():
 
 
 def test_of_many_ranks_a_few_of_each_place_are_named():
-    lines = error_text(
-        "no", table=[place("in a", *range(MAX_ROWS), size=1023), place("in b", 7)], more_sections=2
-    ).splitlines()
+    table = [place("in a", *range(MAX_ROWS), size=1023), place("in b", 7)]
+    lines = error_text("no", table=table, more_sections=2).splitlines()
     assert len(lines) == 7
     assert lines[4] == "  ... and 1,020 more ranks in a"
     assert lines[5].startswith("  rank 7 (host)")

@@ -215,22 +215,16 @@ def test_a_process_is_lost_in_each_of_its_groups(clock):
     for _ in range(4):
         told += clock.pass_time(SILENCE / 4, alive=(0, 1))
         clock.send(messages.Heartbeat(b"in-pair0"), beacon(0))
-    assert {(whom, answer.fields["group"], answer.fields["member"]) for whom, answer in told} == {
-        (peer(0), "world", 2),
-        (peer(0), "pair", 2),
-    }
+    lost = {(whom, answer.fields["group"], answer.fields["member"]) for whom, answer in told}
+    assert lost == {(peer(0), "world", 2), (peer(0), "pair", 2)}
 
 
 def test_a_lost_member_that_returns_gets_the_error_and_ends_nothing(clock):
     """Frozen and thawed: its session is not a new run, which would end the survivors' group."""
     clock.open()
     clock.pass_time(SILENCE, alive=(0, 1))
-    for answers in (
-        clock.contribute(2),
-        clock.send(register(2, 3), peer(2)),
-        clock.send(messages.Heartbeat(session_of(2)), peer(2)),
-    ):
-        ((whom, told),) = answers
+    for message in (contribution(2, 1.0), register(2, 3), messages.Heartbeat(session_of(2))):
+        ((whom, told),) = clock.send(message, peer(2))
         assert (whom, told.code, told.fields["member"]) == (peer(2), "replica_lost", 2)
     assert clock.present == [0, 1]
     # A new run still starts.

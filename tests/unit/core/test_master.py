@@ -377,16 +377,14 @@ def test_the_report_shows_members_counts_of_rounds_without_the_server():
     group.contribute(1)
     contributors = group.master.membership.contributors
     for member, rounds in ((0, 40), (1, 38), (0, 39)):
-        group.master.record_heartbeat(
-            0.0, contributors[member], Heartbeat(contributors[member].session, 7, rounds, "shared_memory", "")
-        )
+        beat = Heartbeat(contributors[member].session, 7, rounds, "shared_memory", "")
+        group.master.record_heartbeat(0.0, contributors[member], beat)
     report = report_of(group.master, 0.0)
     assert (report["rounds_done"], group.master.rounds_done) == (41, 41)
     assert [(one["step"], one["transport"]) for one in report["members"]] == [(7, "shared_memory")] * 2
     assert "why_not_faster" not in report
-    group.master.record_heartbeat(
-        0.0, contributors[0], Heartbeat(contributors[0].session, 7, 40, "server", "rank 1 ended")
-    )
+    beat = Heartbeat(contributors[0].session, 7, 40, "server", "rank 1 ended")
+    group.master.record_heartbeat(0.0, contributors[0], beat)
     assert report_of(group.master, 0.0)["why_not_faster"] == "rank 1 ended"
 
 

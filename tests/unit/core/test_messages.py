@@ -23,19 +23,10 @@ SOUND: dict[type, Any] = {RoundKey: KEY, Rows: Rows((1, 2), np.zeros((2, 2, 3)))
 TOKENS = ([b"12345678", bytes(8)], [b"", bytes(7), bytes(9), "12345678", bytearray(8), 8, None])
 # Escape, delete, a C1 control, right-to-left override, a line separator, a zero-width joiner, half a surrogate pair.
 CONTROLS = ["a\x1b[2J", "a\rb", "a\0", "\x7f", "\x9b2J", "a\u202eb", "a\u2028b", "a\u200db", "\ud800"]
+LONGEST = limits.MAX_NAME_BYTES
 NAMES = (
-    ["a", "naïve λ 層 🙂", "é" * (limits.MAX_NAME_BYTES // 2), "a" * limits.MAX_NAME_BYTES],
-    [
-        "",
-        "a" * (limits.MAX_NAME_BYTES + 1),
-        "é" * (limits.MAX_NAME_BYTES // 2) + "a",
-        b"a",
-        1,
-        None,
-        "a\nb",
-        "a\tb",
-        *CONTROLS,
-    ],
+    ["a", "naïve λ 層 🙂", "é" * (LONGEST // 2), "a" * LONGEST],
+    ["", "a" * (LONGEST + 1), "é" * (LONGEST // 2) + "a", b"a", 1, None, "a\nb", "a\tb", *CONTROLS],
 )
 TEXTS = (
     ["", "x" * limits.MAX_TEXT_BYTES, "two\nlines, a\ttab", "naïve λ 層 🙂"],
@@ -62,17 +53,11 @@ HISTOGRAM = (
     [(0,) * 24, (limits.MAX_COUNTER,) * 24],
     [(0,) * 23, (0,) * 25, [0] * 24, (-1, *[0] * 23), (limits.MAX_COUNTER + 1, *[0] * 23), (1.0, *[0] * 23), None],
 )
-GROUPS_OF_TORCH = (["", "0"], ["g" * (limits.MAX_NAME_BYTES + 1), *CONTROLS])
+PHASES = ["p" * (limits.MAX_PHASE_BYTES + 1), *CONTROLS]
+GROUPS_OF_TORCH = (["", "0"], ["g" * (LONGEST + 1), *CONTROLS])
 OF_MEMBERS = (
-    messages.Heartbeat,
-    messages.Register,
-    messages.Contribution,
-    messages.Result,
-    messages.RoundDone,
-    messages.SkewStats,
-    messages.RoundTrips,
-    messages.LatenessReport,
-    messages.StackReport,
+    *(messages.Heartbeat, messages.Register, messages.Contribution, messages.Result, messages.RoundDone),
+    *(messages.SkewStats, messages.RoundTrips, messages.LatenessReport, messages.StackReport),
 )
 
 # Fields with equal limits, and their messages.
@@ -104,12 +89,7 @@ ALIKE = [
 ]
 FIELDS: list[tuple[type, str, list[Any], list[Any]]] = [
     *((kind, field, *values) for values, fields, kinds in ALIKE for kind in kinds for field in fields.split()),
-    (
-        RoundKey,
-        "phase",
-        ["forward", "p" * limits.MAX_PHASE_BYTES],
-        ["", "p" * (limits.MAX_PHASE_BYTES + 1), b"forward", 1, "a\nb", *CONTROLS],
-    ),
+    (RoundKey, "phase", ["forward", "p" * limits.MAX_PHASE_BYTES], ["", b"forward", 1, "a\nb", *PHASES]),
     (
         Rows,
         "counts",
@@ -122,13 +102,8 @@ FIELDS: list[tuple[type, str, list[Any], list[Any]]] = [
         [FLOATS_3, np.full((2, limits.MAX_VECTORS, 1), np.nan), np.full((2, 1, limits.MAX_CHANNELS), np.inf)],
         [*NOT_VALUES, np.zeros((1, 2, 3)), np.zeros((3, 2, 3)), np.zeros((0, 2, 3))],
     ),
-    (
-        messages.Heartbeat,
-        "transport",
-        ["", "l" * limits.MAX_PHASE_BYTES],
-        ["l" * (limits.MAX_PHASE_BYTES + 1), *CONTROLS],
-    ),
-    (messages.Heartbeat, "why", ["", "w" * limits.MAX_NAME_BYTES], ["w" * (limits.MAX_NAME_BYTES + 1), *CONTROLS]),
+    (messages.Heartbeat, "transport", ["", "p" * limits.MAX_PHASE_BYTES], PHASES),
+    (messages.Heartbeat, "why", ["", "w" * LONGEST], ["w" * (LONGEST + 1), *CONTROLS]),
     (messages.Register, "member", *MEMBERS),
     (messages.Register, "world_size", [1, 2, limits.MAX_MEMBERS], [-1, 0, limits.MAX_MEMBERS + 1, *NOT_INTEGERS]),
     (

@@ -76,16 +76,8 @@ def test_thousands_of_consecutive_numbers_are_one_run():
 @pytest.mark.parametrize(
     "runs",
     [
-        ((-1, 2),),
-        ((0, 0),),
-        ((0, limits.MAX_MEMBERS + 1),),
-        ((limits.MAX_MEMBERS, 1),),
-        ((True, 1),),
-        ((0, 1.0),),
-        (("0", 1),),
-        ((0, 2), (1, 2)),
-        ((0, 2), (2, 1)),
-        ((4, 1), (0, 1)),
+        *(((-1, 2),), ((0, 0),), ((0, limits.MAX_MEMBERS + 1),), ((limits.MAX_MEMBERS, 1),), ((True, 1),), ((0, 1.0),)),
+        *((("0", 1),), ((0, 2), (1, 2)), ((0, 2), (2, 1)), ((4, 1), (0, 1))),
     ],
 )
 def test_unsound_runs_are_refused(runs):

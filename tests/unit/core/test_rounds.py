@@ -76,11 +76,11 @@ def test_two_different_contributions_of_one_member_conflict_and_the_first_counts
 @pytest.mark.parametrize(
     ("first", "second", "words", "expected", "got"),
     [
-        (rows(1.0, channels=64), rows(1.0, channels=32), "64 channels, as rank 2 sent, got 32", [1, 64], [1, 32]),
-        (rows(1.0, vectors=2), rows(1.0, vectors=3), "2 vectors, as rank 2 sent, got 3", [2, 1], [3, 1]),
+        ({"channels": 64}, {"channels": 32}, "64 channels, as rank 2 sent, got 32", [1, 64], [1, 32]),
+        ({"vectors": 2}, {"vectors": 3}, "2 vectors, as rank 2 sent, got 3", [2, 1], [3, 1]),
         (
-            rows(1.0, vectors=2, channels=4),
-            rows(1.0, vectors=3, channels=5),
+            {"vectors": 2, "channels": 4},
+            {"vectors": 3, "channels": 5},
             "4 channels, as rank 2 sent, got 5",
             [2, 4],
             [3, 5],
@@ -89,9 +89,9 @@ def test_two_different_contributions_of_one_member_conflict_and_the_first_counts
 )
 def test_a_mismatch_names_the_layer_the_member_and_both_shapes(first, second, words, expected, got):
     round_ = a_round(0, 1, 2)
-    round_.put(2, first, b"")
+    round_.put(2, rows(1.0, **first), b"")
     with pytest.raises(RoundMismatch) as caught:
-        round_.put(0, second, b"")
+        round_.put(0, rows(1.0, **second), b"")
     message = str(caught.value)
     assert words in message
     assert "layer 'layer3.bn'" in message

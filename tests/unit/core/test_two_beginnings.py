@@ -61,9 +61,8 @@ def test_it_participates_once_the_others_are_back(late):
     key = session.forward_key("bn")
     contribute(world, session, key)
     for other in world.members[:2]:
-        world.send(
-            other, *other.resync_frames(), other.contribution(other.forward_key("bn"), rows_of(other.member.rank))
-        )
+        contribution = other.contribution(other.forward_key("bn"), rows_of(other.member.rank))
+        world.send(other, *other.resync_frames(), contribution)
     (aggregate,) = [answer for answer in answers(world, session) if isinstance(answer, Aggregate)]
     assert list(aggregate.members) == [0, 1, 2]
 
@@ -95,7 +94,10 @@ def test_members_of_two_beginnings_get_an_error_and_no_result_of_the_other():
         world.now += limits.SILENCE_SECONDS / 2
         world.heartbeats(left_out, world.members[1])
         world.deliver(world.dispatcher.tick(world.now))
-    told = answers(world, left_out)
+    assert_conflict(answers(world, left_out))
+
+
+def assert_conflict(told):
     assert not [answer for answer in told if isinstance(answer, Aggregate)]
     assert [answer.code for answer in told if isinstance(answer, Failure)] == ["conflict"]
 
@@ -114,9 +116,7 @@ def test_results_of_incompatible_members_prove_two_beginnings():
         world.send(session, *session.resync_frames())
     world.send(double, double.contribution(key, rows_of(1)))
     go_on(world)
-    told = answers(world, double)
-    assert not [answer for answer in told if isinstance(answer, Aggregate)]
-    assert [answer.code for answer in told if isinstance(answer, Failure)] == ["conflict"]
+    assert_conflict(answers(world, double))
 
 
 def live_on(world):

@@ -47,9 +47,8 @@ def test_a_port_without_a_listener_refuses():
     with socket.socket() as bound:  # bound without listening, so the port is reserved
         bound.bind(("127.0.0.1", 0))
         endpoint = f"tcp://127.0.0.1:{bound.getsockname()[1]}"
-        assert explain_no_answer(endpoint, 5.0, socket).startswith(
-            f"no server listens at {endpoint} (connection refused)"
-        )
+        expected = f"no server listens at {endpoint} (connection refused)"
+        assert explain_no_answer(endpoint, 5.0, socket).startswith(expected)
 
 
 @pytest.mark.parametrize("family", ["tcp", "ipc"])

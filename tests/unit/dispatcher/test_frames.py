@@ -21,10 +21,8 @@ def play() -> Play:
 @pytest.mark.parametrize(
     "answer",
     [
-        Registered(b"session0", SERVER, 0, 0, 0, NO_MEMBERS),
-        Aggregate(KEY, 1, 1, NO_MEMBERS, np.zeros((1, 1))),
-        Failure("mismatch", "no", {}),
-        Status({}),
+        *(Registered(b"session0", SERVER, 0, 0, 0, NO_MEMBERS), Aggregate(KEY, 1, 1, NO_MEMBERS, np.zeros((1, 1)))),
+        *(Failure("mismatch", "no", {}), Status({})),
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -61,14 +59,8 @@ def test_another_protocol_version_is_answered_by_name(play):
 SOUND = [
     encode(message)
     for message in (
-        register(0),
-        register(1),
-        register(0, epoch=1),
-        contribution(0),
-        contribution(1),
-        contribution(1, rows(1.0, 2.0, channels=2)),
-        Leave(session_of(1), "boom"),
-        StatusRequest(),
+        *(register(0), register(1), register(0, epoch=1), contribution(0), contribution(1)),
+        *(contribution(1, rows(1.0, 2.0, channels=2)), Leave(session_of(1), "boom"), StatusRequest()),
     )
 ]
 

@@ -13,163 +13,104 @@ FAILED = {"lost": "rank 1 (host-1, pid 801) failed with ValueError: loss is nan"
 KILLED = {"lost": "rank 1 was lost", "lost_by": BY | {"how": "is lost", "cause": "the connection was lost"}}
 LEFT = {"lost": "rank 1 left", "lost_by": BY | {"how": "leaves", "cause": ""}}
 NAN = {"layer": "layer3.0.bn1", "phase": "forward", "step": 1871, "ranks": [1], "channels": 4, "of": 256, "what": "NaN"}
-AT_LOADER = [*FOUR[:2], member(2, where="is in loader.py:41 decode, for 11 s"), FOUR[3]]
-FROZEN = [*FOUR[:2], member(2, where="has not answered a stack request for 9 s"), FOUR[3]]
+WHERE = "forward of layer3.0.bn1, step 1871, in 4 of 256 channels"
+LOADS, IS_SILENT = "is in loader.py:41 decode, for 11 s", "has not answered a stack request for 9 s"
+AT_LOADER = [*FOUR[:2], member(2, where=LOADS), FOUR[3]]
+FROZEN = [*FOUR[:2], member(2, where=IS_SILENT), FOUR[3]]
+DIFFERS = (
+    "Rank 2's data look different: since step 64 its activations vary 8.5 times as much as the others' in bn1 "
+    "(at step 70)"
+)
 LATE = {"bounds": [1.31, 2.62], "counts": [*[0] * 16, 100], "sum": 130.0}
 
+# A group, and its state, severity, rank and text.
 CASES = {
-    "healthy": (group(*FOUR), "healthy", 0, None, "Healthy: all 4 ranks take part, no NaN so far"),
+    "healthy": (group(*FOUR), ("healthy", 0, None, "Healthy: all 4 ranks take part, no NaN so far")),
     "healthy, with all known": (
         group(*FOUR, slowest=3, held=0.02, compared_layers=53),
-        "healthy",
-        0,
-        None,
-        "Healthy: all 4 ranks take part, none is slow, their data look alike, no NaN so far",
+        ("healthy", 0, None, "Healthy: all 4 ranks take part, none is slow, their data look alike, no NaN so far"),
     ),
-    "alone": (group(FOUR[0]), "healthy", 0, None, "Healthy: 1 rank takes part, no NaN so far"),
+    "alone": (group(FOUR[0]), ("healthy", 0, None, "Healthy: 1 rank takes part, no NaN so far")),
     "elastic": (
         group(*FOUR[:3], world_size=4, min_members=2),
-        "healthy",
-        0,
-        None,
-        "Healthy: 3 ranks take part, no NaN so far",
+        ("healthy", 0, None, "Healthy: 3 ranks take part, no NaN so far"),
     ),
     "forming": (
         group(*FOUR[:2], world_size=4, missing=2),
-        "forming",
-        1,
-        None,
-        "Waiting for ranks 2-3 to join: 2 of 4 ranks are here",
+        ("forming", 1, None, "Waiting for ranks 2-3 to join: 2 of 4 ranks are here"),
     ),
     "waiting": (
         group(*AT_LOADER, waiting=[waiting(12.3, 2, layer="layer3.0.bn1")]),
-        "waiting",
-        2,
-        2,
-        "Waiting for rank 2 (host-2, pid 802) for 12 s in layer3.0.bn1; it is in loader.py:41 decode, for 11 s",
+        ("waiting", 2, 2, f"Waiting for rank 2 (host-2, pid 802) for 12 s in layer3.0.bn1; it {LOADS}"),
     ),
     "frozen": (
         group(*FROZEN, waiting=[waiting(9.6, 2)]),
-        "waiting",
-        2,
-        2,
-        "Waiting for rank 2 (host-2, pid 802) for 10 s in bn1; it has not answered a stack request for 9 s",
+        ("waiting", 2, 2, f"Waiting for rank 2 (host-2, pid 802) for 10 s in bn1; it {IS_SILENT}"),
     ),
     "waiting for two": (
         group(*FOUR, waiting=[waiting(3.0, 2, 3)]),
-        "waiting",
-        2,
-        None,
-        "Waiting for ranks 2-3 for 3 s in bn1; the others are at step 7",
+        ("waiting", 2, None, "Waiting for ranks 2-3 for 3 s in bn1; the others are at step 7"),
     ),
     "waiting for very many": (
         group(*FOUR, waiting=[waiting(3.0, 2, 3, missing_left_out=60)]),
-        "waiting",
-        2,
-        None,
-        "Waiting for 62 ranks for 3 s in bn1; the others are at step 7",
+        ("waiting", 2, None, "Waiting for 62 ranks for 3 s in bn1; the others are at step 7"),
     ),
     "slow": (
         group(FOUR[0], member(1) | {"place": "GPU-A, pid 801"}, *FOUR[2:], slowest=1, held=0.31),
-        "slow",
-        2,
-        1,
-        "Rank 1 (GPU-A, pid 801) slows the job down: the others waited 31% of the last minute for it",
+        ("slow", 2, 1, "Rank 1 (GPU-A, pid 801) slows the job down: the others waited 31% of the last minute for it"),
     ),
-    "differs": (
-        group(*FOUR, findings=[skew(2)]),
-        "data",
-        2,
-        2,
-        (
-            "Rank 2's data look different: since step 64 its activations vary 8.5 times as much as the others' in bn1 "
-            "(at step 70)"
-        ),
-    ),
+    "differs": (group(*FOUR, findings=[skew(2)]), ("data", 2, 2, DIFFERS)),
     "a finding that is over": (
         group(*FOUR, findings=[skew(2, cleared=True)]),
-        "healthy",
-        0,
-        None,
-        "Healthy: all 4 ranks take part, no NaN so far",
+        ("healthy", 0, None, "Healthy: all 4 ranks take part, no NaN so far"),
     ),
     "the same data": (
         group(*FOUR, findings=[{**skew(3), "other": 2, "since": 8}]),
-        "data",
-        2,
-        3,
-        "Rank 3 has the same data as rank 2: equal in all layers since step 8",
+        ("data", 2, 3, "Rank 3 has the same data as rank 2: equal in all layers since step 8"),
     ),
     "NaN": (
         group(*FOUR, first_non_finite=NAN),
-        "data",
-        3,
-        1,
-        "Rank 1 brought the first NaN: forward of layer3.0.bn1, step 1871, in 4 of 256 channels",
+        ("data", 3, 1, f"Rank 1 brought the first NaN: {WHERE}"),
     ),
     "infinity in two": (
         group(*FOUR, first_non_finite=NAN | {"ranks": [0, 1], "what": "inf and NaN", "of": 0}),
-        "data",
-        3,
-        None,
-        "Ranks 0-1 brought the first infinity and NaN: forward of layer3.0.bn1, step 1871",
+        ("data", 3, None, "Ranks 0-1 brought the first infinity and NaN: forward of layer3.0.bn1, step 1871"),
     ),
     "NaN in many": (
         group(*FOUR, world_size=64, first_non_finite=NAN | {"ranks": [*range(8)], "ranks_left_out": 56}),
-        "data",
-        3,
-        None,
-        "Ranks 0-7 and 56 more brought the first NaN: forward of layer3.0.bn1, step 1871, in 4 of 256 channels",
+        ("data", 3, None, f"Ranks 0-7 and 56 more brought the first NaN: {WHERE}"),
     ),
     "failed": (
         group(FOUR[0], *FOUR[2:], **FAILED),
-        "broken",
-        3,
-        1,
-        "Broken: rank 1 (host-1, pid 801) raised ValueError at step 1899: loss is nan",
+        ("broken", 3, 1, "Broken: rank 1 (host-1, pid 801) raised ValueError at step 1899: loss is nan"),
     ),
     "killed": (
         group(FOUR[0], *FOUR[2:], **KILLED),
-        "broken",
-        3,
-        1,
-        "Broken: rank 1 (host-1, pid 801) was lost at step 1899: the connection was lost",
+        ("broken", 3, 1, "Broken: rank 1 (host-1, pid 801) was lost at step 1899: the connection was lost"),
     ),
     "left early": (
         group(FOUR[0], *FOUR[2:], **LEFT, rounds_failed=1),
-        "broken",
-        3,
-        1,
-        "Broken: rank 1 (host-1, pid 801) left at step 1899, before the others finished",
+        ("broken", 3, 1, "Broken: rank 1 (host-1, pid 801) left at step 1899, before the others finished"),
     ),
     "left early, between two rounds": (
         group(FOUR[0], *FOUR[2:], **LEFT, refused=True),
-        "broken",
-        3,
-        1,
-        "Broken: rank 1 (host-1, pid 801) left at step 1899, before the others finished",
+        ("broken", 3, 1, "Broken: rank 1 (host-1, pid 801) left at step 1899, before the others finished"),
     ),
-    "broken by no rank": (group(*FOUR, lost="the results differ"), "broken", 3, None, "Broken: the results differ"),
+    "broken by no rank": (group(*FOUR, lost="the results differ"), ("broken", 3, None, "Broken: the results differ")),
     "finishing": (
         group(FOUR[0], *FOUR[2:], world_size=4, **LEFT),
-        "ended",
-        1,
-        None,
-        "Finishing: 3 of 4 ranks are still here",
+        ("ended", 1, None, "Finishing: 3 of 4 ranks are still here"),
     ),
     "ended": (
         unseen_group(ended(), report(ended=[ended()]), NOW),
-        "ended",
-        1,
-        None,
-        "Finished in good order: 2 ranks, 100 rounds",
+        ("ended", 1, None, "Finished in good order: 2 ranks, 100 rounds"),
     ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_group_has_a_verdict(name):
-    of, state, severity, rank, text = CASES[name]
+    of, (state, severity, rank, text) = CASES[name]
     first = verdicts(of, NOW)[0]
     assert (first.state, first.severity, first.rank) == (state, severity, rank)
     assert first.text == text
@@ -178,16 +119,14 @@ def test_a_group_has_a_verdict(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_cards_and_the_flags_agree_with_the_verdict(name):
-    of, _, severity, rank, _ = CASES[name]
+    of, (_, severity, rank, _) = CASES[name]
     if "over" not in of:
         (of,) = SnapshotBuilder("x").update(NOW, report(of))["groups"]
     found = verdicts(of, NOW)
     shown = cards(of, found)
     assert [card["name"] for card in shown] == ["Ranks", "Speed", "Waiting", "Data", "Numbers"]
-    worst = {"good": 0, "watch": 2, "bad": 3}[
-        max((card["state"] for card in shown), key=["unknown", "good", "watch", "bad"].index)
-    ]
-    assert worst == (severity if severity > 1 else 0)
+    severities = {"unknown": 0, "good": 0, "watch": 2, "bad": 3}
+    assert max(severities[card["state"]] for card in shown) == (severity if severity > 1 else 0)
     assert all(card["value"] and card["note"] for card in shown), shown
     flagged = {one["member"]: one["severity"] for one in of["members"] if one.get("flag")}
     assert rank is None or flagged.get(rank, severity) == severity
