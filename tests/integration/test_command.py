@@ -7,6 +7,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,11 @@ SCRIPT = f"import sys; sys.argv[0] = 'statsd-bn'; from {MODULE} import {FUNCTION
 
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-P", "-c", SCRIPT, *arguments]
+
+
+def in_folder(folder: Path) -> dict[str, Any]:
+    """Arguments for a process whose errors are read."""
+    return {"cwd": folder, "env": environment(**PATH), "stderr": subprocess.PIPE, "text": True}
 
 
 @pytest.fixture(scope="module")
@@ -55,29 +61,14 @@ def test_a_reader_that_has_had_enough_is_no_error(endpoint, folder, arguments):
     reading, writing = os.pipe()
     os.close(reading)
     try:
-        done = subprocess.run(
-            command(*arguments, endpoint),
-            cwd=folder,
-            env=environment(**PATH),
-            stdout=writing,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
+        done = subprocess.run(command(*arguments, endpoint), stdout=writing, check=False, **in_folder(folder))
     finally:
         os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_status_is_watched_until_ctrl_c(endpoint, folder):
-    watching = subprocess.Popen(
-        command("status", "--watch", endpoint),
-        cwd=folder,
-        env=environment(**PATH),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    watching = subprocess.Popen(command("status", "--watch", endpoint), stdout=subprocess.PIPE, **in_folder(folder))
     lines = [watching.stdout.readline() for _ in range(6)]
     watching.send_signal(signal.SIGINT)
     _, errors = watching.communicate(timeout=WAIT_SECONDS)

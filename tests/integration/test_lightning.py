@@ -201,16 +201,10 @@ def test_the_callback_logs_what_the_exchange_costs(tmp_path):
 
     batches = DataLoader(TensorDataset(*training.samples()), batch_size=5)
     with client.connect():
-        Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_epochs=1,
-            log_every_n_steps=1,
-            logger=CSVLogger(tmp_path, "", ""),
-            callbacks=[StatsdBNMetrics(every_n_steps=2)],
-            enable_progress_bar=False,
-            enable_checkpointing=False,
-        ).fit(Module(), batches)
+        short = {"max_epochs": 1, "enable_progress_bar": False, "enable_checkpointing": False}
+        logs = {"logger": CSVLogger(tmp_path, "", ""), "log_every_n_steps": 1}
+        callbacks = [StatsdBNMetrics(every_n_steps=2)]
+        Trainer(accelerator="cpu", devices=1, callbacks=callbacks, **logs, **short).fit(Module(), batches)
     logged = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
     assert [int(row["step"]) for row in logged] == [2, 4, 6]
     assert {row["statsd_bn/members"] for row in logged} == {"1.0"}

@@ -87,15 +87,8 @@ def live(endpoint: str, folder: str, rank: int, says_why: bool) -> Life:
     state = client.ElasticState(model, optimizer, sampler, epoch=0, step=0, last_epoch=ENDLESS)
     training = _Training(life, called)
     try:
-        with client.connect(
-            endpoint,
-            job="elastic",
-            rank=rank,
-            world_size=WORLD_SIZE,
-            policy="elastic",
-            min_members=1,
-            round_timeout=SECONDS,
-        ) as connection:
+        given = {"job": "elastic", "rank": rank, "world_size": WORLD_SIZE, "round_timeout": SECONDS}
+        with client.connect(endpoint, policy="elastic", min_members=1, **given) as connection:
             life.first_step = connection.first_step
             training.connection = connection
             try:

@@ -96,15 +96,8 @@ def _live(pipe: Pipe, endpoint: str, job: str, member: int, world_size: int, epo
 
     pipe.send(0)
     pipe.recv()
-    with client.connect(
-        endpoint,
-        job=job,
-        rank=member,
-        world_size=world_size,
-        policy="elastic",
-        min_members=1,
-        round_timeout=WAIT_SECONDS,
-    ):
+    given = {"job": job, "rank": member, "world_size": world_size, "round_timeout": WAIT_SECONDS}
+    with client.connect(endpoint, policy="elastic", min_members=1, **given):
         client.run_elastic(train, state)
     bits = b"".join(value.detach().numpy().tobytes() for value in model.state_dict().values())
     momenta = b"".join(entry["momentum_buffer"].numpy().tobytes() for entry in optimizer.state.values())

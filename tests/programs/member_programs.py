@@ -345,15 +345,9 @@ def forward_in_a_backward_hook(connection: client.Connection) -> tuple[int, int]
 
 def _network(momentum: float | None) -> nn.Module:
     torch.manual_seed(0)
-    return client.convert_model(
-        nn.Sequential(
-            nn.Conv2d(1, 4, 3),
-            nn.BatchNorm2d(4, momentum=momentum),
-            nn.SiLU(),
-            nn.Conv2d(4, 3, 3),
-            nn.BatchNorm2d(3, momentum=momentum),
-        ).double()
-    )
+    first = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, momentum=momentum), nn.SiLU()
+    last = nn.Conv2d(4, 3, 3), nn.BatchNorm2d(3, momentum=momentum)
+    return client.convert_model(nn.Sequential(*first, *last).double())
 
 
 def _trained(run: nn.Module, model: nn.Module, member: int, steps: int) -> Buffers:

@@ -28,16 +28,9 @@ def train(connection: client.Connection, store: str, schedule: str) -> tuple[int
         part = client.convert_model(stage(number), group=client.Group(f"stage {number}", SHARES), chunks=CHUNKS)
         groups = {dimension: keep(mesh.get_group(dimension)) for dimension in mesh.mesh_dim_names}
         parallel = DistributedDataParallel(part, process_group=groups["share"])
+        shapes = {"input_args": _like_a_micro_batch(number), "output_args": _like_a_micro_batch(number + 1)}
         runner = SCHEDULES[schedule](
-            PipelineStage(
-                parallel,
-                number,
-                STAGES,
-                torch.device("cpu"),
-                input_args=_like_a_micro_batch(number),
-                output_args=_like_a_micro_batch(number + 1),
-                group=groups["stage"],
-            ),
+            PipelineStage(parallel, number, STAGES, torch.device("cpu"), **shapes, group=groups["stage"]),
             n_microbatches=CHUNKS,
             loss_fn=_loss,
             scale_grads=False,

@@ -127,16 +127,9 @@ def test_of_each_family_the_smallest_with_batch_norm_is_chosen():
     def known(name: str, parameters: int, layers: int) -> Survey:
         return Survey(Architecture("timm", "resnet", name), parameters, (("BatchNorm2d", layers),) if layers else ())
 
-    found = smallest(
-        [
-            known("resnet50", 25, 53),
-            known("resnet18", 11, 20),
-            known("resnet10", 5, 0),
-            known("seresnet50", 28, 53),
-            known("vit_tiny", 5, 0),
-            Survey(Architecture("timm", "odd", "odd18"), problem="no"),
-        ]
-    )
+    resnets = [known("resnet50", 25, 53), known("resnet18", 11, 20), known("resnet10", 5, 0)]
+    odd = Survey(Architecture("timm", "odd", "odd18"), problem="no")
+    found = smallest([*resnets, known("seresnet50", 28, 53), known("vit_tiny", 5, 0), odd])
     assert [one.architecture.name for one in found] == ["resnet18", "seresnet50", "odd18"]
     assert [one.architecture.family for one in found] == ["resnet", "resnet: seresnet", "odd"]
 

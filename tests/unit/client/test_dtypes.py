@@ -73,18 +73,15 @@ def test_autocast_members_equal_the_whole_batch(members, dtype):
     assert_equal(together(first, second), shards.autocast_on_the_whole_batch("cpu", dtype), AUTOCAST[dtype])
 
 
+EVERY_WAY = [Activated, Functional, Decorated, Scaled]
+
+
 @pytest.mark.parametrize(
     ("dtype", "kinds", "backend"),
     [
         *((dtype, OWN_FORWARDS, "") for dtype in HALVES),
         pytest.param("bfloat16", [Functional, Scaled], "aot_eager", id="compiled"),
-        pytest.param(
-            "float16",
-            [Activated, Functional, Decorated, Scaled],
-            "aot_eager",
-            id="compiled in half",
-            marks=pytest.mark.long,
-        ),
+        pytest.param("float16", EVERY_WAY, "aot_eager", id="compiled in half", marks=pytest.mark.long),
     ],
 )
 def test_autocast_members_with_a_subclass_equal_the_whole_batch(members, dtype, kinds, backend):

@@ -76,45 +76,31 @@ def test_every_given_loader_is_replaced_and_shuffled_as_before():
 
 
 def test_all_arguments_of_a_loader_stay():
-    options = {
-        "batch_size": 3,
-        "num_workers": 2,
-        "collate_fn": list,
-        "pin_memory": True,
-        "drop_last": True,
-        "timeout": 7.0,
-        "worker_init_fn": print,
-        "multiprocessing_context": multiprocessing.get_context("spawn"),
-        "generator": torch.Generator(),
-        "prefetch_factor": 5,
-        "persistent_workers": True,
-        "pin_memory_device": "cuda",
-        "in_order": False,
-    }
+    options = {"batch_size": 3, "collate_fn": list, "pin_memory": True, "pin_memory_device": "cuda", "drop_last": True}
+    options |= {"num_workers": 2, "worker_init_fn": print, "prefetch_factor": 5, "persistent_workers": True}
+    options |= {"multiprocessing_context": multiprocessing.get_context("spawn"), "generator": torch.Generator()}
+    options |= {"timeout": 7.0, "in_order": False}
     loader, _ = DDPHandler.build_loader_sampler(DataLoader(SAMPLES, **options), shuffle=False, world_size=2, rank=0)
     assert loader.dataset is SAMPLES
     assert {name: getattr(loader, name) for name in COPIED} == options
 
 
 def test_a_loader_without_batches_gives_single_samples_of_one_member():
-    loader, _ = DDPHandler.build_loader_sampler(
-        DataLoader(SAMPLES, batch_size=None), shuffle=False, world_size=2, rank=1
-    )
+    samples = DataLoader(SAMPLES, batch_size=None)
+    loader, _ = DDPHandler.build_loader_sampler(samples, shuffle=False, world_size=2, rank=1)
     assert list(loader) == [1, 3, 5, 7, 9]
+
+
+UNKNOWN = DataLoader(OfUnknownLength(), sampler=[0])
+BATCHES = data.BatchSampler(data.SequentialSampler(SAMPLES), 2, drop_last=False)
 
 
 @pytest.mark.parametrize(
     ("loader", "why"),
     [
         (DataLoader(Endless()), "expected a dataset with indices, .* the IterableDataset Endless, which no sampler"),
-        (
-            DataLoader(OfUnknownLength(), sampler=[0]),
-            "expected a dataset with a length, .* got OfUnknownLength without __len__",
-        ),
-        (
-            DataLoader(SAMPLES, batch_sampler=data.BatchSampler(data.SequentialSampler(SAMPLES), 2, drop_last=False)),
-            "expected a batch_size, got the batch_sampler BatchSampler; pass",
-        ),
+        (UNKNOWN, "expected a dataset with a length, .* got OfUnknownLength without __len__"),
+        (DataLoader(SAMPLES, batch_sampler=BATCHES), "expected a batch_size, got the batch_sampler BatchSampler; pass"),
     ],
 )
 def test_a_loader_that_cannot_be_split_is_refused_with_the_reason(loader, why):

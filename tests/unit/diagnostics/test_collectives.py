@@ -138,10 +138,8 @@ def test_a_rank_that_determines_the_order_of_gradients_may_wait_there(owner, nam
 @pytest.mark.parametrize(
     ("backends", "kind"),
     [
-        ("cpu:gloo,cuda:gloo", BARRIER),
-        ("gloo", BARRIER),
-        ("cpu:gloo,cuda:nccl", ""),
-        ("cpu:gloo,cuda:nccl,mps:gloo", ""),
+        *(("cpu:gloo,cuda:gloo", BARRIER), ("gloo", BARRIER)),
+        *(("cpu:gloo,cuda:nccl", ""), ("cpu:gloo,cuda:nccl,mps:gloo", "")),
     ],
 )
 @pytest.mark.usefixtures("one_rank")

@@ -8,40 +8,16 @@ from client.launch.settings import resolve
 from statsd_bn.errors import ConfigurationError
 from support.sentences import says
 
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "MASTER_ADDR": "node1",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RUN_ID": "run-7",
-    "TORCHELASTIC_RESTART_COUNT": "2",
-}
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
+TORCHRUN |= {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+TORCHRUN |= {"TORCHELASTIC_RUN_ID": "run-7", "TORCHELASTIC_RESTART_COUNT": "2"}
 # Of a PyTorchJob with a master and two workers, one process in each pod.
-KUBEFLOW = {
-    "RANK": "1",
-    "WORLD_SIZE": "3",
-    "MASTER_ADDR": "digits-master-0",
-    "MASTER_PORT": "23456",
-    "PET_NNODES": "3",
-    "PET_NPROC_PER_NODE": "1",
-    "PET_NODE_RANK": "1",
-}
+KUBEFLOW = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "digits-master-0", "MASTER_PORT": "23456"}
+KUBEFLOW |= {"PET_NNODES": "3", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1"}
 # Of `srun --nodes 2 --ntasks 8` in a job of three nodes that was started again once.
-SLURM = {
-    "SLURM_JOB_ID": "4711",
-    "SLURM_STEP_ID": "3",
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_NTASKS": "8",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_NNODES": "3",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NODELIST": "node[01-02]",
-    "SLURM_RESTART_COUNT": "1",
-}
+SLURM = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "3", "SLURM_RESTART_COUNT": "1"}
+SLURM |= {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8"}
+SLURM |= {"SLURM_NNODES": "3", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "node[01-02]"}
 
 
 @pytest.mark.parametrize(
@@ -87,14 +63,9 @@ def test_any_job_has_a_port_that_no_outgoing_connection_is_given(number):
 @pytest.mark.parametrize(
     ("listed", "first"),
     [
-        ("node7", "node7"),
-        ("a,b", "a"),
-        ("node[01-04,07]", "node01"),
-        ("node[007]", "node007"),
-        ("node[3,1-2],other", "node3"),
-        ("rack[1-2]node[08-09]", "rack1node08"),
+        *(("node7", "node7"), ("a,b", "a"), ("node[01-04,07]", "node01"), ("node[007]", "node007")),
+        *(("node[3,1-2],other", "node3"), ("rack[1-2]node[08-09]", "rack1node08"), ("login,node[1-2]", "login")),
         ("gpu[1-2]-ib.example.org,a", "gpu1-ib.example.org"),
-        ("login,node[1-2]", "login"),
     ],
 )
 def test_the_first_host_of_a_list(listed, first):
@@ -189,12 +160,8 @@ def test_without_a_launcher_there_is_no_place_to_meet():
     assert launchers.store_address({}) is None
     assert launchers.store_address({"MASTER_ADDR": "a"}) is None
     assert launchers.store_address({"MASTER_PORT": "1"}) is None
-    assert (launchers.rank({}), launchers.world_size({}), launchers.job({}), launchers.epoch({})) == (
-        None,
-        None,
-        None,
-        None,
-    )
+    settings = (launchers.rank, launchers.world_size, launchers.job, launchers.epoch)
+    assert [setting({}) for setting in settings] == [None] * 4
 
 
 @pytest.mark.parametrize(

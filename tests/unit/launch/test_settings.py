@@ -54,14 +54,9 @@ def test_a_long_value_is_cut():
 @pytest.mark.parametrize(
     ("name", "others"),
     [
-        ("rank", {"world_size": 2}),
-        ("world_size", {"rank": 0}),
-        ("round_timeout", {}),
-        ("join_timeout", {}),
+        *(("rank", {"world_size": 2}), ("world_size", {"rank": 0})),
         ("min_members", {"rank": 0, "world_size": 2, "policy": "elastic"}),
-        ("min_members", {}),
-        ("abort_after", {}),
-        ("job", {}),
+        *((name, {}) for name in ("round_timeout", "join_timeout", "min_members", "abort_after", "job")),
     ],
 )
 def test_a_huge_integer_is_refused_in_few_words(name, others, value):
@@ -108,28 +103,17 @@ def test_without_anything_there_are_defaults():
 
 
 def test_a_launchers_variables_win_over_defaults_and_torchruns_over_slurms():
-    assert sources(SLURM)[1:5] == [
-        ("slurm-4711.0", "SLURM_JOB_ID"),
-        (5, "SLURM_PROCID"),
-        (8, "SLURM_STEP_NUM_TASKS"),
-        (3, "SLURM_RESTART_COUNT"),
-    ]
+    job, rank = ("slurm-4711.0", "SLURM_JOB_ID"), (5, "SLURM_PROCID")
+    assert sources(SLURM)[1:5] == [job, rank, (8, "SLURM_STEP_NUM_TASKS"), (3, "SLURM_RESTART_COUNT")]
     assert sources({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"})[1] == ("default", "default")
-    assert sources({**SLURM, **TORCHRUN})[1:5] == [
-        ("run-7", "TORCHELASTIC_RUN_ID"),
-        (1, "RANK"),
-        (4, "WORLD_SIZE"),
-        (2, "TORCHELASTIC_RESTART_COUNT"),
-    ]
+    torchruns = [("run-7", "TORCHELASTIC_RUN_ID"), (1, "RANK"), (4, "WORLD_SIZE"), (2, "TORCHELASTIC_RESTART_COUNT")]
+    assert sources({**SLURM, **TORCHRUN})[1:5] == torchruns
 
 
 def test_our_variables_win_over_a_launchers():
     found = sources({**SLURM, **TORCHRUN, **OURS})
-    assert (found[0], found[1], found[5]) == (
-        ("tcp://a:1", "STATSD_BN_ENDPOINT"),
-        ("mine", "STATSD_BN_JOB"),
-        ("a.key", "STATSD_BN_CURVE"),
-    )
+    assert found[:2] == [("tcp://a:1", "STATSD_BN_ENDPOINT"), ("mine", "STATSD_BN_JOB")]
+    assert found[5] == ("a.key", "STATSD_BN_CURVE")
 
 
 def test_arguments_win_over_all_variables():

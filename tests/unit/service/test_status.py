@@ -16,25 +16,13 @@ from statsd_bn.members import NO_MEMBERS
 from statsd_bn.messages import Failure, Registered, Status
 from statsd_bn.text import unwrap
 from statsd_bn.wire import PROTOCOL_VERSION, encode
+from support.view_reports import group, member, waiting
 
 WAIT_MILLISECONDS = 20_000
 
-GROUP = {
-    "job": "resnet",
-    "group": "world",
-    "epoch": 3,
-    "world_size": 2,
-    "min_members": 0,
-    "members": [
-        {"member": 0, "place": "host 1", "participation": "takes_part", "step": 0, "replicas": 4},
-        {"member": 1, "place": "host 2", "participation": "takes_part", "step": 5, "replicas": 0},
-    ],
-    "missing": 0,
-    "lost": "",
-    "rounds_done": 17,
-    "rounds_failed": 1,
-    "waiting": [{"round": "a key", "layer": "bn1", "phase": "forward", "step": 5, "seconds": 12.34, "missing": [1]}],
-}
+MEMBERS = (member(0, 0, place="host 1", replicas=4), member(1, 5, place="host 2", replicas=0))
+WAITING = [waiting(12.34, 1, round="a key", step=5)]
+GROUP = group(*MEMBERS, job="resnet", epoch=3, rounds_done=17, rounds_failed=1, waiting=WAITING)
 REPORT = {"server": "abcd", "seconds": 61.7, "received": 40, "bad_frames": 2, "groups": [GROUP]}
 
 
@@ -151,16 +139,16 @@ def test_the_reason_of_a_broken_job_does_not_repeat_the_job():
     assert said.splitlines()[2] == "resnet: Broken: rank 1 (b, pid 2) fell silent at step 5"
 
 
+PAIR = {"group": "pair", "missing": 1}
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
         ({"missing": 1, "members": GROUP["members"][:1]}, "Waiting for rank 1 to join: 1 of 2 ranks are here"),
+        (PAIR | {"members": GROUP["members"][1:]}, "Waiting for 1 rank besides rank 1 to join: 1 of 2 ranks are here"),
         (
-            {"group": "pair", "missing": 1, "members": GROUP["members"][1:]},
-            "Waiting for 1 rank besides rank 1 to join: 1 of 2 ranks are here",
-        ),
-        (
-            {"group": "pair", "world_size": 4, "missing": 2},
+            PAIR | {"world_size": 4, "missing": 2},
             "Waiting for 2 ranks besides ranks 0-1 to join: 2 of 4 ranks are here",
         ),
         ({"lost": "member 1 left"}, "Broken: member 1 left"),

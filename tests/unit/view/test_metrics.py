@@ -67,15 +67,8 @@ def test_round_trips_are_a_histogram_of_their_own_from_20_microseconds_on():
 
 def test_the_verdict_and_its_numbers_are_metrics():
     first = {"layer": "bn1", "phase": "forward", "step": 20, "ranks": [2], "channels": 1, "of": 4, "what": "NaN"}
-    told = group(
-        member(0, round_trip={"median": 2e-5, "p99": 4e-5}),
-        member(1),
-        **NAMED,
-        first_non_finite=first,
-        findings=[skew(1), skew(0, cleared=True)],
-        slowest=1,
-        held=0.25,
-    )
+    found = {"first_non_finite": first, "findings": [skew(1), skew(0, cleared=True)], "slowest": 1, "held": 0.25}
+    told = group(member(0, round_trip={"median": 2e-5, "p99": 4e-5}), member(1), **NAMED, **found)
     of = samples(report(told))
     assert value(of, "statsd_bn_severity", state="data", **NAMED) == 3
     assert value(of, "statsd_bn_first_non_finite_step", layer="bn1", rank="2", **NAMED) == 20
@@ -147,17 +140,9 @@ PROMTOOL = shutil.which("promtool")
 
 @pytest.mark.skipif(not PROMTOOL, reason="needs promtool, of Debian's package prometheus")
 def test_promtool_accepts_the_metrics_and_the_rules():
-    snapshot = SnapshotBuilder("x").update(
-        0.0,
-        report(
-            group(
-                member(0, round_trip={"median": 2e-5, "p99": 4e-5}),
-                round_seconds=HISTOGRAM,
-                round_trip_seconds=HISTOGRAM,
-                figures=figures(layer("bn", 0.1)),
-            )
-        ),
-    )
+    one = member(0, round_trip={"median": 2e-5, "p99": 4e-5})
+    times = {"round_seconds": HISTOGRAM, "round_trip_seconds": HISTOGRAM}
+    snapshot = SnapshotBuilder("x").update(0.0, report(group(one, **times, figures=figures(layer("bn", 0.1)))))
     text = Metrics(lambda: snapshot).text()
     # The exit code is 3 where promtool only advises, so 0 says that it has no advice either.
     checked = subprocess.run([PROMTOOL, "check", "metrics"], input=text, capture_output=True, check=False)
