@@ -19,7 +19,7 @@ import pytest
 
 import client
 from documentation.docs_blocks import README, ROOT, Block, blocks_of
-from support.launched import MARK, PROC, end_all, free_port
+from support.launched import MARK, PATIENT, PROC, end_all, free_port
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -51,7 +51,7 @@ def shown(command: str) -> Block:
 
 
 class Bash:
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block, **variables: str) -> None:
         # The path of a socket has at most 107 letters, which pytest's own folders may have alone.
         self.folder = Path(tempfile.mkdtemp(prefix="readme-"))
         for name in files_of(block):
@@ -61,8 +61,9 @@ class Bash:
             "PYTHONPATH": str(ROOT),
             "XDG_RUNTIME_DIR": str(self.folder),
             "CUDA_VISIBLE_DEVICES": "",
-            "PET_MASTER_PORT": str(free_port()),  # torchrun's variable: its default port may be in use
+            "PET_MASTER_PORT": str(free_port("")),  # torchrun's default port may be in use; it binds all addresses
             MARK: self.folder.name,
+            **variables,
         }
         self.lines: list[str] = []
         self._more = threading.Condition()
@@ -108,11 +109,11 @@ class Bash:
 
 
 @pytest.fixture
-def bash() -> Iterator[Callable[[Block], Bash]]:
+def bash() -> Iterator[Callable[..., Bash]]:
     with ExitStack() as ending:
 
-        def start(block: Block) -> Bash:
-            shell = Bash(block)
+        def start(block: Block, **variables: str) -> Bash:
+            shell = Bash(block, **variables)
             ending.callback(shell.close)
             return shell
 
@@ -146,7 +147,8 @@ def test_the_two_commands_are_scripts_that_there_are():
 
 
 def test_the_script_for_torchrun_trains(bash):
-    output = bash(shown("torchrun --nproc-per-node 2 train.py\n")).done()
+    # On a busy machine a rank may be silent for longer than the default of 3.5 s, and the other would get ReplicaLost.
+    output = bash(shown("torchrun --nproc-per-node 2 train.py\n"), **PATIENT).done()
     steps = int(re.search(r"after (\d+) steps", output)[1])
     for rank in range(2):
         assert re.search(rf"rank {rank}: loss [\d.]+ after {steps} steps and {2 * steps} rounds", output)
