@@ -145,7 +145,7 @@ def rows_of(ranks, channels):
 def finished(launch, rows, running, channels, **options):
     """The forward pass of a rank that has gathered these rows."""
     x = torch.zeros(1, channels, device=DEVICE)
-    found = launch.Forward(x, len(rows), gathers=True)
+    found = launch.Pass(x, len(rows), gathers=True)
     found.rows.copy_(rows.flatten())
     found.digest = 5
     found.finish(None, None, running, 1e-5, **options)
@@ -164,7 +164,7 @@ def test_ranks_with_and_without_kernels_have_the_same_bits(launch, dtype, clamp)
     moments = ChannelMoments(*device_rows.sum_rows(rows[:, 1:], (2, 300)))
     running_stats.update_from(torchs, moments)
     expected = ChannelStatistics.of(moments, 1e-5, "clamp" if clamp else "plus")
-    assert torch.equal(found.vectors, expected.vectors)
+    assert torch.equal(found.statistics, expected.vectors)
     assert reference.has_equal_bits(dict(ours.named_buffers()), dict(torchs.named_buffers()))
 
 
@@ -196,7 +196,7 @@ def test_errors_of_a_round_are_flagged(launch, spoil, flags, fails):
         launch, rows, Running(layer.running_mean, layer.running_var, layer.num_batches_tracked, 0.1), 300, clamp=False
     )
     assert found.flags.view(4, -1).amax(1).tolist() == flags
-    assert bool(found.vectors[0].isnan().all()) == fails
+    assert bool(found.statistics[0].isnan().all()) == fails
     assert int(layer.num_batches_tracked) == (not fails)
     assert bool(layer.running_mean.any()) != fails
 
@@ -366,7 +366,7 @@ def test_without_triton_torchs_operators_compute(launch, monkeypatch, caplog, wr
     triton_exchange.works_on.cache_clear()
     assert triton_exchange.works_on(device, torch.float32)
     if wrong == "no type":
-        monkeypatch.setattr(launch.Backward, "finish", mock.Mock(side_effect=RuntimeError("no such type")))
+        monkeypatch.setattr(launch.Pass, "finish_backward", mock.Mock(side_effect=RuntimeError("no such type")))
     else:
         monkeypatch.setattr(importlib.import_module("triton"), "__version__", "3.2.0")
     for _ in range(2):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
 from math import isnan
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,11 @@ from client.ops.device_errors import DeviceErrors, Flags, TooFewValues, async_ch
 from client.ops.exchange import PlainExchange
 from client.ops.functional import Slice, is_plain
 from client.ops.statistics import ChannelMoments, ChannelStatistics, Running, dense, same_layout
+from client.ops.triton import launch
 from client.transports import device_rows
 from client.transports.device_rows import DeviceAggregate, LocalRows
 from client.transports.process_group import ProcessGroupPipe
 from statsd_bn.round_key import BACKWARD, RoundKey
-
-if TYPE_CHECKING:
-    from client.ops.triton.launch import Backward, Forward
 
 logger = logging.getLogger("statsd_bn.client")
 
@@ -43,8 +41,6 @@ def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     is_plain_memory = type(x) in {Tensor, torch.nn.Parameter} and not x.is_neg()
     if not is_plain_memory or x.dtype not in TYPES or not x.is_cuda or not works_on(x.device, x.dtype):
         return False
-    from client.ops.triton import launch  # noqa: PLC0415 - needs Triton
-
     return launch.fits(x) and all(each is None or each.device == x.device for each in (weight, bias))
 
 
@@ -58,8 +54,6 @@ def works_on(device: torch.device, dtype: torch.dtype) -> bool:
         version = import_module("triton").__version__
         if tuple(map(int, version.split(".")[:2])) < OLDEST:
             raise ImportError(f"expected Triton {'.'.join(map(str, OLDEST))} or newer, got {version}")  # noqa: TRY301
-        from client.ops.triton import launch  # noqa: PLC0415 - as above
-
         launch.try_out(device, dtype)
     except Exception as error:  # noqa: BLE001 - compilers, drivers and the import fail in many ways
         logger.warning(
@@ -78,17 +72,16 @@ class TritonExchange(PlainExchange):
     """A plain call on CUDA, by Triton's kernels."""
 
     shape: tuple[int, ...] = field(init=False)  # of the input
-    first: "Forward" = field(init=False)  # the forward pass
+    first: launch.Pass = field(init=False)  # the forward pass
 
     def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Launch the kernels; the host does not wait for them."""
-        from client.ops.triton import launch  # noqa: PLC0415 - needs Triton
-
         x = dense(x)
         with launch.on_device_of(x):
             if self.key is None:
                 self.shape = tuple(x.shape)
-                self.first = launch.Forward(x, device_rows.nr_ranks(self.transport), gathers=self._gathers)
+                gathers = isinstance(self.transport, ProcessGroupPipe)
+                self.first = launch.Pass(x, device_rows.nr_ranks(self.transport), gathers=gathers)
                 self.key = self._forward_round(x, weight, bias)
             return self.first.affine(None, x)
 
@@ -100,7 +93,7 @@ class TritonExchange(PlainExchange):
         # A round that may raise updates nothing here; a cumulative average is updated by the layer.
         running = None if wait or (self.running and isnan(self.running.momentum)) else self.running
         clamp = self.eps_mode == "clamp"
-        first.finish(_contiguous(weight), _contiguous(bias), running or Running(), self.eps, clamp=clamp)
+        first.finish(weight, bias, running or Running(), self.eps, clamp=clamp)
         self.has_updated_running = running is not None
         self._submit(first, key, TooFewValues(first.flags, self.layer, self.shape), wait=wait)
         if not self.has_updated_running:
@@ -113,19 +106,15 @@ class TritonExchange(PlainExchange):
         if name == "local":
             return [ChannelMoments(self.first.count, self.first.row[2:].view(2, -1), self.shape)]
         if name == "statistics":
-            return ChannelStatistics(self.first.work[0].clamp(min=1), self.first.vectors)
+            return ChannelStatistics(self.first.work[0].clamp(min=1), self.first.statistics)
         return None
 
-    @property
-    def _gathers(self) -> bool:
-        return isinstance(self.transport, ProcessGroupPipe)
-
     def _submit(
-        self, of: "Forward | Backward", key: RoundKey, too_few: TooFewValues | None = None, *, wait: bool = False
+        self, of: launch.Pass, key: RoundKey, too_few: TooFewValues | None = None, *, wait: bool = False
     ) -> None:
         # Without `self`: unchecked flags would keep the call alive, and checkpoints would assume that its graph is too.
         transport, row, rows, blocks = self.transport, of.row, of.rows, of.blocks
-        others = of.flags if self._gathers else None
+        others = of.flags if of.gathers else None
 
         def report(flags: Flags) -> None:
             ranks = device_rows.ranks_of(transport)
@@ -142,15 +131,13 @@ class TritonExchange(PlainExchange):
         is_alike = self.shape == tuple(x.shape) == tuple(grad.shape)
         if not is_alike or not supports(x, weight, None) or (weight is not None and weight.shape != x.shape[1:2]):
             return None
-        from client.ops.triton import launch  # noqa: PLC0415 - as above
-
         x = dense(x)
         if grad.dtype != x.dtype or grad.stride() != x.stride():
             grad, x = same_layout(grad, x)
         needs_input, needs_weight, needs_bias = needs
         with launch.on_device_of(x):
             async_checks.poll(x.device)
-            backward = launch.Backward(x, self.first.ranks, self.first.work, gathers=self._gathers)
+            backward = launch.Pass(x, self.first.ranks, self.first.work, gathers=self.first.gathers)
             write, key = partial(backward.write_row, grad, x), None
             if needs_input:
                 key = device_rows.run_row(self.transport, write, self.next_key(BACKWARD))
@@ -158,7 +145,7 @@ class TritonExchange(PlainExchange):
                 write(0)
             of_weight = torch.empty_like(weight) if needs_weight and weight is not None else None
             of_bias = torch.empty(x.shape[1], dtype=torch.float32, device=x.device) if needs_bias else None
-            backward.finish(_contiguous(weight), of_weight, of_bias, has_round=needs_input)
+            backward.finish_backward(weight, of_weight, of_bias, has_round=needs_input)
             if key is None:
                 return None, of_weight, of_bias
             self._submit(backward, key)
@@ -167,7 +154,3 @@ class TritonExchange(PlainExchange):
 
 def _total(rows: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
     return device_rows.sum_rows(rows.view(ranks, -1)[:, 1:], (2, -1))
-
-
-def _contiguous(vector: Tensor | None) -> Tensor | None:
-    return None if vector is None else vector.contiguous()

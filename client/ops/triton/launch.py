@@ -8,7 +8,6 @@ own variants.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 from client.ops.statistics import Running
-from client.ops.triton import kernels
 
 # Values per tile; programs that fill a large GPU; the maximum number of tiles that one program adds in float32, as long
 # as the maximum number of programs of a launch allows.
@@ -32,45 +30,36 @@ ALIGNMENT = 16
 _WORD = torch.float64
 
 
-@dataclass(frozen=True, eq=False, slots=True)
 class Tiling:
-    """Tiling of an input, which the kernels read as (n, c, s)."""
+    """Tiling of the dense inputs of a shape and layout, which the kernels read as (n, c, s)."""
 
-    shape: tuple[int, int, int]
-    tile: tuple[int, int, int]  # the block size of each dimension
-    warps: int
-    channel_blocks: int
-    tiles: int
-    steps: int  # tiles that a program of a sum adds
-    splits: int
-    blocks: int  # of channels, for kernels over vectors
-    compiled: dict[Any, Any] = field(default_factory=dict)  # the kernel variants for inputs of this shape
+    def __init__(self, shape: tuple[int, ...], is_contiguous: bool) -> None:
+        n, c, *positions = shape
+        s = prod(positions)
+        if 0 in shape:
+            n, s = 0, 1
+        elif not is_contiguous:
+            n, s = n * s, 1
+        block_s = min(_power_of_2(s), 256)
+        block_c = min(_power_of_2(c), max(128 // block_s, 1))
+        block_n = min(_power_of_2(n), max(TILE // (block_s * block_c), 1))
+        self.shape, self.tile = (n, c, s), (block_n, block_c, block_s)
+        self.warps = min(max(prod(self.tile) // 512, 1), 8)
+        self.tiles = -(-n // block_n) * -(-s // block_s)
+        self.channel_blocks = -(-c // block_c)
+        wanted = max(-(-PROGRAMS // self.channel_blocks), -(-self.tiles // MAX_STEPS), 1)
+        self.steps = max(-(-self.tiles // min(wanted, MAX_PROGRAMS)), 1)  # tiles that a program of a sum adds
+        self.splits = max(-(-self.tiles // self.steps), 1)
+        self.blocks = -(-c // BLOCK)  # of channels, for kernels over vectors
+        self.compiled: dict[Any, Any] = {}  # the kernel variants for these inputs
+
+
+_tiling = lru_cache(maxsize=4096)(Tiling)
 
 
 def tiling_of(x: Tensor) -> Tiling:
     """Tiling of a dense input."""
     return _tiling(x.shape, x.is_contiguous())
-
-
-@lru_cache(maxsize=4096)
-def _tiling(shape: tuple[int, ...], is_contiguous: bool) -> Tiling:
-    n, c, *positions = shape
-    s = prod(positions)
-    if 0 in shape:
-        n, s = 0, 1
-    elif not is_contiguous:
-        n, s = n * s, 1
-    block_s = min(_power_of_2(s), 256)
-    block_c = min(_power_of_2(c), max(128 // block_s, 1))
-    block_n = min(_power_of_2(n), max(TILE // (block_s * block_c), 1))
-    warps = min(max(block_n * block_c * block_s // 512, 1), 8)
-    channel_blocks = -(-c // block_c)
-    tiles = -(-n // block_n) * -(-s // block_s)
-    wanted = max(-(-PROGRAMS // channel_blocks), -(-tiles // MAX_STEPS), 1)
-    steps = max(-(-tiles // min(wanted, MAX_PROGRAMS)), 1)
-    splits = max(-(-tiles // steps), 1)
-    tile = block_n, block_c, block_s
-    return Tiling((n, c, s), tile, warps, channel_blocks, tiles, steps, splits, -(-c // BLOCK))
 
 
 def _power_of_2(number: int) -> int:
@@ -83,12 +72,13 @@ def fits(x: Tensor) -> bool:
     return 0 < channels <= MAX_PROGRAMS and x.numel() // channels < 2**31 - 2 * TILE
 
 
-def _launch(
-    tiling: Tiling, variant: tuple[Any, ...], kernel: Any, grid: tuple[int, int, int], warps: int, *arguments: Any
-) -> None:
+def _launch(tiling: Tiling, variant: tuple[Any, ...], grid: tuple[int, int, int], warps: int, *arguments: Any) -> None:
+    """Launch a variant of the kernel that is named first in it."""
     compiled = tiling.compiled.get(variant)
     if compiled is None:
-        compiled = kernel[grid](*arguments, num_warps=warps, **kernels.OPTIONS)
+        from client.ops.triton import kernels  # noqa: PLC0415 - needs Triton
+
+        compiled = getattr(kernels, variant[0])[grid](*arguments, num_warps=warps, **kernels.OPTIONS)
         if compiled is not None:  # the interpreter compiles nothing
             tiling.compiled[variant] = compiled
         return
@@ -105,10 +95,11 @@ def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
 class Pass:
     """One pass, with its buffers: `forward` is the buffer of its forward pass, None for a forward pass.
 
-    `ranks` rows take part in its round; `gathers`: whether other ranks send some of them.
+    `ranks` rows take part in its round; `gathers`: whether other ranks send some of them. Inputs are dense. Their
+    layout may differ between the passes, but a gradient has that of its input.
     """
 
-    __slots__ = ("_forward", "_gathers", "blocks", "count", "digest", "flags", "ranks", "row", "rows", "tiling", "work")
+    __slots__ = ("_forward", "blocks", "count", "digest", "flags", "gathers", "ranks", "row", "rows", "tiling", "work")
 
     def __init__(self, x: Tensor, ranks: int, forward: Tensor | None = None, *, gathers: bool) -> None:
         self.tiling = tiling = tiling_of(x)
@@ -116,7 +107,7 @@ class Pass:
         head, size = 1 + 6 * c if forward is None else 3 * c, 2 * c + 2
         self.blocks = tiling.blocks  # each block of channels writes its own flags
         flags = (ranks + (forward is None)) * tiling.blocks
-        self._gathers, self.ranks, self.digest = gathers, ranks, 0
+        self.gathers, self.ranks, self.digest = gathers, ranks, 0
         self.count = n * s  # this rank's values per channel
         own = head + size
         self.work = torch.empty(own if gathers else own + flags, dtype=_WORD, device=x.device)
@@ -124,6 +115,11 @@ class Pass:
         self.row, behind = self.work[head:own], self.work[head:]  # the row: shape (2 * C + 2,)
         shared = torch.empty(ranks * size + flags, dtype=_WORD, device=x.device) if gathers else behind
         self.rows, self.flags = shared.split_with_sizes([ranks * size, flags])
+
+    @property
+    def statistics(self) -> Tensor:
+        """Mean, invstd and slope of a forward pass, shape (3, C)."""
+        return self.work[1 : 1 + 3 * self.tiling.shape[1]].view(3, -1)
 
     def release_rows(self) -> None:
         """Release rows and flags, which grow with the number of ranks; the rest is saved for the backward pass."""
@@ -140,24 +136,37 @@ class Pass:
         size = (1 + 2 * tiling.splits) * x.shape[1]
         partial = self.work if is_whole else torch.empty(size, dtype=_WORD, device=x.device)
         _launch(
-            tiling, ("sums", *_kind(dy, x)), kernels.sums, (tiling.channel_blocks, tiling.splits, 1), tiling.warps,
+            tiling, ("sums", *_kind(dy, x)), (tiling.channel_blocks, tiling.splits, 1), tiling.warps,
             dy, x, forward, partial, self.row, *tiling.shape, tiling.steps, digest, count, is_whole, *tiling.tile,
         )  # fmt: skip
         if not is_whole:
             _launch(
-                tiling, ("write_row", x.device, dy is None), kernels.write_row, (tiling.blocks, 1, 1), 4,
+                tiling, ("write_row", x.device, dy is None), (tiling.blocks, 1, 1), 4,
                 partial, forward, self.row, x.shape[1], tiling.splits, digest, count, SPLITS_AT_ONCE, BLOCK,
             )  # fmt: skip
         return self.row, self.rows
+
+    def finish(self, weight: Tensor | None, bias: Tensor | None, running: Running, eps: float, *, clamp: bool) -> None:
+        """Compute the statistics from all rows of a forward pass, and update the running statistics."""
+        *buffers, momentum = running
+        vectors = _contiguous(weight), _contiguous(bias), *buffers
+        self._finish("finish", (self.work,), vectors, eps, momentum, option=clamp)
+
+    def finish_backward(
+        self, weight: Tensor | None, of_weight: Tensor | None, of_bias: Tensor | None, *, has_round: bool
+    ) -> None:
+        """Write the gradients of weight and bias that are not None and, after a round, the factors of the input's."""
+        vectors = _contiguous(weight), of_weight, of_bias
+        self._finish("finish_backward", (self._forward, self.work), vectors, option=has_round)
 
     def _finish(
         self, name: str, work: tuple[Tensor, ...], vectors: Sequence[Tensor | None], *numbers: float, option: bool
     ) -> None:
         """Compute what follows from all rows, by one program for each block of channels."""
         tiling, types = self.tiling, (None if each is None else each.dtype for each in vectors)
-        variant = name, self.work.device, *types, self.ranks, self._gathers, option
+        variant = name, self.work.device, *types, self.ranks, self.gathers, option
         _launch(
-            tiling, variant, getattr(kernels, name), (tiling.blocks, 1, 1), 4,
+            tiling, variant, (tiling.blocks, 1, 1), 4,
             *work, self.rows, *vectors, tiling.shape[1], self.ranks, self.digest, *numbers, option, BLOCK,
         )  # fmt: skip
 
@@ -167,7 +176,7 @@ class Pass:
         if tiling.tiles:
             grid = tiling.tiles, tiling.channel_blocks, 1
             arguments = dy, x, output, self._forward, self.work, *tiling.shape, *tiling.tile
-            _launch(tiling, ("affine", *_kind(dy, x)), kernels.affine, grid, tiling.warps, *arguments)
+            _launch(tiling, ("affine", *_kind(dy, x)), grid, tiling.warps, *arguments)
         return output
 
 
@@ -176,33 +185,8 @@ def _kind(dy: Tensor | None, x: Tensor) -> tuple[Any, ...]:
     return x.device, x.dtype, x.data_ptr() % ALIGNMENT, None if dy is None else dy.data_ptr() % ALIGNMENT
 
 
-class Forward(Pass):
-    """Forward pass of a dense input; type and layout may differ when it is recomputed."""
-
-    __slots__ = ()
-
-    @property
-    def vectors(self) -> Tensor:
-        """Mean, invstd and slope, shape (3, C)."""
-        return self.work[1 : 1 + 3 * self.tiling.shape[1]].view(3, -1)
-
-    def finish(self, weight: Tensor | None, bias: Tensor | None, running: Running, eps: float, *, clamp: bool) -> None:
-        """Compute the statistics from all rows, and update the running statistics."""
-        *buffers, momentum = running
-        self._finish("finish", (self.work,), (weight, bias, *buffers), eps, momentum, option=clamp)
-
-
-class Backward(Pass):
-    """Backward pass. Gradient and input have one layout, which may differ from the forward's."""
-
-    __slots__ = ()
-
-    def finish(
-        self, weight: Tensor | None, of_weight: Tensor | None, of_bias: Tensor | None, *, has_round: bool
-    ) -> None:
-        """Write the gradients of weight and bias that are not None and, after a round, the factors of the input's."""
-        vectors = weight, of_weight, of_bias
-        self._finish("finish_backward", (self._forward, self.work), vectors, option=has_round)
+def _contiguous(vector: Tensor | None) -> Tensor | None:
+    return None if vector is None else vector.contiguous()
 
 
 def try_out(device: torch.device, dtype: torch.dtype) -> None:
@@ -211,11 +195,11 @@ def try_out(device: torch.device, dtype: torch.dtype) -> None:
     weight, mean, var, gradient = (torch.ones(7, device=device) for _ in range(4))
     running = Running(mean, var, torch.zeros((), dtype=torch.int64, device=device), 0.1)
     with on_device_of(x):
-        forward = Forward(x, 1, gathers=False)
+        forward = Pass(x, 1, gathers=False)
         forward.write_row(None, x, 0)
         forward.finish(weight, weight, running, 1e-5, clamp=False)
         forward.affine(None, x)
-        backward = Backward(x, 1, forward.work, gathers=False)
+        backward = Pass(x, 1, forward.work, gathers=False)
         backward.write_row(x, x, 0)
-        backward.finish(weight, gradient, gradient, has_round=True)
+        backward.finish_backward(weight, gradient, gradient, has_round=True)
         backward.affine(x, x)
