@@ -63,10 +63,15 @@ def negotiate(connection: Connection, group: Group) -> GroupMemory | None:
 def _shared_memory(connection: Connection, group: Group, members: list[int]) -> tuple[mmap | None, str]:
     """Memory that all members share; or None and the reason, which is empty if they use the process group."""
     session, are_too_many = connection.session(group), len(members) > MAX_MEMBERS
-    is_offering = connection.rank == members[0] and not are_too_many
-    offer, reason = _offer(connection.member, len(members) if is_offering else 0)
+    offer, reason = None, _refusal(connection.member)
+    if connection.rank == members[0] and not (reason or are_too_many):
+        try:
+            offer = MemoryOffer(group_memory.size_of(len(members)))
+        except OSError as error:
+            reason = f"it cannot allocate shared memory: {error}"
     with closing(offer) if offer else nullcontext():
-        reply = _SEPARATOR.join((_process_group_reply(session), reason.encode() or _ready(offer)))
+        ready = _READY + (offer.name.encode() if offer else b"")
+        reply = _process_group_reply(session) + _SEPARATOR + (reason.encode() or ready)
         replies = connection.gather_in_group(group, MEMORY_GATHER, reply).values()
         about_group, _, about_memory = zip(*(each.partition(_SEPARATOR) for each in replies), strict=True)
         if _accept_process_group(session, members, about_group):
@@ -119,21 +124,8 @@ def _accept_process_group(session: Session, members: list[int], replies: Iterabl
     return not reason
 
 
-def _offer(member: Member, members: int) -> tuple[MemoryOffer | None, str]:
-    """Offer of memory for this many members, None for 0; and the reason if this member cannot share memory."""
-    if reason := _refusal(member):
-        return None, reason
-    try:
-        return MemoryOffer(group_memory.size_of(members)) if members else None, ""
-    except OSError as error:
-        return None, f"it cannot allocate shared memory: {error}"
-
-
-def _ready(offer: MemoryOffer | None) -> bytes:
-    return _READY + (offer.name.encode() if offer else b"")
-
-
 def _refusal(member: Member) -> str:
+    """Why this member does not share memory; empty if it can and wants to."""
     if member.transport == OVER_SERVER:
         return f"its transport is {OVER_SERVER!r}, as connect() or STATSD_BN_TRANSPORT says"
     if reason := memfd.unavailable_reason():
