@@ -3,18 +3,18 @@
 `ZmqChannelPool` uses sockets; a process alone in its job has an `InProcessChannelPool`.
 """
 
+import math
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Self
+from typing import Self, TypeAlias
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from client.session.heartbeat import Context, HeartbeatSocket, new_socket, secure
 from client.session.protocol.session import ResultT, StateMachine
 from statsd_bn import endpoints, limits
 from statsd_bn.endpoints import HANDSHAKES, HandshakeMonitor, SocketMonitor, explain_no_answer, format_no_answer
@@ -31,6 +31,12 @@ WATCH_SECONDS = 0.1  # interval at which a longer wait checks for a reconnect, a
 
 LINGER_MILLISECONDS = 1000  # timeout for the last frames to leave when the connection closes
 CLOSE_SECONDS = 3.0  # timeout of closing altogether
+
+CONNECT_MILLISECONDS = 1000  # timeout of an attempt; TCP itself repeats a lost first packet after 1, 3 and 7 s
+# ZeroMQ's pause of the heartbeats' socket; the server waits 300 ms before it takes the member for dead.
+RECONNECT_MILLISECONDS = 50
+
+Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 
 _NOBLOCK = int(zmq.NOBLOCK)  # a plain integer, which is quicker than pyzmq's flag
 
@@ -102,7 +108,7 @@ class ChannelPool:
         channel.idle = self._idle
         return channel
 
-    def heartbeat_socket(self) -> HeartbeatSocket | None:
+    def heartbeat_socket(self) -> "HeartbeatSocket | None":
         """Open a socket for heartbeats, to be closed before the pool; None for a server in this process."""
         return None
 
@@ -145,7 +151,7 @@ class ZmqChannelPool(ChannelPool):
             self._context.term()
             raise
 
-    def heartbeat_socket(self) -> HeartbeatSocket:
+    def heartbeat_socket(self) -> "HeartbeatSocket":
         """Open a socket for heartbeats, to be closed before the pool."""
         return HeartbeatSocket(self._context, self.endpoint, self._keys)
 
@@ -241,6 +247,91 @@ class _ZmqChannel(Channel):
             message = recv_monitor_message(self._monitor)
             self._handshakes.on_event(time.monotonic(), int(message["event"]), int(message["value"]))
         return 0 < before < self._handshakes.successes
+
+
+class HeartbeatSocket:
+    """A socket that sends frames at once or drops them; one thread uses it, but any thread may call `wake`."""
+
+    # It lives as long as the connection, so the server always knows where it reaches a live process.
+
+    def __init__(self, context: Context, endpoint: str, keys: ClientKeys | None = None) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.settimeout(0)
+        self._writer.settimeout(0)
+        self._socket = new_socket(context, endpoint, linger=0)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # no queue without a connection
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MILLISECONDS)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        secure(self._socket, keys)
+        self._socket.connect(endpoint)
+        self._poller = zmq.Poller()
+        for readable in (self._socket, self._monitor, self._reader):
+            self._poller.register(readable, zmq.POLLIN)
+
+    def send(self, frame: bytes) -> bool:
+        """Send a frame if it can leave now; return whether it could."""
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a frame could leave now."""
+        return bool(self._socket.poll(0, zmq.POLLOUT))
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for a connection, a frame, a `wake` or the timeout; return whether it has connected."""
+        ready = dict(self._poller.poll(max(0, math.ceil(seconds * 1000))))
+        with suppress(BlockingIOError):
+            self._reader.recv(64)
+        return self._monitor in ready and bool(self._drain(self._monitor))
+
+    def received(self) -> list[bytes]:
+        """Return the frames that have arrived."""
+        return self._drain(self._socket)
+
+    def wake(self) -> None:
+        """End a `wait`; from any thread."""
+        with suppress(OSError):  # a full buffer wakes as well as one byte more; on a closed socket no thread waits
+            self._writer.send(b"\0")
+
+    def close(self) -> None:
+        """Close all of its sockets."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close()
+        self._reader.close()
+        self._writer.close()
+
+    @staticmethod
+    def _drain(readable: "zmq.Socket[bytes]") -> list[bytes]:
+        frames = []
+        with suppress(zmq.Again):
+            while True:
+                frames.append(readable.recv_multipart(zmq.NOBLOCK)[-1])
+        return frames
+
+
+def new_socket(context: Context, endpoint: str, linger: int) -> zmq.Socket[bytes]:
+    """Return a socket to be connected to an endpoint; `linger` in milliseconds."""
+    found = context.socket(zmq.DEALER)
+    found.setsockopt(zmq.LINGER, linger)
+    found.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MILLISECONDS)
+    found.setsockopt(zmq.IPV6, int("[" in endpoint))
+    return found
+
+
+def secure(socket: "zmq.Socket[bytes]", keys: ClientKeys | None) -> None:
+    """Set a socket's CURVE keys, before it connects; do nothing without keys."""
+    if keys is None:
+        return
+    if not zmq.has("curve"):
+        raise ConfigurationError(f"curve: libzmq {zmq.zmq_version()} was built without it; install pyzmq from a wheel")
+    socket.curve_serverkey = keys.server.encode()
+    socket.curve_publickey = keys.pair.public.encode()
+    socket.curve_secretkey = keys.pair.secret.encode()
 
 
 def _closed() -> ConnectionClosed:

@@ -8,7 +8,6 @@ import os
 import threading
 from collections import deque
 from contextlib import ExitStack, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -17,7 +16,6 @@ from client.session import groups
 from client.session.channel_pool import IN_PROCESS, ChannelPool, run_state_machine
 from client.session.groups import Group
 from client.session.protocol import all_gather
-from client.session.protocol.heartbeats import UNUSED_SECONDS
 from client.session.protocol.member import OVER_PROCESS_GROUP, OVER_SERVER, SHARED_MEMORY, Member, TransportState
 from client.session.protocol.registration import cause_of
 from client.session.protocol.round_trip import RoundTrip
@@ -52,9 +50,7 @@ class Connection:
         self.member = member
         self.rounds = 0
         self.channel_pool = channel_pool
-        self._has_warned = False
-        on_unused = partial(self._warn_of_no_layer, f"in the first {UNUSED_SECONDS:.0f} s")
-        self._sessions = Sessions(channel_pool, member, on_unused)
+        self._sessions = Sessions(channel_pool, member)
         self.broken_job = self._sessions.broken_job
         self._world = groups.group_named(WORLD, member.world_size)
         # Resolved here if possible: torch.compile traces a layer to its group, but not to the host's name.
@@ -89,11 +85,7 @@ class Connection:
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
         at = self.endpoint if self.is_in_process else f"to {self.endpoint}"
-        return f"<Connection {at}: {self._name}, {state}>"
-
-    @property
-    def _name(self) -> str:
-        return f"job {self.member.job!r}, rank {self.member.rank} of {self.member.world_size}"
+        return f"<Connection {at}: {self.member.name}, {state}>"
 
     @property
     def endpoint(self) -> str:
@@ -335,20 +327,9 @@ class Connection:
             rest.callback(self.channel_pool.close)
             rest.callback(self._sessions.leave, cause)
             if not (self.rounds or cause):
-                rest.callback(self._warn_of_no_layer, "before the connection closed")
+                rest.callback(self._sessions.warn_of_no_layer, "before the connection closed")
             for call in reversed(self.close_callbacks):
                 rest.callback(call)
-
-    def _warn_of_no_layer(self, when: str) -> None:
-        """Warn, once, that no layer was synchronised although there are other members."""
-        if self.member.world_size > 1 and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "%s: no layer was synchronised %s; check that client.convert_model() was called and the model is in "
-                "training mode",
-                self._name,
-                when,
-            )
 
     def _world_transports(self) -> list[TransportState]:
         """Transports of the groups of all members of the job."""
@@ -374,12 +355,12 @@ class Connection:
 
     def _check_usable(self) -> None:
         if self._closed:
-            raise ConnectionClosed(f"{self._name}: the connection is closed; call client.connect() again")
+            raise ConnectionClosed(f"{self.member.name}: the connection is closed; call client.connect() again")
         if not self.is_own:
             raise ConnectionClosed(
                 f"process {os.getpid()} was forked from process {self._process} and cannot use its connection "
-                f"({self._name}); use the model in eval mode there, or call client.connect(rank=0, world_size=1) to "
-                "train alone there"
+                f"({self.member.name}); use the model in eval mode there, or call client.connect(rank=0, "
+                "world_size=1) to train alone there"
             )
 
 

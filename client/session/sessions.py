@@ -1,24 +1,33 @@
-"""Sessions: this process's registrations in its groups, each made when the group is first used."""
+"""Sessions: this process's registrations in its groups, and the thread that sends their heartbeats.
 
+A registration is made when the group is first used. The heartbeats show the server that this process is alive, and
+answer its stack requests. ZeroMQ's own would not do: its I/O thread answers them even if Python is stuck.
+"""
+
+import logging
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import cast
 
 from client.diagnostics.broken_job import BrokenJob
 from client.diagnostics.sampler import ThreadSampler
-from client.session.channel_pool import ChannelPool, run_state_machine
+from client.session.channel_pool import ChannelPool, HeartbeatSocket, run_state_machine
 from client.session.groups import Group
-from client.session.heartbeat import HeartbeatThread
+from client.session.protocol.heartbeats import UNUSED_SECONDS, HeartbeatScheduler
 from client.session.protocol.member import BY_JOIN, Member
 from client.session.protocol.registration import Registration, cause_of
 from client.session.protocol.session import LastRoundDone, Session
 from statsd_bn import limits
 from statsd_bn.errors import ConfigurationError, ConnectionClosed, ServerUnreachable, StatsdBNError
-from statsd_bn.messages import Participation
+from statsd_bn.messages import Participation, StackRequest
+from statsd_bn.wire import encode
+
+logger = logging.getLogger("statsd_bn.client")
 
 
 @dataclass(slots=True, eq=False)
@@ -33,9 +42,10 @@ class _Entry:
 class Sessions:
     """This process's sessions, one for each group in use."""
 
-    def __init__(self, channel_pool: ChannelPool, member: Member, on_unused: Callable[[], None]) -> None:
-        self._channel_pool = channel_pool
+    def __init__(self, channel_pool: ChannelPool, member: Member) -> None:
+        self.channel_pool = channel_pool
         self._member = member
+        self._has_warned = False
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
         self._closed = False
@@ -44,7 +54,7 @@ class Sessions:
         self.broken_job = BrokenJob(sampler, f"rank {member.rank} ({member.host_and_pid})", member.abort_after)
         self._heartbeat: HeartbeatThread | None = None
         if opened := channel_pool.heartbeat_socket():
-            self._heartbeat = HeartbeatThread(opened, self.all, channel_pool.close_idle, on_unused, self.broken_job)
+            self._heartbeat = HeartbeatThread(opened, self)
 
     def get(self, group: Group) -> Session:
         """Return the session of a group; the first use of the group registers, and waits until it is open."""
@@ -96,7 +106,7 @@ class Sessions:
             # The others must not count on a member that no longer waits for them.
             if session.participation is Participation.REJOINING:
                 session.participation = Participation.PAUSED
-                with suppress(StatsdBNError), self._channel_pool.channel() as channel:
+                with suppress(StatsdBNError), self.channel_pool.channel() as channel:
                     channel.send(session.register())
             raise
 
@@ -104,6 +114,17 @@ class Sessions:
         """Return all sessions, registered or about to be."""
         with self._lock:
             return [entry.session for entry in self._entries.values()]
+
+    def warn_of_no_layer(self, when: str) -> None:
+        """Warn, once, that no layer was synchronised although there are other members."""
+        if self._member.world_size > 1 and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s: no layer was synchronised %s; check that client.convert_model() was called and the model is in "
+                "training mode",
+                self._member.name,
+                when,
+            )
 
     def leave(self, cause: str) -> None:
         """Leave all groups; no further session can open."""
@@ -118,11 +139,11 @@ class Sessions:
 
     def _register(self, session: Session, timeout: float) -> None:
         try:
-            with self._channel_pool.channel() as channel:
-                run_state_machine(Registration(session, self._channel_pool.endpoint, timeout), channel)
+            with self.channel_pool.channel() as channel:
+                run_state_machine(Registration(session, self.channel_pool.endpoint, timeout), channel)
         except ServerUnreachable as error:
             seconds = cast("float", error.fields["seconds"])
-            raise ServerUnreachable(self._channel_pool.diagnose_silence(seconds), **error.fields) from None
+            raise ServerUnreachable(self.channel_pool.diagnose_silence(seconds), **error.fields) from None
 
     def _remove(self, entry: _Entry, error: BaseException) -> None:
         with self._lock:
@@ -135,8 +156,89 @@ class Sessions:
     def _send_leave(self, entries: list[_Entry], cause: str) -> None:
         if not entries:
             return
-        with self._channel_pool.channel() as channel:
+        with self.channel_pool.channel() as channel:
             for entry in entries:
                 if entry.session.transport.bypassed_rounds:
                     channel.send(entry.session.heartbeat())  # so that the server counts the last of them
                 channel.send(entry.session.leave(cause))
+
+
+class HeartbeatThread:
+    """A running thread; `stop` ends it, and it closes the socket."""
+
+    def __init__(self, socket: HeartbeatSocket, sessions: Sessions) -> None:
+        self._socket = socket
+        self._sessions = sessions
+        self._scheduler = HeartbeatScheduler()
+        self._stopping = False
+        # A daemon, so that a process that never calls `stop` can end.
+        self._thread = threading.Thread(target=self._run, name="statsd_bn heartbeat", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Announce new sessions to the server now."""
+        self._socket.wake()
+
+    def stop(self) -> None:
+        """End the thread now; harmless when repeated."""
+        self._stopping = True
+        self._socket.wake()
+        self._thread.join()
+
+    def _run(self) -> None:
+        scheduler, was_connected = self._scheduler, False
+        try:
+            while not self._stopping:
+                seconds = scheduler.seconds_until_due(time.monotonic(), self._sessions.all())
+                has_connected = self._socket.wait(seconds)
+                now, sessions = time.monotonic(), self._sessions.all()
+                if has_connected:
+                    scheduler.on_reconnected()
+                for frame in self._socket.received():
+                    self._send(scheduler.on_unsolicited(frame, sessions))
+                    with _errors_logged():
+                        self._handle_request(frame, sessions)
+                for session in scheduler.sessions_due(now, sessions):
+                    if self._socket.send(session.heartbeat()):
+                        scheduler.mark_sent(session)
+                with _errors_logged():
+                    is_connected = self._socket.is_connected
+                    if text := scheduler.outage_warning(now, sessions, is_connected=is_connected):
+                        logger.warning("%s", text)
+                with _errors_logged():
+                    if scheduler.is_unused(now, sessions):
+                        self._sessions.warn_of_no_layer(f"in the first {UNUSED_SECONDS:.0f} s")
+                with _errors_logged():
+                    self._send(scheduler.skew_frames(now, sessions))
+                with _errors_logged():
+                    self._send(scheduler.timing_frames(now, sessions))
+                if has_connected:
+                    # After the heartbeat: a server that sees other connections close must know this one.
+                    if was_connected:
+                        self._sessions.channel_pool.close_idle()
+                    was_connected = True
+                with _errors_logged():
+                    self._sessions.broken_job.check(time.monotonic())
+        finally:
+            self._socket.close()
+
+    def _send(self, frames: Iterable[bytes]) -> None:
+        for frame in frames:
+            self._socket.send(frame)
+
+    def _handle_request(self, frame: bytes, sessions: list[Session]) -> None:
+        job = self._sessions.broken_job
+        match self._scheduler.request(frame, sessions):
+            case session, StackRequest(number=number, torch_group=group):
+                self._socket.send(encode(job.sampler.sample(group).report(session.member_token, number)))
+            case _, StatsdBNError() as error:
+                job.report(error)
+
+
+@contextmanager
+def _errors_logged() -> Iterator[None]:
+    """Log errors, which must not end the heartbeats."""
+    try:
+        yield
+    except Exception:
+        logger.debug("sampling this process failed", exc_info=True)

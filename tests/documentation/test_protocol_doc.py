@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from client.launch import connect
-from client.session import channel_pool, heartbeat
+from client.session import channel_pool
 from client.session.protocol import registration, round_trip
 from server.core import deadlock, hang_probe, registry
 from server.core.dispatcher import Dispatcher
@@ -535,7 +535,7 @@ def test_a_round_has_the_documented_states():
 def test_deadlines_and_queues_have_the_codes_values():
     whose = {
         "server": [service, master, recovery, deadlock, registry, connections, listener],
-        "client": [heartbeat, connect, registration, round_trip, channel_pool],
+        "client": [connect, registration, round_trip, channel_pool],
         "both": [listener, channel_pool],
     }
     for name, value, side in table("Deadlines"):

@@ -20,9 +20,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 import client
 import server.__main__ as command
-from client.session.channel_pool import ZmqChannelPool
+from client.session.channel_pool import ZmqChannelPool, secure
 from client.session.connection import Connection
-from client.session.heartbeat import secure
 from client.session.protocol.member import Member
 from server import Config, Service
 from server.cli.status import ask

@@ -50,6 +50,11 @@ class Member:
     on_nonfinite: str = WARN  # one of ON_NONFINITE
 
     @property
+    def name(self) -> str:
+        """The member's name in messages."""
+        return f"job {self.job!r}, rank {self.rank} of {self.world_size}"
+
+    @property
     def is_elastic(self) -> bool:
         """Whether the others continue without a lost member."""
         return self.min_members > 0

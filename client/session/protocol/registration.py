@@ -52,7 +52,7 @@ class Registration:
         self._timeout = timeout
         self._next_warning = WARN_SECONDS
         self._is_asking = False
-        self._is_pausing = False
+        self._expiry: float | None = None  # of the answer; set by the next request
 
     def begin(self, now: float) -> Actions[Registered]:
         """Send the first request."""
@@ -66,14 +66,12 @@ class Registration:
         except DuplicateMember:
             if not self._is_asking or now >= self._duplicate_expiry:
                 raise
-            self._is_pausing = True
+            self._expiry = None
             return self._wait(now + DUPLICATE_RETRY_SECONDS)
         if answer is not None:
             return self._handle(now, answer)
         if frame is not None and now < self._due:
             return (), self._due, None
-        if self._is_pausing:
-            return self._restart_request(now)
         if self._is_asking:
             return self._request(now)
         # All the time that is left, but at least ANSWER_SECONDS.
@@ -83,14 +81,12 @@ class Registration:
         self._is_asking = True
         self._answer_timeout = seconds
         self._duplicate_expiry = now + DUPLICATE_SECONDS
-        return self._restart_request(now)
-
-    def _restart_request(self, now: float) -> Actions[Registered]:
-        self._is_pausing = False
-        self._expiry = now + self._answer_timeout
+        self._expiry = None
         return self._request(now)
 
     def _request(self, now: float) -> Actions[Registered]:
+        if self._expiry is None:
+            self._expiry = now + self._answer_timeout
         if now >= self._expiry:
             endpoint, seconds = self._endpoint, self._answer_timeout
             raise ServerUnreachable(format_no_answer(endpoint, seconds), endpoint=endpoint, seconds=seconds)
@@ -117,7 +113,7 @@ class Registration:
         if waited >= self._next_warning:
             self._next_warning = 2 * waited
             logger.warning("%s: waited %.0f s for %s to %s", where, waited, missing, what)
-        self._is_asking = self._is_pausing = False
+        self._is_asking = False
         return self._wait(now + min(ANSWER_SECONDS, self._timeout - waited))
 
     def _wait(self, due: float, *frames: bytes) -> Actions[Registered]:

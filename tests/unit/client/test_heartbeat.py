@@ -18,13 +18,13 @@ import zmq
 import client
 from client.diagnostics.broken_job import BrokenJob
 from client.diagnostics.sampler import ThreadSampler
-from client.session.channel_pool import ZmqChannelPool
+from client.session.channel_pool import HeartbeatSocket, ZmqChannelPool
 from client.session.connection import Connection
-from client.session.heartbeat import HeartbeatSocket, HeartbeatThread
 from client.session.protocol import heartbeats as heartbeats_module
 from client.session.protocol.heartbeats import HeartbeatScheduler
 from client.session.protocol.member import Member
 from client.session.protocol.session import Session
+from client.session.sessions import HeartbeatThread
 from statsd_bn import limits
 from statsd_bn import skew_samples as samples
 from statsd_bn.members import NO_MEMBERS, Members
@@ -107,12 +107,18 @@ def beacon():
     return FakeBeacon()
 
 
+def thread_of(beacon, sessions, broken_job, reconnected=lambda: None):
+    """A running thread for what the function `sessions` returns."""
+    channel_pool = SimpleNamespace(close_idle=reconnected)
+    return HeartbeatThread(beacon, SimpleNamespace(all=sessions, channel_pool=channel_pool, broken_job=broken_job))
+
+
 @pytest.fixture
 def start(beacon, broken_job):
     started: list[HeartbeatThread] = []
 
-    def run(sessions, reconnected=lambda: None, unused=lambda: None):
-        started.append(HeartbeatThread(beacon, sessions, reconnected, unused, broken_job))
+    def run(sessions, reconnected=lambda: None):
+        started.append(thread_of(beacon, sessions, broken_job, reconnected))
         return started[-1]
 
     yield run
@@ -195,7 +201,7 @@ def broken_job():
 
 def test_a_question_for_the_place_of_the_process_gets_an_answer(beacon, broken_job):
     session, other = a_session(), a_session(b"session1")
-    heartbeat = HeartbeatThread(beacon, lambda: [other, session], lambda: None, lambda: None, broken_job)
+    heartbeat = thread_of(beacon, lambda: [other, session], broken_job)
     beacon.incoming = [encode(StackRequest(digest(session.member_token), 7)), encode(StackRequest(b"no such ", 8))]
     heartbeat.wake()
     wait_until(lambda: StackReport in beacon.kinds)
@@ -207,7 +213,7 @@ def test_a_question_for_the_place_of_the_process_gets_an_answer(beacon, broken_j
 
 
 def test_the_news_of_a_broken_job_are_received(beacon, broken_job):
-    heartbeat = HeartbeatThread(beacon, lambda: [a_session()], lambda: None, lambda: None, broken_job)
+    heartbeat = thread_of(beacon, lambda: [a_session()], broken_job)
     fields = {"job": "job", "group": "world", "member": 1, "step": 3, "cause": "boom"}
     others = {**fields, "job": "another"}
     news = [Failure("replica_lost", "not ours", others), Failure("replica_lost", "ours", fields)]
@@ -253,7 +259,7 @@ def test_an_error_while_collecting_sessions_does_not_end_the_heartbeats(context,
         raise ValueError("a torch that nobody knows")
 
     beacon = HeartbeatSocket(context, f"ipc://{tmp_path}/nobody")
-    heartbeat = HeartbeatThread(beacon, list, lambda: None, lambda: None, SimpleNamespace(check=step))
+    heartbeat = thread_of(beacon, list, SimpleNamespace(check=step))
     for number in range(3):
         heartbeat.wake()
         wait_until(lambda number=number: len(steps) > number)
