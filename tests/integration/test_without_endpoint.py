@@ -13,11 +13,17 @@ import pytest
 import zmq
 from torch import distributed
 
-from client.launch import own_server, server_process, store
+from client.launch import own_server, server_process
 from client.launch.launchers import StoreAddress
-from client.launch.own_server import Rendezvous, bind_endpoint, open_connection, public_endpoint
+from client.launch.own_server import (
+    Announcement,
+    Rendezvous,
+    StoreEntry,
+    bind_endpoint,
+    open_connection,
+    public_endpoint,
+)
 from client.launch.settings import resolve
-from client.launch.store import Announcement, StoreEntry
 from programs.other_user import NOBODY, as_another_user, needs_another_user
 from server.__main__ import main
 from statsd_bn.endpoints import check_folder
@@ -74,16 +80,16 @@ def launch(tmp_path):
 @pytest.fixture
 def environ(monkeypatch):
     kept = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setattr(store, "_stores", {})
+    monkeypatch.setattr(own_server, "_stores", {})
     # Threads that play processes would count their entries together.
-    monkeypatch.setattr(store, "_entries", _Zeros())
+    monkeypatch.setattr(own_server, "_entries", _Zeros())
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(kept.port)}
     for name, value in ({"TORCHELASTIC_USE_AGENT_STORE": "True"} | address).items():
         monkeypatch.setenv(name, value)
     yield {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **address}
     for master in list(server_process._started):
         master.stop()
-    store._stores.clear()
+    own_server._stores.clear()
 
 
 class _Zeros:
@@ -150,15 +156,15 @@ def test_on_one_node_the_master_listens_in_a_private_folder_without_keys(environ
 
 STRANGER = """
 import client
-from client.launch import store
+from client.launch import own_server
 from client.launch.launchers import StoreAddress
-from client.launch.store import StoreEntry
+from client.launch.own_server import StoreEntry
 from server.cli.status import ask
 from statsd_bn.errors import StatsdBNError
 be_another_user()
 address = StoreAddress("127.0.0.1", int(os.environ["MASTER_PORT"]))
 endpoint = StoreEntry(address, 1, 2, "job default/latest life", 20.0).read().endpoint
-store._entries = iter([0])
+own_server._entries = iter([0])
 for look in (lambda: ask(endpoint), lambda: client.connect(endpoint, rank=1, world_size=2), client.connect):
     try:
         print("IN", look())
@@ -225,7 +231,7 @@ def test_on_several_nodes_all_have_the_keys_and_the_epoch_of_member_0(environ, t
     assert endpoint.startswith(f"tcp://{socket.gethostname()}:")
     assert (other, same_keys, who.epoch) == (endpoint, keys, 3)
     assert keys is not None
-    told = next(iter(store._stores.values())).get("statsd_bn/job default/latest life/0").decode()
+    told = next(iter(own_server._stores.values())).get("statsd_bn/job default/latest life/0").decode()
     assert not [key for key in (SECRET, keys.pair.secret, keys.server) if key in told]
 
 
@@ -252,7 +258,7 @@ def test_different_values_of_master_addr_are_an_error(environ):
     join(environ, 0)
     address = StoreAddress(socket.gethostname(), int(environ["MASTER_PORT"]))
     # Reaching the store by the host's name is not tested here.
-    store._stores[os.getpid(), address] = store._stores[os.getpid(), address._replace(host="127.0.0.1")]
+    own_server._stores[os.getpid(), address] = own_server._stores[os.getpid(), address._replace(host="127.0.0.1")]
     with pytest.raises(ConfigurationError, check=says(r"MASTER_ADDR: expected the same on all .* at ipc://\S+\. Give")):
         join({**environ, "MASTER_ADDR": address.host, "STATSD_BN_SECRET": SECRET}, 1)
 
@@ -263,7 +269,7 @@ def test_processes_of_one_node_that_are_started_anew_take_no_notice_of_the_maste
     with pytest.raises(ServerUnreachable, match="for rank 0 to announce a server"):
         join(anew, 1, join_timeout=0.1)
     endpoint, _, _ = join(anew, 0)
-    store._stores.clear()
+    own_server._stores.clear()
     assert join(anew, 1)[0] == endpoint
 
 

@@ -18,7 +18,6 @@ needs_another_user = pytest.mark.skipif(os.getuid() != 0, reason="only root can 
 BECOME = f"""
 import os
 import torch._dynamo
-from client.launch import store
 from client.launch import own_server
 from torch.distributed import rendezvous
 def be_another_user():

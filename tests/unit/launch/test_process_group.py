@@ -3,7 +3,7 @@
 import pytest
 from torch import distributed
 
-from client.launch import server_process, store
+from client.launch import own_server, server_process
 from client.launch.launchers import ProcessGroup
 from client.launch.own_server import Rendezvous
 from client.launch.settings import resolve
@@ -94,17 +94,17 @@ def test_without_a_size_or_a_server_a_process_is_alone(environ, arguments, is_al
 @pytest.fixture
 def meet(monkeypatch):
     """Two ranks of a process group as threads, each on the given host, find their server."""
-    monkeypatch.setattr(store, "_entries", _Zeros())
+    monkeypatch.setattr(own_server, "_entries", _Zeros())
 
     def run(*hosts, environ=None, **arguments):
         kept = distributed.HashStore()
-        monkeypatch.setattr(store, "process_group_store", lambda: kept)
+        monkeypatch.setattr(own_server, "process_group_store", lambda: kept)
 
         def join(rank):
             settings = resolve({}, ProcessGroup(rank, 2), round_timeout=20.0, **arguments)
             return Rendezvous(settings, environ or {}, lambda *found: found).join()
 
-        monkeypatch.setattr(store.StoreEntry, "_host", lambda entry: hosts[entry._rank])
+        monkeypatch.setattr(own_server.StoreEntry, "_host", lambda entry: hosts[entry._rank])
         return in_threads([lambda rank=rank: outcome(lambda: join(rank)) for rank in range(len(hosts))])
 
     yield run

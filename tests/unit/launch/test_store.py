@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch import distributed
 
-from client.launch import store as launch_store
+from client.launch import own_server
 from client.launch.launchers import StoreAddress
-from client.launch.store import Announcement, StoreEntry
+from client.launch.own_server import Announcement, StoreEntry
 from statsd_bn.errors import ProtocolError, ServerUnreachable
 from support.memory_members import wait_until
 from support.sentences import says
@@ -24,12 +24,12 @@ ANNOUNCED = Announcement("tcp://127.0.0.1:5555", 3)
 @pytest.fixture
 def store(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setattr(launch_store, "_stores", {})
+    monkeypatch.setattr(own_server, "_stores", {})
     kept = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(kept.port))
     yield kept
-    launch_store._stores.clear()
+    own_server._stores.clear()
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def entry_of(store, monkeypatch):
     counts = {}
 
     def run(rank, life="life 0", timeout=20.0):
-        monkeypatch.setattr(launch_store, "_entries", counts.setdefault(rank, itertools.count()))
+        monkeypatch.setattr(own_server, "_entries", counts.setdefault(rank, itertools.count()))
         return StoreEntry(address, rank, 2, life, timeout)
 
     return run
@@ -72,8 +72,8 @@ def test_a_known_announcement_is_ignored(entry_of):
 
 
 def test_a_long_wait_is_logged(entry_of, monkeypatch, caplog):
-    monkeypatch.setattr(launch_store, "WARN_SECONDS", 0.05)
-    monkeypatch.setattr(launch_store, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(own_server, "WARN_SECONDS", 0.05)
+    monkeypatch.setattr(own_server, "PAUSE_SECONDS", 0.01)
     began = time.time()
     with ThreadPoolExecutor(1) as executor, caplog.at_level("WARNING", "statsd_bn.client"):
         reading = executor.submit(entry_of(1).read)
@@ -104,7 +104,7 @@ class _Gone:
 
 
 def test_a_store_whose_process_is_frozen_ends_the_wait_in_time(entry_of, monkeypatch):
-    monkeypatch.setattr(launch_store, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(own_server, "ANSWER_SECONDS", 0.1)
     reading = entry_of(1, timeout=0.1)
     reading._store = frozen = _Frozen()
     try:
@@ -125,7 +125,7 @@ class _Frozen:
 
 def test_a_store_that_accepts_but_does_not_answer_is_given_up(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setattr(launch_store, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(own_server, "ANSWER_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = StoreAddress("127.0.0.1", silent.getsockname()[1])
         with pytest.raises(ServerUnreachable, check=says(r"rendezvous store at MASTER_ADDR 127.0.0.1, .*: ")):
@@ -143,7 +143,7 @@ def test_without_a_store_its_address_is_named(monkeypatch):
 
 def test_a_torch_without_stores_asks_for_an_endpoint(entry_of, monkeypatch):
     monkeypatch.setattr(distributed, "is_available", lambda: False)
-    with pytest.raises(launch_store.ConfigurationError, match="endpoint: expected one"):
+    with pytest.raises(own_server.ConfigurationError, match="endpoint: expected one"):
         entry_of(0)
 
 
