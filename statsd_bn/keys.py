@@ -1,4 +1,4 @@
-"""Key files: the keys of a server and of the clients that it admits.
+"""Key files: the keys of a server and of a client.
 
 A key is a CURVE key of ZeroMQ, 32 bytes written as 40 letters of Z85. The files are TOML; docs/security.md describes
 them. No error quotes a file's content, so that no secret reaches a log.
@@ -33,7 +33,7 @@ CLIENT, CLIENT_KEY = "client", "client-key"
 MAX_FILE_BYTES = 65_536  # a key file has 300 bytes; the rest is for names of jobs
 
 _Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # https://rfc.zeromq.org/spec/32
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # becomes a file name, and appears in logs
+CLIENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # becomes a file name, and appears in logs
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +66,6 @@ class ServerKeys:
         return to_toml(public_key=pair.public, secret_key=pair.secret, client=self.client, client_key=self.client_key)
 
 
-@dataclass(frozen=True, slots=True)
-class PublicKey:
-    """A client that the server admits; without a tenant, whose limits its keys share, the key is its own."""
-
-    name: str
-    key: str
-    jobs: tuple[str, ...] = ("*",)  # `fnmatch` patterns of the jobs that the key is for
-    tenant: str = ""
-
-
 def to_toml(**values: str) -> str:
     """Returns a file of names and values, which contain neither quotes nor backslashes."""
     return "".join(f'{name.replace("_", "-")} = "{value}"\n' for name, value in values.items())
@@ -83,7 +73,7 @@ def to_toml(**values: str) -> str:
 
 def check_name(name: str) -> str:
     """Returns a client's name."""
-    if not _NAME.fullmatch(name):
+    if not CLIENT_NAME.fullmatch(name):
         raise ConfigurationError(
             f"client: expected a name of 1 to 64 letters, digits and . _ -, which begins with a letter or digit, "
             f"got {name!r:.80}"
@@ -96,67 +86,21 @@ def load_client(path: str | Path) -> ClientKeys:
     path = Path(path)
     if path.is_dir():
         path = path / SECRET_FOLDER / f"{DEFAULT_CLIENT}{SECRET_SUFFIX}"
-    entries = _load(path, secret=True)
-    return ClientKeys(_pair(path, entries), _key(path, entries, SERVER))
+    entries = parse(path, read_secret(path))
+    return ClientKeys(_pair(path, entries), key_in(path, entries, SERVER))
 
 
 def load_server(folder: str | Path) -> KeyPair:
     """Returns the server's keys from the folder that `python -m server keygen` made."""
     path = Path(folder) / SERVER_SECRET
-    return _pair(path, _load(path, secret=True))
+    return _pair(path, parse(path, read_secret(path)))
 
 
 def parse_server(text: str, source: str) -> ServerKeys:
     """Returns the keys of a server for one client."""
-    entries = _parse(source, text)
+    entries = parse(source, text)
     name = check_name(str(entries.get(CLIENT, "")))
-    return ServerKeys(_pair(source, entries), name, _key(source, entries, CLIENT_KEY))
-
-
-def load_public(path: Path) -> PublicKey:
-    """Returns the client of a public key file; its name is the file's."""
-    entries = _load(path, secret=False)
-    jobs = entries.get(JOBS, ["*"])
-    if not (isinstance(jobs, list) and jobs and all(isinstance(pattern, str) and pattern for pattern in jobs)):
-        raise ConfigurationError(f'{path}: {JOBS}: expected patterns such as ["digits", "team-a-*"], got {jobs!r:.80}')
-    tenant = entries.get(TENANT, "")
-    if tenant and not (isinstance(tenant, str) and _NAME.fullmatch(tenant)):
-        raise ConfigurationError(f'{path}: {TENANT}: expected a name such as "team-a", got {tenant!r:.80}')
-    return PublicKey(check_name(path.stem), _key(path, entries, PUBLIC), tuple(jobs), tenant)
-
-
-def load_clients(folder: str | Path) -> list[PublicKey]:
-    """Returns the clients of the public key files in a folder."""
-    clients, problems = load_valid_clients(folder)
-    if problems:
-        raise problems[0]
-    return clients
-
-
-def load_valid_clients(folder: str | Path) -> tuple[list[PublicKey], list[ConfigurationError]]:
-    """Returns the clients of the valid public key files in a folder, and the errors of the other files."""
-    valid: dict[str, PublicKey] = {}
-    problems = []
-    public_files = Path(folder) / PUBLIC_FOLDER
-    try:
-        paths = sorted(public_files.iterdir())  # a glob treats an unreadable folder as empty
-    except OSError as error:
-        raise ConfigurationError(f"curve: cannot list {public_files}: {error.strerror}") from error
-    for path in paths:
-        if not path.name.endswith(PUBLIC_SUFFIX):
-            continue
-        try:
-            client = load_public(path)
-        except ConfigurationError as error:
-            if is_out_of_descriptors(error):  # no fault of the file
-                raise
-            problems.append(error)
-            continue
-        if other := valid.get(client.key):
-            problems.append(ConfigurationError(f"curve: {path}: expected a unique key, got the key of {other.name!r}"))
-        else:
-            valid[client.key] = client
-    return list(valid.values()), problems
+    return ServerKeys(_pair(source, entries), name, key_in(source, entries, CLIENT_KEY))
 
 
 def is_out_of_descriptors(error: ConfigurationError) -> bool:
@@ -167,17 +111,13 @@ def is_out_of_descriptors(error: ConfigurationError) -> bool:
 
 def read_secret(path: str | Path, name: str = "curve") -> str:
     """Returns the text of a file that holds a secret; warns if others can read it."""
-    text, mode = _read(Path(path), name)
+    text, mode = read_file(Path(path), name)
     if mode & 0o077:
         logger.warning("other users can read the secret key in %s; chmod 600", path)
     return text
 
 
-def _load(path: Path, *, secret: bool) -> Mapping[str, Any]:
-    return _parse(path, read_secret(path) if secret else _read(path, "curve")[0])
-
-
-def _read(path: Path, name: str) -> tuple[str, int]:
+def read_file(path: Path, name: str) -> tuple[str, int]:
     """Returns a file's text and mode; does not wait for a pipe or a device, nor read a huge file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
@@ -198,7 +138,8 @@ def _read(path: Path, name: str) -> tuple[str, int]:
         raise _no_keys(path) from None
 
 
-def _parse(source: Path | str, text: str) -> Mapping[str, Any]:
+def parse(source: Path | str, text: str) -> Mapping[str, Any]:
+    """Returns the entries of a key file."""
     try:
         return tomllib.loads(text)
     except ValueError:
@@ -211,10 +152,11 @@ def _no_keys(source: Path | str) -> ConfigurationError:
 
 
 def _pair(source: Path | str, entries: Mapping[str, Any]) -> KeyPair:
-    return KeyPair(_key(source, entries, PUBLIC), _key(source, entries, SECRET))
+    return KeyPair(key_in(source, entries, PUBLIC), key_in(source, entries, SECRET))
 
 
-def _key(source: Path | str, entries: Mapping[str, Any], name: str) -> str:
+def key_in(source: Path | str, entries: Mapping[str, Any], name: str) -> str:
+    """Returns the key of this name among the entries of a key file."""
     key = entries.get(name)
     if not (isinstance(key, str) and _Z85.fullmatch(key)):
         raise ConfigurationError(

@@ -9,6 +9,7 @@ returns the frames to send. It never raises: a bad frame costs its sender an err
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from server.core.liveness import Session
 from server.core.registry import Registry
 from server.core.report import StatusReports
 from server.group.rounds import Reply, failure_frame, unknown_session
-from server.security.access import ANONYMOUS, REVOKED, Access, Principal
+from server.security.access import ANONYMOUS, REVOKED, Principal
 from server.security.quota import Quota, QuotaUsage
 from statsd_bn import messages
 from statsd_bn.errors import (
@@ -208,10 +209,10 @@ class Dispatcher:
         """Whether a session is registered."""
         return session in self._registry.sessions
 
-    def revoke(self, now: float, access: Access) -> list[Reply]:
-        """Remove members with keys that are revoked, or no longer valid for their jobs."""
-        sessions = self._registry.sessions.items()
-        refused = [token for token, one in sessions if not access.allows(one.key, one.master.membership.job)]
+    def revoke(self, now: float, principals: Mapping[str, Principal]) -> list[Reply]:
+        """Remove members with keys that are revoked (not in `principals`), or no longer valid for their jobs."""
+        jobs = ((token, one.key, one.master.membership.job) for token, one in self._registry.sessions.items())
+        refused = [token for token, key, job in jobs if not (key in principals and principals[key].may_access(job))]
         return self._lose(now, [(token, REVOKED) for token in refused])
 
     def probes(self, since: float) -> list[Reply]:

@@ -136,7 +136,7 @@ class ConnectionTable:
         """Connections of members, each with its routing id."""
         return {number: one.peer for number, one in self._connections.items() if one.session}
 
-    def with_other_keys(self, keys: set[str]) -> list[int]:
+    def with_other_keys(self, keys: Collection[str]) -> list[int]:
         """Connections with keys that are not in `keys`."""
         return [number for number, one in self._connections.items() if one.key and one.key not in keys]
 
@@ -304,7 +304,7 @@ class ConnectionManager:
         if is_connected and (connection := self._table.by_peer.get(peer)):
             self._closing[connection.descriptor] = time.monotonic() + CLOSE_DELAY_SECONDS
 
-    def close_others(self, keys: set[str]) -> None:
+    def close_others(self, keys: Collection[str]) -> None:
         """Close the connections of all other keys at the next call of `close_due`."""
         self._closing.update(dict.fromkeys(self._table.with_other_keys(keys), 0.0))
 

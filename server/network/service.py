@@ -22,11 +22,11 @@ from server.config import Config
 from server.core.dispatcher import Dispatcher
 from server.network.connections import ConnectionManager
 from server.network.listener import POLL_SECONDS, Listener
-from server.security import access, keygen
-from server.security.access import ANONYMOUS, Access, Principal
+from server.security import keygen
+from server.security.access import ANONYMOUS, OPERATOR, Principal
 from statsd_bn import limits
 from statsd_bn.endpoints import needs_keys
-from statsd_bn.errors import BindError, ConfigurationError
+from statsd_bn.errors import AuthenticationRefused, BindError, ConfigurationError
 from statsd_bn.keys import is_out_of_descriptors
 from statsd_bn.reduction import ignore_float_errors
 from statsd_bn.text import log_line
@@ -76,13 +76,13 @@ class Service:
 
     def __init__(self, config: Config) -> None:
         self._curve = config.curve
-        self._access: Access | None = None
-        self._operator = ""
+        self._principals: dict[str, Principal] | None = None  # by public key
         pair = None
         if config.curve:
             pair, clients = keygen.load_server_keys(config.curve)
-            self._operator = keygen.operator_pair(pair).public
-            self._access = Access(clients, self._operator)
+            # The operator may see all jobs and join none.
+            self._operator = Principal(OPERATOR, keygen.operator_pair(pair).public, read_only=True)
+            self._principals = {one.key: one for one in (*clients, self._operator)}
         self._listener = Listener(pair, self._is_allowed)
         self._socket = self._listener.socket
         self._next_tick = 0.0
@@ -169,9 +169,10 @@ class Service:
         """Key and rights of a peer that is not a member yet; None if its frame is ignored."""
         if not self._connections.accepts(peer, part):
             return None
-        principal = ANONYMOUS if self._access is None else self._access.principal(str(part.get("User-Id")))
+        principal = ANONYMOUS if self._principals is None else self._principals.get(str(part.get("User-Id")))
         if principal is None:
-            self._connections.close(peer, access.revoked())
+            text = "authentication refused: this key was revoked"
+            self._connections.close(peer, AuthenticationRefused(text, reason="revoked"))
         return principal
 
     def _run_periodic(self) -> None:
@@ -200,7 +201,7 @@ class Service:
                 self._receive(self._socket.recv(_NO_WAIT))
 
     def _is_allowed(self, key: str) -> bool:
-        return not key if self._access is None else self._access.principal(key) is not None
+        return not key if self._principals is None else key in self._principals
 
     def _reload(self) -> None:
         """Reload the public keys, and remove members and connections with revoked keys."""
@@ -209,18 +210,18 @@ class Service:
             logger.info("SIGHUP: no keys to reload")
             return
         try:
-            clients, problems = keygen.reload_clients(self._curve)
+            clients, problems = keygen.load_valid_clients(self._curve)
         except ConfigurationError as error:
             self._reload_requested = is_out_of_descriptors(error)
             logger.error("reload failed, the keys stay unchanged: %s", log_line(error))  # noqa: TRY400 - no bug of ours
             return
         for problem in problems:
             logger.error("key refused: %s", log_line(problem))
-        access = self._access = Access(clients, self._operator)
+        self._principals = {one.key: one for one in (*clients, self._operator)}
         self._members.clear()  # the rights of each member are looked up again at its next frame
         logger.info("now accepting %d keys", len(clients))
-        self._connections.send(self._dispatcher.revoke(time.monotonic(), access))
-        self._connections.close_others(access.keys)
+        self._connections.send(self._dispatcher.revoke(time.monotonic(), self._principals))
+        self._connections.close_others(self._principals.keys())
 
 
 @contextmanager

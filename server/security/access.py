@@ -1,17 +1,12 @@
-"""Access: the accepted keys, and the jobs that each may join."""
+"""Access: the identity of each accepted key, and the jobs that it may join."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-
-from statsd_bn.errors import AuthenticationRefused
-from statsd_bn.keys import PublicKey
 
 # Cause of a loss after the key was revoked for the job.
 REVOKED = "its key was revoked"
 
-# Not a valid client name.
-OPERATOR = "(operator)"
+OPERATOR = "(operator)"  # not a valid client name
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +15,7 @@ class Principal:
 
     name: str
     key: str  # empty without CURVE
-    jobs: tuple[str, ...]  # patterns of the jobs that it may join and see
+    jobs: tuple[str, ...] = ("*",)  # `fnmatch` patterns of the jobs that it may join and see
     tenant: str = ""  # that its memory and requests count for; several keys may share one
     read_only: bool = False
 
@@ -34,32 +29,4 @@ class Principal:
 
 
 # The principal of all connections to a server without keys.
-ANONYMOUS = Principal("anybody", "", ("*",))
-
-
-class Access:
-    """The accepted keys: those of the clients, and the operator's, which may see all jobs and join none."""
-
-    def __init__(self, clients: Iterable[PublicKey], operator: str = "") -> None:
-        self._principals = {one.key: Principal(one.name, one.key, one.jobs, one.tenant) for one in clients}
-        if operator:
-            self._principals[operator] = Principal(OPERATOR, operator, ("*",), read_only=True)
-
-    @property
-    def keys(self) -> set[str]:
-        """All accepted public keys."""
-        return set(self._principals)
-
-    def principal(self, key: str) -> Principal | None:
-        """Identity of a key; None if it is not accepted."""
-        return self._principals.get(key)
-
-    def allows(self, key: str, job: str) -> bool:
-        """Whether a key may join a job."""
-        tenant = self._principals.get(key)
-        return tenant is not None and tenant.may_access(job)
-
-
-def revoked() -> AuthenticationRefused:
-    """Error for a client with a revoked key."""
-    return AuthenticationRefused("authentication refused: this key was revoked", reason="revoked")
+ANONYMOUS = Principal("anybody", "")

@@ -15,9 +15,10 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
+from server.security.access import Principal
 from statsd_bn import keys
 from statsd_bn.errors import ConfigurationError
-from statsd_bn.keys import ClientKeys, KeyPair, PublicKey, to_toml
+from statsd_bn.keys import ClientKeys, KeyPair, to_toml
 
 PRIVATE_FILE = 0o600
 PRIVATE_FOLDER = 0o700
@@ -131,12 +132,12 @@ def _write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
-def load_server_keys(curve: str) -> tuple[KeyPair, list[PublicKey]]:
+def load_server_keys(curve: str) -> tuple[KeyPair, list[Principal]]:
     """Returns the server's pair and the clients' public keys."""
     if curve != STANDARD_INPUT:
-        return keys.load_server(curve), keys.load_clients(curve)
+        return keys.load_server(curve), load_clients(curve)
     found = keys.parse_server(sys.stdin.read(keys.MAX_FILE_BYTES), "standard input")
-    return found.pair, [PublicKey(found.client, found.client_key)]
+    return found.pair, [Principal(found.client, found.client_key)]
 
 
 def operator_pair(pair: KeyPair) -> KeyPair:
@@ -155,8 +156,50 @@ def load_query_keys(curve: str) -> ClientKeys:
     return ClientKeys(operator_pair(pair), pair.public)
 
 
-def reload_clients(curve: str) -> tuple[list[PublicKey], list[ConfigurationError]]:
-    """Returns the clients' public keys, and the errors of invalid files."""
-    if curve == STANDARD_INPUT:
+def load_public(path: Path) -> Principal:
+    """Returns the client of a public key file; its name is the file's."""
+    entries = keys.parse(path, keys.read_file(path, "curve")[0])
+    jobs = entries.get(keys.JOBS, ["*"])
+    if not (isinstance(jobs, list) and jobs and all(isinstance(pattern, str) and pattern for pattern in jobs)):
+        text = f'{path}: {keys.JOBS}: expected patterns such as ["digits", "team-a-*"], got {jobs!r:.80}'
+        raise ConfigurationError(text)
+    tenant = entries.get(keys.TENANT, "")
+    if tenant and not (isinstance(tenant, str) and keys.CLIENT_NAME.fullmatch(tenant)):
+        raise ConfigurationError(f'{path}: {keys.TENANT}: expected a name such as "team-a", got {tenant!r:.80}')
+    return Principal(keys.check_name(path.stem), keys.key_in(path, entries, keys.PUBLIC), tuple(jobs), tenant)
+
+
+def load_clients(folder: str | Path) -> list[Principal]:
+    """Returns the clients of the public key files in a folder."""
+    clients, problems = load_valid_clients(folder)
+    if problems:
+        raise problems[0]
+    return clients
+
+
+def load_valid_clients(folder: str | Path) -> tuple[list[Principal], list[ConfigurationError]]:
+    """Returns the clients of the valid public key files in a folder, and the errors of the other files."""
+    if folder == STANDARD_INPUT:
         raise ConfigurationError("curve: expected a folder to reload keys from, got standard input")
-    return keys.load_valid_clients(curve)
+    valid: dict[str, Principal] = {}
+    problems = []
+    public_files = Path(folder) / keys.PUBLIC_FOLDER
+    try:
+        paths = sorted(public_files.iterdir())  # a glob treats an unreadable folder as empty
+    except OSError as error:
+        raise ConfigurationError(f"curve: cannot list {public_files}: {error.strerror}") from error
+    for path in paths:
+        if not path.name.endswith(keys.PUBLIC_SUFFIX):
+            continue
+        try:
+            client = load_public(path)
+        except ConfigurationError as error:
+            if keys.is_out_of_descriptors(error):  # no fault of the file
+                raise
+            problems.append(error)
+            continue
+        if other := valid.get(client.key):
+            problems.append(ConfigurationError(f"curve: {path}: expected a unique key, got the key of {other.name!r}"))
+        else:
+            valid[client.key] = client
+    return list(valid.values()), problems

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from documentation.docs_engine import script
-from statsd_bn.keys import load_clients
+from server.security.keygen import load_clients
 from support.paths import ROOT
 
 FOLDER = ROOT / "docker"

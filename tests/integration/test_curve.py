@@ -26,7 +26,6 @@ from client.session.protocol.member import Member
 from server import Config, Service
 from server.cli.status import ask
 from server.network.listener import POLL_SECONDS
-from server.security.access import Access
 from server.security.keygen import generate, load_query_keys
 from statsd_bn.errors import AuthenticationRefused, RegistrationRefused, ReplicaLost, ServerUnreachable
 from statsd_bn.keys import ClientKeys, load_client
@@ -203,7 +202,7 @@ def test_without_any_key_left_all_clients_are_refused(service, keys):
         # Its answer to alice comes after bob's frame was processed.
         ask(service.endpoints[0], keys=load_client(secret(keys, "alice")))
         # It takes the frame before it would cut the connection.
-        service._access = Access([])
+        service._principals = {}
         service._members.clear()
         dealer.send(encode(StatusRequest()))
         assert dealer.poll(WAIT_SECONDS * 1000)

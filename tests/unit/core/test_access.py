@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from server.core.dispatcher import Dispatcher
-from server.security.access import ANONYMOUS, OPERATOR, REVOKED, Access, Principal
+from server.security.access import ANONYMOUS, OPERATOR, REVOKED, Principal
 from server.security.quota import Quota
 from statsd_bn import messages
 from statsd_bn.errors import ConfigurationError
-from statsd_bn.keys import PublicKey, check_name
+from statsd_bn.keys import check_name
 from statsd_bn.messages import Failure, Heartbeat, Leave, Registered, StatusRequest, digest
 from statsd_bn.wire import decode, encode
 from support.strategies import contribution, key, register, rows, session_of
@@ -19,7 +19,7 @@ from support.strategies import contribution, key, register, rows, session_of
 ALICE = Principal("alice", "key of alice", ("a-*", "shared"))
 BOB = Principal("bob", "key of bob", ("b-*", "shared"))
 MINE = {"job": "a-1"}
-ACCESS = Access([PublicKey(tenant.name, tenant.key, tenant.jobs) for tenant in (ALICE, BOB)])
+PRINCIPALS = {tenant.key: tenant for tenant in (ALICE, BOB)}
 
 
 class World:
@@ -102,7 +102,7 @@ def test_a_foreign_heartbeat_keeps_nobody_alive():
 
 @pytest.mark.parametrize("message", [*SAID, register(0, job="new")], ids=lambda message: type(message).__name__)
 def test_the_operator_may_only_ask(world, message):
-    operator = Access([], "its key").principal("its key")
+    operator = Principal(OPERATOR, "its key", read_only=True)
     before = world.group
     (answer,) = world.send(message, operator).values()
     assert (answer.code, answer.message.count("only ask")) == ("refused", 1)
@@ -124,7 +124,7 @@ def test_the_status_shows_a_tenant_its_jobs_only(world):
 
 def test_a_revoked_member_is_lost_with_the_reason(world):
     world.send(register(0, job="b-1"), BOB)
-    replies = world.dispatcher.revoke(1.0, Access([PublicKey("bob", BOB.key, BOB.jobs)]))
+    replies = world.dispatcher.revoke(1.0, {BOB.key: BOB})
     told = {whom: decode(frame) for whom, frame in replies}
     assert told[b"alice 0"].code == "replica_lost"
     assert told[b"alice 0"].fields["cause"] == REVOKED
@@ -133,20 +133,20 @@ def test_a_revoked_member_is_lost_with_the_reason(world):
 
 def test_a_key_that_loses_a_job_loses_its_members_there(world):
     world.send(register(0, job="shared"), ALICE, b"alice")
-    narrowed = [PublicKey("alice", ALICE.key, ("shared",)), PublicKey("bob", BOB.key, BOB.jobs)]
-    world.dispatcher.revoke(1.0, Access(narrowed))
+    narrowed = {ALICE.key: Principal("alice", ALICE.key, ("shared",)), BOB.key: BOB}
+    world.dispatcher.revoke(1.0, narrowed)
     assert [group["job"] for group in world.dispatcher.report(1.0)["groups"]] == ["shared"]
 
 
 def test_a_member_with_a_valid_key_is_not_expelled(world):
-    assert world.dispatcher.revoke(1.0, ACCESS) == []
+    assert world.dispatcher.revoke(1.0, PRINCIPALS) == []
     assert len(world.group["members"]) == 2
 
 
 def test_only_the_revoked_member_of_a_job_is_lost(world):
     for member, tenant in ((0, ALICE), (1, BOB)):
         world.send(register(member, job="shared", min_members=1), tenant, tenant.name.encode())
-    world.dispatcher.revoke(1.0, Access([PublicKey("alice", ALICE.key, ALICE.jobs)]))
+    world.dispatcher.revoke(1.0, {ALICE.key: ALICE})
     groups = {group["job"]: group for group in world.dispatcher.report(1.0)["groups"]}
     assert [member["member"] for member in groups["shared"]["members"]] == [0]
     assert [member["member"] for member in groups["a-1"]["members"]] == [0, 1]

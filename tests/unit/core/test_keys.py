@@ -12,8 +12,7 @@ import zmq
 from client.launch.own_server import member_keys, read_secret, server_keys
 from client.launch.settings import resolve
 from server.__main__ import main
-from server.security.access import Access
-from server.security.keygen import generate
+from server.security.keygen import generate, load_clients, load_public, load_valid_clients
 from statsd_bn import keys
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.text import unwrap
@@ -55,7 +54,7 @@ def test_written_keys_match_after_reading(tmp_path):
     generate(tmp_path, ["alice"], ["a-*", 'odd "name\\'])
     server = keys.load_server(tmp_path)
     client = keys.load_client(tmp_path / "secrets" / "alice.key_secret")
-    (public,) = keys.load_clients(tmp_path)
+    (public,) = load_clients(tmp_path)
     assert client.server == server.public
     assert (public.name, public.key, public.jobs) == ("alice", client.pair.public, ("a-*", 'odd "name\\'))
     assert zmq.curve_public(client.pair.secret.encode()).decode() == client.pair.public
@@ -199,8 +198,8 @@ def test_an_invalid_key_file_is_refused_at_once(tmp_path, kind):
     make[kind]()
     expected = "at most 65536 bytes in" if kind == "huge" else "to be a file, got a folder, a pipe or a device"
     with pytest.raises(ConfigurationError, match=expected):
-        keys.load_clients(tmp_path)
-    sound, problems = keys.load_valid_clients(tmp_path)
+        load_clients(tmp_path)
+    sound, problems = load_valid_clients(tmp_path)
     assert (sound, len(problems)) == ([], 1)
 
 
@@ -254,13 +253,13 @@ def test_invalid_job_patterns_are_refused(tmp_path, jobs):
     path = tmp_path / "alice.key"
     path.write_text(f'public-key = "{KEY}"\njobs = {jobs}\n')
     with pytest.raises(ConfigurationError, check=says("jobs: expected patterns")):
-        keys.load_public(path)
+        load_public(path)
 
 
 def test_without_jobs_a_key_is_for_all(tmp_path):
     path = tmp_path / "alice.key"
     path.write_text(f'public-key = "{KEY}"\n')
-    assert keys.load_public(path).jobs == ("*",)
+    assert load_public(path).jobs == ("*",)
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -289,10 +288,9 @@ def test_a_secret_is_not_part_of_what_is_printed(tmp_path):
 def test_the_keys_of_a_tenant_name_it(tmp_path):
     generate(tmp_path, ["alice", "anna"], tenant="team-a")
     generate(tmp_path, ["bob"])
-    clients = keys.load_clients(tmp_path)
+    clients = load_clients(tmp_path)
     assert {client.name: client.tenant for client in clients} == {"alice": "team-a", "anna": "team-a", "bob": ""}
-    access = Access(clients)
-    owners = {client.name: access.principal(client.key).tenant_of("job") for client in clients}
+    owners = {client.name: client.tenant_of("job") for client in clients}
     assert owners == {"alice": "tenant 'team-a'", "anna": "tenant 'team-a'", "bob": "tenant 'bob'"}
 
 
@@ -302,4 +300,4 @@ def test_an_invalid_tenant_name_is_refused(tmp_path, line):
     path = tmp_path / "clients" / "alice.key"
     path.write_text(path.read_text() + line)
     with pytest.raises(ConfigurationError, match=r'tenant: expected a name such as "team-a"'):
-        keys.load_clients(tmp_path)
+        load_clients(tmp_path)
