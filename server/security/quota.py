@@ -102,17 +102,6 @@ class QuotaUsage:
                 text = f"{what}: expected at most {most} members, got {got}; raise --max-members"
                 raise self.exceeded(text, most, f"{what}: members")
 
-    def check_memory(self, tenant: str, size: int) -> None:
-        """Raise LimitExceeded if a tenant or the server would exceed its memory limit."""
-        held, quota = self.allocated_by_tenant.get(tenant, 0), self.quota
-        if held + size > (most := quota.max_tenant_bytes):
-            text = f"{tenant} holds {held} bytes, and {size} more exceed the limit of {most}; raise --max-tenant-bytes"
-            raise self.exceeded(f"{text} if this is intended", most, "bytes kept for a tenant")
-        if self.allocated + size > (most := quota.max_server_bytes):
-            text = f"the server holds {self.allocated} bytes, and {size} more for {tenant} exceed the limit of {most}"
-            text += "; raise --max-server-bytes if there is memory for it"
-            raise self.exceeded(text, most, "bytes kept in all")
-
     def check_groups(self, groups: int) -> None:
         """Raise LimitExceeded if the server may have no group beyond these."""
         if groups >= (most := self.quota.max_groups):
@@ -136,12 +125,20 @@ class MemoryShare:
         self._tenant = tenant
 
     def check(self, size: int) -> None:
-        """Raise LimitExceeded if so many further bytes are not available."""
-        self._usage.check_memory(self._tenant, size)
+        """Raise LimitExceeded if the tenant or the server would exceed its memory limit."""
+        usage, quota, tenant = self._usage, self._usage.quota, self._tenant
+        held = usage.allocated_by_tenant.get(tenant, 0)
+        if held + size > (most := quota.max_tenant_bytes):
+            text = f"{tenant} holds {held} bytes, and {size} more exceed the limit of {most}; raise --max-tenant-bytes"
+            raise usage.exceeded(f"{text} if this is intended", most, "bytes kept for a tenant")
+        if usage.allocated + size > (most := quota.max_server_bytes):
+            text = f"the server holds {usage.allocated} bytes, and {size} more for {tenant} exceed the limit of {most}"
+            text += "; raise --max-server-bytes if there is memory for it"
+            raise usage.exceeded(text, most, "bytes kept in all")
 
     def allocate(self, size: int) -> None:
         """Allocate bytes; raises LimitExceeded if they are not available."""
-        self._usage.check_memory(self._tenant, size)
+        self.check(size)
         self.adjust(size)
 
     def adjust(self, size: int) -> None:
