@@ -15,6 +15,7 @@ from statsd_bn import limits
 from statsd_bn.errors import ProtocolError, ServerUnreachable, StatsdBNError
 from statsd_bn.keys import ClientKeys
 from statsd_bn.messages import Figures, FiguresRequest, StatusRequest
+from statsd_bn.reduction import FloatArray
 from statsd_bn.skew import MEAN, PART, VARIANCE
 from statsd_bn.text import log_line
 from statsd_bn.wire import decode
@@ -91,23 +92,27 @@ def fetch_report(endpoint: str, keys: ClientKeys | None, figures: "FigureReader"
 
 @dataclass(slots=True)
 class _GroupFigures:
-    """The layers of a group, of the latest complete answer and of the answers since."""
+    """The figures of a group, of the latest complete answer; and the layers of the answers since, with their values."""
 
-    latest: list[dict[str, Any]] = field(default_factory=list)
-    begun: list[dict[str, Any]] = field(default_factory=list)
+    latest: dict[str, Any] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+    values: list[FloatArray] = field(default_factory=list)
     completed: float = 0.0  # in seconds of the monotonic clock
 
     def add(self, answer: Figures) -> bool:
         """Add the next layers; return whether all are there now."""
-        for name, figures in zip(answer.names, answer.values, strict=True):
-            means, variances, parts = figures[:, [MEAN, VARIANCE, PART]].T.astype(np.float32)
-            entry = {"name": name, "eta2": float(figures[:, PART].sum())}
-            self.begun.append({**entry, "parts": parts, "means": means, "variances": variances})
-        if answer.names and len(self.begun) < min(answer.total, limits.MAX_FIGURES_LAYERS):
+        self.names += answer.names
+        self.values.append(answer.values)
+        if answer.names and len(self.names) < min(answer.total, limits.MAX_FIGURES_LAYERS):
             return False
+        self.latest = {}
         # A group may restart with other members between two answers.
-        is_consistent = len({len(layer["parts"]) for layer in self.begun}) == 1
-        self.latest, self.begun = self.begun if is_consistent else [], []
+        if self.names and len({values.shape[1] for values in self.values}) == 1:
+            values = np.concatenate(self.values)
+            means, variances, parts = (values[..., which].astype(np.float32) for which in (MEAN, VARIANCE, PART))
+            kinds = {"parts": parts, "means": means, "variances": variances}
+            self.latest = {"layers": self.names, "eta2": values[..., PART].sum(axis=1).tolist(), **kinds}
+        self.names, self.values = [], []
         self.completed = time.monotonic()
         return True
 
@@ -121,8 +126,8 @@ class FigureReader:
     def add_to(self, ask: Query, groups: list[dict[str, Any]]) -> None:
         """Add `figures` to the entries of the groups that have any.
 
-        `figures` has `layers`, a list in the order of a step. A layer has its `name`; `eta2`, the share of its variance
-        between the members; and `parts`, `means` and `variances`, float32 arrays with the figures of each member.
+        `figures` has `layers`, their names in the order of a step; `eta2`, the share of each layer's variance between
+        the members; and `parts`, `means` and `variances`, float32 arrays of shape (layers, members).
         """
         # The server has figures of strict groups only.
         strict = {(one["job"], one["group"], one["epoch"]): one for one in groups if not one.get("min_members")}
@@ -133,7 +138,7 @@ class FigureReader:
             raise ServerUnreachable(f"malformed figures, is the server of another version? {error.message}") from error
         for key, figures in self._groups.items():
             if figures.latest:
-                strict[key]["figures"] = {"layers": figures.latest}
+                strict[key]["figures"] = figures.latest
 
     def _request(self, ask: Query) -> None:
         left, ends = MAX_BYTES, time.monotonic() + FIGURES_SECONDS
@@ -142,7 +147,7 @@ class FigureReader:
             while not is_complete:
                 if left <= 0 or time.monotonic() > ends:
                     return
-                answer = decode(ask(FiguresRequest(job, group, len(figures.begun))))
+                answer = decode(ask(FiguresRequest(job, group, len(figures.names))))
                 if not isinstance(answer, Figures):  # refused, as the other groups would be
                     return
                 is_complete = figures.add(answer)

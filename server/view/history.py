@@ -72,14 +72,13 @@ class LayerHistory:
     def __len__(self) -> int:
         return len(self._samples)
 
-    def add(self, now: float, layers: Sequence[Mapping[str, Any]], max_bytes: int) -> None:
+    def add(self, now: float, figures: Mapping[str, Any], max_bytes: int) -> None:
         """Add a group's figures, see `server.view.feed`; at most `max_bytes` are kept."""
         if self._samples and now - self._samples[-1][0] < self.interval - 0.5:
             return
-        names = [layer["name"] for layer in layers]
-        sample = np.array([[layer[name] for layer in layers] for name in ("means", "variances")], "<f4")
-        if names != self._layers or (self._samples and sample.shape != self._samples[-1][1].shape):
-            self._layers = names
+        sample = np.array((figures["means"], figures["variances"]), "<f4")
+        if figures["layers"] != self._layers or (self._samples and sample.shape != self._samples[-1][1].shape):
+            self._layers = figures["layers"]
             self._samples.clear()
         self._samples.append((now, sample))
         self.interval = max(INTERVAL_SECONDS, SECONDS * sample.nbytes / max_bytes)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from heapq import nlargest
 from itertools import accumulate, chain, repeat
+from operator import itemgetter
 from typing import Any
 
 from prometheus_client import generate_latest
@@ -109,9 +110,9 @@ def _samples(group: Group) -> Iterator[tuple[str, tuple[str, ...], float]]:
         for name in (name for name in GAUGES if name.startswith("rank_")):
             if (number := member.get(FIELDS.get(name, name.removeprefix("rank_")))) is not None:
                 yield name, (str(member["member"]),), number
-    layers = group.get("figures", {}).get("layers", ())
-    for layer in nlargest(MAX_LAYERS, layers, key=lambda layer: layer["eta2"]):
-        yield "skew_eta2", (layer["name"],), layer["eta2"]
+    if figures := group.get("figures"):
+        layers = zip(figures["layers"], figures["eta2"], strict=True)
+        yield from (("skew_eta2", (name,), eta2) for name, eta2 in nlargest(MAX_LAYERS, layers, key=itemgetter(1)))
 
 
 def _histogram(groups: list[Group], field: str, text: str) -> Metric:

@@ -170,7 +170,8 @@ class _Watched:
 
     def shown(self, now: float, restarted: float | None, *, is_first: bool) -> Report:
         """The group with verdict, cards, trend, and the flags of its members."""
-        group = {**self.group, "findings": _present_findings(self.group)}
+        findings = [_with_present_numbers(self.group, finding) for finding in self.group.get("findings", ())]
+        group = {**self.group, "findings": findings}
         if self.is_returning:
             group |= {"missing": group["world_size"], "waiting": [], "lost": ""}
         elif group["lost"] or "over" in group:
@@ -306,7 +307,7 @@ class SnapshotBuilder:
             else:
                 watched.trend = Trend()
             if "figures" in watched.group:
-                watched.layers.add(now, watched.group["figures"]["layers"], MAX_BYTES // drawn)
+                watched.layers.add(now, watched.group["figures"], MAX_BYTES // drawn)
 
     def _add(self, now: float, event: Mapping[str, Any]) -> None:
         self._counts[event["kind"]] += 1
@@ -321,16 +322,13 @@ def _rate(count: int, before: int | None, seconds: float) -> float | None:
     return max(0.0, (count - before) / seconds) if before is not None and seconds > 0 else None
 
 
-def _present_findings(group: Report) -> list[Report]:
-    """The group's findings, those of data with the present numbers of their layer where its figures are known."""
-    layers = {layer["name"]: layer for layer in group.get("figures", {}).get("layers", ())}
-    return [_with_present_numbers(group, one, layers.get(one.get("layer"))) for one in group.get("findings", ())]
-
-
-def _with_present_numbers(group: Report, finding: Report, layer: Report | None) -> Report:
-    if not layer or "variance" not in finding or finding.get("cleared"):
+def _with_present_numbers(group: Report, finding: Report) -> Report:
+    """The finding; one of data with the present numbers of its layer, if its figures are known."""
+    figures = group.get("figures", {"layers": ()})
+    if finding.get("layer") not in figures["layers"] or "variance" not in finding or finding.get("cleared"):
         return finding
-    numbers = np.array([layer[name] for name in ("parts", "means", "variances")], float)
+    layer = figures["layers"].index(finding["layer"])
+    numbers = np.array([figures[name][layer] for name in ("parts", "means", "variances")], float)
     ranks = ranks_of(group, numbers.shape[1])
     # The figures are float32: the variance of activations above 1e19 is infinite.
     if finding["rank"] not in ranks or len(ranks) == 1 or not np.isfinite(numbers).all():
@@ -375,20 +373,13 @@ def heat(snapshot: Snapshot, job: str, group: str) -> dict[str, Any] | None:
     in base64, of shape (layers, members).
     """
     for entry in snapshot["groups"]:
-        layers = entry.get("figures", {}).get("layers", [])
-        if (entry["job"], entry["group"]) == (job, group) and layers:
-            arrays = {name: np.array([layer[name] for layer in layers]) for name in ("parts", "means", "variances")}
-            arrays["ratios"] = _ratios(arrays["variances"])
-            members = arrays["parts"].shape[1]
-            return {
-                "job": job,
-                "group": group,
-                "layers": [layer["name"] for layer in layers],
-                "eta2": [layer["eta2"] for layer in layers],
-                "members": members,
-                "ranks": ranks_of(entry, members),
-                **{name: base64.b64encode(array.astype("<f4").tobytes()).decode() for name, array in arrays.items()},
-            }
+        if _group_name(entry) == (job, group) and (figures := entry.get("figures")):
+            members = figures["parts"].shape[1]
+            arrays = {name: figures[name] for name in ("parts", "means", "variances")}
+            arrays["ratios"] = _ratios(figures["variances"])
+            packed = {name: base64.b64encode(array.astype("<f4").tobytes()).decode() for name, array in arrays.items()}
+            named = {"job": job, "group": group, "layers": figures["layers"], "eta2": figures["eta2"]}
+            return {**named, "members": members, "ranks": ranks_of(entry, members), **packed}
     return None
 
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from support.paths import ROOT
 
 
@@ -55,7 +57,8 @@ def layer(name: str, *parts: float) -> dict[str, Any]:
 
 
 def figures(*layers: dict[str, Any]) -> dict[str, Any]:
-    return {"layers": list(layers)}
+    arrays = {key: np.array([one[key] for one in layers], np.float32) for key in ("parts", "means", "variances")}
+    return {"layers": [one["name"] for one in layers], "eta2": [one["eta2"] for one in layers], **arrays}
 
 
 @contextmanager

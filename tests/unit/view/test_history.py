@@ -45,8 +45,8 @@ def test_a_trend_knows_about_when_a_step_was():
 
 
 def layers(now, members=3, number=2):
-    of = {"means": [now] * members, "variances": [now + 1] * members}
-    return [{"name": f"bn{place}", **of} for place in range(number)]
+    names = [f"bn{place}" for place in range(number)]
+    return {"layers": names, "means": [[now] * members] * number, "variances": [[now + 1] * members] * number}
 
 
 def test_a_layer_has_its_means_and_variances_of_ten_minutes():
