@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from server.security.quota import Quota, option_range
 from statsd_bn import PROTOCOL_VERSION, __version__
 from statsd_bn.checks import short_repr
-from statsd_bn.endpoints import MAX_DIGITS, MAX_PORT, check_endpoint, default_endpoint, needs_keys
+from statsd_bn.endpoints import MAX_PORT, check_endpoint, default_endpoint, is_port, needs_keys
 from statsd_bn.environment import LOG_LEVELS, boolean, log_level
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.text import escape
@@ -63,7 +63,7 @@ def host_and_port(text: str) -> tuple[str, int]:
     """Parses HOST:PORT, with an IPv6 address in brackets."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not (host and port.isascii() and port.isdecimal() and len(port) <= MAX_DIGITS and int(port) <= MAX_PORT):
+    if not (host and is_port(port)):
         raise ArgumentTypeError(f"expected HOST:PORT with a port of 0 to {MAX_PORT}, got {text!r:.80}")
     return host, int(port)
 
@@ -195,13 +195,12 @@ def from_arguments(arguments: Sequence[str], environ: Mapping[str, str]) -> Conf
     """Configuration from a command line and an environment."""
     found = parser(environ).parse_args(arguments)
     quota = Quota(**{option.name: _limit(found, environ, option) for option in fields(Quota)})
-    bind = tuple(found.bind or bind_endpoints(environ))
+    bind = tuple(found.bind or bind_endpoints(environ) or [default_endpoint(environ)])
     level = found.log_level or log_level(environ, "STATSD_BN_LOG_LEVEL", "info")
     insecure = found.insecure or boolean(environ, "STATSD_BN_INSECURE")
     return Config(bind, level, insecure, found.curve, quota, found.parent, found.again)
 
 
 def bind_endpoints(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Endpoints in STATSD_BN_BIND, or the default."""
-    given = tuple(filter(None, map(str.strip, environ.get("STATSD_BN_BIND", "").split(","))))
-    return given or (default_endpoint(environ),)
+    """Endpoints in STATSD_BN_BIND."""
+    return tuple(filter(None, map(str.strip, environ.get("STATSD_BN_BIND", "").split(","))))

@@ -46,13 +46,13 @@ def check_endpoint(endpoint: str, name: str = "endpoint") -> None:
             f"{name}: expected ipc://PATH in a folder that other users cannot write to, got {endpoint!r}, {kind}"
         )
     host, _, port = address.rpartition(":")
-    if scheme == "tcp" and not (host and _is_port(port)):
+    if scheme == "tcp" and not (host and (port == "*" or is_port(port))):  # `*`: the system chooses a free port
         raise ConfigurationError(f"{name}: expected tcp://HOST:PORT with a port of 0 to {MAX_PORT}, got {endpoint!r}")
 
 
-def _is_port(port: str) -> bool:
-    # `*`: the system chooses a free port.
-    return port == "*" or (port.isascii() and port.isdecimal() and len(port) <= MAX_DIGITS and int(port) <= MAX_PORT)
+def is_port(port: str) -> bool:
+    """Returns whether a text is a number of a port."""
+    return port.isascii() and port.isdecimal() and len(port) <= MAX_DIGITS and int(port) <= MAX_PORT
 
 
 def ipc_path(endpoint: str) -> Path | None:
@@ -133,14 +133,28 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
         )
 
 
-def private_folder(environ: Mapping[str, str]) -> Path:
-    """Returns the path of this user's folder: in the user's runtime folder, else in the temporary folder."""
-    return _candidates(environ)[0]
+def user_folders(environ: Mapping[str, str]) -> list[Path]:
+    """Returns the possible paths of this user's folder: in the user's runtime folder, else in the temporary folder."""
+    # XDG_RUNTIME_DIR is ignored if it names another user's folder, as after `su`.
+    folders = []
+    for parent in dict.fromkeys((Path(environ.get("XDG_RUNTIME_DIR", "")), RUNTIME_FOLDERS / str(os.getuid()))):
+        with suppress(OSError):
+            status = parent.lstat()
+            if parent.is_absolute() and stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+                folders.append(parent / "statsd_bn")
+    with suppress(OSError):  # no temporary folder can be written, as in a read-only container
+        folders.append(Path(tempfile.gettempdir()) / f"statsd_bn-{os.getuid()}")
+    if not folders:
+        raise ConfigurationError(
+            "expected a folder for this user's socket, and found none that can be written; set XDG_RUNTIME_DIR "
+            "or TMPDIR to a folder of yours, or name an endpoint"
+        )
+    return folders
 
 
 def default_endpoint(environ: Mapping[str, str]) -> str:
     """Returns the endpoint of a server without `--bind`."""
-    path = private_folder(environ) / SOCKET
+    path = user_folders(environ)[0] / SOCKET
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
         raise ConfigurationError(
             f"endpoint: expected at most {MAX_PATH_BYTES} bytes for the path of a socket, got {path}; "
@@ -153,7 +167,7 @@ def find_server(environ: Mapping[str, str]) -> str:
     """Returns the endpoint of this user's server."""
     # A server that was started without a runtime folder listens in the temporary folder, so both are searched.
     first = default_endpoint(environ)
-    folders = _candidates(environ)
+    folders = user_folders(environ)
     with suppress(FileNotFoundError):
         check_folder(folders[0])
     for folder in folders:
@@ -195,25 +209,6 @@ def remove_job_folder(folder: Path) -> None:
     if folder.name.startswith(JOB_PREFIX):
         with suppress(OSError):
             folder.rmdir()
-
-
-def _candidates(environ: Mapping[str, str]) -> list[Path]:
-    """Returns the possible paths of this user's folder, the best first."""
-    # XDG_RUNTIME_DIR is ignored if it names another user's folder, as after `su`.
-    folders = []
-    for parent in dict.fromkeys((Path(environ.get("XDG_RUNTIME_DIR", "")), RUNTIME_FOLDERS / str(os.getuid()))):
-        with suppress(OSError):
-            status = parent.lstat()
-            if parent.is_absolute() and stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
-                folders.append(parent / "statsd_bn")
-    with suppress(OSError):  # no temporary folder can be written, as in a read-only container
-        folders.append(Path(tempfile.gettempdir()) / f"statsd_bn-{os.getuid()}")
-    if not folders:
-        raise ConfigurationError(
-            "expected a folder for this user's socket, and found none that can be written; set XDG_RUNTIME_DIR "
-            "or TMPDIR to a folder of yours, or name an endpoint"
-        )
-    return folders
 
 
 # Clients that do not reach a server.

@@ -169,7 +169,8 @@ def refuses_malformed() -> Iterator[None]:
 
 def own_endpoint(environ: Mapping[str, str]) -> str:
     """Endpoint of the server on this host according to `environ`, the first of several; raises without one."""
-    if not environ.get("STATSD_BN_BIND", "").strip(" ,"):
+    bound = bind_endpoints(environ)
+    if not bound:
         expiry = time.monotonic() + FIND_SECONDS
         while True:
             try:
@@ -178,7 +179,7 @@ def own_endpoint(environ: Mapping[str, str]) -> str:
                 if time.monotonic() >= expiry:
                     raise
             time.sleep(FIND_PAUSE_SECONDS)
-    endpoint = next(iter(bind_endpoints(environ)), "")
+    endpoint = bound[0]
     scheme, _, address = endpoint.partition("://")
     if scheme == "ipc":
         return endpoint

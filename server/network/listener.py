@@ -204,7 +204,7 @@ def _listen(endpoint: str) -> Iterator[int]:
         return
     is_own = False
     with suppress(ConfigurationError):  # a path given by the user needs no private folder
-        is_own = path.parent == endpoints.private_folder(os.environ)
+        is_own = path.parent == endpoints.user_folders(os.environ)[0]
     if is_own:
         endpoints.make_private_folder(path.parent)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound:

@@ -52,8 +52,8 @@ def test_the_default_socket_is_in_the_users_runtime_folder_or_a_temporary_one(tm
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path)
     for named in ("", "relative", "/nowhere", str(tmp_path / "file"), str(tmp_path / "link")):
-        assert endpoints.private_folder({"XDG_RUNTIME_DIR": named}) == own
-    assert endpoints.private_folder({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "statsd_bn"
+        assert endpoints.user_folders({"XDG_RUNTIME_DIR": named})[0] == own
+    assert endpoints.user_folders({"XDG_RUNTIME_DIR": str(tmp_path)})[0] == tmp_path / "statsd_bn"
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def nowhere(monkeypatch):
 
 @pytest.mark.usefixtures("nowhere")
 def test_an_unwritable_folder_is_an_error_with_a_remedy():
-    for use in (endpoints.private_folder, endpoints.default_endpoint, endpoints.find_server):
+    for use in (endpoints.user_folders, endpoints.default_endpoint, endpoints.find_server):
         with pytest.raises(ConfigurationError, check=says(r"none that can be written; set XDG_RUNTIME_DIR or .*name")):
             use({})
 
