@@ -105,16 +105,25 @@ def check_figures(values: Any, layers: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlier:
-    """A member with other data than the rest."""
+class Finding:
+    """An outlier, which has other data than the rest, or a duplicate, which has the same data as another member."""
 
     member: int
-    layer: str  # the first layer of a step in which the member is an outlier
-    numbers: dict[str, float]  # the other arguments of `describe_outlier`, all finite, for the report
+    layer: str  # the first layer of a step in which the member is an outlier; of a duplicate the earliest sampled one
+    numbers: dict[str, Any]  # for the report, finite: the other arguments of `describe_outlier`, or `since` and `other`
+
+    @property
+    def other(self) -> int | None:
+        """The first member with the same data; None for an outlier."""
+        return self.numbers.get("other")
 
     def describe(self, names: Sequence[str]) -> str:
         """Returns the finding in one line; `names` are the members' names."""
-        return f"{names[self.member]}: {describe_outlier(self.layer, **self.numbers)}"
+        member = names[self.member]
+        if self.other is None:
+            return f"{member}: {describe_outlier(self.layer, **self.numbers)}"
+        since = f"in all layers since step {self.numbers['since']}"
+        return f"{member}: same data as {names[self.other]} {since}; do both read the same shard?"
 
 
 def describe_outlier(
@@ -135,26 +144,6 @@ def describe_outlier(
     return f"since step {since} {what} in {layer}{later}"
 
 
-@dataclass(frozen=True, slots=True)
-class Duplicate:
-    """A member with the same data as another."""
-
-    member: int
-    other: int  # the first member with the same data
-    layer: str  # the earliest sampled layer of a step
-    since: int  # the first step with equal data
-
-    @property
-    def numbers(self) -> dict[str, float]:
-        """The first step and the other member, for the report."""
-        return {"since": self.since, "other": self.other}
-
-    def describe(self, names: Sequence[str]) -> str:
-        """Returns the finding in one line; `names` are the members' names."""
-        member, other = names[self.member], names[self.other]
-        return f"{member}: same data as {other} in all layers since step {self.since}; do both read the same shard?"
-
-
 class SkewDetector:
     """Compares the data of a group's members, sample by sample."""
 
@@ -165,11 +154,11 @@ class SkewDetector:
         self._layers: dict[str, _Layer] = {}
         # Per pair of members with equal data: the first step, and the number of samples since.
         self._pairs: dict[tuple[int, int], tuple[int, int]] = {}
-        # Samples since a reported outlier, or pair, was last seen.
-        self._absence: dict[int | tuple[int, int], int] = {}
+        # Samples since a reported outlier or pair was last seen, by member and other member.
+        self._absence: dict[tuple[int, int | None], int] = {}
         self._latest = -math.inf
 
-    def add(self, now: float, step: int, layers: Sequence[str], values: FloatArray) -> list[Outlier | Duplicate]:
+    def add(self, now: float, step: int, layers: Sequence[str], values: FloatArray) -> list[Finding]:
         """Adds a sample, of shape (layers, members, 4); returns the findings that were not reported before."""
         if now - self._latest < MIN_SECONDS:
             return []
@@ -184,17 +173,18 @@ class SkewDetector:
         for pair in _equal_pairs(values):
             since, samples = before.get(pair, (step, 0))
             self._pairs[pair] = since, samples + 1
-        present: set[int | tuple[int, int]] = {*outliers, *self._pairs}
+        present = {*((member, None) for member in outliers), *self._pairs}
         self._absence = {one: 0 if one in present else absence + 1 for one, absence in self._absence.items()}
-        equal = {pair: since for pair, (since, samples) in self._pairs.items() if samples == DUPLICATES_IN_A_ROW}
-        found: list[Outlier | Duplicate] = [self._outlier(one) for one in sorted(outliers - self._absence.keys())]
-        found += [Duplicate(*pair, layers[0], since) for pair, since in equal.items() if pair not in self._absence]
-        self._absence |= dict.fromkeys(map(_identity, found), 0)
+        found = [self._outlier(member) for member in sorted(outliers) if (member, None) not in self._absence]
+        for (member, other), (since, samples) in self._pairs.items():
+            if samples == DUPLICATES_IN_A_ROW and (member, other) not in self._absence:
+                found.append(Finding(member, layers[0], {"since": since, "other": other}))
+        self._absence |= {(one.member, one.other): 0 for one in found}
         return found
 
-    def is_current(self, found: Outlier | Duplicate) -> bool:
+    def is_current(self, found: Finding) -> bool:
         """Whether the latest samples still show a finding."""
-        return self._absence[_identity(found)] < MAX_ABSENCE
+        return self._absence[found.member, found.other] < MAX_ABSENCE
 
     @property
     def nr_layers(self) -> int:
@@ -220,7 +210,7 @@ class SkewDetector:
         new = sum(name not in self._layers for name in layers)
         return min(new, self._max_layers - len(self._layers)) * self._layer_bytes
 
-    def _outlier(self, member: int) -> Outlier:
+    def _outlier(self, member: int) -> Finding:
         # The shorter window serves layers with fewer samples than WINDOW.
         windows = (WINDOW, WINDOW // 2)
         showing = {name: layer for name, layer in self._layers.items() if member in map(layer.outlier, windows)}
@@ -236,11 +226,7 @@ class SkewDetector:
             "part": float(own[PART]),
             "usual": float(others[PART]),
         }
-        return Outlier(member, name, numbers)
-
-
-def _identity(found: Outlier | Duplicate) -> int | tuple[int, int]:
-    return found.member if isinstance(found, Outlier) else (found.member, found.other)
+        return Finding(member, name, numbers)
 
 
 class _Layer:

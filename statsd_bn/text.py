@@ -90,14 +90,10 @@ def log_line(error: BaseException | str) -> str:
     return escape(" ".join([*ended, *lines[-1:]]))
 
 
-def first_line(error: BaseException | str) -> str:
-    """Returns the first line of an error's text, unwrapped."""
-    return unwrap(str(error)).strip().partition("\n")[0]
-
-
 def error_summary(error: BaseException) -> str:
-    """Returns an error's class and first line."""
-    return f"{type(error).__name__}: {first_line(error)}"
+    """Returns an error's class and the first line of its text."""
+    line, *_ = unwrap(str(error)).strip().split("\n")
+    return f"{type(error).__name__}: {line}"
 
 
 def strip_traceback(text: str) -> str:

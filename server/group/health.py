@@ -25,7 +25,7 @@ from statsd_bn.members import MAX_NAMED_RANKS, Members, format_ranks
 from statsd_bn.messages import LatenessReport, RoundTrips, SkewStats
 from statsd_bn.reduction import FloatArray, is_finite
 from statsd_bn.round_key import FORWARD, RoundKey, format_first_non_finite
-from statsd_bn.skew import Duplicate, Outlier, SkewDetector
+from statsd_bn.skew import Finding, SkewDetector
 from statsd_bn.skew_samples import SCHEDULED_BYTES, VECTORS, SkewSampler, figures_of_step
 from statsd_bn.text import duration, percent
 from statsd_bn.timing import Histogram
@@ -59,9 +59,6 @@ _CHANNELS = re.compile(r"(\d{1,7}) of (\d{1,7}) channels \(([a-zA-Z ]{1,16})\)")
 
 # Characters of a text about non-finite values: a report contains all of them.
 MAX_NON_FINITE_LENGTH = 1024
-
-
-Skew = Outlier | Duplicate | None
 
 
 class Pace:
@@ -134,7 +131,7 @@ class GroupHealth:
         self._memory = memory
         self._samples = SkewSampler(MAX_SAMPLE_BYTES)
         # Report entries, each with the difference that it reports, if any.
-        self._findings: deque[tuple[dict[str, Any], Skew]] = deque(maxlen=MAX_FINDINGS)
+        self._findings: deque[tuple[dict[str, Any], Finding | None]] = deque(maxlen=MAX_FINDINGS)
         self.pace = Pace()
         self.comparison = SkewDetector(membership.world_size)
         self.non_finite = FirstNonFinite()
@@ -242,7 +239,9 @@ class GroupHealth:
                 text = found.describe([str(member) for member in members])
                 self._add("skew", members[found.member].member, step, text, found.numbers, found)
 
-    def _add(self, kind: str, rank: int, step: int, text: str, numbers: dict[str, float], skew: Skew = None) -> None:
+    def _add(
+        self, kind: str, rank: int, step: int, text: str, numbers: dict[str, Any], skew: Finding | None = None
+    ) -> None:
         """Store a finding about a member, with further numbers for the report, and log it as a warning."""
         text, layer = text[:MAX_FINDING_LENGTH], skew.layer if skew else ""
         self._findings.append(

@@ -6,7 +6,7 @@ import pytest
 
 from statsd_bn import errors, limits
 from statsd_bn.errors import BY_CODE, StatsdBNError, from_wire
-from statsd_bn.text import FIRST_LINE, MAX_ROWS, Row, TableSection, error_text, first_line, log_line
+from statsd_bn.text import FIRST_LINE, MAX_ROWS, Row, TableSection, error_summary, error_text, log_line
 
 
 def place(name: str, *ranks: int, size: int = 0, host: str = "host", below: tuple[str, ...] = ()) -> TableSection:
@@ -82,7 +82,7 @@ def test_a_log_line_holds_the_whole_error():
     error = ValueError(error_text("no", table=[place("in a", 0, 10)], where="job 'j'", advice="Stop."))
     expected = "no; rank 0 (host) waits 1.0 s in a; rank 10 (host) waits 1.0 s in a; in job 'j'; Stop."
     assert log_line(error) == expected
-    assert first_line(error) == "no"
+    assert error_summary(error) == "ValueError: no"
 
 
 def tree(root: type[StatsdBNError] = StatsdBNError) -> list[type[StatsdBNError]]:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from statsd_bn.skew import MIN_SECONDS, Duplicate, Outlier, SkewDetector
+from statsd_bn.skew import MIN_SECONDS, SkewDetector
 
 # The third member's data differ much, and the second's are the first's.
 FIGURES = np.array([[[10.0, 0.0, 1.0, 0.01], [10.0, 0.0, 1.0, 0.01], [10.0, 5.0, 9.0, 0.4], [10.0, 0.1, 1.1, 0.01]]])
@@ -10,7 +10,7 @@ FIGURES = np.array([[[10.0, 0.0, 1.0, 0.01], [10.0, 0.0, 1.0, 0.01], [10.0, 5.0,
 
 def looks(comparison, times):
     found = [one for step, now in enumerate(times) for one in comparison.add(now, step, ["bn"], FIGURES)]
-    return [[one.member for one in found if isinstance(one, kind)] for kind in (Outlier, Duplicate)]
+    return [[one.member for one in found if (one.other is not None) == is_copy] for is_copy in (False, True)]
 
 
 def test_a_burst_of_samples_counts_once():

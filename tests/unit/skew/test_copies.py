@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from statsd_bn.skew import COUNT, VARIANCE, Duplicate, SkewDetector, compute_figures
+from statsd_bn.skew import COUNT, VARIANCE, Finding, SkewDetector, compute_figures
 from statsd_bn.skew import DUPLICATES_IN_A_ROW as IN_A_ROW
 
 LAYERS, MEMBERS = 3, 4
@@ -23,11 +23,15 @@ def looks(group, number, *copied, first=0, seed=0):
     return [found for at in times for found in group.add(float(at), 10 * at, NAMES, figures(rng, copied))]
 
 
+def duplicate(member, other, since):
+    return Finding(member, "a", {"since": since, "other": other})
+
+
 def test_a_copy_is_found_once_with_its_step():
     group = SkewDetector(MEMBERS)
     assert looks(group, 5) == []
     assert looks(group, IN_A_ROW - 1, (3, 1), first=5) == []
-    assert looks(group, 50, (3, 1), first=4 + IN_A_ROW, seed=1) == [Duplicate(3, 1, "a", 50)]
+    assert looks(group, 50, (3, 1), first=4 + IN_A_ROW, seed=1) == [duplicate(3, 1, since=50)]
 
 
 def test_a_copy_must_be_equal_in_successive_samples():
@@ -39,7 +43,7 @@ def test_a_copy_must_be_equal_in_successive_samples():
 
 def test_a_pair_is_reported_once_although_it_differs_meanwhile():
     group = SkewDetector(MEMBERS)
-    assert looks(group, IN_A_ROW, (3, 1)) == [Duplicate(3, 1, "a", 0)]
+    assert looks(group, IN_A_ROW, (3, 1)) == [duplicate(3, 1, since=0)]
     for start in range(IN_A_ROW, 100, IN_A_ROW + 1):
         assert looks(group, 1, first=start, seed=2) == []
         assert looks(group, IN_A_ROW, (3, 1), first=start + 1, seed=3) == []
@@ -47,7 +51,7 @@ def test_a_pair_is_reported_once_although_it_differs_meanwhile():
 
 def test_several_copies_are_each_found():
     found = looks(SkewDetector(MEMBERS), IN_A_ROW, (1, 0), (3, 0))
-    assert found == [Duplicate(1, 0, "a", 0), Duplicate(3, 0, "a", 0)]
+    assert found == [duplicate(1, 0, since=0), duplicate(3, 0, since=0)]
 
 
 def test_one_different_layer_disproves_a_copy():
@@ -76,7 +80,7 @@ def test_of_two_members_the_copy_is_found():
         rows = np.stack([values.sum(axis=1), np.square(values).sum(axis=1)], axis=1)
         both = np.stack([compute_figures(np.array([8.0, 8.0]), np.stack([one, one])) for one in rows])
         found += group.add(float(look), look, NAMES, both)
-    assert found == [Duplicate(1, 0, "a", 0)]
+    assert found == [duplicate(1, 0, since=0)]
     assert found[0].describe(["rank 0 (a)", "rank 1 (b)"]) == (
         "rank 1 (b): same data as rank 0 (a) in all layers since step 0; do both read the same shard?"
     )
