@@ -293,10 +293,8 @@ class RoundDone(Checked, number=14):
 
 
 @dataclass(frozen=True, slots=True)
-class StatusRequest:
+class StatusRequest(Checked, number=7):
     """Asks for the server's report. Needs no registration."""
-
-    type: ClassVar[int] = 7
 
 
 @dataclass(frozen=True, slots=True)

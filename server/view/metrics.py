@@ -1,12 +1,12 @@
 """Metrics: a snapshot in Prometheus format, for the first ranks and the most skewed layers of each group."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from heapq import nlargest
 from itertools import accumulate, chain, repeat
 from operator import itemgetter
 from typing import Any
 
-from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from server.group.health import MAX_DELAY_SHARE
@@ -52,19 +52,15 @@ HISTOGRAMS = {
 FIELDS = {"rank_awaited": "share", "rank_round_trip_median_seconds": "median", "rank_round_trip_seconds": "p99"}
 
 
+@dataclass(frozen=True)
 class Metrics:
-    """The content of `/metrics`."""
+    """The metrics of a snapshot, for `prometheus_client.generate_latest`."""
 
-    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
-        self._snapshot = snapshot
-
-    def text(self) -> bytes:
-        """The metrics in Prometheus' text format."""
-        return bytes(generate_latest(self))
+    snapshot: Snapshot
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics of the latest snapshot."""
-        snapshot = self._snapshot()
+        """The metrics of the view, and of all groups."""
+        snapshot = self.snapshot
         up = GaugeMetricFamily("statsd_bn_up", "Whether the server answers the view.", float(not snapshot["error"]))
         events = CounterMetricFamily("statsd_bn_events", "Events since the view started.", labels=("kind",))
         for kind, count in snapshot["counts"].items():

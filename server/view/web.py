@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 import uvicorn
+from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -147,17 +148,19 @@ MIN_TOKEN = 16  # characters: 64 bits in hexadecimal
 
 def app(feed: Feed, token: str) -> ASGIApp:
     """The ASGI application of a feed."""
-    metrics = Metrics(lambda: feed.snapshot)
     streams = threading.BoundedSemaphore(MAX_STREAMS)
+
+    def metrics(_: Request) -> Response:
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        return Response(generate_latest(Metrics(feed.snapshot)), media_type=kind)
 
     async def events(_: Request) -> Response:
         if not streams.acquire(blocking=False):
             return _plain(f"too many readers: {MAX_STREAMS} are connected", 503)
         return EventStream(feed, streams)
 
-    text = "text/plain; version=0.0.4; charset=utf-8"
     routes = [Route(path, Response(file.read_bytes(), media_type=TYPES[file.suffix])) for path, file in FILES.items()]
-    routes += [Route("/events", events), Route("/metrics", lambda _: Response(metrics.text(), media_type=text))]
+    routes += [Route("/events", events), Route("/metrics", metrics)]
     routes.append(Route("/heat", _figures(("job", "group"), lambda *names: heat(feed.snapshot, *names))))
     routes.append(Route("/history", _figures(("job", "group", "layer"), feed.history)))
     return Guard(Starlette(routes=routes), token)
