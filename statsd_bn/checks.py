@@ -39,22 +39,18 @@ def check_name(name: str, value: object, longest: int) -> None:
     # Nearly all names are ASCII: the fast path.
     if type(value) is str and value.isascii() and value.isprintable() and 1 <= len(value) <= longest:
         return
-    if type(value) is not str or not value.isprintable() or not 1 <= _size(value) <= longest:
+    if type(value) is not str or not value.isprintable() or not 1 <= len(value.encode()) <= longest:
         raise ProtocolError(f"{name}: expected printable text of 1 to {longest} bytes, got {short_repr(value)}")
 
 
 def check_text(name: str, value: object, longest: int, shortest: int = 1) -> None:
     """Raises ProtocolError unless `value` is a str of `shortest` to `longest` bytes in UTF-8."""
     # It may have several lines: it is printable except for line feeds and tabs.
-    if type(value) is not str or not is_printable_text(value) or not shortest <= _size(value) <= longest:
+    if type(value) is not str or not is_printable_text(value) or not shortest <= len(value.encode()) <= longest:
         raise ProtocolError(
             f"{name}: expected text of {shortest} to {longest} bytes, printable but for line feeds and tabs, got "
             f"{short_repr(value)}"
         )
-
-
-def _size(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
 
 
 def check_depth(name: str, value: Any, depth: int = 0) -> Any:
