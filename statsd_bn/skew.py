@@ -122,8 +122,8 @@ class Finding:
         member = names[self.member]
         if self.other is None:
             return f"{member}: {describe_outlier(self.layer, **self.numbers)}"
-        since = f"in all layers since step {self.numbers['since']}"
-        return f"{member}: same data as {names[self.other]} {since}; do both read the same shard?"
+        other, since = names[self.other], self.numbers["since"]
+        return f"{member}: same data as {other} in all layers since step {since}; do both read the same shard?"
 
 
 def describe_outlier(

@@ -171,8 +171,8 @@ class Service:
             return None
         principal = ANONYMOUS if self._principals is None else self._principals.get(str(part.get("User-Id")))
         if principal is None:
-            text = "authentication refused: this key was revoked"
-            self._connections.close(peer, AuthenticationRefused(text, reason="revoked"))
+            refusal = AuthenticationRefused("authentication refused: this key was revoked", reason="revoked")
+            self._connections.close(peer, refusal)
         return principal
 
     def _run_periodic(self) -> None:
