@@ -4,7 +4,7 @@ import ctypes
 import os
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from statsd_bn.environment import boolean
 from statsd_bn.reduction import FloatArray, Rows
 
 # Constants of core/sbn.h.
-VERSION = 5
+VERSION = 6
 F32, BF16, F16, F64 = range(4)
 DONE, WAITS, CLOSED, DIFFERS, TOO_MANY, NOT_FINITE, NO_MEMORY = range(7)
 MEASURE, EXCHANGE, FINISH = range(3)
@@ -20,40 +20,23 @@ LEVELS = ("baseline", "AVX2")
 
 PATH = Path(__file__).resolve().parent / "libsbn.so"
 
-_AT: TypeAlias = ctypes.c_void_p
-_LONG: TypeAlias = ctypes.c_int64
-_INT: TypeAlias = ctypes.c_int
-_ROUND = (_INT, _AT, ctypes.c_uint64, _LONG)  # stage, group, digest, nanoseconds to wait
-
-_FUNCTIONS: dict[str, tuple[type, ...]] = {
-    "sbn_version": (),
-    "sbn_level": (_INT,),
-    "sbn_moments": (_AT,) * 3,
-    "sbn_normalize": (_AT,) * 6,
-    "sbn_forward": (*(_AT,) * 9, *_ROUND),
-    "sbn_backward_sums": (_AT,) * 5,
-    "sbn_input_grad": (_AT,) * 7,
-    "sbn_backward": (*(_AT,) * 9, *_ROUND),
+# The result type and the number of arguments of each function of core/sbn.h. ctypes passes an address, a number of 64
+# bits, and None for NULL, in the same way.
+_FUNCTIONS: dict[str, tuple[Any, int]] = {
+    "sbn_version": (ctypes.c_int, 0),
+    "sbn_level": (ctypes.c_int, 1),
+    "sbn_forward": (ctypes.c_int, 14),
+    "sbn_backward": (ctypes.c_int, 13),
+    "sbn_group_bytes": (ctypes.c_int64, 1),
+    "sbn_has_futex": (ctypes.c_int, 0),
+    "sbn_round": (ctypes.c_int, 10),
+    "sbn_wait": (ctypes.c_int, 3),
+    "sbn_late": (ctypes.c_uint64, 1),
+    "sbn_escalate": (None, 1),
+    "sbn_close": (None, 2),
+    "sbn_closed": (ctypes.c_int, 1),
+    "sbn_rows": (None, 4),
 }
-
-
-class SliceStruct(ctypes.Structure):
-    """`sbn_slice`; functions take its address, so it must outlive the call."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("n", "c", "l")),
-        *((name, ctypes.c_int32) for name in ("dtype", "rows", "threads", "reserved")),
-    )
-
-
-class PlanStruct(ctypes.Structure):
-    """`sbn_plan`."""
-
-    _fields_ = (
-        ("slice", SliceStruct),
-        *((name, ctypes.c_int32) for name in ("weight_dtype", "bias_dtype", "running_dtype", "clamp")),
-        *((name, ctypes.c_double) for name in ("eps", "momentum")),
-    )
 
 
 class Library(NamedTuple):
@@ -89,48 +72,63 @@ def load(path: Path) -> tuple[Library | None, str]:
         return None, f"it was not compiled when statsd_bn was installed: there is no {path}"
     try:
         core = Library(ctypes.CDLL(str(path)), ctypes.PyDLL(str(path)))
-        core.holding.sbn_version.argtypes = ()
         version = core.holding.sbn_version()
     except (OSError, AttributeError) as error:
         return None, f"{path} cannot be loaded: {error}"
     if version != VERSION:
         return None, f"expected version {VERSION} of its interface in {path}, got {version}; install statsd_bn again"
     for functions in core:
-        for name, arguments in _FUNCTIONS.items():
+        for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(functions, name)
-            function.restype, function.argtypes = _INT, arguments
+            function.restype, function.argtypes = result, (ctypes.c_void_p,) * arguments
     return core, ""
 
 
 class Pass(NamedTuple):
     """The functions of one pass, forward or backward, for calls with equal plans."""
 
-    new_buffer: Any  # allocates the buffer of a pass
+    new_buffer: Any  # allocates the buffer of a pass, which begins with the own row and the sum of all rows
     alone: Any  # the function for a single rank; it may hold the GIL
     together: Any  # for one of several ranks; it releases the GIL, since others may be threads of this process
-    values: int  # per channel
+
+
+class Plan(ctypes.Structure):
+    """`sbn_plan`: the constant part of a layer's calls. Functions take its address, so it must outlive the call."""
+
     channels: int
+    at: int  # its address
+    count: int  # values per channel
+    forward: Pass
+    backward: Pass
+    saved_offset: int  # of mean, invstd and slope in the buffer of a forward pass, in bytes
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("samples", "channels", "length")),
+        *((name, ctypes.c_int32) for name in ("dtype", "is_rows", "threads")),
+        *((name, ctypes.c_int32) for name in ("weight_dtype", "bias_dtype", "running_dtype", "clamp")),
+        *((name, ctypes.c_double) for name in ("eps", "momentum")),
+    )
 
 
 class NativeRow:
     """One pass: the own row and the sum of all rows, each of two vectors and the count.
 
-    `arguments` are the function's arguments before the stage. `is_finished`: whether the pass is complete.
+    `addresses` are the function's arguments between plan and stage. `is_finished`: whether the pass is complete.
     """
 
-    __slots__ = ("_arguments", "_buffer", "_pass", "is_finished")
+    __slots__ = ("_addresses", "_buffer", "_pass", "_plan", "is_finished")
 
-    def __init__(self, of: Pass, buffer: Any, *arguments: Any) -> None:
-        self._pass, self._buffer, self._arguments = of, buffer, arguments
+    def __init__(self, plan: Plan, of: Pass, buffer: Any, *addresses: int | None) -> None:
+        self._plan, self._pass, self._buffer, self._addresses = plan, of, buffer, addresses
         self.is_finished = False
 
-    def run(self, stage: int, group: Any = None, digest: int = 0, wait: int = 0) -> int:
+    def run(self, stage: int, group: int | None = None, digest: int = 0, wait: int = 0) -> int:
         """Run the pass up to a stage, for `wait` nanoseconds at most, and return the state of its round.
 
-        EXCHANGE without a group, the pointer to an `sbn_group`, uses the own row as the sum.
+        EXCHANGE without a group, the address of an `sbn_group`, uses the own row as the sum.
         """
         function = self._pass.alone if group is None else self._pass.together
-        state: int = function(*self._arguments, stage, group, digest, wait)
+        state: int = function(self._plan.at, *self._addresses, stage, group, digest, wait)
         if state == NO_MEMORY:
             raise MemoryError("the native core could not allocate vectors of one value per channel")
         self.is_finished = state == DONE and stage != MEASURE
@@ -144,23 +142,23 @@ class NativeRow:
     @property
     def contribution(self) -> Rows:
         """The computed row, in the form of the other transports."""
-        own: FloatArray = np.frombuffer(self._buffer, count=2 * self._pass.channels)
-        return Rows((self._pass.values,), own.reshape(1, 2, -1))
+        own: FloatArray = np.frombuffer(self._buffer, count=2 * self._plan.channels)
+        return Rows((self._plan.count,), own.reshape(1, 2, -1))
 
     @property
     def total(self) -> FloatArray:
         """Sum of all rows, shape (2, C): a view of the buffer."""
-        size = 2 * self._pass.channels
+        size = 2 * self._plan.channels
         return np.frombuffer(self._buffer, offset=8 * (size + 1), count=size).reshape(2, -1)
 
     @property
     def total_at(self) -> int:
         """Address of `total`."""
-        return ctypes.addressof(self._buffer) + 8 * (2 * self._pass.channels + 1)
+        return ctypes.addressof(self._buffer) + 8 * (2 * self._plan.channels + 1)
 
     def finish(self, total: FloatArray, count: int) -> None:
         """Finish the pass with the sum of all rows and their count; with a count of 1 the caller raises instead."""
         self.total[:] = total
-        self._buffer[4 * self._pass.channels + 1] = count
+        self._buffer[4 * self._plan.channels + 1] = count
         if count > 1:
             self.run(FINISH)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from client.native import library
-from client.native.library import BF16, DONE, EXCHANGE, F16, F32, F64, FINISH, NativeRow, Pass, PlanStruct, SliceStruct
+from client.native.library import BF16, EXCHANGE, F16, F32, F64, FINISH, MEASURE, NativeRow, Pass, Plan
 from client.ops import non_finite
 from client.ops.device_errors import too_few_values
 from client.ops.exchange import PlainExchange
@@ -54,24 +54,22 @@ class Native:
     def moments(self, x: Tensor) -> ChannelMoments:
         """Add in float64 from the first value on."""
         x = ready(x)
-        channels = x.shape[1]
-        row = torch.empty(2 * channels + 1, dtype=torch.float64, device="cpu")
-        _call("sbn_moments", x, x, row)
-        return ChannelMoments(x.numel() // channels, row[:-1].view(2, channels), tuple(x.shape))
+        row = _new_row(x)
+        _forward(MEASURE, x, row)
+        return ChannelMoments(x.numel() // x.shape[1], row[:-1].view(2, -1), tuple(x.shape))
 
     def normalise(self, x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Compute in float64 and round once."""
         x = ready(x)
         output = output_for(x)
-        parameters = _ready_parameter(weight), _ready_parameter(bias)
-        _call("sbn_normalize", x, x, output, _saved(statistics, x), parameters=parameters)
+        _forward(FINISH, x, None, _saved(statistics, x), output, _ready_parameter(weight), _ready_parameter(bias))
         return output
 
     def backward_sums(self, grad: Tensor, x: Tensor, statistics: ChannelStatistics) -> Tensor:
         """Add in float64."""
         grad, x = _alike(grad, x)
-        row = torch.empty(2 * x.shape[1] + 1, dtype=torch.float64, device="cpu")
-        _call("sbn_backward_sums", x, grad, x, _saved(statistics, x), row)
+        row = _new_row(x)
+        _backward(MEASURE, x, row, _saved(statistics, x), grad)
         return row[:-1].view(2, -1)
 
     def input_gradient(
@@ -81,9 +79,14 @@ class Native:
         grad, x = _alike(grad, x)
         gradient = output_for(x)
         # The means have the slope in them; to multiply by 0 or 1 again changes nothing. The last value is the count.
-        tensors = grad, x, gradient, _saved(statistics, x), torch.cat((means.flatten(), means.new_ones(1)))
-        _call("sbn_input_grad", x, *tensors, parameters=(_ready_parameter(weight),))
+        total = means.flatten(), means.new_ones(1)
+        rows = torch.cat((*total, *total))
+        _backward(FINISH, x, rows, _saved(statistics, x), grad, gradient, _ready_parameter(weight))
         return gradient
+
+
+def _new_row(x: Tensor) -> Tensor:
+    return torch.empty(2 * x.shape[1] + 1, dtype=torch.float64, device="cpu")
 
 
 def ready(x: Tensor) -> Tensor:
@@ -127,12 +130,29 @@ def _saved(statistics: ChannelStatistics, x: Tensor) -> Tensor:
     return statistics.vectors.contiguous()
 
 
-def _call(name: str, x: Tensor, *tensors: Tensor, parameters: tuple[Tensor | None, ...] = ()) -> None:
-    """Call a function of the core with the plan of a dense slice; `parameters` are the weight and the bias."""
+def _forward(
+    stage: int, x: Tensor, rows: Tensor | None, saved: Tensor | None = None, output: Tensor | None = None,
+    weight: Tensor | None = None, bias: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Run the forward pass of a dense slice up to a stage, or with `saved` alone for its output."""
+    plan = _plan(x, weight, bias)
+    tensors = rows, saved, x, output, weight, bias, None, None, None
+    NativeRow(plan, plan.forward, None, *map(address_of, tensors)).run(stage)
+
+
+def _backward(
+    stage: int, x: Tensor, rows: Tensor, saved: Tensor, grad: Tensor, gradient: Tensor | None = None,
+    weight: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Run the backward pass of a dense slice up to a stage."""
+    plan = _plan(x, weight)
+    tensors = rows, saved, grad, x, gradient, weight, None, None
+    NativeRow(plan, plan.backward, None, *map(address_of, tensors)).run(stage)
+
+
+def _plan(x: Tensor, *parameters: Tensor | None) -> Plan:
     types = (None if each is None else each.dtype for each in parameters)
-    plan = plan_of(x.shape, x.dtype, x.is_contiguous(), torch.get_num_threads(), *types)
-    if getattr(plan.core, name)(plan.address, *map(Tensor.data_ptr, tensors), *map(address_of, parameters)) != DONE:
-        raise MemoryError("the native core could not allocate vectors of one value per channel")
+    return plan_of(x.shape, x.dtype, x.is_contiguous(), torch.get_num_threads(), *types)
 
 
 def supports_parameters(channels: tuple[int, ...], *parameters: Tensor | None) -> bool:
@@ -150,17 +170,6 @@ def _ready_parameter(values: Tensor | None) -> Tensor | None:
         raise RuntimeError(f"expected weight and bias on the device of the input, cpu, got {values.device}")
     dtype = values.dtype if values.dtype in CODES else torch.float32
     return torch.empty(values.shape, dtype=dtype, device="cpu").copy_(values.detach())
-
-
-class Plan(PlanStruct):
-    """Constant part of the calls with inputs of one shape and type, and the functions of the core for them."""
-
-    address: int  # of the plan, and of its first member, the slice
-    channels: int
-    count: int  # values per channel
-    core: Any  # releases the GIL for large slices
-    forward: Pass  # its buffer holds the rows, then mean, invstd and slope
-    backward: Pass
 
 
 @lru_cache(maxsize=4096)
@@ -185,16 +194,13 @@ def plan_of(
     length = prod(positions)
     is_rows = length == 1 or not is_contiguous
     sizes = (samples * length, channels, 1) if is_rows else (samples, channels, length)
-    slice_ = SliceStruct(*sizes, CODES[dtype], is_rows, threads)
     codes = (F32 if each is None else CODES[each] for each in (weight, bias, running))
-    plan = Plan(slice_, *codes, eps_mode == "clamp", eps, momentum)
-    plan.address, plan.channels, plan.count = ctypes.addressof(plan), channels, samples * length
+    plan = Plan(*sizes, CODES[dtype], is_rows, threads, *codes, eps_mode == "clamp", eps, momentum)
+    plan.at, plan.count, plan.saved_offset = ctypes.addressof(plan), samples * length, 8 * (4 * channels + 2)
     assert core is not None  # noqa: S101 - `supports` is checked before
-    of, others = core.holding if plan.count * channels <= SMALL else core.releasing, core.releasing
-    plan.core = of
-    double, shared = ctypes.c_double, (plan.count, channels)
-    plan.forward = Pass(double * (7 * channels + 2), of.sbn_forward, others.sbn_forward, *shared)
-    plan.backward = Pass(double * (4 * channels + 2), of.sbn_backward, others.sbn_backward, *shared)
+    alone, together = core.holding if plan.count * channels <= SMALL else core.releasing, core.releasing
+    plan.forward = Pass(ctypes.c_double * (7 * channels + 2), alone.sbn_forward, together.sbn_forward)
+    plan.backward = Pass(ctypes.c_double * (4 * channels + 2), alone.sbn_backward, together.sbn_backward)
     return plan
 
 
@@ -231,8 +237,9 @@ class NativeExchange(PlainExchange):
             None if mean is None else mean.dtype, momentum, float(self.eps), self.eps_mode,
         )  # fmt: skip
         buffer = plan.forward.new_buffer() if is_first else self.buffer
+        buffer_at = ctypes.addressof(buffer)
         row = NativeRow(
-            plan.forward, buffer, plan.address, buffer,
+            plan, plan.forward, buffer, buffer_at, buffer_at + plan.saved_offset,
             address_of(x), output.data_ptr(), address_of(weight), address_of(bias),
             address_of(mean), address_of(var), address_of(tracked),
         )  # fmt: skip
@@ -287,8 +294,8 @@ class NativeExchange(PlainExchange):
             of_bias = x.new_empty(plan.channels, dtype=bias)
         buffer = plan.backward.new_buffer()
         row = NativeRow(
-            plan.backward, buffer, plan.address, buffer,
-            ctypes.addressof(self.buffer) + 8 * (4 * plan.channels + 2), grad.data_ptr(), x.data_ptr(),
+            plan, plan.backward, buffer, ctypes.addressof(buffer),
+            ctypes.addressof(self.buffer) + plan.saved_offset, grad.data_ptr(), x.data_ptr(),
             address_of(of_input), address_of(weight), address_of(of_weight), address_of(of_bias),
         )  # fmt: skip
         if needs_input:

@@ -26,8 +26,9 @@ values[:] = [chance.random() for _ in values]
 
 def sums(threads: int) -> bytes:
     row = (ctypes.c_double * (2 * CHANNELS + 1))()
-    kind = library.SliceStruct(SAMPLES, CHANNELS, POSITIONS, library.F32, 0, threads, 0)
-    assert core.releasing.sbn_moments(ctypes.byref(kind), values, row) == library.DONE
+    plan = ctypes.byref(library.Plan(SAMPLES, CHANNELS, POSITIONS, library.F32, 0, threads))
+    tensors = row, None, values, *[None] * 6
+    assert core.releasing.sbn_forward(plan, *tensors, library.MEASURE, None, 0, 0) == library.DONE
     return bytes(row)
 
 

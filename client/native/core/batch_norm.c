@@ -36,20 +36,31 @@ typedef struct {
   int64_t n0, n1, c0, c1;
 } part;
 /* sums: vectors are the means, out 2c doubles. affine: vectors as set_at writes them, out like x. dy may be NULL. */
-typedef void (*kernel)(const sbn_slice *, part, const void *dy, const void *x, const void *vectors, void *out);
+typedef void (*kernel)(const sbn_plan *, part, const void *dy, const void *x, const void *vectors, void *out);
 typedef struct {
   kernel sums, affine;
 } kernels;
 
 INLINE double finite_or_0(double v) { return v - v == 0 ? v : 0; }
 
-#define L(f) f##_0
+/* Names of the functions for a LEVEL of instructions, and for values of type T. */
+#define JOIN_(a, b) a##_##b
+#define JOIN(a, b) JOIN_(a, b)
+#define L(f) JOIN(f, LEVEL)
+#define NAME(f) L(JOIN(f, T))
+#define A JOIN(map, T)
+#define LOAD(v) JOIN(from, T)(v)
+#define STORE(v) JOIN(to, T)(v)
+#define LOAD4(p) NAME(load4)(p)
+#define LOAD8(p) NAME(load8)(p)
+#define STORE8(p, v) NAME(store8)(p, v)
+
+#define LEVEL 0
 #define TARGET
 #include "level.inc"
 #ifdef __x86_64__
-#define L(f) f##_1
+#define LEVEL 1
 #define TARGET __attribute__((target("avx2,f16c")))
-#define AVX2
 #include "level.inc"
 static const kernels *const LEVELS[] = {kernels_0, kernels_1};
 #else
@@ -58,30 +69,28 @@ static const kernels *const LEVELS[] = {kernels_0}; /* aarch64 has NEON */
 
 static int best, level;
 
-#ifdef __x86_64__
 /* Not __builtin_cpu_supports: zig's libraries lack its data. */
 static int has_level_1(void) {
+#ifdef __x86_64__
   unsigned a, b, c, d, saved;
   const unsigned needed = bit_OSXSAVE | bit_AVX | bit_F16C;
   if (!__get_cpuid(1, &a, &b, &c, &d) || (c & needed) != needed) return 0;
   __asm__("xgetbv" : "=a"(saved), "=d"(d) : "c"(0));
   if ((saved & 6) != 6) return 0; /* the system does not save AVX registers */
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2) != 0;
-}
 #else
-static int has_level_1(void) { return 0; }
+  return 0;
 #endif
+}
 
 __attribute__((constructor)) static void find_level(void) { level = best = has_level_1(); }
 
 int sbn_version(void) { return SBN_VERSION; }
 
-int sbn_level(int wanted) {
-  if (wanted >= 0) level = wanted < best ? wanted : best;
+int sbn_level(int64_t wanted) {
+  if (wanted >= 0) level = (int)smaller(wanted, best);
   return level;
 }
-
-static const kernels *kernels_of(const sbn_slice *s) { return &LEVELS[level][s->dtype]; }
 
 /* The minimum elements of a part, the maximum number of parts, and the minimum channels for a split by channels.
  * The split depends on the shape alone, never on the number of threads. */
@@ -90,6 +99,7 @@ enum { MIN_ELEMENTS = 1 << 15, MAX_PARTS = 256, FEW_CHANNELS = 8 };
 /* Waking a thread takes as long as adding this number of elements. */
 enum { LARGE = 1 << 17 };
 
+static int64_t size_of(const sbn_plan *p) { return p->n * p->c * p->l; }
 static int64_t parts_of(int64_t number, int64_t each) { return (number + each - 1) / each; }
 
 /* The samples, rows or channels per part, of `number` with `elements` values each; rows are added four at a time. */
@@ -98,45 +108,57 @@ static int64_t size_of_part(int64_t number, int64_t elements) {
   return (size + 3) & ~(int64_t)3;
 }
 
-static int threads_of(const sbn_slice *s) { return s->n * s->c * s->l < LARGE ? 1 : s->threads; }
-
 /* Planes with many channels are split by channels, so that no partial sums are needed; all others by samples. */
-static int is_by_channels(const sbn_slice *s) { return !s->rows && (s->c >= FEW_CHANNELS || s->n == 1); }
+static int is_by_channels(const sbn_plan *p) { return !p->is_rows && (p->c >= FEW_CHANNELS || p->n == 1); }
 
 /* A kernel over a slice, split into parts of `size` channels, samples or rows; `stride` doubles between their outputs. */
 typedef struct {
   kernel run;
-  const sbn_slice *slice;
+  const sbn_plan *plan;
   const void *dy, *x, *vectors;
   void *out;
   int64_t size, parts, stride;
 } job;
 
-static job job_of(kernel run, const sbn_slice *s, const void *dy, const void *x, const void *vectors, void *out) {
-  const int channels = is_by_channels(s);
-  const int64_t number = channels ? s->c : s->n;
-  const int64_t size = size_of_part(number, channels ? s->n * s->l : s->c * s->l);
-  return (job){run, s, dy, x, vectors, out, size, parts_of(number, size), 0};
+static job job_of(kernel run, const sbn_plan *p, const void *dy, const void *x, const void *vectors, void *out) {
+  const int channels = is_by_channels(p);
+  const int64_t number = channels ? p->c : p->n;
+  const int64_t size = size_of_part(number, channels ? p->n * p->l : p->c * p->l);
+  return (job){run, p, dy, x, vectors, out, size, parts_of(number, size), 0};
 }
 
 static void run_part(const void *of, int64_t number) {
   const job *its = of;
-  const sbn_slice *s = its->slice;
+  const sbn_plan *p = its->plan;
   const int64_t from = number * its->size, to = from + its->size;
-  const part at = is_by_channels(s) ? (part){0, s->n, from, smaller(to, s->c)} : (part){from, smaller(to, s->n), 0, s->c};
-  its->run(s, at, its->dy, its->x, its->vectors, (double *)its->out + number * its->stride);
+  const part at = is_by_channels(p) ? (part){0, p->n, from, smaller(to, p->c)} : (part){from, smaller(to, p->n), 0, p->c};
+  its->run(p, at, its->dy, its->x, its->vectors, (double *)its->out + number * its->stride);
 }
 
-static void run(const job *its) { sbn_share(threads_of(its->slice), its->parts, run_part, its); }
+static void run(const job *its) {
+  sbn_share(size_of(its->plan) < LARGE ? 1 : its->plan->threads, its->parts, run_part, its);
+}
 
-int sbn_backward_sums(const sbn_slice *s, const void *dy, const void *x, const double *saved, double *row) {
-  const int64_t c = s->c;
+/* Converts Σ(x - shift) and Σ(x - shift)² of float64 to Σx and Σx². */
+static void unshift(const sbn_plan *p, const double *x, double *row) {
+  const double n = row[2 * p->c];
+  for (int64_t i = 0; i < p->c && n > 0; i++) {
+    double *sum = row + i, *square = row + p->c + i;
+    const double mean = finite_or_0(x[i * p->l]) + *sum / n;
+    *square = (*square - *sum * *sum / n) + n * mean * mean;
+    *sum = n * mean;
+  }
+}
+
+/* Writes the own row: with a gradient Σdy and Σdy·(x - mean), else Σx and Σx². */
+static int measure(const sbn_plan *p, const void *dy, const void *x, const double *mean, double *row) {
+  const int64_t c = p->c;
   memset(row, 0, 2 * (size_t)c * sizeof *row);
-  row[2 * c] = (double)(s->n * s->l);
-  if (s->n * s->c * s->l == 0) return SBN_DONE;
-  job its = job_of(kernels_of(s)->sums, s, dy, x, saved, row);
+  row[2 * c] = (double)(p->n * p->l);
+  if (size_of(p) == 0) return SBN_DONE;
+  job its = job_of(LEVELS[level][p->dtype].sums, p, dy, x, mean, row);
   double *partial = NULL;
-  if (!is_by_channels(s) && its.parts > 1) {
+  if (!is_by_channels(p) && its.parts > 1) {
     its.out = partial = calloc((size_t)(2 * c * its.parts), sizeof *partial);
     its.stride = 2 * c;
     if (!partial) return SBN_NO_MEMORY;
@@ -145,117 +167,77 @@ int sbn_backward_sums(const sbn_slice *s, const void *dy, const void *x, const d
   for (int64_t i = 0; partial && i < its.parts; i++)
     for (int64_t k = 0; k < 2 * c; k++) row[k] += partial[2 * c * i + k];
   free(partial);
+  if (!dy && p->dtype == SBN_F64) unshift(p, x, row);
   return SBN_DONE;
 }
 
-/* Converts Σ(x - shift) and Σ(x - shift)² of float64 to Σx and Σx². */
-static void unshift(const sbn_slice *s, const double *x, double *row) {
-  const double n = row[2 * s->c];
-  for (int64_t i = 0; i < s->c && n > 0; i++) {
-    double *sum = row + i, *square = row + s->c + i;
-    const double mean = finite_or_0(x[i * s->l]) + *sum / n;
-    *square = (*square - *sum * *sum / n) + n * mean * mean;
-    *sum = n * mean;
-  }
-}
-
-int sbn_moments(const sbn_slice *s, const void *x, double *row) {
-  const int code = sbn_backward_sums(s, NULL, x, NULL, row);
-  if (code == SBN_DONE && s->dtype == SBN_F64) unshift(s, x, row);
-  return code;
-}
-
 /* New memory of many megabytes takes longer to map in 4 KiB pages than to fill. */
-static void use_huge_pages(const sbn_slice *s, void *y) {
+static void use_huge_pages(const sbn_plan *p, void *y) {
 #ifdef MADV_HUGEPAGE
   static const int64_t WIDTH[] = {[SBN_F32] = 4, [SBN_BF16] = 2, [SBN_F16] = 2, [SBN_F64] = 8};
-  const uintptr_t bytes = (uintptr_t)(s->n * s->c * s->l * WIDTH[s->dtype]), page = 4095;
+  const uintptr_t bytes = (uintptr_t)(size_of(p) * WIDTH[p->dtype]), page = 4095;
   if (bytes < 1 << 22) return;
   const uintptr_t start = ((uintptr_t)y + page) & ~page, end = ((uintptr_t)y + bytes) & ~page;
   const int before = errno;
   madvise((void *)start, end - start, MADV_HUGEPAGE);
   errno = before;
 #else
-  (void)s, (void)y;
+  (void)p, (void)y;
 #endif
 }
 
-/* The vectors of an affine map, in the compute type: high, factor, addend, by_grad. */
-enum { VECTORS = 4, ON_STACK = 512 };
-typedef struct {
-  double on_stack[VECTORS * ON_STACK];
-  void *at;
-} vectors;
-
-static void *allocate(vectors *v, int64_t c) {
-  v->at = c <= ON_STACK ? v->on_stack : malloc((size_t)(VECTORS * c) * sizeof(double));
-  return v->at;
-}
-static void release(vectors *v) {
-  if (v->at != v->on_stack) free(v->at);
-}
+/* The vectors of an affine map, in the compute type: high, factor, addend, by_grad. They are allocated before the round:
+ * a failure after it would leave the ranks out of step. */
+static void *new_vectors(const sbn_plan *p) { return malloc(4 * (size_t)p->c * sizeof(double)); }
 
 /* Writes (x - mean) * factor + addend as (x - high) * factor + rest, with high the rounded mean: x - high is nearly
  * exact, so that a mean far from zero costs no digit. */
-static void set_at(const sbn_slice *s, void *at, int64_t i, double mean, double factor, double addend, double by_grad) {
-  const int64_t c = s->c;
-  if (s->dtype == SBN_F64) {
-    double *v = at;
+static void set_at(const sbn_plan *p, void *vectors, int64_t i, double mean, double factor, double addend,
+                   double by_grad) {
+  const int64_t c = p->c;
+  if (p->dtype == SBN_F64) {
+    double *v = vectors;
     v[i] = mean, v[c + i] = factor, v[2 * c + i] = addend, v[3 * c + i] = by_grad;
   } else {
-    float *v = at;
+    float *v = vectors;
     v[i] = (float)mean, v[c + i] = (float)factor, v[3 * c + i] = (float)by_grad;
     v[2 * c + i] = (float)(addend - (mean - v[i]) * factor);
   }
 }
 
-static void affine(const sbn_slice *s, const void *dy, const void *x, void *y, const void *vectors) {
-  if (s->n * s->c * s->l == 0) return;
-  use_huge_pages(s, y);
-  const job its = job_of(kernels_of(s)->affine, s, dy, x, vectors, y);
+static void affine(const sbn_plan *p, const void *dy, const void *x, void *y, const void *vectors) {
+  if (size_of(p) == 0) return;
+  use_huge_pages(p, y);
+  const job its = job_of(LEVELS[level][p->dtype].affine, p, dy, x, vectors, y);
   run(&its);
 }
 
-static void normalize(const sbn_plan *plan, const void *x, void *y, const double *saved, const void *weight,
-                      const void *bias, void *at) {
-  const sbn_slice *s = &plan->slice;
-  const int64_t c = s->c;
-  for (int64_t i = 0; i < c; i++) {
-    const double factor = saved[c + i] * (weight ? read_at(weight, plan->weight_dtype, i) : 1);
-    set_at(s, at, i, saved[i], factor, bias ? read_at(bias, plan->bias_dtype, i) : 0, 0);
+static void normalize(const sbn_plan *p, const void *x, void *y, const double *saved, const void *weight,
+                      const void *bias, void *vectors) {
+  for (int64_t i = 0; i < p->c; i++) {
+    const double factor = saved[p->c + i] * (weight ? read_at(weight, p->weight_dtype, i) : 1);
+    set_at(p, vectors, i, saved[i], factor, bias ? read_at(bias, p->bias_dtype, i) : 0, 0);
   }
-  affine(s, NULL, x, y, at);
+  affine(p, NULL, x, y, vectors);
 }
 
-static void input_grad(const sbn_plan *plan, const void *dy, const void *x, void *dx, const double *saved,
-                       const double *total, const void *weight, void *at) {
-  const sbn_slice *s = &plan->slice;
-  const int64_t c = s->c;
+static void input_grad(const sbn_plan *p, const void *dy, const void *x, void *dx, const double *saved,
+                       const double *total, const void *weight, void *vectors) {
+  const int64_t c = p->c;
   const double *invstd = saved + c, *slope = invstd + c, n = total[2 * c] > 0 ? total[2 * c] : 1;
   for (int64_t i = 0; i < c; i++) {
-    const double by_grad = invstd[i] * (weight ? read_at(weight, plan->weight_dtype, i) : 1);
+    const double by_grad = invstd[i] * (weight ? read_at(weight, p->weight_dtype, i) : 1);
     const double through_variance = invstd[i] * invstd[i] * (total[c + i] / n * slope[i]);
-    set_at(s, at, i, saved[i], -by_grad * through_variance, -by_grad * (total[i] / n), by_grad);
+    set_at(p, vectors, i, saved[i], -by_grad * through_variance, -by_grad * (total[i] / n), by_grad);
   }
-  affine(s, dy, x, dx, at);
+  affine(p, dy, x, dx, vectors);
 }
 
-int sbn_normalize(const sbn_plan *plan, const void *x, void *y, const double *saved, const void *weight,
-                  const void *bias) {
-  vectors v;
-  if (!allocate(&v, plan->slice.c)) return SBN_NO_MEMORY;
-  normalize(plan, x, y, saved, weight, bias, v.at);
-  release(&v);
-  return SBN_DONE;
-}
-
-int sbn_input_grad(const sbn_plan *plan, const void *dy, const void *x, void *dx, const double *saved,
-                   const double *total, const void *weight) {
-  vectors v;
-  if (!allocate(&v, plan->slice.c)) return SBN_NO_MEMORY;
-  input_grad(plan, dy, x, dx, saved, total, weight, v.at);
-  release(&v);
-  return SBN_DONE;
+static void param_grads(const sbn_plan *p, const double *row, const double *saved, void *dweight, void *dbias) {
+  for (int64_t i = 0; i < p->c; i++) {
+    if (dweight) write_at(dweight, p->weight_dtype, i, row[p->c + i] * saved[p->c + i]);
+    if (dbias) write_at(dbias, p->bias_dtype, i, row[i]);
+  }
 }
 
 /* Σ(x - mean)², never below 0; NaN stays NaN. */
@@ -286,72 +268,52 @@ static void move(void *running, int dtype, int64_t i, double newest, double shar
   write_at(running, dtype, i, fabsf(by) < 0.5f ? fmaf(by, to - old, old) : fmaf(by - 1, to - old, to));
 }
 
-static void finish(const sbn_plan *plan, const double *total, double *saved, void *running_mean, void *running_var,
+static void finish(const sbn_plan *p, const double *total, double *saved, void *running_mean, void *running_var,
                    int64_t *tracked) {
-  const int64_t c = plan->slice.c;
+  const int64_t c = p->c;
   const double n = total[2 * c];
-  double share = plan->momentum;
+  double share = p->momentum;
   if (tracked) ++*tracked;
   if (n == 0) {
     memset(saved, 0, 3 * (size_t)c * sizeof *saved);
     return;
   }
-  write_statistics(c, total, plan->eps, plan->clamp, saved);
+  write_statistics(c, total, p->eps, p->clamp, saved);
   if (!running_mean || !running_var) return;
   if (share != share) share = !tracked ? 0 : 1 / (double)(*tracked > 1 ? *tracked : 1);
   for (int64_t i = 0; i < c; i++) {
-    move(running_mean, plan->running_dtype, i, saved[i], share);
-    move(running_var, plan->running_dtype, i, centred_at(total, c, i) / (n - 1), share);
+    move(running_mean, p->running_dtype, i, saved[i], share);
+    move(running_var, p->running_dtype, i, centred_at(total, c, i) / (n - 1), share);
   }
 }
 
-static void param_grads(const sbn_plan *plan, const double *row, const double *saved, void *dweight, void *dbias) {
-  const int64_t c = plan->slice.c;
-  const double *invstd = saved + c;
-  for (int64_t i = 0; i < c; i++) {
-    if (dweight) write_at(dweight, plan->weight_dtype, i, row[c + i] * invstd[i]);
-    if (dbias) write_at(dbias, plan->bias_dtype, i, row[i]);
+int sbn_forward(const sbn_plan *p, double *rows, double *saved, const void *x, void *y, const void *weight,
+                const void *bias, void *running_mean, void *running_var, int64_t *tracked, int64_t stage,
+                sbn_group *group, uint64_t digest, int64_t wait_ns) {
+  const double *total = rows ? rows + 2 * p->c + 1 : NULL;
+  void *vectors = new_vectors(p);
+  int code = vectors ? SBN_DONE : SBN_NO_MEMORY;
+  if (code == SBN_DONE && stage != SBN_FINISH) code = measure(p, NULL, x, NULL, rows);
+  if (code == SBN_DONE && stage == SBN_EXCHANGE) code = sbn_exchange(group, digest, p->c, rows, wait_ns);
+  if (code == SBN_DONE && (stage == SBN_FINISH || (stage == SBN_EXCHANGE && total[2 * p->c] != 1))) {
+    if (rows) finish(p, total, saved, running_mean, running_var, tracked);
+    normalize(p, x, y, saved, weight, bias, vectors);
   }
-}
-
-/* Contributes the own row, and writes the sum of all rows behind it. */
-static int exchange(sbn_group *group, uint64_t digest, int64_t c, double *row, int64_t wait_ns) {
-  double *total = row + 2 * c + 1;
-  if (group) return sbn_round_of_row(group, digest, c, row, total, wait_ns);
-  memcpy(total, row, (2 * (size_t)c + 1) * sizeof *row);
-  return sbn_is_finite(total, 2 * c) ? SBN_DONE : SBN_NOT_FINITE;
-}
-
-int sbn_forward(const sbn_plan *plan, double *buffer, const void *x, void *y, const void *weight, const void *bias,
-                void *running_mean, void *running_var, int64_t *tracked, int stage, sbn_group *group, uint64_t digest,
-                int64_t wait_ns) {
-  const sbn_slice *s = &plan->slice;
-  double *total = buffer + 2 * s->c + 1, *saved = total + 2 * s->c + 1;
-  vectors v; /* allocated before the round: a failure after it would leave the ranks out of step */
-  if (!allocate(&v, s->c)) return SBN_NO_MEMORY;
-  int code = stage == SBN_FINISH ? SBN_DONE : sbn_moments(s, x, buffer);
-  if (stage == SBN_EXCHANGE && code == SBN_DONE) code = exchange(group, digest, s->c, buffer, wait_ns);
-  if (stage != SBN_MEASURE && code == SBN_DONE && (stage == SBN_FINISH || total[2 * s->c] != 1)) {
-    finish(plan, total, saved, running_mean, running_var, tracked);
-    normalize(plan, x, y, saved, weight, bias, v.at);
-  }
-  release(&v);
+  free(vectors);
   return code;
 }
 
-int sbn_backward(const sbn_plan *plan, double *buffer, const double *saved, const void *dy, const void *x, void *dx,
-                 const void *weight, void *dweight, void *dbias, int stage, sbn_group *group, uint64_t digest,
+int sbn_backward(const sbn_plan *p, double *rows, const double *saved, const void *dy, const void *x, void *dx,
+                 const void *weight, void *dweight, void *dbias, int64_t stage, sbn_group *group, uint64_t digest,
                  int64_t wait_ns) {
-  const sbn_slice *s = &plan->slice;
-  const double *total = buffer + 2 * s->c + 1;
-  vectors v; /* as in sbn_forward */
-  if (!allocate(&v, s->c)) return SBN_NO_MEMORY;
-  int code = stage == SBN_FINISH ? SBN_DONE : sbn_backward_sums(s, dy, x, saved, buffer);
-  if (dx && stage == SBN_EXCHANGE && code == SBN_DONE) code = exchange(group, digest, s->c, buffer, wait_ns);
-  if (stage != SBN_MEASURE && code == SBN_DONE) {
-    if (dx) input_grad(plan, dy, x, dx, saved, total, weight, v.at);
-    param_grads(plan, buffer, saved, dweight, dbias);
+  void *vectors = new_vectors(p);
+  int code = vectors ? SBN_DONE : SBN_NO_MEMORY;
+  if (code == SBN_DONE && stage != SBN_FINISH) code = measure(p, dy, x, saved, rows);
+  if (code == SBN_DONE && stage == SBN_EXCHANGE && dx) code = sbn_exchange(group, digest, p->c, rows, wait_ns);
+  if (code == SBN_DONE && stage != SBN_MEASURE) {
+    if (dx) input_grad(p, dy, x, dx, saved, rows + 2 * p->c + 1, weight, vectors);
+    param_grads(p, rows, saved, dweight, dbias);
   }
-  release(&v);
+  free(vectors);
   return code;
 }

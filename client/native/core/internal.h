@@ -22,8 +22,10 @@ typedef void (*sbn_work)(const void *job, int64_t part);
  * are done. The helpers serve one caller at a time; a concurrent caller does not wait for them but works alone. */
 void sbn_share(int threads, int64_t parts, sbn_work work, const void *job);
 
-typedef uint16_t bf16;
-typedef uint16_t f16;
+/* The storage types, and the types in which the affine map of a slice is computed. */
+typedef float f32, map_f32, map_bf16, map_f16;
+typedef uint16_t bf16, f16;
+typedef double f64, map_f64;
 
 INLINE float float_of(uint32_t bits) {
   float value;
@@ -35,6 +37,11 @@ INLINE uint32_t bits_of(float value) {
   memcpy(&bits, &value, sizeof bits);
   return bits;
 }
+
+INLINE float from_f32(f32 v) { return v; }
+INLINE f32 to_f32(float v) { return v; }
+INLINE double from_f64(f64 v) { return v; }
+INLINE f64 to_f64(double v) { return v; }
 
 INLINE float from_bf16(bf16 v) { return float_of((uint32_t)v << 16); }
 INLINE bf16 to_bf16(float v) { /* to nearest even; NaN stays NaN */

@@ -139,7 +139,7 @@ static void add(double *total, const double *row, int64_t size) {
   for (int64_t k = 0; k < size; k++) total[k] += row[k];
 }
 
-int sbn_is_finite(const double *values, int64_t size) {
+static int is_finite(const double *values, int64_t size) {
   /* NaN and infinity have all exponent bits set, so that adding one to them carries into the sign bit. */
   uint64_t found = 0;
   for (int64_t k = 0; k < size; k++) {
@@ -186,7 +186,7 @@ static int add_up(sbn_group *g, double *total) {
         add(total, rows + row * size, size);
     }
   }
-  if (!sbn_is_finite(total, size)) return SBN_NOT_FINITE;
+  if (!is_finite(total, size)) return SBN_NOT_FINITE;
   /* All members arrived after this one arrived at the previous turn; discard implausible times of other clocks. */
   const int64_t behind = g->came - latest;
   g->behind_ns = behind > 0 && g->came_before > 0 && behind <= g->came - g->came_before ? behind : 0;
@@ -213,10 +213,14 @@ int sbn_round(sbn_group *g, uint64_t digest, const uint64_t *counts, const doubl
   return sbn_wait(g, total, wait_ns);
 }
 
-int sbn_round_of_row(sbn_group *g, uint64_t digest, int64_t channels, const double *row, double *total,
-                     int64_t wait_ns) {
-  const uint64_t count = (uint64_t)row[2 * channels];
-  const int found = sbn_round(g, digest, &count, row, 1, 2, channels, total, now_ns(), wait_ns);
+int sbn_exchange(sbn_group *g, uint64_t digest, int64_t channels, double *rows, int64_t wait_ns) {
+  double *total = rows + 2 * channels + 1;
+  if (!g) {
+    memcpy(total, rows, (2 * (size_t)channels + 1) * sizeof *rows);
+    return is_finite(total, 2 * channels) ? SBN_DONE : SBN_NOT_FINITE;
+  }
+  const uint64_t count = (uint64_t)rows[2 * channels];
+  const int found = sbn_round(g, digest, &count, rows, 1, 2, channels, total, now_ns(), wait_ns);
   total[2 * channels] = (double)g->count;
   return found;
 }
@@ -235,7 +239,7 @@ uint64_t sbn_late(const sbn_group *g) {
 
 void sbn_escalate(sbn_group *g) { set(&place_of(g, g->me)->escalated, g->turn); }
 
-void sbn_close(sbn_group *g, int reason) {
+void sbn_close(sbn_group *g, int64_t reason) {
   _Atomic uint64_t *closed = &place_of(g, g->me)->closed;
   if (value_of(closed)) return;
   set(closed, reason);

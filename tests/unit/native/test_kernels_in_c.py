@@ -47,32 +47,37 @@ def at(tensor):
     return None if tensor is None else tensor.data_ptr()
 
 
-def slice_of(x, threads=1):
-    n, c, *rest = x.shape
-    return ctypes.byref(library.SliceStruct(n, c, *(rest or [1]), DTYPES[x.dtype], not rest, threads))
-
-
 def vectors(number, c):
     return torch.full((number * c + 1,), torch.nan, dtype=torch.float64)
 
 
 def plan_of(x, weight=None, bias=None, running=None, eps=1e-5, clamp=False, momentum=0.1, threads=1):
+    n, c, *rest = x.shape
     types = (0 if each is None else DTYPES[each.dtype] for each in (weight, bias, running))
-    return ctypes.byref(library.PlanStruct(slice_of(x, threads)._obj, *types, clamp, eps, momentum))
+    sizes = n, c, *(rest or [1]), DTYPES[x.dtype], not rest, threads
+    return ctypes.byref(library.Plan(*sizes, *types, clamp, eps, momentum))
+
+
+def run(function, plan, *tensors, stage=library.FINISH):
+    assert function(plan, *map(at, tensors), stage, None, 0, 0) == library.DONE
 
 
 def forward(core, x, total, weight=None, bias=None, **given):
-    c, y = x.shape[1], torch.full_like(x, torch.nan)
-    room = torch.cat((torch.full_like(total, torch.nan), total, vectors(3, c)))
-    plan = plan_of(x, weight, bias, **given)
-    arguments = *map(at, (room, x, y, weight, bias)), None, None, None
-    assert core.sbn_forward(plan, *arguments, library.FINISH, None, 0, 0) == library.DONE
-    return y, room[4 * c + 2 :]
+    y, saved = torch.full_like(x, torch.nan), vectors(3, x.shape[1])
+    rows = torch.cat((torch.full_like(total, torch.nan), total))
+    run(core.sbn_forward, plan_of(x, weight, bias, **given), rows, saved, x, y, weight, bias, None, None, None)
+    return y, saved
 
 
-def row_of(function, x, *others, threads=1):
+def moments(core, x, threads=1):
     row = vectors(2, x.shape[1])
-    assert function(slice_of(x, threads), *map(at, others), at(row)) == library.DONE
+    run(core.sbn_forward, plan_of(x, threads=threads), row, None, x, *[None] * 6, stage=library.MEASURE)
+    return row
+
+
+def backward_sums(core, dy, x, saved, threads=1):
+    row = vectors(2, x.shape[1])
+    run(core.sbn_backward, plan_of(x, threads=threads), row, saved, dy, x, *[None] * 4, stage=library.MEASURE)
     return row
 
 
@@ -92,7 +97,7 @@ def test_a_layer_is_that_of_float64(core, dtype, shape, ratio):
     number, mean = wide.shape[1], wide.mean(1, keepdim=True)
     centred = wide - mean
     invstd = (centred.square().mean(1, keepdim=True) + 1e-5).rsqrt()
-    row = row_of(core.sbn_moments, x, x)
+    row = moments(core, x)
     assert row[-1] == number
     torch.testing.assert_close(row[:c], wide.sum(1), rtol=1e-13, atol=1e-11 * number**0.5)
     torch.testing.assert_close(row[c:-1], wide.square().sum(1), rtol=1e-13, atol=0)
@@ -102,7 +107,7 @@ def test_a_layer_is_that_of_float64(core, dtype, shape, ratio):
     rounding = 1e-8 if ratio and dtype == torch.float64 else 0  # of the sums that travel: 2^-53 mean² / variance
     assert_near(y.transpose(0, 1).reshape(c, -1), centred * by + bias.double().unsqueeze(1), off + rounding)
 
-    own = row_of(core.sbn_backward_sums, x, dy, x, kept)
+    own = backward_sums(core, dy, x, kept)
     first, second = grad.sum(1), (grad * centred).sum(1)
     torch.testing.assert_close(own[:c], first, rtol=1e-12, atol=1e-12 * number**0.5)
     torch.testing.assert_close(own[c:-1], second, rtol=1e-12, atol=1e-12 * number**0.5 * (1 + ratio))
@@ -112,8 +117,7 @@ def test_a_layer_is_that_of_float64(core, dtype, shape, ratio):
         torch.full_like(bias, torch.nan),
     )
     rows = torch.cat((own, own))
-    gradients = tuple(map(at, (rows, kept, dy, x, dx, weight, dweight, dbias)))
-    assert core.sbn_backward(plan_of(x, weight, bias), *gradients, library.FINISH, None, 0, 0) == library.DONE
+    run(core.sbn_backward, plan_of(x, weight, bias), rows, kept, dy, x, dx, weight, dweight, dbias)
     terms = grad - first.unsqueeze(1) / number - centred * invstd.square() * second.unsqueeze(1) / number
     assert (dx.transpose(0, 1).reshape(c, -1).double() - by * terms).abs().max() <= (off + rounding) * (
         by * grad
@@ -125,11 +129,11 @@ def test_a_layer_is_that_of_float64(core, dtype, shape, ratio):
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 3, 0), (0, 3)], ids=str)
 def test_an_empty_slice_has_empty_sums_and_takes_part(core, shape):
     x = torch.empty(shape)
-    row = row_of(core.sbn_moments, x, x)
+    row = moments(core, x)
     assert row.tolist() == [0.0] * 7
     _, kept = forward(core, x, torch.tensor([2.0, 4, 6, 4, 8, 18, 2], dtype=torch.float64))
     assert kept[:3].tolist() == [1, 2, 3]
-    assert row_of(core.sbn_backward_sums, x, x, x, kept).tolist() == [0.0] * 7
+    assert backward_sums(core, x, x, kept).tolist() == [0.0] * 7
     _, kept = forward(core, x, row)
     assert kept[:9].tolist() == [0.0] * 9
 
@@ -138,10 +142,10 @@ def test_an_empty_slice_has_empty_sums_and_takes_part(core, shape):
 @pytest.mark.parametrize("shape", [(3, 9, 21), (63, 9)], ids=str)
 def test_nan_and_infinity_affect_only_their_channel(core, dtype, shape):
     x = random(*shape).to(dtype)
-    clean, _ = forward(core, x, row_of(core.sbn_moments, x, x))
+    clean, _ = forward(core, x, moments(core, x))
     for place, value in ((0, np.nan), (5, np.inf)):
         x[place % 3, place] = value
-    row = row_of(core.sbn_moments, x, x)
+    row = moments(core, x)
     assert row[:-1].isfinite().view(2, 9).sum(1).tolist() == [7, 7]
     assert row[0].isnan()
     assert row[5] == np.inf
@@ -157,22 +161,19 @@ def test_halves_are_read_and_rounded_as_torch_does(core, dtype):
     nothing = torch.tensor([0.0, 1, 1], dtype=torch.float64)
     for factor in (1.0, 1 + 2.0**-9, 1 + 2.0**-12, 2.0**-13, 3 * 2.0**-120):
         weight, y = torch.tensor([factor]), torch.empty_like(every)
-        arguments = *map(at, (every, y, nothing, weight)), None
-        assert core.sbn_normalize(plan_of(every, weight), *arguments) == library.DONE
+        run(core.sbn_forward, plan_of(every, weight), None, nothing, every, y, weight, *[None] * 4)
         torch.testing.assert_close(y, (every.float() * factor).to(dtype), rtol=0, atol=0, equal_nan=True)
         nans = y[every.isnan()].view(torch.int16).unique().tolist()
         assert nans == ([0x7FC0] if dtype == torch.bfloat16 else [0xFE00 - 2**16, 0x7E00])
     single = every.flatten()[None]
     expected = torch.cat((single.double(), single.double().square()), dim=1)[0]
-    torch.testing.assert_close(row_of(core.sbn_moments, single, single)[:-1], expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(moments(core, single)[:-1], expected, rtol=0, atol=0, equal_nan=True)
     bits = torch.randint(-(2**31), 2**31, (200_000,), dtype=torch.int64, generator=torch.Generator().manual_seed(0))
     near = every.flatten().float()[:, None] * torch.tensor([1, 1 + 2.0**-9, 1 + 2.0**-12, 1 + 2.0**-12 + 2.0**-22])
     wide = torch.cat((bits.to(torch.int32).view(torch.float32), near.flatten(), torch.linspace(-1e-4, 1e-4, 99_999)))
     c = len(wide)
     row, found = torch.cat((wide, wide)).double(), torch.empty(c, dtype=dtype)
-    arguments = at(row), at(vectors(3, c)), None, None, None, None, None, at(found)
-    plan = plan_of(wide[None], bias=found)
-    assert core.sbn_backward(plan, *arguments, library.FINISH, None, 0, 0) == library.DONE
+    run(core.sbn_backward, plan_of(wide[None], bias=found), row, vectors(3, c), *[None] * 5, found)
     torch.testing.assert_close(found, wide.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
@@ -192,12 +193,11 @@ def test_statistics_have_the_bits_of_torchs_operators(count, momentum, running, 
     layer = SimpleNamespace(track_running_stats=True, momentum=momentum, num_batches_tracked=tracked.clone())
     layer.running_mean, layer.running_var = (None if v is None else v.clone() for v in buffers)
     total = torch.from_numpy(np.concatenate((sums, squares, [count])))
-    room = torch.cat((total, total, vectors(3, c)))
+    saved = vectors(3, c)
     moved = np.nan if momentum is None else momentum
     plan = plan_of(torch.empty(0, c), None, None, buffers[0], eps, eps_mode == "clamp", moved)
-    arguments = at(room), *[None] * 4, *map(at, (*buffers, tracked))
-    assert CORE.holding.sbn_forward(plan, *arguments, library.FINISH, None, 0, 0) == library.DONE
-    kept = room[4 * c + 2 : -1].view(3, c)
+    run(CORE.holding.sbn_forward, plan, torch.cat((total, total)), saved, *[None] * 4, *buffers, tracked)
+    kept = saved[:-1].view(3, c)
     expected = ChannelStatistics.of(batch, eps, eps_mode)
     assert_same_bits(kept[0], expected.mean)
     assert_same_bits(kept[1], expected.invstd)
@@ -217,11 +217,10 @@ def assert_same_bits(found, expected):
 
 
 def a_layer(core, x, threads):
-    row = row_of(core.sbn_moments, x, x, threads=threads)
+    row = moments(core, x, threads)
     y, kept = forward(core, x, row, threads=threads)
-    own, dx = row_of(core.sbn_backward_sums, x, y, x, kept, threads=threads), torch.empty_like(x)
-    arguments = *map(at, (y, x, dx, kept, own)), None
-    assert core.sbn_input_grad(plan_of(x, threads=threads), *arguments) == library.DONE
+    own, dx = backward_sums(core, y, x, kept, threads), torch.empty_like(x)
+    run(core.sbn_backward, plan_of(x, threads=threads), torch.cat((own, own)), kept, y, x, dx, None, None, None)
     return row, y, own, dx
 
 
