@@ -7,20 +7,29 @@
 
 Each round is a turn of the memory, which all members end in the same state: with the sum, or knowing that only the
 server can finish the round. `client/native/core/round.c` describes the layout and how a member waits.
+
+The memory is anonymous: one member offers its file descriptor over a Unix socket, and the others receive it. Nothing
+remains when the processes end, however they end.
 """
 
 import ctypes
+import fcntl
 import os
+import secrets
+import socket
 import struct
 import sys
 import threading
-from functools import cache
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
 from mmap import mmap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from client.native.library import EXCHANGE, Library, NativeRow, description, library
+from client.native.library import EXCHANGE, NativeRow, description, library
 from statsd_bn import limits
 from statsd_bn.reduction import FloatArray, Rows
 
@@ -33,86 +42,81 @@ MAX_MEMBERS = 64  # each has a bit of a word
 # Members that spin for less wake each other in every round, since a woken member arrives late.
 SPIN_NANOSECONDS = 100_000
 
-_INTEGER, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
+# Timeout for receiving the memory. A process that has ended closes the connection at once, and the server detects a
+# frozen one earlier. Only a busy machine takes this long, and a group must not lose shared memory because of it.
+SECONDS = 60.0
+CHECK_SECONDS = 0.5  # interval at which a waiting process checks whether the job is broken
+
+# Truncated memory would kill its readers.
+_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SEAL", 0)
+
+# Number of user IDs of a system, and the usual overflow ID, to which unmapped users of a user namespace are mapped.
+_USERS, _OVERFLOW_USER = 2**32 - 1, 65_534
+
+_CREDENTIALS, _NAME_BYTES = struct.Struct("3i"), 16
 
 _PACK = [struct.Struct(f"{replicas}Q").pack for replicas in range(limits.MAX_REPLICAS + 1)]  # counts of so many rows
 _Buffer: Any = ctypes.c_char * 0  # passes an array as its address, and keeps the array alive
 
 
-class TurnResult(ctypes.Structure):
-    """`sbn_group` of sbn.h; the attributes below are the result of a completed turn; times are in nanoseconds."""
-
-    members: int
-    vectors: int
-    channels: int
-    rows: int  # of all members
-    count: int
-    behind: int  # delay behind all other members; 0 if unknown: in the first turn, and between two clocks
-    is_escalated: int  # whether some member may have sent its rows to the server
-    came: int  # arrival of this member
-    done: int
-
-    _fields_ = (
-        ("memory", _ADDRESS),
-        *((name, _INTEGER) for name in ("members", "me", "spin", "most_count")),
-        *((name, ctypes.c_uint64) for name in ("turn", "digest")),
-        *((name, _INTEGER) for name in ("vectors", "channels", "came", "came_before")),
-        *((name, _INTEGER) for name in ("rows", "count", "behind", "is_escalated", "done")),
-    )
-
-
-# Argument types behind the group, and result types.
-_FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
-    "sbn_round": ((ctypes.c_uint64, _ADDRESS, _ADDRESS, *(_INTEGER,) * 3, _ADDRESS, _INTEGER, _INTEGER), ctypes.c_int),
-    "sbn_wait": ((_ADDRESS, _INTEGER), ctypes.c_int),
-    "sbn_late": ((), ctypes.c_uint64),
-    "sbn_escalate": ((), None),
-    "sbn_close": ((ctypes.c_int,), None),
-    "sbn_closed": ((), ctypes.c_int),
-    "sbn_rows": ((_ADDRESS, _ADDRESS, _ADDRESS), None),
-}
-
-
-@cache
-def _core() -> Library | None:
-    core = library()
-    for functions in core or ():
-        functions.sbn_group_bytes.argtypes, functions.sbn_group_bytes.restype = (_INTEGER,), _INTEGER
-        for name, (arguments, result) in _FUNCTIONS.items():
-            function = getattr(functions, name)
-            function.argtypes, function.restype = (ctypes.POINTER(TurnResult), *arguments), result
-    return core
-
-
 def unavailable_reason() -> str:
-    """Why this process cannot use such memory; empty if it can."""
-    core = _core()
-    if core is None:
+    """Why this process cannot share memory with others; empty if it can."""
+    if not hasattr(os, "memfd_create"):
+        return f"{sys.platform} has no anonymous shared memory (memfd)"
+    if (core := library()) is None:
         return description()
-    return "" if core.holding.sbn_has_futex() else f"{sys.platform} has no futex to wait on shared memory"
+    if not core.holding.sbn_has_futex():
+        return f"{sys.platform} has no futex to wait on shared memory"
+    if os.getuid() == _overflow_user():
+        return f"uid {os.getuid()} is the overflow uid of this container, shared by all unmapped users; use another"
+    return ""
+
+
+def _core() -> Any:
+    core = library()
+    assert core is not None, description()  # noqa: S101 - callers have checked it
+    return core
 
 
 def size_of(members: int) -> int:
     """Size of the memory of a group, in bytes."""
-    core = _core()
-    assert core is not None, unavailable_reason()  # noqa: S101 - callers have checked it
-    return int(core.holding.sbn_group_bytes(members))
+    return int(_core().holding.sbn_group_bytes(members))
 
 
-class GroupMemory:
-    """The memory of one group, `size_of(members)` bytes and zero at first, from the view of one member."""
+class GroupMemory(ctypes.Structure):
+    """The memory of one group from the view of one member, `sbn_group` of sbn.h.
+
+    The fields from `rows` on are the result of a completed turn; times are in nanoseconds.
+    """
+
+    members: int
+    vectors: int
+    channels: int
+    came: int  # arrival of this member
+    rows: int  # of all members
+    count: int
+    behind: int  # delay behind all other members; 0 if unknown: in the first turn, and between two clocks
+    is_escalated: int  # whether some member may have sent its rows to the server
+    done: int
+
+    _fields_ = (
+        ("memory", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("members", "me", "spin", "most_count")),
+        *((name, ctypes.c_uint64) for name in ("turn", "digest")),
+        *((name, ctypes.c_int64) for name in ("vectors", "channels", "came", "came_before")),
+        *((name, ctypes.c_int64) for name in ("rows", "count", "behind", "is_escalated", "done")),
+    )
 
     def __init__(self, memory: mmap, members: int, index: int) -> None:
+        # The memory has `size_of(members)` bytes, zero at first.
         self.lock = threading.Lock()  # held during a turn
         self._buffer = _Buffer.from_buffer(memory)
         spin = SPIN_NANOSECONDS if members <= len(os.sched_getaffinity(0)) else 0
-        self.result = TurnResult(ctypes.addressof(self._buffer), members, index, spin, limits.MAX_COUNT)
-        self._pointer = ctypes.byref(self.result)
-        core = _core()
-        assert core is not None, unavailable_reason()  # noqa: S101 - as above
+        super().__init__(ctypes.addressof(self._buffer), members, index, spin, limits.MAX_COUNT)
+        self._at = ctypes.addressof(self)
         # A round releases the GIL; calls of a microsecond hold it.
-        self._round, self._wait = core.releasing.sbn_round, core.releasing.sbn_wait
-        self._core: Any = core.holding
+        self._round, self._wait = _core().releasing.sbn_round, _core().releasing.sbn_wait
+        self._core = _core().holding
         self._sum: Any = None
         self._total: Any = None
 
@@ -121,21 +125,21 @@ class GroupMemory:
         # `now` is by the clock that all processes of a host share. A signal ends the wait early, with WAITS.
         if isinstance(rows, NativeRow):
             self._sum, self._total = rows, rows.total_at
-            return rows.run(EXCHANGE, self._pointer, digest, int(1e9 * seconds))
+            return rows.run(EXCHANGE, self._at, digest, int(1e9 * seconds))
         values = rows.values
         replicas, vectors, channels = values.shape
         self._sum = np.empty((vectors, channels))
         self._total = _Buffer.from_buffer(self._sum)
         counts, bits = _PACK[replicas](*rows.counts), values.tobytes()  # quicker than its address, as a rule
         state: int = self._round(
-            self._pointer, digest, counts, bits, replicas, vectors, channels,
+            self._at, digest, counts, bits, replicas, vectors, channels,
             self._total, int(1e9 * now), int(1e9 * seconds),
         )  # fmt: skip
         return state
 
     def wait(self, seconds: float) -> int:
         """Wait for the others, `seconds` at most; return the state of the round. A signal ends the wait early."""
-        state: int = self._wait(self._pointer, self._total, int(1e9 * seconds))
+        state: int = self._wait(self._at, self._total, int(1e9 * seconds))
         return state
 
     @property
@@ -147,31 +151,123 @@ class GroupMemory:
     @property
     def late(self) -> list[int]:
         """Indices of the members that have not arrived at this turn."""
-        late = self._core.sbn_late(self._pointer)
+        late = self._core.sbn_late(self._at)
         return [member for member in range(MAX_MEMBERS) if late >> member & 1]
 
     def escalate(self) -> None:
         """Announce to the others that this member sends its rows to the server."""
-        self._core.sbn_escalate(self._pointer)
+        self._core.sbn_escalate(self._at)
 
     def gathered_rows(self) -> tuple[list[int], list[int], FloatArray]:
         """Copy the rows of a completed turn, before this member arrives at the next one, in member order."""
         # The count of each row, the number of rows of each member, and the values, shape (rows, vectors, channels).
-        result = self.result
-        counts, replicas = np.empty(result.rows, np.uint64), np.empty(result.members, np.uint64)
-        values = np.empty((result.rows, result.vectors, result.channels))
-        self._core.sbn_rows(self._pointer, *map(_Buffer.from_buffer, (replicas, counts, values)))
+        counts, replicas = np.empty(self.rows, np.uint64), np.empty(self.members, np.uint64)
+        values = np.empty((self.rows, self.vectors, self.channels))
+        self._core.sbn_rows(self._at, *map(_Buffer.from_buffer, (replicas, counts, values)))
         return counts.tolist(), replicas.tolist(), values
 
     def abandon(self) -> None:
         """Take no further turn, and announce it to the others."""
-        self._core.sbn_close(self._pointer, ABANDONED)
+        self._core.sbn_close(self._at, ABANDONED)
 
     def leave(self) -> None:
         """Take no further turn because this member ends in good order."""
-        self._core.sbn_close(self._pointer, LEFT)
+        self._core.sbn_close(self._at, LEFT)
 
     @property
     def is_abandoned(self) -> bool:
         """Whether some member abandoned the memory, so that the remaining members cannot use it either."""
-        return bool(self._core.sbn_closed(self._pointer) == ABANDONED)
+        return bool(self._core.sbn_closed(self._at) == ABANDONED)
+
+
+class MemoryOffer:
+    """Memory that other processes of this user and host receive by its `name`; a thread sends it until `close`."""
+
+    def __init__(self, size: int) -> None:
+        # An OSError says that the system provides no memory, or no socket.
+        with ExitStack() as stack:
+            self._descriptor = os.memfd_create("statsd_bn", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            stack.callback(os.close, self._descriptor)
+            os.ftruncate(self._descriptor, size)
+            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            self.memory = mmap(self._descriptor, size)
+            self.name = f"statsd_bn-{secrets.token_hex(_NAME_BYTES)}"
+            self._listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            self._listener.bind(_address(self.name))
+            self._listener.listen(128)
+            self._thread = threading.Thread(target=self._serve, name="statsd_bn memory", daemon=True)
+            self._thread.start()
+            self._resources = stack.pop_all()
+
+    def close(self) -> None:
+        """End the offer; processes that received the memory keep it."""
+        with self._resources:
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._thread.join()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                return
+            with closing(peer), suppress(OSError):
+                peer.settimeout(SECONDS)
+                if _user_of(peer) == os.getuid():
+                    socket.send_fds(peer, [b"\0"], [self._descriptor])
+
+
+def receive_memory(name: str, size: int, is_broken: Callable[[], bool] = bool) -> mmap:
+    """Receive the memory of an offer; the text of an OSError says why it cannot be received."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.settimeout(CHECK_SECONDS)
+        try:
+            server.connect(_address(name))
+        except OSError as error:
+            raise OSError("it cannot open the shared memory; it is on another host, or in another container") from error
+        if _user_of(server) != os.getuid():
+            raise OSError(f"the shared memory belongs to uid {_user_of(server)}, and it runs as uid {os.getuid()}")
+        descriptors = _receive_descriptors(server, is_broken)
+    if not descriptors:
+        raise OSError("it received no file descriptor of the shared memory")
+    (descriptor,) = descriptors
+    try:
+        if os.fstat(descriptor).st_size != size:
+            raise OSError(f"the shared memory has {os.fstat(descriptor).st_size} bytes, expected {size}")
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise OSError("the shared memory is not sealed: another process could truncate it")
+        return mmap(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+def _receive_descriptors(server: socket.socket, is_broken: Callable[[], bool]) -> list[int]:
+    expiry = time.monotonic() + SECONDS
+    while True:
+        try:
+            return socket.recv_fds(server, 1, 1)[1]
+        except TimeoutError:
+            if is_broken() or time.monotonic() >= expiry:
+                raise
+
+
+def _overflow_user() -> int:
+    """Overflow user ID of this user namespace; -1 if all users are mapped."""
+    try:
+        lines = Path("/proc/self/uid_map").read_text().splitlines()
+        # Each line is a range: first ID inside, first ID outside, length.
+        has_all = sum(int(line.split()[2]) for line in lines) >= _USERS
+        return -1 if has_all else int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except OSError:
+        return _OVERFLOW_USER
+
+
+def _address(name: str) -> str:
+    """Abstract address of an offer: without a file, so it ends with its process."""
+    return f"\0{name}"
+
+
+def _user_of(peer: socket.socket) -> int:
+    _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(user)

@@ -18,9 +18,8 @@ from client.session.connection import Connection
 from client.session.groups import Group
 from client.session.protocol.member import AUTO, OVER_PROCESS_GROUP, OVER_SERVER, SHARED_MEMORY, Member
 from client.session.protocol.session import Session
-from client.transports import device_rows, group_memory, memfd
-from client.transports.group_memory import MAX_MEMBERS, GroupMemory
-from client.transports.memfd import MemoryOffer, receive_memory
+from client.transports import device_rows, group_memory
+from client.transports.group_memory import MAX_MEMBERS, GroupMemory, MemoryOffer, receive_memory
 from client.transports.process_group import default_group
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.messages import WORLD
@@ -128,7 +127,7 @@ def _refusal(member: Member) -> str:
     """Why this member does not share memory; empty if it can and wants to."""
     if member.transport == OVER_SERVER:
         return f"its transport is {OVER_SERVER!r}, as connect() or STATSD_BN_TRANSPORT says"
-    if reason := memfd.unavailable_reason():
+    if reason := group_memory.unavailable_reason():
         return reason
     if member.transport == AUTO and platform.machine() not in TESTED_MACHINES:
         return f"shared memory is untested on {platform.machine()}; pass transport={SHARED_MEMORY!r} to use it"

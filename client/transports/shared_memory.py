@@ -39,48 +39,28 @@ class SharedMemoryPipe(SlavePipe):
 
     def run_slave(self, contribution: Rows, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:
         """Exchange a contribution for the aggregate of its round; see `SlavePipe.run_slave`."""
-        with self.connection.round(self.layer, key, self.group, phase) as round_:
-            aggregate: Aggregate = self._exchange(round_, contribution)
-            return aggregate
+        aggregate: Aggregate = self._exchange(contribution, key, phase)
+        return aggregate
 
     def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate | RoundKey:
         """Like `run_slave`; in shared memory the native core computes, exchanges and uses the row in one call."""
-        with self.connection.round(self.layer, key, self.group, phase) as round_:
-            result: Aggregate | RoundKey = self._exchange(round_, row)
-            return result
+        result: Aggregate | RoundKey = self._exchange(row, key, phase)
+        return result
 
-    def _exchange(self, round_: Round, rows: Rows | NativeRow) -> Any:
-        session, key, connection = round_.session, round_.key, self.connection
-        memory, negotiation = session.transport.memory, session.transport.negotiation
-        if memory is None and negotiation is not None:
-            memory = negotiation.result()  # perhaps of another thread, which is negotiating
-        if not isinstance(memory, GroupMemory) or session.has_uneven_inputs:
-            rows = rows.measured() if isinstance(rows, NativeRow) else rows
-            aggregate = connection.over_server(session, key, rows)
+    def _exchange(self, rows: Rows | NativeRow, key: RoundKey | None, phase: str) -> Any:
+        connection = self.connection
+        with connection.round(self.layer, key, self.group, phase) as round_:
+            session = round_.session
+            memory, negotiation = session.transport.memory, session.transport.negotiation
+            if memory is None and negotiation is not None:
+                memory = negotiation.result()  # perhaps of another thread, which is negotiating
+            if isinstance(memory, GroupMemory) and not session.has_uneven_inputs:
+                return _in_memory(connection, round_, memory, rows)
+            own_rows = rows.measured() if isinstance(rows, NativeRow) else rows
+            aggregate = connection.over_server(session, round_.key, own_rows)
             if negotiation is None and not session.has_uneven_inputs:
                 _negotiate(connection, session, connection.group(self.group))
             return aggregate
-        with memory.lock:
-            try:
-                if connection.broken_job.is_broken:
-                    # The server may have lost this member, and rounds in memory would not notice.
-                    memory.abandon()
-                arrived = monotonic()
-                state = memory.arrive(key_digest(key), rows, arrived, ESCALATE_SECONDS)
-                if state == DONE and not memory.result.is_escalated:
-                    return _finish(round_, memory, rows, arrived)
-                own_rows = rows.contribution if isinstance(rows, NativeRow) else rows
-                make_trip = partial(connection.round_trip, session, key, own_rows)
-                if state == CLOSED:
-                    found: Aggregate | RoundTrip = make_trip()
-                else:
-                    found = _run(MemoryRound(session, key, memory, arrived, make_trip), memory, connection)
-            except BaseException:
-                # A member that leaves a round early is out of step with the others for good.
-                memory.abandon()
-                raise
-        # Without the lock: two threads may wait for each other there, on this member and on another.
-        return found if isinstance(found, Aggregate) else connection.run(found)
 
 
 def _negotiate(connection: Connection, session: Session, group: Group) -> None:
@@ -98,15 +78,38 @@ def _negotiate(connection: Connection, session: Session, group: Group) -> None:
         raise
 
 
-def _finish(round_: Round, memory: GroupMemory, rows: Rows | NativeRow, arrived: float) -> Aggregate | RoundKey:
-    """Finish a round that completed in memory; for a `NativeRow` the core has used the sum already."""
-    now = monotonic()
-    if not isinstance(rows, NativeRow):
-        _count(round_.session, round_.key, memory, now - arrived, now)
-        return _aggregate(round_.session, round_.key, memory)
-    round_.native_seconds = seconds = (memory.result.done - memory.result.came) / 1e9
-    _count(round_.session, round_.key, memory, seconds, now)
-    return round_.key
+def _in_memory(
+    connection: Connection, round_: Round, memory: GroupMemory, rows: Rows | NativeRow
+) -> Aggregate | RoundKey:
+    """Run a round in memory; of a `NativeRow` that the core has finished return only the key."""
+    session, key = round_.session, round_.key
+    with memory.lock:
+        try:
+            if connection.broken_job.is_broken:
+                # The server may have lost this member, and rounds in memory would not notice.
+                memory.abandon()
+            arrived = monotonic()
+            state = memory.arrive(key_digest(key), rows, arrived, ESCALATE_SECONDS)
+            if state == DONE and not memory.is_escalated:
+                now = monotonic()
+                if not isinstance(rows, NativeRow):
+                    _count(session, key, memory, now - arrived, now)
+                    return _aggregate(session, key, memory)
+                round_.native_seconds = seconds = (memory.done - memory.came) / 1e9
+                _count(session, key, memory, seconds, now)
+                return key
+            own_rows = rows.contribution if isinstance(rows, NativeRow) else rows
+            make_trip = partial(connection.round_trip, session, key, own_rows)
+            if state == CLOSED:
+                found: Aggregate | RoundTrip = make_trip()
+            else:
+                found = _run(MemoryRound(session, key, memory, arrived, make_trip), memory, connection)
+        except BaseException:
+            # A member that leaves a round early is out of step with the others for good.
+            memory.abandon()
+            raise
+    # Without the lock: two threads may wait for each other there, on this member and on another.
+    return found if isinstance(found, Aggregate) else connection.run(found)
 
 
 def _run(round_: "MemoryRound", memory: GroupMemory, connection: Connection) -> Aggregate | RoundTrip:
@@ -197,20 +200,19 @@ class MemoryRound:
         aggregate = _aggregate(self._session, self._key, memory)
         # After an escalation every member reports the end of the round at once: the escalating member may be
         # descheduled or its frame lost, and the server would see a false deadlock with the next round.
-        return (self._session.round_done(self._key),) if memory.result.is_escalated else (), now, aggregate
+        return (self._session.round_done(self._key),) if memory.is_escalated else (), now, aggregate
 
 
 def _aggregate(session: Session, key: RoundKey, memory: GroupMemory) -> Aggregate:
     """Aggregate of a completed turn."""
-    result = memory.result
-    return Aggregate.unchecked(key, result.rows, result.count, session.members, memory.total, NO_MEMBERS)
+    return Aggregate.unchecked(key, memory.rows, memory.count, session.members, memory.total, NO_MEMBERS)
 
 
 def _count(
     session: Session, key: RoundKey, memory: GroupMemory, seconds: float, now: float, *, was_sent: bool = False
 ) -> None:
     """Count a completed turn, which took `seconds`; if the rows `was_sent` to the server too, it counts the round."""
-    transport, behind = session.transport, memory.result.behind
+    transport, behind = session.transport, memory.behind
     transport.bypassed_rounds += not was_sent
     transport.bypassed_seconds += seconds
     if behind:

@@ -8,11 +8,11 @@ from chaos import soak
 from chaos.chaos_world import Finding
 from chaos.killed_ranks import JOBS, RANKS, kill_ranks
 from client.session.protocol.member import TRANSPORTS
-from client.transports import memfd, negotiation
+from client.transports import group_memory, negotiation
 from support import starter
 
 NEEDS_MEMORY = pytest.mark.skipif(
-    bool(memfd.unavailable_reason()) or negotiation.platform.machine() not in negotiation.TESTED_MACHINES,
+    bool(group_memory.unavailable_reason()) or negotiation.platform.machine() not in negotiation.TESTED_MACHINES,
     reason="shared memory is not used here",
 )
 
@@ -49,7 +49,7 @@ def test_killed_members_leave_nothing_behind():
 @NEEDS_MEMORY
 def test_memory_in_use_by_a_process_is_found(monkeypatch):
     """Otherwise the test above could not fail."""
-    offer = memfd.MemoryOffer(2**16)
+    offer = group_memory.MemoryOffer(2**16)
     try:
         monkeypatch.setattr(soak, "MEMORY", "memfd:statsd_bn")
         (mine,) = soak.memories_of(soak.os.getpid())

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from gpu_report.steps import PLANS
 
-from client.transports import memfd
+from client.transports import group_memory
 from gpu_reports.test_frame import on_path
 from support.paths import ROOT
 
@@ -54,7 +54,7 @@ def test_every_step_runs(tmp_path):
 
 @pytest.mark.parametrize(("step", "plant", "about"), PLANTS, ids=[f"{step}-{plant}" for step, plant, _ in PLANTS])
 def test_a_planted_fault_is_a_failed_check(tmp_path, step, plant, about):
-    if plant == "plants:over_server" and (reason := memfd.unavailable_reason()):
+    if plant == "plants:over_server" and (reason := group_memory.unavailable_reason()):
         pytest.skip(reason)
     done, found, text = report(tmp_path, step, f"--plant=gpu_reports.{plant}")
     result = found[step]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from client.transports import memfd
+from client.transports import group_memory
 from programs import compiled_ddp_program as program
 from support.launched import PATIENT, PROC, Launched
 from support.newer_torch import needs
@@ -84,7 +84,7 @@ def test_a_server_that_is_killed_is_started_again_and_nothing_is_lost(tmp_path, 
 
 @pytest.mark.processes
 @pytest.mark.long
-@pytest.mark.skipif(bool(memfd.unavailable_reason()), reason=memfd.unavailable_reason())
+@pytest.mark.skipif(bool(group_memory.unavailable_reason()), reason=group_memory.unavailable_reason())
 def test_a_rank_with_brighter_images_is_named_over_the_default_transport_also_by_a_new_server(tmp_path):
     with Launched(
         (*TORCHRUN, "--nproc-per-node", "3", PROGRAMS / "skewed_program.py", "3.0"), {}, tmp_path / "errors"

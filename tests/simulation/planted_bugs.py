@@ -14,7 +14,7 @@ import client.session.protocol.session
 from client.session.protocol.registration import Registration
 from client.session.protocol.round_trip import GRACE_SECONDS, RoundTrip
 from client.session.protocol.session import Session
-from client.transports.group_memory import GroupMemory, TurnResult
+from client.transports.group_memory import GroupMemory
 from client.transports.shared_memory import MemoryRound
 from server.core import deadlock, hang_probe
 from server.core.dispatcher import Dispatcher, Received
@@ -467,7 +467,7 @@ def memory_keys_not_compared() -> Any:
 @bug(218)
 def settled_rounds_untold() -> Any:
     """The end of a round in memory is not reported to the server."""
-    return mock.patch.object(TurnResult, "is_escalated", new=False)
+    return mock.patch.object(GroupMemory, "is_escalated", new=False)
 
 
 @bug(1270)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import client
-from client.transports import memfd
+from client.transports import group_memory
 from gpu_report import reference
 from gpu_report.rank_processes import Rank, on_ranks
 from gpu_report.reference import TooFar
@@ -67,7 +67,7 @@ def run(step: Step) -> None:
             *on_ranks(step, over_shared_memory, 4, seconds=step.pick(WAIT_SECONDS, STAND_IN_SECONDS)), strict=True
         )
         _check(step, "shared memory, 4 ranks", 4, found)
-        reason = memfd.unavailable_reason()
+        reason = group_memory.unavailable_reason()
         what = f"over the server, since {reason}" if reason else "shared memory: rows reach the others in memory"
         step.check(what, set(transports) == {"server" if reason else "shared_memory"}, transports)
     for size, sizes in SIZES.items():

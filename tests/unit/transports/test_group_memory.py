@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from client.native.library import CLOSED, DIFFERS, DONE, NOT_FINITE, TOO_MANY, WAITS
-from client.transports import group_memory, memfd
+from client.transports import group_memory
 from client.transports.group_memory import MAX_MEMBERS, GroupMemory
 from statsd_bn import limits
 from statsd_bn.reduction import Rows, sum_in_order
 from support.memory_members import in_threads
 
-pytestmark = pytest.mark.skipif(bool(memfd.unavailable_reason()), reason=memfd.unavailable_reason())
+pytestmark = pytest.mark.skipif(bool(group_memory.unavailable_reason()), reason=group_memory.unavailable_reason())
 
 LONG = 20.0
 
@@ -27,7 +27,7 @@ WIDEST = (SLOT_BYTES // 8 - HEAD_WORDS - 1) // 2
 
 
 def is_closed(memory):
-    return bool(memory._core.sbn_closed(memory._pointer))
+    return bool(memory._core.sbn_closed(memory._at))
 
 
 def memories_of(members: int) -> list[GroupMemory]:
@@ -127,7 +127,7 @@ def test_each_member_adds_the_rows_of_all_in_member_order(replicas):
     counts = [count for mine in brought for count in mine.counts]
     for one in memories:
         assert one.total.tobytes() == sum_in_order(np.concatenate(parts)).tobytes()
-        assert (one.result.rows, one.result.count) == (sum(replicas), sum(counts))
+        assert (one.rows, one.count) == (sum(replicas), sum(counts))
         *found, values = one.gathered_rows()
         assert found == [counts, list(replicas)]
         assert values.tobytes() == np.concatenate(parts).tobytes()
@@ -208,14 +208,14 @@ def test_a_turn_counts_as_reported_whichever_member_reported_it():
             if one is told:
                 one.escalate()
         assert [one.wait(0.0) for one in (first, second)] == [DONE, DONE]
-        assert tuple(bool(one.result.is_escalated) for one in (first, second)) == (told is not None, told is not None)
+        assert tuple(bool(one.is_escalated) for one in (first, second)) == (told is not None, told is not None)
     first.arrive(1, rows(1.0))
     second.arrive(1, rows(1.0))
-    assert not second.result.is_escalated
+    assert not second.is_escalated
     second.arrive(1, rows(1.0))
     second.escalate()
     assert first.wait(0.0) == DONE
-    assert first.result.is_escalated  # the other may have reported this turn too, before the next
+    assert first.is_escalated  # the other may have reported this turn too, before the next
 
 
 @pytest.mark.parametrize("members", [2, 3, 8])

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from client.transports import memfd
-from client.transports.memfd import MemoryOffer, receive_memory
+from client.transports import group_memory
+from client.transports.group_memory import MemoryOffer, receive_memory
 from support.paths import ROOT
 
-pytestmark = pytest.mark.skipif(bool(memfd.unavailable_reason()), reason=memfd.unavailable_reason())
+pytestmark = pytest.mark.skipif(bool(group_memory.unavailable_reason()), reason=group_memory.unavailable_reason())
 
 SIZE = 8192
 
@@ -51,15 +51,15 @@ def test_no_file_or_descriptor_remains():
 
 @pytest.fixture
 def late(offer, monkeypatch):
-    may, user_of = threading.Event(), memfd._user_of
+    may, user_of = threading.Event(), group_memory._user_of
 
     def late_user_of(peer):
         if threading.current_thread() is offer._thread:
             assert may.wait(60.0)
         return user_of(peer)
 
-    monkeypatch.setattr(memfd, "_user_of", late_user_of)
-    monkeypatch.setattr(memfd, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(group_memory, "_user_of", late_user_of)
+    monkeypatch.setattr(group_memory, "CHECK_SECONDS", 0.01)
     yield may
     may.set()
 
@@ -101,7 +101,7 @@ def test_memory_of_another_size_is_refused(offer):
 
 
 def test_another_user_gets_nothing(offer, monkeypatch):
-    monkeypatch.setattr(memfd.os, "getuid", lambda: os.geteuid() + 1)
+    monkeypatch.setattr(group_memory.os, "getuid", lambda: os.geteuid() + 1)
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.settimeout(10)
         stranger.connect(f"\0{offer.name}")
@@ -109,7 +109,7 @@ def test_another_user_gets_nothing(offer, monkeypatch):
 
 
 def test_another_users_memory_is_not_taken(offer, monkeypatch):
-    monkeypatch.setattr(memfd, "_user_of", lambda _: 12345)
+    monkeypatch.setattr(group_memory, "_user_of", lambda _: 12345)
     with pytest.raises(OSError, match="belongs to uid 12345"):
         receive_memory(offer.name, SIZE)
 
@@ -121,7 +121,7 @@ def test_the_overflow_user_shares_nothing():
         "--user",
         sys.executable,
         "-c",
-        "import support.without_torch; from client.transports.memfd import *; print(unavailable_reason())",
+        "import support.without_torch; from client.transports.group_memory import *; print(unavailable_reason())",
     ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
@@ -133,8 +133,8 @@ def test_the_overflow_user_shares_nothing():
 def test_the_overflow_user_shares_memory_where_all_users_are_mapped(monkeypatch):
     if Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]:
         pytest.skip("is in a user namespace itself")
-    monkeypatch.setattr(memfd.os, "getuid", lambda: 65_534)
-    assert memfd.unavailable_reason() == ""
+    monkeypatch.setattr(group_memory.os, "getuid", lambda: 65_534)
+    assert group_memory.unavailable_reason() == ""
 
 
 def test_the_memory_cannot_be_truncated(offer):

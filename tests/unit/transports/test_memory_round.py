@@ -10,7 +10,7 @@ from client.native.library import DONE
 from client.session.protocol.member import Member
 from client.session.protocol.round_trip import RoundTrip
 from client.session.protocol.session import Session
-from client.transports import memfd
+from client.transports import group_memory
 from client.transports.group_memory import GroupMemory, size_of
 from client.transports.shared_memory import MemoryRound
 from client.transports.transport import key_digest
@@ -18,7 +18,7 @@ from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import Rows
 
-pytestmark = pytest.mark.skipif(bool(memfd.unavailable_reason()), reason=memfd.unavailable_reason())
+pytestmark = pytest.mark.skipif(bool(group_memory.unavailable_reason()), reason=group_memory.unavailable_reason())
 
 MEMBERS = 3
 
@@ -109,7 +109,7 @@ def test_times_of_another_clock_are_not_counted(other):
     for me, now in ((0, other), (2, 0.4), (1, 2.0)):
         found = host.memories[me].arrive(0, rows, now)
     assert found == DONE
-    assert host.memories[1].result.behind == 0
+    assert host.memories[1].behind == 0
 
 
 def test_missing_members_are_named_although_the_server_does_not_answer(caplog):

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from client.session.protocol.member import AUTO, BY_A_RANK, BY_JOIN, OVER_SERVER, SHARED_MEMORY
-from client.transports import group_memory, memfd, negotiation
+from client.transports import group_memory, negotiation
 from client.transports.choose import transport_over
 from client.transports.server import SlavePipe
 from client.transports.shared_memory import SharedMemoryPipe
@@ -17,7 +17,7 @@ from statsd_bn.wire import decode
 from support.memory_members import MemoryMaster, in_threads, run_members
 from unit.transports.transport_rows import frames_of, rows_of
 
-pytestmark = pytest.mark.skipif(bool(memfd.unavailable_reason()), reason=memfd.unavailable_reason())
+pytestmark = pytest.mark.skipif(bool(group_memory.unavailable_reason()), reason=group_memory.unavailable_reason())
 
 GROUP = "group 'world' exchanges rows"
 REFUSED = "rank 1: its transport is 'server', as connect() or STATSD_BN_TRANSPORT says"
@@ -60,7 +60,7 @@ def test_one_member_that_wants_the_server_is_enough(caplog):
 @pytest.mark.parametrize("transport", [AUTO, SHARED_MEMORY])
 def test_members_on_several_hosts_stay_at_the_server(monkeypatch, transport):
     here = threading.local()
-    monkeypatch.setattr(memfd, "_address", lambda name: f"\0host {here.number} {name}")
+    monkeypatch.setattr(group_memory, "_address", lambda name: f"\0host {here.number} {name}")
 
     def program(connection):
         here.number = (0, 0, 1)[connection.rank]
@@ -71,8 +71,8 @@ def test_members_on_several_hosts_stay_at_the_server(monkeypatch, transport):
 
 
 def test_one_member_without_a_native_core_keeps_all_at_the_server(monkeypatch):
-    here, core = threading.local(), group_memory._core()
-    monkeypatch.setattr(group_memory, "_core", lambda: None if here.number == 1 else core)
+    here, core = threading.local(), group_memory.library()
+    monkeypatch.setattr(group_memory, "library", lambda: None if here.number == 1 else core)
     monkeypatch.setattr(group_memory, "description", lambda: "native core: not in use")
 
     def program(connection):

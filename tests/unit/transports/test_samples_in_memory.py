@@ -8,7 +8,7 @@ import pytest
 
 from client.session.protocol.heartbeats import HeartbeatScheduler
 from client.session.protocol.member import SHARED_MEMORY
-from client.transports import memfd
+from client.transports import group_memory
 from client.transports.shared_memory import SharedMemoryPipe
 from statsd_bn import Rows
 from statsd_bn import skew_samples as samples
@@ -19,7 +19,7 @@ from statsd_bn.wire import decode
 from support.memory_members import MemoryMaster, run_members
 from unit.transports.transport_rows import frames_of
 
-pytestmark = pytest.mark.skipif(bool(memfd.unavailable_reason()), reason=memfd.unavailable_reason())
+pytestmark = pytest.mark.skipif(bool(group_memory.unavailable_reason()), reason=group_memory.unavailable_reason())
 
 LAYERS = ["stem", "block.0", "head"]
 STEPS, VALUES, CHANNELS = 30, 64, 5

@@ -13,7 +13,7 @@ from torch import nn
 from client.ops.native import NativeExchange
 from client.ops.statistics import Running
 from client.session.protocol.member import OVER_SERVER, SHARED_MEMORY
-from client.transports import memfd, negotiation, server, shared_memory
+from client.transports import group_memory, negotiation, server, shared_memory
 from client.transports.server import SlavePipe
 from client.transports.shared_memory import SharedMemoryPipe
 from statsd_bn import Rows
@@ -24,7 +24,7 @@ from statsd_bn.wire import decode
 from support.memory_members import MemoryMaster, in_threads, outcome, run_members, wait_until
 from unit.transports.transport_rows import ROWS, frames_of, rows_of
 
-pytestmark = pytest.mark.skipif(bool(memfd.unavailable_reason()), reason=memfd.unavailable_reason())
+pytestmark = pytest.mark.skipif(bool(group_memory.unavailable_reason()), reason=group_memory.unavailable_reason())
 
 
 def forward_and_backward(pipe: SlavePipe, rank: int, size: int, rounds: int):
