@@ -28,12 +28,12 @@ class NativeCore(BuildHookInterface):  # type: ignore[type-arg]
         here = Path(self.root) / NATIVE
         self._scratch = None if version == "editable" else TemporaryDirectory()
         folder = Path(self._scratch.name) if self._scratch else here
-        compiled = runpy.run_path(str(here / "build.py"))["compile_core"](folder)
-        if compiled.path is None:
-            self.app.display_warning(f"statsd_bn is built without its native core: {compiled.reason}")
+        build = runpy.run_path(str(here / "build.py"))
+        if reason := build["compile_core"](folder):
+            self.app.display_warning(f"statsd_bn is built without its native core: {reason}")
             return
         if self._scratch:
-            build_data["force_include"][str(compiled.path)] = (NATIVE / compiled.path.name).as_posix()
+            build_data["force_include"][str(folder / build["LIBRARY"])] = (NATIVE / build["LIBRARY"]).as_posix()
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform}"

@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 LIBRARY = "libsbn.so"
@@ -28,55 +27,41 @@ FLAGS = shlex.split(
 TIMEOUT = 600
 
 
-class Compiled(NamedTuple):
-    """Result of a compilation."""
-
-    path: Path | None
-    reason: str = ""  # why there is no library
-
-
-def compile_core(folder: Path = HERE, variables: Mapping[str, str] = os.environ) -> Compiled:
-    """Compile the core into a folder and replace the library there; after a failure the folder has no library.
+def compile_core(folder: Path = HERE, variables: Mapping[str, str] = os.environ) -> str:
+    """Compile the core into a folder and replace the library there; return the reason if the folder has none then.
 
     `variables` is the environment: CC gives the compiler and its arguments; without CC, PATH is searched.
     """
-    target = folder / LIBRARY
-    sources = sorted(map(str, (HERE / "core").glob("*.c")))
     with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as scratch:
         built = Path(scratch) / LIBRARY
-        compiler = _compiler(variables)
-        reason = _run([*compiler, *FLAGS, "-o", str(built), *sources, "-lm"], variables) if compiler else NO_COMPILER
-        if not reason:
-            built.replace(target)  # atomically: another process may be loading it
-            return Compiled(target)
-    target.unlink(missing_ok=True)  # it was built from other sources
-    return Compiled(None, reason)
+        if reason := _compile(built, variables):
+            (folder / LIBRARY).unlink(missing_ok=True)  # it was built from other sources
+        else:
+            built.replace(folder / LIBRARY)  # atomically: another process may be loading it
+    return reason
 
 
-def _compiler(variables: Mapping[str, str]) -> list[str]:
-    named = shlex.split(variables["CC"]) if "CC" in variables else []
-    if named:
-        return named
+def _compile(library: Path, variables: Mapping[str, str]) -> str:
+    """Compile a library; return the reason why that failed, or an empty text."""
     paths = (shutil.which(name, path=variables.get("PATH", os.defpath)) for name in COMPILERS)
-    return next(([path] for path in paths if path), [])
-
-
-def _run(command: list[str], variables: Mapping[str, str]) -> str:
-    """The reason why a command failed, or an empty text."""
+    compiler = shlex.split(variables.get("CC", "")) or next(([path] for path in paths if path), [])
+    if not compiler:
+        return NO_COMPILER
+    command = [*compiler, *FLAGS, "-o", str(library), *sorted(map(str, (HERE / "core").glob("*.c"))), "-lm"]
     try:
         done = subprocess.run(  # noqa: S603 - the compiler that the user has named or installed
             command, env=dict(variables), capture_output=True, text=True, errors="replace", timeout=TIMEOUT, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{command[0]}: {error}"
+        return f"{compiler[0]}: {error}"
     if not done.returncode:
         return ""
     lines = (done.stderr.strip() or "no message").splitlines()
     first = next((line for line in lines if "error" in line), lines[-1])
-    return f"{command[0]} ended with {done.returncode}: {first:.200}"
+    return f"{compiler[0]} ended with {done.returncode}: {first:.200}"
 
 
 if __name__ == "__main__":
-    result = compile_core()
-    print(result.path or f"The native core is not compiled ({result.reason}); torch is used instead.")  # noqa: T201
-    sys.exit(not result.path)
+    reason = compile_core()
+    print(f"The native core is not compiled ({reason}); torch is used instead." if reason else HERE / LIBRARY)  # noqa: T201
+    sys.exit(bool(reason))

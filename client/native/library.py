@@ -1,4 +1,4 @@
-"""Loader of the native core, with the types of its functions, which core/sbn.h describes; and a layer's pass by it."""
+"""Loader of the native core, whose functions core/sbn.h describes; and a pass of a layer by the core."""
 
 import ctypes
 import os

@@ -54,22 +54,24 @@ class Native:
     def moments(self, x: Tensor) -> ChannelMoments:
         """Add in float64 from the first value on."""
         x = ready(x)
-        row = _new_row(x)
-        _forward(MEASURE, x, row)
+        row = torch.empty(2 * x.shape[1] + 1, dtype=torch.float64, device="cpu")
+        _run("forward", MEASURE, x, row, None, x, *(None,) * 6)
         return ChannelMoments(x.numel() // x.shape[1], row[:-1].view(2, -1), tuple(x.shape))
 
     def normalise(self, x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Compute in float64 and round once."""
         x = ready(x)
         output = output_for(x)
-        _forward(FINISH, x, None, _saved(statistics, x), output, _ready_parameter(weight), _ready_parameter(bias))
+        weight, bias = _ready_parameter(weight), _ready_parameter(bias)
+        tensors = None, _saved(statistics, x), x, output, weight, bias, None, None, None
+        _run("forward", FINISH, x, *tensors, parameters=(weight, bias))
         return output
 
     def backward_sums(self, grad: Tensor, x: Tensor, statistics: ChannelStatistics) -> Tensor:
         """Add in float64."""
         grad, x = _alike(grad, x)
-        row = _new_row(x)
-        _backward(MEASURE, x, row, _saved(statistics, x), grad)
+        row = torch.empty(2 * x.shape[1] + 1, dtype=torch.float64, device="cpu")
+        _run("backward", MEASURE, x, row, _saved(statistics, x), grad, x, *(None,) * 4)
         return row[:-1].view(2, -1)
 
     def input_gradient(
@@ -77,16 +79,13 @@ class Native:
     ) -> Tensor:
         """Compute in float64 and round once."""
         grad, x = _alike(grad, x)
-        gradient = output_for(x)
+        gradient, weight = output_for(x), _ready_parameter(weight)
         # The means have the slope in them; to multiply by 0 or 1 again changes nothing. The last value is the count.
         total = means.flatten(), means.new_ones(1)
         rows = torch.cat((*total, *total))
-        _backward(FINISH, x, rows, _saved(statistics, x), grad, gradient, _ready_parameter(weight))
+        tensors = rows, _saved(statistics, x), grad, x, gradient, weight, None, None
+        _run("backward", FINISH, x, *tensors, parameters=(weight,))
         return gradient
-
-
-def _new_row(x: Tensor) -> Tensor:
-    return torch.empty(2 * x.shape[1] + 1, dtype=torch.float64, device="cpu")
 
 
 def ready(x: Tensor) -> Tensor:
@@ -130,29 +129,11 @@ def _saved(statistics: ChannelStatistics, x: Tensor) -> Tensor:
     return statistics.vectors.contiguous()
 
 
-def _forward(
-    stage: int, x: Tensor, rows: Tensor | None, saved: Tensor | None = None, output: Tensor | None = None,
-    weight: Tensor | None = None, bias: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Run the forward pass of a dense slice up to a stage, or with `saved` alone for its output."""
-    plan = _plan(x, weight, bias)
-    tensors = rows, saved, x, output, weight, bias, None, None, None
-    NativeRow(plan, plan.forward, None, *map(address_of, tensors)).run(stage)
-
-
-def _backward(
-    stage: int, x: Tensor, rows: Tensor, saved: Tensor, grad: Tensor, gradient: Tensor | None = None,
-    weight: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Run the backward pass of a dense slice up to a stage."""
-    plan = _plan(x, weight)
-    tensors = rows, saved, grad, x, gradient, weight, None, None
-    NativeRow(plan, plan.backward, None, *map(address_of, tensors)).run(stage)
-
-
-def _plan(x: Tensor, *parameters: Tensor | None) -> Plan:
+def _run(name: str, stage: int, x: Tensor, *tensors: Tensor | None, parameters: Sequence[Tensor | None] = ()) -> None:
+    """Run the pass of this name for a dense slice up to a stage, with the tensors that the core's function takes."""
     types = (None if each is None else each.dtype for each in parameters)
-    return plan_of(x.shape, x.dtype, x.is_contiguous(), torch.get_num_threads(), *types)
+    plan = plan_of(x.shape, x.dtype, x.is_contiguous(), torch.get_num_threads(), *types)
+    NativeRow(plan, getattr(plan, name), None, *map(address_of, tensors)).run(stage)
 
 
 def supports_parameters(channels: tuple[int, ...], *parameters: Tensor | None) -> bool:
@@ -174,17 +155,10 @@ def _ready_parameter(values: Tensor | None) -> Tensor | None:
 
 @lru_cache(maxsize=4096)
 def plan_of(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    is_contiguous: bool,
-    threads: int,
-    weight: torch.dtype | None = None,
-    bias: torch.dtype | None = None,
-    running: torch.dtype | None = None,
-    momentum: float = 0.0,
-    eps: float = 0.0,
-    eps_mode: str = "plus",
-) -> Plan:
+    shape: tuple[int, ...], dtype: torch.dtype, is_contiguous: bool, threads: int,
+    weight: torch.dtype | None = None, bias: torch.dtype | None = None, running: torch.dtype | None = None,
+    momentum: float = 0.0, eps: float = 0.0, eps_mode: str = "plus",
+) -> Plan:  # fmt: skip
     """Plan of calls with dense inputs of this type and shape, (N, C, *).
 
     `is_contiguous`: else channels_last. `threads`: the maximum. `weight`, `bias` (or its gradient), `running`: their

@@ -38,12 +38,12 @@ LEFT, ABANDONED = 1, 2
 
 MAX_MEMBERS = 64  # each has a bit of a word
 
-# How long to spin before sleeping, where each member can have a processor. A sleeper takes half as long to wake up.
-# Members that spin for less wake each other in every round, since a woken member arrives late.
+# How long to spin before sleeping, where each member can have a processor. A sleeper wakes up in half of that time.
+# With a shorter spin members sleep in every round: a woken member arrives late, and the others fall asleep meanwhile.
 SPIN_NANOSECONDS = 100_000
 
-# Timeout for receiving the memory. A process that has ended closes the connection at once, and the server detects a
-# frozen one earlier. Only a busy machine takes this long, and a group must not lose shared memory because of it.
+# Timeout for receiving the memory, long enough for a busy machine: a group must not lose shared memory because of load.
+# A process that ends closes the connection at once, and the server detects a frozen one earlier.
 SECONDS = 60.0
 CHECK_SECONDS = 0.5  # interval at which a waiting process checks whether the job is broken
 
@@ -122,7 +122,7 @@ class GroupMemory(ctypes.Structure):
 
     def arrive(self, digest: int, rows: Rows | NativeRow, now: float = 0.0, seconds: float = 0.0) -> int:
         """Arrive at the next turn and wait for the others; return the state of the round, CLOSED if not arrived."""
-        # `now` is by the clock that all processes of a host share. A signal ends the wait early, with WAITS.
+        # `now` is by `time.monotonic`, a clock that all processes of a host share. After a signal the state is WAITS.
         if isinstance(rows, NativeRow):
             self._sum, self._total = rows, rows.total_at
             return rows.run(EXCHANGE, self._at, digest, int(1e9 * seconds))

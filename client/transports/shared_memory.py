@@ -108,7 +108,7 @@ def _in_memory(
             # A member that leaves a round early is out of step with the others for good.
             memory.abandon()
             raise
-    # Without the lock: two threads may wait for each other there, on this member and on another.
+    # After the lock: the other members may first need a round of another thread of this member.
     return found if isinstance(found, Aggregate) else connection.run(found)
 
 
@@ -146,11 +146,9 @@ class MemoryRound:
     _trip: RoundTrip | None = field(init=False, default=None)
     _due: float = field(init=False)
 
-    def __post_init__(self) -> None:
-        self._due = self._arrived + ESCALATE_SECONDS
-
     def begin(self, now: float) -> Actions[Aggregate | RoundTrip]:
         """Poll the memory."""
+        self._due = self._arrived + ESCALATE_SECONDS
         return self._poll(now) or ((), self._due, None)
 
     def step(self, now: float, frame: bytes | None) -> Actions[Aggregate | RoundTrip]:

@@ -1,5 +1,7 @@
 """Compilation and loading of the native core, and the reasons without it."""
 
+import ctypes
+import re
 import sys
 
 import pytest
@@ -20,9 +22,7 @@ NO_COMPILER = {"PATH": ""}
 )
 def test_without_a_compiler_there_is_a_reason_and_no_library_of_other_sources(tmp_path, environ, reason):
     (tmp_path / build.LIBRARY).write_text("of other sources")
-    compiled = build.compile_core(tmp_path, environ)
-    assert compiled.path is None
-    assert compiled.reason.startswith(reason)
+    assert build.compile_core(tmp_path, environ).startswith(reason)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -52,3 +52,14 @@ def test_a_library_of_another_version_is_refused(tmp_path, monkeypatch):
     core, reason = library.load(library.PATH)
     assert core is None
     assert reason.startswith("expected version 99 of its interface in ")
+
+
+def test_the_table_of_functions_has_the_types_of_the_header():
+    results = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "uint64_t": ctypes.c_uint64, "void": None}
+    header = (build.HERE / "core" / "sbn.h").read_text()
+    found = {}
+    for result, name, inside in re.findall(r"SBN_API (\w+) (sbn_\w+)\(([^)]*)\)", header):
+        arguments = [] if inside == "void" else inside.split(",")
+        assert all("*" in one or "int64_t" in one for one in arguments), name
+        found[name] = results[result], len(arguments)
+    assert found == library._FUNCTIONS
