@@ -117,7 +117,6 @@ def exchange(
     due = None
     if done is fresh:
         fresh.forward([local])
-        fresh.check_count(local.shape)
         collectives.record_ddp_wrapper()
         exchange_cache.add(fresh, has_graph=False)  # the graph has the round's id instead
         due = fresh.moments if deferred == NOT_DEFERRED else deferred_updates[deferred].add(fresh.moments)
@@ -260,7 +259,7 @@ class _BatchNorm(Exchanging):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mask, vectors, packed, round_id = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        needs_input, *needs_parameters = ctx.needs_input_grad[:3]
         statistics, traced, dtype = _unpack(packed), Traced(mask), compute_type(x)
         # The operator rounds the mean: inductor would drop a rounding before a conversion to float64.
         sums = traced.sums_around(vectors[0], statistics.mean - vectors[0].double(), grad, x)
@@ -269,8 +268,7 @@ class _BatchNorm(Exchanging):
             arguments = packed, round_id, *ctx.layer_and_group, dtype
             through_statistics = exchange_backward(sums, _masked_count(x, mask), x.shape, *arguments)
             by_input = traced.gradient(grad, x, vectors[1], through_statistics, weight)
-        by_weight, by_bias = (engine.to_parameter(each, x) for each in engine.parameter_gradients(sums, statistics))
-        return by_input, by_weight if needs_weight else None, by_bias if needs_bias else None, *[None] * 8
+        return by_input, *engine.parameter_gradients(sums, statistics, x, needs_parameters), *[None] * 8
 
 
 def _masked_count(x: Tensor, mask: Tensor | None) -> Tensor | None:

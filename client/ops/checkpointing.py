@@ -8,14 +8,13 @@ had the same moments.
 import math
 import threading
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from client.ops.device_errors import check_recomputation
 from client.ops.exchange import Exchange, current_position
@@ -81,7 +80,7 @@ class ExchangeCache:
         calls = [
             call for call in calls if call.transport == transport or switched_from_server(transport, call.transport)
         ]
-        node = _asking_node()
+        node: Any = torch._C._current_autograd_node()  # noqa: SLF001 - has no public name
         distances = dict(_distances(calls, replica, moments))
         nearest = min(distances.values(), default=math.inf)
         if nearest > TOLERANCE:
@@ -106,17 +105,11 @@ def _first_of_node(call: Exchange, near: list[Exchange]) -> Exchange:
     return min(of_node, key=lambda other: (len(other.positions), other.number))
 
 
-def _asking_node() -> int | None:
-    """Sequence number of the node that recomputes; None outside of any."""
-    node = torch._C._current_autograd_node()  # noqa: SLF001 - has no public name
-    return None if node is None else int(node._sequence_nr())  # noqa: SLF001 - as above
-
-
-def _distance_to(node: int | None, call: Exchange) -> float:
+def _distance_to(node: Any, call: Exchange) -> float:
     """Distance of the recomputing node from a call, by sequence numbers; infinity if it cannot recompute that call."""
     if node is None or len(call.local) > 1:  # the threads of replicas number their nodes separately
         return 0.0
-    distances = (position.distance_to(node) for position in call.positions)
+    distances = (position.distance_to(node._sequence_nr()) for position in call.positions)  # noqa: SLF001 - as above
     return min((distance for distance in distances if distance is not None), default=math.inf)
 
 
@@ -146,13 +139,11 @@ def _distance(first: Moments, again: Moments) -> float:
     return float((np.abs(before - now) / np.where(largest > 0, largest, 1.0)).max())
 
 
-# A thread's hooks for saved tensors: functions that pack and unpack what its nodes save for backward.
-_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-
 _autograd: Any = torch._C._autograd  # noqa: SLF001 - `torch.autograd.graph` can add hooks, but not list them
 
-# Torch 2.6 and 2.7 do not have this function.
-_top: Callable[[bool], _Hooks | None] | None = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
+# Returns a thread's innermost hooks for saved tensors, the functions that pack and unpack what its nodes save for
+# backward; or None. Torch 2.6 and 2.7 do not have it.
+_top: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
 
 
 def may_have_hooks() -> bool:

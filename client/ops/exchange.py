@@ -14,10 +14,9 @@ from client.ops import non_finite
 from client.ops.device_errors import DeviceErrors, TooFewValues, async_checks, too_few_values
 from client.ops.statistics import ChannelMoments, ChannelStatistics, Running
 from client.transports import device_rows
-from client.transports.device_rows import Count, DeviceAggregate, LocalRows, from_host
+from client.transports.device_rows import LocalRows, from_host
 from client.transports.transport import Transport
 from statsd_bn.errors import ConfigurationError
-from statsd_bn.messages import Aggregate
 from statsd_bn.round_key import FORWARD, FORWARD_WITHOUT_GRADIENT, RoundKey
 
 _new_tuple = tuple.__new__
@@ -77,21 +76,20 @@ class Exchange:
     _passes: dict[str, int] = field(default_factory=dict)
 
     def forward(self, local: list[ChannelMoments]) -> None:
-        """Exchange the local replicas' moments for those of the whole batch; on devices, raise earlier errors."""
+        """Exchange the local replicas' moments for those of the whole batch; on devices, raise earlier errors.
+
+        Raises ValueError if the whole batch has one value per channel, or none although an input is not empty.
+        """
         self.local, counts = local, [moments.count for moments in local]
         rows = LocalRows.of(counts, [moments.vectors for moments in local])
-        count: Count
-        if self.capacity:
-            on_device, failed = _device_round(self.transport, rows, self.capacity, None, self.phase, self._too_few)
-            self.key, count, values = on_device.key, _nan_where(failed, on_device.count), on_device.values
-        else:
-            aggregate, values = _host_round(self.transport, rows, None, self.phase)
-            self.key, count = aggregate.key, aggregate.count
-        self.moments = ChannelMoments(count, values)
+        self.key, count, values, failed = _run(self.transport, rows, self.capacity, None, self.phase, self._too_few)
+        if isinstance(count, int) and (check := self._too_few(count)) and check.flag:
+            raise too_few_values(self.layer, count, self.local[0].shape if count else check.shape)
+        self.moments = ChannelMoments(_nan_where(failed, count), values)
         self.statistics = ChannelStatistics.of(self.moments, self.eps, self.eps_mode)
 
-    def _too_few(self, count: Tensor) -> TooFewValues | None:
-        """The check of `check_count` for a count on a device; None where the shapes prove that it passes."""
+    def _too_few(self, count: Any) -> TooFewValues | None:
+        """The check of the whole batch's count; None where the shapes prove that it passes."""
         if sum(moments.count for moments in self.local if isinstance(moments.count, int)) > 1:
             return None
         nonempty = [moments.shape for moments in self.local if 0 not in moments.shape]
@@ -114,13 +112,6 @@ class Exchange:
         number = self._passes[phase] = self._passes.get(phase, 0) + 1
         assert self.key is not None  # noqa: S101 - a backward follows a forward
         return self.key.of_phase(phase_of(phase, number))
-
-    def check_count(self, shape: Sequence[int]) -> None:
-        """Raise ValueError if the whole batch has one value per channel, or none although this input is not empty."""
-        count = self.moments.count
-        # A count on a device is checked by `_too_few`.
-        if isinstance(count, int) and (count == 1 or (count == 0 and 0 not in shape)):
-            raise too_few_values(self.layer, count, tuple(shape))
 
 
 @dataclass(slots=True, eq=False)
@@ -155,39 +146,33 @@ class PlainExchange(Exchange):
 
 def backward_round(transport: Transport, rows: LocalRows, capacity: int, key: RoundKey) -> Tensor:
     """Sums of a backward round, shape (vectors, C); NaN where it has failed on devices."""
-    if not capacity:
-        return _host_round(transport, rows, key)[1]
-    aggregate, failed = _device_round(transport, rows, capacity, key)
-    return _nan_where(failed, aggregate.values)
+    _, _, values, failed = _run(transport, rows, capacity, key)
+    total: Tensor = _nan_where(failed, values)
+    return total
 
 
-def _host_round(
-    transport: Transport, rows: LocalRows, key: RoundKey | None, phase: str = FORWARD
-) -> tuple[Aggregate, Tensor]:
-    """Aggregate of a round over the host, and its values on the rows' device."""
-    contribution = rows.on_host()
-    aggregate = transport.run_slave(contribution, key, phase=phase)
-    non_finite.check(transport, contribution, aggregate)
-    return aggregate, from_host(aggregate.values, rows.values.device)
-
-
-def _device_round(
+def _run(
     transport: Transport,
     rows: LocalRows,
     capacity: int,
     key: RoundKey | None,
     phase: str = FORWARD,
     too_few: Callable[[Tensor], TooFewValues | None] = lambda _: None,
-) -> tuple[DeviceAggregate, Tensor | None]:
-    """Aggregate of a round on devices, and its `DeviceErrors.has_failed`; a later call raises the error."""
+) -> tuple[RoundKey, Any, Tensor, Tensor | None]:
+    """Key, count and values of a round, and whether it has failed on devices, for which a later call raises."""
+    if not capacity:
+        contribution = rows.on_host()
+        aggregate = transport.run_slave(contribution, key, phase=phase)
+        non_finite.check(transport, contribution, aggregate)
+        return aggregate.key, aggregate.count, from_host(aggregate.values, rows.values.device), None
     async_checks.poll(rows.values.device)
-    aggregate = device_rows.run(transport, rows, capacity, key, phase=phase)
-    errors = DeviceErrors(transport, rows, aggregate, too_few(aggregate.count))
+    on_device = device_rows.run(transport, rows, capacity, key, phase=phase)
+    errors = DeviceErrors(transport, rows, on_device, too_few(on_device.count))
     errors.submit()
-    return aggregate, errors.has_failed()
+    return on_device.key, on_device.count, on_device.values, errors.has_failed()
 
 
-def _nan_where(failed: Tensor | None, values: Tensor) -> Tensor:
+def _nan_where(failed: Tensor | None, values: Any) -> Any:
     return values if failed is None else torch.where(failed, torch.full_like(values, torch.nan), values)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from client.ops import checkpointing, engine
 from client.ops.exchange import Exchange, PlainExchange
-from client.ops.second_order import SecondOrder
 from client.ops.statistics import vector_device
 from client.tracebacks import hide_internal_frames
 from statsd_bn.errors import StatsdBNError
@@ -59,42 +59,34 @@ def save_in_thread(slice_: Slice) -> Slice:
     if not checkpointing.may_have_hooks() and not torch._C._are_functorch_transforms_active():  # noqa: SLF001 - private
         return slice_
     if slice_.input.requires_grad:
-        x = _Save.apply(slice_.input, None if slice_.weight is None else slice_.weight.detach(), None)
+        weight = None if slice_.weight is None else slice_.weight.detach()
+        x = _Save.apply(slice_.input, weight, None, True)  # noqa: FBT003 - autograd functions have no named arguments
         return slice_._replace(input=x, saver=x.grad_fn)
-    # As the output of `_Save` the input would require a gradient, at the cost of a round.
-    anchor = _SaveOnly.apply(slice_.input, slice_.weight, slice_.bias)
+    # As the output of `_Save` the input would require a gradient, at the cost of a round. The output without elements
+    # is never differentiated.
+    anchor = _Save.apply(slice_.input, slice_.weight, slice_.bias, False)  # noqa: FBT003 - as above
     return slice_._replace(saver=_Saver(anchor) if anchor.requires_grad else None)
 
 
 class _Save(torch.autograd.Function):
-    """Saves input and weight, and returns the input."""
+    """Saves input and weight, and returns the input, or no elements."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:  # noqa: ARG004 - for `setup_context`
-        return x.view_as(x)
+    def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, returns_input: bool) -> Tensor:  # noqa: ARG004 - for `setup_context`
+        return x.view_as(x) if returns_input else x.new_empty(0)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:  # noqa: ARG004 - torch's
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004 - torch's
         ctx.save_for_backward(*inputs[:2])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG004 - torch's signature
-        return grad, None, None
-
-
-class _SaveOnly(torch.autograd.Function):
-    """Saves input and weight; the output is never differentiated, and without elements uses no memory."""
-
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:  # noqa: ARG004 - for `setup_context`
-        return x.new_empty(0)
-
-    setup_context = _Save.setup_context
+        return grad, None, None, None
 
 
 @dataclass(frozen=True, slots=True)
 class _Saver:
-    """A `_SaveOnly` node with its output, because in torch 2.6 a node ends with its output."""
+    """A `_Save` node with its output, because in torch 2.6 a node ends with its output."""
 
     output: Tensor
 
@@ -106,8 +98,8 @@ class _Saver:
 
 def batch_norm(slices: list[Slice], exchange: Exchange) -> list[Tensor]:
     """Normalise the local replicas' slices, in replica order, with the statistics of the whole batch."""
-    inputs, weights, biases, masks, savers, _ = zip(*slices, strict=True)
-    return list(apply_function(_BatchNorm, exchange, savers, *inputs, *weights, *biases, *masks))
+    tensors = chain.from_iterable(slice_[:4] for slice_ in slices)
+    return list(apply_function(_BatchNorm, exchange, [slice_.saver for slice_ in slices], *tensors))
 
 
 def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> Any:
@@ -121,66 +113,56 @@ class Exchanging(torch.autograd.Function):
     """A function that sends rounds; its errors name the transforms of torch that it does not support."""
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:  # noqa: ARG004 - torch's signature
         """Raise NotImplementedError."""
-        raise NotImplementedError(
-            wrap(
-                "synchronised batch norm does not support torch.vmap, nor torch.func.jacrev, which uses it; "
-                "torch.func.grad and vjp work"
-            )
-        )
+        limit = "does not support torch.vmap, nor torch.func.jacrev, which uses it; torch.func.grad and vjp work"
+        raise NotImplementedError(wrap(f"synchronised batch norm {limit}"))
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
+    def jvp(ctx: Any, *tangents: Any) -> Any:  # noqa: ARG004 - torch's signature
         """Raise NotImplementedError."""
-        raise NotImplementedError(
-            wrap(
-                "synchronised batch norm has no forward-mode derivative (torch.func.jvp, jacfwd); use backward, "
-                "torch.func.grad or vjp"
-            )
-        )
+        limit = "has no forward-mode derivative (torch.func.jvp, jacfwd); use backward, torch.func.grad or vjp"
+        raise NotImplementedError(wrap(f"synchronised batch norm {limit}"))
+
+
+# The tensors of these functions, and their gradients, follow one another slice by slice.
 
 
 class _BatchNorm(Exchanging):
-    @staticmethod
-    def forward(exchange: Exchange, savers: list[Any], *tensors: Any) -> tuple[Tensor, ...]:  # noqa: ARG004 - below
-        inputs, weights, biases, masks = _split(tensors, 4)
-        if exchange.key is None:
-            exchange.forward([engine.moments(x, mask) for x, mask in zip(inputs, masks, strict=True)])
-        outputs = []
-        for x, weight, bias in zip(inputs, weights, biases, strict=True):
-            exchange.check_count(x.shape)
-            outputs.append(engine.normalise(x, exchange.statistics, weight, bias))
-        return tuple(outputs)
+    """For each slice from input, weight, bias and mask to the output."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def forward(exchange: Exchange, savers: list[Any], *tensors: Any) -> tuple[Tensor, ...]:  # noqa: ARG004 - below
+        slices = _by_slice(tensors, 4)
+        if exchange.key is None:
+            exchange.forward([engine.moments(x, mask) for x, _, _, mask in slices])
+        return tuple(engine.normalise(x, exchange.statistics, weight, bias) for x, weight, bias, _ in slices)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG004 - torch's
         ctx.exchange, ctx.savers, *tensors = inputs
-        xs, weights, _, masks = _split(tensors, 4)
-        ctx.replicas = len(output)
-        own_xs = (x if saver in {None, UNSAVED} else None for x, saver in zip(xs, ctx.savers, strict=True))
-        tensors_and_savers = [*zip((*own_xs, *weights, *masks), ctx.savers * 3, strict=True)]
-        ctx.unsaved = [None if saver is None else tensor for tensor, saver in tensors_and_savers]
-        ctx.save_for_backward(*(tensor if saver is None else None for tensor, saver in tensors_and_savers))
+        saved: list[Tensor | None] = []
+        ctx.unsaved = []
+        for saver, (x, weight, _, mask) in zip(ctx.savers, _by_slice(tensors, 4), strict=True):
+            if saver is None:
+                saved += x, weight, mask
+            ctx.unsaved.append(None if saver is None else (x if saver is UNSAVED else None, weight, mask))
+        ctx.save_for_backward(*saved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needs = _split(ctx.needs_input_grad[2 : 2 + 3 * ctx.replicas], 3)
-        xs, weights, masks = _split(_saved(ctx), 3)
-        arguments = _BackwardPass(ctx.exchange, needs), *grads, *xs, *weights, *masks
+        tensors: list[Tensor | None] = []
+        saved = iter(ctx.saved_tensors)
+        for grad, saver, unsaved in zip(grads, ctx.savers, ctx.unsaved, strict=True):
+            x, weight, mask = unsaved or (next(saved), next(saved), next(saved))
+            if saver not in {None, UNSAVED}:
+                x, _ = saver.saved_tensors
+            tensors += grad, x, weight, mask
+        backward_pass = _BackwardPass(ctx.exchange, [needs[:3] for needs in _by_slice(ctx.needs_input_grad[2:], 4)])
         # A node, which allows a second derivative, only under `create_graph=True`.
         run = partial(apply_function, _Backward) if torch.is_grad_enabled() else _Backward.forward
-        gradients = _run_pass(ctx.exchange, run, arguments)
-        return None, None, *gradients, *[None] * ctx.replicas
-
-
-def _saved(ctx: Any) -> Sequence[Tensor | None]:
-    """Inputs, weights and masks, from the batch norm's node or the slices' savers."""
-    merged = [own if other is None else other for own, other in zip(ctx.saved_tensors, ctx.unsaved, strict=True)]
-    for number, saver in enumerate(ctx.savers):
-        if saver not in {None, UNSAVED}:
-            merged[number], _ = saver.saved_tensors
-    return merged
+        gradients = _by_slice(_run_pass(ctx.exchange, run, (backward_pass, *tensors)), 3)
+        return None, None, *chain.from_iterable((*of_slice, None) for of_slice in gradients)
 
 
 def _run_pass(exchange: Exchange, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Sequence[Any]:
@@ -197,39 +179,31 @@ class _BackwardPass:
     """One backward pass of a call, with the results that a second derivative needs."""
 
     exchange: Exchange
-    needs: list[tuple[bool, ...]]  # whether the inputs, weights and biases need gradients
+    needs: list[Sequence[bool]]  # of each slice: whether input, weight and bias need gradients
     local: list[Tensor] = field(default_factory=list)  # Σdy and Σdy·(x-mean) of each local replica, shape (2, C)
     total: Tensor | None = None  # their sums over all replicas; None if no input needs a gradient
 
 
 class _Backward(Exchanging):
-    """The first backward, as a function that can be differentiated itself."""
+    """For each slice from output's gradient, input, weight and mask to the gradients of input, weight and bias."""
 
     @staticmethod
     def forward(backward_pass: _BackwardPass, *tensors: Any) -> tuple[Tensor | None, ...]:
-        grads, inputs, weights, masks = _split(tensors, 4)
-        statistics = backward_pass.exchange.statistics
-        prepared = [engine.prepare_backward(*slice_) for slice_ in zip(grads, inputs, masks, strict=True)]
-        backward_pass.local = [
-            engine.backward_sums(grad, x, statistics, mask) for (grad, x), mask in zip(prepared, masks, strict=True)
+        exchange, needs = backward_pass.exchange, backward_pass.needs
+        statistics = exchange.statistics
+        slices = [
+            (*engine.prepare_backward(grad, x, mask), weight, mask) for grad, x, weight, mask in _by_slice(tensors, 4)
         ]
-        by_weight, by_bias = zip(
-            *[engine.parameter_gradients(sums, statistics) for sums in backward_pass.local], strict=True
-        )
-        needs_input, needs_weight, needs_bias = backward_pass.needs
-        by_input: list[Tensor | None] = [None] * len(inputs)
+        backward_pass.local = [engine.backward_sums(grad, x, statistics, mask) for grad, x, _, mask in slices]
         # Only the inputs' gradients need the other replicas; parameters keep their local sums, as under DDP.
-        if any(needs_input):
-            backward_pass.total = total = backward_pass.exchange.backward(BACKWARD, backward_pass.local)
-            by_input = [
-                engine.input_gradient(grad, x, statistics, total, weight, mask)
-                for (grad, x), weight, mask in zip(prepared, weights, masks, strict=True)
-            ]
-        needs_parameters, by_parameter = (*needs_weight, *needs_bias), (*by_weight, *by_bias)
-        return *by_input, *(
-            engine.to_parameter(values, x) if need else None
-            for need, values, x in zip(needs_parameters, by_parameter, (*inputs, *inputs), strict=True)
-        )
+        total = None
+        if any(needs_input for needs_input, _, _ in needs):
+            backward_pass.total = total = exchange.backward(BACKWARD, backward_pass.local)
+        gradients: list[Tensor | None] = []
+        for (grad, x, weight, mask), sums, of in zip(slices, backward_pass.local, needs, strict=True):
+            gradients.append(None if total is None else engine.input_gradient(grad, x, statistics, total, weight, mask))
+            gradients += engine.parameter_gradients(sums, statistics, x, of[1:])
+        return tuple(gradients)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:  # noqa: ARG004
@@ -238,28 +212,27 @@ class _Backward(Exchanging):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        replicas = len(ctx.backward_pass.local)
-        arguments = ctx.backward_pass, *ctx.saved_tensors, *gradients
-        gradients_of_pass = _run_pass(ctx.backward_pass.exchange, _SecondBackward.apply, arguments)
-        return None, *gradients_of_pass, *[None] * replicas
+        slices = zip(_by_slice(ctx.saved_tensors, 4), _by_slice(gradients, 3), strict=True)
+        arguments = ctx.backward_pass, *chain.from_iterable((*saved, *of_results) for saved, of_results in slices)
+        return None, *_run_pass(ctx.backward_pass.exchange, _SecondBackward.apply, arguments)
 
 
 class _SecondBackward(Exchanging):
-    """The gradient of the first backward."""
+    """For each slice from the arguments of `_Backward`, and the gradients of its results, to those of its arguments."""
 
     @staticmethod
     def forward(backward_pass: _BackwardPass, *tensors: Any) -> tuple[Tensor | None, ...]:
-        statistics = backward_pass.exchange.statistics
-        *saved, by_input, by_weight, by_bias = _split(tensors, 7)
-        of_parts = zip(*saved, backward_pass.local, by_input, by_weight, by_bias, strict=True)
-        parts = [SecondOrder(statistics.on(vector_device(part[1])), *part) for part in of_parts]
-        if backward_pass.total is None:
-            return *(part.without_input() for part in parts), *[None] * 2 * len(parts)
-        local = [part.sums() for part in parts]
-        second = backward_pass.exchange.backward(SECOND_BACKWARD, local)
-        gradients = [part.gradients(backward_pass.total, second, sums) for part, sums in zip(parts, local, strict=True)]
-        by_grad, by_input, by_weight = zip(*gradients, strict=True)
-        return *by_grad, *by_input, *by_weight
+        exchange, first = backward_pass.exchange, backward_pass.total
+        slices = [
+            engine.SecondOrder(exchange.statistics.on(vector_device(x)), sums, grad, x, *others)
+            for sums, (grad, x, *others) in zip(backward_pass.local, _by_slice(tensors, 7), strict=True)
+        ]
+        if first is None:
+            return tuple(chain.from_iterable((slice_.without_input(), None, None, None) for slice_ in slices))
+        local = [slice_.sums() for slice_ in slices]
+        second = exchange.backward(SECOND_BACKWARD, local)
+        gradients = [slice_.gradients(first, second, sums) for slice_, sums in zip(slices, local, strict=True)]
+        return tuple(chain.from_iterable((*of_slice, None) for of_slice in gradients))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
@@ -285,8 +258,7 @@ class _PlainBatchNorm(Exchanging):
         try:
             gradients = None if torch.is_grad_enabled() else exchange.gradients(grad, x, weight, needs)
             if gradients is None:  # by operators, which can be differentiated again
-                backward_pass = _BackwardPass(exchange, [(need,) for need in needs])
-                gradients = apply_function(_Backward, backward_pass, grad, x, weight, None)
+                gradients = apply_function(_Backward, _BackwardPass(exchange, [needs]), grad, x, weight, None)
         except StatsdBNError as error:
             hide_internal_frames(error)
             raise
@@ -297,10 +269,9 @@ class _PlainBatchNorm(Exchanging):
 plain_batch_norm: Any = super(torch.autograd.Function, _PlainBatchNorm).apply  # defined in C
 
 
-def _split(values: Any, parts: int) -> list[Any]:
-    """`parts` sequences of equal length."""
-    size = len(values) // parts
-    return [values[part * size : (part + 1) * size] for part in range(parts)]
+def _by_slice(values: Any, size: int) -> list[Any]:
+    """Sequences of `size` values."""
+    return [values[start : start + size] for start in range(0, len(values), size)]
 
 
 # CUDA streams: one thread computes for all replicas of a process, each on its own device. It uses the stream of the
@@ -324,26 +295,24 @@ def in_streams(streams: Iterable[Any]) -> Iterator[None]:
 def _run_in_streams(streams: Sequence[Any], run: Callable[..., Any], arguments: tuple[Any, ...]) -> Sequence[Any]:
     """Compute a part of a backward pass in the replicas' streams, and return its results.
 
-    Autograd passes gradients in its thread's current streams, and expects the results there, so the streams wait for
-    each other before and after. Tensors that pass from one stream to another are recorded with the allocator, which
-    could otherwise reuse their memory before the other stream has read them.
+    Autograd passes gradients in its thread's current streams, and expects the results there.
     """
     # If replicas share a device, the stream entered last is current there, as in the forward pass.
     latest = {stream.device: stream for stream in streams}
     own = {device: torch.cuda.current_stream(device) for device in latest}
     others = {device: stream for device, stream in latest.items() if stream != own[device]}
-    for device, stream in others.items():
-        stream.wait_stream(own[device])
-    _record_streams(arguments, others)
+    _pass_on(arguments, own, others)
     with in_streams(others.values()):
         results: Sequence[Any] = run(*arguments)
-    for device, stream in others.items():
-        own[device].wait_stream(stream)
-    _record_streams(results, {device: own[device] for device in others})
+    _pass_on(results, others, {device: own[device] for device in others})
     return results
 
 
-def _record_streams(values: Iterable[Any], streams: Mapping[torch.device, Any]) -> None:
+def _pass_on(values: Iterable[Any], sources: Mapping[torch.device, Any], targets: Mapping[torch.device, Any]) -> None:
+    """Pass tensors from streams to others of the same devices."""
+    for device, target in targets.items():
+        target.wait_stream(sources[device])
     for value in values:
-        if isinstance(value, Tensor) and value.device in streams:
-            value.record_stream(streams[value.device])
+        if isinstance(value, Tensor) and value.device in targets:
+            # Otherwise the allocator could reuse the memory before the other stream has read it.
+            value.record_stream(targets[value.device])

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from client.session.connection import NON_FINITE, Connection, current_connection
 from client.session.groups import host_and_pid
-from client.session.protocol.member import IGNORE, ON_NONFINITE, RAISE, WARN
+from client.session.protocol.member import ON_NONFINITE, RAISE, WARN
 from client.transports.server import SlavePipe
 from client.transports.transport import LocalPipe, Transport
 from statsd_bn.errors import ConfigurationError, NonFinite
@@ -48,11 +48,9 @@ def raises(transport: Transport, key: RoundKey) -> bool:
 
 def check(transport: Transport, contribution: Rows, aggregate: Aggregate) -> None:
     """Log or raise an aggregate that is not finite, as the policy says; `contribution` has this process's rows."""
-    if not aggregate.non_finite.runs:
+    if not aggregate.non_finite.runs or not is_awaited(transport):
         return
     connection, policy, reports = _policy_of(transport)
-    if policy == IGNORE or (policy == WARN and NON_FINITE in reports):
-        return
     own_place = {transport.rank: connection.member.host_and_pid if connection else host_and_pid()}
     step, gradients = reports.get(_GRADIENTS, (-1, ""))
     if not aggregate.key.is_forward:

@@ -1,4 +1,4 @@
-"""The reference backend: torch's elementwise operators, which every device has. It supports masks.
+"""The backends of torch's operators: `Reference`, which supports every slice on every device, and `Fused`, for CUDA.
 
 A slice is centred before it is squared or scaled: `x - center` is nearly exact in float32 even where `mean / std` is
 10,000, while `a*x + b` would lose the significant digits. A float64 term corrects for `rest = mean - center`.
@@ -16,7 +16,8 @@ from client.ops.statistics import (
     along_channels,
     at_least_one,
     compute_type,
-    in_output_layout,
+    dense,
+    same_layout,
     to_compute_type,
     to_float64,
     vector_device,
@@ -26,7 +27,7 @@ from client.transports.device_rows import Count
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
-    """The backend that supports every slice."""
+    """The backend of elementwise operators, with masks."""
 
     mask: Tensor | None = None  # shape (N, *), bool: which positions count for the statistics; None for all
 
@@ -55,7 +56,7 @@ class Reference:
     def sums_around(self, center: Tensor, rest: Tensor, grad: Tensor, x: Tensor) -> Tensor:
         """Sums around `center + rest`: the mean in the compute type, and its rounding error."""
         grad = grad.to(compute_type(x))
-        deviations = _minus(x, center)
+        deviations = minus(x, center)
         if self.mask is not None:  # see `engine.backward_sums`
             deviations = deviations.masked_fill(~self.mask.unsqueeze(1) & (grad == 0), 0)
         first, second = self._totals(x, grad, deviations.mul_(grad))
@@ -96,6 +97,73 @@ class Traced(Reference):
         return [each.double().sum([0, *range(2, x.dim())]) for each in values]
 
 
+class Fused:
+    """The backend of the fused operators of torch's SyncBatchNorm: no masks.
+
+    The moments are measured a second time around the mean, which finds the rounding error of the float32 mean: no digit
+    is lost, but the input is read twice more. To skip this for a mean near zero, the host would have to wait for the
+    mean.
+    """
+
+    def supports(self, x: Tensor) -> bool:
+        """Support all tensors on CUDA."""
+        return x.is_cuda
+
+    def moments(self, x: Tensor) -> ChannelMoments:
+        """Compute the mean first, then mean and variance of the centred values."""
+        x = dense(x)
+        center, _ = torch.batch_norm_update_stats(x, None, None, 0.0)
+        rest, variance = torch.batch_norm_update_stats(x - along_channels(center, x), None, None, 0.0)
+        number, center = count(x, None), center.double()
+        # An infinite center is the mean of infinite values; adding the difference would give NaN.
+        mean = torch.where(center.isinf(), center, center + rest.double())
+        return ChannelMoments.from_centred(number, mean, variance.double() * number, tuple(x.shape))
+
+    def normalise(self, x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Add the rounding error of the mean to the bias."""
+        x, wide = dense(x), compute_type(x)
+        center, rest = rounded(statistics, wide)
+        weight = _weight_of(x, weight)
+        addend = (-rest * statistics.invstd).to(wide) * weight
+        if bias is not None:
+            addend = (addend + bias.detach()).to(wide)  # a wider bias would widen the sum
+        return torch.batch_norm_elemt(x, weight, addend, center, statistics.invstd.to(wide), 0.0)
+
+    def backward_sums(self, grad: Tensor, x: Tensor, statistics: ChannelStatistics) -> Tensor:
+        """Compute the sums around the rounded mean, and correct its rounding error."""
+        grad, x = same_layout(grad, x)
+        center, rest = rounded(statistics, compute_type(x))
+        invstd, ones = statistics.invstd.to(compute_type(x)), _weight_of(x, None)
+        # In half precision torch's kernels, except those for channels_last, round partial sums.
+        is_channels_last = x.stride(1) == 1 or x.numel() == x.shape[0] * x.shape[1]
+        if x.dtype in {torch.float16, torch.bfloat16} and not is_channels_last:
+            grad, x = grad.float(), x.float()
+        # Only the sums for the input's gradient; those for weight and bias are a part of them.
+        first, second, *_ = torch.batch_norm_backward_reduce(grad, x, center, invstd, ones, True, False, False)  # noqa: FBT003
+        first, second = first.double(), second.double()
+        return torch.stack((first, second - rest * first))
+
+    def input_gradient(
+        self, grad: Tensor, x: Tensor, statistics: ChannelStatistics, means: Tensor, weight: Tensor | None
+    ) -> Tensor:
+        """Add the rounding error of the mean to the mean of the gradient."""
+        grad, x = same_layout(grad, x)
+        invstd, wide = statistics.invstd, compute_type(x)
+        center, rest = rounded(statistics, wide)
+        first = means[0] - rest * (invstd * invstd * means[1])
+        # `means` are divided already, because the operator's count has only 32 bits.
+        one = torch.ones(1, dtype=torch.int32, device=x.device)
+        vectors = center, invstd.to(wide), _weight_of(x, weight), first.to(wide), means[1].to(wide)
+        return torch.batch_norm_backward_elemt(grad, x, *vectors, one)
+
+
+def _weight_of(x: Tensor, weight: Tensor | None) -> Tensor:
+    """A layer's weight, or ones: its type decides the types of the operators' statistics."""
+    if weight is None:
+        return torch.ones(x.shape[1], dtype=compute_type(x), device=x.device)
+    return weight.detach().to(compute_type(x))
+
+
 def count(x: Tensor, mask: Tensor | None) -> Count:
     """Number of values per channel that count for the statistics."""
     if mask is None:
@@ -128,7 +196,7 @@ def apply_affine(x: Tensor, vectors: Tensor, weight: Tensor | None = None, bias:
         factor, addend = factor * weight, addend * weight
     if bias is not None:
         addend = addend + bias
-    deviations = in_output_layout(_minus(x, center))
+    deviations = dense(minus(x, center))
     return deviations.mul_(along_channels(factor, x)).add_(along_channels(addend, x))
 
 
@@ -138,12 +206,6 @@ def scaled(x: Tensor, factor: Tensor, weight: Tensor | None = None) -> Tensor:
     return x * along_channels(by if weight is None else by * weight, x)
 
 
-def centred(x: Tensor, statistics: ChannelStatistics) -> tuple[Tensor, Tensor]:
-    """Difference x - center in the compute type, and mean - center in float64, shape (C,)."""
-    center, rest = rounded(statistics, compute_type(x))
-    return _minus(x, center), rest
-
-
 def rounded(statistics: ChannelStatistics, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Mean rounded to a type, and the rounding error in float64."""
     mean = statistics.mean
@@ -151,7 +213,8 @@ def rounded(statistics: ChannelStatistics, dtype: torch.dtype) -> tuple[Tensor, 
     return center, mean - center.double()
 
 
-def _minus(x: Tensor, center: Tensor) -> Tensor:
+def minus(x: Tensor, center: Tensor) -> Tensor:
+    """Difference x - center in the compute type, for a vector of shape (C,)."""
     return x.to(compute_type(x)) - along_channels(center.to(x.device, non_blocking=True), x)
 
 

@@ -159,22 +159,13 @@ def to_float64(x: Tensor, *vectors: Tensor) -> Sequence[Tensor]:
     return torch.stack(vectors).to(device).double().unbind()
 
 
-def _channels_last(x: Tensor) -> torch.memory_format:
-    return CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
-
-
-def in_output_layout(x: Tensor) -> Tensor:
-    """`x` in the layout of torch's batch norm outputs, which users may `view`: channels_last, or contiguous."""
-    return x if x.is_contiguous(memory_format=_channels_last(x)) else x.contiguous()
-
-
 def is_dense(x: Tensor) -> bool:
     """Whether `x` is contiguous or channels_last."""
-    return x.is_contiguous() or x.is_contiguous(memory_format=_channels_last(x))
+    return x.is_contiguous() or x.is_contiguous(memory_format=CHANNELS_LAST.get(x.dim(), torch.contiguous_format))
 
 
 def dense(x: Tensor) -> Tensor:
-    """`x` in the layout of its output; a copy only where the layout differs."""
+    """`x` in the layout of its output, which users may `view`; a copy only where the layout differs."""
     if is_dense(x):
         return x
     copy = torch.empty_like(x)  # channels_last with gaps stays channels_last

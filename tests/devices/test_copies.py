@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import client
-from client.ops.fused import Fused
+from client.ops.reference import Fused
 from client.ops.statistics import same_layout
 from support.cuda_stand_ins import as_on_cuda, on_the_cpu
 

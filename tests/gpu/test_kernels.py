@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from client.ops import engine
-from client.ops.fused import Fused
+from client.ops.reference import Fused
 from client.ops.statistics import ChannelMoments, ChannelStatistics
 from gpu.conftest import CUDA
 from unit.client import test_kernels

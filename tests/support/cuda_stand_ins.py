@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 from client.ops import reference
-from client.ops.fused import Fused
+from client.ops.reference import Fused
 from client.ops.statistics import CHANNELS_LAST, compute_type
 from support.transports import rows_on_devices
 

@@ -6,8 +6,7 @@ import torch
 from torch.nn import functional
 
 from client.ops import engine
-from client.ops.fused import Fused
-from client.ops.reference import Reference
+from client.ops.reference import Fused, Reference
 from client.ops.statistics import ChannelMoments, ChannelStatistics
 from statsd_bn import Moments
 from support import cuda_stand_ins
