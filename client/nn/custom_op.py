@@ -20,7 +20,7 @@ from client.nn import running_stats
 from client.nn.running_stats import DeferredUpdate, deferred_updates
 from client.ops import engine
 from client.ops.checkpointing import exchange_cache, is_inside_backward
-from client.ops.exchange import BackwardPasses, Exchange, backward_round, phase_of, phase_of_forward
+from client.ops.exchange import Exchange, backward_round, count_backward_pass, phase_of, phase_of_forward
 from client.ops.functional import Exchanging, apply_function
 from client.ops.reference import Traced, affine_vectors, apply_affine, gradient_vectors
 from client.ops.statistics import ChannelMoments, ChannelStatistics, compute_type, to_float64
@@ -46,8 +46,6 @@ NOT_DEFERRED = 0
 
 # Name and size of the group of this process alone, for eval. Users' groups cannot have this name.
 THIS_PROCESS = (f"{LOCAL} process", 1)
-
-_backward_passes = BackwardPasses()
 
 
 def encode_group(group: GroupSpec) -> tuple[str, int]:
@@ -168,7 +166,7 @@ def exchange_backward(
     """
     transport = transport_of(layer, group, size)
     step, call, number = round_id.tolist()
-    key = transport.key(step, call, phase_of(BACKWARD, _backward_passes.count(number)))
+    key = transport.key(step, call, phase_of(BACKWARD, count_backward_pass(number)))
     rows = LocalRows.of([_count(masked_count, shape)], [sums])
     capacity = device_rows.device_capacity(transport, [sums]) if device_rows.stayed_on_devices(transport, [sums]) else 0
     total = backward_round(transport, rows, capacity, key)

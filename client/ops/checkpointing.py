@@ -23,8 +23,8 @@ from client.transports.process_group import switched_from_server
 from client.transports.transport import Transport
 from statsd_bn.reduction import Moments
 
-# Calls cached for each layer without a graph: in the first run of a reentrant checkpoint, before the first trainable
-# parameter, or compiled. A pipeline has up to a few dozen micro-batches in flight.
+# Calls without a graph that are cached for each layer: those in the first run of a reentrant checkpoint, those before
+# the first trainable parameter, and compiled ones. A pipeline has up to a few dozen micro-batches in flight.
 MAX_WITHOUT_GRAPH = 32
 
 # The largest difference of a recomputed sum, relative to the largest sum of its vector. Kernels that add in varying
@@ -109,8 +109,7 @@ def _distance_to(node: Any, call: Exchange) -> float:
     """Distance of the recomputing node from a call, by sequence numbers; infinity if it cannot recompute that call."""
     if node is None or len(call.local) > 1:  # the threads of replicas number their nodes separately
         return 0.0
-    distances = (position.distance_to(node._sequence_nr()) for position in call.positions)  # noqa: SLF001 - as above
-    return min((distance for distance in distances if distance is not None), default=math.inf)
+    return min(position.distance_to(node._sequence_nr()) for position in call.positions)  # noqa: SLF001 - as above
 
 
 def _distances(calls: list[Exchange], replica: int, moments: ChannelMoments) -> Iterator[tuple[Exchange, float]]:

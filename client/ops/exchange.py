@@ -2,9 +2,10 @@
 
 import itertools
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,9 @@ _new_tuple = tuple.__new__
 _numbers = itertools.count()
 _sequence_nr = torch._C._autograd._get_sequence_nr  # noqa: SLF001 - has no public name
 
-# Enough for all calls whose graph may live: 100 layers, dozens of micro-batches, a few mini-batches.
+_passes_lock = threading.Lock()
+
+# Enough for all compiled calls whose graph may live: 100 layers, dozens of micro-batches, a few mini-batches.
 MAX_COUNTED_CALLS = 2**14
 
 
@@ -35,13 +38,13 @@ class GraphPosition(NamedTuple):
     # gradient mode, so it is also true under `torch.no_grad()`.
     is_inside_node: bool
 
-    def distance_to(self, node: int) -> int | None:
-        """Distance to a node that recomputes a call, by sequence numbers; None if it cannot be this call.
+    def distance_to(self, node: int) -> float:
+        """Distance to a node that recomputes a call, by sequence numbers; infinity if it cannot be this call.
 
         A call inside a node is recomputed by that node, which is older than the call; any other call by a newer node.
         """
         distance = self.sequence_nr - node if self.is_inside_node else node - self.sequence_nr + 1
-        return distance if distance > 0 else None
+        return distance if distance > 0 else inf
 
 
 def current_position() -> list[GraphPosition]:
@@ -181,17 +184,12 @@ def phase_of(phase: str, number: int) -> str:
     return phase if number == 1 else f"{phase} {number}"
 
 
-class BackwardPasses:
-    """Counter of the backward passes of recent calls, for compiled calls, which leave no `Exchange` to count them."""
+@lru_cache(maxsize=MAX_COUNTED_CALLS)
+def _passes_of(call: int) -> Iterator[int]:  # noqa: ARG001 - the cache's key
+    return itertools.count(1)
 
-    def __init__(self) -> None:
-        self._passes: OrderedDict[int, int] = OrderedDict()  # the call with the latest pass is last
-        self._lock = threading.Lock()
 
-    def count(self, call: int) -> int:
-        """Count a backward pass of call number `call`, and return the number of the pass, from 1."""
-        with self._lock:
-            number = self._passes[call] = self._passes.pop(call, 0) + 1
-            if len(self._passes) > MAX_COUNTED_CALLS:
-                self._passes.popitem(last=False)
-        return number
+def count_backward_pass(call: int) -> int:
+    """Number from 1 of a backward pass of compiled call number `call`, which leaves no `Exchange` to count them."""
+    with _passes_lock:
+        return next(_passes_of(call))

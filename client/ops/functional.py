@@ -62,8 +62,8 @@ def save_in_thread(slice_: Slice) -> Slice:
         weight = None if slice_.weight is None else slice_.weight.detach()
         x = _Save.apply(slice_.input, weight, None, True)  # noqa: FBT003 - autograd functions have no named arguments
         return slice_._replace(input=x, saver=x.grad_fn)
-    # As the output of `_Save` the input would require a gradient, at the cost of a round. The output without elements
-    # is never differentiated.
+    # If `_Save` returned the input, it would require a gradient, which costs a round. The empty output is never
+    # differentiated.
     anchor = _Save.apply(slice_.input, slice_.weight, slice_.bias, False)  # noqa: FBT003 - as above
     return slice_._replace(saver=_Saver(anchor) if anchor.requires_grad else None)
 
@@ -125,11 +125,11 @@ class Exchanging(torch.autograd.Function):
         raise NotImplementedError(wrap(f"synchronised batch norm {limit}"))
 
 
-# The tensors of these functions, and their gradients, follow one another slice by slice.
+# Arguments and results of these functions are flat: the tensors of the first slice, then those of the next.
 
 
 class _BatchNorm(Exchanging):
-    """For each slice from input, weight, bias and mask to the output."""
+    """Each slice's output, from input, weight, bias and mask."""
 
     @staticmethod
     def forward(exchange: Exchange, savers: list[Any], *tensors: Any) -> tuple[Tensor, ...]:  # noqa: ARG004 - below
@@ -185,7 +185,7 @@ class _BackwardPass:
 
 
 class _Backward(Exchanging):
-    """For each slice from output's gradient, input, weight and mask to the gradients of input, weight and bias."""
+    """Each slice's gradients of input, weight and bias, from the output's gradient, input, weight and mask."""
 
     @staticmethod
     def forward(backward_pass: _BackwardPass, *tensors: Any) -> tuple[Tensor | None, ...]:
@@ -218,7 +218,7 @@ class _Backward(Exchanging):
 
 
 class _SecondBackward(Exchanging):
-    """For each slice from the arguments of `_Backward`, and the gradients of its results, to those of its arguments."""
+    """Gradients of `_Backward`'s arguments, from each slice's arguments and the gradients of its results."""
 
     @staticmethod
     def forward(backward_pass: _BackwardPass, *tensors: Any) -> tuple[Tensor | None, ...]:
@@ -270,7 +270,7 @@ plain_batch_norm: Any = super(torch.autograd.Function, _PlainBatchNorm).apply  #
 
 
 def _by_slice(values: Any, size: int) -> list[Any]:
-    """Sequences of `size` values."""
+    """Slices' tensors, or other values, of which each slice has `size`."""
     return [values[start : start + size] for start in range(0, len(values), size)]
 
 
