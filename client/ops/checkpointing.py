@@ -109,7 +109,10 @@ def _distance_to(node: Any, call: Exchange) -> float:
     """Distance of the recomputing node from a call, by sequence numbers; infinity if it cannot recompute that call."""
     if node is None or len(call.local) > 1:  # the threads of replicas number their nodes separately
         return 0.0
-    return min(position.distance_to(node._sequence_nr()) for position in call.positions)  # noqa: SLF001 - as above
+    number = node._sequence_nr()  # noqa: SLF001 - as above
+    # A call inside a node is recomputed by that node, which is older than the call; any other call by a newer node.
+    distances = (nr - number if is_inside_node else number - nr + 1 for nr, is_inside_node in call.positions)
+    return min((distance for distance in distances if distance > 0), default=math.inf)
 
 
 def _distances(calls: list[Exchange], replica: int, moments: ChannelMoments) -> Iterator[tuple[Exchange, float]]:

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -37,14 +36,6 @@ class GraphPosition(NamedTuple):
     # Whether a node ran the call, for example a reentrant checkpoint; then the call has no node. It is inferred from
     # gradient mode, so it is also true under `torch.no_grad()`.
     is_inside_node: bool
-
-    def distance_to(self, node: int) -> float:
-        """Distance to a node that recomputes a call, by sequence numbers; infinity if it cannot be this call.
-
-        A call inside a node is recomputed by that node, which is older than the call; any other call by a newer node.
-        """
-        distance = self.sequence_nr - node if self.is_inside_node else node - self.sequence_nr + 1
-        return distance if distance > 0 else inf
 
 
 def current_position() -> list[GraphPosition]:

@@ -34,7 +34,7 @@ class Slice(NamedTuple):
     bias: Tensor | None
     mask: Tensor | None = None  # shape (N, *), bool: which positions count for the statistics
     # Where input, weight and mask are saved for backward: in the batch norm's node if None, nowhere if `UNSAVED`; else
-    # a node has saved input and weight, see `save_in_thread`.
+    # another node has saved input and weight, and this function returns them, see `save_in_thread`.
     saver: Any = None
     stream: Any = None  # of the replica's device, see `stream_of`
 
@@ -61,11 +61,13 @@ def save_in_thread(slice_: Slice) -> Slice:
     if slice_.input.requires_grad:
         weight = None if slice_.weight is None else slice_.weight.detach()
         x = _Save.apply(slice_.input, weight, None, True)  # noqa: FBT003 - autograd functions have no named arguments
-        return slice_._replace(input=x, saver=x.grad_fn)
+        node = x.grad_fn
+        return slice_._replace(input=x, saver=None if node is None else lambda: node.saved_tensors)
     # If `_Save` returned the input, it would require a gradient, which costs a round. The empty output is never
     # differentiated.
     anchor = _Save.apply(slice_.input, slice_.weight, slice_.bias, False)  # noqa: FBT003 - as above
-    return slice_._replace(saver=_Saver(anchor) if anchor.requires_grad else None)
+    # In torch 2.6 a node ends with its output.
+    return slice_._replace(saver=(lambda: anchor.grad_fn.saved_tensors) if anchor.requires_grad else None)
 
 
 class _Save(torch.autograd.Function):
@@ -82,18 +84,6 @@ class _Save(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG004 - torch's signature
         return grad, None, None, None
-
-
-@dataclass(frozen=True, slots=True)
-class _Saver:
-    """A `_Save` node with its output, because in torch 2.6 a node ends with its output."""
-
-    output: Tensor
-
-    @property
-    def saved_tensors(self) -> Any:
-        node: Any = self.output.grad_fn
-        return node.saved_tensors
 
 
 def batch_norm(slices: list[Slice], exchange: Exchange) -> list[Tensor]:
@@ -156,7 +146,7 @@ class _BatchNorm(Exchanging):
         for grad, saver, unsaved in zip(grads, ctx.savers, ctx.unsaved, strict=True):
             x, weight, mask = unsaved or (next(saved), next(saved), next(saved))
             if saver not in {None, UNSAVED}:
-                x, _ = saver.saved_tensors
+                x, _ = saver()
             tensors += grad, x, weight, mask
         backward_pass = _BackwardPass(ctx.exchange, [needs[:3] for needs in _by_slice(ctx.needs_input_grad[2:], 4)])
         # A node, which allows a second derivative, only under `create_graph=True`.
