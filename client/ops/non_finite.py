@@ -1,8 +1,8 @@
 """NaN and infinity in an aggregate: logged once, or raised as `NonFinite`.
 
 Every rank receives them through the statistics; each transport names the ranks that had them first. A GradScaler
-increases its scale until gradients overflow, and skips such a step, so a backward round never raises, and is logged
-only when a forward round has non-finite values too.
+increases its scale until gradients overflow, and skips such a step. So a backward round never raises, and its warning
+waits until a forward round has non-finite values too.
 """
 
 import logging
