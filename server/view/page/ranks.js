@@ -33,7 +33,7 @@ function both(median, p99) {
 const COLUMNS = [
   ["Process", "who", (m) => m.place],
   ["Waits for others", "minute", (m) => bar(m.waiting, "waits")],
-  ["Others wait for it", "minute", (m) => bar(m.share, m.share >= 0.1 ? "held much" : "held")],
+  ["Others wait for it", "minute", (m) => bar(m.share, m.flag === "slow" ? "held much" : "held")],
   ["Step", "number", (m) => whole(m.step)],
   ["Steps/s", "number", (m) => known(m.steps_per_second, two)],
   ["Round trip", "number", (m) => both(m.median, m.p99)],
