@@ -235,8 +235,9 @@ class _Layer:
     def __init__(self, members: int) -> None:
         self.average = np.zeros((members, FIGURES))  # weighted by counts and by age
         self.weight = 0.0
-        # Steps of the latest samples, with the members' deviations.
-        self._recent: deque[tuple[int, FloatArray]] = deque(maxlen=WINDOW)
+        # Steps of the latest samples, and the members' deviations, the last samples at the end.
+        self._steps: deque[int] = deque(maxlen=WINDOW)
+        self._recent = np.zeros((WINDOW, members, 2), np.float32)
 
     def add(self, step: int, figures: FloatArray) -> None:
         weight = float(figures[:, COUNT].sum())
@@ -247,19 +248,19 @@ class _Layer:
         # In this form no finite figures overflow.
         self.average = (1 - new) * self.average + new * figures
         if np.count_nonzero(figures[:, COUNT]) >= MIN_MEMBERS:
-            self._recent.append((step, _deviations(figures).astype(np.float32)))
+            self._steps.append(step)
+            self._recent[:-1] = self._recent[1:]
+            self._recent[-1] = _deviations(figures)
 
     def outlier(self, window: int) -> int | None:
         """Returns the outlier in the median of the latest `window` samples, if any."""
-        if len(self._recent) < window:
-            return None
-        latest = [deviations for _, deviations in self._recent][-window:]
-        return find_outlier(np.median(latest, axis=0))
+        return find_outlier(np.median(self._recent[-window:], axis=0)) if len(self._steps) >= window else None
 
     def since(self, member: int) -> int:
         """Returns the first step of the latest unbroken run of samples in which a member is an outlier."""
-        run = takewhile(lambda sample: find_outlier(sample[1]) == member, reversed(self._recent))
-        return min((step for step, _ in run), default=self._recent[-1][0])
+        latest = zip(reversed(self._steps), reversed(self._recent), strict=False)
+        run = takewhile(lambda sample: find_outlier(sample[1]) == member, latest)
+        return min((step for step, _ in run), default=self._steps[-1])
 
 
 def _deviations(figures: FloatArray) -> FloatArray:
