@@ -21,7 +21,6 @@ from server.group.rounds import (
     failure_frame,
     reduce_round,
     round_failed,
-    timeout_error,
     unknown_session,
 )
 from server.security import quota
@@ -41,7 +40,7 @@ from statsd_bn.members import Members, format_ranks
 from statsd_bn.messages import Aggregate, Contribution, Heartbeat, NonFiniteRound, Pending, Register, Registered, digest
 from statsd_bn.reduction import Rows, find_non_finite
 from statsd_bn.round_key import RoundKey
-from statsd_bn.text import error_text, wire_text
+from statsd_bn.text import MAX_ROWS, Row, TableSection, error_text, wire_text
 from statsd_bn.wire import encode
 
 # A late copy is older by no more rounds than a broken connection had in flight, far fewer than this.
@@ -49,6 +48,8 @@ REMEMBERED_ROUNDS = 1024
 
 # Late members named in a message.
 MAX_NAMED = 8
+
+LATE_ADVICE = "Check the missing ranks' logs, or raise connect(round_timeout=...) if a step may take longer."
 
 # Read for each contribution; attribute access on an enum is slow in Python 3.11.
 _RECOVERING = GroupState.RECOVERING
@@ -95,8 +96,6 @@ class SyncMaster:
         self.was_refused = False  # a broken group has refused a contribution
         self.last_answered = -math.inf  # time of the last answer to a round, or of the opening of the group
         self.parked = ParkedContributions(self.memory)
-        # A lower bound: the round with this deadline may have ended already.
-        self._next_deadline = math.inf
         # A failed round did not wait for all members, and a member may reach it many rounds later and must still get
         # the error, so successful rounds do not evict failed ones.
         self._cached_results: dict[RoundKey, Round] = {}
@@ -158,13 +157,12 @@ class SyncMaster:
         self, now: float, round_: Round | None, contributor: Contributor, contribution: Contribution, peer: bytes
     ) -> list[Reply]:
         key, rows, member = contribution.key, contribution.rows, contributor.member
-        size = rows.values.nbytes + quota.CONTRIBUTION_BYTES
         if round_ is None:
-            round_ = self._start(now, contributor, key, size)
+            round_ = self._start(now, contributor, key, quota.size_of(rows))
         elif member not in round_.futures:
             raise _not_participating(contributor, key, round_.futures)
         elif round_.futures[member].rows is None:
-            self._allocate(round_, size)
+            self._allocate(round_, quota.size_of(rows))
         contributor.step, contributor.replicas = key.step, len(rows.counts)
         future = round_.futures[member]
         if future.rows is None:
@@ -174,17 +172,11 @@ class SyncMaster:
             # Not for repeats: those of one thread may arrive together.
             if len(self.open_rounds) > contributor.threads and not contribution.attempt:
                 self._count_threads(contributor)
-        return self._put(now, round_, contributor, contribution, peer)
-
-    def _put(
-        self, now: float, round_: Round, contributor: Contributor, contribution: Contribution, peer: bytes
-    ) -> list[Reply]:
         try:
-            round_.put(contributor.member, contribution.rows, peer)
+            round_.put(member, rows, peer)
         except ContributionConflict as conflict:
-            earlier = round_.futures[contributor.member].peer
-            frame = failure_frame(conflict, round_.key)
-            return [(address, frame) for address in dict.fromkeys((earlier, peer)) if address]
+            frame = failure_frame(conflict, key)
+            return [(address, frame) for address in dict.fromkeys((future.peer, peer)) if address]
         except RoundFailed as error:
             self.last_answered = now
             return self._break(round_, error, also=[peer])
@@ -264,12 +256,9 @@ class SyncMaster:
         self._update_memory()
         self.health.update_pace(now, self.rounds_done)
         replies = self._send_notices() + self._advance(now)
-        if now >= self._next_deadline:
-            rounds = self.open_rounds.values()
-            over = [round_ for round_ in rounds if now >= round_.opened + round_.seconds]
-            self.last_answered = now if over else self.last_answered
-            replies += [reply for round_ in over for reply in self._break(round_, self._timeout(now, round_))]
-            self._next_deadline = min((round_.opened + round_.seconds for round_ in rounds), default=math.inf)
+        for round_ in [one for one in self.open_rounds.values() if now >= one.opened + one.seconds]:
+            self.last_answered = now
+            replies += self._break(round_, self._timeout(now, round_))
         return replies
 
     def fail(self, key: RoundKey, error: StatsdBNError) -> list[Reply]:
@@ -381,7 +370,6 @@ class SyncMaster:
         round_ = Round(key, members, now, contributor.deadline)
         self._allocate(round_, quota.ROUND_BYTES + quota.FUTURE_BYTES * len(members) + size)
         membership.record_step(key.step)
-        self._next_deadline = min(self._next_deadline, now + contributor.deadline)
         self.open_rounds[key] = round_
         return round_
 
@@ -457,10 +445,24 @@ class SyncMaster:
             del self._ended[next(iter(self._ended))]
 
     def _timeout(self, now: float, round_: Round) -> RoundTimeout:
+        """Error of a round at its deadline, with a table of the missing and the waiting ranks."""
+        key, contributors, waiting = round_.key, self.membership.contributors, round_.waiting
         # Without a quorum all wait for newcomers, and nobody is late.
         missing = round_.missing if self.membership.has_quorum else []
         whom = format_ranks(Members.of(missing)) if len(missing) > 1 else self._describe_awaited(round_)
-        return timeout_error(now, round_, self.membership.contributors, missing, whom)
+        where = key.describe(with_call=key.call > 0)
+        late, there = [], []
+        for member in missing[:MAX_ROWS]:
+            name, location = str(contributors[member]), contributors[member].location(now)
+            late.append(Row((name, "missing", f"from {where}"), (f"{name} {location}",) if location else ()))
+        for member in waiting[:MAX_ROWS]:
+            name = str(contributors.get(member, f"rank {member}"))  # it may have left since its contribution
+            there.append(Row((name, f"waits {now - round_.futures[member].since:.1f} s", f"in {where}")))
+        table = [TableSection(late, len(missing), "missing"), TableSection(there, len(waiting), f"in {where}")]
+        table = [section for section in table if section.rows]
+        text = f"{whom} did not arrive within {round_.seconds:g} s"
+        text = error_text(text, table=table, where=str(key), advice=LATE_ADVICE)
+        return RoundTimeout(text, **key.fields, missing=missing, waiting=waiting, seconds=round_.seconds)
 
     def _pending(self, now: float, round_: Round) -> bytes:
         """Reply to a repeated contribution: the missing members of its round, and where they are, if known."""

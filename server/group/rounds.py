@@ -4,29 +4,19 @@ The first contribution with a new key opens a round, with one `FutureResult` for
 with the aggregate or with a failure, and late or repeated contributions get the same frame.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import StrEnum
 
 import numpy as np
 
-from server.group.contributor import Contributor
 from statsd_bn import limits
-from statsd_bn.errors import (
-    ContributionConflict,
-    RoundFailed,
-    RoundMismatch,
-    RoundTimeout,
-    StatsdBNError,
-    UnknownSession,
-)
+from statsd_bn.errors import ContributionConflict, RoundFailed, RoundMismatch, StatsdBNError, UnknownSession
 from statsd_bn.members import NO_MEMBERS, Members, format_ranks
 from statsd_bn.messages import Aggregate, Failure, digest
-from statsd_bn.reduction import FloatArray, Rows, is_finite, join_in_order, non_finite_members, sum_in_order
+from statsd_bn.reduction import Rows, is_finite, join_in_order, non_finite_members, sum_in_order
 from statsd_bn.round_key import GATHER, RoundKey
-from statsd_bn.text import MAX_ROWS, Row, TableSection, error_text, wire_text
+from statsd_bn.text import error_text, wire_text
 from statsd_bn.wire import encode
-
-LATE_ADVICE = "Check the missing ranks' logs, or raise connect(round_timeout=...) if a step may take longer."
 
 Reply = tuple[bytes, bytes]
 """(peer, frame) to send."""
@@ -147,10 +137,6 @@ class Round:
             raise RuntimeError(f"{self.key}: the round has ended already")
         self.state, self.answer = state, answer
 
-    def rows(self) -> list[FloatArray]:
-        """All rows of a complete round in replica order, as views."""
-        return [row for future in self.futures.values() for row in future.get().values]
-
     @property
     def missing(self) -> list[int]:
         """The members that have not contributed."""
@@ -209,34 +195,13 @@ def failure_frame(error: StatsdBNError, key: RoundKey | None = None) -> bytes:
     return encode(Failure(error.code, wire_text(error.message), error.fields, key))
 
 
-def timeout_error(
-    now: float, round_: Round, contributors: Mapping[int, Contributor], missing: list[int], whom: str
-) -> RoundTimeout:
-    """Error of a round at its deadline, with a table of the missing and the waiting ranks."""
-    key, waiting = round_.key, round_.waiting
-    where = key.describe(with_call=key.call > 0)
-    late, there = [], []
-    for member in missing[:MAX_ROWS]:
-        name = str(contributors[member])
-        seen = contributors[member].location(now)
-        late.append(Row((name, "missing", f"from {where}"), (f"{name} {seen}",) if seen else ()))
-    for member in waiting[:MAX_ROWS]:
-        name = str(contributors.get(member, f"rank {member}"))  # it may have left since its contribution
-        there.append(Row((name, f"waits {now - round_.futures[member].since:.1f} s", f"in {where}")))
-    table = [TableSection(late, len(missing), "missing"), TableSection(there, len(waiting), f"in {where}")]
-    table = [section for section in table if section.rows]
-    text = f"{whom} did not arrive within {round_.seconds:g} s"
-    text = error_text(text, table=table, where=str(key), advice=LATE_ADVICE)
-    return RoundTimeout(text, **key.fields, missing=missing, waiting=waiting, seconds=round_.seconds)
-
-
 def reduce_round(round_: Round) -> Aggregate:
     """Reduces one complete round: adds all rows in replica order, or joins them in that order for a gather.
 
     Raises:
         LookupError: a contribution is missing.
     """
-    rows = round_.rows()
+    rows = [row for future in round_.futures.values() for row in future.get().values]  # views, in replica order
     members = Members.of(round_.futures)
     if round_.key.phase == GATHER:
         return Aggregate(round_.key, len(rows), round_.count, members, join_in_order(rows))
