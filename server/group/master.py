@@ -225,7 +225,7 @@ class SyncMaster:
         except StatsdBNError as error:
             return [(peer, failure_frame(error, key))]
         membership = self.membership
-        if not (membership.recovery and (contributor.results_pending or key in contributor.recovered)):
+        if not (membership.is_recovering and (contributor.results_pending or key in contributor.recovered)):
             return []  # the group has recovered, or the member announced fewer results
         if key not in membership.recovered.results:
             self.memory.check(RecoveredResult(aggregate, contributor).size)
@@ -294,9 +294,9 @@ class SyncMaster:
 
     def _update_memory(self) -> None:
         """Update the memory accounted for members, and during a recovery for their reports."""
-        size = quota.MEMBER_BYTES * self.nr_slaves + self.health.comparison.size + self.membership.recovered.size
-        if recovery := self.membership.recovery:
-            size += quota.EXPECTED_BYTES * len(recovery.expected)
+        membership = self.membership
+        size = quota.MEMBER_BYTES * self.nr_slaves + quota.EXPECTED_BYTES * len(membership.expected)
+        size += self.health.comparison.size + membership.recovered.size
         self.memory.adjust(size - self._accounted)
         self._accounted = size
 

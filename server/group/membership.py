@@ -8,7 +8,7 @@ from typing import Any
 from server.group import lifecycle
 from server.group.contributor import Contributor
 from server.group.lifecycle import Event, GroupState, MemberState, Notice, Policy, Transition
-from server.group.recovery import RecoveredResults, Recovery
+from server.group.recovery import RECONNECT_SECONDS, RecoveredResults
 from statsd_bn import limits
 from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost, StatsdBNError, WorldSizeMismatch
 from statsd_bn.members import NO_MEMBERS, Members, format_ranks
@@ -41,14 +41,20 @@ class Membership:
         self.present = NO_MEMBERS  # cached, because each newcomer to a large group receives them
         self.latest_step = 0  # highest of any contribution
         self.reported_step = 0  # highest of any contribution or report, since the server does not see shared memory
-        self.recovery: Recovery | None = None  # of a recovering group
+        self.expected: set[int] = set()  # of a recovering group: the members that the returned ones know of
         self.recovered = RecoveredResults()
+        self._recovering_since = 0.0
         self._silence = silence
 
     @property
     def is_open(self) -> bool:
         """Whether the group has rounds."""
         return self.state is GroupState.OPEN
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether the group waits for its former members after a restart of the server."""
+        return self.state is GroupState.RECOVERING
 
     @property
     def has_quorum(self) -> bool:
@@ -61,7 +67,7 @@ class Membership:
         if self.state is GroupState.FILLING:
             return self.world_size - len(self.contributors)
         # Members wait for the end of a recovery even if all expected members are present.
-        return max(1, len(self.absent)) if self.state is GroupState.RECOVERING else 0
+        return max(1, len(self.absent)) if self.is_recovering else 0
 
     def step_of(self, contributor: Contributor) -> int:
         """Current step of a member: participants of a strict group are all in the latest one."""
@@ -71,11 +77,7 @@ class Membership:
     @property
     def absent(self) -> list[int]:
         """Members that have not reconnected after a server restart, or have results pending."""
-        return self.recovery.missing(self._returned) if self.recovery else []
-
-    @property
-    def _returned(self) -> list[int]:
-        return [contributor.member for contributor in self.contributors.values() if not contributor.results_pending]
+        return sorted(self.expected.difference(m for m, one in self.contributors.items() if not one.results_pending))
 
     @property
     def _former_participants(self) -> list[Contributor]:
@@ -125,20 +127,20 @@ class Membership:
         """Register a member, or raise the reason of its refusal; a repeated one returns the same contributor."""
         contributor = check_admission(self, register)
         # After the check, so that a refused registration changes no state.
+        if not self.is_recovering:
+            self._recovering_since = now  # if this registration starts a recovery
         self._apply(lifecycle.arrival(register), contributor.state if contributor else MemberState.NEW)
-        if self.state is GroupState.RECOVERING and self.recovery is None:
-            self.recovery = Recovery(now, self._silence)
         if contributor is None:
             contributor = self._add(register, peer)
-        elif self.recovery and register.was_in_group and not contributor.was_in_group:
+        elif self.is_recovering and register.was_in_group and not contributor.was_in_group:
             # Its first registration reached the restarted server before it knew of the restart.
             contributor.was_in_group, contributor.announced_results = True, register.results
             contributor.step, contributor.first_step = register.step, register.first_step
             self.record_reported_step(register.step)
         contributor.peer = peer
         self._change_state(now, contributor, register)
-        if self.recovery:
-            self.recovery.expected.update(register.known, [register.member])
+        if self.is_recovering:
+            self.expected.update(register.known, [register.member])
         return contributor
 
     def advance(self, now: float) -> bool:
@@ -149,9 +151,9 @@ class Membership:
 
     def left_behind(self, now: float) -> list[tuple[bytes, str]]:
         """Members of a recovering group that are lost, as sessions with the causes."""
-        if self.recovery is None:
+        if not self.is_recovering:
             return []
-        there = self.contributors.values() if self.recovery.is_timed_out(now) else ()
+        there = self.contributors.values() if self._has_timed_out(now) else ()
         incomplete = [(one.session, INCOMPLETE) for one in there if one.results_pending]
         return incomplete + [(one.session, OVERTAKEN) for one in self._overtaken]
 
@@ -163,10 +165,15 @@ class Membership:
 
     def expire(self, now: float) -> None:
         """Stop waiting for members that did not reconnect in time."""
-        if late := self.recovery.expire(now, self._returned) if self.recovery else []:
+        if late := self.absent if self._has_timed_out(now) else []:
+            self.expected.difference_update(late)
             cause = "did not reconnect after the server was restarted"
             loss = _loss(self, late[0], self.reported_step, f"{format_ranks(Members.of(late))} {cause}", cause)
             self._break_if_notified(self._apply(Event.TIMES_OUT), loss)
+
+    def _has_timed_out(self, now: float) -> bool:
+        """Whether the time to reconnect after a server restart is over; it is as long as for any sign of life."""
+        return self.is_recovering and now - self._recovering_since >= self._silence
 
     def break_for(self, error: StatsdBNError) -> None:
         """Break the group: its members received different results."""
@@ -177,8 +184,8 @@ class Membership:
         transition = lifecycle.transition(self.policy, self.state, event, member)
         self.state = transition.group
         self.has_opened = self.has_opened or self.is_open
-        if self.state is not GroupState.RECOVERING:
-            self.recovery = None
+        if not self.is_recovering:
+            self.expected.clear()
         return transition
 
     def _break_if_notified(self, transition: Transition, error: StatsdBNError) -> None:
@@ -201,7 +208,7 @@ class Membership:
             self._next_step if joins_now else register.first_step,
             state,
             register.was_in_group,
-            register.results if self.recovery else 0,
+            register.results if self.is_recovering else 0,
         )
         self.contributors[register.member] = contributor
         self.present = self.present.plus(register.member)
@@ -221,9 +228,10 @@ class Membership:
         contributor.state = transition.member or contributor.state
 
     def _open(self, now: float) -> bool:
-        if self.recovery:
-            is_over = self.recovery.is_complete(now, self._returned, is_elastic=self.is_elastic)
-            if is_over := is_over and not self._overtaken:
+        if self.is_recovering:
+            # The members of an elastic group may not know the latest newcomer, which reconnects at the same time.
+            is_settled = not self.is_elastic or now - self._recovering_since >= RECONNECT_SECONDS
+            if is_over := is_settled and not (self.absent or self._overtaken):
                 self._admit_recovered()
         else:
             is_over = len(self.contributors) == self.world_size
@@ -282,8 +290,8 @@ class Membership:
         contributor.state = transition.member or contributor.state
         if not was_missed:
             return None
-        if self.recovery and self.is_elastic:
-            self.recovery.expected.discard(contributor.member)
+        if self.is_elastic:
+            self.expected.discard(contributor.member)
         loss = _loss(self, contributor.member, step, f"{contributor} {reason}", cause)
         self._break_if_notified(transition, loss)
         if self.lost is loss:

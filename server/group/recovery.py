@@ -6,7 +6,6 @@ so the members resend their latest results, and such a result ends its round.
 """
 
 import logging
-from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -24,37 +23,6 @@ logger = logging.getLogger("statsd_bn.server")
 # How long an unreachable member may take to reconnect: ZeroMQ reconnects after 0.1 s, and the client then sends at
 # once. A longer time would delay the report of a killed process, which should take less than a second.
 RECONNECT_SECONDS = 0.3
-
-
-class Recovery:
-    """The members that a group waits for after a server restart, as long as for any sign of life."""
-
-    def __init__(self, now: float, silence: float) -> None:
-        self._since = now
-        self._silence = silence
-        self.expected: set[int] = set()  # the members that the reconnected ones know of
-
-    def missing(self, present: Collection[int]) -> list[int]:
-        """Expected members that are not present."""
-        return sorted(self.expected.difference(present))
-
-    def is_timed_out(self, now: float) -> bool:
-        """Whether the time to reconnect is over."""
-        return now - self._since >= self._silence
-
-    def expire(self, now: float, present: Collection[int]) -> list[int]:
-        """Stop waiting for missing members after the timeout; returns them."""
-        if not self.is_timed_out(now):
-            return []
-        late = self.missing(present)
-        self.expected.difference_update(late)
-        return late
-
-    def is_complete(self, now: float, present: Collection[int], *, is_elastic: bool) -> bool:
-        """Whether no expected member is missing."""
-        # The members of an elastic group may not know the latest newcomer, which reconnects at the same time.
-        settled = not is_elastic or now - self._since >= RECONNECT_SECONDS
-        return settled and not self.missing(present)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from server.group import master
 from server.group.lifecycle import GroupState, MemberState
 from server.group.master import SyncMaster
 from server.group.membership import Membership
-from server.group.recovery import RecoveredResults, Recovery
+from server.group.recovery import RecoveredResults
 from server.group.rounds import Round
 from statsd_bn import limits
 from statsd_bn.members import Members
@@ -292,7 +292,7 @@ def away_still_awaited() -> Any:
 @bug(18)
 def recovery_does_not_wait() -> Any:
     """A restarted master continues with the members that are back."""
-    return mock.patch.object(Recovery, "missing", return_value=[])
+    return mock.patch.object(Membership, "absent", property(lambda _: []))
 
 
 @bug(18)
@@ -345,8 +345,8 @@ def refused_begins_recovery() -> Any:
     """A refused member starts a recovery, and the group opens with the members present."""
 
     def admit(right: Any, self: Membership, now: float, register: Any, peer: bytes) -> Any:
-        if register.was_in_group and self.state in {GroupState.FILLING, GroupState.RECOVERING}:
-            self.recovery, self.state = self.recovery or Recovery(now, self._silence), GroupState.RECOVERING
+        if register.was_in_group and self.state is GroupState.FILLING:
+            self._recovering_since, self.state = now, GroupState.RECOVERING
         return right(self, now, register, peer)
 
     return instead(Membership, "admit", admit)

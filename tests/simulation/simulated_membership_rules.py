@@ -206,7 +206,7 @@ def note_arrival(world: "World", frame: bytes) -> None:
     if not isinstance(message, Contribution):
         return
     record = world.server.dispatcher._registry.sessions.get(message.session)
-    if record and not record.master.membership.recovery and message.key not in world.sent:
+    if record and not record.master.membership.is_recovering and message.key not in world.sent:
         world.arrived.setdefault((record.master, message.key), set()).add(record.contributor.member)
 
 

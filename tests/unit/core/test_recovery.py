@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from server.group.membership import Membership
-from server.group.recovery import RECONNECT_SECONDS, Recovery
+from server.group.recovery import RECONNECT_SECONDS
 from statsd_bn import limits
 from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost
 from statsd_bn.members import NO_MEMBERS, Members
@@ -16,43 +16,47 @@ SILENCE = limits.SILENCE_SECONDS
 SERVER = b"server-9"
 
 
-@pytest.fixture
-def recovery() -> Recovery:
-    recovery = Recovery(10.0, SILENCE)
-    recovery.expected.update(Members.of([0, 1]), Members.of([1, 3]))
-    return recovery
-
-
-def test_a_named_member_is_awaited(recovery):
-    assert recovery.missing([]) == [0, 1, 3]
-    assert recovery.missing([3, 0, 7]) == [1]
-    assert not recovery.is_complete(10.0, [0, 3], is_elastic=False)
-    assert recovery.is_complete(10.0, [0, 1, 3], is_elastic=False)
-
-
-def test_a_forgotten_member_is_no_longer_awaited(recovery):
-    recovery.expected.discard(1)
-    assert recovery.missing([]) == [0, 3]
-
-
-def test_members_that_miss_the_deadline_are_late_once(recovery):
-    assert recovery.expire(10.0 + SILENCE - 0.01, [0]) == []
-    assert recovery.expire(10.0 + SILENCE, [0]) == [1, 3]
-    assert recovery.expire(10.0 + SILENCE, [0]) == []
-    assert recovery.is_complete(10.0 + SILENCE, [0], is_elastic=False)
-
-
-def test_an_elastic_group_waits_for_unknown_members(recovery):
-    everybody = [0, 1, 3]
-    assert not recovery.is_complete(10.0 + RECONNECT_SECONDS - 0.01, everybody, is_elastic=True)
-    assert recovery.is_complete(10.0 + RECONNECT_SECONDS + 0.01, everybody, is_elastic=True)
-
-
-# In a group.
-
-
 def coming_back(member: int, **given):
     return register(member, 3, server=SERVER, **{"known": Members.of(range(3)), **given})
+
+
+def recovering(*members: int, known=(0, 1, 3), min_members: int = 0) -> Membership:
+    """A group of five in which these have come back at 10 s, and know of others."""
+    group = Membership(register(0, 5, min_members=min_members))
+    for member in members:
+        comes = register(member, 5, server=SERVER, min_members=min_members, known=Members.of(known))
+        group.admit(10.0, comes, b"")
+    return group
+
+
+def test_a_named_member_is_awaited():
+    assert recovering(0).absent == [1, 3]
+    group = recovering(0, 3, 4)
+    assert group.absent == [1]
+    assert not group.advance(10.0)
+    assert recovering(0, 1, 3).advance(10.0)
+
+
+def test_a_member_that_has_left_an_elastic_group_is_no_longer_awaited():
+    group = recovering(0, 1, min_members=1)
+    group.remove(group.contributors[1], "")
+    assert group.absent == [3]
+
+
+def test_members_that_miss_the_deadline_are_late_once():
+    group = recovering(0, min_members=1)
+    group.expire(10.0 + SILENCE - 0.01)
+    assert group.absent == [1, 3]
+    group.expire(10.0 + SILENCE)
+    assert group.absent == []
+    group.expire(10.0 + SILENCE)
+    assert group.advance(10.0 + SILENCE)
+
+
+def test_an_elastic_group_waits_for_unknown_members():
+    group = recovering(0, 1, 3, min_members=1)
+    assert not group.advance(10.0 + RECONNECT_SECONDS - 0.01)
+    assert group.advance(10.0 + RECONNECT_SECONDS + 0.01)
 
 
 def result(key: RoundKey) -> Aggregate:
@@ -63,9 +67,9 @@ def test_a_group_recovers_once_a_member_of_an_open_one_registers():
     group = Membership(register(0, 3))
     for newcomer in (register(0, 3), coming_back(1, known=NO_MEMBERS)):
         group.admit(0.0, newcomer, b"")
-        assert group.recovery is None
+        assert not group.is_recovering
     group.admit(0.0, coming_back(2), b"")
-    assert group.recovery
+    assert group.is_recovering
 
 
 def test_a_member_that_reports_its_past_late_is_no_newcomer():
@@ -99,7 +103,7 @@ def test_a_present_member_that_owes_results_is_missing():
     assert (group.missing, group.absent) == (1, [1])
     group.record_result(group.contributors[1], result(key()))
     assert group.advance(0.0)
-    assert (group.is_open, group.missing, group.recovery) == (True, 0, None)
+    assert (group.is_open, group.missing, group.is_recovering) == (True, 0, False)
 
 
 def test_a_newcomer_to_a_group_that_has_not_been_restarted_owes_nothing():
@@ -144,7 +148,7 @@ def test_a_refused_member_begins_no_recovery(comes, error):
     group.admit(0.0, register(0, 2), b"")
     with pytest.raises(error):
         group.admit(0.0, comes, b"")
-    assert group.recovery is None
+    assert not group.is_recovering
     assert not group.advance(1.0)
 
 
