@@ -25,13 +25,6 @@ from typing import NamedTuple
 from statsd_bn.messages import Participation, Register
 
 
-class Policy(StrEnum):
-    """Effect of a loss on the group."""
-
-    STRICT = "strict"
-    ELASTIC = "elastic"
-
-
 class GroupState(StrEnum):
     """State of a group."""
 
@@ -137,9 +130,10 @@ TABLE = """
 | either  | broken     | results differ                   | the group  | broken     |            | none
 """
 
-Case = tuple[Policy, GroupState, Event, MemberState | None]
+Case = tuple[bool, GroupState, Event, MemberState | None]
+"""Whether the group is elastic, its state, an event, and the state of the member to which it happens, if any."""
 
-_POLICIES = {"either": tuple(Policy), **{policy.value: (policy,) for policy in Policy}}
+_POLICIES = {"either": (False, True), "strict": (False,), "elastic": (True,)}
 
 _NEEDED = (MemberState.TAKES_PART, MemberState.REJOINING)
 _REGISTERED = (*_NEEDED, MemberState.PAUSED)
@@ -166,12 +160,7 @@ def _transitions() -> dict[Case, Transition]:
     return found
 
 
-_TRANSITIONS = _transitions()
-
-
-def transition(policy: Policy, group: GroupState, event: Event, member: MemberState | None = None) -> Transition:
-    """Returns the result of an event; raises KeyError if it cannot occur in this state."""
-    return _TRANSITIONS[policy, group, event, member]
+TRANSITIONS = _transitions()
 
 
 def arrival(register: Register) -> Event:

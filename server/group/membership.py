@@ -7,7 +7,7 @@ from typing import Any
 
 from server.group import lifecycle
 from server.group.contributor import Contributor
-from server.group.lifecycle import Event, GroupState, MemberState, Notice, Policy, Transition
+from server.group.lifecycle import Event, GroupState, MemberState, Notice, Transition
 from server.group.recovery import RECONNECT_SECONDS, RecoveredResults
 from statsd_bn import limits
 from statsd_bn.errors import DuplicateMember, RegistrationRefused, ReplicaLost, StatsdBNError, WorldSizeMismatch
@@ -29,7 +29,6 @@ class Membership:
         self.name = f"job {self.job!r}, group {self.group!r}"
         self.world_size, self.min_members = register.world_size, register.min_members
         self.is_elastic = register.min_members > 0
-        self.policy = Policy.ELASTIC if self.is_elastic else Policy.STRICT
         self.state = GroupState.FILLING
         self.has_opened = False  # it is open, or was before it broke
         self.lost: StatsdBNError | None = None  # the error that broke the group
@@ -181,7 +180,7 @@ class Membership:
 
     def _apply(self, event: Event, member: MemberState | None = None) -> Transition:
         """Apply an event according to the table."""
-        transition = lifecycle.transition(self.policy, self.state, event, member)
+        transition = lifecycle.TRANSITIONS[self.is_elastic, self.state, event, member]
         self.state = transition.group
         self.has_opened = self.has_opened or self.is_open
         if not self.is_recovering:
@@ -328,7 +327,7 @@ def check_admission(group: Membership, register: Register) -> Contributor | None
     """Registered member of a repeated registration; None for a newcomer that may join. Raises like `admit`."""
     contributor = group.contributors.get(register.member)
     state = contributor.state if contributor else MemberState.NEW
-    transition = lifecycle.transition(group.policy, group.state, lifecycle.arrival(register), state)
+    transition = lifecycle.TRANSITIONS[group.is_elastic, group.state, lifecycle.arrival(register), state]
     if group.lost and transition.notice is Notice.REFUSED_BROKEN:
         raise group.lost
     if (got := register.world_size) != group.world_size:
