@@ -101,9 +101,8 @@ def _fill(head: dict[str, Any], master: SyncMaster, now: float, free: int) -> in
     if left_out := len(master.open_rounds) - len(head["waiting"]):
         head["waiting_left_out"] = left_out
     contributors = master.membership.contributors
-    for member, contributor in sorted(contributors.items()):
-        step = master.membership.step_of(contributor)
-        entry = {**contributor.report(now, step), **master.health.pace.report(member)}
+    for _, contributor in sorted(contributors.items()):
+        entry = contributor.report(now, master.membership.step_of(contributor))
         if used + (size := _size(entry)) > free:
             break
         used += size

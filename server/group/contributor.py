@@ -4,6 +4,7 @@ The server requests stack reports from late members at intervals, so a sample al
 one place. Reports are not trusted: the text is for display, and the numbers affect only members that wait anyway.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -141,6 +142,11 @@ class Contributor:
     threads: int = 1  # maximum number of its concurrent rounds, and so of its exchanging threads
     delay: float = 0.0  # total seconds by which it came later than the first member of a round
     waited: float = 0.0  # total seconds of waiting in rounds that the server did not see, as reported
+    total_wait: float | None = None  # in all rounds, when the latest window of `Pace` ended; None if it joined later
+    least_computing: float = math.inf  # seconds of computation per round in its fastest window
+    # Of the latest complete window, for the report: the share of the time that it waited, and its speed relative to the
+    # fastest member or to its own best window, whichever is lower.
+    pace: dict[str, float] = field(default_factory=dict)
     lateness: Histogram = field(default_factory=Histogram)  # gaps to the previous member, where it was last
     reported_lateness: Histogram = field(default_factory=Histogram)  # the part of `lateness` in shared memory
     round_trips: Histogram = field(default_factory=Histogram)  # durations of its rounds, as reported
@@ -181,6 +187,7 @@ class Contributor:
             **({"round_trip": percentiles(self.round_trips)} if self.round_trips.total else {}),
             **({"transport": self.transport} if self.transport else {}),
             **({"where": where} if where else {}),
+            **self.pace,
         }
 
 

@@ -7,6 +7,7 @@ shared memory, where members report their own waits.
 """
 
 import logging
+import math
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -62,65 +63,49 @@ MAX_NON_FINITE_LENGTH = 1024
 
 
 class Pace:
-    """Speed of a group's members, window by window; all measurements are shares from 0 to 1, by member."""
+    """Speed of a group's members, window by window; all measurements are shares from 0 to 1."""
 
     def __init__(self) -> None:
-        # Of the latest complete window: the share of the time that a member waited, and its speed relative to the
-        # fastest member or to its own best window, whichever is lower.
-        self._waiting: dict[int, float] = {}
-        self._score: dict[int, float] = {}
+        # Of the latest complete window:
         self.slowest: int | None = None  # the member that waited least; None with fewer than two members
         self.delay = 0.0  # share of the time that the others waited for the slowest
-        self._due: float | None = None  # end of the current window; None before the first round
+        self._due = math.inf  # end of the current window
+        self._rounds = 0  # at the start of the current window
         self._is_reported = False  # the slowest member was reported, and has not recovered since
-        self._rounds = 0
-        self._waited: dict[int, float] = {}
-        self._best: dict[int, float] = {}
 
-    def is_due(self, now: float, rounds: int) -> bool:
-        """Whether the current window ends now; the first one starts STARTUP_SECONDS after the first round."""
-        if self._due is None and rounds:
+    def update(self, now: float, rounds: int, longest: float, contributors: Mapping[int, Contributor]) -> bool:
+        """End the current window if it is due; returns whether to report the slowest member.
+
+        `longest` is the duration of all rounds together. The first window starts STARTUP_SECONDS after the first round.
+        """
+        if self._due == math.inf and rounds:
             self._due = now + STARTUP_SECONDS
-        return self._due is not None and now >= self._due
-
-    def end_window(self, now: float, rounds: int, waited: Mapping[int, float]) -> bool:
-        """End a window and start the next one; returns whether to report the slowest member."""
-        seconds = WINDOW_SECONDS + (now - self._due if self._due is not None else 0.0)
-        had = rounds - self._rounds
-        before = self._waited
-        shares = {
-            member: min(1.0, max(0.0, total - before[member]) / seconds)
-            for member, total in waited.items()
-            if member in before
-        }
-        self._rounds, self._waited, self._due = rounds, dict(waited), now + WINDOW_SECONDS
-        self._measure(shares if had else {}, seconds, had)
+        if now < self._due:
+            return False
+        seconds, had = WINDOW_SECONDS + now - self._due, rounds - self._rounds
+        self._due, self._rounds = now + WINDOW_SECONDS, rounds
+        shares: dict[int, float] = {}
+        for member, one in contributors.items():
+            # In each round the first member waits for the whole duration, and each other one for less by its delay.
+            before, one.total_wait = one.total_wait, longest - one.delay + one.waited
+            if had and before is not None:
+                shares[member] = min(1.0, max(0.0, one.total_wait - before) / seconds)
+        # Seconds of computation per round; never 0, because it is a divisor.
+        computing = {member: max(1e-9, (1 - share) * seconds / had) for member, share in shares.items()}
+        fastest = min(computing.values(), default=0.0)
+        for member, one in contributors.items():
+            one.pace = {}
+            if own := computing.get(member):
+                one.least_computing = min(one.least_computing, own)
+                one.pace = {"waiting": shares[member], "score": min(fastest, one.least_computing) / own}
+        self.slowest, self.delay = None, 0.0
+        if len(shares) > 1:
+            self.slowest, second = sorted(shares, key=lambda member: shares[member])[:2]
+            self.delay = shares[second] - shares[self.slowest]
         self._is_reported = self._is_reported and self.delay >= RESET_SHARE
         is_news = self.delay > MAX_DELAY_SHARE and not self._is_reported
         self._is_reported |= is_news
         return is_news
-
-    def remove(self, member: int) -> None:
-        """Remove a member that has left or is lost; another one may join with its rank."""
-        self._waited.pop(member, None)
-        self._best.pop(member, None)
-
-    def report(self, member: int) -> dict[str, float]:
-        """Report entries of a member; empty before its first complete window."""
-        if member not in self._waiting:
-            return {}
-        return {"waiting": self._waiting[member], "score": self._score[member]}
-
-    def _measure(self, shares: dict[int, float], seconds: float, rounds: int) -> None:
-        # Seconds of computation per round; never 0, because it is a divisor.
-        computing = {member: max(1e-9, (1 - share) * seconds / rounds) for member, share in shares.items()}
-        self._best |= {member: min(own, self._best.get(member, own)) for member, own in computing.items()}
-        fastest = min(computing.values(), default=0.0)
-        self._score = {member: min(fastest, self._best[member]) / own for member, own in computing.items()}
-        self._waiting, self.slowest, self.delay = shares, None, 0.0
-        if len(shares) > 1:
-            self.slowest, second = sorted(shares, key=lambda member: shares[member])[:2]
-            self.delay = shares[second] - shares[self.slowest]
 
 
 class GroupHealth:
@@ -172,14 +157,8 @@ class GroupHealth:
 
     def update_pace(self, now: float, rounds: int) -> None:
         """End the current window if it is due, and report a straggler."""
-        pace = self.pace
-        if not pace.is_due(now, rounds):
-            return
-        contributors = self._membership.contributors
-        # In each round the first member waits for the whole duration, and each other one for less by its delay.
-        longest = self.durations.sum
-        waited = {one.member: longest - one.delay + one.waited for one in contributors.values()}
-        if not pace.end_window(now, rounds, waited):
+        pace, contributors = self.pace, self._membership.contributors
+        if not pace.update(now, rounds, self.durations.sum, contributors):
             return
         slow = contributors[pace.slowest or 0]
         text = f"{slow}: the others waited {percent(pace.delay)} of the last minute for it"

@@ -243,7 +243,6 @@ class SyncMaster:
         """
         loss = self.membership.remove(contributor, cause, is_lost=is_lost)
         self.parked.drop_member(contributor.member)
-        self.health.pace.remove(contributor.member)
         self._update_memory()
         replies = self._send_notices()
         if self.membership.state is not GroupState.BROKEN:

@@ -19,11 +19,11 @@ STEP = 0.4
 
 
 class Job:
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, **given) -> None:
         self.now, self.step = 0.0, 0
-        self.master = SyncMaster(b"server-0", register(0, ranks))
+        self.master = SyncMaster(b"server-0", register(0, ranks, **given))
         for rank in range(ranks):
-            self.master.register_slave(0.0, register(rank, ranks), b"peer %d" % rank)
+            self.master.register_slave(0.0, register(rank, ranks, **given), b"peer %d" % rank)
 
     @property
     def contributors(self):
@@ -128,11 +128,16 @@ def test_members_report_their_waits_of_rounds_in_memory(caplog):
 
 
 def test_a_rank_that_has_left_is_forgotten():
-    job = Job(3)
-    job.run(STARTUP_SECONDS + 1.5 * WINDOW_SECONDS, lambda rank: STEP * (1.5 if rank == 2 else 1.0))
+    job = Job(3, min_members=1)
+    job.run(STARTUP_SECONDS + 1.5 * WINDOW_SECONDS, lambda _: STEP)
+    assert {"waiting", "score"} <= job.report()["members"][2].keys()
     job.master.remove_contributor(job.now, job.contributors[2], "")
-    assert 2 not in job.master.health.pace._waited
-    assert 2 not in job.master.health.pace._best
+    job.master.register_slave(job.now, register(2, 3, min_members=1, session=b"another-"), b"peer 2")
+    for seconds in (1, WINDOW_SECONDS):
+        job.run(seconds, lambda _: 1.5 * STEP)
+        assert not {"waiting", "score"} & job.report()["members"][2].keys()
+    job.run(WINDOW_SECONDS, lambda _: 1.5 * STEP)
+    assert [round(member["score"], 2) for member in job.report()["members"]] == [0.67, 0.67, 1.0]
 
 
 @pytest.mark.parametrize(
