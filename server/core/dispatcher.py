@@ -22,7 +22,7 @@ from server.core.report import StatusReports
 from server.group.rounds import Reply, failure_frame, unknown_session
 from server.security.access import ANONYMOUS, REVOKED, Principal
 from server.security.quota import Quota, QuotaUsage
-from statsd_bn import messages
+from statsd_bn import limits, messages
 from statsd_bn.errors import (
     AuthenticationRefused,
     MasterStopped,
@@ -67,6 +67,7 @@ class Dispatcher:
         self._reports = StatusReports(self._registry, self._counts, usage)
         self.counters = usage.counters
         self.received = self.bad_frames = 0
+        self._last_tick = started
         self._last_compared = 0
 
     def receive(self, now: float, peer: bytes, frame: bytes, principal: Principal = ANONYMOUS) -> Received:
@@ -102,14 +103,13 @@ class Dispatcher:
     def _record(self, now: float, message: messages.Request, session: Session, peer: bytes) -> list[Reply]:
         """Record a heartbeat, or a report about rounds that a member has finished."""
         master, contributor = session.master, session.contributor
-        match message:
-            case messages.Result() | messages.RoundDone() | messages.NonFiniteRound():
-                session.record_message(now, peer)
-            case messages.StackReport():
-                # This is no heartbeat: else a rank that freezes after its report would be detected later.
-                self._hang_probe.record_report(now, message)
-            case _:
-                session.record_heartbeat(now, peer)
+        if isinstance(message, messages.StackReport):
+            # This is no heartbeat: else a rank that freezes after its report would be detected later.
+            self._hang_probe.record_report(now, message)
+        elif isinstance(message, messages.Result | messages.RoundDone | messages.NonFiniteRound):
+            session.record_message(now, peer)
+        else:
+            session.record_heartbeat(now, peer)
         match message:
             case messages.Result():
                 return master.record_result(now, contributor, message.aggregate, peer)
@@ -143,17 +143,19 @@ class Dispatcher:
 
     def tick(self, now: float) -> list[Reply]:
         """End members and rounds at their deadlines; call it every TICK_SECONDS."""
+        registry, masters = self._registry, self._registry.masters.values()
+        # The server itself may have been frozen or starved.
+        was_delayed = now - self._last_tick > limits.HEARTBEAT_SECONDS
+        self._last_tick = now
         # Members first: a lost member explains more than a timeout.
-        registry = self._registry
-        masters = registry.masters
-        replies = self._lose(now, registry.sessions.lost(now))
-        replies += self._lose(now, [lost for master in masters.values() for lost in master.membership.left_behind(now)])
-        for master in masters.values():
+        replies = self._lose(now, registry.sessions.lost(now, was_delayed=was_delayed))
+        replies += self._lose(now, [lost for master in masters for lost in master.membership.left_behind(now)])
+        for master in masters:
             replies += master.expire(now)
-        for master in masters.values():
+        for master in masters:
             replies += registry.notify(now, master)
         self._compare_data(now)
-        return replies + self._hang_probe.tick(now) + self._end_deadlocks(now)
+        return replies + self._hang_probe.tick(now, was_delayed=was_delayed) + self._end_deadlocks(now)
 
     def _lose(self, now: float, lost: list[tuple[bytes, str]]) -> list[Reply]:
         return [reply for session, cause in lost for reply in self._registry.lose(now, session, cause)]
@@ -161,20 +163,21 @@ class Dispatcher:
     def _compare_data(self, now: float) -> None:
         """Compare the data of the members of one group; the next tick starts at the next group."""
         masters = list(enumerate(self._registry.masters.values()))
-        for place, master in sorted(masters, key=lambda entry: entry[0] <= self._last_compared):
+        for number, master in sorted(masters, key=lambda entry: entry[0] <= self._last_compared):
             if master.health.compare_samples(now):
-                self._last_compared = place
+                self._last_compared = number
                 return
 
     def _end_deadlocks(self, now: float) -> list[Reply]:
         """Report deadlocks to their members; a deadlock is always within one job."""
         replies: list[Reply] = []
-        for waits in self._deadlocks.find(now, dict(self._registry.masters)):
+        for waits in self._deadlocks.find(now, self._registry.masters):
             table = deadlock.Table(waits, now)
             logger.info("%s", log_line(table.error(waits[0])))  # INFO: each of the ranks raises it
             for wait in waits:
-                wait.master.logged_cause = error_summary(table.error(wait))
-            replies += [reply for wait in waits for reply in self._end_wait(now, wait, table.error(wait))]
+                error = table.error(wait)
+                wait.master.logged_cause = error_summary(error)
+                replies += self._end_wait(now, wait, error)
             if world := self._registry.masters.get((waits[0].master.membership.job, WORLD)):
                 world.deadlock_at = now
         return replies

@@ -9,7 +9,6 @@ Members of idle jobs get requests too. A job is idle if it had rounds, but none 
 checkpoint, or its members are deadlocked in torch collectives.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -54,24 +53,19 @@ class HangProbe:
         self._registry = registry
         self._apart = APART_SILENCES * silence
         self._sampled: dict[bytes, Contributor] = {}
-        self._idle_sessions: set[bytes] = set()
         self._number = 0
-        self._last_tick = math.inf
 
-    def tick(self, now: float) -> list[Reply]:
+    def tick(self, now: float, *, was_delayed: bool) -> list[Reply]:
         """Requests to send now."""
-        # If the server itself was delayed, reports are stale and other members may have moved.
-        was_delayed = now - self._last_tick >= limits.HEARTBEAT_SECONDS
-        self._last_tick = now
-        requests = dict(islice(self._targets(now), MAX_REQUESTS))
+        late = dict(islice(self._targets(now), MAX_REQUESTS))
         members = (one for world in self._idle_worlds(now) for one in world.membership.contributors.values())
-        targets = ((one.session, (one, "")) for one in members if one.session not in requests)
-        idle = dict(islice(targets, MAX_REQUESTS - len(requests)))
-        self._idle_sessions = set(idle)
-        requests |= idle
+        targets = ((one.session, (one, "")) for one in members if one.session not in late)
+        idle = dict(islice(targets, MAX_REQUESTS - len(late)))
+        requests = late | idle
+        # After a delay of the server all reports are stale, and other members may have moved.
         for session in list(self._sampled) if was_delayed else self._sampled.keys() - requests.keys():
             self._sampled.pop(session).stack_sample = None
-        replies = (self._request(now, contributor, torch_group) for contributor, torch_group in requests.values())
+        replies = (self._request(now, *target, is_idle=session in idle) for session, target in requests.items())
         return [reply for reply in replies if reply]
 
     def record_report(self, now: float, answer: StackReport) -> None:
@@ -116,7 +110,7 @@ class HangProbe:
             if world.deadlock_at < latest <= idle_since and not is_waiting:
                 yield world
 
-    def _request(self, now: float, contributor: Contributor, torch_group: str) -> Reply | None:
+    def _request(self, now: float, contributor: Contributor, torch_group: str, *, is_idle: bool) -> Reply | None:
         address = self._registry.sessions.heartbeat_address(contributor.session)
         if not address:
             return None
@@ -127,7 +121,7 @@ class HangProbe:
             return None
         self._number = (self._number + 1) % limits.MAX_COUNTER
         contributor.stack_sample.record_request(now, self._number)
-        if contributor.session in self._idle_sessions:
+        if is_idle:
             # Ask when the member has been blocked for long enough, else soon enough to see a change.
             latest, known = contributor.stack_sample.latest, contributor.stack_sample.since + self._apart
             soon = known if latest and latest.in_collective and known > now else now + QUIET_ASKED_AT_MOST

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from server.group.contributor import Contributor
 from server.group.master import SyncMaster
 from server.group.recovery import RECONNECT_SECONDS
-from statsd_bn import limits
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +43,7 @@ class Sessions(dict[bytes, Session]):
 
     def __init__(self, now: float, silence: float) -> None:
         self._silence = silence  # allowed, in seconds
-        self._last_check = self._measured_from = now
+        self._measured_from = now
 
     def probe_addresses(self, since: float) -> set[bytes]:
         """Addresses of the sessions without a message after `since`, one for each."""
@@ -65,13 +64,10 @@ class Sessions(dict[bytes, Session]):
                 session.unreachable_since = now
         return {session.address for session in concerned if session.address}
 
-    def lost(self, now: float) -> list[tuple[bytes, str]]:
+    def lost(self, now: float, *, was_delayed: bool) -> list[tuple[bytes, str]]:
         """Lost sessions, each with the cause, the first one to fall silent first; call it at each tick."""
-        if now - self._last_check > limits.HEARTBEAT_SECONDS:
-            # The server itself was frozen or starved. Messages of that time may still be in flight, so the silence is
-            # measured from now.
+        if was_delayed:  # messages of that time may still be in flight, so the silence is measured from now
             self._measured_from = now
-        self._last_check = now
         lost = [(token, session, cause) for token, session in self.items() if (cause := self._loss_cause(now, session))]
         # By the disconnect, since a process that is stopped because another one was killed may have been silent before.
         lost.sort(key=lambda entry: (entry[1].unreachable_since or -math.inf, entry[1].last_heard))

@@ -5,7 +5,7 @@ import pytest
 from server.core.deadlock import APART_SILENCES
 from server.core.hang_probe import MOST_QUIET_MEMBERS, NO_ROUND_SECONDS, QUIET_ASKED_AT_MOST
 from server.network.service import TICK_SECONDS
-from statsd_bn.limits import SILENCE_SECONDS
+from statsd_bn.limits import HEARTBEAT_SECONDS, SILENCE_SECONDS
 from statsd_bn.messages import ALL_GATHER, ALL_REDUCE, BARRIER, BUFFERS, Heartbeat
 from support.asked_job import LINE, Job, Process
 from support.strategies import key, session_of
@@ -88,6 +88,16 @@ def test_answers_delayed_by_the_server_are_dropped():
     assert told_of_mismatch(job) == set()
     job.pass_time(TOLD_SECONDS)
     assert told_of_mismatch(job) == {0, 1}
+
+
+@pytest.mark.parametrize(("seconds", "are_dropped"), [(HEARTBEAT_SECONDS, False), (1.01 * HEARTBEAT_SECONDS, True)])
+def test_only_a_delay_longer_than_a_heartbeat_drops_answers(seconds, are_dropped):
+    job = quiet()
+    job.processes = {0: held(BARRIER, 12), 1: held(BUFFERS, 12)}
+    job.pass_time(NO_ROUND_SECONDS + 2 * TICK_SECONDS)
+    job.now += seconds
+    job.dispatcher.tick(job.now)
+    assert ("where" not in job.report()["members"][0]) is are_dropped
 
 
 # Deadlocks.
