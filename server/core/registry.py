@@ -24,15 +24,11 @@ from statsd_bn.text import log_line
 
 logger = logging.getLogger("statsd_bn.server")
 
-# The members of a large job may end at the same time.
-REMEMBERED_SESSIONS = 32_768
+# Ended sessions and groups that are remembered: the members of a large job may end at the same time.
+REMEMBERED_SESSIONS, REMEMBERED_GROUPS = 32_768, 4096
 
-# Entries are small: a name and an epoch.
-REMEMBERED_GROUPS = 4096
-
-# Jobs kept for the report, and for how long.
-REMEMBERED_JOBS = 32
-REMEMBERED_SECONDS = 600.0
+# Ended jobs in the report, and for how long.
+REMEMBERED_JOBS, REMEMBERED_SECONDS = 32, 600.0
 
 # A launcher stops the other processes of a broken job within this time; an exit without a launcher takes longer.
 LAUNCHER_STOP_SECONDS = 5.0
@@ -183,7 +179,8 @@ class Registry:
             return []
         master, contributor = session.master, session.contributor
         logger.info("%s: %s %s", master.membership.name, contributor, _describe_leave(master, cause))
-        return self._remove_member(now, master, contributor, cause)
+        left = f"the session with digest {digest(token).hex()} has left; register with a new one"
+        return self._remove(now, master, contributor, cause, RegistrationRefused(left))
 
     def lose(self, now: float, token: bytes, cause: str) -> list[Reply]:
         """End the session of a lost member; `cause` is the reason."""
@@ -198,10 +195,7 @@ class Registry:
         breaks_job = membership.has_opened and not (membership.is_elastic or follows)
         level = logging.WARNING if breaks_job else logging.INFO
         logger.log(level, "%s: %s is lost: %s", membership.name, session.contributor, cause)
-        loss, replies = master.remove_contributor(now, session.contributor, cause, is_lost=True)
-        if loss:
-            self._remember_session(token, master.epoch, loss)
-        return replies + self._end_if_empty(now, master)
+        return self._remove(now, master, session.contributor, cause)
 
     def dissolve(self, now: float, master: SyncMaster, error: RoundMismatch) -> list[Reply]:
         """End a group that cannot open: fail all members that wait for it, and end their sessions."""
@@ -211,8 +205,7 @@ class Registry:
         again = RoundMismatch(f"{master.membership.name}: deadlock: its ranks waited in different places")
         for contributor in contributors:
             self.sessions.pop(contributor.session, None)
-            replies += self._remove_member(now, master, contributor, "")
-            self._remember_session(contributor.session, master.epoch, again)
+            replies += self._remove(now, master, contributor, "", again)
         return replies
 
     def notify(self, now: float, master: SyncMaster) -> list[Reply]:
@@ -240,16 +233,16 @@ class Registry:
         if len(self._ended_sessions) > REMEMBERED_SESSIONS:
             del self._ended_sessions[next(iter(self._ended_sessions))]
 
-    def _remove_member(self, now: float, master: SyncMaster, contributor: Contributor, cause: str) -> list[Reply]:
-        """Remove a leaving member from its group and remember its session."""
-        replies = master.remove_contributor(now, contributor, cause)[1]
-        name = digest(contributor.session).hex()
-        left = RegistrationRefused(f"the session with digest {name} has left; register with a new one")
-        self._remember_session(contributor.session, master.epoch, left)
-        return replies + self._end_if_empty(now, master)
+    def _remove(
+        self, now: float, master: SyncMaster, contributor: Contributor, cause: str, error: StatsdBNError | None = None
+    ) -> list[Reply]:
+        """Remove a member that leaves with `error` as the answer to its late messages, or without one is lost.
 
-    def _end_if_empty(self, now: float, master: SyncMaster) -> list[Reply]:
-        """Remove a group without members, then notify the members of groups that can no longer open."""
+        A group ends with its last member. Members of groups that can no longer open are notified.
+        """
+        loss, replies = master.remove_contributor(now, contributor, cause, is_lost=error is None)
+        if answer := error or loss:
+            self._remember_session(contributor.session, master.epoch, answer)
         membership = master.membership
         name = (membership.job, membership.group)
         if not master.nr_slaves and self.masters.get(name) is master:
@@ -261,7 +254,7 @@ class Registry:
                     del self._ended_groups[next(iter(self._ended_groups))]
                 if membership.group == WORLD:
                     self._ended_jobs.append((now, _ended_job(master)))
-        return self.notify(now, master)
+        return replies + self.notify(now, master)
 
 
 def _is_replaced(master: SyncMaster, register: Register, *, is_new: bool) -> bool:
