@@ -3,8 +3,7 @@
 Members and rounds of large groups are left out first, so that a large group does not hide a small one.
 """
 
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from typing import Any
 
@@ -91,24 +90,23 @@ def _head(master: SyncMaster) -> dict[str, Any]:
 
 def _fill(head: dict[str, Any], master: SyncMaster, now: float, free: int) -> int:
     """Add as many rounds and members as fit to a group's entry; returns their size in bytes."""
+    rounds, members, step_of = master.open_rounds, master.membership.contributors, master.membership.step_of
+    entries = (_round(round_, now) for round_ in islice(rounds.values(), MAX_ROUNDS))
+    used = _add(head, "waiting", entries, len(rounds), free // 2)
+    entries = (contributor.report(now, step_of(contributor)) for _, contributor in sorted(members.items()))
+    return used + _add(head, "members", entries, len(members), free - used)
+
+
+def _add(head: dict[str, Any], name: str, entries: Iterable[dict[str, Any]], total: int, free: int) -> int:
+    """Add as many of `total` entries as fit, and the number of those left out; returns their size in bytes."""
     used = 0
-    for round_ in islice(master.open_rounds.values(), MAX_ROUNDS):
-        entry = _round(round_, now)
-        if used + (size := _size(entry)) > free // 2:
-            break
-        used += size
-        head["waiting"].append(entry)
-    if left_out := len(master.open_rounds) - len(head["waiting"]):
-        head["waiting_left_out"] = left_out
-    contributors = master.membership.contributors
-    for _, contributor in sorted(contributors.items()):
-        entry = contributor.report(now, master.membership.step_of(contributor))
+    for entry in entries:
         if used + (size := _size(entry)) > free:
             break
         used += size
-        head["members"].append(entry)
-    if left_out := len(contributors) - len(head["members"]):
-        head["members_left_out"] = left_out
+        head[name].append(entry)
+    if left_out := total - len(head[name]):
+        head[f"{name}_left_out"] = left_out
     return used
 
 
@@ -154,28 +152,24 @@ class StatusReports:
         tenant = principal.tenant_of("")
         sent, since = self._sent.get((tenant, type(asked)), (0.0, now))
         sent = max(0.0, sent - BYTES_PER_SECOND * (now - since))
-        is_exhausted = sent > BURST_BYTES
-        if isinstance(asked, FiguresRequest):
-            if is_exhausted:
-                text = f"figures: more than {BYTES_PER_SECOND} bytes per second requested; ask less often"
-                raise self._usage.exceeded(text, BYTES_PER_SECOND, "bytes of figures a second")
-            frame = self._figures(principal, asked)
-        elif is_exhausted:
+        if sent > BURST_BYTES and isinstance(asked, FiguresRequest):
+            text = f"figures: more than {BYTES_PER_SECOND} bytes per second requested; ask less often"
+            raise self._usage.exceeded(text, BYTES_PER_SECOND, "bytes of figures a second")
+        if sent > BURST_BYTES:
             left_out = len(self._masters(principal))
             return encode(Status({**self._counts(now), "groups": [], "ended": [], "left_out": left_out}))
-        else:
-            frame = self._status(now, principal)
+        frame = self._figures(principal, asked) if isinstance(asked, FiguresRequest) else self._status(now, principal)
         self._sent[tenant, type(asked)] = sent + len(frame), now
         return frame
 
     def _figures(self, principal: Principal, asked: FiguresRequest) -> bytes:
         """Skew figures of a group, in an answer of bounded size."""
-        answer = Figures(asked.job, asked.group, asked.first, 0, "", np.zeros((0, 0, FIGURES)))
-        master = self._registry.masters.get((asked.job, asked.group)) if principal.may_access(asked.job) else None
-        if master:
-            total, names, values = master.health.comparison.averages(asked.first, limits.MAX_FIGURES_BYTES)
-            answer = replace(answer, total=total, layers="\n".join(names), values=values)
-        return encode(answer)
+        job, group, first = asked.job, asked.group, asked.first
+        master = self._registry.masters.get((job, group)) if principal.may_access(job) else None
+        if master is None:
+            return encode(Figures(job, group, first, 0, "", np.zeros((0, 0, FIGURES))))
+        total, names, values = master.health.comparison.averages(first, limits.MAX_FIGURES_BYTES)
+        return encode(Figures(job, group, first, total, "\n".join(names), values))
 
     def _status(self, now: float, principal: Principal) -> bytes:
         until, frame = self._cache.get(principal.key, (now, b""))
