@@ -23,14 +23,7 @@ from server.group.rounds import Reply, failure_frame, unknown_session
 from server.security.access import ANONYMOUS, REVOKED, Principal
 from server.security.quota import Quota, QuotaUsage
 from statsd_bn import limits, messages
-from statsd_bn.errors import (
-    AuthenticationRefused,
-    MasterStopped,
-    ProtocolError,
-    RegistrationRefused,
-    RoundMismatch,
-    StatsdBNError,
-)
+from statsd_bn.errors import AuthenticationRefused, MasterStopped, ProtocolError, RegistrationRefused, StatsdBNError
 from statsd_bn.members import NO_MEMBERS
 from statsd_bn.messages import NO_SERVER, WORLD
 from statsd_bn.text import error_summary, log_line
@@ -182,7 +175,7 @@ class Dispatcher:
                 world.deadlock_at = now
         return replies
 
-    def _end_wait(self, now: float, wait: deadlock.Wait, error: RoundMismatch) -> list[Reply]:
+    def _end_wait(self, now: float, wait: deadlock.Wait, error: StatsdBNError) -> list[Reply]:
         if wait.blocked:
             # Its main thread waits in torch; only its heartbeat thread can receive this.
             address = self._registry.sessions.heartbeat_address(wait.blocked.session)

@@ -197,7 +197,7 @@ class Registry:
         logger.log(level, "%s: %s is lost: %s", membership.name, session.contributor, cause)
         return self._remove(now, master, session.contributor, cause)
 
-    def dissolve(self, now: float, master: SyncMaster, error: RoundMismatch) -> list[Reply]:
+    def dissolve(self, now: float, master: SyncMaster, error: StatsdBNError) -> list[Reply]:
         """End a group that cannot open: fail all members that wait for it, and end their sessions."""
         contributors = list(master.membership.contributors.values())
         replies = [(contributor.peer, failure_frame(error)) for contributor in contributors]
