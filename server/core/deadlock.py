@@ -13,9 +13,9 @@ same order, so a rank inside its n-th operation needs every rank that has launch
 count is needed, too, so that the search never reports a deadlock that this rank could still resolve.
 
 Ranks that run different programs may reach the same count in different operations, and gloo also counts point-to-point
-messages. So a rank is also needed if it has long been in another place although this collective should have released
-it. Only collectives that release all ranks at once prove that: the source of a broadcast may already be in the next
-barrier while the others receive a large tensor.
+messages. So a rank is also needed if it has long been elsewhere although this collective should have released it. Only
+collectives that release all ranks at once prove that: the source of a broadcast may already be in the next barrier
+while the others receive a large tensor.
 """
 
 from collections import Counter, defaultdict
@@ -25,7 +25,6 @@ from typing import Any
 
 from server.core.registry import GroupName
 from server.group.contributor import Contributor, StackSample, group_of
-from server.group.lifecycle import GroupState
 from server.group.master import SyncMaster
 from statsd_bn.errors import RoundMismatch
 from statsd_bn.limits import SILENCE_SECONDS
@@ -42,11 +41,9 @@ QUIET_SECONDS = 0.5
 # middle of a long step. Deadlines are far longer than this.
 THREADED_QUIET_SECONDS = 10.0
 
-# Places listed in an error, those with most members first: a longer list would hide the odd one out.
-MAX_PLACES = 8
-
-# Members listed for each place in the fields of an error.
-MAX_LISTED_MEMBERS = 64
+# Positions listed in an error, those with most members first: a longer list would hide the odd one out. Then members
+# listed for each position in the fields of an error.
+MAX_POSITIONS, MAX_LISTED_MEMBERS = 8, 64
 
 # Placeholder for a rank that has not registered and may be running. Ranks are not negative.
 UNKNOWN_MEMBER = -1
@@ -54,8 +51,8 @@ UNKNOWN_MEMBER = -1
 # These collectives release no rank before all have launched them, and then all at about the same time.
 SYNCHRONIZING = frozenset({BARRIER, ALL_REDUCE, ALL_GATHER})
 
-# How long ranks must stay in different places, as a multiple of the allowed silence: a network that delays a collective
-# for so long also loses members.
+# How long ranks must stay apart, as a multiple of the allowed silence: a network that delays a collective for so long
+# also loses members.
 APART_SILENCES = 1.5
 
 SUMMARY = "deadlock: the ranks wait in different places"
@@ -67,13 +64,13 @@ ADVICE_FOR_PASSES = (
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Members of one group that wait at the same place."""
+    """Members of one group that wait at the same position."""
 
     master: SyncMaster
     key: RoundKey | None  # None if they wait for the group to open, or for all members to return from a pass
     since: Mapping[int, float]  # start of the wait by member
     missing: Collection[int]  # the members that they wait for
-    blocked: Contributor | None = None  # the waiting member if the place is a torch collective instead of a round
+    blocked: Contributor | None = None  # the waiting member if it waits in a torch collective
 
     @property
     def is_for_pass(self) -> bool:
@@ -84,8 +81,8 @@ class Wait:
 def _count_reported_ranks(masters: Iterable[SyncMaster]) -> int:
     """Total number of ranks in the reports of blocked members, which determines the cost of `blocked_members`."""
     members = (one for master in masters for one in master.membership.contributors.values())
-    samples = (one.stack_sample for one in members if one.stack_sample)
-    return sum(len(sample.latest.members) for sample in samples if sample.is_blocked and sample.latest)
+    blocked_in = (one.stack_sample.blocked_in for one in members if one.stack_sample)
+    return sum(len(collective.members) for collective in blocked_in if collective)
 
 
 def blocked_members(masters: Iterable[SyncMaster], silence: float) -> list[Wait]:
@@ -94,11 +91,11 @@ def blocked_members(masters: Iterable[SyncMaster], silence: float) -> list[Wait]
     samples = {one.member: (master, one, one.stack_sample) for master, one in members if one.stack_sample}
     found = []
     for master, contributor, sample in samples.values():
-        if not (sample.is_blocked and sample.latest):
+        if (collective := sample.blocked_in) is None:
             continue
-        others = [member for member in sample.latest.members if member != contributor.member]
+        others = [member for member in collective.members if member != contributor.member]
         has_arrived = {
-            member: _has_arrived(samples[member][2], sample, sample.latest, APART_SILENCES * silence)
+            member: _has_arrived(samples[member][2], sample, collective, APART_SILENCES * silence)
             for member in others
             if member in samples
         }
@@ -108,31 +105,31 @@ def blocked_members(masters: Iterable[SyncMaster], silence: float) -> list[Wait]
     return found
 
 
-def _has_arrived(other: StackSample, blocked: StackSample, place: StackReport, apart: float) -> bool | None:
-    """Whether a member has reached the collective `place` in which another one is blocked; None if unknown."""
-    group = group_of(place)
-    has_launched = other.has_launched(group, place.launched)
-    if not has_launched or not (other.latest and _is_elsewhere(other.latest, place)):
+def _has_arrived(other: StackSample, blocked: StackSample, collective: StackReport, apart: float) -> bool | None:
+    """Whether a member has reached the collective in which another one is blocked; None if unknown."""
+    group = group_of(collective)
+    has_launched = other.has_launched(group, collective.launched)
+    if not has_launched or not (other.latest and _is_elsewhere(other.latest, collective)):
         return has_launched
     (begin, end), (other_begin, other_end) = blocked.steady_period(group), other.steady_period(group)
     return min(end, other_end) - max(begin, other_begin) < apart
 
 
-def _is_elsewhere(other_place: StackReport, place: StackReport) -> bool:
-    """Whether a member with the same count is at a place that contradicts the collective of the blocked one."""
-    if not other_place.in_collective:
-        return place.collective in SYNCHRONIZING
+def _is_elsewhere(other: StackReport, blocked: StackReport) -> bool:
+    """Whether the position of a member with the same count contradicts the collective of the blocked one."""
+    if not other.in_collective:
+        return blocked.collective in SYNCHRONIZING
     # Both counts are of the same process group: a blocked member reports only one.
-    is_known = other_place.collective in SYNCHRONIZING or other_place.collective == BUFFERS
-    if not is_known or other_place.collective == place.collective:
+    is_known = other.collective in SYNCHRONIZING or other.collective == BUFFERS
+    if not is_known or other.collective == blocked.collective:
         return False
     # The source of a buffer broadcast finishes before the others and launches its next operation.
-    has_begun_no_more = place.collective == BUFFERS and other_place.launched == place.launched
-    return place.collective in SYNCHRONIZING or (has_begun_no_more and other_place.collective in SYNCHRONIZING)
+    has_begun_no_more = blocked.collective == BUFFERS and other.launched == blocked.launched
+    return blocked.collective in SYNCHRONIZING or (has_begun_no_more and other.collective in SYNCHRONIZING)
 
 
 def find_deadlocks(masters: Sequence[SyncMaster], now: float, blocked: Sequence[Wait] = ()) -> list[Wait]:
-    """Find the places where members of a job are stuck."""
+    """Find the positions in which members of a job are stuck."""
     if not blocked and not _may_be_stuck(masters):
         return []
     waits = [*_waits(masters), *blocked]
@@ -161,7 +158,7 @@ def _with_more_threads(waits: Iterable[Wait]) -> set[int]:
 
 
 def stuck(waits: Iterable[tuple[Iterable[int], Iterable[int]]], running: Iterable[int]) -> set[int]:
-    """Members that no running member can release, in linear time; `waits` are waiting and missing members by place."""
+    """Members that no running member can release, in linear time; `waits` are waiting and missing members."""
     waiting_for: dict[int, list[set[int]]] = defaultdict(list)
     blocked: set[int] = set()
     for members, missing in waits:
@@ -176,7 +173,7 @@ def stuck(waits: Iterable[tuple[Iterable[int], Iterable[int]]], running: Iterabl
             freed = blocked & waiting
             blocked -= freed
             free += freed
-            waiting.clear()  # this place is resolved; skip it for its other missing members
+            waiting.clear()  # this wait is resolved; skip it for its other missing members
     return blocked
 
 
@@ -187,7 +184,7 @@ def _may_be_stuck(masters: Iterable[SyncMaster]) -> bool:
         for master in masters
         for one in master.open_rounds.values()
     ]
-    sizes += [(master.nr_slaves, master.membership.world_size) for master in masters if _is_filling(master)]
+    sizes += [(master.nr_slaves, master.membership.world_size) for master in masters if master.membership.is_filling]
     sizes += [(len(back), master.nr_slaves) for master in masters if (back := master.membership.rejoining)]
     return bool(sizes) and sum(waiting for waiting, _ in sizes) >= min(size for _, size in sizes)
 
@@ -198,17 +195,12 @@ def _waits(masters: Sequence[SyncMaster]) -> Iterator[Wait]:
             since = {member: future.since for member, future in round_.futures.items() if future.peer}
             # A round without missing members waits for a newcomer, because its group lost its quorum.
             yield Wait(master, round_.key, since, round_.missing or (UNKNOWN_MEMBER,))
-        if _is_filling(master):
+        if master.membership.is_filling:  # members that return to a restarted server may be running
             arrived = {member: contributor.since for member, contributor in master.membership.contributors.items()}
             yield Wait(master, None, arrived, _candidates(master, masters))
         if returning := {one.member: one.since for one in master.membership.rejoining}:
             others = master.membership.contributors.keys() - returning.keys()
             yield Wait(master, None, returning, others or (UNKNOWN_MEMBER,))
-
-
-def _is_filling(master: SyncMaster) -> bool:
-    """Whether members wait for the group to open. Members that return to a restarted server may be running."""
-    return master.membership.state is GroupState.FILLING
 
 
 def _candidates(master: SyncMaster, masters: Iterable[SyncMaster]) -> Collection[int]:
@@ -225,31 +217,31 @@ class Table:
 
     def __init__(self, waits: Sequence[Wait], now: float) -> None:
         self._now = now
-        self._nr_places = len(waits)
+        self._nr_positions = len(waits)
         self._in_groups = len({wait.master.membership.group for wait in waits}) > 1
         self._in_calls = any(wait.key and wait.key.call for wait in waits)
         is_for_pass = any(wait.is_for_pass for wait in waits)
         self._advice = ADVICE_FOR_PASSES if is_for_pass else advice_for([self._name(wait) for wait in waits])
-        listed = sorted(waits, key=lambda wait: (-len(wait.since), min(wait.since)))[:MAX_PLACES]
-        self._places = [self._place(wait) for wait in listed]
+        listed = sorted(waits, key=lambda wait: (-len(wait.since), min(wait.since)))[:MAX_POSITIONS]
+        self._sections = [self._section(wait) for wait in listed]
         self._fields = [self._field(wait) for wait in listed]
 
     def error(self, wait: Wait) -> RoundMismatch:
-        """Error for the members at one place."""
+        """Error for the members in one position."""
         membership = wait.master.membership
         name = f"job {membership.job!r}" if self._in_groups else membership.name
-        where, more = f"{name}, epoch {wait.master.epoch}", self._nr_places - len(self._places)
-        text = error_text(SUMMARY, table=self._places, more_sections=more, where=where, advice=self._advice)
+        where, more = f"{name}, epoch {wait.master.epoch}", self._nr_positions - len(self._sections)
+        text = error_text(SUMMARY, table=self._sections, more_sections=more, where=where, advice=self._advice)
         fields = wait.key.fields if wait.key else {"job": membership.job, "group": membership.group}
-        return RoundMismatch(text, **fields, table=self._fields, places=self._nr_places)
+        return RoundMismatch(text, **fields, table=self._fields, places=self._nr_positions)
 
-    def _place(self, wait: Wait) -> TableSection:
+    def _section(self, wait: Wait) -> TableSection:
         name, contributors = self._name(wait), wait.master.membership.contributors
         rows = []
         for member in sorted(wait.since)[:MAX_ROWS]:
             who = wait.blocked or contributors[member]
-            location = (f"{who} {who.location(self._now)}",) if wait.blocked else ()
-            rows.append(Row((str(who), f"waits {self._now - wait.since[member]:.1f} s", name), location))
+            below = (f"{who} {who.position(self._now)}",) if wait.blocked else ()
+            rows.append(Row((str(who), f"waits {self._now - wait.since[member]:.1f} s", name), below))
         return TableSection(rows, len(wait.since), name)
 
     def _name(self, wait: Wait) -> str:
@@ -263,13 +255,13 @@ class Table:
 
     def _field(self, wait: Wait) -> dict[str, Any]:
         key = wait.key
-        place = {"step": key.step, "layer": key.layer, "call": key.call, "phase": key.phase} if key else {}
+        of_round = {"step": key.step, "layer": key.layer, "call": key.call, "phase": key.phase} if key else {}
         return {
             "members": sorted(wait.since)[:MAX_LISTED_MEMBERS],
             "nr_members": len(wait.since),
             "seconds": self._now - min(wait.since.values()),
             "group": wait.master.membership.group,
-            **place,
+            **of_round,
             **({"stack": wait.blocked.stack} if wait.blocked else {}),
         }
 
@@ -294,7 +286,7 @@ class DeadlockDetector:
         self._due: dict[str, float] = {}
 
     def find(self, now: float, groups: Mapping[GroupName, SyncMaster]) -> Iterator[list[Wait]]:
-        """Yield the places of each deadlocked job at a tick."""
+        """Yield the waits of each deadlocked job at a tick."""
         jobs: dict[str, list[SyncMaster]] = defaultdict(list)
         for (job, _), master in groups.items():
             jobs[job].append(master)

@@ -16,7 +16,6 @@ from itertools import islice
 from server.core.deadlock import APART_SILENCES
 from server.core.registry import Registry
 from server.group.contributor import ASK_SECONDS, Contributor, StackSample
-from server.group.lifecycle import GroupState
 from server.group.master import SyncMaster
 from server.group.rounds import Reply
 from statsd_bn import limits
@@ -79,7 +78,7 @@ class HangProbe:
         for (job, _), master in masters.items():
             contributors = master.membership.contributors
             old = [one for one in islice(master.open_rounds.values(), MAX_ROUNDS_SCANNED) if one.opened <= asked_since]
-            # These wait in a round, so their place is known.
+            # These wait in a round, so their position is known.
             waiting = {member for round_ in old for member in round_.waiting}
             for round_ in old:
                 late = (contributors.get(member) for member in round_.missing if member not in waiting)
@@ -89,7 +88,7 @@ class HangProbe:
                 yield from _requests(map(contributors.get, sorted(not_back)), returning)
             # Members that have not joined the world yet are unknown and cannot get a request.
             world = masters.get((job, WORLD))
-            if world is None or world is master or master.membership.state is not GroupState.FILLING:
+            if world is None or world is master or not master.membership.is_filling:
                 continue
             if any(one.since <= asked_since for one in contributors.values()):
                 others = (one for one in world.membership.contributors.values() if one.member not in contributors)

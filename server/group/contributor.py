@@ -1,7 +1,7 @@
 """Contributor: a registered member of a group, and its latest stack sample.
 
-The server requests stack reports from late members at intervals, so a sample also shows how long a member has been at
-one place. Reports are not trusted: the text is for display, and the numbers affect only members that wait anyway.
+The server requests stack reports from late members at intervals, so a sample also shows how long a member has been in
+one position. Reports are not trusted: the text is for display, and the numbers affect only members that wait anyway.
 """
 
 import math
@@ -69,7 +69,7 @@ class StackSample:
         self.unanswered_since = None
         if len(answer.members.runs) > MOST_RUNS:
             answer = replace(answer, torch_group="", members=NO_MEMBERS, launched=0)
-        if self.latest is None or _location(answer) != _location(self.latest):
+        if self.latest is None or _position(answer) != _position(self.latest):
             self.since = now
             self.launched.clear()  # the counts are outdated, since the member has moved
         self.latest, self.seen = answer, now
@@ -81,10 +81,11 @@ class StackSample:
             self.launched[group_of(answer)] = LaunchCount(answer.launched, since, now)
 
     @property
-    def is_blocked(self) -> bool:
-        """Whether the member is blocked in a torch collective: two reports agree."""
-        latest = self.latest
-        return bool(latest and latest.in_collective and latest.torch_group) and self.seen - self.since >= STEADY_SECONDS
+    def blocked_in(self) -> StackReport | None:
+        """Report of the torch collective in which the member is blocked, if two reports agree."""
+        is_steady = self.seen - self.since >= STEADY_SECONDS
+        latest = self.latest if is_steady else None
+        return latest if latest and latest.in_collective and latest.torch_group else None
 
     def has_launched(self, group: int, at_least: int) -> bool | None:
         """Whether the member has launched at least so many operations on a process group; None if unknown."""
@@ -94,7 +95,7 @@ class StackSample:
         return False if known and known.seen - known.since >= STEADY_SECONDS else None
 
     def steady_period(self, group: int) -> tuple[float, float]:
-        """Start and end of the time in which the member's place and its count for a process group were constant."""
+        """Start and end of the time in which the member's position and its count for a process group were constant."""
         known = self.launched.get(group)
         return (max(self.since, known.since), known.seen) if known else (self.seen, self.seen)
 
@@ -104,8 +105,8 @@ class StackSample:
             return f"has not answered a stack request for {now - self.unanswered_since:.0f} s"
         if self.latest is None:
             return ""
-        place = escape(self.latest.stack) or ("a collective of torch" if self.latest.in_collective else "")
-        return f"is in {place}, for {now - self.since:.0f} s" if place else ""
+        position = escape(self.latest.stack) or ("a collective of torch" if self.latest.in_collective else "")
+        return f"is in {position}, for {now - self.since:.0f} s" if position else ""
 
 
 def group_of(answer: StackReport) -> int:
@@ -113,9 +114,9 @@ def group_of(answer: StackReport) -> int:
     return hash((answer.torch_group, answer.members))
 
 
-def _location(answer: StackReport) -> tuple[object, ...]:
-    # The operation count is part of a place in a collective, because a loop returns to the same line. A waiting member
-    # that was asked about a process group is in a round.
+def _position(answer: StackReport) -> tuple[object, ...]:
+    # The operation count is part of a position in a collective, because a loop returns to the same line. A member that
+    # waits in a round may report a count, too.
     operation = (answer.torch_group, answer.launched) if answer.in_collective else ()
     return (answer.stack, answer.in_collective, *operation)
 
@@ -165,8 +166,8 @@ class Contributor:
         """Whether announced results are missing; they may have been lost in transit."""
         return len(self.recovered) < self.announced_results
 
-    def location(self, now: float) -> str:
-        """Text about its place in the code, see `StackSample.describe`; empty without a report."""
+    def position(self, now: float) -> str:
+        """Text about its position in the code, see `StackSample.describe`; empty without a report."""
         return self.stack_sample.describe(now) if self.stack_sample else ""
 
     @property
@@ -176,7 +177,7 @@ class Contributor:
 
     def report(self, now: float, step: int) -> dict[str, Any]:
         """Entry of the status report; `step` is the member's current step."""
-        where, last = self.location(now), self.lateness.total
+        where, last = self.position(now), self.lateness.total
         return {
             "member": self.member,
             "place": self.place,

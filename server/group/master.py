@@ -13,16 +13,7 @@ from server.group.health import GroupHealth
 from server.group.lifecycle import GroupState, MemberState, Notice
 from server.group.membership import Membership
 from server.group.recovery import ParkedContributions, RecoveredResult
-from server.group.rounds import (
-    Reply,
-    Round,
-    RoundState,
-    conflict_error,
-    failure_frame,
-    reduce_round,
-    round_failed,
-    unknown_session,
-)
+from server.group.rounds import Reply, Round, RoundState, failure_frame, reduce_round, round_failed, unknown_session
 from server.security import quota
 from server.security.quota import MemoryShare, QuotaUsage
 from statsd_bn import limits
@@ -396,8 +387,8 @@ class SyncMaster:
 
     def _answer_again(self, round_: Round, contributor: Contributor, rows: Rows, peer: bytes) -> list[Reply]:
         future = round_.futures.get(contributor.member)
-        if future and future.done and not future.put(rows, peer):
-            raise conflict_error(round_.key, contributor.member)
+        if future and future.done:
+            round_.put(contributor.member, rows, peer)
         return [(peer, round_.answer)]
 
     def _count_threads(self, contributor: Contributor) -> None:
@@ -452,8 +443,8 @@ class SyncMaster:
         where = key.describe(with_call=key.call > 0)
         late, there = [], []
         for member in missing[:MAX_ROWS]:
-            name, location = str(contributors[member]), contributors[member].location(now)
-            late.append(Row((name, "missing", f"from {where}"), (f"{name} {location}",) if location else ()))
+            name, position = str(contributors[member]), contributors[member].position(now)
+            late.append(Row((name, "missing", f"from {where}"), (f"{name} {position}",) if position else ()))
         for member in waiting[:MAX_ROWS]:
             name = str(contributors.get(member, f"rank {member}"))  # it may have left since its contribution
             there.append(Row((name, f"waits {now - round_.futures[member].since:.1f} s", f"in {where}")))
@@ -469,9 +460,9 @@ class SyncMaster:
         text = f"has waited {seconds} s for {self._describe_awaited(round_)}"
         late = round_.missing if self.membership.has_quorum else []
         # Few members get requests, so most have no report.
-        seen = ((member, self.membership.contributors[member].location(now)) for member in late)
-        places = islice((f"rank {member} {place}" for member, place in seen if place), MAX_NAMED)
-        return _pending_frame(round_.key, seconds, text, "; ".join(places))
+        seen = ((member, self.membership.contributors[member].position(now)) for member in late)
+        positions = islice((f"rank {member} {position}" for member, position in seen if position), MAX_NAMED)
+        return _pending_frame(round_.key, seconds, text, "; ".join(positions))
 
     def _describe_awaited(self, round_: Round) -> str:
         """Text of the missing members, with their places."""

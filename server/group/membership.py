@@ -51,6 +51,11 @@ class Membership:
         return self.state is GroupState.OPEN
 
     @property
+    def is_filling(self) -> bool:
+        """Whether the group waits for its members to register, and was not open before a restart of the server."""
+        return self.state is GroupState.FILLING
+
+    @property
     def is_recovering(self) -> bool:
         """Whether the group waits for its former members after a restart of the server."""
         return self.state is GroupState.RECOVERING
@@ -63,7 +68,7 @@ class Membership:
     @property
     def missing(self) -> int:
         """Number of members that the group waits for before it opens."""
-        if self.state is GroupState.FILLING:
+        if self.is_filling:
             return self.world_size - len(self.contributors)
         # Members wait for the end of a recovery even if all expected members are present.
         return max(1, len(self.absent)) if self.is_recovering else 0
@@ -197,18 +202,10 @@ class Membership:
         state = MemberState[Participation(register.participation).name]
         # A paused member starts with the next pass, and would mistake a later step for it.
         joins_now = self.is_open and state is MemberState.TAKES_PART
-        contributor = Contributor(
-            register.session,
-            register.member,
-            register.deadline,
-            register.place,
-            peer,
-            register.step,
-            self._next_step if joins_now else register.first_step,
-            state,
-            register.was_in_group,
-            register.results if self.is_recovering else 0,
-        )
+        first_step = self._next_step if joins_now else register.first_step
+        results = register.results if self.is_recovering else 0
+        who = (register.session, register.member, register.deadline, register.place)
+        contributor = Contributor(*who, peer, register.step, first_step, state, register.was_in_group, results)
         self.contributors[register.member] = contributor
         self.present = self.present.plus(register.member)
         return contributor
@@ -284,7 +281,7 @@ class Membership:
         step = self.step_of(contributor)
         del self.contributors[contributor.member]
         self.present = self.present.minus(contributor.member)
-        was_missed = self.state is not GroupState.FILLING
+        was_missed = not self.is_filling
         transition = self._apply(event, contributor.state)
         contributor.state = transition.member or contributor.state
         if not was_missed:

@@ -160,9 +160,9 @@ class Round:
         self.shape = self.shape or shape
         if shape == self.shape:
             return
-        place, what = (1, "channels") if self.shape[1] != shape[1] else (0, "vectors")
+        axis, what = (1, "channels") if self.shape[1] != shape[1] else (0, "vectors")
         others = format_ranks(Members.of(self.waiting))
-        text = f"expected {self.shape[place]} {what}, as {others} sent, got {shape[place]} from rank {member}"
+        text = f"expected {self.shape[axis]} {what}, as {others} sent, got {shape[axis]} from rank {member}"
         fields = {**self.key.fields, "expected": list(self.shape), "got": list(shape), "member": member}
         raise RoundMismatch(error_text(text, where=str(self.key)), **fields)
 

@@ -399,7 +399,7 @@ def test_the_error_of_many_places_names_the_most_crowded_ones():
         assert " more places\n  in job 'job', group 'world', epoch 0\n" in answer.message
         assert answer.message.endswith(round_key.ADVICE)
         assert len(encode(answer)) < 8 * limits.MAX_TEXT_BYTES
-        assert (answer.fields["places"], len(answer.fields["table"])) == (199, deadlock.MAX_PLACES)
+        assert (answer.fields["places"], len(answer.fields["table"])) == (199, deadlock.MAX_POSITIONS)
 
 
 # The detector against the definition.
