@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, get_args
 
 from statsd_bn import limits
 from statsd_bn.checks import check_integer, check_name, check_text, check_token, check_values, short_repr
-from statsd_bn.errors import ProtocolError
+from statsd_bn.errors import ProtocolError, UnknownSession
 from statsd_bn.members import NO_MEMBERS, Members, format_ranks
 from statsd_bn.reduction import FloatArray, Rows, new
 from statsd_bn.round_key import RoundKey
@@ -71,6 +71,12 @@ def digest(token: bytes) -> bytes:
     """Returns the digest that names a session in the server's messages, as long as a token."""
     # A session is a secret: its holder can speak for the member, so it travels only from the member to the server.
     return blake2b(token, digest_size=limits.TOKEN_BYTES, person=b"sbn session").digest()
+
+
+def unknown_session(session: bytes) -> UnknownSession:
+    """Returns the error that makes a member register again and resend its results."""
+    name = digest(session).hex()
+    return UnknownSession(f"the session with digest {name} is not registered here", digest=name)
 
 
 # Membership: registration, liveness, and where a member is.

@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, Self
 
 from statsd_bn import limits
-from statsd_bn.checks import check_integer, check_name, short_repr
-from statsd_bn.errors import ProtocolError
+from statsd_bn.checks import check_integer, check_name
 
 FORWARD = "forward"
 
@@ -28,7 +27,6 @@ ADVICE_FOR_GRADIENTS = (
     "detach it on all."
 )
 
-_new_tuple = tuple.__new__
 _NAME, _PHASE, _COUNTER = limits.MAX_NAME_BYTES, limits.MAX_PHASE_BYTES, limits.MAX_COUNTER
 
 
@@ -100,28 +98,6 @@ class RoundKey(_KeyFields):
     def fields(self) -> dict[str, Any]:
         """The parts by name, for an error's fields."""
         return self._asdict()
-
-
-def parse_key(packed: bytes, epoch: int, step: int, call: int) -> RoundKey:
-    """Returns the key in a frame: `packed` has job, group, layer and phase in UTF-8, with a zero byte between two."""
-    try:
-        texts = packed.decode()
-        job, group, layer, phase = texts.split("\0")
-    except ValueError as error:
-        raise ProtocolError(
-            f"round key: expected job, group, layer and phase in UTF-8, got {short_repr(packed)}"
-        ) from error
-    # The fast path for nearly all keys: each frame of a round has one. The largest counter has all bits set.
-    if (
-        len(packed) <= _NAME
-        and len(phase) <= _PHASE
-        and texts.isascii()
-        and "" not in (job, group, layer, phase)
-        and texts.replace("\0", "").isprintable()
-        and epoch | step | call <= _COUNTER
-    ):
-        return _new_tuple(RoundKey, (job, group, epoch, step, layer, call, phase))
-    return RoundKey(job, group, epoch, step, layer, call, phase)
 
 
 def advice_for(places: Iterable[str]) -> str:

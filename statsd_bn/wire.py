@@ -20,12 +20,13 @@ import numpy as np
 
 from statsd_bn import limits
 from statsd_bn.checks import check_depth, check_integer, check_text, short_repr
-from statsd_bn.errors import ProtocolError, VersionMismatch
+from statsd_bn.errors import ProtocolError, StatsdBNError, VersionMismatch
 from statsd_bn.members import NO_MEMBERS, Members
-from statsd_bn.messages import BY_TYPE, Aggregate, Contribution, Figures, Message, Request, Result, SkewStats
+from statsd_bn.messages import BY_TYPE, Aggregate, Contribution, Failure, Figures, Message, Request, Result, SkewStats
 from statsd_bn.reduction import FloatArray, Rows
-from statsd_bn.round_key import RoundKey, parse_key
+from statsd_bn.round_key import RoundKey
 from statsd_bn.skew import FIGURES
+from statsd_bn.text import wire_text
 
 PROTOCOL_VERSION = 9
 MAGIC = b"SBN"
@@ -84,6 +85,13 @@ def encode(message: Message) -> bytes:
         body, fields[-1] = fields[-1], fields[-1].shape[1]
     max_header = limits.MAX_REQUEST_HEADER_BYTES if kind in _REQUESTS else limits.MAX_HEADER_BYTES
     return _make_frame(msgpack.packb([message.type, *fields]), body, max_header)
+
+
+def encode_failure(error: StatsdBNError, key: RoundKey | None = None) -> bytes:
+    """Returns the frame of the Failure that reports `error`, of a round if `key` is given."""
+    # Cached errors are raised repeatedly; each raise would extend the traceback, which keeps received frames alive.
+    error.__traceback__ = None
+    return encode(Failure(error.code, wire_text(error.message), error.fields, key))
 
 
 def decode_request(frame: bytes) -> Request:
@@ -163,7 +171,7 @@ def _decode_contribution(frame: bytes, max_header: int) -> Contribution:
     ):
         raise _truncated(frame, max_header, texts)
     counts = (count,) if replicas == 1 else struct.unpack_from(f"<{replicas}Q", frame, _COUNTS)
-    key = parse_key(frame[texts:end], epoch, step, call)
+    key = _read_key(frame[texts:end], epoch, step, call)
     shape = (replicas, vectors, channels)
     if (
         size == start + _VALUE_BYTES * replicas * vectors * channels
@@ -194,7 +202,7 @@ def _decode_aggregate(frame: bytes, max_header: int) -> Aggregate:
         beginning == _MAGIC_AND_VERSION and length <= max_header and texts <= end <= size <= limits.MAX_FRAME_BYTES
     ):
         raise _truncated(frame, max_header, texts)
-    key = parse_key(frame[texts:end], epoch, step, call)
+    key = _read_key(frame[texts:end], epoch, step, call)
     values = _values_in(frame, end, (vectors, channels))
     members = Members(
         (_RUN.unpack_from(frame, _AGGREGATE_FRAME.size),)
@@ -210,6 +218,28 @@ def _decode_aggregate(frame: bytes, max_header: int) -> Aggregate:
     ):
         return _aggregate(key, replicas, count, members, values, non_finite)
     return Aggregate(key, replicas, count, members, values, non_finite)  # raises the error of the check that failed
+
+
+def _read_key(packed: bytes, epoch: int, step: int, call: int) -> RoundKey:
+    """Returns the key of a frame: `packed` has job, group, layer and phase in UTF-8, with a zero byte between two."""
+    try:
+        texts = packed.decode()
+        job, group, layer, phase = texts.split("\0")
+    except ValueError as error:
+        raise ProtocolError(
+            f"round key: expected job, group, layer and phase in UTF-8, got {short_repr(packed)}"
+        ) from error
+    # The fast path for nearly all keys: each frame of a round has one. The largest counter has all bits set.
+    if (
+        len(packed) <= limits.MAX_NAME_BYTES
+        and len(phase) <= limits.MAX_PHASE_BYTES
+        and texts.isascii()
+        and "" not in (job, group, layer, phase)
+        and texts.replace("\0", "").isprintable()
+        and epoch | step | call <= limits.MAX_COUNTER
+    ):
+        return tuple.__new__(RoundKey, (job, group, epoch, step, layer, call, phase))
+    return RoundKey(job, group, epoch, step, layer, call, phase)
 
 
 def _truncated(frame: bytes, max_header: int, least: int) -> ProtocolError:

@@ -19,15 +19,15 @@ from server.core.hang_probe import HangProbe
 from server.core.liveness import Session
 from server.core.registry import Registry
 from server.core.report import StatusReports
-from server.group.rounds import Reply, failure_frame, unknown_session
+from server.group.rounds import Reply
 from server.security.access import ANONYMOUS, REVOKED, Principal
 from server.security.quota import Quota, QuotaUsage
 from statsd_bn import limits, messages
 from statsd_bn.errors import AuthenticationRefused, MasterStopped, ProtocolError, RegistrationRefused, StatsdBNError
 from statsd_bn.members import NO_MEMBERS
-from statsd_bn.messages import NO_SERVER, WORLD
+from statsd_bn.messages import NO_SERVER, WORLD, unknown_session
 from statsd_bn.text import error_summary, log_line
-from statsd_bn.wire import decode_request, encode
+from statsd_bn.wire import decode_request, encode, encode_failure
 
 logger = logging.getLogger("statsd_bn.server")
 
@@ -90,7 +90,7 @@ class Dispatcher:
         except StatsdBNError as error:
             self.bad_frames += isinstance(error, ProtocolError)
             logger.warning("refused: %s", log_line(error))
-            return Received([(peer, failure_frame(error))], is_refused=True)
+            return Received([(peer, encode_failure(error))], is_refused=True)
         return Received(replies, message.session)
 
     def _record(self, now: float, message: messages.Request, session: Session, peer: bytes) -> list[Reply]:
@@ -118,7 +118,7 @@ class Dispatcher:
                 master.record_heartbeat(now, contributor, message)
         if isinstance(message, messages.Heartbeat | messages.StackReport) and contributor.results_pending:
             # The member registers again and sends them.
-            return [(peer, failure_frame(self._error_for(message.session)))]
+            return [(peer, encode_failure(self._error_for(message.session)))]
         return []
 
     def _refuse_unregistered(self, message: messages.Request, peer: bytes) -> Received:
@@ -128,7 +128,7 @@ class Dispatcher:
             # gets the answer.
             return Received([], is_refused=True)
         key = message.key if isinstance(message, messages.Contribution) else None
-        return Received([(peer, failure_frame(self._error_for(message.session), key))], is_refused=True)
+        return Received([(peer, encode_failure(self._error_for(message.session), key))], is_refused=True)
 
     def _error_for(self, session: bytes) -> StatsdBNError:
         """Error for an unregistered session: the reason of its end, or `unknown session`."""
@@ -179,7 +179,7 @@ class Dispatcher:
         if wait.blocked:
             # Its main thread waits in torch; only its heartbeat thread can receive this.
             address = self._registry.sessions.heartbeat_address(wait.blocked.session)
-            return [(address, failure_frame(error))] if address else []
+            return [(address, encode_failure(error))] if address else []
         if wait.key:
             return wait.master.fail(wait.key, error)
         if wait.master.membership.is_open:
@@ -223,7 +223,7 @@ class Dispatcher:
         """Failures for all members, because no successor follows; a busy member reads it before its next round."""
         stopped = MasterStopped("the server stopped because the process that started it ended")
         sessions = self._registry.sessions.values()
-        return [(one.contributor.peer, failure_frame(one.master.membership.lost or stopped)) for one in sessions]
+        return [(one.contributor.peer, encode_failure(one.master.membership.lost or stopped)) for one in sessions]
 
     def stop(self) -> list[Reply]:
         """End all waits: this server stops and has no successor."""

@@ -14,13 +14,14 @@ from server.group.contributor import Contributor
 from server.group.lifecycle import GroupState
 from server.group.master import SyncMaster
 from server.group.membership import too_late_error
-from server.group.rounds import Reply, failure_frame
+from server.group.rounds import Reply
 from server.security.access import ANONYMOUS, Principal
 from server.security.quota import QuotaUsage
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError, RegistrationRefused, ReplicaLost, RoundMismatch, StaleEpoch, StatsdBNError
 from statsd_bn.messages import NO_SERVER, WORLD, Register, digest
 from statsd_bn.text import log_line
+from statsd_bn.wire import encode_failure
 
 logger = logging.getLogger("statsd_bn.server")
 
@@ -200,7 +201,7 @@ class Registry:
     def dissolve(self, now: float, master: SyncMaster, error: StatsdBNError) -> list[Reply]:
         """End a group that cannot open: fail all members that wait for it, and end their sessions."""
         contributors = list(master.membership.contributors.values())
-        replies = [(contributor.peer, failure_frame(error)) for contributor in contributors]
+        replies = [(contributor.peer, encode_failure(error)) for contributor in contributors]
         # A member that missed the reply gets this one when it retries; short, since it is remembered for long.
         again = RoundMismatch(f"{master.membership.name}: deadlock: its ranks waited in different places")
         for contributor in contributors:
@@ -225,7 +226,7 @@ class Registry:
             peers = [one.peer for group in waiting for one in group.membership.contributors.values()]
         tokens = (contributor.session for contributor in membership.contributors.values())
         beating = dict.fromkeys(map(self.sessions.heartbeat_address, tokens))
-        frame = failure_frame(lost)
+        frame = encode_failure(lost)
         return [(peer, frame) for peer in (*peers, *filter(None, beating))]
 
     def _remember_session(self, token: bytes, epoch: int, error: StatsdBNError) -> None:

@@ -13,7 +13,7 @@ from server.group.health import GroupHealth
 from server.group.lifecycle import GroupState, MemberState, Notice
 from server.group.membership import Membership
 from server.group.recovery import ParkedContributions, RecoveredResult
-from server.group.rounds import Reply, Round, RoundState, failure_frame, reduce_round, round_failed, unknown_session
+from server.group.rounds import Reply, Round, RoundState, reduce_round, round_failed
 from server.security import quota
 from server.security.quota import MemoryShare, QuotaUsage
 from statsd_bn import limits
@@ -28,11 +28,21 @@ from statsd_bn.errors import (
     StatsdBNError,
 )
 from statsd_bn.members import Members, format_ranks
-from statsd_bn.messages import Aggregate, Contribution, Heartbeat, NonFiniteRound, Pending, Register, Registered, digest
+from statsd_bn.messages import (
+    Aggregate,
+    Contribution,
+    Heartbeat,
+    NonFiniteRound,
+    Pending,
+    Register,
+    Registered,
+    digest,
+    unknown_session,
+)
 from statsd_bn.reduction import Rows, find_non_finite
 from statsd_bn.round_key import RoundKey
 from statsd_bn.text import MAX_ROWS, Row, TableSection, error_text, wire_text
-from statsd_bn.wire import encode
+from statsd_bn.wire import encode, encode_failure
 
 # A late copy is older by no more rounds than a broken connection had in flight, far fewer than this.
 REMEMBERED_ROUNDS = 1024
@@ -142,7 +152,7 @@ class SyncMaster:
                     return self._park(contributor, contribution, peer)
             return self._add_rows(now, round_, contributor, contribution, peer)
         except StatsdBNError as error:
-            return [(peer, failure_frame(error, contribution.key))]
+            return [(peer, encode_failure(error, contribution.key))]
 
     def _add_rows(
         self, now: float, round_: Round | None, contributor: Contributor, contribution: Contribution, peer: bytes
@@ -166,7 +176,7 @@ class SyncMaster:
         try:
             round_.put(member, rows, peer)
         except ContributionConflict as conflict:
-            frame = failure_frame(conflict, key)
+            frame = encode_failure(conflict, key)
             return [(address, frame) for address in dict.fromkeys((future.peer, peer)) if address]
         except RoundFailed as error:
             self.last_answered = now
@@ -214,7 +224,7 @@ class SyncMaster:
         try:
             self._check_key(contributor, key)
         except StatsdBNError as error:
-            return [(peer, failure_frame(error, key))]
+            return [(peer, encode_failure(error, key))]
         membership = self.membership
         if not (membership.is_recovering and (contributor.results_pending or key in contributor.recovered)):
             return []  # the group has recovered, or the member announced fewer results
@@ -260,7 +270,7 @@ class SyncMaster:
         parked = [(peer, contribution.key) for _, contribution, peer in self.parked.consume()]
         rounds = list(self.open_rounds.values())
         replies = [reply for round_ in rounds for reply in self._break(round_, reason(round_.key))]
-        return replies + [(peer, failure_frame(reason(key), key)) for peer, key in parked]
+        return replies + [(peer, encode_failure(reason(key), key)) for peer, key in parked]
 
     def stop(self) -> list[Reply]:
         """End all open rounds, and the wait for the group to open: the server stops and has no successor."""
@@ -269,12 +279,12 @@ class SyncMaster:
         if self.membership.state not in {GroupState.FILLING, GroupState.RECOVERING}:
             return replies
         text = error_text("the server stopped before the group was complete", where=self.membership.name)
-        stopped = failure_frame(MasterStopped(text))
+        stopped = encode_failure(MasterStopped(text))
         return replies + [(contributor.peer, stopped) for contributor in self.membership.contributors.values()]
 
     def pause_rejoining(self, error: StatsdBNError) -> list[Reply]:
         """Fail the wait of rejoining members for the others; they are paused again."""
-        return [(contributor.peer, failure_frame(error)) for contributor in self.membership.pause_rejoining()]
+        return [(contributor.peer, encode_failure(error)) for contributor in self.membership.pause_rejoining()]
 
     def _check_key(self, contributor: Contributor, key: RoundKey) -> None:
         """Raise ProtocolError for the round of another group or epoch."""
@@ -332,7 +342,7 @@ class SyncMaster:
             if one.state is MemberState.REJOINING or (is_broken and not (has_opened or one.member in with_a_round))
         ]
         replies = self.break_all(lambda _: error) if is_broken else []
-        frame = failure_frame(error)
+        frame = encode_failure(error)
         return replies + [(peer, frame) for peer in waiting]
 
     def _registered(self, contributor: Contributor) -> bytes:
@@ -410,7 +420,7 @@ class SyncMaster:
 
     def _break(self, round_: Round, error: StatsdBNError, also: Iterable[bytes] = ()) -> list[Reply]:
         self.failed += 1
-        round_.end(failure_frame(error, round_.key), RoundState.FAILED)
+        round_.end(encode_failure(error, round_.key), RoundState.FAILED)
         return self._close(round_, also)
 
     def _close(self, round_: Round, also: Iterable[bytes] = ()) -> list[Reply]:

@@ -10,13 +10,12 @@ from enum import StrEnum
 import numpy as np
 
 from statsd_bn import limits
-from statsd_bn.errors import ContributionConflict, RoundFailed, RoundMismatch, StatsdBNError, UnknownSession
+from statsd_bn.errors import ContributionConflict, RoundFailed, RoundMismatch
 from statsd_bn.members import NO_MEMBERS, Members, format_ranks
-from statsd_bn.messages import Aggregate, Failure, digest
+from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import Rows, is_finite, join_in_order, non_finite_members, sum_in_order
 from statsd_bn.round_key import GATHER, RoundKey
-from statsd_bn.text import error_text, wire_text
-from statsd_bn.wire import encode
+from statsd_bn.text import error_text
 
 Reply = tuple[bytes, bytes]
 """(peer, frame) to send."""
@@ -180,19 +179,6 @@ class Round:
 def round_failed(key: RoundKey, reason: str) -> RoundFailed:
     """Error of a round without a more specific class."""
     return RoundFailed(error_text(reason, where=str(key)), **key.fields)
-
-
-def unknown_session(session: bytes) -> UnknownSession:
-    """Error that makes a member register again and resend its results."""
-    name = digest(session).hex()
-    return UnknownSession(f"the session with digest {name} is not registered here", digest=name)
-
-
-def failure_frame(error: StatsdBNError, key: RoundKey | None = None) -> bytes:
-    """Failure message of an error."""
-    # Cached errors are raised repeatedly; each raise would extend the traceback, which keeps received frames alive.
-    error.__traceback__ = None
-    return encode(Failure(error.code, wire_text(error.message), error.fields, key))
 
 
 def reduce_round(round_: Round) -> Aggregate:

@@ -25,13 +25,14 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from server.core.dispatcher import Dispatcher, Received
-from server.group.rounds import Reply, failure_frame
+from server.group.rounds import Reply
 from server.network.listener import Listener
 from server.network.reset_filter import ResetDetector, close_connection, drop_resets
 from server.security.access import Principal
 from statsd_bn import limits
 from statsd_bn.errors import LimitExceeded, StatsdBNError
 from statsd_bn.text import log_line
+from statsd_bn.wire import encode_failure
 
 logger = logging.getLogger("statsd_bn.server")
 
@@ -300,7 +301,7 @@ class ConnectionManager:
         self._ignored[peer] = time.monotonic() + IGNORED_SECONDS
         self.members.pop(peer, None)
         # A frame may be read after its connection was closed and the descriptor reused.
-        is_connected = self._deliver(peer, failure_frame(error)) != zmq.EHOSTUNREACH
+        is_connected = self._deliver(peer, encode_failure(error)) != zmq.EHOSTUNREACH
         if is_connected and (connection := self._table.by_peer.get(peer)):
             self._closing[connection.descriptor] = time.monotonic() + CLOSE_DELAY_SECONDS
 

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from server.core.report import group_entries
 from server.group import master
 from server.group.master import SyncMaster
-from server.group.rounds import Reply, failure_frame
+from server.group.rounds import Reply
 from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import Aggregate, Failure, Heartbeat
 from statsd_bn.reduction import Rows
 from statsd_bn.round_key import RoundKey
-from statsd_bn.wire import decode
+from statsd_bn.wire import decode, encode_failure
 from support.strategies import KEY, contribution, key, register, rows
 
 SERVER = b"server-0"
@@ -412,6 +412,6 @@ def test_the_report_of_a_group_lists_present_and_awaited_members():
 
 
 def test_a_failure_that_is_too_long_for_the_wire_is_cut_between_characters():
-    cut = decode(failure_frame(StatsdBNError("x" + "é" * limits.MAX_TEXT_BYTES)))
+    cut = decode(encode_failure(StatsdBNError("x" + "é" * limits.MAX_TEXT_BYTES)))
     assert len(cut.message.encode()) == limits.MAX_TEXT_BYTES - 1
     assert set(cut.message[1:]) == {"é"}

@@ -13,13 +13,12 @@ from client.session.protocol.member import Member
 from client.session.protocol.session import Session
 from server.__main__ import MAX_LINE, PlainFormatter, main
 from server.core.dispatcher import Dispatcher
-from server.group.rounds import failure_frame
 from statsd_bn import limits
 from statsd_bn.checks import check_depth, short_repr
 from statsd_bn.errors import ConfigurationError, ProtocolError, RegistrationRefused, StatsdBNError, from_wire
 from statsd_bn.messages import Failure, Leave, Status
 from statsd_bn.text import escape, escape_lines, escape_nested, log_line, wire_text
-from statsd_bn.wire import PROTOCOL_VERSION, decode, encode
+from statsd_bn.wire import PROTOCOL_VERSION, decode, encode, encode_failure
 from support.sentences import says
 from support.strategies import key, register
 
@@ -91,7 +90,7 @@ def test_a_cause_with_control_characters_is_escaped():
 
 
 def test_a_servers_own_error_is_escaped():
-    assert decode(failure_frame(ConfigurationError(HOSTILE))).message == escape_lines(HOSTILE)
+    assert decode(encode_failure(ConfigurationError(HOSTILE))).message == escape_lines(HOSTILE)
 
 
 @pytest.mark.parametrize("job", ["a\nb", "\x1b[2J", "", "x" * 257, "a\u202eb", "\ud800"])
