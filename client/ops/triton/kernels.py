@@ -3,7 +3,7 @@
 An input is read as a contiguous (N, C, S): a contiguous (N, C, H, W) has S = H * W, and one in channels_last memory is
 (N * H * W, C, 1). So both layouts share all kernels.
 
-Vectors of length C are float64. A pass has one buffer that is saved and one for its round; `launch` allocates both:
+Vectors of length C are float64. A pass has one buffer that is saved and one for its round; `Pass` allocates both:
 
     forward   count, mean, invstd, slope, center, scale, shift, row
     backward  by_centred, constant, by_gradient, row
@@ -157,31 +157,23 @@ def write_row(partial, forward, row, C, splits, digest: tl.int64, count: tl.floa
 
 
 @triton.jit
-def _row(rows, flags, rank, digest, block, C, BLOCK: tl.constexpr):
-    """Count, both vectors and whether the row is of another round; writes this block's flags of the row."""
-    channels, there = _channels(block, C, BLOCK)
-    row = rows + rank * (2 * C + 2)
-    count = tl.load(row + 1)
-    first = _vector(row + 2, channels, there)
-    second = _vector(row + 2 + C, channels, there)
-    is_other = (tl.load(row).to(tl.int64, bitcast=True) != digest.to(tl.int64)).to(tl.int32)
-    finite = (tl.abs(first) < float("inf")) & (tl.abs(second) < float("inf"))
-    not_finite = 1 - tl.min(finite.to(tl.int32), 0)
-    tl.store(flags + rank * tl.cdiv(C, BLOCK) + block, (is_other + 2 * not_finite).to(tl.float64))
-    return count, first, second, is_other
-
-
-@triton.jit
 def _total(rows, flags, ranks, digest, block, C, BLOCK: tl.constexpr):
-    """Sum of all rows, from first to last, and the number of rows of another round."""
-    count, first, second, others = _row(rows, flags, 0, digest, block, C, BLOCK)
-    for rank in range(1, ranks):
-        # Separate names: variables carried by a loop must keep their type.
-        its_count, its_first, its_second, is_other = _row(rows, flags, rank, digest, block, C, BLOCK)
-        count += its_count
-        first += its_first
-        second += its_second
+    """Sum of all rows, from first to last, and the number of rows of another round; writes this block's flags."""
+    channels, there = _channels(block, C, BLOCK)
+    count, others = tl.full((), 0.0, tl.float64), tl.full((), 0, tl.int32)
+    first, second = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
+    for rank in range(ranks):
+        row = rows + rank * (2 * C + 2)
+        its_first, its_second = _vector(row + 2, channels, there), _vector(row + 2 + C, channels, there)
+        is_other = (tl.load(row).to(tl.int64, bitcast=True) != digest.to(tl.int64)).to(tl.int32)
+        finite = (tl.abs(its_first) < float("inf")) & (tl.abs(its_second) < float("inf"))
+        not_finite = 1 - tl.min(finite.to(tl.int32), 0)
+        tl.store(flags + rank * tl.cdiv(C, BLOCK) + block, (is_other + 2 * not_finite).to(tl.float64))
+        count += tl.load(row + 1)
         others += is_other
+        # The sum begins with the first row, not with 0: 0 + -0 is not -0.
+        first = tl.where(rank == 0, its_first, first + its_first)
+        second = tl.where(rank == 0, its_second, second + its_second)
     return count, first, second, others
 
 
