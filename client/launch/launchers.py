@@ -19,6 +19,7 @@ from torch import distributed
 
 from statsd_bn.environment import integer
 from statsd_bn.errors import ConfigurationError
+from statsd_bn.limits import MAX_COUNTER
 
 # Sources of a setting besides variables.
 ARGUMENT, DEFAULT, PROCESS_GROUP = "argument", "default", "process group"
@@ -96,9 +97,13 @@ def job(environ: Mapping[str, str]) -> Setting | None:
     return optional("job", name, "SLURM_JOB_ID")
 
 
-def epoch(environ: Mapping[str, str]) -> Setting | None:
-    """Returns how often the launcher has restarted the processes; None if it does not count restarts."""
-    return _integer(environ, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "epoch")
+def epoch(environ: Mapping[str, str]) -> Setting:
+    """Returns how often the launcher has restarted the processes; 0 if it does not count restarts."""
+    count = _integer(environ, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "epoch")
+    count = count or Setting("epoch", 0, DEFAULT)
+    if not 0 <= count.value <= MAX_COUNTER:
+        raise ConfigurationError(f"{count.source}: expected 0 to {MAX_COUNTER}, got {count.value}")
+    return count
 
 
 def store_address(environ: Mapping[str, str]) -> Setting | None:

@@ -92,12 +92,12 @@ def resolve(environ: Mapping[str, str], group: ProcessGroup | None = None, **arg
         if given["world_size"] is None:
             raise
         launched = None  # the argument replaces an invalid variable
-    # The launcher has started several processes, or its only one has started those of the process group.
+    # The launcher may have started only one process, which has started those of the process group.
     of_group = group and Setting("world_size", group.size, PROCESS_GROUP)
     several = next((each for each in (launched, of_group) if each and each.value > 1), None)
     size, rank = _size_and_rank(environ, given, launched, several, group)
     min_members = _min_members(given, size)
-    transport = _choice(environ, "STATSD_BN_TRANSPORT", given, TRANSPORT_CHOICES)
+    transport = _text(environ, "STATSD_BN_TRANSPORT", given, TRANSPORT_CHOICES)
     if given["policy"] == ELASTIC and transport.value == OVER_PROCESS_GROUP:
         raise ConfigurationError(
             f"{transport}: expected 'auto' or 'server' for an elastic job; a process group ends with a lost rank"
@@ -112,10 +112,10 @@ def resolve(environ: Mapping[str, str], group: ProcessGroup | None = None, **arg
     settings: tuple[Setting | None, ...] = (
         *(endpoint, _job(environ, given["job"]), rank, size, round_timeout, join_timeout),
         Setting("policy", given["policy"], DEFAULT if given["policy"] == STRICT else ARGUMENT),
-        *(min_members, _epoch(environ), _text(environ, "STATSD_BN_CURVE", given)),
+        *(min_members, launchers.epoch(environ), _text(environ, "STATSD_BN_CURVE", given)),
         *(_flag(environ, "STATSD_BN_INSECURE", default=False), store, abort_after),
         *(_flag(environ, "STATSD_BN_STACKS", default=True), transport),
-        _choice(environ, "STATSD_BN_ON_NONFINITE", given, ON_NONFINITE),
+        _text(environ, "STATSD_BN_ON_NONFINITE", given, ON_NONFINITE),
     )
     resolved = {setting.name: setting for setting in settings if setting}
     of_member = {each.name: resolved[each.name].value for each in fields(Member) if each.name in resolved}
@@ -130,17 +130,13 @@ def resolve(environ: Mapping[str, str], group: ProcessGroup | None = None, **arg
     )
 
 
-def _text(environ: Mapping[str, str], variable: str, given: Mapping[str, Any], default: str | None = None) -> Setting:
-    """Resolves an argument that has a STATSD_BN_ variable of the same name; empty values count as missing."""
+def _text(environ: Mapping[str, str], variable: str, given: Mapping[str, Any], choices: Sequence[str] = ()) -> Setting:
+    """Resolves an argument that has a STATSD_BN_ variable of the same name; without a value, to the first choice."""
     name = variable.removeprefix(PREFIX).lower()
+    # An empty text is no value.
     setting = optional(name, given[name] or None, ARGUMENT) or optional(name, environ.get(variable) or None, variable)
-    return setting or Setting(name, default, DEFAULT)
-
-
-def _choice(environ: Mapping[str, str], variable: str, given: Mapping[str, Any], choices: Sequence[str]) -> Setting:
-    """Resolves a text that is one of the choices, by default the first."""
-    setting = _text(environ, variable, given, choices[0])
-    if setting.value not in choices:
+    setting = setting or Setting(name, choices[0] if choices else None, DEFAULT)
+    if choices and setting.value not in choices:
         got = f"got {setting.value!r:.80} ({setting.source})"
         raise ConfigurationError(f"{setting.name}: expected one of {', '.join(choices)}, {got}")
     return setting
@@ -171,13 +167,6 @@ def _job(environ: Mapping[str, str], argument: str | None) -> Setting:
     except ProtocolError as error:
         raise ConfigurationError(f"{error.message} ({job.source})") from None
     return job
-
-
-def _epoch(environ: Mapping[str, str]) -> Setting:
-    epoch = launchers.epoch(environ) or Setting("epoch", 0, DEFAULT)
-    if not 0 <= epoch.value <= limits.MAX_COUNTER:
-        raise ConfigurationError(f"{epoch.source}: expected 0 to {limits.MAX_COUNTER}, got {epoch.value}")
-    return epoch
 
 
 def _size_and_rank(

@@ -160,8 +160,8 @@ def test_without_a_launcher_there_is_no_place_to_meet():
     assert launchers.store_address({}) is None
     assert launchers.store_address({"MASTER_ADDR": "a"}) is None
     assert launchers.store_address({"MASTER_PORT": "1"}) is None
-    settings = (launchers.rank, launchers.world_size, launchers.job, launchers.epoch)
-    assert [setting({}) for setting in settings] == [None] * 4
+    assert [setting({}) for setting in (launchers.rank, launchers.world_size, launchers.job)] == [None] * 3
+    assert launchers.epoch({}) == launchers.Setting("epoch", 0, launchers.DEFAULT)
 
 
 @pytest.mark.parametrize(
