@@ -243,8 +243,8 @@ class Rendezvous:
 
     @cached_property
     def _entry(self) -> StoreEntry:
-        # The name of this life of the job, since the store may contain earlier announcements. Only torchrun's store
-        # outlives the processes, and on one node they agree on the count of restarts.
+        # torchrun's store outlives the processes, and may contain announcements of earlier lives of the job. The count
+        # of restarts names a life on one node only, where all processes agree on it.
         is_counted = self.settings.is_one_node and self.settings.source("epoch") == "TORCHELASTIC_RESTART_COUNT"
         member = self.settings.member
         life = f"job {member.job}/{f'life {member.epoch}' if is_counted else 'latest life'}"

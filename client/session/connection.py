@@ -40,7 +40,7 @@ MAX_ROUND_TRIPS = 4096  # durations kept for `median_round_trip` and `metrics`
 class Connection:
     """This process as a member of its job, as `connect` returns it; also a context manager that leaves the job.
 
-    It is in the group of all members from the beginning, and joins any other group at its first use.
+    It joins the group of all members at once, and any other group at the group's first use.
 
     Attributes:
         rounds: number of rounds so far, in all groups.

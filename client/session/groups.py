@@ -76,9 +76,9 @@ def from_environment(environ: Mapping[str, str], host: str | None = None) -> Gro
             "start the members by torchrun, or give them client.Group(name, size)"
         )
     size = integer(environ, "LOCAL_WORLD_SIZE", 0)
-    # LOCAL_WORLD_SIZE counts the processes of one torchrun agent, and GROUP_RANK numbers the agents. Host names do not
-    # fit: containers may share one, and two agents of a job may share a host; both would give one name more members
-    # than its size. Without agents only the host's name is left.
+    # LOCAL_WORLD_SIZE counts the processes of one torchrun agent, and GROUP_RANK numbers the agents. Two agents may
+    # share a host, or have containers with equal host names: a group with that name would have more members than its
+    # size. Other launchers than torchrun have no agents, so there it is the host's name.
     node = environ.get("GROUP_RANK")
     return _ReservedGroup(f"{LOCAL} node {node}" if node else f"{LOCAL} host {host or socket.gethostname()}", size)
 

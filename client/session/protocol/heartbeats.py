@@ -21,7 +21,7 @@ class HeartbeatScheduler:
     """The heartbeats of one process over one connection."""
 
     def __init__(self) -> None:
-        # The transport in each session's latest heartbeat over this connection, by token; and in the one on its way.
+        # By token: the transport in the latest heartbeat that was sent over this connection, and in the next one.
         self._announced: dict[bytes, str] = {}
         self._announcing: dict[bytes, str] = {}
         self._resent: set[bytes] = set()
@@ -55,7 +55,7 @@ class HeartbeatScheduler:
         return due
 
     def _last_complete(self, session: Session) -> float:
-        """When a session last sent all that its heartbeats say."""
+        """When a session last sent everything that a heartbeat reports."""
         if not session.transport.bypasses_server:
             return session.last_sent
         return min(session.last_sent, self._last_heartbeat.get(session.member_token, session.last_sent))
