@@ -323,6 +323,13 @@ def set_threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def compiling() -> Iterator[None]:
+    """Resets the compiler: earlier compilations would make later ones dynamic."""
+    yield
+    torch.compiler.reset()
+
+
 @pytest.fixture(autouse=True)
 def _disconnected() -> Iterator[None]:
     """A test that leaves a connection behind would lend it to the next."""

@@ -1,5 +1,6 @@
 """Joining without an endpoint: where the master listens, who hears of it, and what happens where there is none."""
 
+import itertools
 import os
 import re
 import signal
@@ -82,7 +83,7 @@ def environ(monkeypatch):
     kept = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(own_server, "_stores", {})
     # Threads that play processes would count their entries together.
-    monkeypatch.setattr(own_server, "_entries", _Zeros())
+    monkeypatch.setattr(own_server, "_entries", itertools.repeat(0))
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(kept.port)}
     for name, value in ({"TORCHELASTIC_USE_AGENT_STORE": "True"} | address).items():
         monkeypatch.setenv(name, value)
@@ -90,11 +91,6 @@ def environ(monkeypatch):
     for master in list(server_process._started):
         master.stop()
     own_server._stores.clear()
-
-
-class _Zeros:
-    def __next__(self):
-        return 0
 
 
 def join(environ, rank, join_at=lambda *found: found, **given):

@@ -19,13 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import client
 from server.cli.status import ask
+from support.output import say
 
 STEPS, FAULT = 20, 6
-
-
-def say(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")
-    sys.stdout.flush()
 
 
 def wrapped(wrapper: str) -> nn.Module:

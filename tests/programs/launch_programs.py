@@ -10,14 +10,10 @@ from torch import distributed
 import client
 from statsd_bn import Rows
 from statsd_bn.errors import StatsdBNError
+from support.output import say
 
 ROW = Rows((1,), np.ones((1, 2, 3)))
 DEADLINE = 30.0
-
-
-def say(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")
-    sys.stdout.flush()
 
 
 def meet_twice() -> None:

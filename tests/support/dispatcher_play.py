@@ -62,3 +62,9 @@ def codes(answers: Answers) -> dict[bytes, str]:
     """What went wrong for whom; everybody got a failure."""
     assert all(isinstance(answer, Failure) for answer in answers.values())
     return {whom: answer.code for whom, answer in answers.items()}
+
+
+def mismatches(told: dict[Any, Message]) -> set[Any]:
+    """The members with a mismatch error; others have no message."""
+    assert set(codes(told).values()) <= {"mismatch"}, told
+    return set(told)

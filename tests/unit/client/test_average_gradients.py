@@ -122,9 +122,8 @@ def test_sparse_gradients_are_refused():
     layer(torch.tensor([1])).sum().backward()
     with own_connections(), MemoryMaster().connect(0, 1) as connection:
         use(connection)
-        with pytest.raises(
-            ConfigurationError, check=says(r"expected dense gradients, got sparse ones .* shape \(4, 2\)")
-        ):
+        expected = says(r"expected dense gradients, got sparse ones .* shape \(4, 2\)")
+        with pytest.raises(ConfigurationError, check=expected):
             average_gradients(layer)
 
 

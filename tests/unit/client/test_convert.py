@@ -258,9 +258,8 @@ def test_sync_batch_norm_takes_any_input_of_two_dimensions_or_more():
 
 
 def test_a_process_group_is_refused_before_anything_is_changed():
-    given = nn.ModuleDict(
-        {"stem": nn.BatchNorm1d(3), "head": nn.Sequential(nn.SyncBatchNorm(3, process_group=Group()))}
-    )
+    head = nn.Sequential(nn.SyncBatchNorm(3, process_group=Group()))
+    given = nn.ModuleDict({"stem": nn.BatchNorm1d(3), "head": head})
     before = anatomy(given)
     with pytest.raises(ValueError, match="got <the left half>"):
         client.convert_model(given)
@@ -435,9 +434,8 @@ def test_a_layer_at_an_invalid_place_is_refused_before_any_change(name):
     model = nn.Module()
     model.add_module("first", nn.BatchNorm1d(2))
     model.add_module(name, nn.BatchNorm1d(2))
-    with pytest.raises(
-        ConfigurationError, check=says("its place in the model: expected printable text of 1 to 256 bytes")
-    ):
+    expected = says("its place in the model: expected printable text of 1 to 256 bytes")
+    with pytest.raises(ConfigurationError, check=expected):
         client.convert_model(model)
     assert type(model.first) is nn.BatchNorm1d
 

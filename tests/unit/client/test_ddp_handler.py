@@ -1,5 +1,6 @@
 """mp_sync gives every member the values of all; mismatches raise on all members, which stay in step."""
 
+import functools
 import struct
 from types import SimpleNamespace
 from typing import Any
@@ -24,15 +25,8 @@ from support.sentences import says
 LOOP = SimpleNamespace(train_loader=None, validation_loader=None, test_loader=None)
 
 
-def extensions_within_extensions(levels: int) -> bytes:
-    """1 KB of them ended the processes of all other members."""
-    inner = msgpack.packb(1)
-    for _ in range(levels):
-        inner = msgpack.packb(msgpack.ExtType(2, inner))
-    return inner
-
-
-NESTED = extensions_within_extensions(400)
+# Extensions within extensions: 1 KB of them ended the processes of all other members.
+NESTED = functools.reduce(lambda inner, _: msgpack.packb(msgpack.ExtType(2, inner)), range(400), msgpack.packb(1))
 
 
 def handler(connection: client.Connection) -> DDPHandler:
@@ -108,9 +102,8 @@ def test_double_precision_makes_float64_of_all_but_tensors(values):
 
 
 def test_without_concatenation_the_result_is_a_list_of_each_members_value():
-    assert [[part.tolist() for part in parts] for parts in synced([1, [2, 3]], concat_mp_data=False)] == [
-        [[1], [2, 3]]
-    ] * 2
+    results = synced([1, [2, 3]], concat_mp_data=False)
+    assert [[part.tolist() for part in parts] for parts in results] == [[[1], [2, 3]]] * 2
     different = [torch.ones(1), torch.ones(2, 2, dtype=torch.int8)]
     for parts in synced(different, concat_mp_data=False):
         assert [part.dtype for part in parts] == [torch.float32, torch.int8]

@@ -84,11 +84,9 @@ def test_a_compiled_forward_that_takes_another_way_is_reported_once(caplog):
     run = compiled(model)
     for x in batches():
         run(x)
-    told = [record.getMessage() for record in caplog.records if record.name == "statsd_bn.client"]
-    (text,) = told
-    assert text.startswith(
-        "layer '1' not synchronised: the forward of Evading did not call batch_norm with the layer's "
-    )
+    (text,) = [record.getMessage() for record in caplog.records if record.name == "statsd_bn.client"]
+    expected = "layer '1' not synchronised: the forward of Evading did not call batch_norm with the layer's "
+    assert text.startswith(expected)
     assert client.conversion_report(model).left.keys() == {"1"}
 
 

@@ -1,4 +1,4 @@
-"""Models and classes that are written in an unusual way: they are synchronised all the same, or left and named."""
+"""Models and classes that are written in an unusual way are synchronised, or left and named in a warning."""
 
 import copy
 import pickle
@@ -120,13 +120,6 @@ def test_layers_in_a_plain_list_are_those_that_are_converted_and_reverted():
     client.revert_model(model)
     assert model.layers == [model.layer0, model.layer1] == kept
     assert {type(layer) for layer in kept} == {nn.BatchNorm2d}
-
-
-@pytest.fixture
-def compiling():
-    """Earlier compilations must not make later ones dynamic."""
-    yield
-    torch.compiler.reset()
 
 
 @pytest.mark.usefixtures("compiling")

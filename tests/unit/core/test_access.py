@@ -46,7 +46,7 @@ def world() -> World:
     return World()
 
 
-def test_a_key_joins_the_jobs_that_it_is_for():
+def test_a_key_may_join_the_jobs_that_match_its_patterns():
     jobs = ("a-1", "shared", "b-1", "A-1", "shared2", "a")
     assert [ALICE.may_access(job) for job in jobs] == [True, True] + [False] * 4
     assert ANONYMOUS.may_access("whatever")
@@ -78,7 +78,7 @@ SAID = [
 
 
 @pytest.mark.parametrize("message", SAID, ids=lambda message: type(message).__name__)
-def test_a_session_answers_to_the_key_that_it_came_with(world, message):
+def test_only_the_key_that_registered_a_session_may_use_it(world, message):
     answers = world.send(message, BOB)
     assert set(answers) == {b"bob"}
     assert isinstance(answers[b"bob"], messages.Failure)
@@ -101,7 +101,7 @@ def test_a_foreign_heartbeat_keeps_nobody_alive():
 
 
 @pytest.mark.parametrize("message", [*SAID, register(0, job="new")], ids=lambda message: type(message).__name__)
-def test_the_operator_may_only_ask(world, message):
+def test_the_operator_may_only_request_the_status(world, message):
     operator = Principal(OPERATOR, "its key", read_only=True)
     before = world.group
     (answer,) = world.send(message, operator).values()

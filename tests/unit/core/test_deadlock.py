@@ -13,10 +13,10 @@ from server.core import deadlock
 from server.core.deadlock import QUIET_SECONDS, THREADED_QUIET_SECONDS, stuck
 from server.core.dispatcher import Dispatcher
 from statsd_bn import limits, round_key
-from statsd_bn.messages import Aggregate, Failure, Heartbeat, Message, Participation
+from statsd_bn.messages import Aggregate, Heartbeat, Message, Participation
 from statsd_bn.round_key import BACKWARD, RoundKey
 from statsd_bn.wire import encode
-from support.dispatcher_play import read
+from support.dispatcher_play import mismatches, read
 from support.strategies import contribution, key, register, rows
 
 QUIET = QUIET_SECONDS
@@ -69,12 +69,6 @@ class Job:
 
 def peer(member: int, thread: str = "") -> bytes:
     return f"{member} {thread}".strip().encode()
-
-
-def mismatches(told: dict[bytes, Message]) -> set[bytes]:
-    """The members with a mismatch error; others have no message."""
-    assert all(isinstance(answer, Failure) and answer.code == "mismatch" for answer in told.values()), told
-    return set(told)
 
 
 # Who is stuck.

@@ -1,4 +1,4 @@
-"""Mismatches: jobs that wait for little are looked at each time, and the others in a bounded part of the time."""
+"""The deadlock detector checks small jobs at each tick, and large ones in a bounded share of the time."""
 
 import pytest
 
@@ -37,12 +37,12 @@ def look(jobs: list[SyncMaster], times: int) -> None:
         list(watch.find(number * TICK, {(master.membership.job, "world"): master for master in jobs}))
 
 
-def test_small_jobs_are_looked_at_each_time(looks):
+def test_small_jobs_are_checked_at_each_tick(looks):
     look([group("one", 2, 3), group("other", 16, 8)], 10)
     assert looks.count("one") == looks.count("other") == 10
 
 
-def test_a_large_job_is_looked_at_for_a_twentieth_of_the_time(looks):
+def test_checks_of_a_large_job_take_a_twentieth_of_the_time(looks):
     large = group("large", 200, 250)
     look([large, group("small")], 100)
     size = 200 * 251
@@ -61,7 +61,7 @@ def test_many_large_jobs_take_turns(looks, monkeypatch):
     assert looks.count("small") == 40
 
 
-def test_ranks_of_reported_collectives_count_as_well(looks):
+def test_the_ranks_of_reported_collectives_count_for_the_size_of_a_job(looks):
     master = group("job", 16)
     for contributor in master.membership.contributors.values():
         contributor.stack_sample = StackSample(0.0, unanswered_since=0.0)
@@ -76,7 +76,7 @@ def test_ranks_of_reported_collectives_count_as_well(looks):
     assert 0 < looks.count("job") <= 100 * TICK / (size * deadlock.PAUSE_SECONDS_EACH) + 1
 
 
-def test_a_job_larger_than_can_be_looked_at_hides_no_other(looks, monkeypatch):
+def test_a_job_too_large_to_be_checked_hides_no_other(looks, monkeypatch):
     monkeypatch.setattr(deadlock, "MAX_WAITS", 3000)
     look([group("huge", 50, 200), group("middle", 50, 30)], 40)
     assert "huge" not in looks

@@ -7,11 +7,12 @@ import pytest
 from server.group.contributor import MOST_RUNS, SILENT_SECONDS, StackSample, group_of
 from server.network.service import TICK_SECONDS
 from statsd_bn.members import Members
-from statsd_bn.messages import Failure, Leave, Message, Participation, StackReport
+from statsd_bn.messages import Leave, Participation, StackReport
 from support.asked_job import LINE, Job, Process
+from support.dispatcher_play import mismatches
 from support.strategies import key, register, session_of
 
-# Whom it asks, and what becomes of the answer.
+# Which members the server asks, and where their answers go.
 
 
 def test_nobody_is_asked_while_nobody_waits_for_a_second():
@@ -82,7 +83,7 @@ def test_a_hostile_stack_cannot_forge_a_line():
     assert r"train.py:1 f\nrank 0 has failed" in job.pending(0).stacks
 
 
-def test_unrequested_answers_change_nothing():
+def test_stack_reports_that_were_not_requested_change_nothing():
     job = Job(2)
     answer = StackReport(session_of(1), 7, "forged", 0, "", Members.of(()), 0)
     job.handle(answer, b"beacon 1")
@@ -92,7 +93,7 @@ def test_unrequested_answers_change_nothing():
     assert job.pending(0).stacks == ""
 
 
-def test_a_thousand_questions_keep_no_more_data():
+def test_a_thousand_stack_requests_keep_no_more_data():
     job = Job(2, deadline=86_400.0)
     job.contribute(0)
     contributor = job.dispatcher._registry.sessions[session_of(1)].contributor
@@ -122,17 +123,12 @@ def test_of_a_process_group_of_too_many_runs_only_the_place_is_kept(runs, told):
 # A deadlock with a collective of torch.
 
 
-def mismatched(told: dict[int, Message]) -> set[int]:
-    assert all(isinstance(answer, Failure) and answer.code == "mismatch" for answer in told.values()), told
-    return set(told)
-
-
 def test_a_rank_after_a_pass_and_one_in_its_collective_are_reported_within_5_seconds():
     job = Job(2)
     job.processes = {0: Process("train.py:44 main", of_0=12), 1: Process(LINE, held_in="0", of_0=14)}
     job.send(register(0, participation=Participation.REJOINING.value), b"0")
     told = job.pass_time(4.75)
-    assert mismatched(told) == {0}
+    assert mismatches(told) == {0}
     for text in (told[0].message, job.told[1][0].message):
         assert "rank 0 (place 0)  waits 2.5 s  for all ranks to leave client.join\n" in text
         assert "rank 1 (place 1)  waits 1.5 s  in a collective of torch\n" in text
@@ -155,7 +151,7 @@ def test_a_rank_in_a_round_and_one_in_its_collective_are_reported_within_5_secon
     job.processes = {0: Process(LINE, held_in="0", of_0=14), 1: Process("train.py:44 main", of_0=12)}
     job.contribute(1)
     told = job.pass_time(4.75)
-    assert mismatched(told) == {1}
+    assert mismatches(told) == {1}
     for text in (told[1].message, job.told[0][0].message):
         assert "rank 0 (place 0)  waits 1.5 s  in a collective of torch\n" in text
         assert f"rank 0 (place 0) is in {LINE}, for 2 s\n" in text
@@ -206,11 +202,11 @@ def test_of_many_ranks_in_rounds_and_collectives_all_get_the_error():
     for member in (2, 3):
         job.contribute(member)
     job.contribute(4, key("bn2", step=3))
-    assert mismatched(job.pass_time(4.75)) == {2, 3, 4}
+    assert mismatches(job.pass_time(4.75)) == {2, 3, 4}
     assert [len(job.told[member]) for member in range(5)] == [1, 1, 0, 0, 0]
 
 
-# The news of a broken job.
+# The report that a job is broken.
 
 
 @pytest.mark.parametrize(
@@ -235,7 +231,7 @@ def test_an_elastic_job_continues_without_an_error():
     assert job.told[0] == job.told[2] == []
 
 
-def test_a_sighting_ignores_an_answer_to_an_earlier_question():
+def test_a_stack_sample_ignores_an_answer_to_an_earlier_request():
     sighting = StackSample(0.0)
     sighting.record_request(0.0, 1)
     sighting.record_request(1.0, 2)
@@ -245,7 +241,7 @@ def test_a_sighting_ignores_an_answer_to_an_earlier_question():
     assert sighting.describe(3.3) == "is in new, for 2 s"
 
 
-def test_a_sighting_forgets_the_numbers_of_a_rank_that_has_moved():
+def test_a_stack_sample_forgets_the_launched_operations_of_a_rank_that_has_moved():
     sighting = StackSample(0.0)
     for number, (stack, group) in enumerate([("one", "0"), ("one", "0"), ("two", "1")]):
         sighting.record_request(float(number), number)

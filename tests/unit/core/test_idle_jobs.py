@@ -60,7 +60,7 @@ def test_other_members_are_not_asked(way):
     assert first == []
 
 
-def test_rounds_in_memory_end_the_questions_too():
+def test_rounds_in_shared_memory_end_the_stack_requests_too():
     job = quiet()
     for rounds in range(1, 20):
         job.handle(Heartbeat(session_of(0), 3, rounds), b"beacon 0")
@@ -125,7 +125,7 @@ def test_only_ranks_in_different_script_collectives_are_reported(one, other):
     assert told_of_mismatch(job) == (set() if one == other else {0, 1})
 
 
-def test_they_are_reported_once_until_another_round():
+def test_a_deadlock_in_collectives_is_reported_once_until_another_round():
     job = quiet()
     job.processes = {0: held(BARRIER, 12), 1: held(BUFFERS, 12)}
     job.pass_time(60.0)
@@ -139,7 +139,7 @@ def test_they_are_reported_once_until_another_round():
     assert [len(job.told[member]) for member in (0, 1)] == [2, 2]
 
 
-def test_one_rank_apart_from_many_is_reported():
+def test_one_rank_in_another_collective_than_seven_others_is_reported():
     job = quiet(8)
     job.processes = dict.fromkeys(range(8), held(BUFFERS, 13)) | {5: held(BARRIER, 12)}
     job.pass_time(TOLD_SECONDS)

@@ -30,13 +30,11 @@ def test_the_offers_are_combined_once_in_replica_order():
 
 def test_replicas_at_different_layers_get_an_error_without_a_deadline():
     barrier = Barrier(2, 3600.0)
-    errors = in_threads(
-        [
-            lambda point=point, number=number: outcome(lambda: barrier.wait(number, point, None, double_all))
-            for number, point in enumerate(("layer 'a'", "layer 'b'"))
-        ]
-    )
-    for error in errors:
+
+    def meet(replica, place):
+        return outcome(lambda: barrier.wait(replica, place, None, double_all))
+
+    for error in in_threads([lambda: meet(0, "layer 'a'"), lambda: meet(1, "layer 'b'")]):
         assert isinstance(error, RoundMismatch)
         assert "replica 0 waits at layer 'a'; replica 1 waits at layer 'b'" in str(error)
 
@@ -44,14 +42,11 @@ def test_replicas_at_different_layers_get_an_error_without_a_deadline():
 def test_a_replica_that_raises_frees_its_siblings_with_the_cause():
     barrier = Barrier(3, 3600.0)
     cause = MemoryError("too large")
-    first, second, _ = in_threads(
-        [
-            lambda: outcome(lambda: barrier.wait(0, "bn", None, double_all)),
-            lambda: outcome(lambda: barrier.wait(1, "bn", None, double_all)),
-            lambda: barrier.fail(2, cause),
-        ]
-    )
-    for error in (first, second):
+
+    def wait(replica):
+        return outcome(lambda: barrier.wait(replica, "bn", None, double_all))
+
+    for error in in_threads([lambda: wait(0), lambda: wait(1), lambda: barrier.fail(2, cause)])[:2]:
         assert isinstance(error, ReplicaLost)
         assert str(error) == "replica 2 failed with MemoryError: too large"
         assert error.__cause__ is cause
@@ -63,10 +58,8 @@ def test_an_exception_of_combining_is_raised_in_every_replica():
     def refuse(_offers):
         raise ValueError("one value per channel")
 
-    errors = in_threads(
-        [lambda number=number: outcome(lambda: barrier.wait(number, "bn", 0, refuse)) for number in range(2)]
-    )
-    assert [str(error) for error in errors] == ["one value per channel"] * 2
+    waits = [lambda number=number: outcome(lambda: barrier.wait(number, "bn", 0, refuse)) for number in range(2)]
+    assert [str(error) for error in in_threads(waits)] == ["one value per channel"] * 2
 
 
 def test_a_missing_sibling_is_awaited_until_the_deadline():

@@ -1,4 +1,4 @@
-"""Workers run tasks side by side, and are kept."""
+"""Worker threads run tasks at the same time, and are kept for the next ones."""
 
 import multiprocessing
 import threading
@@ -19,7 +19,7 @@ def idents_of(number):
     return set(found)
 
 
-def test_the_next_tasks_find_the_same_threads():
+def test_the_next_tasks_run_in_the_same_threads():
     assert idents_of(3) == idents_of(3)
     assert idents_of(2) < idents_of(3)
 

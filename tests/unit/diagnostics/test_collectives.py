@@ -23,6 +23,7 @@ from client.diagnostics.sampler import ThreadSample, ThreadSampler
 from statsd_bn.messages import ALL_GATHER, ALL_REDUCE, BARRIER, BUFFERS
 from statsd_bn.wire import decode, encode
 from support.foreign_code import frame_in, run_as
+from support.memory_members import wait_until
 
 
 @pytest.fixture
@@ -247,13 +248,11 @@ def test_a_thousand_samples_keep_nothing():
 def nccl(monkeypatch):
     """Two NCCL groups as torch reports them: numbers of the newest started and finished operations."""
     status = {"0": [5, 5], "1": [7, 6]}
-    told = {"begun": "last_enqueued_collective", "ended": "last_completed_collective"}
+    names = ("last_enqueued_collective", "last_completed_collective")
 
     def dump(includeCollectives, onlyActive):  # noqa: N803 - torch's names
         assert (includeCollectives, onlyActive) == (False, False)
-        groups = {
-            name: {told["begun"]: str(begun), told["ended"]: str(ended)} for name, (begun, ended) in status.items()
-        }
+        groups = {group: dict(zip(names, map(str, numbers), strict=True)) for group, numbers in status.items()}
         return json.dumps({"pg_status": groups, "version": "2.10"}).encode()
 
     monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", dump, raising=False)
@@ -278,13 +277,6 @@ def waiter(monkeypatch, nccl):  # noqa: ARG001 - for its effect
 def line_of(thread):
     frame = sys._current_frames()[thread.ident]
     return frame.f_lineno if frame.f_code.co_name == "train" else 0
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Where the other ranks run: asked of the server once, and never insisted on."""
+"""Host and process id of the other ranks, requested from the server once; without an answer errors lack them."""
 
 from unittest import mock
 
@@ -26,7 +26,7 @@ TOLD = answer(members=[{"member": number, "place": place} for number, place in W
 
 
 class Answers:
-    """A channel whose server answers with these messages, one for each frame; None: with none."""
+    """A channel whose server answers each frame with one of these messages, and with none for None."""
 
     def __init__(self, *answers):
         self.sent, self._answers = [], list(answers)
@@ -40,13 +40,13 @@ class Answers:
         return None if answer is None else encode(answer)
 
 
-def test_the_server_is_asked_for_its_status():
+def test_the_places_come_from_the_servers_status():
     channel = Answers(TOLD)
     assert query_places(channel, "job") == WHERE
     assert channel.sent == [StatusRequest()]
 
 
-def test_it_is_asked_again_over_a_new_connection_and_not_for_ever(monkeypatch):
+def test_the_status_is_requested_again_over_a_new_connection_until_the_timeout(monkeypatch):
     channel = Answers(None, TOLD)
     assert query_places(channel, "job") == WHERE
     assert channel.sent == [StatusRequest()] * 2
@@ -107,7 +107,7 @@ def test_a_member_that_contributes_nan_and_leaves_is_still_known():
     assert run_members(2, program, master)[0] == {0: "thread 0", 1: "thread 1"}
 
 
-def test_a_silent_server_costs_only_a_moment():
+def test_a_silent_server_delays_the_query_of_places_only_for_a_moment():
     with MemoryMaster().connect(0, 1) as connection, mock.patch.object(server, "PLACES_SECONDS", 0.01):
         silent = mock.patch.object(connection.channel_pool, "_call")
         with silent:
@@ -115,7 +115,7 @@ def test_a_silent_server_costs_only_a_moment():
         assert SlavePipe(connection, "bn").places() == {0: "thread 0"}
 
 
-def test_of_a_large_job_the_first_ranks_ask():
+def test_only_the_first_ranks_of_a_large_job_query_the_places():
     with MemoryMaster().connect(0, 1) as connection:
         for most, told in ((1, {0: "thread 0"}), (0, {})):
             with mock.patch.object(server, "MAX_QUERYING_RANKS", most):

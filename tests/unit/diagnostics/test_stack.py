@@ -17,12 +17,8 @@ def test_a_file_is_named_from_its_package_on_and_a_script_by_its_name():
 
 def test_a_thread_in_a_library_is_shown_with_the_calling_line_of_the_script():
     told: list[str] = []
-    library = run_as(
-        "def forward(x):\n    here()",
-        "/x/site-packages/torch/nn/a.py",
-        "torch.nn.a",
-        here=lambda: told.append(sampler.format_stack(sys._getframe(1))),
-    )
+    here = {"here": lambda: told.append(sampler.format_stack(sys._getframe(1)))}
+    library = run_as("def forward(x):\n    here()", "/x/site-packages/torch/nn/a.py", "torch.nn.a", **here)
     script = "\n\ndef main(): forward(1)\nmain()"
     run_as(script, "/home/me/train.py", "__main__", forward=library["forward"])
     assert told == ["torch/nn/a.py:2 forward, called from train.py:3 main"]

@@ -1,5 +1,7 @@
 """torch's process group in place of a launcher: which source wins, and where the processes meet."""
 
+import itertools
+
 import pytest
 from torch import distributed
 
@@ -94,7 +96,7 @@ def test_without_a_size_or_a_server_a_process_is_alone(environ, arguments, is_al
 @pytest.fixture
 def meet(monkeypatch):
     """Two ranks of a process group as threads, each on the given host, find their server."""
-    monkeypatch.setattr(own_server, "_entries", _Zeros())
+    monkeypatch.setattr(own_server, "_entries", itertools.repeat(0))
 
     def run(*hosts, environ=None, **arguments):
         kept = distributed.HashStore()
@@ -110,11 +112,6 @@ def meet(monkeypatch):
     yield run
     for master in list(server_process._started):
         master.stop()
-
-
-class _Zeros:
-    def __next__(self):
-        return 0
 
 
 def test_on_one_host_the_server_of_rank_0_is_private_and_has_no_keys(meet):

@@ -1,4 +1,4 @@
-"""Settings: which source wins, what errors and the log say of it, and what an argument may not be."""
+"""Settings: which source wins, how errors and the log name it, and which arguments are refused."""
 
 from pathlib import Path
 

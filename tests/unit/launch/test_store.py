@@ -1,4 +1,4 @@
-"""What rank 0 announces in torch's store, kept by torchrun for the processes that it starts."""
+"""The announcement of rank 0's server in torch's store, which torchrun keeps for the processes that it starts."""
 
 import itertools
 import json
@@ -88,9 +88,8 @@ def test_a_long_wait_is_logged(entry_of, monkeypatch, caplog):
 def test_a_closed_store_ends_the_wait(entry_of):
     reading = entry_of(1)
     reading._store = _Gone()
-    with pytest.raises(
-        ServerUnreachable, check=says(r"rendezvous store at MASTER_ADDR 127.0.0.1, .*: connection closed$")
-    ):
+    expected = says(r"rendezvous store at MASTER_ADDR 127.0.0.1, .*: connection closed$")
+    with pytest.raises(ServerUnreachable, check=expected):
         reading.read()
     with pytest.raises(ServerUnreachable, match=r"connection closed$"):
         reading.write(ANNOUNCED)
@@ -134,9 +133,8 @@ def test_a_store_that_accepts_but_does_not_answer_is_given_up(monkeypatch):
 
 def test_without_a_store_its_address_is_named(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    with pytest.raises(
-        ServerUnreachable, check=says(r"rendezvous store at MASTER_ADDR 127.0.0.1, MASTER_PORT 1, .*: ")
-    ) as caught:
+    expected = says(r"rendezvous store at MASTER_ADDR 127.0.0.1, MASTER_PORT 1, .*: ")
+    with pytest.raises(ServerUnreachable, check=expected) as caught:
         StoreEntry(StoreAddress("127.0.0.1", 1), 1, 2, "life 0", 0.3)
     assert "frame #" not in str(caught.value)
 

@@ -33,7 +33,7 @@ def test_the_core_is_in_use_by_default(monkeypatch, value):
     assert (core is not None, reason) == (True, "")
 
 
-def test_a_variable_turns_it_off(monkeypatch):
+def test_a_variable_turns_the_native_core_off(monkeypatch):
     monkeypatch.setattr(library, "_load", library._load.__wrapped__)
     monkeypatch.setenv("STATSD_BN_NATIVE", "0")
     assert library.library() is None

@@ -1,4 +1,4 @@
-"""The plain call on a CPU, and tensors that it must leave to others: their address does not say where values are."""
+"""The plain call on a CPU, and tensors without values at their address, which it must leave to other backends."""
 
 from functools import partial
 

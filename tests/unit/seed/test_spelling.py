@@ -32,14 +32,14 @@ def layer(**options):
     return SynchronizedBatchNorm1d(3, EPS, dtype=torch.float64, **options)
 
 
-def test_converted_layers_follow_it_subclasses_too():
+def test_converted_layers_and_subclasses_follow_the_global_eps_mode():
     set_sbn_eps_mode("clamp")
     plain = nn.Sequential(nn.BatchNorm1d(3, EPS), Activated(3), nn.LazyBatchNorm1d())
     assert {one.eps_mode for one in convert_model(plain)} == {"clamp"}
     assert client.LazySynchronizedBatchNorm1d().eps_mode == "clamp"
 
 
-def test_a_layer_that_was_given_a_mode_keeps_it():
+def test_a_layer_with_an_eps_mode_of_its_own_keeps_it():
     set_sbn_eps_mode("clamp")
     assert layer(eps_mode="plus").eps_mode == "plus"
     assert pickle.loads(pickle.dumps(layer(eps_mode="plus"))).eps_mode == "plus"  # noqa: S301 - our own
@@ -73,5 +73,5 @@ def test_the_module_of_pipes_has_its_names():
     assert set(comm_module.__all__) == {"FutureResult", "SlavePipe", "SyncMaster"}
 
 
-def test_yolov5_uses_this_spelling():
+def test_smart_ddp_has_the_name_that_yolov5_uses():
     assert client.smart_DDP is client.smart_ddp

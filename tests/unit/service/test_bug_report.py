@@ -111,7 +111,7 @@ def test_a_refused_connection_is_reported_without_its_address_and_key(caplog, ad
         ("a\x1b[31mb", "a?[31mb"),
     ],
 )  # fmt: skip
-def test_redacted(text, redacted):
+def test_names_addresses_keys_and_paths_are_redacted(text, redacted):
     found = redact(text)
     if redacted is None:
         assert "Q0+xY3vKpWnBd5Ec9GAhTL" not in found

@@ -27,7 +27,7 @@ def answer(guard, method="GET", host="127.0.0.1:8321", query="", **headers):
     return told[0]["status"], dict(told[0]["headers"])
 
 
-def test_a_token_comes_by_header_or_by_cookie():
+def test_the_token_is_accepted_in_a_header_or_a_cookie():
     guard = Guard(page, TOKEN)
     assert answer(guard)[0] == 401
     assert answer(guard, authorization="Bearer wrong")[0] == 401

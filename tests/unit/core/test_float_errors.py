@@ -13,7 +13,7 @@ def difference() -> float:
     return float((INFINITY - INFINITY)[0])
 
 
-def test_a_new_nan_gives_no_warning():
+def test_numpy_does_not_warn_of_a_new_nan():
     assert np.isnan(difference())
     with pytest.warns(RuntimeWarning, match="invalid value"):
         difference.__wrapped__()
@@ -27,7 +27,7 @@ def test_nested_calls_set_numpys_state_once(monkeypatch):
     assert told == [{"all": "ignore"}]
 
 
-def test_warnings_are_back_after_an_error():
+def test_numpy_warns_again_after_an_error():
     @ignore_float_errors
     def fail():
         raise ValueError

@@ -121,7 +121,7 @@ def dataclass_of(step: int, members: Members, bearers: Members = NO_MEMBERS) -> 
 @pytest.mark.parametrize(
     "ways", [many_futures, many_rows, many_members, many_who_tell, many_groups, scattered, scattered_bearers]
 )
-def test_kept_data_counts_with_at_least_its_size(ways):
+def test_stored_data_count_with_at_least_their_size(ways):
     play = Play()
     act = ways(play)
     if not callable(act):

@@ -1,4 +1,4 @@
-"""Rounds that the members of a strict group have had among themselves: the server forgets them, and answers nothing."""
+"""RoundDone: the server drops rounds that a strict group has completed in shared memory, and sends no answer."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def report(world: PureWorld) -> dict:
     return group
 
 
-def test_a_settled_round_is_dropped_and_frees_its_room(world):
+def test_a_round_that_is_done_in_shared_memory_is_dropped_and_frees_its_memory(world):
     one, _ = world.members
     before = world.dispatcher._usage.allocated
     one.forward(1.0)
@@ -36,7 +36,7 @@ def test_a_settled_round_is_dropped_and_frees_its_room(world):
 
 @pytest.mark.parametrize("is_settled", [True, False])
 def test_a_member_that_continued_does_not_count_as_waiting(world, is_settled):
-    """One member has not woken since the other found the rows, went on, and waits for it in the next round."""
+    """One member still sleeps in a round that the other has completed, and the other waits for it in the next round."""
     asleep, ahead = world.members
     asleep.forward(1.0)
     ahead.session.steps.record_phase(ahead.session.forward_key("bn").phase)
@@ -48,7 +48,7 @@ def test_a_member_that_continued_does_not_count_as_waiting(world, is_settled):
     assert bool(errors) is not is_settled
 
 
-def test_a_late_copy_of_a_contribution_does_not_begin_a_settled_round_anew(world):
+def test_a_late_copy_of_a_contribution_does_not_restart_a_round_that_is_done(world):
     one, _ = world.members
     one.forward(1.0)
     settle(world, one)
@@ -79,7 +79,7 @@ def test_members_of_an_elastic_group_cannot_end_each_others_rounds():
     assert one.total == ([0, 1], 3.0)
 
 
-def test_a_stranger_cannot_settle_a_round(world):
+def test_a_stranger_cannot_report_a_round_as_done(world):
     one, two = world.members
     one.forward(1.0)
     two.session.member_token = b"stranger"
@@ -88,7 +88,7 @@ def test_a_stranger_cannot_settle_a_round(world):
 
 
 @pytest.mark.parametrize("foreign", [{"job": "another"}, {"group": "another"}, {"epoch": 1}])
-def test_a_member_settles_no_round_of_another_group(world, foreign):
+def test_a_member_cannot_report_a_round_of_another_group_as_done(world, foreign):
     one, two = world.members
     one.forward(1.0)
     world.send(two, two.session.round_done(one.key._replace(**foreign)))
@@ -97,7 +97,7 @@ def test_a_member_settles_no_round_of_another_group(world, foreign):
     assert len(report(world)["waiting"]) == 1
 
 
-def test_a_member_of_a_falsely_settled_round_learns_it_by_asking_again(world):
+def test_a_member_whose_round_was_falsely_reported_as_done_gets_an_error_when_it_asks_again(world):
     one, two = world.members
     one.forward(1.0)
     world.send(two, two.session.round_done(one.key))

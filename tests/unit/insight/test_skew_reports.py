@@ -57,7 +57,7 @@ def test_figures_of_others_than_the_members_are_refused(world, members):
     assert "expected the figures of the 3 members" in str(answer)
 
 
-def test_digests_of_an_unknown_session_are_dropped_silently(world):
+def test_skew_reports_of_an_unknown_session_are_dropped_silently(world):
     tell(world, session=b"stranger")
     assert world.members[0].answers == []
     assert world.dispatcher.counters.strangers == 1

@@ -1,4 +1,4 @@
-"""Members that take a group for open meet a server that does not: another life of it had opened the group."""
+"""Members of an open group register with a restarted server that begins the same group with others."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def answers(world, session):
 
 @pytest.fixture
 def late():
-    """A world, and a member that a new server has taken in before it hears that the old one had opened the group."""
+    """A world, and a member that registers with a new server before it hears that the old one had opened the group."""
     world = World()
     session = newcomer(2, n=3)
     world.restart(b"server-1")
@@ -56,7 +56,7 @@ def test_a_member_of_an_open_group_makes_a_filling_one_recover_and_learns_who_is
     assert "ranks 0-1 did not reconnect" in failure.message
 
 
-def test_it_participates_once_the_others_are_back(late):
+def test_a_member_of_an_open_group_participates_once_the_others_are_back(late):
     world, session = late
     key = session.forward_key("bn")
     contribute(world, session, key)
@@ -68,7 +68,7 @@ def test_it_participates_once_the_others_are_back(late):
 
 
 def begin_anew(world):
-    """Newcomers come first to a new server: one with a number that there was, and another one."""
+    """Two newcomers register first with a new server: one with a former member's number, and one with a new number."""
     world.restart(b"server-1")
     world.members = [newcomer(1, n=2, min_members=1), newcomer(3, n=2, min_members=1)]
     for session in world.members:
@@ -77,8 +77,8 @@ def begin_anew(world):
         world.read(session)
 
 
-def test_members_of_two_beginnings_get_an_error_and_no_result_of_the_other():
-    """Newcomers have begun an elastic group anew, and the third server first hears of one who was left out."""
+def test_members_of_a_group_that_was_begun_twice_get_an_error_and_not_the_others_result():
+    """Newcomers have begun an elastic group anew, and a member of the former group reaches the third server first."""
     world = World(n=2, min_members=1)
     world.exchange("bn")
     left_out = world.members[1]
@@ -102,8 +102,8 @@ def assert_conflict(told):
     assert [answer.code for answer in told if isinstance(answer, Failure)] == ["conflict"]
 
 
-def test_results_of_incompatible_members_prove_two_beginnings():
-    """No round has two results here: the others' results are too old for one member, and too new for another."""
+def test_incompatible_results_prove_that_a_group_was_begun_twice():
+    """No round has two results here: one member's results are older than the group knows, and another's newer."""
     world = World(n=2, min_members=1)
     world.exchange("bn3")
     before = world.members[0]
@@ -152,8 +152,8 @@ def go_on(world):
     world.deliver(world.dispatcher.tick(world.now))
 
 
-def test_a_member_that_knows_of_its_double_gets_no_sum_with_its_rows():
-    """A newcomer has taken its number at the second server, which ends the round; the third first hears of itself."""
+def test_a_displaced_member_gets_no_sum_with_the_rows_of_its_successor():
+    """A newcomer has taken its number at the second server, which ended the round; the third hears first of it."""
     world = World(n=2, min_members=1)
     stays, displaced = world.members
     key, _ = [session.forward_key("bn") for session in world.members]
