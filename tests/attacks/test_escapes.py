@@ -28,7 +28,7 @@ def raw(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("where", ["place", *map(long, ("cause", "job", "group"))])
-def test_a_strangers_own_words_reach_others_escaped(server, where):
+def test_text_of_a_stranger_reaches_others_escaped(server, where):
     job = job_of("alice")
     given = {"job": job, "group": "world", "place": "here"}
     if where in given:

@@ -141,7 +141,7 @@ def registered():
     return Registered
 
 
-def test_a_registered_conversion_says_what_becomes_of_a_class(registered):
+def test_a_registered_conversion_determines_the_result_for_a_class(registered):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = client.convert_model(nn.Sequential(registered(7)))

@@ -191,6 +191,6 @@ def test_a_digest_that_is_given_is_written_and_nothing_else_is_done(pin, tmp_pat
 
 
 @pytest.mark.parametrize("digest", ["", "sha256:", "a" * 64, "sha256:" + "A" * 64, "sha256:" + "a" * 65])
-def test_what_is_no_digest_is_not_written(pin, tmp_path, digest):
+def test_an_invalid_digest_is_not_written(pin, tmp_path, digest):
     assert pin("", "--digest", digest, check=False).returncode != 0
     assert base_images(tmp_path) == {"python:3.11-slim-bookworm"}

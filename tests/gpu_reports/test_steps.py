@@ -139,6 +139,6 @@ def test_a_recorder_replays_on_the_same_memory():
     assert layer.num_batches_tracked == 2
 
 
-def test_a_recorder_lets_nobody_look():
+def test_a_read_of_a_tensor_within_a_recorder_raises():
     with pytest.raises(HostLooks), Recorder():
         float(torch.ones(1))

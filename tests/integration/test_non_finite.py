@@ -121,7 +121,7 @@ def test_it_is_reported_for_calls_of_any_kind(steps_over, transport, how):
 
 
 @pytest.mark.parametrize(("policy", "told"), [("warn", 1), ("raise", 1), ("ignore", 0)])
-def test_the_metrics_have_it(policy, told):
+def test_the_metrics_count_non_finite_rounds_unless_they_are_ignored(policy, told):
     def bring(connection, value: float) -> None:
         connection.member = replace(connection.member, on_nonfinite=policy)
         transport, rows = SlavePipe(connection, "bn"), Rows((1,), np.full((1, 2, 1), value))
@@ -140,10 +140,8 @@ def test_the_metrics_have_it(policy, told):
 def test_only_a_forward_round_is_refused_before_anything_is_made_of_it(monkeypatch, policy, raises):
     monkeypatch.setenv("STATSD_BN_ON_NONFINITE", policy)
     transport = LocalPipe("bn")
-    assert [non_finite.raises(transport, transport.key(0, 0, phase)) for phase in ("forward", "backward")] == [
-        raises,
-        False,
-    ]
+    found = [non_finite.raises(transport, transport.key(0, 0, phase)) for phase in ("forward", "backward")]
+    assert found == [raises, False]
 
 
 def test_of_several_replicas_of_a_process_the_one_is_named(caplog):

@@ -94,7 +94,7 @@ def test_a_gather_beside_a_layer_is_a_mismatch_on_all_ranks(ranks):
         assert "rank 1  in gather of layer 'mp_sync()'" in text
 
 
-def test_values_and_gradients_use_it_too(ranks):
+def test_gathered_values_and_averaged_gradients_use_the_process_group_too(ranks):
     assert ranks(2, process_group_programs.gather_values) == [([0, 0, 1], 0, 2), ([0, 0, 1], 1, 2)]
     assert ranks(2, process_group_programs.average) == [([0.75, 1.5], 4)] * 2
 

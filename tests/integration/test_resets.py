@@ -104,7 +104,7 @@ def test_a_peer_that_answered_at_once_is_no_suspect_any_more(suspected):
     assert suspected.suspects(10.05) == [PEER]
 
 
-def test_what_is_dropped_later_is_a_suspicion_of_its_own(suspected):
+def test_a_reset_after_an_answer_makes_the_peer_a_suspect_again(suspected):
     suspected.answers = HAS_ANSWERED
     assert suspected.resets.confirm_resets(10.1) == []
     assert suspected.suspects(11.0) == [PEER]

@@ -40,7 +40,7 @@ def test_refusals_and_warnings_with_a_process_group(members, tmp_path):
 
 
 @pytest.mark.parametrize("version", ["1.11.0", "1.12.1", "1.12.1+cu113", "1.120.0", "2.6.0+cpu", "2.13.0"])
-def test_torch_but_for_1_12_0_is_not_refused(version):
+def test_every_torch_except_1_12_0_is_accepted(version):
     check_version(version)
 
 

@@ -28,7 +28,7 @@ def test_in_four_replicas(network):
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-def test_unsynchronised_it_would_be_seen(network, monkeypatch):
+def test_an_unsynchronised_network_fails_the_comparison(network, monkeypatch):
     training = Training(network, (2, 2, 2, 2), steps=20, lr=LR)
     monkeypatch.setattr(client, "convert_model", lambda model: model)
     found = subclass_programs.train_in_replicas(training)

@@ -98,7 +98,7 @@ def test_a_branch_that_begins_with_a_weight_of_zero_is_opened():
     assert model[1][0].abs().max() > 0.01
 
 
-def test_where_nothing_would_be_seen_that_is_a_problem():
+def test_a_network_whose_output_shows_no_synchronisation_is_a_problem():
     class Constant(nn.Module):
         def forward(self, x):
             return x * 0

@@ -110,7 +110,7 @@ def test_without_agents_the_hosts_name_tells_two_hosts_apart():
         ({"LOCAL_WORLD_SIZE": "0"}, r"size: expected an integer in \[1, 16384\], got 0"),
     ],
 )
-def test_the_rule_names_what_is_missing(environ, message):
+def test_the_error_about_the_hosts_group_names_the_missing_variable(environ, message):
     with pytest.raises(ConfigurationError, check=says(message)):
         groups.from_environment(environ, "host")
 
@@ -220,7 +220,7 @@ class SlowlyLeft:
         time.sleep(0.1)
 
 
-def test_threads_of_one_member_determine_it_in_one_round(monkeypatch):
+def test_threads_of_one_member_determine_the_hosts_group_in_one_round(monkeypatch):
     of_machines(monkeypatch, {0: "one", 1: "one"})
 
     def program(connection):

@@ -167,7 +167,7 @@ def test_it_reports_each_connection_but_the_first(monkeypatch, start, beacon):
 
 
 @pytest.mark.usefixtures("quick")
-def test_without_a_connection_it_does_not_try_more_often(start, beacon):
+def test_without_a_connection_heartbeats_are_not_sent_more_often(start, beacon):
     beacon.connected = False
     session = a_session()
     started = time.monotonic()
@@ -313,12 +313,12 @@ def test_a_connection_that_was_refused_leaves_no_thread_behind(monkeypatch, tmp_
     assert heartbeats() == []
 
 
-def test_a_member_in_the_masters_process_needs_none():
+def test_a_member_in_the_masters_process_starts_no_heartbeat_thread():
     with MemoryMaster().connect(0, 1):
         assert heartbeats() == []
 
 
-def test_a_forked_child_has_none(server, job):
+def test_a_forked_child_has_no_heartbeat_thread(server, job):
     with client.connect(server.endpoint, job=job):
         with warnings.catch_warnings():
             # Python 3.12 and later warn of a fork in a process with threads.

@@ -112,7 +112,7 @@ def test_it_is_a_module_like_others():
     assert client.RunningMoments(3).name != client.RunningMoments(3).name
 
 
-def test_a_compiler_leaves_it_unchanged():
+def test_compiled_code_updates_running_moments_as_eager_code_does():
     statistics = client.RunningMoments((3, 2))
 
     @torch.compile(backend="eager")

@@ -390,7 +390,7 @@ def test_a_copy_made_meanwhile_is_not_measured():
     assert copies[0].num_batches_tracked == 1
 
 
-def test_a_checkpoint_never_finds_these_calls_nor_they_its():
+def test_calls_during_recalibration_and_in_a_checkpoint_do_not_find_each_other():
     bn, x, totals = layer(), samples(4), []
     bn.layer_name = "checkpointed"
     leaf = x.clone().requires_grad_()

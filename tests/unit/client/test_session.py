@@ -160,7 +160,7 @@ def test_a_session_that_learnt_of_its_double_in_a_round_accepts_no_later_answer(
 
 
 @pytest.mark.parametrize("others", [{"job": "other"}, {"group": "pair"}, {"member": 2}, {}])
-def test_a_double_of_another_session_or_before_the_opening_does_not_concern_it(session, others):
+def test_a_refusal_of_another_session_or_before_the_opening_does_not_affect_a_session(session, others):
     frames = [opened(), refusal(**others)]
     for frame in frames if others else reversed(frames):
         session.on_unsolicited(frame)

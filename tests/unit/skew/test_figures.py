@@ -50,7 +50,7 @@ def test_missing_data_and_constant_channels_give_zeros():
     assert found[:, PART].tolist() == [0.0, 0.0]
 
 
-def test_a_dead_channel_changes_no_part():
+def test_a_constant_channel_changes_no_share_of_the_variance():
     rng = np.random.default_rng(3)
     data = [rng.normal(r, 1, (8, 2)) for r in range(3)]
     dead = [np.column_stack((one, np.full(8, 1e8 / 3))) for one in data]

@@ -104,7 +104,7 @@ def test_an_untested_machine_must_opt_in_to_memory(monkeypatch):
     assert with_transports(SHARED_MEMORY, SHARED_MEMORY) == [(SHARED_MEMORY, "")] * 2
 
 
-def test_the_first_round_is_the_layers_own():
+def test_the_negotiation_follows_the_layers_first_round():
     for transport, gathers in ((AUTO, 2), (OVER_SERVER, 1)):
         master = MemoryMaster()
         frames = frames_of(master)
