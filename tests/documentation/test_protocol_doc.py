@@ -100,11 +100,8 @@ RUN_BYTES = 4
 
 def header_of(frame: bytes) -> list[Any]:
     header = frame[8 : 8 + int.from_bytes(frame[4:8], "little")]
-    return (
-        fixed_header_of(header)
-        if header[0] in {messages.Contribution.type, messages.Aggregate.type}
-        else msgpack.unpackb(header)
-    )
+    is_fixed = header[0] in {messages.Contribution.type, messages.Aggregate.type}
+    return fixed_header_of(header) if is_fixed else msgpack.unpackb(header)
 
 
 def fixed_header_of(header: bytes) -> list[Any]:
@@ -252,35 +249,11 @@ def test_the_server_accepts_exactly_the_messages_directed_to_it(message):
 
 # Limits of fields.
 
-TYPES = {
-    "u8": int,
-    "u16": int,
-    "u32": int,
-    "u64": int,
-    "u64s": list,
-    "name": str,
-    "text": str,
-    "names": str,
-    "token": bytes,
-    "integer": int,
-    "float": float,
-    "integers": list,
-    "members": bytes,
-    "map": dict,
-    "key": bytes,
-}
-FOREIGN = {
-    "name": b"x",
-    "text": b"x",
-    "names": b"x",
-    "token": "session0",
-    "integer": True,
-    "float": 5,
-    "integers": 5,
-    "members": 5,
-    "map": [],
-    "key": "job",
-}
+TYPES = {**dict.fromkeys(("u8", "u16", "u32", "u64"), int), "u64s": list, "name": str, "text": str, "names": str}
+TYPES |= {"token": bytes, "integer": int, "float": float, "integers": list, "members": bytes, "map": dict, "key": bytes}
+# A value of another type for each.
+FOREIGN = {"name": b"x", "text": b"x", "names": b"x", "token": "session0", "integer": True, "float": 5, "integers": 5}
+FOREIGN |= {"members": 5, "map": [], "key": "job"}
 
 
 def test_every_type_is_explained():
@@ -407,17 +380,15 @@ LEFT = messages.Leave(session_of(1), "boom")
 EVE = Principal("eve", "key of eve", ("eve-*",))
 MOST = rows(1.0, count=limits.MAX_COUNT)
 
+
+def said_by_eve(message: messages.Message) -> Callable[[Dispatcher], Any]:
+    return lambda dispatcher: dispatcher.receive(0.0, b"peer", encode(message), EVE).replies
+
+
 # The ways to a failure that the document names.
 WAYS: dict[str, Callable[[], list[messages.Message]]] = {
-    "a foreign session": lambda: play(
-        *OPEN,
-        then=lambda dispatcher: (
-            dispatcher.receive(0.0, b"peer", encode(messages.Heartbeat(session_of(0))), EVE).replies
-        ),
-    ),
-    "a foreign job": lambda: play(
-        register(0), then=lambda dispatcher: dispatcher.receive(0.0, b"peer", encode(register(1)), EVE).replies
-    ),
+    "a foreign session": lambda: play(*OPEN, then=said_by_eve(messages.Heartbeat(session_of(0)))),
+    "a foreign job": lambda: play(register(0), then=said_by_eve(register(1))),
     "an unsound frame": lambda: play(b"garbage"),
     "a session that registers as somebody else": lambda: play(register(0), register(1, session=session_of(0))),
     "a foreign key": lambda: play(*OPEN, contribution(0, key=key(job="other"), session=session_of(0))),
@@ -560,17 +531,14 @@ def test_the_status_report_has_the_documented_entries(monkeypatch):
     monkeypatch.setattr(limits, "MAX_HEADER_BYTES", 300)
     (cut,) = play(*said)
     monkeypatch.undo()
-    (after,) = play(
-        *OPEN, messages.Leave(session_of(0), ""), messages.Leave(session_of(1), ""), messages.StatusRequest()
-    )
+    goodbyes = [messages.Leave(session_of(member), "") for member in (0, 1)]
+    (after,) = play(*OPEN, *goodbyes, messages.StatusRequest())
     kinds = {"text": str, "integer": int, "float": float, "boolean": bool, "array": list, "map": dict}
     for title, real in (
         ("Report", cut.report),
         ("Group", group),
         ("Group member", group["members"][0]),
-        ("Histogram", group["round_seconds"]),
-        ("Histogram", group["late_seconds"]),
-        ("Histogram", group["round_trip_seconds"]),
+        *(("Histogram", group[name]) for name in ("round_seconds", "late_seconds", "round_trip_seconds")),
         ("Open round", group["waiting"][0]),
         ("Ended job", after.report["ended"][0]),
     ):

@@ -125,20 +125,10 @@ def failure() -> tuple[str, str, list[str]]:
 
 
 def trainer(*callbacks: Callback, strategy: str | DDPStrategy = "ddp") -> Trainer:
-    return Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=training.MEMBERS,
-        max_epochs=training.EPOCHS,
-        plugins=[StatsdBNLayerSync()],
-        sync_batchnorm=True,
-        use_distributed_sampler=False,
-        callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    runs = {"strategy": strategy, "accelerator": "cpu", "devices": training.MEMBERS, "max_epochs": training.EPOCHS}
+    names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
+    plugins = [StatsdBNLayerSync()]
+    return Trainer(**runs, **dict.fromkeys(names, False), plugins=plugins, sync_batchnorm=True, callbacks=[*callbacks])
 
 
 if __name__ == "__main__":

@@ -41,18 +41,8 @@ IN_PICKLES = {"client": ("rebuilt_layer",)}
 PROMISED = {
     "client.CallbackContext": (),
     "client.Connection": (
-        *(
-            "__enter__",
-            "__exit__",
-            "all_gather",
-            "close",
-            "closed",
-            "endpoint",
-            "first_step",
-            "is_in_process",
-            "transport",
-        ),
-        *("median_round_trip", "members", "metrics", "rank", "rank_and_size", "why_not_faster"),
+        *("__enter__", "__exit__", "all_gather", "close", "closed", "endpoint", "first_step", "is_in_process"),
+        *("median_round_trip", "members", "metrics", "rank", "rank_and_size", "transport", "why_not_faster"),
     ),
     "client.SlavePipe": ("__init__", "rank", "run_slave"),
     "client.comm.SlavePipe": ("run_slave",),

@@ -75,47 +75,18 @@ def test_a_status_report_shows_the_work_of_the_server(play):
     play.now += 2.5
     status = play.send(StatusRequest(), b"anybody")[b"anybody"]
     assert isinstance(status, Status)
-    assert status.report == {
-        "server": SERVER.hex(),
-        "seconds": 2.5,
-        "received": 5,
-        "bad_frames": 1,
-        "over_limits": 0,
-        "strangers": 0,
-        "refused_connections": 0,
-        "flooding_connections": 0,
-        "dropped_answers": 0,
-        "ended": [],
-        "groups": [
-            {
-                "job": "job",
-                "group": "world",
-                "epoch": 0,
-                "world_size": 2,
-                "min_members": 0,
-                "members": [
-                    {"member": 0, "place": "host 1", "participation": "takes_part", "step": 0, "replicas": 2},
-                    {"member": 1, "place": "host 1", "participation": "takes_part", "step": 0, "replicas": 0},
-                ],
-                "missing": 0,
-                "lost": "",
-                "rounds_done": 0,
-                "rounds_failed": 0,
-                "non_finite": [],
-                "kept_bytes": GROUP_BYTES + 2 * MEMBER_BYTES + ROUND_BYTES + 2 * FUTURE_BYTES + CONTRIBUTION_BYTES + 16,
-                "waiting": [
-                    {
-                        "round": str(KEY),
-                        "seconds": 2.5,
-                        "missing": [1],
-                        "layer": KEY.layer,
-                        "phase": KEY.phase,
-                        "step": KEY.step,
-                    }
-                ],
-            }
-        ],
-    }
+    where = {"layer": KEY.layer, "phase": KEY.phase, "step": KEY.step}
+    members = [
+        {"member": member, "place": "host 1", "participation": "takes_part", "step": 0, "replicas": replicas}
+        for member, replicas in ((0, 2), (1, 0))
+    ]
+    group = {"job": "job", "group": "world", "epoch": 0, "world_size": 2, "min_members": 0, "members": members}
+    group |= {"missing": 0, "lost": "", "rounds_done": 0, "rounds_failed": 0, "non_finite": []}
+    group["kept_bytes"] = GROUP_BYTES + 2 * MEMBER_BYTES + ROUND_BYTES + 2 * FUTURE_BYTES + CONTRIBUTION_BYTES + 16
+    group["waiting"] = [{"round": str(KEY), "seconds": 2.5, "missing": [1], **where}]
+    refusals = ("over_limits", "strangers", "refused_connections", "flooding_connections", "dropped_answers")
+    counts = {"seconds": 2.5, "received": 5, "bad_frames": 1, **dict.fromkeys(refusals, 0)}
+    assert status.report == {"server": SERVER.hex(), **counts, "ended": [], "groups": [group]}
 
 
 @pytest.mark.parametrize(
