@@ -113,10 +113,8 @@ def _server(endpoint: Callable[[], str], keys: Callable[[str], ClientKeys | None
     except StatsdBNError as error:
         yield f"server: none was asked: {type(error).__name__}: {redact(error.message)}"
         return
-    counts = (
-        f"{report['received']} messages, {report['bad_frames']} bad frames, {len(report.get('ended', ()))} ended jobs"
-    )
-    yield f"server: {found.partition(':')[0]}, up {report['seconds']:.0f} s, {counts}"
+    up = f"{found.partition(':')[0]}, up {report['seconds']:.0f} s, {report['received']} messages"
+    yield f"server: {up}, {report['bad_frames']} bad frames, {len(report.get('ended', ()))} ended jobs"
     for number, group in enumerate(report["groups"]):
         rounds = f"{group['rounds_done']} rounds done, {group['rounds_failed']} failed, {len(group['waiting'])} open"
         yield f"  group {number}: {len(group['members'])} of {group['world_size']} ranks, {rounds}"

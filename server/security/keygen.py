@@ -107,9 +107,8 @@ def _contents(folder: Path, names: Sequence[str], rights: str) -> dict[Path, str
         server = keys.load_server(folder)
     else:
         server = _pair()
-        contents[folder / keys.SERVER_SECRET] = SECRET_NOTE + to_toml(
-            public_key=server.public, secret_key=server.secret
-        )
+        secret = to_toml(public_key=server.public, secret_key=server.secret)
+        contents[folder / keys.SERVER_SECRET] = SECRET_NOTE + secret
         contents[folder / keys.SERVER_PUBLIC] = to_toml(public_key=server.public)
     for name in names:
         pair = _pair()
