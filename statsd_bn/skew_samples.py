@@ -7,7 +7,7 @@
 
 A member samples rounds in shared memory in the training thread, and its heartbeat thread drains the samples. The server
 samples the rounds that it reduces, and drains them in a tick. All layers fall due at the same moment, once a second. A
-layer is sampled if it was due when its forward pass began, so usually one pass provides the rows of all, in its order.
+layer is sampled if it was due when its forward pass began. So one pass usually provides all layers, in its order.
 Memory is bounded: a model with too many layers is sampled in turns, and a wide layer at every second or third channel.
 """
 

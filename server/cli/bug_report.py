@@ -18,7 +18,8 @@ from statsd_bn.wire import PROTOCOL_VERSION
 
 PACKAGES = ("statsd-bn", "torch", "pyzmq", "msgpack", "numpy", "triton", "lightning", "mmengine", "monai")
 
-# Variables whose values name nothing of the user's, ours and the launchers'. Our others appear without their values.
+# Variables of ours and of launchers that are printed with their values, which contain no names. For our other variables
+# only the name is printed.
 PREFIX = "STATSD_BN_"
 OURS = ("TRANSPORT", "NATIVE", "TRACEBACK", "LOG_LEVEL", "INSECURE")
 HARMLESS = {*(PREFIX + name for name in OURS), "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK"}
@@ -35,7 +36,7 @@ print(f"CUDA {torch.version.cuda or 'not in this build'}; devices: {', '.join(['
 """
 DEVICES_SECONDS = 60.0
 
-# What names a user, host, job or file, and what stands for it. Messages have names in quotes, and hosts before a pid.
+# Patterns of keys, addresses and names, each with its replacement. Messages quote names, and put a host before its pid.
 REDACTED = (
     # A key has 40 characters, and may look like a folder or a host in part.
     (re.compile(r"(?<=\bkey )\S{32,}"), "KEY"),

@@ -1,6 +1,6 @@
 """Requests to a running server: its report for `python -m server status`, where it listens, and whether it answers.
 
-A request is lost if the server ends before the answer, and is sent again to its successor.
+If the server ends before it answers, the request is sent again to its successor.
 """
 
 import json

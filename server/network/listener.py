@@ -172,7 +172,7 @@ class Authenticator:
             return [*head, b"400", b"unknown key", b"", b""]
         # This id overrides the peer's. pyzmq reads properties as text, hence the hexadecimal digits.
         metadata = _property(b"Identity", os.urandom(12).hex().encode())
-        # A default: ZeroMQ has set the real descriptor before, if it knows the peer's address.
+        # For peers whose address ZeroMQ does not know; for all others it has already set the real descriptor.
         metadata += _property(b"__fd", b"-1")
         # The field after the text becomes the User-Id of each message of the connection.
         return [*head, b"200", b"OK", key.encode(), metadata]

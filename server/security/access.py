@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-# Cause of a loss after the key was revoked for the job.
+# Cause of the loss of a member whose key was revoked, or may no longer join the job.
 REVOKED = "its key was revoked"
 
 OPERATOR = "(operator)"  # not a valid client name
@@ -16,7 +16,7 @@ class Principal:
     name: str
     key: str  # empty without CURVE
     jobs: tuple[str, ...] = ("*",)  # `fnmatch` patterns of the jobs that it may join and see
-    tenant: str = ""  # that its memory and requests count for; several keys may share one
+    tenant: str = ""  # account of its memory and requests, which several keys may share; default: its own
     read_only: bool = False
 
     def may_access(self, job: str) -> bool:

@@ -1,7 +1,7 @@
 """Quota: limits on sizes, memory and times; each is an option, and lowers a limit of the protocol (docs/protocol.md).
 
-The server answers excess with a `limit` Failure and counts it. Memory is accounted per tenant, and without keys per
-job, because any client can claim any name then.
+The server answers excess with a `limit` Failure and counts it. Memory is accounted per tenant, or per job if the
+server has no keys, because then any client can claim any name.
 """
 
 from dataclasses import Field, dataclass, field, fields

@@ -139,7 +139,7 @@ MAX_TRENDS = 32  # groups with a trend: each takes 10 kB of a snapshot
 
 
 class _Watched:
-    """A group, and what is kept of its earlier reports; a later epoch begins anew."""
+    """A group and its history; a later epoch of the group gets a new record."""
 
     def __init__(self, group: Report | None = None) -> None:
         self.group: Report = group or {}  # as reported, with rates; an ended one has `over`
