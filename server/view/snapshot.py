@@ -14,17 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from server.view.history import MAX_BYTES, LayerHistory, Trend
-from server.view.verdict import (
-    NOTICE,
-    RESTART_SECONDS,
-    Verdict,
-    cards,
-    describe_finding,
-    doing,
-    is_finishing,
-    silent,
-    verdicts,
-)
+from server.view.verdict import Verdict, cards, describe_finding, is_finishing, of_server, verdicts, with_flag
 from statsd_bn.messages import WORLD
 from statsd_bn.skew import MAX_RATIO
 
@@ -136,6 +126,7 @@ def _finding_key(finding: Report) -> tuple[Any, ...]:
 MAX_EVENTS = 900  # one hour of one event every four seconds
 OVER_SECONDS, MAX_OVER = 600.0, 16  # ended groups are kept this long, at most this many
 MAX_TRENDS = 32  # groups with a trend: each takes 10 kB of a snapshot
+RESTART_SECONDS = 60.0  # after a restart of the server its groups may take so long to return, and the verdict tells it
 
 
 class _Watched:
@@ -145,7 +136,7 @@ class _Watched:
         self.group: Report = group or {}  # as reported, with rates; an ended one has `over`
         self.seen: float | None = None  # time of the latest report with it
         self.is_returning = False  # a restarted server does not know it yet
-        self.has_restarted = False  # it was running when the server was restarted
+        self.restarted: float | None = None  # time of a restart of the server while it was running, if recent
         self.trend = Trend()
         self.layers = LayerHistory()
         self.members: dict[int, Report] = {}  # before any was lost or left
@@ -168,7 +159,7 @@ class _Watched:
             self.members = {member["member"]: member for member in self.group["members"]}
         self.seen, self.is_returning = now, False
 
-    def shown(self, now: float, restarted: float | None, *, is_first: bool) -> Report:
+    def shown(self, now: float, *, is_first: bool) -> Report:
         """The group with verdict, cards, trend, and the flags of its members."""
         findings = [_with_present_numbers(self.group, finding) for finding in self.group.get("findings", ())]
         group = {**self.group, "findings": findings}
@@ -178,7 +169,7 @@ class _Watched:
             gone = {rank: {**one, "steps_per_second": None, "is_gone": True} for rank, one in self.members.items()}
             there = {member["member"]: member for member in group["members"]}
             group["members"] = [member for _, member in sorted((gone | there).items())]
-        verdict, *others = found = verdicts(group, now, restarted if self.has_restarted else None)
+        verdict, *others = found = verdicts(group, now, self.restarted)
         since, step_time = self._first_seen(now, verdict, is_first=is_first)
         by = group.get("lost_by")
         return {
@@ -188,7 +179,7 @@ class _Watched:
             "trend": self.trend.entry,
             "lost_by": {**by, "time": group["over"]["time"] if "over" in group else since} if by else None,
             "first_non_finite": group.get("first_non_finite"),
-            "members": [_with_flag(group, member, found) for member in group["members"]],
+            "members": [with_flag(group, member, found) for member in group["members"]],
         }
 
     def _first_seen(self, now: float, verdict: Verdict, *, is_first: bool) -> tuple[float | None, float | None]:
@@ -226,13 +217,12 @@ class SnapshotBuilder:
         # The running groups in the order of the report, those that a restarted server does not know yet, and the ended
         # ones, the latest first.
         self._watched: dict[Key, _Watched] = {}
-        self._restarted: float | None = None  # time of the latest restart of the server
 
     def update(self, now: float, report: Report) -> Snapshot:
         """Snapshot after a report; `now` is in seconds since 1970."""
         is_first, found = self._before is None, events(self._before, report)
         self._watch(now, report)
-        groups = [one.shown(now, self._restarted, is_first=is_first) for one in self._watched.values()]
+        groups = [one.shown(now, is_first=is_first) for one in self._watched.values()]
         # A malformed report raises before this and adds no event.
         if self._error and not any(event["kind"] == "restart" for event in found):
             found.insert(0, _event({}, "answers", None, "The server answers again"))
@@ -245,13 +235,12 @@ class SnapshotBuilder:
             "groups": groups,
         }
         if not groups:
-            text = "No job yet: it appears here once its ranks connect"
-            self._snapshot["verdict"] = Verdict("forming", NOTICE, text).entry()
+            self._snapshot["verdict"] = of_server("", now).entry()
         return self._with_head(now)
 
     def fail(self, now: float, error: str) -> Snapshot:
         """Snapshot after a failed request: the previous one, with the text of the error."""
-        verdict = silent(error, self._snapshot.get("answered", now))
+        verdict = of_server(error, self._snapshot.get("answered", now))
         if not self._error:
             self._add(now, _event({}, "silent", None, verdict.text))
         self._error = error
@@ -272,11 +261,12 @@ class SnapshotBuilder:
     def _watch(self, now: float, report: Report) -> None:
         """Record a report in the groups that it has, and keep those that it no longer has."""
         before, earlier = self._before, self._watched
-        if before is not None and before["server"] != report["server"]:
-            self._restarted = now
-            for watched in earlier.values():
-                watched.is_returning = watched.has_restarted = "over" not in watched.group
-        is_late = self._restarted is not None and now - self._restarted >= RESTART_SECONDS
+        has_restarted = before is not None and before["server"] != report["server"]
+        for watched in earlier.values():
+            if has_restarted:
+                watched.is_returning, watched.restarted = "over" not in watched.group, now
+            elif watched.restarted is not None and now - watched.restarted >= RESTART_SECONDS:
+                watched.restarted = None
         running: dict[Key, _Watched] = {}
         for group in report["groups"]:
             known = earlier.get(_group_name(group))
@@ -286,7 +276,7 @@ class SnapshotBuilder:
         gone = {key: watched for key, watched in earlier.items() if key not in running}
         for watched in gone.values():
             # A group that the report leaves out may still be running.
-            has_ended = is_late if watched.is_returning else not report.get("left_out")
+            has_ended = watched.restarted is None if watched.is_returning else not report.get("left_out")
             if has_ended and "over" not in watched.group:
                 watched.group, watched.is_returning = ended_group(watched.group, report, now), False
         for end in report.get("ended", ()):
@@ -344,25 +334,6 @@ def _with_present_numbers(group: Report, finding: Report) -> Report:
         "shift": max(-MAX_RATIO, min((mean - usual_mean) / math.sqrt(usual_variance), MAX_RATIO)),
         "part": part,
         "usual": usual,
-    }
-
-
-def _with_flag(group: Report, member: Report, found: list[Verdict]) -> Report:
-    rank, trip = member["member"], member.get("round_trip") or {"median": None, "p99": None}
-    verdict = next((one for one in found if rank in one.flags), None)
-    is_away = member["participation"] == "paused"
-    share = group["held"] if group.get("slowest") == rank else 0.0 if "slowest" in group else None
-    return {
-        "steps_per_second": None,
-        "late": None,
-        "waiting": None,
-        **member,
-        "median": trip["median"],
-        "p99": trip["p99"],
-        "share": share,
-        "doing": doing(group, member),
-        "flag": verdict.flags[rank] if verdict else "away" if is_away else "",
-        "severity": verdict.severity if verdict else NOTICE if is_away else 0,
     }
 
 

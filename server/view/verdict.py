@@ -23,7 +23,6 @@ FINE, NOTICE, ATTENTION, BROKEN = range(4)
 # A wait is unusual after a second, or after twice the time by which last ranks are late; at most after LONG_SECONDS.
 WAIT_SECONDS, LONG_SECONDS = 1.0, 10.0
 
-RESTART_SECONDS = 60.0  # a return after a restart of the server is told for this long
 ENDS = {"fails": "failed", "is lost": "was lost", "leaves": "left"}  # what a rank did whose end broke the group
 NO_SIGN_OF_LIFE = "no sign of life"  # how the server's text begins for a rank whose heartbeats stopped
 
@@ -49,7 +48,7 @@ class Verdict:
 
 
 def verdicts(group: Group, now: float, restarted: float | None = None) -> list[Verdict]:
-    """All verdicts of a group of a snapshot or report, the most urgent first; `restarted`: of the server, the time."""
+    """All verdicts of a group of a snapshot or report, the most urgent first. `restarted`: time of a recent restart."""
     found = [*_breaks(group), *_non_finite(group)]
     if "over" not in group and not group["lost"]:
         found += [*_forming(group, now, restarted), *_waiting(group, now), *_slow(group)]
@@ -59,8 +58,10 @@ def verdicts(group: Group, now: float, restarted: float | None = None) -> list[V
     return sorted(found, key=lambda verdict: -verdict.severity) or [_fine(group, now, restarted)]
 
 
-def silent(error: str, answered: float) -> Verdict:
-    """The verdict on all groups of a server that does not answer."""
+def of_server(error: str, answered: float) -> Verdict:
+    """The verdict on a server without groups, or on all groups of one that does not answer."""
+    if not error:
+        return Verdict("forming", NOTICE, "No job yet: it appears here once its ranks connect")
     reason, _, _ = error.partition("; ")  # a remedy follows
     text = f"The server does not answer: {reason}"
     advice = "Look at the server's log, and start it again. The ranks wait for it, or go on in shared memory."
@@ -150,7 +151,7 @@ def _forming(group: Group, now: float, restarted: float | None) -> Iterator[Verd
         whom = f"{group['missing']} ranks"
     severity, since, advice = NOTICE, None, "Check that the other processes have started."
     text = f"Waiting for {whom} to join: {count_here(group)} ranks are here"
-    if restarted is not None and now - restarted < RESTART_SECONDS:
+    if restarted is not None:
         severity, since, advice = ATTENTION, restarted, "The ranks return by themselves within seconds."
         text = f"The server restarted {duration(now - restarted)} ago: waiting for {whom} to return"
     yield Verdict("forming", severity, text, since, advice=advice, card=("Ranks", count_here(group), "have connected"))
@@ -252,7 +253,7 @@ def _fine(group: Group, now: float, restarted: float | None) -> Verdict:
     if is_finishing(group):
         return Verdict("ended", NOTICE, f"Finishing: {count_here(group)} ranks are still here")
     here = len(group["members"]) + group.get("members_left_out", 0)
-    if restarted is not None and now - restarted < RESTART_SECONDS:
+    if restarted is not None:
         ago = f"the server restarted {duration(now - restarted)} ago, {count_here(group)} ranks are back"
         advice = "Nothing to do: the ranks have sent again what was lost."
         return Verdict("healthy", FINE, f"Healthy again: {ago}", restarted, advice=advice)
@@ -281,6 +282,26 @@ def doing(group: Group, member: Mapping[str, Any]) -> str:
         if not round_.get("missing_left_out"):
             return f"waits {time} in {at}"
     return where or "takes part"
+
+
+def with_flag(group: Group, member: Mapping[str, Any], found: list[Verdict]) -> dict[str, Any]:
+    """A member of a snapshot, with its flag and its times."""
+    rank, trip = member["member"], member.get("round_trip") or {"median": None, "p99": None}
+    verdict = next((one for one in found if rank in one.flags), None)
+    is_away = member["participation"] == "paused"
+    share = group["held"] if group.get("slowest") == rank else 0.0 if "slowest" in group else None
+    return {
+        "steps_per_second": None,
+        "late": None,
+        "waiting": None,
+        **member,
+        "median": trip["median"],
+        "p99": trip["p99"],
+        "share": share,
+        "doing": doing(group, member),
+        "flag": verdict.flags[rank] if verdict else "away" if is_away else "",
+        "severity": verdict.severity if verdict else NOTICE if is_away else 0,
+    }
 
 
 def cards(group: Group, found: list[Verdict]) -> list[dict[str, str]]:
