@@ -20,8 +20,6 @@ MAX_SMALL = 512  # larger sets are not cached: in the worst case one takes a meg
 MAX_PRINTED_RUNS = 8  # of numbers, in a text
 MAX_NAMED_RANKS = 8  # with their places, in a text
 
-NO_PLACES: Mapping[int, str] = MappingProxyType({})
-
 _first = itemgetter(0)
 _NAMED = re.compile(r"rank (\d+) \(([^()]+)\)")
 
@@ -124,7 +122,7 @@ def format_rank(number: int, places: Mapping[int, str]) -> str:
     return f"rank {number} ({places[number]})" if number in places else f"rank {number}"
 
 
-def format_ranks(numbers: Members, places: Mapping[int, str] = NO_PLACES) -> str:
+def format_ranks(numbers: Members, places: Mapping[int, str] = MappingProxyType({})) -> str:
     """Returns ranks with their places, or as ranges of numbers if no place is known."""
     if not numbers:
         return "no rank"

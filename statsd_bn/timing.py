@@ -45,10 +45,6 @@ class Histogram:
         """Number of durations."""
         return sum(self.counts)
 
-    def quantile(self, part: float) -> float:
-        """See `quantile`."""
-        return quantile(self.counts, part)
-
     @property
     def report(self) -> dict[str, Any]:
         """Entry of a status report: the buckets up to the last one that is not empty, and the sum."""
