@@ -66,8 +66,7 @@ class SkewSampler:
         self._max_layer_bytes = min(MAX_LAYER_BYTES, max_bytes)
         # When a layer is due, and in which batch at the earliest: in slow steps the first layers would be due again
         # before the last ones have had their turn.
-        self._due: dict[str, float] = {}
-        self._turn: dict[str, int] = {}
+        self._due: dict[str, tuple[float, int]] = {}
         self._batches = 0
         self._batch = _Batch()
         self._drain_at = 0.0
@@ -97,11 +96,11 @@ class SkewSampler:
             # The layer stays due, for the next batch. If a batch began in the middle of a pass, the first layers would
             # be sampled far less often than the last ones.
             return
-        seconds = SECONDS
+        seconds, turn = SECONDS, 0
         if self._turns > 1:
             seconds *= self._turns * SLACK
-            self._turn[key.layer] = self._batches + math.ceil(self._turns)
-        self._due[key.layer] = (self._pass_began // seconds + 1) * seconds
+            turn = self._batches + math.ceil(self._turns)
+        self._due[key.layer] = (self._pass_began // seconds + 1) * seconds, turn
         batch.number, batch.started = self._pass, min(now, batch.started)
         batch.size += size
         batch.samples.append(Sample(key, *_by_member(counts, replicas, values[..., ::stride])))
@@ -120,8 +119,8 @@ class SkewSampler:
         if key.step != self._step or key.layer == self._first_layer:
             self._step, self._first_layer, self._pass_began = key.step, key.layer, now
             self._pass += 1
-        is_time = self._pass_began >= self._due.get(key.layer, 0.0)
-        return is_time and self._batches >= self._turn.get(key.layer, 0)
+        due, turn = self._due.get(key.layer, (0.0, 0))
+        return self._pass_began >= due and self._batches >= turn
 
     def stride(self, size: int) -> int:
         """Returns the step between sampled channels, for rows of `size` bytes."""
@@ -141,9 +140,8 @@ class SkewSampler:
             return
         if len(self._due) >= MAX_SCHEDULED:
             self._due.clear()
-            self._turn.clear()
             self._turns = 0.0
-        self._due[layer] = 0.0
+        self._due[layer] = 0.0, 0
         self._turns += max(1 / MAX_LAYERS, size / self._max_bytes)
 
 
