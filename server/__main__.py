@@ -1,5 +1,6 @@
 """`python -m server`: parses the command line, runs a command, and returns its exit code."""
 
+import json
 import logging
 import os
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from server.cli import bug_report
-from server.cli.status import CHECK_SECONDS, as_json, ask, is_greeted, own_endpoint, refuses_malformed, watch
+from server.cli.status import CHECK_SECONDS, ask, is_greeted, own_endpoint, refuses_malformed, watch
 from server.config import Parser, from_arguments, host_and_port, suggestion
 from server.network.service import run_master
 from server.security.keygen import generate, load_query_keys, write_secret
@@ -109,7 +110,7 @@ def _status(arguments: list[str]) -> None:
     def text() -> str:
         report = ask(endpoint, keys=keys)
         if found.json:
-            return as_json(with_verdicts(report, time.time()))
+            return json.dumps(with_verdicts(report, time.time()), ensure_ascii=False, sort_keys=True)
         once = describe(report)  # raises for a malformed report, of which the builder must not keep anything
         with refuses_malformed():
             return describe_snapshot(builder.update(time.time(), report)) if found.watch else once

@@ -3,7 +3,6 @@
 If the server ends before it answers, the request is sent again to its successor.
 """
 
-import json
 import socket
 import sys
 import time
@@ -210,11 +209,6 @@ REFRESH_SECONDS = 1.0
 # Terminal control: clear all; cursor to the top left; clear the rest of the line; clear all below. Overwriting avoids
 # flicker.
 _CLEAR, _HOME, _END_OF_LINE, _BELOW = "\x1b[2J", "\x1b[H", "\x1b[K", "\x1b[J"
-
-
-def as_json(report: dict[str, Any]) -> str:
-    """A report as JSON on one line."""
-    return json.dumps(report, ensure_ascii=False, sort_keys=True)
 
 
 def watch(

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from server import __main__ as command
-from server.cli.status import as_json, watch
+from server.cli.status import watch
 from statsd_bn.errors import ServerUnreachable
 from support.view_reports import group, member, report
 
@@ -63,9 +63,13 @@ def test_without_a_server_at_the_start_it_ends():
         watch(text, io.StringIO(), paused(1))
 
 
-def test_a_report_is_json_on_one_line():
-    assert json.loads(as_json({"b": 1, "a": "é"})) == {"a": "é", "b": 1}
-    assert as_json({"b": 1, "a": "é\n"}) == '{"a": "é\\n", "b": 1}'
+def test_a_report_is_json_on_one_line(monkeypatch, capsys, tmp_path):
+    told = {"b": 1, "a": "é\n", "groups": []}
+    monkeypatch.setattr(command, "ask", lambda *_, **__: told)
+    assert command.main(["status", f"ipc://{tmp_path}/server", "--json"]) == 0
+    text = capsys.readouterr().out
+    assert text == '{"a": "é\\n", "b": 1, "groups": []}\n'
+    assert json.loads(text) == told
 
 
 def test_nothing_of_a_malformed_report_is_shown_later(monkeypatch):
