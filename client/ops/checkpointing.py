@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
-import numpy as np
 import torch
 
 from client.ops.device_errors import check_recomputation
@@ -21,7 +20,6 @@ from client.ops.exchange import Exchange, current_position
 from client.ops.statistics import ChannelMoments
 from client.transports.process_group import switched_from_server
 from client.transports.transport import Transport
-from statsd_bn.reduction import Moments
 
 # Calls without a graph that are cached for each layer: those in the first run of a reentrant checkpoint, those before
 # the first trainable parameter, and compiled ones. A pipeline has up to a few dozen micro-batches in flight.
@@ -116,29 +114,25 @@ def _distance_to(node: Any, call: Exchange) -> float:
 
 
 def _distances(calls: list[Exchange], replica: int, moments: ChannelMoments) -> Iterator[tuple[Exchange, float]]:
-    """Yield the calls with an input of this shape, each with the distance of its moments.
-
-    A single candidate with moments on a device is assumed to match; a later call raises if it does not. Several are
-    compared on the host, which waits for the device.
-    """
+    """Yield the calls with an input of this shape, each with the distance of its moments."""
     candidates = [call for call in calls if replica < len(call.local) and call.local[replica].shape == moments.shape]
+    # A single candidate with moments on a device is assumed to match; a later call raises if it does not.
     if len(candidates) == 1 and candidates[0].capacity:
         (call,) = candidates
         check_recomputation(call.layer, call.local[replica].vectors, moments.vectors, TOLERANCE)
         yield call, 0.0
-    elif candidates:
-        again = moments.on_host()
+    else:
         for call in candidates:
-            yield call, _distance(call.local[replica].on_host(), again)
+            yield call, _distance(call.local[replica], moments)
 
 
-def _distance(first: Moments, again: Moments) -> float:
-    """Difference of the sums relative to the largest of each vector; infinity if the counts differ."""
-    if first.count != again.count:
-        return np.inf
-    before, now = np.nan_to_num(first.vectors), np.nan_to_num(again.vectors)
-    largest = np.abs(before).max(axis=1, keepdims=True)
-    return float((np.abs(before - now) / np.where(largest > 0, largest, 1.0)).max())
+def _distance(first: ChannelMoments, again: ChannelMoments) -> float:
+    """Difference of the sums relative to each vector's largest, infinity if the counts differ; waits for devices."""
+    if int(first.count) != int(again.count):
+        return math.inf
+    before, now = first.vectors.nan_to_num(), again.on(first.vectors.device).vectors.nan_to_num()
+    largest = before.abs().amax(1, keepdim=True)
+    return float(((before - now).abs() / torch.where(largest > 0, largest, 1.0)).max())
 
 
 _autograd: Any = torch._C._autograd  # noqa: SLF001 - `torch.autograd.graph` can add hooks, but not list them
