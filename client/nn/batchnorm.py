@@ -31,11 +31,10 @@ TRANSIENT_ATTRIBUTES = frozenset({"_replica", "_accumulator", "_deferred", "_was
 
 
 class ExecutionMode(Enum):
-    """Implementation of one call."""
+    """Implementation of a call that needs no transport yet."""
 
     UNSYNCHRONIZED = auto()  # torch's operator: in eval, or without other ranks and replicas
     COMPILED = auto()  # our operator, under torch.compile; it chooses its transport when it runs
-    EXCHANGE = auto()  # over the transport, after the replicas of this process have met at their barrier
 
 
 class _ProcessGroup:
@@ -146,12 +145,11 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
 
     def _normalise(self, call: Any, input: Tensor, mask: Tensor | None) -> Tensor:
         """Compute one call; `call` is the layer, or the `BatchNormCall` of a subclass's `forward`."""
-        mode, transport = self._route(mask)
-        if mode is ExecutionMode.UNSYNCHRONIZED:
+        route = self._route(mask)
+        if route is ExecutionMode.UNSYNCHRONIZED:
             return unsynchronized.forward(call, input, self._active_deferred())
-        if mode is ExecutionMode.COMPILED:
+        if route is ExecutionMode.COMPILED:
             return custom_op.forward(call, input, mask, self._active_deferred())
-        assert transport is not None  # noqa: S101 - the third mode exchanges
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise input_checks.tracing_error(self, "traced by torch.jit.trace in training mode")
         weight, bias = input_checks.parameters_of(call)
@@ -160,10 +158,10 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         replica = self._replica if self.training or self._accumulator is not None else None
         try:
             if replica is None and mask is None and self._accumulator is None and self._deferred is None:
-                output = plain_call(call, transport, input, weight, bias)
+                output = plain_call(call, route, input, weight, bias)
                 if output is not None:
                     return output
-            synchronized = SynchronizedCall(call, transport, self._accumulator, self._active_deferred(), replica)
+            synchronized = SynchronizedCall(call, route, self._accumulator, self._active_deferred(), replica)
             return synchronized_batch_norm(input, weight, bias, mask, synchronized)
         except StatsdBNError as error:
             hide_internal_frames(error, for_caller=True)
@@ -235,23 +233,23 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         if input.dim() < 2:  # noqa: PLR2004 - the batch and the channels
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
-    def _route(self, mask: Tensor | None) -> tuple[ExecutionMode, Transport | None]:
-        """Choose the execution mode of this call, and its transport if it exchanges anything."""
+    def _route(self, mask: Tensor | None) -> Transport | ExecutionMode:
+        """Choose the transport of this call, or the implementation that needs none."""
         is_accumulated = self._accumulator is not None
         if not (self.training or is_accumulated or (self.running_mean is None and self.running_var is None)):
-            return ExecutionMode.UNSYNCHRONIZED, None
+            return ExecutionMode.UNSYNCHRONIZED
         is_traced = is_compiling() and self._replica is None
         if is_traced and mask is not None:
-            return ExecutionMode.COMPILED, None
+            return ExecutionMode.COMPILED
         communicator = communicator_for(self.group) if self.training and not is_accumulated else None
         if mask is None and not self._must_synchronise(communicator):
             # In a trace or a transform, only our operators can measure the moments of a micro-batch.
             is_transformed = is_traced or torch._C._are_functorch_transforms_active()  # noqa: SLF001 - has no public name
             if not is_transformed or self._active_deferred() is None:
-                return ExecutionMode.UNSYNCHRONIZED, None
+                return ExecutionMode.UNSYNCHRONIZED
         if is_traced:
-            return ExecutionMode.COMPILED, None
-        return ExecutionMode.EXCHANGE, transport_over(communicator, self.layer_name, self.group)
+            return ExecutionMode.COMPILED
+        return transport_over(communicator, self.layer_name, self.group)
 
     def _must_synchronise(self, communicator: Communicator | None) -> bool:
         """Whether the batch has slices elsewhere, or `recalibrate` accumulates its moments."""

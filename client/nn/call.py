@@ -76,24 +76,24 @@ class SynchronizedCall:
     replica: tuple[Barrier, int] | None  # the barrier of the process's replicas and the number of this one
 
     def normalise(self, slice_: Slice) -> Tensor:
-        """Normalise the slice of the layer, or of one of its replicas."""
-        if self.replica is not None:
-            return self._normalise_at_barrier(slice_, *self.replica)
-        if (recomputed := self._recompute(slice_, 0)) is not None:
-            return recomputed
-        ((output, due),) = self._normalise_slices([slice_])
-        return self._with_update(output, due)
-
-    def _normalise_at_barrier(self, slice_: Slice, barrier: Barrier, replica: int) -> Tensor:
-        """Normalise the slice of one replica, together with the others at the barrier."""
-        slice_ = save_in_thread(slice_)
-        if stream := functional.stream_of(slice_.input):
-            slice_ = slice_._replace(stream=stream)
+        """Normalise the slice of the layer, or of one of its replicas together with the others' at the barrier."""
+        barrier, replica = self.replica or (None, 0)
+        if barrier is not None:
+            slice_ = save_in_thread(slice_)
+            if stream := functional.stream_of(slice_.input):
+                slice_ = slice_._replace(stream=stream)
         if (recomputed := self._recompute(slice_, replica)) is not None:
             return recomputed
-        point = f"layer {self.layer.layer_name!r}"
-        output, due = barrier.wait(replica, point, slice_, self._normalise_replicas)
-        return self._with_update(output if torch.is_grad_enabled() else output.detach(), due)
+        output: Tensor
+        if barrier is None:
+            ((output, due),) = self._normalise_slices([slice_])
+        else:
+            point = f"layer {self.layer.layer_name!r}"
+            output, due = barrier.wait(replica, point, slice_, self._normalise_replicas)
+            output = output if torch.is_grad_enabled() else output.detach()
+        if due is not None:
+            running_stats.update_from(self.layer, due)
+        return output
 
     def _recompute(self, slice_: Slice, replica: int) -> Tensor | None:
         """Normalise a slice with the results of the call that a checkpoint recomputes here, if it does."""
@@ -159,11 +159,6 @@ class SynchronizedCall:
         if exchange.has_updated_running or not self.layer.training:
             return None
         return exchange.moments if self.deferred is None else self.deferred.add(exchange.moments)
-
-    def _with_update(self, output: Tensor, due: Any) -> Tensor:
-        if due is not None:
-            running_stats.update_from(self.layer, due)
-        return output
 
 
 def _outputs(slices: list[Slice], exchange: Exchange) -> list[Tensor]:

@@ -103,7 +103,7 @@ class SubclassWithForward(SynchronizedSubclass):
         """`_compute_call` under torch.compile: only at run time it is known whether the call counts as a batch."""
         self._was_called = True
         is_deferred = self._active_deferred() is not None
-        if tracked_before is None or is_deferred or self._route(None)[0] is not ExecutionMode.COMPILED:
+        if tracked_before is None or is_deferred or self._route(None) is not ExecutionMode.COMPILED:
             return self._compute_call(call, tracked_before if is_deferred else None)
         tracked = self.num_batches_tracked
         call.num_batches_tracked = is_due = torch.zeros_like(tracked)
