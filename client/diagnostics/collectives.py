@@ -27,33 +27,27 @@ _ENGINE = "torch.autograd.graph"
 # agrees once on the order of the gradients, and so does a rank in torch's `Join` after the end of its data.
 _MAY_COMPUTE = {_ENGINE: frozenset({"_engine_run_backward"}), _DDP: frozenset({"_pre_forward", "main_hook"})}
 
-# Functions that wait for all ranks of a group, by module. `recv` and the like wait for one rank, which is unknown.
+# Functions that wait for all ranks of a group, by module. `recv` and the like wait for one rank, which is unknown. The
+# last three of DistributedDataParallel belong to torch's `Join`, usually after the end of a rank's data.
 _C10D_NAMES = """
     all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_single all_reduce
     all_reduce_coalesced all_to_all all_to_all_single barrier broadcast broadcast_object_list gather gather_into_tensor
     gather_object gather_single monitored_barrier reduce reduce_scatter reduce_scatter_single reduce_scatter_tensor
     scatter scatter_object_list
 """
+_DDP_NAMES = """
+    _sync_buffers _sync_module_states _match_all_reduce_for_bwd_pass _match_unused_params_allreduce
+    _check_global_requires_backward_grad_sync
+"""
 _COLLECTIVES = {
     _C10D: frozenset(_C10D_NAMES.split()),
-    _DDP: frozenset(
-        {"_sync_buffers", "_sync_module_states"}
-        # A rank in torch's `Join`, usually after the end of its data.
-        | {"_match_all_reduce_for_bwd_pass", "_match_unused_params_allreduce"}
-        | {"_check_global_requires_backward_grad_sync"}
-    ),
+    _DDP: frozenset(_DDP_NAMES.split()),
     "torch.distributed.utils": frozenset({"_sync_module_states", "_verify_param_shape_across_processes"}),
 }
 
-# The kinds of collectives that all ranks leave at about the same time. BUFFERS is the broadcast in
-# DistributedDataParallel's forward pass, which the group's first rank leaves before the others.
-_ALL_GATHERS = "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_single"
-_KINDS = {
-    "barrier": BARRIER,
-    **dict.fromkeys(("all_reduce", "all_reduce_coalesced"), ALL_REDUCE),
-    **dict.fromkeys(_ALL_GATHERS.split(), ALL_GATHER),
-    "_sync_buffers": BUFFERS,
-}
+# The kinds of collectives that all ranks leave at about the same time, by the beginning of the function's name. BUFFERS
+# is the broadcast in DistributedDataParallel's forward pass, which the group's first rank leaves before the others.
+_KINDS = {"barrier": BARRIER, "all_reduce": ALL_REDUCE, "all_gather": ALL_GATHER, "_sync_buffers": BUFFERS}
 
 # Functions that pickle objects before and after a collective, which takes long for large objects.
 _PICKLING = frozenset({"_object_to_tensor", "_tensor_to_object"})
@@ -78,14 +72,11 @@ _THREADS = Path("/proc/self/task")
 
 @dataclass(frozen=True, slots=True)
 class TorchGroup:
-    """This process's progress in a process group, by torch's name for it, which is the same on all ranks.
+    """This process's progress in a process group."""
 
-    `launched` counts its operations: all of them if `counts_all`, else those of one of its backends.
-    """
-
-    name: str
+    name: str  # torch's, the same on all ranks
     ranks: tuple[int, ...]
-    launched: int
+    launched: int  # the number of its operations: of all if `counts_all`, else of those of one of its backends
     counts_all: bool = True
 
 
@@ -105,7 +96,8 @@ class Collective:
     @property
     def kind(self) -> str:
         """Its kind; empty if ranks may leave it at very different times."""
-        return _KINDS.get(self.frame.f_code.co_name, "")
+        name = self.frame.f_code.co_name
+        return next((kind for start, kind in _KINDS.items() if name.startswith(start)), "")
 
 
 def frames(innermost: FrameType | None) -> Iterator[FrameType]:
@@ -163,11 +155,6 @@ def may_compute(innermost: FrameType) -> bool:
 def groups() -> list[TorchGroup]:
     """Returns this process's process groups; empty if torch has none or does not list them."""
     return [found for group in _process_groups() if (found := _torch_group(group))]
-
-
-def find_group(name: str) -> TorchGroup | None:
-    """Returns one of this process's process groups by torch's name for it; None if there is no such group."""
-    return next((group for group in groups() if group.name == name), None)
 
 
 def rank_in_torch() -> int | None:

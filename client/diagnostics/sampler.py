@@ -36,17 +36,13 @@ _MAX_FILE_LETTERS, _MAX_NAME_LETTERS = 200, 100
 
 @dataclass(frozen=True, slots=True)
 class ThreadSample:
-    """The state of the main thread at one moment.
+    """The state of the main thread at one moment."""
 
-    `stack` is empty if not reported; `collective` is set only while the thread is blocked in one, with its `kind` as in
-    `statsd_bn.messages`; `is_in_call`: in one of this package's calls, which the server sees.
-    """
-
-    stack: str
-    collective: Collective | None = None
-    torch_group: TorchGroup | None = None
-    kind: str = ""
-    is_in_call: bool = False
+    stack: str  # empty if stacks are not reported
+    collective: Collective | None = None  # in which the thread is blocked; None if it may be computing
+    torch_group: TorchGroup | None = None  # the requested process group, or else the collective's
+    kind: str = ""  # of the collective, one of those in `statsd_bn.messages`
+    is_in_call: bool = False  # whether the thread is in one of this package's calls, which the server sees
 
     def report(self, token: bytes, number: int) -> StackReport:
         """Returns the reply to stack request `number` of the session with this token."""
@@ -59,10 +55,9 @@ class ThreadSample:
 class ThreadSampler:
     """Samples the main thread; samples contain torch's groups only if torch uses the rank of the job.
 
-    Most positions show whether the main thread is blocked in a collective. In others (`collectives.may_compute`), such
-    as autograd's engine, it may also compute, or have other threads or a device compute. There it counts as blocked
-    only if it has used no processor time since the previous sample (the first: for `SAMPLE_SECONDS`), and the process
-    next to none.
+    Most positions show whether the thread is blocked in a collective. In autograd's engine and a few others, see
+    `collectives.may_compute`, the thread, other threads or a device may be computing. There it counts as blocked only
+    if it used no processor time since the previous sample, or for `SAMPLE_SECONDS`, and the process next to none.
     """
 
     def __init__(self, *, reports_stacks: bool, rank: int, pause: Callable[[float], object] = time.sleep) -> None:
@@ -80,7 +75,7 @@ class ThreadSampler:
             collective = None
         frame, group = (collective.frame, collective.group) if collective else (None, None)
         if torch_group:
-            group = collectives.find_group(torch_group)
+            group = next((each for each in collectives.groups() if each.name == torch_group), None)
         if collectives.rank_in_torch() != self._rank:
             group = None
         text = format_stack(innermost, frame) if self._reports_stacks else ""
@@ -100,17 +95,12 @@ class ThreadSampler:
 
     def _is_thread_idle(self) -> bool:
         previous, self._thread_time = self._thread_time, collectives.main_thread_time()
-        is_idle = self._is_process_idle()
+        (busy, at), self._process_time = self._process_time, (time.process_time(), time.monotonic())
+        is_process_idle = self._process_time[0] - busy <= IDLE_SHARE * (self._process_time[1] - at)
         if previous is None and self._thread_time is not None:
             self._pause(SAMPLE_SECONDS)
             return self._is_thread_idle()
-        return is_idle and previous is not None and previous == self._thread_time
-
-    def _is_process_idle(self) -> bool:
-        """Whether the process has used next to no processor time since the previous call."""
-        (busy, at), self._process_time = self._process_time, (time.process_time(), time.monotonic())
-        now_busy, now = self._process_time
-        return now_busy - busy <= IDLE_SHARE * (now - at)
+        return is_process_idle and previous is not None and previous == self._thread_time
 
 
 def main_frame() -> FrameType | None:
