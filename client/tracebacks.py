@@ -5,9 +5,8 @@ To debug statsd_bn itself, set STATSD_BN_TRACEBACK=full.
 
 import functools
 import os
-import sysconfig
+import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
@@ -16,17 +15,15 @@ from statsd_bn.errors import StatsdBNError
 ParamsT = ParamSpec("ParamsT")
 ResultT = TypeVar("ResultT")
 
-_PACKAGES = Path(__file__).parents[1]
-_HIDDEN = tuple(f"{folder}{os.sep}" for folder in (_PACKAGES / "client", _PACKAGES / "statsd_bn"))
-_STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
-_INSTALLED = f"-packages{os.sep}"
-_FUTURES = f"{os.sep}concurrent{os.sep}futures{os.sep}"  # they raise errors of other threads again
+_OURS = ("client.", "statsd_bn.", "concurrent.futures.")  # futures raise errors of other threads again
+# We call the standard library and pyzmq; what they raise belongs to us, unlike an error of torch or the user's code.
+_INSIDE = {"client", "statsd_bn", "zmq", *sys.stdlib_module_names}
 
 
 def hide_internal_frames(error: StatsdBNError, *, for_caller: bool = False) -> None:
     """Hide our frames but the first in an error's traceback, and add a note with its page of the documentation.
 
-    `for_caller` hides the first one too, because the function that raises the error again adds its own.
+    `for_caller` hides the first one too: as the error leaves, the frame of our calling function is added.
     """
     note = f"see docs/errors.md#{type(error).__name__.lower()}"
     if note not in getattr(error, "__notes__", ()):
@@ -64,16 +61,14 @@ def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
         trace = trace.tb_next
 
 
-def _is_inside(trace: TracebackType) -> bool:
-    """Whether a frame is in our code or in the libraries that it calls: the standard library and pyzmq."""
-    frame, file = trace.tb_frame, trace.tb_frame.f_code.co_filename
-    # Compiled functions of pyzmq have no file. Their module is in their name; they may have no globals.
-    names = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-    if _is_ours(trace) or any(name.startswith("zmq.") for name in names):
-        return True
-    return file.startswith(_STANDARD_LIBRARY) and _INSTALLED not in file
-
-
 def _is_ours(trace: TracebackType) -> bool:
-    file = trace.tb_frame.f_code.co_filename
-    return file.startswith(_HIDDEN) or _FUTURES in file
+    return _module_of(trace).startswith(_OURS)
+
+
+def _is_inside(trace: TracebackType) -> bool:
+    return _module_of(trace).partition(".")[0] in _INSIDE
+
+
+def _module_of(trace: TracebackType) -> str:
+    """The module of a frame; compiled functions of pyzmq may have no globals, but have it in their name."""
+    return str(trace.tb_frame.f_globals.get("__name__", trace.tb_frame.f_code.co_name))

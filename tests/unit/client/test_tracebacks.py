@@ -3,26 +3,25 @@
 import pickle
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import client
-from client import tracebacks
+import statsd_bn
 from client.session import connection
 from client.session.channel_pool import ZmqChannelPool
 from client.tracebacks import api_boundary, hide_internal_frames
 from statsd_bn.errors import ConfigurationError, RoundMismatch
 from support.memory_members import MemoryMaster
 
+OUR_FOLDERS = tuple(f"{Path(package.__file__).parent}/" for package in (client, statsd_bn))
+
 
 def ours(error: BaseException) -> list[str]:
-    return [
-        frame.name
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename.startswith(tracebacks._HIDDEN)
-    ]
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(OUR_FOLDERS)]
 
 
 def failing_round(monkeypatch, *, after: int = 0) -> nn.Module:
