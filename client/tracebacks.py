@@ -6,8 +6,9 @@ To debug statsd_bn itself, set STATSD_BN_TRACEBACK=full.
 import functools
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import ParamSpec, TypeVar
 
 from statsd_bn.errors import StatsdBNError
@@ -30,10 +31,10 @@ def hide_internal_frames(error: StatsdBNError, *, for_caller: bool = False) -> N
         error.add_note(note)
     if os.environ.get("STATSD_BN_TRACEBACK", "").lower() != "full":
         frames = list(_frames(error.__traceback__))
-        first = None if for_caller else next(filter(_is_ours, frames), None)
+        first = None if for_caller else next((frame for frame in frames if _is_ours(frame.tb_frame)), None)
         shown: TracebackType | None = None
         for frame in reversed(frames):
-            if frame is first or not _is_ours(frame):
+            if frame is first or not _is_ours(frame.tb_frame):
                 shown = TracebackType(shown, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
         error.__traceback__ = shown
         # An internal cause adds nothing to the error. A cause that was raised by a user's code or a model stays.
@@ -55,20 +56,28 @@ def api_boundary(function: Callable[ParamsT, ResultT]) -> Callable[ParamsT, Resu
     return with_hidden_frames
 
 
+def warn(text: str) -> None:
+    """Issue a UserWarning at the line of the user's code that called us, whatever the number of our frames."""
+    frame, level = sys._getframe(), 1  # noqa: SLF001 - `warnings` uses it too
+    while _is_ours(frame) and frame.f_back:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
+
+
 def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
     while trace:
         yield trace
         trace = trace.tb_next
 
 
-def _is_ours(trace: TracebackType) -> bool:
-    return _module_of(trace).startswith(_OURS)
+def _is_ours(frame: FrameType) -> bool:
+    return _module_of(frame).startswith(_OURS)
 
 
 def _is_inside(trace: TracebackType) -> bool:
-    return _module_of(trace).partition(".")[0] in _INSIDE
+    return _module_of(trace.tb_frame).partition(".")[0] in _INSIDE
 
 
-def _module_of(trace: TracebackType) -> str:
+def _module_of(frame: FrameType) -> str:
     """The module of a frame; compiled functions of pyzmq may have no globals, but have it in their name."""
-    return str(trace.tb_frame.f_globals.get("__name__", trace.tb_frame.f_code.co_name))
+    return str(frame.f_globals.get("__name__", frame.f_code.co_name))

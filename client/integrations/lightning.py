@@ -15,7 +15,7 @@ from torch import nn
 
 from client.integrations import connect_unless_connected
 from client.nn.batchnorm import SynchronizedBatchNorm
-from client.nn.conversion import convert, revert
+from client.nn.conversion import convert_model, revert
 from client.session.connection import Connection, current_connection
 from client.session.protocol.registration import cause_of
 
@@ -38,7 +38,7 @@ class StatsdBNLayerSync(TorchSyncBatchNorm):
     def apply(self, model: nn.Module) -> nn.Module:
         """Connects, and returns the model with synchronised batch norms, as by `client.convert_model`."""
         self._synchronized_before = [layer for layer in model.modules() if isinstance(layer, SynchronizedBatchNorm)]
-        converted = convert(model, None, stacklevel=3)
+        converted = convert_model(model)
         self._handled = sys.exception()
         self._connection = connect_unless_connected()
         return converted
@@ -54,7 +54,7 @@ class StatsdBNLayerSync(TorchSyncBatchNorm):
             self._connection.close("" if error is self._handled else cause_of(error))
             self._connection = None
         kept, self._synchronized_before = self._synchronized_before, []
-        return revert(model, exclude=kept, stacklevel=3)
+        return revert(model, kept)
 
 
 class StatsdBNMetrics(Callback):

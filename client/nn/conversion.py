@@ -21,7 +21,7 @@ from client.nn.batchnorm import OWN_ATTRIBUTES, SynchronizedBatchNorm
 from client.nn.running_stats import check_chunks
 from client.nn.subclasses import bypasses_ours, convert_subclass, has_own_forward, reason_not_synchronised
 from client.session.groups import Group
-from client.tracebacks import api_boundary
+from client.tracebacks import api_boundary, warn
 from client.transports.choose import GroupSpec, resolve_group
 from client.transports.process_group import NamedProcessGroup, named
 from statsd_bn import limits
@@ -91,11 +91,7 @@ def convert_model(
             no module, after earlier layers were converted; otherwise nothing is changed.
         ConfigurationError: a layer's path is not printable, or too long.
     """
-    return convert(module, resolve_group(group, process_group), chunks, stacklevel=4)  # api_boundary adds a frame
-
-
-def convert(module: nn.Module, group: GroupSpec = None, chunks: int | None = None, *, stacklevel: int) -> nn.Module:
-    """Implement `convert_model`; `stacklevel` is passed to `warnings.warn`."""
+    resolved = resolve_group(group, process_group)
     check_is_module(module)
     if chunks is not None:
         check_chunks(chunks)
@@ -116,16 +112,13 @@ def convert(module: nn.Module, group: GroupSpec = None, chunks: int | None = Non
             if isinstance(layer, SynchronizedBatchNorm):
                 # Not by setattr: a class may refuse unknown attributes.
                 vars(layer)["layer_name"] = path or type(layer).__name__.removeprefix("Lazy")
-                vars(layer)["group"] = _group_for(layer, group)
+                vars(layer)["group"] = _group_for(layer, resolved)
                 if chunks is not None:
                     layer.chunks = chunks
     report = conversion_report(converted)
     logger.info("%s", report)
     if report.left:
-        warnings.warn(
-            f"convert_model left {report.summary_of_left}. client.conversion_report(model) lists each with its reason",
-            stacklevel=stacklevel,
-        )
+        warn(f"convert_model left {report.summary_of_left}. client.conversion_report(model) lists each with its reason")
     return converted
 
 
@@ -147,11 +140,11 @@ def revert_model(module: nn.Module) -> nn.Module:
     Raises:
         TypeError: `module` is not a module.
     """
-    return revert(module, stacklevel=4)  # api_boundary adds a frame
+    return revert(module)
 
 
-def revert(module: nn.Module, *, exclude: Iterable[nn.Module] = (), stacklevel: int) -> nn.Module:
-    """Implement `revert_model`, except for the layers in `exclude`; `stacklevel` is passed to `warnings.warn`."""
+def revert(module: nn.Module, exclude: Iterable[nn.Module] = ()) -> nn.Module:
+    """Implement `revert_model`, except for the layers in `exclude`."""
     check_is_module(module)
     exclude = set(exclude)
     unchanged = {part: part for part in (*exclude, *input_checks.sharded_modules(module))}
@@ -163,10 +156,7 @@ def revert(module: nn.Module, *, exclude: Iterable[nn.Module] = (), stacklevel: 
         if isinstance(layer, SynchronizedBatchNorm) and layer not in exclude
     }
     if left:
-        warnings.warn(
-            f"revert_model left {layers(len(left))} synchronised: {summarize(left)}. Replace each by hand",
-            stacklevel=stacklevel,
-        )
+        warn(f"revert_model left {layers(len(left))} synchronised: {summarize(left)}. Replace each by hand")
     return reverted
 
 
@@ -316,7 +306,7 @@ def conversion_of(cls: type[nn.Module]) -> Conversion | None:
 
 def _convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.Module:
     """`convert_model` under torch's name, on any class, with the same errors."""
-    return convert(module, resolve_group(None, process_group), stacklevel=3)
+    return convert_model(module, process_group=process_group)
 
 
 SynchronizedBatchNorm.convert_sync_batchnorm = staticmethod(_convert_sync_batchnorm)

@@ -9,7 +9,6 @@ All members check the same gathered data, so they raise together, and their roun
 
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from itertools import chain, islice
 from typing import Any, Self
@@ -23,7 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 from client.serialization import NUMPY_DTYPES, pack, unpack
 from client.session.connection import Connection, current_connection
 from client.session.protocol.registration import cause_of
-from client.tracebacks import api_boundary
+from client.tracebacks import api_boundary, warn
 from client.transports import process_group
 from client.transports.choose import Communicator, communicator_for
 from client.transports.process_group import NamedProcessGroup
@@ -94,11 +93,8 @@ class DDPHandler:
         }
         for name, (loader, sampler) in split.items():
             if not isinstance(before := loaders[name].sampler, SequentialSampler | RandomSampler | DistributedSampler):
-                warnings.warn(
-                    f"{name}: expected a sequential or random sampler, got {type(before).__name__}; the members' "
-                    "samples are in sequential order",
-                    stacklevel=3,  # above the frame of `api_boundary`
-                )
+                got = f"{type(before).__name__}; the members' samples are in sequential order"
+                warn(f"{name}: expected a sequential or random sampler, got {got}")
             setattr(self.train_loop_obj, name, loader)
             self._samplers[name] = sampler
         handler: Any = getattr(self.train_loop_obj, "callbacks_handler", None)

@@ -5,7 +5,6 @@ The running statistics lag behind the weights. A pass over many batches with fix
 not depend on the sizes of the batches, nor on their distribution over the members.
 """
 
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 from client.nn.batchnorm import SynchronizedBatchNorm
 from client.nn.running_stats import MomentAccumulator
 from client.session.connection import Connection
-from client.tracebacks import api_boundary
+from client.tracebacks import api_boundary, warn
 from client.training.gradients import split_rows
 from client.transports.choose import GroupSpec, communicator_for, transport_for
 from client.transports.process_group import NamedProcessGroup
@@ -93,10 +92,7 @@ def recalibrate(
     measured = {layer: moments for layer, moments in population.items() if moments.count}
     _check_population(measured, total)
     if unused := [layer.layer_name for layer in population if layer not in measured]:
-        warnings.warn(
-            f"layers {_shown(unused)} were called on no member and keep their statistics",
-            stacklevel=3,  # above the frame of `api_boundary`
-        )
+        warn(f"layers {_shown(unused)} were called on no member and keep their statistics")
     _write(measured)
     for layer in measured:
         layer.forget_pending()

@@ -9,7 +9,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from client.nn.batchnorm import SynchronizedBatchNorm
-from client.nn.conversion import convert as synchronised
+from client.nn.conversion import convert_model
 from client.tracebacks import api_boundary
 from statsd_bn.environment import integer
 from statsd_bn.errors import ConfigurationError
@@ -53,13 +53,15 @@ def smart_ddp(
     Warns:
         UserWarning: as `convert_model`.
     """
-    check_version(torch.__version__)
+    if torch.__version__.partition("+")[0] == REFUSED_VERSION:  # or a local build of it, such as 1.12.0+cu113
+        expected = f"expected any version but {REFUSED_VERSION}, whose DistributedDataParallel is broken"
+        raise RuntimeError(wrap(f"torch: {expected}, got {torch.__version__}"))
     if not (distributed.is_available() and distributed.is_initialized()):
         text = "process group: expected an initialised one, got none; call torch.distributed.init_process_group() first"
         raise RuntimeError(wrap(text))
     arguments = arguments_for(_device_of(model), os.environ, static_graph=static_graph)
     if convert:
-        model = synchronised(model, stacklevel=4)  # above the frame of `api_boundary`
+        model = convert_model(model)
     wrapper = DistributedDataParallel(model, **arguments)
     # Not as an argument: older versions of torch then omit the initial broadcast too.
     wrapper.broadcast_buffers = _may_differ(model) if broadcast_buffers is None else broadcast_buffers
@@ -67,13 +69,6 @@ def smart_ddp(
 
 
 smart_DDP = smart_ddp  # noqa: N816 - YOLOv5's spelling
-
-
-def check_version(version: str) -> None:
-    """Raises RuntimeError if torch is 1.12.0, or a local build of it such as 1.12.0+cu113."""
-    if version.partition("+")[0] == REFUSED_VERSION:
-        expected = f"expected any version but {REFUSED_VERSION}, whose DistributedDataParallel is broken"
-        raise RuntimeError(wrap(f"torch: {expected}, got {version}"))
 
 
 def arguments_for(device: torch.device, environ: Mapping[str, str], *, static_graph: bool) -> dict[str, Any]:
