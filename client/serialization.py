@@ -32,22 +32,15 @@ Array = Tensor | np.ndarray[Any, Any]
 LIST, TUPLE, DICT, COUNTER = 1, 2, 3, 4
 TENSOR, NDARRAY = 5, 6
 
-# An array takes about 700 bytes of memory, however short its description. A large model with its optimizer has 30,000.
-MAX_ARRAYS = 65_536
-
-# The limit of numpy 1.26; numpy 2 and torch allow 64.
-MAX_DIMENSIONS = 32
-
-# The largest size of an array, with dimensions of length 0 counted as 1: a size is a signed 64-bit integer.
-MAX_BYTES = 2**63 - 1
+MAX_ARRAYS = 65_536  # each takes about 700 bytes of memory; a large model with its optimizer has 30,000
+MAX_DIMENSIONS = 32  # the limit of numpy 1.26; numpy 2 and torch allow 64
+MAX_BYTES = 2**63 - 1  # of an array, with dimensions of length 0 counted as 1: a size is a signed 64-bit integer
 
 _NUMBERS = [f"{kind}{bits}" for kind in ("uint", "int") for bits in (8, 16, 32, 64)]
 _NUMBERS += ["float16", "float32", "float64", "complex64", "complex128"]
-_TORCH_ONLY = ["bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"]
 
-# A dtype is sent as its index in this list: append only.
-DTYPES = ["bool", *_NUMBERS, *_TORCH_ONLY]
-
+# A dtype is sent as its index in this list: append only. The last five are torch's alone.
+DTYPES = ["bool", *_NUMBERS, "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"]
 NUMPY_DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ["bool", *_NUMBERS]}
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 

@@ -174,11 +174,7 @@ def _modes(device: Device) -> list[AbstractContextManager[Any]]:
 
 
 def gather(outputs: Sequence[Any], device: Device, dim: int) -> Any:
-    """Concatenate the replicas' outputs along `dim` on `device`; scalars become a vector.
-
-    Raises TypeError for outputs other than tensors, None, and containers of these, and ValueError for outputs that
-    differ in structure.
-    """
+    """Concatenate outputs, tensors in equal containers or None, along `dim` on `device`; scalars become a vector."""
     if all(isinstance(output, Tensor) for output in outputs):
         return _concatenate(outputs, device, dim)
     if all(output is None for output in outputs):

@@ -26,11 +26,10 @@ from client.session.protocol.member import DEFAULT_ROUND_TIMEOUT
 from statsd_bn.errors import RoundTimeout
 from statsd_bn.text import wrap
 
-Messages = list[tuple[Any, Any]]
-"""Pairs of identifier and message, the master's with identifier 0 first."""
+Messages = list[tuple[Any, Any]]  # pairs of identifier and message, the master's with identifier 0 first
 
+# The barrier of the replicas whose callbacks run now, and the number of the replica: slaves register for it.
 current_replica: "ContextVar[tuple[Barrier | None, int]]" = ContextVar("current_replica", default=(None, 0))
-"""The barrier of a model's replicas and the number of the copy to which slaves belong that register now."""
 
 _numbers = itertools.count()
 

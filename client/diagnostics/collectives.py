@@ -49,13 +49,9 @@ _COLLECTIVES = {
 # is the broadcast in DistributedDataParallel's forward pass, which the group's first rank leaves before the others.
 _KINDS = {"barrier": BARRIER, "all_reduce": ALL_REDUCE, "all_gather": ALL_GATHER, "_sync_buffers": BUFFERS}
 
-# Functions that pickle objects before and after a collective, which takes long for large objects.
-_PICKLING = frozenset({"_object_to_tensor", "_tensor_to_object"})
-
+_PICKLING = frozenset({"_object_to_tensor", "_tensor_to_object"})  # around a collective; slow for large objects
 _GROUP_NAMES = ("group", "process_group", "pg")  # the variables in which these functions keep their process group
-# The newest started and completed operation of a group in torch's flight recorder.
-NEWEST = ("last_enqueued_collective", "last_completed_collective")
-
+NEWEST = ("last_enqueued_collective", "last_completed_collective")  # of a group in torch's flight recorder
 _MAX_DEPTH = 12  # the largest number of frames inside of a collective
 _MAX_FRAMES = 200  # the number of frames that are searched for the user's code
 _MAX_RANKS = 16_384  # reports leave out process groups with this or a higher rank
@@ -65,9 +61,7 @@ _wrappers: WeakSet[Any] = WeakSet()
 
 # Set after a timeout in a collective of gloo: its threads still wait, and would block the end of the process.
 abandoned = threading.Event()
-
-# Linux reports each thread's run time here: the first number of `schedstat`, in nanoseconds.
-_THREADS = Path("/proc/self/task")
+_THREADS = Path("/proc/self/task")  # with each thread's processor time: the first number of `schedstat`, nanoseconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,8 @@ from statsd_bn.members import Members
 from statsd_bn.messages import StackReport
 from statsd_bn.text import escape
 
-# How long the first sample observes the thread: one that computes uses processor time in it.
-SAMPLE_SECONDS = 0.03
-
-# The largest share of a core that an idle process uses: the sampling thread and ZeroMQ's threads wake up regularly.
-IDLE_SHARE = 0.2
+SAMPLE_SECONDS = 0.03  # duration of the first sample: a thread that computes uses processor time in it
+IDLE_SHARE = 0.2  # of a core, that an idle process uses at most: the sampling thread and ZeroMQ's threads wake up
 
 _OUR_MODULES = ("client.", "statsd_bn.")  # the server knows which of our calls a thread is in
 _LIBRARY_FOLDERS = ("/site-packages/", "/dist-packages/")

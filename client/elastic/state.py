@@ -49,17 +49,14 @@ class MembersChanged(Exception):
 
 
 class Report(NamedTuple):
-    """A member's report at a commit: the commits of its state, and the samples of the batches recorded since the last.
+    """A member's report at a commit."""
 
-    A new member has no `members` of a previous commit; a latecomer has connected to a running job.
-    """
-
-    generation: int
+    generation: int  # the number of commits of its state
     epoch: int
-    members: list[int]
-    is_latecomer: bool
-    batches: int
-    indices: list[int]
+    members: list[int]  # at the previous commit; empty for a new member
+    is_latecomer: bool  # whether it has connected to a running job
+    batches: int  # the number of batches recorded since the previous commit
+    indices: list[int]  # the samples of these batches
 
     def pack(self) -> bytes:
         """Serializes the report."""

@@ -293,13 +293,10 @@ def set_sbn_eps_mode(mode: str) -> None:
     SynchronizedBatchNorm.eps_mode = _checked_mode("mode", mode)
 
 
-# Attributes that torch's layers do not have.
-OWN_ATTRIBUTES = tuple(SynchronizedBatchNorm.__annotations__)
+OWN_ATTRIBUTES = tuple(SynchronizedBatchNorm.__annotations__)  # attributes that torch's layers do not have
 
 
-# Torch's class comes first in the bases: its `_check_input_dim` is the one to use.
-
-
+# In the bases of these three torch's class comes first: its `_check_input_dim` is the one to use.
 class SynchronizedBatchNorm1d(nn.BatchNorm1d, SynchronizedBatchNorm):
     """Synchronised batch norm over (N, C) or (N, C, L) input; see `SynchronizedBatchNorm`."""
 

@@ -51,8 +51,7 @@ CONVERSIONS: dict[type[nn.Module], Conversion] = {_BatchNorm: convert_subclass}
 # Layers whose registered conversion is running: a nested `convert_model` must not run it again.
 _in_conversion: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
-# The most classes in a summary; the report lists all layers.
-_MAX_CLASSES = 4
+_MAX_CLASSES = 4  # in a summary; the report lists all layers
 
 
 @api_boundary

@@ -41,11 +41,8 @@ NEWEST_COUNT, NEWEST_MEAN, NEWEST_VARIANCE, IS_DUE = range(4, 8)
 
 Shape = List[int]  # noqa: UP006 - as above
 
-# In place of the number of a `DeferredUpdate`: each call updates the running statistics.
-NOT_DEFERRED = 0
-
-# Name and size of the group of this process alone, for eval. Users' groups cannot have this name.
-THIS_PROCESS = (f"{LOCAL} process", 1)
+NOT_DEFERRED = 0  # in place of the number of a `DeferredUpdate`: each call updates the running statistics
+THIS_PROCESS = (f"{LOCAL} process", 1)  # group of this process alone, for eval; users' groups cannot have this name
 
 
 def encode_group(group: GroupSpec) -> tuple[str, int]:
@@ -75,13 +72,9 @@ def forward(layer: Any, x: Tensor, mask: Tensor | None, deferred: DeferredUpdate
     phase = phase_of_forward(needs_gradient=x.requires_grad)
     output, statistics = torch.ops.statsd_bn.batch_norm(x, layer.weight, layer.bias, mask, *of_layer, number, phase)
     if layer.training:
-        running_stats.update(
-            layer,
-            statistics[NEWEST_MEAN],
-            statistics[NEWEST_VARIANCE],
-            is_due=statistics[IS_DUE, 0].long(),
-            has_values=statistics[NEWEST_COUNT, 0] > 0,
-        )
+        is_due, has_values = statistics[IS_DUE, 0].long(), statistics[NEWEST_COUNT, 0] > 0
+        newest = statistics[NEWEST_MEAN], statistics[NEWEST_VARIANCE]
+        running_stats.update(layer, *newest, is_due=is_due, has_values=has_values)
     return output
 
 
@@ -136,7 +129,8 @@ def _pack(statistics: ChannelStatistics, due: ChannelMoments | None) -> Tensor:
     else:
         due = due.on(mean.device)
         has_succeeded = torch.ones_like(mean) if isinstance(due.count, int) else (~due.count.isnan()).double()
-        newest = [_row(mean, due.count), *running_stats.batch_statistics(due), _row(mean, has_succeeded)]
+        statistics_due = due.mean(), due.variance(unbiased=True)
+        newest = [_row(mean, due.count), *statistics_due, _row(mean, has_succeeded)]
     return torch.stack((_row(mean, statistics.count), *statistics.vectors, *newest))
 
 

@@ -17,8 +17,7 @@ from statsd_bn.text import wrap
 
 FunctionT = TypeVar("FunctionT", bound=Any)
 
-# Types of inputs, as in torch's batch norm.
-TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of inputs, as in torch's batch norm
 
 
 def check_input(layer: Any, x: Tensor, expected: int | None = None) -> None:

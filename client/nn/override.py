@@ -39,10 +39,7 @@ _IN_FUNCTION = (
 
 @dataclass(slots=True)
 class BatchNormCall:
-    """One call of `F.batch_norm` in a layer's `forward`, with the attributes of a layer that a synchronised call reads.
-
-    `num_batches_tracked` is None if the `forward` has incremented it.
-    """
+    """One call of `F.batch_norm` in a `forward`, with the attributes of a layer that a synchronised call reads."""
 
     # The parameters of `F.batch_norm`, in its order.
     input: Tensor
@@ -53,9 +50,9 @@ class BatchNormCall:
     training: bool = False
     momentum: float | None = 0.1
     eps: float = 1e-5
-    num_batches_tracked: Tensor | None = None
+    num_batches_tracked: Tensor | None = None  # None if the `forward` has incremented it
     track_running_stats: bool = True
-    layer_name: str = ""  # the layer's, as the next two: set when the call is overridden
+    layer_name: str = ""  # this and the next two are the layer's, set when the call is overridden
     eps_mode: str = ""
     group: Any = None
 
@@ -93,7 +90,7 @@ class BatchNormOverride(TorchFunctionMode):
     """Mode that overrides the calls of `batch_norm` with one layer's tensors, and no others."""
 
     was_called = False
-    has_unrelated_calls = False  # in training, without tensors, though the layer has some
+    has_unrelated_calls = False  # calls in training that have the layer's channels, but no tensors, unlike the layer
 
     def __init__(self, layer: Any, compute: Compute, tracked: Tensor | None, caller: CodeType | None = None) -> None:
         self._layer = layer

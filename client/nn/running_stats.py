@@ -83,7 +83,7 @@ def update_from(layer: Any, batch: ChannelMoments) -> None:
     running = layer.running_mean
     if running is not None:
         batch = batch.on(vector_device(running))
-    mean, variance = batch_statistics(batch)
+    mean, variance = batch.mean(), batch.variance(unbiased=True)  # NaN without values
     if running is not None:
         mean, variance = to_compute_type(running, mean, variance)
     # A count on a device is NaN after a failed round, which must not update anything.
@@ -91,16 +91,11 @@ def update_from(layer: Any, batch: ChannelMoments) -> None:
     update(layer, mean, variance, is_due=has_succeeded, has_values=batch.count > 0)
 
 
-def batch_statistics(batch: ChannelMoments) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance of a batch, shape (C,), for the running statistics; NaN without values."""
-    return batch.mean(), batch.variance(unbiased=True)
-
-
 def update(layer: Any, mean: Tensor, variance: Tensor, *, is_due: int | Tensor = 1, has_values: bool | Tensor) -> None:
     """Update a layer's running statistics with a batch's mean and unbiased variance, shape (C,), as torch does.
 
-    Reads no value of a tensor, because torch.compile may trace it. With `is_due` 0 nothing
-    changes, without `has_values` only the count of batches does.
+    Reads no value of a tensor, because torch.compile may trace it. With `is_due` 0 nothing changes; without
+    `has_values` only the count of batches does.
     """
     if not layer.track_running_stats:  # scripts switch it off temporarily
         return

@@ -61,8 +61,7 @@ def _forward_apart(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor
     return output, mean, variance
 
 
-# The layer that the warning named, once it was logged.
-_warned_of: list[str] = []
+_warned_of: list[str] = []  # the layer that the warning named, once it was logged
 
 
 @constant_in_trace

@@ -41,9 +41,7 @@ Tensors = dict[str | int, Tensor]
 COPIED = sorted({*inspect.signature(DataLoader).parameters} - {"dataset", "shuffle", "sampler", "batch_sampler"})
 
 ROUND_NAME = "mp_sync()"  # of the rounds; the name of a layer contains no brackets
-
-# The number of keys in an error's text; a member may send any number of them.
-MAX_LISTED_KEYS = 8
+MAX_LISTED_KEYS = 8  # in an error's text; a member may send any number of keys
 
 _NUMBERS = (bool, int, float, np.integer, np.floating, np.bool_)
 
@@ -249,7 +247,8 @@ def all_gather_tensors(
 ) -> dict[int, Tensors]:
     """Returns all members' tensors on the CPU, by rank, in order; without a communicator only this process's.
 
-    `make` returns this member's tensors; the names are equal. Its exception reaches the others as RoundFailed.
+    `make` returns this member's tensors, under names that all members share; the others get its exception as
+    RoundFailed.
     """
     try:
         message = pack([make(), ""])

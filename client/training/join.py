@@ -1,8 +1,4 @@
-"""join(): uneven inputs, when some members have fewer batches than others.
-
-After the block a member pauses, and the others continue as if its slice were empty. At the next block it waits until
-all members have entered it, so all members start each pass over the data together.
-"""
+"""join(): uneven inputs, when some members have fewer batches than others."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -29,9 +29,7 @@ from statsd_bn.reduction import FloatArray, Moments, Rows
 from statsd_bn.text import wrap
 
 ROUND_NAME = "moments()"  # of the rounds; the name of a layer contains no brackets
-
-# The number of values that are converted to float64 at a time: 8 MB.
-_CHUNK = 2**20
+_CHUNK = 2**20  # the number of values that are converted to float64 at a time: 8 MB
 
 ParamsT = ParamSpec("ParamsT")
 ResultT = TypeVar("ResultT")

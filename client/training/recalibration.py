@@ -136,7 +136,7 @@ def _run(
 @contextmanager
 def _measuring(model: nn.Module, accumulators: Accumulators) -> Iterator[None]:
     """Has the layers count during one forward pass only: a loader or `progress` may use the model as well."""
-    # Without collectives in the forward pass of DistributedDataParallel, for which members may lack batches.
+    # Members may have different numbers of batches, so DistributedDataParallel's forward pass must run no collective.
     wrappers: list[Any] = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     before = [(wrapper.require_forward_param_sync, wrapper._join_config) for wrapper in wrappers]  # noqa: SLF001 - below
     try:
@@ -189,9 +189,7 @@ def _checksum(layer: SynchronizedBatchNorm) -> float:
     return float(zlib.crc32(layer.layer_name.encode()))
 
 
-def _buffers(layer: SynchronizedBatchNorm) -> tuple[Tensor, Tensor]:
-    assert layer.running_mean is not None  # noqa: S101 - only layers with running statistics are measured
-    assert layer.running_var is not None  # noqa: S101 - as above
+def _buffers(layer: Any) -> tuple[Tensor, Tensor]:  # not None: only layers with running statistics are measured
     return layer.running_mean, layer.running_var
 
 

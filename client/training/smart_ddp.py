@@ -15,8 +15,7 @@ from statsd_bn.environment import integer
 from statsd_bn.errors import ConfigurationError
 from statsd_bn.text import wrap
 
-# DistributedDataParallel is broken in this version (ultralytics/yolov5#8395).
-REFUSED_VERSION = "1.12.0"
+REFUSED_VERSION = "1.12.0"  # its DistributedDataParallel is broken (ultralytics/yolov5#8395)
 
 # Buffers that a synchronised layer updates equally on all its ranks; subclasses may have others.
 EQUAL_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
