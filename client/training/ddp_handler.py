@@ -83,15 +83,11 @@ class DDPHandler:
         own_rank, size = self._rank_and_size()
         world_size = size if world_size is None else world_size
         rank = own_rank if rank is None else rank
-        loaders = {name: getattr(self.train_loop_obj, name) for name in LOADERS}
-        split = {
-            name: self.build_loader_sampler(loader, _is_shuffled(loader), world_size, rank)
-            for name, loader in loaders.items()
-            if loader is not None
-        }
-        for name, (loader, sampler) in split.items():
-            if not isinstance(before := loaders[name].sampler, SequentialSampler | RandomSampler | DistributedSampler):
-                got = f"{type(before).__name__}; the members' samples are in sequential order"
+        loaders = {name: loader for name in LOADERS if (loader := getattr(self.train_loop_obj, name)) is not None}
+        split = [self.build_loader_sampler(each, _is_shuffled(each), world_size, rank) for each in loaders.values()]
+        for (name, before), (loader, sampler) in zip(loaders.items(), split, strict=True):
+            if not isinstance(before.sampler, SequentialSampler | RandomSampler | DistributedSampler):
+                got = f"{type(before.sampler).__name__}; the members' samples are in sequential order"
                 warn(f"{name}: expected a sequential or random sampler, got {got}")
             setattr(self.train_loop_obj, name, loader)
             self._samplers[name] = sampler
