@@ -32,7 +32,7 @@ Array = Tensor | np.ndarray[Any, Any]
 LIST, TUPLE, DICT, COUNTER = 1, 2, 3, 4
 TENSOR, NDARRAY = 5, 6
 
-MAX_ARRAYS = 65_536  # each takes about 700 bytes of memory; a large model with its optimizer has 30,000
+MAX_ARRAYS = 65_536  # each takes 700 bytes, however short its description; a large model with its optimizer has 30,000
 MAX_DIMENSIONS = 32  # the limit of numpy 1.26; numpy 2 and torch allow 64
 MAX_BYTES = 2**63 - 1  # of an array, with dimensions of length 0 counted as 1: a size is a signed 64-bit integer
 

@@ -22,7 +22,7 @@ from statsd_bn.messages import StackReport
 from statsd_bn.text import escape
 
 SAMPLE_SECONDS = 0.03  # duration of the first sample: a thread that computes uses processor time in it
-IDLE_SHARE = 0.2  # of a core, that an idle process uses at most: the sampling thread and ZeroMQ's threads wake up
+IDLE_SHARE = 0.2  # of a core, which an idle process may use: the sampling thread and ZeroMQ's threads wake up
 
 _OUR_MODULES = ("client.", "statsd_bn.")  # the server knows which of our calls a thread is in
 _LIBRARY_FOLDERS = ("/site-packages/", "/dist-packages/")

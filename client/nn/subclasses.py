@@ -166,7 +166,7 @@ class SuperForward(SynchronizedBatchNorm):
 
 @input_checks.constant_in_trace
 def _warn_once(cls: Any, layer: str, *, unrelated: bool = False) -> None:
-    """Log once for each generated class that its `forward` does not call `batch_norm`, or `unrelated` calls of it."""
+    """Log, once per class, that its `forward` did not call the layer's `batch_norm`, or called another too."""
     problem = (
         "%s: the forward of %s also calls batch_norm without the layer's tensors; that call is not synchronised"
         if unrelated
