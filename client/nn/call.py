@@ -57,7 +57,8 @@ def plain_call(
     if running is None:
         return None
     phase = phase_of_forward(needs_gradient=x.requires_grad)
-    exchange = NativeExchange(transport, layer.layer_name, layer.eps, layer.eps_mode, phase, running=running)
+    exchange = NativeExchange(transport, layer.layer_name, layer.eps, layer.eps_mode, phase)
+    exchange.running = running  # not by a keyword, which takes 0.6 µs longer
     output: Tensor = plain_batch_norm(exchange, x, weight, bias)
     collectives.record_ddp_wrapper()
     exchange_cache.add(exchange, has_graph=output.requires_grad)
