@@ -211,7 +211,18 @@ def one_round(connection) -> bytes:
 
 
 def test_a_memory_name_other_than_text_is_refused(monkeypatch, caplog):
-    monkeypatch.setattr(negotiation, "_ready", lambda _: b"ready \xff\xfe")
+    class Name(str):
+        __slots__ = ()
+
+        def encode(self):
+            return b"\xff\xfe"
+
+    def misnamed(size):
+        offer = group_memory.MemoryOffer(size)
+        offer.name = Name()
+        return offer
+
+    monkeypatch.setattr(negotiation, "MemoryOffer", misnamed)
     caplog.set_level("INFO", logger="statsd_bn.client")
 
     assert len(set(run_members(2, one_round, transport=SHARED_MEMORY))) == 1
