@@ -45,8 +45,7 @@ THREADED_QUIET_SECONDS = 10.0
 # listed for each position in the fields of an error.
 MAX_POSITIONS, MAX_LISTED_MEMBERS = 8, 64
 
-# Placeholder for a rank that has not registered and may be running. Ranks are not negative.
-UNKNOWN_MEMBER = -1
+UNKNOWN_MEMBER = -1  # stands for a rank that has not registered and may be running; ranks are not negative
 
 # These collectives release no rank before all have launched them, and then all at about the same time.
 SYNCHRONIZING = frozenset({BARRIER, ALL_REDUCE, ALL_GATHER})
@@ -85,7 +84,7 @@ def _count_reported_ranks(masters: Iterable[SyncMaster]) -> int:
     return sum(len(collective.members) for collective in blocked_in if collective)
 
 
-def blocked_members(masters: Iterable[SyncMaster], silence: float) -> list[Wait]:
+def blocked_members(masters: Iterable[SyncMaster], apart: float) -> list[Wait]:
     """Members that are blocked in a torch collective, each with the ranks that may not have launched it."""
     members = ((master, one) for master in masters for one in master.membership.contributors.values())
     samples = {one.member: (master, one, one.stack_sample) for master, one in members if one.stack_sample}
@@ -94,11 +93,8 @@ def blocked_members(masters: Iterable[SyncMaster], silence: float) -> list[Wait]
         if (collective := sample.blocked_in) is None:
             continue
         others = [member for member in collective.members if member != contributor.member]
-        has_arrived = {
-            member: _has_arrived(samples[member][2], sample, collective, APART_SILENCES * silence)
-            for member in others
-            if member in samples
-        }
+        known = ((member, samples[member][2]) for member in others if member in samples)
+        has_arrived = {member: _has_arrived(other, sample, collective, apart) for member, other in known}
         if False in has_arrived.values():
             missing = frozenset(member for member in others if not has_arrived.get(member))
             found.append(Wait(master, None, {contributor.member: sample.since}, missing, contributor))
@@ -179,11 +175,8 @@ def stuck(waits: Iterable[tuple[Iterable[int], Iterable[int]]], running: Iterabl
 
 def _may_be_stuck(masters: Iterable[SyncMaster]) -> bool:
     """Whether so many members wait that a deadlock is possible: the only check while training succeeds."""
-    sizes = [
-        (len(one.futures) - one.nr_missing, len(one.futures))
-        for master in masters
-        for one in master.open_rounds.values()
-    ]
+    rounds = (round_ for master in masters for round_ in master.open_rounds.values())
+    sizes = [(len(one.futures) - one.nr_missing, len(one.futures)) for one in rounds]
     sizes += [(master.nr_slaves, master.membership.world_size) for master in masters if master.membership.is_filling]
     sizes += [(len(back), master.nr_slaves) for master in masters if (back := master.membership.rejoining)]
     return bool(sizes) and sum(waiting for waiting, _ in sizes) >= min(size for _, size in sizes)
@@ -270,9 +263,7 @@ class Table:
 # job, so a small job is searched at each tick, and to 30 ms per tick for all jobs.
 PAUSE_SECONDS_EACH = 5e-6
 MAX_WAITS = 2**17
-
-# A rank of a reported collective takes 70 ns, a quarter of a missing contribution.
-RANKS_PER_WAIT = 4
+RANKS_PER_WAIT = 4  # a rank of a reported collective takes 70 ns, a quarter of a missing contribution
 
 
 class DeadlockDetector:
@@ -282,7 +273,7 @@ class DeadlockDetector:
     """
 
     def __init__(self, silence: float = SILENCE_SECONDS) -> None:
-        self._silence = silence
+        self._apart = APART_SILENCES * silence
         self._due: dict[str, float] = {}
 
     def find(self, now: float, groups: Mapping[GroupName, SyncMaster]) -> Iterator[list[Wait]]:
@@ -299,5 +290,5 @@ class DeadlockDetector:
                 continue
             left -= size
             self._due[job] = now + size * PAUSE_SECONDS_EACH
-            if waits := find_deadlocks(jobs[job], now, blocked_members(jobs[job], self._silence)):
+            if waits := find_deadlocks(jobs[job], now, blocked_members(jobs[job], self._apart)):
                 yield waits

@@ -26,20 +26,14 @@ from statsd_bn.wire import encode
 # step, which costs it 0.1 ms.
 NO_ROUND_SECONDS = 2.0
 
-# Members of an idle job get requests at least this often, because their state changes.
-QUIET_ASKED_AT_MOST = 8.0
+QUIET_ASKED_AT_MOST = 8.0  # members of an idle job get requests at least this often, because their state changes
 
 # Larger idle jobs get no requests: a deadlock needs all members' reports, and so many requests would delay rounds.
 MOST_QUIET_MEMBERS = 256
 
-# Members that get a request for one round, the lowest ranks: a few stacks are enough for a person.
-MAX_TARGETS_PER_ROUND = 16
-
-# Rounds examined in each group, oldest first. A member with one thread has one open round.
-MAX_ROUNDS_SCANNED = 16
-
-# Requests in flight in all jobs, to bound the server's time.
-MAX_REQUESTS = 1024
+MAX_TARGETS_PER_ROUND = 16  # the lowest ranks get a request: a few stacks are enough for a person
+MAX_ROUNDS_SCANNED = 16  # in each group, oldest first; a member with one thread has one open round
+MAX_REQUESTS = 1024  # in flight in all jobs, to bound the server's time
 
 Target = tuple[bytes, tuple[Contributor, str]]
 """A session to ask, its member, and the process group to report on."""

@@ -60,11 +60,8 @@ class Registry:
 
     def ended_jobs(self, now: float, principal: Principal) -> list[dict[str, Any]]:
         """Report entries of the ended jobs that a key may see, latest first."""
-        return [
-            {**entry, "seconds": now - ended}
-            for ended, entry in reversed(self._ended_jobs)
-            if now - ended < REMEMBERED_SECONDS and principal.may_access(entry["job"])
-        ]
+        latest = [(ended, entry) for ended, entry in reversed(self._ended_jobs) if now - ended < REMEMBERED_SECONDS]
+        return [{**entry, "seconds": now - ended} for ended, entry in latest if principal.may_access(entry["job"])]
 
     def register(self, now: float, register: Register, peer: bytes, principal: Principal) -> list[Reply]:
         """Register a session, or raise the reason of its refusal; returns the replies to its group."""

@@ -30,9 +30,7 @@ MAX_ROUNDS, MAX_MISSING = 16, 64
 # A report is cached for about twenty times its build time, which bounds the cost of frequent requests: each member or
 # contribution takes about 1 µs.
 CACHE_SECONDS_EACH, CACHE_SECONDS = 20e-6, 1.0
-
-# Cached reports, one for each key, of 1 MB at most.
-MAX_CACHED_REPORTS = 16
+MAX_CACHED_REPORTS = 16  # one for each key, of 1 MB at most
 
 # Rate limit of a tenant in bytes: all replies wait while ZeroMQ encrypts a report (3 ms per MB), which also takes
 # memory. A report of eight groups of 16 members has 8 kB, so the limit allows 500 of them per second.

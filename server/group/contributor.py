@@ -23,11 +23,8 @@ ASK_SECONDS, ASKED_AT_MOST = 1.0, 32.0
 # another thread holds the GIL.
 SILENT_SECONDS = 1.0
 
-# Two equal reports this far apart show that a member waits there.
-STEADY_SECONDS = 1.0
-
-# Process groups with a count for one member; requests name one or two.
-MAX_PROCESS_GROUPS = 8
+STEADY_SECONDS = 1.0  # two equal reports this far apart show that a member waits there
+MAX_PROCESS_GROUPS = 8  # with a count for one member; requests name one or two
 
 # Runs of ranks in a reported process group: every eighth of 1,024 ranks makes 128 runs, of 15 kB. Larger groups are
 # dropped, because their memory is not accounted for.

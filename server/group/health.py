@@ -42,14 +42,10 @@ STARTUP_SECONDS = 30.0
 # A straggler is reported once, and again only after a window below this share.
 RESET_SHARE = MAX_DELAY_SHARE / 2
 
-# Rounds that make percentiles meaningful.
-MIN_ROUNDS = 100
-
-# Findings kept, and the maximum length of their texts.
-MAX_FINDINGS, MAX_FINDING_LENGTH = 8, 512
-
-# Memory for the sampled rows of one step; larger steps keep fewer channels and layers.
-MAX_SAMPLE_BYTES = 2**18
+MIN_ROUNDS = 100  # that make percentiles meaningful
+MAX_FINDINGS, MAX_FINDING_LENGTH = 8, 512  # findings kept, and characters of their texts
+MAX_SAMPLE_BYTES = 2**18  # for the sampled rows of one step; larger steps keep fewer channels and layers
+MAX_NON_FINITE_LENGTH = 1024  # characters of a text about non-finite values: a report contains all of them
 
 # A GradScaler starts at 2^16 and halves its scale after each overflow. A longer series of steps with non-finite
 # gradients has another cause.
@@ -57,9 +53,6 @@ MAX_OVERFLOWS = 20
 
 # The text of `NonFiniteChannels`, which members send; numbers of at most seven digits.
 _CHANNELS = re.compile(r"(\d{1,7}) of (\d{1,7}) channels \(([a-zA-Z ]{1,16})\)")
-
-# Characters of a text about non-finite values: a report contains all of them.
-MAX_NON_FINITE_LENGTH = 1024
 
 
 class Pace:
@@ -223,9 +216,8 @@ class GroupHealth:
     ) -> None:
         """Store a finding about a member, with further numbers for the report, and log it as a warning."""
         text, layer = text[:MAX_FINDING_LENGTH], skew.layer if skew else ""
-        self._findings.append(
-            ({"kind": kind, "rank": rank, "step": step, "text": text, "layer": layer, **numbers}, skew)
-        )
+        entry = {"kind": kind, "rank": rank, "step": step, "text": text, "layer": layer, **numbers}
+        self._findings.append((entry, skew))
         logger.warning("%s: %s: %s", self._membership.name, kind, text)
 
 

@@ -16,17 +16,8 @@ from server.group.recovery import ParkedContributions, RecoveredResult
 from server.group.rounds import Reply, Round, RoundState, reduce_round, round_failed
 from server.security import quota
 from server.security.quota import MemoryShare, QuotaUsage
-from statsd_bn import limits
-from statsd_bn.errors import (
-    ContributionConflict,
-    LimitExceeded,
-    MasterStopped,
-    ProtocolError,
-    ReplicaLost,
-    RoundFailed,
-    RoundTimeout,
-    StatsdBNError,
-)
+from statsd_bn import errors, limits
+from statsd_bn.errors import StatsdBNError
 from statsd_bn.members import Members, format_ranks
 from statsd_bn.messages import (
     Aggregate,
@@ -175,10 +166,10 @@ class SyncMaster:
                 self._count_threads(contributor)
         try:
             round_.put(member, rows, peer)
-        except ContributionConflict as conflict:
+        except errors.ContributionConflict as conflict:
             frame = encode_failure(conflict, key)
             return [(address, frame) for address in dict.fromkeys((future.peer, peer)) if address]
-        except RoundFailed as error:
+        except errors.RoundFailed as error:
             self.last_answered = now
             return self._break(round_, error, also=[peer])
         if self._is_ready(round_):
@@ -237,7 +228,7 @@ class SyncMaster:
 
     def remove_contributor(
         self, now: float, contributor: Contributor, cause: str, *, is_lost: bool = False
-    ) -> tuple[ReplicaLost | None, list[Reply]]:
+    ) -> tuple[errors.ReplicaLost | None, list[Reply]]:
         """Remove a member that leaves or is lost; returns the error for its late messages, and replies to the others.
 
         `cause` is the exception with which it leaves, "" if there was none, or the reason to consider it lost.
@@ -275,11 +266,11 @@ class SyncMaster:
     def stop(self) -> list[Reply]:
         """End all open rounds, and the wait for the group to open: the server stops and has no successor."""
         why = "the server stopped because the process that started it ended"
-        replies = self.break_all(lambda key: MasterStopped(error_text(why, where=str(key))))
+        replies = self.break_all(lambda key: errors.MasterStopped(error_text(why, where=str(key))))
         if self.membership.state not in {GroupState.FILLING, GroupState.RECOVERING}:
             return replies
         text = error_text("the server stopped before the group was complete", where=self.membership.name)
-        stopped = encode_failure(MasterStopped(text))
+        stopped = encode_failure(errors.MasterStopped(text))
         return replies + [(contributor.peer, stopped) for contributor in self.membership.contributors.values()]
 
     def pause_rejoining(self, error: StatsdBNError) -> list[Reply]:
@@ -290,7 +281,7 @@ class SyncMaster:
         """Raise ProtocolError for the round of another group or epoch."""
         if key[:3] != self._run:
             name = f"{self.membership.name}, epoch {self.epoch}"
-            raise ProtocolError(f"round key: expected {name}, as {contributor} registered, got {key}")
+            raise errors.ProtocolError(f"round key: expected {name}, as {contributor} registered, got {key}")
 
     def _update_memory(self) -> None:
         """Update the memory accounted for members, and during a recovery for their reports."""
@@ -347,9 +338,8 @@ class SyncMaster:
 
     def _registered(self, contributor: Contributor) -> bytes:
         missing, present = self.membership.missing_for(contributor)
-        return encode(
-            Registered(digest(contributor.session), self._server, self.epoch, contributor.first_step, missing, present)
-        )
+        token, first_step = digest(contributor.session), contributor.first_step
+        return encode(Registered(token, self._server, self.epoch, first_step, missing, present))
 
     def _start(self, now: float, contributor: Contributor, key: RoundKey, size: int) -> Round:
         membership = self.membership
@@ -377,7 +367,7 @@ class SyncMaster:
         self.memory.allocate(size)
         round_.allocated += size
 
-    def _too_many(self, key: RoundKey) -> LimitExceeded:
+    def _too_many(self, key: RoundKey) -> errors.LimitExceeded:
         most = limits.MAX_OPEN_ROUNDS
         text = f"group {key.group!r} of job {key.job!r} has {most} open rounds already"
         return self._usage.exceeded(text, most, "open rounds")
@@ -444,7 +434,7 @@ class SyncMaster:
         if len(self._ended) > REMEMBERED_ROUNDS:
             del self._ended[next(iter(self._ended))]
 
-    def _timeout(self, now: float, round_: Round) -> RoundTimeout:
+    def _timeout(self, now: float, round_: Round) -> errors.RoundTimeout:
         """Error of a round at its deadline, with a table of the missing and the waiting ranks."""
         key, contributors, waiting = round_.key, self.membership.contributors, round_.waiting
         # Without a quorum all wait for newcomers, and nobody is late.
@@ -462,7 +452,7 @@ class SyncMaster:
         table = [section for section in table if section.rows]
         text = f"{whom} did not arrive within {round_.seconds:g} s"
         text = error_text(text, table=table, where=str(key), advice=LATE_ADVICE)
-        return RoundTimeout(text, **key.fields, missing=missing, waiting=waiting, seconds=round_.seconds)
+        return errors.RoundTimeout(text, **key.fields, missing=missing, waiting=waiting, seconds=round_.seconds)
 
     def _pending(self, now: float, round_: Round) -> bytes:
         """Reply to a repeated contribution: the missing members of its round, and where they are, if known."""
@@ -483,7 +473,7 @@ class SyncMaster:
         return f"{late} and {len(round_.missing) - MAX_NAMED} more" if len(round_.missing) > MAX_NAMED else late
 
 
-def _not_participating(contributor: Contributor, key: RoundKey, members: Iterable[int]) -> RoundFailed:
+def _not_participating(contributor: Contributor, key: RoundKey, members: Iterable[int]) -> errors.RoundFailed:
     return round_failed(key, f"{contributor} is not one of the participants, ranks {Members.of(members)}")
 
 

@@ -99,7 +99,8 @@ class Membership:
     @property
     def rejoining(self) -> list[Contributor]:
         """Members of an open group that have returned from a pass and wait for the others."""
-        return list(filter(_is_rejoining, self.contributors.values())) if self.is_open else []
+        there = self.contributors.values() if self.is_open else ()
+        return [one for one in there if one.state is MemberState.REJOINING]
 
     def pause_rejoining(self) -> list[Contributor]:
         """Pause the rejoining members again, because the others will not return; returns them."""
@@ -262,7 +263,8 @@ class Membership:
     def _begin_pass(self) -> bool:
         contributors = self.contributors.values()
         # Called for each change; the first member is mostly not rejoining, which ends `all` early.
-        if not contributors or len(contributors) < self._size or not all(map(_is_rejoining, contributors)):
+        are_back = all(one.state is MemberState.REJOINING for one in contributors)
+        if not (contributors and are_back and len(contributors) >= self._size):
             return False
         transition = self._apply(Event.ALL_HAVE_REJOINED)
         for contributor in contributors:
@@ -314,10 +316,6 @@ class Membership:
     def _size(self) -> int:
         """Number of members of the complete group."""
         return len(self.contributors) if self.is_elastic else self.world_size
-
-
-def _is_rejoining(contributor: Contributor) -> bool:
-    return contributor.state is MemberState.REJOINING
 
 
 def check_admission(group: Membership, register: Register) -> Contributor | None:
