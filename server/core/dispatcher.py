@@ -25,7 +25,7 @@ from server.security.quota import Quota, QuotaUsage
 from statsd_bn import limits, messages
 from statsd_bn.errors import AuthenticationRefused, MasterStopped, ProtocolError, RegistrationRefused, StatsdBNError
 from statsd_bn.members import NO_MEMBERS
-from statsd_bn.messages import NO_SERVER, WORLD, unknown_session
+from statsd_bn.messages import NO_SERVER, WORLD
 from statsd_bn.text import error_summary, log_line
 from statsd_bn.wire import decode_request, encode, encode_failure
 
@@ -118,7 +118,7 @@ class Dispatcher:
                 master.record_heartbeat(now, contributor, message)
         if isinstance(message, messages.Heartbeat | messages.StackReport) and contributor.results_pending:
             # The member registers again and sends them.
-            return [(peer, encode_failure(self._error_for(message.session)))]
+            return [(peer, encode_failure(self._registry.error_for(message.session)))]
         return []
 
     def _refuse_unregistered(self, message: messages.Request, peer: bytes) -> Received:
@@ -128,11 +128,7 @@ class Dispatcher:
             # gets the answer.
             return Received([], is_refused=True)
         key = message.key if isinstance(message, messages.Contribution) else None
-        return Received([(peer, encode_failure(self._error_for(message.session), key))], is_refused=True)
-
-    def _error_for(self, session: bytes) -> StatsdBNError:
-        """Error for an unregistered session: the reason of its end, or `unknown session`."""
-        return self._registry.error_for(session) or unknown_session(session)
+        return Received([(peer, encode_failure(self._registry.error_for(message.session), key))], is_refused=True)
 
     def tick(self, now: float) -> list[Reply]:
         """End members and rounds at their deadlines; call it every TICK_SECONDS."""
@@ -183,7 +179,7 @@ class Dispatcher:
         if wait.key:
             return wait.master.fail(wait.key, error)
         if wait.master.membership.is_open:
-            return wait.master.pause_rejoining(error)
+            return [(one.peer, encode_failure(error)) for one in wait.master.membership.pause_rejoining()]
         return self._registry.dissolve(now, wait.master, error)
 
     @property

@@ -35,8 +35,7 @@ MAX_TARGETS_PER_ROUND = 16  # the lowest ranks get a request: a few stacks are e
 MAX_ROUNDS_SCANNED = 16  # in each group, oldest first; a member with one thread has one open round
 MAX_REQUESTS = 1024  # in flight in all jobs, to bound the server's time
 
-Target = tuple[bytes, tuple[Contributor, str]]
-"""A session to ask, its member, and the process group to report on."""
+Target = tuple[Contributor, str]  # a member to ask, and the process group to report on
 
 
 class HangProbe:
@@ -50,11 +49,11 @@ class HangProbe:
 
     def tick(self, now: float, *, was_delayed: bool) -> list[Reply]:
         """Requests to send now."""
-        late = dict(islice(self._targets(now), MAX_REQUESTS))
+        requests = {one.session: (one, torch_group) for one, torch_group in islice(self._targets(now), MAX_REQUESTS)}
         members = (one for world in self._idle_worlds(now) for one in world.membership.contributors.values())
-        targets = ((one.session, (one, "")) for one in members if one.session not in late)
-        idle = dict(islice(targets, MAX_REQUESTS - len(late)))
-        requests = late | idle
+        others = (one for one in members if one.session not in requests)
+        idle = {one.session: (one, "") for one in islice(others, MAX_REQUESTS - len(requests))}
+        requests |= idle
         # After a delay of the server all reports are stale, and other members may have moved.
         for session in list(self._sampled) if was_delayed else self._sampled.keys() - requests.keys():
             self._sampled.pop(session).stack_sample = None
@@ -133,11 +132,11 @@ def _requests(late: Iterable[Contributor | None], waiting: Iterable[Contributor 
     A waiting member reports its operation count on one process group of the late members per request, in rotation.
     """
     asked = list(islice(filter(None, late), MAX_TARGETS_PER_ROUND))
-    yield from ((contributor.session, (contributor, "")) for contributor in asked)
+    yield from ((contributor, "") for contributor in asked)
     answers = [one.stack_sample.latest for one in asked if one.stack_sample and one.stack_sample.latest]
     needed = {answer.torch_group: answer.members for answer in answers if answer.in_collective and answer.torch_group}
     for contributor in islice(filter(None, waiting), MAX_TARGETS_PER_ROUND):
         names = [name for name, members in needed.items() if contributor.member in members]
         if names:
             turn = contributor.stack_sample.requests if contributor.stack_sample else 0
-            yield contributor.session, (contributor, names[turn % len(names)])
+            yield contributor, names[turn % len(names)]

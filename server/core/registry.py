@@ -19,7 +19,7 @@ from server.security.access import ANONYMOUS, Principal
 from server.security.quota import QuotaUsage
 from statsd_bn import limits
 from statsd_bn.errors import ProtocolError, RegistrationRefused, ReplicaLost, RoundMismatch, StaleEpoch, StatsdBNError
-from statsd_bn.messages import NO_SERVER, WORLD, Register, digest
+from statsd_bn.messages import NO_SERVER, WORLD, Register, digest, unknown_session
 from statsd_bn.text import log_line
 from statsd_bn.wire import encode_failure
 
@@ -53,10 +53,9 @@ class Registry:
         # The time of the end, and the entry of the report.
         self._ended_jobs: deque[tuple[float, dict[str, Any]]] = deque(maxlen=REMEMBERED_JOBS)
 
-    def error_for(self, session: bytes, epoch: int = 0) -> StatsdBNError | None:
-        """Error of an ended session; None if it has not ended, or ended before this epoch."""
-        error, last = self._ended_sessions.get(session, (None, epoch))
-        return error if epoch <= last else None
+    def error_for(self, session: bytes) -> StatsdBNError:
+        """Error for an unregistered session: the reason of its end, or `unknown session`."""
+        return self._ended_sessions[session][0] if session in self._ended_sessions else unknown_session(session)
 
     def ended_jobs(self, now: float, principal: Principal) -> list[dict[str, Any]]:
         """Report entries of the ended jobs that a key may see, latest first."""
@@ -66,7 +65,8 @@ class Registry:
     def register(self, now: float, register: Register, peer: bytes, principal: Principal) -> list[Reply]:
         """Register a session, or raise the reason of its refusal; returns the replies to its group."""
         self._usage.check_members(register)
-        if error := self.error_for(register.session, register.epoch):
+        error, last = self._ended_sessions.get(register.session, (None, 0))
+        if error and register.epoch <= last:
             raise error
         if self._is_stale(register):
             return []

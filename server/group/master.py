@@ -273,10 +273,6 @@ class SyncMaster:
         stopped = encode_failure(errors.MasterStopped(text))
         return replies + [(contributor.peer, stopped) for contributor in self.membership.contributors.values()]
 
-    def pause_rejoining(self, error: StatsdBNError) -> list[Reply]:
-        """Fail the wait of rejoining members for the others; they are paused again."""
-        return [(contributor.peer, encode_failure(error)) for contributor in self.membership.pause_rejoining()]
-
     def _check_key(self, contributor: Contributor, key: RoundKey) -> None:
         """Raise ProtocolError for the round of another group or epoch."""
         if key[:3] != self._run:
