@@ -34,8 +34,7 @@ REMEMBERED_JOBS, REMEMBERED_SECONDS = 32, 600.0
 # A launcher stops the other processes of a broken job within this time; an exit without a launcher takes longer.
 LAUNCHER_STOP_SECONDS = 5.0
 
-GroupName = tuple[str, str]
-"""Job and name of a group."""
+GroupName = tuple[str, str]  # a job, and the name of a group
 
 
 class Registry:

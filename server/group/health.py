@@ -36,12 +36,8 @@ logger = logging.getLogger("statsd_bn.server")
 # Length of a window, and the share of it by which one member may delay the others.
 WINDOW_SECONDS, MAX_DELAY_SHARE = 60.0, 0.1
 
-# The first steps compile, tune kernels and fill caches, at a different speed on each rank.
-STARTUP_SECONDS = 30.0
-
-# A straggler is reported once, and again only after a window below this share.
-RESET_SHARE = MAX_DELAY_SHARE / 2
-
+RESET_SHARE = MAX_DELAY_SHARE / 2  # a straggler is reported once, and again only after a window below this share
+STARTUP_SECONDS = 30.0  # the first steps compile, tune kernels and fill caches, at a different speed on each rank
 MIN_ROUNDS = 100  # that make percentiles meaningful
 MAX_FINDINGS, MAX_FINDING_LENGTH = 8, 512  # findings kept, and characters of their texts
 MAX_SAMPLE_BYTES = 2**18  # for the sampled rows of one step; larger steps keep fewer channels and layers

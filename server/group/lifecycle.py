@@ -130,8 +130,8 @@ TABLE = """
 | either  | broken     | results differ                   | the group  | broken     |            | none
 """
 
+# Whether the group is elastic, its state, an event, and the state of the member to which it happens, if any.
 Case = tuple[bool, GroupState, Event, MemberState | None]
-"""Whether the group is elastic, its state, an event, and the state of the member to which it happens, if any."""
 
 _POLICIES = {"either": (False, True), "strict": (False,), "elastic": (True,)}
 

@@ -38,13 +38,8 @@ from statsd_bn.wire import encode, encode_failure
 # A late copy is older by no more rounds than a broken connection had in flight, far fewer than this.
 REMEMBERED_ROUNDS = 1024
 
-# Late members named in a message.
-MAX_NAMED = 8
-
+MAX_NAMED = 8  # late members named in a message
 LATE_ADVICE = "Check the missing ranks' logs, or raise connect(round_timeout=...) if a step may take longer."
-
-# Read for each contribution; attribute access on an enum is slow in Python 3.11.
-_RECOVERING = GroupState.RECOVERING
 
 
 class SyncMaster:
@@ -139,7 +134,7 @@ class SyncMaster:
             if round_ is None:
                 if ended := self._cached_results.get(contribution.key) or self._cached_failures.get(contribution.key):
                     return self._answer_again(ended, contributor, contribution.rows, peer)
-                if self.membership.state is _RECOVERING:
+                if self.membership.is_recovering:
                     return self._park(contributor, contribution, peer)
             return self._add_rows(now, round_, contributor, contribution, peer)
         except StatsdBNError as error:

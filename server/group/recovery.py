@@ -126,8 +126,7 @@ class RecoveredResults:
         return result
 
 
-ParkedContribution = tuple[Contributor, Contribution, bytes]
-"""Member, contribution, and the peer that sent it."""
+ParkedContribution = tuple[Contributor, Contribution, bytes]  # with the peer that sent it
 
 
 class ParkedContributions:

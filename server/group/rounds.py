@@ -17,8 +17,7 @@ from statsd_bn.reduction import Rows, is_finite, join_in_order, non_finite_membe
 from statsd_bn.round_key import GATHER, RoundKey
 from statsd_bn.text import error_text
 
-Reply = tuple[bytes, bytes]
-"""(peer, frame) to send."""
+Reply = tuple[bytes, bytes]  # a peer, and the frame to send
 
 
 class RoundState(StrEnum):
