@@ -120,8 +120,8 @@ def _is_elsewhere(other: StackReport, blocked: StackReport) -> bool:
     if not is_known or other.collective == blocked.collective:
         return False
     # The source of a buffer broadcast finishes before the others and launches its next operation.
-    has_begun_no_more = blocked.collective == BUFFERS and other.launched == blocked.launched
-    return blocked.collective in SYNCHRONIZING or (has_begun_no_more and other.collective in SYNCHRONIZING)
+    cannot_be_source = blocked.collective == BUFFERS and other.launched == blocked.launched
+    return blocked.collective in SYNCHRONIZING or (cannot_be_source and other.collective in SYNCHRONIZING)
 
 
 def find_deadlocks(masters: Sequence[SyncMaster], now: float, blocked: Sequence[Wait] = ()) -> list[Wait]:

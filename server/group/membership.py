@@ -201,7 +201,7 @@ class Membership:
     def _add(self, register: Register, peer: bytes) -> Contributor:
         self.record_step(register.step)
         state = MemberState[Participation(register.participation).name]
-        # A paused member starts with the next pass, and would mistake a later step for it.
+        # A paused member would take a later first step for the start of the next pass.
         joins_now = self.is_open and state is MemberState.TAKES_PART
         first_step = self._next_step if joins_now else register.first_step
         results = register.results if self.is_recovering else 0
@@ -378,7 +378,7 @@ def _check_same_start(group: Membership, register: Register) -> None:
 
 
 def _is_neutral(member: Contributor | Register) -> bool:
-    """Whether a member was in the open group but has had no round, so that it fits both kinds."""
+    """Whether a member was in the open group but has had no round, so that it may continue a run or start one."""
     return member.was_in_group and not member.has_started
 
 

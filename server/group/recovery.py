@@ -98,10 +98,8 @@ class RecoveredResults:
         return ContributionConflict(text, **key.fields, member=source.member)
 
     def _find_inconsistent(self) -> RecoveredResult | None:
-        """A result that covers a member which another one of the same step does not, though that one covers no fewer.
-
-        Members may be lost within a step, but none joins within one.
-        """
+        """A result with a member that a result of the same step with as many members or more lacks."""
+        # Members may be lost within a step, but none joins within one.
         results = [result for key, result in self.results.items() if key.phase != GATHER]
         results.sort(key=lambda result: (result.aggregate.key.step, -len(result.aggregate.members)))
         for more, fewer in pairwise(results):
