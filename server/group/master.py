@@ -16,20 +16,10 @@ from server.group.recovery import ParkedContributions, RecoveredResult
 from server.group.rounds import Reply, Round, RoundState, reduce_round, round_failed
 from server.security import quota
 from server.security.quota import MemoryShare, QuotaUsage
-from statsd_bn import errors, limits
+from statsd_bn import errors, limits, messages
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.members import Members, format_ranks
-from statsd_bn.messages import (
-    Aggregate,
-    Contribution,
-    Heartbeat,
-    NonFiniteRound,
-    Pending,
-    Register,
-    Registered,
-    digest,
-    unknown_session,
-)
+from statsd_bn.messages import Aggregate, Contribution, Heartbeat, NonFiniteRound, Pending, Register, Registered, digest
 from statsd_bn.reduction import Rows, find_non_finite
 from statsd_bn.round_key import RoundKey
 from statsd_bn.text import MAX_ROWS, Row, TableSection, error_text, wire_text
@@ -340,7 +330,7 @@ class SyncMaster:
         self._check_key(contributor, key)
         if membership.state is not GroupState.OPEN:
             # The member has not noticed a server restart: this error makes it register again.
-            raise unknown_session(contributor.session)
+            raise messages.unknown_session(contributor.session)
         if hash(key) in self._ended:
             raise round_failed(key, "it ended long ago, and its result is no longer cached")
         if len(self.open_rounds) >= limits.MAX_OPEN_ROUNDS:
@@ -367,7 +357,7 @@ class SyncMaster:
         """Park a contribution until the members have returned after a server restart."""
         key = contribution.key
         if contributor.results_pending:
-            raise unknown_session(contributor.session)
+            raise messages.unknown_session(contributor.session)
         if self.parked.is_full(contributor.member, key):
             raise self._too_many(key)
         self.parked.add(contributor, contribution, peer)
