@@ -84,27 +84,14 @@ def size_of(members: int) -> int:
 
 
 class GroupMemory(ctypes.Structure):
-    """The memory of one group from the view of one member, `sbn_group` of sbn.h.
-
-    The fields from `rows` on are the result of a completed turn; times are in nanoseconds.
-    """
-
-    members: int
-    vectors: int
-    channels: int
-    came: int  # arrival of this member
-    rows: int  # of all members
-    count: int
-    behind: int  # delay behind all other members; 0 if unknown: in the first turn, and between two clocks
-    is_escalated: int  # whether some member may have sent its rows to the server
-    done: int
+    """The memory of one group from the view of one member, `sbn_group` of sbn.h, which describes the fields."""
 
     _fields_ = (
         ("memory", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("members", "me", "spin", "most_count")),
+        *((name, ctypes.c_int64) for name in ("members", "me", "spin_ns", "most_count")),
         *((name, ctypes.c_uint64) for name in ("turn", "digest")),
         *((name, ctypes.c_int64) for name in ("vectors", "channels", "came", "came_before")),
-        *((name, ctypes.c_int64) for name in ("rows", "count", "behind", "is_escalated", "done")),
+        *((name, ctypes.c_int64) for name in ("rows", "count", "behind_ns", "is_escalated", "done_ns")),
     )
 
     def __init__(self, memory: mmap, members: int, index: int) -> None:

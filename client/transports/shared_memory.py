@@ -95,7 +95,7 @@ def _in_memory(
                 if not isinstance(rows, NativeRow):
                     _count(session, key, memory, now - arrived, now)
                     return _aggregate(session, key, memory)
-                round_.native_seconds = seconds = (memory.done - memory.came) / 1e9
+                round_.native_seconds = seconds = (memory.done_ns - memory.came) / 1e9
                 _count(session, key, memory, seconds, now)
                 return key
             own_rows = rows.contribution if isinstance(rows, NativeRow) else rows
@@ -210,7 +210,7 @@ def _count(
     session: Session, key: RoundKey, memory: GroupMemory, seconds: float, now: float, *, was_sent: bool = False
 ) -> None:
     """Count a completed turn, which took `seconds`; if the rows `was_sent` to the server too, it counts the round."""
-    transport, behind = session.transport, memory.behind
+    transport, behind = session.transport, memory.behind_ns
     transport.bypassed_rounds += not was_sent
     transport.bypassed_seconds += seconds
     if behind:

@@ -102,12 +102,6 @@ enum { LARGE = 1 << 17 };
 static int64_t size_of(const sbn_plan *p) { return p->n * p->c * p->l; }
 static int64_t parts_of(int64_t number, int64_t each) { return (number + each - 1) / each; }
 
-/* The samples, rows or channels per part, of `number` with `elements` values each; rows are added four at a time. */
-static int64_t size_of_part(int64_t number, int64_t elements) {
-  const int64_t size = larger(MIN_ELEMENTS / larger(elements, 1), parts_of(number, MAX_PARTS));
-  return (size + 3) & ~(int64_t)3;
-}
-
 /* Planes with many channels are split by channels, so that no partial sums are needed; all others by samples. */
 static int is_by_channels(const sbn_plan *p) { return !p->is_rows && (p->c >= FEW_CHANNELS || p->n == 1); }
 
@@ -122,8 +116,9 @@ typedef struct {
 
 static job job_of(kernel run, const sbn_plan *p, const void *dy, const void *x, const void *vectors, void *out) {
   const int channels = is_by_channels(p);
-  const int64_t number = channels ? p->c : p->n;
-  const int64_t size = size_of_part(number, channels ? p->n * p->l : p->c * p->l);
+  const int64_t number = channels ? p->c : p->n, elements = channels ? p->n * p->l : p->c * p->l;
+  const int64_t least = larger(MIN_ELEMENTS / larger(elements, 1), parts_of(number, MAX_PARTS));
+  const int64_t size = (least + 3) & ~(int64_t)3; /* rows are added four at a time */
   return (job){run, p, dy, x, vectors, out, size, parts_of(number, size), 0};
 }
 
@@ -205,32 +200,24 @@ static void set_at(const sbn_plan *p, void *vectors, int64_t i, double mean, dou
   }
 }
 
-static void affine(const sbn_plan *p, const void *dy, const void *x, void *y, const void *vectors) {
-  if (size_of(p) == 0) return;
-  use_huge_pages(p, y);
-  const job its = job_of(LEVELS[level][p->dtype].affine, p, dy, x, vectors, y);
-  run(&its);
-}
-
-static void normalize(const sbn_plan *p, const void *x, void *y, const double *saved, const void *weight,
-                      const void *bias, void *vectors) {
-  for (int64_t i = 0; i < p->c; i++) {
-    const double factor = saved[p->c + i] * (weight ? read_at(weight, p->weight_dtype, i) : 1);
-    set_at(p, vectors, i, saved[i], factor, bias ? read_at(bias, p->bias_dtype, i) : 0, 0);
-  }
-  affine(p, NULL, x, y, vectors);
-}
-
-static void input_grad(const sbn_plan *p, const void *dy, const void *x, void *dx, const double *saved,
-                       const double *total, const void *weight, void *vectors) {
+/* Writes y, or with a gradient dx; total is the sum of all backward rows. */
+static void apply(const sbn_plan *p, const void *dy, const void *x, void *out, const double *saved, const double *total,
+                  const void *weight, const void *bias, void *vectors) {
   const int64_t c = p->c;
-  const double *invstd = saved + c, *slope = invstd + c, n = total[2 * c] > 0 ? total[2 * c] : 1;
+  const double *invstd = saved + c, *slope = invstd + c, n = dy && total[2 * c] > 0 ? total[2 * c] : 1;
   for (int64_t i = 0; i < c; i++) {
-    const double by_grad = invstd[i] * (weight ? read_at(weight, p->weight_dtype, i) : 1);
-    const double through_variance = invstd[i] * invstd[i] * (total[c + i] / n * slope[i]);
-    set_at(p, vectors, i, saved[i], -by_grad * through_variance, -by_grad * (total[i] / n), by_grad);
+    const double scale = invstd[i] * (weight ? read_at(weight, p->weight_dtype, i) : 1);
+    if (dy) {
+      const double through_variance = invstd[i] * invstd[i] * (total[c + i] / n * slope[i]);
+      set_at(p, vectors, i, saved[i], -scale * through_variance, -scale * (total[i] / n), scale);
+    } else {
+      set_at(p, vectors, i, saved[i], scale, bias ? read_at(bias, p->bias_dtype, i) : 0, 0);
+    }
   }
-  affine(p, dy, x, dx, vectors);
+  if (size_of(p) == 0) return;
+  use_huge_pages(p, out);
+  const job its = job_of(LEVELS[level][p->dtype].affine, p, dy, x, vectors, out);
+  run(&its);
 }
 
 static void param_grads(const sbn_plan *p, const double *row, const double *saved, void *dweight, void *dbias) {
@@ -297,7 +284,7 @@ int sbn_forward(const sbn_plan *p, double *rows, double *saved, const void *x, v
   if (code == SBN_DONE && stage == SBN_EXCHANGE) code = sbn_exchange(group, digest, p->c, rows, wait_ns);
   if (code == SBN_DONE && (stage == SBN_FINISH || (stage == SBN_EXCHANGE && total[2 * p->c] != 1))) {
     if (rows) finish(p, total, saved, running_mean, running_var, tracked);
-    normalize(p, x, y, saved, weight, bias, vectors);
+    apply(p, NULL, x, y, saved, NULL, weight, bias, vectors);
   }
   free(vectors);
   return code;
@@ -311,7 +298,7 @@ int sbn_backward(const sbn_plan *p, double *rows, const double *saved, const voi
   if (code == SBN_DONE && stage != SBN_FINISH) code = measure(p, dy, x, saved, rows);
   if (code == SBN_DONE && stage == SBN_EXCHANGE && dx) code = sbn_exchange(group, digest, p->c, rows, wait_ns);
   if (code == SBN_DONE && stage != SBN_MEASURE) {
-    if (dx) input_grad(p, dy, x, dx, saved, rows + 2 * p->c + 1, weight, vectors);
+    if (dx) apply(p, dy, x, dx, saved, rows + 2 * p->c + 1, weight, NULL, vectors);
     param_grads(p, rows, saved, dweight, dbias);
   }
   free(vectors);

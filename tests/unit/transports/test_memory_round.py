@@ -109,7 +109,7 @@ def test_times_of_another_clock_are_not_counted(other):
     for me, now in ((0, other), (2, 0.4), (1, 2.0)):
         found = host.memories[me].arrive(0, rows, now)
     assert found == DONE
-    assert host.memories[1].behind == 0
+    assert host.memories[1].behind_ns == 0
 
 
 def test_missing_members_are_named_although_the_server_does_not_answer(caplog):
