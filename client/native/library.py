@@ -20,22 +20,23 @@ LEVELS = ("baseline", "AVX2")
 
 PATH = Path(__file__).resolve().parent / "libsbn.so"
 
-# The result type and the number of arguments of each function of core/sbn.h. ctypes passes an address, a number of 64
-# bits, and None for NULL, in the same way.
-_FUNCTIONS: dict[str, tuple[Any, int]] = {
-    "sbn_version": (ctypes.c_int, 0),
-    "sbn_level": (ctypes.c_int, 1),
-    "sbn_forward": (ctypes.c_int, 14),
-    "sbn_backward": (ctypes.c_int, 13),
-    "sbn_group_bytes": (ctypes.c_int64, 1),
-    "sbn_has_futex": (ctypes.c_int, 0),
-    "sbn_round": (ctypes.c_int, 10),
-    "sbn_wait": (ctypes.c_int, 3),
-    "sbn_late": (ctypes.c_uint64, 1),
-    "sbn_escalate": (None, 1),
-    "sbn_close": (None, 2),
-    "sbn_closed": (ctypes.c_int, 1),
-    "sbn_rows": (None, 4),
+_TYPES = {"i": ctypes.c_int, "q": ctypes.c_int64, "Q": ctypes.c_uint64, "P": ctypes.c_void_p, "-": None}
+
+# The functions of core/sbn.h: a letter for the type of the result, and one for each argument.
+_FUNCTIONS = {
+    "sbn_version": "i",
+    "sbn_level": "ii",
+    "sbn_forward": "iPPPPPPPPPPiPQq",
+    "sbn_backward": "iPPPPPPPPPiPQq",
+    "sbn_group_bytes": "qq",
+    "sbn_has_futex": "i",
+    "sbn_round": "iPQPPqqqPqq",
+    "sbn_wait": "iPPq",
+    "sbn_late": "QP",
+    "sbn_escalate": "-P",
+    "sbn_close": "-Pi",
+    "sbn_closed": "iP",
+    "sbn_rows": "-PPPP",
 }
 
 
@@ -78,9 +79,9 @@ def load(path: Path) -> tuple[Library | None, str]:
     if version != VERSION:
         return None, f"expected version {VERSION} of its interface in {path}, got {version}; install statsd_bn again"
     for functions in core:
-        for name, (result, arguments) in _FUNCTIONS.items():
+        for name, letters in _FUNCTIONS.items():
             function = getattr(functions, name)
-            function.restype, function.argtypes = result, (ctypes.c_void_p,) * arguments
+            function.restype, *function.argtypes = map(_TYPES.__getitem__, letters)
     return core, ""
 
 

@@ -87,8 +87,8 @@ __attribute__((constructor)) static void find_level(void) { level = best = has_l
 
 int sbn_version(void) { return SBN_VERSION; }
 
-int sbn_level(int64_t wanted) {
-  if (wanted >= 0) level = (int)smaller(wanted, best);
+int sbn_level(int wanted) {
+  if (wanted >= 0) level = wanted < best ? wanted : best;
   return level;
 }
 
@@ -275,7 +275,7 @@ static void finish(const sbn_plan *p, const double *total, double *saved, void *
 }
 
 int sbn_forward(const sbn_plan *p, double *rows, double *saved, const void *x, void *y, const void *weight,
-                const void *bias, void *running_mean, void *running_var, int64_t *tracked, int64_t stage,
+                const void *bias, void *running_mean, void *running_var, int64_t *tracked, int stage,
                 sbn_group *group, uint64_t digest, int64_t wait_ns) {
   const double *total = rows ? rows + 2 * p->c + 1 : NULL;
   void *vectors = new_vectors(p);
@@ -291,7 +291,7 @@ int sbn_forward(const sbn_plan *p, double *rows, double *saved, const void *x, v
 }
 
 int sbn_backward(const sbn_plan *p, double *rows, const double *saved, const void *dy, const void *x, void *dx,
-                 const void *weight, void *dweight, void *dbias, int64_t stage, sbn_group *group, uint64_t digest,
+                 const void *weight, void *dweight, void *dbias, int stage, sbn_group *group, uint64_t digest,
                  int64_t wait_ns) {
   void *vectors = new_vectors(p);
   int code = vectors ? SBN_DONE : SBN_NO_MEMORY;

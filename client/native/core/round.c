@@ -239,7 +239,7 @@ uint64_t sbn_late(const sbn_group *g) {
 
 void sbn_escalate(sbn_group *g) { set(&place_of(g, g->me)->escalated, g->turn); }
 
-void sbn_close(sbn_group *g, int64_t reason) {
+void sbn_close(sbn_group *g, int reason) {
   _Atomic uint64_t *closed = &place_of(g, g->me)->closed;
   if (value_of(closed)) return;
   set(closed, reason);

@@ -3,7 +3,7 @@
  *
  * Vectors are float64 and have c values each; tensors are dense. Sums are float64 from the first addition on, in an
  * order that depends on the shape alone, without contraction: the same slice gives the same sums on every processor and
- * with any number of threads. All arguments have 64 bits, as library.py passes them. */
+ * with any number of threads. The table in library.py repeats the types of the functions. */
 #ifndef SBN_H
 #define SBN_H
 #include <stdint.h>
@@ -40,7 +40,7 @@ typedef struct sbn_group sbn_group;
 SBN_API int sbn_version(void);
 
 /* Returns the instruction set in use: 0 the baseline, 1 AVX2 and F16C. wanted >= 0 limits it from now on; for tests. */
-SBN_API int sbn_level(int64_t wanted);
+SBN_API int sbn_level(int wanted);
 
 /* A layer's forward pass: the own row; the round of a group, unless it is NULL; then the statistics, the running
  * statistics and y = (x - mean) * invstd * weight + bias, unless the round's state is not SBN_DONE, which is returned, or
@@ -53,14 +53,14 @@ SBN_API int sbn_level(int64_t wanted);
  * The running statistics move by momentum, or by 1 / *tracked if it is NaN, bit-identical to torch's lerp. Each of the
  * three may be NULL, the first two only together. */
 SBN_API int sbn_forward(const sbn_plan *plan, double *rows, double *saved, const void *x, void *y, const void *weight,
-                        const void *bias, void *running_mean, void *running_var, int64_t *tracked, int64_t stage,
+                        const void *bias, void *running_mean, void *running_var, int64_t *tracked, int stage,
                         sbn_group *group, uint64_t digest, int64_t wait_ns);
 
 /* A layer's backward pass: the own row, Σdy, Σdy·(x - mean), and the count; the round; and
  * dx = invstd * weight * (dy - Σdy/n - (x - mean) * invstd² * slope * Σdy·(x - mean)/n), without dx no round; and the
  * gradients of weight and bias, each may be NULL, from the own row. Weight and its gradient have one dtype. */
 SBN_API int sbn_backward(const sbn_plan *plan, double *rows, const double *saved, const void *dy, const void *x,
-                         void *dx, const void *weight, void *dweight, void *dbias, int64_t stage, sbn_group *group,
+                         void *dx, const void *weight, void *dweight, void *dbias, int stage, sbn_group *group,
                          uint64_t digest, int64_t wait_ns);
 
 /* Rounds of the ranks of one host, in shared memory; implemented in round.c. */
@@ -97,10 +97,10 @@ int sbn_exchange(sbn_group *group, uint64_t digest, int64_t channels, double *ro
 /* Continues to wait; with wait_ns = 0 it only checks. */
 SBN_API int sbn_wait(sbn_group *group, double *total, int64_t wait_ns);
 
-SBN_API uint64_t sbn_late(const sbn_group *group); /* The members that have not arrived at this turn, a bit each. */
-SBN_API void sbn_escalate(sbn_group *group);       /* Announces that this member reports its wait to the server. */
-SBN_API void sbn_close(sbn_group *group, int64_t reason); /* Takes no further turn; a second call has no effect. */
-SBN_API int sbn_closed(const sbn_group *group); /* The graver reason of members that take no further turn, or 0. */
+SBN_API uint64_t sbn_late(const sbn_group *group);    /* The members that have not arrived at this turn, a bit each. */
+SBN_API void sbn_escalate(sbn_group *group);          /* Announces that this member reports its wait to the server. */
+SBN_API void sbn_close(sbn_group *group, int reason); /* Takes no further turn; a second call has no effect. */
+SBN_API int sbn_closed(const sbn_group *group);       /* The graver reason of members that take no further turn, or 0. */
 
 /* Copies the rows of this turn in member order: the number of rows of each member, all counts and all values. */
 SBN_API void sbn_rows(const sbn_group *group, uint64_t *replicas, uint64_t *counts, double *values);
