@@ -44,7 +44,7 @@ SPIN_NANOSECONDS = 100_000
 
 # Timeout for receiving the memory, long enough for a busy machine: a group must not lose shared memory because of load.
 # A process that ends closes the connection at once, and the server detects a frozen one earlier.
-SECONDS = 60.0
+RECEIVE_SECONDS = 60.0
 CHECK_SECONDS = 0.5  # interval at which a waiting process checks whether the job is broken
 
 # Truncated memory would kill its readers.
@@ -102,14 +102,14 @@ class GroupMemory(ctypes.Structure):
         super().__init__(ctypes.addressof(self._buffer), members, index, spin, limits.MAX_COUNT)
         self._at = ctypes.addressof(self)
         # A round releases the GIL; calls of a microsecond hold it.
-        self._round, self._wait = _core().releasing.sbn_round, _core().releasing.sbn_wait
-        self._core = _core().holding
+        releasing, self._core = _core()
+        self._round, self._wait = releasing.sbn_round, releasing.sbn_wait
         self._sum: Any = None
         self._total: Any = None
 
     def arrive(self, digest: int, rows: Rows | NativeRow, now: float = 0.0, seconds: float = 0.0) -> int:
         """Arrive at the next turn and wait for the others; return the state of the round, CLOSED if not arrived."""
-        # `now` is by `time.monotonic`, a clock that all processes of a host share. After a signal the state is WAITS.
+        # `now` is by `time.monotonic`, which all processes of a host share. A signal ends the wait early, with WAITS.
         if isinstance(rows, NativeRow):
             self._sum, self._total = rows, rows.total_at
             return rows.run(EXCHANGE, self._at, digest, int(1e9 * seconds))
@@ -200,7 +200,7 @@ class MemoryOffer:
             except OSError:
                 return
             with closing(peer), suppress(OSError):
-                peer.settimeout(SECONDS)
+                peer.settimeout(RECEIVE_SECONDS)
                 if _user_of(peer) == os.getuid():
                     socket.send_fds(peer, [b"\0"], [self._descriptor])
 
@@ -230,7 +230,7 @@ def receive_memory(name: str, size: int, is_broken: Callable[[], bool] = bool) -
 
 
 def _receive_descriptors(server: socket.socket, is_broken: Callable[[], bool]) -> list[int]:
-    expiry = time.monotonic() + SECONDS
+    expiry = time.monotonic() + RECEIVE_SECONDS
     while True:
         try:
             return socket.recv_fds(server, 1, 1)[1]

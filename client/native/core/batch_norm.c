@@ -185,8 +185,8 @@ static void use_huge_pages(const sbn_plan *p, void *y) {
  * a failure after it would leave the ranks out of step. */
 static void *new_vectors(const sbn_plan *p) { return malloc(4 * (size_t)p->c * sizeof(double)); }
 
-/* Writes (x - mean) * factor + addend as (x - high) * factor + rest, with high the rounded mean: x - high is nearly
- * exact, so that a mean far from zero costs no digit. */
+/* Sets the map (x - mean) * factor + addend; in float as (x - high) * factor + rest, where high is the rounded mean:
+ * x - high is nearly exact, so that a mean far from zero costs no digits. */
 static void set_at(const sbn_plan *p, void *vectors, int64_t i, double mean, double factor, double addend,
                    double by_grad) {
   const int64_t c = p->c;
