@@ -200,7 +200,7 @@ class NativeExchange(PlainExchange):
 
     def normalise(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Compute the output, with the forward round in one call of the core."""
-        is_first = self.key is None
+        is_first = self.key is None  # a checkpoint's second run must use the same operators of torch
         if not x.is_contiguous() or not is_first:
             x = dense(x) if is_first else ready(x)
         output, shape = output_for(x), x.shape

@@ -5,9 +5,7 @@
 #include <errno.h>
 #include <math.h>
 #include <stdlib.h>
-#ifdef __linux__
 #include <sys/mman.h>
-#endif
 #ifdef __x86_64__
 #include <cpuid.h>
 #include <immintrin.h>
@@ -221,8 +219,10 @@ static void apply(const sbn_plan *p, const void *dy, const void *x, void *out, c
 }
 
 static void param_grads(const sbn_plan *p, const double *row, const double *saved, void *dweight, void *dbias) {
-  for (int64_t i = 0; i < p->c; i++) {
-    if (dweight) write_at(dweight, p->weight_dtype, i, row[p->c + i] * saved[p->c + i]);
+  const int64_t c = p->c;
+  const double *invstd = saved + c;
+  for (int64_t i = 0; i < c; i++) {
+    if (dweight) write_at(dweight, p->weight_dtype, i, row[c + i] * invstd[i]);
     if (dbias) write_at(dbias, p->bias_dtype, i, row[i]);
   }
 }

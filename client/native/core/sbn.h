@@ -20,11 +20,7 @@ enum { SBN_DONE, SBN_WAITS, SBN_CLOSED, SBN_DIFFERS, SBN_TOO_MANY, SBN_NOT_FINIT
 /* The stages of a pass: compute the own row; also run the round and finish; or finish with a given sum of all rows. */
 enum { SBN_MEASURE, SBN_EXCHANGE, SBN_FINISH };
 
-#ifdef _WIN32
-#define SBN_API __declspec(dllexport)
-#else
 #define SBN_API __attribute__((visibility("default")))
-#endif
 
 /* The constant part of a layer's calls. Tensors are planes (n, c, l); or for channels_last n rows of c values, with
  * l = 1. threads: the maximum. */
