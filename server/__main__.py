@@ -31,8 +31,7 @@ MISSING_EXTRA = "view needs the extra `view`: pip install '.[view]' in a clone (
 # has 600, but a peer can cause one of 4,096 bytes.
 ERROR_LINE, MAX_LINE = 120, 1000
 
-# The log has at most so many messages of a kind in a period.
-MAX_PER_PERIOD, PERIOD_SECONDS = 30, 60.0
+MAX_PER_PERIOD, PERIOD_SECONDS = 30, 60.0  # messages of one kind in the log
 
 EXIT_CODES = {ConfigurationError: 2, BindError: 3, ServerUnreachable: 4, AuthenticationRefused: 5}
 
@@ -194,12 +193,10 @@ def _secret(arguments: list[str]) -> None:
 
 
 def _check(arguments: list[str]) -> None:
-    parser = _asking_parser(
-        "check",
-        "Exits with 0 if a server answers, with 4 if not, and with 2 if ENDPOINT is invalid; for health checks and "
-        "probes. Without a key it only sees that a server is there, and the server counts a refused connection.",
-        "as STATSD_BN_BIND or STATSD_BN_ENDPOINT says, else this user's own server",
-    )
+    about = "Exits with 0 if a server answers, with 4 if not, and with 2 if ENDPOINT is invalid; for health checks and "
+    about += "probes. Without a key it only sees that a server is there, and the server counts a refused connection."
+    default = "as STATSD_BN_BIND or STATSD_BN_ENDPOINT says, else this user's own server"
+    parser = _asking_parser("check", about, default)
     found = parser.parse_args(arguments)
     # STATSD_BN_BIND wins: it is set on the server's own host.
     elsewhere = "" if os.environ.get("STATSD_BN_BIND") else os.environ.get("STATSD_BN_ENDPOINT")

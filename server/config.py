@@ -74,8 +74,7 @@ def suggestion(given: str, known: Iterable[str]) -> str:
     return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
-# The largest process id of any system.
-MAX_PARENT = 2**31 - 1
+MAX_PARENT = 2**31 - 1  # the largest process id of any system
 
 VERSION = f"statsd-bn {__version__} (protocol {PROTOCOL_VERSION})"
 

@@ -62,8 +62,7 @@ class Rows:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# In the same scope as numpy's own setting.
-_ignores_errors = ContextVar("_ignores_errors", default=False)
+_ignores_errors = ContextVar("_ignores_errors", default=False)  # in the same scope as numpy's own setting
 
 
 def ignore_float_errors(function: Callable[P, R]) -> Callable[P, R]:
@@ -93,8 +92,7 @@ def sum_in_order(rows: Iterable[FloatArray]) -> FloatArray:
 
 @ignore_float_errors
 def _sum(first: FloatArray, others: list[FloatArray]) -> FloatArray:
-    # As `np.add` with a type, in a third of the time.
-    total = first.astype(np.float64, copy=False) + others[0]
+    total = first.astype(np.float64, copy=False) + others[0]  # as `np.add` with a type, in a third of the time
     for row in others[1:]:
         total += row
     return total
@@ -173,9 +171,8 @@ class Moments:
 
     def merge(self, other: Self) -> Self:
         """Returns the moments of both batches together."""
-        return type(self)(
-            self.count + other.count, sum_in_order((self.sums, other.sums)), sum_in_order((self.squares, other.squares))
-        )
+        sums, squares = sum_in_order((self.sums, other.sums)), sum_in_order((self.squares, other.squares))
+        return type(self)(self.count + other.count, sums, squares)
 
     @cached_property
     def mean(self) -> FloatArray:

@@ -133,8 +133,7 @@ def describe_outlier(
     # `since`: first step of its run as an outlier; `layers`: in how many layers. `variance`: ratio to the others'
     # median; `shift`: from their median mean, in standard deviations. `part`: of η²; `usual`: the others' median part.
     if not 1 / NOTABLE_RATIO < variance < NOTABLE_RATIO:
-        is_more = variance > 1
-        ratio = f"{two_digits(variance)} times" if is_more else percent(variance)
+        ratio = f"{two_digits(variance)} times" if variance > 1 else percent(variance)
         what = f"its activations vary {ratio} as much as the others'"
     elif abs(shift) >= NOTABLE_SHIFT:
         what = f"its mean is {two_digits(abs(shift))} standard deviations off the others'"
@@ -211,8 +210,7 @@ class SkewDetector:
         return min(new, self._max_layers - len(self._layers)) * self._layer_bytes
 
     def _outlier(self, member: int) -> Finding:
-        # The shorter window serves layers with fewer samples than WINDOW.
-        windows = (WINDOW, WINDOW // 2)
+        windows = (WINDOW, WINDOW // 2)  # the shorter one serves layers with fewer samples than WINDOW
         showing = {name: layer for name, layer in self._layers.items() if member in map(layer.outlier, windows)}
         name, first = next(iter(showing.items()))
         own, others = first.average[member], np.median(np.delete(first.average, member, axis=0), axis=0)
@@ -245,8 +243,7 @@ class _Layer:
             return
         self.weight = DECAY * self.weight + weight
         new = weight / self.weight
-        # In this form no finite figures overflow.
-        self.average = (1 - new) * self.average + new * figures
+        self.average = (1 - new) * self.average + new * figures  # in this form no finite figures overflow
         if np.count_nonzero(figures[:, COUNT]) >= MIN_MEMBERS:
             self._steps.append(step)
             self._recent[:-1] = self._recent[1:]

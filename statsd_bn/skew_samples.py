@@ -74,8 +74,7 @@ class SkewSampler:
         self._step, self._first_layer, self._pass_began = -1, "", 0.0
         # The number of the running forward pass, and of the latest one in which a round had no room.
         self._pass, self._skipped = 0, -1
-        # Number of batches in which all layers fit.
-        self._turns = 0.0
+        self._turns = 0.0  # number of batches in which all layers fit
 
     def observe(
         self, now: float, key: RoundKey, counts: Sequence[int], replicas: Sequence[int], values: FloatArray

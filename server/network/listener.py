@@ -92,8 +92,7 @@ class Listener:
                 self.socket.setsockopt(zmq.USE_FD, descriptor)
                 self.socket.bind(endpoint)
         except zmq.ZMQError as error:
-            text = f"cannot listen on {endpoint}: {zmq.strerror(error.errno or 0)}"
-            raise BindError(text, endpoint=endpoint) from error
+            raise _cannot_listen(endpoint, zmq.strerror(error.errno or 0)) from error
         bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         if path := endpoints.ipc_path(bound):
             self._removals.callback(_remove_socket, path.absolute(), path.lstat())
@@ -178,6 +177,10 @@ class Authenticator:
         return [*head, b"200", b"OK", key.encode(), metadata]
 
 
+def _cannot_listen(endpoint: str, why: str) -> BindError:
+    return BindError(f"cannot listen on {endpoint}: {why}", endpoint=endpoint)
+
+
 def _property(name: bytes, value: bytes) -> bytes:
     return bytes([len(name)]) + name + len(value).to_bytes(4) + value
 
@@ -217,7 +220,7 @@ def _listen(endpoint: str) -> Iterator[int]:
                 _remove_abandoned(path, endpoint)
                 _bind(bound, path)
         except OSError as error:
-            raise BindError(f"cannot listen on {endpoint}: {error.strerror or error}", endpoint=endpoint) from error
+            raise _cannot_listen(endpoint, error.strerror or str(error)) from error
         bound.settimeout(0)
         try:
             yield bound.fileno()
@@ -244,8 +247,7 @@ def _folder_lock(folder: Path, endpoint: str) -> Iterator[None]:
         expiry = time.monotonic() + LOCK_SECONDS
         while not _lock(descriptor):
             if time.monotonic() >= expiry:
-                text = f"cannot listen on {endpoint}: another process has locked {folder} for {LOCK_SECONDS:g} s"
-                raise BindError(text, endpoint=endpoint)
+                raise _cannot_listen(endpoint, f"another process has locked {folder} for {LOCK_SECONDS:g} s")
             time.sleep(LOCK_PAUSE_SECONDS)
         yield
     finally:
@@ -270,12 +272,9 @@ def _remove_abandoned(path: Path, endpoint: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(found.st_mode):
-        raise BindError(
-            f"cannot listen on {endpoint}: the path exists and is no socket; remove it, or give another path",
-            endpoint=endpoint,
-        )
+        raise _cannot_listen(endpoint, "the path exists and is no socket; remove it, or give another path")
     if _is_in_use(path):
-        raise BindError(f"cannot listen on {endpoint}: a running server listens there", endpoint=endpoint)
+        raise _cannot_listen(endpoint, "a running server listens there")
     path.unlink()
 
 

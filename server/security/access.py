@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-# Cause of the loss of a member whose key was revoked, or may no longer join the job.
-REVOKED = "its key was revoked"
-
+REVOKED = "its key was revoked"  # cause of the loss of a member whose key may no longer join the job
 OPERATOR = "(operator)"  # not a valid client name
 
 
@@ -28,5 +26,4 @@ class Principal:
         return f"tenant {self.tenant or self.name!r}" if self.key else f"job {job!r}"
 
 
-# The principal of all connections to a server without keys.
-ANONYMOUS = Principal("anybody", "")
+ANONYMOUS = Principal("anybody", "")  # of all connections to a server without keys

@@ -25,8 +25,7 @@ PRIVATE_FOLDER = 0o700
 
 SECRET_BYTES = KEY_BYTES = 32
 
-# In place of a folder: the parent process passes the keys, so no file contains them.
-STANDARD_INPUT = "-"
+STANDARD_INPUT = "-"  # in place of a folder: the parent process passes the keys, so no file contains them
 
 SECRET_NOTE = "# This file proves an identity to the server: keep it private.\n"  # noqa: S105 - a comment in the file
 PUBLIC_NOTE = "# A client's public key; the server admits the client while this file is here. SIGHUP reads it again.\n"

@@ -17,8 +17,7 @@ from statsd_bn.timing import quantile
 
 Group = Mapping[str, Any]
 
-# Severities: fine, worth a look, needs attention, broken.
-FINE, NOTICE, ATTENTION, BROKEN = range(4)
+FINE, NOTICE, ATTENTION, BROKEN = range(4)  # severities; a notice is worth a look
 
 # A wait is unusual after a second, or after twice the time by which last ranks are late; at most after LONG_SECONDS.
 WAIT_SECONDS, LONG_SECONDS = 1.0, 10.0
@@ -216,9 +215,8 @@ def _slow(group: Group) -> Iterator[Verdict]:
         return
     text = f"R{_name(group, rank)[1:]} slows the job down: the others waited {percent(held)} of the last minute for it"
     advice = f"Compare the data loading, the GPU and the CPU of rank {rank} with another rank's."
-    card = "Waiting", f"Rank {rank}", f"the others waited {percent(held)} of the last minute"
     noticed = [one["step"] for one in group.get("findings", ()) if (one["kind"], one["rank"]) == ("straggler", rank)]
-    yield Verdict("slow", ATTENTION, text, None, noticed[-1] if noticed else None, rank, advice, {rank: "slow"}, card)
+    yield Verdict("slow", ATTENTION, text, None, noticed[-1] if noticed else None, rank, advice, {rank: "slow"})
 
 
 def describe_finding(finding: Mapping[str, Any]) -> str:

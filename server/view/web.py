@@ -35,10 +35,8 @@ logger = logging.getLogger("statsd_bn.server")
 COOKIE = "statsd_bn_view"
 
 # Allow scripts, styles and data of this host only, and no embedding in other pages.
-POLICY = (
-    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
-    b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
+POLICY = b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+POLICY += b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 HEADERS = (
     (b"content-security-policy", POLICY),
     (b"x-content-type-options", b"nosniff"),
