@@ -130,13 +130,12 @@ class SynchronizedCall:
     def _new_exchange(self, slices: list[Slice]) -> Exchange:
         """Create the exchange of this call, over the host or on the devices of its slices."""
         transport, layer = self.transport, self.layer
-        capacity, x = 0, slices[0].input
+        x = slices[0].input
         # Threads without gradients save nothing for a backward pass.
         needs_gradient = x.requires_grad or any(each.input.requires_grad or each.saver is UNSAVED for each in slices)
         phase = phase_of_forward(needs_gradient=needs_gradient)
-        if device_rows.may_use_devices(transport, x):
-            inputs = [slice_.input for slice_ in slices]
-            capacity = device_rows.device_capacity(transport, inputs, phase, on_host=self.accumulator is not None)
+        inputs, on_host = [slice_.input for slice_ in slices], self.accumulator is not None
+        capacity = device_rows.device_capacity(transport, inputs, phase, on_host=on_host)
         of_layer = layer.layer_name, layer.eps, layer.eps_mode, phase
         if capacity and triton_exchange.serves(slices, capacity):
             return TritonExchange(transport, *of_layer, capacity=capacity, running=self._running(x, TYPES))

@@ -99,8 +99,7 @@ def exchange(
     the round's id, shape (3,), int64, on the host: step, call, and number of the exchange.
     """
     transport = transport_of(layer, group, size)
-    may_use_devices = device_rows.may_use_devices(transport, sums)
-    capacity = device_rows.device_capacity(transport, [sums], phase) if may_use_devices else 0
+    capacity = device_rows.device_capacity(transport, [sums], phase)
     fresh = Exchange(transport, layer, eps, eps_mode, phase, capacity)
     local = ChannelMoments(_count(masked_count, shape), sums, tuple(shape))
     # If a checkpoint recomputes the call, the exchange of its first run has the results.
@@ -162,7 +161,7 @@ def exchange_backward(
     step, call, number = round_id.tolist()
     key = transport.key(step, call, phase_of(BACKWARD, count_backward_pass(number)))
     rows = LocalRows.of([_count(masked_count, shape)], [sums])
-    capacity = device_rows.device_capacity(transport, [sums]) if device_rows.stayed_on_devices(transport, [sums]) else 0
+    capacity = device_rows.device_capacity(transport, [sums], agree=False)
     total = backward_round(transport, rows, capacity, key)
     of_forward = _unpack(statistics)
     return gradient_vectors(of_forward, engine.means_of(total, of_forward), dtype)

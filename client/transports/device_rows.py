@@ -1,6 +1,6 @@
 """Rows that stay on their device: of replicas of one process, or of ranks that gather them by a backend such as NCCL.
 
-Nothing here waits for a device: errors of a round are a tensor too, which `client.ops.device_errors` reports later.
+Nothing here waits for a device: a round's error flags are a tensor too, and `client.ops.device_errors` reads it later.
 
 All ranks of a process group must gather on devices, or all on hosts. They agree on it over the host before a layer's
 first round, and thereby detect ranks that call another layer or have another number of channels. Later rounds carry the
@@ -8,6 +8,7 @@ digest of their key, by which each rank detects on its device that others are in
 """
 
 from collections.abc import Callable, Sequence
+from ctypes import c_int64
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,9 @@ _AGREEMENT = "first "  # prefix of the phase of the round in which the ranks agr
 
 Count = int | Tensor
 """Values per channel, an exact integer: an int if the host knows it, else of shape (), float64."""
+
+Write = Callable[[int], tuple[Tensor, Tensor]]
+"""Writes this rank's message, with the digest that it is given; returns it, and the output for all ranks' messages."""
 
 
 def to_host(values: Tensor) -> FloatArray:
@@ -93,16 +97,18 @@ class DeviceAggregate:
 
 
 def may_use_devices(transport: Transport, x: Tensor) -> bool:
-    """Whether `device_capacity` may be above 0: a fast check that spares most calls on a CPU the slow one."""
+    """Whether `device_capacity` may be above 0: a fast check."""
     return x.device.type in DEVICE_TYPES or isinstance(transport, ProcessGroupPipe)
 
 
 def device_capacity(
-    transport: Transport, inputs: Sequence[Tensor], phase: str = FORWARD, *, on_host: bool = False
+    transport: Transport, inputs: Sequence[Tensor], phase: str = FORWARD, *, on_host: bool = False, agree: bool = True
 ) -> int:
     """Rows that each rank contributes to a layer's rounds on its device; 0 if rows travel over the host."""
-    # Ranks of a process group agree on it in the first call of each layer. `on_host` says, on all ranks alike, that the
-    # rows of this call travel over the host in any case.
+    # The ranks of a process group agree on it before a layer's first round, unless not `agree`, as in a backward pass.
+    # `on_host` says, on all ranks alike, that the rows of this call travel over the host in any case.
+    if not may_use_devices(transport, inputs[0]):
+        return 0
     able = len(inputs) if are_on_devices(inputs) else 0
     if isinstance(transport, LocalPipe):
         return 0 if on_host else able
@@ -118,7 +124,7 @@ def device_capacity(
         return 0
     with rounds.lock:
         if transport.layer not in rounds.on_device:
-            if not gathers_on_devices(group):
+            if not (agree and gathers_on_devices(group)):
                 return 0
             key = transport.key(rounds.steps.step, 0, f"{_AGREEMENT}{phase}")
             with rounds.watched(key):
@@ -132,13 +138,6 @@ def device_capacity(
             f"call, got {len(inputs)} on {', '.join(sorted({str(x.device) for x in inputs}))}"
         )
     return capacity
-
-
-def stayed_on_devices(transport: Transport, inputs: Sequence[Tensor]) -> bool:
-    """Whether rows of an earlier call with such inputs stayed on their devices; without communication."""
-    if isinstance(transport, ProcessGroupPipe):
-        return rounds_of(group_of(transport)).on_device.get(transport.layer, 0) > 0
-    return isinstance(transport, LocalPipe) and are_on_devices(inputs)
 
 
 def are_on_devices(inputs: Sequence[Tensor]) -> bool:
@@ -156,38 +155,41 @@ def run(
     transport: Transport, local: LocalRows, capacity: int, key: RoundKey | None = None, phase: str = FORWARD
 ) -> DeviceAggregate:
     """Run a round on devices; see `Transport.run_slave`."""
-    shape = local.values.shape[1:]
-    rows = local.on_device()
-    if not isinstance(transport, ProcessGroupPipe):
+    rows, mismatched = local.on_device(), None
+    if isinstance(transport, ProcessGroupPipe):
+        # Each row follows the round's digest; rows that a rank lacks are -0, which changes no bit of the sum.
+        message = rows.new_full((capacity, 1 + rows.shape[1]), -0.0)
+        message[: len(rows), 1:].copy_(rows)
+        digests = message.view(torch.int64)[:, 0]
+        messages = rows.new_empty(nr_ranks(transport) * capacity, message.shape[1])
+
+        def write(digest: int) -> tuple[Tensor, Tensor]:
+            digests.fill_(digest)
+            return message, messages
+
+        key = _gather(transport, write, key, phase)
+        rows, mismatched = messages[:, 1:], messages.view(torch.int64)[::capacity, 0] != digests[0]
+    else:
         key = key or transport.key(0, 0, phase)
-        return DeviceAggregate(key, *sum_rows(rows, shape), rows, [transport.rank])
+    total = sum_rows(rows, local.values.shape[1:])
+    return DeviceAggregate(key, *total, rows, ranks_of(transport), mismatched)
+
+
+def run_row(transport: Transport, write: Write, key: RoundKey | None = None, phase: str = FORWARD) -> RoundKey:
+    """Run a round with one row, which `write` computes with its digest and count, and return the round's key."""
+    if isinstance(transport, ProcessGroupPipe):
+        return _gather(transport, write, key, phase)
+    write(0)  # there is no other rank to compare digests
+    return key or transport.key(0, 0, phase)
+
+
+def _gather(transport: ProcessGroupPipe, write: Write, key: RoundKey | None, phase: str) -> RoundKey:
     group = group_of(transport)
     rounds = rounds_of(group)
     with rounds.lock:
         key = transport.begin(rounds, key, phase)
-        rows, mismatched = _gather(group, rows, capacity, key)
-    return DeviceAggregate(key, *sum_rows(rows, shape), rows, distributed.get_process_group_ranks(group), mismatched)
-
-
-def run_row(
-    transport: Transport,
-    write: Callable[[int], tuple[Tensor, Tensor]],
-    key: RoundKey | None = None,
-    phase: str = FORWARD,
-) -> RoundKey:
-    """Run a round with one row and return its key."""
-    # `write` is given the digest of the key and writes the row. It returns the row, shape (2 + vectors * C,), and the
-    # output for the rows of all ranks, shape (ranks * (2 + vectors * C),), both float64.
-    if not isinstance(transport, ProcessGroupPipe):
-        key = key or transport.key(0, 0, phase)
-        write(_signed_digest(key))
-        return key
-    group = group_of(transport)
-    rounds = rounds_of(group)
-    with rounds.lock:
-        key = transport.begin(rounds, key, phase)
-        row, gathered = write(_signed_digest(key))
-        _all_gather(gathered, row, group=group)
+        message, messages = write(c_int64(key_digest(key)).value)
+        _all_gather(messages, message, group=group)
     return key
 
 
@@ -203,27 +205,9 @@ def ranks_of(transport: Transport) -> list[int]:
     return [transport.rank]
 
 
-def _signed_digest(key: RoundKey) -> int:
-    digest = key_digest(key)
-    return digest - (1 << 64) if digest >> 63 else digest
-
-
 def sum_rows(rows: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Add rows from first to last, as `statsd_bn.reduction` does; return the count and the values."""
     total, *others = rows.unbind()
     for row in others:
         total = total + row
     return total[0], total[1:].view(*shape)
-
-
-def _gather(group: object, rows: Tensor, capacity: int, key: RoundKey) -> tuple[Tensor, Tensor]:
-    """Gather the rows of all ranks, padded with -0, which changes no bit; return them, and the mismatched ranks."""
-    size: int = group.size()  # type: ignore[attr-defined]
-    digest = _signed_digest(key)
-    message = torch.full((capacity, 1 + rows.shape[1]), -0.0, dtype=torch.float64, device=rows.device)
-    message[: len(rows), 1:].copy_(rows)
-    message.view(torch.int64)[:, 0].fill_(digest)
-    gathered = torch.empty(size * message.numel(), dtype=torch.float64, device=rows.device)
-    _all_gather(gathered, message.view(-1), group=group)
-    messages = gathered.view(size * capacity, -1)
-    return messages[:, 1:], messages.view(torch.int64)[::capacity, 0] != digest
