@@ -376,7 +376,7 @@ def _gather(group: Any, words: Words) -> Words:
         size *= 2
     device = _message_device(group)
     message = torch.zeros(size, dtype=torch.int64, device="cpu")
-    message[: len(words)] = torch.from_numpy(words)
+    message.numpy()[: len(words)] = words
     message = message.to(device)
     messages = torch.empty(group.size(), size, dtype=torch.int64, device=device)
     work = distributed.all_gather(list(messages.unbind()), message, group=group, async_op=True)
