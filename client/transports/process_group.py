@@ -208,8 +208,7 @@ def group_of(pipe: ProcessGroupPipe) -> Any:
 def report_non_finite(pipe: ProcessGroupPipe, aggregate: Aggregate) -> None:
     """Report an aggregate that is not finite and was computed on devices."""
     with suppress(ConfigurationError):  # the group may no longer exist
-        if reporter := rounds_of(group_of(pipe)).reporter:
-            reporter.report_non_finite(aggregate)
+        rounds_of(group_of(pipe)).report_non_finite(aggregate)
 
 
 def all_gather(process_group: NamedProcessGroup, name: str, message: bytes) -> dict[int, bytes]:
@@ -297,13 +296,14 @@ def _sum(group: Any, contribution: Rows, key: RoundKey) -> Aggregate:
     if not is_finite(total):
         non_finite = non_finite_members(zip(np.repeat(ranks, replicas).tolist(), values, strict=True))
     aggregate = Aggregate(key, len(rows), sum(counts), Members.of(ranks), total, non_finite=non_finite)
-    if reporter := rounds_of(group).reporter:
+    rounds = rounds_of(group)
+    if sampler := rounds.sampler:
         now = time.monotonic()
-        is_due = reporter.samples.is_due(now, key)
+        is_due = sampler.is_due(now, key)
         if non_finite.runs:
-            reporter.report_non_finite(aggregate)
+            rounds.report_non_finite(aggregate)
         elif is_due:
-            reporter.samples.observe(now, key, counts, replicas.tolist(), np.stack(values))
+            sampler.observe(now, key, counts, replicas.tolist(), np.stack(values))
     return aggregate
 
 

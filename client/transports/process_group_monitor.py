@@ -2,7 +2,7 @@
 
 The first rank reports to the server of a job of the same ranks; without one, a thread compares the ranks by the
 server's rules and logs warnings. A watched round escalates like a round in shared memory: if it is slow, its rows go
-to the server as well, which reports late and lost ranks and mismatches. The sum is the process group's.
+to the server as well, which reports late and lost ranks and mismatches. Its result comes from the process group.
 """
 
 import logging
@@ -30,81 +30,39 @@ from statsd_bn.messages import Aggregate, NonFiniteRound
 from statsd_bn.reduction import Rows, find_non_finite
 from statsd_bn.round_key import RoundKey
 from statsd_bn.skew import SkewDetector
-from statsd_bn.skew_samples import SECONDS, SkewSampler, figures_of_step
+from statsd_bn.skew_samples import SECONDS, Sample, SkewSampler, figures_of_step
 from statsd_bn.wire import encode
 
 logger = logging.getLogger("statsd_bn.client")
 
-LAST_SECONDS = 0.5  # a rank that left in good order has sent its rows, which may arrive after the news of its end
-NO_ROWS = Rows((0,), np.zeros((1, 1, 1)))  # of a watched round that is not a layer's
+LAST_SECONDS = 0.5  # the rows of a rank that exits cleanly may arrive so long after the server's report of its exit
+NO_ROWS = Rows((0,), np.zeros((1, 1, 1)))  # for the server, if a round without a layer escalates
 
 
-class ServerReporter:
-    """Reports to a server; the heartbeats send the samples."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        transport = connection.session(None).transport
-        self.samples = transport.samples = transport.samples or SkewSampler()
-        self._reported: set[str] = set()
-
-    def report_non_finite(self, aggregate: Aggregate) -> None:
-        """Report the first aggregate of each phase that is not finite."""
-        key, connection = aggregate.key, self._connection
-        if key.phase in self._reported or connection.closed:
-            return
-        self._reported.add(key.phase)
-        member, session = connection.member, connection.session(None)
-        values = str(find_non_finite(aggregate.values))
-        job_key = RoundKey(member.job, session.member.group, member.epoch, key.step, key.layer, key.call, key.phase)
-        with connection.channel_pool.channel() as channel:
-            channel.send(encode(NonFiniteRound(session.member_token, job_key, aggregate.non_finite, values)))
-
-
-class LocalReporter:
-    """Compares the ranks in this process and logs warnings."""
+class SkewLog:
+    """Compares the ranks of a process group and logs warnings, where no server does."""
 
     def __init__(self, name: str, ranks: Sequence[int], places: Mapping[int, str]) -> None:
-        self.samples = SkewSampler()
         self._name, self._ranks, self._places = name, ranks, places
         self._comparison = SkewDetector(len(ranks))
 
-    def report_non_finite(self, aggregate: Aggregate) -> None:
-        """Do nothing: each rank logs aggregates that are not finite."""
-
-    def compare(self, now: float) -> None:
-        """Compare the ranks by the latest samples and log new findings."""
-        if stats := figures_of_step(self.samples.drain(now)):
+    def compare(self, now: float, samples: Sequence[Sample]) -> None:
+        """Compare the ranks by samples of a step, and log new findings."""
+        if stats := figures_of_step(samples):
             step, layers = stats
             names = [format_rank(rank, self._places) for rank in self._ranks]
             for finding in self._comparison.add(now, step, list(layers), np.stack(list(layers.values()))):
                 logger.warning("process group %r: skew: %s", self._name, finding.describe(names))
 
-
-def reporter_for(
-    name: str, ranks: Sequence[int], index: int, places: Mapping[int, str]
-) -> ServerReporter | LocalReporter | None:
-    """Reporter of a process group's rounds on this rank, `ranks[index]`; None on all ranks but the first."""
-    if index:
-        return None
-    connection = current_connection()
-    is_strict = connection is not None and not (connection.is_in_process or connection.member.is_elastic)
-    if connection and is_strict and connection.members == list(ranks):
-        return ServerReporter(connection)
-    reporter = LocalReporter(name, ranks, places)
-    threading.Thread(target=_compare_forever, args=(weakref.ref(reporter),), name="statsd_bn skew", daemon=True).start()
-    return reporter
-
-
-def _compare_forever(ref: "weakref.ref[LocalReporter]") -> None:
-    """Compare once a second, until the last other reference to the reporter has gone."""
-    while (reporter := ref()) is not None:
-        try:
-            reporter.compare(monotonic())
-        except Exception:  # a bad sample must not end the thread
-            logger.debug("sampling the ranks' statistics failed", exc_info=True)
-        del reporter
-        time.sleep(SECONDS / 2)
+    def run(self, ref: "weakref.ref[SkewSampler]") -> None:
+        """Compare once a second, until nothing else refers to the sampler."""
+        while (sampler := ref()) is not None:
+            try:
+                self.compare(now := monotonic(), sampler.drain(now))
+            except Exception:  # a bad sample must not end the thread
+                logger.debug("sampling the ranks' statistics failed", exc_info=True)
+            del sampler
+            time.sleep(SECONDS / 2)
 
 
 class Rounds:
@@ -115,7 +73,9 @@ class Rounds:
         self.connection: Connection | None = None  # to the server that watches the rounds
         self.steps = StepCounter()
         self.places: dict[int, str] = {}  # host and process ID by rank; empty before the first round over the host
-        self.reporter: ServerReporter | LocalReporter | None = None  # on the first rank
+        self.sampler: SkewSampler | None = None  # on the first rank
+        self._job: Connection | None = None  # to the server of a strict job of the same ranks, on the first rank
+        self._reported: set[str] = set()  # phases whose first non-finite aggregate it has received
         self.is_counted = False  # whether the server completed the latest watched round too, and counts it
         self._watched: tuple[Connection, RoundKey, Rows] | None = None  # the round that escalates if it is slow
         self._previous: RoundKey | None = None
@@ -126,12 +86,34 @@ class Rounds:
 
     def attach(self, group: Any, connection: Connection | None) -> None:
         """Report the rounds from now on, to a connection's server or in this process's log."""
-        self.connection = connection
-        ranks = distributed.get_process_group_ranks(group)
-        self.reporter = reporter_for(group.group_name, ranks, group.rank(), self.places)
+        self.connection, self.sampler, self._job, self._reported = connection, None, None, set()
+        if group.rank() == 0:
+            self._start_sampling(group.group_name, distributed.get_process_group_ranks(group))
         if connection:
             self.steps, self._previous = connection.session(None).steps, None
             connection.close_callbacks.append(self._drain_device)
+
+    def _start_sampling(self, name: str, ranks: list[int]) -> None:
+        job = current_connection()
+        if job and not (job.is_in_process or job.member.is_elastic) and job.members == ranks:
+            self._job, state = job, job.session(None).transport
+            self.sampler = state.samples = state.samples or SkewSampler()  # heartbeats send the samples
+            return
+        self.sampler = SkewSampler()
+        run, ref = SkewLog(name, ranks, self.places).run, weakref.ref(self.sampler)
+        threading.Thread(target=run, args=(ref,), name="statsd_bn skew", daemon=True).start()
+
+    def report_non_finite(self, aggregate: Aggregate) -> None:
+        """Report the first aggregate of each phase that is not finite to the job's server; all ranks log it."""
+        key, job = aggregate.key, self._job
+        if job is None or key.phase in self._reported or job.closed:
+            return
+        self._reported.add(key.phase)
+        member, session = job.member, job.session(None)
+        values = str(find_non_finite(aggregate.values))
+        job_key = RoundKey(member.job, session.member.group, member.epoch, key.step, key.layer, key.call, key.phase)
+        with job.channel_pool.channel() as channel:
+            channel.send(encode(NonFiniteRound(session.member_token, job_key, aggregate.non_finite, values)))
 
     @contextmanager
     def watched(self, key: RoundKey, rows: Rows = NO_ROWS) -> Iterator[None]:
@@ -147,7 +129,7 @@ class Rounds:
             self._watched = None
 
     def wait(self, work: Any, device: torch.device) -> None:
-        """Wait for a collective; a slow one on a device is the business of `BrokenJob`."""
+        """Wait for a collective; `BrokenJob` handles a slow one on a device."""
         if self._watched is None or device.type != "cpu":
             work.wait()
             return

@@ -3,31 +3,34 @@
 import logging
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from torch import distributed
 
 from client.transports import process_group_monitor
-from client.transports.process_group_monitor import LocalReporter, reporter_for
+from client.transports.process_group_monitor import Rounds, SkewLog
 from statsd_bn.round_key import FORWARD, RoundKey
+from statsd_bn.skew_samples import SkewSampler
 
-RANKS = (4, 5, 7)
+RANKS = [4, 5, 7]
 
 
-def round_of(here, now, scale):
+def round_of(sampler, now, scale):
     data = np.random.default_rng(int(now)).normal(0, 1, (3, 32, 8))
     data[2] *= scale
     values = np.stack([data.sum(axis=1), (data**2).sum(axis=1)], axis=1)
     key = RoundKey("torch", "process group", 0, int(now), "stem.bn", 0, FORWARD)
-    here.samples.observe(now, key, [32] * 3, (1, 1, 1), values)
+    sampler.observe(now, key, [32] * 3, (1, 1, 1), values)
 
 
 def warnings(caplog, scale):
-    here = LocalReporter("pair", RANKS, {7: "host-b, pid 812"})
+    log, sampler = SkewLog("pair", RANKS, {7: "host-b, pid 812"}), SkewSampler()
     with caplog.at_level(logging.WARNING, "statsd_bn.client"):
         for second in range(1, 60):
-            round_of(here, float(second), scale)
-            here.compare(second + 0.5)
+            round_of(sampler, float(second), scale)
+            log.compare(second + 0.5, sampler.drain(second + 0.5))
     return [record.getMessage() for record in caplog.records]
 
 
@@ -45,13 +48,25 @@ def looking():
     return [thread for thread in threading.enumerate() if thread.name == "statsd_bn skew"]
 
 
-def test_its_thread_ends_with_the_process_group(monkeypatch):
+@pytest.fixture
+def attached(monkeypatch):
+    """Returns rounds of the rank of an index in a process group without a connection."""
+    monkeypatch.setattr(distributed, "get_process_group_ranks", lambda _: RANKS)
+
+    def attach(index):
+        rounds = Rounds()
+        rounds.attach(SimpleNamespace(group_name="pair", rank=lambda: index), None)
+        return rounds
+
+    return attach
+
+
+def test_its_thread_ends_with_the_process_group(monkeypatch, attached):
     monkeypatch.setattr(process_group_monitor, "SECONDS", 0.01)
     before = len(looking())
-    here = reporter_for("pair", RANKS, 0, {})
-    assert isinstance(here, LocalReporter)
+    rounds = attached(0)
     assert len(looking()) == before + 1
-    del here
+    del rounds
     until = time.monotonic() + 10
     while len(looking()) > before:
         assert time.monotonic() < until
@@ -59,5 +74,5 @@ def test_its_thread_ends_with_the_process_group(monkeypatch):
 
 
 @pytest.mark.parametrize("index", [1, 2])
-def test_only_the_first_rank_compares(index):
-    assert reporter_for("pair", RANKS, index, {}) is None
+def test_only_the_first_rank_compares(attached, index):
+    assert attached(index).sampler is None
