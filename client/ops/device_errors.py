@@ -24,8 +24,7 @@ from client.transports.transport import Transport
 from statsd_bn.errors import ConfigurationError, RoundMismatch
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
-from statsd_bn.round_key import ADVICE
-from statsd_bn.text import MAX_ROWS, Row, TableSection, error_text, wrap
+from statsd_bn.text import wrap
 
 Flags = npt.NDArray[Any]
 
@@ -128,58 +127,53 @@ class DeviceErrors:
     aggregate: DeviceAggregate
     too_few: TooFewValues | None = None  # None where the whole batch certainly has enough values
 
-    def has_failed(self) -> Tensor | None:
-        """Whether the round has failed, shape (), bool; None where it cannot fail."""
-        others, too_few = self.aggregate.mismatched, None if self.too_few is None else self.too_few.flag
-        if others is None or too_few is None:
-            return too_few if others is None else others.any()
-        return others.any() | too_few
-
-    def submit(self) -> None:
-        """Schedule the checks of the round."""
-        flags = [] if self.aggregate.mismatched is None else [self.aggregate.mismatched]
+    def submit(self) -> Tensor | None:
+        """Schedule the checks of the round; return whether it has failed, shape (), bool, None where it cannot fail."""
+        flags, failed = [], None
+        if self.aggregate.mismatched is not None:
+            flags, failed = [self.aggregate.mismatched], self.aggregate.mismatched.any()
         if self.too_few is not None:
             flags.append(self.too_few.flag.unsqueeze(0))
+            failed = self.too_few.flag if failed is None else failed | self.too_few.flag
         if non_finite.is_awaited(self.transport):
             flags.append((self.aggregate.rows * 0).sum(1) != 0)  # NaN where a value is not finite, in few operators
         if flags:
             wait = non_finite.raises(self.transport, self.aggregate.key)
-            async_checks.submit(torch.cat(flags) if len(flags) > 1 else flags[0], self._report, wait=wait)
+            async_checks.submit(torch.cat(flags) if len(flags) > 1 else flags[0], self._report_flags, wait=wait)
+        return failed
+
+    def _report_flags(self, flags: Flags) -> None:
+        nr_ranks = 0 if self.aggregate.mismatched is None else len(self.aggregate.ranks)
+        self._report(*np.split(flags, (nr_ranks, nr_ranks + (self.too_few is not None))))
 
     def report_rows(self, flags: Flags, blocks: int) -> None:
         """Report the errors in Triton's flags: a number per row and block of channels, then one per block for all."""
-        nr_ranks = len(self.aggregate.ranks)
         of_rows = np.bitwise_or.reduce(flags.astype(np.int64).reshape(-1, blocks), axis=1)
-        rows, whole = of_rows[:nr_ranks], of_rows[nr_ranks:]
-        others = rows[: 0 if self.aggregate.mismatched is None else nr_ranks] & OTHER_ROUND
+        rows, whole = np.split(of_rows, (len(self.aggregate.ranks),))
         not_finite = rows & (NOT_FINITE if non_finite.is_awaited(self.transport) else 0)
-        self._report(np.concatenate((others, whole & TOO_FEW, not_finite)) != 0)
+        self._report(rows & OTHER_ROUND != 0, whole & TOO_FEW, not_finite != 0)
 
-    def _report(self, flags: Flags) -> None:
-        nr_ranks = 0 if self.aggregate.mismatched is None else len(self.aggregate.ranks)
-        others, rest = flags[:nr_ranks], flags[nr_ranks:]
+    def _report(self, others: Flags, too_few: Flags, not_finite: Flags) -> None:
+        """Report the errors in flags of the ranks, of the whole batch, and of the rows; `too_few` may be empty."""
         if others.any():
             raise self._mismatch(others)
-        if self.too_few is not None:
-            is_too_few, rest = rest[0], rest[1:]
-            if is_too_few:
-                raise too_few_values(self.too_few.layer, int(self.aggregate.count), self.too_few.shape)
-        if rest.any():
-            self._report_non_finite(rest)
+        if self.too_few is not None and too_few.any():
+            raise too_few_values(self.too_few.layer, int(self.aggregate.count), self.too_few.shape)
+        if not_finite.any():
+            self._report_non_finite(not_finite)
 
     def _mismatch(self, others: Flags) -> RoundMismatch:
         key, ranks = self.aggregate.key, np.array(self.aggregate.ranks)
-        table = [_place(ranks[~others], f"in {key.describe()}"), _place(ranks[others], "in another round")]
-        what = "deadlock: the ranks wait in different rounds"
+        ranks_in = (f"in {key.describe()}", ranks[~others].tolist()), ("in another round", ranks[others].tolist())
         where = "torch's process group, on devices; results computed since then are NaN"
-        return RoundMismatch(error_text(what, table=table, where=where, advice=ADVICE), **key.fields)
+        return process_group.mismatch(key, ranks_in, where)
 
     def _report_non_finite(self, rows: Flags) -> None:
-        """Report NaN and infinity like a round over the host; waiting for the device does no harm any more."""
+        """Report NaN and infinity like a round over the host. The device has finished the round, so copies are fast."""
         result, ranks = self.aggregate, self.aggregate.ranks
-        bearers = Members.of(map(int, np.repeat(ranks, len(rows) // len(ranks))[rows]))
+        senders = Members.of(map(int, np.repeat(ranks, len(rows) // len(ranks))[rows]))
         count, values = int(result.count.nan_to_num(0.0)), result.values.cpu().numpy()
-        aggregate = Aggregate(result.key, len(rows), count, Members.of(ranks), values, non_finite=bearers)
+        aggregate = Aggregate(result.key, len(rows), count, Members.of(ranks), values, non_finite=senders)
         if isinstance(self.transport, ProcessGroupPipe):
             process_group.report_non_finite(self.transport, aggregate)
         non_finite.check(self.transport, self.contribution.on_host(), aggregate)
@@ -197,10 +191,6 @@ def check_recomputation(layer: str, first: Tensor, again: Tensor, tolerance: flo
         )
 
     async_checks.submit(differs, report)
-
-
-def _place(ranks: npt.NDArray[Any], where: str) -> TableSection:
-    return TableSection([Row((f"rank {rank}", where)) for rank in ranks[:MAX_ROWS]], len(ranks), where)
 
 
 def too_few_values(layer: str, count: int, shape: tuple[int, ...]) -> ValueError:

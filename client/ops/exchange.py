@@ -161,9 +161,8 @@ def _run(
         return aggregate.key, aggregate.count, from_host(aggregate.values, rows.values.device), None
     async_checks.poll(rows.values.device)
     on_device = device_rows.run(transport, rows, capacity, key, phase=phase)
-    errors = DeviceErrors(transport, rows, on_device, too_few(on_device.count))
-    errors.submit()
-    return on_device.key, on_device.count, on_device.values, errors.has_failed()
+    failed = DeviceErrors(transport, rows, on_device, too_few(on_device.count)).submit()
+    return on_device.key, on_device.count, on_device.values, failed
 
 
 def _nan_where(failed: Tensor | None, values: Any) -> Any:

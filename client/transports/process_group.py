@@ -8,8 +8,9 @@ connection, errors except mismatches, and the timeout, are torch's.
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from ctypes import c_int64
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,7 +33,7 @@ from statsd_bn.errors import ConfigurationError, ConnectionClosed, ProtocolError
 from statsd_bn.members import NO_MEMBERS, Members
 from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import Rows, is_finite, non_finite_members, sum_in_order
-from statsd_bn.round_key import FORWARD, GATHER, RoundKey, advice_for
+from statsd_bn.round_key import ADVICE, FORWARD, GATHER, RoundKey, advice_for
 from statsd_bn.text import MAX_ROWS, Row, TableSection, error_text, escape_lines
 
 logger = logging.getLogger("statsd_bn.client")
@@ -353,12 +354,19 @@ def _mismatch(group: Any, key: RoundKey, shape: tuple[int, ...]) -> RoundMismatc
     ranks_in: dict[str, list[int]] = {}
     for rank, name in zip(distributed.get_process_group_ranks(group), names, strict=True):
         ranks_in.setdefault(f"in {name}", []).append(rank)
+    largest_first = sorted(ranks_in.items(), key=lambda item: -len(item[1]))
+    return mismatch(key, largest_first, "torch's process group", advice_for(names))
+
+
+def mismatch(
+    key: RoundKey, ranks_in: Iterable[tuple[str, Sequence[int]]], where: str, advice: str = ADVICE
+) -> RoundMismatch:
+    """Error of ranks in different rounds; `ranks_in` has each round, as a text, and the ranks in it."""
     table = [
         TableSection([Row((f"rank {rank}", place)) for rank in ranks[:MAX_ROWS]], len(ranks), place)
-        for place, ranks in sorted(ranks_in.items(), key=lambda item: -len(item[1]))
+        for place, ranks in ranks_in
     ]
-    what = "deadlock: the ranks wait in different rounds"
-    text = error_text(what, table=table, where="torch's process group", advice=advice_for(names))
+    text = error_text("deadlock: the ranks wait in different rounds", table=table, where=where, advice=advice)
     return RoundMismatch(text, **key.fields)
 
 

@@ -297,11 +297,10 @@ class TritonExchange(PlainExchange):
     def _submit(self, of: Pass, key: RoundKey, too_few: TooFewValues | None = None, *, wait: bool = False) -> None:
         # Without `self`: unchecked flags would keep the call alive, and checkpoints would assume that its graph is too.
         transport, row, rows, blocks = self.transport, of.row, of.rows, of.blocks
-        others = of.flags if of.gathers else None
 
         def report(flags: Flags) -> None:
             ranks = device_rows.ranks_of(transport)
-            aggregate = DeviceAggregate(key, *_total(rows, len(ranks)), rows.view(len(ranks), -1)[:, 1:], ranks, others)
+            aggregate = DeviceAggregate(key, *_total(rows, len(ranks)), rows.view(len(ranks), -1)[:, 1:], ranks)
             contribution = LocalRows(row[1:2].unbind(), row[2:].view(1, 2, -1))
             DeviceErrors(transport, contribution, aggregate, too_few).report_rows(flags, blocks)
 
