@@ -2,7 +2,7 @@
 
 Collectives match only by order, so each message carries the digest of its round's key. Where the members of a job have
 negotiated the default process group, rounds have the job's keys and the server reports long waits. Without a
-connection, errors except mismatches, and the timeout, are torch's.
+connection torch's timeout applies, and torch raises all errors but mismatches.
 """
 
 import logging
@@ -174,14 +174,10 @@ class ProcessGroupPipe:
 
     def key(self, step: int, call: int, phase: str) -> RoundKey:
         """Key of a round of a call."""
-        return _key(connection_over(self.process_group.name), step, self.layer, call, phase)
-
-
-def _key(connection: Connection | None, step: int, name: str, call: int, phase: str) -> RoundKey:
-    if connection is None:
-        return RoundKey("torch", "process group", 0, step, name, call, phase)
-    member = connection.member
-    return RoundKey(member.job, member.group, member.epoch, step, name, call, phase)
+        if (connection := connection_over(self.process_group.name)) is None:
+            return RoundKey("torch", "process group", 0, step, self.layer, call, phase)
+        member = connection.member
+        return RoundKey(member.job, member.group, member.epoch, step, self.layer, call, phase)
 
 
 def connection_over(name: str) -> Connection | None:
@@ -217,8 +213,7 @@ def all_gather(process_group: NamedProcessGroup, name: str, message: bytes) -> d
     group = process_group.find()
     rounds = rounds_of(group)
     with rounds.lock:
-        step, call = rounds.steps.next(name)
-        key = _key(rounds.connection, step, name, call, GATHER)
+        key = ProcessGroupPipe(process_group, name).key(*rounds.steps.next(name), GATHER)
         # torch's `all_gather_object` would unpickle data of other ranks.
         with rounds.watched(key):
             lengths = gather_numbers(group, key, (1, 1), len(message))
@@ -231,33 +226,30 @@ def all_gather(process_group: NamedProcessGroup, name: str, message: bytes) -> d
 _rounds: "WeakKeyDictionary[Any, Rounds]" = WeakKeyDictionary()
 
 
-class _InheritedGroup:
-    """Default process group that a forked child inherits; its threads and sockets stay in the process that made it."""
-
-    world: Any = None
-    process = os.getpid()
-
-    def record(self) -> None:
-        world = distributed.group.WORLD if _IS_AVAILABLE else None
-        if world is None or world is not self.world:
-            self.world, self.process = world, os.getppid()
-
-    def check(self) -> None:
-        if self.world is not None and self.world is distributed.group.WORLD:
-            raise ConnectionClosed(
-                f"process {os.getpid()} was forked from process {self.process} and cannot use its process group of "
-                f"{distributed.get_world_size()} ranks; use the model in eval mode there, or call "
-                "client.connect(rank=0, world_size=1) to train alone there"
-            )
+# Default process groups that this forked child has inherited, and the process that made each and has its sockets.
+_inherited: dict[Any, int] = {}
 
 
-_inherited = _InheritedGroup()
-os.register_at_fork(after_in_child=_inherited.record)
+def _record_inherited_group() -> None:
+    if _IS_AVAILABLE and distributed.group.WORLD is not None:
+        _inherited.setdefault(distributed.group.WORLD, os.getppid())
+
+
+os.register_at_fork(after_in_child=_record_inherited_group)
+
+
+def _raise_if_inherited() -> None:
+    if (process := _inherited.get(distributed.group.WORLD)) is not None:
+        raise ConnectionClosed(
+            f"process {os.getpid()} was forked from process {process} and cannot use its process group of "
+            f"{distributed.get_world_size()} ranks; use the model in eval mode there, or call "
+            "client.connect(rank=0, world_size=1) to train alone there"
+        )
 
 
 def rounds_of(group: Any) -> Rounds:
     """Rounds of this process in a group; log their beginning, and each change of the connection."""
-    _inherited.check()
+    _raise_if_inherited()
     rounds, over = _rounds.get(group), connection_over(group.group_name)
     if rounds is None or rounds.connection is not over:
         rounds = _rounds.setdefault(group, Rounds())
@@ -265,16 +257,11 @@ def rounds_of(group: Any) -> Rounds:
         # After closing its connection this process may synchronise by mistake, while the others still use theirs.
         connection, latest = current_connection(), latest_connection()
         is_disconnected = connection is None and latest is not None and not latest.is_in_process
-        logger.log(
-            logging.WARNING if is_disconnected else logging.INFO,
-            "%sthis process synchronises over torch's process group %r of %d ranks (%s), %s%s",
-            "the connection is closed: " if is_disconnected else "",
-            group.group_name,
-            group.size(),
-            distributed.get_backend(group),
-            "watched by the server" if over else "without a server",
-            WITHOUT_SERVER if connection is None or connection.is_in_process else "",
-        )
+        level, prefix = (logging.WARNING, "the connection is closed: ") if is_disconnected else (logging.INFO, "")
+        watched = "watched by the server" if over else "without a server"
+        rest = WITHOUT_SERVER if connection is None or connection.is_in_process else ""
+        text = "%sthis process synchronises over torch's process group %r of %d ranks (%s), %s%s"
+        logger.log(level, text, prefix, group.group_name, group.size(), distributed.get_backend(group), watched, rest)
     return rounds
 
 
@@ -285,12 +272,17 @@ def _sum(group: Any, contribution: Rows, key: RoundKey) -> Aggregate:
     bits = contribution.values.view(np.int64).reshape(len(contribution.counts), -1)
     own = np.column_stack((np.array(contribution.counts, np.int64), bits))
     messages = _gather_messages(group, key, shape, len(own), own[0])
-    replicas = messages[:, ROWS]
-    rows = _all_rows(group, messages[:, FIRST_ROW : FIRST_ROW + own.shape[1]], own[1:], replicas)
-    counts = [int(row[0]) for row in rows]
+    replicas, words = messages[:, ROWS], messages[:, FIRST_ROW:]
+    most, size = int(replicas.max()), own.shape[1]
+    if most > 1:  # on any rank: all ranks gather all their rows in a second message
+        padded = np.zeros((most, size), np.int64)
+        padded[: len(own)] = own
+        words = _gather(group, padded.ravel())
+    rows = words[:, : most * size].reshape(-1, most, size)[np.arange(most) < replicas[:, np.newaxis]]
+    counts = rows[:, 0].tolist()
     if min(counts) < 0:
         raise ProtocolError(f"{key}: expected counts from 0, got {min(counts)}")
-    values = [np.ascontiguousarray(row[1:]).view(np.float64).reshape(shape) for row in rows]
+    values = rows.view(np.float64)[:, 1:].reshape(-1, *shape)
     total = sum_in_order(values)
     ranks = distributed.get_process_group_ranks(group)
     non_finite = NO_MEMBERS
@@ -304,7 +296,7 @@ def _sum(group: Any, contribution: Rows, key: RoundKey) -> Aggregate:
         if non_finite.runs:
             rounds.report_non_finite(aggregate)
         elif is_due:
-            sampler.observe(now, key, counts, replicas.tolist(), np.stack(values))
+            sampler.observe(now, key, counts, replicas.tolist(), values)
     return aggregate
 
 
@@ -319,7 +311,7 @@ def _gather_messages(group: Any, key: RoundKey, shape: tuple[int, ...], nr_rows:
     if not rounds.places:  # takes no longer than the wait for the first round
         ranks = distributed.get_process_group_ranks(group)
         rounds.places.update(zip(ranks, _gather_texts(group, host_and_pid()), strict=True))
-    head = np.array([np.uint64(key_digest(key)).view(np.int64), nr_rows, *shape], np.int64)
+    head = np.array([c_int64(key_digest(key)).value, nr_rows, *shape], np.int64)
     messages = _gather(group, np.concatenate((head, first)))
     if (messages[:, (DIGEST, VECTORS, CHANNELS)] != head[[DIGEST, VECTORS, CHANNELS]]).any():
         raise _mismatch(group, key, shape)
@@ -334,17 +326,6 @@ def _check(group: Any, key: RoundKey, what: str, numbers: Words, least: int, mos
     index = int(((numbers < least) | (numbers > most)).argmax())
     rank = distributed.get_process_group_ranks(group)[index]
     raise ProtocolError(f"{key}: expected {least} to {most} {what} from rank {rank}, got {numbers[index]}")
-
-
-def _all_rows(group: Any, firsts: Words, others: Words, replicas: Words) -> list[Words]:
-    """All rows in rank order; if a rank has more than one, all gather their other rows in a second message."""
-    most = int(replicas.max()) - 1
-    if not most:
-        return list(firsts)
-    rest = np.zeros((most, firsts.shape[1]), np.int64)
-    rest[: len(others)] = others
-    gathered = _gather(group, rest.ravel())[:, : rest.size].reshape(len(firsts), *rest.shape)
-    return [row for rank, first in enumerate(firsts) for row in (first, *gathered[rank, : replicas[rank] - 1])]
 
 
 def _mismatch(group: Any, key: RoundKey, shape: tuple[int, ...]) -> RoundMismatch:
@@ -372,9 +353,9 @@ def mismatch(
 
 def _gather_texts(group: Any, text: str) -> list[str]:
     """Gather `TEXT_BYTES` of text from each rank, in order."""
-    words = np.frombuffer(bytearray(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")), np.int64)
-    texts = (bytes(each.view(np.uint8)).rstrip(b"\0") for each in _gather(group, words))
-    return [escape_lines(each.decode(errors="replace")) for each in texts]
+    words = np.frombuffer(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"), np.int64)
+    texts = (each.tobytes().rstrip(b"\0").decode(errors="replace") for each in _gather(group, words))
+    return list(map(escape_lines, texts))
 
 
 def _gather(group: Any, words: Words) -> Words:
