@@ -21,7 +21,7 @@ from client.transports import process_group
 from client.transports.device_rows import DeviceAggregate, LocalRows
 from client.transports.process_group import ProcessGroupPipe
 from client.transports.transport import Transport
-from statsd_bn.errors import ConfigurationError, RoundMismatch
+from statsd_bn.errors import ConfigurationError
 from statsd_bn.members import Members
 from statsd_bn.messages import Aggregate
 from statsd_bn.text import wrap
@@ -156,17 +156,14 @@ class DeviceErrors:
     def _report(self, others: Flags, too_few: Flags, not_finite: Flags) -> None:
         """Report the errors in flags of the ranks, of the whole batch, and of the rows; `too_few` may be empty."""
         if others.any():
-            raise self._mismatch(others)
+            key, ranks = self.aggregate.key, np.array(self.aggregate.ranks)
+            ranks_in = (f"in {key.describe()}", ranks[~others].tolist()), ("in another round", ranks[others].tolist())
+            where = "torch's process group, on devices; results computed since then are NaN"
+            raise process_group.mismatch(key, ranks_in, where)
         if self.too_few is not None and too_few.any():
             raise too_few_values(self.too_few.layer, int(self.aggregate.count), self.too_few.shape)
         if not_finite.any():
             self._report_non_finite(not_finite)
-
-    def _mismatch(self, others: Flags) -> RoundMismatch:
-        key, ranks = self.aggregate.key, np.array(self.aggregate.ranks)
-        ranks_in = (f"in {key.describe()}", ranks[~others].tolist()), ("in another round", ranks[others].tolist())
-        where = "torch's process group, on devices; results computed since then are NaN"
-        return process_group.mismatch(key, ranks_in, where)
 
     def _report_non_finite(self, rows: Flags) -> None:
         """Report NaN and infinity like a round over the host. The device has finished the round, so copies are fast."""

@@ -167,10 +167,9 @@ class ProcessGroupPipe:
 
     def places(self) -> Mapping[int, str]:
         """Places of the ranks, which they gathered before their first round."""
-        try:
+        with suppress(ConfigurationError):  # a late report may be of a group that no longer exists
             return rounds_of(group_of(self)).places
-        except ConfigurationError:  # a late report may be of a group that no longer exists
-            return {}
+        return {}
 
     def key(self, step: int, call: int, phase: str) -> RoundKey:
         """Key of a round of a call."""
