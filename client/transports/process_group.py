@@ -256,11 +256,16 @@ def rounds_of(group: Any) -> Rounds:
         # After closing its connection this process may synchronise by mistake, while the others still use theirs.
         connection, latest = current_connection(), latest_connection()
         is_disconnected = connection is None and latest is not None and not latest.is_in_process
-        level, prefix = (logging.WARNING, "the connection is closed: ") if is_disconnected else (logging.INFO, "")
-        watched = "watched by the server" if over else "without a server"
-        rest = WITHOUT_SERVER if connection is None or connection.is_in_process else ""
-        text = "%sthis process synchronises over torch's process group %r of %d ranks (%s), %s%s"
-        logger.log(level, text, prefix, group.group_name, group.size(), distributed.get_backend(group), watched, rest)
+        logger.log(
+            logging.WARNING if is_disconnected else logging.INFO,
+            "%sthis process synchronises over torch's process group %r of %d ranks (%s), %s%s",
+            "the connection is closed: " if is_disconnected else "",
+            group.group_name,
+            group.size(),
+            distributed.get_backend(group),
+            "watched by the server" if over else "without a server",
+            WITHOUT_SERVER if connection is None or connection.is_in_process else "",
+        )
     return rounds
 
 
