@@ -195,7 +195,9 @@ def _gather(transport: ProcessGroupPipe, write: Write, key: RoundKey | None, pha
 
 def nr_ranks(transport: Transport) -> int:
     """Number of ranks in the rounds of a transport on devices."""
-    return transport.process_group.size if isinstance(transport, ProcessGroupPipe) else 1
+    # A layer that was converted with the default group of another job still names that group's size.
+    size: int = group_of(transport).size() if isinstance(transport, ProcessGroupPipe) else 1
+    return size
 
 
 def ranks_of(transport: Transport) -> list[int]:
