@@ -243,7 +243,8 @@ class _Layer:
             return
         self.weight = DECAY * self.weight + weight
         new = weight / self.weight
-        self.average = (1 - new) * self.average + new * figures  # in this form no finite figures overflow
+        self.average *= 1 - new  # in this form no finite figures overflow
+        self.average += new * figures
         if np.count_nonzero(figures[:, COUNT]) >= MIN_MEMBERS:
             self._steps.append(step)
             self._recent[:-1] = self._recent[1:]
