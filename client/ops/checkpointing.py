@@ -130,7 +130,7 @@ def _distance(first: ChannelMoments, again: ChannelMoments) -> float:
     """Difference of the sums relative to each vector's largest, infinity if the counts differ; waits for devices."""
     if int(first.count) != int(again.count):
         return math.inf
-    before, now = first.vectors.nan_to_num(), again.on(first.vectors.device).vectors.nan_to_num()
+    before, now = first.vectors.nan_to_num(), again.vectors.to(first.vectors.device).nan_to_num()
     largest = before.abs().amax(1, keepdim=True)
     return float(((before - now).abs() / torch.where(largest > 0, largest, 1.0)).max())
 

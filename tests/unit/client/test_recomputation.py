@@ -248,6 +248,27 @@ def test_values_that_are_not_finite_are_found_too():
     assert find(exchanges, 0, moments_of([1.0, np.nan])) is call
 
 
+class OnADevice:
+    """Vectors on a device that has not computed them yet: only a copy that waits for it has their values."""
+
+    device, is_cuda = torch.device("cuda"), False
+
+    def __init__(self, vectors):
+        self.numpy, self._vectors = vectors.numpy, vectors
+
+    def to(self, _, *, non_blocking=False):
+        return torch.full_like(self._vectors, torch.nan) if non_blocking else self._vectors
+
+
+def test_vectors_on_a_device_are_compared_with_those_of_a_call_on_the_host_after_a_wait():
+    exchanges = ExchangeCache()
+    call = exchange_of([1.0, 2.0])
+    exchanges.add(call, has_graph=True)
+    again = moments_of([1.0, 2.0])
+    on_a_device = ChannelMoments(again.count, OnADevice(again.vectors), again.shape)
+    assert find(exchanges, 0, on_a_device) is call
+
+
 def test_a_call_is_forgotten_with_its_graph():
     exchanges = ExchangeCache()
     call = exchange_of([1.0, 2.0])
