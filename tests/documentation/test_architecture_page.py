@@ -12,8 +12,9 @@ from support.paths import ROOT
 PAGE = architecture_page.PAGE
 TEXT = PAGE.read_text()
 
-# [`Name.method`](../path): the file, or a file of the folder, defines it.
-NAMED = sorted(set(re.findall(r"\[`([\w.]+)`\]\(([^)#]+)\)", TEXT)))
+# [`Name.method` and `CONSTANT`](../path): the file, or a file of the folder, defines them.
+LINKS = re.findall(r"\[([^\]]*`[^\]]*)\]\(([^)#]+)\)", TEXT)
+NAMED = sorted({(name, target) for label, target in LINKS for name in re.findall(r"`([\w.]+)`", label)})
 PATHS = sorted(set(re.findall(r"(?:[\[`])((?:client|server|statsd_bn|scripts|tests|benchmarks|docs)/[\w/.-]*)", TEXT)))
 
 
