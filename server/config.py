@@ -156,7 +156,7 @@ def parser(environ: Mapping[str, str]) -> Parser:
     curve += "keys and one client's from standard input (STATSD_BN_CURVE)"
     result.add_argument("--curve", metavar="DIR", default=environ.get("STATSD_BN_CURVE") or None, help=curve)
     process_id = number_type(int, f"the id of a process, 1 to {MAX_PARENT}")
-    parent = "process that starts the server: end when it has ended, and when all members have left"
+    parent = "process that starts the server: end when it has ended, or when all members have left"
     result.add_argument("--parent", type=process_id, metavar="PID", help=parent)
     again = "with --parent, for the successor of a killed server: also end if no member reconnects"
     result.add_argument("--again", action="store_true", help=again)

@@ -54,7 +54,7 @@ def check_text(name: str, value: object, longest: int, shortest: int = 1) -> Non
 
 
 def check_depth(name: str, value: Any, depth: int = 0) -> Any:
-    """Returns a value; raises ProtocolError if its lists and dicts are nested more than MAX_DEPTH deep."""
+    """Returns `value`; raises ProtocolError if its lists and dicts are nested more than MAX_DEPTH deep."""
     if isinstance(value, list | dict):
         if depth == limits.MAX_DEPTH:
             raise ProtocolError(f"{name}: expected values nested at most {limits.MAX_DEPTH} deep, got deeper ones")

@@ -35,7 +35,7 @@ FIGURES = 4
 
 MIN_VARIANCE_RATIO = 1e-12  # a channel with a smaller ratio of variance to mean square is constant but for rounding
 MIN_SECONDS = 0.5  # between two samples of a group; a sample that comes sooner is dropped
-WINDOW = 16  # latest samples of a layer whose median the rule uses: one odd batch means nothing
+WINDOW = 16  # the rule uses the median of this many latest samples of a layer: one odd batch means nothing
 
 # A member is an outlier if the logarithm of its variance is farther from the others' median than log(VARIANCE_FACTOR)
 # plus SPREADS times their median deviation ...
@@ -58,8 +58,8 @@ MEMBER_BYTES, LAYER_BYTES = 8 * FIGURES + 2 * 4 * WINDOW, 5632
 
 TINY = 1e-300
 
-# An outlier is described by its ratio of variances if that is at least this, else by the distance of its mean, in
-# standard deviations, if that is at least this, else by its part of η².
+# An outlier is described by its ratio of variances if that, or its inverse, is at least NOTABLE_RATIO; else by the
+# distance of its mean if that is at least NOTABLE_SHIFT standard deviations; else by its part of η².
 NOTABLE_RATIO, NOTABLE_SHIFT = 2.0, 0.2
 
 MAX_RATIO = 1e6  # reported ratios are finite, whatever the data
@@ -109,7 +109,7 @@ class Finding:
     """An outlier, which has other data than the rest, or a duplicate, which has the same data as another member."""
 
     member: int
-    layer: str  # the first layer of a step in which the member is an outlier; of a duplicate the earliest sampled one
+    layer: str  # the first, in the order of a step, that shows the outlier; for a duplicate the first sampled one
     numbers: dict[str, Any]  # for the report, finite: the other arguments of `describe_outlier`, or `since` and `other`
 
     @property

@@ -1,7 +1,7 @@
 """Replication callbacks, which connect the replicas that `nn.DataParallel` makes of a model.
 
 Each replication calls `__data_parallel_replicate__(ctx, copy_id)` of every sub-module that has it, on the master copy
-(0) before the slave copies. Synchronised layers get their barrier this way; users' modules may use it too.
+(0) before the slave copies. Synchronised layers get their barrier this way; users' modules may define the method too.
 """
 
 from collections.abc import Callable, Sequence
@@ -141,7 +141,7 @@ def _replicate(
 
 
 def _check_is_not_compiled(module: nn.Module) -> None:
-    """Raise ConfigurationError for compiled parts: each copy would run the original module."""
+    """Raise ConfigurationError for compiled parts with layers in training: each copy would run the original module."""
     for name, part in module.named_modules():
         if _is_compiled(part) and any(
             each.training and hasattr(each, "__data_parallel_replicate__") for each in part.modules()

@@ -8,7 +8,7 @@ the exception gets the cause as a note.
 An NCCL collective returns at once, and the main thread blocks later, in a call that reads a value from the device, such
 as `loss.item()`; no stack frame shows this. The thread counts as blocked while its stack does not change and torch's
 flight recorder reports an unfinished operation. A process that makes progress is never ended. If the other ranks exited
-cleanly, a process is ended only in a collective of DistributedDataParallel: it expects a training step from them.
+cleanly, a process is ended only in a collective of DistributedDataParallel, which waits for their training step.
 """
 
 import logging
@@ -107,7 +107,7 @@ class BrokenJob:
         if not (is_clean or sample.is_in_call):
             self._log(error, sample)
         collective = None if sample.is_in_call else sample.collective
-        # A call that waits for the server would have raised by now, so a running call waits for a device.
+        # A call of this package that waits for the server would have raised by now: this one waits for a device.
         call = collective.call if collective else self.sampler.nccl_progress()
         if call is None:
             self._blocked = None
@@ -154,7 +154,7 @@ class BrokenJob:
             error.add_note(note)
 
     def _log(self, error: StatsdBNError, sample: ThreadSample) -> None:
-        # After a mismatch the ranks raise the same error, and the report may give it as the other rank's cause.
+        # After a mismatch all ranks raise the same error; the report may name it as the cause of another rank's loss.
         if self._is_logged or (self._raised and self._raised in {error_summary(error), error.fields.get("cause")}):
             return
         self._is_logged = True
@@ -179,7 +179,7 @@ def _is_of_collective(error: Exception) -> bool:
 
 @contextmanager
 def _deferred_termination() -> Iterator[list[int]]:
-    """Defers SIGTERM, which launchers send when a rank has ended, to the end of the block; yields its signals."""
+    """Defers SIGTERM, which launchers send when a rank has ended, to the end of the block; yields those received."""
     signals: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:

@@ -70,7 +70,7 @@ class TorchGroup:
 
     name: str  # torch's, the same on all ranks
     ranks: tuple[int, ...]
-    launched: int  # the number of its operations: of all if `counts_all`, else of those of one of its backends
+    launched: int  # number of operations started on it: all of them if `counts_all`, else only those of one backend
     counts_all: bool = True
 
 

@@ -4,8 +4,8 @@
     norm_cfg = dict(type="StatsdSyncBN")
     custom_hooks = [dict(type="StatsdBNHook")]
 
-The import registers both, for all libraries that use MMEngine. `mmcv.cnn.build_norm_layer` builds the layer by its
-name, and names its attributes "bn".
+The import registers both, for all libraries that use MMEngine. `mmcv.cnn.build_norm_layer` builds the layer from
+its type, and returns names such as "bn1" for it.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -82,8 +82,8 @@ def input_gradient(
 ) -> Tensor:
     """dx, in the type of `x`; `sums` is the aggregate of `backward_sums` over all replicas.
 
-    dx = invstd * weight * (dy - m·Σdy/n - m·(x - mean) * invstd² * Σdy·(x - mean)/n), m = 1 where a position counts,
-    else 0.
+    dx = invstd * weight * (dy - m·Σdy/n - m·(x - mean) * invstd² * slope * Σdy·(x - mean)/n), m = 1 where a position
+    counts, else 0.
     """
     check_parameter("weight", weight, x)
     statistics = statistics.on(vector_device(x))

@@ -33,8 +33,8 @@ class Slice(NamedTuple):
     weight: Tensor | None  # the replica's copies, shape (C,)
     bias: Tensor | None
     mask: Tensor | None = None  # shape (N, *), bool: which positions count for the statistics
-    # Where input, weight and mask are saved for backward: in the batch norm's node if None, nowhere if `UNSAVED`; else
-    # another node has saved input and weight, and this function returns them, see `save_in_thread`.
+    # Where input, weight and mask are saved for backward: in the batch norm's node if None, nowhere if `UNSAVED`. Else
+    # it is a function that returns input and weight as another node saved them, see `save_in_thread`.
     saver: Any = None
     stream: Any = None  # of the replica's device, see `stream_of`
 
@@ -50,8 +50,8 @@ def is_plain(slice_: Slice) -> bool:
 def save_in_thread(slice_: Slice) -> Slice:
     """Save input and weight in the calling thread, where a checkpoint around this replica sees them.
 
-    The last replica's thread runs the batch norm of all, but a checkpoint's hooks see one thread only. The weight's
-    copies on the module's device share its memory, so autograd must detect a change before backward.
+    The last replica's thread runs the batch norm of all, but a checkpoint's hooks see one thread only. The weight is
+    saved so that autograd detects a change before backward: copies on the module's device share the module's memory.
     """
     if not torch.is_grad_enabled():  # this thread saves nothing, whatever its siblings do
         weight, bias = (None if vector is None else vector.detach() for vector in (slice_.weight, slice_.bias))
@@ -63,15 +63,15 @@ def save_in_thread(slice_: Slice) -> Slice:
         x = _Save.apply(slice_.input, weight, None, True)  # noqa: FBT003 - autograd functions have no named arguments
         node = x.grad_fn
         return slice_._replace(input=x, saver=None if node is None else lambda: node.saved_tensors)
-    # If `_Save` returned the input, it would require a gradient, which costs a round. The empty output is never
-    # differentiated.
+    # If `_Save` returned the input, that output would require a gradient, which costs a round. The empty output is
+    # never differentiated.
     anchor = _Save.apply(slice_.input, slice_.weight, slice_.bias, False)  # noqa: FBT003 - as above
-    # In torch 2.6 a node ends with its output.
+    # The saver holds the output: in torch 2.6 a node is freed with its output.
     return slice_._replace(saver=(lambda: anchor.grad_fn.saved_tensors) if anchor.requires_grad else None)
 
 
 class _Save(torch.autograd.Function):
-    """Saves input and weight, and returns the input, or no elements."""
+    """Saves input and weight, and returns the input, or an empty tensor."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, returns_input: bool) -> Tensor:  # noqa: ARG004 - for `setup_context`
@@ -149,7 +149,7 @@ class _BatchNorm(Exchanging):
                 x, _ = saver()
             tensors += grad, x, weight, mask
         backward_pass = _BackwardPass(ctx.exchange, [needs[:3] for needs in _by_slice(ctx.needs_input_grad[2:], 4)])
-        # A node, which allows a second derivative, only under `create_graph=True`.
+        # Only `create_graph=True` needs a node, for a second derivative.
         run = partial(apply_function, _Backward) if torch.is_grad_enabled() else _Backward.forward
         gradients = _by_slice(_run_pass(ctx.exchange, run, (backward_pass, *tensors)), 3)
         return None, None, *chain.from_iterable((*of_slice, None) for of_slice in gradients)
@@ -260,7 +260,7 @@ plain_batch_norm: Any = super(torch.autograd.Function, _PlainBatchNorm).apply  #
 
 
 def _by_slice(values: Any, size: int) -> list[Any]:
-    """Slices' tensors, or other values, of which each slice has `size`."""
+    """The values in groups of `size`, one group for each slice."""
     return [values[start : start + size] for start in range(0, len(values), size)]
 
 

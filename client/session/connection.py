@@ -53,7 +53,7 @@ class Connection:
         self._sessions = Sessions(channel_pool, member)
         self.broken_job = self._sessions.broken_job
         self._world = groups.group_named(WORLD, member.world_size)
-        # Resolved here if possible: torch.compile traces a layer to its group, but not to the host's name.
+        # Resolved here if possible: torch.compile traces `group`, and cannot trace `socket.gethostname`.
         self._host_group: Group | None = None
         with suppress(ConfigurationError):
             self._host_group = groups.host_group(member)
@@ -195,7 +195,7 @@ class Connection:
     def is_alone(self, group: Group | str | None) -> bool:
         """Whether this process is and stays the only member of a group; False while that is unknown."""
         if self._host_group is None and isinstance(group, str):
-            groups.check_group(group)  # its first round resolves it, and torch.compile traces a layer to here
+            groups.check_group(group)  # torch.compile traces this, and cannot gather: the first round resolves it
             group = None
         return self.group(group).size == 1 and not self.member.is_elastic
 
@@ -339,7 +339,7 @@ class Connection:
     def _resolve_host_group(self, name: str) -> Group:
         """Return the group "local"; if the environment does not say it, the members gather their machine IDs now."""
         groups.check_group(name)
-        if self._host_group is None:  # a cached_property takes a lock, and torch.compile traces a layer to here
+        if self._host_group is None:  # no cached_property: torch.compile traces this, and cannot trace its lock
             with self._host_group_lock:
                 # Set before another thread acquires the lock, which would gather again.
                 self._host_group = self._host_group or groups.host_group(self.member)

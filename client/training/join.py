@@ -38,7 +38,7 @@ def join(model: nn.Module) -> Iterator[None]:
 
     Raises:
         GroupIncomplete, RoundTimeout: not all members entered in time.
-        RoundMismatch: a member waits for this one in a layer, or in a collective of torch, instead.
+        RoundMismatch: instead of entering, a member waits for this one in a layer or in a collective of torch.
         ReplicaLost: a member has left the job, so no further pass is possible.
         ConfigurationError: layers synchronise over a process group of torch, which waits for all its ranks. If
             `connect(transport="auto")` has chosen the default group, they use the server from here on instead.
@@ -97,7 +97,7 @@ def _begin(model: nn.Module, connection: Connection) -> list[Group]:
     groups = [group for _, group in sorted(by_name.items()) if not connection.is_alone(group)]
     for group in groups:
         if not (connection.member.is_elastic or connection.session(group).has_uneven_inputs):
-            # Gather before the first pass: else a rank that is still in a round would complete it without this rank.
+            # Gather before the first pass: `rejoin` withdraws this rank from open rounds; they would end without it.
             connection.gather_in_group(group, ROUND_NAME, b"")
         connection.rejoin(group)
     return groups

@@ -55,7 +55,7 @@ _USERS, _OVERFLOW_USER = 2**32 - 1, 65_534
 
 _CREDENTIALS, _NAME_BYTES = struct.Struct("3i"), 16
 
-_PACK = [struct.Struct(f"{replicas}Q").pack for replicas in range(limits.MAX_REPLICAS + 1)]  # counts of so many rows
+_PACK = [struct.Struct(f"{replicas}Q").pack for replicas in range(limits.MAX_REPLICAS + 1)]  # for the counts of n rows
 _Buffer: Any = ctypes.c_char * 0  # passes an array as its address, and keeps the array alive
 
 
@@ -117,7 +117,7 @@ class GroupMemory(ctypes.Structure):
         replicas, vectors, channels = values.shape
         self._sum = np.empty((vectors, channels))
         self._total = _Buffer.from_buffer(self._sum)
-        counts, bits = _PACK[replicas](*rows.counts), values.tobytes()  # quicker than its address, as a rule
+        counts, bits = _PACK[replicas](*rows.counts), values.tobytes()  # usually quicker than taking its address
         state: int = self._round(
             self._at, digest, counts, bits, replicas, vectors, channels,
             self._total, int(1e9 * now), int(1e9 * seconds),
@@ -214,7 +214,7 @@ def receive_memory(name: str, size: int, is_broken: Callable[[], bool] = bool) -
         except OSError as error:
             raise OSError("it cannot open the shared memory; it is on another host, or in another container") from error
         if _user_of(server) != os.getuid():
-            raise OSError(f"the shared memory belongs to uid {_user_of(server)}, and it runs as uid {os.getuid()}")
+            raise OSError(f"it runs as uid {os.getuid()}, and the shared memory belongs to uid {_user_of(server)}")
         descriptors = _receive_descriptors(server, is_broken)
     if not descriptors:
         raise OSError("it received no file descriptor of the shared memory")

@@ -26,7 +26,7 @@ from statsd_bn.wire import encode
 # step, which costs it 0.1 ms.
 NO_ROUND_SECONDS = 2.0
 
-QUIET_ASKED_AT_MOST = 8.0  # members of an idle job get requests at least this often, because their state changes
+QUIET_ASKED_AT_MOST = 8.0  # longest interval between requests to a member of an idle job, whose state changes
 
 # Larger idle jobs get no requests: a deadlock needs all members' reports, and so many requests would delay rounds.
 MOST_QUIET_MEMBERS = 256
@@ -54,7 +54,7 @@ class HangProbe:
         others = (one for one in members if one.session not in requests)
         idle = {one.session: (one, "") for one in islice(others, MAX_REQUESTS - len(requests))}
         requests |= idle
-        # After a delay of the server all reports are stale, and other members may have moved.
+        # Drop the reports of members without a request, which may have moved; all reports after a delay of the server.
         for session in list(self._sampled) if was_delayed else self._sampled.keys() - requests.keys():
             self._sampled.pop(session).stack_sample = None
         replies = (self._request(now, *target, is_idle=session in idle) for session, target in requests.items())

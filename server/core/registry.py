@@ -31,7 +31,7 @@ REMEMBERED_SESSIONS, REMEMBERED_GROUPS = 32_768, 4096
 # Ended jobs in the report, and for how long.
 REMEMBERED_JOBS, REMEMBERED_SECONDS = 32, 600.0
 
-# A launcher stops the other processes of a broken job within this time; an exit without a launcher takes longer.
+# A launcher stops a broken job's other processes within this time; without one, blocked ranks exit after `abort_after`.
 LAUNCHER_STOP_SECONDS = 5.0
 
 GroupName = tuple[str, str]  # a job, and the name of a group
@@ -233,7 +233,7 @@ class Registry:
     def _remove(
         self, now: float, master: SyncMaster, contributor: Contributor, cause: str, error: StatsdBNError | None = None
     ) -> list[Reply]:
-        """Remove a member that leaves with `error` as the answer to its late messages, or without one is lost.
+        """Remove a member. `error`, if given, answers its late messages; without it the member is lost.
 
         A group ends with its last member. Members of groups that can no longer open are notified.
         """

@@ -3,7 +3,7 @@
 A ZeroMQ peer may choose its own routing id; otherwise ZeroMQ assigns the next number of a counter. If another peer has
 already chosen that number, libzmq aborts the process. So the authenticator assigns an unpredictable id to each
 connection. ZeroMQ keeps the last id that it receives, which is the authenticator's except in rare races. For these the
-counter starts at a random number. pyzmq's authenticator cannot do this, because its answers have no metadata.
+counter starts at a random number. pyzmq's authenticator cannot assign ids, because its answers have no metadata.
 
 ZeroMQ removes any file at an ipc path before it binds. So the socket is bound here, with mode 0600, and its descriptor
 passed to ZeroMQ: the system refuses a path in use. Only an abandoned socket is removed.
@@ -171,7 +171,7 @@ class Authenticator:
             return [*head, b"400", b"unknown key", b"", b""]
         # This id overrides the peer's. pyzmq reads properties as text, hence the hexadecimal digits.
         metadata = _property(b"Identity", os.urandom(12).hex().encode())
-        # For peers whose address ZeroMQ does not know; for all others it has already set the real descriptor.
+        # ZeroMQ sets the descriptor of each peer whose address it knows. Any other peer could claim another's.
         metadata += _property(b"__fd", b"-1")
         # The field after the text becomes the User-Id of each message of the connection.
         return [*head, b"200", b"OK", key.encode(), metadata]

@@ -23,7 +23,7 @@ from statsd_bn.wire import decode
 # Pause between two reports, and time limit for all figures of one report, so that the status stays current.
 PERIOD_SECONDS = FIGURES_SECONDS = 1.0
 
-MAX_BYTES = 2**21  # of figures in a report: half of what the server sends all readers each second
+MAX_BYTES = 2**21  # of figures in a report: half of what the server sends a tenant each second
 
 
 class Feed:
@@ -92,7 +92,7 @@ def fetch_report(endpoint: str, keys: ClientKeys | None, figures: "FigureReader"
 
 @dataclass(slots=True)
 class _GroupFigures:
-    """The figures of a group, of the latest complete answer; and the layers of the answers since, with their values."""
+    """A group's latest complete figures, and the layers and values of the answers received since."""
 
     latest: dict[str, Any] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)

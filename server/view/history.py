@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from statsd_bn.timing import quantile
 
 SECONDS = 600.0
-INTERVAL_SECONDS = 4.0  # between the points of a trend, and at least between the samples of layers
+INTERVAL_SECONDS = 4.0  # between the points of a trend; the minimum between samples of layers
 
 # Memory for the samples of all groups' layers; groups share it equally, and large ones are sampled less often.
 MAX_BYTES = 2**25
@@ -73,7 +73,7 @@ class LayerHistory:
         return len(self._samples)
 
     def add(self, now: float, figures: Mapping[str, Any], max_bytes: int) -> None:
-        """Add a group's figures, see `server.view.feed`; at most `max_bytes` are kept."""
+        """Add a group's figures, see `server.view.feed`; keep at most `max_bytes` and one sample."""
         if self._samples and now - self._samples[-1][0] < self.interval - 0.5:
             return
         sample = np.array((figures["means"], figures["variances"]), "<f4")

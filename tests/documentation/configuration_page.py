@@ -42,8 +42,8 @@ CLIENT_VARIABLES = {
     "STATSD_BN_ENDPOINT": "`endpoint`",
     "STATSD_BN_INSECURE": "1: TCP without a key, for a server with `--insecure`; `status` and `view` read it too",
     "STATSD_BN_JOB": "`job`",
-    "STATSD_BN_LOG_LEVEL": "debug, info, warning or error: level of the client's log, default that of `logging`, "
-    "and of rank 0's server, default warning",
+    "STATSD_BN_LOG_LEVEL": "debug, info, warning or error: level of the client's log (default: that of `logging`) "
+    "and of rank 0's server (default: warning)",
     "STATSD_BN_NATIVE": "0: turns the native core off; default 1; read once",
     "STATSD_BN_ON_NONFINITE": "`on_nonfinite`",
     "STATSD_BN_SECRET": "the job's secret itself; excludes STATSD_BN_SECRET_FILE",

@@ -11,7 +11,7 @@
 #include <immintrin.h>
 #endif
 
-/* Vectors of four, as AVX2 has in float64: gcc keeps wider ones in memory. */
+/* Vectors of at most 32 bytes, as AVX2 has: gcc keeps wider ones in memory. */
 typedef double v4d __attribute__((vector_size(32)));
 typedef double v4du __attribute__((vector_size(32), aligned(8)));
 typedef int64_t v4l __attribute__((vector_size(32)));
@@ -132,7 +132,7 @@ static void run(const job *its) {
   sbn_share(size_of(its->plan) < LARGE ? 1 : its->plan->threads, its->parts, run_part, its);
 }
 
-/* Converts Σ(x - shift) and Σ(x - shift)² of float64 to Σx and Σx². */
+/* Converts Σ(x - shift) and Σ(x - shift)² of float64 to Σx and Σx²; shift: a channel's first value, 0 if not finite. */
 static void unshift(const sbn_plan *p, const double *x, double *row) {
   const double n = row[2 * p->c];
   for (int64_t i = 0; i < p->c && n > 0; i++) {
@@ -143,7 +143,7 @@ static void unshift(const sbn_plan *p, const double *x, double *row) {
   }
 }
 
-/* Writes the own row: with a gradient Σdy and Σdy·(x - mean), else Σx and Σx². */
+/* Writes this replica's row: with a gradient Σdy and Σdy·(x - mean), else Σx and Σx². */
 static int measure(const sbn_plan *p, const void *dy, const void *x, const double *mean, double *row) {
   const int64_t c = p->c;
   memset(row, 0, 2 * (size_t)c * sizeof *row);

@@ -38,23 +38,23 @@ SBN_API int sbn_version(void);
 /* Returns the instruction set in use: 0 the baseline, 1 AVX2 and F16C. wanted >= 0 limits it from now on; for tests. */
 SBN_API int sbn_level(int wanted);
 
-/* A layer's forward pass: the own row; the round of a group, unless it is NULL; then the statistics, the running
- * statistics and y = (x - mean) * invstd * weight + bias, unless the round's state is not SBN_DONE, which is returned, or
- * all rows have one value per channel. Without rows only y is computed, with given statistics.
+/* A layer's forward pass: computes the own row; runs the round, if there is a group; then computes the statistics, the
+ * running statistics and y = (x - mean) * invstd * weight + bias. Returns the round's state. The pass ends there if that
+ * is not SBN_DONE, or if all rows have one value per channel. Without rows only y is computed, with given statistics.
  *
  * rows: own row, and for all stages but SBN_MEASURE the sum of all rows; each is Σx, Σx², and the count: 2c + 1 doubles.
  * saved: mean; invstd, (var + eps)^-1/2, or max(var, eps)^-1/2 with clamp; slope, 1 where invstd depends on the
  * variance, else 0. A count of 0 gives zeros. weight and bias may be NULL.
  *
- * The running statistics move by momentum, or by 1 / *tracked if it is NaN, bit-identical to torch's lerp. Each of the
- * three may be NULL, the first two only together. */
+ * The running statistics move by momentum, or by 1 / *tracked if momentum is NaN, bit-identical to torch's lerp.
+ * running_mean, running_var and tracked may be NULL, the first two only together. */
 SBN_API int sbn_forward(const sbn_plan *plan, double *rows, double *saved, const void *x, void *y, const void *weight,
                         const void *bias, void *running_mean, void *running_var, int64_t *tracked, int stage,
                         sbn_group *group, uint64_t digest, int64_t wait_ns);
 
-/* A layer's backward pass: the own row, Σdy, Σdy·(x - mean), and the count; the round; and
- * dx = invstd * weight * (dy - Σdy/n - (x - mean) * invstd² * slope * Σdy·(x - mean)/n), without dx no round; and the
- * gradients of weight and bias, each may be NULL, from the own row. Weight and its gradient have one dtype. */
+/* A layer's backward pass: computes the own row, Σdy, Σdy·(x - mean) and the count; runs the round; then computes
+ * dx = invstd * weight * (dy - Σdy/n - (x - mean) * invstd² * slope * Σdy·(x - mean)/n), and from the own row dweight and
+ * dbias. Each of the three may be NULL; without dx there is no round. weight and dweight have one dtype. */
 SBN_API int sbn_backward(const sbn_plan *plan, double *rows, const double *saved, const void *dy, const void *x,
                          void *dx, const void *weight, void *dweight, void *dbias, int stage, sbn_group *group,
                          uint64_t digest, int64_t wait_ns);
