@@ -11,8 +11,6 @@ from server.group.contributor import Contributor
 from server.group.master import SyncMaster
 from server.group.recovery import RECONNECT_SECONDS
 
-NO_SIGN_OF_LIFE = "no sign of life"  # how the cause begins for a rank whose heartbeats stopped
-
 
 @dataclass(slots=True, eq=False)
 class Session:
@@ -81,4 +79,4 @@ class Sessions(dict[bytes, Session]):
         if unreachable_since is not None and now - max(unreachable_since, measured_from) >= RECONNECT_SECONDS:
             return "the connection was lost"
         silence = now - max(session.last_heard, measured_from)
-        return f"{NO_SIGN_OF_LIFE} for {silence:.1f} s" if silence >= self._silence else ""
+        return f"no sign of life for {silence:.1f} s" if silence >= self._silence else ""

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from server.core.liveness import NO_SIGN_OF_LIFE
 from server.group.health import MAX_DELAY_SHARE
 from statsd_bn.members import Members, format_ranks
 from statsd_bn.messages import format_missing_members
@@ -24,6 +23,7 @@ FINE, NOTICE, ATTENTION, BROKEN = range(4)  # severities; a notice is worth a lo
 WAIT_SECONDS, LONG_SECONDS = 1.0, 10.0
 
 ENDS = {"fails": "failed", "is lost": "was lost", "leaves": "left"}  # what a rank did whose end broke the group
+NO_SIGN_OF_LIFE = "no sign of life"  # how the server's text begins for a rank whose heartbeats stopped
 
 
 @dataclass(frozen=True, slots=True)
