@@ -6,6 +6,7 @@ To debug statsd_bn itself, set STATSD_BN_TRACEBACK=full.
 import functools
 import os
 import sys
+import sysconfig
 import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
@@ -18,7 +19,8 @@ ResultT = TypeVar("ResultT")
 
 _OURS = ("client.", "statsd_bn.", "concurrent.futures.")  # futures raise errors of other threads again
 # We call the standard library and pyzmq; what they raise belongs to us, unlike an error of torch or the user's code.
-_INSIDE = {"client", "statsd_bn", "zmq", *sys.stdlib_module_names}
+_INSIDE = {"client", "statsd_bn", "zmq"}
+_STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
 
 
 def hide_internal_frames(error: StatsdBNError, *, for_caller: bool = False) -> None:
@@ -75,7 +77,9 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def _is_inside(trace: TracebackType) -> bool:
-    return _module_of(trace.tb_frame).partition(".")[0] in _INSIDE
+    package, file = _module_of(trace.tb_frame).partition(".")[0], trace.tb_frame.f_code.co_filename
+    # By its file too: a user's module may have the name of one of the standard library, such as `sched`.
+    return package in _INSIDE or (package in sys.stdlib_module_names and file.startswith(_STANDARD_LIBRARY))
 
 
 def _module_of(frame: FrameType) -> str:

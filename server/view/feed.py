@@ -106,8 +106,9 @@ class _GroupFigures:
         if answer.names and len(self.names) < min(answer.total, limits.MAX_FIGURES_LAYERS):
             return False
         self.latest = {}
-        # A group may restart with other members between two answers.
-        if self.names and len({values.shape[1] for values in self.values}) == 1:
+        # Between two answers a group may restart with other members, and its layers may change or get another order.
+        is_whole = answer.names and len(set(self.names)) >= min(answer.total, limits.MAX_FIGURES_LAYERS)
+        if is_whole and len({values.shape[1] for values in self.values}) == 1:
             values = np.concatenate(self.values)
             means, variances, parts = (values[..., which].astype(np.float32) for which in (MEAN, VARIANCE, PART))
             kinds = {"parts": parts, "means": means, "variances": variances}

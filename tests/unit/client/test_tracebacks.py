@@ -15,6 +15,7 @@ from client.session import connection
 from client.session.channel_pool import ZmqChannelPool
 from client.tracebacks import api_boundary, hide_internal_frames
 from statsd_bn.errors import ConfigurationError, RoundMismatch
+from support.foreign_code import run_as
 from support.memory_members import MemoryMaster
 
 OUR_FOLDERS = tuple(f"{Path(package.__file__).parent}/" for package in (client, statsd_bn))
@@ -126,17 +127,25 @@ def test_a_cause_without_further_information_is_not_shown(monkeypatch, value):
     assert ("ZMQError" in "".join(traceback.format_exception(caught.value))) is (value == "full")
 
 
-@pytest.mark.parametrize("fail", [lambda: int("x"), lambda: nn.Linear(2, 2)(torch.ones(3))], ids=["user's", "model's"])
-def test_a_cause_that_a_users_code_or_a_model_has_raised_stays(fail):
-    @api_boundary
-    def wrong():
-        try:
-            fail()
-        except (RuntimeError, ValueError) as error:
-            raise RoundMismatch("the ranks differ") from error
+OURS = """
+def wrong(fail):
+    try:
+        fail()
+    except (RuntimeError, ValueError) as error:
+        raise RoundMismatch("the ranks differ") from error
+"""
+COMMON = run_as("def fail(): int('x')", "/home/user/sched.py", "sched")["fail"]  # the standard library has a sched, too
 
+
+@pytest.mark.parametrize(
+    "fail",
+    [lambda: int("x"), COMMON, lambda: nn.Linear(2, 2)(torch.ones(3))],
+    ids=["user's", "user's of a common name", "model's"],
+)
+def test_a_cause_that_a_users_code_or_a_model_has_raised_stays(fail):
+    wrong = run_as(OURS, "client/ours.py", "client.ours", RoundMismatch=RoundMismatch)["wrong"]
     with pytest.raises(RoundMismatch) as caught:
-        wrong()
+        api_boundary(wrong)(fail)
     assert type(caught.value.__cause__) in {RuntimeError, ValueError}
 
 

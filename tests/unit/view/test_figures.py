@@ -99,6 +99,18 @@ def test_a_large_group_takes_several_reports(monkeypatch):
     assert reports[2]["figures"]["layers"] == ["stem", "block"]
 
 
+@pytest.mark.parametrize("after", [[], ["block", "stem", "head"]], ids=["restarted server", "another order"])
+def test_layers_that_change_between_two_reports_are_not_taken_for_all(monkeypatch, after):
+    monkeypatch.setattr(feed, "MAX_BYTES", VALUES.nbytes)
+    server, reader = Server(["stem", "block", "head"], each=1), FigureReader()
+    reader.add_to(server, [group()])
+    server.layers = after
+    reports = [group() for _ in range(2)]
+    for of in reports:
+        reader.add_to(server, [of])
+    assert not any("figures" in of for of in reports)
+
+
 def test_very_many_groups_take_turns(monkeypatch):
     times = iter(np.arange(100.0))
     monkeypatch.setattr(feed, "FIGURES_SECONDS", 4.0)
