@@ -67,7 +67,7 @@ class PlainFormatter(logging.Formatter):
 
 
 class RateLimitFilter(logging.Filter):
-    """Logs at most 30 messages of a kind per minute; the next one has the number of suppressed messages."""
+    """Logs at most 30 messages of a kind per minute; the first one of the next minute counts the suppressed ones."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def _status(arguments: list[str]) -> None:
         report = ask(endpoint, keys=keys)
         if found.json:
             return json.dumps(with_verdicts(report, time.time()), ensure_ascii=False, sort_keys=True)
-        once = describe(report)  # raises for a malformed report, of which the builder must not keep anything
+        once = describe(report)  # raises for a malformed report, before the builder stores any part of it
         with refuses_malformed():
             return describe_snapshot(builder.update(time.time(), report)) if found.watch else once
 

@@ -115,9 +115,9 @@ class RoundMismatch(RoundFailed, code="mismatch"):
     The fields depend on the mismatch:
 
     - contributions with different shapes: the key's, expected, got, member;
-    - a deadlock: the key's (only job and group while a group fills); places, their number; table, an entry for each
-      place, the most crowded first, the last ones perhaps cut. An entry has members, nr_members, seconds and group;
-      for a round also step, layer, call and phase, for a collective of torch also stack;
+    - a deadlock: the key's (only job and group while a group fills); places, the number of places where ranks wait;
+      table, an entry for each of the first places, those with most members first. An entry has members, nr_members,
+      seconds and group; for a round also step, layer, call and phase, for a collective of torch also stack;
     - replicas of one process: replicas;
     - values or keys of `mp_sync`: none.
     """

@@ -30,8 +30,8 @@ HEARTBEAT_MISSES = 3
 SILENCE_SECONDS = HEARTBEAT_MISSES * HEARTBEAT_SECONDS + 0.5
 MAX_DEADLINE = 86_400.0  # seconds of a round: one day
 
-# The header of a frame; a busy server's status report is the largest. That of a request is usually unsolicited: a
-# Register with 16,384 members, no two of them adjacent, has 33 KB.
+# The header of a frame; a busy server's status report is the largest. Requests have a lower limit, because any client
+# may send them unasked; the longest, a Register that knows every other one of 16,384 members, has 33 KB.
 MAX_HEADER_BYTES = 1_048_576
 MAX_REQUEST_HEADER_BYTES = 65_536
 
@@ -40,14 +40,14 @@ MAX_FRAME_BYTES = MAX_HEADER_BYTES + 8 * MAX_REPLICAS * 2 * 16_384  # of a membe
 # Nesting of an error's fields, a report, or an exchanged state. Real ones reach 8; a few hundred overflow the stack.
 MAX_DEPTH = 32
 
-# Layers in one SkewStats, once a second; larger models need several. Their names, each with a line feed.
+# Layers in one SkewStats, once a second; larger models need several. Then bytes of their names, each with a line feed.
 MAX_SKEW_LAYERS = 64
 MAX_SKEW_BYTES = MAX_SKEW_LAYERS * (MAX_NAME_BYTES + 1)
 
 BUCKETS = 24  # of a histogram, each twice as wide as the previous one: 20 us to 84 s, and one for longer durations
 
-# Layers in one Figures: all that the server stores for a group. Their names and values: a server with keys encrypts
-# these in 3 ms, and one layer of MAX_MEMBERS fits.
+# Layers in one Figures: all that the server stores for a group. Then bytes of their names and values: a server with
+# keys encrypts these in 3 ms, and one layer of MAX_MEMBERS fits.
 MAX_FIGURES_LAYERS = 1024
 MAX_FIGURES_BYTES = 2**20
 

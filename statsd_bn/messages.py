@@ -28,13 +28,13 @@ BARRIER, ALL_REDUCE, ALL_GATHER, BUFFERS = "barrier", "all_reduce", "all_gather"
 
 
 class Checked:
-    """Base of messages, numbered dataclasses whose fields' annotations have checks, made when they are built."""
+    """Base of messages: numbered dataclasses that run the checks in their fields' annotations when they are built."""
 
     __slots__ = ()
     type: ClassVar[int]
 
     def __init_subclass__(cls, number: int = 0) -> None:
-        if number:  # `dataclass` makes a class with slots anew
+        if number:  # 0 when `dataclass` makes the class again, with slots
             cls.type = number
 
     def __post_init__(self) -> None:
@@ -281,7 +281,7 @@ class Pending(Checked, number=10):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result(Checked, number=11):
-    """The aggregate of a round that a member received from the server before its restart."""
+    """The aggregate of a round that a member received before the server restarted."""
 
     session: Token
     aggregate: Aggregate

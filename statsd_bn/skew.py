@@ -191,7 +191,7 @@ class SkewDetector:
         return sum(layer.weight > 0 for layer in self._layers.values())
 
     def averages(self, first: int, max_bytes: int) -> tuple[int, list[str], FloatArray]:
-        """Returns the number of layers, and from the `first` on the names and average figures of those that fit."""
+        """Returns the number of layers, then names and average figures of as many as fit, from number `first` on."""
         # Figures have shape (layers, members, 4). `max_bytes` includes the names, each with a newline.
         known = [(name, layer.average) for name, layer in self._layers.items() if layer.weight]
         sizes = accumulate(len(name.encode()) + 1 + average.nbytes for name, average in known[first:])

@@ -25,7 +25,7 @@ from statsd_bn.skew import compute_figures
 VECTORS = 2  # sums and squares
 SECONDS = 1.0  # interval at which each layer is sampled, if all fit
 
-# Samples are drained so long after the first: a step that is not slow has reached all its layers by then.
+# Samples are drained this long after the first one: a step that is not slow has reached all its layers by then.
 SETTLE_SECONDS = 0.25
 
 # Limits of one batch: layers, bytes, and bytes of one layer. A batch costs the training thread at most a millisecond.
@@ -114,7 +114,7 @@ class SkewSampler:
         if not key.is_forward:
             self._step = -1
             return False
-        # Passes without backward rounds and counted steps begin with their first layer.
+        # A pass with neither backward rounds nor a new step begins when the first layer returns.
         if key.step != self._step or key.layer == self._first_layer:
             self._step, self._first_layer, self._pass_began = key.step, key.layer, now
             self._pass += 1

@@ -95,7 +95,7 @@ def encode_failure(error: StatsdBNError, key: RoundKey | None = None) -> bytes:
 
 
 def decode_request(frame: bytes) -> Request:
-    """Returns the request in `frame`; `decode` for a server, with tighter limits: malformed frames are cheap."""
+    """Returns the request in `frame`, like `decode`, with tighter limits, so that malformed frames cost little."""
     request: Any = decode(frame, limits.MAX_REQUEST_HEADER_BYTES)
     if type(request) not in _REQUESTS:
         raise ProtocolError(f"expected a request, got {type(request).__name__}")

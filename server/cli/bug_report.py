@@ -18,16 +18,16 @@ from statsd_bn.wire import PROTOCOL_VERSION
 
 PACKAGES = ("statsd-bn", "torch", "pyzmq", "msgpack", "numpy", "triton", "lightning", "mmengine", "monai")
 
-# Variables of ours and of launchers that are printed with their values, which contain no names. For our other variables
-# only the name is printed.
+# Our and launchers' variables that are printed with their values, because these contain no names. Of our other
+# variables only the name is printed.
 PREFIX = "STATSD_BN_"
 OURS = ("TRANSPORT", "NATIVE", "TRACEBACK", "LOG_LEVEL", "INSECURE")
 HARMLESS = {*(PREFIX + name for name in OURS), "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK"}
 
 LOG_LINES, MAX_LINE = 20, 300  # of a log; longer lines are cut
-MAX_LOG_BYTES = 64 * 1024  # the end of a log that is read
+MAX_LOG_BYTES = 64 * 1024  # read from the end of a log
 
-# Torch runs in a process of its own: its import takes seconds, and a broken CUDA can end the process.
+# Run in a separate process: torch's import takes seconds, and a broken CUDA can end the process.
 DEVICES = """
 import torch
 found = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -65,7 +65,7 @@ def describe(
     log: Path | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> str:
-    """What a bug report needs; `endpoint` and `keys` may raise, and the error is part of the report."""
+    """Text for a bug report; an error that `endpoint` or `keys` raises becomes a line of it."""
     return "\n".join((*_versions(), *_settings(environ), *_server(endpoint, keys), *(_log(log) if log else ())))
 
 

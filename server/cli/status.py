@@ -62,7 +62,7 @@ def query_connection(endpoint: str, seconds: float = ANSWER_SECONDS, keys: Clien
 
 
 def is_greeted(endpoint: str) -> bool:
-    """Whether a ZeroMQ server listens at a TCP endpoint; it counts one refused connection."""
+    """Whether a ZeroMQ server listens at a TCP endpoint; the server counts one refused connection."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     # ValueError for port *.
     with suppress(OSError, ValueError), socket.create_connection((host.strip("[]"), int(port)), GREETING_SECONDS) as to:
@@ -148,7 +148,7 @@ def report_of(endpoint: str, frame: bytes) -> dict[str, Any]:
         raise ServerUnreachable(f"{endpoint} gave no status: {text}", endpoint=endpoint)
     report: dict[str, Any] = escape_nested(answer.report)
     with refuses_malformed():
-        # A reader of the report would list all missing members.
+        # Bounded, because readers of the report make lists of these sizes.
         for entry in (*report["groups"], *report.get("ended", ())):
             for name in (name for name in SIZES if name in entry):
                 check_integer(name, entry[name], 0, limits.MAX_MEMBERS)
@@ -157,7 +157,7 @@ def report_of(endpoint: str, frame: bytes) -> dict[str, Any]:
 
 @contextmanager
 def refuses_malformed() -> Iterator[None]:
-    """Raises ServerUnreachable for a malformed report, as a context or decorator of what reads it."""
+    """Raises ServerUnreachable for a malformed report, as a context or decorator of code that reads one."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, ProtocolError) as error:
@@ -167,7 +167,7 @@ def refuses_malformed() -> Iterator[None]:
 
 
 def own_endpoint(environ: Mapping[str, str]) -> str:
-    """Endpoint of the server on this host according to `environ`, the first of several; raises without one."""
+    """Endpoint of this host's server: the first in STATSD_BN_BIND, else this user's server; raises if it finds none."""
     bound = bind_endpoints(environ)
     if not bound:
         expiry = time.monotonic() + FIND_SECONDS
@@ -189,7 +189,7 @@ def own_endpoint(environ: Mapping[str, str]) -> str:
 
 
 def _address_of(host: str) -> str:
-    """Address to connect to for a host, a wildcard or an interface name in an endpoint to listen on."""
+    """Address to connect to, for the host in an endpoint to listen on: a name, a wildcard or an interface."""
     if host not in {name for _, name in socket.if_nameindex()}:
         return ALL_ADDRESSES.get(host, host)
     with zmq.Context() as context, context.socket(zmq.PAIR) as found:

@@ -33,16 +33,16 @@ from statsd_bn.round_key import RoundKey, advice_for
 from statsd_bn.text import MAX_ROWS, Row, TableSection, error_text
 
 # How long members must stay stuck without a change. The server sees a member's other threads only once they contribute:
-# overlapping models reach their rounds some milliseconds apart, in any order. Even with TICK_SECONDS of the service a
-# report takes less than a second.
+# overlapping models reach their rounds some milliseconds apart, in any order. A deadlock is reported within a second,
+# TICK_SECONDS of the service included.
 QUIET_SECONDS = 0.5
 
 # The limit for a member that had more concurrent rounds in a group than it has now: its other thread may be in the
 # middle of a long step. Deadlines are far longer than this.
 THREADED_QUIET_SECONDS = 10.0
 
-# Positions listed in an error, those with most members first: a longer list would hide the odd one out. Then members
-# listed for each position in the fields of an error.
+# An error lists this many positions, those with most members first: a longer list would hide the odd one out. The
+# fields of an error list this many members for each position.
 MAX_POSITIONS, MAX_LISTED_MEMBERS = 8, 64
 
 UNKNOWN_MEMBER = -1  # stands for a rank that has not registered and may be running; ranks are not negative
@@ -259,8 +259,8 @@ class Table:
         }
 
 
-# A search takes 0.25 µs per missing contribution. The limits below bound searches to 5 % of the time for each
-# job, so a small job is searched at each tick, and to 30 ms per tick for all jobs.
+# A search takes 0.25 µs per missing contribution. The limits below bound the searches of each job to 5 % of the time,
+# which still allows one per tick for a small job, and those of all jobs to 30 ms per tick.
 PAUSE_SECONDS_EACH = 5e-6
 MAX_WAITS = 2**17
 RANKS_PER_WAIT = 4  # a rank of a reported collective takes 70 ns, a quarter of a missing contribution

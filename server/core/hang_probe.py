@@ -26,7 +26,7 @@ from statsd_bn.wire import encode
 # step, which costs it 0.1 ms.
 NO_ROUND_SECONDS = 2.0
 
-QUIET_ASKED_AT_MOST = 8.0  # longest interval between requests to a member of an idle job, whose state changes
+QUIET_ASKED_AT_MOST = 8.0  # longest interval between requests to a member of an idle job; its state may change
 
 # Larger idle jobs get no requests: a deadlock needs all members' reports, and so many requests would delay rounds.
 MOST_QUIET_MEMBERS = 256
@@ -54,7 +54,7 @@ class HangProbe:
         others = (one for one in members if one.session not in requests)
         idle = {one.session: (one, "") for one in islice(others, MAX_REQUESTS - len(requests))}
         requests |= idle
-        # Drop the reports of members without a request, which may have moved; all reports after a delay of the server.
+        # A member without a request may have moved, so its report is dropped. After a delay of the server all are.
         for session in list(self._sampled) if was_delayed else self._sampled.keys() - requests.keys():
             self._sampled.pop(session).stack_sample = None
         replies = (self._request(now, *target, is_idle=session in idle) for session, target in requests.items())
@@ -114,7 +114,7 @@ class HangProbe:
         self._number = (self._number + 1) % limits.MAX_COUNTER
         contributor.stack_sample.record_request(now, self._number)
         if is_idle:
-            # Ask when the member has been blocked for long enough, else soon enough to see a change.
+            # Ask a blocked member again when it has been blocked for `apart`, any other soon enough to see a change.
             latest, known = contributor.stack_sample.latest, contributor.stack_sample.since + self._apart
             soon = known if latest and latest.in_collective and known > now else now + QUIET_ASKED_AT_MOST
             contributor.stack_sample.due = min(contributor.stack_sample.due, soon)
@@ -127,9 +127,9 @@ def _may_be_idle(world: SyncMaster, idle_since: float) -> bool:
 
 
 def _requests(late: Iterable[Contributor | None], waiting: Iterable[Contributor | None]) -> Iterator[Target]:
-    """Targets for late members and those that wait for them; None stands for a member that has left.
+    """Targets for late and for waiting members; None stands for a member that has left.
 
-    A waiting member reports its operation count on one process group of the late members per request, in rotation.
+    Each request to a waiting member asks for its operation count on one of the late members' process groups, in turn.
     """
     asked = list(islice(filter(None, late), MAX_TARGETS_PER_ROUND))
     yield from ((contributor, "") for contributor in asked)

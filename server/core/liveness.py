@@ -69,7 +69,8 @@ class Sessions(dict[bytes, Session]):
         if was_delayed:  # messages of that time may still be in flight, so the silence is measured from now
             self._measured_from = now
         lost = [(token, session, cause) for token, session in self.items() if (cause := self._loss_cause(now, session))]
-        # By disconnect first: a process that is stopped after another one was killed may have been silent for longer.
+        # Connected ones come first, because only a longer silence makes them lost; then by disconnect: a process that a
+        # launcher ends after another one was killed may have sent its last message earlier.
         lost.sort(key=lambda entry: (entry[1].unreachable_since or -math.inf, entry[1].last_heard))
         return [(token, cause) for token, _, cause in lost]
 

@@ -2,7 +2,7 @@
 
 A session is registered in one group. A group is removed with its last session. The registry remembers the errors of
 ended sessions and the epochs of ended groups, so that a late message does not start them again, and the latest ended
-jobs for the status report. Each of these is bounded and evicts the oldest entries.
+jobs for the status report. All three memories are bounded and evict their oldest entries.
 """
 
 import logging
@@ -111,7 +111,7 @@ class Registry:
         return register.server not in {NO_SERVER, self._server}
 
     def _check_world(self, register: Register) -> None:
-        """Refuse to wait for a group that cannot open because a member of the world has failed."""
+        """Refuse a registration in a group that cannot open, because a member of the world has failed or is lost."""
         world, group = self.masters.get((register.job, WORLD)), self.masters.get((register.job, register.group))
         if world is None or world is group or world.epoch != register.epoch or (group and group.membership.is_open):
             return
@@ -267,7 +267,7 @@ def _is_replaced(master: SyncMaster, register: Register, *, is_new: bool) -> boo
 
 
 def _failed_member(world: SyncMaster) -> StatsdBNError | None:
-    """Error of the member that broke the world group by its failure; None without one, or for another group."""
+    """Error of the member whose failure or loss broke the world; None without such a member, or for another group."""
     membership = world.membership
     has_failed = membership.group == WORLD and membership.lost and membership.lost.fields.get("cause")
     return membership.lost if has_failed else None

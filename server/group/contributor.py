@@ -120,7 +120,7 @@ def _position(answer: StackReport) -> tuple[object, ...]:
 
 @dataclass(slots=True)
 class Contributor:
-    """A registered member of a group. "As reported": the server cannot see it, as with rounds in shared memory."""
+    """A registered member of a group. Fields "as reported" come from the member: the server sees no shared memory."""
 
     session: bytes
     member: int  # its rank in the job

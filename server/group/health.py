@@ -162,7 +162,7 @@ class GroupHealth:
         members, is_elastic = self._membership.world_size, self._membership.is_elastic
         if is_elastic or report.values.shape[1] != members:
             raise ProtocolError(
-                f"digest: expected the figures of the {members} members of a strict group, "
+                f"skew: expected the figures of the {members} members of a strict group, "
                 f"got {report.values.shape[1]}{' of an elastic one' if is_elastic else ''}"
             )
         self._compare(now, report.step, report.names, report.values)

@@ -5,7 +5,7 @@ The rules behind the table:
 1. A group opens once, and then stays open until it breaks or its last member leaves.
 2. A filling group survives the loss of members.
 3. An open or recovering strict group breaks when it loses a member that the others need: any member except a paused
-   one that leaves in order.
+   one that leaves without an error.
 4. An elastic group survives the loss of members, and accepts new ones while it is open.
 5. Any group breaks when its members present contradictory results.
 6. A filling group becomes recovering when a former member registers. An open elastic group refuses former members,

@@ -25,7 +25,7 @@ from statsd_bn.round_key import RoundKey
 from statsd_bn.text import MAX_ROWS, Row, TableSection, error_text, wire_text
 from statsd_bn.wire import encode, encode_failure
 
-# A late copy is older by no more rounds than a broken connection had in flight, far fewer than this.
+# Evicted rounds that are remembered, to refuse late contributions. A broken connection has far fewer in flight.
 REMEMBERED_ROUNDS = 1024
 
 MAX_NAMED = 8  # late members named in a message
@@ -146,7 +146,7 @@ class SyncMaster:
             future.since = now
             round_.gap, round_.last_contribution = now - round_.last_contribution, now
             contributor.delay += now - round_.opened
-            # Not for repeats: those of one thread may arrive together.
+            # A repeat does not count: repeats by one thread may arrive together.
             if len(self.open_rounds) > contributor.threads and not contribution.attempt:
                 self._count_threads(contributor)
         try:
@@ -418,7 +418,7 @@ class SyncMaster:
     def _timeout(self, now: float, round_: Round) -> errors.RoundTimeout:
         """Error of a round at its deadline, with a table of the missing and the waiting ranks."""
         key, contributors, waiting = round_.key, self.membership.contributors, round_.waiting
-        # Without a quorum all wait for newcomers, and nobody is late.
+        # Without a quorum all wait for newcomers, and none is late.
         missing = round_.missing if self.membership.has_quorum else []
         whom = format_ranks(Members.of(missing)) if len(missing) > 1 else self._describe_awaited(round_)
         where = key.describe(with_call=key.call > 0)
@@ -440,7 +440,7 @@ class SyncMaster:
         seconds = int(now - round_.opened)
         text = f"has waited {seconds} s for {self._describe_awaited(round_)}"
         late = round_.missing if self.membership.has_quorum else []
-        # Few members get requests, so most have no report.
+        # Few members get stack requests, so most have no report.
         seen = ((member, self.membership.contributors[member].position(now)) for member in late)
         positions = islice((f"rank {member} {position}" for member, position in seen if position), MAX_NAMED)
         return _pending_frame(round_.key, seconds, text, "; ".join(positions))

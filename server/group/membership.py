@@ -33,7 +33,7 @@ class Membership:
         self.has_opened = False  # it is open, or was before it broke
         self.lost: StatsdBNError | None = None  # the error that broke the group
         self.lost_by: dict[str, Any] | None = None  # the member whose end broke it, for the report
-        # Of the paused member that left a strict group, which can then never rejoin completely.
+        # The error of a paused member that left a strict group: the others can never rejoin completely.
         self.departed: ReplicaLost | None = None
         self.notices: list[tuple[Notice, StatsdBNError]] = []  # pending
         self.contributors: dict[int, Contributor] = {}
@@ -129,7 +129,7 @@ class Membership:
         self.recovered.add(contributor, aggregate)
 
     def admit(self, now: float, register: Register, peer: bytes) -> Contributor:
-        """Register a member, or raise the reason of its refusal; a repeated one returns the same contributor."""
+        """Register a member, or raise the reason of its refusal; a repetition returns the same contributor."""
         contributor = check_admission(self, register)
         # After the check, so that a refused registration changes no state.
         if not self.is_recovering:
@@ -177,7 +177,7 @@ class Membership:
             self._break_if_notified(self._apply(Event.TIMES_OUT), loss)
 
     def _has_timed_out(self, now: float) -> bool:
-        """Whether the time to reconnect after a server restart is over; it is as long as for any sign of life."""
+        """Whether the time to reconnect after a server restart is over; it equals the allowed silence."""
         return self.is_recovering and now - self._recovering_since >= self._silence
 
     def break_for(self, error: StatsdBNError) -> None:
@@ -201,7 +201,7 @@ class Membership:
     def _add(self, register: Register, peer: bytes) -> Contributor:
         self.record_step(register.step)
         state = MemberState[Participation(register.participation).name]
-        # A paused member would take a later first step for the start of the next pass.
+        # A paused member keeps its own first step: it would take a later one for the start of the next pass.
         joins_now = self.is_open and state is MemberState.TAKES_PART
         first_step = self._next_step if joins_now else register.first_step
         results = register.results if self.is_recovering else 0

@@ -89,7 +89,7 @@ class RecoveredResults:
             logger.warning(text, total.key, result.source)
 
     def contradiction(self) -> ContributionConflict | None:
-        """Error of two results that cannot belong to one group: it was started twice, with members of both present."""
+        """Error if two results contradict each other: members of two runs of the group have registered."""
         of_another = self._different or self._find_inconsistent()
         if of_another is None:
             return None
@@ -98,7 +98,7 @@ class RecoveredResults:
         return ContributionConflict(text, **key.fields, member=source.member)
 
     def _find_inconsistent(self) -> RecoveredResult | None:
-        """A result with a member that a result of the same step with as many members or more lacks."""
+        """A result with a member that is missing from a larger or equally large result of the same step."""
         # Members may be lost within a step, but none joins within one.
         results = [result for key, result in self.results.items() if key.phase != GATHER]
         results.sort(key=lambda result: (result.aggregate.key.step, -len(result.aggregate.members)))

@@ -40,15 +40,15 @@ logger = logging.getLogger("statsd_bn.server")
 # groups gets one refusal in each.
 MAX_REFUSALS = limits.MAX_GROUPS
 
-# Delay of the probes after a disconnect: ZeroMQ reports it a moment before it forgets the peer, and one pass covers all
-# connections of an ending job.
+# Delay of the probes after a disconnect: ZeroMQ reports a disconnect a moment before it forgets the peer, and one pass
+# covers all connections of an ending job.
 PROBE_SECONDS = 0.05
 
 # Delay between the error for a peer and the end of its connection: ZeroMQ's thread sends the frame. The peer's messages
 # are ignored for a while: ZeroMQ still delivers those it has buffered.
 CLOSE_DELAY_SECONDS, IGNORED_SECONDS = 0.05, 10.0
 
-MAX_PEER_BYTES = 2**20  # queued for one peer; a reply has at most 4 MB; the first is sent while the total allows
+MAX_PEER_BYTES = 2**20  # queued for one peer; with nothing queued it gets a larger reply too if the total allows
 
 # Queued bytes of all peers. Above half of it, peers that do not read are disconnected; above it, peers with queued data
 # get nothing; above twice it, only small replies are sent.
@@ -76,7 +76,7 @@ class Connection:
     inode: int  # of the socket, because descriptors are reused
     peer: bytes = b""  # routing id, known after the first message
     key: str = ""  # public key of the client, known after the first valid message
-    session: bytes = b""  # its member's, while one uses it
+    session: bytes = b""  # of the member that uses it, b"" without one
     queued: int = 0  # bytes sent since its queue was last empty
     is_stalled: bool = False  # whether its queue was not empty at the last call of `stalled`
     is_closed: bool = False  # by the server; ZeroMQ has not noticed yet
@@ -86,7 +86,7 @@ class ConnectionTable:
     """All connections."""
 
     def __init__(self, limit: float, takes_more: Callable[[Collection[int]], set[int]] = writable) -> None:
-        self.by_peer: dict[bytes, Connection] = {}  # those whose peer has sent a message, by routing id
+        self.by_peer: dict[bytes, Connection] = {}  # connections of peers that have sent a message, by routing id
         self.members: dict[bytes, Principal] = {}  # keys and rights of members, by routing id
         self._connections: dict[int, Connection] = {}  # by descriptor
         self._limit = limit
@@ -117,7 +117,7 @@ class ConnectionTable:
             self.by_peer[peer] = connection
 
     def record(self, peer: bytes, principal: Principal, session: bytes) -> None:
-        """Record a valid message of a peer that is no member; a session makes it one."""
+        """Record a valid message of a peer that is no member; the peer becomes one if the message has a session."""
         connection = self.by_peer.get(peer)
         if connection is None or connection.is_closed:
             return
@@ -127,7 +127,7 @@ class ConnectionTable:
             self.members[peer] = principal
 
     def expire_members(self, is_registered: Callable[[bytes], bool]) -> None:
-        """Unmark connections whose member is no longer registered; a member's next message marks its own again."""
+        """Unmark connections of members that are no longer registered; the next message of a member marks its own."""
         for connection in self._connections.values():
             if connection.session and not is_registered(connection.session):
                 self.members.pop(connection.peer, None)
@@ -317,7 +317,7 @@ class ConnectionManager:
                 self._handle_event(int(event["event"]), int(event["value"]))
 
     def close_due(self) -> None:
-        """Close the connections that are due, and those that their peers have reset."""
+        """Close the connections that are due, and the ones that were reset by their peers."""
         now = time.monotonic()
         for descriptor in [descriptor for descriptor, when in self._closing.items() if when <= now]:
             del self._closing[descriptor]

@@ -135,8 +135,8 @@ class Listener:
 class Authenticator:
     """The ZAP handler (RFC 27) of a context, in a thread that ends with it."""
 
-    # Each handshake sends a request and waits for the answer. A thread of its own answers, however busy the server's
-    # loop is.
+    # Each handshake sends a request and waits for the answer. A separate thread answers even while the server's loop is
+    # busy.
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], is_allowed: Callable[[str], bool]) -> None:
         self._is_allowed = is_allowed
         self.is_open = threading.Event()  # until it is set, requests wait
@@ -171,7 +171,7 @@ class Authenticator:
             return [*head, b"400", b"unknown key", b"", b""]
         # This id overrides the peer's. pyzmq reads properties as text, hence the hexadecimal digits.
         metadata = _property(b"Identity", os.urandom(12).hex().encode())
-        # ZeroMQ sets the descriptor of each peer whose address it knows. Any other peer could claim another's.
+        # ZeroMQ sets a peer's descriptor only if it knows the address. Other peers could claim one, hence -1.
         metadata += _property(b"__fd", b"-1")
         # The field after the text becomes the User-Id of each message of the connection.
         return [*head, b"200", b"OK", key.encode(), metadata]

@@ -130,8 +130,8 @@ class Service:
     @ignore_float_errors
     def run(self) -> None:
         """Serve until `stop`, or until the parent ends; then process the received frames and return."""
-        # Waiting members then wait for the next server at these endpoints, as if this one had been killed. A server
-        # with a parent has no successor and sends each member an error.
+        # After the return waiting members wait for the next server at these endpoints, as after a kill. A server with a
+        # parent has no successor and sends each member an error.
         next_look = time.monotonic() + POLL_SECONDS
         while not self._stopping:
             # A blocking `recv` needs fewer system calls per frame than a poll before it.

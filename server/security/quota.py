@@ -1,7 +1,7 @@
-"""Quota: limits on sizes, memory and times; each is an option, and lowers a limit of the protocol (docs/protocol.md).
+"""Quota: limits on sizes, memory and times; each is an option, within the limits of the protocol (docs/protocol.md).
 
-The server answers excess with a `limit` Failure and counts it. Memory is accounted per tenant, or per job if the
-server has no keys, because then any client can claim any name.
+The server answers excess with a `limit` Failure and counts it. Memory is accounted per tenant; without keys clients
+have no tenant, so it is accounted per job.
 """
 
 from dataclasses import Field, dataclass, field, fields
@@ -101,7 +101,7 @@ class QuotaUsage:
                 raise self.exceeded(text, most, f"{what}: members")
 
     def check_groups(self, groups: int) -> None:
-        """Raise LimitExceeded if the server may have no group beyond these."""
+        """Raise LimitExceeded if the server already has as many groups as it may."""
         if groups >= (most := self.quota.max_groups):
             text = f"the server has reached its limit of {most} groups; raise --max-groups"
             raise self.exceeded(text, most, "groups")
