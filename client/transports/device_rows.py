@@ -167,7 +167,7 @@ def run(
             digests.fill_(digest)
             return message, messages
 
-        key = _gather(transport, write, key, phase)
+        key = run_row(transport, write, key, phase)
         rows, mismatched = messages[:, 1:], messages.view(torch.int64)[::capacity, 0] != digests[0]
     else:
         key = key or transport.key(0, 0, phase)
@@ -176,14 +176,10 @@ def run(
 
 
 def run_row(transport: Transport, write: Write, key: RoundKey | None = None, phase: str = FORWARD) -> RoundKey:
-    """Run a round with one row, which `write` computes with its digest and count, and return the round's key."""
-    if isinstance(transport, ProcessGroupPipe):
-        return _gather(transport, write, key, phase)
-    write(0)  # there is no other rank to compare digests
-    return key or transport.key(0, 0, phase)
-
-
-def _gather(transport: ProcessGroupPipe, write: Write, key: RoundKey | None, phase: str) -> RoundKey:
+    """Run a round with the message that `write` computes with the round's digest, and return the round's key."""
+    if not isinstance(transport, ProcessGroupPipe):
+        write(0)  # there is no other rank to compare digests
+        return key or transport.key(0, 0, phase)
     group = group_of(transport)
     rounds = rounds_of(group)
     with rounds.lock:

@@ -20,7 +20,6 @@ import numpy.typing as npt
 import torch
 from torch import distributed
 
-from client.native.library import NativeRow
 from client.session.connection import Connection, current_connection, latest_connection
 from client.session.groups import host_and_pid
 from client.session.protocol.all_gather import MAX_BYTES
@@ -118,7 +117,7 @@ def named(process_group: Any) -> NamedProcessGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessGroupPipe:
+class ProcessGroupPipe(Transport):
     """The transport over a torch process group."""
 
     process_group: NamedProcessGroup
@@ -155,10 +154,6 @@ class ProcessGroupPipe:
         key = key or self.key(*rounds.steps.next(self.layer), phase)
         rounds.steps.record_phase(key.phase)
         return key
-
-    def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:
-        """Compute the row and gather it."""
-        return self.run_slave(row.measured(), key, phase)
 
     @property
     def rank(self) -> int:

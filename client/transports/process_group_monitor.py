@@ -88,20 +88,17 @@ class Rounds:
         """Report the rounds from now on, to a connection's server or in this process's log."""
         self.connection, self.sampler, self._job, self._reported = connection, None, None, set()
         if group.rank() == 0:
-            self._start_sampling(group.group_name, distributed.get_process_group_ranks(group))
+            job, ranks = current_connection(), distributed.get_process_group_ranks(group)
+            if job and not (job.is_in_process or job.member.is_elastic) and job.members == ranks:
+                self._job, state = job, job.session(None).transport
+                self.sampler = state.samples = state.samples or SkewSampler()  # heartbeats send the samples
+            else:
+                self.sampler = SkewSampler()
+                run, ref = SkewLog(group.group_name, ranks, self.places).run, weakref.ref(self.sampler)
+                threading.Thread(target=run, args=(ref,), name="statsd_bn skew", daemon=True).start()
         if connection:
             self.steps, self._previous = connection.session(None).steps, None
             connection.close_callbacks.append(self._drain_device)
-
-    def _start_sampling(self, name: str, ranks: list[int]) -> None:
-        job = current_connection()
-        if job and not (job.is_in_process or job.member.is_elastic) and job.members == ranks:
-            self._job, state = job, job.session(None).transport
-            self.sampler = state.samples = state.samples or SkewSampler()  # heartbeats send the samples
-            return
-        self.sampler = SkewSampler()
-        run, ref = SkewLog(name, ranks, self.places).run, weakref.ref(self.sampler)
-        threading.Thread(target=run, args=(ref,), name="statsd_bn skew", daemon=True).start()
 
     def report_non_finite(self, aggregate: Aggregate) -> None:
         """Report the first aggregate of each phase that is not finite to the job's server; all ranks log it."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from client.native.library import NativeRow
 from client.session.channel_pool import Channel
 from client.session.connection import Connection
 from client.session.groups import Group
+from client.transports.transport import Transport
 from statsd_bn.errors import ProtocolError, ServerUnreachable, StatsdBNError
 from statsd_bn.members import parse_places
 from statsd_bn.messages import WORLD, Aggregate, Failure, Status, StatusRequest
@@ -30,7 +30,7 @@ LISTEN_SECONDS = 0.005  # interval at which an escalated round polls the server 
 
 
 @dataclass(frozen=True, slots=True)
-class SlavePipe:
+class SlavePipe(Transport):
     """The transport over the server.
 
     Args:
@@ -61,10 +61,6 @@ class SlavePipe:
         """
         with self.connection.round(self.layer, key, self.group, phase) as round_:
             return self.connection.over_server(round_.session, round_.key, contribution)
-
-    def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate | RoundKey:
-        """Compute the row and send it."""
-        return self.run_slave(row.measured(), key, phase)
 
     @property
     def rank(self) -> int:

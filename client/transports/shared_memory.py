@@ -37,18 +37,12 @@ class SharedMemoryPipe(SlavePipe):
 
     # Negotiation needs all members, so elastic groups use `SlavePipe`.
 
-    def run_slave(self, contribution: Rows, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:
-        """Exchange a contribution for the aggregate of its round; see `SlavePipe.run_slave`."""
-        aggregate: Aggregate = self._exchange(contribution, key, phase)
-        return aggregate
+    def run_slave(self, contribution: Rows | NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Any:
+        """Exchange a contribution for the aggregate of its round; see `SlavePipe.run_slave`.
 
-    def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate | RoundKey:
-        """Like `run_slave`; in shared memory the native core computes, exchanges and uses the row in one call."""
-        result: Aggregate | RoundKey = self._exchange(row, key, phase)
-        return result
-
-    def _exchange(self, rows: Rows | NativeRow, key: RoundKey | None, phase: str) -> Any:
-        connection = self.connection
+        Of a `NativeRow` the native core computes, exchanges and uses the row in one call where it can.
+        """
+        connection, rows = self.connection, contribution
         with connection.round(self.layer, key, self.group, phase) as round_:
             session = round_.session
             memory, negotiation = session.transport.memory, session.transport.negotiation
@@ -61,6 +55,8 @@ class SharedMemoryPipe(SlavePipe):
             if negotiation is None and not session.has_uneven_inputs:
                 _negotiate(connection, session, connection.group(self.group))
             return aggregate
+
+    run_row = run_slave
 
 
 def _negotiate(connection: Connection, session: Session, group: Group) -> None:

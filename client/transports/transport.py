@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Protocol
 
 from client.diagnostics.collectives import rank_in_torch
 from client.native.library import DONE, EXCHANGE, NativeRow
@@ -22,7 +21,7 @@ _DIGEST_MASK = (1 << 8 * _DIGEST_BYTES) - 1
 _STEP_FACTOR, _CALL_FACTOR = 0x9FD35B1C64E8A72B, 0xC25A0F9716B3D4E9
 
 
-class Transport(Protocol):
+class Transport:
     """Exchanges this process's rows for the aggregate over all members.
 
     All transports return the same bits. Two transports are equal if they carry the same layer in the same way.
@@ -34,26 +33,33 @@ class Transport(Protocol):
         backward = transport.run_slave(gradient_rows, forward.key.of_phase(BACKWARD))
     """
 
+    __slots__ = ()
+
     def run_slave(self, contribution: Rows, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:
         """Exchange a contribution, one row per replica of this process, for the aggregate of its round."""
         # Without a key it is the layer's next forward round, of this phase, one of `FORWARD_PHASES`, on all members.
+        raise NotImplementedError
 
-    def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate | RoundKey:
+    def run_row(self, row: NativeRow, /, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate | RoundKey:
         """Like `run_slave`, for a row to be computed; only the round's key if the native core finished the pass."""
+        return self.run_slave(row.measured(), key, phase)
 
     @property
     def rank(self) -> int:
         """This process's number among the members that an aggregate lists."""
+        raise NotImplementedError
 
     def places(self) -> Mapping[int, str]:
         """Host and process ID of the members, by number, as far as known; may query the server."""
+        return {}
 
     def key(self, step: int, call: int, phase: str) -> RoundKey:
         """Key of a round of an earlier call."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
-class LocalPipe:
+class LocalPipe(Transport):
     """The transport between the replicas of one process."""
 
     layer: str
@@ -67,7 +73,7 @@ class LocalPipe:
         key = key or _local_key(self.layer, 0, 0, phase)
         return Aggregate.unchecked(key, len(counts), sum(counts), _only(rank), total, non_finite)
 
-    def run_row(self, row: NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate | RoundKey:
+    def run_row(self, row: NativeRow, /, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate | RoundKey:
         """Use the row itself as the sum."""
         if row.run(EXCHANGE) == DONE:
             return key or _local_key(self.layer, 0, 0, phase)
@@ -78,10 +84,6 @@ class LocalPipe:
         """This process's rank in its job, or else in torch's default process group, or else 0."""
         connection = current_connection()
         return connection.rank if connection else rank_in_torch() or 0
-
-    def places(self) -> Mapping[int, str]:
-        """Return no places: there are no other members."""
-        return {}
 
     def key(self, step: int, call: int, phase: str) -> RoundKey:
         """Key of a round of an earlier call."""

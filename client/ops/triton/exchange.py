@@ -266,25 +266,20 @@ class TritonExchange(PlainExchange):
             if self.key is None:
                 self.shape = tuple(x.shape)
                 gathers = isinstance(self.transport, ProcessGroupPipe)
-                self.first = Pass(x, device_rows.nr_ranks(self.transport), gathers=gathers)
-                self.key = self._forward_round(x, weight, bias)
+                self.first = first = Pass(x, device_rows.nr_ranks(self.transport), gathers=gathers)
+                async_checks.poll(x.device)
+                key = device_rows.run_row(self.transport, partial(first.write_row, None, x), phase=self.phase)
+                wait = non_finite.raises(self.transport, key)
+                # A round that may raise updates nothing here; a cumulative average is updated by the layer.
+                running = None if wait or (self.running and isnan(self.running.momentum)) else self.running
+                first.finish(weight, bias, running or Running(), self.eps, clamp=self.eps_mode == "clamp")
+                self.has_updated_running = running is not None
+                self._submit(first, key, TooFewValues(first.flags, self.layer, self.shape), wait=wait)
+                if not self.has_updated_running:
+                    self.moments = ChannelMoments(first.work[0], _total(first.rows, first.ranks)[1])
+                first.release_rows()
+                self.key = key
             return self.first.affine(None, x)
-
-    def _forward_round(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> RoundKey:
-        async_checks.poll(x.device)
-        first = self.first
-        key = device_rows.run_row(self.transport, partial(first.write_row, None, x), phase=self.phase)
-        wait = non_finite.raises(self.transport, key)
-        # A round that may raise updates nothing here; a cumulative average is updated by the layer.
-        running = None if wait or (self.running and isnan(self.running.momentum)) else self.running
-        clamp = self.eps_mode == "clamp"
-        first.finish(weight, bias, running or Running(), self.eps, clamp=clamp)
-        self.has_updated_running = running is not None
-        self._submit(first, key, TooFewValues(first.flags, self.layer, self.shape), wait=wait)
-        if not self.has_updated_running:
-            self.moments = ChannelMoments(first.work[0], _total(first.rows, first.ranks)[1])
-        first.release_rows()
-        return key
 
     def lazy_attribute(self, name: str) -> Any:
         """Local moments or statistics, from the forward buffer."""

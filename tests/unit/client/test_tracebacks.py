@@ -115,7 +115,7 @@ def test_all_frames_are_shown_on_demand(monkeypatch, value):
     layer = failing_round(monkeypatch)
     with pytest.raises(RoundMismatch) as caught:
         layer(torch.randn(4, 3))
-    assert {"normalise", "run_row", "round"} <= set(ours(caught.value))
+    assert {"normalise", "run_slave", "round"} <= set(ours(caught.value))
 
 
 @pytest.mark.parametrize("value", ["", "full"])
@@ -194,7 +194,7 @@ NO_BORDER = {
     # They raise TypeError.
     *("register_conversion", "synchronized_class"),
     # They call `hide_internal_frames` themselves: in each round, and in a context manager.
-    *("Connection.round", "SlavePipe.run_row", "SlavePipe.run_slave", "join"),
+    *("Connection.round", "SlavePipe.run_slave", "join"),
     # A context manager around the user's own code.
     "patch_sync_batchnorm",
     # The transports call them, inside of what has a tracebacks.
