@@ -105,7 +105,7 @@ def device_capacity(
     transport: Transport, inputs: Sequence[Tensor], phase: str = FORWARD, *, on_host: bool = False, agree: bool = True
 ) -> int:
     """Rows that each rank contributes to a layer's rounds on its device; 0 if rows travel over the host."""
-    # The ranks of a process group agree on it before a layer's first round, unless not `agree`, as in a backward pass.
+    # The ranks of a process group agree before a layer's first round, unless `agree` is False, as in backward passes.
     # `on_host` says, on all ranks alike, that the rows of this call travel over the host in any case.
     if not may_use_devices(transport, inputs[0]):
         return 0

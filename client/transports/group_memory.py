@@ -38,19 +38,19 @@ LEFT, ABANDONED = 1, 2
 
 MAX_MEMBERS = 64  # each has a bit of a word
 
-# How long to spin before sleeping, where each member can have a processor. A sleeper wakes up in half of that time.
+# How long a waiting member spins before it sleeps, if each member can have a processor. Waking up takes half as long.
 # With a shorter spin members sleep in every round: a woken member arrives late, and the others fall asleep meanwhile.
 SPIN_NANOSECONDS = 100_000
 
-# Timeout for receiving the memory, long enough for a busy machine: a group must not lose shared memory because of load.
-# A process that ends closes the connection at once, and the server detects a frozen one earlier.
+# Timeout for receiving the memory. It is long, because a group must not lose shared memory on a busy machine. A process
+# that ends closes the connection at once, and the server detects a frozen one earlier.
 RECEIVE_SECONDS = 60.0
 CHECK_SECONDS = 0.5  # interval at which a waiting process checks whether the job is broken
 
 # Truncated memory would kill its readers.
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SEAL", 0)
 
-# Number of user IDs of a system, and the usual overflow ID, to which unmapped users of a user namespace are mapped.
+# Number of user IDs of a system; the usual overflow ID, under which a user namespace sees all users without an own ID.
 _USERS, _OVERFLOW_USER = 2**32 - 1, 65_534
 
 _CREDENTIALS, _NAME_BYTES = struct.Struct("3i"), 16
@@ -215,7 +215,13 @@ def receive_memory(name: str, size: int, is_broken: Callable[[], bool] = bool) -
             raise OSError("it cannot open the shared memory; it is on another host, or in another container") from error
         if _user_of(server) != os.getuid():
             raise OSError(f"it runs as uid {os.getuid()}, and the shared memory belongs to uid {_user_of(server)}")
-        descriptors = _receive_descriptors(server, is_broken)
+        expiry, descriptors = time.monotonic() + RECEIVE_SECONDS, None
+        while descriptors is None:
+            try:
+                descriptors = socket.recv_fds(server, 1, 1)[1]
+            except TimeoutError:
+                if is_broken() or time.monotonic() >= expiry:
+                    raise
     if not descriptors:
         raise OSError("it received no file descriptor of the shared memory")
     (descriptor,) = descriptors
@@ -227,16 +233,6 @@ def receive_memory(name: str, size: int, is_broken: Callable[[], bool] = bool) -
         return mmap(descriptor, size)
     finally:
         os.close(descriptor)
-
-
-def _receive_descriptors(server: socket.socket, is_broken: Callable[[], bool]) -> list[int]:
-    expiry = time.monotonic() + RECEIVE_SECONDS
-    while True:
-        try:
-            return socket.recv_fds(server, 1, 1)[1]
-        except TimeoutError:
-            if is_broken() or time.monotonic() >= expiry:
-                raise
 
 
 def _overflow_user() -> int:

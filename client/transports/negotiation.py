@@ -1,9 +1,9 @@
 """Negotiation of a strict group's transport: shared memory, torch's default process group, or the server.
 
-All members exchange two rounds over the server, right behind the first round of the group, which has reported late
-members. In the first one each member says whether it can and wants to use the process group, and whether it can share
-memory, which the first member offers. If all accept the process group, or one refuses memory, the negotiation ends
-there. In the second one each member says whether it has received the memory; host names would prove nothing.
+It takes two rounds over the server, right after the group's first round, which has reported late members. In round one
+each member says whether it accepts the process group, and whether it can share memory; the first member offers some.
+The negotiation ends there if all accept the process group, or if one refuses memory. In round two each member says
+whether it has received the memory: equal host names would prove nothing.
 """
 
 import logging
@@ -31,8 +31,9 @@ logger = logging.getLogger("statsd_bn.client")
 
 TESTED_MACHINES = ("x86_64",)  # where rounds in memory have run by the million; on others the user has to ask for them
 
-# A reply is the reason against the process group, empty for consent, and behind a mark if the member accepts no other
-# transport; a separator; and the reason against shared memory, or else "ready " and the name of the member's offer.
+# A reply has two parts, around a separator. First the reason against the process group, empty for consent, with a mark
+# before it if the member accepts no other transport. Then the reason against shared memory; or else "ready ", and the
+# name of the offered memory in the first member's reply.
 _INSISTS, _SEPARATOR, _READY = b"!", b"\0", b"ready "
 
 

@@ -232,18 +232,14 @@ def _record_inherited_group() -> None:
 os.register_at_fork(after_in_child=_record_inherited_group)
 
 
-def _raise_if_inherited() -> None:
+def rounds_of(group: Any) -> Rounds:
+    """Rounds of this process in a group; log their beginning, and each change of the connection."""
     if (process := _inherited.get(distributed.group.WORLD)) is not None:
         raise ConnectionClosed(
             f"process {os.getpid()} was forked from process {process} and cannot use its process group of "
             f"{distributed.get_world_size()} ranks; use the model in eval mode there, or call "
             "client.connect(rank=0, world_size=1) to train alone there"
         )
-
-
-def rounds_of(group: Any) -> Rounds:
-    """Rounds of this process in a group; log their beginning, and each change of the connection."""
-    _raise_if_inherited()
     rounds, over = _rounds.get(group), connection_over(group.group_name)
     if rounds is None or rounds.connection is not over:
         rounds = _rounds.setdefault(group, Rounds())

@@ -21,7 +21,7 @@ from statsd_bn.wire import decode, encode
 logger = logging.getLogger("statsd_bn.client")
 
 PLACES_SECONDS = 1.0  # timeout of a query for the members' places
-MAX_QUERYING_RANKS = 64  # that query, since all may at the same time, and the status of a large job is long
+MAX_QUERYING_RANKS = 64  # higher ranks do not query: all may at the same time, and a large job has a long status
 
 # Time after which a round that bypasses the server escalates: its rows go to the server too, which diagnoses the wait.
 # Members' steps rarely differ by more.

@@ -1,6 +1,6 @@
 """SharedMemoryPipe: the transport between the members of one host over shared memory.
 
-Behind the first round of a group, over the server, the members negotiate whether they share memory. Only the server
+The first round of a group uses the server. After it the members negotiate whether they share memory. Only the server
 can diagnose a wait: which rank is late and where, which has left, which is in another layer. So after
 `ESCALATE_SECONDS` a waiting member escalates: it also sends its rows to the server and takes the first answer.
 """
@@ -130,8 +130,8 @@ def _run(round_: "MemoryRound", memory: GroupMemory, connection: Connection) -> 
 class MemoryRound:
     """A `StateMachine` for a round in memory that takes long; its result is the same kind for all members."""
 
-    # The result is the aggregate, or the round over the server, begun or not, if only the server can finish it.
-    # The memory is in the turn of this round, at which this member has arrived.
+    # The result is the aggregate; or a round trip to the server, begun or not, if only the server can finish the round.
+    # This member has arrived at the memory's turn of this round.
 
     _session: Session
     _key: RoundKey

@@ -29,8 +29,8 @@ OLDEST = (3, 4)
 
 TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
-# Values per tile; programs that fill a large GPU; the maximum number of tiles that one program adds in float32, as long
-# as the maximum number of programs of a launch allows.
+# Values per tile; number of programs that fill a large GPU; maximum number of programs in a launch. One program adds at
+# most MAX_STEPS tiles in float32, or more where a launch would otherwise exceed MAX_PROGRAMS.
 TILE, PROGRAMS, MAX_STEPS, MAX_PROGRAMS = 4096, 1056, 64, 65535
 
 # Channels per program of kernels over vectors, and partial sums that they add at a time.
@@ -86,9 +86,9 @@ def fits(x: Tensor) -> bool:
 
 def _launch(tiling: Tiling, variant: tuple[Any, ...], grid: tuple[int, int, int], warps: int, *arguments: Any) -> None:
     """Launch a variant of the kernel that is named first in it."""
-    # `kernel[grid](...)` takes 80 µs of host time to find the compiled variant, where a launch takes 10. So it is found
-    # once, and cached under all that Triton compiles variants for: types, None, numbers that are 1 or divisible by 16,
-    # and addresses divisible by 16. Numbers follow from the input's shape, so each shape has its own variants.
+    # `kernel[grid](...)` takes 80 µs of host time to find the compiled variant; the launch itself takes 10 µs. So the
+    # variant is looked up once, and cached. Variants differ by types, None, numbers that are 1 or divisible by 16, and
+    # addresses divisible by 16. Numbers follow from the input's shape, so each shape has its own cache.
     compiled = tiling.compiled.get(variant)
     if compiled is None:
         from client.ops.triton import kernels  # noqa: PLC0415 - needs Triton
@@ -108,10 +108,10 @@ def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
 
 
 class Pass:
-    """One pass, with its buffers: `forward` is the buffer of its forward pass, None for a forward pass.
+    """One pass, with its buffers. A backward pass also reads `forward`, the buffer of its forward pass.
 
-    `ranks` rows take part in its round; `gathers`: whether other ranks send some of them. Inputs are dense. Their
-    layout may differ between the passes, but a gradient has that of its input.
+    Its round has `ranks` rows; `gathers`: whether other ranks send some of them. Inputs are dense. A backward pass may
+    have its input in another layout than the forward pass, but its gradient has the layout of its input.
     """
 
     __slots__ = ("_forward", "blocks", "count", "digest", "flags", "gathers", "ranks", "row", "rows", "tiling", "work")
