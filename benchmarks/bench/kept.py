@@ -1,4 +1,4 @@
-"""Kept: what a benchmark has found, with where and when, as a file beside its page."""
+"""Result of a benchmark, with date, commit and machine, in a file next to the benchmark's page."""
 
 import json
 import os
@@ -17,15 +17,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What one benchmark found.
+    """Result of one benchmark.
 
     Attributes:
         date: of the run, as 2026-11-23.
         commit: of the code.
-        busy: processors that others used just before, or meanwhile, whichever was more.
+        busy: processors in use by other programs, the maximum of just before and during the run.
         machine: processors and versions, in words.
-        command: what was run, with its arguments.
-        found: what it printed with `--json`.
+        command: the command line.
+        found: the output of that command with `--json`.
     """
 
     date: str
@@ -37,13 +37,13 @@ class Kept:
 
     @classmethod
     def now(cls, busy: float, command: str, found: Any) -> Self:
-        """Returns what was found just now, here."""
+        """Returns a result with the present date, commit and machine."""
         today = datetime.now(UTC).date().isoformat()
         return cls(today, _commit(), round(busy, 2), _machine(), command, found)
 
     @classmethod
     def of(cls, name: str) -> Self | None:
-        """Returns what is kept of a benchmark; None of one that has not been run."""
+        """Returns the saved result of a benchmark; None if it has not been run."""
         path = _path(name)
         return cls(**json.loads(path.read_text())) if path.exists() else None
 
@@ -53,7 +53,7 @@ class Kept:
 
     @property
     def caption(self) -> str:
-        """Where the figures are from, a sentence or two."""
+        """Command, date, commit and machine of the figures, in words."""
         others = f"{self.busy:g} processors in use by others"
         state = others if self.busy <= QUIET else f"**on a busy machine**, with {others}"
         return f"`{self.command}`, {self.date}, commit {self.commit}, {state}. {self.machine}."
@@ -64,7 +64,7 @@ def _path(name: str) -> Path:
 
 
 def _commit() -> str:
-    """Returns the commit, and whether code has changed since; pages change with each benchmark."""
+    """Returns the commit, with "-dirty" if a Python file differs; pages differ after each benchmark."""
     name = _git("rev-parse", "--short=7", "HEAD")
     return f"{name}-dirty" if _git("status", "--porcelain", "--", "*.py") else name
 

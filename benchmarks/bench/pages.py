@@ -1,4 +1,4 @@
-"""Pages: puts tables between their marks."""
+"""Write each table between the marks of its page."""
 
 from pathlib import Path
 
@@ -9,15 +9,15 @@ BEGIN, END = "<!-- scripts/bench writes this -->\n", "<!-- until here -->\n"
 
 
 def page_of(name: str) -> Path:
-    """Returns where the page of a benchmark is."""
+    """Returns the path of a benchmark's page."""
     return ROOT / "benchmarks" / name / "README.md"
 
 
 def written(name: str, text: str, kept: Kept) -> str:
-    """Returns the text of a page with the table of what is kept.
+    """Returns the text of a page with the table of a saved result.
 
     Raises:
-        ValueError: it has no marks.
+        ValueError: the text has no marks.
     """
     before, begins, rest = text.partition(BEGIN)
     _, ends, behind = rest.partition(END)

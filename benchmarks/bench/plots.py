@@ -1,4 +1,4 @@
-"""Plots: the figures that matter most, as drawings that are readable in light and in dark."""
+"""The main figures as SVG bar charts, for light and dark backgrounds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ FOLDER = ROOT / "docs" / "plots"
 
 WIDTH, LEFT, RIGHT, TOP, BAR, GAP, GROUP_GAP = 720, 250, 70, 44, 16, 3, 14
 
-# The colours of the series, which also differ in brightness; a reader's own setting chooses light or dark.
+# The colours of the series also differ in brightness; the reader's setting chooses light or dark.
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1f2328 }
 .title { font-weight: 600; font-size: 15px }
@@ -34,10 +34,10 @@ class Plot:
     """Bars in groups.
 
     Attributes:
-        title: what is drawn, with its unit.
+        title: the plotted quantity, with its unit.
         groups: the values of each group by series; all have the same series.
-        line: a value to compare with, and what it is; None for none.
-        note: where the figures are from.
+        line: a reference value and its label, drawn as a line; or None.
+        note: date and commit of the figures.
     """
 
     title: str
@@ -46,7 +46,7 @@ class Plot:
     note: str
 
     def in_svg(self) -> str:
-        """Returns the drawing."""
+        """Returns the plot as SVG."""
         series = list(dict.fromkeys(name for values in self.groups.values() for name in values))
         highest = max(
             [value for values in self.groups.values() for value in values.values()] + [(self.line or (0,))[0]]
@@ -120,7 +120,7 @@ PLOTS = {"train_step": _step, "round_trip": _transports, "layer": _shapes}
 
 
 def drawn() -> dict[str, str]:
-    """Returns the drawings of what is kept, by the name of the benchmark."""
+    """Returns the plots of the saved results, by the name of the benchmark."""
     found = {}
     for name, plot in PLOTS.items():
         if kept := Kept.of(name):
@@ -131,7 +131,7 @@ def drawn() -> dict[str, str]:
 
 
 def write() -> None:
-    """Writes the drawings."""
+    """Writes the plots."""
     FOLDER.mkdir(exist_ok=True)
     for name, text in drawn().items():
         (FOLDER / f"{name}.svg").write_text(text)

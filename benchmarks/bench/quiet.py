@@ -1,4 +1,4 @@
-"""Quiet: how busy the machine is, and the wait until it is not."""
+"""Measure how busy the machine is, and wait until it is quiet."""
 
 import os
 import time
@@ -8,14 +8,14 @@ from typing import Self
 
 SAMPLE_SECONDS = 5.0
 
-# Processors that others may use; above it a figure is marked.
+# Processors that other programs may use; if they use more, the page says that the machine was busy.
 QUIET = 0.3
 
 
 def busy_processors(seconds: float = SAMPLE_SECONDS) -> float:
-    """Returns how many processors were busy, on average over so many seconds, whoever used them.
+    """Returns how many processors all programs used, on average over so many seconds.
 
-    The load average would tell of a benchmark for minutes after its end.
+    The load average would still contain a benchmark for minutes after its end.
     """
     worked, total = _ticks()
     time.sleep(seconds)
@@ -24,7 +24,7 @@ def busy_processors(seconds: float = SAMPLE_SECONDS) -> float:
 
 
 def wait_until_quiet(most_seconds: float) -> float:
-    """Returns how many processors were busy in the last sample: as soon as that is `QUIET`, or when time is over."""
+    """Waits for a sample of at most `QUIET` busy processors, or until the time is over; returns the last sample."""
     end = time.monotonic() + most_seconds
     while (busy := busy_processors()) > QUIET and time.monotonic() < end:
         pass
@@ -32,7 +32,7 @@ def wait_until_quiet(most_seconds: float) -> float:
 
 
 class Others:
-    """Measures the processors that others use: all work of the machine, less that of this process and its descendants.
+    """Measures the processors that other programs use: all but this process and its descendants.
 
     Attributes:
         processors: on average, from entering to leaving.
@@ -54,7 +54,7 @@ class Others:
 
 
 def _ticks_of_family() -> int:
-    """Returns the ticks of this process and its descendants, those that have ended and were waited for included."""
+    """Returns the ticks of this process and its descendants, including ended ones that were waited for."""
     spent, parents = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
@@ -69,7 +69,7 @@ def _ticks_of_family() -> int:
 
 
 def _ticks() -> tuple[int, int]:
-    """Returns the ticks of all processors together since the start: at work, and at all."""
+    """Returns the ticks of all processors together since the system's start: busy, and in total."""
     fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     _, _, _, idle, waiting_for_disks, *_ = fields
     return sum(fields) - idle - waiting_for_disks, sum(fields)

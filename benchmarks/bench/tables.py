@@ -1,4 +1,4 @@
-"""Tables: what the page of each benchmark shows of what it found."""
+"""Table of each benchmark's page, made from its result."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,13 +11,13 @@ Cells = Sequence[str]
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """How a benchmark is run, and shown.
+    """Arguments of a benchmark, and the table of its result.
 
     Attributes:
-        arguments: beside `--json`.
+        arguments: of the command line, without `--json`.
         heads: of the columns.
-        rows: the cells, from what was found.
-        below: a second table of what was found; it is left out while it has no rows.
+        rows: the cells, made from the result.
+        below: a second table of the same result, left out if it has no rows.
     """
 
     arguments: str

@@ -1,9 +1,9 @@
-"""CUDA: a synchronised layer in several processes on one GPU, beside `torch.nn.SyncBatchNorm` on the same GPU.
+"""Time of a synchronised layer in several processes on one GPU, relative to `torch.nn.SyncBatchNorm` there.
 
-NCCL refuses two members on one device, so torch's layer exchanges over gloo, as ours does over ipc: through the host.
-Both take turns in one run, call by call; the claim is the ratio of medians, not a time. CUDA events tell the device's
-time from the start of forward to the end of backward, its waits included; torch's profiler, in calls of their own, how
-much of the time in which the device works is spent on copies to the host.
+NCCL refuses two members on one device, so torch's layer exchanges over gloo and ours over ipc, both through the
+host. The layers alternate call by call, and the result is the ratio of their medians. CUDA events measure the device's
+time from the start of forward to the end of backward, with its waits. Torch's profiler measures in further calls how
+much of its busy time the device spends on copies to and from the host.
 """
 
 import argparse
@@ -126,11 +126,11 @@ def _member(
     queue.put(found)
     queue.close()
     queue.join_thread()
-    os._exit(0)  # to tear gloo's groups down may wait for one of their threads, for ever
+    os._exit(0)  # shutting down gloo may wait for one of its threads for ever
 
 
 def _timed(layer: nn.Module, x: Tensor, factors: Tensor) -> tuple[float, float, Tensor]:
-    """Returns the milliseconds by the device's clock and by the wall's, and the output."""
+    """Returns the milliseconds by the device's clock and by the host's, and the output."""
     x.grad = None
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
@@ -145,7 +145,7 @@ def _timed(layer: nn.Module, x: Tensor, factors: Tensor) -> tuple[float, float, 
 
 
 def _copies(layer: nn.Module, x: Tensor, factors: Tensor) -> dict[str, float]:
-    """Returns the milliseconds per call in which the device works, and which share of them copies take, each way."""
+    """Returns the busy milliseconds of the device per call, and the share of copies to and from the host in them."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(PROFILED):
             _timed(layer, x, factors)

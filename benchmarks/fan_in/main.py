@@ -1,8 +1,8 @@
-"""Fan-in: what a round costs where many members share one master.
+"""Duration of a round with many members on one server.
 
-The members are simulated by one process: real sessions, each over a ZeroMQ socket of its own, as many member processes
-would have it. The frames of a round are made beforehand; then all contribute, one after the other, and take their
-answers. The server's processor time and memory are the operating system's figures.
+One process simulates the members, each a real session over a separate ZeroMQ socket, as with one process per member.
+It encodes the frames of a round before the clock starts. Then all members contribute, one after the other, and receive
+their answers. The server's processor time and memory are the operating system's figures.
 """
 
 import argparse

@@ -39,8 +39,8 @@ OUTAGE_SECONDS = 0.02
 CHANNELS = 64
 STEPS = 3
 
-# The server looks for mismatches at this interval, and ranks send heartbeats once a second. Faults are spread over
-# these, or all of them would meet the same moment.
+# The server searches for mismatches at one interval, and ranks send heartbeats at the other. Faults are spread over
+# them, or all would hit the same moment within an interval.
 TICK_SECONDS, HEARTBEAT_SECONDS = 0.25, 1.0
 
 
@@ -88,7 +88,7 @@ def _wait_for_a_dead_rank(pipe: Pipe, endpoint: str, job: str, rank: int, ranks:
         try:
             slave.run_slave(_rows())
         except ReplicaLost:
-            pipe.send(time.monotonic())  # all processes of a machine have one such clock
+            pipe.send(time.monotonic())  # this clock is the same in all processes of a machine
 
 
 def mismatches(repetitions: int) -> list[float]:
@@ -127,7 +127,7 @@ def restarts(repetitions: int) -> list[float]:
     """Returns the seconds from `listening on` until all ranks have completed a round, of each restart."""
     with _socket() as endpoint, _ranks(2, _exchange_without_pause, endpoint, "restart") as ranks:
         pipes = [pipe for _, pipe in ranks]
-        _restart(endpoint, pipes)  # the first start, which has the ranks' own in it
+        _restart(endpoint, pipes)  # the first start includes the start of the ranks
         return [_restart(endpoint, pipes) for _ in range(repetitions)]
 
 
@@ -136,7 +136,7 @@ def _restart(endpoint: str, pipes: list[Pipe]) -> float:
     with _server(endpoint) as listening:
         ends = []
         for pipe in pipes:
-            while (end := _receive(pipe)) < began:  # of a slow round before
+            while (end := _receive(pipe)) < began:  # an earlier slow round
                 pass
             ends.append(end)
         time.sleep(UP_SECONDS)
@@ -148,7 +148,7 @@ def _exchange_without_pause(pipe: Pipe, endpoint: str, job: str, rank: int, rank
     last = 0.0
     while True:
         slave.run_slave(_rows())
-        if (now := time.monotonic()) - last > OUTAGE_SECONDS:  # to send each would fill the pipe, and pause
+        if (now := time.monotonic()) - last > OUTAGE_SECONDS:  # sending each would fill the pipe, and block
             pipe.send(now)
         last = now
 
@@ -159,8 +159,8 @@ def _rows() -> Rows:
 
 @contextmanager
 def _ranks(number: int, program: Callable[..., None], endpoint: str, job: str) -> Iterator[list[tuple[int, Pipe]]]:
-    """Starts so many ranks; gives the process id of each and a pipe to it, and kills them."""
-    # A process that has loaded everything forks them: that takes milliseconds, and nothing is inherited from this one.
+    """Starts ranks, yields the process id of each and a pipe to it, and kills them afterwards."""
+    # A fork server that has loaded `client` forks them within milliseconds; they inherit nothing from this process.
     starter = multiprocessing.get_context("forkserver")
     starter.set_forkserver_preload(["client"])
     pairs = [starter.Pipe() for _ in range(number)]
@@ -193,7 +193,7 @@ def _socket() -> Iterator[str]:
 
 @contextmanager
 def _server(endpoint: str) -> Iterator[float]:
-    """Runs a server; gives the time when it began to listen, and kills it."""
+    """Runs a server, yields the time when it began to listen, and kills it afterwards."""
     arguments = [sys.executable, "-m", "server", "--bind", endpoint, "--log-level", "error"]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:  # noqa: S603 - our own server
         if process.stdout is None or not process.stdout.readline():

@@ -1,6 +1,6 @@
-"""One report that answers what only a GPU can answer; `scripts/gpu-report` runs it, see README.md beside this file.
+"""Report of the checks and measurements that need a GPU; `scripts/gpu-report` writes it, see README.md in this folder.
 
-Each step is a module of `steps` and runs in a process of its own, so that a crash or a hang costs that step alone.
-`runner` starts and ends the processes, `child` is what runs in them, and `step` is what a step records with. `results`
-holds what is known so far in one file, and `words` writes the report from it.
+Each step is a module of `steps` and runs in a separate process, so that a crash or a hang affects no other step.
+`runner` starts and ends the processes, `child` is their main program, and a step records its results by `step`.
+`results` keeps the results of all steps in one file, and `words` writes the report from it.
 """

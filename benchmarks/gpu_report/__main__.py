@@ -13,13 +13,13 @@ from gpu_report.results import PASSED, Result, Results, replace
 from gpu_report.runner import ROOT, Runner
 from gpu_report.steps import PLANS, TOTAL_SECONDS, Plan
 
-# Exit status of the process that asks torch for a CUDA device, where there is none.
+# Exit status of the process that asks torch for a CUDA device, if there is none.
 NO_DEVICE = 75
 ASKS_FOR_DEVICE = f"import sys, torch; sys.exit(0 if torch.cuda.is_available() else {NO_DEVICE})"
 
 
 def main() -> None:
-    """Runs, saves and ends with status 0 if all passed, 1 if something failed, 2 if it was called wrongly."""
+    """Runs steps and saves the report; exits with 0 if all passed, 1 if something failed, 2 if an argument is wrong."""
     parser = argparse.ArgumentParser(
         prog="scripts/gpu-report",
         description="Runs the steps of the GPU report, and writes results.json and report.md after each.",
@@ -58,9 +58,9 @@ def report(runner: Runner, plans: Sequence[Plan], results: Results, all_plans: S
 
     Args:
         runner: how they are run.
-        plans: of the steps to run.
-        results: of earlier calls, to which those of this one are added.
-        all_plans: of which the report names those that are missing.
+        plans: the steps to run.
+        results: the results of earlier calls; new ones are added to them.
+        all_plans: all steps; the report lists the missing ones.
     """
     signal.signal(signal.SIGTERM, _interrupted)
     results.folder.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ def _seconds(text: str) -> float:
 
 
 def _interrupted(*_: object) -> NoReturn:
-    """The step's processes end with this one."""
+    """Raises in the main thread, whose `finally` blocks end the step's process."""
     raise KeyboardInterrupt
 
 

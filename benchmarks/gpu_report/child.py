@@ -13,7 +13,7 @@ from gpu_report.step import MAX_CHARACTERS, Step
 
 
 def main() -> None:
-    """Runs the step; its last record says that it ended, or what it raised."""
+    """Runs the step; the last record says that the step ended, or has the traceback."""
     parser = argparse.ArgumentParser()
     parser.add_argument("module")
     parser.add_argument("records", type=Path)
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--stand-in", action="store_true")
     parser.add_argument("--plant", default="")
     options = parser.parse_args()
-    # The process that forks a step's ranks loads these once. Not at import: tests that import us have their own list.
+    # The fork server of ranks loads these once. Not at import: tests that import this module set their own list.
     starter = multiprocessing.get_context("forkserver")
     starter.set_forkserver_preload(["client", "gpu_report.networks", "torch._dynamo"])
     status = 0
@@ -32,12 +32,12 @@ def main() -> None:
             with planted(options.plant):
                 module.run(step)
             step.record("ended")
-        except BaseException:  # noqa: BLE001 - SystemExit too is no way to end a step
+        except BaseException:  # noqa: BLE001 - a step may not end by SystemExit
             text = traceback.format_exc()
             print(text, file=sys.stderr)
             step.record("raised", text=text[-MAX_CHARACTERS:])
             status = 1
-    # Everything is recorded. Process groups and CUDA contexts may hang or crash while the interpreter takes them apart.
+    # Everything is recorded. Process groups and CUDA contexts may hang or crash when the interpreter destroys them.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -1,6 +1,6 @@
-"""Measuring: what a computation costs the host and the device, by torch's profiler, CUDA's events and the clock.
+"""Cost of a computation on the host and the device, by torch's profiler, CUDA's events and the clock.
 
-On the CPU, which stands in for the GPU, each figure is what comes nearest: operators for launches, reads of values for
+On the CPU, which stands in for the GPU, similar figures replace these: operators for launches, reads of values for
 synchronisations, allocated bytes for the peak.
 """
 
@@ -25,13 +25,13 @@ READS = frozenset({"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonze
 
 @dataclass(frozen=True)
 class Counts:
-    """What the profiler has seen, per run.
+    """Counts of the profiler, per run.
 
     Attributes:
         launches: kernels, and the device's filling of memory.
         copies: from host to device, back, or within one.
         to_host: of these, the ones from device to host.
-        waits: of the host for the device, an event or a stream of it, whether it asked for that or read a value.
+        waits: of the host for the device, a stream or an event, by a call that waits or by reading a value.
         busy: microseconds of kernels and copies on the device.
     """
 
@@ -43,17 +43,17 @@ class Counts:
 
 
 def wait_for(device: torch.device) -> None:
-    """Waits until the device has done what it was given."""
+    """Waits until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def counted(device: torch.device, run: Callable[[], object], runs: int) -> tuple[Counts, profile]:
-    """Runs something in the profiler; returns what it costs, and the profile itself.
+    """Runs a function in the profiler; returns its counts, and the profile itself.
 
     Args:
-        device: on which it runs.
-        run: what is run.
+        device: on which the function runs.
+        run: the function.
         runs: how often.
     """
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
@@ -90,9 +90,9 @@ def _counts(events: list[torch.autograd.profiler_util.FunctionEvent], runs: int,
 
 
 def check_counts(step: Step) -> None:
-    """Checks that a launch, a copy to the host and both kinds of waits are counted; else no count is to be trusted."""
+    """Checks that a launch, a copy to the host and both kinds of waits are counted; else all counts are wrong."""
     x = torch.ones(8, device=step.device)
-    counted(step.device, x.sum, 1)  # the first profile loads what it needs
+    counted(step.device, x.sum, 1)  # the first profile loads libraries
     counts, _ = counted(step.device, lambda: x.sum().item(), 2)
     step.check("the profiler sees a launch and the read of a value", counts.launches and counts.waits >= 1, counts)
     if step.device.type == "cuda":
@@ -102,7 +102,7 @@ def check_counts(step: Step) -> None:
 
 
 def host_microseconds(device: torch.device, run: Callable[[], object], runs: int) -> float:
-    """Returns the median time in which the host hands a run to the device, which has nothing else to do."""
+    """Returns the median time in which the host submits a run to the idle device."""
     times = []
     for _ in range(runs):
         wait_for(device)
@@ -114,7 +114,7 @@ def host_microseconds(device: torch.device, run: Callable[[], object], runs: int
 
 
 def device_microseconds(device: torch.device, run: Callable[[], object], runs: int) -> float:
-    """Returns the median time from a run's begin to its end on the device, one behind the other, with all gaps."""
+    """Returns the median time of consecutive runs on the device, with the gaps within a run."""
     if device.type != "cuda":
         return host_microseconds(device, run, runs)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
@@ -127,7 +127,7 @@ def device_microseconds(device: torch.device, run: Callable[[], object], runs: i
 
 
 def peak_bytes(device: torch.device, run: Callable[[], object]) -> float:
-    """Returns how much memory of the device a run takes at most, beside what was allocated before."""
+    """Returns the most device memory that a run allocates."""
     if device.type != "cuda":
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             run()

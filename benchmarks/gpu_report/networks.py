@@ -1,4 +1,4 @@
-"""A small network for the steps that train one, and how far two ways to compute it may be apart."""
+"""A small network for the steps that train one, and the rounding errors that its results may have."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ KERNEL = 3
 class Network(nn.Module):
     """Two convolutions with batch norm, and a classifier.
 
-    The activations are smooth: a step of a ReLU's gradient would turn the last bit of its input into a whole gradient.
+    The activations are smooth: near 0 the last bit of a ReLU's input would decide whether its gradient is 0.
     """
 
     def __init__(self) -> None:
@@ -43,8 +43,8 @@ def network(device: torch.device, *, synchronised: bool = True, process_group: A
 
     Args:
         device: of the parameters.
-        synchronised: convert its layers; else they are torch's.
-        process_group: with which they synchronise.
+        synchronised: convert the layers; else they are torch's.
+        process_group: of the converted layers.
     """
     torch.manual_seed(0)
     made = Network()
@@ -62,7 +62,7 @@ def batch(device: torch.device, nr_samples: int, seed: int = 0) -> tuple[Tensor,
 
 
 def compute_exactly() -> None:
-    """Has convolutions computed in float32, as products of matrices are anyway, and in the same order each time."""
+    """Makes convolutions compute in float32, as matrix products do by default, and in the same order each time."""
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
@@ -82,10 +82,10 @@ def roundings(nr_samples: int) -> float:
 
 
 def check_close(found: Tensor, expected: Tensor, nr_roundings: float, what: str) -> float:
-    """Returns the largest difference, in units of what so many roundings of the type may make of the largest value.
+    """Returns the largest difference, as a share of a bound: so many roundings of the largest expected value.
 
     Raises:
-        AssertionError: it is larger than that, or the types differ.
+        AssertionError: the difference exceeds the bound, or types or shapes differ.
     """
     if found.dtype != expected.dtype or found.shape != expected.shape:
         raise AssertionError(

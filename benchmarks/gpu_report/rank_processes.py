@@ -1,7 +1,7 @@
 """Ranks: processes of a step that form a process group on one device.
 
-They are forked by a process that has imported torch and us, and has never touched a device. Every wait has an end: a
-rank that does not answer in time is killed, after it has written where it is.
+A fork server that has imported torch and the client, and has used no device, forks them. Every wait has a deadline: a
+rank that does not answer in time writes its stack and is killed.
 """
 
 import faulthandler
@@ -25,15 +25,15 @@ from torch import distributed
 from gpu_report.child import planted
 from gpu_report.step import Step
 
-# Ranks are forked, which CUDA refuses where its runtime was asked for devices before; NVML may be asked.
+# CUDA refuses to work in a fork of a process whose CUDA runtime has been initialised; NVML does not initialise it.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 STARTER = multiprocessing.get_context("forkserver")
 
-# A rank that is late says where it is this long before it is killed.
+# A late rank writes its stack this long before it is killed.
 LAST_WORDS_SECONDS = 2.0
 
-# Ranks end without tearing down their process group, which might wait for a thread of it for ever.
+# For the end of the ranks, which do not shut down their process group: that might wait for a thread for ever.
 END_SECONDS = 2.0
 
 
@@ -47,12 +47,12 @@ class Rank:
 
     Attributes:
         number: of the rank.
-        size: how many there are.
-        device: on which all are.
-        folder: which all share.
-        seconds: how long any wait for the others may take.
-        options: what else the program wants to know.
-        environment: variables that are set before anything else happens.
+        size: how many ranks there are.
+        device: of all ranks.
+        folder: shared by all ranks.
+        seconds: the longest wait for the others.
+        options: further arguments of the program.
+        environment: variables to set before the program runs.
     """
 
     number: int
@@ -65,7 +65,7 @@ class Rank:
 
     @contextmanager
     def process_group(self, backend: str) -> Iterator[Any]:
-        """Makes torch's default process group, and gives it."""
+        """Makes and yields torch's default process group."""
         store = distributed.FileStore(str(self.folder / "store"), self.size)
         timeout = timedelta(seconds=self.seconds)
         distributed.init_process_group(backend, store=store, rank=self.number, world_size=self.size, timeout=timeout)
@@ -81,18 +81,18 @@ def on_ranks(
     environments: Sequence[Mapping[str, str]] = (),
     **options: Any,
 ) -> list[Any]:
-    """Runs a program on each rank; returns what each returned, in their order.
+    """Runs a program on each rank; returns their results in rank order.
 
     Args:
-        step: that wants it.
-        program: a function of a module. Its result is pickled.
+        step: the calling step.
+        program: a function at the top level of a module. Its result is pickled.
         size: how many ranks.
-        seconds: for all of it.
-        environments: a rank's variables each.
+        seconds: for all ranks together.
+        environments: the variables of each rank.
         options: for the program.
 
     Raises:
-        RankFailed: a rank did not return anything.
+        RankFailed: a rank returned no result.
     """
     deadline = time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="gpu-report-ranks-", ignore_cleanup_errors=True) as folder:
@@ -143,14 +143,14 @@ def _answer(connection: Connection, number: int, deadline: float) -> tuple[str, 
 
 
 def _run(program: Callable[[Rank], Any], rank: Rank, plant: str, connection: Connection) -> None:
-    """Runs in a rank; it ends when the step has all answers, since others may still need it."""
+    """Main program of a rank; the rank ends when the step has all answers, since other ranks may still need it."""
     faulthandler.dump_traceback_later(rank.seconds)
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **rank.environment})
     torch.set_num_threads(1)
     try:
         with planted(plant):
             answer = "returned", pickle.dumps(program(rank))
-    except BaseException:  # noqa: BLE001 - the step says so
+    except BaseException:  # noqa: BLE001 - the step reports it
         answer = "raised", traceback.format_exc()
     with suppress(OSError):  # the step may have given up
         connection.send(answer)

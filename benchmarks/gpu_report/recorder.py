@@ -1,7 +1,7 @@
-"""Recorder: a stand-in for a CUDA graph on the CPU.
+"""A stand-in for a CUDA graph on the CPU.
 
-As a graph, it replays the operators that ran while it recorded, on the same memory, without running Python again; and
-it raises when the host reads a tensor. Unlike a graph, it also runs the operators while it records them.
+Like a graph, it replays the recorded operators on the same memory without running Python again, and raises when the
+host reads a tensor. Unlike a graph, it also runs the operators while it records them.
 """
 
 from types import TracebackType
@@ -16,7 +16,7 @@ from support.no_host import host_looks_at_nothing
 
 
 class Recorder(TorchDispatchMode):
-    """Operators, in their order."""
+    """Records operators in their order."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Float64 reference of synchronised batch norm, and how far a correct result of a narrower type may be from it.
+"""Float64 reference of synchronised batch norm, and the error that a correct result may have.
 
 The reference is the definition, written with torch's plain operators in float64 and differentiated by autograd; it uses
 no code of this project. The allowed error of a result follows from the types alone:
@@ -22,10 +22,10 @@ from torch import Tensor
 EPS = 1e-5
 MOMENTUM = 0.1
 
-# Subtract, scale, weigh and add, for each of the gradient's two terms; the vectors among them are rounded before that.
+# Subtract, scale, weigh and add, for each of the gradient's two terms, and the roundings of the vectors in them.
 STEPS = 12
 
-# Square, sum, square of the sum, quotient and difference, each of them for both sums.
+# Square, sum, square of the sum, quotient and difference, for both sums.
 DIFFERENCE = 10
 
 
@@ -39,7 +39,7 @@ class Expected:
 
     Attributes:
         value: shape (C,) or (C, values per channel), float64.
-        error: how far from that a correct result may be; of the same shape.
+        error: the largest error of a correct result, of the same shape.
         dtype: the type of the result.
     """
 
@@ -71,7 +71,7 @@ def expected(
     """Returns output, gradients and running statistics of one call of a fresh layer in training.
 
     Args:
-        x: the whole batch, shape (N, C, *), as it goes into the layer. All is computed on its device.
+        x: the whole batch, shape (N, C, *), in the layer's type. The reference is computed on its device.
         grad: of the output.
         weight: shape (C,), or None.
         bias: shape (C,), or None.
@@ -108,7 +108,7 @@ class _Call:
         self.output.backward(self.grad)
 
     def results(self, narrow: torch.dtype) -> dict[str, Expected]:
-        """Returns what each result has to be for an input of this type."""
+        """Returns the expected results for an input of this type."""
         compute = torch.float64 if narrow == torch.float64 else torch.float32
         unit = torch.finfo(compute).eps / 2
         unit64 = DIFFERENCE * torch.finfo(torch.float64).eps / 2
@@ -157,7 +157,7 @@ def distances(found: dict[str, Tensor], expected: dict[str, Expected]) -> dict[s
     """Returns the largest error of each result, in units of the allowed one.
 
     Raises:
-        TooFar: not every result that is expected was found, or one is more than the allowed error away.
+        TooFar: the names differ, or a result exceeds its allowed error.
     """
     if found.keys() != expected.keys():
         raise TooFar(f"expected {', '.join(sorted(expected))}, got {', '.join(sorted(found))}")

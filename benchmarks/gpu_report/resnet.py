@@ -10,10 +10,10 @@ MakeNorm = Callable[[int], nn.Module]
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions beside a shortcut.
+    """Three convolutions and a shortcut.
 
-    The last scale of the branch begins at 0, so that a new network passes its input on: then two ways to normalise it
-    stay near each other through all of its depth.
+    The last scale of the branch starts at 0, so that each block of a new network returns its input: rounding
+    differences between two kinds of layers then do not grow with the depth.
     """
 
     def __init__(self, channels: int, width: int, stride: int, norm: MakeNorm) -> None:

@@ -1,4 +1,4 @@
-"""Results: what the steps have found so far, in `results.json`, and which files of theirs are beside it."""
+"""Results of all steps so far, in `results.json`, and the files of the steps in the same folder."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-# Of a folder that travels: with results.json and report.md.
+# Of the report's folder, which users send; results.json and report.md count too.
 MAX_FILES = 8
 MAX_BYTES = 16 << 20
 OWN_FILES = ("results.json", "report.md")
@@ -19,13 +19,13 @@ PASSED = "passed"
 
 @dataclass
 class Result:
-    """What one step has found.
+    """Result of one step.
 
     Attributes:
         outcome: `PASSED`, or in words how it failed.
         started: date and time, UTC.
         seconds: how long it ran.
-        limit: after how many seconds it would have been ended.
+        limit: the time limit in seconds.
         commit: of this repository.
         stand_in: the CPU stood in for the GPU.
         plant: the fault that a test planted; empty in a real report.
@@ -35,7 +35,7 @@ class Result:
         figures: each with `name`, `value`, `unit` and `of`.
         notes: remarks.
         files: names of its files in the report's folder.
-        log: the end of what it wrote to its standard output and error, if it did not pass.
+        log: the end of its standard output and error, if it did not pass.
     """
 
     outcome: str
@@ -68,7 +68,7 @@ class Results:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Returns what earlier calls have found.
+        """Returns the results of earlier calls.
 
         Raises:
             ValueError: `results.json` is not one of this program.
@@ -88,7 +88,7 @@ class Results:
         return cls(folder, steps)
 
     def save(self) -> None:
-        """Replaces `results.json`; who reads it meanwhile sees the old one or the new one."""
+        """Replaces `results.json` atomically."""
         steps = {name: asdict(result) for name, result in self.steps.items()}
         replace(self.folder / "results.json", json.dumps({"format": FORMAT, "steps": steps}, indent=1) + "\n")
 
@@ -98,7 +98,7 @@ class Results:
         Args:
             name: of the step.
             result: without its files.
-            written: the folder with the step's files, of which those that fit are moved.
+            written: the folder with the step's files; those within the limits are moved.
         """
         if earlier := self.steps.get(name):
             for file in earlier.files:
@@ -122,7 +122,7 @@ class Results:
 
 
 def replace(path: Path, text: str) -> None:
-    """Writes a file so that nobody sees half of it."""
+    """Replaces a file atomically."""
     fresh = path.with_name(path.name + ".new")
     fresh.write_text(text)
     os.replace(fresh, path)  # noqa: PTH105 - Path.replace is the same

@@ -1,6 +1,6 @@
-"""Runner: starts the process of each step, ends it at its limit, and collects what it has recorded until then.
+"""Start the process of each step, end it at its time limit, and collect its records.
 
-A step that ends early leaves its time to the later ones; each has at least its share.
+The unused time of a step extends the limits of the later ones; each has at least its share.
 """
 
 import json
@@ -23,10 +23,10 @@ from gpu_report.steps import PLANS, TOTAL_SECONDS, Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# For what no step has a share of, such as the first import of torch.
+# For work outside of the steps' shares, such as the first import of torch.
 SPARE_SECONDS = TOTAL_SECONDS - sum(plan.seconds for plan in PLANS)
 
-# In which a process that is killed ends.
+# For the end of a killed process.
 KILL_SECONDS = 10.0
 
 # Fields that each kind of record must have, and their types.
@@ -42,13 +42,13 @@ RECORDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 
 @dataclass(frozen=True)
 class Runner:
-    """How steps are run.
+    """Runs steps, each in a process.
 
     Attributes:
-        seconds: for all steps together, were all of them run.
+        seconds: for all steps together; if only some run, they get their shares.
         stand_in: the CPU stands in for the GPU.
         plant: `MODULE:NAME` of a context manager that is entered in each process; for tests.
-        begun: when the time began to run, by the monotonic clock.
+        begun: the start of these seconds, by the monotonic clock.
     """
 
     seconds: float = TOTAL_SECONDS
@@ -60,7 +60,7 @@ class Runner:
         """Runs steps one after another.
 
         Args:
-            plans: of the steps.
+            plans: the steps.
             done: called after each, with its result and the folder of its files, which is removed afterwards.
         """
         scale = self.seconds / TOTAL_SECONDS
@@ -80,7 +80,7 @@ class Runner:
         command = [sys.executable, "-m", "gpu_report.child", plan.full_module, str(records), str(written)]
         command += ["--stand-in"] * self.stand_in + [f"--plant={self.plant}"] * bool(self.plant)
         started, begin = datetime.now(UTC), time.monotonic()
-        # More threads than small shapes can use only get in each other's way.
+        # Small shapes are slower with more threads.
         environ = {**os.environ, "OMP_NUM_THREADS": "1"} if self.stand_in else None
         with log.open("wb") as stream:
             status = ended_within(limit, command, stream, environ)
@@ -105,16 +105,16 @@ class Runner:
 
 
 def ended_within(limit: float, command: list[str], log: Any, environ: dict[str, str] | None = None) -> int | None:
-    """Runs a command in a process group of its own, of which nothing is left afterwards.
+    """Runs a command in a new process group, and kills all of the group afterwards.
 
     Args:
         limit: in seconds.
         command: the program and its arguments.
         log: file of its standard output and error.
-        environ: its environment; None for that of this process.
+        environ: its environment; None: the environment of this process.
 
     Returns:
-        The exit status, that of a signal negative; None if it was ended at the limit.
+        The exit status, negative after a signal; None if it was killed at the limit.
     """
     process = subprocess.Popen(  # noqa: S603 - of this project
         command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
@@ -126,7 +126,7 @@ def ended_within(limit: float, command: list[str], log: Any, environ: dict[str, 
     finally:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # a driver that hangs may hold it for ever
+        with suppress(subprocess.TimeoutExpired):  # a hung driver may keep it for ever
             process.wait(timeout=KILL_SECONDS)
 
 
@@ -139,7 +139,7 @@ def end_of(log: Path) -> str:
 
 @dataclass
 class Recorded:
-    """What a step has recorded; foreign lines are counted and left out."""
+    """Records of a step; invalid lines are only counted."""
 
     device: str = ""
     raised: str = ""
@@ -151,7 +151,7 @@ class Recorded:
 
     @classmethod
     def read(cls, path: Path) -> "Recorded":
-        """Reads a file of records, the last of which may be cut off."""
+        """Reads a file of records; the last line may be cut off."""
         found = cls()
         for line in path.read_text(errors="replace").splitlines():
             found._add(line)
@@ -184,7 +184,7 @@ class Recorded:
                 setattr(self, kind, record["text"])
 
     def outcome(self, status: int | None, limit: float) -> str:
-        """Returns `PASSED`, or what went wrong first.
+        """Returns `PASSED`, or the first fault.
 
         Args:
             status: as `ended_within` returns it.
@@ -197,7 +197,7 @@ class Recorded:
         return PASSED if self.checks else "checked nothing"
 
     def _fault(self, status: int | None, limit: float) -> str:
-        """Returns why its process did not end as it should; empty if it did."""
+        """Returns why the step's process failed; empty if it did not."""
         if status is None:
             return f"ended at its limit of {limit:.0f} s"
         if status < 0:

@@ -1,4 +1,4 @@
-"""Step: what a step of the report knows, and what it records with.
+"""Arguments of a running step of the report, and the methods by which it records its results.
 
 Example usage:
 
@@ -6,7 +6,7 @@ Example usage:
         x = torch.randn(step.pick((32, 64, 112, 112), (2, 4, 5, 5)), device=step.device)
         step.figure("host", microseconds(x), "µs", shape="(32, 64, 112, 112)", layer="plain")
         step.check("the output is float32", layer(x).dtype == torch.float32)
-        with step.attempt("autocast"):  # an exception is a failed check, and the step goes on
+        with step.attempt("autocast"):  # an exception is a failed check, and the step continues
             assert_close(under_autocast(x), expected)
 """
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Of each text: a report is for reading.
+# Of each text, so that the report stays readable.
 MAX_CHARACTERS = 4000
 
 
 class Step:
-    """Handle of a running step; each record is in the file at once, so a step that is killed loses none.
+    """Handle of a running step. It writes each record to the file at once, so a killed step loses none.
 
     Args:
         stand_in: the CPU stands in for the GPU, and small shapes for large ones.
         output: an empty folder for files of the step. The runner moves them into the report's folder, and drops those
             that are too many or too large.
         records: where the records go, a line of JSON each.
-        plant: `MODULE:NAME` of the context manager that the process is in, for the processes that the step starts.
+        plant: `MODULE:NAME` of the context manager that a test plants in the processes of the step.
 
     Attributes:
         stand_in: as given.
@@ -52,12 +52,12 @@ class Step:
 
     @cached_property
     def device(self) -> "torch.device":
-        """The first CUDA device, which becomes the current one; the CPU where it stands in.
+        """The first CUDA device, which becomes the current one; the CPU for a stand-in.
 
         Raises:
             RuntimeError: there is no CUDA device.
         """
-        import torch  # noqa: PLC0415 - a step may do without
+        import torch  # noqa: PLC0415 - not every step needs torch
 
         if self.stand_in:
             self.record("device", text="CPU")
@@ -68,7 +68,7 @@ class Step:
         return device
 
     def pick(self, real: T, stand_in: T) -> T:
-        """Returns the size, or whatever else, for the GPU or for its stand-in."""
+        """Returns the first value on a GPU, and the second one on its stand-in."""
         return stand_in if self.stand_in else real
 
     def check(self, name: str, passed: object, detail: object = "") -> bool:
@@ -84,7 +84,7 @@ class Step:
 
     @contextmanager
     def attempt(self, name: str) -> Iterator[None]:
-        """Records a check that passes unless its body raises; the step goes on behind it either way."""
+        """Records a check that fails if its body raises; the step continues after the block."""
         try:
             yield
         except Exception:  # noqa: BLE001 - it is in the report
@@ -99,7 +99,7 @@ class Step:
             name: what was measured; the heading of a column.
             value: the number; or a text, such as a version.
             unit: such as "µs".
-            of: what it was measured of, such as `shape="(2, 64, 7, 7)"`. Figures of the same make a row of a table.
+            of: the measured case, such as `shape="(2, 64, 7, 7)"`. Figures of the same case form a row of a table.
         """
         if isinstance(value, float) and not math.isfinite(value):
             value = str(value)  # JSON has no such number

@@ -1,6 +1,6 @@
 """Stand-ins on the CPU for the operators that `torch.nn.SyncBatchNorm` computes with, which only CUDA has.
 
-They make torch's function run where there is no GPU, so that the steps which measure it can be tried.
+With them torch's function runs without a GPU, so that the steps that measure it can be tried.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def batch_norm_gather_stats_with_counts(
     eps: float,
     counts: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Those of all ranks together, towards which the running statistics move."""
+    """Mean and inverse deviation over all ranks, with an update of the running statistics."""
     del x
     shares = (counts / counts.sum()).unsqueeze(1)
     mean = (means * shares).sum(0)

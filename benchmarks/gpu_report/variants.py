@@ -1,9 +1,9 @@
 """Four kinds of batch norm, in a process group of one rank: torch's without synchronisation, torch's with it, and ours.
 
-One rank is enough to send every round through NCCL, so launches, copies, synchronisations and the host's time are
-those of a rank among many; only the wait for other ranks is missing. Both layers skip a world of one by themselves:
-torch's function is called without its module, and ours is told that it has company. What this report knows of the
-client's inside is here.
+One rank is enough to send every round through NCCL, so launches, copies, synchronisations and the host's time equal
+those of a rank among many, without the wait for other ranks. Both layers would skip the exchange in a world of one:
+so torch's function is called without its module, and a check of ours is patched. Only this module and `worlds` patch
+internals of the client.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,9 +33,9 @@ class Variant:
     """A kind of batch norm.
 
     Attributes:
-        name: of it, in tables.
+        name: of the kind, in tables.
         make: returns a layer of so many channels, with torch's defaults.
-        entered: context of each forward and backward pass.
+        entered: returns the context of each forward and backward pass.
     """
 
     name: str
@@ -58,9 +58,9 @@ class _TorchsLayer(nn.BatchNorm2d):
 
 @contextmanager
 def in_a_world_of_one(step: Step) -> Iterator[list[Variant]]:
-    """Makes this process the only rank of a group over NCCL, or gloo for the stand-in, and gives the variants in it.
+    """Makes this process the only rank of a group over NCCL, or gloo for the stand-in, and yields the variants in it.
 
-    The groups stay until the process ends, since NCCL may hang while it takes them apart.
+    The groups stay until the process ends, since NCCL may hang when it destroys them.
     """
     backend = step.pick("nccl", "gloo")
     distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)

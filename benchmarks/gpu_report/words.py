@@ -1,4 +1,4 @@
-"""The report in words: what ran, on what, which checks failed, and the figures as tables."""
+"""Text of the report: steps, devices, failed checks, and tables of figures."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ def written(results: Results, plans: Sequence[Plan] = PLANS) -> str:
 
 
 def _marks(results: Results) -> str:
-    """What makes this no report about a GPU."""
+    """Returns warnings about stand-ins and planted faults, whose figures are not a GPU's."""
     stood_in = [name for name, result in results.steps.items() if result.stand_in]
     spoilt = [f"{name} ({result.plant})" for name, result in results.steps.items() if result.plant]
     lines = []
@@ -66,7 +66,7 @@ def _passed(check: dict[str, Any]) -> str:
 
 
 def _figures(figures: Sequence[dict[str, Any]]) -> Iterable[str]:
-    """One table for all figures that are of the same things, in the order in which they came."""
+    """Yields a table for the figures of each kind of case, in the order of the records."""
     tables: dict[tuple[str, ...], dict[tuple[str, ...], dict[str, str]]] = {}
     for figure in figures:
         row = tables.setdefault(tuple(figure["of"]), {}).setdefault(tuple(figure["of"].values()), {})

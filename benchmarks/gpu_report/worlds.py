@@ -1,4 +1,4 @@
-"""Ways to have a layer synchronise with its rows on the device, on one GPU; on its stand-in the rows are on the CPU."""
+"""Contexts in which layers on one GPU synchronise with rows on the device, or on the CPU that stands in for it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ def rows_on(device: torch.device, *, also_over_gloo: bool = False) -> Iterator[N
 
     Args:
         device: of the inputs.
-        also_over_gloo: takes gloo for a backend that gathers on devices.
+        also_over_gloo: treat gloo as a backend that gathers on devices.
     """
     if device.type != "cuda":
         with rows_on_devices():
@@ -33,10 +33,10 @@ def rows_on(device: torch.device, *, also_over_gloo: bool = False) -> Iterator[N
 
 @contextmanager
 def world_of_one(device: torch.device) -> Iterator[Any]:
-    """Gives torch's default process group of this process alone, over NCCL where the device is a GPU.
+    """Yields torch's default process group of this process alone, over NCCL on a GPU.
 
-    Layers that have it for their `process_group` send all their rounds through it, as if there were others. It stays
-    until the process ends, since NCCL may hang while it takes a group apart.
+    Layers with this `process_group` send all their rounds through it, as with more ranks. It stays until the process
+    ends, since NCCL may hang when it destroys a group.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)

@@ -1,9 +1,9 @@
-"""Layer: forward and backward of a synchronised layer beside `nn.BatchNorm2d` on the same slice.
+"""Time of a synchronised layer, forward and backward, relative to `nn.BatchNorm2d` on the same slice.
 
-"alone" is the whole layer (its bookkeeping, autograd and kernels) with an exchange that costs nothing: the in-process
-transport, with one replica that believes it has company. With more members each is a process, and they exchange
-through a server over ipc. Both layers take turns in one run, call by call, so that what else the machine does falls on
-both; the claim is the ratio of medians, not a time. Then `subclasses` measures what converted subclasses cost per call.
+With one member the measurement covers the whole layer (bookkeeping, autograd and kernels) and an exchange that costs
+nothing: a patched layer synchronises over the in-process transport with itself alone. With more members each is a
+process, and they exchange through a server over ipc. The layers alternate call by call, so that other load slows both,
+and the result is the ratio of their medians. Then `subclasses` measures converted subclasses.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def _cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def measure(case: dict[str, Any], calls: int) -> dict[str, Any]:
-    """Returns the case with medians and p99 in milliseconds of both layers, and their peaks of extra memory in MB."""
+    """Returns the case with median and p99 of both layers in milliseconds, and the peak of their tensors in MB."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, _server(folder) as endpoint:
         queue: Queue[tuple[Times, dict[str, float]]] = spawn.Queue()
@@ -149,11 +149,11 @@ def _both_layers(case: dict[str, Any], calls: int, start: "Barrier") -> tuple[Ti
     peaks = {}
     for call in range(WARM_UP + calls + 1):
         turns = list(steps.items())
-        for way, run in turns if call % 2 else reversed(turns):  # who comes after whom makes a difference
+        for way, run in turns if call % 2 else reversed(turns):  # the order makes a difference
             if call == WARM_UP + calls:
                 peaks[way] = _peak(run)
                 continue
-            start.wait()  # or who is early would wait within the exchange for who is still at torch's
+            start.wait()  # else an early member's exchange would include its wait for the others
             started = time.perf_counter()
             run()
             if call >= WARM_UP:
@@ -172,7 +172,7 @@ def _step(layer: nn.Module, x: Tensor, grad: Tensor) -> Callable[[], None]:
 
 
 def _peak(run: Callable[[], None]) -> float:
-    """Returns how many MB of tensors a step holds at most beyond what it found."""
+    """Returns the peak of the tensors that a step allocates, in MB."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
     held = peak = 0

@@ -1,7 +1,7 @@
-"""Subclasses: what a converted subclass of torch's batch norm costs per call, beside our layer and beside itself.
+"""Time per call of converted subclasses of torch's batch norm, compared with our layer and with the unconverted class.
 
-Forward and backward of a small input, alone: the exchange costs nothing, and what is left is the layer. All take turns
-in random order in one run. The claim is the median of the differences within a turn, over several processes.
+Forward and backward of a small input with one member, whose exchange costs nothing. In each turn all layers run once,
+in random order. The result is the median difference from our layer within a turn, over several processes.
 """
 
 import gc
@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 class Inherited(nn.BatchNorm2d):
-    """Has no forward of its own."""
+    """Inherits torch's forward."""
 
 
 class BySuper(nn.BatchNorm2d):
@@ -51,7 +51,7 @@ class Functional(nn.BatchNorm2d):
 
 
 class LikeTimms(nn.BatchNorm2d):
-    """Looks at its input and has two modules, as timm's `BatchNormAct2d`; here they do nothing."""
+    """Checks its input and calls two modules, as timm's `BatchNormAct2d`; here they are identities."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__(num_features)
@@ -72,15 +72,15 @@ class LikeTimms(nn.BatchNorm2d):
         return found
 
 
-# The first one becomes our layer.
+# Converting the first one gives our layer.
 CLASSES = [nn.BatchNorm2d, Inherited, BySuper, Functional, LikeTimms]
 
 
 def measured(calls: int) -> list[Row]:
-    """Returns a row for each shape and class: medians of what several processes measure, in microseconds per call.
+    """Returns a row for each shape and class: medians over several processes, in microseconds per call.
 
-    Within a process, layers of the same class differ by up to 5 µs for as long as it lives: by where they lie in
-    memory, and by which of their attributes meet in the interpreter's cache.
+    Equal layers differ by up to 5 µs throughout a process: by their addresses, and by which of their attributes
+    collide in the interpreter's cache.
     """
     rows = []
     new = multiprocessing.get_context("spawn")
@@ -123,9 +123,9 @@ def _times(steps: dict[tuple[str, bool], Callable[[], None]], calls: int) -> dic
     times: dict[tuple[str, bool], list[float]] = {each: [] for each in steps}
     order = random.Random(0)  # noqa: S311 - no secret
     with mock.patch.object(client.SynchronizedBatchNorm, "_must_synchronise", _believe):
-        gc.disable()  # else it falls on the one that comes next
+        gc.disable()  # a collection would slow the layer that runs next
         for turn in range(WARM_UP + calls):
-            for each, run in order.sample(list(steps.items()), len(steps)):  # the one before makes a difference
+            for each, run in order.sample(list(steps.items()), len(steps)):  # the previous layer makes a difference
                 began = time.perf_counter()
                 run()
                 if turn >= WARM_UP:
@@ -141,10 +141,10 @@ def _believe(*_: Any) -> bool:
 
 
 def _shuffle_attributes() -> None:
-    """Makes it chance, in each process anew, which attributes of the layers' classes meet in the interpreter's cache.
+    """Randomises which attributes of the layers' classes collide in the interpreter's cache.
 
-    It has 4,096 places for (class, name), by the number that a class gets when it is first asked for an attribute.
-    Without this the numbers would be the same in all processes, and whether "ours" is lucky a matter of the version.
+    The cache has 4,096 entries for (class, name), chosen by a number that a class gets at its first attribute access.
+    Otherwise these numbers, and so the collisions, would be the same in all processes.
     """
     for _ in range(random.SystemRandom().randrange(4096)):
         getattr(type("Another", (), {}), "anything", None)

@@ -1,11 +1,10 @@
-"""Replicas: forward and backward of virtual replicas in one process beside `nn.BatchNorm2d` on the whole batch.
+"""Time of virtual replicas in one process, forward and backward, relative to `nn.BatchNorm2d` on the whole batch.
 
-The model is one layer; "wrapper" is `nn.Identity` in its place: what splitting, threads and joining cost. All take
-turns in one run, call by call, so that what else the machine does falls on all. Each call begins with another of them,
-since the first finds its tensors gone from the caches. The claim is the ratio of medians, not a time. `--peer PATH`
-names a checkout of Synchronized-BatchNorm-PyTorch, whose folder `sync_batchnorm` is measured as well. It knows only
-CUDA devices, so on a CPU its layer runs in our wrapper, replicas registered by its own callbacks, and its two
-collectives, which on one device have nothing to carry, are plain additions.
+The model is one layer; "wrapper" is `nn.Identity` in its place, so it measures splitting, threads and joining. The
+models alternate call by call, so that other load slows all, and the result is the ratio of their medians. Each turn
+starts with another model, since the first one finds cold caches. `--peer PATH` also measures the layer of a checkout of
+Synchronized-BatchNorm-PyTorch. That library supports only CUDA devices, so on a CPU its layer runs in our wrapper: its
+own callbacks register the replicas, and plain additions replace its two collectives.
 """
 
 import argparse

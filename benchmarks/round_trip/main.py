@@ -1,10 +1,9 @@
-"""Round trip: one contribution to the aggregate of all, beside a gloo all_reduce and a bare ZeroMQ echo.
+"""Time of a round, compared with a gloo all_reduce and a bare ZeroMQ echo.
 
-All three move the same vector of 2 x channels float64 between the same number of processes. They take turns in one
-run, a block of rounds each, so that what else the machine does falls on all alike; the claim is the ratio of
-medians, not a time. Ours runs over the server, and in memory that the processes share, and each in four situations:
-back to back, after a pause as a training step's other layers make it, beside a thread that computes in Python, and
-beside a process that does.
+All move the same vector of 2 x channels float64 between the same number of processes. They alternate in blocks of
+rounds, so that other load slows all alike, and the result is the ratio of their medians. A round travels over the
+server and in shared memory, each in four situations: back to back, after a pause, which the other layers of a training
+step would cause, with a thread of each member that computes in Python, and with a process for each member that does.
 """
 
 import argparse
@@ -37,17 +36,17 @@ if TYPE_CHECKING:
 BLOCKS = 10
 WARM_UP = 50
 
-# Between two rounds of the way that is not back to back.
+# Between two rounds of the situation "paused".
 PAUSE_SECONDS = 0.005
 
-# Ours over the server and in memory, and what it is held against.
+# Ours over the server ("ours") and in shared memory ("memory"); gloo and the echo are for comparison.
 SITUATIONS = ("", " paused", " thread", " process")
 WAYS = (*(f"{transport}{situation}" for transport in ("ours", "memory") for situation in SITUATIONS), "gloo", "echo")
 
-# What a contribution has beside its numbers.
+# Of a contribution, without its values.
 FRAME_BYTES = 80
 
-# The part of the rounds that the slow ways take.
+# The share of `--rounds` that the slow ways run.
 SLOW = 0.2
 
 Results = dict[str, list[float]]
@@ -130,7 +129,7 @@ def _member(
     ):
         request.connect(echo)
         over_server = client.SlavePipe(connection, "bn")
-        # A lone member has nobody to share memory with.
+        # A single member shares memory with no other, so it uses the server here too.
         in_memory = SharedMemoryPipe(connection, "bn") if replicas > 1 else over_server
 
         def ask() -> None:
@@ -147,7 +146,7 @@ def _member(
         for block in range(BLOCKS + 1):
             for way, (part, run) in ways.items():
                 dist.barrier()
-                # The echo is the floor of one socket, so one member at a time asks for it.
+                # The echo is the lower bound of one socket, so only rank 0 uses it.
                 if way != "echo" or rank == 0:
                     measured = run(int(part * (rounds // BLOCKS if block else WARM_UP)))
                     times[way] += measured if block else []
@@ -156,7 +155,7 @@ def _member(
 
 
 def _ours(transport: str, exchange: Callable[[], Any]) -> dict[str, tuple[float, Callable[[int], list[float]]]]:
-    """Returns the situations of one transport: the share of the rounds that each takes, and how to measure some."""
+    """Returns the situations of one transport: the share of the rounds that each runs, and a function that runs it."""
     return {
         transport: (1.0, lambda size: [_timed(exchange) for _ in range(size)]),
         f"{transport} paused": (SLOW, lambda size: [_timed(exchange) for _ in _pauses(size)]),
@@ -195,7 +194,7 @@ def _beside_a_busy_thread(run: Callable[[], Any], size: int) -> list[float]:
 
 def _beside_a_busy_process(run: Callable[[], Any], size: int) -> list[float]:
     arguments = [sys.executable, "-uc", "print()\nwhile True: sum(range(100))"]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:  # noqa: S603 - what computes above
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:  # noqa: S603 - our own loop
         assert process.stdout is not None  # noqa: S101 - it is a pipe
         process.stdout.readline()
         try:
@@ -240,5 +239,5 @@ def _serve_echo(bind: str, queue: "Queue[str]") -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ["STATSD_BN_INSECURE"] = "1"  # what CURVE costs is not measured here
+    os.environ["STATSD_BN_INSECURE"] = "1"  # the cost of CURVE is not measured here
     main()

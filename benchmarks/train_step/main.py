@@ -1,9 +1,9 @@
-"""Train step: what synchronising costs a whole step of a ResNet-18-like network, in processes under DDP over gloo.
+"""Time of a training step of a ResNet-18, relative to an unsynchronised one, in processes under DDP over gloo.
 
-Six networks take turns in each process, step by step, so that what else the machine does falls on all alike: ours over
-a `python -m server`, the same with DDP's broadcast of buffers left on, in memory that the processes share, and over the
-process group; torch's batch norm, which synchronises nothing; and the textbook's way to synchronise it, an `all_reduce`
-of gloo's forward and one backward. The claim is the ratio of medians, not a time.
+Six networks alternate step by step in each process, so that other load slows all alike: ours over a `python -m server`,
+the same with DDP's broadcast of buffers, in shared memory, and over the process group; torch's batch norm, which is not
+synchronised; and a textbook synchronised batch norm, with an `all_reduce` of gloo forward and one backward. The result
+is the ratio of their medians.
 """
 
 import argparse
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 WARM_UP = 3
 
-# Ours, and in which transport their rows travel.
+# Ours, and the transport in which their rows travel.
 OURS = {"server": SlavePipe, "memory": SharedMemoryPipe}
 CLASSES = 10
 
-# Ours again, where rounds are not measured.
+# Ours too, without a measurement of the rounds.
 BROADCAST, GROUP = "server, broadcast", "process group"
 
 Times = dict[str, list[float]]
@@ -71,14 +71,14 @@ def main() -> None:
     for way in OURS:
         print(
             f"{way}, {found['rounds']} rounds: {found[f'{way}_in_rounds']:.1f} ms; "
-            f"without the waiting for a slower member: {found[f'{way}_exchanging']:.1f} ms"
+            f"without the wait for a slower member: {found[f'{way}_exchanging']:.1f} ms"
         )
 
 
 def measure(members: int, shape: list[int], width: int, steps: int) -> dict[str, Any]:
-    """Returns median and p99 of a step in milliseconds for each way, and what of ours passed in rounds.
+    """Returns median and p99 of a step in milliseconds for each way, and the time of our rounds within a step.
 
-    Whoever comes last to a round waits for nobody, so the shortest of the members' times is the exchange's own.
+    The last member of a round waits for no other, so the shortest of the members' times is that of the exchange alone.
     """
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, _server(folder) as endpoint:
@@ -145,7 +145,7 @@ def _member(
     queue.put(times)
     queue.close()
     queue.join_thread()
-    os._exit(0)  # to tear gloo's groups down may wait for one of their threads, for ever
+    os._exit(0)  # shutting down gloo may wait for one of its threads for ever
 
 
 def _timed(step: Callable[[], Tensor]) -> tuple[float, Tensor]:
@@ -156,7 +156,7 @@ def _timed(step: Callable[[], Tensor]) -> tuple[float, Tensor]:
 
 
 def _timed_rounds() -> list[float]:
-    """Returns a list that each round of this process will add its milliseconds to, without what computes the layer."""
+    """Returns a list to which each round of this process adds its milliseconds, without the layer's computation."""
     found: list[float] = []
     in_core = [0.0]
     started = [0.0]
@@ -169,7 +169,7 @@ def _timed_rounds() -> list[float]:
     def end_timed(round_: Round, *arguments: Any) -> None:
         end(round_, *arguments)
         seconds = time.perf_counter() - started[0]
-        if round_.native_seconds is not None:  # the same call of the core has computed the layer
+        if round_.native_seconds is not None:  # one call of the core exchanges and computes
             seconds -= in_core[0] - round_.native_seconds
         found.append(seconds * 1e3)
 
@@ -188,18 +188,18 @@ def _timed_rounds() -> list[float]:
 def _in_transport(
     transport: type[SlavePipe], network: nn.Module, *, broadcasts: bool = False
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns what trains a network over a transport. A process has one, so it changes with the turns."""
+    """Returns a function that selects a transport for this process, and trains a network by one step over it."""
     train = _trainer(network, broadcasts=broadcasts)
 
     def step(images: Tensor, labels: Tensor) -> Tensor:
-        choose.SharedMemoryPipe = transport  # type: ignore[misc] # what it chooses where there is a connection
+        choose.SharedMemoryPipe = transport  # type: ignore[misc] # the class that is chosen with a connection
         return train(images, labels)
 
     return step
 
 
 def _trainer(network: nn.Module, *, broadcasts: bool = False) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns what trains a network; `broadcasts`: DDP sends rank 0's buffers before each forward pass."""
+    """Returns a function that trains a network by one step; `broadcasts`: DDP broadcasts buffers before it."""
     model = DistributedDataParallel(network)
     model.broadcast_buffers = broadcasts
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -229,7 +229,7 @@ def _network(width: int, norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> n
 
 
 class Block(nn.Module):
-    """Two convolutions and a way around them; shapes (N, before, H, W) to (N, after, H / stride, W / stride)."""
+    """Two convolutions and a shortcut; shapes (N, before, H, W) to (N, after, H / stride, W / stride)."""
 
     def __init__(self, before: int, after: int, stride: int, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns what the next block takes."""
+        """Returns the input of the next block."""
         return F.relu(self.convolutions(x) + self.around(x), inplace=True)
 
 

@@ -1,7 +1,7 @@
-"""View: what the open page costs the server and the view.
+"""Processor time and memory of the server and the view while a page is open.
 
 One process plays the ranks of a job in shared memory. Each rank has a connection and sends a heartbeat and its round
-trips once a second; the first rank also sends the figures of 64 layers, in turns, which is what a sample holds. The
+trips once a second; the first rank also sends the figures of the next 64 layers, as many as a sample holds. The
 reader follows `/events` and requests `/heat` and a layer's `/history` once a second, as the page does. Processor time
 is of the last `--seconds`; memory is the most that was resident at any time.
 """
@@ -104,7 +104,7 @@ def _watch(
 
 
 class Job:
-    """The ranks, and what they send."""
+    """The simulated ranks of a job."""
 
     def __init__(self, context: zmq.Context, endpoint: str, ranks: int, layers: int) -> None:
         self.layers = [f"layer{number // 10}.{number % 10}.bn1" for number in range(layers)]
@@ -126,7 +126,7 @@ class Job:
                 pass
 
     def run(self, seconds: float) -> None:
-        """Sends what the ranks send, for so long."""
+        """Sends the ranks' messages once a second for so many seconds."""
         began = time.monotonic()
         for second in range(round(seconds)):
             time.sleep(max(0.0, began + second - time.monotonic()))
@@ -171,7 +171,7 @@ class Reader:
     def __init__(self, link: str, layers: list[str]) -> None:
         self._base, _, self._token = link.partition("/?token=")
         self._layers = layers
-        self.requested = 0  # how often /heat and /history
+        self.requested = 0  # how often /heat and /history were requested
         self.drawn = 0  # layers in the latest heat map
         threading.Thread(target=self._follow, daemon=True).start()
 

@@ -1,7 +1,7 @@
 """Steps of the report, in their order, with each one's share of the time.
 
-A step is a module here: a docstring whose first paragraph says in plain words what the step finds out, for the report,
-and `run(step)`, which takes a `gpu_report.step.Step`. The runner never imports it, so it may import anything.
+A step is a module here with a function `run(step)`, which takes a `gpu_report.step.Step`, and with a docstring, the
+first paragraph of which appears in the report. The runner never imports the module, so it may import anything.
 """
 
 import ast
@@ -9,7 +9,7 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-# What the shares are of. They leave some of it, because the first process to import torch reads it from the disk.
+# Of all steps. Their shares leave some of it, because the first process to import torch reads it from the disk.
 TOTAL_SECONDS = 480.0
 
 
@@ -20,8 +20,8 @@ class Plan:
     Attributes:
         name: of the step, and of its module here.
         seconds: its share of `TOTAL_SECONDS`.
-        may_fail: the report shows what failed, and the exit status does not.
-        module: where `run` is; empty for the module of that name here.
+        may_fail: a failure appears in the report and does not change the exit status.
+        module: the module of `run`; empty for the module with the step's name here.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Plan:
         try:
             spec = importlib.util.find_spec(self.full_module)
             tree = ast.parse(Path(spec.origin).read_text()) if spec and spec.origin else ast.parse("")
-        except (ImportError, SyntaxError, ValueError):  # as its process will tell
+        except (ImportError, SyntaxError, ValueError):  # the step's process will raise the same
             tree = ast.parse("")
         text = ast.get_docstring(tree) or ""
         return " ".join(text.split("\n\n")[0].split())

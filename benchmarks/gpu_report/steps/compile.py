@@ -17,10 +17,10 @@ from gpu_report.worlds import world_of_one
 
 SAMPLES = 12
 
-# The third one may be a replay.
+# The third call may replay a CUDA graph.
 CALLS = 3
 
-# As a CUDA graph, whose replay runs its rounds without Python.
+# The mode with CUDA graphs, whose replay runs the rounds without Python.
 REPLAYING = "reduce-overhead"
 
 MODES = ("default", REPLAYING)
@@ -67,7 +67,7 @@ def _compiled(step: Step, made: Network, mode: str) -> nn.Module:
 
 
 def _step(made: Network, called: nn.Module, images: Tensor, classes: Tensor) -> dict[str, Tensor]:
-    """Returns copies of all that one training step leaves, since a graph writes the next one's over them."""
+    """Returns copies of the results of one training step, since the next replay of a graph overwrites them."""
     made.zero_grad()
     x = images.detach().clone().requires_grad_()
     logits = called(x)

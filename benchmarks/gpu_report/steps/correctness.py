@@ -22,8 +22,8 @@ Run = Callable[["Case"], dict[str, Tensor]]
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Of mean and standard deviation. Half precision cannot hold values that differ by 1 around 10,000, so there the input
-# is what its rounding leaves: few different values, or a single one.
+# Mean divided by standard deviation. Half precision cannot hold values that differ by 1 around 10,000, so rounding
+# leaves few different values of the input there, or a single one.
 RATIOS = (0, 16, 10_000)
 
 CHANNELS = 24
@@ -45,10 +45,10 @@ LAYERS = {
 }
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
-# Of the batch, on the first replica; the second has no samples.
+# The first replica's share of the batch; the second replica has no samples.
 SHARE = 0.6
 
-# Of all positions, counted ones.
+# The share of positions that a mask keeps.
 MASKED_SHARE = 0.7
 
 # Forward and backward.
@@ -58,7 +58,7 @@ ROUNDS_OF_A_CALL = 2
 LARGE = (33, 64, 1024, 1024)
 LARGE_STAND_IN = (3, 4, 32, 32)
 
-# Of the large input: itself, its gradient, two outputs and two input gradients, and what kernels need besides.
+# Of the large case: input, output gradient, two outputs and two input gradients, and temporary memory of kernels.
 BYTES_PER_ELEMENT = 2 * 6 + 4 * 5
 
 
@@ -90,7 +90,7 @@ class Case:
 
 
 def run(step: Step) -> None:
-    """Runs all cases over both ways, and the large one over the process group."""
+    """Runs all cases over a process group and in replicas, and the large one over the process group."""
     torch.manual_seed(0)
     with world_of_one(step.device) as group:
         _all_cases(step, "world of one", lambda case: _by_itself(case, case.layer(group)))
@@ -118,7 +118,7 @@ def _checked(step: Step, way: str, what: str, run: Run, cases: Iterator[tuple[st
             try:
                 first, second = run(case), run(case)
                 shares = reference.distances(first, _expected(case))
-            except Exception as error:  # noqa: BLE001 - what any case raises is a result of it
+            except Exception as error:  # noqa: BLE001 - an exception is a result of the case
                 failures.append(f"{name}: {type(error).__name__}: {error}")
                 continue
             if not reference.has_equal_bits(first, second):
@@ -134,7 +134,7 @@ def _checked(step: Step, way: str, what: str, run: Run, cases: Iterator[tuple[st
 
 
 def _expected(case: Case) -> dict[str, reference.Expected]:
-    """Computed on the host, which shares no kernel with the device."""
+    """Returns the reference, computed on the host, which shares no kernel with the device."""
     layer = case.layer().cpu()
     x, grad, mask = (None if each is None else each.cpu() for each in (case.x, case.grad, case.mask))
     return reference.expected(x, grad, layer.weight, layer.bias, mask)
@@ -230,7 +230,7 @@ SPECIAL: dict[str, Callable[[Step, torch.dtype], Case]] = {
 
 
 def _empty_batch(step: Step, group: object) -> None:
-    """A rank without samples, and there is no other."""
+    """Checks a single rank without samples."""
     with step.attempt("world of one: an empty batch gives empty results, and moves no running statistics"):
         for dtype in TYPES:
             x = torch.empty(0, CHANNELS, 14, 15, dtype=dtype, device=step.device)
@@ -245,7 +245,7 @@ def _empty_batch(step: Step, group: object) -> None:
 
 
 def _has_room(step: Step) -> bool:
-    """Whether the device has memory for the large input; a note says so where it has none."""
+    """Whether the device has memory for the large input; else a note says so."""
     if step.stand_in:
         step.note(f"the stand-in for an input of more than 2^31 elements has {math.prod(LARGE_STAND_IN)}")
         return True

@@ -25,7 +25,7 @@ SHARES = (7, 5)
 TRAINING_STEPS = 4
 WARM_UP = 3
 
-# A loss of this size, as a scaler makes it, keeps the gradients away from float16's smallest numbers.
+# Scale of the loss, which keeps the gradients above float16's smallest numbers, as a GradScaler would.
 LOSS_SCALE = 64.0
 
 # Input, two convolutions with their weights, two batch norms, two activations, a mean, the classifier and its weight;
@@ -36,7 +36,7 @@ Called = Callable[[Network], nn.Module]
 
 
 def run(step: Step) -> None:
-    """Runs all over both ways. Graphs come last: a capture that fails may leave the device unusable."""
+    """Runs all checks over a process group and in replicas. Graphs come last: a failed capture may break the device."""
     compute_exactly()
     device = step.device
     with world_of_one(device) as group:
@@ -81,7 +81,7 @@ class Guarded(nn.Module):
 
 
 def _train_without_waiting(step: Step, made: Network, guarded: Guarded, called: nn.Module | None = None) -> None:
-    """The first step may wait: in it the ranks agree where rows go, and buffers are allocated."""
+    """Trains; all steps but the first, in which ranks negotiate and buffers are allocated, may not wait."""
     called = called or guarded
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
     with rounds_on_device() as rounds:
@@ -97,7 +97,7 @@ def _train_without_waiting(step: Step, made: Network, guarded: Guarded, called: 
 
 @contextmanager
 def nothing_waits(device: torch.device, guarded: Guarded) -> Iterator[None]:
-    """Raises from whatever would have the host wait for the device; on the CPU, from whatever would on a GPU."""
+    """Raises from operations that make the host wait for the device, or on the CPU from those that would on a GPU."""
     if device.type != "cuda":
         guarded.guard = host_looks_at_nothing  # it guards its own thread only
         try:
@@ -130,7 +130,7 @@ class Seen:
 
 
 def _autocast(step: Step, made: Network, dtype: torch.dtype) -> None:
-    """Each layer has the input's type, as torch's own; and what float64 makes of that input."""
+    """Checks that each layer keeps the types of torch's, and that its results are within the bounds of float64."""
     torchs = network(step.device, synchronised=False)
     layers = [module for module in made.modules() if isinstance(module, nn.BatchNorm2d)]
     seen = [Seen(layer) for layer in layers]
@@ -150,7 +150,7 @@ def _autocast(step: Step, made: Network, dtype: torch.dtype) -> None:
 
 
 def _autocast_in_replicas(step: Step, dtype: torch.dtype) -> None:
-    """Each operation between input and output rounds to half precision."""
+    """Compares with torch; each operation between input and output may round to half precision."""
     made, torchs = network(step.device), network(step.device, synchronised=False)
     found = _backward(step, Replicas(made, step.device, SHARES), dtype)
     expected = _backward(step, torchs, dtype)
@@ -201,7 +201,7 @@ def _state(made: Network) -> dict[str, Tensor]:
 def _captured(
     step: Step, made: Network, called: nn.Module, images: Tensor, classes: Tensor
 ) -> tuple[Callable[[], None], Callable[[], dict[str, Tensor]]]:
-    """Captures forward and backward; returns what replays them, and what returns the results of the last replay."""
+    """Captures forward and backward; returns a function that replays them, and one that returns the last results."""
     losses = []
 
     def train() -> None:

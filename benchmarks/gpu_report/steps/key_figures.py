@@ -1,7 +1,7 @@
 """What one layer costs, forward and backward: kernel launches, copies, waits of the host, time and memory.
 
-Beside `nn.BatchNorm2d`, which synchronises nothing, and torch's `SyncBatchNorm`, in a process group of one rank. One
-rank waits for no other, so all of this is the work of the layer itself.
+Compared with `nn.BatchNorm2d`, which is not synchronised, and torch's `SyncBatchNorm`, in a process group of one rank.
+One rank waits for no other, so the costs are those of the layer itself.
 """
 
 from collections.abc import Callable
@@ -17,22 +17,22 @@ from gpu_report.variants import Variant
 SHAPES = [(32, 64, 112, 112), (32, 256, 56, 56), (32, 512, 7, 7), (2, 64, 7, 7)]
 SMALL_SHAPES = [(2, 4, 3, 3)]
 
-# How far a result may be from that of nn.BatchNorm2d in float64, as a share of the largest value: bfloat16 has 8 bits,
-# and float32 is summed up over 400,000 values.
+# Largest difference from nn.BatchNorm2d in float64, as a share of the largest value: bfloat16 has 8 bits, and float32
+# results are sums of 400,000 values.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2.0**-7}
 
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 WARM_UP = 3
 
-# Layers of which one backward pass changes to the thread of autograd once.
+# Layers in a row, so that one backward pass switches to autograd's thread once for all of them.
 IN_A_ROW = 10
 
 Results = dict[str, Tensor]
 
 
 def run(step: Step) -> None:
-    """Measures each variant with each shape, type and layout, and compares what it computes."""
+    """Measures each variant with each shape, type and layout, and compares the results."""
     measuring.check_counts(step)
     with variants.in_a_world_of_one(step) as of_all:
         for shape, dtype, layout in product(step.pick(SHAPES, SMALL_SHAPES), TOLERANCES, FORMATS):
@@ -77,7 +77,7 @@ class Case:
         return _results(self.layer(nn.BatchNorm2d).double(), x, self.gradient.double())
 
     def measure(self, variant: Variant, expected: Results) -> None:
-        """Compares the results of one variant, and records what it costs."""
+        """Compares the results of one variant, and records its costs."""
         step, layer, of = self.step, self.layer(variant.make), {**self.of, "layer": variant.name}
         with variants.rounds_on_device() as rounds:
             found = _results(layer, self.x, self.gradient)

@@ -1,7 +1,7 @@
 """Whether two ranks train with DistributedDataParallel over NCCL on one GPU, with and without `torch.cuda.set_device`.
 
-NCCL refuses two ranks on one GPU, unless each says that it is on another host. This may fail for reasons that are not
-ours. The stand-in trains over gloo.
+NCCL refuses two ranks on one GPU unless they claim different hosts. This step may fail for reasons outside of this
+project. The stand-in trains over gloo.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ TRAINING_STEPS = 10
 # Two layers, forward and backward.
 ROUNDS = 4 * TRAINING_STEPS
 
-# Of each way, on a GPU; and on the CPU, where other work may slow all down.
+# For each training, on a GPU; and on the CPU, where other load may slow it.
 WAIT_SECONDS = 16.0
 STAND_IN_SECONDS = 100.0
 

@@ -35,11 +35,11 @@ KINDS = {
 }
 ROUNDS = 2 * len(KINDS)
 
-# Of a part, on a GPU. The first one has to import torch.
+# For a part of the step, on a GPU. The first part has to import torch.
 FIRST_SECONDS = 20.0
 WAIT_SECONDS = 12.0
 
-# On the CPU, where other work may slow all down.
+# For a part on the CPU, where other load may slow it.
 STAND_IN_SECONDS = 100.0
 
 BUFFERS = ("running mean", "running variance")
@@ -51,7 +51,7 @@ Found = Mapping[str, Mapping[str, Tensor]]
 
 
 def run(step: Step) -> None:
-    """Has four ranks do each part, and then the replicas the same."""
+    """Runs each part on four ranks, and then compares replicas."""
     gloo: list[dict[str, Any]] = []
     with step.attempt("gloo: all ranks answer"):
         gloo = on_ranks(step, over_gloo, 4, seconds=step.pick(FIRST_SECONDS, STAND_IN_SECONDS))

@@ -1,7 +1,7 @@
 """What synchronised batch norm costs in a training step of ResNet-50, in bfloat16 and channels_last.
 
-All its layers are of one kind at a time, in a process group of one rank, whose waits for other ranks are left out. The
-trace is of two steps with our layers, whose rows stay on the device; chrome://tracing and ui.perfetto.dev open it.
+All batch norms of a network are of one kind, in a process group of one rank, so there are no waits for other ranks. The
+trace has two steps with our layers and rows that stay on the device; chrome://tracing and ui.perfetto.dev open it.
 """
 
 import torch
@@ -17,12 +17,12 @@ TINY_DEPTHS, TINY_WIDTH, TINY_CLASSES, TINY_IMAGE = (1, 1), 4, 10, 32
 BATCHES = (32, 256)
 TINY_BATCHES = (2,)
 
-# How far losses and running statistics may be from those of nn.BatchNorm2d, as shares: each activation has the 8 bits
-# of bfloat16, and two kinds of layers round some of them differently.
+# Largest relative differences of losses and running statistics from nn.BatchNorm2d's: each activation has the 8 bits of
+# bfloat16, and two kinds of layers round some of them differently.
 LOSS_TOLERANCE = 0.01
 BUFFER_TOLERANCE = 0.05
 
-# Steps before the measurement, whose losses are compared.
+# Steps before the measurement; their losses are compared.
 FIRST_STEPS = 4
 LEARNING_RATE = 0.01
 
@@ -44,7 +44,7 @@ def run(step: Step) -> None:
 
 
 def _train(step: Step, variant: Variant, batch: int, plain: dict[str, Tensor], *, has_trace: bool) -> dict[str, Tensor]:
-    """Returns the results of the first steps; a network that cannot train is gone before the next one begins."""
+    """Returns the results of the first steps; the network is freed even if it cannot train."""
     training = Training(step, variant, batch)
     first = training.first_steps()
     if plain:
@@ -73,7 +73,7 @@ class Training:
         self.labels = torch.randint(classes, (batch,), device=step.device)
 
     def once(self) -> Tensor:
-        """Makes one step and returns the loss, which nobody has waited for."""
+        """Makes one step and returns the loss without waiting for the device."""
         self.optimizer.zero_grad(set_to_none=True)
         with torch.autocast(self.step.device.type, torch.bfloat16):
             loss = nn.functional.cross_entropy(self.network(self.images), self.labels)
@@ -82,7 +82,7 @@ class Training:
         return loss.detach()
 
     def first_steps(self) -> dict[str, Tensor]:
-        """Makes the first steps; returns their losses, and the layers' running statistics behind the first one."""
+        """Makes the first steps; returns their losses, and the layers' running statistics after the first one."""
         with variants.rounds_on_device() as rounds:
             losses = [self.once()]
         buffers = {name: buffer.clone() for name, buffer in self.network.named_buffers()}
@@ -97,7 +97,7 @@ class Training:
         return {"losses": torch.stack(losses), **buffers}
 
     def compare(self, first: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
-        """Checks that first steps are as those of the plain network."""
+        """Compares the first steps with those of the plain network."""
         differences = {name: measuring.difference(first[name], value) for name, value in plain.items()}
         losses = differences.pop("losses")
         self.step.check(
@@ -113,7 +113,7 @@ class Training:
         )
 
     def measure(self, *, has_trace: bool) -> None:
-        """Records what a step costs."""
+        """Records the costs of a step."""
         step, device = self.step, self.step.device
         counts, profiler = measuring.counted(device, self.once, 2)
         if self.variant.name == variants.ON_DEVICE:

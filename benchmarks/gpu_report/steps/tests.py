@@ -1,6 +1,6 @@
-"""Whether the tests that need a GPU pass on it: those of `tests/gpu` that are marked `cuda`.
+"""Whether the tests of `tests/gpu` that need a GPU, marked `cuda`, pass on it.
 
-The stand-in runs some of those that are not, which do the same on the CPU.
+The stand-in runs some tests without this mark, which check the same on the CPU.
 """
 
 from collections import Counter
@@ -64,7 +64,7 @@ class Recorder:
             self._count(report.nodeid, "passed")
 
     def end(self) -> None:
-        """Records the file whose tests have run; one of which all were skipped has shown nothing."""
+        """Records a check for a file whose tests have run; it fails if one failed or all were skipped."""
         if self._file:
             found = self.of_files.get(self._file, Counter())
             told = ", ".join(f"{number} {outcome}" for outcome, number in found.items())

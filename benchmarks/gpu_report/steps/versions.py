@@ -14,12 +14,12 @@ PACKAGES = ("numpy", "pyzmq", "msgpack", "triton", "pytest", "hypothesis")
 # Without these no report can be compared with another.
 NEEDED = ("numpy", "pyzmq", "msgpack")
 
-# A matrix that this device multiplies must be near what the host has.
+# Of matrices of ones, whose product is exact.
 SIZE = 64
 
 
 def run(step: Step) -> None:
-    """Records versions, and checks that torch computes on the device and has what the other steps need."""
+    """Records versions, and checks that torch computes on the device and supports the other steps."""
     _software(step)
     _device(step)
     _driver(step)
@@ -86,7 +86,7 @@ def _version(package: str) -> str:
 
 
 def _output(*command: str) -> str:
-    """Returns what a program prints; nothing if it is missing, fails or hangs."""
+    """Returns the output of a program; empty if it is missing, fails or hangs."""
     program = shutil.which(command[0])
     if program is None:
         return ""
