@@ -1,4 +1,4 @@
-"""The command `statsd-bn` as people type it: in processes of their own, also in a folder that has a server.py."""
+"""The command `statsd-bn` in separate processes, also in a folder that has a server.py."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from support.paths import ROOT
 
 PATH = {"PYTHONPATH": str(ROOT)}
 
-# What pip writes into the script `statsd-bn`.
+# The code of the script `statsd-bn` as pip writes it.
 MODULE, FUNCTION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["statsd-bn"].split(":")
 SCRIPT = f"import sys; sys.argv[0] = 'statsd-bn'; from {MODULE} import {FUNCTION}; sys.exit({FUNCTION}())"
 
@@ -26,7 +26,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def in_folder(folder: Path) -> dict[str, Any]:
-    """Arguments for a process whose errors are read."""
+    """Arguments for a process; its error output is captured."""
     return {"cwd": folder, "env": environment(**PATH), "stderr": subprocess.PIPE, "text": True}
 
 

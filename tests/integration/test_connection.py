@@ -1,4 +1,4 @@
-"""connect(): who this process is, and clear words when it cannot join."""
+"""connect(): the identity of this process, and errors when it cannot join."""
 
 import os
 import signal
@@ -123,7 +123,7 @@ def test_the_group_has_its_own_time_to_fill(server, job):
 
 
 def test_a_server_that_is_asked_again_at_the_last_moment_is_not_unreachable(monkeypatch):
-    """However little time the member has left for the group to fill, the server has its time to answer."""
+    """Even if `join_timeout` is almost over, the server gets its full time to answer a repeated Register."""
     master = MemoryMaster()
     answer = master.channel_pool._receive
 
@@ -180,7 +180,7 @@ def test_a_long_wait_for_the_group_to_fill_is_logged(monkeypatch, caplog):
 
 
 def test_a_server_of_another_version_is_named(tmp_path):
-    """The prelude keeps its form in all versions, so that this can always be said."""
+    """The first bytes of a frame have the same form in all versions, so the version can always be read."""
     endpoint = f"ipc://{tmp_path}/old"
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.bind(endpoint)
@@ -236,7 +236,7 @@ def test_a_forked_child_connects_by_itself_while_its_parent_is_connected(server,
 
 
 def _told_by_forked_child(program, end):
-    """The outcome of `program` as text; empty if the child timed out."""
+    """The result of `program` in a forked child, as text; empty if the child timed out."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         # Python 3.12 and later warn of a fork in a process with threads.

@@ -136,7 +136,7 @@ def test_an_idle_members_heartbeats_go_over_a_socket_with_keys(service, keys):
     alice = load_client(secret(keys, "alice"))
     with join(service.endpoints[0], alice):
         before = ask(service.endpoints[0], keys=alice)["received"]
-        # Each look counts one frame; only the beacon's make it more.
+        # Each query counts as one frame; only heartbeats add further ones.
         looks = itertools.count(1)
         wait_until(lambda: ask(service.endpoints[0], keys=alice)["received"] - before > next(looks), 10.0)
 
@@ -166,7 +166,7 @@ def test_a_revoked_key_ends_its_members_at_once_and_the_others_hear_why(service,
         error = waiting.result(REFUSED_SECONDS)
     assert isinstance(error, ReplicaLost)
     assert (error.fields["member"], error.fields["cause"]) == (1, "its key was revoked")
-    # Its open connections get only that error, and it gets no new one.
+    # Its open connections receive only that error, and it cannot open a new one.
     assert isinstance(outcome(lambda: client.SlavePipe(cut, "bn").run_slave(rows(1.0))), AuthenticationRefused)
     assert isinstance(outcome(lambda: join(endpoint, bob)), AuthenticationRefused)
     for connection in (kept, cut):
@@ -201,7 +201,7 @@ def test_without_any_key_left_all_clients_are_refused(service, keys):
             path.unlink()
         # Its answer to alice comes after bob's frame was processed.
         ask(service.endpoints[0], keys=load_client(secret(keys, "alice")))
-        # It takes the frame before it would cut the connection.
+        # Simulate a frame that arrives before the server has closed the connection.
         service._principals = {}
         service._members.clear()
         dealer.send(encode(StatusRequest()))
@@ -228,7 +228,7 @@ def test_a_silent_connection_with_a_revoked_key_is_closed(service, keys):
                 assert monitor.poll(WAIT_SECONDS * 1000)
                 events.append(recv_monitor_message(monitor)["event"])
             dealer.disable_monitor()
-    # It was cut off, and turned away when it came again.
+    # The server closed the connection, and refused the next one.
     assert events == [zmq.EVENT_DISCONNECTED, zmq.EVENT_HANDSHAKE_FAILED_AUTH]
 
 
@@ -342,26 +342,26 @@ def test_no_connection_is_taken_over_by_its_routing_id(service, keys):
         for dealer in dealers:
             dealer.send(encode(Heartbeat(b"nobody's")))
             answer: Any = None
-            # Each gets its registration, and maybe a probe of the server.
+            # Each receives its Registered, and possibly a probe.
             while answer is None or isinstance(answer, Registered):
                 assert dealer.poll(WAIT_SECONDS * 1000)
                 answer = decode(dealer.recv())
-            # ZeroMQ may have taken the peer's word; then its connection ends.
+            # ZeroMQ may have accepted the routing id that the peer claims; then the server closes that connection.
             assert answer.code in {"unknown_session", "protocol"}
 
 
 def test_connections_are_refused_without_the_authenticator(keys, monkeypatch, serve):
-    """ZeroMQ's own default would let everybody in who knows the server's public key."""
+    """By default ZeroMQ would admit every client that knows the server's public key."""
     monkeypatch.setattr("client.session.protocol.registration.ANSWER_SECONDS", 1.0)
     monkeypatch.setattr("server.network.listener.ZAP_ENDPOINT", "inproc://elsewhere")
     service = serve(curve=keys)
     error = outcome(lambda: join(service.endpoints[0], load_client(secret(keys, "alice"))))
-    # How it notices is up to libzmq: the handshake fails, or does not end.
+    # Depending on libzmq the handshake fails, or does not end.
     assert isinstance(error, AuthenticationRefused | ServerUnreachable)
     assert service._dispatcher.received == 0
 
 
-# The process.
+# The server process.
 
 
 class Command(Launched):

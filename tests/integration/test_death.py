@@ -1,4 +1,4 @@
-"""Processes that are killed, frozen or busy, among others that live on; through a real server."""
+"""Processes that are killed, frozen or busy, seen by the surviving ones through a real server."""
 
 import os
 import signal
@@ -64,7 +64,7 @@ def company(impatient_server, job, request, tmp_path) -> Iterator[Company]:
         found.end()
 
 
-# For what holds a processor for seconds: `scripts/test --long` tries it in the other transport too.
+# For tests that use a processor for seconds: only `scripts/test --long` runs them in the second transport.
 IN_ONE_TRANSPORT = pytest.mark.parametrize(
     "company", [OVER_SERVER, pytest.param(SHARED_MEMORY, marks=pytest.mark.long)], indirect=True
 )
@@ -106,7 +106,7 @@ def test_ranks_between_rounds_learn_of_a_death_in_the_next_one(company, number, 
     company.send_signal(2, number)
     company.tell(death_programs.exchange, 0)
     first = company.answer(0)
-    # Member 1 has heard nothing until now, and does not wait.
+    # Member 1 has received nothing yet; its next round raises at once.
     assert_lost([first, *company.ask(death_programs.exchange, 1)], 2, cause)
 
 

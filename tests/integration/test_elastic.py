@@ -28,7 +28,7 @@ def world() -> PureWorld:
 
 
 def step(members, value=1.0):
-    """A whole step of one layer; member n brings (n + 1) * value."""
+    """A whole step of one layer; member n contributes (n + 1) * value."""
     for member in members:
         member.forward((member.number + 1) * value)
     totals = [member.total for member in members]
@@ -181,7 +181,7 @@ def test_newcomers_join_the_world_only():
     assert "new ranks can join only the group 'world'" in str(error)
 
 
-# The death of the master.
+# Restarts of the master.
 
 
 def test_the_survivors_continue_with_a_restarted_master(world):

@@ -1,4 +1,4 @@
-"""Layers that synchronise with some members equal nn.BatchNorm on the whole batch of those."""
+"""Layers that synchronise with some members equal nn.BatchNorm on the joint batch of these members."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The life of a module: copied, pickled, saved, shared, moved, averaged, forked; it stays the whole batch's."""
+"""Modules that are copied, pickled, saved, shared, moved, averaged or forked still equal one on the whole batch."""
 
 import copy
 import pickle

@@ -11,7 +11,7 @@ RANKS = len(SIZES)
 
 
 def same_on_all(over, program):
-    """What rank 0 has found, which is what all ranks have found over all transports."""
+    """Rank 0's result, after a check that all ranks have the same over all transports."""
     found = [rank for transport in TRANSPORTS for rank in over(transport, RANKS, program)]
     assert len(found) == RANKS * len(TRANSPORTS)
     for other in found[1:]:

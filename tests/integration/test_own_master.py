@@ -80,7 +80,7 @@ def test_its_folder_is_removed_when_its_parent_is_killed(tmp_path, is_killed_too
         assert folder.parent == tmp_path
         if is_killed_too:
             (server,) = set(parent.processes()) - {parent.process.pid}
-            # The socket of one that is killed stays behind, until the next one has its own.
+            # The socket of a killed server remains until the next server has bound it.
             before = (folder / "server").stat().st_ctime_ns
             os.kill(server, signal.SIGKILL)
             wait_until(lambda: _changed(folder / "server", before))
@@ -184,7 +184,7 @@ def test_a_server_killed_as_soon_as_it_listens_is_restarted(start, monkeypatch):
         return endpoint
 
     monkeypatch.setattr(ServerProcess, "_start", killed)
-    # Until the next one listens, as in all tests below.
+    # Wait until the next server listens, as in all tests below.
     assert ask(start().endpoint, WAIT_SECONDS)["groups"] == []
 
 
@@ -196,7 +196,7 @@ def test_a_server_killed_during_its_restart_is_restarted(start):
 
 
 def test_a_server_is_restarted_without_new_threads(start, monkeypatch):
-    """Python 3.12 starts none any more at the interpreter's end, where member 0 waits for the others."""
+    """From Python 3.12 on no thread starts at the interpreter's end, when member 0 waits for the others."""
     master = start()
     monkeypatch.setattr(threading.Thread, "start", _refuse)
     kill(master)

@@ -13,7 +13,7 @@ from statsd_bn.text import unwrap
 from support.newer_torch import needs
 from support.whole_batch import assert_equal
 
-# 20 steps of momentum carry rounding errors of 1e-16 on to 1e-12 or so.
+# In 20 steps with momentum rounding errors of 1e-16 grow to some 1e-12.
 TOLERANCE = 1e-8
 
 

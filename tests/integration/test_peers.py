@@ -1,4 +1,4 @@
-"""Peers that say what no client says, each of which ended the whole server once, or took another's answers."""
+"""Peers that send frames no client sends. Each once ended the server, or received another peer's answers."""
 
 import socket
 import subprocess
@@ -18,8 +18,8 @@ from support.raw_zmtp import PING, RawPeer, greeting, is_closed, message
 WAIT_SECONDS = 30.0
 ANY_PORT = "tcp://127.0.0.1:*"
 
-# How many of the next routing ids are claimed, from how many places in libc's sequence: sockets that the server makes
-# before its own take some.
+# The test claims this many successive routing ids, at this many offsets in libc's random sequence, since other sockets
+# of the server take the first ones.
 CLAIMS, PLACES = 24, 4
 
 

@@ -1,4 +1,4 @@
-"""Torch's process group without a server: `convert_model` is all there is to say."""
+"""Torch's process group without a server, after `convert_model` alone."""
 
 import re
 import socket
@@ -130,7 +130,7 @@ def test_one_of_group_and_process_group_is_enough():
         client.SynchronizedBatchNorm1d(3, group="local", process_group="left")
 
 
-# Until the ranks have had some twenty looks. With a server it takes a second for each, as in the server.
+# Until the ranks have compared some twenty samples. With a server each takes a second.
 LOOKED_SECONDS = 40.0
 
 

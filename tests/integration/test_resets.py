@@ -173,7 +173,7 @@ def test_other_descriptors_have_no_tcp_state(tmp_path):
 
 @pytest.fixture
 def patient() -> Iterator[str]:
-    """Where a server listens that waits long for a member that is silent."""
+    """The endpoint of a server that declares silent members lost only after a long time."""
     options = "--insecure", "--silence-seconds", str(SILENCE_SECONDS)
     with running_server(*options, bind="tcp://127.0.0.1:*", setup=MANY) as server:
         yield server.endpoint
@@ -205,7 +205,7 @@ def test_a_rank_killed_with_an_unread_answer_is_detected_by_its_connection(compa
         error = company.answer(member)
         assert isinstance(error, ReplicaLost), error
         assert (error.fields["member"], error.fields["cause"]) == (2, "the connection was lost")
-    # Far above the second that it takes, far below the silence that is waited for.
+    # Far above the second that detection takes, far below `SILENCE_SECONDS`.
     assert time.monotonic() - killed < SILENCE_SECONDS / 6
 
 
@@ -256,7 +256,7 @@ def test_a_member_whose_resets_are_forged_all_the_time_is_kept(service, forge, r
             if reads:
                 probes += 1 + probes_until(member, is_probe)
         member.send(encode(StatusRequest()))
-        # It was suspected all the time, and its connection is there.
+        # The server suspected it throughout, and kept its connection.
         probes += probes_until(member, lambda said: isinstance(said, Status))
         assert probes >= 4
 

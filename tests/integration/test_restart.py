@@ -1,4 +1,4 @@
-"""A server that is stopped or killed and started again loses nothing: the run ends with an undisturbed one's bits."""
+"""A server that is stopped or killed and started again loses nothing: the run ends with an undisturbed run's bits."""
 
 import random
 import signal
@@ -28,10 +28,10 @@ from support.launched import Launched
 from support.memory_members import SERVER, MemoryMaster, wait_until
 from support.memory_members import run_members as run_in_memory
 
-# A step takes 30 ms and needs the server, which is up for 0.3 s at most before each kill: so no kill comes too late.
+# A step takes 30 ms and needs the server, which runs for 0.3 s at most before each kill, so all kills hit the training.
 STEPS = 90
 PAUSE_SECONDS = 0.01
-# Members that share memory do not wait for the server to come back.
+# Fewer kills with shared memory: those members train on while the server is away.
 KILLS = {OVER_SERVER: 5, SHARED_MEMORY: 2}
 
 
@@ -87,13 +87,13 @@ def missing_in(endpoint, *names):
     return [group["missing"] for group in ask(endpoint)["groups"] if (group["job"], group["group"]) == names]
 
 
-# The same without processes: bytes go in, bytes come out.
+# The same without processes, on the pure protocol.
 
 N = 3
 
 
 class World:
-    """Members that speak with a master, which may forget everything; each reads its answers when it likes."""
+    """Members and a master that can be restarted; the test chooses when each member reads its answers."""
 
     def __init__(self, group="world", n=N, *, min_members=0):
         self.members = [
@@ -126,7 +126,7 @@ class World:
         return [decode(frame) for frame in frames]
 
     def take(self, session, key):
-        """Lets a session take the answer to a round as its program would; returns the frame."""
+        """Gives a session the answer to its round, as a program would; returns the frame."""
         (frame,) = self.inboxes.pop(session.member_token)
         assert isinstance(session.answer(key, frame), Aggregate)
         return frame
@@ -379,7 +379,7 @@ def test_a_lost_member_of_the_same_server_gets_an_error():
 
 
 def test_members_in_rounds_return_by_themselves():
-    """The master answers member 1 and dies; both go on, and get what an undisturbed run gets."""
+    """The master answers member 1 and dies; both continue, with the results of an undisturbed run."""
     undisturbed, master = MemoryMaster(), MemoryMaster()
     deliver = master.channel_pool.deliver
 

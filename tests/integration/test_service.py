@@ -101,7 +101,7 @@ def join_all(dealers: list[Dealer], **given: Any) -> None:
 
 
 def beginning_a_round(command: Command, dial: Callable[[str], Dealer]) -> tuple[str, list[Dealer]]:
-    """The endpoint of a server, and two members of which the second waits for the first."""
+    """The endpoint of a server, and two members; the second one waits for the first."""
     endpoint = command.endpoint()
     dealers = [dial(endpoint) for _ in range(2)]
     join_all(dealers)
@@ -110,7 +110,7 @@ def beginning_a_round(command: Command, dial: Callable[[str], Dealer]) -> tuple[
     return endpoint, dealers
 
 
-# The process: flags, lines, exit codes, signals.
+# The server process: flags, lines, exit codes, signals.
 
 
 def test_several_endpoints_lead_to_one_server(start, dial, tmp_path):
@@ -365,7 +365,7 @@ def test_a_stopped_service_answers_complete_rounds(dial):
 def test_stopping_wakes_a_server_that_sleeps(monkeypatch):
     monkeypatch.setattr("server.network.service.TICK_SECONDS", 3600.0)
     with running() as service:
-        # It has answered, so it is in its loop and has nothing to do for an hour.
+        # It has answered, so it is in its loop, which would sleep for an hour.
         assert ask(service.endpoints[0])["groups"] == []
 
 

@@ -1,4 +1,4 @@
-"""smart_ddp: synchronised layers under DistributedDataParallel, with the arguments that the device asks for."""
+"""smart_ddp: synchronised layers under DistributedDataParallel, with the arguments for the device."""
 
 import pytest
 import torch

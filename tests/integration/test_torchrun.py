@@ -64,7 +64,7 @@ def test_the_digits_are_trained_as_on_the_whole_batch(tmp_path, whole_batch):
 
 @pytest.mark.long
 def test_after_a_worker_was_killed_those_that_are_started_anew_train_as_on_the_whole_batch(tmp_path, whole_batch):
-    # One start anew has to do.
+    # One restart must suffice.
     with digits_in(2, tmp_path, "--max-restarts", "1", killed="worker") as run:
         run.line("step 10 of")
         run.line("step 10 of")

@@ -38,7 +38,7 @@ def _case(values: tuple[int, ...], *marks: pytest.MarkDecorator) -> Any:
 
 
 class Faulty(Launched):
-    """Ranks under torchrun; something happens to one of them. What each writes is kept apart."""
+    """Ranks under torchrun, one of which fails; the output of each rank is stored separately."""
 
     def __init__(
         self, folder: Path, what: str, victim: int, wrapper: int, *options: str, size: int = 2, **environ: str
@@ -57,7 +57,7 @@ class Faulty(Launched):
     def survivor_ends(self, rank: int) -> str:
         """The error output of the surviving rank after its end; gloo alone would wait for 30 minutes."""
         pids, has_come = {}, False
-        # torchrun reads what each rank writes, so the fault of one may come before another's first line.
+        # torchrun forwards the output of each rank, so one rank's error may precede another's first line.
         while len(pids) < self._size or not has_come:
             what, *numbers = self.line_with(("rank", "fault")).split()
             if what == "rank":
@@ -83,12 +83,12 @@ class Faulty(Launched):
 
 @pytest.fixture
 def server_that_waits():
-    """A server that bears a silence of 60 s."""
+    """A server that accepts a silence of 60 s."""
     with running_server("--silence-seconds", "60") as server:
         yield server.endpoint
 
 
-# Of `asked_program.py`.
+# Wrappers in `asked_program.py`.
 WAYS = (
     *("defaults", "static_graph", "find_unused_parameters", "gradient_as_bucket_view", "no_sync", "nested"),
     *("fully_shard", "FSDP"),
@@ -119,7 +119,7 @@ def test_an_extra_forward_on_one_rank_is_a_mismatch_with_all_places(tmp_path, wr
 @pytest.mark.long
 @pytest.mark.parametrize(("victim", "groups"), [(1, 0), (0, 1)])
 def test_a_rank_that_reduces_no_gradients_is_a_mismatch_with_the_backward_pass_of_the_other(tmp_path, victim, groups):
-    """One waits in a round, the other in DistributedDataParallel's backward pass, whatever groups there are besides."""
+    """One waits in a round, the other in DistributedDataParallel's backward pass, with further groups or without."""
     with Faulty(tmp_path, "reduces nothing", victim, NOTHING, FAULT_GROUPS=str(groups)) as run:
         for rank in (victim, 1 - victim):
             said = run.survivor_ends(rank) if rank == victim else run.stderr(rank)
@@ -145,7 +145,7 @@ def test_one_batch_fewer_on_one_rank_is_said_to_the_other(tmp_path, wrapper, vic
 @pytest.mark.parametrize(("at_the_end", "victim"), [("barrier", 0), ("reduction", 1)])
 def test_one_batch_fewer_is_said_where_all_ranks_are_in_collectives_of_torch(tmp_path, at_the_end, victim):
     with Faulty(tmp_path, f"fewer, then a {at_the_end} inside", victim, BROADCAST) as run:
-        # After 18 s on a quiet machine: 8 s until it is known, and 10 s until a rank that torch holds ends itself.
+        # 18 s on a quiet machine: 8 s until the server knows it, and 10 s until a rank in a collective of torch exits.
         said = run.survivor_ends(1 - victim)
         assert "deadlock: the ranks wait in different places" in said
         function = {"barrier": "barrier", "reduction": "all_reduce"}[at_the_end]
@@ -260,6 +260,6 @@ def test_long_waits_in_collectives_of_a_healthy_job_are_no_deadlock(tmp_path):
         assert sorted((way, int(rank)) for way, rank, _ in said) == sorted(
             (way, rank) for way in PAUSES for rank in range(RANKS)
         )
-        # A rank that is not held continues with the next round at once.
+        # A rank that waits in no collective starts its next round at once.
         assert {way for way, _, what in said if what == "asked"} == set(PAUSES)
         assert "deadlock: " not in run.errors

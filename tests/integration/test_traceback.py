@@ -22,7 +22,7 @@ WHAT = "statsd_bn.errors.RoundMismatch: deadlock: the ranks wait in different pl
 @pytest.fixture(scope="module")
 def told(tmp_path_factory) -> dict[str, str]:
     def run_into_it(folder: Path) -> None:
-        # By hand: a launcher such as torchrun ends the slower rank, maybe before it has raised.
+        # Without a launcher: torchrun might end the slower rank before it has raised.
         environ = {"STATSD_BN_LOG_LEVEL": "info", "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         command = [sys.executable, PROGRAM]
@@ -54,7 +54,7 @@ def test_the_error_has_a_short_first_line_and_a_row_for_each_rank(told, rank):
     first = lines.index(WHAT)
     assert len(lines[first]) <= 120
     zero, one, where, advice, see = lines[first + 1 : first + 6]
-    # Rank 1 is done with a layer less: it is in the backward pass already.
+    # Rank 1 skips a layer, so it is already in the backward pass.
     assert re.fullmatch(r"  rank 0 \(.*, pid \d+\)  waits [\d.]+ s  in forward of layer 'second', step 2", zero)
     assert re.fullmatch(r"  rank 1 \(.*, pid \d+\)  waits [\d.]+ s  in backward of layer 'first', step 2", one)
     assert zero.index("waits") == one.index("waits")

@@ -38,7 +38,7 @@ def test_virtual_replicas_equal_the_whole_batch(case):
 
 @pytest.mark.parametrize(("ratio", "seed"), [(1_000.0, 1), (10_000.0, 2)])
 def test_a_large_mean_costs_no_digits_of_the_variance(members, ratio, seed):
-    """float32 input: the textbook formula in float32 is off by percents at the first, worthless at the second."""
+    """float32 input: the textbook formula in float32 errs by percents at the first mean, and fails at the second."""
     case = Case("2d", (20, 30), "float32", offset=ratio, scale=1.0, seed=seed)
     x = case.tensors()[0].double()
     exact = x.var((0, 2, 3), correction=1).numpy()

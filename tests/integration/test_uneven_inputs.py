@@ -18,7 +18,7 @@ from support.pure_members import PureWorld
 BATCHES = (2, 5, 3)
 
 
-# The rule, without a layer.
+# Pauses and passes in the protocol, without a layer.
 
 
 def participation(member, participation):
@@ -195,7 +195,7 @@ def test_elastic_members_rejoin_when_all_remaining_do():
     assert [member.session.first_step for member in world.members[:2]] == [1, 1]
 
 
-# With layers.
+# Passes with layers.
 
 
 def test_members_of_different_data_equal_the_whole_batch_of_those_that_are_left(members):

@@ -36,7 +36,7 @@ from support.launched import free_port
 from support.paths import ROOT
 from support.view_states import ADVICE, HOSTILE, STATES, TEXTS, layer_names
 
-# A redraw that takes longer than a few frames can be felt.
+# A redraw that takes longer than a few frames is noticeable.
 REDRAW_MILLISECONDS = 60.0
 
 WIDTHS = (1280, 390)

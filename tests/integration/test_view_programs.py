@@ -33,7 +33,7 @@ pytest.importorskip("uvicorn", reason="needs the extra view")
 WAIT_SECONDS = 30.0
 
 
-# Until four processes have imported torch, maybe on a busy machine.
+# For four processes to import torch on a busy machine.
 @contextlib.contextmanager
 def planted_job(endpoint, job):
     stem, head = key("stem.bn", job=job), key("head.bn", job=job)

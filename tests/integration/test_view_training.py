@@ -34,10 +34,10 @@ from support.paths import ROOT, TESTS
 RANKS = 4
 PROGRAM = TESTS / "programs/resnet/train.py"
 
-# A straggler is known after a warm-up of half a minute and a whole minute.
+# A straggler is known after a warm-up of half a minute and a full minute; the machine may be slow.
 KNOWN_SECONDS = 170.0
 
-# The charts of a picture have that much to show.
+# Length of the charts in a picture.
 PICTURE_SECONDS = 30.0 if os.environ.get("STATSD_BN_SCREENSHOTS") else 1.0
 
 pytestmark = [pytest.mark.alone, pytest.mark.processes, pytest.mark.long, pytest.mark.timeout(400)]
@@ -112,7 +112,7 @@ class Training:
         pytest.fail("the server never came to know it")
 
     def shows(self, pattern):
-        """The banner fulfils a pattern within two seconds of when the server knew it."""
+        """Waits until the banner matches a pattern, at most two seconds after the server knew the state."""
         banner = lambda: text(self.driver, "#banner")  # noqa: E731 - it is said twice
         wait_until(self.driver, lambda: re.search(pattern, banner()), f"no {pattern!r} in {banner()!r}")
 
@@ -153,7 +153,7 @@ def training(chromium, tmp_path):
 
 
 def check(training, axe, state=""):
-    """No error in the console, nothing that axe finds, and pictures."""
+    """Asserts that the console has no error and axe no violation, and takes pictures."""
     driver = training.driver
     assert errors(driver) == []
     if axe:

@@ -1,4 +1,4 @@
-"""Joining without an endpoint: where the master listens, who hears of it, and what happens where there is none."""
+"""Joining without an endpoint: where the master listens, who learns its endpoint, and errors without a master."""
 
 import itertools
 import os
@@ -49,7 +49,7 @@ def resolves(name):
 
 SECRET = "0123456789abcdef" * 2
 
-# What says that there are several nodes, though all are this one.
+# Variables that claim several nodes, although all processes are on this one.
 NODES = {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": socket.gethostname()}
 SEVERAL_NODES = {**NODES, "STATSD_BN_SECRET": SECRET}
 
@@ -58,7 +58,7 @@ by_name = pytest.mark.skipif(not resolves(socket.gethostname()), reason="this ho
 
 @pytest.fixture
 def launch(tmp_path):
-    """Starts the processes of a job as a launcher does that keeps no store; nothing of them is left."""
+    """Starts the processes of a job like a launcher without a store, and kills what is left of them."""
     with ExitStack() as stack:
 
         def run(program, processes, **environ):
@@ -82,7 +82,7 @@ def launch(tmp_path):
 def environ(monkeypatch):
     kept = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(own_server, "_stores", {})
-    # Threads that play processes would count their entries together.
+    # Each thread plays a process, but they would share this counter.
     monkeypatch.setattr(own_server, "_entries", itertools.repeat(0))
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(kept.port)}
     for name, value in ({"TORCHELASTIC_USE_AGENT_STORE": "True"} | address).items():
@@ -103,7 +103,7 @@ def join(environ, rank, join_at=lambda *found: found, **given):
 @by_name
 @with_proc
 def test_processes_meet_as_often_as_they_like_and_share_the_store_with_a_process_group(launch):
-    """No torchrun: the store is member 0's. On several nodes, as far as the launcher says, so there are keys."""
+    """Without torchrun: member 0 has the store. The launcher claims several nodes, so there are keys."""
     run = launch("meet_twice", 2, **SEVERAL_NODES)
     first, second = run[0].line("covers 2"), run[0].line("covers 2")
     assert f" to tcp://{socket.gethostname()}:" in first
@@ -279,7 +279,7 @@ def test_a_master_that_does_not_start_is_an_error_on_all_ranks(environ, monkeypa
 
 
 def test_a_folder_open_to_others_is_an_error_on_all_ranks(environ, monkeypatch):
-    """As on file systems that have no modes."""
+    """As on file systems without modes."""
 
     def refuse(folder):
         raise ConfigurationError(f"expected the folder {folder} to be closed to other users")

@@ -14,15 +14,15 @@ Results = dict[str, np.ndarray]
 FEATURES = 6
 CHANNELS = 4
 
-# What becomes of a row in a network of convolutions.
+# Size of the images in a network of convolutions.
 HEIGHT, WIDTH = 2, 3
 
-# Instead of an empty batch: inductor of torch 2.13 fails in the gradient of any convolution of none.
+# In place of an empty batch: inductor of torch 2.13 fails in the gradient of a convolution of an empty batch.
 LEAST_IMAGES = 1
 
 
 class Flat(Functional):
-    """As timm writes it, for rows; a cumulative average would need a number that the compiler does not know."""
+    """Timm's layer for rows; not with a cumulative average, whose factor the compiler does not know."""
 
     def _check_input_dim(self, x: torch.Tensor) -> None:
         assert x.dim() == 2
@@ -41,11 +41,11 @@ class ImageActivated(_Activated, nn.BatchNorm2d):
     """For images."""
 
 
-# By whether the network has convolutions; the last ones know no cumulative average.
+# By whether the network has convolutions; the last class of each does not support a cumulative average.
 KINDS = {False: (nn.BatchNorm1d, FlatActivated, Flat), True: (nn.BatchNorm2d, ImageActivated, Functional)}
 
 
-# Narrow and wide by turns: what inductor orders by is how much memory a branch needs.
+# Inductor orders branches by the memory that they need, so they are narrow and wide.
 WIDTHS = (4, 8, 64, 256)
 
 
@@ -76,7 +76,7 @@ class Network:
         for sizes in self.batches:
             if sum(sizes) < 2:
                 sizes[draw.randrange(self.ranks)] = 256
-        # Last, so that a seed draws the same branches and batches as before there were subclasses and convolutions.
+        # Drawn last, so that a seed keeps the branches and batches from before subclasses and convolutions were added.
         kinds = [draw.randrange(2 if self.momentum is None else 3) for _ in range(2)]
         self.has_images = draw.random() < 0.5
         self.kinds = [KINDS[self.has_images][kind] for kind in kinds]

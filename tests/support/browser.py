@@ -28,21 +28,21 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from server.view.web import MAX_STREAMS
 
-# What tests import from here, since the imports above fail without a browser.
+# Tests import these from here, because only this module skips them if selenium is missing.
 __all__ = ["MAX_STREAMS", "ActionChains", "By", "Keys", "Select"]
 
 TOKEN = "of-the-test-0123"  # noqa: S105 - it opens nothing
 
-# From when the server knows it: the view asks once a second, and the page has a second more.
+# After the server knows an event: the view requests its report once a second, and the page has a second more.
 SHOWN_SECONDS = 2.0
 
-# Until a process has started, maybe on a busy machine.
+# For the start of a process on a busy machine.
 START_SECONDS = 60.0
 
 AXE = "axe-core@4.14.1"
 INSTALL_SECONDS = 60.0
 
-# A picture is taken after the redraw that a change of size brings.
+# For the redraw after a change of size, before a picture is taken.
 DRAWN_SECONDS = 0.4
 
 

@@ -1,4 +1,4 @@
-"""Comparison of what several processes have seen with what one process sees on the whole batch, in float64."""
+"""Comparison of the results of several processes with those of one process on the whole batch, in float64."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""The interface as lines of text: what `tests/contract/test_interface.py` compares with its snapshot.
+"""The interface as lines of text, which `tests/contract/test_interface.py` compares with its snapshot.
 
 A line names one thing and says what callers rely on: an argument with its kind and default, a flag with its values, a
 variable, an exit code, an error with its code. It leaves out annotations, docstrings, and members inherited from torch,
@@ -57,7 +57,7 @@ PROMISED = {
 # Integrations are read, not imported: the framework of each may not be installed.
 INTEGRATIONS = ROOT / "client" / "integrations"
 
-# A variable of ours in the code; `STATSD_BN_{...}` is one for each flag of a limit.
+# One of our variables in the code; `STATSD_BN_{...}`, for the limits, does not match.
 VARIABLE = re.compile(r"\bSTATSD_BN_[A-Z_]+\b")
 
 
@@ -177,7 +177,7 @@ def _integrations() -> Iterator[str]:
 
 
 def _read(place: str, node: ast.FunctionDef | ast.ClassDef) -> Iterator[str]:
-    """As `_module`, of code that is not imported."""
+    """Like `_module`, for source code that is not imported."""
     if isinstance(node, ast.FunctionDef):
         for argument in ast.walk(node.args):
             if isinstance(argument, ast.arg):

@@ -45,7 +45,7 @@ class Kept:
         return self.make().to(self.dtype)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """An input, and what its training step multiplies the output by."""
+        """An input, and the factors by which the training step multiplies the output."""
         along = torch.arange(1.0, SAMPLES * CHANNELS * 8 + 1, dtype=torch.float64)
         x = (along * along * 0.37).sin() * 3 + 1
         shape = SAMPLES, *self.shape
@@ -86,7 +86,7 @@ MODELS = {
 
 
 def is_lazy(model: nn.Module) -> bool:
-    """Whether the model has yet to learn its channels, and cannot have replicas before."""
+    """Whether the model has lazy layers without a first forward pass, so that it cannot be replicated yet."""
     return any(isinstance(each, nn.parameter.UninitializedTensorMixin) for each in model.parameters())
 
 
@@ -96,7 +96,7 @@ def evaluated(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def trained(model: nn.Module, x: Tensor, factors: Tensor) -> dict[str, Tensor]:
-    """What one training step leaves, in two replicas where the model can have some."""
+    """The results of one training step, in two replicas if the model can be replicated."""
     has_replicas = not (isinstance(model, nn.DataParallel) or is_lazy(model))
     x = x.clone().requires_grad_()
     output = (client.DataParallelWithCallback(model, ["cpu"] * 2) if has_replicas else model)(x)

@@ -24,10 +24,10 @@ from statsd_bn import Aggregate, Rows
 
 WAIT_SECONDS = 100.0
 
-# On a busy machine a process may stand still for seconds; no rank is dead for that.
+# On a busy machine a process may not run for seconds, and is not lost for that.
 SILENCE_SECONDS = 60.0
 
-# What each of two ranks contributes: counts, and rows of two vectors over three channels, forward and backward. The
+# The contributions of two ranks: counts, and rows of two vectors over three channels, forward and backward. The
 # values are binary fractions, so that their sums are exact in any order.
 COUNTS = ((4,), (6, 0))
 FORWARD = (
@@ -132,7 +132,7 @@ class Received:
 
     @classmethod
     def of(cls, aggregate: Aggregate) -> "Received":
-        """Takes them out of an aggregate."""
+        """Returns these parts of an aggregate."""
         members, values = tuple(aggregate.members), aggregate.values.tobytes()
         return cls(tuple(aggregate.key), aggregate.count, aggregate.replicas, members, values)
 
@@ -154,7 +154,7 @@ def to_all(value, messages):
 
 
 class Total(nn.Module):
-    """A module as people have written them for the seed: the master adds up what all replicas have."""
+    """A user's module for the seed library: the master adds the values of all replicas."""
 
     def __init__(self):
         super().__init__()

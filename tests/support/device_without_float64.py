@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-# With a number, since torch would ask a device that it is not built for which one is current.
+# With an index: else torch would ask for the current MPS device, which a build without MPS cannot answer.
 DEVICE = torch.device("mps", 0)
 
 WIDE = {torch.float64, torch.complex128}
@@ -52,7 +52,7 @@ class DeviceTensor(Tensor):
 
 
 class _Operators(TorchDispatchMode):
-    """Also sees operators that get no tensor of the device, but make one."""
+    """Intercepts operators without a tensor of the device too, since they may create one."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(operator, args, kwargs or {})

@@ -59,7 +59,7 @@ def peer(member: int, job: str = "job") -> bytes:
 
 
 def codes(answers: Answers) -> dict[bytes, str]:
-    """What went wrong for whom; everybody got a failure."""
+    """The error code of each peer; asserts that every answer is a Failure."""
     assert all(isinstance(answer, Failure) for answer in answers.values())
     return {whom: answer.code for whom, answer in answers.items()}
 

@@ -29,12 +29,12 @@ _here = threading.local()
 
 
 class Killed(Exception):
-    """This member is dead."""
+    """Raised in a member's thread to simulate its death."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What all members train: so many epochs over so many samples, and after how many batches they commit."""
+    """Size of the training of all members, and the number of batches between two commits."""
 
     samples: int
     batch: int
@@ -51,8 +51,8 @@ class World:
     def run(self, world_size: int, deaths: dict[int, int], newcomers: dict[int, tuple[int, int]]) -> dict[int, Any]:
         """Train; returns the final weights of the remaining members, as lists.
 
-        `deaths` gives the round in which a member dies. `newcomers` gives, by number, the round of which other member
-        starts it; a newcomer may reuse the number of a member that is dead by then.
+        `deaths` maps a member to the round in which it dies. `newcomers` maps a newcomer to (member, round): it starts
+        when that member reaches that round. A newcomer may reuse the number of a dead member.
         """
         deaths = dict(deaths)
         with ThreadPoolExecutor(world_size + len(newcomers)) as executor, own_connections():
@@ -66,13 +66,13 @@ class World:
                 if member in self.master.members("world"):
                     return
                 start(member)
-                # A newcomer after the end of the job would wait for ranks of a new one.
+                # Wait for it: a newcomer after the end of this job would start a new job, and wait for its ranks.
                 wait_until(lambda: member in self.master.members("world"))
 
             arrivals = {place: (lambda member=member: arrive(member)) for member, place in newcomers.items()}
             for member in range(world_size):
                 start(member)
-            # A newcomer is started by a member before it in the list.
+            # The list grows while it is read: a member starts newcomers, which follow it.
             results = [(member, future.result(timeout=WAIT_SECONDS)) for member, future in futures]
         return {member: weights for member, weights in sorted(results, key=itemgetter(0)) if weights is not None}
 
@@ -156,7 +156,7 @@ def own_connections() -> Iterator[None]:
 
 
 def run_as_current(n: int, program: Callable[[Connection], Any]) -> list[Any]:
-    """As `run_members`, where each member's connection is the current one of its thread."""
+    """Like `run_members`, with each member's connection as the current one of its thread."""
 
     def member(connection: Connection) -> Any:
         use(connection)

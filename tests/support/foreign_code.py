@@ -1,4 +1,4 @@
-"""Code that runs as if it stood in another file and module, such as one of torch."""
+"""Code that runs under the name of another file and module, such as one of torch."""
 
 import sys
 from types import FrameType
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def run_as(source: str, file: str, module: str, **names: Any) -> dict[str, Any]:
-    """Runs code as if it stood in a file and module; returns its names."""
+    """Runs code under the names of a file and a module; returns its global names."""
     names["__name__"] = module
-    exec(compile(source, file, "exec"), names)  # noqa: S102 - it stands in this file
+    exec(compile(source, file, "exec"), names)  # noqa: S102 - written in a test
     return names
 
 

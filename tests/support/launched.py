@@ -29,12 +29,12 @@ PROC = Path("/proc")
 MARK = "STATSD_BN_TEST_MARK"
 
 
-# For jobs that compile: a compiler holds Python's lock, and on a busy machine a process may stand still for seconds.
+# For jobs that compile: a compiler holds Python's lock, and on a busy machine a process may not run for seconds.
 PATIENT = {"STATSD_BN_SILENCE_SECONDS": "60"}
 
 
 class Launched:
-    """A command and its descendants, found by a mark in their environment; leaving it leaves none behind."""
+    """A command and its descendants, found by a mark in their environment; `__exit__` kills all of them."""
 
     def __init__(self, command: Sequence[str | Path], environ: dict[str, str], errors: Path) -> None:
         self._mark = uuid.uuid4().hex
@@ -66,7 +66,7 @@ class Launched:
         return self._errors.read_text()
 
     def line(self, beginning: str) -> str:
-        """The next line that begins so."""
+        """The next line with this beginning."""
         while True:
             line = self._lines.get(timeout=WAIT_SECONDS)
             assert line is not None, f"expected a line {beginning!r}; errors: {self.errors}"
@@ -85,7 +85,7 @@ class Launched:
         return _with(**{MARK: self._mark}, **environ)
 
     def leaves_nothing(self) -> bool:
-        """Whether all its processes end, which is waited for."""
+        """Waits for the end of all its processes; returns whether they ended in time."""
         expiry = time.monotonic() + GONE_SECONDS
         while self.processes():
             if time.monotonic() > expiry:
@@ -181,7 +181,7 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
     with (base / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():
-            shutil.rmtree(folder, ignore_errors=True)  # of one who failed
+            shutil.rmtree(folder, ignore_errors=True)  # of a call that failed
             folder.mkdir()
             make(folder)
             made.touch()

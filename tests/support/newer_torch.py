@@ -1,4 +1,4 @@
-"""What only newer versions of torch have, for the tests of it: with the oldest one supported they are skipped."""
+"""Features that only newer versions of torch have; with older versions their tests are skipped."""
 
 import importlib.util
 import re

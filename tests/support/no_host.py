@@ -12,7 +12,7 @@ METHODS = {
     *("__array__", "__bool__", "__complex__", "__float__", "__index__", "__int__", "cpu", "item", "numpy", "tolist"),
 }
 
-# Operators with data-dependent result sizes, or that make a tensor from host numbers.
+# Operators whose result size depends on values, or that make a tensor from numbers of the host.
 OPERATORS = {
     *("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::lift_fresh", "aten::masked_select"),
     *("aten::nonzero", "aten::repeat_interleave.Tensor", "aten::_unique2"),
@@ -20,7 +20,7 @@ OPERATORS = {
 
 
 class HostLooks(AssertionError):
-    """The host has looked at a tensor."""
+    """The host read a tensor."""
 
 
 class _Methods(TorchFunctionMode):
@@ -42,13 +42,13 @@ class _Operators(TorchDispatchMode):
 
 @contextmanager
 def host_looks_at_nothing() -> Iterator[None]:
-    """Raises `HostLooks` from whatever would have the host wait for a device."""
+    """Raises `HostLooks` in operations for which the host would wait for a device."""
     with _Methods(), _Operators():
         yield
 
 
 def nobody_waits_for(device: str) -> AbstractContextManager[None]:
-    """Raises from whatever would have the host wait for a device; on CUDA torch itself does so."""
+    """Raises in operations for which the host would wait for a device; on CUDA torch itself raises."""
     return host_looks_at_nothing() if device == "cpu" else _torch_refuses()
 
 

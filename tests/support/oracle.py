@@ -49,7 +49,7 @@ def expected(phase: str, brought: Iterable[MemberRows]) -> Expected:
 
 
 def is_same(one: list[float], other: list[float]) -> bool:
-    """Whether two vectors are the same to the bit; which NaN it is does not matter."""
+    """Whether two vectors have the same bits; any NaN equals any other."""
     if struct.pack(f"<{len(one)}d", *one) == struct.pack(f"<{len(other)}d", *other):
         return True
     return len(one) == len(other) and all(
@@ -59,7 +59,7 @@ def is_same(one: list[float], other: list[float]) -> bool:
 
 
 def is_near_the_exact_sum(rows: Sequence[list[float]], total: list[float]) -> bool:
-    """Whether a sum of finite numbers is as near to the exact one as n additions in any order can be."""
+    """Whether a sum of n finite numbers is within the rounding errors of n additions in any order."""
     for column, got in zip(zip(*rows, strict=True), total, strict=True):
         size = sum(map(abs, column))
         if math.isfinite(size) and abs(math.fsum(column) - got) > len(column) * 2**-52 * size:
@@ -82,7 +82,7 @@ class Ledger:
         return [one for one in self._brought.get(key, {}).get(member, []) if one.life != life]
 
     def complaint(self, aggregate: Aggregate, members: Iterable[int], receiver: MemberRows) -> str:
-        """The fault of an aggregate that must cover `members`; empty if it is right."""
+        """The error of an aggregate that must cover `members`; empty if it is right."""
         brought = self._brought.get(aggregate.key, {})
         if absent := set(members) - brought.keys():
             return f"{aggregate.key}: an aggregate, though members {sorted(absent)} brought nothing"
@@ -101,7 +101,7 @@ class Ledger:
     def _choices(
         self, brought: dict[int, list[MemberRows]], members: Iterable[int], receiver: MemberRows
     ) -> Iterator[tuple[MemberRows, ...]]:
-        """A member that was started again has brought something in each of its lives; the receiver knows its own."""
+        """All combinations of the members' rows: one of each life of a restarted member, and the receiver's own."""
         lives = [[receiver] if member == receiver.member else brought[member] for member in sorted(members)]
         return itertools.product(*lives)
 

@@ -53,7 +53,7 @@ class PureMember:
         self._world.send(self, self.session.contribution(self.key, self.rows, self.attempt))
 
     def receive(self, frame: bytes) -> None:
-        """As a round trip does, but that everything is noted; after an error it waits for nothing more."""
+        """Handles a frame like a round trip and records the answer; after an error it ignores further frames."""
         if self.answers and isinstance(self.answers[-1], StatsdBNError):
             return
         try:
@@ -79,13 +79,13 @@ class PureMember:
 
     @property
     def total(self) -> tuple[list[int], float]:
-        """Whom its latest answer covers, and the sum."""
+        """The members that its latest aggregate covers, and the sum."""
         answer = self.latest(Aggregate)
         return list(answer.members), float(answer.values[0, 0])
 
     @property
     def is_answered(self) -> bool:
-        """Whether its latest question was answered."""
+        """Whether the latest round of this member has its aggregate."""
         return bool(self.answers) and isinstance(self.answers[-1], Aggregate) and self.answers[-1].key == self.key
 
     @property
@@ -106,7 +106,7 @@ def backward(members: Iterable[PureMember], *values: float) -> None:
 
 
 class PureWorld:
-    """Some members, and a master that can die; `now` is the time."""
+    """Members, and a master that can be restarted; `now` is the time."""
 
     def __init__(self, world_size: int, min_members: int = 0, **given: object) -> None:
         self.world_size, self.min_members = world_size, min_members
@@ -125,7 +125,7 @@ class PureWorld:
         return member
 
     def restart(self) -> None:
-        """A master without a memory takes the place of the last one."""
+        """Replaces the master by a new one without state."""
         self.lives += 1
         self.dispatcher = Dispatcher(b"server%02d" % self.lives, self.now)
 
@@ -133,7 +133,7 @@ class PureWorld:
         self._deliver(self.dispatcher.receive(self.now, member.session.member_token, frame).replies)
 
     def pass_time(self, seconds: float) -> None:
-        """Time passes, with the heartbeats of all that are not silent."""
+        """Advances the clock, with heartbeats of all members that are not silent."""
         end = self.now + seconds
         while self.now < end:
             self.now = min(end, self.now + 0.25)

@@ -1,4 +1,4 @@
-"""A peer that speaks ZMTP over a plain socket, and so may say what libzmq's sockets never say."""
+"""A peer that speaks ZMTP over a plain socket, and so can send frames that libzmq's sockets never send."""
 
 import socket
 import struct
@@ -28,7 +28,7 @@ def message(body: bytes) -> bytes:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the server ends a connection, once all that it says is read."""
+    """Whether the server closes a connection, after all of its data are read."""
     try:
         while connection.recv(4096):
             pass
@@ -69,7 +69,7 @@ class RawPeer:
         return self._receive(size)
 
     def reset(self) -> None:
-        """Breaks the connection, as a process does that is killed before it has read all."""
+        """Resets the connection, like the death of a process with unread data."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.socket.close()
 

@@ -20,7 +20,7 @@ IMAGES = [kind for kind in KINDS if kind in {"2d", "3d"}]
 
 MANY = 2**24 + 1  # the first count that float32 cannot hold
 
-# Values, and factors of the loss: four that one member has 2^22 times each, and one that the other has once.
+# (values, factors of the loss): member 0 has each of four pairs 2^22 times, member 1 has one pair once.
 MANY_VALUES = (((0.0, 0.0, 2.0, 2.0), 1.0), ((1.0, -1.0, 2.0, 0.5), 3.0))
 
 
@@ -36,7 +36,7 @@ def channels_last(x: Tensor) -> torch.memory_format:
     return {4: torch.channels_last, 5: torch.channels_last_3d}[x.dim()]
 
 
-# Layouts of a leaf, and the layer's input made from it; random numbers where the layer must ignore the values.
+# Layouts: each returns a leaf, and a function that makes the layer's input of it.
 LAYOUTS: dict[str, Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]] = {
     "contiguous": _as_it_is,
     "channels_last": _channels_last,
@@ -50,7 +50,7 @@ LAYOUTS: dict[str, Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]
 
 
 def _some(x: Tensor) -> Tensor:
-    """Three of five, the first of all among them."""
+    """Mask that keeps three of five positions, the first one included."""
     shape = (x.shape[0], *x.shape[2:])
     turn = torch.arange(math.prod(shape)).view(shape) % 5
     return (turn != 1) & (turn != 3)
@@ -64,7 +64,7 @@ def _lengths(x: Tensor) -> Tensor:
 
 
 def _sizes(x: Tensor) -> Tensor:
-    """Images of various sizes in the corner of a common one; strided as the outer product makes it."""
+    """Mask of images of various sizes in the corner of a larger one."""
     height, width = x.shape[-2:]
     sizes = torch.arange(len(x)).view(-1, 1, 1)
     rows, columns = torch.arange(height).view(1, -1, 1), torch.arange(width).view(1, 1, -1)
@@ -83,7 +83,7 @@ MASKS: dict[str, Callable[[Tensor], Tensor | None]] = {
 
 @dataclass(frozen=True)
 class Shard:
-    """What one replica gets: leaf, input, factors of the loss, mask; `seen` takes the input's gradient as is."""
+    """Leaf, input, factors of the loss and mask of one replica; `seen` receives the input's gradient unchanged."""
 
     leaf: Tensor
     x: Tensor
@@ -97,7 +97,7 @@ class Shard:
         return torch.ones_like(self.x[:, 0], dtype=torch.bool) if self.mask is None else self.mask
 
     def pick(self, values: Tensor) -> Tensor:
-        """Returns what (N, C, *) values are at the positions that count: shape (P, C)."""
+        """Returns the (N, C, *) values at the P unmasked positions: shape (P, C)."""
         return values.movedim(1, -1)[self.counted]
 
 
@@ -142,7 +142,7 @@ class Shards(Case):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one step gives: outputs, gradients of inputs and of leaves per shard; the rest once."""
+    """Results of one step: outputs and gradients of inputs and leaves per shard, the others once."""
 
     outputs: list[Tensor]
     gradients: list[Tensor]
@@ -176,7 +176,7 @@ def with_many_values(connection: client.Connection) -> tuple[float, float, list[
 
 
 def autocast_model(kind: type[nn.Module] | None = None) -> nn.Sequential:
-    """A convolution and a layer of the kind; by default torch's; its output is changed in place."""
+    """A convolution and a layer of the kind; by default torch's layer and an activation in place."""
     torch.manual_seed(0)
     rest = [kind(CHANNELS)] if kind else [nn.BatchNorm2d(CHANNELS), nn.ReLU(inplace=True)]
     return nn.Sequential(nn.Conv2d(3, CHANNELS, 3, bias=False), *rest).float()
@@ -185,7 +185,7 @@ def autocast_model(kind: type[nn.Module] | None = None) -> nn.Sequential:
 def autocast_step(
     model: nn.Module, forward: Callable[[Tensor], Tensor], device: str, dtype: str, own: slice = slice(None)
 ) -> dict[str, Tensor]:
-    """A forward pass under autocast and a backward pass outside, as torch says to, on these samples of the batch."""
+    """A forward pass under autocast and a backward pass outside of it, as torch demands, on the samples `own`."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 3, 6, 6, generator=generator)[own].to(device).requires_grad_()
     factors = torch.randn(5, CHANNELS, 4, 4, generator=generator)[own].to(device)
@@ -276,7 +276,7 @@ def by_formula(case: Shards) -> Outcome:
 
 
 def everywhere(members: Callable[..., list[Any]], cases: list[Shards]) -> list[Outcome]:
-    """Runs the cases, all of as many shards, both ways; checks that the bits are the same, and returns them."""
+    """Runs cases of equally many shards in processes and in virtual replicas; asserts equal bits, and returns them."""
     through_a_server = joined(members(len(cases[0].sizes), as_members, cases))
     for case, outcome in zip(cases, through_a_server, strict=True):
         assert_same_bits(as_virtual_replicas(case).named(), outcome.named())
@@ -289,7 +289,7 @@ def packed(outcome: Outcome, case: Shards) -> Outcome:
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    """Relative to the largest value of each tensor, and to each value."""
+    """Compares with a tolerance relative to each value and to the largest value of its tensor."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         size = value.detach().abs().max().item() if value.numel() else 0.0
@@ -337,10 +337,10 @@ def _together(outcomes: list[Outcome]) -> Outcome:
 HALVES = ("float16", "bfloat16")
 
 # Both sides compute in a wider type and round once, so they may differ by one unit in the last place. Parameter
-# gradients are rounded on each replica and then added: one unit of the largest.
+# gradients are rounded on each replica and then added, so they may differ by one unit of the largest value.
 RESOLUTION = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 1e-5, "float64": 1e-10}
 
-# The convolution rounds too, otherwise for other batch sizes, and its weight's gradient is rounded on each replica.
+# The convolution rounds differently for each batch size, and its weight's gradient is rounded on each replica.
 AUTOCAST = {dtype: 2 * RESOLUTION[dtype] for dtype in HALVES}
 
 
@@ -353,7 +353,7 @@ def without(named, *words):
 
 
 def assert_equal_to_torch_and_to_the_exact_result(found, case):
-    """Torch computes some things in half precision that are wider here, so the exact result is the stricter one."""
+    """Compares with torch and, more strictly, with float64: torch computes in half precision where ours is wider."""
     resolution = max(RESOLUTION[dtype] for dtype in (case.dtype, *case.input_dtypes))
     found, expected = found.named(), on_the_whole_batch(case).named()
     assert_equal(found, expected, resolution)

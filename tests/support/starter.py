@@ -14,8 +14,8 @@ from typing import Self
 
 STARTER = multiprocessing.get_context("forkserver")
 
-# With the first optimizer of a process torch loads the compiler, and so does `client.connect`; its back half it loads
-# with the first call that is compiled, which takes more than a second.
+# Torch loads the compiler at the first optimizer of a process, `client.connect` does too, and the first compiled call
+# loads the compiler's backend, which takes more than a second.
 STARTER.set_forkserver_preload(["client", "torch._dynamo", "torch._inductor.compile_fx", "conftest", "support.frozen"])
 
 WAIT_SECONDS = 100.0
@@ -45,7 +45,7 @@ MOST_THREADS = 120
 
 
 class MemberProcesses:
-    """A pool of processes, kept from test to test until they have `MOST_THREADS` threads; leaving it ends them."""
+    """A pool of processes, kept from test to test until they have `MOST_THREADS` threads; `__exit__` ends them."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -58,7 +58,7 @@ class MemberProcesses:
         _end(self._executor)
 
     def for_one_test(self) -> ProcessPoolExecutor:
-        """Returns the processes, which have imported torch; others, if a test has killed one of them."""
+        """Returns processes with torch loaded; new ones if a test has killed one or they have too many threads."""
         if not _is_whole(self._executor) or _threads(self._executor) > MOST_THREADS:
             _end(self._executor)
             self._executor = _started(self._number)
@@ -74,7 +74,7 @@ def _is_whole(executor: ProcessPoolExecutor) -> bool:
 
 
 def _threads(executor: ProcessPoolExecutor) -> int:
-    """Of all processes; 0 where the system has no /proc."""
+    """Number of threads of all processes; 0 without /proc."""
     return sum(len(list(Path(f"/proc/{number}/task").glob("*"))) for number in executor._processes)
 
 
@@ -82,7 +82,7 @@ def _started(number: int) -> ProcessPoolExecutor:
     together = STARTER.Barrier(number)
     executor = ProcessPoolExecutor(number, mp_context=STARTER, initializer=_wait_for_all, initargs=(together,))
     try:
-        # All have imported torch, as conftest.py does, when the first test's time begins.
+        # Wait until all have imported torch, so that no test's time limit includes it.
         for started in [executor.submit(int) for _ in range(number)]:
             started.result(timeout=WAIT_SECONDS)
     except BaseException:

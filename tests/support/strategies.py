@@ -1,4 +1,4 @@
-"""Messages for tests: plain ones with defaults for all that a test does not care about, and hypothesis strategies."""
+"""Messages for tests: plain ones with defaults for their fields, and hypothesis strategies."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def contribution(
 
 
 def is_probe(answer: object) -> bool:
-    """Whether the server only tries whether it reaches a member."""
+    """Whether a message is a probe, by which the server checks that a member is reachable."""
     return isinstance(answer, messages.Registered) and answer.digest == messages.NO_SERVER
 
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from support import normalisation
 
-# Where several threads are the first to call one of these, torch now and then has 8 digits of 16: 3 of 8,000 processes
-# had that, and none in which one thread had called it before.
+# If several threads make the first call of one of these, torch sometimes returns 8 right digits of 16: in 3 of 8,000
+# processes, and in none in which one thread had called it before.
 for _function in (torch.sin, torch.cos, torch.tanh):
     _function(torch.ones(1, dtype=torch.float64))
 
@@ -83,7 +83,7 @@ class Helped(nn.BatchNorm2d):
 
 
 class Decorated(nn.BatchNorm2d):
-    """Its `forward` stands behind a decorator, and calls what stands in another module."""
+    """Its `forward` has a decorator, and calls a function of another module."""
 
     @torch.autocast("cpu", enabled=False)
     def forward(self, x: Tensor) -> Tensor:
@@ -148,14 +148,14 @@ class OfLists(nn.BatchNorm2d):
 
 
 class SkipsEmpty(nn.BatchNorm2d):
-    """Lets a batch without samples pass, as detectron2's did where torch's kernels could not take one."""
+    """Returns an empty batch as it is, as detectron2's did when torch's kernels did not support one."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if x.numel() else x * 1
 
 
 class Sized(nn.BatchNorm2d):
-    """Is made with other arguments than torch's."""
+    """Its constructor has other arguments than torch's."""
 
     def __init__(self, width: int, gain: float = 3.0, **options) -> None:
         super().__init__(num_features=width, **options)
@@ -220,7 +220,7 @@ class Frozen(nn.BatchNorm2d):
 
 
 class Centred(nn.BatchNorm2d):
-    """A weight around 0, so it passes another tensor than the layer's weight."""
+    """Its weight is around 0, so it passes `weight + 1` to `batch_norm`."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = None if self.weight is None else self.weight + 1
@@ -274,7 +274,7 @@ def differentiable_all_reduce(x: Tensor) -> Tensor:
 
 
 class SynchronisesItself(nn.BatchNorm2d):
-    """Adds up its statistics itself in training, as detectron2's NaiveSyncBatchNorm."""
+    """All-reduces its statistics itself in training, as detectron2's NaiveSyncBatchNorm."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -285,7 +285,7 @@ class SynchronisesItself(nn.BatchNorm2d):
 
 
 class Reduced(nn.BatchNorm2d):
-    """Hands its statistics to `batch_norm`, and adds up something else."""
+    """Leaves the statistics to `batch_norm`, and all-reduces another value."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen = differentiable_all_reduce(x.detach().sum())

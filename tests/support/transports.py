@@ -11,7 +11,7 @@ from client.transports import device_rows
 PROCESS_GROUP = "process group"
 ON_DEVICE = "process group, on devices"
 
-# With a connection to a server that watches: explicit, or chosen because rows are on devices.
+# Process groups that a server watches: requested, or chosen because rows are on devices.
 WATCHED = "process group, watched"
 CHOSEN = "process group, chosen"
 HOST_TRANSPORTS = (*member.TRANSPORTS, PROCESS_GROUP)
@@ -31,6 +31,6 @@ def rows_on_devices() -> Iterator[None]:
 
 @contextmanager
 def reference_kernels() -> Iterator[None]:
-    """Has all transports compute by the reference, since other kernels round otherwise."""
+    """Makes all transports compute by the reference backend, since other kernels round differently."""
     with mock.patch.object(engine, "BACKENDS", ()), mock.patch.object(native, "core", None):
         yield

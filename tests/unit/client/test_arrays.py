@@ -43,7 +43,7 @@ def tensors(draw) -> torch.Tensor:
     elements = draw(hnp.arrays("u1", (*shape, dtype.itemsize)))
     if dtype is torch.bool:
         elements %= 2
-    # Of no bytes there is nothing that could be seen as another dtype.
+    # An empty array has no bytes to reinterpret as another dtype.
     tensor = torch.from_numpy(elements).view(dtype)[..., 0] if elements.size else torch.empty(shape, dtype=dtype)
     return draw(st.sampled_from([tensor, tensor.mT if tensor.ndim > 1 else tensor]))
 

@@ -94,7 +94,7 @@ def test_without_any_sample_gradients_stay():
 
 
 def test_an_unused_parameter_is_not_moved():
-    """Weight decay would move it if its gradient were 0; in one process it is None."""
+    """Its gradient stays None, as in one process: with 0 weight decay would change the parameter."""
 
     def average(connection: Connection) -> Any:
         used_by_one, unused = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))

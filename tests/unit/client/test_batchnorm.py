@@ -1,4 +1,4 @@
-"""The layers: torch's in every respect, and clear words for bad input."""
+"""The layers behave like torch's, and name bad input in their errors."""
 
 import copy
 

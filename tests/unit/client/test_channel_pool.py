@@ -29,7 +29,7 @@ class Recording(ChannelPool):
 
 
 def test_a_channel_that_saw_an_error_is_closed_and_not_lent_again():
-    """A late answer may still come through it."""
+    """A late answer may still arrive on it."""
     channel_pool = Recording()
     with pytest.raises(ZeroDivisionError), channel_pool.channel() as first:
         raise ZeroDivisionError

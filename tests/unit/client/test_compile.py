@@ -14,7 +14,7 @@ from programs import member_programs
 from statsd_bn.errors import ConfigurationError
 from support.memory_members import MemoryMaster
 
-# Where nothing depends on generated code, the backend that only traces is twenty times quicker.
+# For tests that do not depend on generated code: the backend that only traces is twenty times faster.
 TRACE = "aot_eager"
 
 MOMENTUM = pytest.mark.parametrize("momentum", [pytest.param(0.1, marks=pytest.mark.long), None])
@@ -47,7 +47,7 @@ def test_rounds_keep_the_order_of_the_program(members):
 
 
 def test_calling_a_layer_twice_on_the_same_input_is_two_rounds(members):
-    """A compiler that took equal calls for one would leave the other members waiting."""
+    """If a compiler merged equal calls into one, the other members would wait."""
     assert members(2, member_programs.compiled_twice_on_the_same_input, TRACE) == [(4, 2)] * 2
 
 
@@ -85,8 +85,8 @@ def test_passes_are_forgotten_for_the_call_whose_last_one_is_the_oldest():
 
 
 def test_checkpoints_around_and_inside_a_compiled_model_move_the_statistics_once(members):
-    """Inside, the operator must be named as one to keep: torch cannot compute again what has an effect."""
-    # The backend that only traces computes all of it again in older versions of torch, whatever is named.
+    """Inside, the checkpoint must name the operator as one to save: torch cannot recompute one with side effects."""
+    # In older versions of torch the backend that only traces recomputes named operators too.
     for around, inside, none in members(2, member_programs.compiled_checkpoint, "aot_eager_decomp_partition"):
         assert_equal([(around[0], none[0]), (inside[0], none[0])])
         assert [rounds for _, rounds in (around, inside, none)] == [2, 2, 2]

@@ -80,7 +80,7 @@ def names(module):
 
 
 def anatomy(module):
-    """What an exact inverse must restore: structure, types, attributes, and who the tensors and hooks are."""
+    """What an exact inverse must restore: structure, types, attributes, and the identity of tensors and hooks."""
     return [
         (
             place,

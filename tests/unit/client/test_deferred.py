@@ -91,7 +91,7 @@ def test_a_commit_with_nothing_pending_changes_nothing():
 @pytest.mark.parametrize("sizes", [SHARES, ONE_EMPTY], ids=["unequal", "empty"])
 @pytest.mark.parametrize("missing", [0, 1])
 def test_members_with_micro_batches_equal_the_whole_mini_batch(members, sizes, missing):
-    """As many as `chunks`, or one fewer and a commit."""
+    """With as many micro-batches as `chunks`, or one fewer and a commit."""
     plain, expected = nn.BatchNorm2d(1).double(), []
     for mini_batch in range(2):
         before = deferred_programs.buffers(copy.deepcopy(plain))

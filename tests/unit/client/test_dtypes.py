@@ -27,7 +27,7 @@ def test_a_layer_of_any_type_equals_torchs(members, dtype):
 
 
 def test_a_half_precision_running_variance_outlives_a_batch_whose_own_would_overflow(members):
-    """float16 ends at 65,504; the batch's variance is about 90,000, of which the average takes a tenth."""
+    """float16 ends at 65,504; the batch's variance is about 90,000, and a tenth of it enters the average."""
     case = Shards("2d", (3, 2), "float16", scale=300.0)
     (found,) = everywhere(members, [case])
     assert found.buffers["running_var"].isfinite().all()

@@ -26,7 +26,7 @@ jobs = st.builds(Job, st.integers(1, 24), st.integers(1, 4), st.integers(1, 4), 
 
 @st.composite
 def fates(draw: Any) -> tuple[int, dict[int, int], dict[int, tuple[int, int]]]:
-    """The initial size, the rounds of deaths, and the joins by round of another member; a first member survives."""
+    """(world size, deaths, newcomers) for `World.run`; at least one initial member survives."""
     world_size = draw(st.integers(1, 4))
     nr_newcomers = draw(st.integers(0, 2))
     survivor = draw(st.integers(0, world_size - 1))
@@ -52,7 +52,7 @@ def test_every_sample_is_learnt_once_in_each_epoch(job, fate):
         pytest.param(Job(8, 1, 1, 2), (2, {}, {2: (0, 4)}), (0, 1, 2), id="a newcomer takes over the state"),
         # Member 1 dies in the second batch that is not committed yet; its successor comes before the others commit.
         pytest.param(Job(12, 1, 3, 1), (2, {1: 3}, {1: (0, 4)}), (0, 1), id="a successor is not the lost one"),
-        # All take over member 0's first state: it dies in its second round.
+        # Member 0 dies in its second round, after all have received its first state.
         pytest.param(Job(6, 2, 1, 1), (3, {0: 1}, {}), (1, 2), id="the one who has the state dies"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A gather gives every member everybody's bytes, whatever they are and however many."""
+"""A gather gives every member the bytes of all members, of any content and length."""
 
 import os
 from typing import Any
@@ -21,7 +21,7 @@ from support.strategies import key
 
 ROW = Rows((1,), np.ones((1, 2, 3)))
 
-# One word more than the first round brings, and more than two further rounds do.
+# One word more than the first round holds, and more than two further rounds hold.
 BEYOND_FIRST = VALUE_BYTES * 1024 + 1
 BEYOND_THREE = 2 * VALUE_BYTES * limits.MAX_CHANNELS + 5
 

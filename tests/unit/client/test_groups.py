@@ -1,4 +1,4 @@
-"""Groups: members that synchronise among themselves, and take no notice of the others."""
+"""Groups: members that synchronise among themselves, independently of the others."""
 
 import threading
 import time
@@ -36,7 +36,7 @@ def row(value: float) -> Rows:
 
 
 def total(connection: Connection, group: Group | str | None = None, value: float | None = None) -> float:
-    """The sum over the group of what each member brings: its power of ten, unless a value is given."""
+    """The sum of the group's contributions; each member contributes 10 to the power of its rank, or `value`."""
     brought = row(10.0**connection.rank if value is None else value)
     return SlavePipe(connection, "bn", group).run_slave(brought).values.item()
 
@@ -180,7 +180,7 @@ def test_a_group_outside_the_job_is_refused(group, message):
 
 
 def of_machines(monkeypatch, machines: dict[int, str]) -> None:
-    """Has each rank take its machine for one of these; the members are threads of one process."""
+    """Makes each rank report one of these machines; the members are threads of one process."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     gathered = Connection._gather_machine_ids
@@ -273,7 +273,7 @@ def test_rounds_of_the_world_and_of_groups_may_alternate():
 
 
 def test_threads_of_one_member_may_wait_for_different_groups_in_opposite_orders():
-    """If one group's filling kept the other's from beginning, both members would wait for ever."""
+    """If waiting for one group blocked the registration in the other, both members would wait for ever."""
     master = MemoryMaster()
 
     def program(connection):
@@ -316,7 +316,7 @@ def test_a_groups_rows_are_added_by_member_number_whoever_comes_first():
             return None
         place = members.index(connection.rank)
         total(connection, four)
-        # From the highest number down: each comes when only those below it are missing.
+        # From the highest number down: each contributes when only lower ones are missing.
         still_missing = members[: place + 1]
         if place < 3:
             wait_until(lambda: [round_["missing"] for round_ in master.report("four")["waiting"]] == [still_missing])

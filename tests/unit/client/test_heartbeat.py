@@ -1,4 +1,4 @@
-"""The heartbeat's thread: it speaks only where nothing else does, ends at once, and stays out of forked children."""
+"""The heartbeat thread: it sends only if a session is otherwise silent, ends at once, and is not in forked children."""
 
 import os
 import queue
@@ -89,7 +89,7 @@ class FakeBeacon:
 
 
 class Talkative(Session):
-    """One that has always just spoken, however late the threads of a test are."""
+    """A session that has always just sent a message, however late the threads of a test are."""
 
     last_sent = property(lambda _: time.monotonic(), lambda _, __: None)
 
@@ -108,7 +108,7 @@ def beacon():
 
 
 def thread_of(beacon, sessions, broken_job, reconnected=lambda: None):
-    """A running thread for what the function `sessions` returns."""
+    """A running heartbeat thread for the sessions that the function returns."""
     channel_pool = SimpleNamespace(close_idle=reconnected)
     return HeartbeatThread(beacon, SimpleNamespace(all=sessions, channel_pool=channel_pool, broken_job=broken_job))
 
@@ -133,7 +133,7 @@ def test_a_silent_session_sends_heartbeats_as_often_as_it_must(start, beacon):
     wait_until(lambda: len(beacon.sent) >= 5)
     heartbeat.stop()
     times = [moment for moment, _ in beacon.sent]
-    # The first only introduces it.
+    # The first heartbeat only announces the socket.
     assert times[-1] - times[0] > 0.9 * (len(times) - 2) * INTERVAL
 
 
@@ -371,14 +371,14 @@ def test_a_session_reports_a_change_of_transport_at_once():
     ("memory", "beats"), [(SimpleNamespace(is_abandoned=False), 10), (SimpleNamespace(is_abandoned=True), 0), (None, 0)]
 )
 def test_a_member_in_memory_sends_heartbeats_although_it_sends_messages(memory, beats):
-    """The server knows only from heartbeats how long it has waited in memory."""
+    """Only heartbeats report its waits in shared memory to the server."""
     scheduler, session, now, sent = HeartbeatScheduler(), a_session(), 100.0, 0
     session.transport.memory = memory
     for one in scheduler.sessions_due(now, [session]):
         scheduler.mark_sent(one)
     while now < 110.0:
         now += 0.25
-        session.last_sent = now  # a contribution that was brought over the server
+        session.last_sent = now  # a contribution over the server
         left = 0.75 - (now - 100.25) % 1.0 if beats else limits.HEARTBEAT_SECONDS
         assert scheduler.seconds_until_due(now, [session]) == pytest.approx(left)
         for one in scheduler.sessions_due(now, [session]):
@@ -427,7 +427,7 @@ def opened(session):
 
 
 def test_a_job_that_has_been_open_for_a_minute_without_a_layer_is_unused_once():
-    """The time until all members have come does not count, nor do rounds that are no layer's."""
+    """Neither the time until the group opens nor rounds without a layer count."""
     scheduler, session = HeartbeatScheduler(), a_session()
     session.forward_key("hello", GATHER)
     assert not any(scheduler.is_unused(float(now), [session]) for now in range(300))
@@ -473,7 +473,7 @@ def test_a_session_unknown_to_a_new_master_sends_a_heartbeat_at_once():
     assert [is_due(), is_due()] == [True, False]
     assert scheduler.on_unsolicited(unknown, [session]) == session.resync_frames()
     assert [is_due(), is_due()] == [True, False]
-    # Once for each connection: a master that misses results says the same.
+    # Once for each connection: a master that misses results sends the same error.
     scheduler.on_unsolicited(unknown, [session])
     assert not is_due()
     scheduler.on_reconnected()
@@ -490,7 +490,7 @@ def sampled(session, step=0):
 
 
 def test_figures_follow_a_heartbeat():
-    """A server that does not know the session has no use for them, and would say so."""
+    """A server that does not know the session would answer them with an error."""
     scheduler, session = HeartbeatScheduler(), sampled(a_session())
     assert scheduler.skew_frames(1.0, [session]) == []
     scheduler.sessions_due(time.monotonic(), [session])

@@ -65,14 +65,14 @@ class Twice(LikeTimms):
 
 
 class Nested(LikeTimms):
-    """Normalises among the arguments of a call of `batch_norm`, too."""
+    """Normalises an argument of its call of `batch_norm` by a nested call."""
 
     def forward(self, x):
         return F.batch_norm(x + normalised(self, x).sin(), self.running_mean, self.running_var, training=self.training)
 
 
 class Computed(LikeTimms):
-    """Normalises where an attribute of it is read."""
+    """Normalises in a property."""
 
     @property
     def factor(self):
@@ -84,7 +84,7 @@ class Computed(LikeTimms):
 
 
 class Annotated(torch.Tensor):
-    """As a tensor of MONAI's."""
+    """A subclass of Tensor, like MONAI's."""
 
 
 def batch(seed=0):
@@ -252,7 +252,7 @@ def test_ctrl_c_leaves_torchs_modes_as_they_are(kind):
 
 
 def interrupted_at(step, layer, x):
-    """Whether a call of a layer had so many calls of ours, at the last of which it was interrupted."""
+    """Interrupts a layer's call in our function call number `step`, from 0; returns whether it made so many calls."""
     left = step
 
     def count(frame, event, _):

@@ -1,4 +1,4 @@
-"""A packed state comes back as it was, and nothing that came can do more than be refused."""
+"""A packed state is restored unchanged, and invalid received data is only refused."""
 
 import copy
 import struct
@@ -92,7 +92,7 @@ def test_deeper_received_states_are_refused(code, levels):
 
 
 def test_extensions_within_extensions_end_no_process():
-    """1 KB of them once overflowed the stack of the reader."""
+    """1 KB of nested extensions once overflowed the stack of the receiving process."""
     inner = msgpack.packb(1)
     for _ in range(10_000):
         inner = msgpack.packb(msgpack.ExtType(TUPLE, inner))

@@ -109,7 +109,7 @@ class OneCheckpointed(nn.Module):
 
 
 def test_several_replicas_in_a_reentrant_checkpoint_get_an_error_with_a_remedy():
-    """Its backward runs one replica after the other, so each would wait for one that is behind it."""
+    """The backward pass runs one replica after the other, so the first would wait for the later ones."""
     wrapped = client.DataParallelWithCallback(client.convert_model(Checkpointed(model(), reentrant=True)), ["cpu"] * 3)
     x, factors = member_programs.batch(0)
     output = wrapped(x.requires_grad_())
@@ -130,7 +130,7 @@ def test_alone_the_statistics_move_once_as_well(reentrant):
     "program", [member_programs.call_twice_in_a_checkpoint, member_programs.pipeline_of_checkpoints]
 )
 def test_a_layer_that_is_called_twice_before_a_checkpoint_is_computed_again(members, program, reentrant):
-    """In one checkpoint; and in a pipeline, F1 F2 B1 F3 B2 B3: a later micro-batch has begun another step by then."""
+    """In one checkpoint, and in a pipeline F1 F2 B1 F3 B2 B3, where a later micro-batch has started another step."""
     for found, expected in members(2, program, reentrant):
         assert_near(found, expected)
 
@@ -144,7 +144,7 @@ def test_a_layer_that_is_called_twice_on_an_empty_batch_in_a_checkpoint(members,
         assert_near(found, expected)
 
 
-# Checkpoints around each other, the outermost first: whether each is reentrant.
+# Nested checkpoints, the outermost first; True: reentrant.
 NESTED = {
     "reentrant": (True,),
     "not reentrant": (False,),
@@ -249,7 +249,7 @@ def test_values_that_are_not_finite_are_found_too():
 
 
 class OnADevice:
-    """Vectors on a device that has not computed them yet: only a copy that waits for it has their values."""
+    """Vectors that a device has not computed yet: only a blocking copy has their values."""
 
     device, is_cuda = torch.device("cuda"), False
 

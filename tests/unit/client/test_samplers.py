@@ -1,4 +1,4 @@
-"""A split loader is the loader it was, for one member's samples."""
+"""A split loader equals the original one, with one member's samples."""
 
 import multiprocessing
 from types import SimpleNamespace

@@ -95,7 +95,7 @@ def test_a_profiler_may_wrap_the_function_that_a_forward_calls(monkeypatch):
     check_same(found, step(plain, x, factors))
 
 
-# Some of the classes take no options themselves.
+# The constructors of some classes lack options.
 WITHOUT_OPTIONS = {subclasses.Operator, subclasses.Helped, subclasses.Scaled}
 WITHOUT_MOMENTUM = {subclasses.Centred}
 OPTIONS = [
@@ -104,7 +104,7 @@ OPTIONS = [
     {"track_running_stats": False},
     {"affine": False, "track_running_stats": False},
 ]
-# These use no statistics of a batch.
+# These normalise with running statistics only.
 OF_RUNNING_STATISTICS = (AlwaysEval, subclasses.Frozen)
 CASES = [(kind, {}) for kind in (*subclasses.SYNCHRONISED, subclasses.Decorated, *OF_RUNNING_STATISTICS)] + [
     (kind, options)
@@ -297,7 +297,7 @@ def test_a_subclass_is_compiled_whole():
 
 
 def test_a_layer_that_computes_its_own_statistics_is_named_after_its_first_step(caplog, monkeypatch):
-    # Once a process; another test may have been before.
+    # The warning comes once per process; an earlier test may have caused it.
     monkeypatch.setattr(client.synchronized_class(Foreign), "_logged_warnings", set())
     model = nn.Sequential(made(Foreign), made(Foreign), made(Functional))
     client.convert_model(model)
@@ -447,7 +447,7 @@ def test_a_layer_with_attributes_named_as_ours_is_left_and_named():
 
 
 class WithAMethodOfOurs(nn.BatchNorm2d):
-    """Its own way to normalise is called as ours is."""
+    """Its own method has the name of ours."""
 
     def _normalise(self, x):
         return F.batch_norm(x, self.running_mean, self.running_var, training=self.training)
@@ -469,7 +469,7 @@ def test_every_name_that_torchs_layers_lack_is_reserved():
     plain, layer = Functional(CHANNELS), client.convert_model(Functional(CHANNELS))
     layer(torch.randn(2, CHANNELS, 3, 2))
     ours = {name for name in {*dir(layer), *vars(layer)} - {*dir(plain)} if not name.startswith("__")}
-    # A subclass may have these: ours are not looked at there.
+    # A subclass may define these: ours are not used there.
     assert ours - {"process_group", "convert_sync_batchnorm"} == set(RESERVED_NAMES)
 
 

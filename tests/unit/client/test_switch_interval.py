@@ -1,4 +1,4 @@
-"""Python's switch interval is short while a round is under way, and the usual one at any other time."""
+"""Python's switch interval is short during a round, and unchanged at any other time."""
 
 import sys
 import threading
@@ -27,7 +27,7 @@ SHORT = pytest.approx(INTERVAL_SECONDS)
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """One that knows of no rounds, which threads of other tests may be in."""
+    """A new SwitchInterval, without the rounds of other tests' threads."""
     found = SwitchInterval()
     monkeypatch.setattr("client.session.round.switch_interval", found)
     return found

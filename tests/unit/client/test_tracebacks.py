@@ -1,4 +1,4 @@
-"""An error leaves for the user's code without the frames that it passed inside, and with a note where to read on."""
+"""Errors reach the user's code without internal frames, and with a note that names the page about them."""
 
 import pickle
 import traceback
@@ -183,9 +183,9 @@ def test_futures_between_threads_are_hidden():
     assert not any("concurrent/futures" in file for file in files)
 
 
-# Public functions that let no error of ours through as they are decorated, and why.
-NO_BORDER = {
-    # They raise nothing of ours: they look, note, or set something.
+# Public functions without `hide_internal_frames`, and why.
+NOT_DECORATED = {
+    # They raise no error of ours.
     *("Connection.close", "Connection.explain", "Connection.metrics", "DDPHandler.set_epoch", "SlavePipe.key"),
     *("SlavePipe.places", "ElasticState.restore", "commit_running_statistics", "conversion_report"),
     *("current_connection", "disconnect", "set_sbn_eps_mode"),
@@ -197,7 +197,7 @@ NO_BORDER = {
     *("Connection.round", "SlavePipe.run_slave", "join"),
     # A context manager around the user's own code.
     "patch_sync_batchnorm",
-    # The transports call them, inside of what has a tracebacks.
+    # The transports call them inside decorated functions.
     *(
         "Connection.raise_if_broken",
         "Connection.gather_in_group",
@@ -225,11 +225,11 @@ def public_functions():
                     yield f"{name}.{part}", function
 
 
-def test_every_public_function_has_a_border_or_needs_none():
+def test_every_public_function_hides_frames_or_needs_not_to():
     found = dict(public_functions())
     marked = {name for name, function in found.items() if function.__code__.co_name == "with_hidden_frames"}
     assert {"connect", "DDPHandler.mp_sync", "ElasticState.commit", "recalibrate"} <= set(found)
-    assert set(found) - marked == NO_BORDER
+    assert set(found) - marked == NOT_DECORATED
 
 
 @pytest.mark.usefixtures("connected")

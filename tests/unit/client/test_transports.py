@@ -1,4 +1,4 @@
-"""Every transport looks the same: rows in, the aggregate of everybody's rows out."""
+"""Every transport has the same interface: rows go in, the aggregate of all rows comes out."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def test_the_local_transport_adds_to_the_same_bits_as_the_master():
 
 @pytest.mark.parametrize("threads", [4])
 def test_threads_of_one_member_may_exchange_at_the_same_time(threads):
-    """In opposite orders on two members: with one socket for all, each would wait for the other, for ever."""
+    """In opposite orders on two members: with one socket for all threads, they would wait for each other for ever."""
 
     def both_ways(connection):
         order = range(threads) if connection.rank == 0 else reversed(range(threads))

@@ -41,7 +41,7 @@ def _orders() -> list[list[branch_programs.Round]]:
         return branch_programs.rounds_of(_towers(), is_compiled=True)
 
 
-# torch's own, while it imports inductor.
+# Warnings of torch itself when it imports inductor.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:Skipping serialization:UserWarning")
 def test_ranks_with_other_batches_run_the_rounds_of_two_branches_in_one_order():
@@ -53,7 +53,7 @@ def test_ranks_with_other_batches_run_the_rounds_of_two_branches_in_one_order():
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2, 7])
 def test_random_networks_train_to_the_whole_batch(members, seed):
-    """By the backend that only traces; scripts/simulate branches has inductor's."""
+    """With the backend that only traces; `scripts/simulate branches` uses inductor."""
     ranks = 2 + seed % 2
     results = members(ranks, branch_programs.train, seed, ranks, "aot_eager")
     assert branches.differences(Network(seed, ranks), results) == []

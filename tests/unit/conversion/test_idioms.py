@@ -157,7 +157,7 @@ def test_a_checkpoint_of_super_is_synchronised():
 
 
 def pruned():
-    """Half of the channels are taken out by hand, which leaves `num_features` as it was."""
+    """Removes half of the channels by hand, and leaves `num_features` unchanged."""
     conv, norm = nn.Conv2d(CHANNELS, 2 * CHANNELS, 1), nn.BatchNorm2d(2 * CHANNELS)
     for module in (conv, norm):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -167,7 +167,7 @@ def pruned():
 
 
 class Wider(nn.BatchNorm2d):
-    """Claims the channels of its input, and has more: it concatenates parts of a batch."""
+    """Its `num_features` is that of the input, its tensors are longer: it concatenates parts of a batch."""
 
     def __init__(self, channels):
         super().__init__(2 * channels)
@@ -493,7 +493,7 @@ def test_a_layer_that_takes_another_way_is_named_by_its_new_name_too():
 
 
 class Closed(nn.BatchNorm2d):
-    """Takes no attribute that it does not have, once it is made."""
+    """Accepts no new attributes after its construction."""
 
     def __init__(self, channels):
         super().__init__(channels)

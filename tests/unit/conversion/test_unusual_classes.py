@@ -95,7 +95,7 @@ def test_a_model_is_synchronised(make):
 
 
 class Listed(nn.Module):
-    """Keeps its layers in a plain list too, and goes through that."""
+    """Also keeps its layers in a plain list, which its `forward` uses."""
 
     def __init__(self):
         super().__init__()
@@ -196,7 +196,7 @@ def test_a_class_that_lists_its_subclasses_does_not_list_ours():
 
 
 class Wanting(type):
-    """Needs a keyword to derive a class."""
+    """A metaclass that requires a keyword argument."""
 
     def __new__(cls, name, bases, body, *, kind):  # noqa: ARG004 - for `__init__`
         return super().__new__(cls, name, bases, body)

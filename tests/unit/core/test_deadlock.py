@@ -56,7 +56,7 @@ class Job:
         return f"{self.job[:2]}{group[:3]}{member:03d}".encode()
 
     def wait(self, seconds: float) -> dict[bytes, Message]:
-        """Messages to all while a server ticks like the real one; all members are alive."""
+        """Lets the server tick while all members are alive; returns the messages by peer."""
         told: dict[bytes, Message] = {}
         for _ in range(round(seconds / 0.25)):
             self.now += 0.25
@@ -396,7 +396,7 @@ def test_the_error_of_many_places_names_the_most_crowded_ones():
         assert (answer.fields["places"], len(answer.fields["table"])) == (199, deadlock.MAX_POSITIONS)
 
 
-# The detector against the definition.
+# Comparison of the detector with the definition of a deadlock.
 
 PEOPLE = range(5)
 some = st.sets(st.sampled_from(PEOPLE), min_size=1)
@@ -448,7 +448,7 @@ def test_a_mismatch_is_raised_exactly_if_no_member_can_continue(data, n):
 
 
 def _run(job: Job, steps: list[list[tuple[str, str]]]) -> list[RoundKey | None]:
-    """Runs every member's program as far as it gets; returns where each waits, None where it is through."""
+    """Runs the members' programs until all wait or end; returns each one's round, None if it has ended."""
     waiting: list[RoundKey | None] = [None] * len(steps)
     calls: list[dict[tuple[str, str], int]] = [{} for _ in steps]
     done = [0] * len(steps)

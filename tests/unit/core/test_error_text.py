@@ -1,4 +1,4 @@
-"""What happened stands in a short first line, who waits where in a table, and all of it fits into a frame."""
+"""Errors: the event in a short first line, a table of waiting ranks, and a text that fits into a frame."""
 
 import pickle
 

@@ -153,7 +153,7 @@ def go_on(world):
 
 
 def test_a_displaced_member_gets_no_sum_with_the_rows_of_its_successor():
-    """A newcomer has taken its number at the second server, which ended the round; the third hears first of it."""
+    """A newcomer got the member's number at the second server, and reports that round to the third one first."""
     world = World(n=2, min_members=1)
     stays, displaced = world.members
     key, _ = [session.forward_key("bn") for session in world.members]

@@ -147,7 +147,7 @@ def test_one_rank_in_another_collective_than_seven_others_is_reported():
 
 
 def test_a_rank_in_a_barrier_that_the_others_cannot_reach_is_reported():
-    """The source of a broadcast is through with it, and waits in a round of ours."""
+    """The source has finished a broadcast, and waits in a round of ours."""
     job = quiet(3)
     job.processes = {0: Process("train.py:57 main", of_0=13), 1: held(BARRIER, 12), 2: held(BUFFERS, 13)}
     job.contribute(0, key(step=4))
@@ -176,7 +176,7 @@ SAVES, VALIDATES = Process("train.py:80 save"), Process("train.py:80 validate", 
 BARRIER_12 = held(BARRIER, 12)
 WAITS = {
     "one saves a checkpoint": [SAVES, BARRIER_12, BARRIER_12],
-    # Two ranks are apart, but the third one may run: that it is a mismatch is not known for all.
+    # Two ranks wait in different places, but the third one may run, so it is no deadlock.
     "one that computes is waited for in different collectives": [VALIDATES, BARRIER_12, held(BUFFERS, 12)],
     "a slow collective of all": [held(ALL_REDUCE, 12)] * 3,
     # The ranks that still get the tensor have begun one operation fewer, or are in a broadcast of the script.

@@ -1,4 +1,4 @@
-"""Members that end without a word, in a time of our own: each step of the clock is one that a server would take."""
+"""Members that end without a Leave message, in simulated time with the ticks of a server."""
 
 import math
 from typing import Any
@@ -22,7 +22,7 @@ STRANGER = b"stranger"
 SILENCE = limits.SILENCE_SECONDS
 RESULT = messages.Result(session_of(2), messages.Aggregate(KEY, 1, 1, Members.of([2]), np.ones((1, 1))))
 
-# What goes over the socket of the heartbeats besides.
+# Other messages on the heartbeat socket.
 ROUND_TRIPS = messages.RoundTrips(session_of(0), 5, (1, *[0] * (limits.BUCKETS - 1)))
 LATENESS = messages.LatenessReport(session_of(0), 5, ROUND_TRIPS.counts)
 DIGEST = messages.SkewStats(session_of(0), 0, "bn", np.full((1, 2, FIGURES), 0.5))
@@ -61,7 +61,7 @@ class Clock:
         return heard
 
     def cut(self, *peers: bytes) -> list[bytes]:
-        """Nothing reaches these peers any more; returns where the dispatcher tries instead."""
+        """Makes these peers unreachable; returns the peers that the dispatcher probes instead."""
         return [other for one in peers for other, _ in self.dispatcher.unreachable(self.now, one)]
 
     @property
@@ -116,7 +116,7 @@ def test_a_silent_member_is_lost_to_those_who_wait_and_to_those_who_come_later(c
 
 @pytest.mark.parametrize("step", [8, 60])
 def test_a_lost_member_was_in_the_step_in_which_the_others_wait_for_it(clock, step):
-    """Its steps in shared memory are reported once a second, and there may be hundreds."""
+    """Its step is reported once a second only, and shared memory allows hundreds of steps in between."""
     clock.open()
     for member in (0, 1, 2):
         clock.contribute(member, key(step=4))
@@ -220,7 +220,7 @@ def test_a_process_is_lost_in_each_of_its_groups(clock):
 
 
 def test_a_lost_member_that_returns_gets_the_error_and_ends_nothing(clock):
-    """Frozen and thawed: its session is not a new run, which would end the survivors' group."""
+    """A frozen member continues with its old session, which is no new run, so the survivors' group stays."""
     clock.open()
     clock.pass_time(SILENCE, alive=(0, 1))
     for message in (contribution(2, 1.0), register(2, 3), messages.Heartbeat(session_of(2))):

@@ -1,4 +1,4 @@
-"""Who is still to come back to a group after a restart of the server."""
+"""Members that a group awaits after a restart of the server."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def coming_back(member: int, **given):
 
 
 def recovering(*members: int, known=(0, 1, 3), min_members: int = 0) -> Membership:
-    """A group of five in which these have come back at 10 s, and know of others."""
+    """A group of five to which `members` have returned at 10 s; they know the members `known`."""
     group = Membership(register(0, 5, min_members=min_members))
     for member in members:
         comes = register(member, 5, server=SERVER, min_members=min_members, known=Members.of(known))
@@ -179,11 +179,11 @@ def test_a_member_that_returns_for_an_abandoned_pass_takes_no_place():
     assert set(group.contributors) == {0}
 
 
-# A member that is back for a pass, and has not heard that the others were called to it.
+# A member that asks to rejoin, and has missed the start of the pass.
 
 
 def in_a_pass(*members: int) -> Membership:
-    """An elastic group in which these have begun a pass at step 1, and member 2 waits for it."""
+    """An elastic group in which `members` have started a pass at step 1, and member 2 waits to rejoin."""
     group = Membership(coming_back(2, min_members=1))
     group.admit(0.0, coming_back(2, min_members=1, participation=int(Participation.REJOINING)), b"")
     for member in members:

@@ -10,7 +10,7 @@ from statsd_bn.text import FIRST_LINE
 
 
 def network(error: OSError | None) -> SimpleNamespace:
-    """What `socket` does where each connection ends in this way."""
+    """Makes each connection attempt of `socket` end in the same way."""
 
     def create_connection(*_: object) -> SimpleNamespace:
         if error:

@@ -261,7 +261,7 @@ def nccl(monkeypatch):
 
 @pytest.fixture
 def waiter(monkeypatch, nccl):  # noqa: ARG001 - for its effect
-    """A thread of the user's that stands in a call of C, as `loss.item()` is one, and the like in the next line."""
+    """A user's thread in a call of C, like `loss.item()`; `move` lets it reach another one in the next line."""
     first, second = threading.Lock(), threading.Lock()
     with first, second:
         program = "def train():\n    first.acquire()\n    second.acquire()\ntrain()"
@@ -326,11 +326,11 @@ def test_torchs_operation_log_has_the_expected_form():
     """Gloo's operations, which have the same form."""
     words = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
     if words is None:
-        pytest.skip("this torch tells of NCCL's only")
+        pytest.skip("this torch logs only NCCL's operations")
     distributed.all_reduce(torch.zeros(1))
 
     def has_ended():
-        """Whether it has; gloo's thread notes it after it has let the caller go on."""
+        """Whether the log has the end; gloo's thread records it after the caller continues."""
         status = json.loads(words(includeCollectives=False))["pg_status"]
         # Groups of earlier tests are reported too, some with unfinished operations.
         begun, ended = (int(status[max(status, key=int)][newest]) for newest in collectives.NEWEST)

@@ -26,7 +26,7 @@ TOLD = answer(members=[{"member": number, "place": place} for number, place in W
 
 
 class Answers:
-    """A channel whose server answers each frame with one of these messages, and with none for None."""
+    """A channel to a server that answers each frame with the next of these messages; None: no answer."""
 
     def __init__(self, *answers):
         self.sent, self._answers = [], list(answers)

@@ -205,7 +205,7 @@ def test_statistics_have_the_bits_of_torchs_operators(count, momentum, running, 
 
 
 def assert_same_bits(found, expected):
-    """Any NaN is like any other."""
+    """Compares bits; any NaN equals any other."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[found.element_size()]
     bits = [torch.where(v.isnan(), torch.nan, v).view(integers) for v in (found, expected)]
     assert torch.equal(*bits), (found, expected)

@@ -20,7 +20,7 @@ SHAPE = (8, 4, 3, 3)
 
 @pytest.fixture(autouse=True)
 def company(monkeypatch):
-    """The layer alone is not torch's."""
+    """Makes a layer synchronise although it is alone."""
     monkeypatch.setattr(client.SynchronizedBatchNorm2d, "_must_synchronise", lambda *_: True)
 
 
@@ -181,7 +181,7 @@ def test_a_kept_exchange_holds_no_buffers():
 
 
 def test_cuda_divides_by_counts_as_tensors():
-    """By a number it multiplies with the reciprocal, which has other last bits than a quotient."""
+    """CUDA divides by a number by multiplying with its reciprocal, which changes last bits."""
     sums = torch.ones(3, dtype=torch.float64, device="meta")
     divisors = []
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""A server with a parent: it ends with it, and when all members have left."""
+"""A server with a parent ends with its parent, and when all members have left."""
 
 from types import SimpleNamespace
 

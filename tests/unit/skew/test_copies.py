@@ -10,7 +10,7 @@ NAMES = ["a", "b", "c"]
 
 
 def figures(rng, copied=()):
-    """Figures of layers; those in `copied`, (member, of whom), have the data of another member."""
+    """Figures of layers; for each (member, other) in `copied` the member has the data of the other."""
     data = rng.normal(0, 1, (LAYERS, MEMBERS, 16, 8))
     for member, other in copied:
         data[:, member] = data[:, other]

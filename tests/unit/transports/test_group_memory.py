@@ -1,4 +1,4 @@
-"""Members meet: all wait for the last, and add the same."""
+"""Rounds in shared memory: all members wait for the last one, and get the same sum."""
 
 import random
 import signal
@@ -98,7 +98,7 @@ def test_all_members_reach_the_same_verdict(brought, digests, found):
     assert meet(memories, [rows(1.0)] * 3) == [DONE] * 3
 
 
-# Counts and shapes of what follows one another in the slots.
+# Counts and shapes of the rows in successive turns.
 A, B, C = ((5,), (1, 2, 4)), ((6,), (1, 2, 4)), ((5,), (1, 2, 3))
 MORE, WIDE = ((5, 7), (2, 2, 4)), ((5,), (1, 2, TOO_WIDE))
 
@@ -184,7 +184,7 @@ def test_a_wait_ends_when_a_member_leaves(close, is_abandoned):
     waited, _ = in_threads([lambda: first.wait(LONG), lambda: close(second)])
     assert waited == CLOSED
     assert all(is_closed(one) and one.is_abandoned == is_abandoned for one in (first, second, third))
-    # Who has not come yet does not come.
+    # The missing member will not contribute.
     assert third.arrive(1, rows(1.0)) == CLOSED
     assert first.late == [1, 2]
     third.leave()

@@ -138,7 +138,7 @@ def test_the_overflow_user_shares_memory_where_all_users_are_mapped(monkeypatch)
 
 
 def test_the_memory_cannot_be_truncated(offer):
-    """A reader behind the end would get SIGBUS."""
+    """A process that reads beyond the end would get SIGBUS."""
     with pytest.raises(PermissionError):
         os.ftruncate(offer._descriptor, 0)
 

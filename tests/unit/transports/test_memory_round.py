@@ -35,7 +35,7 @@ class Host:
             session.members = Members.of(range(MEMBERS))
 
     def round(self, *, value: float = 1.0, order: tuple[int, ...] = (), **came: float) -> list[object]:
-        """All come, in the order of when they do or in another; returns what each has found."""
+        """All members contribute at the times `came`, in that order or in `order`; returns the result of each."""
         machines = {}
         found: dict[str, object] = {}
         for me in order or sorted(range(MEMBERS), key=lambda member: came[f"rank{member}"]):
@@ -71,18 +71,18 @@ TOGETHER = {"rank0": 1.0, "rank1": 1.0, "rank2": 1.0}
             [[1, 0.003], [2, 0.035], [0, 0.0]],
             id="the last counts how much later it came than all others",
         ),
-        # The system may deschedule one between reading its clock and its arrival.
+        # The system may deschedule a member between reading its clock and its arrival.
         pytest.param(
             [TOGETHER, {"rank0": 2.0, "rank1": 2.005, "rank2": 2.0, "order": (0, 1, 2)}],
             [[0, 0.0], [1, 0.005], [0, 0.0]],
-            id="by when it came, whoever saw last that all had",
+            id="the time counts, not the order of the arrivals",
         ),
         pytest.param(
             [TOGETHER, {"rank0": 2.0, "rank1": 2.03, "rank2": 2.03}],
             [[0, 0.0]] * MEMBERS,
             id="two together are not late",
         ),
-        # Members reach the first round in their own time after the start.
+        # The first round does not count: members start at different times.
         pytest.param([{"rank0": 1.0, "rank1": 30.0, "rank2": 1.0}], [[0, 0.0]] * MEMBERS, id="not the first round"),
     ],
 )

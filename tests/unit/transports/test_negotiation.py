@@ -1,4 +1,4 @@
-"""Who uses memory: all strict members of a group that can and want to, or none, and all of them say why."""
+"""Either all members of a strict group use shared memory or none does, and all report the reason."""
 
 import logging
 import threading

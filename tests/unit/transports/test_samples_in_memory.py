@@ -39,7 +39,7 @@ def rows_of(rank, step, layer, replicas=1, scale=1.0):
 
 
 class Report:
-    """What one member's heartbeats take to the server after each of its steps, a second later each."""
+    """Sends one member's heartbeats with figures after each of its steps, and advances the clock by a second."""
 
     def __init__(self, master, connection):
         self._master, self._scheduler = master, HeartbeatScheduler()
@@ -94,7 +94,7 @@ def test_the_figures_are_those_of_the_rows_of_each_step(replicas):
     frames = frames_of(master)
     train(3, master, replicas=replicas)
     told = digests(frames)
-    # The very first round of the group is had over the server.
+    # The first round of the group travels over the server.
     assert [one.names for one in told] == [LAYERS[1:], *[LAYERS] * (STEPS - 1)]
     steps = [one.step for one in told]
     assert steps == sorted(set(steps))

@@ -49,7 +49,7 @@ def test_it_gives_the_keys_and_bits_of_the_server(members, size):
 
 @pytest.mark.parametrize("late_rank", [None, 0, 1])
 def test_a_layer_in_one_call_of_the_core_equals_that_over_the_server(late_rank):
-    """Also where a wait is so long that the server hears of it, before or after the sum is there."""
+    """Also if a wait is so long that it is reported to the server, before or after the sum is complete."""
     x = torch.randn(2, 4, 3, 5, generator=torch.Generator().manual_seed(0))
 
     def program(kind):
@@ -98,7 +98,7 @@ def test_fast_rounds_do_not_reach_the_server(monkeypatch):
 
 @pytest.mark.parametrize("late_rank", [0, 1])
 def test_all_members_report_a_long_wait_and_its_end_to_the_server(late_rank):
-    """What one says may be lost, and it would seem to wait there still."""
+    """One member's RoundDone may be lost, and the server would think that the member still waits."""
     master = MemoryMaster()
     late = threading.Event()
 
@@ -286,7 +286,7 @@ def test_the_step_is_the_same_however_long_a_thread_waits_in_memory():
             following = threading.Thread(target=lambda: steps.append(pipes["b"].run_slave(row).key.step))
             steps = []
             following.start()
-            time.sleep(2 * server.ESCALATE_SECONDS)  # not for an event, but for a wait that is long
+            time.sleep(2 * server.ESCALATE_SECONDS)  # the wait must be long; there is no event to wait for
             go_on.set()
             waiting.join(30)
             following.join(30)
@@ -314,7 +314,7 @@ def test_members_out_of_step_do_not_share_memory_again():
             if name := names[connection.rank]:
                 threads.append(threading.Thread(target=run, args=[name]))
                 threads[-1].start()
-            time.sleep(3 * server.ESCALATE_SECONDS)  # they are to come in this order
+            time.sleep(3 * server.ESCALATE_SECONDS)  # to fix their order
         for thread in threads:
             thread.join(30)
         return found

@@ -1,4 +1,4 @@
-"""What happens to a job on a real dispatcher is said by the verdict within two seconds."""
+"""Verdicts of jobs on a real dispatcher name each event within two seconds."""
 
 import numpy as np
 

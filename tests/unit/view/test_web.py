@@ -22,7 +22,7 @@ LAYER = 'bn"<b>&1'
 
 
 class Page:
-    """The application over a pretended server's one answer, without sockets."""
+    """The application with one snapshot of a pretended server, without sockets."""
 
     def __init__(self):
         told = figures(*(layer(name, 0.01, 0.01, 0.2) for name in ("bn0", LAYER)))
