@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 
-# Small tensors in many processes: more threads than cores only get in each other's way.
+# Small tensors in many processes: more threads than cores slow each other.
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # nor does inductor start processes that import torch and stay
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else inductor starts processes that import torch and remain
 
 # Programs started by tests import from the folders next to this file.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
@@ -46,14 +46,14 @@ from support.transports import CHOSEN, ON_DEVICE, PROCESS_GROUP, WATCHED, rows_o
 MEMBERS = 4
 WAIT_SECONDS = 100.0
 
-# How long one that has timed out may take to end, with the fixtures that end with it; and pytest after the last one.
+# For the end of a test that has timed out and its fixtures, and for the end of pytest after the last test.
 ENDING_SECONDS = 200.0
 
 # On a busy machine a process may stall for seconds, and a compiler holds Python's lock: no member is lost for that.
 # Tests of lost members have their own servers.
 SILENCE_SECONDS = 60.0
 
-# A busy machine is slow to make examples, too. As many again are made with each run.
+# A busy machine generates examples slowly. Each run generates other ones.
 settings.register_profile("tests", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
 
@@ -61,7 +61,7 @@ settings.load_profile("tests")
 PROCESSES = {"company", "launch", "pool", "python", "workers"}
 ALONE = {"honest_job_beside"}
 
-# Marks in the files of the latter, by which scripts/test finds them.
+# Words by which scripts/test finds the files of the latter.
 ALONE_WORDS = re.compile(r"honest_job_beside|mark\.alone")
 
 
@@ -115,7 +115,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Ends this process where a thread that no test waits for any more would keep the interpreter."""
+    """Ends this process if a remaining thread keeps the interpreter from ending."""
     _end_process_in(ENDING_SECONDS, session.config)
 
 
@@ -162,14 +162,14 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def impatient_server() -> Iterator[Server]:
-    """One that takes a member for lost as soon as its default says."""
+    """A server with the default of `--silence-seconds`."""
     with running_server() as found:
         yield found
 
 
 @contextmanager
 def running_server(*options: str, bind: str = "", setup: str = "") -> Iterator[Server]:
-    """A server process, which has to end well and runs `setup` first; without `bind` on a Unix socket."""
+    """A server process that runs `setup` first and must exit with 0; without `bind` on a Unix socket."""
     program = (
         ["-c", f"{setup}; from server.__main__ import main; raise SystemExit(main())"] if setup else ["-m", "server"]
     )
@@ -197,7 +197,7 @@ def running_server(*options: str, bind: str = "", setup: str = "") -> Iterator[S
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Service]]:
-    """Starts services in threads, with a quota, where it is not said on TCP without keys; all end with the test."""
+    """Starts services in threads, by default on TCP without keys; all end with the test."""
     with ExitStack() as stack:
 
         def run(bind: str = "tcp://127.0.0.1:*", curve: Path | None = None, **quota: float) -> Service:
@@ -222,7 +222,7 @@ def job() -> str:
 
 @pytest.fixture(scope="session")
 def member_processes() -> Iterator[MemberProcesses]:
-    """Worker processes that play the members; kept, because importing torch takes seconds."""
+    """Processes for the members, kept because importing torch takes seconds."""
     with MemberProcesses(MEMBERS) as processes:
         yield processes
 
@@ -262,7 +262,7 @@ class Rank:
 
     @property
     def member(self) -> "Rank":
-        """As a connection has it."""
+        """The same attribute as that of a connection."""
         return self
 
 
@@ -332,7 +332,7 @@ def compiling() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _disconnected() -> Iterator[None]:
-    """A test that leaves a connection behind would lend it to the next."""
+    """Fails a test that leaves a connection, which the next test would use."""
     yield
     left = client.current_connection()
     client.disconnect()

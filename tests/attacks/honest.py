@@ -28,7 +28,7 @@ DIFFERENT = 32
 # Between two rounds a model computes.
 PAUSE_SECONDS = 0.002
 
-# How long a round may take, and everything that is waited for here.
+# Limit of a round, and of every other wait here.
 DEADLINE = 20.0
 START_SECONDS = 60.0
 
@@ -43,8 +43,8 @@ class Slowdown(NamedTuple):
     together: float
 
 
-# When an attack fills a core, half of the rounds wait for one of its frames, so the median is at random that of rounds
-# with or without such a wait.
+# When an attack fills a core, half of the rounds wait for one of its frames, so chance decides whether the median
+# includes such a wait.
 SLOWDOWN, SLOWDOWN_OF_A_FULL_CORE = Slowdown(2.0, 3.0), Slowdown(math.inf, 3.0)
 ANY_SLOWDOWN = Slowdown(math.inf, math.inf)
 
@@ -110,7 +110,7 @@ class Beside:
 
     @contextmanager
     def attacked(self) -> Iterator[None]:
-        """A quiet phase, and then what happens in here counts as an attack, and the moment after it."""
+        """A quiet phase, then the body of the block as an attack, and a moment after it."""
         quiet = time.monotonic()
         time.sleep(QUIET_SECONDS)
         began = time.monotonic()

@@ -26,13 +26,13 @@ CONNECTIONS = 100
 # Replacement of NO_MARK in a connection's frames: never hexadecimal.
 MARK = re.compile(rb"[g-w][0-9a-f]{5}")
 
-# Bursts that are made before.
+# Bursts prepared in advance.
 BURSTS = 12
 
 # The part of connections with a key that set a routing id.
 CLAIMS = 0.1
 
-# How often the server is asked for its counts, and how long no connection with a key may hear anything.
+# Interval of requests for the server's counts, and after how long without an answer a burst is over.
 LOOK_SECONDS, SILENT_SECONDS = 0.5, 0.2
 
 # A server slower than 500 frames a second counts as stuck.
@@ -102,11 +102,11 @@ class Fuzz:
         found = {each for each in MARK.findall(data) if each != mark and each in self._marks}
         if found:
             place = data.index(min(found))
-            raise Fuzzed(f"connection {mark!r} was told of {found}: {data[max(0, place - 200) : place + 200]!r}")
+            raise Fuzzed(f"connection {mark!r} received {found}: {data[max(0, place - 200) : place + 200]!r}")
 
 
 def play(fuzz: Fuzz, frames: int) -> None:
-    """Plays until the server has looked at so many frames."""
+    """Sends until the server has decoded so many frames."""
     chance = random.Random(fuzz.seed + 1)
     pool = [random_frames(chance, BURST) for _ in range(BURSTS)]
     with Peers(fuzz.server) as peers:
@@ -150,7 +150,7 @@ def _say(plain: "zmq.Socket[bytes]", frames: list[bytes]) -> int:
 
 
 def _hear(fuzz: Fuzz, there: dict["zmq.Socket[bytes]", bytes]) -> None:
-    """Takes in the answers, until each connection has that to its fence, or nothing comes any more."""
+    """Reads answers until each connection has that to its fence, or none has come for `SILENT_SECONDS`."""
     poller = zmq.Poller()
     for plain in there:
         poller.register(plain, zmq.POLLIN)

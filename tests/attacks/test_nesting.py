@@ -47,7 +47,7 @@ def lists(depth: int) -> bytes:
 
 
 def in_a_row(state: object, depth: int) -> bytes:
-    """As many beginnings of what has one item as `client.serialization` writes them itself."""
+    """So many nested containers of one item, with the headers that `client.serialization` writes."""
     structure, _ = parts(serialization.pack(state))
     return structure.removesuffix(b"\xc0") * depth + b"\xc0"
 

@@ -1,4 +1,4 @@
-"""One tenant takes no other one's time by what its late members report."""
+"""Reports of one tenant's late members do not slow other tenants."""
 
 import time
 from dataclasses import replace
@@ -39,7 +39,7 @@ def test_reports_of_collectives_by_late_members_do_not_slow_rounds(start, honest
 
 
 def say_that_all_wait(peers: Peers, groups: int, size: int, ranks: Members) -> None:
-    """Opens jobs in which one member waits for all others, which say that they wait in collectives of torch."""
+    """Opens jobs in which one member waits for all others, which report that they wait in collectives of torch."""
     late: dict[bytes, tuple[Peer, int, int]] = {}
     for group in range(groups):
         job, peer = job_of("bob"), peers.open()
@@ -48,7 +48,7 @@ def say_that_all_wait(peers: Peers, groups: int, size: int, ranks: Members) -> N
         for member in range(1, size):
             late[digest(session(group, member))] = peer, group, member
             peer.send(Heartbeat(session(group, member)))
-    # A second apart at least, so that they are taken to stay there.
+    # At least a second apart, so that the server considers them blocked there.
     answers = dict.fromkeys(late, 0)
     expiry = time.monotonic() + START_SECONDS
     while min(answers.values()) < 3:

@@ -1,4 +1,4 @@
-"""Variants: which of an attack's are played with all tests, and which by `scripts/attack` alone."""
+"""Marks for the variants of an attack: those of every test run, and those of `scripts/attack` alone."""
 
 from collections.abc import Mapping
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# Small tensors in many processes: more threads than cores only get in each other's way.
+# Small tensors in many processes: more threads than cores slow each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from chaos import chaos_scenarios, chaos_world
@@ -98,7 +98,7 @@ def _rounds(options: argparse.Namespace) -> Iterator[int]:
 
 
 def _run(line: Line, scenario: Callable[[random.Random, Path], Result], seed: str) -> None:
-    """A finding costs this run alone."""
+    """Runs one scenario; a finding ends only this run."""
     before = chaos_world.descendants()
     line.runs += 1
     try:

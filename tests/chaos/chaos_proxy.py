@@ -14,7 +14,7 @@ from typing import Self
 
 UP, DOWN = DIRECTIONS = ("up", "down")
 
-# How a connection ends: orderly, as of a process that ends, or by reset, as of a host that has forgotten it.
+# Ends of a connection: in order, as when a process ends, or by a reset, as from a host that has restarted.
 FIN, RST = ENDS = ("fin", "rst")
 
 CHUNK_BYTES = 65536

@@ -15,13 +15,13 @@ from chaos.chaos_world import WORLD, Members, Server, require
 from programs.chaos_programs import Report
 from statsd_bn.errors import GroupIncomplete, ReplicaLost, RoundTimeout
 
-# Of a run that goes through its troubles, which are 20 at most: so it has four for each.
+# Of a run with at most 20 troubles, so four steps for each.
 STEPS = 80
 
 # Steps allowed only after the fault, so that survivors have work left.
 STEPS_AFTER = 2
 
-# How often the next trouble comes before all have recovered from the last one, and how soon at most.
+# How often a trouble follows before all have recovered from the one before, and the longest pause in between.
 TROUBLED_AGAIN = 0.25
 COMING_BACK_SECONDS = 0.3
 
@@ -31,7 +31,7 @@ ENDLESS = 10**6
 # A deadline that a test can wait for.
 SHORT_DEADLINE = 5.0
 
-# How long nothing may come of a trouble that waits for the next frame.
+# How long a trouble that needs a further frame may have no effect.
 STILL_SECONDS = 2.0
 
 # Longer than a member may be silent, which is 3.5 s.
@@ -103,7 +103,7 @@ def briefly_frozen_member(chance: random.Random, folder: Path, times: int = 2) -
 
 
 def looping_member(chance: random.Random, folder: Path, times: int = 1) -> Result:
-    """A member is stuck in a loop in Python: it lives, so the others wait until their deadline, which names it."""
+    """A member loops in Python: it is alive, so the others wait until their deadline, and their error names it."""
     seconds = []
     with Server(folder) as server:
         for turn in range(times):
@@ -186,7 +186,7 @@ def halved_streams(chance: random.Random, folder: Path, times: int = 10) -> Resu
 
 
 def stalled_streams(chance: random.Random, folder: Path, times: int = 3) -> Result:
-    """The connections of some members are kept, and nothing comes through for half a second to two seconds."""
+    """The connections of some members stay open, and carry nothing for half a second to two seconds."""
 
     def stall(proxies: list[Proxy], _: Server) -> float:
         seconds = chance.uniform(0.5, 2.0)
@@ -328,7 +328,7 @@ def _train_a_while(members: Members, chance: random.Random) -> None:
 
 
 def _train_up_to(members: Members, step: int) -> float:
-    """Returns when everybody had done so many steps."""
+    """Returns the time when all members had done so many steps."""
     members.allow(ENDLESS)
     members.wait_until(lambda steps: min(steps) >= step, f"the way to step {step}")
     return time.monotonic()

@@ -31,7 +31,7 @@ _LIFE = threading.Lock()
 
 
 class Finding(AssertionError):
-    """Something that the project promises did not happen."""
+    """A broken promise of the project."""
 
 
 def require(condition: object, text: str) -> None:
@@ -198,7 +198,7 @@ def _join(process: BaseProcess) -> None:
 
 
 def descendants() -> set[int]:
-    """The processes that have come from this one, directly or not, and still run; only where there is /proc."""
+    """The running descendants of this process; empty without /proc."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

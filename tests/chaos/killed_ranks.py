@@ -28,13 +28,13 @@ JOBS, RANKS = 2, 4
 # From the start of a job to the first kill at most, once its rounds have begun; and between two kills.
 ROUNDS_SECONDS, BETWEEN_SECONDS = 0.3, 0.02
 
-# One in so many jobs is killed earlier: while its ranks connect.
+# One in this many jobs is killed earlier, while its ranks connect.
 WHILE_CONNECTING = 4
 CONNECT_SECONDS = 0.5
 
 START_SECONDS = 60.0
 
-# The server takes a rank that is killed before it has spoken for lost by its silence.
+# A rank that is killed before its first message is lost only after its silence.
 LOST_SECONDS = 20.0
 
 
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         started = time.monotonic()
         killed = kill_ranks(options.kills, with_keys=with_keys, chance=random.Random(options.seed))
         seconds = time.monotonic() - started
-        print(f"{where}: killed {dict(killed)} ranks in {seconds:.0f} s; the server goes on", flush=True)
+        print(f"{where}: killed {dict(killed)} ranks in {seconds:.0f} s; the server continues", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,13 +28,13 @@ from support.starter import STARTER
 # From one kill of the server to the next, and from the first round of a job to the kill of a rank, at most.
 KILL_SECONDS, RANK_SECONDS = 10.0, 60.0
 
-# How long the members may get no further.
+# How long the members may make no progress.
 STUCK_SECONDS = 120.0
 
-# So many rounds show that members are in memory.
+# So many rounds show that members use shared memory.
 ENDLESS, FEW = 10**9, 200
 
-# Where memory with a name would be, and this process's descriptors.
+# The folder of named shared memory, and this process's descriptors.
 SHARED, DESCRIPTORS = Path("/dev/shm"), Path("/proc/self/fd")  # noqa: S108 - nothing is written there
 
 # Name of the memory in a process's maps.
@@ -133,7 +133,7 @@ def soak(size: int, rounds: int, kill_seconds: float, rank_seconds: float, chanc
 
 
 def _run_job(members: Members, seconds: float, rank: int, kill_server: Callable[[], None], soaked: Soaked) -> None:
-    """Runs a job until its ranks are through, or to the kill of `rank` some seconds after its first rounds."""
+    """Runs a job until its ranks have finished, or until `rank` is killed some seconds after its first rounds."""
     members.wait_until(lambda: members.have_told or min(each.value for each in members.progress) > 0)
     due = time.monotonic() + seconds
     members.wait_until(lambda: members.have_told or time.monotonic() >= due, kill_server)
@@ -152,7 +152,7 @@ def _run_job(members: Members, seconds: float, rank: int, kill_server: Callable[
 
 
 def kill_all(size: int) -> int:
-    """Kills members in the middle of their rounds; returns how many had memory of which nothing may be left."""
+    """Kills members during their rounds and checks that their shared memory is gone; returns how many had some."""
     STARTER.RawValue("q", 0)  # the first one opens a file that stays
     in_files = set(SHARED.iterdir())
     descriptors = len(list(DESCRIPTORS.iterdir()))
@@ -177,7 +177,7 @@ def kill_all(size: int) -> int:
 
 
 def memories_of(pid: int) -> set[str]:
-    """The memory that a process shares or could: the inodes, by its maps and its descriptors."""
+    """The inodes of the shared memory in a process's maps and descriptors."""
     found = set()
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():

@@ -51,7 +51,7 @@ def test_an_average_of_the_model_in_eval_never_sends(members):
 
 
 @pytest.mark.parametrize("transport", HOST_TRANSPORTS)
-def test_forked_workers_load_and_evaluate_and_leave_the_transport_of_their_parent_alone(over, transport):
+def test_forked_workers_load_and_evaluate_and_leave_the_connection_of_their_parent_alone(over, transport):
     expected, expected_output = life_programs.train_with_a_plain_loader()
     found = over(transport, 2, life_programs.train_with_forked_workers)
     for state, _, told, process in found:

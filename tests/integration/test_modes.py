@@ -27,7 +27,7 @@ CASES = [
     pytest.param(Case("1d of (N, C)", SIZES, "float32", options=(("affine", False),)), id="float32, affine=False"),
 ]
 
-# Between the variances of the channels, so that eps_mode "clamp" holds some and leaves others.
+# Between the variances of the channels, so that eps_mode "clamp" raises some and leaves others.
 EPS = 4.0
 
 

@@ -247,7 +247,7 @@ def test_a_pass_that_ends_within_a_mini_batch_ends_it(members):
 
 @pytest.mark.parametrize(("torchs", "least"), [(True, 1), (False, 1), (False, 2)], ids=["torch's", "ours", "later"])
 def test_one_of_both_joins_alone_is_a_mismatch_at_once(members, tmp_path, torchs, least):
-    """Under torch's the one with more data waits in a layer, under ours in a second forward or a later backward."""
+    """The rank with more data waits in a layer under torch's Join, under ours in a collective of DDP."""
     told = members(2, uneven_programs.train_under_one_join, torchs, least, str(tmp_path / "rendezvous"))
     assert told[torchs][0] == "RoundMismatch"
     text = told[torchs][1]

@@ -13,7 +13,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/test netns",
         description="A server and members in network namespaces of their own, on a wire that is cut. "
-        "Seconds are of the run, or until all who could be told knew of the loss.",
+        "Seconds are of the run, or until all reachable members knew of the loss.",
     )
     parser.add_argument("--only", choices=SCENARIOS, help="one scenario")
     options = parser.parse_args(arguments)

@@ -22,7 +22,7 @@ DEADLINE = 8.0
 # Extra time of a member before it gives up on a silent server.
 GRACE_SECONDS = 5.0
 
-# Until all know of a silent member: 3.5 s of silence, a look every quarter of a second, and TCP's repetitions.
+# Until all know of a silent member: 3.5 s of silence, a tick every quarter of a second, and TCP's retransmissions.
 KNOWN_SECONDS = 10.0
 
 SHORT_PARTITION, LONG_PARTITION = 1.5, 5.0
@@ -55,17 +55,17 @@ def partition_that_heals_too_late() -> Result:
 
 
 def partition_for_ever() -> Result:
-    """A member is silent for ever; the others report it, and it gives up itself."""
+    """A member is silent for ever; the others report it, and the member itself gives up."""
     return _lose(lambda network, victim: network.isolate(victim), heals=False)
 
 
 def nothing_comes_from_a_member() -> Result:
-    """A member hears, and is not heard."""
+    """A member receives, and its packets are lost."""
     return _lose(lambda network, victim: network.part((victim, network.hosts[0])), heals=False)
 
 
 def nothing_goes_to_a_member() -> Result:
-    """A member is heard, and hears nothing: it falls silent when TCP has nothing acknowledged."""
+    """A member's packets arrive, and it receives none: it falls silent because TCP gets no acknowledgement."""
     return _lose(lambda network, victim: network.part((network.hosts[0], victim)), heals=False)
 
 

@@ -46,12 +46,12 @@ class Wire:
         self._selector.close()
 
     def cut(self, ways: Iterable[tuple[bytes, bytes]]) -> None:
-        """From now on nothing goes these ways, each from one address to another; all others are open."""
+        """Drops packets of these (sender, receiver) pairs from now on, and forwards all others."""
         self._cut = frozenset(ways)
 
     def _carry(self) -> None:
         while not self._stopping:
-            # Never so long that a wish to stop goes unheard.
+            # With a timeout, to check `_stopping`.
             for key, _ in self._selector.select(0.05):
                 self._take(key.fd, key.data)
 
@@ -60,7 +60,7 @@ class Wire:
             packet = os.read(device, MAX_PACKET)
             receiver = packet[TO]
             if receiver not in self._hosts:
-                return  # such as multicast, which every interface sends of itself
+                return  # such as the multicast of each interface
             if (sender, receiver) not in self._cut:
                 os.write(self._hosts[receiver], packet)
                 self.carried += 1

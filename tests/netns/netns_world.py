@@ -29,7 +29,7 @@ _PROGRAM = Path(__file__).parent / "netns_member.py"
 
 
 def reason_to_skip() -> str:
-    """Why there can be no network namespaces here; empty if there can."""
+    """Why network namespaces are unavailable here; empty if they are available."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs root on Linux"
     if not Path("/dev/net/tun").exists():
@@ -127,7 +127,7 @@ class Server:
         self.kill()
 
     def kill(self) -> None:
-        """Ends it outright; harmless when repeated."""
+        """Kills the server; may be called again."""
         self._process.kill()
         self._process.wait(WAIT_SECONDS)
         self._process.stdout.close()

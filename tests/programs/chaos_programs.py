@@ -18,7 +18,7 @@ from support.memory_members import outcome
 # Maximum wait of a member for a message of its parent.
 WORD_SECONDS = 120.0
 
-# Far longer than anybody waits for a stuck member, and still an end.
+# Far longer than any wait for a stuck member, and still bounded.
 STUCK_SECONDS = 60
 
 # Members arrive at their rounds in changing order.
@@ -101,7 +101,7 @@ def train(part: Part, pipe: Pipe, progress: Any) -> str:
 
 
 def digest_of(model: nn.Module) -> str:
-    """Weights that are no numbers would be the same bits whatever went wrong, so they are an error."""
+    """The digest of the state; raises on NaN, which would have equal bits after any error."""
     digest = hashlib.sha256()
     for name, value in model.state_dict().items():
         if not value.isfinite().all():
@@ -111,7 +111,7 @@ def digest_of(model: nn.Module) -> str:
 
 
 def _word(pipe: Pipe) -> int:
-    """The parent may have ended: then the member ends as well."""
+    """The parent's next message; ends the member if the parent has ended."""
     if not pipe.poll(WORD_SECONDS):
         raise TimeoutError(f"no message within {WORD_SECONDS:g} s")
     said: int = pipe.recv()

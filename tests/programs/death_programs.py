@@ -28,7 +28,7 @@ def exchange(_: Connection) -> int:
 
 
 def exchange_and_fail(_: Connection) -> None:
-    """An error costs the channel that saw it; the process lives on."""
+    """An error closes the channel that received it; the process continues."""
     outcome(lambda: transport_for("bn", None).run_slave(Rows((1,), np.ones((1, 2, 4)))))
 
 

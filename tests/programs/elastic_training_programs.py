@@ -27,7 +27,7 @@ class Process:
         self.pipe.send("go")
 
     def wait_for_batch(self, number: int) -> None:
-        """Waits until it has learnt that batch, its own, counted from 1."""
+        """Waits until this member has learnt its own batch of this number, from 1."""
         while self._message() != number:
             pass
 
@@ -43,7 +43,7 @@ class Process:
 
 @contextmanager
 def started(endpoint: str, job: str, member: int, world_size: int, epochs: int) -> Iterator[Process]:
-    """Runs a member as long as the block; it has loaded torch and waits for `go`."""
+    """Runs a member during the block; it has loaded torch, and waits for `go`."""
     pipe, theirs = STARTER.Pipe()
     process = STARTER.Process(target=_live, args=(theirs, endpoint, job, member, world_size, epochs))
     process.start()

@@ -1,4 +1,4 @@
-"""A script under torchrun in which something happens to one rank.
+"""A script under torchrun with a fault on one rank.
 
     torchrun fault_programs.py WHAT VICTIM WRAPPER
 

@@ -21,7 +21,7 @@ STEPS = 4
 DECAY = 0.7
 BN = 1  # the place of a batch norm in the network
 
-# A batch takes milliseconds; a worker that hangs is to fail the test, not to hang it.
+# A batch takes milliseconds; after this a hung worker fails the test.
 WORKER_SECONDS = 15
 
 Batch = tuple[Tensor, Tensor]
@@ -171,7 +171,7 @@ class Images(Dataset[tuple[Batch, Tensor, str]]):
         with torch.no_grad():
             evaluated = self._eval(features)
             told = error_of(self._training, features)
-        # A worker may do this at its end; it must not leave the job in the member's name.
+        # A worker may disconnect at its end; the member must stay in the job.
         client.disconnect()
         return (x, factors), evaluated, told
 
@@ -197,7 +197,7 @@ def train_with_forked_workers(connection: client.Connection | None) -> tuple[Buf
 
 
 def train_with_a_plain_loader() -> tuple[Buffers, list[Tensor]]:
-    """The same on the whole batch, with no worker; the layer in training leaves no trace."""
+    """The same on the whole batch, without a worker; the worker's layer in training must not change it."""
     model = network()
     evaluated = []
     for steps in (range(2), range(2, 4)):

@@ -19,7 +19,7 @@ from client.integrations.lightning import StatsdBNLayerSync
 from programs import lightning_training as training
 from statsd_bn import StatsdBNError
 
-# How late one batch is on rank 0, so that it is asked where it is: the server asks after a second.
+# Delay of one batch on rank 0; after a second the server sends it a stack request.
 LATE_SECONDS, LATE_BATCH = 4.0, 2
 
 
@@ -93,7 +93,7 @@ def main(folder: Path) -> None:
     found["warnings"] = [str(warning.message) for warning in warned if "convert_model" in str(warning.message)]
     found["after one fit"] = training.state(module.network)
     late = Late()
-    # In DDP's broadcast of buffers the other rank would not be in a round, and rank 0 would not be asked.
+    # Without DDP's broadcast of buffers, in which the other rank would wait instead of in a round.
     trainer(watch, late, strategy=DDPStrategy(broadcast_buffers=False)).fit(module)
     trainer(watch).test(module, verbose=False)
     found["after two fits"] = training.state(module.network)

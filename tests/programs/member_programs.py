@@ -1,4 +1,4 @@
-"""What member processes do in the tests: functions a process can be sent by name."""
+"""Programs of member processes: functions that can be sent to a process by name."""
 
 import functools
 import subprocess
@@ -234,7 +234,7 @@ def call_twice_in_a_checkpoint(connection: client.Connection, reentrant: bool) -
 def call_twice_on_an_empty_batch_in_a_checkpoint(
     connection: client.Connection, reentrant: bool, backend: str
 ) -> list[Buffers]:
-    """The same with and without a checkpoint; member 0 has no samples, so both calls bring the same."""
+    """Results with and without a checkpoint; member 0 has no samples, so both calls contribute equal rows."""
     torch.compiler.reset()
     results = []
     for wrap in (lambda run, x: checkpoint(run, x, use_reentrant=reentrant), lambda run, x: run(x)):
@@ -252,7 +252,7 @@ def call_twice_on_an_empty_batch_in_a_checkpoint(
 
 
 class _Same(torch.autograd.Function):
-    """Uses up a number of autograd's, also where no graph is wanted."""
+    """Consumes a sequence number of autograd, even without a graph."""
 
     @staticmethod
     def forward(_, x):
@@ -263,7 +263,7 @@ class _Same(torch.autograd.Function):
         return grad
 
 
-# What may be in a checkpoint, by name; `layer` is called once in each.
+# Functions to checkpoint, by name; each calls `layer` once.
 REGIONS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
     "layer": lambda layer, x: layer(x).tanh(),
     "after another function": lambda layer, x: layer(_Same.apply(x * 1.0)).tanh(),
@@ -274,7 +274,7 @@ REGIONS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
 def call_on_what_one_member_cannot_tell_apart(
     connection: client.Connection, region: str, reentrant: tuple[bool, ...], order: tuple[int, ...]
 ) -> list[Buffers]:
-    """The same with nested checkpoints (`reentrant`) and without; member 0 brings equal values to all calls."""
+    """Results with nested checkpoints (`reentrant`) and without; member 0 contributes equal rows in all calls."""
     results = []
     for kinds in (reentrant, ()):
         layer = _layer(3).double()

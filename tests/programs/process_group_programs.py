@@ -39,7 +39,7 @@ def train_under_ddp(rank: Any, mode: ddp_programs.Mode, steps: int, backend: str
 
 
 def in_pairs(rank: Any, case: whole_batch.Case, how: str) -> whole_batch.Result:
-    """Ranks 0 and 1 synchronise, and 2 and 3, in one of the ways to say so."""
+    """Ranks 0 and 1 synchronise, and 2 and 3, by one of the ways to select a process group."""
     pairs = [keep(distributed.new_group(ranks)) for ranks in ([0, 1], [2, 3])]
     mine = pairs[rank.rank // 2]
     layer = _in_process_group(case.layer(synchronised=False), mine, how)
@@ -197,13 +197,13 @@ def outside(rank: Any) -> str:
     return error_of(layer.train(), torch.randn(4, 3))
 
 
-# Of a test with looks that come faster than once a second.
+# For a test that compares samples more often than once a second.
 LOOK_SECONDS = 0.02
 
 
 def differ(rank: Any, seconds: float, endpoint: str = "", job: str = "") -> tuple[list[str], list[Any]]:
     """The last rank's data are 25 times as large, and rank 1 ends with infinity: warnings, server's findings."""
-    torch.manual_seed(rank.rank)  # torch begins with one seed everywhere, and ranks that draw the same are a finding
+    torch.manual_seed(rank.rank)  # with torch's default seed all ranks would have the same data, which is a finding
     size = distributed.get_world_size()
     with ExitStack() as stack:
         warned = stack.enter_context(client_log())

@@ -1,4 +1,4 @@
-"""Three ranks under torchrun that train, with long times in collectives of torch, each a `Quiet`, and nothing wrong."""
+"""Three ranks under torchrun that train without a fault, with long waits in collectives of torch, each a `Quiet`."""
 
 import sys
 import time
@@ -9,7 +9,7 @@ from torch import distributed, nn
 import client
 from client.diagnostics.sampler import ThreadSample, ThreadSampler
 
-# Longer than the detection of a deadlock takes.
+# Longer than the detection of a deadlock.
 LONG = 10.0
 
 questions: list[str] = []
@@ -38,7 +38,7 @@ class Quiet:
         distributed.barrier()
 
     def validate_with_broadcasts(self) -> None:
-        """The ranks wait for one another in each forward pass, and the slowest one is never there first."""
+        """The ranks wait for one another in each forward pass, always for the slowest one."""
         self.model.eval()
         for _ in range(int(LONG)):
             self.model(batch())
@@ -91,7 +91,7 @@ def main() -> None:
             quiet.model(batch()).square().sum().backward()
             before = len(questions)
             getattr(quiet, way)()
-            # One line at a time, or two ranks' would mix.
+            # One line at a time, or the lines of two ranks would mix.
             sys.stdout.write(f"{way} {connection.rank} {'asked' if len(questions) > before else 'forgotten'}\n")
             sys.stdout.flush()
         quiet.model(batch()).square().sum().backward()

@@ -23,10 +23,10 @@ from statsd_bn.round_key import BACKWARD
 SIZES = (1, 3, 16, 64, 256, 2048, 20_000)
 WEIGHTS = (8, 8, 8, 8, 8, 2, 0.01)
 
-# How often a member comes late, and how late at most, in seconds: a moment, or so long that the server hears of it.
+# How often a member is late, and at most how long, in seconds: briefly, or so long that it is reported to the server.
 PAUSES = ((1e-2, 1e-3), (2e-5, 0.2))
 
-# How often the same rows go over the server as well.
+# How often the same rows are also sent over the server.
 OVER_SERVER = 1e-3
 
 VECTORS = 2
@@ -90,7 +90,7 @@ def _rounds(connection: Connection, rounds: int, progress: Any) -> int:
 
 
 def _base(member: int) -> FloatArray:
-    """Of all magnitudes, so that another order of adding gives other bits."""
+    """Values of all magnitudes, so that each order of addition gives other bits."""
     generator = np.random.default_rng(member)
     shape = VECTORS, max(SIZES)
     return generator.standard_normal(shape) * 10.0 ** generator.integers(-8, 9, shape)

@@ -134,7 +134,7 @@ def compiled(model: nn.Module, training: Training) -> nn.Module:
 
 
 def loss_of_shard(run: nn.Module, training: Training, step: int, rank: int) -> Tensor:
-    """The loss of a shard, as large as the mean over the ranks wants it."""
+    """The loss of a shard, scaled so that the mean over the ranks is the loss of the whole batch."""
     x, factors = (whole.split(training.sizes)[rank] for whole in training.batch(step))
     return (run(x) * factors).sum().mul(len(training.sizes))
 

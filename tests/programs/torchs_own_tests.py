@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-# The module of torch's tests reads these while it is imported.
+# Torch's module of tests reads these at its import.
 os.environ["BACKEND"] = "gloo"
 os.environ["TEMP_DIR"] = tempfile.gettempdir()
 
@@ -27,7 +27,7 @@ from support.transports import ON_DEVICE, PROCESS_GROUP, TRANSPORTS, rows_on_dev
 
 
 class TorchsOwn(distributed_test.DistributedTest._DistTestBase, TestCase):
-    """Torch's tests, in a process that is started already."""
+    """Torch's tests, run in this process instead of new ones."""
 
     world_size = int(os.environ["WORLD_SIZE"])
     rank = int(os.environ["RANK"])
@@ -74,7 +74,7 @@ def stay_on_the_cpu() -> None:
 def run() -> None:
     distributed.init_process_group("gloo")
     stay_on_the_cpu()
-    # Only this class: the tests take nn.BatchNorm1d for what ours is to be equal to.
+    # Only this class: nn.BatchNorm1d is the reference of the tests.
     nn.SyncBatchNorm = client.SynchronizedBatchNorm
     for transport in TRANSPORTS:
         with _way_to(transport):

@@ -1,4 +1,4 @@
-"""What members do in `test_uneven_inputs.py`, and the same on the whole batch without any."""
+"""Programs of members in `test_uneven_inputs.py`, and the same training in one process on the whole batch."""
 
 from dataclasses import dataclass, field
 
@@ -44,7 +44,7 @@ def train_passes(connection: Connection, batches: tuple[int, ...]) -> tuple[list
 
 
 def step_behind_a_pass(connection: Connection) -> tuple[np.ndarray, np.ndarray]:
-    """Output and input gradient of a step of all members behind a pass that member 0 has ended first."""
+    """Output and input gradient of a step of all members after a pass that member 0 left first."""
     model = client.convert_model(model_())
     with client.join(model):
         for number in range(1 + 2 * connection.rank):
@@ -56,7 +56,7 @@ def step_behind_a_pass(connection: Connection) -> tuple[np.ndarray, np.ndarray]:
 
 
 def average_in_a_pass(connection: Connection) -> list[str]:
-    """The warnings of member 1, which averages on when member 0 has ended its pass."""
+    """The warnings of member 1, which averages gradients after member 0 has ended its pass."""
     model = client.convert_model(model_())
     with client_log() as lines, client.join(model):
         for number in range(1 + 2 * connection.rank):

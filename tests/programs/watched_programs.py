@@ -49,7 +49,7 @@ def _is_told(told: dict[str, Any]) -> bool:
 
 
 def checkpointed(connection: client.Connection) -> dict[str, Any]:
-    """The first step has its first layer's second run after the ranks have agreed; returns the buffers."""
+    """The first step's checkpoint recomputes its layer after the negotiation of the transport; returns the buffers."""
     model = _model()
     checkpoint(model, _samples(connection.rank).requires_grad_(), use_reentrant=False).square().sum().backward()
     return state(model)
@@ -66,7 +66,7 @@ def first_error_over(endpoint: str, job: str, rank: int, transport: str) -> str:
 
 
 def in_another_order(rank: Any, endpoint: str, job: str) -> str:
-    """The ranks of the process group have other numbers in the job; returns the error of the first call."""
+    """Ranks have other numbers in the job than in the process group; returns the error of the first call."""
     who = {"job": job, "rank": 1 - rank.rank, "world_size": 2, "transport": "process_group"}
     with client.connect(endpoint, **who) as connection:
         return first_error(connection)

@@ -1,4 +1,4 @@
-"""Transports lend channels: one thread each, and never again after an error."""
+"""Channel pools lend each channel to one thread at a time, and never again after an error."""
 
 import queue
 import threading
@@ -113,14 +113,14 @@ def test_closing_wakes_a_thread_that_checks_for_the_master(tmp_path, monkeypatch
     assert isinstance(outcome(wait), ConnectionClosed)
 
 
-def test_a_closed_transport_opens_no_channel(tmp_path):
+def test_a_closed_pool_opens_no_channel(tmp_path):
     channel_pool = ZmqChannelPool(f"ipc://{tmp_path}/nobody")
     channel_pool.close()
     with pytest.raises(ConnectionClosed), channel_pool.channel():
         pass
 
 
-def test_a_transport_that_is_being_closed_opens_no_channel(tmp_path, monkeypatch):
+def test_a_pool_that_is_being_closed_opens_no_channel(tmp_path, monkeypatch):
     monkeypatch.setattr("client.session.channel_pool.CLOSE_SECONDS", 0.1)
     channel_pool = ZmqChannelPool(f"ipc://{tmp_path}/nobody")
 

@@ -1,4 +1,4 @@
-"""The autograd function: one node for all replicas, right to the second-order remainder of gradcheck."""
+"""The autograd function: one node for all replicas, with a round forward and one in each backward pass."""
 
 import pytest
 import torch

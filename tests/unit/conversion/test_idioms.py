@@ -104,7 +104,7 @@ class BelowOneThatCheckpoints(Checkpoints):
 
 
 class Unseen(nn.BatchNorm2d):
-    """No name leads to its checkpoint."""
+    """Gets its checkpoint as an argument, so no name in its code refers to it."""
 
     def __init__(self, channels, way):
         super().__init__(channels)

@@ -52,7 +52,7 @@ def test_mean_and_variance_of_unequal_parts_are_those_of_the_whole_batch(parts):
     for part in parts:
         merged = merged.merge(moments(part))
     assert merged.count == len(whole)
-    # The error of a variance is relative to the squares that it is a small difference of.
+    # A variance is a small difference of squares, so its error is relative to the squares.
     rounding = 1e-13 * (whole**2).mean(axis=0).max()
     np.testing.assert_allclose(merged.mean, whole.mean(axis=0), rtol=1e-12, atol=1e-12 * np.abs(whole).max())
     np.testing.assert_allclose(merged.variance(), whole.var(axis=0), rtol=1e-9, atol=rounding)

@@ -115,7 +115,7 @@ def test_the_first_one_of_each_direction_is_logged_and_in_the_status(caplog):
 
 
 def test_occasional_gradient_overflows_are_not_reported():
-    """As a GradScaler has it: once every 2,000 steps, and for some steps at the beginning."""
+    """A GradScaler causes an overflow once every 2,000 steps, and in some steps at the beginning."""
     play = Group()
     for step in (*range(MAX_OVERFLOWS), 2000, 4000):
         play.round(key("b", step=step), 1.0, 1.0)

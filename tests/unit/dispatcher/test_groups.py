@@ -293,7 +293,7 @@ def test_a_registration_that_comes_late_is_not_answered():
 
 
 def calls_of(action) -> int:
-    """How often functions, and generators that go on, are entered; as many on any machine."""
+    """The number of calls and of resumed generators, which is the same on any machine."""
     count = 0
 
     def note(_frame, event, _argument):

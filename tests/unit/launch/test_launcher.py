@@ -1,4 +1,4 @@
-"""Launchers: who a process is, as torchrun, Kubeflow and SLURM say it."""
+"""Launchers: the identity of a process from the variables of torchrun, Kubeflow and SLURM."""
 
 import pytest
 

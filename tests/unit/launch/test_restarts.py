@@ -1,4 +1,4 @@
-"""Restarts of an own server: a job outlives rare ends for hours, and a server that falls at once ends soon."""
+"""Restarts of an own server: rare failures are tolerated for hours, frequent ones end the restarts soon."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Compilation and loading of the native core, and the reasons without it."""
+"""Compilation and loading of the native core, and the reasons if it is missing."""
 
 import re
 import sys

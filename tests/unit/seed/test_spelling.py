@@ -60,7 +60,7 @@ def test_alone_and_in_eval_a_layer_is_torchs():
 
 
 def test_a_compiled_layer_follows_a_later_mode(monkeypatch):
-    """Under the compiler the mode is a constant, which has to be looked at again."""
+    """The compiler treats the mode as a constant, so a change must compile anew."""
     monkeypatch.setattr(SynchronizedBatchNorm1d, "_must_synchronise", lambda *_: True)
     torch.compiler.reset()
     compiled = torch.compile(layer(), fullgraph=True, backend="eager")

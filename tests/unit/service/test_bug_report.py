@@ -32,7 +32,7 @@ def none_answers() -> str:
 
 
 def no_keys(endpoint: str) -> None:
-    """As for a socket."""
+    """Replaces the search for keys: a Unix socket needs none."""
 
 
 def test_versions_devices_and_the_core_come_without_a_server():

@@ -1,4 +1,4 @@
-"""How often the members of a group are compared: half a second apart, however many digests come."""
+"""How often the members of a group are compared: half a second apart, however many samples arrive."""
 
 import numpy as np
 
