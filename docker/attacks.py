@@ -1,9 +1,9 @@
-"""What once ended the image's server, or its members, done again: each must come to nothing.
+"""Attacks that once ended the server of the image, or its members; each must fail now.
 
-Each scenario takes the plan and says what came of it, as those of `scenarios.py`; `tests/attacks/` has many more.
+Each attack is a scenario as in `scenarios.py`; `tests/attacks/` has many more.
 
 Raises:
-    EngineError: it did not come to an end.
+    EngineError: the attack did not end in time.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ REFUSED_BY_READER = "exit code 0: ProtocolError"
 
 
 def claimed_routing_ids(plan: Plan) -> Outcome:
-    """A tenant that claims the ids which the server would give next ends nothing."""
+    """A tenant claims the routing ids that libzmq would assign next; the server keeps running."""
     with plan.stack("claimed-ids") as stack:
         stack.compose("up", "--detach", "--no-build", "server")
         server = stack.server
@@ -32,7 +32,7 @@ def claimed_routing_ids(plan: Plan) -> Outcome:
 
 
 def nested_bytes(_: Plan) -> Outcome:
-    """A member that gives another one what nests deep is refused by it, and ends nothing."""
+    """A member sends deeply nested bytes in a gather; the receiver raises ProtocolError instead of crashing."""
     alone = ["run", "--rm", "--network", "none", "--entrypoint", "python", REPLICA_IMAGE]
     said = docker(*alone, "-c", attacker("nested_bytes"), seconds=COME_SECONDS).strip()
     last = said.splitlines()[-1] if said else "nothing"
@@ -43,5 +43,5 @@ ATTACKS: tuple[Callable[[Plan], Outcome], ...] = (claimed_routing_ids, nested_by
 
 
 def attacker(name: str) -> str:
-    """Returns the program of an attacker."""
+    """Returns the source of an attacker's program."""
     return (ATTACKERS / f"{name}.py").read_text()

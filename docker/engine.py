@@ -1,4 +1,4 @@
-"""The container engine, through its command line: `docker`, and Compose of either generation."""
+"""The container engine, through its command line: `docker`, and Compose 1 or 2."""
 
 import json
 import os
@@ -14,11 +14,11 @@ from typing import Any, Self
 
 FOLDER = Path(__file__).parent
 
-# No command but a build takes long; one that does is an engine that hangs.
+# Timeouts: a command other than a build takes seconds unless the engine hangs.
 COMMAND_SECONDS = 120.0
 BUILD_SECONDS = 1800.0
 
-# How often an engine is asked what has become of a container.
+# Interval at which `wait_until` checks its condition.
 LOOK_SECONDS = 0.2
 
 # Made by `bootstrap-engine`.
@@ -26,11 +26,11 @@ LOCAL_BASE_IMAGE = "statsd-bn-base:bookworm"
 
 
 class EngineError(Exception):
-    """A command failed, or what was waited for did not come; the message has what was said."""
+    """A command failed, or a condition was not met in time; the message has the command's output."""
 
 
 def docker(*arguments: str, seconds: float = COMMAND_SECONDS, environ: Mapping[str, str] | None = None) -> str:
-    """Runs `docker ARGUMENTS` and returns what it printed.
+    """Runs `docker ARGUMENTS` and returns its standard output.
 
     Raises:
         EngineError: it failed, or took longer than `seconds`.
@@ -39,7 +39,7 @@ def docker(*arguments: str, seconds: float = COMMAND_SECONDS, environ: Mapping[s
 
 
 def run(command: Sequence[str], seconds: float, environ: Mapping[str, str] | None = None) -> str:
-    """Runs a command and returns what it printed, without its complaints.
+    """Runs a command and returns its standard output.
 
     Raises:
         EngineError: it failed, or took longer than `seconds`.
@@ -64,7 +64,7 @@ def run(command: Sequence[str], seconds: float, environ: Mapping[str, str] | Non
 
 
 def compose_command() -> list[str]:
-    """Returns how Compose is called here: as COMPOSE says, else version 2, else docker-compose 1.29.
+    """Returns the command of Compose on this machine: $COMPOSE, else version 2, else docker-compose 1.29.
 
     Raises:
         EngineError: there is none.
@@ -83,7 +83,7 @@ def compose_command() -> list[str]:
 
 
 def build_settings() -> dict[str, str]:
-    """Returns what the images are built from: as the environment says, else from what is on this machine."""
+    """Returns build arguments for a base image and wheels that this machine has; the environment's values win."""
     found = {}
     if docker("images", "--quiet", LOCAL_BASE_IMAGE).strip():
         found["BASE_IMAGE"] = LOCAL_BASE_IMAGE
@@ -100,46 +100,46 @@ class Container:
 
     @property
     def state(self) -> dict[str, Any]:
-        """As the engine tells it: `Running`, `ExitCode`, `StartedAt`, `Health` and more."""
+        """The state that the engine reports: `Running`, `ExitCode`, `StartedAt`, `Health` and more."""
         found: dict[str, Any] = json.loads(docker("inspect", "--format", "{{json .State}}", self.id))
         return found
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """The exit code; None while the container runs."""
         state = self.state
         return None if state["Running"] else state["ExitCode"]
 
     def log(self, *options: str) -> str:
-        """Returns what it has said, complaints included."""
+        """Returns the container's output, standard error included."""
         return run(["sh", "-c", 'docker logs "$@" 2>&1', "sh", *options, self.id], COMMAND_SECONDS)
 
     def execute(self, *command: str) -> str:
-        """Runs a command in it, and returns what that printed."""
+        """Runs a command in the container, and returns the command's standard output."""
         return docker("exec", self.id, *command)
 
     def kill(self) -> None:
-        """Ends it at once, as the end of its host would."""
+        """Kills the container, as a failure of its host would."""
         docker("kill", self.id)
 
     def start(self) -> None:
-        """Starts it again."""
+        """Starts the container again."""
         docker("start", self.id)
 
     def disconnect(self, network: str) -> None:
-        """Takes its network away; it goes on running."""
+        """Disconnects the running container from a network."""
         docker("network", "disconnect", "--force", network, self.id)
 
 
 class Stack:
-    """One life of `docker-compose.yml`; a context manager, that keeps the logs and leaves nothing behind.
+    """A Compose project; a context manager that stores the logs and then removes containers, networks and volumes.
 
     Args:
-        compose: how Compose is called.
+        compose: the command of Compose.
         files: the compose files.
-        name: of the Compose project.
+        name: name of the Compose project.
         settings: the variables of the compose files.
-        logs: where to keep what the containers say.
+        logs: folder for the containers' logs.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class Stack:
 
     @property
     def results(self) -> str:
-        """The name of the volume with what the replicas leave."""
+        """The name of the volume for the replicas' results."""
         return f"{self._name}_results"
 
     @property
@@ -182,20 +182,20 @@ class Stack:
         return self.containers("server")[0]
 
     def visit(self, image: str, *command: str, with_key: bool = False) -> str:
-        """Runs Python in a container of its own on the network, and returns what it printed.
+        """Runs Python in a new container on the network, and returns its standard output.
 
         Args:
-            image: what it is made of.
+            image: the container's image.
             command: Python's arguments.
-            with_key: whether it has the replicas' secret key, at /keys/replica.key_secret.
+            with_key: whether to mount the replicas' secret key, at /keys/replica.key_secret.
         """
         keys = ["--volume", f"{self._name}_client-keys:/keys:ro"] if with_key else []
-        # Without a key it asks all the same, and the server has to refuse it.
+        # Lets a client without a key send its request, which the server must refuse.
         keys += ["--env", "STATSD_BN_INSECURE=1"]
         return docker("run", "--rm", "--network", self.network, *keys, "--entrypoint", "python", image, *command)
 
     def replicas(self, number: int, seconds: float) -> list[Container]:
-        """Returns the replicas by rank, as soon as all have told theirs."""
+        """Returns the replicas in the order of their ranks, once all have printed theirs."""
         found: dict[int, Container] = {}
 
         def all_there() -> bool:
@@ -204,12 +204,12 @@ class Stack:
                     found[int(told[1])] = container
             return len(found) == number
 
-        wait_until(all_there, seconds, f"{number} replicas that say their rank")
+        wait_until(all_there, seconds, f"{number} replicas that print their rank")
         return [found[rank] for rank in range(number)]
 
     def containers(self, service: str) -> list[Container]:
-        """Returns those of a service, whether they run or not."""
-        # Both generations label alike; their container names differ.
+        """Returns the containers of a service, whether they run or not."""
+        # Both versions of Compose set the same labels, but different container names.
         labels = [f"com.docker.compose.project={self._name}", f"com.docker.compose.service={service}"]
         filters = [word for label in labels for word in ("--filter", f"label={label}")]
         return [Container(name) for name in docker("ps", "--all", "--quiet", *filters).split()]
@@ -228,7 +228,7 @@ def wait_until(reached: Any, seconds: float, what: str) -> None:
     """Waits until `reached()` is true.
 
     Raises:
-        EngineError: it was not within `seconds`.
+        EngineError: it is still false after `seconds`.
     """
     deadline = time.monotonic() + seconds
     while not reached():

@@ -1,6 +1,6 @@
-"""The harness: trains the digits in containers, undisturbed, disturbed and attacked; prints a table of what came of it.
+"""The harness: trains the digits in containers, undisturbed, disturbed and attacked; prints a table of the results.
 
-Exits with 0 if everything came as expected, with 1 if something fell short, with 2 if there is no engine to try it on.
+Exits with 0 if all results are as expected, with 1 if one is not, and with 2 without a container engine.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from scenarios import SCENARIOS, Outcome, Plan
 FILES = [FOLDER / "docker-compose.yml"]
 GPU_FILES = [*FILES, FOLDER / "docker-compose.gpu.yml"]
 
-# Those into which the batch can be split evenly, with one to lose.
+# Numbers of replicas that divide the batch of 8 and leave others after a loss.
 POSSIBLE_REPLICAS = (4, 8)
 
 HEADINGS = ("scenario", "expected", "got", "seconds", "ok")
@@ -37,7 +37,7 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """As HEADINGS says."""
+        """The cells below HEADINGS."""
         verdict = "yes" if self.outcome.ok else "NO"
         return self.scenario, self.outcome.expected, self.outcome.got, f"{self.seconds:.1f}", verdict
 
@@ -45,7 +45,7 @@ class Row:
 def main() -> int:
     """Runs the harness and returns its exit code."""
     options = arguments()
-    # Unlike the exception that Ctrl-C raises, SIGTERM's default would leave the containers behind.
+    # SIGTERM must raise an exception too, as Ctrl-C does: its default action would leave the containers running.
     signal.signal(signal.SIGTERM, leave)
     try:
         compose = compose_command()
@@ -84,7 +84,7 @@ def build(stack: Stack) -> None:
 
 
 def attempt(scenario: Callable[[Plan], Outcome], plan: Plan) -> Row:
-    """Runs a scenario; where it fails to come to an end, the reason is what it got."""
+    """Runs a scenario; if it ends with an EngineError, that is the result."""
     name = scenario.__name__.replace("_", " ")
     started = time.monotonic()
     try:
@@ -104,7 +104,7 @@ def table(rows: list[Row]) -> str:
 
 
 def leave(number: int, _frame: object) -> NoReturn:
-    """Ends the harness by an exception, so that whatever it has started is taken away."""
+    """Ends the harness by an exception, so that its containers, networks and volumes are removed."""
     raise SystemExit(128 + number)
 
 
@@ -113,7 +113,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="docker/harness",
         description=__doc__,
-        epilog="COMPOSE says how Compose is called; BASE_IMAGE, WHEELS, BUILD_NETWORK, STEPS, COMPARE_AFTER and "
+        epilog="COMPOSE is the command of Compose; BASE_IMAGE, WHEELS, BUILD_NETWORK, STEPS, COMPARE_AFTER and "
         "TRAINING are the variables of docker-compose.yml.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -122,14 +122,14 @@ def arguments() -> argparse.Namespace:
         type=int,
         choices=POSSIBLE_REPLICAS,
         default=os.environ.get("REPLICAS", "4"),
-        help="how many (REPLICAS; default: 4)",
+        help="number of replicas (REPLICAS; default: 4)",
     )
     parser.add_argument(
-        "--deadline", type=float, default=20.0, metavar="SECONDS", help="how long one waits for another (default: 20)"
+        "--deadline", type=float, default=20.0, metavar="SECONDS", help="timeout of a round (default: 20)"
     )
-    parser.add_argument("--gpu", action="store_true", help="with docker-compose.gpu.yml")
-    parser.add_argument("--no-build", action="store_true", help="with the images that are there")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where to keep what the containers say")
+    parser.add_argument("--gpu", action="store_true", help="add docker-compose.gpu.yml")
+    parser.add_argument("--no-build", action="store_true", help="use the existing images")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="folder for the containers' logs")
     return parser.parse_args()
 
 

@@ -1,8 +1,8 @@
-"""A replica's first process: finds out which rank it is, and becomes `examples/train_digits.py`.
+"""A replica's first process: determines its rank, then executes `examples/train_digits.py`.
 
-Compose makes N equal containers and tells none of them its number, and its two generations name them differently. So
-the replicas of a host take ranks in the order in which they come, in the folder that they share. Where RANK is set, as
-by the Kubernetes manifests, they are told.
+Compose starts N equal containers without numbers, and its versions 1 and 2 name them differently. So the replicas of a
+host take ranks in order of arrival, by files in a shared folder. If RANK is set, as in the Kubernetes manifests, that
+is the rank.
 """
 
 import os
@@ -15,7 +15,7 @@ TRAINING = Path(__file__).parents[1] / "examples" / "train_digits.py"
 
 
 def main() -> None:
-    """Becomes the training; the command line is its own."""
+    """Replaces this process by the training, which gets the command line."""
     arguments = sys.argv[1:]
     if "RANK" not in os.environ:
         world_size = int(os.environ["WORLD_SIZE"])
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def claim(folder: Path, world_size: int, name: str) -> int:
-    """Returns the first rank that nobody has taken, or the one that `name` took before it was restarted.
+    """Returns the first free rank, or the one that `name` took before it was restarted.
 
     Raises:
         SystemExit: all are taken.

@@ -1,9 +1,9 @@
-"""What the harness does to a training, and what must come of it.
+"""Scenarios: each disturbs a training in containers in one way, and has an expected result.
 
-Each scenario takes the plan and says what came of it.
+A scenario takes the plan and returns its outcome.
 
 Raises:
-    EngineError: it did not come to an end.
+    EngineError: the scenario did not end in time.
 """
 
 import json
@@ -19,11 +19,11 @@ from engine import Container, EngineError, Stack, docker, wait_until
 SERVER_IMAGE = "statsd-bn-server"
 REPLICA_IMAGE = "statsd-bn-replica"
 
-# What the server's image and its start may cost.
+# Limits of the size of the server's image, and of the time until the server listens.
 MOST_MEGABYTES = 250
 START_SECONDS = 2.0
 
-# How `python -m server status` ends where the server knows no such key.
+# Exit code of `python -m server status` if the server refuses the key.
 REFUSED = 5
 
 # Prints the names of the files in /keys that hold secret keys.
@@ -33,27 +33,26 @@ LIST_SECRETS = "import pathlib; print(*(path.name for path in pathlib.Path('/key
 COME_SECONDS = 240.0
 TRAIN_SECONDS = 600.0
 
-# Something is done to the training once rank 0 has come this far, which is before the step of comparison.
+# Step of rank 0 at which the training is disturbed, before the step of the comparison.
 DISTURB_AFTER = 20
 
-# How long the server stays away: longer than a silence that costs a member its place.
+# Seconds between the server's kill and restart: longer than the silence after which a member is lost.
 AWAY_SECONDS = 5.0
 
-# Beyond its deadline a member waits a moment for the server to end a round, then for its sockets to close, and then
-# Python has to show the error.
+# Beyond its deadline a member waits a moment for the server to end a round, closes its sockets, and prints the error.
 LEAVE_SECONDS = 15.0
 
-# The one that something is done to. Not 0, which says how it goes.
+# Rank that is killed or cut off. Not rank 0, which prints the steps.
 VICTIM = 2
 
-# A replica that was killed is known within a second, one that is cut off after 3.5 s, and whoever waits in gloo at that
-# moment learns it there: at once from a killed one, at the deadline from one that is cut off.
+# The server notices a killed replica within a second and a cut-off one after 3.5 s. A rank that waits in gloo fails
+# there: at once if its peer was killed, at the deadline if it was cut off.
 KNOWN_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a scenario, in words, and whether that is what was expected."""
+    """Expected and actual result of a scenario in words, and whether they agree."""
 
     expected: str
     got: str
@@ -65,10 +64,10 @@ class Plan:
     """How to run the scenarios.
 
     Attributes:
-        replicas: how many there are.
-        deadline: how long one waits for another, in seconds.
-        stack: makes the containers of the scenario that is named.
-        bits: of the undisturbed training's result, once there is one.
+        replicas: number of replicas.
+        deadline: timeout of a round in seconds.
+        stack: returns the Compose project of the scenario with this name.
+        bits: hash of the undisturbed training's result; empty before that training.
     """
 
     replicas: int
@@ -78,7 +77,7 @@ class Plan:
 
 
 def server_image(_: Plan) -> Outcome:
-    """The server's image is small, and holds no torch and no root."""
+    """The server's image is small, has no torch, and does not run as root."""
     size = int(docker("image", "inspect", "--format", "{{.Size}}", SERVER_IMAGE)) / 1e6
     look = "import importlib.util as i, os; print(os.getuid(), i.find_spec('torch') is not None)"
     uid, has_torch = docker("run", "--rm", "--entrypoint", "python", SERVER_IMAGE, "-c", look).split()
@@ -90,7 +89,7 @@ def server_image(_: Plan) -> Outcome:
 
 
 def server_start(plan: Plan) -> Outcome:
-    """The server listens soon after its container was started, with a root file system that it cannot write to."""
+    """The server listens soon after its container has started, with a read-only root file system."""
     with plan.stack("server-start") as stack:
         stack.compose("up", "--detach", "--no-build", "server")
         server = stack.server
@@ -105,7 +104,7 @@ def server_start(plan: Plan) -> Outcome:
 
 
 def strangers_refused(plan: Plan) -> Outcome:
-    """Whoever reaches the server without a key is refused, and no side can read the other's secret."""
+    """The server refuses clients without a key, and neither side can read the other's secret."""
     ask = ("-m", "server", "status", "tcp://server:5555")
     with plan.stack("strangers") as stack:
         stack.compose("up", "--detach", "--no-build", "server")
@@ -120,14 +119,14 @@ def strangers_refused(plan: Plan) -> Outcome:
         of_client = stack.visit(SERVER_IMAGE, "-c", LIST_SECRETS, with_key=True).split()
     separate = (of_server, of_client) == (["server.key_secret"], ["replica.key_secret"])
     return Outcome(
-        "without a key: refused; with one: answered; each side has its own secret alone",
+        "without a key: refused; with one: answered; each side has only its own secret",
         f"{stranger.splitlines()[0]}; {member.splitlines()[0]}; {', '.join([*of_server, *of_client])}",
         stranger == "refused" and member.startswith("server ") and separate,
     )
 
 
 def undisturbed(plan: Plan) -> Outcome:
-    """The result is the whole batch's."""
+    """The result equals training on the whole batch."""
     with plan.stack("undisturbed") as stack:
         _begin(stack, plan)
         verdict = _verdict(stack, plan)
@@ -140,7 +139,7 @@ def undisturbed(plan: Plan) -> Outcome:
 
 
 def server_killed(plan: Plan) -> Outcome:
-    """A server that is killed and comes back costs time, and not a bit."""
+    """A kill and restart of the server costs time, but changes no bit of the result."""
     with plan.stack("server-killed") as stack:
         replicas = _begin(stack, plan)
         _wait_for_step(replicas[0], DISTURB_AFTER)
@@ -162,7 +161,7 @@ def server_killed(plan: Plan) -> Outcome:
 
 
 def replica_killed(plan: Plan) -> Outcome:
-    """All others fail, and say whom they have lost."""
+    """All other replicas fail with an error that names the lost rank."""
     with plan.stack("replica-killed") as stack:
         replicas = _begin(stack, plan)
         _wait_for_step(replicas[0], DISTURB_AFTER)
@@ -178,7 +177,7 @@ def replica_killed(plan: Plan) -> Outcome:
 
 
 def network_cut(plan: Plan) -> Outcome:
-    """All others fail, and say whom they have lost; the one that is cut off fails too, at its deadline."""
+    """All other replicas fail with an error that names the cut-off rank, which fails at its own deadline."""
     limit = plan.deadline + KNOWN_SECONDS
     with plan.stack("network-cut") as stack:
         replicas = _begin(stack, plan)
@@ -187,7 +186,7 @@ def network_cut(plan: Plan) -> Outcome:
         others = _without_victim(replicas)
         seconds = _wait_for_end(others, limit)
         named = sum(map(_names_the_victim, others))
-        # It may wait for its peers in gloo, and then for the server that is to name them.
+        # The victim may wait for its peers in gloo for one deadline, and then for the server for another.
         alone = seconds + _wait_for_end([replicas[VICTIM]], plan.deadline * 2 + LEAVE_SECONDS)
     return Outcome(
         f"the other {len(others)} name rank {VICTIM} and fail within {limit:g} s; it fails too",
@@ -226,7 +225,7 @@ def _wait_for_step(replica: Container, step: int) -> None:
 
 
 def _wait_for_end(replicas: Iterable[Container], seconds: float) -> float:
-    """Returns after how many seconds all had ended, each with an exit code other than 0."""
+    """Waits until all replicas have failed; returns the seconds. Raises EngineError if one ends with exit code 0."""
     started = time.monotonic()
     for number, replica in enumerate(replicas):
         left = started + seconds - time.monotonic()
@@ -237,7 +236,7 @@ def _wait_for_end(replicas: Iterable[Container], seconds: float) -> float:
 
 
 def _verdict(stack: Stack, plan: Plan) -> dict[str, Any]:
-    """Waits until all replicas have ended well, and returns what `verdict.py` says of their result."""
+    """Waits until all replicas have ended with exit code 0, and returns the output of `verdict.py`."""
     replicas = stack.replicas(plan.replicas, COME_SECONDS)
     for rank, replica in enumerate(replicas):
         wait_until(lambda replica=replica: replica.exit_code is not None, TRAIN_SECONDS, f"the end of rank {rank}")
@@ -262,5 +261,5 @@ def _last_lines(replica: Container) -> str:
 
 
 def _moment(text: str) -> datetime:
-    """Reads the engine's time, UTC with nanoseconds, at the beginning of a text."""
+    """Returns the time at the start of a text of the engine, in UTC with nanoseconds."""
     return datetime.fromisoformat(text.partition("Z")[0] + "+00:00")

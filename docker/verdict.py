@@ -1,4 +1,4 @@
-"""Compares what the replicas saved with training on the whole batch, which it does itself; prints it as JSON."""
+"""Trains on the whole batch, and compares that with the replicas' saved result; prints the comparison as JSON."""
 
 import argparse
 import hashlib
@@ -13,7 +13,7 @@ import ways
 
 
 def main() -> None:
-    """Prints what came of a training, with the demo's own measures and tolerance."""
+    """Prints the comparison, with the demo's measures and tolerance."""
     options = arguments()
     saved = torch.load(options.saved, weights_only=True)
     states = saved.pop("states")
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def bits(state: digits.State) -> str:
-    """Returns what only the same bits in all weights and statistics have in common."""
+    """Returns a hash of the bits of all weights and statistics."""
     found = hashlib.sha256()
     for name in sorted(state):
         found.update(name.encode() + state[name].contiguous().numpy().tobytes())
@@ -43,7 +43,7 @@ def bits(state: digits.State) -> str:
 def arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("saved", type=Path, help="what `train_digits.py --save` wrote, with a step to --keep")
+    parser.add_argument("saved", type=Path, help="file that `train_digits.py --save --keep STEP` wrote")
     return parser.parse_args()
 
 

@@ -1,8 +1,8 @@
 # Sourced by the other scripts: `use_venv EXTRA [FOLDER CONSTRAINTS]` makes FOLDER (.venv) with an extra of
 # pyproject.toml, in the versions of CONSTRAINTS (constraints.txt), and puts it on the PATH.
-# Quick the second time: a stamp holds the hash of what was installed.
+# A file in FOLDER has the checksum of the requirements, so that a second call installs nothing.
 
-# Which interpreters will do, the best first.
+# Interpreters to try, in this order.
 PYTHONS="${PYTHONS:-python3.11 python3.12 python3.13 python3.14 python3 python}"
 
 use_venv() {

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 COLUMNS, ROWS = 80, 33
 TOTAL_SECONDS, TYPING_SECONDS, WATCH_SECONDS = 20.0, 0.8, 8.0
 
-# A frame lasts at least that long.
+# The shortest duration of a frame.
 FRAME_SECONDS = 0.2
 
 CELL, LINE, EDGE, BAR = 8.0, 17, 14, 26
@@ -173,7 +173,7 @@ def recorded(prompt: str, command: list[str], environ: dict[str, str], seconds: 
 
 
 def scaled(frames: Frames, start: float, seconds: float) -> Frames:
-    """The frames played in `seconds`, the first ones (typing) as they were, and few enough to be seen."""
+    """The frames from `start` on, shortened to `seconds` except for the typing, none shorter than FRAME_SECONDS."""
     end = frames[-1][0]
     factor = (seconds - TYPING_SECONDS - 1.5) / max(end - TYPING_SECONDS, 1e-9)
     kept: Frames = []
@@ -187,7 +187,7 @@ def scaled(frames: Frames, start: float, seconds: float) -> Frames:
 
 
 def svg(frames: Frames) -> str:
-    """The frames one above the other, of which a window shows one at a time; equal lines are in the file once."""
+    """An SVG with the frames one below the other, and a window that shows one at a time; it has equal lines once."""
     known: dict[Line, int] = {}
     bodies, keys = [], []
     height = ROWS * LINE

