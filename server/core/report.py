@@ -80,7 +80,11 @@ def _head(master: SyncMaster) -> dict[str, Any]:
         **({"round_seconds": health.durations.report} if health.durations.total else {}),
         **({"late_seconds": health.lateness.report} if health.lateness.total else {}),
         **({"round_trip_seconds": health.round_trips.report} if health.round_trips.total else {}),
-        **({"slowest": pace.slowest, "held": pace.delay} if pace.slowest is not None else {}),
+        **(
+            {"slowest": pace.slowest, "held": pace.delay, "held_seconds": pace.seconds}
+            if pace.slowest is not None
+            else {}
+        ),
         **({"findings": findings} if findings else {}),
         **({"compared_layers": compared} if compared else {}),
     }

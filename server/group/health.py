@@ -38,6 +38,7 @@ WINDOW_SECONDS, MAX_DELAY_SHARE = 60.0, 0.1
 
 RESET_SHARE = MAX_DELAY_SHARE / 2  # a straggler is reported once, and again only after a window below this share
 STARTUP_SECONDS = 30.0  # the first steps compile, tune kernels and fill caches, at a different speed on each rank
+SO_FAR_SECONDS = 10.0  # from one look at the first window, before it ends, to the next
 MIN_ROUNDS = 100  # that make percentiles meaningful
 MAX_FINDINGS, MAX_FINDING_LENGTH = 8, 512  # findings kept, and characters of their texts
 MAX_SAMPLE_BYTES = 2**18  # for the sampled rows of one step; larger steps keep fewer channels and layers
@@ -55,11 +56,13 @@ class Pace:
     """Speed of a group's members, window by window; all measurements are shares from 0 to 1."""
 
     def __init__(self) -> None:
-        # Of the latest complete window:
+        # Of the latest complete window, or of the first one so far:
+        self.seconds = 0.0  # its length
         self.slowest: int | None = None  # the member that waited least; None with fewer than two members
         self.delay = 0.0  # share of the time that the others waited for the slowest
         self._due = math.inf  # end of the current window
         self._rounds = 0  # at the start of the current window
+        self._look = math.inf  # the next look at the first window that compares members
         self._is_reported = False  # the slowest member was reported, and has not recovered since
 
     def update(self, now: float, rounds: int, longest: float, contributors: Mapping[int, Contributor]) -> bool:
@@ -69,16 +72,26 @@ class Pace:
         """
         if self._due == math.inf and rounds:
             self._due = now + STARTUP_SECONDS
-        if now < self._due:
-            return False
+            self._look = self._due + SO_FAR_SECONDS
         seconds, had = WINDOW_SECONDS + now - self._due, rounds - self._rounds
-        self._due, self._rounds = now + WINDOW_SECONDS, rounds
+        is_over = now >= self._due
+        if not is_over and now < self._look:
+            return False
         shares: dict[int, float] = {}
         for member, one in contributors.items():
             # In each round the first member waits for the whole duration, and each other one for less by its delay.
-            before, one.total_wait = one.total_wait, longest - one.delay + one.waited
+            before, total = one.total_wait, longest - one.delay + one.waited
+            if is_over:
+                one.total_wait = total
             if had and before is not None:
-                shares[member] = min(1.0, max(0.0, one.total_wait - before) / seconds)
+                shares[member] = min(1.0, max(0.0, total - before) / seconds)
+        self._compare(shares, seconds)
+        if not is_over:
+            self._look = now + SO_FAR_SECONDS
+            return False
+        if shares:
+            self._look = math.inf
+        self._due, self._rounds = now + WINDOW_SECONDS, rounds
         # Seconds of computation per round; never 0, because it is a divisor.
         computing = {member: max(1e-9, (1 - share) * seconds / had) for member, share in shares.items()}
         fastest = min(computing.values(), default=0.0)
@@ -87,14 +100,17 @@ class Pace:
             if own := computing.get(member):
                 one.least_computing = min(one.least_computing, own)
                 one.pace = {"waiting": shares[member], "score": min(fastest, one.least_computing) / own}
-        self.slowest, self.delay = None, 0.0
-        if len(shares) > 1:
-            self.slowest, second = sorted(shares, key=lambda member: shares[member])[:2]
-            self.delay = shares[second] - shares[self.slowest]
         self._is_reported = self._is_reported and self.delay >= RESET_SHARE
         is_news = self.delay > MAX_DELAY_SHARE and not self._is_reported
         self._is_reported |= is_news
         return is_news
+
+    def _compare(self, shares: Mapping[int, float], seconds: float) -> None:
+        """Find the slowest member by the shares of the time that members waited."""
+        self.slowest, self.delay, self.seconds = None, 0.0, seconds
+        if len(shares) > 1:
+            self.slowest, second = sorted(shares, key=lambda member: shares[member])[:2]
+            self.delay = shares[second] - shares[self.slowest]
 
 
 class GroupHealth:

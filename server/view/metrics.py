@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from server.group.health import MAX_DELAY_SHARE
 from server.view.snapshot import Snapshot
-from server.view.verdict import count_here
+from server.view.verdict import count_here, held_share
 from statsd_bn.timing import BOUNDS
 
 Group = dict[str, Any]
@@ -94,7 +94,7 @@ def _samples(group: Group) -> Iterator[tuple[str, tuple[str, ...], float]]:
     yield "members", (), int(count_here(group).partition(" ")[0])
     yield "world_size", (), group["world_size"]
     yield "non_finite", (), len(group.get("non_finite", ()))
-    yield "findings", (), len(differing) + (group.get("held", 0.0) >= MAX_DELAY_SHARE)
+    yield "findings", (), len(differing) + (held_share(group) >= MAX_DELAY_SHARE)
     yield "waiting_seconds", (), max((round_["seconds"] for round_ in group["waiting"]), default=0.0)
     yield "broken", (), bool(group["lost"])
     yield "severity", (group["verdict"]["state"],), group["verdict"]["severity"]

@@ -14,7 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from server.view.history import MAX_BYTES, LayerHistory, Trend
-from server.view.verdict import Verdict, cards, describe_finding, is_finishing, of_server, verdicts, with_flag
+from server.view.verdict import (
+    Verdict,
+    cards,
+    describe_finding,
+    is_broken,
+    is_finishing,
+    of_server,
+    verdicts,
+    with_flag,
+)
 from statsd_bn.messages import WORLD
 from statsd_bn.skew import MAX_RATIO
 
@@ -110,7 +119,8 @@ def _member_events(old: Report, group: Report) -> Iterator[tuple[str, str, int, 
     for rank in {**after, **before}:
         old_one, new_one = before.get(rank), after.get(rank)
         if old_one is None or new_one is None:
-            if whole:
+            is_told = is_broken(group) and rank == group.get("lost_by", {}).get("rank")  # by the loss itself
+            if whole and not is_told:
                 kind, there = ("joined", after[rank]) if new_one else ("left", before[rank])
                 yield kind, kind, rank, there["place"]
         elif old_one["place"] != new_one["place"]:
@@ -166,9 +176,11 @@ class _Watched:
         if self.is_returning:
             group |= {"missing": group["world_size"], "waiting": [], "lost": ""}
         elif group["lost"] or "over" in group:
-            gone = {rank: {**one, "steps_per_second": None, "is_gone": True} for rank, one in self.members.items()}
+            gone = {rank: {**one, "is_gone": True} for rank, one in self.members.items()}
             there = {member["member"]: member for member in group["members"]}
             group["members"] = [member for _, member in sorted((gone | there).items())]
+            if not is_finishing(group):
+                group["members"] = [{**member, "steps_per_second": None} for member in group["members"]]
         verdict, *others = found = verdicts(group, now, self.restarted)
         since, step_time = self._first_seen(now, verdict, is_first=is_first)
         by = group.get("lost_by")
@@ -188,7 +200,7 @@ class _Watched:
         seen, since, step_time = self._told or (None, None, None)
         # Times that come from a duration vary with each report.
         if seen != about or (verdict.since and abs(verdict.since - (since or 0.0)) > 1):
-            since, step_time = None if is_first else now, None
+            since, step_time = None if is_first else now - verdict.lag, None
             since = since if verdict.since is None else verdict.since
         if step_time is None and verdict.step is not None:
             step_time = self.trend.time_of(verdict.step)

@@ -3,11 +3,12 @@
 The page and `status` print these words and decide nothing themselves, so they cannot contradict each other.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from server.group.health import MAX_DELAY_SHARE
+from server.group.health import MAX_DELAY_SHARE, WINDOW_SECONDS
 from statsd_bn.members import Members, format_ranks
 from statsd_bn.messages import format_missing_members
 from statsd_bn.round_key import GATHER, MEMORY_GATHER
@@ -23,7 +24,8 @@ FINE, NOTICE, ATTENTION, BROKEN = range(4)  # severities; a notice is worth a lo
 WAIT_SECONDS, LONG_SECONDS = 1.0, 10.0
 
 ENDS = {"fails": "failed", "is lost": "was lost", "leaves": "left"}  # what a rank did whose end broke the group
-NO_SIGN_OF_LIFE = "no sign of life"  # how the server's text begins for a rank whose heartbeats stopped
+# The server's text for a rank whose heartbeats stopped, with the seconds since the last one.
+NO_SIGN_OF_LIFE = re.compile(r"no sign of life for (\d{1,9}\.\d) s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class Verdict:
     advice: str = ""  # what to do, as a short sentence
     flags: Mapping[int, str] = field(default_factory=dict)  # a word for each rank concerned
     card: tuple[str, ...] = ()  # the name of the card that it replaces, with value and note
+    lag: float = 0.0  # seconds from its beginning to the first report with it
 
     def entry(self, others: Sequence["Verdict"] = ()) -> dict[str, Any]:
         """The verdict as a snapshot has it, with the texts of the group's other verdicts as `also`."""
@@ -88,14 +91,14 @@ def count_here(group: Group) -> str:
 
 
 def _breaks(group: Group) -> Iterator[Verdict]:
-    if not group["lost"] or is_finishing(group):
+    if not is_broken(group):
         return
     if not (by := group.get("lost_by")):
         card = "Ranks", count_here(group), "the job is broken"
         advice = "Look at the ranks' logs, and start the job again."
         yield Verdict("broken", BROKEN, f"Broken: {group['lost']}", advice=advice, card=card)
         return
-    rank, cause = by["rank"], by["cause"]
+    rank, cause, lag = by["rank"], by["cause"], 0.0
     if by["how"] == "fails":
         kind, _, message = cause.partition(": ")
         flag, did, why = "failed", f"raised {kind}", f": {message}" if message else ""
@@ -103,16 +106,21 @@ def _breaks(group: Group) -> Iterator[Verdict]:
     elif by["how"] == "leaves":
         flag, did, why = "left", "left", ", before the others finished"
         advice = "Give all ranks equally many batches, or use client.join."
-    elif cause.startswith(NO_SIGN_OF_LIFE):
-        ago = cause.removeprefix(NO_SIGN_OF_LIFE).removeprefix(" for ")
-        flag, did, why = "lost", "fell silent", f": declared lost after {ago} without a sign of life" if ago else ""
+    elif silence := NO_SIGN_OF_LIFE.match(cause):
+        lag = float(silence[1])
+        flag, did, why = "lost", "fell silent", f": declared lost after {lag:g} s without a sign of life"
         advice = f"Rank {rank} may be stopped, starved or cut off. End it if it still runs, then start the job again."
     else:
         flag, did, why = "lost", "was lost", f": {cause}"
         advice = f"Look at the log of rank {rank} and its host: killed, or out of memory? Then start the job again."
     text = f"Broken: rank {rank} ({by['place']}) {did} at step {by['step']}{why}"
     card = "Ranks", f"Rank {rank} {flag}", f"of {_ranks(group['world_size'])}"
-    yield Verdict("broken", BROKEN, text, rank=rank, advice=advice, flags={rank: flag}, card=card)
+    yield Verdict("broken", BROKEN, text, lag=lag, rank=rank, advice=advice, flags={rank: flag}, card=card)
+
+
+def is_broken(group: Group) -> bool:
+    """Whether the group does no more rounds, though members may still be here."""
+    return bool(group["lost"]) and not is_finishing(group)
 
 
 def is_finishing(group: Group) -> bool:
@@ -209,8 +217,14 @@ def _waiting(group: Group, now: float) -> Iterator[Verdict]:
     yield Verdict("waiting", ATTENTION, text, now - round_["seconds"], None, rank, advice, flags, card)
 
 
+def held_share(group: Group) -> float:
+    """Share of the last minute that the others waited for the slowest rank; 0 unless a whole one was measured."""
+    is_whole = group.get("held_seconds", WINDOW_SECONDS) >= WINDOW_SECONDS
+    return float(group.get("held", 0.0)) if is_whole else 0.0
+
+
 def _slow(group: Group) -> Iterator[Verdict]:
-    rank, held = group.get("slowest"), group.get("held", 0.0)
+    rank, held = group.get("slowest"), held_share(group)
     if rank is None or held < MAX_DELAY_SHARE:
         return
     text = f"R{_name(group, rank)[1:]} slows the job down: the others waited {percent(held)} of the last minute for it"
@@ -272,6 +286,8 @@ def doing(group: Group, member: Mapping[str, Any]) -> str:
         return ENDS[by["how"]] if rank == by["rank"] else "has left"
     if member["participation"] != "takes_part":
         return "is away" if member["participation"] == "paused" else "rejoins"
+    if is_broken(group):
+        return "ends with the job" if rank != group.get("lost_by", {}).get("rank") else ENDS[group["lost_by"]["how"]]
     if round_ := awaited(group):
         time, at = duration(round_["seconds"]), place_of(round_)
         if rank in round_["missing"]:
@@ -314,10 +330,12 @@ def _usual_cards(group: Group) -> Iterator[tuple[str, ...]]:
     """The cards without a verdict: name, value, note and state."""
     rounds, layers, is_over = group["rounds_done"], group.get("compared_layers", 0), "over" in group
     here, size, rate = count_here(group), group["world_size"], group.get("rounds_per_second")
-    slowest, held = group.get("slowest"), percent(group.get("held", 0.0))
     if is_over:
         yield "Ranks", str(size), "have ended", "unknown"
         yield "Speed", "Ended", f"{rounds} rounds", "unknown"
+    elif is_broken(group):
+        yield "Ranks", here, "are still here", "bad"
+        yield "Speed", "Stopped", f"after {rounds} rounds", "unknown"
     else:
         round_ = awaited(group)
         late = len(round_["missing"]) + round_.get("missing_left_out", 0) if round_ else 0
@@ -332,15 +350,9 @@ def _usual_cards(group: Group) -> Iterator[tuple[str, ...]]:
         elif rate is None:
             yield "Speed", "Not known yet", note, "unknown"
         else:
-            state = "watch" if group.get("held", 0.0) >= MAX_DELAY_SHARE else "good"
+            state = "watch" if held_share(group) >= MAX_DELAY_SHARE else "good"
             yield "Speed", f"{two_digits(rate)} rounds/s", note, state
-    if slowest is None:
-        why = ("Not known", "the job was too short") if is_over else ("Not known yet", "needs more than a minute")
-        yield "Waiting", *why, "unknown"
-    elif group.get("held", 0.0) >= MAX_DELAY_SHARE:
-        yield "Waiting", f"Rank {slowest}", f"the others waited {held} of the last minute", "watch"
-    else:
-        yield "Waiting", "No slow rank", f"rank {slowest} is last by {held} of a minute", "good"
+    yield _waiting_card(group)
     if group.get("first_non_finite"):
         yield "Data", "Not comparable", "since the first NaN or infinity", "unknown"
     elif layers:
@@ -348,3 +360,19 @@ def _usual_cards(group: Group) -> Iterator[tuple[str, ...]]:
     else:
         yield "Data", "Not compared", "the job is elastic" if group["min_members"] else "no sample yet", "unknown"
     yield "Numbers", "All finite", f"no NaN in {rounds} rounds", "good"
+
+
+def _waiting_card(group: Group) -> tuple[str, ...]:
+    """The card on slow ranks."""
+    slowest, share, length = group.get("slowest"), group.get("held", 0.0), group.get("held_seconds", WINDOW_SECONDS)
+    held, is_slow = percent(share), share >= MAX_DELAY_SHARE
+    if slowest is None:
+        is_short = "over" in group or is_broken(group)
+        why = ("Not known", "the job was too short") if is_short else ("Not known yet", "needs 40 s of rounds")
+        return "Waiting", *why, "unknown"
+    if length < WINDOW_SECONDS:
+        value = f"Rank {slowest} so far" if is_slow else "No slow rank so far"
+        return "Waiting", value, f"the others waited {held} of {duration(length)} for rank {slowest}", "unknown"
+    if is_slow:
+        return "Waiting", f"Rank {slowest}", f"the others waited {held} of the last minute", "watch"
+    return "Waiting", "No slow rank", f"rank {slowest} is last by {held} of a minute", "good"

@@ -33,7 +33,7 @@ class Chart {
 
   // Lines have values, a kind (usual, area or odd) and maybe a label at their end; `say` prints a value with its unit,
   // `tell` the values at a moment.
-  draw({ title, seconds, lines, say, tell, low, high, from, to, marks }) {
+  draw({ title, seconds, lines, say, tell, low, high, from, to, marks, isOver }) {
     const { pen, width } = sized(this.canvas, HEIGHT);
     const { mark, hot, line, ink, soft, wash } = colours("mark", "hot", "line", "ink", "soft", "wash");
     pen.lineCap = "round";
@@ -62,7 +62,7 @@ class Chart {
     const isPointed = shown.at !== null && seconds.length > 0;
     pen.strokeStyle = ink;
     if (isPointed) stroke(pen, [[x(seconds[at]), 0], [x(seconds[at]), HEIGHT]]);
-    const told = seconds.length ? `${isPointed ? `${clock(seconds[at])}: ` : ""}${tell(at)}` : "no figures yet";
+    const told = seconds.length ? `${isPointed || isOver ? `${clock(seconds[at])}: ` : ""}${tell(at)}` : "no figures yet";
     render(this.title, el("span", {}, title), el("b", {}, told));
     render(this.scale, el("span", {}, say(high)), el("span", {}, say(low)));
     render(this.ends, ends(lines, y));
@@ -134,9 +134,9 @@ function draw(group, snapshot, layer) {
   const to = group.over?.time ?? snapshot.answered ?? snapshot.time;
   const begun = Math.min(trend.seconds[0] ?? to - 60, shown.past?.seconds[0] ?? Infinity);
   const from = Math.min(to - 30, Math.max(begun, to - 600));
-  setText(first("#time header p"), `${clock(from)} to ${clock(to)}${group.over ? ", the end" : ""}`);
   const marks = snapshot.events.filter((event) => event.time > from && event.time < to && event.job === group.job && event.kind !== "joined").map((event) => event.time);
-  const span = { from, to, marks };
+  setText(first("#time header p"), `${clock(from)} to ${clock(to)}${group.over ? ", the end" : ""}${marks.length ? "; dashed: events" : ""}`);
+  const span = { from, to, marks, isOver: group.over || group.verdict.state === "broken" };
   const { seconds, rounds_per_second: speed } = trend;
   const [median, p99] = [trend.median, trend.p99].map((values) => values.map((value) => value || NaN)); // 0: no rounds
   chart("speed").draw({

@@ -5,9 +5,9 @@ import { Source, byId, colours, el, first, floats, median, percent, render, setT
 import { flag, shownMembers } from "./ranks.js";
 
 const TITLES = {
-  share: "how much of the layer's variance between ranks comes from this rank; full: 30%",
-  variance: "up where the rank varies more than the others, down where less; full: 16 times",
-  mean: "how far the rank's mean lies from the others'; full: half a standard deviation",
+  share: "how much of the layer's variance between ranks comes from this rank; a full bar is 30%",
+  variance: "up where the rank varies more than the others, down where less; a full bar is 16 times",
+  mean: "how far the rank's mean lies from the others'; a full bar is half a standard deviation",
 };
 const CHIPS = 3;
 
@@ -259,7 +259,8 @@ function layerInWords(at) {
   const isOdd = (column) => cell(figures, "share", at, column)[1] || cell(figures, "variance", at, column)[1];
   const found = [...skews(shown.group).keys()].map((rank) => figures.columns.get(rank)).find((column) => column !== undefined && isOdd(column));
   const most = found ?? own.reduce((best, part, column) => (part > own[best] ? column : best), 0);
-  const head = `${percent(figures.eta2[at])} of the variance lies between ranks`;
+  const latest = shown.group.first_non_finite ? " in the latest finite sample" : "";
+  const head = `${percent(figures.eta2[at])} of the variance lies between ranks${latest}`;
   const rank = `rank ${figures.ranks[most] ?? most}`;
   const { part, variance } = numbers(at, most);
   const comes = cell(figures, "share", at, most)[1] ? `: ${percent(part)} comes from ${rank}` : "";

@@ -104,6 +104,19 @@ def test_the_report_has_the_wait_and_speed_of_each_rank():
     assert not {"last", "late"} & fast.keys()
 
 
+def test_the_first_minute_has_a_share_of_the_time_so_far(caplog):
+    job, slow = Job(2), lambda rank: STEP * (1.25 if rank == 1 else 1.0)
+    job.run(STARTUP_SECONDS + 9, slow)
+    assert "slowest" not in job.report()
+    job.run(22, slow)
+    report = job.report()
+    assert (report["slowest"], round(report["held"], 1)) == (1, 0.2)
+    assert 29 < report["held_seconds"] < 32
+    assert warnings_in(caplog) == [], "only a whole minute is reported"
+    job.run(WINDOW_SECONDS, slow)
+    assert job.report()["held_seconds"] == pytest.approx(WINDOW_SECONDS, abs=1.0)
+
+
 def test_a_rank_is_compared_with_its_own_past_too():
     job = Job(2)
     job.run(STARTUP_SECONDS + 2 * WINDOW_SECONDS + 1, lambda _: STEP)

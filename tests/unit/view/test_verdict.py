@@ -193,6 +193,37 @@ def test_the_cards_of_ranks_and_speed_show_who_holds_the_job_up():
     assert states(slowest=1, held=0.31) == [("all take part", "good"), (usual, "watch")]
 
 
+def test_a_share_of_less_than_a_minute_is_provisional():
+    def told(held):
+        of = group(*FOUR, rounds_per_second=9.0, slowest=1, held=held, held_seconds=20.4)
+        first, speed, waits, *_ = verdicts(of, NOW)[0].state, *cards(of, verdicts(of, NOW))[1:]
+        return first, speed["state"], waits["value"], waits["note"], waits["state"]
+
+    note = "the others waited {} of 20 s for rank 1"
+    assert told(0.4) == ("healthy", "good", "Rank 1 so far", note.format("40%"), "unknown")
+    assert told(0.02) == ("healthy", "good", "No slow rank so far", note.format("2%"), "unknown")
+
+
+def test_a_broken_job_has_stopped():
+    builder = SnapshotBuilder("x")
+    builder.update(NOW, report(group(*FOUR)))
+    of = group(FOUR[0], *FOUR[2:], world_size=4, **KILLED, rounds_done=120)
+    (shown,) = builder.update(NOW + 2, report(of))["groups"]
+    assert shown["cards"][1] == {"name": "Speed", "value": "Stopped", "note": "after 120 rounds", "state": "unknown"}
+    assert {one["steps_per_second"] for one in shown["members"]} == {None}
+    doing = [one["doing"] for one in shown["members"]]
+    assert doing == ["ends with the job", "was lost", *["ends with the job"] * 2]
+    assert [event["text"] for event in builder.update(NOW + 3, report(of))["events"]] == [shown["verdict"]["text"]]
+
+
+def test_a_silent_rank_is_dated_by_its_last_sign_of_life():
+    builder = SnapshotBuilder("x")
+    builder.update(NOW, report(group(*FOUR)))
+    silent = {"lost": "rank 1 was lost", "lost_by": KILLED["lost_by"] | {"cause": "no sign of life for 3.5 s"}}
+    (shown,) = builder.update(NOW + 9, report(group(FOUR[0], *FOUR[2:], world_size=4, **silent)))["groups"]
+    assert shown["verdict"]["since"] == NOW + 9 - 3.5
+
+
 def test_a_long_wait_is_always_told():
     late = {"counts": [*[0] * 20, 100], "sum": 1e4}
     of = group(*FOUR, waiting=[waiting(LONG_SECONDS, 2)], late_seconds=late)
