@@ -19,7 +19,7 @@ from client.ops.checkpointing import exchange_cache, is_inside_backward
 from client.ops.exchange import Exchange, PlainExchange, phase_of_forward
 from client.ops.functional import UNSAVED, Slice, batch_norm, is_plain, plain_batch_norm, save_in_thread
 from client.ops.native import CODES, NativeExchange
-from client.ops.statistics import ChannelMoments, Running, vector_device
+from client.ops.statistics import ChannelMoments, Running
 from client.ops.triton import exchange as triton_exchange
 from client.ops.triton.exchange import TYPES, TritonExchange
 from client.transports import device_rows
@@ -125,7 +125,7 @@ class SynchronizedCall:
         exchange.streams = of_replicas
         outputs = _outputs(slices, exchange)
         due = self._finish(exchange, has_graph=any(output.requires_grad for output in outputs))
-        return [(output, None if due is None else due.on(vector_device(output))) for output in outputs]
+        return [(output, None if due is None else due.beside(output)) for output in outputs]
 
     def _new_exchange(self, slices: list[Slice]) -> Exchange:
         """Create the exchange of this call, over the host or on the devices of its slices."""

@@ -111,7 +111,7 @@ def exchange(
         exchange_cache.add(fresh, has_graph=False)  # the graph has the round's id instead
         due = fresh.moments if deferred == NOT_DEFERRED else deferred_updates[deferred].add(fresh.moments)
     assert done.key is not None  # noqa: S101 - the forward round has set it
-    statistics = done.statistics.on(sums.device)
+    statistics = done.statistics.beside(sums)
     round_id = torch.tensor((done.key.step, done.key.call, done.number), device="cpu")
     vectors = affine_vectors(statistics, statistics.invstd, torch.zeros_like(statistics.mean), dtype)
     return vectors, _pack(statistics, due), round_id
@@ -126,7 +126,7 @@ def _pack(statistics: ChannelStatistics, due: ChannelMoments | None) -> Tensor:
     if due is None:
         newest = [torch.zeros_like(mean)] * 4
     else:
-        due = due.on(mean.device)
+        due = due.beside(mean)
         has_succeeded = torch.ones_like(mean) if isinstance(due.count, int) else (~due.count.isnan()).double()
         statistics_due = due.mean(), due.variance(unbiased=True)
         newest = [_row(mean, due.count), *statistics_due, _row(mean, has_succeeded)]

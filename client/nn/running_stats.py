@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from client.ops.statistics import ChannelMoments, Running, compute_type, to_compute_type, vector_device
+from client.ops.statistics import ChannelMoments, Running, compute_type, to_compute_type
 from statsd_bn.reduction import Moments
 
 _TENSOR_TYPES = frozenset({Tensor, nn.Parameter})
@@ -82,7 +82,7 @@ def update_from(layer: Any, batch: ChannelMoments) -> None:
     """Update a layer's running statistics with the moments of a batch."""
     running = layer.running_mean
     if running is not None:
-        batch = batch.on(vector_device(running))
+        batch = batch.beside(running)
     mean, variance = batch.mean(), batch.variance(unbiased=True)  # NaN without values
     if running is not None:
         mean, variance = to_compute_type(running, mean, variance)

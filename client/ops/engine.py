@@ -47,7 +47,7 @@ def normalise(x: Tensor, statistics: ChannelStatistics, weight: Tensor | None, b
     """(x - mean) * invstd * weight + bias, in the type of `x`; None means weight 1 or bias 0."""
     check_parameter("weight", weight, x)
     check_parameter("bias", bias, x)
-    return backend_for(x).normalise(x, statistics.on(vector_device(x)), weight, bias)
+    return backend_for(x).normalise(x, statistics.beside(x), weight, bias)
 
 
 def check_parameter(name: str, values: Tensor | None, x: Tensor) -> None:
@@ -69,7 +69,7 @@ def backward_sums(grad: Tensor, x: Tensor, statistics: ChannelStatistics, mask: 
     """
     if x.numel() == 0:
         return zeros(2, x)
-    return backend_for(x, mask).backward_sums(grad, x, statistics.on(vector_device(x)))
+    return backend_for(x, mask).backward_sums(grad, x, statistics.beside(x))
 
 
 def input_gradient(
@@ -86,7 +86,7 @@ def input_gradient(
     counts, else 0.
     """
     check_parameter("weight", weight, x)
-    statistics = statistics.on(vector_device(x))
+    statistics = statistics.beside(x)
     means = means_of(sums.to(vector_device(x), non_blocking=True), statistics)
     return backend_for(x, mask).input_gradient(grad, x, statistics, means, weight)
 
@@ -99,7 +99,7 @@ def means_of(sums: Tensor, statistics: ChannelStatistics) -> Tensor:
 
 def parameter_gradients(sums: Tensor, statistics: ChannelStatistics, x: Tensor, needs: Sequence[bool]) -> list[Any]:
     """Gradients of weight and bias, where needed, for the result of `backward_sums`; see `to_parameter`."""
-    gradients = sums[1] * statistics.on(sums.device).invstd, sums[0]
+    gradients = sums[1] * statistics.beside(sums).invstd, sums[0]
     return [to_parameter(values, x) if need else None for values, need in zip(gradients, needs, strict=True)]
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from client.ops import checkpointing, engine
 from client.ops.exchange import Exchange, PlainExchange
-from client.ops.statistics import vector_device
 from client.tracebacks import hide_internal_frames
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.round_key import BACKWARD, SECOND_BACKWARD
@@ -33,8 +32,8 @@ class Slice(NamedTuple):
     weight: Tensor | None  # the replica's copies, shape (C,)
     bias: Tensor | None
     mask: Tensor | None = None  # shape (N, *), bool: which positions count for the statistics
-    # Where input, weight and mask are saved for backward: in the batch norm's node if None, nowhere if `UNSAVED`. Else
-    # it is a function that returns input and weight as another node saved them, see `save_in_thread`.
+    # What saves input, weight and mask for backward. None: the batch norm's node. `UNSAVED`: nothing. A function:
+    # another node, see `save_in_thread`; the function returns the input and the weight that this node saved.
     saver: Any = None
     stream: Any = None  # of the replica's device, see `stream_of`
 
@@ -50,8 +49,8 @@ def is_plain(slice_: Slice) -> bool:
 def save_in_thread(slice_: Slice) -> Slice:
     """Save input and weight in the calling thread, where a checkpoint around this replica sees them.
 
-    The last replica's thread runs the batch norm of all, but a checkpoint's hooks see one thread only. The weight is
-    saved so that autograd detects a change before backward: copies on the module's device share the module's memory.
+    The last replica's thread runs the batch norm of all, but a checkpoint's hooks see one thread only. A weight on the
+    module's device is the module's own memory. It is saved too, so that autograd detects a change before backward.
     """
     if not torch.is_grad_enabled():  # this thread saves nothing, whatever its siblings do
         weight, bias = (None if vector is None else vector.detach() for vector in (slice_.weight, slice_.bias))
@@ -63,8 +62,8 @@ def save_in_thread(slice_: Slice) -> Slice:
         x = _Save.apply(slice_.input, weight, None, True)  # noqa: FBT003 - autograd functions have no named arguments
         node = x.grad_fn
         return slice_._replace(input=x, saver=None if node is None else lambda: node.saved_tensors)
-    # If `_Save` returned the input, that output would require a gradient, which costs a round. The empty output is
-    # never differentiated.
+    # The input needs no gradient, but the weight may. Then all outputs of `_Save` require one, and an input among them
+    # would cost a round in backward. So the output is empty, and nothing differentiates it.
     anchor = _Save.apply(slice_.input, slice_.weight, slice_.bias, False)  # noqa: FBT003 - as above
     # The saver holds the output: in torch 2.6 a node is freed with its output.
     return slice_._replace(saver=(lambda: anchor.grad_fn.saved_tensors) if anchor.requires_grad else None)
@@ -214,7 +213,7 @@ class _SecondBackward(Exchanging):
     def forward(backward_pass: _BackwardPass, *tensors: Any) -> tuple[Tensor | None, ...]:
         exchange, first = backward_pass.exchange, backward_pass.total
         slices = [
-            engine.SecondOrder(exchange.statistics.on(vector_device(x)), sums, grad, x, *others)
+            engine.SecondOrder(exchange.statistics.beside(x), sums, grad, x, *others)
             for sums, (grad, x, *others) in zip(backward_pass.local, _by_slice(tensors, 7), strict=True)
         ]
         if first is None:
@@ -264,8 +263,8 @@ def _by_slice(values: Any, size: int) -> list[Any]:
     return [values[start : start + size] for start in range(0, len(values), size)]
 
 
-# CUDA streams: one thread computes for all replicas of a process, each on its own device. It uses the stream of the
-# replica's own thread, in which the input is computed; in another stream the batch norm could read it too early.
+# CUDA streams: one thread computes for all replicas of a process, each on its own device. A replica's own thread
+# computes the input in a stream, and the batch norm uses it too: in another stream it could read the input too early.
 
 
 def stream_of(x: Tensor) -> Any:

@@ -30,8 +30,9 @@ class ChannelVectors:
     count: Count
     vectors: Tensor  # shape (number, C), float64
 
-    def on(self, device: torch.device) -> Self:
-        """The same on a device, copied asynchronously; torch makes the streams of two devices wait for each other."""
+    def beside(self, x: Tensor) -> Self:
+        """The same for computations with `x`, copied asynchronously; torch makes the streams of both devices wait."""
+        device = vector_device(x)
         if self.vectors.device == device:
             return self
         count = self.count if isinstance(self.count, int) else self.count.to(device, non_blocking=True)

@@ -45,7 +45,7 @@ def on(device, function):
 
 def moved(value, device):
     if isinstance(value, (ChannelMoments, ChannelStatistics)):
-        return value.on(torch.device(device))
+        return value.beside(torch.empty(0, device=device))
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
