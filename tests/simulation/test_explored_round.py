@@ -34,7 +34,7 @@ SLIPS = {
     "asleep unseen": ("    set(asleep, 1);\n", "", (2, 1, 0)),
     "no look before sleep": ("    found = state_of(g);\n    int", "    int", (2, 1, 0)),
     "keys not compared": ("its.digest != g->digest || ", "", (2, 2, OTHER_KEY)),
-    "rows of the first alone": ("        add(total, rows + row * size, size);", "        ;", (2, 1, 0)),
+    "rows of the first alone": ("        for (int64_t k = 0; k < size; k++) total[k] += rows[k];", ";", (2, 1, 0)),
     "times of the turn before": ("values, replicas);\n  set", "values, replicas);\n  g->came = 0;\n  set", (2, 2, 0)),
     "close wakes nobody": ("  set(closed, reason);\n  wake_all(g);", "  set(closed, reason);", (2, 1, CLOSES)),
     "last to come has closed": (

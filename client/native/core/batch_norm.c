@@ -218,30 +218,10 @@ static void apply(const sbn_plan *p, const void *dy, const void *x, void *out, c
   run(&its);
 }
 
-static void param_grads(const sbn_plan *p, const double *row, const double *saved, void *dweight, void *dbias) {
-  const int64_t c = p->c;
-  const double *invstd = saved + c;
-  for (int64_t i = 0; i < c; i++) {
-    if (dweight) write_at(dweight, p->weight_dtype, i, row[c + i] * invstd[i]);
-    if (dbias) write_at(dbias, p->bias_dtype, i, row[i]);
-  }
-}
-
 /* Σ(x - mean)², never below 0; NaN stays NaN. */
 INLINE double centred_at(const double *total, int64_t c, int64_t i) {
   const double centred = total[c + i] - total[i] * total[i] / total[2 * c];
   return centred < 0 ? 0 : centred;
-}
-
-static void write_statistics(int64_t c, const double *restrict total, double eps, int clamp, double *restrict saved) {
-  const double n = total[2 * c];
-  double *restrict mean = saved, *restrict invstd = saved + c, *restrict slope = saved + 2 * c;
-  for (int64_t i = 0; i < c; i++) {
-    const double variance = centred_at(total, c, i) / n, bounded = variance < eps ? eps : variance;
-    mean[i] = total[i] / n;
-    invstd[i] = 1 / sqrt(clamp ? bounded : variance + eps);
-    slope[i] = !clamp || variance >= eps;
-  }
 }
 
 /* torch's lerp: one fused multiply-add from the nearer end; in float32 for all types but float64. */
@@ -255,21 +235,27 @@ static void move(void *running, int dtype, int64_t i, double newest, double shar
   write_at(running, dtype, i, fabsf(by) < 0.5f ? fmaf(by, to - old, old) : fmaf(by - 1, to - old, to));
 }
 
-static void finish(const sbn_plan *p, const double *total, double *saved, void *running_mean, void *running_var,
-                   int64_t *tracked) {
+static void finish(const sbn_plan *p, const double *restrict total, double *saved, void *running_mean,
+                   void *running_var, int64_t *tracked) {
   const int64_t c = p->c;
-  const double n = total[2 * c];
-  double share = p->momentum;
+  const int clamp = p->clamp;
+  const double n = total[2 * c], eps = p->eps;
+  double *restrict mean = saved, *restrict invstd = saved + c, *restrict slope = saved + 2 * c, share = p->momentum;
   if (tracked) ++*tracked;
   if (n == 0) {
     memset(saved, 0, 3 * (size_t)c * sizeof *saved);
     return;
   }
-  write_statistics(c, total, p->eps, p->clamp, saved);
+  for (int64_t i = 0; i < c; i++) {
+    const double variance = centred_at(total, c, i) / n, bounded = variance < eps ? eps : variance;
+    mean[i] = total[i] / n;
+    invstd[i] = 1 / sqrt(clamp ? bounded : variance + eps);
+    slope[i] = !clamp || variance >= eps;
+  }
   if (!running_mean || !running_var) return;
   if (share != share) share = !tracked ? 0 : 1 / (double)(*tracked > 1 ? *tracked : 1);
   for (int64_t i = 0; i < c; i++) {
-    move(running_mean, p->running_dtype, i, saved[i], share);
+    move(running_mean, p->running_dtype, i, mean[i], share);
     move(running_var, p->running_dtype, i, centred_at(total, c, i) / (n - 1), share);
   }
 }
@@ -299,7 +285,10 @@ int sbn_backward(const sbn_plan *p, double *rows, const double *saved, const voi
   if (code == SBN_DONE && stage == SBN_EXCHANGE && dx) code = sbn_exchange(group, digest, p->c, rows, wait_ns);
   if (code == SBN_DONE && stage != SBN_MEASURE) {
     if (dx) apply(p, dy, x, dx, saved, rows + 2 * p->c + 1, weight, NULL, vectors);
-    param_grads(p, rows, saved, dweight, dbias);
+    for (int64_t i = 0, c = p->c; i < c; i++) {
+      if (dweight) write_at(dweight, p->weight_dtype, i, rows[c + i] * saved[c + i]);
+      if (dbias) write_at(dbias, p->bias_dtype, i, rows[i]);
+    }
   }
   free(vectors);
   return code;

@@ -135,10 +135,6 @@ static int wait_for_all(const sbn_group *g, int64_t ns) {
   return state_of(g);
 }
 
-static void add(double *total, const double *row, int64_t size) {
-  for (int64_t k = 0; k < size; k++) total[k] += row[k];
-}
-
 static int is_finite(const double *values, int64_t size) {
   /* NaN and infinity have all exponent bits set, so that adding one to them carries into the sign bit. */
   uint64_t found = 0;
@@ -176,14 +172,14 @@ static int add_up(sbn_group *g, double *total) {
     if (member != g->me && (int64_t)its.came > latest) latest = its.came;
     const uint64_t *counts = (const uint64_t *)(slot + sizeof its);
     const double *rows = (const double *)(counts + its.replicas);
-    for (uint64_t row = 0; row < its.replicas; row++) {
+    for (uint64_t row = 0; row < its.replicas; row++, rows += size) {
       uint64_t count = counts[row];
       if (count > (uint64_t)(g->most_count - g->count)) return SBN_TOO_MANY;
       g->count += count;
       if (g->rows++ == 0)
         memcpy(total, rows, 8 * size);
       else
-        add(total, rows + row * size, size);
+        for (int64_t k = 0; k < size; k++) total[k] += rows[k];
     }
   }
   if (!is_finite(total, size)) return SBN_NOT_FINITE;

@@ -13,11 +13,12 @@
 
 enum { SBN_F32 = 0, SBN_BF16 = 1, SBN_F16 = 2, SBN_F64 = 3 };
 
-/* The state of a round. From SBN_DIFFERS to SBN_NOT_FINITE all members have arrived, and all get the same state: only the
- * server can end this round. A pass that returns SBN_NO_MEMORY has had no effect. */
+/* The state of a round. With SBN_DIFFERS, SBN_TOO_MANY and SBN_NOT_FINITE all members have arrived and get the same state,
+ * and only the server can end the round. A pass that returns SBN_NO_MEMORY has had no effect. */
 enum { SBN_DONE, SBN_WAITS, SBN_CLOSED, SBN_DIFFERS, SBN_TOO_MANY, SBN_NOT_FINITE, SBN_NO_MEMORY };
 
-/* The stages of a pass: compute the own row; also run the round and finish; or finish with a given sum of all rows. */
+/* The stages of a pass. SBN_MEASURE computes the own row. SBN_EXCHANGE does so too, runs the round, and finishes the pass.
+ * SBN_FINISH only finishes it, with a given sum of all rows. */
 enum { SBN_MEASURE, SBN_EXCHANGE, SBN_FINISH };
 
 #define SBN_API __attribute__((visibility("default")))
@@ -39,12 +40,13 @@ SBN_API int sbn_version(void);
 SBN_API int sbn_level(int wanted);
 
 /* A layer's forward pass: computes the own row; runs the round, if there is a group; then computes the statistics, the
- * running statistics and y = (x - mean) * invstd * weight + bias. Returns the round's state. The pass ends there if that
- * is not SBN_DONE, or if all rows have one value per channel. Without rows only y is computed, with given statistics.
+ * running statistics and y = (x - mean) * invstd * weight + bias. Returns the round's state. If this is not SBN_DONE, or
+ * the whole batch has one value per channel, the pass ends after the round. Without rows it computes only y, with the
+ * given statistics.
  *
- * rows: own row, and for all stages but SBN_MEASURE the sum of all rows; each is Σx, Σx², and the count: 2c + 1 doubles.
- * saved: mean; invstd, (var + eps)^-1/2, or max(var, eps)^-1/2 with clamp; slope, 1 where invstd depends on the
- * variance, else 0. A count of 0 gives zeros. weight and bias may be NULL.
+ * rows: the own row and, except in SBN_MEASURE, the sum of all rows behind it. A row has 2c + 1 doubles: Σx, Σx², count.
+ * saved: the statistics, 3c doubles; zeros for a count of 0. They are the mean; invstd = (var + eps)^-1/2, with clamp
+ * max(var, eps)^-1/2; and slope, 1 where invstd depends on the variance, else 0. weight and bias may be NULL.
  *
  * The running statistics move by momentum, or by 1 / *tracked if momentum is NaN, bit-identical to torch's lerp.
  * running_mean, running_var and tracked may be NULL, the first two only together. */
