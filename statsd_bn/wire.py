@@ -59,13 +59,13 @@ _RUN = struct.Struct("<HH")
 _MAX_MEMBERS_BYTES = _RUN.size * limits.MAX_MEMBERS // 2
 
 _SHORT_HEADER_BYTES = 2048  # a request with a longer header may have no arrays
-_MAX_FIELDS = 16  # those of a Register with its type; raise it with each new field
 
 _MAX_MAP_ENTRIES = 256  # in a report or an error
 
 _rows, _contribution, _aggregate = Rows.unchecked, Contribution.unchecked, Aggregate.unchecked
 
 _REQUESTS = frozenset(get_args(Request))
+_MAX_FIELDS = 1 + max(len(dataclasses.fields(kind)) for kind in _REQUESTS)  # of a request, with its type
 
 
 def encode(message: Message) -> bytes:

@@ -30,18 +30,16 @@ import torch
 from torch import nn
 
 import client
+from server.network.service import TICK_SECONDS
 from statsd_bn import Rows
 from statsd_bn.errors import ReplicaLost, RoundMismatch
+from statsd_bn.limits import HEARTBEAT_SECONDS
 
 ANSWER_SECONDS = 60.0
 UP_SECONDS = 0.5
 OUTAGE_SECONDS = 0.02
 CHANNELS = 64
 STEPS = 3
-
-# The server searches for mismatches at one interval, and ranks send heartbeats at the other. Faults are spread over
-# them, or all would hit the same moment within an interval.
-TICK_SECONDS, HEARTBEAT_SECONDS = 0.25, 1.0
 
 
 def main() -> None:
@@ -73,6 +71,7 @@ def _death(endpoint: str, job: str, number: signal.Signals) -> float:
             _receive(pipe)
         for _, pipe in survivors:
             pipe.send("exchange")
+        # At a random moment between two heartbeats.
         time.sleep(1.0 + HEARTBEAT_SECONDS * np.random.default_rng().random())
         started = time.monotonic()
         os.kill(victim, number)
@@ -96,6 +95,7 @@ def mismatches(repetitions: int) -> list[float]:
     with _socket() as endpoint, _server(endpoint):
         found = []
         for each in range(repetitions):
+            # Spread over the interval at which the server searches for mismatches.
             time.sleep(TICK_SECONDS * each / repetitions)
             with _ranks(4, _call_layers_in_another_order, endpoint, f"mismatch {each}") as ranks:
                 started = max(_receive(pipe) for _, pipe in ranks)
