@@ -132,7 +132,7 @@ class Config:
 
 
 def parser(environ: Mapping[str, str]) -> Parser:
-    """Parser of `python -m server`; variables are the defaults of flags."""
+    """Parser of `python -m server`. A flag that is not given has the value of its variable, if that is set."""
     result = Parser(
         description="The statsd_bn aggregation server: sums batch-norm statistics over the replicas of a job.",
         usage="%(prog)s [COMMAND] [OPTIONS]",

@@ -109,7 +109,7 @@ def _in_memory(
 
 
 def _run(round_: "MemoryRound", memory: GroupMemory, connection: Connection) -> Aggregate | RoundTrip:
-    """Run a round that did not complete within `ESCALATE_SECONDS`, or that another member escalated."""
+    """Finish a slow round: `ESCALATE_SECONDS` have passed, or another member has escalated it already."""
     frames, due, found = round_.begin(monotonic())
     if found is None:
         memory.wait(due - monotonic())
@@ -128,9 +128,12 @@ def _run(round_: "MemoryRound", memory: GroupMemory, connection: Connection) -> 
 
 @dataclass(slots=True, eq=False)
 class MemoryRound:
-    """A `StateMachine` for a round in memory that takes long; its result is the same kind for all members."""
+    """A `StateMachine` for a round in memory that takes long.
 
-    # The result is the aggregate; or a round trip to the server, begun or not, if only the server can finish the round.
+    All members finish it in the same way, either in memory or over the server. The result is the aggregate, or else a
+    round trip to the server, begun or not.
+    """
+
     # This member has arrived at the memory's turn of this round.
 
     _session: Session

@@ -97,7 +97,7 @@ class Dispatcher:
         """Record a heartbeat, or a report about rounds that a member has finished."""
         master, contributor = session.master, session.contributor
         if isinstance(message, messages.StackReport):
-            # This is no heartbeat: else a rank that freezes after its report would be detected later.
+            # Not counted as a sign of life, so that a rank that freezes after its report is detected no later.
             self._hang_probe.record_report(now, message)
         elif isinstance(message, messages.Result | messages.RoundDone | messages.NonFiniteRound):
             session.record_message(now, peer)
@@ -124,8 +124,8 @@ class Dispatcher:
     def _refuse_unregistered(self, message: messages.Request, peer: bytes) -> Received:
         self.counters.strangers += 1
         if not isinstance(message, messages.Contribution | messages.Heartbeat | messages.StackReport):
-            # Such frames arrive in bulk, and an answer to each would request all of them again. The next contribution
-            # gets the answer.
+            # The error makes a member register and send all its results again; an answer to each result would request
+            # them several times. So only contributions, heartbeats and stack reports are answered.
             return Received([], is_refused=True)
         key = message.key if isinstance(message, messages.Contribution) else None
         return Received([(peer, encode_failure(self._registry.error_for(message.session), key))], is_refused=True)
@@ -216,13 +216,13 @@ class Dispatcher:
         return [(other, self.probe) for other in self._registry.sessions.unreachable(now, peer)]
 
     def shutdown_notices(self) -> list[Reply]:
-        """Failures for all members, because no successor follows; a busy member reads it before its next round."""
+        """Failures for all members, sent before those of `stop`; a busy member reads it before its next round."""
         stopped = MasterStopped("the server stopped because the process that started it ended")
         sessions = self._registry.sessions.values()
         return [(one.contributor.peer, encode_failure(one.master.membership.lost or stopped)) for one in sessions]
 
     def stop(self) -> list[Reply]:
-        """End all waits: this server stops and has no successor."""
+        """End all waits, after `shutdown_notices`: this server stops and has no successor."""
         return [reply for master in self._registry.masters.values() for reply in master.stop()]
 
     def report(self, now: float, principal: Principal = ANONYMOUS) -> dict[str, Any]:

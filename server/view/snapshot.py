@@ -1,6 +1,7 @@
-"""Snapshot: the latest report with verdicts, rates, trends and events, as one dictionary for the page and `/metrics`.
+"""Snapshot: the latest report with verdicts, rates, trends and events, as one dictionary.
 
-The heat map packs the figures of all layers and ranks as binary: 200,000 numbers as text would take 2 MB. Pure.
+The page, `status --watch` and `/metrics` show it. The heat map packs the figures of all layers and ranks as binary:
+200,000 numbers as text would take 2 MB. Pure.
 """
 
 import base64
