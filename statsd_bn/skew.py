@@ -50,11 +50,11 @@ DUPLICATES_IN_A_ROW = 8  # duplicates are equal in this many samples in a row; o
 MAX_ABSENCE = 2 * WINDOW  # a finding is over after this many samples in a row without its outlier or duplicate
 DECAY = 0.9  # weight of a sample relative to the next one; averages cover about ten samples
 
-# Limits of a group: layers, and layers times members. A group needs 48 MB at most.
+# Limits of a group: layers, and layers times members. A group needs 31 MB at most.
 MAX_LAYERS, MAX_LAYER_MEMBERS = 1024, 2**18
 
 # Bytes of a layer: for each member, and for the rest, which includes a long name.
-MEMBER_BYTES, LAYER_BYTES = 8 * FIGURES + 2 * 4 * WINDOW, 5632
+MEMBER_BYTES, LAYER_BYTES = 8 * FIGURES + 2 * 2 * WINDOW, 5632
 
 TINY = 1e-300
 
@@ -233,9 +233,10 @@ class _Layer:
     def __init__(self, members: int) -> None:
         self.average = np.zeros((members, FIGURES))  # weighted by counts and by age
         self.weight = 0.0
-        # Steps of the latest samples, and the members' deviations, the last samples at the end.
+        # Steps of the latest samples, and the members' deviations, the last samples at the end. The rules' thresholds
+        # are far coarser than the three digits of float16.
         self._steps: deque[int] = deque(maxlen=WINDOW)
-        self._recent = np.zeros((WINDOW, members, 2), np.float32)
+        self._recent = np.zeros((WINDOW, members, 2), np.float16)
 
     def add(self, step: int, figures: FloatArray) -> None:
         weight = float(figures[:, COUNT].sum())
@@ -252,11 +253,15 @@ class _Layer:
 
     def outlier(self, window: int) -> int | None:
         """Returns the outlier in the median of the latest `window` samples, if any."""
-        return find_outlier(np.median(self._recent[-window:], axis=0)) if len(self._steps) >= window else None
+        if len(self._steps) < window:
+            return None
+        latest = self._recent[-window:].astype(np.float32)
+        latest.sort(axis=0)  # half as long as `np.median` takes
+        return find_outlier((latest[window // 2 - 1] + latest[window // 2]) / 2)
 
     def since(self, member: int) -> int:
         """Returns the first step of the latest unbroken run of samples in which a member is an outlier."""
-        latest = zip(reversed(self._steps), reversed(self._recent), strict=False)
+        latest = zip(reversed(self._steps), reversed(self._recent.astype(np.float32)), strict=False)
         run = takewhile(lambda sample: find_outlier(sample[1]) == member, latest)
         return min((step for step, _ in run), default=self._steps[-1])
 
