@@ -167,7 +167,7 @@ class SkewDetector:
         added = [(self._layers[name], one) for name, one in zip(layers, values, strict=True) if name in self._layers]
         for layer, figures in added:
             layer.add(step, figures)
-        outliers = {member for layer, _ in added if (member := layer.outlier(WINDOW)) is not None}
+        outliers = {member for layer, _ in added if (member := layer.outliers[0]) is not None}
         before, self._pairs = self._pairs, {}
         for pair in _equal_pairs(values):
             since, samples = before.get(pair, (step, 0))
@@ -210,8 +210,7 @@ class SkewDetector:
         return min(new, self._max_layers - len(self._layers)) * self._layer_bytes
 
     def _outlier(self, member: int) -> Finding:
-        windows = (WINDOW, WINDOW // 2)  # the shorter one serves layers with fewer samples than WINDOW
-        showing = {name: layer for name, layer in self._layers.items() if member in map(layer.outlier, windows)}
+        showing = {name: layer for name, layer in self._layers.items() if member in layer.outliers}
         name, first = next(iter(showing.items()))
         own, others = first.average[member], np.median(np.delete(first.average, member, axis=0), axis=0)
         variance = float(own[VARIANCE]) / max(float(others[VARIANCE]), TINY)
@@ -237,6 +236,10 @@ class _Layer:
         # are far coarser than the three digits of float16.
         self._steps: deque[int] = deque(maxlen=WINDOW)
         self._recent = np.zeros((WINDOW, members, 2), np.float16)
+        # Outliers in the medians of the latest WINDOW and WINDOW // 2 samples, and in each of these samples. They are
+        # computed with each sample: a finding looks at all layers, and must not delay the server.
+        self.outliers: tuple[int | None, int | None] = None, None
+        self._sample_outliers: deque[int | None] = deque(maxlen=WINDOW)
 
     def add(self, step: int, figures: FloatArray) -> None:
         weight = float(figures[:, COUNT].sum())
@@ -250,9 +253,11 @@ class _Layer:
             self._steps.append(step)
             self._recent[:-1] = self._recent[1:]
             self._recent[-1] = _deviations(figures)
+            # The shorter window serves layers with fewer samples than WINDOW.
+            self.outliers = self._outlier(WINDOW), self._outlier(WINDOW // 2)
+            self._sample_outliers.append(find_outlier(self._recent[-1].astype(np.float32)))
 
-    def outlier(self, window: int) -> int | None:
-        """Returns the outlier in the median of the latest `window` samples, if any."""
+    def _outlier(self, window: int) -> int | None:
         if len(self._steps) < window:
             return None
         latest = self._recent[-window:].astype(np.float32)
@@ -261,8 +266,8 @@ class _Layer:
 
     def since(self, member: int) -> int:
         """Returns the first step of the latest unbroken run of samples in which a member is an outlier."""
-        latest = zip(reversed(self._steps), reversed(self._recent.astype(np.float32)), strict=False)
-        run = takewhile(lambda sample: find_outlier(sample[1]) == member, latest)
+        latest = zip(reversed(self._steps), reversed(self._sample_outliers), strict=True)
+        run = takewhile(lambda sample: sample[1] == member, latest)
         return min((step for step, _ in run), default=self._steps[-1])
 
 
@@ -279,14 +284,17 @@ def _deviations(figures: FloatArray) -> FloatArray:
 def find_outlier(deviations: FloatArray) -> int | None:
     """Returns the outlier among three or more members, by parts and logarithms of variance ratios."""
     parts, logs = deviations.T
-    at = int(abs(logs - np.median(logs)).argmax())
-    others = np.delete(logs, at)
-    middle = np.median(others)
-    spread = float(np.median(abs(others - middle)))
-    if float(abs(logs[at] - middle)) > math.log(VARIANCE_FACTOR) + SPREADS * spread:
-        return at
+    # Medians take most of the time, so they are computed only where there may be an outlier.
+    if float(logs.max() - logs.min()) > math.log(VARIANCE_FACTOR):
+        at = int(abs(logs - np.median(logs)).argmax())
+        others = np.delete(logs, at)
+        middle = np.median(others)
+        spread = float(np.median(abs(others - middle)))
+        if float(abs(logs[at] - middle)) > math.log(VARIANCE_FACTOR) + SPREADS * spread:
+            return at
     at = int(parts.argmax())
-    return at if parts[at] > max(MIN_PART, PART_FACTOR * float(np.median(np.delete(parts, at)))) else None
+    is_above = parts[at] > MIN_PART and parts[at] > PART_FACTOR * float(np.median(np.delete(parts, at)))
+    return at if is_above else None
 
 
 def _equal_pairs(values: FloatArray) -> Iterable[tuple[int, int]]:
