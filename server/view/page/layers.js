@@ -259,8 +259,7 @@ function layerInWords(at) {
   const isOdd = (column) => cell(figures, "share", at, column)[1] || cell(figures, "variance", at, column)[1];
   const found = [...skews(shown.group).keys()].map((rank) => figures.columns.get(rank)).find((column) => column !== undefined && isOdd(column));
   const most = found ?? own.reduce((best, part, column) => (part > own[best] ? column : best), 0);
-  const latest = shown.group.first_non_finite ? " in the latest finite sample" : "";
-  const head = `${percent(figures.eta2[at])} of the variance lies between ranks${latest}`;
+  const head = `${percent(figures.eta2[at])} of the variance lies between ranks`;
   const rank = `rank ${figures.ranks[most] ?? most}`;
   const { part, variance } = numbers(at, most);
   const comes = cell(figures, "share", at, most)[1] ? `: ${percent(part)} comes from ${rank}` : "";
