@@ -24,8 +24,9 @@ FINE, NOTICE, ATTENTION, BROKEN = range(4)  # severities; a notice is worth a lo
 WAIT_SECONDS, LONG_SECONDS = 1.0, 10.0
 
 ENDS = {"fails": "failed", "is lost": "was lost", "leaves": "left"}  # what a rank did whose end broke the group
-# The server's text for a rank whose heartbeats stopped, with the seconds since the last one.
-NO_SIGN_OF_LIFE = re.compile(r"no sign of life for (\d{1,9}\.\d) s")
+# The server's text for a rank whose heartbeats stopped, with the seconds since the last one if known.
+NO_SIGN_OF_LIFE = re.compile(r"no sign of life(?: for (\d{1,9}\.\d) s)?")
+_FOLDER = re.compile(r"(?<=ipc://)\S+(?=/)")  # of an endpoint, which the page shows without it too
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,11 @@ def of_server(error: str, answered: float) -> Verdict:
     """The verdict on a server without groups, or on all groups of one that does not answer."""
     if not error:
         return Verdict("forming", NOTICE, "No job yet: it appears here once its ranks connect")
-    reason, _, _ = error.partition("; ")  # a remedy follows
-    text = f"The server does not answer: {reason}"
-    advice = "Look at the server's log, and start it again. The ranks wait for it, or go on in shared memory."
+    reason, _, rest = error.partition("; ")
+    remedy = rest.rpartition("; ")[2].removesuffix(".") or "Look at the server's log, and start it again"
+    text = f"The server does not answer: {_FOLDER.sub('...', reason)}"
+    advice = f"{remedy[:1].upper()}{remedy[1:]}{'' if remedy.endswith('?') else '.'} "
+    advice += "Ranks wait for a server that does not answer, or go on in shared memory."
     return Verdict("silent", BROKEN, text, answered, advice=advice)
 
 
@@ -107,8 +110,8 @@ def _breaks(group: Group) -> Iterator[Verdict]:
         flag, did, why = "left", "left", ", before the others finished"
         advice = "Give all ranks equally many batches, or use client.join."
     elif silence := NO_SIGN_OF_LIFE.match(cause):
-        lag = float(silence[1])
-        flag, did, why = "lost", "fell silent", f": declared lost after {lag:g} s without a sign of life"
+        lag = float(silence[1] or 0.0)
+        flag, did, why = "lost", "fell silent", f": declared lost after {lag:g} s without a sign of life" if lag else ""
         advice = f"Rank {rank} may be stopped, starved or cut off. End it if it still runs, then start the job again."
     else:
         flag, did, why = "lost", "was lost", f": {cause}"
@@ -344,7 +347,7 @@ def _usual_cards(group: Group) -> Iterator[tuple[str, ...]]:
         note = f"{rounds} rounds so far"
         if trip := group.get("round_trip_seconds"):
             median, most = (duration(quantile(trip["counts"], part)) for part in (0.5, 0.99))
-            note = f"{median} round trip, {most} p99"
+            note = f"{median} round trip, {most} p99 so far"
         if round_:
             yield "Speed", "Held up", f"a round is open for {duration(round_['seconds'])}", "watch"
         elif rate is None:

@@ -3,7 +3,7 @@
 import pytest
 
 from server.view.snapshot import SnapshotBuilder, unseen_group
-from server.view.verdict import LONG_SECONDS, cards, verdicts
+from server.view.verdict import LONG_SECONDS, cards, of_server, verdicts
 from support.view_reports import ended, group, member, report, skew, straggler, waiting
 
 NOW = 1000.0
@@ -191,6 +191,18 @@ def test_the_cards_of_ranks_and_speed_show_who_holds_the_job_up():
     assert states() == [("all take part", "good"), (usual, "good")]
     assert states(waiting=[waiting(3.0, 1, 2)])[0] == ("2 awaited", "watch")
     assert states(slowest=1, held=0.31) == [("all take part", "good"), (usual, "watch")]
+    trips = {"counts": [0, 10], "sum": 1e-3}
+    assert states(round_trip_seconds=trips)[1] == ("0.04 ms round trip, 0.04 ms p99 so far", "good")
+
+
+def test_a_silent_server_has_a_short_endpoint_and_the_remedy_of_its_error():
+    needs_key = "authentication refused at tcp://a:1: the server expects a key, and this client has none"
+    verdict = of_server(f"{needs_key}; pass connect(curve=...)", NOW)
+    assert verdict.text == f"The server does not answer: {needs_key}"
+    assert verdict.advice.startswith("Pass connect(curve=...). Ranks wait for ")
+    verdict = of_server("no server listens at ipc:///tmp/a/bn.socket (connection refused)", NOW)
+    assert verdict.text == "The server does not answer: no server listens at ipc://.../bn.socket (connection refused)"
+    assert verdict.advice.startswith("Look at the server's log, and start it again. Ranks wait for ")
 
 
 def test_a_share_of_less_than_a_minute_is_provisional():
