@@ -18,7 +18,7 @@ ParamsT = ParamSpec("ParamsT")
 ResultT = TypeVar("ResultT")
 
 _OURS = ("client.", "statsd_bn.", "concurrent.futures.")  # futures raise errors of other threads again
-# We call the standard library and pyzmq; what they raise belongs to us, unlike an error of torch or the user's code.
+# We call the standard library and pyzmq, so their errors are internal, unlike those of torch and the user's code.
 _INSIDE = {"client", "statsd_bn", "zmq"}
 _STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
 

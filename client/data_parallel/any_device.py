@@ -1,4 +1,4 @@
-"""scatter, replicate, parallel_apply and gather for any devices, as torch's, which need distinct accelerators.
+"""scatter, replicate, parallel_apply and gather for any devices; torch's functions need distinct accelerators.
 
 Replicas run in pooled threads: starting a thread takes 80 µs, and torch's own threads in it take milliseconds.
 """

@@ -11,8 +11,8 @@ As in Synchronized-BatchNorm-PyTorch copy 0 puts its `SyncMaster` on the context
     def forward(self, x):
         total = self.master.run_master(x.sum()) if self.pipe is None else self.pipe.run_slave(x.sum())
 
-There the other replicas wait for ever if one raises; here the barrier of the synchronised layers raises in each waiting
-replica at once. Messages stay in the process; ranks exchange values by `Connection.all_gather`.
+In the original the other replicas wait for ever if one raises; here the barrier of the synchronised layers raises in
+each waiting replica at once. Messages stay in the process; ranks exchange values by `Connection.all_gather`.
 """
 
 import itertools
@@ -151,7 +151,7 @@ class FutureResult:
     """Slot for one result, which one thread puts and another gets."""
 
     def __init__(self) -> None:
-        # Not a SimpleQueue: in Python 3.11 its timeout never comes if a signal arrives whose handler outlasts it.
+        # Not a SimpleQueue: in Python 3.11 it never times out if a signal handler runs for longer than the timeout.
         self._results: Queue[Any] = Queue()
 
     def put(self, result: Any) -> None:

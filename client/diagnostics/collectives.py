@@ -23,8 +23,8 @@ _C = "torch._C._distributed_c10d"
 _DDP = "torch.nn.parallel.distributed"
 _ENGINE = "torch.autograd.graph"
 
-# Functions that compute, or wait in a collective without a Python function: DistributedDataParallel's forward pass
-# agrees once on the order of the gradients, and so does a rank in torch's `Join` after the end of its data.
+# Functions that compute, or wait in a collective that has no Python function: once, DistributedDataParallel's forward
+# pass agrees on the order of the gradients, and so does the hook of torch's `Join` after the end of a rank's data.
 _MAY_COMPUTE = {_ENGINE: frozenset({"_engine_run_backward"}), _DDP: frozenset({"_pre_forward", "main_hook"})}
 
 # Functions that wait for all ranks of a group, by module. `recv` and the like wait for one rank, which is unknown. The

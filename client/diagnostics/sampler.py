@@ -22,7 +22,7 @@ from statsd_bn.messages import StackReport
 from statsd_bn.text import escape
 
 SAMPLE_SECONDS = 0.03  # duration of the first sample: a thread that computes uses processor time in it
-IDLE_SHARE = 0.2  # of a core, which an idle process may use: the sampling thread and ZeroMQ's threads wake up
+IDLE_SHARE = 0.2  # the share of a core that an idle process may use: sampling and ZeroMQ's threads wake up
 
 _OUR_MODULES = ("client.", "statsd_bn.")  # the server knows which of our calls a thread is in
 _LIBRARY_FOLDERS = ("/site-packages/", "/dist-packages/")
@@ -54,7 +54,7 @@ class ThreadSampler:
 
     Most positions show whether the thread is blocked in a collective. In autograd's engine and a few others, see
     `collectives.may_compute`, the thread, other threads or a device may be computing. There it counts as blocked only
-    if it used no processor time since the previous sample, or for `SAMPLE_SECONDS`, and the process next to none.
+    if it used no processor time since the previous sample (the first takes `SAMPLE_SECONDS`), and the process little.
     """
 
     def __init__(self, *, reports_stacks: bool, rank: int, pause: Callable[[float], object] = time.sleep) -> None:

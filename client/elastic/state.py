@@ -2,8 +2,8 @@
 
 From time to time all members *commit*: they exchange reports of the samples that they have processed, and copy the
 state of an `ElasticState`. If no member is lost, the commit is valid. Otherwise all restore the previous commit, and
-split its unprocessed samples again. New members receive the state at a commit. It waits for all members, and all
-decide from the same bytes of one aggregate.
+split its unprocessed samples again. New members receive the state at a commit. A commit waits for all members,
+which decide from the same bytes of one aggregate.
 """
 
 import copy
@@ -155,8 +155,8 @@ class ElasticState:
     def commit(self) -> None:
         """Commits with the other members, and copies the state unless a member is lost; all call it equally often.
 
-        If some members have one batch more than others in an epoch, the last commit of the epoch is theirs alone. The
-        others receive the result.
+        If some members have one batch more than others in an epoch, they process it alone, and the others receive the
+        result at the next commit. A commit after all samples of the epoch are committed sends nothing.
 
         Raises:
             MembersChanged: members have joined or are lost. The state is the one to continue with: of this commit, or
@@ -250,7 +250,7 @@ class ElasticState:
         try:
             self._load(state)
         except Exception as error:  # noqa: BLE001 - a received state may raise anything in an optimizer
-            # Not `from error`: its text may contain parts of the state.
+            # Not `from error`: its text, which may contain parts of the state, is neither cut nor escaped.
             cause = wire_text(cause_of(error))
             raise ProtocolError(f"{STATE}: the state of rank {leader} does not fit: {cause}") from None
         return True

@@ -141,8 +141,8 @@ def connect(
         logger.warning(text, size, source, launched.value, settings.member.seconds_to_join)
     logger.info("connecting with %s", settings)
     if settings.member.world_size > 1:
-        # Import it before the server expects heartbeats: torch's optimizers import it later, which holds the GIL for
-        # long. On a busy machine the server would consider the silent rank lost.
+        # Import torch's compiler before the server expects heartbeats: an optimizer would import it later, and hold the
+        # GIL for long. On a busy machine the server would consider the silent rank lost.
         with suppress(ImportError):  # the optimizer will report it
             import_module("torch._dynamo")
     connection = _open(settings)
@@ -248,7 +248,7 @@ def _annotate_exceptions() -> None:
 
 
 def _leave() -> None:
-    """Leaves the job when the interpreter exits; without an error, waits for the members of its own server."""
+    """Leaves the job when the interpreter exits; without an error, waits for its own server's members."""
     error = _final_exception()
     if connection := current_connection():
         connection.close(cause=cause_of(error))

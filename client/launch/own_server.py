@@ -1,7 +1,7 @@
 """Joining a job without an endpoint: rank 0 starts a server and announces it in torch's store.
 
-The store is that of `torch.distributed.init_process_group("env://")`, which torchrun or rank 0 hosts; without a
-launcher, that of the script's process group. Every client of the store can read and change an announcement.
+torchrun or rank 0 hosts the store, which `torch.distributed.init_process_group("env://")` uses too; without a
+launcher, it is the store of the script's process group. Every client of the store can read and change an announcement.
 
 On several nodes all processes derive the same keys from the job's secret, so no secret is sent. The user passes the
 secret in a file or in the environment; standard input would not do, as the first process of a host would consume it.
@@ -328,7 +328,7 @@ def _check_endpoint(endpoint: str, *, is_one_node: bool) -> None:
 def bind_endpoint(address: str) -> str:
     """Returns the endpoint to bind so that other hosts reach the server at `address`: that address, if it is local.
 
-    Otherwise it is all interfaces: here the name may resolve to another address, as 127.0.1.1, or be translated.
+    Otherwise all interfaces: on this host the name may resolve to a loopback address, or a NAT may translate it.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET  # of a name only IPv4, as in ZeroMQ
     with suppress(OSError, UnicodeError):  # UnicodeError: not a host name, such as "a..b"

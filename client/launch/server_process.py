@@ -27,7 +27,7 @@ START_SECONDS = 60.0  # the server listens within a second, on a busy machine la
 STOP_SECONDS = 5.0  # after SIGTERM a server sends its last replies, which takes up to a second
 WARN_SECONDS = 10.0  # at its end, this process warns after waiting this long for the other members
 
-# The folder of `client` and `server`, which precedes a module named server in the script's folder.
+# The folder of `client` and `server`, first in PYTHONPATH: another folder there may have a module named server.
 PACKAGES = Path(__file__).parents[2]
 
 # The first failures within the window restart the server at once. Then the pauses double: the cause may be transient.
@@ -113,7 +113,7 @@ class ServerProcess:
             raise
 
     def _watch(self) -> None:
-        """Restarts the server after each failure, until a normal exit; at shutdown no new thread could do this."""
+        """Restarts the server after each failure, until a normal exit, also while the interpreter shuts down."""
         try:
             restarts, problem, has_listened = Restarts(), self._exit_problem(), True
             while problem and not self._stopping.is_set():

@@ -1,7 +1,7 @@
 """Settings: the resolved configuration of `client.connect`, with the source of each value.
 
 The precedence is: argument, STATSD_BN_ variable, the launcher's variables, torch's process group, default. A launcher
-of one process cannot see the processes that this one has started, so a process group of several overrides it.
+of one process cannot see the processes that its process starts, so a process group of several overrides it.
 """
 
 import os
@@ -92,7 +92,7 @@ def resolve(environ: Mapping[str, str], group: ProcessGroup | None = None, **arg
         if given["world_size"] is None:
             raise
         launched = None  # the argument replaces an invalid variable
-    # The launcher may have started only one process, which has started those of the process group.
+    # The launcher may have started only one process, which has started the members of the process group.
     of_group = group and Setting("world_size", group.size, PROCESS_GROUP)
     several = next((each for each in (launched, of_group) if each and each.value > 1), None)
     size, rank = _size_and_rank(environ, given, launched, several, group)

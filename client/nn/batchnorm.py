@@ -168,7 +168,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
             raise
 
     def reset_running_stats(self) -> None:
-        """Reset them, and drop pending micro-batches."""
+        """Reset the running statistics, and drop pending micro-batches."""
         super().reset_running_stats()
         self.forget_pending()
 
@@ -223,7 +223,7 @@ class SynchronizedBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - 
         self.forget_pending()
 
     def __data_parallel_replicate__(self, context: Any, copy_id: int) -> None:
-        """Make this copy one of the replicas of its process; nested replicas would ignore the outer ones."""
+        """Make this copy a replica of its process; raise for nested replicas, which would ignore the outer ones."""
         if self.training and any_device.is_inside_replica():
             problem = f"nested DataParallelWithCallback around layer {self.layer_name!r}"
             raise ConfigurationError(f"{problem}; wrap the model once, with all devices")
@@ -313,7 +313,7 @@ class LazySynchronizedBatchNorm(nn.modules.batchnorm._LazyNormBase, Synchronized
     """Base of the three lazy layers, which learn their channels from the first input, as torch's do.
 
     Args and errors: see `SynchronizedBatchNorm`; there is no `num_features` and no `process_group`. Torch looks up
-    `forward` before its hook changes the class to `cls_to_become`, so the lazy class needs the synchronised one too.
+    `forward` before its hook changes the class to `cls_to_become`, so the lazy class needs our `forward` too.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ class SynchronizedCall:
     replica: tuple[Barrier, int] | None  # the barrier of the process's replicas and the number of this one
 
     def normalise(self, slice_: Slice) -> Tensor:
-        """Normalise the slice of the layer, or of one of its replicas together with the others' at the barrier."""
+        """Normalise the slice; if it is a replica's, together with the other replicas' slices at the barrier."""
         barrier, replica = self.replica or (None, 0)
         if barrier is not None:
             slice_ = save_in_thread(slice_)
@@ -96,7 +96,7 @@ class SynchronizedCall:
         return output
 
     def _recompute(self, slice_: Slice, replica: int) -> Tensor | None:
-        """Normalise a slice with the results of the call that a checkpoint recomputes here, if it does."""
+        """If a checkpoint recomputes this call, normalise with the first run's results; otherwise return None."""
         if self.accumulator is not None or not is_inside_backward():
             return None
         # The mode of a selective checkpoint did not see these operations in the first run.

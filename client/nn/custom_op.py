@@ -174,7 +174,7 @@ def keep_program_order() -> None:
     shapes would wait for each other in different layers. Ordered effects are dependencies between operators, but torch
     2.13 stores a dependency under a buffer's name and looks it up under an operation's (`with_effects` in
     `torch/_inductor/lowering.py`). torch's `EffectfulKernel` declares its dependencies itself, so inductor keeps its
-    place. Call it while a graph is traced: by then inductor has been imported if it is used. Its import takes seconds.
+    place. This runs while a graph is traced: by then inductor, whose import takes seconds, is imported if it is used.
     """
     lowering = sys.modules.get("torch._inductor.lowering")
     lowerings = getattr(lowering, "lowerings", None)  # missing while another thread imports it

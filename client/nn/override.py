@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 _BATCH_NORM, _OPERATOR = F.batch_norm, torch.batch_norm
 
-# It has no public name, and no type.
+# torch's function has no public name, and no type.
 _innermost_mode: Callable[[], Any] = overrides._get_current_function_mode  # noqa: SLF001
 
-# Both recompute `batch_norm` in the backward pass, when no mode is active. The recomputed call would use the statistics
-# of this replica alone.
+# Checkpoints and such functions recompute `batch_norm` in the backward pass, when no mode is active: the recomputed
+# call would use the statistics of this replica alone.
 _IN_CHECKPOINT = "checkpoints its call of batch_norm; checkpoint the whole layer instead"
 _IN_FUNCTION = (
     "calls batch_norm in an autograd.Function, so its backward pass would use this replica's batch only; "
@@ -62,7 +62,7 @@ class BatchNormCall:
         # There may be several running means, such as one for each domain.
         if mean is not None and (mean is layer.running_mean or any(mean is buffer for buffer in buffers)):
             return True
-        if self.has_tensors:  # the layer's may be parametrized, so each is read only where it decides
+        if self.has_tensors:  # reading a parametrized tensor computes it, so read each only where needed
             has_weight = self.weight is not None and self.weight is layer.weight
             return has_weight or (self.bias is not None and self.bias is layer.bias)
         has_statistics = layer.running_mean is not None and layer.track_running_stats
@@ -90,7 +90,7 @@ class BatchNormOverride(TorchFunctionMode):
     """Mode that overrides the calls of `batch_norm` with one layer's tensors, and no others."""
 
     was_called = False
-    has_unrelated_calls = False  # calls in training that have the layer's channels, but no tensors, unlike the layer
+    has_unrelated_calls = False  # calls in training with the layer's channels, but without its tensors
 
     def __init__(self, layer: Any, compute: Compute, tracked: Tensor | None, caller: CodeType | None = None) -> None:
         self._layer = layer
@@ -121,7 +121,7 @@ class BatchNormOverride(TorchFunctionMode):
 def without_override(function: Callable[..., T], *arguments: Any) -> T:
     """Call a function outside of the innermost override: our arithmetic calls hundreds of torch functions."""
     mode = _innermost_mode()
-    is_override = isinstance(mode, BatchNormOverride)  # a condition would give `mode` a type with untyped methods
+    is_override = isinstance(mode, BatchNormOverride)  # a condition would narrow `mode` to an untyped class
     if not is_override:
         return function(*arguments)
     mode.__exit__(None, None, None)  # pops the innermost mode from torch's stack, where `__enter__` pushes it again
@@ -134,10 +134,10 @@ def without_override(function: Callable[..., T], *arguments: Any) -> T:
 def _check_not_recomputed(layer: Any, caller: CodeType, *, was_grad_enabled: bool) -> None:
     """Raise ConfigurationError if a checkpoint or an `autograd.Function` is active inside the layer's `forward`."""
     is_grad_enabled = torch.is_grad_enabled()
-    # What torch.compile traces is fine: it recomputes the synchronised call.
+    # torch.compile recomputes the synchronised call itself; without gradients nothing is recomputed.
     if is_compiling() or not (is_grad_enabled or was_grad_enabled):
         return
-    # A function that enables gradients inside leaves the backward pass to autograd.
+    # An autograd.Function that enables gradients inside leaves the backward pass to autograd.
     function_codes = set() if is_grad_enabled == was_grad_enabled else _autograd_function_codes()
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the stack has no public name
     while frame is not None and frame.f_code is not caller:

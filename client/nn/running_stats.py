@@ -135,7 +135,7 @@ def _momentum(layer: Any) -> float | Tensor:
 
 
 def in_place_buffers(layer: Any, x: Tensor, types: Collection[torch.dtype]) -> Running | None:
-    """Buffers that a backend with these `types` may update, empty if none are due; None if it cannot."""
+    """Buffers that a backend with these `types` updates in place, empty without an update; None if it cannot do so."""
     if not (layer.training and layer.track_running_stats):
         return Running()
     mean, var, tracked = _buffers_of(layer)

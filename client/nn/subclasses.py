@@ -30,7 +30,7 @@ from statsd_bn.text import wrap
 
 logger = logging.getLogger("statsd_bn.client")
 
-# Names of functions that sum over torch's process group, such as fvcore's `differentiable_all_reduce`.
+# Names of collectives over torch's process group, such as fvcore's `differentiable_all_reduce`.
 _COLLECTIVE = re.compile("all_?(?:reduce|gather)", re.IGNORECASE)
 
 # The generated class of each original, or the error of deriving it.
@@ -113,7 +113,7 @@ class SubclassWithForward(SynchronizedSubclass):
 
     def _compute_call(self: Any, call: BatchNormCall, tracked_before: Tensor | None) -> Any:
         """Compute one call of `batch_norm` in place of torch."""
-        # A `forward` that puts parts of the batch into channels has more of them than the layer.
+        # A `forward` may move parts of the batch into channels, so the input may have more channels than the layer.
         input_checks.check_input(self, call.input, input_checks.channels_of(call))
         deferred = self._active_deferred()
         # The accumulator and the deferred update have one pair of statistics for each layer.
@@ -141,7 +141,7 @@ class SubclassWithForward(SynchronizedSubclass):
             # The other ranks wait for this one. Adding the empty sum, 0, makes the round's backward pass part of the
             # output's graph.
             return output + SynchronizedBatchNorm.forward(self, empty[0]).sum()
-        # For a batch with values it is a mistake, on the other ranks too, so none of them waits.
+        # With values the bypass is a mistake, which the other ranks make too, so none of them waits in a round.
         if not self._bypassed:
             self._bypassed.append(True)
         _warn_once(type(self), self.layer_name)

@@ -1,4 +1,4 @@
-"""Channel pools, which lend channels to the server; one thread at a time uses a channel, as ZeroMQ requires.
+"""Channel pools, which lend threads channels to the server; one thread at a time uses a channel, as ZeroMQ requires.
 
 `ZmqChannelPool` uses sockets; a process alone in its job has an `InProcessChannelPool`.
 """
@@ -30,24 +30,24 @@ SHORT_MILLISECONDS = 2  # of the first, cheap wait, which suffices for most roun
 WATCH_SECONDS = 0.1  # interval at which a longer wait checks for a reconnect, after which sent frames may be lost
 
 LINGER_MILLISECONDS = 1000  # timeout for the last frames to leave when the connection closes
-CLOSE_SECONDS = 3.0  # timeout of closing altogether
+CLOSE_SECONDS = 3.0  # timeout of closing a pool, and of the probe of a silent server
 
 CONNECT_MILLISECONDS = 1000  # timeout of an attempt; TCP itself repeats a lost first packet after 1, 3 and 7 s
-# ZeroMQ's pause of the heartbeats' socket; the server waits 300 ms before it takes the member for dead.
+# Pause before the heartbeats' socket reconnects; the server declares a member lost 300 ms after a disconnect.
 RECONNECT_MILLISECONDS = 50
 
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 
 _NOBLOCK = int(zmq.NOBLOCK)  # a plain integer, which is quicker than pyzmq's flag
 
-# Endpoint of a connection that needs no server; the ID of its server, which lives as long as the process; its members.
+# Endpoint of a connection without a server, and the server ID and members in the answers of its channels.
 IN_PROCESS = "in process"
 _SERVER = bytes(limits.TOKEN_BYTES - 1) + b"\1"
 _ONLY = Members.of([0])
 
 
 class Channel:
-    """A way to the server for one thread at a time, in a `with` block; it returns to its pool behind the block."""
+    """A way to the server for one thread; behind a `with` block it returns to its pool, or closes after an error."""
 
     idle: deque["Channel"]  # of its pool
 
@@ -67,7 +67,7 @@ class Channel:
         raise NotImplementedError
 
     def receive(self, seconds: float) -> bytes | None:
-        """Return the next frame, or None at the timeout, to a tenth of a second, or after a reconnect."""
+        """Return the next frame, or None after a reconnect or the timeout, which may be exceeded by 0.1 s."""
         raise NotImplementedError
 
     def receive_nowait(self) -> bytes | None:
@@ -183,7 +183,7 @@ class ZmqChannelPool(ChannelPool):
 
 
 def _run_briefly(name: str, call: Callable[[], object]) -> None:
-    """Run a call that may wait for a name server, for 30 s, in a thread; wait for `CLOSE_SECONDS` at most."""
+    """Run a call in a thread, and wait for it up to `CLOSE_SECONDS`: a name server may delay it by 30 s."""
     thread = threading.Thread(target=call, name=name, daemon=True)
     thread.start()
     thread.join(CLOSE_SECONDS)
@@ -252,7 +252,7 @@ class _ZmqChannel(Channel):
 class HeartbeatSocket:
     """A socket that sends frames at once or drops them; one thread uses it, but any thread may call `wake`."""
 
-    # It lives as long as the connection, so the server always knows where it reaches a live process.
+    # It lives as long as the connection, so the server can always reach a live process over it.
 
     def __init__(self, context: Context, endpoint: str, keys: ClientKeys | None = None) -> None:
         self._reader, self._writer = socket.socketpair()

@@ -337,11 +337,11 @@ class Connection:
         return [session.transport for session in self._sessions.all() if session.member.world_size == size]
 
     def _resolve_host_group(self, name: str) -> Group:
-        """Return the group "local"; if the environment does not say it, the members gather their machine IDs now."""
+        """Return the group "local"; if no launcher counts its members, the job's members gather machine IDs now."""
         groups.check_group(name)
         if self._host_group is None:  # no cached_property: torch.compile traces this, and cannot trace its lock
             with self._host_group_lock:
-                # Set before another thread acquires the lock, which would gather again.
+                # Another thread may have set it while this one waited for the lock.
                 self._host_group = self._host_group or groups.host_group(self.member)
                 if self._host_group is None:
                     machines = self._gather_machine_ids(groups.machine_id().encode())
@@ -398,7 +398,7 @@ def local_group() -> Group:
     job, in which the ranks compare their machines: all ranks call it at the same place then.
 
     Raises:
-        ConfigurationError: this process is not connected; or the job is elastic, and no launcher says it.
+        ConfigurationError: this process is not connected; or the job is elastic, and no launcher counts the ranks.
         StatsdBNError: the round failed.
     """
     connection = current_connection()

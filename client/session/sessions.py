@@ -1,7 +1,7 @@
 """Sessions: this process's registrations in its groups, and the thread that sends their heartbeats.
 
 A registration is made when the group is first used. The heartbeats show the server that this process is alive, and
-answer its stack requests. ZeroMQ's own would not do: its I/O thread answers them even if Python is stuck.
+answer its stack requests. ZeroMQ's own heartbeats would not do: its I/O thread sends them even if Python is stuck.
 """
 
 import logging
@@ -36,7 +36,7 @@ class _Entry:
 
     session: Session
     opened: Future[None] = field(default_factory=Future)
-    is_open: bool = False  # until the connection closes: all rounds but the first need no lock
+    is_open: bool = False  # True until the connection closes, so that only a group's first round needs the lock
 
 
 class Sessions:
@@ -128,7 +128,7 @@ class Sessions:
 
     def leave(self, cause: str) -> None:
         """Leave all groups; no further session can open."""
-        # First, or a heartbeat could follow the Leave.
+        # Before the Leave, since no heartbeat may follow it.
         if self._heartbeat:
             self._heartbeat.stop()
         with self._lock:
@@ -164,7 +164,7 @@ class Sessions:
 
 
 class HeartbeatThread:
-    """A running thread; `stop` ends it, and it closes the socket."""
+    """The thread that sends heartbeats. It runs until `stop`, and then closes its socket."""
 
     def __init__(self, socket: HeartbeatSocket, sessions: Sessions) -> None:
         self._socket = socket
@@ -213,7 +213,7 @@ class HeartbeatThread:
                 with _errors_logged():
                     self._send(scheduler.timing_frames(now, sessions))
                 if has_connected:
-                    # After the heartbeat: a server that sees other connections close must know this one.
+                    # After the heartbeat, from which the server learns this connection before it sees the others close.
                     if was_connected:
                         self._sessions.channel_pool.close_idle()
                     was_connected = True
@@ -241,4 +241,4 @@ def _errors_logged() -> Iterator[None]:
     try:
         yield
     except Exception:
-        logger.debug("sampling this process failed", exc_info=True)
+        logger.debug("the heartbeat thread continues after an error", exc_info=True)

@@ -308,7 +308,7 @@ def as_tensor(data: Any, double_precision: bool) -> Tensor:
 
 
 def concatenate(name: str, tensors: dict[int, Tensor]) -> Tensor:
-    """Returns the members' tensors, concatenated along dimension 0, in whose length alone they may differ."""
+    """Returns the members' tensors, concatenated along dimension 0; only its length may differ between them."""
     # An empty list, or any tensor of shape (0,), is compatible with every dtype and shape.
     parts = {member: tensor for member, tensor in tensors.items() if tensor.shape != (0,)} or tensors
     layouts: dict[str, list[int]] = {}

@@ -38,8 +38,8 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], count: int = 1) 
     All members call it after `backward`, in each step. With `count=len(batch)` and a loss that is a sum over the batch
     (`reduction="sum"`), the result is the gradient of the mean over the whole batch, also with unequal shares; a member
     without samples in the loss passes 0. With equal shares, a mean loss and the default `count` give the same result.
-    Unequal shares need the sum: a synchronised layer adds the members' gradients in `backward`, when their weights must
-    be included already.
+    Unequal shares need the sum: in `backward` a synchronised layer adds the members' gradients, which must have their
+    weights by then.
 
     It takes one round per 65,536 elements. A process that trains alone divides its own gradients.
 

@@ -57,7 +57,7 @@ class BatchMoments(NamedTuple):
     Attributes:
         count: the number of values of each mean: an int64 tensor without dimensions.
         mean: the mean; NaN if `count` is 0.
-        var: the variance; NaN if `count` is not above the correction.
+        var: the variance; NaN or infinity if `count` is not above the correction.
     """
 
     count: Tensor  # type: ignore[assignment] # hides the tuple's method of this name
@@ -143,7 +143,7 @@ class RunningMoments(nn.Module):
     Args:
         shape: the shape of one value, such as an observation; () for numbers, such as returns.
         eps: added to the variance under the root.
-        name: the name of its rounds, equal on all ranks; None for the class with the number of the instance.
+        name: the name of its rounds, equal on all ranks; None for the class's name with a number.
         group: the participating ranks, as for a layer: None for the whole job, "local", or a `client.Group`.
         process_group: or a process group of torch, for its collectives.
         device: the device of the buffers.

@@ -135,7 +135,7 @@ def _run(
 
 @contextmanager
 def _measuring(model: nn.Module, accumulators: Accumulators) -> Iterator[None]:
-    """Has the layers count during one forward pass only: a loader or `progress` may use the model as well."""
+    """Makes the layers accumulate in one forward pass only: a loader or `progress` may use the model as well."""
     # Members may have different numbers of batches, so DistributedDataParallel's forward pass must run no collective.
     wrappers: list[Any] = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     before = [(wrapper.require_forward_param_sync, wrapper._join_config) for wrapper in wrappers]  # noqa: SLF001 - below

@@ -14,7 +14,7 @@ from statsd_bn.errors import StatsdBNError
 from statsd_bn.messages import StackRequest
 
 AWAY_SECONDS = 10.0  # outage of the server after which ranks that bypass it log a warning
-UNUSED_SECONDS = 60.0  # time from the opening of a job to its first round: data are loaded and layers compiled before
+UNUSED_SECONDS = 60.0  # a job without a round for this long logs a warning; loading data and compiling come first
 
 
 class HeartbeatScheduler:
@@ -26,7 +26,7 @@ class HeartbeatScheduler:
         self._announcing: dict[bytes, str] = {}
         self._resent: set[bytes] = set()
         self._last_heartbeat: dict[bytes, float] = {}
-        # Begin of the current outage, and when the job opened; infinity once they were reported.
+        # Start of the current outage, and the time at which the job opened; infinity after the warning.
         self._away_since: float | None = None
         self._open_since: float | None = None
 
@@ -50,7 +50,7 @@ class HeartbeatScheduler:
         ]
         for session in due:
             session.last_sent = self._last_heartbeat[session.member_token] = now
-            # If another thread changes it before the heartbeat is encoded, the next one repeats it.
+            # If another thread changes the transport before the encoding, a second heartbeat announces it again.
             self._announcing[session.member_token] = session.transport.name
         return due
 
@@ -109,13 +109,13 @@ class HeartbeatScheduler:
 
     def on_unsolicited(self, frame: bytes, sessions: Iterable[Session]) -> list[bytes]:
         """Replies to a frame that arrived over this connection."""
-        # By them a member between two rounds returns to a restarted server, so that no other waits for it.
+        # They register a member between two rounds with a restarted server; else other members would wait for it.
         replies = []
         for session in _registered(sessions):
             if mine := session.on_unsolicited(frame):
                 replies += mine
-                # The restarted server also needs a heartbeat, to learn this connection: it would otherwise reach the
-                # session over its latest one, which may be closed. Once, since a server repeats its request.
+                # From a heartbeat the restarted server learns this connection; otherwise it would use the
+                # session's latest one, which may be closed. Only once, although a server repeats its request.
                 if session.member_token not in self._resent:
                     self._resent.add(session.member_token)
                     self._announced.pop(session.member_token, None)

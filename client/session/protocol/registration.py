@@ -35,7 +35,7 @@ def cause_of(error: BaseException | None) -> str:
 
 NOT_CONNECTED = "Check the missing ranks' logs: did they start, with the same endpoint and job name?"
 NOT_BACK = (
-    "The missing ranks have not left client.join, or run nothing behind it that all ranks run. A "
+    "The missing ranks are still in client.join, or begin no further pass, step or gather after it. A "
     "DistributedDataParallel model also needs torch's Join: `with Join([ddp]), client.join(ddp):`."
 )
 

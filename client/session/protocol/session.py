@@ -133,8 +133,8 @@ class Session:
     def resync_frames(self) -> list[bytes]:
         """Frames that register the member with a restarted server and send it the latest aggregates."""
         # Another member may still wait for an answer that this one has and that was lost with the old server. These
-        # aggregates suffice: no member is further behind, since no round ends without its contribution.
-        # Results last: the server waits for as many as the registration announces, or more.
+        # aggregates suffice: no member is further behind, since no round ends without all contributions.
+        # Register first: this announces the least number of results that the server then waits for.
         frames = [self.register()]
         return frames + [encode(messages.Result(self.member_token, result)) for result in tuple(self._results)]
 
