@@ -1,4 +1,4 @@
-"""Endpoints: addresses that servers may bind and clients may connect to, and the default one of this user.
+"""Endpoints: addresses of servers, allowed ones and the default one of this user.
 
 TCP needs CURVE keys, on loopback too. Without keys a server listens on a Unix socket that only its user can open, in a
 folder that no other user can write to. Server and client both check this. `--insecure` and STATSD_BN_INSECURE=1 allow

@@ -1,4 +1,4 @@
-"""Exchange: the rounds of one call of a layer, forward and backward, over the host or on the inputs' devices."""
+"""Exchange: the rounds of one call of a layer, over the host or on the inputs' devices."""
 
 import itertools
 import threading

@@ -1,4 +1,4 @@
-"""Moments and statistics of a batch, one float64 value per channel, and the layout of the tensors they describe.
+"""Moments and statistics of a batch, with one float64 value per channel; and the layout of the tensors they describe.
 
 The vectors are on the device of the input, or on the host where the device has no float64, as MPS. Nothing here waits
 for a device. Operations, order and rounding are those of `statsd_bn.reduction`, so all ranks get the same bits. A round

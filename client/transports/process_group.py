@@ -1,4 +1,4 @@
-"""ProcessGroupPipe: the transport over a torch process group, in which every rank adds the rows of all ranks.
+"""ProcessGroupPipe: the transport over a torch process group: every rank adds the rows of all ranks.
 
 Collectives match only by order, so each message carries the digest of its round's key. Where the members of a job have
 negotiated the default process group, rounds have the job's keys and the server reports long waits. Without a

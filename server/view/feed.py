@@ -1,4 +1,4 @@
-"""Feed: requests the server's report with the skew figures every second, in a thread, and publishes snapshots."""
+"""Feed: requests the server's report and skew figures every second, and publishes snapshots, in a thread."""
 
 import threading
 import time

@@ -1,5 +1,5 @@
-/* Shared by the sources: the thread pool, and conversions between storage types and float, free of branches so that
- * compilers vectorise them. */
+/* Shared by the sources: the thread pool, and conversions between storage types and float. The conversions are free of
+ * branches, so that compilers vectorise them. */
 #ifndef SBN_INTERNAL_H
 #define SBN_INTERNAL_H
 #include "sbn.h"
