@@ -28,7 +28,7 @@ from statsd_bn.text import wrap
 
 Messages = list[tuple[Any, Any]]  # pairs of identifier and message, the master's with identifier 0 first
 
-# The barrier of the replicas whose callbacks run now, and the number of the replica: slaves register for it.
+# The barrier and the number of the replica whose callbacks run now; a slave registers with them.
 current_replica: "ContextVar[tuple[Barrier | None, int]]" = ContextVar("current_replica", default=(None, 0))
 
 _numbers = itertools.count()

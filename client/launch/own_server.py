@@ -193,7 +193,7 @@ def _open(address: StoreAddress, rank: int, world_size: int, timeout: float) -> 
 
 
 def _call(address: StoreAddress | None, seconds: float, call: Callable[[], T]) -> T:
-    """Makes a call of torch's store in a new thread, since it waits for ever for a frozen process."""
+    """Calls torch's store in a new thread, since a call waits for ever if the store's process is frozen."""
     result: Future[T] = Future()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Channel pools, which lend threads channels to the server; one thread at a time uses a channel, as ZeroMQ requires.
+"""Channel pools, which lend channels to threads; one thread at a time uses a channel, as ZeroMQ requires.
 
 `ZmqChannelPool` uses sockets; a process alone in its job has an `InProcessChannelPool`.
 """
