@@ -24,14 +24,15 @@ from typing import Any, NoReturn
 
 from client.diagnostics import collectives
 from client.diagnostics.sampler import ThreadSample, ThreadSampler
+from statsd_bn import limits
 from statsd_bn.errors import StatsdBNError
 from statsd_bn.text import error_summary, escape, escape_lines, log_line
 
 logger = logging.getLogger("statsd_bn.client")
 
-# How long a failing process waits for the server's report of a lost process: it comes within `silence_seconds`, 3.5 by
-# default. Launchers kill a process 10 to 30 s after SIGTERM.
-CAUSE_SECONDS = 4.0
+# How long a failing process waits for the server's report of a lost process: it comes within `silence_seconds`.
+# Launchers kill a process 10 to 30 s after SIGTERM.
+CAUSE_SECONDS = limits.SILENCE_SECONDS + 0.5
 
 # How long a rank must be blocked in a collective before it logs a clean exit of others: at the end of a run, ranks exit
 # some moments apart.
