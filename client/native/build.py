@@ -28,7 +28,7 @@ TIMEOUT = 600
 
 
 def compile_core(folder: Path = HERE, variables: Mapping[str, str] = os.environ) -> str:
-    """Compile the core into a folder and replace the library there; return the reason if the folder has none then.
+    """Compile the core into a folder and replace the library there; return why that failed, or an empty text.
 
     `variables` is the environment: CC gives the compiler and its arguments; without CC, PATH is searched.
     """

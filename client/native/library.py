@@ -1,4 +1,4 @@
-"""Loader of the native core, whose functions core/sbn.h describes; and a pass of a layer by the core."""
+"""Loader of the native core, and one pass of a layer by it; core/sbn.h describes the functions."""
 
 import ctypes
 import os
@@ -124,9 +124,9 @@ class NativeRow:
         self.is_finished = False
 
     def run(self, stage: int, group: int | None = None, digest: int = 0, wait: int = 0) -> int:
-        """Run the pass up to a stage, for `wait` nanoseconds at most, and return the state of its round.
+        """Run the pass up to a stage, wait `wait` nanoseconds at most for other ranks; return the state of its round.
 
-        EXCHANGE without a group, the address of an `sbn_group`, uses the own row as the sum.
+        `group` is the address of an `sbn_group`; without one EXCHANGE uses the own row as the sum.
         """
         function = self._pass.alone if group is None else self._pass.together
         state: int = function(self._plan.at, *self._addresses, stage, group, digest, wait)

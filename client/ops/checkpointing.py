@@ -95,7 +95,7 @@ exchange_cache = ExchangeCache()
 
 
 def _first_of_node(call: Exchange, near: list[Exchange]) -> Exchange:
-    """The next call in program order, if a node of a compiled graph has run several, as with empty batches."""
+    """The next call in program order, if a node of a compiled graph has run several with equal moments."""
     first = call.positions[0]
     if not first.is_inside_node or len(call.local) > 1:  # replicas have threads of their own, with other numbers
         return call

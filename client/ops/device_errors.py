@@ -28,7 +28,7 @@ from statsd_bn.text import wrap
 
 Flags = npt.NDArray[Any]
 
-# The flags of a row that Triton's kernels write are a sum of the first two; the last one follows the rows.
+# Triton's kernels write for each row a sum of the first two, and behind the rows the last one, for the whole batch.
 OTHER_ROUND, NOT_FINITE, TOO_FEW = 1, 2, 4
 
 
@@ -85,7 +85,7 @@ class AsyncChecks:
             self.poll(flags.device)
 
     def poll(self, device: torch.device) -> None:
-        """Report the flags that have arrived; called before a round, which peers of a failed one would not join."""
+        """Report the flags that have arrived; called before each round, because ranks that raised would not join it."""
         while self._open and not _is_captured(device):
             with self._lock:
                 if not self._open or not self._open[0][0].is_filled():
@@ -147,7 +147,7 @@ class DeviceErrors:
         self._report(*np.split(flags, (nr_ranks, nr_ranks + (self.too_few is not None))))
 
     def report_rows(self, flags: Flags, blocks: int) -> None:
-        """Report the errors in Triton's flags: a number per row and block of channels, then one per block for all."""
+        """Report the errors in Triton's flags: a number per row and block of channels, then one per block."""
         of_rows = np.bitwise_or.reduce(flags.astype(np.int64).reshape(-1, blocks), axis=1)
         rows, whole = np.split(of_rows, (len(self.aggregate.ranks),))
         not_finite = rows & (NOT_FINITE if non_finite.is_awaited(self.transport) else 0)
@@ -191,6 +191,6 @@ def check_recomputation(layer: str, first: Tensor, again: Tensor, tolerance: flo
 
 
 def too_few_values(layer: str, count: int, shape: tuple[int, ...]) -> ValueError:
-    """The error for a whole batch with so few values per channel."""
+    """The error for a whole batch with too few values per channel."""
     problem = f"expected more than 1 value per channel over all replicas when training, got {count}"
     return ValueError(wrap(f"layer {layer!r}: {problem} (this replica's input has shape {shape})"))

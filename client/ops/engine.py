@@ -57,7 +57,7 @@ def check_parameter(name: str, values: Tensor | None, x: Tensor) -> None:
 
 
 def prepare_backward(grad: Tensor, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Gradient and input in one layout; otherwise `backward_sums` and `input_gradient` would each copy them."""
+    """Gradient and input, copied to one layout once, unless the backend is the reference, which needs no common one."""
     return (grad, x) if isinstance(backend_for(x, mask), Reference) else same_layout(grad, x)
 
 

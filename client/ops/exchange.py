@@ -25,7 +25,7 @@ _sequence_nr = torch._C._autograd._get_sequence_nr  # noqa: SLF001 - has no publ
 
 _passes_lock = threading.Lock()
 
-# Enough for all compiled calls whose graph may live: 100 layers, dozens of micro-batches, a few mini-batches.
+# Enough for all compiled calls with a living graph: 100 layers, dozens of micro-batches, a few mini-batches.
 MAX_COUNTED_CALLS = 2**14
 
 
@@ -44,7 +44,7 @@ def current_position() -> list[GraphPosition]:
 
 
 def phase_of_forward(*, needs_gradient: bool) -> str:
-    """Phase of a forward round; by it ranks notice at once if only some of them will run a backward round."""
+    """Phase of a forward round; it differs, and the round fails, if only some ranks will run a backward round."""
     return FORWARD if needs_gradient or not torch.is_grad_enabled() else FORWARD_WITHOUT_GRADIENT
 
 
@@ -70,7 +70,7 @@ class Exchange:
     _passes: dict[str, int] = field(default_factory=dict)
 
     def forward(self, local: list[ChannelMoments]) -> None:
-        """Exchange the local replicas' moments for those of the whole batch; on devices, raise earlier errors.
+        """Exchange the local replicas' moments for the whole batch's; on devices, raise errors of earlier rounds.
 
         Raises ValueError if the whole batch has one value per channel, or none although an input is not empty.
         """
@@ -112,7 +112,7 @@ class Exchange:
 class PlainExchange(Exchange):
     """A plain call: a backend computes one slice without a mask, in one step forward and one step backward.
 
-    Second derivatives use the backends' single steps, for which it creates tensors lazily, from its buffers.
+    Second derivatives use the backends' single steps; their tensors are created lazily, from the call's buffers.
     """
 
     running: Running | None = None  # to update in the forward pass; None where the layer updates them
@@ -153,7 +153,7 @@ def _run(
     phase: str = FORWARD,
     too_few: Callable[[Tensor], TooFewValues | None] = lambda _: None,
 ) -> tuple[RoundKey, Any, Tensor, Tensor | None]:
-    """Key, count and values of a round, and whether it has failed on devices, for which a later call raises."""
+    """Key, count and values of a round, and whether it has failed on devices; a later call raises that error."""
     if not capacity:
         contribution = rows.on_host()
         aggregate = transport.run_slave(contribution, key, phase=phase)
@@ -180,6 +180,6 @@ def _passes_of(call: int) -> Iterator[int]:  # noqa: ARG001 - the cache's key
 
 
 def count_backward_pass(call: int) -> int:
-    """Number from 1 of a backward pass of compiled call number `call`, which leaves no `Exchange` to count them."""
+    """Count a backward pass of compiled call number `call`, from 1: such a call leaves no `Exchange` to count them."""
     with _passes_lock:
         return next(_passes_of(call))

@@ -62,7 +62,7 @@ def save_in_thread(slice_: Slice) -> Slice:
         x = _Save.apply(slice_.input, weight, None, True)  # noqa: FBT003 - autograd functions have no named arguments
         node = x.grad_fn
         return slice_._replace(input=x, saver=None if node is None else lambda: node.saved_tensors)
-    # The input needs no gradient, but the weight may. Then all outputs of `_Save` require one, and an input among them
+    # The input needs no gradient, but the weight may. Then the output of `_Save` requires one: as the layer's input it
     # would cost a round in backward. So the output is empty, and nothing differentiates it.
     anchor = _Save.apply(slice_.input, slice_.weight, slice_.bias, False)  # noqa: FBT003 - as above
     # The saver holds the output: in torch 2.6 a node is freed with its output.

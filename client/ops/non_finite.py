@@ -73,7 +73,7 @@ def check(transport: Transport, contribution: Rows, aggregate: Aggregate) -> Non
 
 
 def _policy_of(transport: Transport) -> tuple[Connection | None, str, dict[str, tuple[int, str]]]:
-    """The connection, if any, what to do about a non-finite aggregate, and what was reported."""
+    """The connection, if any, the policy for non-finite aggregates, and the reports so far."""
     connection = transport.connection if isinstance(transport, SlavePipe) else current_connection()
     if connection:
         return connection, connection.member.on_nonfinite, connection.non_finite_reports

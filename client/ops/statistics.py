@@ -31,7 +31,7 @@ class ChannelVectors:
     vectors: Tensor  # shape (number, C), float64
 
     def beside(self, x: Tensor) -> Self:
-        """The same for computations with `x`, copied asynchronously; torch makes the streams of both devices wait."""
+        """Vectors and count for computations with `x`, copied asynchronously; torch orders both devices' streams."""
         device = vector_device(x)
         if self.vectors.device == device:
             return self
@@ -83,7 +83,7 @@ class ChannelStatistics(ChannelVectors):
             slope, bounded = (variance >= eps).double(), variance.clamp(min=eps)
         else:
             slope, bounded = torch.ones_like(variance), variance + eps
-        # Both steps are rounded to nearest: on a CPU (MKL) only `rsqrt` does that, on CUDA only `sqrt`.
+        # Root and reciprocal must each round to nearest: on a CPU (MKL) only `rsqrt` does that, on CUDA only `sqrt`.
         invstd = bounded.rsqrt() if bounded.is_cpu else bounded.sqrt().reciprocal()
         if isinstance(moments.count, Tensor):
             invstd = torch.where(moments.count == 0, torch.zeros_like(invstd), invstd)
@@ -113,7 +113,7 @@ def at_least_one(count: Count) -> Count:
 
 
 def _divisor(count: Count, device: torch.device) -> Count:
-    """Count by which vectors on a device can be divided: CUDA multiplies by the reciprocal of a number."""
+    """The count as a divisor; off the CPU a tensor: to divide by a number CUDA multiplies by its reciprocal."""
     if isinstance(count, Tensor) or device.type == "cpu":
         return count
     return torch.full((), count, dtype=torch.float64, device=device)

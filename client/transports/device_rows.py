@@ -36,7 +36,7 @@ Count = int | Tensor
 """Values per channel, an exact integer: an int if the host knows it, else of shape (), float64."""
 
 Write = Callable[[int], tuple[Tensor, Tensor]]
-"""Writes this rank's message, with the digest that it is given; returns it, and the output for all ranks' messages."""
+"""Writes this rank's message with a digest; returns the message, and the output for the messages of all ranks."""
 
 
 def to_host(values: Tensor) -> FloatArray:
@@ -141,7 +141,7 @@ def device_capacity(
 
 
 def are_on_devices(inputs: Sequence[Tensor]) -> bool:
-    """Whether all inputs are on devices whose rows may stay there."""
+    """Whether all inputs are on devices where rows may stay."""
     return all(x.device.type in DEVICE_TYPES for x in inputs)
 
 

@@ -50,7 +50,7 @@ CHECK_SECONDS = 0.5  # interval at which a waiting process checks whether the jo
 # Truncated memory would kill its readers.
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SEAL", 0)
 
-# Number of user IDs of a system; the usual overflow ID, under which a user namespace sees all users without an own ID.
+# Number of user IDs of a system; the usual overflow ID, which a user namespace shows for all unmapped users.
 _USERS, _OVERFLOW_USER = 2**32 - 1, 65_534
 
 _CREDENTIALS, _NAME_BYTES = struct.Struct("3i"), 16
@@ -108,7 +108,7 @@ class GroupMemory(ctypes.Structure):
         self._total: Any = None
 
     def arrive(self, digest: int, rows: Rows | NativeRow, now: float = 0.0, seconds: float = 0.0) -> int:
-        """Arrive at the next turn and wait for the others; return the state of the round, CLOSED if not arrived."""
+        """Arrive at the next turn and wait for the others; return the state: CLOSED if a member takes no more turns."""
         # `now` is by `time.monotonic`, which all processes of a host share. A signal ends the wait early, with WAITS.
         if isinstance(rows, NativeRow):
             self._sum, self._total = rows, rows.total_at

@@ -35,7 +35,7 @@ from statsd_bn.wire import encode
 
 logger = logging.getLogger("statsd_bn.client")
 
-LAST_SECONDS = 0.5  # the rows of a rank that exits cleanly may arrive so long after the server's report of its exit
+LAST_SECONDS = 0.5  # the rows of a rank that exits cleanly may arrive this long after the server reports its exit
 NO_ROWS = Rows((0,), np.zeros((1, 1, 1)))  # for the server, if a round without a layer escalates
 
 
@@ -75,13 +75,13 @@ class Rounds:
         self.places: dict[int, str] = {}  # host and process ID by rank; empty before the first round over the host
         self.sampler: SkewSampler | None = None  # on the first rank
         self._job: Connection | None = None  # to the server of a strict job of the same ranks, on the first rank
-        self._reported: set[str] = set()  # phases whose first non-finite aggregate it has received
+        self._reported: set[str] = set()  # phases with a non-finite aggregate that the job's server has received
         self.is_counted = False  # whether the server completed the latest watched round too, and counts it
         self._watched: tuple[Connection, RoundKey, Rows] | None = None  # the round that escalates if it is slow
         self._previous: RoundKey | None = None
         # Rows per rank on its device, by layer, as the ranks have agreed, see `device_rows`; 0: over the host.
         self.on_device: dict[str, int] = {}
-        # Of the newest input; host messages travel on it if the group has no host backend.
+        # The newest input's device; host messages travel on it if the group has no host backend.
         self.device: torch.device | None = None
 
     def attach(self, group: Any, connection: Connection | None) -> None:

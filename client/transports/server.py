@@ -21,7 +21,7 @@ from statsd_bn.wire import decode, encode
 logger = logging.getLogger("statsd_bn.client")
 
 PLACES_SECONDS = 1.0  # timeout of a query for the members' places
-MAX_QUERYING_RANKS = 64  # higher ranks do not query: all may at the same time, and a large job has a long status
+MAX_QUERYING_RANKS = 64  # higher ranks do not query: all ranks may query at once, and a large job has a long status
 
 # Time after which a round that bypasses the server escalates: its rows go to the server too, which diagnoses the wait.
 # Members' steps rarely differ by more.
@@ -101,7 +101,7 @@ def query_places(channel: Channel, job: str) -> dict[int, str]:
 
 
 def places_in_report(report: dict[str, Any], job: str) -> dict[int, str]:
-    """Places of a job's members in a status report: of present members, and of others that its findings name."""
+    """Places of a job's members in a status report: of present members, and of others in its non-finite texts."""
     found: dict[int, str] = {}
     for group in _items(report.get("groups"), dict):
         if group.get("job") == job and group.get("group") == WORLD:

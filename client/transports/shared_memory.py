@@ -40,7 +40,7 @@ class SharedMemoryPipe(SlavePipe):
     def run_slave(self, contribution: Rows | NativeRow, key: RoundKey | None = None, phase: str = FORWARD) -> Any:
         """Exchange a contribution for the aggregate of its round; see `SlavePipe.run_slave`.
 
-        Of a `NativeRow` the native core computes, exchanges and uses the row in one call where it can.
+        For a `NativeRow` one call of the native core computes the row, exchanges it and finishes the pass, if possible.
         """
         connection, rows = self.connection, contribution
         with connection.round(self.layer, key, self.group, phase) as round_:
@@ -77,7 +77,7 @@ def _negotiate(connection: Connection, session: Session, group: Group) -> None:
 def _in_memory(
     connection: Connection, round_: Round, memory: GroupMemory, rows: Rows | NativeRow
 ) -> Aggregate | RoundKey:
-    """Run a round in memory; of a `NativeRow` that the core has finished return only the key."""
+    """Run a round in memory; for a `NativeRow` that the core has finished return only the key."""
     session, key = round_.session, round_.key
     with memory.lock:
         try:
@@ -109,7 +109,7 @@ def _in_memory(
 
 
 def _run(round_: "MemoryRound", memory: GroupMemory, connection: Connection) -> Aggregate | RoundTrip:
-    """Finish a slow round: `ESCALATE_SECONDS` have passed, or another member has escalated it already."""
+    """Run a round that has not completed, that only the server can finish, or that another member escalated."""
     frames, due, found = round_.begin(monotonic())
     if found is None:
         memory.wait(due - monotonic())
@@ -188,7 +188,7 @@ class MemoryRound:
         if state == WAITS:
             return None
         if state != DONE:
-            # Only the server can find the reason: a member that left, or values that are not finite.
+            # Only the server can find the reason: a member that left, other rounds, or values that are not finite.
             if self._trip:
                 self._trip.late = tuple  # the memory may be in another round by then
             return (), now, self._trip or self._make_trip()
@@ -208,7 +208,7 @@ def _aggregate(session: Session, key: RoundKey, memory: GroupMemory) -> Aggregat
 def _count(
     session: Session, key: RoundKey, memory: GroupMemory, seconds: float, now: float, *, was_sent: bool = False
 ) -> None:
-    """Count a completed turn, which took `seconds`; if the rows `was_sent` to the server too, it counts the round."""
+    """Count a completed turn, which took `seconds`; if its rows were sent to the server too, the server counts it."""
     transport, behind = session.transport, memory.behind_ns
     transport.bypassed_rounds += not was_sent
     transport.bypassed_seconds += seconds

@@ -37,11 +37,11 @@ class Transport:
 
     def run_slave(self, contribution: Rows, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate:
         """Exchange a contribution, one row per replica of this process, for the aggregate of its round."""
-        # Without a key it is the layer's next forward round, of this phase, one of `FORWARD_PHASES`, on all members.
+        # Without a key the round is the layer's next forward round; `phase` is then one of `FORWARD_PHASES`.
         raise NotImplementedError
 
     def run_row(self, row: NativeRow, /, key: RoundKey | None = None, phase: str = FORWARD) -> Aggregate | RoundKey:
-        """Like `run_slave`, for a row to be computed; only the round's key if the native core finished the pass."""
+        """Like `run_slave`, for a row to be computed; returns the round's key if the native core finished the pass."""
         return self.run_slave(row.measured(), key, phase)
 
     @property

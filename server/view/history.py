@@ -73,7 +73,7 @@ class LayerHistory:
         return len(self._samples)
 
     def add(self, now: float, figures: Mapping[str, Any], max_bytes: int) -> None:
-        """Add a group's figures, see `server.view.feed`; keep at most `max_bytes` and one sample."""
+        """Add a group's figures, see `server.view.feed`; keep one sample more than `max_bytes` at most."""
         if self._samples and now - self._samples[-1][0] < self.interval - 0.5:
             return
         sample = np.array((figures["means"], figures["variances"]), "<f4")

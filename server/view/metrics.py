@@ -22,11 +22,11 @@ MAX_RANKS, MAX_LAYERS = 64, 20
 # Counters and gauges of groups: the labels besides job and group, and the help text.
 COUNTERS = {"rounds": ("", "The server's `rounds_done`."), "rounds_failed": ("", "The server's `rounds_failed`.")}
 GAUGES = {
-    "members": ("", "The group's members."),
+    "members": ("", "The ranks that are here."),
     "world_size": ("", "The group's world size."),
-    "non_finite": ("", "The group's non finite."),
-    "findings": ("", "The group's findings."),
-    "waiting_seconds": ("", "The group's waiting seconds."),
+    "non_finite": ("", "The first non-finite aggregates that the report lists."),
+    "findings": ("", "The findings on data that still hold, and 1 while a rank is slow."),
+    "waiting_seconds": ("", "How long the oldest open round has been open."),
     "broken": ("", "Whether the group is broken; for some minutes after its end too, while no job of that name runs."),
     "severity": ("state", "The verdict: 0 healthy, 1 worth a look, 2 needs attention, 3 broken."),
     "first_non_finite_step": ("layer rank", "The step of the first NaN or infinity."),
@@ -40,7 +40,7 @@ GAUGES = {
     "rank_awaited": ("rank", "The part of the last minute that the others waited for a rank."),
     "rank_round_trip_median_seconds": ("rank", "The median of how long a rank's rounds took."),
     "rank_round_trip_seconds": ("rank", "The 99th percentile of how long a rank's rounds took."),
-    "skew_eta2": ("layer", "The share of a layer's variance between the ranks, 0 to 1."),
+    "skew_eta2": ("layer", "The share of a layer's variance that lies between the ranks, 0 to 1."),
 }
 HISTOGRAMS = {
     "round_seconds": "How long rounds at the server were open, from the first contribution to the last.",
@@ -48,7 +48,7 @@ HISTOGRAMS = {
     "round_trip_seconds": "How long rounds took, as all ranks saw them, from a contribution to its aggregate.",
 }
 
-# A member's fields whose gauges have other names.
+# The fields of a member for gauges of another name.
 FIELDS = {"rank_awaited": "share", "rank_round_trip_median_seconds": "median", "rank_round_trip_seconds": "p99"}
 
 
@@ -87,7 +87,7 @@ class Metrics:
 
 def _samples(group: Group) -> Iterator[tuple[str, tuple[str, ...], float]]:
     """Name, further labels and number of each metric of a group."""
-    # Those that the latest samples still show.
+    # Findings that the latest samples still show.
     differing = [one for one in group["findings"] if one["kind"] == "skew" and not one.get("cleared")]
     yield "rounds", (), group["rounds_done"]
     yield "rounds_failed", (), group["rounds_failed"]

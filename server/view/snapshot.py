@@ -34,14 +34,14 @@ Key = tuple[str, str]
 
 
 def events(before: Report | None, now: Report) -> list[dict[str, Any]]:
-    """Events between two reports; the first one yields only losses, failed rounds, non-finite rows and findings."""
+    """Events between two reports; the first report yields only losses, failed rounds, non-finite rows and findings."""
     found: list[dict[str, Any]] = []
     known = {_group_name(group): group for group in (before or {}).get("groups", ())}
     for group in now["groups"]:
         old = known.pop(_group_name(group), {})
         found += [_event(group, *told) for told in _group_events(old, group, first=before is None)]
     if before is not None and before["server"] != now["server"]:
-        # It knows no group before its members have reconnected.
+        # A restarted server knows no group before the members have reconnected.
         return [_event({}, "restart", None, "The server restarted"), *found]
     for group in () if now.get("left_out") else known.values():
         end = ended_group(group, now, 0.0)
@@ -120,7 +120,7 @@ def _member_events(old: Report, group: Report) -> Iterator[tuple[str, str, int, 
     for rank in {**after, **before}:
         old_one, new_one = before.get(rank), after.get(rank)
         if old_one is None or new_one is None:
-            is_told = is_broken(group) and rank == group.get("lost_by", {}).get("rank")  # by the loss itself
+            is_told = is_broken(group) and rank == group.get("lost_by", {}).get("rank")  # the loss has an event
             if whole and not is_told:
                 kind, there = ("joined", after[rank]) if new_one else ("left", before[rank])
                 yield kind, kind, rank, there["place"]
@@ -137,7 +137,7 @@ def _finding_key(finding: Report) -> tuple[Any, ...]:
 MAX_EVENTS = 900  # one hour of one event every four seconds
 OVER_SECONDS, MAX_OVER = 600.0, 16  # ended groups are kept this long, at most this many
 MAX_TRENDS = 32  # groups with a trend: each takes 10 kB of a snapshot
-RESTART_SECONDS = 60.0  # after a restart of the server its groups may take so long to return, and the verdict tells it
+RESTART_SECONDS = 60.0  # after a restart of the server, in which its groups may return and verdicts mention it
 
 
 class _Watched:
@@ -150,7 +150,7 @@ class _Watched:
         self.restarted: float | None = None  # time of a restart of the server while it was running, if recent
         self.trend = Trend()
         self.layers = LayerHistory()
-        self.members: dict[int, Report] = {}  # before any was lost or left
+        self.members: dict[int, Report] = {}  # of the latest report before the group broke
         # What its verdict is about, since when, and the time of the verdict's step.
         self._told: tuple[object, float | None, float | None] | None = None
 
@@ -227,8 +227,8 @@ class SnapshotBuilder:
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._counts: Counter[str] = Counter()
         self._snapshot: Snapshot = {"server": "", "seconds": 0.0, "groups": []}
-        # The running groups in the order of the report, those that a restarted server does not know yet, and the ended
-        # ones, the latest first.
+        # First the running groups in the order of the report, then groups that a restarted server does not know yet,
+        # then ended groups, the latest first.
         self._watched: dict[Key, _Watched] = {}
 
     def update(self, now: float, report: Report) -> Snapshot:
@@ -272,7 +272,7 @@ class SnapshotBuilder:
         return {**found, "ranks": ranks_of(watched.group, found["members"])} if watched and found else None
 
     def _watch(self, now: float, report: Report) -> None:
-        """Record a report in the groups that it has, and keep those that it no longer has."""
+        """Record the groups of a report, and keep groups that it no longer has."""
         before, earlier = self._before, self._watched
         has_restarted = before is not None and before["server"] != report["server"]
         for watched in earlier.values():
@@ -326,7 +326,7 @@ def _rate(count: int, before: int | None, seconds: float) -> float | None:
 
 
 def _with_present_numbers(group: Report, finding: Report) -> Report:
-    """The finding; one of data with the present numbers of its layer, if its figures are known."""
+    """The finding; for one on data replace its numbers by the present ones of the layer, if these are known."""
     figures = group.get("figures", {"layers": ()})
     if finding.get("layer") not in figures["layers"] or "variance" not in finding or finding.get("cleared"):
         return finding
@@ -375,7 +375,7 @@ def _ratios(variances: NDArray[Any]) -> NDArray[Any]:
     order = np.argsort(variances, axis=1)
     by_size = np.take_along_axis(variances, order, 1)
     places = np.argsort(order, axis=1)
-    # Without the member at one place, the members from there on move down by one.
+    # Positions of the others' median. Without a member, later members move down by one.
     low, high = ((members - 2) // 2, (members - 1) // 2)
     others = sum(np.take_along_axis(by_size, at + (places <= at), 1) for at in (low, high)) / 2
     return variances / np.maximum(others, np.finfo(np.float32).tiny)

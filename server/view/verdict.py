@@ -20,13 +20,13 @@ Group = Mapping[str, Any]
 
 FINE, NOTICE, ATTENTION, BROKEN = range(4)  # severities; a notice is worth a look
 
-# A wait is unusual after a second, or after twice the time by which last ranks are late; at most after LONG_SECONDS.
+# A wait is unusual after WAIT_SECONDS or twice the p99 delay of last ranks, the longer; LONG_SECONDS always are.
 WAIT_SECONDS, LONG_SECONDS = 1.0, 10.0
 
-ENDS = {"fails": "failed", "is lost": "was lost", "leaves": "left"}  # what a rank did whose end broke the group
-# The server's text for a rank whose heartbeats stopped, with the seconds since the last one if known.
+ENDS = {"fails": "failed", "is lost": "was lost", "leaves": "left"}  # what the rank that broke the group did, by `how`
+# The server's text for a rank that sends no more heartbeats, with the seconds since the last one if known.
 NO_SIGN_OF_LIFE = re.compile(r"no sign of life(?: for (\d{1,9}\.\d) s)?")
-_FOLDER = re.compile(r"(?<=ipc://)\S+(?=/)")  # of an endpoint, which the page shows without it too
+_FOLDER = re.compile(r"(?<=ipc://)\S+(?=/)")  # of an endpoint; the page omits it too
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Verdict:
 
     state: str  # "healthy", "forming", "waiting", "slow", "data", "broken", "ended" or "silent"
     severity: int
-    text: str  # one sentence, whose start up to ": " or "; " can stand alone
+    text: str  # one sentence; its start up to ": " or "; " can stand alone
     since: float | None = None  # seconds since 1970
-    step: int | None = None  # since which it holds; of a slow rank when it was noticed
+    step: int | None = None  # the first with the problem; for a slow rank the step at which it was noticed
     rank: int | None = None  # the one concerned
     advice: str = ""  # what to do, as a short sentence
     flags: Mapping[int, str] = field(default_factory=dict)  # a word for each rank concerned
@@ -221,7 +221,7 @@ def _waiting(group: Group, now: float) -> Iterator[Verdict]:
 
 
 def held_share(group: Group) -> float:
-    """Share of the last minute that the others waited for the slowest rank; 0 unless a whole one was measured."""
+    """Share of the last minute that the others waited for the slowest rank; 0 unless a whole minute was measured."""
     is_whole = group.get("held_seconds", WINDOW_SECONDS) >= WINDOW_SECONDS
     return float(group.get("held", 0.0)) if is_whole else 0.0
 
@@ -245,7 +245,7 @@ def describe_finding(finding: Mapping[str, Any]) -> str:
         since = f"equal in all layers since step {finding['since']}"
         return f"Rank {rank} has the same data as rank {finding['other']}: {since}"
     numbers = {name: finding[name] for name in ("since", "variance", "shift", "part", "usual")}
-    numbers["layers"] = 1  # how many later layers differ changes; the map shows it
+    numbers["layers"] = 1  # leave out the number of later layers: it changes, and the map shows it
     return f"Rank {rank}'s data look different: {describe_outlier(finding['layer'], **numbers)}{at}"
 
 

@@ -74,7 +74,7 @@ class Guard:
             logger.error("view: %s failed: %s", log_line(scope["path"]), log_line(repr(error)))  # noqa: TRY400
 
     def _refusal(self, request: Request) -> Response | None:
-        """The answer to a request that does not reach the page; None for one with the token."""
+        """The response to a request that does not reach the page; None if cookie or header have the token."""
         # With the port, because browsers send a host's cookies to all its ports.
         port = request.headers.get("host", "").rpartition(":")[2]
         cookie = f"{COOKIE}_{port}" if port.isdecimal() and port.isascii() else COOKIE
@@ -137,8 +137,8 @@ MAX_STREAMS = 16  # at a time; each occupies one of anyio's 40 threads while it 
 SILENCE_SECONDS = 5.0  # maximum silence of a stream, to keep proxies connected and to detect closed readers
 END_SECONDS = 1  # for streams to end after Ctrl-C
 
-# Connections queued by the kernel and accepted together. A queue longer than the limit on open files makes asyncio log
-# a traceback for each.
+# Connections queued by the kernel and accepted together. Beyond the limit on open files asyncio logs a traceback for
+# each connection of the queue.
 BACKLOG = 32
 
 MIN_TOKEN = 16  # characters: 64 bits in hexadecimal
@@ -180,7 +180,7 @@ def _figures(names: tuple[str, ...], find: Callable[..., dict[str, Any] | None])
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; releases its place in any case, also if the reader leaves before the first one."""
+    """Server-sent events; releases its semaphore also if the reader disconnects before the first event."""
 
     def __init__(self, feed: Feed, streams: threading.BoundedSemaphore) -> None:
         super().__init__(_events(feed), media_type="text/event-stream")

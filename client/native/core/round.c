@@ -136,7 +136,7 @@ static int wait_for_all(const sbn_group *g, int64_t ns) {
 }
 
 static int is_finite(const double *values, int64_t size) {
-  /* NaN and infinity have all exponent bits set, so that adding one to them carries into the sign bit. */
+  /* NaN and infinity have all exponent bits set, so that adding one to the exponent carries into the sign bit. */
   uint64_t found = 0;
   for (int64_t k = 0; k < size; k++) {
     uint64_t bits;
@@ -183,7 +183,7 @@ static int add_up(sbn_group *g, double *total) {
     }
   }
   if (!is_finite(total, size)) return SBN_NOT_FINITE;
-  /* All members arrived after this one arrived at the previous turn; discard implausible times of other clocks. */
+  /* All arrived at this turn after this member's previous arrival; discard implausible times of other clocks. */
   const int64_t behind = g->came - latest;
   g->behind_ns = behind > 0 && g->came_before > 0 && behind <= g->came - g->came_before ? behind : 0;
   /* A member that escalated a later turn may have escalated this one too, while this member slept. */

@@ -40,7 +40,7 @@ SBN_API int sbn_version(void);
 SBN_API int sbn_level(int wanted);
 
 /* A layer's forward pass: computes the own row; runs the round, if there is a group; then computes the statistics, the
- * running statistics and y = (x - mean) * invstd * weight + bias. Returns the round's state. If this is not SBN_DONE, or
+ * running statistics and y = (x - mean) * invstd * weight + bias. Returns the round's state. If it is not SBN_DONE, or if
  * the whole batch has one value per channel, the pass ends after the round. Without rows it computes only y, with the
  * given statistics.
  *

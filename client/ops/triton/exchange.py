@@ -85,7 +85,7 @@ def fits(x: Tensor) -> bool:
 
 
 def _launch(tiling: Tiling, variant: tuple[Any, ...], grid: tuple[int, int, int], warps: int, *arguments: Any) -> None:
-    """Launch a variant of the kernel that is named first in it."""
+    """Launch a kernel; `variant`, its name and all that selects the compiled variant, is the key of the cache."""
     # `kernel[grid](...)` takes 80 µs of host time to find the compiled variant; the launch itself takes 10 µs. So the
     # variant is looked up once, and cached. Variants differ by types, None, numbers that are 1 or divisible by 16, and
     # addresses divisible by 16. Numbers follow from the input's shape, so each shape has its own cache.
@@ -141,7 +141,7 @@ class Pass:
         del self.rows, self.flags
 
     def write_row(self, dy: Tensor | None, x: Tensor, digest: int) -> tuple[Tensor, Tensor]:
-        """Compute the row, by a second kernel where the first one's programs add several splits.
+        """Compute the row; if several programs add the splits of a channel, a second kernel adds their sums.
 
         Returns the row, and the output for the rows of all ranks.
         """
@@ -170,7 +170,7 @@ class Pass:
     def finish_backward(
         self, weight: Tensor | None, of_weight: Tensor | None, of_bias: Tensor | None, *, has_round: bool
     ) -> None:
-        """Write the gradients of weight and bias that are not None and, after a round, the factors of the input's."""
+        """Write the gradients of weight and bias that are not None; after a round also the input gradient's factors."""
         vectors = _contiguous(weight), of_weight, of_bias
         self._finish("finish_backward", (self._forward, self.work), vectors, option=has_round)
 

@@ -72,7 +72,7 @@ def _store(pointers, values, mask):
 
 @triton.jit
 def _write_row(row, forward, digest, count, channels, there, C, center, first, second):
-    """Write the row of a round, given the sums about a center; in a backward round it is that of `forward`."""
+    """Write the row of a round from the sums about a center; a backward round has the center of `forward`."""
     if forward is None:
         at_least_one = tl.where(count > 0, count, 1.0)
         mean = center + first / at_least_one
@@ -194,7 +194,7 @@ def finish(work, rows, weight, bias, running_mean, running_var, tracked, C, rank
            eps: tl.float64, momentum: tl.float64, CLAMP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Compute the statistics from all rows, and update the running statistics.
 
-    A failed round gives NaN and updates nothing. An empty batch only increments `tracked`.
+    A failed round gives NaN and updates no running statistics. An empty batch only increments `tracked`.
 
     The flags follow `rows`, see `client.ops.device_errors`: one per row and block of channels, so that none needs to be
     set to 0 first; then one per block for too few values.
@@ -278,7 +278,7 @@ def finish_backward(forward, work, rows, weight, weight_gradient, bias_gradient,
 def affine(dy, x, y, forward, work, N, C, S, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
     """Write one tile and block of channels of the output, or with a gradient of the input's gradient.
 
-    It has the type and layout of x. `work` is the buffer of the pass: in a forward pass that is `forward`.
+    The output has the type and layout of x. `work` is the buffer of the pass, in a forward pass `forward` too.
     """
     channels, there = _channels(tl.program_id(1), C, BLOCK_C)
     vectors = work

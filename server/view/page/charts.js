@@ -5,7 +5,7 @@ import { shownLayer } from "./layers.js";
 
 const HEIGHT = 84;
 
-// Above so many ranks their range is drawn instead of a line for each.
+// Above this number of ranks their range is drawn instead of a line for each.
 const MANY = 64;
 
 const source = new Source("history");
@@ -31,8 +31,8 @@ class Chart {
     first("#time .charts").append(this.node);
   }
 
-  // Lines have values, a kind (usual, area or odd) and maybe a label at their end; `say` prints a value with its unit,
-  // `tell` the values at a moment.
+  // Lines have values, perhaps a kind (area or odd) and perhaps a label at their end; `say` prints a value with its
+  // unit, `tell` the values at a moment.
   draw({ title, seconds, lines, say, tell, low, high, from, to, marks, isOver }) {
     const { pen, width } = sized(this.canvas, HEIGHT);
     const { mark, hot, line, ink, soft, wash } = colours("mark", "hot", "line", "ink", "soft", "wash");
@@ -151,7 +151,7 @@ function draw(group, snapshot, layer) {
   for (const name of ["variances", "means"]) drawLayer(group, layer, name, span);
 }
 
-// A line for each rank: those with a finding are thick and named, of the others the range is told.
+// A thick, named line for each rank with a finding; thin lines for the others, or the range of more than MANY.
 function drawLayer(group, layer, name, span) {
   const node = chart(name);
   node.node.hidden = !layer;

@@ -21,8 +21,8 @@ const is = (value) => value !== null && value !== undefined && value !== false &
 export const icon = (name, level = "") =>
   el("svg", { class: `icon ${level}`, "aria-hidden": "true" }, el("use", { href: `#i-${name}` }));
 
-// Gives a parent these children. Nodes that are there already stay and get what has changed, so that focus, selection
-// and pointer survive each update; children with a key keep their node when the order changes.
+// Gives a parent these children. It updates existing nodes instead of replacing them, so that focus, selection and
+// pointer survive; children with a key keep their node when the order changes.
 export function render(parent, ...wanted) {
   const nodes = wanted.flat(2).filter(is);
   nodes.forEach((node, at) => {
@@ -60,7 +60,7 @@ export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-// Runs what may move or replace the focused element, and gives its successor the focus.
+// Runs `work`, which may move or replace the focused element, and focuses the element that has its key then.
 export function keepFocus(work) {
   const held = document.activeElement;
   const key = held?.dataset?.key;
@@ -70,7 +70,7 @@ export function keepFocus(work) {
   }
 }
 
-// Numbers with two digits and a unit.
+// Numbers as text.
 export const known = (value, say) => (value === null || value === undefined || Number.isNaN(value) ? "–" : say(value));
 export const whole = (value) => Math.round(value).toLocaleString("en").replaceAll(",", "\u202f");
 export const percent = (part) => (part > 0 && part < 0.01 ? "<\u20091%" : `${Math.round(100 * part)}%`);
@@ -97,7 +97,7 @@ export function headline({ text, severity }) {
   return (isShort ? `${head} ${next}` : head).replace(/[:;]$/, "");
 }
 
-// Findings of the data that hold now, by rank; of ranks with equal data nothing stands out.
+// Findings on data that still hold, by rank, except equal data: they show in no layer.
 export function skews(group) {
   const found = (group.findings ?? []).filter((one) => one.kind === "skew" && !one.cleared && one.other === undefined);
   return new Map(found.map((one) => [one.rank, one]));
@@ -118,7 +118,7 @@ export function floats(text) {
   return new Float32Array(bytes.buffer);
 }
 
-// A canvas as wide as its column and so many pixels high, sharp on any screen; returns what draws on it.
+// Makes a canvas as wide as its column and `height` pixels high, sharp on any screen; returns its context and width.
 export function sized(canvas, height) {
   const scale = window.devicePixelRatio || 1;
   const width = canvas.parentElement.clientWidth && canvas.clientWidth;
@@ -136,14 +136,14 @@ export function colours(...names) {
   return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 
-// Asks for JSON, again and again, for a tenth of the time at most: a map of many ranks takes long to fetch and draw.
+// Requests JSON repeatedly, at most a tenth of the time: a map of many ranks takes long to fetch.
 export class Source {
   constructor(path) {
     this.path = path;
     this.rests = 0;
   }
 
-  // What the view answers, or null: nothing is known, nobody answers, or it was asked a moment ago.
+  // The view's answer; null if it knows nothing, does not answer, or was asked a moment ago.
   async ask(names) {
     const begun = performance.now();
     const key = JSON.stringify(names);

@@ -1,5 +1,5 @@
 // The map of layers: a row for each rank, and in it a bar for each layer in the order of a step. Height and a dark cap
-// carry the meaning without colour. A cell stands out if its rank has a finding and the layer takes part in it.
+// carry the meaning without colour. A cell stands out if its rank has a finding and the layer shows it.
 
 import { Source, byId, colours, el, first, floats, median, percent, render, setText, sized, skews, times, two } from "./dom.js";
 import { flag, shownMembers } from "./ranks.js";
@@ -11,7 +11,7 @@ const TITLES = {
 };
 const CHIPS = 3;
 
-// Height of a row for so many ranks.
+// Number of ranks, and the height of a row up to it.
 const HEIGHTS = [[8, 34], [16, 24], [64, 14], [Infinity, 6]];
 
 const source = new Source("heat");
@@ -46,7 +46,7 @@ function decoded(answer) {
   return { ...answer, ...arrays, columns, usual };
 }
 
-// The layer of which the panels tell: chosen, or of what is wrong, or with most variance between ranks.
+// The layer that the panels show: the chosen one, else that of a problem, else that with most variance between ranks.
 export function shownLayer() {
   const { figures, group, layer } = shown;
   if (!figures) return null;
@@ -72,7 +72,7 @@ function cell(figures, view, layer, column) {
 
 const view = () => first("[name=view]:checked").value;
 
-// Until the reader has chosen one: what shows the finding best.
+// Chooses the view that shows the finding best, until the reader chooses one.
 function chooseView(group) {
   const skew = [...skews(group).values()].at(-1);
   const finding = skew ? JSON.stringify([skew.rank, skew.layer, skew.step]) : "";
@@ -109,7 +109,7 @@ const key = (name, text) => el("span", {}, el("i", { class: name }), text);
 
 function chips() {
   const { layers, eta2 } = shown.figures;
-  // They stay while the reader is among them.
+  // The chips stay while the focus or the pointer is on one.
   if (!shown.chips || !first("#layers .chips").matches(":focus-within, :hover")) {
     shown.chips = [...layers.keys()].sort((a, b) => eta2[b] - eta2[a]).slice(0, CHIPS).map((at) => layers[at]);
   }
@@ -175,7 +175,7 @@ function paint(members, height) {
   pen.strokeRect((shown.pointed?.layer ?? at) * wide, row * height, wide, tall);
 }
 
-// Where the first NaN or infinity came from.
+// Draws a cross where the first NaN or infinity came from.
 function cross(pen, members, height, wide, bad) {
   const { group, figures } = shown;
   const found = group.first_non_finite;
@@ -271,7 +271,7 @@ function layerInWords(at) {
 function rankInWords(at, rank) {
   const { part, variance, shift } = numbers(at, shown.figures.columns.get(rank));
   return (
-    `rank ${rank} brings ${percent(part)} of the variance between ranks, varies ${times(variance)} as much as the others, ` +
+    `${percent(part)} of the variance comes from the mean of rank ${rank}; it varies ${times(variance)} as much as the others, ` +
     `and its mean lies ${two(Math.abs(shift))} standard deviations ${shift < 0 ? "below" : "above"} theirs`
   );
 }

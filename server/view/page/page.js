@@ -26,7 +26,7 @@ const keyOf = (group) => JSON.stringify([group.job, group.group]);
 // Most jobs have one group.
 const nameOf = (group) => (group.group === "world" ? group.job : `${group.job}, ${group.group}`);
 
-// Without seconds that tick: a screen reader says it once.
+// The headline without durations, which tick: so a screen reader reads it once.
 const brief = (verdict) => headline(verdict).replace(/ (for )?[\d.]+\s(ms|s|min|h)( ago)?\b/g, "");
 
 // An endpoint without its folder.
@@ -92,13 +92,13 @@ function drawJobs(groups, shown) {
   if (shown) byId("picker").value = keyOf(shown);
 }
 
-// Since when a verdict holds: its time, or the step that the server names with about its time.
+// Since when a verdict holds: a time, or the step that the server names and its approximate time.
 function begun({ state, step, step_time: then, since }) {
   const time = (at) => `${clock(at)} (${span(Math.max(0, snapshot.time - at))})`;
   if (!["slow", "data"].includes(state)) return since && `since ${time(since)}`;
   const noticed = since && `noticed ${time(since)}`;
   if (step === null) return noticed;
-  // The server compares whole minutes.
+  // A slow rank is found over a whole minute.
   const seen = then || since;
   if (state === "slow") return `${seen ? `since ${clock(seen - 60)} or earlier; ` : ""}noticed at step ${whole(step)}`;
   return `since step ${whole(step)}${then ? `, about ${time(then)}` : noticed ? `; ${noticed}` : ""}`;
@@ -185,7 +185,7 @@ function draw() {
 
 const redraw = () => snapshot && draw();
 
-// Clicks on what is drawn anew are handled where it is drawn.
+// The containers listen for clicks: `render` does not copy listeners to the buttons in them.
 byId("jobs").addEventListener("click", (event) => {
   const button = event.target.closest("button");
   if (button) choose(button.dataset.key);
@@ -201,10 +201,10 @@ byId("banner").addEventListener("click", (event) => {
 });
 addEventListener("hashchange", redraw);
 
-// What a panel asks for by itself: more rows, another layer, figures that have come.
+// Panels send this event: to show more rows, another layer, or new figures.
 addEventListener("redraw", redraw);
 
-// A canvas has its size and its colours from when it was drawn.
+// A canvas keeps the size and the colours with which it was drawn.
 addEventListener("resize", redraw);
 for (const media of ["(prefers-color-scheme: dark)", "(forced-colors: active)"]) {
   matchMedia(media).addEventListener("change", redraw);
@@ -223,8 +223,8 @@ function follow() {
     draw();
   };
   source.onerror = () => {
-    fail("The view does not answer: below is its last word. Start statsd-bn view again, and open the link that it prints.");
-    // A browser comes again by itself where nobody answers, and never where it was refused.
+    fail("The view does not answer: below is its last state. Start statsd-bn view again, and open the link that it prints.");
+    // A browser reconnects by itself after a lost connection, but not after an error status.
     if (source.readyState === EventSource.CLOSED) refused();
   };
 }
@@ -235,7 +235,7 @@ async function refused() {
     const answer = await fetch("events", { signal: asked.signal });
     if (!answer.ok) fail(`The view says: ${await answer.text()}`);
   } catch {
-    // Nobody answers now, as the page says already.
+    // The view does not answer; the page says so already.
   }
   asked.abort();
   setTimeout(follow, AGAIN_MILLISECONDS);

@@ -16,7 +16,7 @@ export function shownMembers(group) {
 
 export const flag = (member) => member.flag && el("span", { class: `flag ${LEVELS[member.severity] ?? ""}` }, member.flag);
 
-// A bar and its number; what waits is hatched, so that the bars differ without colour.
+// A bar and its number; bars of waiting are hatched, so that the two kinds differ without colour.
 function bar(value, kind) {
   if (value === null || value === undefined) return "–";
   const filled = el("rect", { class: kind, width: `${Math.min(100, 100 * value)}%`, height: "100%", fill: kind === "waits" && "url(#hatch)" });
