@@ -61,11 +61,11 @@ STEPS: dict[str, Step] = {
 
 
 def step_without_a_look(rank: Any, how: str) -> int:
-    """Returns how often the running statistics have moved, in steps of which the later ones ask for no value."""
+    """Returns the number of updates of the running statistics; after the first step the host may read no value."""
     layer = _layer("bn", momentum=None)
     for number in range(3):
         x = torch.randn(SIZES[rank.rank], CHANNELS, 4, requires_grad=True)
-        # The ranks agree in the first, and room for the flags is made.
+        # In the first step the ranks agree, and buffers for the flags are allocated.
         with host_looks_at_nothing() if number else nullcontext():
             STEPS[how](layer, x)
     return int(layer.num_batches_tracked)
@@ -93,7 +93,7 @@ def look(_rank: Any, way: str) -> str:
 
 @contextmanager
 def behind() -> Iterator[Callable[[], None]]:
-    """The device is far behind the host until the function that this gives is called."""
+    """Makes the device lag behind the host until the yielded function is called."""
     is_filled = mock.Mock(return_value=False)
 
     def catch_up() -> None:
@@ -104,7 +104,7 @@ def behind() -> Iterator[Callable[[], None]]:
 
 
 def part_ways(rank: Any) -> tuple[bool, bool, str]:
-    """Rank 1 calls another layer than the others, in the third step; returns as `_call_and_look`."""
+    """Rank 1 calls another layer than the others, in the third call of a step; returns as `_call_and_look`."""
     layers = [_layer("stem.bn"), _layer("head.bn")]
     x = torch.randn(4, CHANNELS, 4, requires_grad=True)
     for layer in layers:
@@ -161,7 +161,7 @@ def add_negative_zeros(rank: Any) -> tuple[list[float], bool, float]:
 
 
 def with_one_on_the_host(rank: Any) -> tuple[bool, np.ndarray]:
-    """Rank 1's tensors are where no rows stay; returns whether rows stayed on devices, and the output."""
+    """Rank 1's input is on the host; returns whether rows stayed on devices, and the output."""
     layer = _layer("bn")
     here = mock.patch.object(device_rows, "are_on_devices", return_value=False) if rank.rank == 1 else nullcontext()
     made = []
@@ -177,7 +177,7 @@ def with_one_on_the_host(rank: Any) -> tuple[bool, np.ndarray]:
 
 
 def move_away(rank: Any) -> str:
-    """Later, rank 1's input is where no rows stay; returns its error."""
+    """Rank 1's second input is on the host; returns its error."""
     layer = _layer("bn")
     layer(sample(rank.rank))
     if rank.rank == 0:

@@ -1,4 +1,4 @@
-"""When flags are looked at, and who waits for it."""
+"""When flags are read, and which threads wait for them."""
 
 import threading
 from contextlib import contextmanager, nullcontext
@@ -10,7 +10,7 @@ from client.ops.device_errors import AsyncChecks, Slot
 
 
 def test_waiting_for_a_device_does_not_block_other_threads(monkeypatch):
-    """The round it waits for may want another rank, which waits for a round of another thread of this process."""
+    """The awaited round may need another rank, which waits for a round of another thread of this process."""
     checks, waits, has_come = AsyncChecks(), threading.Event(), threading.Event()
 
     def wait(_):

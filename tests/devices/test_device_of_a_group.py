@@ -25,7 +25,7 @@ class Backend:
 
 
 class Sent(Exception):
-    """A host message is moved to a device, which this machine lacks."""
+    """Raised instead of moving a host message to a device that this machine lacks."""
 
 
 class Destinations(TorchFunctionMode):

@@ -40,7 +40,7 @@ def test_replicas_give_the_same_bits_as_over_the_host(made, run, options, penalt
 
 
 def test_a_mini_batch_may_have_micro_batches_with_and_without_a_mask():
-    """Without one, and alone, the layer is torch's own."""
+    """Without a mask a process alone runs torch's own layer."""
     first, second = torch.randn(2, 6, 4)
     found = []
     for where in (nullcontext, rows_on_devices):

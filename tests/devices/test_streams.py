@@ -13,7 +13,7 @@ from support.transports import rows_on_devices
 
 
 class Streams:
-    """Fake streams, what has been entered, and what happens, in order."""
+    """The fake streams that are entered, innermost last, and the recorded events in order."""
 
     def __init__(self):
         self.current = []
@@ -97,7 +97,7 @@ def test_the_backward_pass_waits_for_the_stream_of_its_gradients_and_the_other_w
 
 
 def test_memory_is_held_until_the_other_stream_has_read_it(world):
-    """Gradients and their factors in the replicas' stream, results in autograd's."""
+    """The replicas' stream holds gradients, inputs and weights; autograd's holds the results."""
     _, events = step(world)
     computed = events.index(("backward", "replica 1's"))
     slice_, vector = (2, 4, 5), (4,)

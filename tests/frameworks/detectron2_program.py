@@ -33,7 +33,7 @@ class Network(nn.Module):
 
 
 class Trainer(DefaultTrainer):
-    """As the recipe in docs/frameworks.md, without what detectron2 writes and evaluates."""
+    """As the recipe in docs/frameworks.md, without detectron2's files and evaluation."""
 
     @classmethod
     def build_model(cls, cfg):
@@ -56,7 +56,7 @@ class Trainer(DefaultTrainer):
 
 
 def main(folder):
-    # What DefaultTrainer calls takes a GPU for granted.
+    # DefaultTrainer calls functions that assume a GPU.
     defaults.create_ddp_model = partial(defaults.create_ddp_model, device_ids=None)
     cfg = get_cfg()
     cfg.MODEL.META_ARCHITECTURE = "Network"

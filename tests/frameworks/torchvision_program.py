@@ -32,7 +32,7 @@ models: list["Parallel"] = []
 class Parallel(nn.parallel.DistributedDataParallel):
     """Leaves out the list of GPUs, which torch refuses for a model on the CPU, and keeps each step's statistics.
 
-    They are kept here because the script evaluates after each epoch, and then the wrapper gives all ranks rank 0's.
+    The script evaluates after each epoch, and then the wrapper gives all ranks rank 0's statistics.
     """
 
     def __init__(self, module, device_ids=None):  # noqa: ARG002
@@ -49,7 +49,7 @@ class Parallel(nn.parallel.DistributedDataParallel):
 
 
 class Repeatable(torchvision.datasets.ImageFolder):
-    """Augments an image the same way whichever rank loads it, and gives it in float64."""
+    """Augments an image in the same way on each rank, and returns it in float64."""
 
     def __getitem__(self, index):
         with torch.random.fork_rng(devices=[]):
@@ -59,7 +59,7 @@ class Repeatable(torchvision.datasets.ImageFolder):
 
 
 def run_on_the_cpu() -> None:
-    """Puts the CPU in the place of the GPU where the script names that whatever its options are."""
+    """Replaces the GPU by the CPU where the script needs a GPU with any options."""
     initialise, tensor = distributed.init_process_group, torch.tensor
     torch.cuda.set_device = lambda _: None
     distributed.init_process_group = lambda backend, **options: initialise("gloo", **options)  # noqa: ARG005

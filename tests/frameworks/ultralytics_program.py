@@ -31,7 +31,7 @@ class Parallel(nn.parallel.DistributedDataParallel):
 
 
 class OnTheCPU(DetectionTrainer):
-    """Keeps what its steps saw, and the running statistics that the first one left."""
+    """Records its steps' inputs, and the running statistics after the first step."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -81,7 +81,7 @@ def statistics(model):
 def train_on_the_whole_batch(trainer, steps):
     """The plain model's statistics after the first step and its state after the last, in one process.
 
-    The trainer's loss divides by what the labels of a rank's share weigh. So the loss here is the sum of the shares'
+    The trainer's loss divides by the weight of the labels in a rank's share. So the loss here is the sum of the shares'
     losses: the trainer multiplies each by the number of ranks, and DistributedDataParallel takes the mean.
     """
     model, options = trainer.beginning.train(), trainer.args
@@ -98,7 +98,7 @@ def train_on_the_whole_batch(trainer, steps):
 
 
 def in_shares(predictions):
-    """Splits whatever holds tensors along their first dimension, for each rank."""
+    """Splits all tensors in a structure along their first dimension, for each rank."""
     if isinstance(predictions, torch.Tensor):
         return predictions.chunk(RANKS)
     if isinstance(predictions, dict):

@@ -22,6 +22,6 @@ def inexact_sums_of_many(request: pytest.FixtureRequest, device: str) -> None:
 
 @pytest.fixture
 def infinity_in_a_moving_mean(request: pytest.FixtureRequest, device: str) -> None:
-    """Expects that torch's kernel may make NaN of infinity: it moves a mean by the distance of each value."""
+    """Expects that torch's kernel may make NaN of infinity: it moves a mean by each value's distance from it."""
     if device == "cuda":
         request.applymarker(pytest.mark.xfail(reason="torch's kernel makes NaN of infinity in its moving mean"))

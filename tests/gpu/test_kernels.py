@@ -1,4 +1,4 @@
-"""The tests of the kernels, by CUDA's operators; for those the CPU stands in in `tests/unit/client/test_kernels.py`."""
+"""The tests of the kernels with CUDA's operators; in `tests/unit/client/test_kernels.py` the CPU stands in for them."""
 
 import functools
 

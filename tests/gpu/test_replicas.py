@@ -13,7 +13,7 @@ from support.no_host import nobody_waits_for
 from support.replicas_on_devices import OPTIONS, RUNS, exchanges_noted, training
 from support.shards import assert_equal
 
-# Torch says so the first time that it is asked to refuse waits.
+# Torch warns the first time that a test makes it refuse host synchronisation.
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 
 

@@ -28,7 +28,7 @@ from support.cuda_stand_ins import as_on_cuda
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
-# The interpreter cuts bfloat16 off where a GPU rounds it.
+# The interpreter truncates bfloat16, and a GPU rounds it.
 TYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not IS_INTERPRETED)
 
 pytestmark = (
@@ -51,7 +51,7 @@ def _group_of_one(monkeypatch):
 
 @pytest.fixture
 def launch():
-    """The module, for its launches."""
+    """The module that launches the kernels."""
     return triton_exchange
 
 

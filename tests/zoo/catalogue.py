@@ -29,7 +29,7 @@ class Architecture:
 
     @property
     def family(self) -> str:
-        """What its name begins with, and its module where that says more."""
+        """The start of its name, after its module if that has another name."""
         found = FAMILY.match(self.name)
         start = found.group() if found else self.name
         return start if start == self.module else f"{self.module}: {start}"
@@ -59,7 +59,7 @@ def architectures(only: str = "") -> Iterator[Architecture]:
 
 
 def survey(architecture: Architecture) -> Survey:
-    """Makes a network, without memory for its numbers where it can be made so, and counts."""
+    """Counts parameters and layers of a network, built without memory for its numbers if possible."""
     for device in ("meta", "cpu") if architecture.library == "torchvision" else ("meta",):
         try:
             with torch.device(device):
@@ -81,7 +81,7 @@ def is_batch_norm(part: nn.Module) -> bool:
 
 
 def smallest(surveys: list[Survey]) -> list[Survey]:
-    """The smallest with batch norm of each family; one of which none could be made is there with its problem."""
+    """The smallest network with batch norm of each family; one with a problem if none of the family could be built."""
     families: dict[tuple[str, str], list[Survey]] = {}
     for found in surveys:
         families.setdefault((found.architecture.library, found.architecture.family), []).append(found)

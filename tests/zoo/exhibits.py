@@ -1,4 +1,4 @@
-"""Exhibit: a family of the zoo with what became of it; what processes send each other and the page is made of."""
+"""Exhibit: the result for a family of the zoo, which a process sends to the others and the page lists."""
 
 import gc
 import signal
@@ -14,7 +14,7 @@ from zoo.specimen import Unfit, specimens
 # The largest difference in float64 that rounding explains.
 BAR = 1e-6
 
-# What would be seen of a layer that is not synchronised; where it is less, nothing is proved.
+# The least difference that an unsynchronised network must show; with a smaller one equality proves nothing.
 VISIBLE = 1e-3
 
 # Time limit of a network.
@@ -69,10 +69,10 @@ def exhibit(survey: Survey) -> list[Exhibit]:
         found.append(
             Exhibit(**known, layers=survey.layers, problem=str(error), is_unfit=True, seconds=time.monotonic() - began)
         )
-    except Exception as error:  # noqa: BLE001 - the zoo goes on
+    except Exception as error:  # noqa: BLE001 - the zoo continues
         text = _first_line(f"{type(error).__name__}: {error}")
         found.append(Exhibit(**known, layers=survey.layers, problem=text, seconds=time.monotonic() - began))
-    gc.collect()  # modules know each other in rings
+    gc.collect()  # modules refer to each other in cycles
     return found or [Exhibit(**known, layers=survey.layers, problem="has no part that takes images", is_unfit=True)]
 
 

@@ -1,4 +1,4 @@
-"""Specimen: one network of the zoo in float64, without chance, with weights that let every layer count, and a batch."""
+"""Specimen: a deterministic network of the zoo in float64, with weights that let every layer matter, and a batch."""
 
 import copy
 from collections.abc import Iterator
@@ -16,15 +16,15 @@ BATCH = 5
 # Sides of the images that are tried, the network's own last.
 SIDES = (32, 64, 96, 128)
 
-# Networks with a last pooling for videos so large that a CPU would need many minutes. The pooling does not matter for
-# the comparison, so a smaller one replaces it.
+# Networks with a last pooling for large videos, which take a CPU many minutes. The comparison does not depend on the
+# pooling, so a smaller one replaces it.
 FIXED_POOLS = {"s3d"}
 
-# What of networks is compared that cannot be as a whole: a detector draws lots which boxes it learns from, and one of
-# optical flow computes where it looks in float32. The other parts of the latter have no batch norm.
+# The compared part of networks that cannot be compared as a whole: a detector samples its training boxes at random, and
+# optical flow computes positions in float32. The other parts of optical flow have no batch norm.
 PARTS = {"detection": "backbone", "optical_flow": "context_encoder"}
 
-# A factor below it is one that libraries begin branches with.
+# Constant parameters below it are the initial factors of branches, which would hide the branches.
 FAINT = 1e-2
 
 # Attributes that hold the probability of drop-out in one form or another.
@@ -45,7 +45,7 @@ class Specimen:
 
 
 def specimens(architecture: Architecture) -> Iterator[Specimen]:
-    """Makes the network ready, or those parts of it that take a batch."""
+    """Prepares the network, or its parts that take a batch."""
     torch.manual_seed(0)
     whole = architecture.build()
     if architecture.name in FIXED_POOLS:
@@ -72,7 +72,7 @@ class OfMaps(nn.Module):
 
 
 def prepare(model: nn.Module) -> None:
-    """Gives a network numbers that let every layer count, and takes its drop-out away."""
+    """Sets weights that let every layer matter, and disables drop-out."""
     model.double().train()
     without_chance(model)
     with torch.no_grad():
@@ -99,12 +99,12 @@ def tensors_of(outputs: object) -> list[Tensor]:
 
 
 def _fitting(model: nn.Module, candidates: Iterator[Inputs]) -> Inputs:
-    """The first inputs that the network takes, if it computes the same of them each time."""
+    """The first inputs that the network accepts; raises Unfit if its outputs vary between two runs."""
     refusals: list[str] = []
     for inputs in candidates:
         try:
             first, second = (_seeded(model, inputs, seed) for seed in range(2))
-        except Exception as error:  # noqa: BLE001 - a network says in many ways that an image is too small
+        except Exception as error:  # noqa: BLE001 - networks raise many errors for images that are too small
             refusals.append(f"{_sides(inputs)}: {type(error).__name__}: {error}".splitlines()[0][:100])
             continue
         if not all(map(torch.equal, first, second)):

@@ -66,7 +66,7 @@ def _is_of(known: Survey, found: Sequence[Exhibit]) -> bool:
 def in_processes(
     work: Callable[[T], Result], things: Sequence[T], jobs: int, lost: Callable[[T], Result]
 ) -> Iterator[Result]:
-    """Yields results as they come; a process that is killed costs its own thing its result, and no other."""
+    """Yields results as they come; only the thing whose process is killed has no result."""
     left = list(things)
     while left:
         done = []
