@@ -1,8 +1,8 @@
 """Message <-> bytes: one frame per message, as docs/protocol.md specifies it.
 
 A message is one frame instead of three, because each ZeroMQ frame costs about a system call. Values are raw numbers
-instead of msgpack floats: they become an array without a loop or a copy. Every member sends a Contribution and receives
-an Aggregate in each round, so these two have headers of fixed fields, which one `struct` call reads.
+instead of msgpack floats: they become an array without a loop or a copy. In each round over the server a member sends a
+Contribution and receives an Aggregate, so these two have headers of fixed fields, which one `struct` call reads.
 
 msgpack creates every object before it can be checked, and allocates as many items as an array announces. So the number
 of items is bounded in advance.

@@ -1,4 +1,4 @@
-"""Barrier at which the replica threads of one process meet in each layer.
+"""Barrier at which the replica threads of one process meet, in layers and for messages.
 
 All replicas share one autograd node, because a node that waited for its sibling would block the thread that has to run
 the sibling. As soon as no replica is running, the barrier combines their values, or raises in all waiting replicas.

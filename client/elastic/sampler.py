@@ -1,7 +1,7 @@
-"""ElasticSampler: yields each sample of an epoch once, however often the members change.
+"""ElasticSampler: each sample of an epoch counts once, however often the members change.
 
-After a change of members the samples that are not recorded as processed are split again. There is no padding, so no
-sample is seen twice, and the members' shares may differ by one.
+After a change of members the samples that are not recorded as processed are split again; those since the last commit
+are yielded again, since their updates are undone. There is no padding, so the members' shares may differ by one.
 """
 
 from collections.abc import Iterator, Sequence, Sized

@@ -33,8 +33,8 @@ from statsd_bn.round_key import RoundKey, advice_for
 from statsd_bn.text import MAX_ROWS, Row, TableSection, error_text
 
 # How long members must stay stuck without a change. The server sees a member's other threads only once they contribute:
-# overlapping models reach their rounds some milliseconds apart, in any order. A deadlock is reported within a second,
-# TICK_SECONDS of the service included.
+# overlapping models reach their rounds some milliseconds apart, in any order. A deadlock of members with one thread is
+# reported within a second, TICK_SECONDS of the service included.
 QUIET_SECONDS = 0.5
 
 # The limit for a member that had more concurrent rounds in a group than it has now: its other thread may be in the
