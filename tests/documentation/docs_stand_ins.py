@@ -12,7 +12,7 @@
 | `train` | a function that ends with the `ReplicaLost` in `lost`, for pages about errors |
 | `Module`, `module` | a LightningModule of all that, in a block with a `Trainer` |
 | `model`, `dataset` | a model that returns its loss, and its images and labels, in a block with `transformers` |
-| `horovod.torch` | where Horovod is not installed, who a process is and an optimizer that reduces nothing |
+| `horovod.torch` | where Horovod is not installed, `rank`, `size` and an optimizer that reduces nothing |
 """
 
 import importlib.util
@@ -44,7 +44,7 @@ model = nn.Sequential(
     nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)
 )
 if not torch.cuda.is_available():
-    model.cuda = lambda: model  # the page speaks to readers who have one
+    model.cuda = lambda: model  # the page's readers have a GPU
 criterion = nn.CrossEntropyLoss()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

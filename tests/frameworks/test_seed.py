@@ -28,7 +28,7 @@ OF_REPLICAS_IN_TRAINING = {"testSyncBatchNormSyncTrain", "testSyncBatchNorm2DSyn
 
 @pytest.fixture(autouse=True)
 def without_gpus(monkeypatch):
-    for name in ("unittest", "batchnorm_reimpl"):  # of which we have no module; the tests import helpers from them
+    for name in ("unittest", "batchnorm_reimpl"):  # we lack these modules; the tests import helpers from them
         monkeypatch.setitem(sys.modules, f"client.{name}", seed_helpers)
     replicas = partial(virtual_replicas, client.DataParallelWithCallback)
     monkeypatch.setattr(client, "DataParallelWithCallback", replicas)

@@ -1,4 +1,4 @@
-"""torchvision's `references/classification/train.py` with the recipe equals one process on the whole batch."""
+"""torchvision's training script, changed as docs/frameworks.md says, equals one process on the whole batch."""
 
 import importlib.util
 import os
@@ -50,7 +50,7 @@ def test_two_processes_train_as_one_on_the_whole_batch(tmp_path, whole):
     assert len(first["steps"]) == STEPS
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     torch.testing.assert_close(first, whole, rtol=TOLERANCE, atol=TOLERANCE)
-    assert furthest(whole["steps"][-1], whole["steps"][0]) > 1e-2  # it has gone on
+    assert furthest(whole["steps"][-1], whole["steps"][0]) > 1e-2  # the weights moved
 
 
 def test_without_the_recipe_the_ranks_differ(tmp_path, whole):

@@ -21,7 +21,7 @@ from support.paths import ROOT, TESTS
 CLONE_NEWNET = 0x40000000
 PORT = 5555
 
-# The members' and the server's processes, far above what any scenario takes.
+# Limit of a wait for a process, far above what any scenario takes.
 WAIT_SECONDS = 300.0
 
 _names = itertools.count()

@@ -75,7 +75,7 @@ class Process(SimulatedProcess):
         self.spans: list[Span] = []
         self.has_connected = False
         self.joined_late = False
-        # Whether the group has been begun anew by others since it was in it.
+        # Whether others have begun the group anew since this member was in it.
         self.is_of_before = False
         self.rounds = 0
         # Start of the current silence; infinite before the first frame to the server.
@@ -103,7 +103,7 @@ class Process(SimulatedProcess):
         return max(self._longest_silence, min(self.world.clock.now, self.ended) - self._silent_since)
 
     def is_through(self, key: RoundKey, then: float) -> bool:
-        """Whether it lives, has been through with a round since that time, and could say so."""
+        """Whether it lives, ended the round before that time, and was not frozen since."""
         if self.result is not None or self.frozen_until > then:
             return False
         return any(outcome.key == key and 0.0 < outcome.ended < then for outcome in self.outcomes)
@@ -223,7 +223,7 @@ class Process(SimulatedProcess):
 
     def _faults(self, kind: str, step: int = 0, place: int | None = None) -> list[Fault]:
         if not self._own_faults:
-            # So it is for most, and each turn asks several times.
+            # Most members have none, and each step asks several times.
             return self._own_faults
         return [
             fault

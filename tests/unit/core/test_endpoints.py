@@ -38,7 +38,7 @@ def environ(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     monkeypatch.delenv("STATSD_BN_BIND", raising=False)
     monkeypatch.delenv("STATSD_BN_ENDPOINT", raising=False)
-    tmp_path_factory.getbasetemp()  # it is made among the temporary files
+    tmp_path_factory.getbasetemp()  # pytest makes it in `tempdir`, changed below
     # Hide a server of the user who runs the tests.
     monkeypatch.setattr(endpoints, "RUNTIME_FOLDERS", Path("/nowhere"))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -201,7 +201,7 @@ def test_a_socket_or_folder_of_another_user_is_refused_by_clients(environ, name,
 @pytest.mark.parametrize("name", CLIENTS)
 @pytest.mark.parametrize("endpoint", ["ipc://@abstract", "ipc://@", "ipc://*"])
 def test_a_socket_in_no_folder_is_refused_by_both_sides(name, endpoint, capsys):
-    """Every user of the host could connect, and end the server by floods of ZMTP's PING that break off."""
+    """Every user of the host could connect, and end the server by floods of PING on connections that break off."""
     for use in (lambda: CLIENTS[name](endpoint), lambda: command.main(["--insecure", "--bind", endpoint])):
         kind = "a random path" if endpoint == "ipc://*" else "an abstract socket"
         told = f"expected ipc://PATH in a folder that other users cannot write to, got '{endpoint}', {kind}"

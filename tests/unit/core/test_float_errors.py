@@ -32,7 +32,7 @@ def test_numpy_warns_again_after_an_error():
     def fail():
         raise ValueError
 
-    with pytest.raises(ValueError):  # noqa: PT011 - its own
+    with pytest.raises(ValueError):  # noqa: PT011 - raised above
         fail()
     with pytest.warns(RuntimeWarning, match="invalid value"):
         difference.__wrapped__()
