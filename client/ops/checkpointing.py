@@ -97,7 +97,7 @@ exchange_cache = ExchangeCache()
 def _first_of_node(call: Exchange, near: list[Exchange]) -> Exchange:
     """The next call in program order, if a node of a compiled graph has run several with equal moments."""
     first = call.positions[0]
-    if not first.is_inside_node or len(call.local) > 1:  # replicas have threads of their own, with other numbers
+    if not first.is_inside_node or len(call.local) > 1:  # as in `_distance_to`
         return call
     of_node = [other for other in near if other.positions[0] == first and len(other.local) == 1]
     return min(of_node, key=lambda other: (len(other.positions), other.number))
@@ -108,7 +108,7 @@ def _distance_to(node: Any, call: Exchange) -> float:
     if node is None or len(call.local) > 1:  # the threads of replicas number their nodes separately
         return 0.0
     number = node._sequence_nr()  # noqa: SLF001 - as above
-    # A call inside a node is recomputed by that node, which is older than the call; any other call by a newer node.
+    # A call inside a node is recomputed by that older node; any other call by a newer one.
     distances = (nr - number if is_inside_node else number - nr + 1 for nr, is_inside_node in call.positions)
     return min((distance for distance in distances if distance > 0), default=math.inf)
 
@@ -137,8 +137,8 @@ def _distance(first: ChannelMoments, again: ChannelMoments) -> float:
 
 _autograd: Any = torch._C._autograd  # noqa: SLF001 - `torch.autograd.graph` can add hooks, but not list them
 
-# Returns a thread's innermost hooks for saved tensors, the functions that pack and unpack what its nodes save for
-# backward; or None. Torch 2.6 and 2.7 do not have it.
+# Returns a thread's innermost hooks for saved tensors (they pack and unpack what nodes save for backward), or None.
+# Torch 2.6 and 2.7 do not have it.
 _top: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
 
 

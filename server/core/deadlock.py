@@ -33,16 +33,16 @@ from statsd_bn.round_key import RoundKey, advice_for
 from statsd_bn.text import MAX_ROWS, Row, TableSection, error_text
 
 # How long members must stay stuck without a change. The server sees a member's other threads only once they contribute:
-# overlapping models reach their rounds some milliseconds apart, in any order. A deadlock of members with one thread is
-# reported within a second, TICK_SECONDS of the service included.
+# models in several threads reach their rounds milliseconds apart, in any order. A deadlock of members with one thread
+# is reported within a second, TICK_SECONDS of the service included.
 QUIET_SECONDS = 0.5
 
 # The limit for a member that had more concurrent rounds in a group than it has now: its other thread may be in the
 # middle of a long step. Deadlines are far longer than this.
 THREADED_QUIET_SECONDS = 10.0
 
-# An error lists this many positions, those with most members first: a longer list would hide the odd one out. The
-# fields of an error list this many members for each position.
+# An error lists this many positions, those with most members first, so that its text stays short. The fields of an
+# error list this many members for each position.
 MAX_POSITIONS, MAX_LISTED_MEMBERS = 8, 64
 
 UNKNOWN_MEMBER = -1  # stands for a rank that has not registered and may be running; ranks are not negative
@@ -112,7 +112,7 @@ def _has_arrived(other: StackSample, blocked: StackSample, collective: StackRepo
 
 
 def _is_elsewhere(other: StackReport, blocked: StackReport) -> bool:
-    """Whether the position of a member with the same count contradicts the collective of the blocked one."""
+    """Whether the position of a member with at least that count contradicts the blocked one's collective."""
     if not other.in_collective:
         return blocked.collective in SYNCHRONIZING
     # Both counts are of the same process group: a blocked member reports only one.
@@ -186,9 +186,9 @@ def _waits(masters: Sequence[SyncMaster]) -> Iterator[Wait]:
     for master in masters:
         for round_ in master.open_rounds.values():
             since = {member: future.since for member, future in round_.futures.items() if future.peer}
-            # A round without missing members waits for a newcomer, because its group lost its quorum.
+            # A round without missing members waits for a newcomer, because its group has fewer than `min_members`.
             yield Wait(master, round_.key, since, round_.missing or (UNKNOWN_MEMBER,))
-        if master.membership.is_filling:  # members that return to a restarted server may be running
+        if master.membership.is_filling:  # not after a restart: members that return may be running
             arrived = {member: contributor.since for member, contributor in master.membership.contributors.items()}
             yield Wait(master, None, arrived, _candidates(master, masters))
         if returning := {one.member: one.since for one in master.membership.rejoining}:

@@ -80,7 +80,7 @@ class Dispatcher:
                 case messages.Leave():
                     return Received(self._registry.leave(now, message.session, message.cause))
                 case messages.Register():
-                    if session:  # a refused member, as of a broken group, is alive as well
+                    if session:  # even a member that will be refused is alive
                         session.record_message(now, peer)
                     replies = self._registry.register(now, message, peer, principal)
                 case _ if session:
@@ -117,7 +117,7 @@ class Dispatcher:
             case messages.Heartbeat():
                 master.record_heartbeat(now, contributor, message)
         if isinstance(message, messages.Heartbeat | messages.StackReport) and contributor.results_pending:
-            # The member registers again and sends them.
+            # The error makes the member register again and send its results.
             return [(peer, encode_failure(self._registry.error_for(message.session)))]
         return []
 
@@ -216,7 +216,7 @@ class Dispatcher:
         return [(other, self.probe) for other in self._registry.sessions.unreachable(now, peer)]
 
     def shutdown_notices(self) -> list[Reply]:
-        """Failures for all members, sent before those of `stop`; a busy member reads it before its next round."""
+        """Failures for all members, sent before those of `stop`; a busy member reads its own before its next round."""
         stopped = MasterStopped("the server stopped because the process that started it ended")
         sessions = self._registry.sessions.values()
         return [(one.contributor.peer, encode_failure(one.master.membership.lost or stopped)) for one in sessions]

@@ -20,7 +20,7 @@ FUTURE_BYTES = 128  # of each member in a round: 94
 MEMBER_BYTES = 3072  # contributor, session record, liveness and reports: 2,500
 GROUP_BYTES = 8192  # without members: 6,500
 EXPECTED_BYTES = 96  # of an expected member after a server restart: a number in a set
-RUN_BYTES = 128  # of ranks in a result: two small tuples
+RUN_BYTES = 128  # of consecutive ranks in a result: two small tuples
 
 
 def _option(default: float, reason: str, most: float | None = None, least: float = 1) -> Any:
@@ -107,7 +107,7 @@ class QuotaUsage:
             raise self.exceeded(text, most, "groups")
 
     def check_tenant_groups(self, tenant: str, its_groups: int, groups: int) -> None:
-        """Raise LimitExceeded if a tenant has too many groups, or as many as are free for the others."""
+        """Raise LimitExceeded if a tenant has too many groups, or at least as many as are free."""
         most = min(self.quota.max_tenant_groups, self.quota.max_groups - groups)
         if its_groups >= most:
             what = "groups of a tenant"

@@ -74,7 +74,7 @@ def on_the_cpu() -> Iterator[None]:
 
 @contextmanager
 def as_on_cuda(device: str) -> Iterator[None]:
-    """Has the CPU stand in for CUDA: rows stay on it, and are computed by CUDA's operators. On CUDA nothing changes."""
+    """Has the CPU stand in for CUDA: rows stay on it, stand-ins replace CUDA's operators. On CUDA nothing changes."""
     if device == "cuda":
         yield
         return
