@@ -286,7 +286,7 @@ def register_conversion(original: type[nn.Module], convert: Conversion) -> None:
     Args:
         original: the class of the layers, and of subclasses without a conversion of their own.
         convert: takes a layer and returns the module that replaces it, which may be the same one. A different module
-            is used unchanged, with all its children. Keep parameters and buffers that an optimizer may already hold.
+            is used unchanged, with all its children. Keep the parameters: an optimizer may already hold them.
 
     Raises:
         TypeError: `original` is not a class of modules, or `convert` is not callable.

@@ -364,7 +364,7 @@ class Connection:
             )
 
 
-# A process has at most one. Without one its layers synchronise over the replicas of the process.
+# A process has at most one. Without one its layers use torch's default process group, or only the process's replicas.
 _current: Connection | None = None
 
 

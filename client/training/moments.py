@@ -151,7 +151,7 @@ class RunningMoments(nn.Module):
     Attributes:
         count: buffer, int64: the number of values.
         mean: buffer, float64, of `shape`: the mean; 0 before the first update.
-        var: buffer, float64, of `shape`: the variance, divided by `count`; 1 before the first update.
+        var: buffer, float64, of `shape`: the variance with divisor `count`; 1 before the first update.
         shape: the shape as a tuple.
         group: the group; for a process group of torch its name and size.
 
