@@ -93,14 +93,11 @@ class RoundsOnDevice:
 @contextmanager
 def rounds_on_device() -> Iterator[RoundsOnDevice]:
     """Counts the rounds of this process whose rows stay on the device."""
-    found = RoundsOnDevice()
+    found, run_row = RoundsOnDevice(), device_rows.run_row
 
-    def counted(run: Callable[..., Any]) -> Callable[..., Any]:
-        def count(*given: Any, **named: Any) -> Any:
-            found.number += 1
-            return run(*given, **named)
+    def counted(*given: Any, **named: Any) -> Any:
+        found.number += 1
+        return run_row(*given, **named)
 
-        return count
-
-    with mock.patch.multiple(device_rows, run=counted(device_rows.run), run_row=counted(device_rows.run_row)):
+    with mock.patch.object(device_rows, "run_row", counted):
         yield found

@@ -170,7 +170,7 @@ def run(
         key = run_row(transport, write, key, phase)
         rows, mismatched = messages[:, 1:], messages.view(torch.int64)[::capacity, 0] != digests[0]
     else:
-        key = key or transport.key(0, 0, phase)
+        key = run_row(transport, lambda _: (rows, rows), key, phase)
     total = sum_rows(rows, local.values.shape[1:])
     return DeviceAggregate(key, *total, rows, ranks_of(transport), mismatched)
 
