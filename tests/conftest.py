@@ -46,10 +46,10 @@ from support.transports import CHOSEN, ON_DEVICE, PROCESS_GROUP, WATCHED, rows_o
 MEMBERS = 4
 WAIT_SECONDS = 100.0
 
-# For the end of a test that has timed out and its fixtures, and for the end of pytest after the last test.
+# Limit for the teardown of a test that has timed out, and for pytest's exit after the last test.
 ENDING_SECONDS = 200.0
 
-# On a busy machine a process may stall for seconds, and a compiler holds Python's lock: no member is lost for that.
+# On a busy machine a process may stall for seconds, and a compiler holds Python's lock: neither may lose a member.
 # Tests of lost members have their own servers.
 SILENCE_SECONDS = 60.0
 
@@ -61,13 +61,13 @@ settings.load_profile("tests")
 PROCESSES = {"company", "launch", "pool", "python", "workers"}
 ALONE = {"honest_job_beside"}
 
-# Words by which scripts/test finds the files of the latter.
+# scripts/test finds files with tests that run alone by these words.
 ALONE_WORDS = re.compile(r"honest_job_beside|mark\.alone")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
-    """Marks the tests that use them; tests that start such processes by themselves say so."""
+    """Marks tests by their fixtures; a test that starts such processes without a fixture has the mark already."""
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
         if fixtures & PROCESSES:
@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.alone)
         if item.get_closest_marker("alone") and not ALONE_WORDS.search(item.path.read_text()):
             raise pytest.UsageError(f"{item.nodeid} is alone: expected {ALONE_WORDS.pattern} in its file")
-    result = yield  # the others are deselected
+    result = yield  # pytest deselects tests by their marks
     if hasattr(config, "workerinput"):
         items[:] = _dealt(items, config.workerinput["workercount"])
     return result
@@ -100,7 +100,7 @@ def _dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Ends this process if the timeout's exception does not end the test: in a call of C, or in a later fixture."""
+    """Ends this process if the timeout's exception cannot end the test, as in a call into C or in a later fixture."""
     _watch(item)
     try:
         return (yield)
@@ -122,7 +122,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def _watch(item: pytest.Item) -> None:
     mark, option = item.get_closest_marker("timeout"), item.config.getoption("timeout")
     seconds = float(mark.args[0] if mark else item.config.getini("timeout") if option is None else option)
-    if seconds:  # 0 is for a debugger
+    if seconds:  # 0 means no limit, for a debugger
         _end_process_in(seconds + ENDING_SECONDS, item.config)
 
 
@@ -262,7 +262,7 @@ class Rank:
 
     @property
     def member(self) -> "Rank":
-        """The same attribute as that of a connection."""
+        """Programs read `process.member.rank`, whether they get a connection or a `Rank`."""
         return self
 
 

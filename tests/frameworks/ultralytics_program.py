@@ -81,8 +81,9 @@ def statistics(model):
 def train_on_the_whole_batch(trainer, steps):
     """The plain model's statistics after the first step and its state after the last, in one process.
 
-    The trainer's loss divides by the weight of the labels in a rank's share. So the loss here is the sum of the shares'
-    losses: the trainer multiplies each by the number of ranks, and DistributedDataParallel takes the mean.
+    A rank's loss is divided by the weight of the labels in its share, and multiplied by the number of ranks before
+    DistributedDataParallel averages the gradients. This process gets the same gradients from the sum of the shares'
+    losses.
     """
     model, options = trainer.beginning.train(), trainer.args
     optimizer = trainer.build_optimizer(model, options.optimizer, options.lr0, options.momentum, options.weight_decay)

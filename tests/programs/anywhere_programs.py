@@ -118,7 +118,7 @@ def gradient_as_bucket_view() -> None:
 
 
 def no_sync() -> None:
-    """After a pass without a reduction torch broadcasts nothing for a pass."""
+    """Torch broadcasts no buffers in a pass that follows one under `no_sync`."""
     model = DistributedDataParallel(client.convert_model(Network()))
     counted = broadcasts(model)
     with client.connect():
@@ -213,14 +213,14 @@ def say_mean(network: nn.Module) -> None:
 
 
 def local() -> None:
-    """Each rank takes the machine in MACHINES for its own, since a test has only one."""
+    """Each rank claims to run on the machine that MACHINES lists for it; the test has only one."""
     machines, rank = os.environ["MACHINES"].split(","), distributed.get_rank()
     inputs = [torch.randn(8, 3, generator=torch.Generator().manual_seed(each)) for each in range(len(machines))]
     expected = nn.BatchNorm1d(3)
     expected(torch.cat([inputs[each] for each, machine in enumerate(machines) if machine == machines[rank]]))
     with client.connect() as connection:
         groups.BOOT_ID = Path(machines[rank])
-        for group in ("local", None):  # unknown to the ranks when the first layer runs
+        for group in ("local", None):  # the ranks find "local" in the first layer's forward pass
             layer = client.SynchronizedBatchNorm1d(3, group=group or client.local_group())
             torch.compile(layer, backend="aot_eager", fullgraph=True)(inputs[rank])
             torch.testing.assert_close(layer.running_var, expected.running_var)

@@ -22,7 +22,7 @@ def _run(network: Network, compiled: Callable[[torch.Tensor], torch.Tensor], x: 
 
 
 def train(connection: client.Connection, seed: int, ranks: int, backend: str) -> Results:
-    """One rank's part of a network, compiled: two steps with other batches."""
+    """Trains a compiled network on one rank's share of each batch; returns the rank's results."""
     torch.compiler.reset()
     network = Network(seed, ranks)
     model = client.convert_model(network.model())
@@ -42,9 +42,8 @@ class _Recorded:
 
     def __init__(self, layer: str, rounds: list[Round], calls: dict[str, int]) -> None:
         self.transport, self.rounds, self.calls = LocalPipe(layer), rounds, calls
-        self.rank = (
-            self.transport.rank
-        )  # kernels that do nothing leave memory as it is, which may be of no finite numbers
+        # For reports of NaN: kernels that do nothing leave uninitialised memory.
+        self.rank = self.transport.rank
 
     def run_slave(self, rows, key=None, **named):
         if key is None:
@@ -67,7 +66,7 @@ def _no_kernel(*_, **__):
 
 
 def rounds_of(network: Network, *, is_compiled: bool) -> list[list[Round]]:
-    """The rounds of each rank's first step in their order; ranks with batches of one size share the code."""
+    """Each rank's rounds of the first step, in order; ranks with equally large shares run the same code."""
     by_size: dict[int, list[Round]] = {}
     for x in network.inputs(0):
         if len(x) in by_size:
@@ -87,7 +86,7 @@ def rounds_of(network: Network, *, is_compiled: bool) -> list[list[Round]]:
 
 
 def without_machine_code() -> mock._patch:
-    """Lets inductor do everything but call the C++ compiler: its kernels do nothing, its order is the real one."""
+    """Has inductor skip the C++ compiler: kernels do nothing, and are called in the real order."""
     from torch._inductor.async_compile import AsyncCompile  # noqa: PLC0415 - takes seconds to import
 
     return mock.patch.object(AsyncCompile, "cpp_pybinding", _no_kernel)

@@ -101,7 +101,7 @@ def train(part: Part, pipe: Pipe, progress: Any) -> str:
 
 
 def digest_of(model: nn.Module) -> str:
-    """The digest of the state; raises on NaN, which would have equal bits after any error."""
+    """The digest of the state; raises on NaN, since all members that ended with NaN would have equal digests."""
     digest = hashlib.sha256()
     for name, value in model.state_dict().items():
         if not value.isfinite().all():

@@ -1,4 +1,4 @@
-"""Trains a compiled network of several of DDP's buckets: `torchrun compiled_ddp_program.py FILE BACKEND`."""
+"""Trains a compiled network with several of DDP's buckets: `torchrun compiled_ddp_program.py FILE BACKEND`."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ STEPS = 3
 SIZES = (5, 3)
 WIDTH = 512
 
-# In MB; a weight of WIDTH x WIDTH in float64 has 2. No bucket is smaller than DDP's first, of 1 MB.
+# In MB: less than a weight of WIDTH x WIDTH in float64, which has 2, and more than DDP's first bucket, which has 1.
 BUCKET = 1.5
 
 WRAPPED = ("compiled inside", "compiled outside")

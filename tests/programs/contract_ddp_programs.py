@@ -19,7 +19,7 @@ def on_the_whole_batch(mode: Mode) -> Seen:
 
 
 def under_ddp(rank: Any, mode: Mode, job: Job | None) -> Seen:
-    """One rank's share; a bucket for every few parameters has gradients reduced while our layers exchange."""
+    """One rank's share. The buckets are small, so DDP reduces gradients while our layers exchange."""
     with perhaps(job):
         model = client.convert_model(network(mode))
         parallel = keep(DistributedDataParallel(model, bucket_cap_mb=0.0005, **dict(mode.options)))
@@ -42,7 +42,7 @@ SHARES = (2, 3, 1)
 
 
 def with_uneven_inputs(rank: Any, batches: Sequence[int], job: Job) -> Seen:
-    """Two passes over as many batches as this rank has, under torch's `Join` and ours; the state at the end."""
+    """The state after two passes over this rank's batches, under torch's `Join` and `client.join`."""
     mine = rank.rank
     with job.connect():
         model = client.convert_model(network(Mode()))

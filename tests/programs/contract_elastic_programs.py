@@ -76,7 +76,7 @@ def loss_of(model: nn.Module, samples: Tensor) -> Tensor:
 
 
 def live(endpoint: str, folder: str, rank: int, says_why: bool) -> Life:
-    """One member's life; `says_why`: whether the leaver's exception ends its connection, or it leaves in good order."""
+    """One member's life; with `says_why` the leaver's exception ends its connection, else it leaves in good order."""
     called = Path(folder) / "newcomer"
     if rank == NEWCOMER:
         _wait_for(called.exists)

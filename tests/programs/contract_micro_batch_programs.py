@@ -1,6 +1,6 @@
 """Micro-batches on the ranks of the contract's tests, in a pipeline of two stages, and the same with `nn.BatchNorm`.
 
-Outputs and gradients equal each micro-batch's of all ranks, running statistics the whole mini-batch's.
+Outputs and gradients equal those of each micro-batch over all ranks, running statistics those of the mini-batch.
 """
 
 import copy
@@ -98,7 +98,7 @@ def in_one_process() -> Seen:
 
 
 class Pipeline:
-    """Two stages in one process; what goes from one to the other is cut out of the graph, as between two processes."""
+    """Two stages in one process; tensors between them are detached from the graph, as between two processes."""
 
     def __init__(self, model: nn.Sequential, reentrant: bool | None) -> None:
         self._first, self._second = model

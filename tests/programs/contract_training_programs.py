@@ -42,7 +42,7 @@ def loop(samples: int = 12) -> Any:
 
 
 def split_loaders(_rank: Any, job: Job | None) -> Values:
-    """The samples that each loader of this rank gives: of three epochs, the last one as the first."""
+    """This rank's samples from each loader; from the training loader for the epochs 0, 1 and 0 again."""
     training = loop()
     with perhaps(job):
         handler = client.DDPHandler(training)

@@ -102,7 +102,7 @@ def process_group(store: str, connection: client.Connection) -> Iterator[None]:
 
 @contextmanager
 def process_group_of(store: str, rank: int, size: int) -> Iterator[None]:
-    # Gloo's threads may also abort an interpreter that is being torn down (pytorch#190489). So this one's is not.
+    # Gloo's threads may also abort an interpreter during its teardown (pytorch#190489), so the process skips it.
     atexit.register(os._exit, 0)
     distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS)
@@ -117,7 +117,7 @@ def process_group_of(store: str, rank: int, size: int) -> Iterator[None]:
 
 
 def _train(run: Any, model: nn.Module, mode: Mode, data: Callable[[int], Batch], ranks: int, steps: int) -> Seen:
-    """Trains `model` through `run`, which averages over so many ranks."""
+    """Trains `model` through `run`, which averages gradients over `ranks` ranks."""
     seen: Seen = {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(steps):
@@ -135,14 +135,14 @@ def _train(run: Any, model: nn.Module, mode: Mode, data: Callable[[int], Batch],
 
 
 def _accumulates(run: Any, step: int, part: int, mode: Mode) -> bool:
-    """All micro-batches but the last, except in the first step of a static graph, as torch demands."""
+    """Whether a micro-batch runs under `no_sync`: not the last, and none in a static graph's first step."""
     is_last = part == mode.micro_batches - 1
     is_first_of_static = step == 0 and "static_graph" in dict(mode.options)
     return isinstance(run, DistributedDataParallel) and not is_last and not is_first_of_static
 
 
 def _gradients(model: nn.Module, step: int) -> Seen:
-    """Nothing where a parameter has none: DDP makes it zero, and a plain model leaves it out."""
+    """Zeros for a parameter without a gradient: DDP gives it zeros, and a plain model None."""
     return {
         f"gradient {step} of {name}": torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
         for name, parameter in model.named_parameters()
@@ -150,7 +150,7 @@ def _gradients(model: nn.Module, step: int) -> Seen:
 
 
 def train(connection: client.Connection, store: str) -> str:
-    """The error that ends the training of a member's share, in a branch that the first step does not use."""
+    """The error of a training with a static graph in which later steps use a branch that the first step skips."""
     mode = Mode(branch=True)
     with process_group(store, connection):
         parallel = keep(client.smart_ddp(network(mode)))
@@ -176,7 +176,7 @@ def micro_batches(sizes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
 
 
 def wrap(connection: client.Connection, store: str) -> tuple[str, str, list[str]]:
-    """Of a model on two devices: the refusal, and the class of its batch norm then; of another: the warnings."""
+    """The refusal of a model on two devices, its batch norm's class afterwards, and the warnings for another model."""
     scattered = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, device="meta"))
     with process_group(store, connection):
         refusal = error_of(client.smart_ddp, scattered)
@@ -195,7 +195,7 @@ class Special(nn.BatchNorm1d):
 
 
 def end_without_teardown(main: Callable[[Path], None]) -> None:
-    """Calls `main` with the folder on the command line, and ends. Gloo may abort a teardown (pytorch#190489)."""
+    """Calls `main` with the folder on the command line, and exits: gloo may abort a teardown (pytorch#190489)."""
     code = 0
     try:
         main(Path(sys.argv[1]))

@@ -27,7 +27,7 @@ class Process:
         self.pipe.send("go")
 
     def wait_for_batch(self, number: int) -> None:
-        """Waits until this member has learnt its own batch of this number, from 1."""
+        """Waits until this member has trained on its batch `number`, counted from 1."""
         while self._message() != number:
             pass
 

@@ -41,7 +41,7 @@ def input_that_needs_no_gradient(layer: Layer, x: Tensor, factors: Tensor) -> No
 
 
 def without_gradients(layer: Layer, x: Tensor, factors: Tensor) -> None:
-    """The running statistics move as well; the second forward must get another round."""
+    """The pass under `no_grad` moves the running statistics too, and the second pass must take another round."""
     with torch.no_grad():
         layer(x)
     (layer(x * 2) * factors).sum().backward()
@@ -120,7 +120,7 @@ def _run(program: Callable[..., None], layer: nn.Module, run: Layer, x: Tensor, 
 
 
 def input_that_requires_a_gradient_on_rank_0(who: Any, steps: int, *, is_compiled: bool) -> str:
-    """After so many steps in which all ranks' inputs do; returns the error, behind the number of its step."""
+    """Returns step and error; before, all ranks' inputs require a gradient for `steps` steps."""
     layer = client.convert_model(nn.BatchNorm1d(3).double())
     layer.layer_name = "stem.bn"
     run = torch.compile(layer, backend="aot_eager") if is_compiled else layer

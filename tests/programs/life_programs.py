@@ -21,7 +21,7 @@ STEPS = 4
 DECAY = 0.7
 BN = 1  # the place of a batch norm in the network
 
-# A batch takes milliseconds; after this a hung worker fails the test.
+# Limit for a batch, which takes milliseconds: a hung worker fails the test.
 WORKER_SECONDS = 15
 
 Batch = tuple[Tensor, Tensor]
@@ -197,7 +197,7 @@ def train_with_forked_workers(connection: client.Connection | None) -> tuple[Buf
 
 
 def train_with_a_plain_loader() -> tuple[Buffers, list[Tensor]]:
-    """The same on the whole batch, without a worker; the worker's layer in training must not change it."""
+    """The same training on whole batches without workers; `Images` gets a copy of the layer, which it trains."""
     model = network()
     evaluated = []
     for steps in (range(2), range(2, 4)):

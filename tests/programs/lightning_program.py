@@ -47,7 +47,7 @@ class Module(LightningModule):
 
 
 class Failing(Module):
-    """Runs out of something on rank 1, in the second step."""
+    """Raises MemoryError on rank 1, in the second step."""
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], number: int) -> torch.Tensor:
         if number and self.global_rank:
@@ -75,7 +75,7 @@ class Late(Callback):
 
 
 class Watch(Callback):
-    """Keeps which layers a model has while it trains, and with whom this process is connected."""
+    """Records the model's layers and this process's connection during the training."""
 
     def on_train_start(self, _: Trainer, pl_module: Module) -> None:
         self.layers = training.names(pl_module.network)
@@ -93,7 +93,7 @@ def main(folder: Path) -> None:
     found["warnings"] = [str(warning.message) for warning in warned if "convert_model" in str(warning.message)]
     found["after one fit"] = training.state(module.network)
     late = Late()
-    # Without DDP's broadcast of buffers, in which the other rank would wait instead of in a round.
+    # Without DDP's broadcast of buffers: the other rank would wait there, and not in a round.
     trainer(watch, late, strategy=DDPStrategy(broadcast_buffers=False)).fit(module)
     trainer(watch).test(module, verbose=False)
     found["after two fits"] = training.state(module.network)
@@ -107,7 +107,7 @@ def main(folder: Path) -> None:
 
 
 def with_a_connection_of_its_own(module: Module, rank: int) -> list[Any]:
-    """Returns how many rounds it had after one more training, and whether it was open still."""
+    """Returns the connection's rounds after one more training, and whether it is closed."""
     job = os.environ["STATSD_BN_JOB"] + "-own"
     with client.connect(job=job, rank=rank, world_size=training.MEMBERS) as connection:
         trainer().fit(module)
@@ -133,5 +133,5 @@ def trainer(*callbacks: Callback, strategy: str | DDPStrategy = "ddp") -> Traine
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    # Gloo's threads may abort an interpreter that is being torn down (pytorch#190489). So this one's is not.
+    # Gloo's threads may abort an interpreter during its teardown (pytorch#190489), so the process skips it.
     os._exit(0)

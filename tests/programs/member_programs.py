@@ -457,7 +457,7 @@ def compiled_masks_in_eval(connection: client.Connection, backend: str) -> tuple
 def backward_through_compiled_again(
     connection: client.Connection, backend: str, who: tuple[int, ...], is_checkpointed: bool
 ) -> tuple[list[str], Buffers, Buffers]:
-    """The phases of all rounds, and the gradients of three backward passes with a call between: first some compiled."""
+    """Phases of the rounds, and gradients of repeated backward passes: first compiled for `who`, then all eager."""
     torch.compiler.reset()
     phases = _recorded_phases(connection)
     results = []
@@ -489,7 +489,7 @@ def _recorded_phases(connection: client.Connection) -> list[str]:
 
 
 def compiled_checkpoint(connection: client.Connection, backend: str) -> list[tuple[Buffers, int]]:
-    """State and rounds: a checkpoint of a compiled layer, a compiled model with a checkpoint, and without any."""
+    """State and rounds of a compiled model: in a checkpoint, with a checkpoint inside, and without a checkpoint."""
     torch.compiler.reset()
     keep = functools.partial(create_selective_checkpoint_contexts, [torch.ops.statsd_bn.exchange.default])
     results = []

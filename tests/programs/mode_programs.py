@@ -18,7 +18,7 @@ def _nothing(_model: nn.Module, _step: int) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """How a model trains: what happens around the step with the given number, besides the step itself."""
+    """The number of steps of a training, and what else happens in each; the functions get the step's number."""
 
     steps: int
     before: Callable[[nn.Module, int], None] = _nothing  # before the forward pass, on every member
@@ -27,7 +27,7 @@ class Run:
 
 
 def on_the_whole_batch(run: Run) -> Buffers:
-    """Without the events on member 0: they must not show."""
+    """Without what happens on member 0 only, which must not change the result."""
     plain = network()
     return _train_in_one_process(run, plain, plain)
 

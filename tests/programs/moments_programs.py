@@ -58,7 +58,7 @@ def moments(process: Any) -> dict[str, np.ndarray]:
 
 
 def running(process: Any) -> dict[str, np.ndarray]:
-    """The buffers after four batches; before the third one comes a checkpoint, before the last one a copy."""
+    """The buffers after four batches; the third comes after a load from a checkpoint, the last after a copy."""
     statistics = client.RunningMoments(FEATURES, name="observations")
     for number in range(BATCHES):
         x, mask = masked_batch(number)

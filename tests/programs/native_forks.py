@@ -10,7 +10,7 @@ from pathlib import Path
 from runpy import run_path
 from types import SimpleNamespace
 
-# By its file: its package imports torch, which takes a second to end in each child.
+# Loaded from its file: the package imports torch, whose teardown takes a second in each child.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 library = SimpleNamespace(**run_path(str(Path(__file__).parents[2] / "client" / "native" / "library.py")))
 

@@ -27,7 +27,7 @@ def three_steps(process: Any, value: float, phase: str, bearers: list[int], poli
     with client_log(logging.INFO) as lines, mock.patch.dict(os.environ, {"STATSD_BN_ON_NONFINITE": policy}):
         for step in range(3):
             try:
-                if how == "and then forward" and step == 2:  # all ranks have the resulting weights
+                if how == "and then forward" and step == 2:  # as if all ranks' weights were no longer finite
                     _step(layer, value, "forward", how)
                 else:
                     _step(layer, value if step == 1 and process.rank in bearers else 1.0, phase, how)

@@ -1,4 +1,4 @@
-"""A second user of this host, as only root can play one."""
+"""Runs programs as a second user of this host, for which the tests must run as root."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ NOBODY = 65_534
 
 needs_another_user = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 
-# The other user may not be able to read the interpreter's files, so the program imports everything before.
+# The other user may not be able to read the interpreter's files, so all imports precede the change of user.
 BECOME = f"""
 import os
 import torch._dynamo

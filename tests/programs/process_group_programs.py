@@ -58,7 +58,7 @@ def _in_process_group(layer: nn.Module, group: Any, how: str) -> Any:
         case "copy":
             return copy.deepcopy(client.convert_model(layer, process_group=group))
         case "pickle":
-            return pickle.loads(pickle.dumps(client.convert_model(layer, process_group=group)))  # noqa: S301 - its own
+            return pickle.loads(pickle.dumps(client.convert_model(layer, process_group=group)))  # noqa: S301 - our own
     raise AssertionError(how)
 
 
@@ -116,7 +116,7 @@ def come_with_channels(rank: Any, channels: list[int]) -> str:
 
 
 def lie(rank: Any, what: str, place: int, number: int) -> str:
-    """Rank 1 changes a number in its first message; returns each rank's error."""
+    """Rank 1 changes a number in its second message; returns each rank's error."""
     with _telling(1, rank, place, number):
         if what == "layer":
             return _error_of("bn", 3)
@@ -202,7 +202,7 @@ LOOK_SECONDS = 0.02
 
 
 def differ(rank: Any, seconds: float, endpoint: str = "", job: str = "") -> tuple[list[str], list[Any]]:
-    """The last rank's data are 25 times as large, and rank 1 ends with infinity: warnings, server's findings."""
+    """The last rank's data are 25 times as large, and rank 1 ends with infinity; returns warnings and findings."""
     torch.manual_seed(rank.rank)  # with torch's default seed all ranks would have the same data, which is a finding
     size = distributed.get_world_size()
     with ExitStack() as stack:

@@ -66,7 +66,7 @@ def network(outputs: int = FEATURES) -> nn.Sequential:
 
 
 def descend(part: Part, model: nn.Module, loss: Tensor) -> None:
-    """A step against the gradient of the parts' losses together; DDP takes their average."""
+    """A step of gradient descent on the sum of the parts' losses; the factor undoes DDP's division by `ranks`."""
     model.zero_grad()
     (loss * part.ranks).backward()
     with torch.no_grad():
@@ -106,12 +106,12 @@ def recurrent_cell(part: Part) -> Seen:
 
 
 def folded_time(part: Part) -> Seen:
-    """The layers have (N*T, C)."""
+    """The layers' input is (N*T, C)."""
     return train(part, nn.Sequential(nn.Flatten(0, 1), *network()), part.batches(5, FEATURES))
 
 
 def adversaries(part: Part) -> Seen:
-    """A critic is called twice per step; the generator's step calls it frozen, and without its wrapper of DDP."""
+    """A critic is called twice per step; the generator's step calls it frozen, and without its DDP wrapper."""
     critic, generator = network(1), network()
     judge, make = part.wrap(critic), part.wrap(generator)
     for real, noise in zip(part.batches(FEATURES), part.batches(FEATURES, first=10), strict=True):

@@ -1,4 +1,4 @@
-"""Three ranks under torchrun that train without a fault, with long waits in collectives of torch, each a `Quiet`."""
+"""Three ranks under torchrun train without a fault; each method of `Quiet` has a long wait in a collective of torch."""
 
 import sys
 import time
@@ -54,7 +54,7 @@ class Quiet:
         self.model.train()
 
     def send_messages(self) -> None:
-        """They count as operations, so that the ranks' numbers differ from here on."""
+        """Messages between two ranks count as operations: from here on the ranks' counts differ."""
         for _ in range(5):
             if self.rank == 0:
                 distributed.send(torch.ones(1), 2)

@@ -46,7 +46,7 @@ class Training:
         torch.manual_seed(0)
         if self.network in KINDS:
             pairs = [(nn.Conv2d(2, 2, 1), kind(2)) for kind in KINDS[self.network]]
-            for _, layer in pairs:  # a bias of 0 without a gradient would stay nothing but rounding errors
+            for _, layer in pairs:  # a bias before another batch norm gets no gradient: from 0, only rounding errors
                 nn.init.uniform_(layer.weight, 0.5, 1.5)
                 nn.init.uniform_(layer.bias)
             return nn.Sequential(*(layer for pair in pairs for layer in pair)).double()
@@ -108,7 +108,7 @@ def train_in_process_group(training: Training, rank: int) -> Buffers:
     model = client.convert_model(training.model())
     optimizer = torch.optim.SGD(model.parameters(), lr=training.lr)
     parallel = ddp_programs.keep(DistributedDataParallel(compiled(model, training)))
-    whole = training.backend not in {"", "inductor"}  # docs/features.md
+    whole = training.backend not in {"", "inductor"}  # see "DDP compiled with aot_eager" in docs/features.md
     with torch._dynamo.config.patch(optimize_ddp=False) if whole else nullcontext():
         for step in range(training.steps):
             optimizer.zero_grad()

@@ -84,7 +84,7 @@ def be_late(connection: client.Connection) -> list[str]:
 
 
 def come_to_different_layers(connection: client.Connection) -> str:
-    """After a step in common; returns the error, which the server knows while the second rank is still to come."""
+    """The ranks call different layers after a common step; returns the error, which the server detects."""
     model, x = _model(), _samples(connection.rank)
     model(x)
     return error_of(model[2 * connection.rank], x)

@@ -19,7 +19,7 @@ SAMPLES = 4
 
 
 class Functional(nn.BatchNorm2d):
-    """A subclass with its own attribute that calls `F.batch_norm`, like timm's BatchNormAct2d."""
+    """Calls `F.batch_norm` in its own `forward`, and has a further attribute, like timm's BatchNormAct2d."""
 
     def __init__(self, num_features: int, **options: Any) -> None:
         super().__init__(num_features, **options)

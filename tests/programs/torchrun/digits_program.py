@@ -12,7 +12,7 @@ from support.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
 
-# Before the step of the compared state.
+# After this step; the compared state is that after the next one.
 KILLED_AFTER = 11
 
 sys.path.insert(0, str(EXAMPLES))

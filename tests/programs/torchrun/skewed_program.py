@@ -14,7 +14,7 @@ from support.own_server import kill_own_server
 # A busy machine needs half a minute.
 SECONDS = 90.0
 
-# Between two questions to the server, and when the first server is killed.
+# Steps between two requests for findings; the first server is killed just before the first request.
 ASK_STEPS = 50
 
 
