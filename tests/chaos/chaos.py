@@ -63,15 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/chaos",
-        description="Kills, stops, jams and cuts off members and the server while real layers train, and shows what "
-        "came of it. Seconds are from each trouble until all who live knew of it, or until all had trained one more "
-        "step; for a member in a loop, beyond the deadline.",
+        description="Kills, stops, jams and cuts off members and the server while real layers train, and prints the "
+        "results. Seconds are from each fault until all survivors reported it, or until all had trained one more "
+        "step; for a member in a loop, from the deadline.",
     )
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--rounds", type=_positive(int), default=3, help="of all scenarios (default 3)")
-    length.add_argument("--minutes", type=_positive(float), help="begin no further round after so many")
-    parser.add_argument("--seed", type=int, help="of all chance (default: another one each time, printed)")
-    parser.add_argument("--transport", choices=TRANSPORTS, help="in which the members meet")
+    length.add_argument("--rounds", type=_positive(int), default=3, help="runs of all scenarios (default 3)")
+    length.add_argument("--minutes", type=_positive(float), help="start no further run of all after this time")
+    parser.add_argument("--seed", type=int, help="seed of the faults (default: a new one each time, printed)")
+    parser.add_argument("--transport", choices=TRANSPORTS, help="transport of the members' rows")
     parser.add_argument("--only", choices=[each.__name__ for each in chaos_scenarios.SCENARIOS], help="one scenario")
     return parser
 

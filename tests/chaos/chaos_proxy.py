@@ -14,7 +14,7 @@ from typing import Self
 
 UP, DOWN = DIRECTIONS = ("up", "down")
 
-# Ends of a connection: in order, as when a process ends, or by a reset, as from a host that has restarted.
+# How a connection ends: in order, as when a process exits, or by a reset, as from a host that has restarted.
 FIN, RST = ENDS = ("fin", "rst")
 
 CHUNK_BYTES = 65536
@@ -24,7 +24,7 @@ ANSWER_SECONDS = 20.0
 
 @dataclass(eq=False)
 class _Flow:
-    """One direction of one connection; it reads on when all that it read has gone."""
+    """One direction of one connection; it reads again once all that it read has been sent."""
 
     direction: str
     source: socket.socket
@@ -68,7 +68,7 @@ class Proxy:
         self._order(lambda: self._stall_all(time.monotonic() + seconds, directions or DIRECTIONS))
 
     def halve(self, direction: str, end: str = RST) -> None:
-        """Forwards only a first part of the next chunk in this direction, and ends the connection that it is of."""
+        """Forwards only the start of the next chunk in this direction, and then ends that chunk's connection."""
         self._order(lambda: self._halve_next.update({direction: end}))
 
     def _order(self, order: Callable[[], None]) -> None:
@@ -174,7 +174,7 @@ def _close(connection: socket.socket, end: str) -> None:
         if end == RST:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         else:
-            # With bytes unread, a close would be a reset.
+            # A close with unread bytes would send a reset.
             while connection.recv(CHUNK_BYTES):
                 pass
     connection.close()

@@ -15,13 +15,13 @@ from chaos.chaos_world import WORLD, Members, Server, require
 from programs.chaos_programs import Report
 from statsd_bn.errors import GroupIncomplete, ReplicaLost, RoundTimeout
 
-# Of a run with at most 20 troubles, so four steps for each.
+# Steps of a run with at most 20 faults, so four for each.
 STEPS = 80
 
 # Steps allowed only after the fault, so that survivors have work left.
 STEPS_AFTER = 2
 
-# How often a trouble follows before all have recovered from the one before, and the longest pause in between.
+# Chance that a fault follows before all have recovered from the one before, and the longest pause between these two.
 TROUBLED_AGAIN = 0.25
 COMING_BACK_SECONDS = 0.3
 
@@ -31,7 +31,7 @@ ENDLESS = 10**6
 # A deadline that a test can wait for.
 SHORT_DEADLINE = 5.0
 
-# How long a trouble that needs a further frame may have no effect.
+# Limit of the wait for a fault that takes effect only on a further frame.
 STILL_SECONDS = 2.0
 
 # Longer than a member may be silent, which is 3.5 s.
@@ -47,7 +47,7 @@ class Result:
 
 
 def undisturbed() -> list[str]:
-    """The members' digests where nothing goes wrong."""
+    """The members' digests after a run without faults."""
     return list(_undisturbed())
 
 
@@ -171,7 +171,7 @@ def halved_streams(chance: random.Random, folder: Path, times: int = 10) -> Resu
         for proxy in proxies:
             proxy.halve(direction, end)
         troubled.update(proxies)
-        # After their allowed steps members may get no answers; then the halved chunk belongs to the next step.
+        # Members that have done all allowed steps get no frames; then the halved chunk belongs to the next step.
         expiry = time.monotonic() + STILL_SECONDS
         while any(proxy.halved == count for proxy, count in zip(proxies, before, strict=True)):
             if time.monotonic() > expiry:
@@ -284,7 +284,7 @@ def _through_proxies(
 
 
 def _go_through(members: Members, chance: random.Random, times: int, trouble: Callable[[], float]) -> Result:
-    """Cause `trouble`, which returns when it was over, at random moments; the weights must stay undisturbed."""
+    """Causes a fault at random moments, each of which returns its end; the weights must stay undisturbed."""
     at_once = STEPS // times - STEPS_AFTER
     seconds = []
     is_coming_back = False
@@ -314,7 +314,7 @@ def _all_went_on(before: list[int], now: list[int]) -> bool:
 
 
 def _digests(members: Members) -> list[str]:
-    """Waits until all have trained, and lets them go."""
+    """Waits until all members have trained, and lets them exit; returns their digests."""
     told = [members.told(member).what for member in members.all]
     require(all(isinstance(digest, str) for digest in told), f"the run ended with {told}")
     members.let_go(*members.all)
@@ -328,7 +328,7 @@ def _train_a_while(members: Members, chance: random.Random) -> None:
 
 
 def _train_up_to(members: Members, step: int) -> float:
-    """Returns the time when all members had done so many steps."""
+    """Waits until all members have done `step` steps; returns the time."""
     members.allow(ENDLESS)
     members.wait_until(lambda steps: min(steps) >= step, f"the way to step {step}")
     return time.monotonic()

@@ -25,7 +25,7 @@ from support.starter import STARTER
 # Concurrent jobs and their ranks, all of which are killed.
 JOBS, RANKS = 2, 4
 
-# From the start of a job to the first kill at most, once its rounds have begun; and between two kills.
+# The longest time from a job's first rounds to its first kill, and between two kills.
 ROUNDS_SECONDS, BETWEEN_SECONDS = 0.3, 0.02
 
 # One in this many jobs is killed earlier, while its ranks connect.
@@ -34,12 +34,12 @@ CONNECT_SECONDS = 0.5
 
 START_SECONDS = 60.0
 
-# A rank that is killed before its first message is lost only after its silence.
+# The server finds a rank that was killed before its first message only by its silence.
 LOST_SECONDS = 20.0
 
 
 def kill_ranks(kills: int, *, with_keys: bool, chance: random.Random) -> Counter[str]:
-    """Kills ranks of a server on TCP with keys, or on a private Unix socket; returns how many over which transport."""
+    """Kills ranks of a server on TCP with keys, or on a private Unix socket; returns the kills by transport."""
     killed: Counter[str] = Counter()
     workers = Workers()
     try:

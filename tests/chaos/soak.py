@@ -25,13 +25,13 @@ from programs.soak_programs import Report
 from support import starter
 from support.starter import STARTER
 
-# From one kill of the server to the next, and from the first round of a job to the kill of a rank, at most.
+# The longest time between two kills of the server, and from a job's first rounds to the kill of a rank.
 KILL_SECONDS, RANK_SECONDS = 10.0, 60.0
 
 # How long the members may make no progress.
 STUCK_SECONDS = 120.0
 
-# So many rounds show that members use shared memory.
+# More rounds than a job ever has, and enough rounds to show that members use shared memory.
 ENDLESS, FEW = 10**9, 200
 
 # The folder of named shared memory, and this process's descriptors.
@@ -72,7 +72,7 @@ class Members:
         pipes = [pipe for rank, pipe in enumerate(self._pipes) if rank != killed]
         reports = [pipe.recv() for pipe in pipes]
         for pipe in pipes:
-            with suppress(OSError):  # one that has failed has ended
+            with suppress(OSError):  # a rank that failed has exited
                 pipe.send(None)
         return reports
 
@@ -98,11 +98,9 @@ class Members:
 
 @dataclass
 class Soaked:
-    """Counts of a soak: rounds of each rank, of the last job without the server, also over it; kills."""
-
-    rounds: int = 0
-    in_memory: int = 0
-    over_server: int = 0
+    rounds: int = 0  # of each rank
+    in_memory: int = 0  # of each rank in the last job, without the server
+    over_server: int = 0  # of each rank, in memory and then over the server too
     server_kills: int = 0
     rank_kills: int = 0
 
@@ -152,8 +150,8 @@ def _run_job(members: Members, seconds: float, rank: int, kill_server: Callable[
 
 
 def kill_all(size: int) -> int:
-    """Kills members during their rounds and checks that their shared memory is gone; returns how many had some."""
-    STARTER.RawValue("q", 0)  # the first one opens a file that stays
+    """Kills members during their rounds and checks that their shared memory is gone; returns their number."""
+    STARTER.RawValue("q", 0)  # the first RawValue opens a file that stays open
     in_files = set(SHARED.iterdir())
     descriptors = len(list(DESCRIPTORS.iterdir()))
     with (

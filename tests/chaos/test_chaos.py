@@ -29,7 +29,7 @@ WAITING = [
     chaos_scenarios.killed_member_and_master,
 ]
 
-# Fewer than `scripts/chaos` has: each server that is started takes half a second of a processor.
+# Fewer faults than in `scripts/chaos`: each start of a server takes half a second of a processor.
 TIMES = {
     chaos_scenarios.killed_member: 2,
     chaos_scenarios.briefly_frozen_member: 1,
@@ -42,7 +42,7 @@ TIMES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _ready():
-    """What starts the members lives on, and the undisturbed run is made once."""
+    """Starts what the module's tests share: the process that forks members, and the undisturbed run."""
     starter.warm_up()
     chaos_scenarios.undisturbed()
 
@@ -88,7 +88,7 @@ def test_all_promises_are_kept_for_waiting_members():
     assert in_threads([functools.partial(go_wrong, scenario) for scenario in WAITING], 100.0) == [""] * len(WAITING)
 
 
-# And it would be seen if something were wrong.
+# The checks themselves find faults.
 
 
 def test_a_run_that_ends_with_other_weights_is_a_finding(folder, monkeypatch):

@@ -12,7 +12,7 @@ from support.memory_members import wait_until
 
 SECONDS = 20.0
 
-# Far more than the moment for which a busy machine may leave the test out.
+# Far longer than a busy machine may suspend the test.
 STALL_SECONDS = 2.0
 
 

@@ -29,7 +29,7 @@ def test_every_round_has_the_right_bits_through_all_restarts_of_the_server():
     soaked = soak.soak(3, ROUNDS, kill_seconds=1.0, rank_seconds=1e6, chance=random.Random(1))
     assert (soaked.rounds, soaked.rank_kills) == (ROUNDS, 0)
     assert soaked.server_kills >= 1
-    # The other rounds had a long wait or rows that do not fit.
+    # The other rounds had a long wait, or rows that do not fit into shared memory.
     assert soaked.in_memory > ROUNDS // 2
     assert soaked.over_server >= 1
 

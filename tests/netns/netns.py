@@ -12,8 +12,8 @@ from netns.netns_world import reason_to_skip
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/test netns",
-        description="A server and members in network namespaces of their own, on a wire that is cut. "
-        "Seconds are of the run, or until all reachable members knew of the loss.",
+        description="Runs a server and members in separate network namespaces, and cuts the wire between them. "
+        "Seconds are those of the run, or until all reachable members reported the loss.",
     )
     parser.add_argument("--only", choices=SCENARIOS, help="one scenario")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""A member on its own host trains, prints a line per step, and last its digest or error, and the time, as JSON."""
+"""A member on its own host: trains, prints a line per step, and at the end digest or error, and time, as JSON."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from support.memory_members import outcome
 
 
 def train(steps: int, member: int) -> str:
-    """Trains on data of the member's own, and returns a digest of all weights and buffers."""
+    """Trains on this member's data; returns a digest of all weights and buffers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).double()
     client.convert_model(model)

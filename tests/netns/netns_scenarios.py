@@ -1,4 +1,4 @@
-"""Faults of the network between hosts: the exact result below 3.5 s of silence, else an error with a name."""
+"""Faults of the network between hosts: up to 3.5 s of silence change no result; a longer one is an error by name."""
 
 import functools
 import time
@@ -12,11 +12,11 @@ from netns.netns_world import Host, Members, Network, Server
 WORLD = 3
 NAME = "statsd-bn-server"
 
-# Steps of a run that succeeds; more than a failing run reaches.
+# Steps of a run that succeeds, and more steps than a failing run reaches.
 STEPS = 40
 ENDLESS = 10**6
 
-# A deadline for members without any news.
+# The members' `round_timeout`, for a member that no longer reaches the server.
 DEADLINE = 8.0
 
 # Extra time of a member before it gives up on a silent server.
@@ -60,17 +60,17 @@ def partition_for_ever() -> Result:
 
 
 def nothing_comes_from_a_member() -> Result:
-    """A member receives, and its packets are lost."""
+    """A member receives packets, and those that it sends are lost."""
     return _lose(lambda network, victim: network.part((victim, network.hosts[0])), heals=False)
 
 
 def nothing_goes_to_a_member() -> Result:
-    """A member's packets arrive, and it receives none: it falls silent because TCP gets no acknowledgement."""
+    """A member's packets arrive, and it receives none; without acknowledgements its TCP stops sending."""
     return _lose(lambda network, victim: network.part((network.hosts[0], victim)), heals=False)
 
 
 def master_that_moves() -> Result:
-    """The server ends, and another one begins on another host that has taken its name."""
+    """The server ends, and a new one starts on another host, to which the server's name then points."""
     with Network(WORLD + 2) as network:
         first, second, *hosts = network.hosts
         _name(hosts, first)
@@ -95,7 +95,7 @@ SCENARIOS: dict[str, Callable[[], Result]] = {
 
 @functools.cache
 def undisturbed(steps: int) -> tuple[str, ...]:
-    """The members' digests where nothing goes wrong."""
+    """The members' digests after a run without faults."""
     with Network(WORLD + 1) as network:
         server, *hosts = network.hosts
         with Server(server), Members(hosts, server.ip, steps, 60.0) as members:
@@ -118,10 +118,10 @@ def _lose(trouble: Callable[[Network, Host], None], *, heals: bool) -> Result:
             require(told.get("error") == "ReplicaLost", f"expected ReplicaLost of member 1, got {told}")
             require(told["fields"]["member"] == 1, f"expected the name of member 1, got {told}")
         known = max(told["at"] for told in others) - began
-        require(known <= KNOWN_SECONDS, f"the others knew after {known:.1f} s only")
+        require(known <= KNOWN_SECONDS, f"the others knew only after {known:.1f} s")
         require("error" in victim, f"the member that was cut off ended with {victim}")
         given_up = victim["at"] - began
-        require(given_up <= DEADLINE + GRACE_SECONDS + KNOWN_SECONDS, f"it gave up after {given_up:.1f} s only")
+        require(given_up <= DEADLINE + GRACE_SECONDS + KNOWN_SECONDS, f"it gave up only after {given_up:.1f} s")
         return Result(known, network.wire.carried, network.wire.dropped, None)
 
 

@@ -12,12 +12,12 @@ TUNSETIFF = 0x400454CA
 IFF_TUN, IFF_NO_PI = 0x0001, 0x1000
 MAX_PACKET = 65536
 
-# Where IPv4 says to whom a packet goes.
+# The receiver's address in an IPv4 header.
 TO = slice(16, 20)
 
 
 def open_tun(name: str) -> int:
-    """Makes a TUN device in the calling thread's network namespace and returns what carries its packets."""
+    """Makes a TUN device in the calling thread's network namespace; returns the descriptor that carries its packets."""
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH", name.encode(), IFF_TUN | IFF_NO_PI))
     return device

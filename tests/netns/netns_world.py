@@ -134,7 +134,7 @@ class Server:
 
 
 class Members:
-    """A process on each host that trains; a context manager that lets none of them survive."""
+    """A training process on each host; a context manager that kills all of them at its end."""
 
     def __init__(self, hosts: Sequence[Host], server: str, steps: int, deadline: float) -> None:
         self._processes = [
@@ -161,11 +161,11 @@ class Members:
 
     @property
     def steps(self) -> int:
-        """How many steps the slowest has done."""
+        """The number of steps of the slowest member."""
         return min(sum(line.startswith("step") for line in told) for told in self._told)
 
     def wait_for_step(self, step: int) -> None:
-        """Waits until all have done so many steps."""
+        """Waits until all members have done `step` steps."""
         expiry = time.monotonic() + WAIT_SECONDS
         while self.steps < step:
             ended = [member for member, process in enumerate(self._processes) if process.poll() is not None]
@@ -200,7 +200,7 @@ def _ip(*arguments: str) -> None:
 
 
 def _in_namespace(name: str, what: Any) -> Any:
-    """Calls something in a thread that is in a network namespace; the rest of the process stays where it is."""
+    """Calls `what` in a thread that enters a network namespace; the process's other threads stay outside."""
     found: list[Any] = []
 
     def enter() -> None:
@@ -213,5 +213,5 @@ def _in_namespace(name: str, what: Any) -> Any:
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
-    require(found, f"nothing could be done in the network namespace {name}")
+    require(found, f"the call in the network namespace {name} failed")
     return found[0]

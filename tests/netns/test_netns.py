@@ -66,6 +66,6 @@ def test_a_packet_to_an_unknown_address_passes(ends):
 @pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip() or "-")
 def test_a_member_that_is_cut_off_for_ever_is_named():
     assert SCENARIOS["partition for ever"]().identical is None
-    # Other test runs have namespaces of their own.
+    # Namespaces with another process id belong to other test runs.
     ours = f"statsd-bn-{os.getpid()}-*"
     assert not [*Path("/run/netns").glob(ours), *Path("/etc/netns").glob(ours)]
