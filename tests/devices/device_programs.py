@@ -104,7 +104,7 @@ def behind() -> Iterator[Callable[[], None]]:
 
 
 def part_ways(rank: Any) -> tuple[bool, bool, str]:
-    """Rank 1 calls another layer than the others, in the third call of a step; returns as `_call_and_look`."""
+    """In the third call of a step rank 1 calls another layer than the others; returns `_call_and_look`'s result."""
     layers = [_layer("stem.bn"), _layer("head.bn")]
     x = torch.randn(4, CHANNELS, 4, requires_grad=True)
     for layer in layers:
@@ -129,7 +129,7 @@ def begin_in_different_layers(rank: Any) -> str:
 
 
 def have_too_few(rank: Any) -> tuple[bool, bool, str]:
-    """One value per channel over all ranks, as the masks say; returns as `_call_and_look`."""
+    """The masks leave one value per channel over all ranks; returns `_call_and_look`'s result."""
     mask = torch.zeros(2, 2, dtype=torch.bool)
     mask[0, 0] = rank.rank == 0
     return _call_and_look(_layer("bn"), torch.randn(2, CHANNELS, 2), mask)

@@ -79,7 +79,7 @@ def _splits(request, monkeypatch, launch):
 
 @contextmanager
 def kernels(*, are_used=True):
-    """Has Triton's kernels serve all inputs of their types, or none; gives the exchanges that used them."""
+    """Has Triton's kernels serve all inputs whose type they support, or none; yields the exchanges that used them."""
     made, normalise = [], TritonExchange.normalise
 
     def noted(exchange, *given):
@@ -106,7 +106,7 @@ def layer_of(channels, **options):
     ("layout", "dtype"),
     [
         *((layout, dtype) for layout in ("contiguous", "channels_last", "2-D") for dtype in TYPES),
-        # The kernels get a dense copy, so here no other type is another case.
+        # The kernels get a dense copy of these, so one type suffices.
         *((layout, torch.float32) for layout in ("gradient otherwise", "with gaps")),
     ],
 )

@@ -10,7 +10,7 @@ from support.newer_torch import needs
 from support.paths import ROOT, TESTS
 
 PROGRAMS = TESTS / "programs" / "anywhere_programs.py"
-STEPS = 5  # as in PROGRAM, whose import takes a second
+STEPS = 5  # as in PROGRAMS; an import would take a second
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", PROGRAMS)
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]  # torchrun twice, on a busy machine

@@ -25,7 +25,7 @@ from support.sentences import says
 
 ROW = Rows((1,), np.ones((1, 2, 3)))
 
-# A forked child that refuses to use the connection does so in milliseconds; one that hangs is ended after this.
+# Limit for a forked child, which refuses to use the connection within milliseconds or hangs.
 CHILD_SECONDS = 60
 
 

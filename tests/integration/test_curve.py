@@ -113,7 +113,7 @@ def test_a_client_with_a_key_is_refused_by_a_server_without_one(serve, keys):
     service = serve()
     with pytest.raises(AuthenticationRefused, match="started without --curve") as caught:
         join(service.endpoints[0], load_client(secret(keys, "alice")))
-    # The server hangs up at once, and the client does not always see its greeting before that.
+    # The server closes the connection at once, so the client does not always receive the server's greeting.
     assert caught.value.fields["reason"] in {"no server key", "wrong server key"}
 
 
@@ -188,7 +188,7 @@ def test_a_key_that_is_exchanged_under_its_name_is_revoked(service, keys, tmp_pa
 
 
 def test_without_any_key_left_all_clients_are_refused(service, keys):
-    """An empty list of keys is not the same as none."""
+    """An empty folder of keys admits nobody, unlike a server without keys."""
     bob = load_client(secret(keys, "bob"))
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
@@ -199,7 +199,7 @@ def test_without_any_key_left_all_clients_are_refused(service, keys):
         assert isinstance(decode(dealer.recv()), Registered)
         for path in (keys / "clients").iterdir():
             path.unlink()
-        # Its answer to alice comes after bob's frame was processed.
+        # When the server answers alice, it has processed bob's frame.
         ask(service.endpoints[0], keys=load_client(secret(keys, "alice")))
         # Simulate a frame that arrives before the server has closed the connection.
         service._principals = {}
@@ -246,7 +246,7 @@ def test_a_check_with_the_servers_folder_is_no_refused_connection(serve, keys, t
     monkeypatch.setenv("STATSD_BN_CURVE", str(keys))
     assert [command.main(["check", endpoint]) for _ in range(3)] == [0] * 3
     time.sleep(2 * POLL_SECONDS)
-    # Before anybody joins: a member that ends may break off the handshake of its second socket.
+    # Counted before a member joins, since one that ends may break off the handshake of its second socket.
     assert ask(endpoint, keys=alice)["refused_connections"] == 0
     with join(endpoint, alice, job="alice-1"):
         assert command.main(["status", endpoint]) == 0
@@ -342,7 +342,7 @@ def test_no_connection_is_taken_over_by_its_routing_id(service, keys):
         for dealer in dealers:
             dealer.send(encode(Heartbeat(b"nobody's")))
             answer: Any = None
-            # Each receives its Registered, and possibly a probe.
+            # Both peers receive a Registered, and possibly a probe.
             while answer is None or isinstance(answer, Registered):
                 assert dealer.poll(WAIT_SECONDS * 1000)
                 answer = decode(dealer.recv())

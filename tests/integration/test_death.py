@@ -64,7 +64,7 @@ def company(impatient_server, job, request, tmp_path) -> Iterator[Company]:
         found.end()
 
 
-# For tests that use a processor for seconds: only `scripts/test --long` runs them in the second transport.
+# For tests that use a processor for seconds: only `scripts/test --long` runs them over both transports.
 IN_ONE_TRANSPORT = pytest.mark.parametrize(
     "company", [OVER_SERVER, pytest.param(SHARED_MEMORY, marks=pytest.mark.long)], indirect=True
 )

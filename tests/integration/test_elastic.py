@@ -440,10 +440,10 @@ def test_after_a_kill_and_with_a_newcomer_all_end_with_the_same_bits_and_no_samp
         first, killed, third, newcomer = (stack.enter_context(start(member=member)) for member in range(4))
         for member in (first, killed, third):
             member.go()
-        # It commits after batches 3, 6 and so on, so later work is undone.
+        # Members commit after batches 3, 6 and so on, so the kill undoes the work since batch 6.
         killed.wait_for_batch(8)
         killed.process.kill()
-        # By now the other two know of it.
+        # By then the other two know of the kill.
         first.wait_for_batch(20)
         newcomer.go()
         results = [member.result() for member in (first, third, newcomer)]

@@ -147,7 +147,7 @@ def test_a_single_process_does_not_connect(plugin, monkeypatch):
 def test_only_an_exception_that_ends_the_training_reaches_the_others(plugin, server, job, monkeypatch):
     monkeypatch.setenv("STATSD_BN_ENDPOINT", server.endpoint)
     monkeypatch.setenv("STATSD_BN_JOB", job)
-    world_sizes = Mock(side_effect=itertools.cycle([2, 1]))  # 2 to connect, then 1 without a wait
+    world_sizes = Mock(side_effect=itertools.cycle([2, 1]))  # 2 has `apply` connect, then to a job of 1, without a wait
     monkeypatch.setattr(integrations, "distributed", Mock(get_rank=lambda: 0, get_world_size=world_sizes))
     leave = Mock(wraps=Sessions.leave)
     monkeypatch.setattr(Sessions, "leave", lambda sessions, cause: leave(sessions, cause))  # noqa: PLW0108 - a Mock is not bound

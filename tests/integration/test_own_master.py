@@ -80,7 +80,7 @@ def test_its_folder_is_removed_when_its_parent_is_killed(tmp_path, is_killed_too
         assert folder.parent == tmp_path
         if is_killed_too:
             (server,) = set(parent.processes()) - {parent.process.pid}
-            # The socket of a killed server remains until the next server has bound it.
+            # A killed server's socket remains until the next server replaces it.
             before = (folder / "server").stat().st_ctime_ns
             os.kill(server, signal.SIGKILL)
             wait_until(lambda: _changed(folder / "server", before))

@@ -18,10 +18,6 @@ from support.raw_zmtp import PING, RawPeer, greeting, is_closed, message
 WAIT_SECONDS = 30.0
 ANY_PORT = "tcp://127.0.0.1:*"
 
-# The test claims this many successive routing ids, at this many offsets in libc's random sequence, since other sockets
-# of the server take the first ones.
-CLAIMS, PLACES = 24, 4
-
 
 @pytest.mark.parametrize("delay_bytes", [0, 2**14, 2**18])
 def test_a_heartbeat_in_a_flood_that_breaks_off_does_not_end_the_server(delay_bytes):
@@ -68,7 +64,7 @@ def test_a_peer_gets_the_reason_before_its_connection_is_closed(serve, monkeypat
     service = serve()
     for _ in range(20):
         with RawPeer(service.endpoints[0]) as peer:
-            # The limit counts a quarter of a second; the flood may span two.
+            # The server counts refusals anew every quarter of a second, and the flood may span two of them.
             for _ in range(2 * most + 1):
                 peer.send(b"x")
             while answer(peer).code != "limit":
@@ -128,6 +124,6 @@ def test_connections_by_tcp_leave_files_for_those_to_a_unix_socket(tmp_path):
         stack.callback(process.terminate)
         port, endpoint = int(process.stdout.readline().split(":")[-1]), process.stdout.readline().split()[-1]
         silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5)) for _ in range(60)]
-        while silent[0].recv(4096):  # or TimeoutError: ZeroMQ itself would wait ten seconds
+        while silent[0].recv(4096):  # until the server closes it, or TimeoutError: ZeroMQ's own limit is ten seconds
             pass
         assert ask(endpoint)["groups"] == []

@@ -38,10 +38,11 @@ ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="resets reach Zero
 # So long that no member is lost by its silence within a test.
 SILENCE_SECONDS = 60.0
 
-# The server closes no connection for refused messages.
+# Has the server close no connection for refused messages.
 MANY = "from server.network import connections; connections.MAX_REFUSALS = 2**20"
 
-# A peer, and how it answers: it has acknowledged all, a moment ago; something for some time; nothing since long ago.
+# A peer's TCP states. It acknowledged everything a moment ago; it has not acknowledged sent data for a long time; or
+# nothing was sent to it for a long time, so it need not answer.
 PEER = 7
 HAS_ANSWERED = TcpState(has_unacknowledged=False, idle=0.0, round_trip=0.0)
 ANSWERS_NOT = TcpState(has_unacknowledged=True, idle=99.0, round_trip=0.0)
@@ -65,7 +66,7 @@ class System:
 
 @pytest.fixture
 def suspected() -> System:
-    """A connection that has been suspected at 10 s, and that has dropped a segment since."""
+    """A connection that was suspected at 10 s, and has dropped another segment since."""
     system = System(1, ANSWERS_NOT)
     assert system.suspects(10.0) == [PEER]
     system.count = 2
@@ -256,7 +257,7 @@ def test_a_member_whose_resets_are_forged_all_the_time_is_kept(service, forge, r
             if reads:
                 probes += 1 + probes_until(member, is_probe)
         member.send(encode(StatusRequest()))
-        # The server suspected it throughout, and kept its connection.
+        # The server suspected the member throughout, and kept its connection.
         probes += probes_until(member, lambda said: isinstance(said, Status))
         assert probes >= 4
 
@@ -267,7 +268,7 @@ def has_members(endpoint: str) -> bool:
 
 @ON_LINUX
 def test_to_end_members_that_have_reset_does_not_end_the_server(patient):
-    """Each aborts in a flood with heartbeats; an early close would make libzmq abort the process."""
+    """Members reset their connections in floods with heartbeats; if the server closed one early, libzmq would abort."""
     flood = (message(b"x") * 100 + PING * 3) * 400
     for number in range(8):
         peer = RawPeer(patient)

@@ -250,7 +250,7 @@ def test_a_group_is_restored_even_if_a_member_has_no_round_left():
     assert waiting.on_unsolicited(unknown) == [], "it is about another session"
     pair.read(waiting)
     pair.send(done, *done.on_unsolicited(unknown))
-    # Before the aggregate it heard that all have registered.
+    # Before the aggregate comes the notice that all members have registered.
     *_, answer = pair.inboxes[waiting.member_token]
     pair.send(waiting, waiting.contribution(key, rows_of(0), attempt=2))
     assert pair.inboxes[waiting.member_token][-1] == expected

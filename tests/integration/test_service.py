@@ -137,7 +137,7 @@ def test_after_a_signal_members_wait_for_the_next_server(start, dial, number):
     assert command.end() == 0
     assert "stopped; 2 ranks had not left" in command.errors
     start("--insecure", "--bind", endpoint).endpoint()
-    # It knows no session; any message of the first server would have come before this answer.
+    # The new server knows no session; any message of the first server would have come before this answer.
     assert dealers[1].ask(contribution(1)).code == "unknown_session"
 
 
@@ -355,7 +355,7 @@ def test_a_stopped_service_answers_complete_rounds(dial):
         service.stop()
         thread.join(WAIT_SECONDS)
         assert not thread.is_alive()
-        # The round's last frame has arrived when the server's own socket says so; the stopped service finds it there.
+        # Wait until the round's last frame is in the server's socket, where the stopped service finds it.
         dealers[1].send(contribution(1, 1.0))
         assert service._socket.poll(WAIT_SECONDS * 1000)
         service.run()
@@ -365,7 +365,7 @@ def test_a_stopped_service_answers_complete_rounds(dial):
 def test_stopping_wakes_a_server_that_sleeps(monkeypatch):
     monkeypatch.setattr("server.network.service.TICK_SECONDS", 3600.0)
     with running() as service:
-        # It has answered, so it is in its loop, which would sleep for an hour.
+        # The service has answered, so it is in its loop, which would sleep for an hour.
         assert ask(service.endpoints[0])["groups"] == []
 
 

@@ -54,7 +54,7 @@ def test_torchrun_trains_as_on_the_whole_batch_with_nothing_configured(tmp_path)
     assert_equal(dict(np.load(tmp_path / "saved.npz")), expected, 1e-8)
 
 
-# Compiled, one network runs with one rank empty; the others are in the long tests, as is inductor, once.
+# Compiled by aot_eager, only one case runs here; the others, and one with inductor, are long tests.
 EMPTY_RANKS = [
     pytest.param(sizes, network, backend, marks=pytest.mark.long if is_other else [])
     for backend in ("", "aot_eager")

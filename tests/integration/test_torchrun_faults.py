@@ -45,7 +45,7 @@ class Faulty(Launched):
     ) -> None:
         logs = ("--log-dir", folder / "logs", "--redirects", "2", "--tee", "1")
         command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), *options, *logs)
-        # torchrun flushes the lines of its ranks at its end only.
+        # torchrun flushes the lines of its ranks only when it ends.
         environ = {"PYTHONUNBUFFERED": "1", **environ}
         super().__init__((*command, PROGRAM, what, str(victim), str(wrapper)), environ, folder / "errors")
         self._folder, self._size = folder / "logs", size
@@ -119,7 +119,7 @@ def test_an_extra_forward_on_one_rank_is_a_mismatch_with_all_places(tmp_path, wr
 @pytest.mark.long
 @pytest.mark.parametrize(("victim", "groups"), [(1, 0), (0, 1)])
 def test_a_rank_that_reduces_no_gradients_is_a_mismatch_with_the_backward_pass_of_the_other(tmp_path, victim, groups):
-    """One waits in a round, the other in DistributedDataParallel's backward pass, with further groups or without."""
+    """One waits in a round, the other in DDP's backward pass, with or without further process groups."""
     with Faulty(tmp_path, "reduces nothing", victim, NOTHING, FAULT_GROUPS=str(groups)) as run:
         for rank in (victim, 1 - victim):
             said = run.survivor_ends(rank) if rank == victim else run.stderr(rank)
@@ -145,7 +145,7 @@ def test_one_batch_fewer_on_one_rank_is_said_to_the_other(tmp_path, wrapper, vic
 @pytest.mark.parametrize(("at_the_end", "victim"), [("barrier", 0), ("reduction", 1)])
 def test_one_batch_fewer_is_said_where_all_ranks_are_in_collectives_of_torch(tmp_path, at_the_end, victim):
     with Faulty(tmp_path, f"fewer, then a {at_the_end} inside", victim, BROADCAST) as run:
-        # 18 s on a quiet machine: 8 s until the server knows it, and 10 s until a rank in a collective of torch exits.
+        # 18 s on a quiet machine: 8 s until the server finds the deadlock, 10 s until a rank in a collective exits.
         said = run.survivor_ends(1 - victim)
         assert "deadlock: the ranks wait in different places" in said
         function = {"barrier": "barrier", "reduction": "all_reduce"}[at_the_end]
@@ -197,7 +197,7 @@ def test_a_killed_rank_is_named_by_the_other(tmp_path, wrapper, victim):
             return
         run.process.wait(WAIT_SECONDS)
         assert run.leaves_nothing()
-        # The server writes where rank 0 does.
+        # Rank 0 started the server, which logs to rank 0's error output.
         assert re.search(rf"rank {victim} \(.*\) is lost: the connection was lost", run.stderr(0)), run.stderr(0)
 
 

@@ -50,7 +50,7 @@ def test_a_traceback_shows_one_frame_of_ours_below_the_users_line(told, rank, fu
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_the_error_has_a_short_first_line_and_a_row_for_each_rank(told, rank):
-    lines = [line for line in told[rank].splitlines() if not line.startswith("20")]  # of the server's log
+    lines = [line for line in told[rank].splitlines() if not line.startswith("20")]  # without lines of logs
     first = lines.index(WHAT)
     assert len(lines[first]) <= 120
     zero, one, where, advice, see = lines[first + 1 : first + 6]

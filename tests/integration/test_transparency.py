@@ -59,7 +59,7 @@ def test_a_large_mean_costs_no_digits_of_the_variance(members, ratio, seed):
 
 
 def _textbook_variance(x: torch.Tensor) -> np.ndarray:
-    """E[x²] - E[x]² in float32, as the sums would give it if they travelled in float32."""
+    """E[x²] - E[x]² as computed from sums in float32."""
     over = (0, 2, 3)
     n = x.numel() // x.shape[1]
     return ((x.square().sum(over) - x.sum(over).square() / n) / (n - 1)).double().numpy()

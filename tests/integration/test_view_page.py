@@ -189,7 +189,7 @@ def test_a_malformed_link_shows_the_job_that_needs_attention(chromium, opened):
     opened("waiting", others=["unet"])
     chromium.execute_script("location.hash = '#%E0%A4%A'")
     wait_for(chromium, "resnet50", "#banner .job")
-    time.sleep(1.0)  # until it is drawn again
+    time.sleep(1.0)  # until the page is drawn again
     assert errors(chromium) == []
 
 

@@ -33,7 +33,6 @@ pytest.importorskip("uvicorn", reason="needs the extra view")
 WAIT_SECONDS = 30.0
 
 
-# For four processes to import torch on a busy machine.
 @contextlib.contextmanager
 def planted_job(endpoint, job):
     stem, head = key("stem.bn", job=job), key("head.bn", job=job)

@@ -1,4 +1,4 @@
-"""One member of a simulated world: a program that waits by the client's real machines."""
+"""One member of a simulated world: a program whose waits run the client's real state machines."""
 
 from collections import defaultdict
 from collections.abc import Generator, Iterable
