@@ -57,7 +57,7 @@ class Job:
         return heard
 
     def attend(self, replies):
-        """Answer stack requests, keep other heartbeat replies, and return the rest."""
+        """Answer stack requests, keep other messages to heartbeat sockets in `told`, and return the rest."""
         others = []
         for peer, frame in replies:
             if not peer.startswith(b"beacon "):

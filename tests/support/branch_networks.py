@@ -17,12 +17,12 @@ CHANNELS = 4
 # Size of the images in a network of convolutions.
 HEIGHT, WIDTH = 2, 3
 
-# In place of an empty batch: inductor of torch 2.13 fails in the gradient of a convolution of an empty batch.
+# Least number of images: inductor of torch 2.13 fails in a convolution's gradient if the batch is empty.
 LEAST_IMAGES = 1
 
 
 class Flat(Functional):
-    """Timm's layer for rows; not with a cumulative average, whose factor the compiler does not know."""
+    """Timm's layer, for rows."""
 
     def _check_input_dim(self, x: torch.Tensor) -> None:
         assert x.dim() == 2
@@ -41,11 +41,12 @@ class ImageActivated(_Activated, nn.BatchNorm2d):
     """For images."""
 
 
-# By whether the network has convolutions; the last class of each does not support a cumulative average.
+# Layer classes by whether the network has convolutions. The last of each is not used with a cumulative average: the
+# compiler does not know the value of `num_batches_tracked`.
 KINDS = {False: (nn.BatchNorm1d, FlatActivated, Flat), True: (nn.BatchNorm2d, ImageActivated, Functional)}
 
 
-# Inductor orders branches by the memory that they need, so they are narrow and wide.
+# Some narrow, some wide: inductor orders branches by the memory that they need.
 WIDTHS = (4, 8, 64, 256)
 
 
@@ -76,7 +77,7 @@ class Network:
         for sizes in self.batches:
             if sum(sizes) < 2:
                 sizes[draw.randrange(self.ranks)] = 256
-        # Drawn last, so that a seed keeps the branches and batches from before subclasses and convolutions were added.
+        # Drawn last: a seed keeps the branches and batches that it had before subclasses and convolutions were added.
         kinds = [draw.randrange(2 if self.momentum is None else 3) for _ in range(2)]
         self.has_images = draw.random() < 0.5
         self.kinds = [KINDS[self.has_images][kind] for kind in kinds]
@@ -131,7 +132,7 @@ def loss(output: torch.Tensor) -> torch.Tensor:
 
 
 def whole_batch(network: Network) -> Results:
-    """Returns what one process computes for the whole batch: the union of the ranks' results, named as theirs."""
+    """Results of one process for the whole batch, under the names of the ranks' results."""
     model = network.model()
     found: Results = {}
     for step in range(len(network.batches)):
@@ -146,6 +147,6 @@ def whole_batch(network: Network) -> Results:
 
 
 def state(model: nn.Module) -> Results:
-    """Returns buffers and the parameters' gradients; copies, because threads of a process train on."""
+    """Copies of the buffers and of the parameters' gradients; other threads of the process continue to train."""
     found = {name: buffer.numpy().copy() for name, buffer in model.named_buffers()}
     return found | {f"gradient {name}": p.grad.numpy().copy() for name, p in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""A headless Chromium with the page, its pictures, and axe-core, which npm installs into a temporary folder.
+"""A headless Chromium that shows the page, and axe-core, which npm installs into a temporary folder.
 
 Without a browser, tests that import this are skipped; `scripts/test browser` installs it.
 """
@@ -31,9 +31,10 @@ from server.view.web import MAX_STREAMS
 # Tests import these from here, because only this module skips them if selenium is missing.
 __all__ = ["MAX_STREAMS", "ActionChains", "By", "Keys", "Select"]
 
-TOKEN = "of-the-test-0123"  # noqa: S105 - it opens nothing
+TOKEN = "of-the-test-0123"  # noqa: S105 - no secret
 
-# After the server knows an event: the view requests its report once a second, and the page has a second more.
+# How soon the page shows an event of the server: the view requests a report once a second, and the page gets another
+# second to draw it.
 SHOWN_SECONDS = 2.0
 
 # For the start of a process on a busy machine.
@@ -42,7 +43,7 @@ START_SECONDS = 60.0
 AXE = "axe-core@4.14.1"
 INSTALL_SECONDS = 60.0
 
-# For the redraw after a change of size, before a picture is taken.
+# Wait for the page to redraw after a change of its size.
 DRAWN_SECONDS = 0.4
 
 
@@ -67,13 +68,13 @@ def open_page(driver: webdriver.Chrome, port: int) -> None:
         except Exception:
             if attempt > START_SECONDS:
                 raise
-            time.sleep(0.5)  # until the view listens
+            time.sleep(0.5)  # the view does not listen yet
         else:
             return
 
 
 def text(driver: webdriver.Chrome, selector: str = "body") -> str:
-    """The text that a reader sees; narrow blanks are plain ones."""
+    """The visible text, with plain blanks in place of narrow ones."""
     found = driver.find_element(By.CSS_SELECTOR, selector).text
     return found.replace("\u202f", " ").replace("\u00a0", " ").replace("\u2009", " ")
 

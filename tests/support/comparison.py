@@ -14,7 +14,7 @@ def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
 
 
 def share_of(whole: Mapping[str, Tensor], rank: int, shares: Sequence[int], split: Sequence[str]) -> dict[str, Tensor]:
-    """The samples of a rank where a value's name begins with one of `split`, and the whole value elsewhere."""
+    """A rank's share of `whole`: its samples of the values whose names begin with one of `split`, all of the others."""
     return {
         name: value.split(list(shares))[rank] if name.startswith(tuple(split)) else value
         for name, value in whole.items()

@@ -57,7 +57,7 @@ PROMISED = {
 # Integrations are read, not imported: the framework of each may not be installed.
 INTEGRATIONS = ROOT / "client" / "integrations"
 
-# One of our variables in the code; `STATSD_BN_{...}`, for the limits, does not match.
+# One of our variables in the code; the variables of limits, `STATSD_BN_{...}`, do not match.
 VARIABLE = re.compile(r"\bSTATSD_BN_[A-Z_]+\b")
 
 
@@ -118,7 +118,7 @@ def _is_ours(kind: type) -> bool:
 
 
 def _is_public(base: type) -> bool:
-    """Whether a base is one of our public classes or of torch's layers."""
+    """Whether a base is one of our public classes, or a class of torch that ours replace."""
     if _is_ours(base):
         return any(getattr(importlib.import_module(package), base.__name__, None) is base for package in OURS)
     return base in {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.DataParallel}
@@ -158,7 +158,7 @@ def _default(value: Any) -> Any:
 
 
 def _errors() -> Iterator[str]:
-    """The tree of errors that scripts catch, with the codes that travel."""
+    """Error classes that scripts catch, with their bases and their codes in messages."""
     kinds = (kind for _, kind in inspect.getmembers(errors, inspect.isclass))
     for kind in sorted(
         (kind for kind in kinds if issubclass(kind, errors.StatsdBNError)), key=lambda each: each.__name__

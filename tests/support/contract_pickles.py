@@ -1,7 +1,7 @@
 """The models whose pickles the contract keeps, and the training step to compare.
 
-Pickles name `Functional` by this module, so it stays here. `tests/contract/make_pickles.py` wrote them once. Later code
-must load these files, so a failing test is no reason to rewrite them.
+Pickles name `Functional` by this module, so it stays here. `tests/contract/make_pickles.py` wrote the pickles once.
+Later code must load them: a failing test is no reason to write them again.
 """
 
 from collections.abc import Callable
@@ -91,7 +91,7 @@ def is_lazy(model: nn.Module) -> bool:
 
 
 def evaluated(model: nn.Module, x: Tensor) -> Tensor:
-    """The output in eval."""
+    """The output in eval mode."""
     return model.eval()(x).detach()
 
 

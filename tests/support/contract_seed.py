@@ -24,7 +24,7 @@ from statsd_bn import Aggregate, Rows
 
 WAIT_SECONDS = 100.0
 
-# On a busy machine a process may not run for seconds, and is not lost for that.
+# On a busy machine a process may be descheduled for seconds, and must not count as lost.
 SILENCE_SECONDS = 60.0
 
 # The contributions of two ranks: counts, and rows of two vectors over three channels, forward and backward. The
@@ -48,7 +48,7 @@ def private_folder() -> Iterator[Path]:
 
 
 def environment(**changed: str) -> dict[str, str]:
-    """This process's environment without any setting of ours, and with the changes."""
+    """This process's environment without our variables, except those in `changed`."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("STATSD_BN_")}
     return {**inherited, **changed}
 
@@ -56,7 +56,7 @@ def environment(**changed: str) -> dict[str, str]:
 def run(
     *command: str | Path, seconds: float = WAIT_SECONDS, cwd: Path | None = None, **changed: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end in `environment(**changed)`; one that takes longer than `seconds` hangs."""
+    """Runs a command to its end in `environment(**changed)`; raises TimeoutExpired after `seconds`."""
     return subprocess.run(
         command, cwd=cwd, env=environment(**changed), capture_output=True, text=True, timeout=seconds, check=False
     )
@@ -82,7 +82,7 @@ class RunningServer:
 
 @contextmanager
 def serving(command: Sequence[str | Path], cwd: Path | None = None, **changed: str) -> Iterator[RunningServer]:
-    """Runs a command that serves; SIGTERM has to end it with 0, if the caller has not ended it already."""
+    """Runs a server's command, then ends it by SIGTERM unless it has ended; asserts the exit code 0."""
     with subprocess.Popen(
         command, cwd=cwd, env=environment(**changed), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -122,7 +122,7 @@ def as_rank(endpoint: str, job: str, rank: int, program: Callable[..., Any], *ar
 
 @dataclass(frozen=True)
 class Received:
-    """The parts of an aggregate that all ranks must have alike; `values` are its bytes."""
+    """The parts of an aggregate that must be equal on all ranks; `values` in bytes."""
 
     key: tuple[Any, ...]
     count: int

@@ -52,7 +52,7 @@ class DeviceTensor(Tensor):
 
 
 class _Operators(TorchDispatchMode):
-    """Intercepts operators without a tensor of the device too, since they may create one."""
+    """Intercepts all other operators too: one without a tensor of the device may create one."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(operator, args, kwargs or {})
@@ -60,7 +60,7 @@ class _Operators(TorchDispatchMode):
 
 @contextmanager
 def device_without_float64() -> Iterator[torch.device]:
-    """Yields the device: for this thread, `model.to(device)` and all that torch computes work within the block."""
+    """Yields the device. Within the block, and in this thread only, tensors and models can be moved to it."""
     with _Operators():
         yield DEVICE
 
@@ -76,7 +76,7 @@ def _run(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         raise _no_float64(operator)
     found = operator(*tree_map(_unwrapped, args), **tree_map(_unwrapped, kwargs))
     if operator.name() == "aten::copy_":
-        # The result is the first argument, on whichever side that is.
+        # The result is the first argument, on the device or on the host.
         return args[0]
     wrappers = {id(tensor.on_host): tensor for tensor in given}
     return tree_map(lambda value: _wrapped(operator, value, wrappers), found) if is_on_device else found

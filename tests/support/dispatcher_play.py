@@ -1,4 +1,4 @@
-"""A dispatcher and members that speak to it, for tests that read as the messages on the wire."""
+"""A dispatcher and its members without sockets; a test is a sequence of their messages."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ Answers = dict[bytes, Message]
 
 
 class Play:
-    """A dispatcher and its members; each member of each job has its own peer."""
+    """A dispatcher and its members; each member of each job has its own peer id."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -48,7 +48,7 @@ class Play:
 
 
 def read(replies: list[tuple[bytes, bytes]]) -> Answers:
-    """The messages by peer, at most one each."""
+    """The messages by peer; asserts that no peer gets two."""
     answers = {whom: decode(frame) for whom, frame in replies}
     assert len(answers) == len(replies)
     return answers

@@ -66,13 +66,13 @@ class World:
                 if member in self.master.members("world"):
                     return
                 start(member)
-                # Wait for it: a newcomer after the end of this job would start a new job, and wait for its ranks.
+                # Wait until it has joined: after the end of this job it would start a new job, and wait for ranks.
                 wait_until(lambda: member in self.master.members("world"))
 
             arrivals = {place: (lambda member=member: arrive(member)) for member, place in newcomers.items()}
             for member in range(world_size):
                 start(member)
-            # The list grows while it is read: a member starts newcomers, which follow it.
+            # The list grows during the loop: a running member starts newcomers, which are appended.
             results = [(member, future.result(timeout=WAIT_SECONDS)) for member, future in futures]
         return {member: weights for member, weights in sorted(results, key=itemgetter(0)) if weights is not None}
 
@@ -111,7 +111,7 @@ class World:
 
 
 def learn(model: nn.Module, batch: torch.Tensor) -> None:
-    """Adds 1 to the weights of the samples of all members' batches."""
+    """Adds 1 to the weight of each sample in the members' batches."""
     model.weight.grad = None
     model.weight[0, batch].sum().backward()
     total = average_gradients(model, len(batch))
@@ -141,7 +141,7 @@ def use(connection: Connection) -> None:
 
 @contextmanager
 def own_connections() -> Iterator[None]:
-    """Give each thread its own current connection; a process has only one."""
+    """Give each thread its own current connection, although a process normally has one for all threads."""
 
     def here() -> Connection | None:
         return getattr(_here, "connection", None)

@@ -1,4 +1,4 @@
-"""Code that runs under the name of another file and module, such as one of torch."""
+"""Runs code under the name of another file and module, for example of torch."""
 
 import sys
 from types import FrameType

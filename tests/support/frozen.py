@@ -1,4 +1,4 @@
-"""Last import of the fork server: no garbage collection of a child (0.2 s) traverses the objects loaded before."""
+"""The fork server imports this last: garbage collections of its children then skip all loaded objects (0.2 s each)."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Processes of a launcher with all their descendants: their output, and proof that none is left."""
+"""A launcher's process with all its descendants: their output, and a check that none is left."""
 
 import errno
 import fcntl
@@ -22,14 +22,14 @@ import pytest
 # A process imports torch and starts a server in some seconds; a loaded machine may take far longer.
 WAIT_SECONDS = 100.0
 
-# A server stays for 5 s at most when its parent has been killed.
+# Limit for the end of all processes. A server runs for at most 5 s after its parent was killed.
 GONE_SECONDS = 15.0
 
 PROC = Path("/proc")
 MARK = "STATSD_BN_TEST_MARK"
 
 
-# For jobs that compile: a compiler holds Python's lock, and on a busy machine a process may not run for seconds.
+# For jobs that compile: a compiler holds Python's lock, and a busy machine may deschedule a process for seconds.
 PATIENT = {"STATSD_BN_SILENCE_SECONDS": "60"}
 
 
@@ -66,7 +66,7 @@ class Launched:
         return self._errors.read_text()
 
     def line(self, beginning: str) -> str:
-        """The next line with this beginning."""
+        """Wait for the next line with this beginning, and return it."""
         while True:
             line = self._lines.get(timeout=WAIT_SECONDS)
             assert line is not None, f"expected a line {beginning!r}; errors: {self.errors}"
@@ -81,7 +81,7 @@ class Launched:
         return self.process.wait(seconds)
 
     def processes(self, **environ: str) -> list[int]:
-        """The ids of its processes with these variables."""
+        """The ids of those of its processes that have these variables."""
         return _with(**{MARK: self._mark}, **environ)
 
     def leaves_nothing(self) -> bool:
@@ -100,7 +100,7 @@ class Launched:
 
 
 def end_all(mark: str, process: subprocess.Popen[str], reader: threading.Thread) -> None:
-    """Kill a process and all with its mark, and join its reader; TimeoutError if one survives."""
+    """Kill a process and all others with its mark, and join its reader; TimeoutError if any survives."""
     process.kill()
     kill_all(mark)
     process.wait(WAIT_SECONDS)
@@ -131,12 +131,12 @@ def _has(number: int, environ: dict[str, str]) -> bool:
     try:
         found = (PROC / str(number) / "environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:
-        return False  # ended, or another user's
+        return False  # it has ended, or is another user's
     return {f"{name}={value}" for name, value in environ.items()} <= set(found)
 
 
 def run_to_its_end(command: Sequence[str | Path], environ: Mapping[str, str]) -> str:
-    """Run a command; returns its output, and fails if it fails or times out."""
+    """Run a command and return its output; raises if it times out or returns an error."""
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         command,
@@ -150,12 +150,12 @@ def run_to_its_end(command: Sequence[str | Path], environ: Mapping[str, str]) ->
         try:
             output, _ = process.communicate(timeout=WAIT_SECONDS)
         finally:
-            kill_all(mark)  # ranks of torchrun have sessions of their own
+            kill_all(mark)  # torchrun starts its ranks in separate sessions
     assert process.returncode == 0, output
     return output
 
 
-# Below the ephemeral ports (from 32768 on Linux): no other test gets the same port before the program listens there.
+# Below the ephemeral ports (from 32768 on Linux): the kernel gives no port to another socket before a program listens.
 PORTS = range(20_000, 32_000)
 
 
@@ -176,12 +176,12 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
     """A folder filled by `make`; concurrent callers wait for it."""
     base = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        base = base.parent  # of all processes
+        base = base.parent  # the folder that all workers share
     folder, made = base / name, base / f"{name} is made"
     with (base / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():
-            shutil.rmtree(folder, ignore_errors=True)  # of a call that failed
+            shutil.rmtree(folder, ignore_errors=True)  # a failed call may have left files
             folder.mkdir()
             make(folder)
             made.touch()

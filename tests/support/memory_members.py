@@ -19,7 +19,7 @@ SERVER = b"server-0"
 
 
 class MemoryChannelPool(ChannelPool):
-    """Channels that call `receive(peer, frame)`, under a lock; it returns the (peer, frame) pairs to send."""
+    """Channels that call `receive(peer, frame)` under a lock, and deliver the (peer, frame) pairs that it returns."""
 
     def __init__(self, receive: Callable[[bytes, bytes], Iterable[tuple[bytes, bytes]]]) -> None:
         super().__init__("memory://")
@@ -63,7 +63,7 @@ class _MemoryChannel(Channel):
 
 
 class MemoryMaster:
-    """A dispatcher that members reach without a socket; its clock stands still unless moved."""
+    """A dispatcher that members reach without a socket; its clock stands still unless a test advances it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -88,7 +88,7 @@ class MemoryMaster:
         return Connection(self.channel_pool, who)
 
     def report(self, group: str) -> dict[str, Any]:
-        """The status report of a job's group, read between two messages as on a server."""
+        """A group's part of the status report, made between two messages, as on a server."""
         with self.channel_pool._master:
             report = self.dispatcher.report(self.now)
         found = [entry for entry in report["groups"] if entry["group"] == group]
@@ -132,7 +132,7 @@ def outcome(program: Callable[[], Any]) -> Any:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Waits for something another thread does; fails if it does not happen."""
+    """Waits until another thread makes the condition true; fails after `seconds`."""
     expiry = time.monotonic() + seconds
     while time.monotonic() < expiry:
         if condition():

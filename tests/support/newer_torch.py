@@ -10,7 +10,7 @@ SINCE = {
     "fully_shard": "2.7",  # on the CPU
     "torch.distributed.pipelining": "2.8",  # with schedules for DistributedDataParallel
     "bias=False": "2.13",  # of a batch norm
-    "several buckets compiled": "2.13",  # older ones were not tried
+    "several buckets compiled": "2.13",  # not tried with older versions
 }
 
 
@@ -29,7 +29,7 @@ LIBRARIES = (
 
 
 def skip_without_its_library(code: str) -> None:
-    """Skips a test of code that imports one of these, or our integration with it, where it is not installed."""
+    """Skips a test whose code needs one of `LIBRARIES`, or our integration with it, if the library is not installed."""
     for name in LIBRARIES:
         wanted = re.search(
             rf"^\s*(?:from|import) (?:client\.integrations\.|torch\.utils\.)?{name}\b", code, re.MULTILINE

@@ -1,4 +1,4 @@
-"""Detection of host synchronisation: on the CPU, the operations that would wait for CUDA are counted."""
+"""Detection of host synchronisation: on the CPU, operations that would wait for CUDA raise `HostLooks`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,7 +12,7 @@ METHODS = {
     *("__array__", "__bool__", "__complex__", "__float__", "__index__", "__int__", "cpu", "item", "numpy", "tolist"),
 }
 
-# Operators whose result size depends on values, or that make a tensor from numbers of the host.
+# Operators that return a value to the host, whose result size depends on values, or that copy numbers from the host.
 OPERATORS = {
     *("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::lift_fresh", "aten::masked_select"),
     *("aten::nonzero", "aten::repeat_interleave.Tensor", "aten::_unique2"),
@@ -42,13 +42,13 @@ class _Operators(TorchDispatchMode):
 
 @contextmanager
 def host_looks_at_nothing() -> Iterator[None]:
-    """Raises `HostLooks` in operations for which the host would wait for a device."""
+    """Makes operations raise `HostLooks` if the host would wait for a device in them."""
     with _Methods(), _Operators():
         yield
 
 
 def nobody_waits_for(device: str) -> AbstractContextManager[None]:
-    """Raises in operations for which the host would wait for a device; on CUDA torch itself raises."""
+    """Makes operations raise if the host waits for the device in them; on CUDA torch raises the errors."""
     return host_looks_at_nothing() if device == "cpu" else _torch_refuses()
 
 

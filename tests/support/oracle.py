@@ -1,4 +1,4 @@
-"""The expected aggregate of a round, by plain Python floats, added in order and bounded by `math.fsum`."""
+"""The expected aggregate of a round: Python floats added in order, and checked against the sum of `math.fsum`."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from statsd_bn.messages import Aggregate
 from statsd_bn.reduction import Rows
 from statsd_bn.round_key import GATHER, RoundKey
 
-# Members of an aggregate, as (member, life), and its content, as (replicas, count, values).
+# The members of an aggregate, as (member, life); and its content: replicas, count, and the bytes of its values.
 Lives = tuple[tuple[int, int], ...]
 Got = tuple[int, int, bytes]
 
@@ -32,7 +32,7 @@ class Expected:
 
 
 def add_up(rows: Sequence[list[float]]) -> list[float]:
-    """Adds vectors from left to right, beginning with the first one itself."""
+    """Adds vectors from left to right, beginning with the first one and not with 0."""
     total = list(rows[0])
     for row in rows[1:]:
         total = [one + other for one, other in zip(total, row, strict=True)]
@@ -82,7 +82,7 @@ class Ledger:
         return [one for one in self._brought.get(key, {}).get(member, []) if one.life != life]
 
     def complaint(self, aggregate: Aggregate, members: Iterable[int], receiver: MemberRows) -> str:
-        """The error of an aggregate that must cover `members`; empty if it is right."""
+        """The error of an aggregate that must cover `members`; empty if the aggregate is right."""
         brought = self._brought.get(aggregate.key, {})
         if absent := set(members) - brought.keys():
             return f"{aggregate.key}: an aggregate, though members {sorted(absent)} brought nothing"
@@ -101,7 +101,7 @@ class Ledger:
     def _choices(
         self, brought: dict[int, list[MemberRows]], members: Iterable[int], receiver: MemberRows
     ) -> Iterator[tuple[MemberRows, ...]]:
-        """All combinations of the members' rows: one of each life of a restarted member, and the receiver's own."""
+        """All combinations of rows, one for each member: those of any of its lives, or the receiver's own."""
         lives = [[receiver] if member == receiver.member else brought[member] for member in sorted(members)]
         return itertools.product(*lives)
 

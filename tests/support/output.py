@@ -4,6 +4,6 @@ import sys
 
 
 def say(*words: object) -> None:
-    """Print a line at once and in one piece, since ranks share stdout."""
+    """Print and flush a line in a single write, because ranks share stdout."""
     sys.stdout.write(" ".join(map(str, words)) + "\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Members and a master without a socket, a thread or a clock: the frames of real sessions and a real dispatcher."""
+"""Members and a master without sockets, threads or a clock; real sessions exchange frames with a real dispatcher."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -72,14 +72,14 @@ class PureMember:
             self._world.send(self, frame)
 
     def latest(self, kind: type) -> object:
-        """The latest answer, which must be of this kind."""
-        assert self.answers, "it was told nothing"
+        """The latest answer; asserts its type."""
+        assert self.answers, "no answer"
         assert isinstance(self.answers[-1], kind), self.answers[-1]
         return self.answers[-1]
 
     @property
     def total(self) -> tuple[list[int], float]:
-        """The members that its latest aggregate covers, and the sum."""
+        """The members in the latest aggregate, and the first value of its sum."""
         answer = self.latest(Aggregate)
         return list(answer.members), float(answer.values[0, 0])
 

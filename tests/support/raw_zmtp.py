@@ -1,4 +1,4 @@
-"""A peer that speaks ZMTP over a plain socket, and so can send frames that libzmq's sockets never send."""
+"""A peer that speaks ZMTP over a plain socket, to send frames that libzmq never sends."""
 
 import socket
 import struct
@@ -28,7 +28,7 @@ def message(body: bytes) -> bytes:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the server closes a connection, after all of its data are read."""
+    """Whether the server closes a connection; reads all data before that."""
     try:
         while connection.recv(4096):
             pass
@@ -40,7 +40,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 class RawPeer:
-    """A connection after the handshake; a late peer sends its properties `pairs` only after the server's."""
+    """A connection after the handshake; with `is_late` it sends its properties `pairs` after receiving the server's."""
 
     def __init__(self, endpoint: str, *pairs: tuple[bytes, bytes], is_late: bool = False) -> None:
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -63,7 +63,7 @@ class RawPeer:
         self.socket.sendall(message(frame))
 
     def receive(self) -> bytes:
-        """The next frame, or command."""
+        """Body of the next frame or command."""
         (flags,) = self._receive(1)
         size = struct.unpack(">Q", self._receive(8))[0] if flags & 2 else self._receive(1)[0]
         return self._receive(size)

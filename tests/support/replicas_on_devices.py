@@ -1,4 +1,4 @@
-"""Steps of a process's replicas with layers whose rows stay on devices."""
+"""Training steps in replicas of one process, with layers whose rows stay on devices."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,7 +18,7 @@ REPLICAS = 3
 
 
 class Layered(nn.Module):
-    """A layer that each replica calls as the test wants, under the restrictions of `guard`."""
+    """A layer that each replica calls by `run`, within the context manager of `guard`."""
 
     def __init__(self, run, guard=nullcontext, **options):
         super().__init__()
@@ -60,7 +60,7 @@ OPTIONS = {
 
 
 def training(run, options, guard=nullcontext, device="cpu", penalty=False):
-    """Everything that three steps leave behind; the first one is not guarded."""
+    """Outputs, gradients and buffers of three steps; `guard` applies to the last two."""
     torch.manual_seed(0)
     model = Layered(run, **options)
     wrapped = client.DataParallelWithCallback(model.to(device), [device] * REPLICAS)
@@ -80,7 +80,7 @@ def training(run, options, guard=nullcontext, device="cpu", penalty=False):
 
 @contextmanager
 def exchanges_noted() -> Iterator[list[type[Transport]]]:
-    """Gives a list that takes the transport's type of each exchange on devices."""
+    """Yields a list, to which each exchange on devices appends the type of its transport."""
     found: list[type[Transport]] = []
 
     class Noted(Exchange):

@@ -1,4 +1,4 @@
-"""Shards of every sort, run by member processes, by virtual replicas, and by torch's own layer on the whole batch."""
+"""Shards of any type, layout and mask: in member processes, in virtual replicas, and in torch's layer together."""
 
 import io
 import itertools
@@ -20,7 +20,7 @@ IMAGES = [kind for kind in KINDS if kind in {"2d", "3d"}]
 
 MANY = 2**24 + 1  # the first count that float32 cannot hold
 
-# (values, factors of the loss): member 0 has each of four pairs 2^22 times, member 1 has one pair once.
+# Values, and factors of the loss. Member 0 has each of its four values 2^22 times, member 1 has one value once.
 MANY_VALUES = (((0.0, 0.0, 2.0, 2.0), 1.0), ((1.0, -1.0, 2.0, 0.5), 3.0))
 
 
@@ -36,7 +36,7 @@ def channels_last(x: Tensor) -> torch.memory_format:
     return {4: torch.channels_last, 5: torch.channels_last_3d}[x.dim()]
 
 
-# Layouts: each returns a leaf, and a function that makes the layer's input of it.
+# Each layout returns a leaf, and a function that makes the layer's input from the leaf.
 LAYOUTS: dict[str, Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]] = {
     "contiguous": _as_it_is,
     "channels_last": _channels_last,
@@ -50,7 +50,7 @@ LAYOUTS: dict[str, Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]
 
 
 def _some(x: Tensor) -> Tensor:
-    """Mask that keeps three of five positions, the first one included."""
+    """Mask that keeps the first of five positions, the third and the last."""
     shape = (x.shape[0], *x.shape[2:])
     turn = torch.arange(math.prod(shape)).view(shape) % 5
     return (turn != 1) & (turn != 3)
@@ -105,7 +105,7 @@ class Shard:
 class Shards(Case):
     """A case whose shards differ in more than size; tuples have an entry per shard, or are empty for the default.
 
-    `padding` is the input at masked positions, None for random numbers; the loss includes them only with
+    `padding` is the input at masked positions, None for random numbers. The loss includes masked positions only with
     `loss_at_masked`.
     """
 
@@ -142,7 +142,7 @@ class Shards(Case):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of one step: outputs and gradients of inputs and leaves per shard, the others once."""
+    """Results of one step: lists have an entry per shard, parameter gradients and buffers are common to all shards."""
 
     outputs: list[Tensor]
     gradients: list[Tensor]
@@ -157,7 +157,7 @@ class Outcome:
 
 
 def as_members(connection: client.Connection, cases: list[Shards]) -> bytes:
-    """One member process with one replica, that runs one case after the other."""
+    """Runs the cases one after the other, as a member process with one replica."""
     file = io.BytesIO()
     torch.save([asdict(_as_member(connection, case)) for case in cases], file)
     return file.getvalue()
@@ -176,7 +176,7 @@ def with_many_values(connection: client.Connection) -> tuple[float, float, list[
 
 
 def autocast_model(kind: type[nn.Module] | None = None) -> nn.Sequential:
-    """A convolution and a layer of the kind; by default torch's layer and an activation in place."""
+    """A convolution, and a layer of the given class; without a class torch's layer and an activation in place."""
     torch.manual_seed(0)
     rest = [kind(CHANNELS)] if kind else [nn.BatchNorm2d(CHANNELS), nn.ReLU(inplace=True)]
     return nn.Sequential(nn.Conv2d(3, CHANNELS, 3, bias=False), *rest).float()
@@ -185,7 +185,7 @@ def autocast_model(kind: type[nn.Module] | None = None) -> nn.Sequential:
 def autocast_step(
     model: nn.Module, forward: Callable[[Tensor], Tensor], device: str, dtype: str, own: slice = slice(None)
 ) -> dict[str, Tensor]:
-    """A forward pass under autocast and a backward pass outside of it, as torch demands, on the samples `own`."""
+    """A step on the samples `own`: forward under autocast, and backward outside of it, as torch demands."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 3, 6, 6, generator=generator)[own].to(device).requires_grad_()
     factors = torch.randn(5, CHANNELS, 4, 4, generator=generator)[own].to(device)
@@ -199,7 +199,7 @@ def autocast_step(
 def as_autocast_member(
     connection: client.Connection, dtype: str, kinds: Sequence[type[nn.Module] | None] = (None,), backend: str = ""
 ) -> bytes:
-    """A model of each kind, compiled if there is a backend; two samples on member 0, three on member 1."""
+    """A step with a model of each class, compiled if a backend is given; member 0 has two samples, member 1 three."""
     own = slice(2) if connection.rank == 0 else slice(2, 5)
     found = []
     for kind in kinds:
@@ -218,7 +218,7 @@ def joined(results: list[bytes]) -> list[Outcome]:
 
 
 def refused(connection: client.Connection, cases: list[Shards]) -> list[tuple[str, bool]]:
-    """For each case, the error on this member and whether its layer kept its state; then a common step."""
+    """For each case, the error on this member, and whether its layer kept its state; a valid step follows each case."""
     told = []
     for case in cases:
         shard, layer = case.shards()[connection.rank], case.layer(synchronised=True)
@@ -276,7 +276,7 @@ def by_formula(case: Shards) -> Outcome:
 
 
 def everywhere(members: Callable[..., list[Any]], cases: list[Shards]) -> list[Outcome]:
-    """Runs cases of equally many shards in processes and in virtual replicas; asserts equal bits, and returns them."""
+    """Runs cases in processes and in virtual replicas, asserts equal bits, and returns the outcomes."""
     through_a_server = joined(members(len(cases[0].sizes), as_members, cases))
     for case, outcome in zip(cases, through_a_server, strict=True):
         assert_same_bits(as_virtual_replicas(case).named(), outcome.named())
@@ -337,7 +337,7 @@ def _together(outcomes: list[Outcome]) -> Outcome:
 HALVES = ("float16", "bfloat16")
 
 # Both sides compute in a wider type and round once, so they may differ by one unit in the last place. Parameter
-# gradients are rounded on each replica and then added, so they may differ by one unit of the largest value.
+# gradients are rounded on each replica and then added, so they may differ by one such unit of the largest value.
 RESOLUTION = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 1e-5, "float64": 1e-10}
 
 # The convolution rounds differently for each batch size, and its weight's gradient is rounded on each replica.

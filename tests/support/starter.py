@@ -1,4 +1,4 @@
-"""A fork server with torch and its compiler loaded: test processes start in milliseconds, in its environment."""
+"""A fork server that has loaded torch and its compiler: processes start in milliseconds, with its environment."""
 
 import multiprocessing
 import os
@@ -39,8 +39,8 @@ def run_script(path: Path, arguments: Sequence[str], environ: Mapping[str, str],
     runpy.run_path(str(path), run_name="__main__")
 
 
-# Gloo groups are never freed (`ddp_programs.keep`), and their threads, three for each, wake a hundred times a second: a
-# process with 30 groups takes 2.5 % of a core, and new processes take 0.1 s.
+# Gloo groups are never freed (`ddp_programs.keep`), and each has three threads that wake a hundred times a second. A
+# process with 30 groups takes 2.5 % of a core; new processes start within 0.1 s.
 MOST_THREADS = 120
 
 
@@ -98,7 +98,7 @@ def _wait_for_all(together: threading.Barrier) -> None:
 def _end(executor: ProcessPoolExecutor) -> None:
     processes = list(executor._processes.values())
     executor.shutdown(wait=False, cancel_futures=True)
-    # Tests wait for their members, so one that does not end now hangs.
+    # Tests wait for the ends of their members' programs, so a process that does not end now hangs.
     for process in processes:
         connection.wait([process.sentinel], 10.0)
         process.kill()

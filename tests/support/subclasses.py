@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from support import normalisation
 
-# If several threads make the first call of one of these, torch sometimes returns 8 right digits of 16: in 3 of 8,000
-# processes, and in none in which one thread had called it before.
+# If several threads make the first call of one of these functions together, torch sometimes returns 8 right digits of
+# 16: in 3 of 8,000 processes. It never did after a first call in a single thread.
 for _function in (torch.sin, torch.cos, torch.tanh):
     _function(torch.ones(1, dtype=torch.float64))
 
@@ -29,7 +29,7 @@ class ByName(nn.BatchNorm2d):
 
 
 class Functional(nn.BatchNorm2d):
-    """Calls `F.batch_norm`, drops and activates, as timm's BatchNormAct2d."""
+    """Calls `F.batch_norm`, a dropout and an activation, like timm's BatchNormAct2d."""
 
     def __init__(self, num_features: int, **options) -> None:
         super().__init__(num_features, **options)
@@ -51,7 +51,7 @@ class Functional(nn.BatchNorm2d):
 
 
 class Operator(nn.BatchNorm2d):
-    """Calls torch's operator, with its other order of arguments."""
+    """Calls torch's operator, whose arguments have another order."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -76,7 +76,7 @@ def normalised(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
 
 
 class Helped(nn.BatchNorm2d):
-    """Calls a function of its module, which calls `F.batch_norm` with names."""
+    """Calls a function of this module, which passes keyword arguments to `F.batch_norm`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return normalised(self, x) + x
@@ -91,7 +91,7 @@ class Decorated(nn.BatchNorm2d):
 
 
 class Scaled(nn.BatchNorm2d):
-    """Normalises without weight and bias, and scales by an argument."""
+    """Applies its weight, its bias and an additional factor after `batch_norm`."""
 
     def forward(self, x: Tensor, by: float = 2.0) -> Tensor:
         if self.training:
@@ -109,7 +109,7 @@ class Deeper(Functional):
 
 
 class Configured(nn.BatchNorm2d):
-    """Other defaults, and an inherited forward."""
+    """Has other defaults, and inherits its forward."""
 
     def __init__(self, num_features: int, **options) -> None:
         super().__init__(num_features, **{"eps": 0.05, "momentum": 0.3, **options})
@@ -124,7 +124,7 @@ class InPlace(Functional):
 
 
 class Fused(nn.BatchNorm2d):
-    """A convolution that absorbs the normalisation in eval."""
+    """A convolution and a normalisation, fused into one convolution in eval mode."""
 
     def __init__(self, num_features: int, **options) -> None:
         super().__init__(num_features, **options)
@@ -139,7 +139,7 @@ class Fused(nn.BatchNorm2d):
 
 
 class OfLists(nn.BatchNorm2d):
-    """A tensor, or a list of tensors that are separate batches."""
+    """Takes a tensor, or a list of tensors, each a separate batch."""
 
     def forward(self, x: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
         if isinstance(x, list):
@@ -148,7 +148,7 @@ class OfLists(nn.BatchNorm2d):
 
 
 class SkipsEmpty(nn.BatchNorm2d):
-    """Returns an empty batch as it is, as detectron2's did when torch's kernels did not support one."""
+    """Returns an empty batch unchanged, as detectron2's layer did when torch's kernels refused empty batches."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if x.numel() else x * 1
@@ -166,7 +166,7 @@ class Sized(nn.BatchNorm2d):
 
 
 class Remembering(nn.BatchNorm2d):
-    """Its own `__getstate__`, without torch's."""
+    """Defines `__getstate__`, and does not call torch's."""
 
     def __init__(self, num_features: int, **options) -> None:
         super().__init__(num_features, **options)
@@ -194,7 +194,7 @@ class OfAnyDimension(nn.modules.batchnorm._BatchNorm):
 
 
 class Slotted(nn.BatchNorm2d):
-    """A slot and its own `__getstate__`, since torch's modules drop slots."""
+    """Has a slot, which it must save in `__getstate__`: torch's modules drop slots."""
 
     __slots__ = ("note",)
 
@@ -212,7 +212,7 @@ class Slotted(nn.BatchNorm2d):
 class Frozen(nn.BatchNorm2d):
     """Stays in eval mode."""
 
-    def train(self, mode: bool = True) -> "Frozen":  # noqa: ARG002 - which it disregards
+    def train(self, mode: bool = True) -> "Frozen":  # noqa: ARG002 - ignored
         return super().train(mode=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ class Frozen(nn.BatchNorm2d):
 
 
 class Centred(nn.BatchNorm2d):
-    """Its weight is around 0, so it passes `weight + 1` to `batch_norm`."""
+    """Stores its weight less 1, and passes `weight + 1` to `batch_norm`."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = None if self.weight is None else self.weight + 1
@@ -232,7 +232,7 @@ class Centred(nn.BatchNorm2d):
 
 
 class Standardising(nn.BatchNorm2d):
-    """Standardises a kernel by a `batch_norm` without tensors, as timm's `StdConv2d`, and then its input."""
+    """Standardises a kernel by a `batch_norm` without tensors, like timm's `StdConv2d`, then normalises its input."""
 
     def __init__(self, num_features: int, **options) -> None:
         super().__init__(num_features, **options)
@@ -269,7 +269,7 @@ class Foreign(nn.BatchNorm2d):
 
 
 def differentiable_all_reduce(x: Tensor) -> Tensor:
-    """As fvcore calls it; alone there is nothing to add."""
+    """The function of fvcore with this name; a single process has nothing to add."""
     return x
 
 

@@ -1,4 +1,4 @@
-"""The transports between processes, for tests that hold over each of them."""
+"""The transports between processes, for tests that run over each of them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ TRANSPORTS = (*HOST_TRANSPORTS, ON_DEVICE)
 
 @contextmanager
 def rows_on_devices() -> Iterator[None]:
-    """Treat the CPU as a device whose rows stay there, gathered by gloo, and without the native core."""
+    """Treat the CPU as a device: rows stay there, gloo gathers them, and the native core is not used."""
     without_core = tuple(backend for backend in engine.BACKENDS if not isinstance(backend, native.Native))
     with (
         mock.patch.multiple(device_rows, DEVICE_TYPES=frozenset({"cpu"}), HOST_BACKENDS=frozenset()),
@@ -31,6 +31,6 @@ def rows_on_devices() -> Iterator[None]:
 
 @contextmanager
 def reference_kernels() -> Iterator[None]:
-    """Makes all transports compute by the reference backend, since other kernels round differently."""
+    """Makes all transports compute with the reference backend: other kernels round differently."""
     with mock.patch.object(engine, "BACKENDS", ()), mock.patch.object(native, "core", None):
         yield

@@ -51,7 +51,7 @@ def straggler(rank: int, step: int = 7, **more: Any) -> dict[str, Any]:
 
 
 def layer(name: str, *parts: float) -> dict[str, Any]:
-    """Figures of a layer by the parts of its members, which have no mean and equal variances."""
+    """Figures of a layer from the members' parts, with means of 0 and equal variances."""
     others = {"means": [0.0] * len(parts), "variances": [1.0] * len(parts)}
     return {"name": name, "eta2": sum(parts), "parts": list(parts), **others}
 

@@ -138,7 +138,7 @@ def group(state: str, ranks: int, names: list[str], now: float, job: str) -> dic
         "trend": trend(state, now),
         "first_non_finite": nan | {"what": "NaN"} if state == "nan" else None,
         "lost_by": lost | {"step": STEP, "time": now - 130} if state == "broken" else None,
-        # The same end in each snapshot.
+        # Rounded: successive snapshots show the same time.
         "over": {"time": now // 1000 * 1000 - 130, "reason": "broken"} if over else None,
     }
 

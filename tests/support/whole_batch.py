@@ -125,12 +125,12 @@ def joined(results: list[Result]) -> Result:
 
 
 def assert_equal_to_whole_batch(found: Result, case: Case) -> None:
-    """1e-10 in float64, 1e-5 in float32, relative to the largest value of each tensor."""
+    """Compares with a tolerance of 1e-10 in float64, 1e-5 in float32; as `assert_equal`."""
     assert_equal(found, on_the_whole_batch(case), 1e-10 if case.dtype == "float64" else 1e-5)
 
 
 def assert_equal(found: Result, expected: Result, tolerance: float) -> None:
-    """Relative to the largest value of each tensor."""
+    """Compares with a tolerance relative to the largest value of each tensor."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert value.dtype == found[name].dtype, name

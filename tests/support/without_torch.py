@@ -1,8 +1,8 @@
-"""Lets a program import modules of `client` without the package, and so without torch; it must name each module."""
+"""Lets a program import modules of `client` without running `client/__init__.py`, which imports torch."""
 
 import sys
 from importlib.util import find_spec, module_from_spec
 
 if "client" not in sys.modules:
-    # Its own code, which imports everything, is not run.
+    # The package without its code.
     sys.modules["client"] = module_from_spec(find_spec("client"))
