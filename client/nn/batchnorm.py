@@ -296,7 +296,7 @@ def set_sbn_eps_mode(mode: str) -> None:
 OWN_ATTRIBUTES = tuple(SynchronizedBatchNorm.__annotations__)  # attributes that torch's layers do not have
 
 
-# In the bases of these three torch's class comes first: its `_check_input_dim` is the one to use.
+# Torch's class comes first in the bases of these three, so that its `_check_input_dim` is used.
 class SynchronizedBatchNorm1d(nn.BatchNorm1d, SynchronizedBatchNorm):
     """Synchronised batch norm over (N, C) or (N, C, L) input; see `SynchronizedBatchNorm`."""
 

@@ -41,7 +41,7 @@ def synchronized_batch_norm(
 
 
 def _unwrap(tensor: Any) -> Any:
-    """View a tensor without its subclass, to which the threads of replicas and backward passes would dispatch again."""
+    """View a tensor as a plain Tensor: in threads of replicas and backward passes a subclass would dispatch again."""
     if type(tensor) in _PLAIN_TYPES or type(tensor).__torch_function__ is nn.Parameter.__torch_function__:
         return tensor
     return tensor.as_subclass(Tensor)
@@ -99,7 +99,7 @@ class SynchronizedCall:
         """If a checkpoint recomputes this call, normalise with the first run's results; otherwise return None."""
         if self.accumulator is not None or not is_inside_backward():
             return None
-        # The mode of a selective checkpoint did not see these operations in the first run.
+        # The mode of a selective checkpoint must not see these operations, which the first run did not have.
         with _disable_current_modes():
             with torch.no_grad():
                 moments = engine.moments(slice_.input, slice_.mask)

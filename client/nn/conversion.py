@@ -76,7 +76,7 @@ def convert_model(
             a `client.Group`. A synchronised layer that has a group or a process group keeps it.
         chunks: micro-batches per mini-batch, for pipelines and gradient accumulation. The running statistics are
             updated once per mini-batch, see `SynchronizedBatchNorm`. None keeps the layers' value, 1 in new layers.
-        process_group: torch's process group to synchronise with by its collectives, without a server. If neither it nor
+        process_group: torch process group whose collectives synchronise the layers, without a server. If neither it nor
             `group` is set, an `nn.SyncBatchNorm` keeps its own, and the other layers use torch's default process group
             while there is no connection.
 
@@ -284,7 +284,7 @@ def register_conversion(original: type[nn.Module], convert: Conversion) -> None:
     `client.revert_model` restores torch's class, not the registered one.
 
     Args:
-        original: the class of the layers, and of subclasses without a conversion of their own.
+        original: the class; the conversion also applies to subclasses for which none is registered.
         convert: takes a layer and returns the module that replaces it, which may be the same one. A different module
             is used unchanged, with all its children. Keep the parameters: an optimizer may already hold them.
 
@@ -433,4 +433,4 @@ def _keep_from_torchs_converter(parent: nn.Module, name: str, module: nn.Module)
     return old
 
 
-register_module_module_registration_hook(_keep_from_torchs_converter)  # type: ignore[arg-type]  # it may return one
+register_module_module_registration_hook(_keep_from_torchs_converter)  # type: ignore[arg-type]  # lacks the result

@@ -92,7 +92,7 @@ def sharded_modules(module: nn.Module) -> Iterator[nn.Module]:
         if isinstance(part, wrappers):
             yield from part.modules()  # parts of a FullyShardedDataParallel do not show that they are sharded
         elif any(map(is_distributed, part.parameters(recurse=False))):
-            yield part  # `module` is part of a larger sharded model
+            yield part  # FSDP may have sharded a larger model that contains `module`
 
 
 def tracing_error(layer: Any, tracing: str) -> Exception:

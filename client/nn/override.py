@@ -1,6 +1,6 @@
 """Override of `batch_norm` in the `forward` of a subclass, so that the call is synchronised.
 
-A `TorchFunctionMode` sees each torch function that is called in this thread, and torch.compile traces it. A replacement
+A `TorchFunctionMode` sees each call of a torch function in this thread, and works under torch.compile. A replacement
 of `F.batch_norm` in the globals of the class would miss helpers in other modules, and affect other threads.
 """
 
@@ -28,8 +28,8 @@ _BATCH_NORM, _OPERATOR = F.batch_norm, torch.batch_norm
 # torch's function has no public name, and no type.
 _innermost_mode: Callable[[], Any] = overrides._get_current_function_mode  # noqa: SLF001
 
-# Checkpoints and such functions recompute `batch_norm` in the backward pass, when no mode is active: the recomputed
-# call would use the statistics of this replica alone.
+# A checkpoint or an `autograd.Function` in a `forward` may recompute `batch_norm` in the backward pass, when no mode is
+# active: the recomputed call would use the statistics of this replica alone.
 _IN_CHECKPOINT = "checkpoints its call of batch_norm; checkpoint the whole layer instead"
 _IN_FUNCTION = (
     "calls batch_norm in an autograd.Function, so its backward pass would use this replica's batch only; "

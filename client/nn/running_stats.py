@@ -37,7 +37,7 @@ class DeferredUpdate:
         deferred_updates[self.number] = self
 
     def __reduce__(self) -> Any:
-        """Copy without pending moments; a parametrized layer is copied with all its attributes."""
+        """Copy without pending moments; copies of a parametrized layer include this object."""
         return type(self), (self.chunks,)
 
     def add(self, micro_batch: ChannelMoments) -> ChannelMoments | None:
@@ -135,7 +135,7 @@ def _momentum(layer: Any) -> float | Tensor:
 
 
 def in_place_buffers(layer: Any, x: Tensor, types: Collection[torch.dtype]) -> Running | None:
-    """Buffers that a backend with these `types` updates in place, empty without an update; None if it cannot do so."""
+    """Buffers that a backend for `types` can update in place, empty if nothing is updated; None if it cannot."""
     if not (layer.training and layer.track_running_stats):
         return Running()
     mean, var, tracked = _buffers_of(layer)

@@ -1,7 +1,7 @@
 """Generated classes for users' subclasses of torch's batch norm, which keep their `forward`.
 
-timm's BatchNormAct2d becomes SynchronizedBatchNormAct2d(SubclassWithForward, BatchNormAct2d, SuperForward). Where the
-`forward` calls `super().forward(x)` it reaches `SuperForward`; its calls of `batch_norm` are overridden, see
+timm's BatchNormAct2d becomes SynchronizedBatchNormAct2d(SubclassWithForward, BatchNormAct2d, SuperForward). A
+`super().forward(x)` in the original `forward` calls `SuperForward`; its calls of `batch_norm` are overridden, see
 `client.nn.override`.
 """
 
@@ -100,7 +100,7 @@ class SubclassWithForward(SynchronizedSubclass):
         return None if tracked is None else tracked.clone()
 
     def _compute_traced_call(self: Any, call: BatchNormCall, tracked_before: Tensor | None) -> Any:
-        """`_compute_call` under torch.compile: only at run time it is known whether the call counts as a batch."""
+        """`_compute_call` under torch.compile: only at run time is it known whether the call counts as a batch."""
         self._was_called = True
         is_deferred = self._active_deferred() is not None
         if tracked_before is None or is_deferred or self._route(None) is not ExecutionMode.COMPILED:
@@ -141,7 +141,7 @@ class SubclassWithForward(SynchronizedSubclass):
             # The other ranks wait for this one. Adding the empty sum, 0, makes the round's backward pass part of the
             # output's graph.
             return output + SynchronizedBatchNorm.forward(self, empty[0]).sum()
-        # With values the bypass is a mistake, which the other ranks make too, so none of them waits in a round.
+        # With other inputs the bypass is a mistake that the other ranks make too, so none of them waits in a round.
         if not self._bypassed:
             self._bypassed.append(True)
         _warn_once(type(self), self.layer_name)
@@ -222,7 +222,7 @@ def _reasons_not_derivable(original: type[nn.Module]) -> Iterator[str]:
     names = _names_in(original.forward)
     if "batch_norm" not in names and any(map(_COLLECTIVE.search, names)):
         yield "its forward synchronises already; see client.register_conversion"
-    # `__init__` may do so: it has run before the conversion.
+    # An `__init__` is exempt, because it ran before the conversion.
     if endless := next((name for name, value in methods if name != "__init__" and _calls_super_of_type(value)), ""):
         yield f"its {endless} calls super(self.__class__, self), which recurses for ever in a subclass; write super()"
 

@@ -78,7 +78,7 @@ def warn_if_unconnected(layer: str) -> None:
         problem, remedy = "this process is not connected", "call client.connect() before training"
     elif latest.is_in_process:
         problem, remedy = "client.connect() found no other process", "call it after init_process_group()"
-    else:  # it was connected to them before
+    else:  # it was connected to these processes before
         return
     logger.warning("%s, and %s: layer %r is not synchronised; %s", evidence, problem, layer, remedy)
 

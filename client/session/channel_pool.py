@@ -47,9 +47,9 @@ _ONLY = Members.of([0])
 
 
 class Channel:
-    """A way to the server for one thread; behind a `with` block it returns to its pool, or closes after an error."""
+    """A way to the server for one thread; the end of a `with` block returns it to its pool, or closes it on errors."""
 
-    idle: deque["Channel"]  # of its pool
+    idle: deque["Channel"]  # the idle channels of its pool
 
     def __enter__(self) -> Self:
         return self
@@ -58,7 +58,7 @@ class Channel:
         if kind is None:
             self.idle.append(self)
             return
-        self.close()  # since it may deliver a late answer
+        self.close()  # it may still deliver the answer to this request
         if isinstance(error, zmq.ContextTerminated):
             raise _closed() from error
 
@@ -168,7 +168,7 @@ class ZmqChannelPool(ChannelPool):
         return found[-1]
 
     def close(self) -> None:
-        """Close all sockets; the last frames have a moment to leave."""
+        """Close all sockets; the last frames have up to 1 s to leave."""
         self._is_closed = True
         super().close()
         _run_briefly("statsd_bn close", self._context.term)
@@ -210,14 +210,14 @@ class _ZmqChannel(Channel):
             ) from error
 
     def send(self, frame: bytes) -> None:
-        # Waiting for space in a full queue could last as long as the server is away. A dropped frame is lost as on the
-        # network, and its request is repeated.
+        # Waiting for space in a full queue could last as long as the server is away. A dropped frame is like one that
+        # the network lost: its request is repeated.
         with suppress(zmq.Again):
             self._socket.send(frame, _NOBLOCK)
 
     def receive(self, seconds: float) -> bytes | None:
         expiry = time.monotonic() + seconds
-        # `recv` with its short timeout takes fewer system calls than `poll` before it.
+        # `recv` with a short timeout takes fewer system calls than `poll` and then `recv`.
         if (frame := self._receive(0)) is not None:
             return frame
         while True:
@@ -252,7 +252,7 @@ class _ZmqChannel(Channel):
 class HeartbeatSocket:
     """A socket that sends frames at once or drops them; one thread uses it, but any thread may call `wake`."""
 
-    # It lives as long as the connection, so the server can always reach a live process over it.
+    # The socket lives as long as the connection, so the server can always reach a live process over it.
 
     def __init__(self, context: Context, endpoint: str, keys: ClientKeys | None = None) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -294,7 +294,7 @@ class HeartbeatSocket:
 
     def wake(self) -> None:
         """End a `wait`; from any thread."""
-        with suppress(OSError):  # a full buffer wakes as well as one byte more; on a closed socket no thread waits
+        with suppress(OSError):  # a full buffer wakes the thread anyway; no thread waits on a closed socket
             self._writer.send(b"\0")
 
     def close(self) -> None:
@@ -335,7 +335,7 @@ def secure(socket: "zmq.Socket[bytes]", keys: ClientKeys | None) -> None:
 
 
 def _closed() -> ConnectionClosed:
-    """Error for a thread that ZeroMQ wakes because another one terminated the context."""
+    """Error for a thread that ZeroMQ wakes because another thread terminated the context."""
     return ConnectionClosed("the connection was closed by another thread while this one waited")
 
 
@@ -370,5 +370,5 @@ class _InProcessChannel(Channel):
     def receive(self, seconds: float) -> bytes | None:
         if self._answers:
             return self._answers.popleft()
-        time.sleep(max(0.0, seconds))  # each answer is there as soon as its request is sent
+        time.sleep(max(0.0, seconds))  # no answer can arrive: `send` has already added them all
         return None

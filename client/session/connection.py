@@ -38,7 +38,7 @@ MAX_ROUND_TRIPS = 4096  # durations kept for `median_round_trip` and `metrics`
 
 
 class Connection:
-    """This process as a member of its job, as `connect` returns it; also a context manager that leaves the job.
+    """This process as a member of its job, returned by `connect`; as a context manager it leaves the job at the end.
 
     It joins the group of all members at once, and any other group at the group's first use.
 
@@ -99,7 +99,7 @@ class Connection:
 
     @property
     def transport(self) -> str:
-        """The transport of rows to the other members of the job now.
+        """The current transport of rows to the other members of the job.
 
         "server" at first; from the second round on "shared_memory" if all share a host, or "process_group" for torch's
         default process group; "in process" without other members.
@@ -195,7 +195,7 @@ class Connection:
     def is_alone(self, group: Group | str | None) -> bool:
         """Whether this process is and stays the only member of a group; False while that is unknown."""
         if self._host_group is None and isinstance(group, str):
-            groups.check_group(group)  # torch.compile traces this, and cannot gather: the first round resolves it
+            groups.check_group(group)  # torch.compile traces this, but no gather: the first round resolves the group
             group = None
         return self.group(group).size == 1 and not self.member.is_elastic
 
@@ -213,7 +213,7 @@ class Connection:
 
     @api_boundary
     def rejoin_if_paused(self, group: Group | str | None) -> None:
-        """Rejoin a group if this member is paused: for a round of all members between two passes."""
+        """Rejoin a group if this member is paused; called before a round of all members between two passes."""
         self._check_usable()
         if self._sessions.get(self.group(group)).participation is Participation.PAUSED:
             self.rejoin(group)
@@ -265,7 +265,7 @@ class Connection:
             data: of any length, which may differ between the members.
 
         Returns:
-            Each member's bytes, by rank, in order; in an elastic job of the members present to the end.
+            Each member's bytes, by rank, in order; in an elastic job only of members present to the end.
 
         Raises:
             StatsdBNError: a round failed, with the reason; most kinds are RoundFailed.
@@ -279,7 +279,7 @@ class Connection:
             raise error from cause
 
     def session(self, group: Group | str | None) -> Session:
-        """This member's session in a group; its first use waits until all its members use it."""
+        """This member's session in a group; the first call for a group waits until all its members use it."""
         self._check_usable()
         return self._sessions.get(self.group(group))
 
@@ -332,7 +332,7 @@ class Connection:
                 rest.callback(call)
 
     def _world_transports(self) -> list[TransportState]:
-        """Transports of the groups of all members of the job."""
+        """Transports of the groups that contain all members of the job."""
         size = self.member.world_size
         return [session.transport for session in self._sessions.all() if session.member.world_size == size]
 
@@ -395,7 +395,7 @@ def local_group() -> Group:
     """Return the group of the ranks of this host, as `group=` takes it; its `size` is their number.
 
     torchrun says how many ranks a host has. Without it, as under `mp.spawn`, the first call is a round of the whole
-    job, in which the ranks compare their machines: all ranks call it at the same place then.
+    job, in which the ranks compare their machines. All ranks must then make this call at the same place.
 
     Raises:
         ConfigurationError: this process is not connected; or the job is elastic, and no launcher counts the ranks.

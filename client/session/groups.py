@@ -1,4 +1,4 @@
-"""Groups: the `size` members of a job that use the same name and synchronise together; no list of them exists."""
+"""Groups: the `size` members of a job that use the same name and synchronise together; a group lists no ranks."""
 
 import os
 import socket
@@ -77,8 +77,8 @@ def from_environment(environ: Mapping[str, str], host: str | None = None) -> Gro
         )
     size = integer(environ, "LOCAL_WORLD_SIZE", 0)
     # LOCAL_WORLD_SIZE counts the processes of one torchrun agent, and GROUP_RANK numbers the agents. Two agents may
-    # share a host, or have containers with equal host names: a group with that name would have more members than its
-    # size. Other launchers than torchrun have no agents, so there it is the host's name.
+    # share a host, or run in containers with equal host names: a group named after the host would have more members
+    # than its size. Other launchers have no agents, so under them the group is named after the host.
     node = environ.get("GROUP_RANK")
     return _ReservedGroup(f"{LOCAL} node {node}" if node else f"{LOCAL} host {host or socket.gethostname()}", size)
 

@@ -1,7 +1,7 @@
 """Sessions: this process's registrations in its groups, and the thread that sends their heartbeats.
 
-A registration is made when the group is first used. The heartbeats show the server that this process is alive, and
-answer its stack requests. ZeroMQ's own heartbeats would not do: its I/O thread sends them even if Python is stuck.
+A registration is made when the group is first used. The heartbeats show the server that this process is alive; their
+thread also answers its stack requests. ZeroMQ's own heartbeats would not do: ZeroMQ sends them even if Python is stuck.
 """
 
 import logging
@@ -36,7 +36,7 @@ class _Entry:
 
     session: Session
     opened: Future[None] = field(default_factory=Future)
-    is_open: bool = False  # True until the connection closes, so that only a group's first round needs the lock
+    is_open: bool = False  # until the connection closes; in an open group a round needs no lock
 
 
 class Sessions:
@@ -159,7 +159,7 @@ class Sessions:
         with self.channel_pool.channel() as channel:
             for entry in entries:
                 if entry.session.transport.bypassed_rounds:
-                    channel.send(entry.session.heartbeat())  # so that the server counts the last of them
+                    channel.send(entry.session.heartbeat())  # so that the server counts the last bypassed rounds
                 channel.send(entry.session.leave(cause))
 
 
@@ -213,7 +213,7 @@ class HeartbeatThread:
                 with _errors_logged():
                     self._send(scheduler.timing_frames(now, sessions))
                 if has_connected:
-                    # After the heartbeat, from which the server learns this connection before it sees the others close.
+                    # After the heartbeat: the server must know this connection before it sees the idle channels close.
                     if was_connected:
                         self._sessions.channel_pool.close_idle()
                     was_connected = True

@@ -18,8 +18,8 @@ from statsd_bn.reduction import FloatArray
 VALUE_BYTES = 8
 MAX_BYTES = 2**40  # that a member may announce, two million rounds; memory is allocated as bytes arrive
 
-# A member's values in the first round: its number of bytes, the number of data values that follow here, and these, at
-# most FIRST_VALUES. Small data needs no second round.
+# A member's values in the first round: its number of bytes, the number of data values in this round, then at most
+# FIRST_VALUES data values. Small data needs no second round.
 HEAD_VALUES = 2
 FIRST_VALUES = 1024
 

@@ -109,13 +109,13 @@ class HeartbeatScheduler:
 
     def on_unsolicited(self, frame: bytes, sessions: Iterable[Session]) -> list[bytes]:
         """Replies to a frame that arrived over this connection."""
-        # They register a member between two rounds with a restarted server; else other members would wait for it.
+        # They register a member with a restarted server even between two rounds, or other members would wait for it.
         replies = []
         for session in _registered(sessions):
             if mine := session.on_unsolicited(frame):
                 replies += mine
-                # From a heartbeat the restarted server learns this connection; otherwise it would use the
-                # session's latest one, which may be closed. Only once, although a server repeats its request.
+                # A heartbeat tells the restarted server of this connection; otherwise the server would use the
+                # session's latest one, which may be closed. One suffices, although a server repeats its request.
                 if session.member_token not in self._resent:
                     self._resent.add(session.member_token)
                     self._announced.pop(session.member_token, None)

@@ -73,9 +73,9 @@ class TransportState:
     """How the rows of one group travel now, from the view of one member, and why not by a faster transport."""
 
     def __init__(self) -> None:
-        self.bypassed_rounds = 0  # over memory or a process group, which the server did not see
+        self.bypassed_rounds = 0  # rounds over memory or a process group, unseen by the server
         self.bypassed_seconds = 0.0
-        # None on members that send no samples of their rows to the server, since another one does.
+        # None on members that send no samples of their rows to the server, because another member does.
         self.samples: SkewSampler | None = None
         self.negotiation: Future[Any] | None = None  # from the group's first round on
         self.memory: Any = None  # the negotiated `GroupMemory`

@@ -43,8 +43,8 @@ NOT_BACK = (
 class Registration:
     """A `StateMachine` that registers a session; its result is the server's answer that the group is open."""
 
-    # It waits for the other members, `timeout` seconds at most. It asks again while there is no answer, now and then
-    # while members are missing, and, after a pause, while an earlier process may still hold its rank.
+    # It waits for the other members, `timeout` seconds at most. It repeats its request: every second without an answer,
+    # every 5 s while members are missing, and every 0.1 s while an earlier process may still hold its rank.
 
     def __init__(self, session: Session, endpoint: str, timeout: float) -> None:
         self._session = session
@@ -74,7 +74,7 @@ class Registration:
             return (), self._due, None
         if self._is_asking:
             return self._request(now)
-        # All the time that is left, but at least ANSWER_SECONDS.
+        # Wait for the answer for all the time that is left, but at least ANSWER_SECONDS.
         return self._ask(now, max(ANSWER_SECONDS, self._started + self._timeout - now))
 
     def _ask(self, now: float, seconds: float) -> Actions[Registered]:

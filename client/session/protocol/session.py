@@ -265,7 +265,7 @@ class Session:
         return True
 
     def _check_first_step(self, key: RoundKey) -> None:
-        """Raise ReplicaLost if the server has registered this member anew since, from a later step."""
+        """Raise ReplicaLost if the server has since registered this member anew, from a step after the round's."""
         if key.step < self.first_step:
             raise self._declared_lost(key, f"rejoined at step {self.first_step}")
 
