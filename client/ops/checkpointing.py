@@ -1,8 +1,8 @@
 """Recomputation: a forward pass that a checkpoint runs a second time uses the results of its first run.
 
-The second run takes place inside the autograd engine. It must neither update the running statistics again nor exchange
-again, since the other members may be in other rounds by then. So a call inside the engine reuses the earlier call that
-had the same moments.
+The second run takes place during the backward pass. It must neither update the running statistics again nor exchange
+again, since the other members may be in other rounds by then. So a call during a backward pass reuses the results of
+the earlier call that had the same moments.
 """
 
 import math
@@ -21,7 +21,7 @@ from client.ops.statistics import ChannelMoments
 from client.transports.process_group import switched_from_server
 from client.transports.transport import Transport
 
-# Calls without a graph that are cached for each layer: those in the first run of a reentrant checkpoint, those before
+# Number of cached calls without a graph for each layer: calls in the first run of a reentrant checkpoint, calls before
 # the first trainable parameter, and compiled ones. A pipeline has up to a few dozen micro-batches in flight.
 MAX_WITHOUT_GRAPH = 32
 
@@ -31,7 +31,7 @@ TOLERANCE, ROUNDING = 1e-3, 1e-7
 
 
 def is_inside_backward() -> bool:
-    """Whether the calling thread runs inside the autograd engine."""
+    """Whether autograd is running a backward pass in the calling thread."""
     return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - has no public name
 
 
@@ -95,7 +95,7 @@ exchange_cache = ExchangeCache()
 
 
 def _first_of_node(call: Exchange, near: list[Exchange]) -> Exchange:
-    """The next call in program order, if a node of a compiled graph has run several with equal moments."""
+    """Return `call`; or the next one in program order, if `call` and others with equal moments ran inside one node."""
     first = call.positions[0]
     if not first.is_inside_node or len(call.local) > 1:  # as in `_distance_to`
         return call
@@ -144,7 +144,7 @@ _top: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
 
 def may_have_hooks() -> bool:
     """Whether hooks may apply to tensors that the calling thread saves; True where torch cannot list them."""
-    return _top is None or _top(True) is not None  # noqa: FBT003 - torch's way to ask outside of a trace too
+    return _top is None or _top(True) is not None  # noqa: FBT003 - list them during a trace as well
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from statsd_bn.text import wrap
 
 Flags = npt.NDArray[Any]
 
-# Triton's kernels write for each row a sum of the first two, and behind the rows the last one, for the whole batch.
+# Bits in the flags of Triton's kernels: the first two in each row's flag, the last in the flag of the whole batch.
 OTHER_ROUND, NOT_FINITE, TOO_FEW = 1, 2, 4
 
 
@@ -67,7 +67,7 @@ class AsyncChecks:
 
     def submit(self, flags: Tensor, report: Callable[[Flags], None], *, wait: bool = False) -> None:
         """Schedule `report`, which logs or raises errors, if a flag is set; `wait` for these and all earlier flags."""
-        if _is_captured(flags.device):  # a CUDA graph would replay the copy only
+        if _is_captured(flags.device):  # a CUDA graph would replay the copy without the report
             return
         kind = len(flags), flags.device, flags.dtype
         with self._lock:
@@ -85,7 +85,7 @@ class AsyncChecks:
             self.poll(flags.device)
 
     def poll(self, device: torch.device) -> None:
-        """Report the flags that have arrived; called before each round, because ranks that raised would not join it."""
+        """Report the flags that have arrived; called before each round: ranks that raise do not join it."""
         while self._open and not _is_captured(device):
             with self._lock:
                 if not self._open or not self._open[0][0].is_filled():

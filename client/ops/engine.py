@@ -57,7 +57,7 @@ def check_parameter(name: str, values: Tensor | None, x: Tensor) -> None:
 
 
 def prepare_backward(grad: Tensor, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Gradient and input, copied to one layout once, unless the backend is the reference, which needs no common one."""
+    """Gradient and input in one layout, so that later steps need no copy; unchanged for the reference."""
     return (grad, x) if isinstance(backend_for(x, mask), Reference) else same_layout(grad, x)
 
 

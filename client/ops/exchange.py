@@ -112,7 +112,7 @@ class Exchange:
 class PlainExchange(Exchange):
     """A plain call: a backend computes one slice without a mask, in one step forward and one step backward.
 
-    Second derivatives use the backends' single steps; their tensors are created lazily, from the call's buffers.
+    Second derivatives use the single steps of `engine`, whose tensors are created lazily from the call's buffers.
     """
 
     running: Running | None = None  # to update in the forward pass; None where the layer updates them

@@ -50,7 +50,7 @@ def save_in_thread(slice_: Slice) -> Slice:
     """Save input and weight in the calling thread, where a checkpoint around this replica sees them.
 
     The last replica's thread runs the batch norm of all, but a checkpoint's hooks see one thread only. A weight on the
-    module's device is the module's own memory. It is saved too, so that autograd detects a change before backward.
+    module's device shares the module's memory, and is saved so that autograd detects a change before backward.
     """
     if not torch.is_grad_enabled():  # this thread saves nothing, whatever its siblings do
         weight, bias = (None if vector is None else vector.detach() for vector in (slice_.weight, slice_.bias))
@@ -264,7 +264,7 @@ def _by_slice(values: Any, size: int) -> list[Any]:
 
 
 # CUDA streams: one thread computes for all replicas of a process, each on its own device. A replica's own thread
-# computes the input in a stream, and the batch norm uses it too: in another stream it could read the input too early.
+# computes the input in a stream, and so does the batch norm: in another stream it could read the input too early.
 
 
 def stream_of(x: Tensor) -> Any:

@@ -41,7 +41,7 @@ class ChannelVectors:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ChannelMoments(ChannelVectors):
-    """Count, and sums above sums of squares per channel, as they travel; see `statsd_bn.Moments`."""
+    """Count, and per channel the sum and the sum of squares, as they travel; see `statsd_bn.Moments`."""
 
     shape: tuple[int, ...] = ()  # of the input, (N, C, *); () for several inputs
 
@@ -113,7 +113,7 @@ def at_least_one(count: Count) -> Count:
 
 
 def _divisor(count: Count, device: torch.device) -> Count:
-    """The count as a divisor; off the CPU a tensor: to divide by a number CUDA multiplies by its reciprocal."""
+    """The count as a divisor; a tensor off the CPU, because CUDA would multiply by the reciprocal of a number."""
     if isinstance(count, Tensor) or device.type == "cpu":
         return count
     return torch.full((), count, dtype=torch.float64, device=device)

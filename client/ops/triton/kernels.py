@@ -276,9 +276,9 @@ def finish_backward(forward, work, rows, weight, weight_gradient, bias_gradient,
 
 @triton.jit(do_not_specialize=COUNTS)
 def affine(dy, x, y, forward, work, N, C, S, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Write one tile and block of channels of the output, or with a gradient of the input's gradient.
+    """Write one tile and block of channels of the output; given `dy`, of the input's gradient.
 
-    The output has the type and layout of x. `work` is the buffer of the pass, in a forward pass `forward` too.
+    The output has the type and layout of x. `work` is the pass's buffer; in a forward pass `forward` is the same one.
     """
     channels, there = _channels(tl.program_id(1), C, BLOCK_C)
     vectors = work
