@@ -73,7 +73,7 @@ def check(state: dict[str, Any]) -> None:
 
 
 def unpack(data: bytes) -> Any:
-    """Return the state from the bytes of `pack`, with tensors on the CPU; other bytes are a ProtocolError."""
+    """Return the state from the bytes of `pack`, with tensors on the CPU; raise ProtocolError for other bytes."""
     if len(data) < _LENGTH.size:
         raise _error(f"expected at least {_LENGTH.size} bytes, got {len(data)}")
     end = _LENGTH.size + _LENGTH.unpack_from(data)[0]

@@ -78,7 +78,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 def _is_inside(trace: TracebackType) -> bool:
     package, file = _module_of(trace.tb_frame).partition(".")[0], trace.tb_frame.f_code.co_filename
-    # By its file too: a user's module may have the name of one of the standard library, such as `sched`.
+    # The file decides too: a user's module may have the name of one of the standard library, such as `sched`.
     return package in _INSIDE or (package in sys.stdlib_module_names and file.startswith(_STANDARD_LIBRARY))
 
 

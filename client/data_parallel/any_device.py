@@ -1,6 +1,6 @@
 """scatter, replicate, parallel_apply and gather for any devices; torch's functions need distinct accelerators.
 
-Replicas run in pooled threads: starting a thread takes 80 µs, and torch's own threads in it take milliseconds.
+Replicas run in pooled threads: starting a thread takes 80 µs, and the threads that torch starts in it milliseconds.
 """
 
 import os
@@ -31,7 +31,7 @@ def scatter(
 ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
     """Return the arguments of each replica: a part of every tensor along `dim`, and all other values.
 
-    A batch smaller than the number of devices has arguments for the first ones only.
+    If the batch is smaller than the number of devices, only the first devices get arguments.
     """
     arguments = _split((inputs, kwargs), devices, dim) if inputs or kwargs else []
     return tuple(args for args, _ in arguments), tuple(keywords for _, keywords in arguments)

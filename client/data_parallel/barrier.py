@@ -65,7 +65,7 @@ class Barrier:
             self._advance(None)
 
     def fail(self, replica: int, error: BaseException) -> None:
-        """Record that a replica raised; its siblings raise too, from their current or next `wait`, with it as cause."""
+        """Record that a replica raised; in their current or next `wait` its siblings raise too, caused by `error`."""
         with self._lock:
             self._finished.add(replica)
             if self._failure is None:

@@ -99,7 +99,7 @@ class SyncMaster:
         return len(self._replication.slaves)
 
     def register_slave(self, identifier: Any) -> SlavePipe:
-        """Add a slave. The first one after a run, or of another replication, removes the earlier slaves.
+        """Add a slave; first remove the earlier ones after a run, in another replication, or if `identifier` is in use.
 
         `identifier`, usually the number of the replica, marks the slave's messages.
         """
@@ -120,7 +120,7 @@ class SyncMaster:
             ValueError: the callback does not return one answer for each identifier, the master's first.
         """
         barrier = self._replication.barrier
-        if barrier is not None and barrier.is_finished:  # a smaller batch, which has one replica only
+        if barrier is not None and barrier.is_finished:  # a batch for one replica; the slaves are an earlier one's
             self._replication = _Replication(self._name, None)
         self._has_run = True
         identifiers = [0, *self._replication.slaves]

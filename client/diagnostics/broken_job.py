@@ -42,7 +42,7 @@ EXIT_SECONDS = 3.0
 # may still start the last collective, and it may complete.
 STALL_SECONDS = 3.0
 
-# Identifies errors of collectives by their text: autograd's engine raises them like errors of the model.
+# Identifies errors of collectives by their text: a backward pass raises them like errors of the model.
 _COLLECTIVE_ERROR = re.compile(r"gloo|nccl|c10d|process ?group|connection (?:closed|reset)", re.IGNORECASE)
 
 

@@ -23,8 +23,8 @@ _C = "torch._C._distributed_c10d"
 _DDP = "torch.nn.parallel.distributed"
 _ENGINE = "torch.autograd.graph"
 
-# Functions that compute, or wait in a collective that has no Python function: once, DistributedDataParallel's forward
-# pass agrees on the order of the gradients, and so does the hook of torch's `Join` after the end of a rank's data.
+# Functions that compute, or wait in a collective without a Python function: one forward pass of DistributedDataParallel
+# agrees on the order of the gradients, and so does the hook of torch's `Join` after the end of a rank's data.
 _MAY_COMPUTE = {_ENGINE: frozenset({"_engine_run_backward"}), _DDP: frozenset({"_pre_forward", "main_hook"})}
 
 # Functions that wait for all ranks of a group, by module. `recv` and the like wait for one rank, which is unknown. The
@@ -120,7 +120,7 @@ def record_ddp_wrapper() -> None:
 def current(innermost: FrameType | None) -> Collective | None:
     """Returns the collective that a thread is in, given its innermost frame; None if it is in none."""
     frame = innermost and collective_frame(innermost)
-    # DistributedDataParallel's backward pass has no function of its own, and waits in autograd's engine.
+    # DistributedDataParallel reduces gradients without a Python function, inside autograd's `_engine_run_backward`.
     if innermost and frame is None and may_compute(innermost) and _process_groups():
         frame = innermost
     if frame is None:

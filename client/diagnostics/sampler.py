@@ -52,7 +52,7 @@ class ThreadSample:
 class ThreadSampler:
     """Samples the main thread; samples contain torch's groups only if torch uses the rank of the job.
 
-    Most positions show whether the thread is blocked in a collective. In autograd's engine and a few others, see
+    Most positions show whether the thread is blocked in a collective. In a backward pass and a few others, see
     `collectives.may_compute`, the thread, other threads or a device may be computing. There it counts as blocked only
     if it used no processor time since the previous sample (the first takes `SAMPLE_SECONDS`), and the process little.
     """

@@ -1,7 +1,7 @@
 """ElasticSampler: each sample of an epoch counts once, however often the members change.
 
-After a change of members the samples that are not recorded as processed are split again; those since the last commit
-are yielded again, since their updates are undone. There is no padding, so the members' shares may differ by one.
+After a change of members the unprocessed samples are split again. After a loss they include the samples of all batches
+since the last commit, whose updates are undone. There is no padding, so the members' shares may differ by one.
 """
 
 from collections.abc import Iterator, Sequence, Sized

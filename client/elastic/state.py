@@ -153,10 +153,10 @@ class ElasticState:
 
     @api_boundary
     def commit(self) -> None:
-        """Commits with the other members, and copies the state unless a member is lost; all call it equally often.
+        """Commits with the other members, and copies the state unless a member is lost.
 
-        If some members have one batch more than others in an epoch, they process it alone, and the others receive the
-        result at the next commit. A commit after all samples of the epoch are committed sends nothing.
+        If some members have one batch more in an epoch, they process it alone, and the others receive the result at the
+        next commit. Once all samples of the epoch are committed, a further call sends nothing and does not wait.
 
         Raises:
             MembersChanged: members have joined or are lost. The state is the one to continue with: of this commit, or

@@ -66,7 +66,7 @@ def connect(
 ) -> Connection:
     """Connects this process's synchronised layers to a server, and waits until all processes of the job are connected.
 
-    Under torchrun no argument is needed: rank 0 starts a server, which ends with it, and announces it in torch's
+    Under torchrun no argument is needed: rank 0 starts a server, which ends with rank 0, and announces it in torch's
     rendezvous store. The same holds for any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and for
     tasks of SLURM's srun. Without a launcher, torch's process group, if it is initialised, provides rank, world
     size and store; this covers the children of `torch.multiprocessing.spawn`. With neither, this
@@ -208,7 +208,7 @@ def _open_alone(settings: Settings) -> Connection:
 
 
 def _find_running_server() -> str | None:
-    """Returns the endpoint of this user's server; None without one, or if only the socket of a killed one is left."""
+    """Returns the endpoint of this user's server; None without a server, or if a killed one has left its socket."""
     try:
         endpoint = find_server(os.environ)
         with socket.socket(socket.AF_UNIX) as probe:

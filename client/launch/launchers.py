@@ -76,7 +76,7 @@ def rank(environ: Mapping[str, str]) -> Setting | None:
 def world_size(environ: Mapping[str, str]) -> Setting | None:
     """Returns the number of processes; None without a launcher.
 
-    Some platforms set WORLD_SIZE to the number of nodes; its job would be too small, so this is an error.
+    Some platforms set WORLD_SIZE to the number of nodes; the job would be too small, so this is an error.
     """
     size = _integer(environ, "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "world_size")
     if size and size.source == "WORLD_SIZE" and (evidence := _counts_nodes(environ, size.value)):
@@ -89,7 +89,7 @@ def world_size(environ: Mapping[str, str]) -> Setting | None:
 
 
 def job(environ: Mapping[str, str]) -> Setting | None:
-    """Returns the run's name; None if the launcher has none. Each step of SLURM's is a run."""
+    """Returns the run's name; None if the launcher has none. Each step of a SLURM job is a run."""
     if (run_id := environ.get("TORCHELASTIC_RUN_ID", "")) not in NO_RUN_ID:
         return Setting("job", run_id, "TORCHELASTIC_RUN_ID")
     number = _task(environ).get("SLURM_JOB_ID")

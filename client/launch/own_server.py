@@ -81,7 +81,7 @@ MEMBER = "member"
 
 
 class Announcement(NamedTuple):
-    """Rank 0's server, with its count of restarts of the job, or the problem because of which it has none."""
+    """Rank 0's server and its count of the job's restarts; or the problem that prevented a server."""
 
     endpoint: str = ""
     epoch: int = 0
@@ -101,7 +101,7 @@ class Announcement(NamedTuple):
 class StoreEntry:
     """The entry in torch's store for one connect of the job; each method raises ServerUnreachable without an answer.
 
-    The name of this life of the job distinguishes it from earlier ones: torchrun's store outlives the processes.
+    Its key names this life of the job, because torchrun's store outlives the processes.
     """
 
     def __init__(self, address: StoreAddress | None, rank: int, world_size: int, life: str, timeout: float) -> None:
@@ -330,7 +330,7 @@ def bind_endpoint(address: str) -> str:
 
     Otherwise all interfaces: on this host the name may resolve to a loopback address, or a NAT may translate it.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET  # of a name only IPv4, as in ZeroMQ
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET  # a name means IPv4, as in ZeroMQ
     with suppress(OSError, UnicodeError):  # UnicodeError: not a host name, such as "a..b"
         for *_, (candidate, *_) in socket.getaddrinfo(address, None, family, socket.SOCK_STREAM):
             if not ip_address(candidate).is_loopback and _is_local(family, str(candidate)):

@@ -299,7 +299,7 @@ def _check_names(gathered: dict[int, Tensors]) -> None:
 
 
 def as_tensor(data: Any, double_precision: bool) -> Tensor:
-    """Returns a tensor, an array, a number, or a list or tuple of these as a tensor of at least one dimension.
+    """Converts a tensor, an array, a number, or a list or tuple of these to a tensor of at least one dimension.
 
     Other types than a tensor are converted to float64 (complex128) if `double_precision`.
     """
@@ -322,7 +322,7 @@ def concatenate(name: str, tensors: dict[int, Tensor]) -> Tensor:
 
 
 def from_tensor(tensor: Tensor, data: Any, return_tensor: bool) -> Any:
-    """Returns a tensor on the device of `data`, or if not `return_tensor` an array for an array, else a list."""
+    """Returns a tensor on the device of `data`; without `return_tensor` an array if `data` is one, else a list."""
     if return_tensor:
         return tensor.to(data.device) if isinstance(data, Tensor) else tensor
     return tensor.numpy() if isinstance(data, np.ndarray) else tensor.tolist()

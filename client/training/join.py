@@ -113,8 +113,8 @@ def _end(model: nn.Module, connection: Connection, groups: list[Group]) -> None:
 def commit_running_statistics(model: nn.Module) -> None:
     """Updates the running statistics with pending micro-batches; call it after each optimizer step.
 
-    With `convert_model(model, chunks=k)`, complete mini-batches of k micro-batches update the statistics already, and
-    this has no effect. Shorter mini-batches need it: the last of an epoch, or 9 samples in 4 chunks, which are 3
+    With `convert_model(model, chunks=k)`, a complete mini-batch of k micro-batches updates the statistics without
+    this call. Shorter mini-batches need it: the last of an epoch, or 9 samples in 4 chunks, which are 3
     micro-batches. All members call it; nothing is sent, since all have the same numbers.
 
     Pending micro-batches are not part of a layer's state: copies, pickles and checkpoints leave them out, and loading a

@@ -102,7 +102,7 @@ def moments(
         name: the name of the call in rounds and errors, equal on all ranks. Calls with different names never share a
             round.
         group: the participating ranks, as for a layer: None for the whole job, "local", or a `client.Group`.
-        process_group: or a process group of torch, for its collectives.
+        process_group: instead of `group`, a process group of torch, whose collectives are used.
 
     Returns:
         The count; mean and variance in the remaining shape, on the device of `x`, in its type, but at least float32.
@@ -145,7 +145,7 @@ class RunningMoments(nn.Module):
         eps: added to the variance under the root.
         name: the name of its rounds, equal on all ranks; None for the class's name with a number.
         group: the participating ranks, as for a layer: None for the whole job, "local", or a `client.Group`.
-        process_group: or a process group of torch, for its collectives.
+        process_group: instead of `group`, a process group of torch, whose collectives are used.
         device: the device of the buffers.
 
     Attributes:

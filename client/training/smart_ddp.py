@@ -71,7 +71,7 @@ smart_DDP = smart_ddp  # noqa: N816 - YOLOv5's spelling
 
 
 def arguments_for(device: torch.device, environ: Mapping[str, str], *, static_graph: bool) -> dict[str, Any]:
-    """Returns the arguments of DistributedDataParallel for a model on this device; on CUDA it must be `LOCAL_RANK`."""
+    """Returns the arguments of DistributedDataParallel for a model's device; a CUDA device must be `LOCAL_RANK`'s."""
     # Unless it searches for unused parameters, DistributedDataParallel waits for them (ultralytics/yolov5#10410).
     arguments: dict[str, Any] = {"static_graph": static_graph, "find_unused_parameters": not static_graph}
     if device.type != "cuda":

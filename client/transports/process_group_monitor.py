@@ -1,6 +1,6 @@
 """Reports of rounds over a process group, which no server sees: skew, values that are not finite, slow rounds.
 
-The first rank reports to the server of a job of the same ranks; without one, a thread compares the ranks by the
+The first rank reports to the server of a job of the same ranks; without a job, a thread compares the ranks by the
 server's rules and logs warnings. A watched round escalates like a round in shared memory: if it is slow, its rows go
 to the server as well, which reports late and lost ranks and mismatches. Its result comes from the process group.
 """
@@ -143,7 +143,7 @@ class Rounds:
 
     def _escalate(self, work: Any, connection: Connection, key: RoundKey, rows: Rows) -> None:
         session = connection.session(None)
-        if self._previous:  # a rank that finished it and is descheduled may not have reported that
+        if self._previous:  # another rank may have escalated it, and not yet reported its end
             session.round_done(self._previous)
         trip = connection.round_trip(session, key, rows)
         with connection.channel_pool.channel() as channel:

@@ -47,7 +47,7 @@ class SharedMemoryPipe(SlavePipe):
             session = round_.session
             memory, negotiation = session.transport.memory, session.transport.negotiation
             if memory is None and negotiation is not None:
-                memory = negotiation.result()  # perhaps of another thread, which is negotiating
+                memory = negotiation.result()  # waits if another thread is still negotiating
             if isinstance(memory, GroupMemory) and not session.has_uneven_inputs:
                 return _in_memory(connection, round_, memory, rows)
             own_rows = rows.measured() if isinstance(rows, NativeRow) else rows

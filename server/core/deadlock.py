@@ -259,8 +259,8 @@ class Table:
         }
 
 
-# A search takes 0.25 µs per missing contribution. The limits below bound the searches of each job to 5 % of the time,
-# which still allows one per tick for a small job, and those of all jobs to 30 ms per tick.
+# A search takes 0.25 µs per missing contribution. The limits below bound the searches of each job to 5 % of the time (a
+# small job is still searched in each tick), and the searches of all jobs to 30 ms per tick.
 PAUSE_SECONDS_EACH = 5e-6
 MAX_WAITS = 2**17
 RANKS_PER_WAIT = 4  # a rank of a reported collective takes 70 ns, a quarter of a missing contribution
