@@ -290,7 +290,7 @@ class TritonExchange(PlainExchange):
         return None
 
     def _submit(self, of: Pass, key: RoundKey, too_few: TooFewValues | None = None, *, wait: bool = False) -> None:
-        # `report` must not hold `self`: until it runs, the call would outlive its graph, and checkpoints could match it.
+        # `report` must not hold `self`: until it runs the call would outlive its graph, and checkpoints could match it.
         transport, row, rows, blocks = self.transport, of.row, of.rows, of.blocks
 
         def report(flags: Flags) -> None:
