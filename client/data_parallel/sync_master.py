@@ -120,7 +120,7 @@ class SyncMaster:
             ValueError: the callback does not return one answer for each identifier, the master's first.
         """
         barrier = self._replication.barrier
-        if barrier is not None and barrier.is_finished:  # a batch for one replica; the slaves are an earlier one's
+        if barrier is not None and barrier.is_finished:  # a batch for one replica; the slaves are of an earlier one
             self._replication = _Replication(self._name, None)
         self._has_run = True
         identifiers = [0, *self._replication.slaves]

@@ -90,7 +90,7 @@ class Pass(NamedTuple):
 
     new_buffer: Any  # allocates the buffer of a pass, which begins with the own row and the sum of all rows
     alone: Any  # the function for a single rank; it may hold the GIL
-    together: Any  # for one of several ranks; it releases the GIL, since others may be threads of this process
+    together: Any  # for one of several ranks; it releases the GIL, since other ranks may be threads of this process
 
 
 class Plan(ctypes.Structure):

@@ -309,7 +309,7 @@ class SynchronizedBatchNorm3d(nn.BatchNorm3d, SynchronizedBatchNorm):
     """Synchronised batch norm over (N, C, D, H, W) input; see `SynchronizedBatchNorm`."""
 
 
-class LazySynchronizedBatchNorm(nn.modules.batchnorm._LazyNormBase, SynchronizedBatchNorm):  # noqa: SLF001 - as there
+class LazySynchronizedBatchNorm(nn.modules.batchnorm._LazyNormBase, SynchronizedBatchNorm):  # noqa: SLF001 - torch's
     """Base of the three lazy layers, which learn their channels from the first input, as torch's do.
 
     Args and errors: see `SynchronizedBatchNorm`; there is no `num_features` and no `process_group`. Torch looks up

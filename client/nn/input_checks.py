@@ -29,7 +29,7 @@ def check_input(layer: Any, x: Tensor, expected: int | None = None) -> None:
     channels = x.shape[1]
     if layer.num_features == 0:  # of a lazy layer
         layer.num_features = channels_of(layer, channels)
-    # Under torch.jit.trace the number is a tensor, and reading it warns; torch's operator checks it as well.
+    # Under torch.jit.trace `channels` is a tensor, and reading it warns; torch's operator checks the number as well.
     if type(channels) is not int and isinstance(channels, Tensor):
         return
     if expected is None and channels == layer.num_features:

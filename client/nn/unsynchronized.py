@@ -36,7 +36,7 @@ def forward(layer: Any, x: Tensor, deferred: DeferredUpdate | None = None) -> Te
 
 def _forward(layer: Any, x: Tensor, deferred: DeferredUpdate | None) -> Tensor:
     if layer.training and is_inside_backward():
-        # A checkpoint recomputes the call, which has updated the running statistics before (pytorch#96136).
+        # A checkpoint recomputes the call; its first run has updated the running statistics (pytorch#96136).
         return _forward_apart(layer, x)[0]
     if layer.training and deferred is not None:
         output, _, _ = _forward_apart(layer, x)

@@ -108,7 +108,7 @@ def _distance_to(node: Any, call: Exchange) -> float:
     if node is None or len(call.local) > 1:  # the threads of replicas number their nodes separately
         return 0.0
     number = node._sequence_nr()  # noqa: SLF001 - as above
-    # A call inside a node is recomputed by that older node; any other call by a newer one.
+    # A call inside a node is recomputed by that node, created before it; any other call by a node created after it.
     distances = (nr - number if is_inside_node else number - nr + 1 for nr, is_inside_node in call.positions)
     return min((distance for distance in distances if distance > 0), default=math.inf)
 

@@ -31,7 +31,7 @@ def resolve_group(group: GroupSpec, process_group: Any) -> GroupSpec:
 def communicator_for(group: GroupSpec) -> Communicator | None:
     """Communicator of a group; None if this process is its only member."""
     # A connection precedes torch's default process group, unless the job has negotiated the process group. A connection
-    # that found no other process yields to it: `connect` may have been called before `init_process_group`.
+    # without another process yields to the default group: `connect` may have come before `init_process_group`.
     if isinstance(group, NamedProcessGroup):
         return group if group.size != 1 else None
     connection = current_connection()

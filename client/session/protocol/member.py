@@ -80,7 +80,7 @@ class TransportState:
         self.negotiation: Future[Any] | None = None  # from the group's first round on
         self.memory: Any = None  # the negotiated `GroupMemory`
         self.process_group: Any = None  # the negotiated `NamedProcessGroup`
-        self.is_on_devices = False  # whether the rows of this member's layers are, as far as known
+        self.is_on_devices = False  # whether this member's rows stay on devices, as far as known
         self._fallback_reason = ""
 
     def fall_back(self, reason: str) -> None:
