@@ -170,7 +170,7 @@ class GroupHealth:
         late: dict[str, float] = {}
         if slow.lateness.total >= MIN_ROUNDS:
             late = percentiles(slow.lateness)
-            text += f"; when last it was {duration(late['median'])} late (median), {duration(late['p99'])} (p99)"
+            text += f"; its delay when it came last: median {duration(late['median'])}, p99 {duration(late['p99'])}"
         self._add("straggler", slow.member, self._membership.step_of(slow), text, late)
 
     def add_skew(self, now: float, report: SkewStats) -> None:

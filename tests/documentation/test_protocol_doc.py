@@ -455,7 +455,7 @@ def test_every_documented_error_does_travel():
 def test_an_error_has_the_documented_fields(way):
     spread = ", ".join(field.name for field in documented("Round key"))
     documented_ = [
-        [name for name in names.replace("the key's", spread).split(", ") if name]
+        [name for name in names.replace("round key", spread).split(", ") if name]
         for code, has_key, _, names in table("Errors")
         if code == failure(way).code and has_key in {"both", "no" if failure(way).key is None else "yes"}
     ]

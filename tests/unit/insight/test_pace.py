@@ -60,7 +60,7 @@ def test_a_slow_rank_is_named_once(caplog, ranks):
     assert text.startswith(
         "job 'job', group 'world': straggler: rank 1 (place 1): the others waited 20% of the last minute for it"
     )
-    assert text.endswith("; when last it was 164 ms late (median), 164 ms (p99)")
+    assert text.endswith("; its delay when it came last: median 164 ms, p99 164 ms")
     (finding,) = job.report()["findings"]
     assert (finding["kind"], finding["rank"]) == ("straggler", 1)
     assert finding["text"] in text
