@@ -42,7 +42,7 @@ def group_entries(masters: Collection[SyncMaster], now: float, ended: list[dict[
     free = limits.MAX_HEADER_BYTES - SERVER_ENTRY_BYTES - _size(ended)
     heads: list[tuple[SyncMaster, dict[str, Any]]] = []
     for master in masters:
-        head = _head(master)
+        head = _head(master, now)
         free -= LEFT_OUT_BYTES + _size(head)
         if free < 0:
             break
@@ -56,10 +56,11 @@ def group_entries(masters: Collection[SyncMaster], now: float, ended: list[dict[
     return report
 
 
-def _head(master: SyncMaster) -> dict[str, Any]:
+def _head(master: SyncMaster, now: float) -> dict[str, Any]:
     """Entry of a group without its members and rounds."""
     membership, health = master.membership, master.health
     pace, findings, compared = health.pace, health.findings, health.comparison.nr_layers
+    seconds_left = pace.seconds_left(now)
     return {
         "job": membership.job,
         "group": membership.group,
@@ -85,6 +86,7 @@ def _head(master: SyncMaster) -> dict[str, Any]:
             if pace.slowest is not None
             else {}
         ),
+        **({"slowest_in": seconds_left} if seconds_left is not None else {}),
         **({"findings": findings} if findings else {}),
         **({"compared_layers": compared} if compared else {}),
     }

@@ -105,6 +105,10 @@ class Pace:
         self._is_reported |= is_news
         return is_news
 
+    def seconds_left(self, now: float) -> float | None:
+        """Seconds until the slowest member is first known; None if it is known, or before the first round."""
+        return max(0.0, self._look - now) if self.slowest is None and self._look < math.inf else None
+
     def _compare(self, shares: Mapping[int, float], seconds: float) -> None:
         """Find the slowest member by the shares of the time that members waited."""
         self.slowest, self.delay, self.seconds = None, 0.0, seconds

@@ -36,7 +36,7 @@ class Trend:
             if now - then < INTERVAL_SECONDS - 0.5:
                 return
             # The report omits empty buckets at the end. A restarted server counts anew.
-            old = [*old, *[0] * (len(counts) - len(old))]
+            old = [*old, *[0] * (len(counts) - len(old))] if sum(counts) >= sum(old) else [0] * len(counts)
             growth = [max(0, count - before) for count, before in zip(counts, old, strict=False)]
             speed = max(0.0, (rounds - old_rounds) / (now - then))
             step = max((member["step"] for member in group["members"]), default=0)
@@ -80,10 +80,14 @@ class LayerHistory:
         if figures["layers"] != self._layers or (self._samples and sample.shape != self._samples[-1][1].shape):
             self._layers = figures["layers"]
             self._samples.clear()
-        self._samples.append((now, sample))
+        # After a NaN the server has no new figures.
+        if not self._samples or not np.array_equal(sample, self._samples[-1][1]):
+            self._samples.append((now, sample))
         self.interval = max(INTERVAL_SECONDS, SECONDS * sample.nbytes / max_bytes)
-        while now - self._samples[0][0] > SECONDS or (len(self._samples) - 1) * sample.nbytes > max_bytes:
+        excess = (len(self._samples) - 1) * sample.nbytes - max_bytes
+        while self._samples and (now - self._samples[0][0] > SECONDS or excess > 0):
             self._samples.popleft()
+            excess -= sample.nbytes
 
     def of_layer(self, name: str) -> dict[str, Any] | None:
         """`seconds`, `means` and `variances` of the samples, see `SnapshotBuilder.history`; None if unknown."""

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from server.view.history import MAX_BYTES, LayerHistory, Trend
+from server.group.health import MAX_DELAY_SHARE, WINDOW_SECONDS
+from server.view.history import INTERVAL_SECONDS, MAX_BYTES, LayerHistory, Trend
 from server.view.verdict import (
     Verdict,
+    awaited,
     cards,
     describe_finding,
     is_broken,
@@ -140,6 +142,28 @@ MAX_TRENDS = 32  # groups with a trend: each takes 10 kB of a snapshot
 RESTART_SECONDS = 60.0  # after a restart of the server, in which its groups may return and verdicts mention it
 
 
+class _Rates:
+    """Rounds and steps per second, counted over `INTERVAL_SECONDS` as in a `Trend`; the first ones over less."""
+
+    def __init__(self) -> None:
+        self.group: float | None = None
+        self.members: dict[int, float | None] = {}
+        self._base: tuple[float, int, dict[int, int]] | None = None  # time, rounds and steps from which rates count
+        self._is_whole = False
+
+    def update(self, now: float, group: Report) -> None:
+        """Count a report's entry of the group; `now` is in seconds since 1970."""
+        rounds, steps = group["rounds_done"], {member["member"]: member["step"] for member in group["members"]}
+        then, old_rounds, old = self._base = self._base or (now, rounds, steps)
+        seconds = now - then
+        is_over = seconds >= INTERVAL_SECONDS - 0.5
+        if is_over or not self._is_whole:
+            self.group = _rate(rounds, old_rounds, seconds)
+            self.members = {member: _rate(step, old.get(member), seconds) for member, step in steps.items()}
+        if is_over:
+            self._base, self._is_whole = (now, rounds, steps), True
+
+
 class _Watched:
     """A group and its history; a later epoch of the group gets a new record."""
 
@@ -150,25 +174,34 @@ class _Watched:
         self.restarted: float | None = None  # time of a restart of the server while it was running, if recent
         self.trend = Trend()
         self.layers = LayerHistory()
+        self._rates = _Rates()
+        self._was_compared = False  # a report named the slowest rank
+        # The rank that delays the others, the start of the first window that shows it, None if it precedes the first
+        # report, and whether that was the group's first window.
+        self._slow: tuple[int, float | None, bool] | None = None
         self.members: dict[int, Report] = {}  # of the latest report before the group broke
         # What its verdict is about, since when, and the time of the verdict's step.
         self._told: tuple[object, float | None, float | None] | None = None
 
     def report(self, now: float, group: Report) -> None:
         """Record the group's entry of a report, and add rates to it."""
-        seconds = now - self.seen if self.seen is not None else 0.0
-        steps = {member["member"]: member["step"] for member in self.group.get("members", ())}
-        self.group = {
-            **group,
-            "rounds_per_second": _rate(group["rounds_done"], self.group.get("rounds_done"), seconds),
-            "members": [
-                {**one, "steps_per_second": _rate(one["step"], steps.get(one["member"]), seconds)}
-                for one in group["members"]
-            ],
-        }
+        rates = self._rates
+        rates.update(now, group)
+        self._find_slow(now, group)
+        members = [{**one, "steps_per_second": rates.members.get(one["member"])} for one in group["members"]]
+        self.group = {**group, "rounds_per_second": rates.group, "members": members}
         if not group["lost"]:
             self.members = {member["member"]: member for member in self.group["members"]}
         self.seen, self.is_returning = now, False
+
+    def _find_slow(self, now: float, group: Report) -> None:
+        rank = group.get("slowest")
+        if rank is None or group["held"] < MAX_DELAY_SHARE:
+            self._slow = None
+        elif not self._slow or self._slow[0] != rank:
+            start = now - group.get("held_seconds", WINDOW_SECONDS) if self.seen is not None else None
+            self._slow = rank, start, not self._was_compared
+        self._was_compared |= rank is not None
 
     def shown(self, now: float, *, is_first: bool) -> Report:
         """The group with verdict, cards, trend, and the flags of its members."""
@@ -181,13 +214,24 @@ class _Watched:
             there = {member["member"]: member for member in group["members"]}
             group["members"] = [member for _, member in sorted((gone | there).items())]
             if not is_finishing(group):
-                group["members"] = [{**member, "steps_per_second": None} for member in group["members"]]
+                # In a strict group all ranks reach the step of the one that broke it.
+                last = by["step"] if (by := group.get("lost_by")) and not group["min_members"] else 0
+                ends = ({**one, "step": max(one["step"], last), "steps_per_second": None} for one in group["members"])
+                group["members"] = list(ends)
+        elif awaited(group):
+            group["members"] = [{**one, "steps_per_second": _held_up(one["steps_per_second"])} for one in group["members"]]
+            group["rounds_per_second"] = _held_up(group["rounds_per_second"])
         verdict, *others = found = verdicts(group, now, self.restarted)
         since, step_time = self._first_seen(now, verdict, is_first=is_first)
         by = group.get("lost_by")
         return {
             **group,
-            "verdict": {**verdict.entry(others), "since": since, "step_time": step_time},
+            "verdict": {
+                **verdict.entry(others),
+                "since": since,
+                "step_time": step_time,
+                "from_start": bool(verdict.state == "slow" and self._slow and self._slow[2]),
+            },
             "cards": cards(group, found),
             "trend": self.trend.entry,
             "lost_by": {**by, "time": group["over"]["time"] if "over" in group else since} if by else None,
@@ -206,7 +250,7 @@ class _Watched:
         if step_time is None and verdict.step is not None:
             step_time = self.trend.time_of(verdict.step)
         self._told = about, since, step_time
-        return since, step_time
+        return self._slow[1] if verdict.state == "slow" and self._slow else since, step_time
 
 
 class SnapshotBuilder:
@@ -323,6 +367,10 @@ class SnapshotBuilder:
 
 def _rate(count: int, before: int | None, seconds: float) -> float | None:
     return max(0.0, (count - before) / seconds) if before is not None and seconds > 0 else None
+
+
+def _held_up(rate: float | None) -> float | None:
+    return None if rate is None else 0.0
 
 
 def _with_present_numbers(group: Report, finding: Report) -> Report:

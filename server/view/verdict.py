@@ -3,6 +3,7 @@
 The page and `status` print these words and decide nothing themselves, so they cannot contradict each other.
 """
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from statsd_bn.timing import quantile
 Group = Mapping[str, Any]
 
 FINE, NOTICE, ATTENTION, BROKEN = range(4)  # severities; a notice is worth a look
+
+# When a round ends in an error, which the ranks decide.
+ROUND_TIMEOUT = "their round_timeout, 600 s by default"
 
 # A wait is unusual after WAIT_SECONDS or twice the p99 delay of last ranks, the longer; LONG_SECONDS always are.
 WAIT_SECONDS, LONG_SECONDS = 1.0, 10.0
@@ -214,16 +218,22 @@ def _waiting(group: Group, now: float) -> Iterator[Verdict]:
         if does.startswith("has not answered"):
             advice = f"Look at the process of rank {rank}: it is stopped, starved, or one of its threads holds the GIL."
         card = "Waiting", f"Rank {rank}", f"awaited for {time}"
-    if missing and (usual := _usual_wait(group)):
-        advice += f" Usually the last rank is at most about {duration(usual)} late."
+    if missing:
+        advice = f"If this wait does not pass, {advice[:1].lower()}{advice[1:]}" if round_["seconds"] < LONG_SECONDS else advice
+        if usual := _usual_wait(group):
+            advice += f" Usually the last rank is at most about {duration(usual)} late."
+        advice += f" The others raise RoundTimeout after {ROUND_TIMEOUT}."
     text, flags = f"Waiting for {whom} for {time} in {where}{place}", dict.fromkeys(missing, "awaited")
     yield Verdict("waiting", ATTENTION, text, now - round_["seconds"], None, rank, advice, flags, card)
 
 
 def held_share(group: Group) -> float:
     """Share of the last minute that the others waited for the slowest rank; 0 unless a whole minute was measured."""
-    is_whole = group.get("held_seconds", WINDOW_SECONDS) >= WINDOW_SECONDS
-    return float(group.get("held", 0.0)) if is_whole else 0.0
+    return float(group.get("held", 0.0)) if _is_whole(group) else 0.0
+
+
+def _is_whole(group: Group) -> bool:
+    return bool(group.get("held_seconds", WINDOW_SECONDS) >= WINDOW_SECONDS)
 
 
 def _slow(group: Group) -> Iterator[Verdict]:
@@ -238,7 +248,7 @@ def _slow(group: Group) -> Iterator[Verdict]:
 
 def describe_finding(finding: Mapping[str, Any]) -> str:
     """A finding of the server as a sentence, with the step of its numbers unless they are of the present."""
-    rank, at = finding["rank"], "" if finding.get("is_present") else f" (at step {finding['step']})"
+    rank, at = finding["rank"], " (now)" if finding.get("is_present") else f" (at step {finding['step']})"
     if finding["kind"] != "skew" or "since" not in finding:
         return f"{finding['text'][:1].upper()}{finding['text'][1:]}{at}"
     if "other" in finding:
@@ -275,10 +285,10 @@ def _fine(group: Group, now: float, restarted: float | None) -> Verdict:
     is_whole = here == group["world_size"] > 1
     facts = [f"{'all ' * is_whole}{_ranks(here)} take{'s' * (here == 1)} part"]
     if group.get("slowest") is not None:
-        facts.append("none is slow")
+        facts.append("none is slow" + " so far" * (not _is_whole(group)))
     if group.get("compared_layers"):
         facts.append("their data look alike")
-    return Verdict("healthy", FINE, f"Healthy: {', '.join(facts)}, no NaN so far")
+    return Verdict("healthy", FINE, f"Healthy: {', '.join(facts)}, no NaN so far", advice="Nothing to do.")
 
 
 def doing(group: Group, member: Mapping[str, Any]) -> str:
@@ -357,7 +367,8 @@ def _usual_cards(group: Group) -> Iterator[tuple[str, ...]]:
             yield "Speed", f"{two_digits(rate)} rounds/s", note, state
     yield _waiting_card(group)
     if group.get("first_non_finite"):
-        yield "Data", "Not comparable", "since the first NaN or infinity", "unknown"
+        note = f"since the first NaN or infinity{'; the map has older values' * bool(layers)}"
+        yield "Data", "Not comparable", note, "unknown"
     elif layers:
         yield "Data", "All alike", f"{size} ranks in {layers} layers", "good"
     else:
@@ -370,10 +381,14 @@ def _waiting_card(group: Group) -> tuple[str, ...]:
     slowest, share, length = group.get("slowest"), group.get("held", 0.0), group.get("held_seconds", WINDOW_SECONDS)
     held, is_slow = percent(share), share >= MAX_DELAY_SHARE
     if slowest is None:
-        is_short = "over" in group or is_broken(group)
-        why = ("Not known", "the job was too short") if is_short else ("Not known yet", "needs 40 s of rounds")
-        return "Waiting", *why, "unknown"
-    if length < WINDOW_SECONDS:
+        if group["world_size"] == 1:
+            return "Waiting", "No other rank", "the job has one rank", "unknown"
+        if "over" in group or is_broken(group):
+            return "Waiting", "Not known", "the job was too short", "unknown"
+        left = group.get("slowest_in")
+        note = "needs 40 s of rounds" if left is None else f"known after {math.ceil(left)} s more of rounds"
+        return "Waiting", "Not known yet", note, "unknown"
+    if not _is_whole(group):
         value = f"Rank {slowest} so far" if is_slow else "No slow rank so far"
         return "Waiting", value, f"the others waited {held} of {duration(length)} for rank {slowest}", "unknown"
     if is_slow:

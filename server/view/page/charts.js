@@ -5,6 +5,9 @@ import { shownLayer } from "./layers.js";
 
 const HEIGHT = 84;
 
+// A figure that is older has its time.
+const OLD_SECONDS = 10;
+
 // Above this number of ranks their range is drawn instead of a line for each.
 const MANY = 64;
 
@@ -62,7 +65,8 @@ class Chart {
     const isPointed = shown.at !== null && seconds.length > 0;
     pen.strokeStyle = ink;
     if (isPointed) stroke(pen, [[x(seconds[at]), 0], [x(seconds[at]), HEIGHT]]);
-    const told = seconds.length ? `${isPointed || isOver ? `${clock(seconds[at])}: ` : ""}${tell(at)}` : "no figures yet";
+    const isOld = isPointed || isOver || to - seconds[at] > OLD_SECONDS;
+    const told = seconds.length ? `${isOld ? `${clock(seconds[at])}: ` : ""}${tell(at)}` : "no figures yet";
     render(this.title, el("span", {}, title), el("b", {}, told));
     render(this.scale, el("span", {}, say(high)), el("span", {}, say(low)));
     render(this.ends, ends(lines, y));
@@ -134,17 +138,17 @@ function draw(group, snapshot, layer) {
   const to = group.over?.time ?? snapshot.answered ?? snapshot.time;
   const begun = Math.min(trend.seconds[0] ?? to - 60, shown.past?.seconds[0] ?? Infinity);
   const from = Math.min(to - 30, Math.max(begun, to - 600));
-  const marks = snapshot.events.filter((event) => event.time > from && event.time < to && event.job === group.job && event.kind !== "joined").map((event) => event.time);
+  const marks = snapshot.events.filter((event) => event.time > from && event.time < to && (!event.job || event.job === group.job) && event.kind !== "joined").map((event) => event.time);
   setText(first("#time header p"), `${clock(from)} to ${clock(to)}${group.over ? ", the end" : ""}${marks.length ? "; dashed: events" : ""}`);
   const span = { from, to, marks, isOver: group.over || group.verdict.state === "broken" };
   const { seconds, rounds_per_second: speed } = trend;
   const [median, p99] = [trend.median, trend.p99].map((values) => values.map((value) => value || NaN)); // 0: no rounds
   chart("speed").draw({
-    ...span, title: "Rounds per second", seconds, lines: [{ values: speed, kind: "area" }], say: two, low: 0,
+    ...span, title: "Rounds per second (mean of 4\u00a0s)", seconds, lines: [{ values: speed, kind: "area" }], say: two, low: 0,
     high: 1.1 * most([1, ...speed.filter(Number.isFinite)]), tell: (at) => known(speed[at], two),
   });
   chart("trip").draw({
-    ...span, title: "Round trip", seconds, lines: [{ values: p99, label: "p99" }, { values: median, label: "median" }], say: duration,
+    ...span, title: "Round trip (within 4\u00a0s)", seconds, lines: [{ values: p99, label: "p99" }, { values: median, label: "median" }], say: duration,
     low: 0, high: 1.1 * most([0.001, ...p99.filter(Number.isFinite)]),
     tell: (at) => `median ${known(median[at], duration)}, p99 ${known(p99[at], duration)}`,
   });

@@ -5,7 +5,7 @@ import { Source, byId, colours, el, first, floats, median, percent, render, setT
 import { flag, shownMembers } from "./ranks.js";
 
 const TITLES = {
-  share: "how much of the layer's variance between ranks comes from this rank; a full bar is 30%",
+  share: "how much of the layer's variance comes from the distance of this rank's mean; a full bar is 30%",
   variance: "up where the rank varies more than the others, down where less; a full bar is 16 times",
   mean: "how far the rank's mean lies from the others'; a full bar is half a standard deviation",
 };
@@ -118,7 +118,7 @@ function chips() {
     const button = { type: "button", "data-key": `layer ${name}`, "data-layer": name, "aria-pressed": pressed };
     return el("button", button, el("code", {}, name), ` ${percent(eta2[layers.indexOf(name)] ?? 0)}`);
   });
-  return [el("span", {}, "Most variance between ranks:"), buttons];
+  return [el("span", {}, "Most variance between the ranks' means:"), buttons];
 }
 
 function paint(members, height) {
@@ -259,13 +259,14 @@ function layerInWords(at) {
   const isOdd = (column) => cell(figures, "share", at, column)[1] || cell(figures, "variance", at, column)[1];
   const found = [...skews(shown.group).keys()].map((rank) => figures.columns.get(rank)).find((column) => column !== undefined && isOdd(column));
   const most = found ?? own.reduce((best, part, column) => (part > own[best] ? column : best), 0);
-  const head = `${percent(figures.eta2[at])} of the variance lies between ranks`;
+  const head = `${percent(figures.eta2[at])} of the variance lies between the ranks' means`;
   const rank = `rank ${figures.ranks[most] ?? most}`;
   const { part, variance } = numbers(at, most);
   const comes = cell(figures, "share", at, most)[1] ? `: ${percent(part)} comes from ${rank}` : "";
   const isUsual = variance > 0.67 && variance < 1.5;
   if (!comes && isUsual) return `${head}, spread evenly`;
-  return head + comes + (isUsual ? "" : `${comes ? ", which" : `; ${rank}`} varies ${times(variance)} as much as the others`);
+  const varies = `varies ${times(variance)} as much as the others`;
+  return comes ? head + comes + (isUsual ? "" : `, which ${varies}`) : `${rank} ${varies}; ${head}`;
 }
 
 function rankInWords(at, rank) {

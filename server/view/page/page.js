@@ -93,14 +93,13 @@ function drawJobs(groups, shown) {
 }
 
 // Since when a verdict holds: a time, or the step that the server names and its approximate time.
-function begun({ state, step, step_time: then, since }) {
+function begun({ state, step, step_time: then, since, from_start: isFirst }) {
   const time = (at) => `${clock(at)} (${span(Math.max(0, snapshot.time - at))})`;
-  if (!["slow", "data"].includes(state)) return since && `since ${time(since)}`;
+  if (state === "slow" && since) return `since ${isFirst ? "the first measurement, " : "about "}${time(since)}`;
+  if (state === "slow") return step && `noticed at step ${whole(step)}`;
+  if (state !== "data") return since && `since ${time(since)}`;
   const noticed = since && `noticed ${time(since)}`;
   if (step === null) return noticed;
-  // A slow rank is found over a whole minute.
-  const seen = then || since;
-  if (state === "slow") return `${seen ? `since ${clock(seen - 60)} or earlier; ` : ""}noticed at step ${whole(step)}`;
   return `since step ${whole(step)}${then ? `, about ${time(then)}` : noticed ? `; ${noticed}` : ""}`;
 }
 

@@ -32,8 +32,8 @@ function both(median, p99) {
 
 const COLUMNS = [
   ["Process", "who", (m) => m.place],
-  ["Waits for others", "minute", (m) => bar(m.waiting, "waits")],
-  ["Others wait for it", "minute", (m) => bar(m.share, m.flag === "slow" ? "held much" : "held")],
+  ["Waited for others", "minute", (m) => bar(m.waiting, "waits")],
+  ["Others waited for it", "minute", (m) => bar(m.share, m.flag === "slow" ? "held much" : "held")],
   ["Step", "number", (m) => whole(m.step)],
   ["Steps/s", "number", (m) => known(m.steps_per_second, two)],
   ["Round trip", "number", (m) => both(m.median, m.p99)],
@@ -52,8 +52,10 @@ export function drawRanks(group) {
     return el("tr", { "data-rank": member.member, "data-level": level }, head, cells);
   });
   render(first("tbody", table), rows);
-  const when = "waits are of the last minute; times are median / 99th percentile, late is by how much when the rank came last";
-  first("#ranks header p").textContent = group.over ? "as they were before the end" : when;
+  const waits = known(group.held_seconds, (seconds) => `waits are of the last ${duration(seconds)}; `);
+  const when = `${waits === "–" ? "" : waits}round trip and delay when last: median / 99th percentile of all rounds`;
+  const hidden = group.members_left_out ? `; ${whole(group.members_left_out)} more ranks are not in the report` : "";
+  first("#ranks header p").textContent = (group.over ? "from the last report before the end" : when) + hidden;
   const more = byId("more-ranks");
   more.hidden = group.members.length <= SHOWN;
   more.textContent = all ? `Show ${SHOWN} ranks` : `Show all ${whole(group.members.length)} ranks`;

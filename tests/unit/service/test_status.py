@@ -36,7 +36,8 @@ def test_a_report_reads_as_text():
         "server abcd, up 62 s, 40 messages, 2 bad frames\n"
         "\n"
         "resnet: Waiting for rank 1 (host 2) for 12 s in bn1\n"
-        "  Look at what rank 1 does now.\n"
+        "  Look at what rank 1 does now. The others raise RoundTimeout after their\n"
+        "    round_timeout, 600 s by default.\n"
         "  2 of 2 ranks, epoch 3, 17 rounds done, 1 failed\n"
         "  rank     step  steps/s  median     p99  awaited  process, now\n"
         "     0        0        -       -       -        -  host 1, 4 replicas: waits 12\n"
@@ -75,7 +76,7 @@ def test_the_json_has_the_verdicts():
         "since": 100.0 - 12.34,
         "step": None,
         "rank": 1,
-        "advice": "Look at what rank 1 does now.",
+        "advice": f"Look at what rank 1 does now. {TIMEOUT}",
         "also": [],
     }
     with pytest.raises(ServerUnreachable, match="malformed"):
@@ -343,12 +344,13 @@ def test_the_size_of_a_job_that_has_ended_is_checked_too(somebody, capsys):
 def test_names_cannot_control_the_terminal_or_forge_a_line():
     members = [{"member": 0, "place": "höst\n\x1b[2Jno jobs", "participation": "takes_part", "step": 0, "replicas": 4}]
     text = describe(REPORT | {"groups": [GROUP | {"members": members, "waiting": []}]})
-    assert text.splitlines()[5:] == [
+    assert text.splitlines()[6:] == [
         r"     0        0        -       -       -        -  höst\n\x1b[2Jno jobs, 4",
         "                                                   replicas: takes part",
     ]
 
 
+TIMEOUT = "The others raise RoundTimeout after their round_timeout, 600 s by default."
 NONSENSE = [{}, {**REPORT, "seconds": "long"}, {**REPORT, "groups": [{}]}, {**REPORT, "groups": 3}]
 
 

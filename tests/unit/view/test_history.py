@@ -81,14 +81,16 @@ def test_other_members_begin_a_new_history():
 
 def test_a_snapshot_builder_has_the_history_of_its_groups():
     builder = SnapshotBuilder("x")
-    of = group(member(0), member(1), figures=figures(layer("bn1", 0.1, 0.2)))
-    for second in range(9):
+    for second in range(17):
+        # The server has new figures until second 8.
+        changed = {"variances": [1.0, 1.0 + min(second, 8)]}
+        of = group(member(0), member(1), figures=figures(layer("bn1", 0.1, 0.2) | changed))
         builder.update(float(second), report(of))
     told = builder.history("digits", "world", "bn1")
     assert (told["seconds"], told["ranks"]) == ([0.0, 4.0, 8.0], [0, 1])
     assert builder.history("digits", "world", "bn2") is None
     assert builder.history("other", "world", "bn1") is None
-    builder.update(9.0, report())
+    builder.update(17.0, report())
     assert builder.history("digits", "world", "bn1")["ranks"] == [0, 1], "an ended group keeps it"
 
 

@@ -242,7 +242,7 @@ def test_a_finding_has_the_present_numbers_of_its_layer():
     )
     assert finding["shift"] == pytest.approx(2.9 / 2**0.5)
     start = "Rank 1's data look different: since step 64 its activations vary"
-    assert text == f"{start} 4 times as much as the others' in bn1"
+    assert text == f"{start} 4 times as much as the others' in bn1 (now)"
     finding, text = shown(skew(1), layer("bn0", 0.0, 0.0, 0.0))
     assert finding["variance"] == 8.5
     assert text == f"{start} 8.5 times as much as the others' in bn1 (at step 70)"

@@ -2,6 +2,7 @@
 
 import pytest
 
+from client.session.protocol.member import DEFAULT_ROUND_TIMEOUT
 from server.view.snapshot import SnapshotBuilder, unseen_group
 from server.view.verdict import LONG_SECONDS, cards, of_server, verdicts
 from support.view_reports import ended, group, member, report, skew, straggler, waiting
@@ -29,6 +30,10 @@ CASES = {
     "healthy, with all known": (
         group(*FOUR, slowest=3, held=0.02, compared_layers=53),
         ("healthy", 0, None, "Healthy: all 4 ranks take part, none is slow, their data look alike, no NaN so far"),
+    ),
+    "healthy, in its first minute": (
+        group(*FOUR, slowest=3, held=0.02, held_seconds=20.0),
+        ("healthy", 0, None, "Healthy: all 4 ranks take part, none is slow so far, no NaN so far"),
     ),
     "alone": (group(FOUR[0]), ("healthy", 0, None, "Healthy: 1 rank takes part, no NaN so far")),
     "elastic": (
@@ -114,7 +119,8 @@ def test_a_group_has_a_verdict(name):
     first = verdicts(of, NOW)[0]
     assert (first.state, first.severity, first.rank) == (state, severity, rank)
     assert first.text == text
-    assert bool(first.advice) == (state not in {"healthy", "ended"})
+    assert bool(first.advice) == (state != "ended")
+    assert (first.advice == "Nothing to do.") == (state == "healthy")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -179,7 +185,11 @@ def test_only_an_unusual_wait_is_told(seconds, late, is_told):
 def test_a_wait_is_told_with_the_usual_one():
     of = group(*FOUR, waiting=[waiting(3.0, 2)], late_seconds=LATE)
     usual = "Usually the last rank is at most about 1 s late."
-    assert verdicts(of, NOW)[0].advice == f"Look at what rank 2 does now. {usual}"
+    ends = f"The others raise RoundTimeout after their round_timeout, {DEFAULT_ROUND_TIMEOUT:g} s by default."
+    advice = f"look at what rank 2 does now. {usual} {ends}"
+    assert verdicts(of, NOW)[0].advice == f"If this wait does not pass, {advice}"
+    of = group(*FOUR, waiting=[waiting(LONG_SECONDS, 2)], late_seconds=LATE)
+    assert verdicts(of, NOW)[0].advice == f"L{advice[1:]}"
 
 
 def test_the_cards_of_ranks_and_speed_show_who_holds_the_job_up():
@@ -214,6 +224,55 @@ def test_a_share_of_less_than_a_minute_is_provisional():
     note = "the others waited {} of 20 s for rank 1"
     assert told(0.4) == ("healthy", "good", "Rank 1 so far", note.format("40%"), "unknown")
     assert told(0.02) == ("healthy", "good", "No slow rank so far", note.format("2%"), "unknown")
+
+
+def test_a_young_job_says_when_its_slow_rank_is_known():
+    def note(*members, **more):
+        of = group(*members, **more)
+        return cards(of, verdicts(of, NOW))[2]["note"]
+
+    assert note(*FOUR) == "needs 40 s of rounds"
+    assert note(*FOUR, slowest_in=11.2) == "known after 12 s more of rounds"
+    assert note(FOUR[0]) == "the job has one rank"
+    assert note(*FOUR, **KILLED, slowest_in=11.2) == "the job was too short"
+
+
+def test_the_start_of_a_slow_rank_is_that_of_the_window_that_shows_it():
+    def begun(*seen):
+        builder = SnapshotBuilder("x")
+        for second, slowest, held, length in seen:
+            known = {"slowest": slowest, "held": held, "held_seconds": length} if slowest is not None else {}
+            told = builder.update(NOW + second, report(group(*FOUR, **known)))["groups"][0]["verdict"]
+        return told["state"], told["since"], told["from_start"]
+
+    young, even = (0, None, 0.0, 0.0), (60, 1, 0.02, 60.0)
+    assert begun(young, (40, 1, 0.3, 10.0), (90, 1, 0.3, 60.0)) == ("slow", NOW + 30, True)
+    assert begun(young, even, (120, 1, 0.3, 60.0)) == ("slow", NOW + 60, False)
+    assert begun(young, (90, 2, 0.3, 60.0), (150, 1, 0.3, 60.0)) == ("slow", NOW + 90, False), "another rank"
+    assert begun((0, 1, 0.3, 60.0), (9, 1, 0.3, 60.0)) == ("slow", None, True), "slow before the first report"
+    assert begun(young, even) == ("healthy", None, False)
+
+
+def test_a_rate_is_one_of_four_seconds_and_of_none_while_a_round_is_open():
+    builder = SnapshotBuilder("x")
+
+    def rates(second, rounds, **more):
+        step = rounds // 10
+        of = group(*[one | {"step": step} for one in FOUR], rounds_done=rounds, **more)
+        (shown,) = builder.update(NOW + second, report(of))["groups"]
+        return shown["rounds_per_second"], shown["members"][0]["steps_per_second"]
+
+    assert rates(0, 0) == (None, None)
+    assert rates(1, 20) == (20.0, 2.0), "a first rate does not wait"
+    assert rates(4, 400) == (100.0, 10.0)
+    assert rates(5, 400) == (100.0, 10.0), "the next one is due after four seconds"
+    assert rates(6, 400, waiting=[waiting(2.0, 1)]) == (0.0, 0.0)
+    assert rates(8, 480) == (20.0, 2.0)
+
+
+def test_all_ranks_of_a_broken_job_reach_the_step_of_the_lost_one():
+    (shown,) = SnapshotBuilder("x").update(NOW, report(group(FOUR[0], *FOUR[2:], world_size=4, **KILLED)))["groups"]
+    assert {one["step"] for one in shown["members"]} == {BY["step"]}
 
 
 def test_a_broken_job_has_stopped():
