@@ -219,8 +219,8 @@ class _Watched:
                 ends = ({**one, "step": max(one["step"], last), "steps_per_second": None} for one in group["members"])
                 group["members"] = list(ends)
         elif awaited(group):
-            group["members"] = [{**one, "steps_per_second": _held_up(one["steps_per_second"])} for one in group["members"]]
-            group["rounds_per_second"] = _held_up(group["rounds_per_second"])
+            group = _stopped(group, "rounds_per_second")
+            group["members"] = [_stopped(member, "steps_per_second") for member in group["members"]]
         verdict, *others = found = verdicts(group, now, self.restarted)
         since, step_time = self._first_seen(now, verdict, is_first=is_first)
         by = group.get("lost_by")
@@ -369,8 +369,8 @@ def _rate(count: int, before: int | None, seconds: float) -> float | None:
     return max(0.0, (count - before) / seconds) if before is not None and seconds > 0 else None
 
 
-def _held_up(rate: float | None) -> float | None:
-    return None if rate is None else 0.0
+def _stopped(entry: Report, rate: str) -> Report:
+    return {**entry, rate: None if entry[rate] is None else 0.0}
 
 
 def _with_present_numbers(group: Report, finding: Report) -> Report:

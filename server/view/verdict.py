@@ -219,7 +219,8 @@ def _waiting(group: Group, now: float) -> Iterator[Verdict]:
             advice = f"Look at the process of rank {rank}: it is stopped, starved, or one of its threads holds the GIL."
         card = "Waiting", f"Rank {rank}", f"awaited for {time}"
     if missing:
-        advice = f"If this wait does not pass, {advice[:1].lower()}{advice[1:]}" if round_["seconds"] < LONG_SECONDS else advice
+        if round_["seconds"] < LONG_SECONDS:
+            advice = f"If this wait does not pass, {advice[:1].lower()}{advice[1:]}"
         if usual := _usual_wait(group):
             advice += f" Usually the last rank is at most about {duration(usual)} late."
         advice += f" The others raise RoundTimeout after {ROUND_TIMEOUT}."
