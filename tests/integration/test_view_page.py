@@ -175,7 +175,7 @@ def test_a_layer_with_nan_does_not_claim_that_its_ranks_agree(chromium, opened):
     ("state", "words"),
     [
         ("data", r"since step 64, about \d\d:\d\d:\d\d \(1[01] min\)"),
-        ("slow", r"since \d\d:\d\d:\d\d or earlier; noticed at step 900"),
+        ("slow", r"since about \d\d:\d\d:\d\d \(3 min\)"),
         ("nan", r"since step 20; noticed \d\d:\d\d:\d\d \(2 min\)"),
         ("waiting", r"since \d\d:\d\d:\d\d \(1\d s\)"),
     ],
@@ -227,13 +227,13 @@ def test_keyboard_and_pointer_choose_layer_and_rank(chromium, opened):
     wait_for(chromium, f"{names[1]}: ", "#reading")
     wait_for(chromium, f"Variance of {names[1]}", "#time")
     scrub.send_keys(Keys.ARROW_DOWN)
-    wait_for(chromium, f"{names[1]}: rank 0 brings", "#reading")
-    assert "rank 0 brings" in scrub.get_attribute("aria-valuetext")
+    wait_for(chromium, "comes from the mean of rank 0", "#reading")
+    assert "the mean of rank 0" in scrub.get_attribute("aria-valuetext")
     canvas = chromium.find_element(By.CSS_SELECTOR, "#layers canvas")
     across, down = canvas.size["width"], canvas.size["height"]
     corner = ActionChains(chromium).move_to_element_with_offset(canvas, across // 2 - 3, down // 2 - 5)
     corner.perform()
-    wait_for(chromium, f"{names[-1]}: rank 7 brings", "#reading")
+    wait_for(chromium, "comes from the mean of rank 7", "#reading")
     corner.click().perform()
     wait_for(chromium, f"Variance of {names[-1]}", "#time")
     chromium.find_element(By.CSS_SELECTOR, "[name=view][value=variance]").send_keys(Keys.SPACE)
