@@ -28,7 +28,7 @@ with torch.random.fork_rng():
 
 
 def model() -> nn.Sequential:
-    """The same weights each time; threads share one random generator."""
+    """A model with the same weights each time, copied because threads share one random generator."""
     return copy.deepcopy(MODEL)
 
 
@@ -94,7 +94,7 @@ def test_without_any_sample_gradients_stay():
 
 
 def test_an_unused_parameter_is_not_moved():
-    """Its gradient stays None, as in one process: with 0 weight decay would change the parameter."""
+    """Its gradient stays None, as in one process: a gradient of 0 would let weight decay change the parameter."""
 
     def average(connection: Connection) -> Any:
         used_by_one, unused = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))

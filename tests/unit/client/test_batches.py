@@ -38,7 +38,7 @@ def test_a_shard_may_have_samples_without_positions():
 
 
 def test_one_value_per_channel_on_a_replica_is_enough(members):
-    """One or more replicas have a single value per channel or none; the group has at least two."""
+    """Some replicas have a single value per channel, or none, but the whole group has at least two."""
     sizes = [(1, 1, 1), (1, 3, 1), (0, 1, 1), (1, 0, 1), (1, 1, 0), (1, 2, 0)]
     assert_all_equal_the_whole_batch(members, [Shards("1d of (N, C)", split, seed=n) for n, split in enumerate(sizes)])
 

@@ -108,7 +108,7 @@ def test_closing_wakes_a_thread_that_checks_for_the_master(tmp_path, monkeypatch
             monkeypatch.setattr(channel._monitor, "poll", lambda _: True)
             channel.receive(60.0)
 
-    monkeypatch.setattr("client.session.channel_pool.CLOSE_SECONDS", 0.1)  # it waits for the channel
+    monkeypatch.setattr("client.session.channel_pool.CLOSE_SECONDS", 0.1)  # how long close() waits for a lent channel
     monkeypatch.setattr("client.session.channel_pool.recv_monitor_message", close_first)
     assert isinstance(outcome(wait), ConnectionClosed)
 

@@ -85,8 +85,8 @@ def test_passes_are_forgotten_for_the_call_whose_last_one_is_the_oldest():
 
 
 def test_checkpoints_around_and_inside_a_compiled_model_move_the_statistics_once(members):
-    """Inside, the checkpoint must name the operator as one to save: torch cannot recompute one with side effects."""
-    # In older versions of torch the backend that only traces recomputes named operators too.
+    """A checkpoint inside must save the results of our operator: torch cannot recompute operators with side effects."""
+    # In older versions of torch the backend that only traces recomputes saved operators too.
     for around, inside, none in members(2, member_programs.compiled_checkpoint, "aot_eager_decomp_partition"):
         assert_equal([(around[0], none[0]), (inside[0], none[0])])
         assert [rounds for _, rounds in (around, inside, none)] == [2, 2, 2]

@@ -107,7 +107,7 @@ def test_every_kind_is_converted_in_nested_containers_and_nothing_else():
 
 
 def test_a_hook_before_load_state_dict_is_given_the_module_of_the_model():
-    """Torch keeps the module of these hooks by a weak reference, and the converted model does not hold the old one."""
+    """Torch keeps a weak reference to the hook's module, and the converted model does not keep the old module."""
     seen = []
     holder = nn.Sequential(nn.DataParallel(nn.BatchNorm1d(3)))
     holder[0].register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
@@ -164,7 +164,7 @@ def test_a_subclass_of_a_lazy_layer_is_reported():
         assert type(client.convert_model(nn.Sequential(Lazy()))[0]) is Lazy
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch.compile's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # from torch.compile
 @pytest.mark.parametrize("bind", [lambda layer: setattr(layer, "forward", layer.forward), nn.Module.compile])
 @pytest.mark.parametrize("plain", [nn.BatchNorm1d, nn.LazyBatchNorm1d])
 def test_an_own_forward_is_reported_since_it_would_bypass_ours(plain, bind):
@@ -231,7 +231,7 @@ def test_distributed_data_parallel_is_converted_in_place_and_named_without_its_l
     assert type(alone.module) is client.SynchronizedBatchNorm1d
 
 
-def test_the_group_is_kept_by_every_converted_layer_and_the_first_one_stays():
+def test_every_converted_layer_keeps_its_first_group():
     group = client.Group("left", 2)
     converted = client.convert_model(everything(), group=group)
     layers = [layer for layer in converted.modules() if hasattr(layer, "layer_name")]

@@ -25,7 +25,7 @@ from support.sentences import says
 LOOP = SimpleNamespace(train_loader=None, validation_loader=None, test_loader=None)
 
 
-# Extensions within extensions: 1 KB of them ended the processes of all other members.
+# Extensions within extensions: 1 KB of them once crashed the processes of all other members.
 NESTED = functools.reduce(lambda inner, _: msgpack.packb(msgpack.ExtType(2, inner)), range(400), msgpack.packb(1))
 
 

@@ -1,4 +1,4 @@
-"""Micro-batches: however a mini-batch is cut, it moves the running statistics once, as `nn.BatchNorm` does with all."""
+"""However a mini-batch is cut into micro-batches, it moves the statistics once, as `nn.BatchNorm` does uncut."""
 
 import copy
 import pickle
@@ -33,7 +33,7 @@ def layers(chunks, kind="1d of (N, C)", dtype=torch.float64, **options):
 
 
 def assert_equal(found, expected, tolerance=1e-12):
-    """The buffers of two modules, or what `deferred_programs.buffers` says of them."""
+    """Compares the buffers of two modules; `deferred_programs.buffers` returns those of a module."""
     found, expected = (
         deferred_programs.buffers(each) if isinstance(each, nn.Module) else each for each in (found, expected)
     )
@@ -43,7 +43,7 @@ def assert_equal(found, expected, tolerance=1e-12):
 
 
 def check_moves_as_whole(plain, layer, parts, tolerance=1e-12):
-    """Micro-batches move a layer as all of them together move torch's."""
+    """Asserts that micro-batches move a layer as their union moves torch's layer."""
     plain(torch.cat(parts))
     for part in parts:
         layer(part)
@@ -91,7 +91,7 @@ def test_a_commit_with_nothing_pending_changes_nothing():
 @pytest.mark.parametrize("sizes", [SHARES, ONE_EMPTY], ids=["unequal", "empty"])
 @pytest.mark.parametrize("missing", [0, 1])
 def test_members_with_micro_batches_equal_the_whole_mini_batch(members, sizes, missing):
-    """With as many micro-batches as `chunks`, or one fewer and a commit."""
+    """A mini-batch has as many micro-batches as `chunks`, or one fewer and then a commit."""
     plain, expected = nn.BatchNorm2d(1).double(), []
     for mini_batch in range(2):
         before = deferred_programs.buffers(copy.deepcopy(plain))
@@ -147,7 +147,7 @@ def test_a_micro_batch_that_fails_is_not_counted():
         try:
             layer(part)
         except ValueError as error:
-            assert "more than 1 value per channel" in str(error)  # noqa: PT017 - only one of three raises
+            assert "more than 1 value per channel" in str(error)  # noqa: PT017 - only one of the three calls raises
     assert_equal(layer, plain)
 
 
@@ -221,7 +221,7 @@ def test_recalibrate_measures_values_and_not_mini_batches():
     assert layer.num_batches_tracked == 0
 
 
-def test_conversion_sets_chunks_and_keeps_them_until_told_otherwise():
+def test_conversion_sets_chunks_and_keeps_them_unless_another_number_is_given():
     model = client.convert_model(nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.LazyBatchNorm1d())), chunks=4)
     assert [layer.chunks for layer in (model[0], model[1][0])] == [4, 4]
     assert "chunks=4" in repr(model)

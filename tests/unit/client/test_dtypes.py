@@ -27,7 +27,7 @@ def test_a_layer_of_any_type_equals_torchs(members, dtype):
 
 
 def test_a_half_precision_running_variance_outlives_a_batch_whose_own_would_overflow(members):
-    """float16 ends at 65,504; the batch's variance is about 90,000, and a tenth of it enters the average."""
+    """The variance of the batch, about 90,000, exceeds float16's 65,504, but only a tenth enters the average."""
     case = Shards("2d", (3, 2), "float16", scale=300.0)
     (found,) = everywhere(members, [case])
     assert found.buffers["running_var"].isfinite().all()
@@ -56,7 +56,7 @@ def test_replicas_may_differ_in_type_within_a_round(members, dtypes):
         dtypes, found.outputs, found.gradients, exact.outputs, exact.gradients, strict=True
     ):
         assert (output.dtype, gradient.dtype) == (getattr(torch, own),) * 2
-        # bounded by float32 parameters and the float32 compute type of the others
+        # Float32 parameters, and replicas that compute in float32, limit the precision.
         part = {"output": output.double(), "gradient": gradient.double()}
         assert_equal(part, {"output": exact_output, "gradient": exact_gradient.double()}, max(RESOLUTION[own], 1e-6))
     rest = {

@@ -230,7 +230,7 @@ def test_alone_it_commits_and_restores_without_a_connection():
     assert (state.epoch, model.weight.item(), state.seen) == (1, 1.0, [])
 
 
-def test_a_member_that_finds_no_state_starts_no_training_of_its_own():
+def test_a_latecomer_that_finds_no_state_does_not_train():
     master = MemoryMaster()
     with own_connections(), master.connect(0, 1, min_members=1) as first:
         use(first)
@@ -314,6 +314,6 @@ def test_a_mismatching_state_is_refused_without_terminal_control(together, state
 
 
 @pytest.mark.parametrize("name", ["commit", "restore", "sync", "_members"])
-def test_a_value_cannot_take_a_name_of_its_own(name):
+def test_a_value_cannot_have_the_name_of_an_attribute_of_elastic_state(name):
     with pytest.raises(ValueError, match=f"got '{name}'"):
         ElasticState(nn.Linear(1, 1), **{name: 1})

@@ -93,7 +93,7 @@ def test_backward_is_local_when_no_input_needs_a_gradient():
     assert all(weight.grad is not None for weight in weights)
 
 
-def test_every_backward_pass_of_a_kept_graph_is_a_round_of_its_own():
+def test_every_backward_pass_of_a_kept_graph_is_a_separate_round():
     pipe = CountingPipe()
     inputs, weights, biases = tensors((3,))
     inputs[0].requires_grad_()

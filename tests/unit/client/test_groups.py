@@ -146,7 +146,7 @@ def test_a_machine_has_a_name_also_where_the_system_has_no_boot_id(monkeypatch, 
 @pytest.mark.parametrize("group", [Group("pair", 2), groups.group_named("world", 3), groups.from_hosts({4: b""}, 4)])
 def test_a_group_is_made_again_from_its_name_and_size(group):
     assert groups.group_named(group.name, group.size) == group
-    assert eval(repr(group), {"Group": groups.group_named}) == group  # noqa: S307 - as Python shows it
+    assert eval(repr(group), {"Group": groups.group_named}) == group  # noqa: S307 - the repr is valid code
 
 
 # Groups on a connection.
@@ -180,7 +180,7 @@ def test_a_group_outside_the_job_is_refused(group, message):
 
 
 def of_machines(monkeypatch, machines: dict[int, str]) -> None:
-    """Makes each rank report one of these machines; the members are threads of one process."""
+    """Makes each rank report its entry of `machines`, although the members are threads of one process."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     gathered = Connection._gather_machine_ids
@@ -207,7 +207,7 @@ def test_without_a_launcher_the_members_determine_who_shares_a_host(monkeypatch)
 
 
 class SlowlyLeft:
-    """A lock that delays its owner after the release, so that the next thread gets it first."""
+    """A lock whose owner sleeps after the release, so the next thread enters before the owner continues."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -316,7 +316,7 @@ def test_a_groups_rows_are_added_by_member_number_whoever_comes_first():
             return None
         place = members.index(connection.rank)
         total(connection, four)
-        # From the highest number down: each contributes when only lower ones are missing.
+        # The highest number contributes first: each member waits until only it and lower ones are missing.
         still_missing = members[: place + 1]
         if place < 3:
             wait_until(lambda: [round_["missing"] for round_ in master.report("four")["waiting"]] == [still_missing])

@@ -44,7 +44,7 @@ def quick(monkeypatch):
 
 
 class FakeBeacon:
-    """A heartbeat socket connected by the test, with the frames sent and their times."""
+    """A heartbeat socket whose connection the test controls; it records the sent frames and their times."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[float, bytes]] = []
@@ -89,7 +89,7 @@ class FakeBeacon:
 
 
 class Talkative(Session):
-    """A session that has always just sent a message, however late the threads of a test are."""
+    """A session that has always just sent a message, even if the threads of a test are late."""
 
     last_sent = property(lambda _: time.monotonic(), lambda _, __: None)
 
@@ -108,7 +108,7 @@ def beacon():
 
 
 def thread_of(beacon, sessions, broken_job, reconnected=lambda: None):
-    """A running heartbeat thread for the sessions that the function returns."""
+    """A running heartbeat thread; `sessions` is a function that returns its sessions."""
     channel_pool = SimpleNamespace(close_idle=reconnected)
     return HeartbeatThread(beacon, SimpleNamespace(all=sessions, channel_pool=channel_pool, broken_job=broken_job))
 
@@ -460,7 +460,7 @@ def test_a_rank_whose_model_was_not_converted_is_warned_once(server, job, monkey
 
 
 def test_a_session_unknown_to_a_new_master_sends_a_heartbeat_at_once():
-    """The new master did not accept the first heartbeat, and would probe its former address."""
+    """The new master refused the first heartbeat; without another it would probe an address that may be closed."""
     scheduler, session = HeartbeatScheduler(), a_session()
     unknown = encode(Failure("unknown_session", "who?", {"digest": digest(session.member_token).hex()}))
 
@@ -473,7 +473,7 @@ def test_a_session_unknown_to_a_new_master_sends_a_heartbeat_at_once():
     assert [is_due(), is_due()] == [True, False]
     assert scheduler.on_unsolicited(unknown, [session]) == session.resync_frames()
     assert [is_due(), is_due()] == [True, False]
-    # Once for each connection: a master that misses results sends the same error.
+    # Only one heartbeat for each connection: a master that waits for results repeats the same error.
     scheduler.on_unsolicited(unknown, [session])
     assert not is_due()
     scheduler.on_reconnected()
@@ -495,7 +495,7 @@ def test_figures_follow_a_heartbeat():
     assert scheduler.skew_frames(1.0, [session]) == []
     scheduler.sessions_due(time.monotonic(), [session])
     scheduler.mark_sent(session)
-    assert scheduler.skew_frames(3.0, [session]) == []  # they are too old
+    assert scheduler.skew_frames(3.0, [session]) == []  # the sample is too old
     (frame,) = scheduler.skew_frames(5.0, [sampled(session, 4)])
     assert isinstance(decode(frame), SkewStats)
     scheduler.on_reconnected()

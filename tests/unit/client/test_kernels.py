@@ -171,7 +171,7 @@ def test_infinity_is_no_nan_in_the_sums_whatever_its_neighbours_are(neighbour):
 
 @pytest.mark.parametrize("ratio", [1e3, 1e4])
 def test_a_large_mean_costs_neither_output_nor_gradient(ratio):
-    """The input is centred first: `a*x + b` in float32 would err by ratio * 2^-24 standard deviations."""
+    """The kernel centres the input first: `a*x + b` in float32 would err by ratio * 2^-24 standard deviations."""
     x, grad = (random((64, 3, 8, 8)) + ratio).float(), random((64, 3, 8, 8), torch.float32, 1) + 1
     reference = x.double().requires_grad_()
     expected = functional.batch_norm(reference, None, None, training=True)

@@ -15,7 +15,7 @@ from support.sentences import says
 
 @dataclass(frozen=True)
 class Kind:
-    """A lazy class of torch's, ours, the classes that these become, and the shape of an input's positions."""
+    """A lazy class of torch, ours, the classes that these become, and the shape of a sample's positions."""
 
     torchs: type[nn.Module]
     twin: type[nn.Module]

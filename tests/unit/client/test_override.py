@@ -55,7 +55,7 @@ class Below(LikeTimms):
 
 
 class Twice(LikeTimms):
-    """Normalises a second time by the operator, in a list, with statistics that the first call moved."""
+    """Calls torch's operator in a list, then normalises again with the statistics that the first call moved."""
 
     def forward(self, x):
         tensors = self.weight, self.bias, self.running_mean, self.running_var
@@ -72,7 +72,7 @@ class Nested(LikeTimms):
 
 
 class Computed(LikeTimms):
-    """Normalises in a property."""
+    """Also calls `batch_norm` in a property."""
 
     @property
     def factor(self):
@@ -102,7 +102,7 @@ def pair(kind):
 
 
 def check_synchronised(whole, converted, given=torch.clone):
-    """Two ranks with different batches, in one process, compute the result of the whole batch."""
+    """Four replicas of one process compute the result of the whole batch, in two steps."""
     factors = batch(7)
     for seed in range(2):
         found = []
@@ -157,7 +157,7 @@ def test_a_layer_that_calls_no_batch_norm_is_noted_in_training_only():
 
 
 class Again(nn.Module):
-    """Normalises with the tensors of the layer that it is a part of."""
+    """A submodule of a layer that normalises with the layer's tensors."""
 
     def __init__(self, layer):
         super().__init__()
@@ -176,7 +176,7 @@ def _child(layer):
 
 
 @pytest.mark.parametrize("change", [_hook, _child])
-def test_what_it_calls_with_the_layers_tensors_is_synchronised(change, handed):
+def test_calls_by_submodules_and_hooks_with_the_layers_tensors_are_synchronised(change, handed):
     converted = client.convert_model(LikeTimms())
     change(converted)
     converted(batch())
@@ -199,7 +199,7 @@ def test_a_parametrization_may_run_another_layer(is_training, handed):
 
 
 class OnceBefore(BaseTorchFunctionMode):
-    """Runs something when a batch is counted for the first time."""
+    """Calls `run` once, when a layer first counts a batch."""
 
     def __init__(self, run):
         self.run = run
@@ -226,7 +226,7 @@ def test_a_call_that_raises_leaves_nothing_behind():
 
 
 class BothWays(Plain):
-    """Calls `batch_norm`, and torch's `forward`, which is ours."""
+    """Calls `batch_norm`, and torch's `forward`, which conversion replaces by ours."""
 
     def forward(self, x):
         return normalised(self, x) + nn.BatchNorm2d.forward(self, x) + super(Plain, self).forward(x.sin())
@@ -252,7 +252,7 @@ def test_ctrl_c_leaves_torchs_modes_as_they_are(kind):
 
 
 def interrupted_at(step, layer, x):
-    """Interrupts a layer's call in our function call number `step`, from 0; returns whether it made so many calls."""
+    """Interrupts a layer's call at call `step` of our functions, from 0; returns whether there were so many calls."""
     left = step
 
     def count(frame, event, _):

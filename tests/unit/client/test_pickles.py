@@ -8,7 +8,7 @@ import torch
 
 import client
 
-# Written when each class still had its own file at the top of `client`.
+# Written when each class was still in a separate file directly in `client`.
 PICKLED = Path(__file__).parent / "pickled_model.pt"
 
 

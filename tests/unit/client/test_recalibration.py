@@ -85,7 +85,7 @@ def test_replicas_of_one_process_are_one_batch(training):
 
 
 def test_more_channels_than_a_message_carries_take_several(monkeypatch):
-    """The model has 4 + 3 channels; 6 cut a layer in two."""
+    """The model has 4 + 3 channels, and a message of 6 ends within the second layer."""
     expected = as_one_process(SIZES)
     loader = [batch for of_member in programs.batches(SIZES) for batch in of_member]
     sent = []
@@ -320,11 +320,11 @@ def test_a_layer_that_is_never_called_keeps_its_statistics_and_is_named():
     assert_population(model.used, samples(4))
 
 
-def test_that_warning_as_an_error_leaves_all_layers_as_they_were():
+def test_a_warning_that_is_raised_as_an_error_leaves_all_layers_unchanged():
     model = Idle()
     before = statistics(model)
     with pytest.raises(UserWarning, match="called on no member"):
-        client.recalibrate(model, [samples(4)])  # the tests turn warnings into errors
+        client.recalibrate(model, [samples(4)])  # pytest turns warnings into errors
     assert unchanged(model, before)
 
 

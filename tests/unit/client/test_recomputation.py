@@ -1,4 +1,4 @@
-"""Checkpoints run a forward twice: statistics move once, gradients are right, and no second round is spent."""
+"""A checkpoint runs a forward pass twice: statistics move once, gradients are right, and there is no second round."""
 
 import copy
 import weakref
@@ -130,7 +130,7 @@ def test_alone_the_statistics_move_once_as_well(reentrant):
     "program", [member_programs.call_twice_in_a_checkpoint, member_programs.pipeline_of_checkpoints]
 )
 def test_a_layer_that_is_called_twice_before_a_checkpoint_is_computed_again(members, program, reentrant):
-    """In one checkpoint, and in a pipeline F1 F2 B1 F3 B2 B3, where a later micro-batch has started another step."""
+    """In one checkpoint, and in a pipeline F1 F2 B1 F3 B2 B3, where F3 has started another step before B2."""
     for found, expected in members(2, program, reentrant):
         assert_near(found, expected)
 
@@ -144,7 +144,7 @@ def test_a_layer_that_is_called_twice_on_an_empty_batch_in_a_checkpoint(members,
         assert_near(found, expected)
 
 
-# Nested checkpoints, the outermost first; True: reentrant.
+# Nested checkpoints, the outermost first; True stands for a reentrant one.
 NESTED = {
     "reentrant": (True,),
     "not reentrant": (False,),
@@ -187,7 +187,7 @@ def test_a_checkpointed_graph_that_is_kept_may_be_walked_twice(members):
         assert rounds == 3, "a forward and two backward rounds"
 
 
-def test_a_new_forward_inside_backward_is_a_round_of_its_own(members):
+def test_a_new_forward_inside_backward_is_a_separate_round(members):
     for rounds, batches in members(2, member_programs.forward_in_a_backward_hook):
         assert rounds == 3, "two forward rounds and a backward one"
         assert batches == 2

@@ -119,7 +119,7 @@ def test_a_layer_skipped_in_one_replica_is_reported_at_once():
 
 
 class GradModes(nn.Module):
-    """Replicas run the layer with gradients or without, and those named in `last` reach it after the others."""
+    """Replicas in `without` run the layer without gradients; those in `last` reach it after the others."""
 
     def __init__(self, last, without):
         super().__init__()

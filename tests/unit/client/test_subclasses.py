@@ -95,7 +95,7 @@ def test_a_profiler_may_wrap_the_function_that_a_forward_calls(monkeypatch):
     check_same(found, step(plain, x, factors))
 
 
-# The constructors of some classes lack options.
+# Classes whose `forward` supports none of OPTIONS, and those without a cumulative average.
 WITHOUT_OPTIONS = {subclasses.Operator, subclasses.Helped, subclasses.Scaled}
 WITHOUT_MOMENTUM = {subclasses.Centred}
 OPTIONS = [
@@ -104,7 +104,7 @@ OPTIONS = [
     {"track_running_stats": False},
     {"affine": False, "track_running_stats": False},
 ]
-# These normalise with running statistics only.
+# Classes that always normalise with running statistics.
 OF_RUNNING_STATISTICS = (AlwaysEval, subclasses.Frozen)
 CASES = [(kind, {}) for kind in (*subclasses.SYNCHRONISED, subclasses.Decorated, *OF_RUNNING_STATISTICS)] + [
     (kind, options)
@@ -201,7 +201,7 @@ def test_a_call_without_tensors_belongs_to_the_layer_without_tensors_of_its_chan
     layer = nn.BatchNorm2d(CHANNELS, **options)
     call = BatchNormCall(torch.zeros(shape), None, None)
     assert call.belongs_to(layer) == is_own
-    layer.track_running_stats = False  # for a while, as where statistics are not to move
+    layer.track_running_stats = False  # as users do to keep statistics unchanged for a while
     assert call.belongs_to(layer) == (is_own or options == {"affine": False})
 
 
@@ -320,7 +320,7 @@ def test_a_layer_that_computes_its_own_statistics_is_named_after_its_first_step(
     )
 
 
-@pytest.mark.filterwarnings("ignore:var:UserWarning")  # of an empty batch
+@pytest.mark.filterwarnings("ignore:var:UserWarning")  # from an empty batch
 @pytest.mark.parametrize("kind", [Foreign, SkipsEmpty])
 def test_an_empty_batch_begins_no_round_of_a_layer_that_called_no_batch_norm(kind, monkeypatch):
     layer, rounds = client.convert_model(kind(CHANNELS)), []
@@ -447,7 +447,7 @@ def test_a_layer_with_attributes_named_as_ours_is_left_and_named():
 
 
 class WithAMethodOfOurs(nn.BatchNorm2d):
-    """Its own method has the name of ours."""
+    """Has a method with the name of one of ours."""
 
     def _normalise(self, x):
         return F.batch_norm(x, self.running_mean, self.running_var, training=self.training)
@@ -469,7 +469,7 @@ def test_every_name_that_torchs_layers_lack_is_reserved():
     plain, layer = Functional(CHANNELS), client.convert_model(Functional(CHANNELS))
     layer(torch.randn(2, CHANNELS, 3, 2))
     ours = {name for name in {*dir(layer), *vars(layer)} - {*dir(plain)} if not name.startswith("__")}
-    # A subclass may define these: ours are not used there.
+    # A subclass may define these names: our code does not use ours in subclasses.
     assert ours - {"process_group", "convert_sync_batchnorm"} == set(RESERVED_NAMES)
 
 

@@ -29,7 +29,7 @@ def failing_round(monkeypatch, *, after: int = 0) -> nn.Module:
     real, rounds = connection.Connection._begin_round, []
 
     def round_(self, *arguments, **options):
-        # The members agree on a transport after the first one.
+        # Not all rounds count: after the first one the members agree on a transport.
         rounds.append(options.get("is_counted", True))
         if sum(rounds) > after:
             raise RoundMismatch("the ranks differ")
@@ -134,7 +134,7 @@ def wrong(fail):
     except (RuntimeError, ValueError) as error:
         raise RoundMismatch("the ranks differ") from error
 """
-COMMON = run_as("def fail(): int('x')", "/home/user/sched.py", "sched")["fail"]  # the standard library has a sched, too
+COMMON = run_as("def fail(): int('x')", "/home/user/sched.py", "sched")["fail"]  # also a standard module
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_futures_between_threads_are_hidden():
     assert not any("concurrent/futures" in file for file in files)
 
 
-# Public functions without `hide_internal_frames`, and why.
+# Public functions without `api_boundary`, and why.
 NOT_DECORATED = {
     # They raise no error of ours.
     *("Connection.close", "Connection.explain", "Connection.metrics", "DDPHandler.set_epoch", "SlavePipe.key"),
@@ -197,7 +197,7 @@ NOT_DECORATED = {
     *("Connection.round", "SlavePipe.run_slave", "join"),
     # A context manager around the user's own code.
     "patch_sync_batchnorm",
-    # The transports call them inside decorated functions.
+    # The transports call these inside decorated functions.
     *(
         "Connection.raise_if_broken",
         "Connection.gather_in_group",
@@ -225,7 +225,7 @@ def public_functions():
                     yield f"{name}.{part}", function
 
 
-def test_every_public_function_hides_frames_or_needs_not_to():
+def test_every_public_function_hides_frames_or_is_listed():
     found = dict(public_functions())
     marked = {name for name, function in found.items() if function.__code__.co_name == "with_hidden_frames"}
     assert {"connect", "DDPHandler.mp_sync", "ElasticState.commit", "recalibrate"} <= set(found)

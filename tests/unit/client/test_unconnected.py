@@ -77,7 +77,7 @@ def process_group(monkeypatch):
 
 
 def test_an_unconnected_process_of_a_process_group_is_warned(process_group, told):
-    """As under mp.spawn, without variables. The group of a connection is not one of torch's."""
+    """No variables are set, as under mp.spawn. The layer's `client.Group` is not a process group of torch."""
     bn = layer(group=client.Group("left", 2))
     bn(X)
     assert told() == [], "there are no others yet"

@@ -11,7 +11,7 @@ from torch import nn
 from client.data_parallel import any_device
 
 CPU = torch.device("cpu")
-Pair = collections.namedtuple("Pair", "left right")  # noqa: PYI024 - the kind torch's scatter knows
+Pair = collections.namedtuple("Pair", "left right")  # noqa: PYI024 - torch's scatter supports this kind
 
 
 def test_tensors_are_chunked_wherever_they_are_and_the_rest_is_shared():
@@ -29,7 +29,7 @@ def test_tensors_are_chunked_wherever_they_are_and_the_rest_is_shared():
 
 
 class Attributes(dict):
-    """Has its items as attributes too."""
+    """A dict whose items are also attributes."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

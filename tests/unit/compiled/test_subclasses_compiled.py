@@ -31,7 +31,7 @@ def _no(*_):
 
 @pytest.fixture(autouse=True)
 def _in_company():
-    """Makes layers synchronise as with other members, which contribute nothing."""
+    """Makes layers synchronise as if there were other members; none contributes."""
     torch.compiler.reset()
     with mock.patch.object(client.SynchronizedBatchNorm, "_must_synchronise", _yes):
         yield

@@ -104,7 +104,7 @@ class BelowOneThatCheckpoints(Checkpoints):
 
 
 class Unseen(nn.BatchNorm2d):
-    """Gets its checkpoint as an argument, so no name in its code refers to it."""
+    """Gets the checkpoint function as an argument, so its code does not contain the name."""
 
     def __init__(self, channels, way):
         super().__init__(channels)
@@ -157,7 +157,7 @@ def test_a_checkpoint_of_super_is_synchronised():
 
 
 def pruned():
-    """Removes half of the channels by hand, and leaves `num_features` unchanged."""
+    """A model with half of its channels removed by hand, and an unchanged `num_features`."""
     conv, norm = nn.Conv2d(CHANNELS, 2 * CHANNELS, 1), nn.BatchNorm2d(2 * CHANNELS)
     for module in (conv, norm):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -167,7 +167,7 @@ def pruned():
 
 
 class Wider(nn.BatchNorm2d):
-    """Its `num_features` is that of the input, its tensors are longer: it concatenates parts of a batch."""
+    """Joins pairs of samples along the channels, so its tensors are twice as long as `num_features`."""
 
     def __init__(self, channels):
         super().__init__(2 * channels)
@@ -195,7 +195,7 @@ class OfDomains(nn.BatchNorm2d):
 @pytest.mark.parametrize(
     "make", [pruned, lambda: nn.Sequential(Wider(CHANNELS)), lambda: nn.Sequential(OfDomains(CHANNELS))]
 )
-def test_a_layers_tensors_may_be_several_with_other_channels_than_stated(make):
+def test_several_tensors_or_other_channel_counts_than_stated_are_synchronised(make):
     model = make().double()
     x = torch.cat([batch(), batch() + 1])[:8].double()
     whole, converted = copy.deepcopy(model), client.convert_model(model)
@@ -301,7 +301,7 @@ def test_a_class_that_loads_its_state_by_names_still_does():
 
 
 class WithAuxiliary(nn.BatchNorm2d):
-    """Has another layer inside, which shares its weight and bias."""
+    """Contains another layer, with the same weight and bias."""
 
     def __init__(self, channels):
         super().__init__(channels)
@@ -320,7 +320,7 @@ def test_a_layer_inside_another_with_a_shared_weight_is_separate():
 
 
 class MovesApart(nn.BatchNorm2d):
-    """Moves its statistics in one call, and normalises in another without its tensors."""
+    """Moves its statistics in one call of `batch_norm`, and normalises in another without its tensors."""
 
     def forward(self, x):
         F.batch_norm(x.detach(), self.running_mean, self.running_var, training=self.training)
@@ -379,14 +379,14 @@ class Recomputing(torch.autograd.Function):
 
 
 class RecomputingApart(torch.autograd.Function):
-    """The same without a context in its forward."""
+    """Like `Recomputing`, with `setup_context` in place of a `ctx` argument of `forward`."""
 
     @staticmethod
     def forward(function, x):
         return function(x)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):  # noqa: ARG004 - as torch calls it
+    def setup_context(ctx, inputs, output):  # noqa: ARG004 - torch's signature
         ctx.function, x = inputs
         ctx.save_for_backward(x)
 
@@ -403,7 +403,7 @@ def test_a_call_within_an_autograd_function_is_an_error_when_it_runs(function):
 
 
 class RecordingInside(torch.autograd.Function):
-    """Has autograd's own backward pass inside."""
+    """Records a graph in its forward, and runs autograd on it in its backward."""
 
     @staticmethod
     def forward(ctx, function, x):

@@ -45,7 +45,7 @@ def normalise(layer, x, mean, var):
 
 
 class WithAuxiliary(nn.BatchNorm2d):
-    """Other statistics for a part of the input, and the same weight."""
+    """Adds a second normalisation with the same weight and separate statistics."""
 
     def __init__(self, channels):
         super().__init__(channels)
@@ -58,7 +58,7 @@ class WithAuxiliary(nn.BatchNorm2d):
 
 
 class Beside(nn.BatchNorm2d):
-    """Concatenates parts of a batch, each with its own statistics."""
+    """Joins several samples along the channels, each with separate statistics."""
 
     def __init__(self, channels, parts=3):
         super().__init__(channels)

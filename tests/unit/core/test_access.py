@@ -210,7 +210,7 @@ def test_no_frame_and_no_line_of_the_log_holds_a_token(caplog):
 
 
 def test_the_receiver_of_a_members_answers_cannot_act_as_that_member():
-    """A stranger holds the connection from which the member registered."""
+    """A stranger took over the connection from which the member registered, and reads its answers."""
     dispatcher = Dispatcher(b"server-0", 0.0)
     dispatcher.receive(0.0, b"stolen", encode(register(0)))
     answers = dict(dispatcher.receive(0.0, b"one", encode(register(1))).replies)
@@ -224,6 +224,6 @@ def test_the_receiver_of_a_members_answers_cannot_act_as_that_member():
     assert len(dispatcher.report(0.2)["groups"][0]["members"]) == 2
 
 
-def test_a_digest_is_the_one_that_the_protocol_names():
+def test_a_digest_is_computed_as_the_protocol_says():
     assert digest(bytes(range(1, 9))).hex() == "8dd34fc67738a407"
     assert digest(bytes(8)) != bytes(8)

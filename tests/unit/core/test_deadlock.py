@@ -270,7 +270,7 @@ def test_members_of_two_groups_may_wait_for_one_another():
 
 
 def test_members_of_a_ring_of_groups_are_stuck():
-    """0 waits for 1, 1 for 2, and 2 for 0; member 3 waits for them all, and member 4 could not help."""
+    """0 waits for 1, 1 for 2, and 2 for 0. Member 3 waits for 0; member 4 runs, but nobody waits for it."""
     job = Job(5)
     names = ("ring0", "rong1", "rung2")
     for member, name in enumerate(names):
@@ -282,12 +282,12 @@ def test_members_of_a_ring_of_groups_are_stuck():
 
 
 def test_members_may_wait_for_a_group_to_open_and_for_one_another():
-    """The first use of a group waits until all its members use it, so this is where a mismatch shows first."""
+    """The first use of a group waits for all its members, so a mismatch often shows there first."""
     job = Job(2)
     job.open("pair", 0, size=2)
     job.contribute(1, A)
     assert job.wait(QUIET - 0.25) == {}
-    job.open("pair", 0, size=2)  # it asks again, which changes nothing
+    job.open("pair", 0, size=2)  # rank 0 asks again, which changes nothing
     told = job.wait(0.25)
     assert mismatches(told) == {b"0 pair", b"1"}
     assert "rank 0 (host 0, process 00)  waits 0.5 s  for group 'pair' to open" in told[b"1"].message
@@ -348,7 +348,7 @@ def test_a_member_whose_peers_will_not_come_back_may_ask_again():
         (0, lambda job: job.open("world", 0, size=2)),
         (0, lambda job: (job.open("left", 0, size=2), job.open("rest", 1, size=2))),
         (3, lambda job: (job.open("pair", 0, size=2), job.contribute(1, A))),
-        # It may never fill, but a member that joins the job anew might help, and the group has a deadline.
+        # The group may never fill, but a member that joins the job anew might fill it, and there is a deadline.
         (2, lambda job: (job.open("pair", 0, size=3), job.contribute(1, A))),
     ],
     ids=["back from a pass", "a world", "groups without a world", "one of three runs", "more than the job"],

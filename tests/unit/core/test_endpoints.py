@@ -32,7 +32,7 @@ from support.sentences import says
 
 @pytest.fixture
 def environ(monkeypatch, tmp_path_factory):
-    """A user's runtime folder, which every user may look into."""
+    """Sets a runtime folder of this user that every user may read."""
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     folder.chmod(0o755)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
@@ -58,7 +58,7 @@ def test_the_default_socket_is_in_the_users_runtime_folder_or_a_temporary_one(tm
 
 @pytest.fixture
 def nowhere(monkeypatch):
-    """No folder that can be written, as in a container that is read-only."""
+    """Leaves no writable folder, as in a read-only container."""
 
     def nothing():
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
@@ -146,7 +146,7 @@ CLIENTS = {
 
 
 def refusal(use, capsys):
-    """The first error of a client or a server, whether it raises it or prints it."""
+    """The first error of a client or a server, raised or printed."""
     try:
         code = use()
     except ConfigurationError as error:
@@ -160,7 +160,7 @@ def refusal(use, capsys):
 def test_a_named_socket_in_a_folder_that_others_can_write_to_is_refused_by_both_sides(
     environ, name, above, mode, capsys
 ):
-    """Another user could put a socket there, and its server would be taken for this user's."""
+    """Another user could put the socket of a false server there."""
     top = Path(environ["XDG_RUNTIME_DIR"])
     top.chmod(above)
     endpoint = f"ipc://{shared(top / 'shared', mode)}/s"

@@ -99,7 +99,7 @@ def test_every_code_is_unique():
 
 
 @every_error
-def test_an_error_from_the_wire_is_of_its_own_class(error):
+def test_an_error_from_the_wire_has_the_class_of_its_code(error):
     found = from_wire(error.code, "expected 1, got 2", {"expected": 1, "got": [2]})
     assert type(found) is error
     assert found.message == str(found) == "expected 1, got 2"

@@ -35,7 +35,7 @@ def late():
 
 
 def contribute(world, session, key):
-    """Run a round trip up to the first answers that are no stack requests."""
+    """Run a round trip until the new server answers the repeated contribution."""
     world.send(session, session.contribution(key, rows_of(session.member.rank)))
     (frame,) = world.inboxes.pop(session.member_token)
     with pytest.raises(UnknownSession):
@@ -103,7 +103,7 @@ def assert_conflict(told):
 
 
 def test_incompatible_results_prove_that_a_group_was_begun_twice():
-    """No round has two results here: one member's results are older than the group knows, and another's newer."""
+    """The results are of different rounds, but members of one group cannot have both in the same step."""
     world = World(n=2, min_members=1)
     world.exchange("bn3")
     before = world.members[0]
@@ -153,7 +153,7 @@ def go_on(world):
 
 
 def test_a_displaced_member_gets_no_sum_with_the_rows_of_its_successor():
-    """A newcomer got the member's number at the second server, and reports that round to the third one first."""
+    """At the second server a newcomer finished the round with the member's number; the third server has that result."""
     world = World(n=2, min_members=1)
     stays, displaced = world.members
     key, _ = [session.forward_key("bn") for session in world.members]

@@ -147,7 +147,7 @@ def test_one_rank_in_another_collective_than_seven_others_is_reported():
 
 
 def test_a_rank_in_a_barrier_that_the_others_cannot_reach_is_reported():
-    """The source has finished a broadcast, and waits in a round of ours."""
+    """Rank 0, the source of the buffer broadcast, has finished it, and waits in a round of ours."""
     job = quiet(3)
     job.processes = {0: Process("train.py:57 main", of_0=13), 1: held(BARRIER, 12), 2: held(BUFFERS, 13)}
     job.contribute(0, key(step=4))
@@ -179,10 +179,10 @@ WAITS = {
     # Two ranks wait in different places, but the third one may run, so it is no deadlock.
     "one that computes is waited for in different collectives": [VALIDATES, BARRIER_12, held(BUFFERS, 12)],
     "a slow collective of all": [held(ALL_REDUCE, 12)] * 3,
-    # The ranks that still get the tensor have begun one operation fewer, or are in a broadcast of the script.
+    # The ranks that still receive have begun one operation fewer. A broadcast of the script has no kind.
     "a slow broadcast whose source waits in a barrier": [held(BARRIER, 13), *[held(BUFFERS, 12)] * 2],
     "a slow broadcast of the script": [held(BARRIER, 13), *[held("", 12)] * 2],
-    # They wait in the all_gather of another synchronised layer, in the forward pass.
+    # The ranks that are through wait in the forward pass, in the all_gather of a layer such as nn.SyncBatchNorm.
     "some are through with a broadcast": [held(ALL_GATHER, 14), held(BUFFERS, 13), held(ALL_GATHER, 14)],
     **{f"in {kind!r}": [BARRIER_12, held(kind, 13)] for kind in ("", "reduce_scatter", "broadcast")},
 }

@@ -61,7 +61,7 @@ class Clock:
         return heard
 
     def cut(self, *peers: bytes) -> list[bytes]:
-        """Makes these peers unreachable; returns the peers that the dispatcher probes instead."""
+        """Makes these peers unreachable; returns the other peers that the dispatcher then probes."""
         return [other for one in peers for other, _ in self.dispatcher.unreachable(self.now, one)]
 
     @property
@@ -116,7 +116,7 @@ def test_a_silent_member_is_lost_to_those_who_wait_and_to_those_who_come_later(c
 
 @pytest.mark.parametrize("step", [8, 60])
 def test_a_lost_member_was_in_the_step_in_which_the_others_wait_for_it(clock, step):
-    """Its step is reported once a second only, and shared memory allows hundreds of steps in between."""
+    """A member reports its step only once a second, and may do hundreds of steps in between in shared memory."""
     clock.open()
     for member in (0, 1, 2):
         clock.contribute(member, key(step=4))
@@ -126,7 +126,7 @@ def test_a_lost_member_was_in_the_step_in_which_the_others_wait_for_it(clock, st
     assert told.fields["step"] == step
 
 
-def test_a_member_has_all_of_its_time(clock):
+def test_a_silent_member_is_lost_only_after_the_whole_limit(clock):
     clock.open()
     assert clock.pass_time(SILENCE - 0.01) == []
     assert clock.present == [0, 1, 2]
@@ -220,14 +220,14 @@ def test_a_process_is_lost_in_each_of_its_groups(clock):
 
 
 def test_a_lost_member_that_returns_gets_the_error_and_ends_nothing(clock):
-    """A frozen member continues with its old session, which is no new run, so the survivors' group stays."""
+    """A frozen member continues with its old session. That is no new run, so the survivors' group stays."""
     clock.open()
     clock.pass_time(SILENCE, alive=(0, 1))
     for message in (contribution(2, 1.0), register(2, 3), messages.Heartbeat(session_of(2))):
         ((whom, told),) = clock.send(message, peer(2))
         assert (whom, told.code, told.fields["member"]) == (peer(2), "replica_lost", 2)
     assert clock.present == [0, 1]
-    # A new run still starts.
+    # A registration with a new session still starts a new run.
     assert clock.send(register(2, 3, session=STRANGER), b"new")[0][1].present == Members.of([2])
 
 
@@ -239,7 +239,7 @@ def test_a_member_that_froze_in_a_round_gets_the_error_too(clock):
 
 
 def test_a_delayed_server_declares_no_member_lost(clock):
-    """Heartbeats of that time are still in its socket."""
+    """The server's socket still holds the heartbeats that arrived during the delay."""
     clock.open()
     clock.cut(peer(2))
     clock.now += 60.0

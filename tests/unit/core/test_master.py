@@ -62,7 +62,7 @@ def told(replies: list[Reply]) -> dict[bytes, Failure]:
 
 
 def the_aggregate(replies: list[Reply], *members: int) -> Aggregate:
-    """The one aggregate that these members got, byte for byte the same."""
+    """The aggregate of these members; asserts that all got the same bytes."""
     assert {whom for whom, _ in replies} == everyone(*members)
     assert len(replies) == len(members)
     (frame,) = {frame for _, frame in replies}

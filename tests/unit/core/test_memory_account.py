@@ -50,7 +50,7 @@ class Play:
 
 
 def grown(act: Callable[[], None]) -> int:
-    """How many bytes of memory Python has allocated after `act` beyond those before."""
+    """How many more bytes Python has allocated after `act` than before."""
     gc.collect()
     tracemalloc.start()
     try:
@@ -92,7 +92,7 @@ def many_groups(_: Play) -> list[Message]:
 
 
 def scattered(_: Play) -> list[Message]:
-    """After a restart a member reports many known members and results, with numbers that form no runs."""
+    """After a restart members report many known members and results, whose numbers are not consecutive."""
     known = Members(tuple((2 * number, 1) for number in range(4000)))
     said: list[Message] = []
     for member in range(4):

@@ -15,7 +15,7 @@ from support.strategies import SAMPLES
 
 KEY = RoundKey("job", "world", 0, 1, "layer1.bn", 2, FORWARD)
 
-# Built for each frame of a round, and not frozen, because a frozen class takes longer to build.
+# Classes built for each frame of a round; not frozen, because an instance of a frozen class takes longer to build.
 EACH_ROUND = {messages.Contribution, messages.Aggregate, Rows}
 
 SOUND: dict[type, Any] = {RoundKey: KEY, Rows: Rows((1, 2), np.zeros((2, 2, 3))), **SAMPLES}
@@ -60,7 +60,7 @@ OF_MEMBERS = (
     *(messages.SkewStats, messages.RoundTrips, messages.LatenessReport, messages.StackReport),
 )
 
-# Fields with equal limits, and their messages.
+# Limits, the fields that have them, and the messages with these fields.
 ALIKE = [
     (TOKENS, "session", (*OF_MEMBERS, messages.NonFiniteRound, messages.Leave)),
     (TOKENS, "digest", (messages.Registered, messages.StackRequest)),
@@ -218,7 +218,7 @@ def test_messages_are_frozen_except_those_of_each_round(kind):
             setattr(message, name, None)
 
 
-def test_every_message_has_a_type_of_its_own():
+def test_types_of_messages_are_distinct():
     kinds = [kind for kind in SOUND if kind not in {RoundKey, Rows}]
     assert len(messages.BY_TYPE) == len(kinds)
     assert {messages.BY_TYPE[kind.type] for kind in kinds} == set(kinds)

@@ -103,7 +103,7 @@ def test_float32_at_mean_over_std_of_1000_needs_the_stable_formula(seed):
 
 
 def offset_batch(seed: int, ratio: float) -> np.ndarray:
-    """Float32 of shape (C, N): numpy adds along the last axis pairwise, which is the textbook formula at its best."""
+    """Float32 of shape (C, N): numpy adds pairwise along the last axis, which is best for the textbook formula."""
     return np.random.default_rng(seed).normal(ratio, 1.0, size=(16, 4096)).astype(np.float32)
 
 
@@ -113,7 +113,7 @@ def relative_error(x: np.ndarray, variance: np.ndarray) -> np.ndarray:
 
 
 def stable(x: np.ndarray) -> np.ndarray:
-    """The project's way, over unequal parts: each measured in float32, as a device does, and added in float64."""
+    """The project's formula over unequal parts: sums in float32, as on a device, which are merged in float64."""
     merged = Moments.empty(len(x))
     for part in np.split(x, [17, 1000, 1003], axis=1):
         mean = part.mean(axis=1)

@@ -21,7 +21,7 @@ def coming_back(member: int, **given):
 
 
 def recovering(*members: int, known=(0, 1, 3), min_members: int = 0) -> Membership:
-    """A group of five to which `members` have returned at 10 s; they know the members `known`."""
+    """A group of five to which `members` have returned at 10 s, each with `known` as its known members."""
     group = Membership(register(0, 5, min_members=min_members))
     for member in members:
         comes = register(member, 5, server=SERVER, min_members=min_members, known=Members.of(known))
@@ -143,7 +143,7 @@ def test_a_member_that_leaves_while_others_return_breaks_a_strict_group():
     ids=["refused", "its place is taken"],
 )
 def test_a_refused_member_begins_no_recovery(comes, error):
-    """Otherwise the group would open with the one that is there, without a known missing member."""
+    """A recovery would open the group with its only member, because no missing member would be known."""
     group = Membership(register(0, 2))
     group.admit(0.0, register(0, 2), b"")
     with pytest.raises(error):

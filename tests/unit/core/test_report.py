@@ -123,6 +123,6 @@ def test_only_a_tenant_that_asks_too_often_gets_counts_alone(monkeypatch):
     assert play.ask(principal=ALICE)["groups"], "it waited"
 
 
-def test_a_short_report_is_always_of_now():
+def test_a_short_report_is_always_current():
     play = Play()
     assert [play.ask()["received"] for _ in range(3)] == [1, 2, 3]

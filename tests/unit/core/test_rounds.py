@@ -40,7 +40,7 @@ def test_repeated_bytes_are_accepted_and_answered_at_the_new_address():
         *((rows(1.0), other) for other in (rows(2.0), rows(1.0, count=2), rows(1.0, 1.0), rows(1.0, channels=2))),
         *((rows(1.0), other) for other in (rows(1.0, vectors=2), rows(np.nextafter(1.0, 2.0)))),
         (rows(0.0), rows(-0.0)),
-        # As many values in all.
+        # The same number of values in another shape.
         (Rows((1,), np.zeros((1, 2, 3))), Rows((1,), np.zeros((1, 3, 2)))),
     ],
 )

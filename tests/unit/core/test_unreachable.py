@@ -10,7 +10,7 @@ from statsd_bn.text import FIRST_LINE
 
 
 def network(error: OSError | None) -> SimpleNamespace:
-    """Makes each connection attempt of `socket` end in the same way."""
+    """A module like `socket`, whose connection attempts all end with this error or succeed."""
 
     def create_connection(*_: object) -> SimpleNamespace:
         if error:

@@ -44,7 +44,7 @@ def hand_built(header: Any, values: bytes | None = None, *, padding: bytes | Non
 
 
 def decoded_or_refused(frame: bytes) -> None:
-    """Whatever comes in: a message that can be sent on, or a ProtocolError. Nothing else."""
+    """Any frame gives either a message that can be encoded again or a ProtocolError."""
     try:
         message = decode(frame)
     except ProtocolError:
@@ -95,7 +95,7 @@ def contribution_header(
 
 
 def aggregate_header(*, runs=(2, 1), members=(0, 1, 2, 1, 2, 1), texts=KEY_TEXTS, **changed: Any) -> bytes:
-    """Header of an Aggregate, as `contribution_header`; `members` are the runs of both sets."""
+    """Header of an Aggregate, like `contribution_header`; `members` are the runs of both sets of members."""
     given = {"vectors": 1, "channels": 2, "replicas": 2, "count": 3, "counters": (1, 2, 3)} | changed
     vectors, channels, replicas, count, counters = given.values()
     fixed = struct.pack("<BBHIIIQQQQ", 4, vectors, *runs, channels, replicas, count, *counters)
@@ -386,7 +386,7 @@ def test_an_aggregate_with_a_field_out_of_its_limits_is_refused(changes):
 
 def test_a_header_of_fixed_fields_that_is_cut_short_is_refused():
     for header, values in ((contribution_header(), bytes(32)), (aggregate_header(), bytes(16))):
-        # All that may be cut is the end of the phase's name.
+        # A header cut within the phase's name, its last field, is still valid.
         for length in range(1, len(header) - len("forward") + 1):
             with pytest.raises(ProtocolError):
                 decode(hand_built(header[:length], values))
@@ -430,7 +430,7 @@ def test_odd_msgpack_never_escapes_as_another_error(extension):
         decoded_or_refused(hand_built(before + extension))
 
 
-# An array, a map's value, and nesting that msgpack's own stack takes (1,024 deep) or does not.
+# Nested arrays and maps, within the depth of msgpack's stack (1,024) and beyond.
 openers = pytest.mark.parametrize("opener", [b"\x91", b"\x81\xa1a"], ids=["arrays", "maps"])
 depths = pytest.mark.parametrize("depth", [2, 100, 500, 900, 1_000, 1_020, 1_030, 10_000, 300_000])
 
@@ -523,7 +523,7 @@ ANNOUNCED = b"\xdc\xff\xff" * 500  # arrays in arrays, each of 65,535 items
     ],
 )
 def test_an_unsound_request_makes_next_to_no_objects(header):
-    """msgpack allocates announced sizes before any check, so it gets limits first."""
+    """msgpack allocates announced sizes before any check, so `decode_request` gives it limits."""
     frame = hand_built(header)
     tracemalloc.start()
     with pytest.raises(ProtocolError) as refused:

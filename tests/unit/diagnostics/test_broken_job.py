@@ -108,7 +108,7 @@ def test_a_process_that_advances_computes_or_is_in_a_call_of_ours_is_never_ended
 
 
 def test_a_process_that_stalls_in_nccl_is_ended_later(play, monkeypatch):
-    """As one that waits in `loss.item()`, which is no collective."""
+    """For example a process that waits in `loss.item()`, which is no collective."""
     aborts = []
     monkeypatch.setattr(play.job, "_abort_collectives", lambda: aborts.append(now))
     play.sampler.behind = ("train.py:1", 7)

@@ -81,7 +81,7 @@ def sample_in(monkeypatch):
         frame = None
         for name in method.split():
             monkeypatch.setattr(distributed.ProcessGroup, name, begin, raising=False)
-        with suppress(EOFError):  # nothing is gathered
+        with suppress(EOFError):  # object collectives receive no data to unpickle
             call()
         return found[0]
 
@@ -97,7 +97,7 @@ ONE = torch.zeros(1)
         ("barrier", distributed.barrier, BARRIER),
         ("allreduce", lambda: distributed.all_reduce(ONE.clone()), ALL_REDUCE),
         ("allgather", lambda: distributed.all_gather([ONE.clone()], ONE), ALL_GATHER),
-        # From torch 2.15 on it calls all_gather_single.
+        # From torch 2.15 on all_gather_object calls all_gather_single.
         ("allgather all_gather_single", lambda: distributed.all_gather_object([None], "one"), ALL_GATHER),
         ("broadcast", lambda: distributed.broadcast(ONE.clone(), 0), ""),
         ("gather", lambda: distributed.gather(ONE, [ONE.clone()]), ""),
@@ -144,8 +144,8 @@ def test_a_rank_that_determines_the_order_of_gradients_may_wait_there(owner, nam
     ],
 )
 @pytest.mark.usefixtures("one_rank")
-def test_a_group_with_several_backends_reports_no_kind(monkeypatch, sample_in, backends, kind):
-    """torch counts the operations of one of them."""
+def test_a_group_with_different_backends_reports_no_kind(monkeypatch, sample_in, backends, kind):
+    """Torch counts the operations of only one backend."""
     world = distributed_c10d._world
     monkeypatch.setitem(world.pg_backend_config, distributed_c10d.GroupMember.WORLD, backends)
     assert sample_in("barrier", distributed.barrier).kind == kind
@@ -163,7 +163,7 @@ def test_a_thread_that_pickles_for_a_collective_is_in_none(monkeypatch):
             found.append(collectives.current(sys._getframe(1)))
 
     monkeypatch.setattr(distributed_c10d, "_pickler", Pickler)
-    with suppress(Exception):  # there is nothing to send then
+    with suppress(Exception):  # the pickler produced nothing to send
         distributed.all_gather_object([None], "one")
     assert found == [None]
 
@@ -200,7 +200,7 @@ def test_a_rank_with_another_number_in_torch_reports_no_group():
     [
         ([5, 5, 5, 5], 0.0, [True, True]),
         ([5, 6, 7, 8], 0.0, [False, False]),
-        ([5, 5, 5, 5], 1e6, [False, False]),  # other threads compute for it, as on CUDA
+        ([5, 5, 5, 5], 1e6, [False, False]),  # other threads of the process compute, as on CUDA
     ],
 )
 @pytest.mark.usefixtures("one_rank")
@@ -217,7 +217,7 @@ def test_a_thread_in_autograds_engine_is_held_only_if_it_computes_nothing(monkey
 
 @pytest.mark.filterwarnings("ignore:.*reduce_op:FutureWarning")
 def test_every_collective_of_this_torch_is_known():
-    """Its names change: `all_gather_into_tensor` became `all_gather_single`."""
+    """Torch renames collectives: `all_gather_into_tensor` became `all_gather_single`."""
     found = {name for name, each in vars(distributed_c10d).items() if inspect.isfunction(each) and _waits(each)}
     assert {"all_reduce", "broadcast"} <= found
     assert {name for name in found if not name.startswith("_")} <= collectives._COLLECTIVES[distributed_c10d.__name__]
@@ -241,12 +241,12 @@ def test_a_thousand_samples_keep_nothing():
     assert set(vars(sampler)) == set(vars(ThreadSampler(reports_stacks=True, rank=0)))
 
 
-# Behind collectives that the host does not wait in, as NCCL's.
+# Waits for collectives that run on a device, as NCCL's: the host waits elsewhere.
 
 
 @pytest.fixture
 def nccl(monkeypatch):
-    """Two NCCL groups as torch reports them: numbers of the newest started and finished operations."""
+    """Two NCCL groups as torch reports them: the numbers of the latest started and the latest finished operation."""
     status = {"0": [5, 5], "1": [7, 6]}
     names = ("last_enqueued_collective", "last_completed_collective")
 
@@ -261,7 +261,7 @@ def nccl(monkeypatch):
 
 @pytest.fixture
 def waiter(monkeypatch, nccl):  # noqa: ARG001 - for its effect
-    """A user's thread in a call of C, like `loss.item()`; `move` lets it reach another one in the next line."""
+    """A user's thread in a call of C, like `loss.item()`; `move` lets it reach a similar call in the next line."""
     first, second = threading.Lock(), threading.Lock()
     with first, second:
         program = "def train():\n    first.acquire()\n    second.acquire()\ntrain()"
@@ -307,14 +307,14 @@ def test_a_process_whose_operations_advance_has_moved(sampler, nccl, now):
 
 @pytest.mark.usefixtures("waiter")
 def test_a_process_without_pending_operations_does_not_stall(sampler, nccl):
-    """It may compute for minutes in one call of C."""
+    """The process may compute for minutes in one call of C."""
     nccl["1"] = [7, 7]
     assert sampler.nccl_progress() is None
 
 
 @pytest.mark.usefixtures("waiter")
 def test_without_torchs_operation_log_no_process_stalls(sampler, monkeypatch):
-    """Torch records none by its settings, or is built without NCCL."""
+    """Torch keeps no log if its settings say so, or if it is built without NCCL."""
     monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", lambda **_: b'{"version": "2.10"}')
     assert sampler.nccl_progress() is None
     monkeypatch.delattr(_distributed_c10d, "_dump_nccl_trace_json")
@@ -323,14 +323,14 @@ def test_without_torchs_operation_log_no_process_stalls(sampler, monkeypatch):
 
 @pytest.mark.usefixtures("one_rank")
 def test_torchs_operation_log_has_the_expected_form():
-    """Gloo's operations, which have the same form."""
+    """Checked with operations of gloo, which torch logs in the same form."""
     words = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
     if words is None:
         pytest.skip("this torch logs only NCCL's operations")
     distributed.all_reduce(torch.zeros(1))
 
     def has_ended():
-        """Whether the log has the end; gloo's thread records it after the caller continues."""
+        """Whether the log has the operation's end, which gloo's thread records after the caller continues."""
         status = json.loads(words(includeCollectives=False))["pg_status"]
         # Groups of earlier tests are reported too, some with unfinished operations.
         begun, ended = (int(status[max(status, key=int)][newest]) for newest in collectives.NEWEST)

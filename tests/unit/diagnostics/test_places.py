@@ -87,7 +87,7 @@ def test_a_transport_over_the_server_knows_all_members():
         transport = SlavePipe(connection, "bn")
         transport.run_slave(Rows((1,), np.ones((1, 2, 1))))
         found = transport.places()
-        transport.run_slave(Rows((1,), np.ones((1, 2, 1))))  # so none leaves before all have asked
+        transport.run_slave(Rows((1,), np.ones((1, 2, 1))))  # neither leaves before both have asked
         return found
 
     assert run_members(2, program) == [{0: "thread 0", 1: "thread 1"}] * 2

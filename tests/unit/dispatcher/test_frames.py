@@ -90,7 +90,7 @@ def test_no_frame_raises_and_every_answer_is_valid(received):
         play.now += 200.0
         for _, answer in play.dispatcher.tick(play.now):
             decode(answer)
-    # Whatever that was: the server still reports, and takes a new job and reduces a round of it.
+    # After these frames the server still answers a status request, and serves a new job.
     assert isinstance(play.send(StatusRequest(), b"x")[b"x"], Status)
     play.open(job="fine")
     play.contribute(0, 1.0, key(job="fine"))

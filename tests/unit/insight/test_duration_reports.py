@@ -33,7 +33,7 @@ def test_each_report_covers_all_rounds():
     assert session.timing_frames(1.0 + SECONDS / 2) == []
     assert counts(session.timing_frames(1.0 + SECONDS)) == (b"session0", 1090, [3, 1])
     assert session.timing_frames(9.0) == [], "there is no news"
-    # The last frame may have been lost, or the server may know nothing any more.
+    # Repeated: the last frame may have been lost, or the server may have been restarted.
     assert counts(session.timing_frames(1.0 + (1 + REPEAT_INTERVALS) * SECONDS)) == (b"session0", 1090, [3, 1])
     assert session.timing_frames(2.0 + (1 + REPEAT_INTERVALS) * SECONDS) == []
 

@@ -1,4 +1,4 @@
-"""A process group's first rank compares the ranks itself, where no server does."""
+"""Without a server the first rank of a process group compares the ranks."""
 
 import logging
 import threading
@@ -50,7 +50,7 @@ def looking():
 
 @pytest.fixture
 def attached(monkeypatch):
-    """Returns rounds of the rank of an index in a process group without a connection."""
+    """Returns a function that makes `Rounds` of a process group without a connection, as its rank `index`."""
     monkeypatch.setattr(distributed, "get_process_group_ranks", lambda _: RANKS)
 
     def attach(index):

@@ -10,7 +10,7 @@ from statsd_bn.messages import SkewStats
 from statsd_bn.wire import encode
 from support.pure_members import PureWorld
 
-# The third brings most of the variance between the members.
+# The third member causes most of the variance between the members.
 FIGURES = np.array([[10.0, 0.0, 1.0, 0.01], [10.0, 0.1, 1.1, 0.01], [10.0, 5.0, 9.0, 0.4]])
 
 

@@ -11,10 +11,10 @@ from support.sentences import says
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
 TORCHRUN |= {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 TORCHRUN |= {"TORCHELASTIC_RUN_ID": "run-7", "TORCHELASTIC_RESTART_COUNT": "2"}
-# Of a PyTorchJob with a master and two workers, one process in each pod.
+# A PyTorchJob with a master and two workers, one process in each pod.
 KUBEFLOW = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "digits-master-0", "MASTER_PORT": "23456"}
 KUBEFLOW |= {"PET_NNODES": "3", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1"}
-# Of `srun --nodes 2 --ntasks 8` in a job of three nodes that was started again once.
+# `srun --nodes 2 --ntasks 8` in a job of three nodes that was requeued once.
 SLURM = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "3", "SLURM_RESTART_COUNT": "1"}
 SLURM |= {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8"}
 SLURM |= {"SLURM_NNODES": "3", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "node[01-02]"}
@@ -49,7 +49,7 @@ def test_a_batch_script_is_no_task():
     assert launchers.store_address({**script, "SLURM_PROCID": "0"}) is None
 
 
-def test_two_steps_of_one_job_are_two_jobs_with_ports_of_their_own():
+def test_two_steps_of_one_slurm_job_are_two_jobs_with_different_ports():
     other = {**SLURM, "SLURM_STEP_ID": "4"}
     assert resolve(SLURM).member.job != resolve(other).member.job
     assert launchers.step_port(SLURM) != launchers.step_port(other)
@@ -148,7 +148,7 @@ def test_processes_meet_at_a_name_or_an_address(address):
 
 @pytest.mark.parametrize("rank", [{}, {"RANK": ""}])
 def test_one_of_several_processes_has_a_number(rank):
-    """Otherwise each would be rank 0, start its own server, and wait there."""
+    """Otherwise each process would be rank 0, start a server, and wait for the others there."""
     environ = {"WORLD_SIZE": "4", **rank}
     with pytest.raises(ConfigurationError, match=r"RANK: expected this process's rank, since WORLD_SIZE says 4"):
         resolve(environ)

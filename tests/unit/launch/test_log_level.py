@@ -11,7 +11,7 @@ from support.sentences import says
 
 @pytest.fixture
 def logger(monkeypatch):
-    logger = logging.Logger("statsd_bn.client")  # noqa: LOG001 - without parents, so that pytest adds nothing
+    logger = logging.Logger("statsd_bn.client")  # noqa: LOG001 - has no parent with handlers of pytest
     monkeypatch.setattr(connect, "logger", logger)
     return logger
 

@@ -95,7 +95,7 @@ def test_without_a_size_or_a_server_a_process_is_alone(environ, arguments, is_al
 
 @pytest.fixture
 def meet(monkeypatch):
-    """Two ranks of a process group as threads, each on the given host, find their server."""
+    """Returns a function that runs a thread on each given host; these ranks of a process group of two find a server."""
     monkeypatch.setattr(own_server, "_entries", itertools.repeat(0))
 
     def run(*hosts, environ=None, **arguments):

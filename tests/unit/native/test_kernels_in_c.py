@@ -17,7 +17,7 @@ from support.paths import ROOT
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
-# Three float32 roundings, and one more for halves; the float64 reference has its own.
+# The error of three roundings in float32, and one more to half precision; for float64 also the reference's error.
 OFF = {torch.float32: 2e-7, torch.float64: 1e-13, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 PLANES = [(3, 5, 49), (1, 3, 17), (5, 1, 33), (2, 700, 3), (9, 3, 4099), (4, 2, 16400)]
@@ -31,7 +31,7 @@ CORE = library.library()
 
 @pytest.fixture(params=range(CORE.holding.sbn_level(-1) + 1 if CORE else 1), ids=library.LEVELS.__getitem__)
 def core(request):
-    """With the instructions of each level that this processor has."""
+    """The core, limited to the instructions of each level that this processor has."""
     assert CORE, library.description()
     best = CORE.holding.sbn_level(-1)
     CORE.holding.sbn_level(request.param)
@@ -104,7 +104,7 @@ def test_a_layer_is_that_of_float64(core, dtype, shape, ratio):
 
     y, kept = forward(core, x, row, weight, bias)
     by = invstd * weight.double().unsqueeze(1)
-    rounding = 1e-8 if ratio and dtype == torch.float64 else 0  # of the sums that travel: 2^-53 mean² / variance
+    rounding = 1e-8 if ratio and dtype == torch.float64 else 0  # the exchanged sums err by 2^-53 mean² / variance
     assert_near(y.transpose(0, 1).reshape(c, -1), centred * by + bias.double().unsqueeze(1), off + rounding)
 
     own = backward_sums(core, dy, x, kept)

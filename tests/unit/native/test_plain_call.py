@@ -1,4 +1,4 @@
-"""The plain call on a CPU, and tensors without values at their address, which it must leave to other backends."""
+"""The plain call on a CPU; it must leave tensors without values at their address to other backends."""
 
 from functools import partial
 
@@ -181,7 +181,7 @@ def test_a_kept_exchange_holds_no_buffers():
 
 
 def test_cuda_divides_by_counts_as_tensors():
-    """CUDA divides by a number by multiplying with its reciprocal, which changes last bits."""
+    """To divide by a number, CUDA multiplies by its reciprocal, which changes last bits."""
     sums = torch.ones(3, dtype=torch.float64, device="meta")
     divisors = []
     with pytest.MonkeyPatch.context() as patch:

@@ -11,7 +11,7 @@ from client import SynchronizedBatchNorm1d, convert_model, set_sbn_eps_mode
 from client import comm as comm_module
 from support.subclasses import Activated
 
-EPS = 0.5  # above the variances below, so that the modes differ
+EPS = 0.5  # above the variances, so the modes differ
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def test_converted_layers_and_subclasses_follow_the_global_eps_mode():
     assert client.LazySynchronizedBatchNorm1d().eps_mode == "clamp"
 
 
-def test_a_layer_with_an_eps_mode_of_its_own_keeps_it():
+def test_a_layer_with_an_explicit_eps_mode_keeps_it():
     set_sbn_eps_mode("clamp")
     assert layer(eps_mode="plus").eps_mode == "plus"
     assert pickle.loads(pickle.dumps(layer(eps_mode="plus"))).eps_mode == "plus"  # noqa: S301 - our own

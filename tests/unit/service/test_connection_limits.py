@@ -9,7 +9,7 @@ from server.security.access import ANONYMOUS
 
 
 def connect(table: ConnectionTable, connection: socket.socket, peer: bytes, session: bytes = b"session") -> None:
-    """Add a connection and the first frame of a peer over it."""
+    """Add a connection, and record the first frame of a peer over it."""
     table.add(connection.fileno())
     table.set_peer(peer, connection.fileno())
     table.record(peer, ANONYMOUS, session)
@@ -51,7 +51,7 @@ def test_beyond_the_limit_the_oldest_connection_without_a_member_is_closed():
     ended = select.select([ours for ours, _ in pairs], [], [], 0.0)[0]
     assert ended == [pairs[1][0], pairs[2][0]]
     assert table.members.keys() == {b"0"}
-    # A frame that is read from a closed connection makes it no member's.
+    # A frame that is read after the connection was closed adds no member.
     table.record(b"1", ANONYMOUS, b"session")
     assert table.members.keys() == {b"0"}
     for ours, theirs in pairs:

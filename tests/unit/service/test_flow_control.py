@@ -26,7 +26,7 @@ from server.network.connections import (
 
 
 class Kernel:
-    """Peers that read, and peers that do not; unread bytes queue."""
+    """Stands in for the kernel: peers in `stuck` do not read, so their sockets take no more bytes."""
 
     def __init__(self, *stuck: int) -> None:
         self.stuck = set(stuck)

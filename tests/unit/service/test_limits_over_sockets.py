@@ -73,7 +73,7 @@ def test_a_member_that_left_leaves_no_trace(serve):
 
 def test_clients_that_do_not_read_do_not_grow_the_servers_memory(serve, dial, caplog, monkeypatch):
     caplog.set_level(logging.CRITICAL, "statsd_bn.server")  # pytest stores log records
-    # No connection is closed for refusals: a slow machine may take minutes.
+    # Else the server would close a connection with so many refused messages.
     monkeypatch.setattr(connections, "MAX_REFUSALS", 2**20)
     monkeypatch.setattr(listener, "SEND_HIGH_WATER_MARK", 2)
     monkeypatch.setattr(listener, "RECEIVE_HIGH_WATER_MARK", 2)
@@ -90,7 +90,7 @@ def test_clients_that_do_not_read_do_not_grow_the_servers_memory(serve, dial, ca
         wait_until(lambda: told(service, "strangers") == told_before + frames, WAIT_SECONDS)
         return _resident_bytes()
 
-    before = refused(10_000)  # queues and network are full, and the allocator has its pages
+    before = refused(10_000)  # fills the queues and the network, and the allocator gets its pages
     dropped = told(service, "dropped_answers")
     after = refused(12_000)
     assert told(service, "dropped_answers") - dropped > 4_000

@@ -10,7 +10,7 @@ OURS, INIT, SUBREAPER = 7, 1, 6
 MEMBERS, NOBODY = True, False
 SERVES, ENDS = False, True
 
-# A timeline: when the server checks, its parent, its members, and its reaction.
+# Timelines: time of a check, the server's parent, whether there are members, and whether the server ends.
 HISTORIES = {
     "nobody has come yet": [(now, OURS, NOBODY, SERVES) for now in (0.0, 1.0, 1e9)],
     "all members leave": [(0.0, OURS, MEMBERS, SERVES), (1.0, OURS, MEMBERS, SERVES), (1.1, OURS, NOBODY, ENDS)],

@@ -13,7 +13,7 @@ from statsd_bn.wire import decode
 
 WAIT_MILLISECONDS = 20_000
 
-# How long a query waits for a server that never answers; the socket needs a part of it to connect.
+# How long a query waits for a server that never answers, the time to connect included.
 UNANSWERED_SECONDS = 2.0
 
 
@@ -23,7 +23,7 @@ class Fake:
         self.questions: list[str] = []
 
     def takes(self, *answers: bytes) -> None:
-        """A server that answers this many requests, receives one more, and ends without answering it."""
+        """A server that gives these answers, receives another request, and ends without answering it."""
         with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
             router.linger = 0
             router.bind(self.endpoint)
@@ -32,7 +32,7 @@ class Fake:
             self._question(router)
 
     def answers(self, *answers: bytes) -> None:
-        """A server that answers this many requests, and ends."""
+        """A server that gives these answers, and ends."""
         with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
             router.linger = WAIT_MILLISECONDS
             router.bind(self.endpoint)

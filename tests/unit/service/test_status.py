@@ -223,7 +223,7 @@ def test_a_check_without_an_endpoint_asks_where_clients_connect(server, nobody, 
     assert command.main(["check"]) == 4
 
 
-def test_a_check_without_an_endpoint_is_of_this_hosts_own_server(server, nobody, monkeypatch, capsys):
+def test_a_check_without_an_endpoint_checks_this_hosts_server(server, nobody, monkeypatch, capsys):
     monkeypatch.setattr(command, "CHECK_SECONDS", 0.05)
     monkeypatch.setenv("STATSD_BN_BIND", nobody)
     assert command.main(["check"]) == 4

@@ -67,8 +67,8 @@ def test_a_sample_does_not_begin_within_a_step():
 
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("seconds", [0.05, 0.4, 0.9])
-def test_samples_have_whole_steps_though_the_first_round_came_within_one(seconds, counted):
-    """Six layers, forward and backward; the first step lacks the first three of them."""
+def test_samples_have_whole_steps_even_if_the_first_round_is_within_a_step(seconds, counted):
+    """Six layers, forward and backward; sampling starts at the fourth layer of the first step."""
     of_one, batches, names = SkewSampler(), [], "abcdef"
     rounds = [(layer, FORWARD) for layer in names] + [(layer, BACKWARD) for layer in reversed(names)]
     for step in range(int(60 / seconds)):
@@ -167,7 +167,7 @@ def test_the_replicas_of_a_member_are_added():
 
 @pytest.mark.parametrize("number", [60, 64, 65, 250])
 def test_all_layers_get_their_turn_however_many_there_are(number):
-    """A step of 25 forward passes a second, with samples consumed a little late."""
+    """25 steps a second; samples are drained every 1.04 s, a little late."""
     of_one, seen = SkewSampler(), {}
     seconds = 60
     for step in range(seconds * 25):

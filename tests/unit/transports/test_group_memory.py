@@ -98,7 +98,7 @@ def test_all_members_reach_the_same_verdict(brought, digests, found):
     assert meet(memories, [rows(1.0)] * 3) == [DONE] * 3
 
 
-# Counts and shapes of the rows in successive turns.
+# Rows of a turn: their counts, and the shape of their values.
 A, B, C = ((5,), (1, 2, 4)), ((6,), (1, 2, 4)), ((5,), (1, 2, 3))
 MORE, WIDE = ((5, 7), (2, 2, 4)), ((5,), (1, 2, TOO_WIDE))
 
@@ -184,12 +184,12 @@ def test_a_wait_ends_when_a_member_leaves(close, is_abandoned):
     waited, _ = in_threads([lambda: first.wait(LONG), lambda: close(second)])
     assert waited == CLOSED
     assert all(is_closed(one) and one.is_abandoned == is_abandoned for one in (first, second, third))
-    # The missing member will not contribute.
+    # The third member arrives, but the second one will not.
     assert third.arrive(1, rows(1.0)) == CLOSED
     assert first.late == [1, 2]
     third.leave()
     second.abandon()
-    assert first.is_abandoned == is_abandoned  # the first reason stays
+    assert first.is_abandoned == is_abandoned  # the reason given first stays
 
 
 def test_a_complete_turn_counts_although_one_member_has_closed_since():
@@ -215,7 +215,7 @@ def test_a_turn_counts_as_reported_whichever_member_reported_it():
     second.arrive(1, rows(1.0))
     second.escalate()
     assert first.wait(0.0) == DONE
-    assert first.is_escalated  # the other may have reported this turn too, before the next
+    assert first.is_escalated  # the second reported the next turn, and may have reported this one
 
 
 @pytest.mark.parametrize("members", [2, 3, 8])

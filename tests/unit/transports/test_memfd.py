@@ -42,7 +42,7 @@ def test_no_file_or_descriptor_remains():
     before = open_files()
     with closing(MemoryOffer(SIZE)) as offer:
         taken = receive_memory(offer.name, SIZE)
-        # It is in no folder.
+        # The memory is no file in a folder.
         assert "/memfd:statsd_bn" in Path("/proc/self/maps").read_text()
     taken.close()
     offer.memory.close()
@@ -115,7 +115,7 @@ def test_another_users_memory_is_not_taken(offer, monkeypatch):
 
 
 def test_the_overflow_user_shares_nothing():
-    """In another user namespace, a process has the id that all users of the host have there."""
+    """In a new user namespace the process has the overflow id, which all users without a mapping share."""
     command = [
         "unshare",
         "--user",

@@ -1,4 +1,4 @@
-"""One member's part in a round in memory: who came last, by how much, as its session counts it."""
+"""One member's part in a round in memory; its session counts by how much it came last."""
 
 import re
 from mmap import mmap
@@ -35,7 +35,7 @@ class Host:
             session.members = Members.of(range(MEMBERS))
 
     def round(self, *, value: float = 1.0, order: tuple[int, ...] = (), **came: float) -> list[object]:
-        """All members contribute at the times `came`, in that order or in `order`; returns the result of each."""
+        """All members contribute at the times `came`, in order of time or in `order`; returns their results."""
         machines = {}
         found: dict[str, object] = {}
         for me in order or sorted(range(MEMBERS), key=lambda member: came[f"rank{member}"]):
@@ -71,7 +71,7 @@ TOGETHER = {"rank0": 1.0, "rank1": 1.0, "rank2": 1.0}
             [[1, 0.003], [2, 0.035], [0, 0.0]],
             id="the last counts how much later it came than all others",
         ),
-        # The system may deschedule a member between reading its clock and its arrival.
+        # The system may deschedule a member after it has read its clock and before it arrives.
         pytest.param(
             [TOGETHER, {"rank0": 2.0, "rank1": 2.005, "rank2": 2.0, "order": (0, 1, 2)}],
             [[0, 0.0], [1, 0.005], [0, 0.0]],

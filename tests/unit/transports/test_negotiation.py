@@ -24,7 +24,7 @@ REFUSED = "rank 1: its transport is 'server', as connect() or STATSD_BN_TRANSPOR
 
 
 def two_rounds(connection) -> tuple[str, str]:
-    """The transport after two rounds, and why it is no faster one."""
+    """The transport after two rounds, and the reason if there is no faster one."""
     for _ in range(2):
         SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1))
     return connection.transport, connection.why_not_faster
@@ -44,7 +44,7 @@ def told(caplog) -> list[tuple[int, str]]:
     return sorted((one.levelno, one.getMessage()) for one in caplog.records if GROUP in one.getMessage())
 
 
-def test_members_that_can_take_memory_by_themselves(caplog):
+def test_members_that_support_shared_memory_choose_it(caplog):
     caplog.set_level(logging.INFO, logger="statsd_bn.client")
     assert with_transports(AUTO, AUTO, SHARED_MEMORY) == [(SHARED_MEMORY, "")] * 3
     assert told(caplog) == [(logging.INFO, f"{GROUP} in shared memory")] * 3
@@ -115,7 +115,7 @@ def test_the_negotiation_follows_the_layers_first_round():
         assert layers.count(MEMORY_GATHER) == gathers
 
 
-def test_an_elastic_job_does_not_ask():
+def test_an_elastic_job_does_not_negotiate():
     master = MemoryMaster()
     frames = frames_of(master)
 
@@ -138,7 +138,7 @@ def test_the_current_transport_is_reported():
         during = two_rounds(connection)
         rounds.wait(30)
         if connection.rank == 0:
-            connection.session(None).transport.memory.abandon()  # like a member that failed in a round
+            connection.session(None).transport.memory.abandon()  # as a member does that fails in a round
         rounds.wait(30)
         return before, during, (connection.transport, connection.why_not_faster)
 
@@ -180,7 +180,7 @@ def test_heartbeats_report_rounds_in_memory():
 
     for said in run_members(2, program, transport=AUTO):
         assert isinstance(said, Heartbeat)
-        # A round of a member that has waited for long is the server's too.
+        # A member that waited long also sent its rows to the server, and does not count that round.
         assert (said.step, said.transport, said.why) == (0, SHARED_MEMORY, "")
         assert said.rounds <= 1
 

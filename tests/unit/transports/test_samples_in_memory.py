@@ -1,4 +1,4 @@
-"""One member reports rounds in shared memory to the server, and a member with scaled data is named."""
+"""One member reports figures of rounds in shared memory to the server, which names a member with scaled data."""
 
 import re
 import time
@@ -39,7 +39,7 @@ def rows_of(rank, step, layer, replicas=1, scale=1.0):
 
 
 class Report:
-    """Sends one member's heartbeats with figures after each of its steps, and advances the clock by a second."""
+    """Sends a member's figures after each of its steps, and advances the clock by a second for each frame."""
 
     def __init__(self, master, connection):
         self._master, self._scheduler = master, HeartbeatScheduler()
@@ -65,7 +65,7 @@ def train(members, master, *, replicas=1, scales=None):
             SharedMemoryPipe(connection, layer).run_slave(rows, key.of_phase(BACKWARD))
             told.beat()
         assert connection.transport == SHARED_MEMORY
-        # The group's entry goes with its last member.
+        # Reported within the program: the server drops the group when its last member leaves.
         return master.report("world") if connection.rank == 0 else connection.session(None).transport.samples
 
     report, *others = run_members(members, program, master, transport=SHARED_MEMORY)
@@ -125,5 +125,5 @@ def test_rows_that_are_not_finite_are_reported_at_once_and_not_in_a_digest():
 
     texts = run_members(3, program, master, transport=SHARED_MEMORY)
     assert set(texts) == {"first non-finite: layer 'stem', forward, step 1, rank 2 (thread 2), 1 of 5 channels (NaN)"}
-    # The first step went over the server, the second one was not finite.
+    # The first step used the server, and the second one had values that were not finite.
     assert [one.step for one in digests(frames)] == [2]

@@ -1,4 +1,4 @@
-"""The transport over shared memory: the same bits as the server's, which hears of long waits only."""
+"""The transport over shared memory gives the server's bits; the server learns only of long waits."""
 
 import gc
 import threading
@@ -49,7 +49,7 @@ def test_it_gives_the_keys_and_bits_of_the_server(members, size):
 
 @pytest.mark.parametrize("late_rank", [None, 0, 1])
 def test_a_layer_in_one_call_of_the_core_equals_that_over_the_server(late_rank):
-    """Also if a wait is so long that it is reported to the server, before or after the sum is complete."""
+    """Also if a member waits so long that it reports to the server, before or after the sum is complete."""
     x = torch.randn(2, 4, 3, 5, generator=torch.Generator().manual_seed(0))
 
     def program(kind):
@@ -98,7 +98,7 @@ def test_fast_rounds_do_not_reach_the_server(monkeypatch):
 
 @pytest.mark.parametrize("late_rank", [0, 1])
 def test_all_members_report_a_long_wait_and_its_end_to_the_server(late_rank):
-    """One member's RoundDone may be lost, and the server would think that the member still waits."""
+    """If only the waiting member sent RoundDone and the frame was lost, the server would think that it still waits."""
     master = MemoryMaster()
     late = threading.Event()
 
@@ -126,7 +126,7 @@ def test_all_members_report_a_long_wait_and_its_end_to_the_server(late_rank):
     found, counted = zip(*run_members(2, program, master, transport=SHARED_MEMORY), strict=True)
     assert found == ((ROWS[0] + ROWS[1]).tobytes(),) * 2
     assert not master.report("world")["waiting"]
-    # Only members that reported to the server do not count it.
+    # A member that sent its rows to the server does not count the round as one in memory.
     assert counted == tuple(int(rank == late_rank) for rank in range(2))
 
 
@@ -184,7 +184,7 @@ def test_too_large_rows_use_the_server():
 
 
 def test_threads_in_another_order_on_each_member_all_get_their_rounds():
-    """As with two models in two threads: rounds in differing order use the server."""
+    """For example two models in two threads: rounds in different orders use the server."""
 
     def program(connection):
         SharedMemoryPipe(connection, "bn").run_slave(rows_of(connection.rank, 1))
@@ -243,7 +243,7 @@ def _outcomes(n, program, master=None):
 
 
 def test_threads_of_one_member_find_the_memory_once(monkeypatch):
-    """As next to a member that runs the layers one after the other in a single thread."""
+    """The other member runs the layers one after the other in a single thread."""
     searches, agree = [], negotiation.negotiate
 
     def counted(connection, group):
@@ -263,7 +263,7 @@ def test_threads_of_one_member_find_the_memory_once(monkeypatch):
 
 
 def test_the_step_is_the_same_however_long_a_thread_waits_in_memory():
-    """A long wait is reported to the server while another thread starts a step."""
+    """A member reports a long wait to the server while another of its threads starts a step."""
     begun, go_on = threading.Event(), threading.Event()
 
     def program(connection):
@@ -286,7 +286,7 @@ def test_the_step_is_the_same_however_long_a_thread_waits_in_memory():
             following = threading.Thread(target=lambda: steps.append(pipes["b"].run_slave(row).key.step))
             steps = []
             following.start()
-            time.sleep(2 * server.ESCALATE_SECONDS)  # the wait must be long; there is no event to wait for
+            time.sleep(2 * server.ESCALATE_SECONDS)  # to make the wait long; no event marks that
             go_on.set()
             waiting.join(30)
             following.join(30)
@@ -296,7 +296,7 @@ def test_the_step_is_the_same_however_long_a_thread_waits_in_memory():
 
 
 def test_members_out_of_step_do_not_share_memory_again():
-    """Each has two threads, which fall back to the server and use other memory afterwards."""
+    """Rounds of each member's two threads collide in memory; from then on all rounds use the server."""
     turns = threading.Barrier(2)
 
     def program(connection):
@@ -308,13 +308,13 @@ def test_members_out_of_step_do_not_share_memory_again():
 
         run("0")
         threads = []
-        # Each pair meets at one turn for different rounds; then one member enters the other's rounds.
+        # Each pair of threads arrives at one turn with different rounds; then each member runs the other's rounds.
         for names in (("X", "Y"), ("Z", "W"), (None, "X"), (None, "Z"), ("V", "V"), ("Y", None), ("W", None)):
             turns.wait(30)
             if name := names[connection.rank]:
                 threads.append(threading.Thread(target=run, args=[name]))
                 threads[-1].start()
-            time.sleep(3 * server.ESCALATE_SECONDS)  # to fix their order
+            time.sleep(3 * server.ESCALATE_SECONDS)  # to fix the order of the threads
         for thread in threads:
             thread.join(30)
         return found
@@ -336,7 +336,7 @@ def test_a_connection_is_freed_after_rounds_in_memory():
 
 
 def test_a_member_that_knows_of_the_broken_job_uses_the_server():
-    """A member lost to the server may still meet the others, and cannot be notified."""
+    """A member that the server has lost may still meet the others in memory, and the server cannot reach it."""
     master = MemoryMaster()
     connections = in_threads([lambda n=n: master.connect(n, 2, transport=SHARED_MEMORY) for n in range(2)])
 

@@ -1,4 +1,4 @@
-"""Rows with another last bit in each order of addition, and frames to a server."""
+"""Rows whose sum has another last bit in each order of addition; and a record of the frames to a server."""
 
 import numpy as np
 
